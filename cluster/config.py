@@ -1,0 +1,56 @@
+"""Every setting in one frozen object, read from the environment once and passed down."""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Mapping
+from typing import Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cluster.errors import ConfigError
+
+ENV_PREFIX = "LONGSHORE_"
+MIB = 1 << 20
+
+
+class Config(BaseModel):
+    """Settings of a cluster (read where the coordinator starts) or of a client. Each is `LONGSHORE_<NAME>` too."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid")
+
+    arena_bytes: int = Field(0, ge=0)  # shared memory per node for chunks; 0: a quarter of free /dev/shm, 8 GiB at most
+    slot_bytes: int = Field(16 * MIB, ge=MIB, le=64 * MIB)  # one arena slot: the largest chunk that can be loaded
+    chunk_bytes: int = Field(8 * MIB, ge=MIB, le=16 * MIB)  # chunk size for models without a manifest
+    fetch_threads: int = Field(4, ge=1, le=64)  # requests in flight per rank
+    lease_deadline_s: float = Field(60.0, gt=0)  # a chunk not committed by then goes back to the queue
+    read_timeout_s: float = Field(20.0, gt=0)  # no byte for this long fails a read
+    fetch_attempts: int = Field(4, ge=1)  # tries of one chunk by one worker before another gets it
+    chunk_attempts: int = Field(3, ge=1)  # workers a chunk is tried by before the load fails
+    rank_restarts: int = Field(3, ge=0)  # replacements of one rank's worker before the load fails
+    heartbeat_s: float = Field(0.5, gt=0)  # worker to agent, agent to coordinator
+    stuck_after_s: float = Field(60.0, gt=0)  # a rank that is alive without progress for this long is replaced
+    orphan_after_s: float = Field(120.0, gt=0)  # agents and workers end themselves after this long without coordinator
+    holder_ttl_s: float = Field(30.0, gt=0)  # a client not heard of for this long no longer holds its models
+    cpu_ranks_per_node: int = Field(8, ge=1)  # bound for device="cpu", which takes no Ray resource
+    host_reserve_bytes: int = Field(512 * MIB, ge=0)  # host memory a plan leaves free on each node
+    device_reserve_bytes: int = Field(512 * MIB, ge=0)  # device memory a plan leaves free on each GPU
+    pin_coordinator_to_head: bool = True
+
+    @classmethod
+    def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Config:
+        """Settings named in the environment, then `overrides`. Raises ConfigError that names every bad one."""
+        environ = os.environ if environ is None else environ
+        values: dict[str, Any] = {
+            name: environ[ENV_PREFIX + name.upper()]
+            for name in cls.model_fields
+            if ENV_PREFIX + name.upper() in environ
+        }
+        values.update({name: value for name, value in overrides.items() if value is not None})
+        try:
+            return cls(**values)
+        except ValidationError as error:
+            problems = "; ".join(
+                f"{ENV_PREFIX}{'.'.join(map(str, e['loc'])).upper()}: {e['msg']}" for e in error.errors()
+            )
+            raise ConfigError(f"bad settings: {problems}") from error

@@ -1,0 +1,93 @@
+"""What can go wrong with a load. The root, and the errors of bytes, are in `storage.errors`.
+
+    LongshoreError
+    +- ConfigError                  a setting or argument that cannot be meant
+    +- PlanError                    the request and the model do not go together
+    |  +- LayoutError               a tensor cannot be cut as asked; lists every such tensor
+    |  +- DoesNotFit                a device or host lacks the memory; says need and have for each
+    +- ClusterError
+    |  +- ClusterLost               no coordinator, or Ray itself cannot be reached
+    |  +- NotEnoughResources        more ranks than GPUs (or CPU ranks) free; says who holds them
+    |  +- VersionMismatch           client and cluster run different Longshore versions
+    |  +- PackageMissing            a node does not have longshore installed
+    |  +- DeviceUnavailable         the worker cannot use the device Ray gave it
+    +- LoadError
+    |  +- ChunkFailed               a chunk could not be had from any worker within its budget
+    |  +- RankLost                  a worker died or stopped answering more often than allowed
+    |  +- LoadTimeout               timeout_s passed
+    |  +- LoadCancelled             released or cancelled before it was ready
+    +- ModelNotFound                no such model in this cluster
+    +- RemoteCallFailed             a function sent by LoadedModel.call raised
+"""
+
+from __future__ import annotations
+
+from storage.errors import LongshoreError
+
+
+class ConfigError(LongshoreError):
+    """A setting or argument that cannot be meant."""
+
+
+class PlanError(LongshoreError):
+    """The request and the model do not go together."""
+
+
+class LayoutError(PlanError):
+    """A tensor cannot be cut as asked; the message lists every such tensor."""
+
+
+class DoesNotFit(PlanError):
+    """A device or a host lacks the memory; the message says need and have for each."""
+
+
+class ClusterError(LongshoreError):
+    """The cluster cannot do it, whatever the model is."""
+
+
+class ClusterLost(ClusterError):
+    """No coordinator answers, or Ray itself cannot be reached."""
+
+
+class NotEnoughResources(ClusterError):
+    """More ranks than GPUs or CPU places that are free."""
+
+
+class VersionMismatch(ClusterError):
+    """Client and cluster run different versions of Longshore."""
+
+
+class PackageMissing(ClusterError):
+    """A node of the cluster does not have longshore installed."""
+
+
+class DeviceUnavailable(ClusterError):
+    """The worker cannot use the device that Ray gave it."""
+
+
+class LoadError(LongshoreError):
+    """A load began and could not end well."""
+
+
+class ChunkFailed(LoadError):
+    """A chunk could not be had from any worker within its budget."""
+
+
+class RankLost(LoadError):
+    """A worker died or stopped answering."""
+
+
+class LoadTimeout(LoadError):
+    """The load did not end within timeout_s."""
+
+
+class LoadCancelled(LoadError):
+    """The load was released or cancelled before it was ready."""
+
+
+class ModelNotFound(LongshoreError):
+    """No such model in this cluster."""
+
+
+class RemoteCallFailed(LongshoreError):
+    """A function that LoadedModel.call sent to a rank raised there."""

@@ -1,0 +1,81 @@
+"""What a load plan is: frozen data that travels. `cluster.planning` makes it, `actors.executor` carries it out.
+
+    LoadPlan -- ranks --> RankPlan -- slices --> TensorSlice     which part of which tensor, where it is put
+                                   -- chunk_ids                  the chunks those parts touch, in the order of leasing
+
+Read items (`cluster.read_items`) are not part of the plan: they are expanded from slices and chunks, by the same
+pure function, wherever they are needed.
+"""
+
+from __future__ import annotations
+
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from storage.model_index import ChunkTable, Shard
+
+
+@dataclass(frozen=True, slots=True)
+class RankCoords:
+    """Where a rank stands in the mesh. Ranks are numbered with tp fastest: ((data * fsdp_size) + fsdp) * tp_size + tp."""
+
+    data: int
+    fsdp: int
+    tensor: int
+
+
+@dataclass(frozen=True, slots=True)
+class TensorSlice:
+    """The box of one tensor that one rank holds, and its place in the rank's memory.
+
+    For a (4, 6) tensor, `offsets=(0, 3), sizes=(4, 3)` is the right half: a (4, 3) tensor for the rank.
+    """
+
+    name: str
+    dtype: str  # safetensors name
+    shape: tuple[int, ...]  # global shape
+    offsets: tuple[int, ...]  # first index of the box, per dimension
+    sizes: tuple[int, ...]  # shape of the rank's own tensor
+    shard: int  # index into LoadPlan.shards
+    start: int  # first byte of the whole tensor in the shard's file
+    segment: int  # index into RankPlan.segment_bytes
+    segment_offset: int  # first byte inside that segment, a multiple of 256
+    size_bytes: int  # bytes of the slice
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankPlan:
+    """All that one rank has to do."""
+
+    rank: int  # global, 0-based
+    coords: RankCoords
+    slices: tuple[TensorSlice, ...]
+    segment_bytes: tuple[int, ...]  # sizes of the device memory blocks to allocate
+    chunk_ids: NDArray[np.int64]  # chunks any slice touches, ascending
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the rank's slices, without alignment."""
+        return sum(piece.size_bytes for piece in self.slices)
+
+    @property
+    def device_bytes(self) -> int:
+        """Bytes of device memory the rank takes, alignment included."""
+        return sum(self.segment_bytes)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class LoadPlan:
+    """What a load will do, decided before a byte of weights moves."""
+
+    revision: str
+    shards: tuple[Shard, ...]
+    chunks: ChunkTable
+    ranks: tuple[RankPlan, ...]  # ranks[i].rank == i
+
+    def needed_chunks(self, ranks: tuple[int, ...]) -> NDArray[np.int64]:
+        """Chunks that any of `ranks` touches, ascending: what a node hosting those ranks fetches once."""
+        ids = [self.ranks[rank].chunk_ids for rank in ranks]
+        return np.unique(np.concatenate(ids)) if ids else np.empty(0, np.int64)

@@ -1,0 +1,153 @@
+"""What can go wrong with bytes, and the root of every error Longshore raises.
+
+    LongshoreError                  has .message, .hint, .details; pickles; str() says what, where, what to do
+    +- StoreError                   an object store did not do what was asked
+    |  +- ObjectNotFound            no such bucket, key or path
+    |  +- AccessDenied              credentials missing, wrong or not allowed
+    |  +- StoreUnavailable          refused, reset, timed out, name not resolved, 5xx        (worth a retry)
+    |  |  +- Throttled              503 SlowDown, 429                                        (worth a slower retry)
+    |  |  +- ShortRead              fewer bytes than the range asked for                     (worth a retry)
+    |  +- RangeMismatch             the answer is for other bytes than were asked for        (worth a retry)
+    |  +- ObjectChanged             ETag or size differs from what the load pinned
+    |  +- UnsupportedStore          no such scheme, or its package is not installed
+    +- CheckpointError              the files are not a checkpoint that can be loaded
+    |  +- NotACheckpoint            nothing loadable under the URI
+    |  +- PickleRefused             only pickle files (.bin, .pt) there
+    |  +- InvalidHeader             a safetensors header breaks the format's rules
+    |  +- InvalidIndex              model.safetensors.index.json and the files disagree
+    +- ManifestError
+    |  +- InvalidManifest           not a manifest, or it contradicts itself
+    |  +- ManifestMismatch          a good manifest, for other bytes than are there
+    +- IntegrityError               bytes arrived whole and are not the published ones
+    +- PublishError                 a checkpoint could not be published safely
+    +- ArenaError
+       +- ArenaTooSmall             fewer slots than a load needs to make progress
+       +- ArenaTooLarge             /dev/shm cannot hold it
+       +- ArenaCorrupt              the file is not an arena of ours
+
+Every error takes one message, an optional hint and keyword details, so all of them survive pickling between
+actors (an exception whose __init__ takes several positional arguments does not, ray-project/ray#20830).
+"""
+
+from __future__ import annotations
+
+from typing import Any, Self
+
+
+class LongshoreError(Exception):
+    """Root of the tree. `details` holds plain values only (numbers, strings), never secrets."""
+
+    def __init__(self, message: str, *, hint: str = "", **details: Any) -> None:
+        super().__init__(message)
+        self.message = message  # what was wrong
+        self.hint = hint  # what to do about it; may be empty
+        self.details = details  # where: bucket, key, chunk, worker, expected, found...
+
+    def __str__(self) -> str:
+        where = ", ".join(f"{name}={value}" for name, value in self.details.items() if value is not None)
+        text = f"{self.message} ({where})" if where else self.message
+        return f"{text}. {self.hint}" if self.hint else text
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (type(self), self.message, self.hint, self.details)
+
+    def with_details(self, **details: Any) -> Self:
+        """The same error with more of the where; what is already known wins."""
+        self.details = {**details, **self.details}
+        return self
+
+
+def _rebuild(kind: type[LongshoreError], message: str, hint: str, details: dict[str, Any]) -> LongshoreError:
+    return kind(message, hint=hint, **details)
+
+
+class StoreError(LongshoreError):
+    """An object store did not do what was asked."""
+
+
+class ObjectNotFound(StoreError):
+    """No such bucket, key or path."""
+
+
+class AccessDenied(StoreError):
+    """Credentials are missing, wrong or not allowed to do this."""
+
+
+class StoreUnavailable(StoreError):
+    """The store could not be reached or answered with a server error; worth a retry."""
+
+
+class Throttled(StoreUnavailable):
+    """The store asked for fewer requests (503 SlowDown, 429)."""
+
+
+class ShortRead(StoreUnavailable):
+    """The body ended before the range was filled."""
+
+
+class RangeMismatch(StoreError):
+    """The answer's Content-Range or length is not what was asked for."""
+
+
+class ObjectChanged(StoreError):
+    """The object is not the version that was pinned."""
+
+
+class UnsupportedStore(StoreError):
+    """No store for this URI scheme, or the package it needs is not installed."""
+
+
+class CheckpointError(LongshoreError):
+    """The files are not a checkpoint that can be loaded."""
+
+
+class NotACheckpoint(CheckpointError):
+    """No safetensors files under the URI."""
+
+
+class PickleRefused(CheckpointError):
+    """Only pickle checkpoints there; loading those runs code."""
+
+
+class InvalidHeader(CheckpointError):
+    """A safetensors header breaks the format's rules; the message lists every problem found."""
+
+
+class InvalidIndex(CheckpointError):
+    """model.safetensors.index.json is broken or names other tensors than the files hold."""
+
+
+class ManifestError(LongshoreError):
+    """Something is wrong with longshore.manifest.json."""
+
+
+class InvalidManifest(ManifestError):
+    """Not a manifest this version reads, or one that contradicts itself."""
+
+
+class ManifestMismatch(ManifestError):
+    """A sound manifest, for other bytes than the ones stored."""
+
+
+class IntegrityError(LongshoreError):
+    """Bytes arrived whole and are not the ones that were published."""
+
+
+class PublishError(LongshoreError):
+    """A checkpoint could not be published safely."""
+
+
+class ArenaError(LongshoreError):
+    """Something is wrong with a node's shared-memory arena."""
+
+
+class ArenaTooSmall(ArenaError):
+    """The arena has fewer slots than a load needs to make progress."""
+
+
+class ArenaTooLarge(ArenaError):
+    """/dev/shm (or host memory) cannot hold the arena that was asked for."""
+
+
+class ArenaCorrupt(ArenaError):
+    """The file is not an arena of this version."""

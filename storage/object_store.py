@@ -1,0 +1,167 @@
+"""The one boundary every byte crosses: a small protocol, and its in-memory twin.
+
+    stat(key)                     size and version of one object, one request
+    list(prefix)                  every object under a prefix, paged by the store
+    read_into(key, range, buf)    exactly those bytes into the caller's buffer, or an error
+    put(key, data)                a small object, whole and atomic
+    upload(key)                   a large object in parts; visible only when it is complete
+
+Keys are relative to the root that the store was opened on, `/`-separated, never absolute and never with `..`
+(`check_key`). Stores are thread-safe: many threads call `read_into` at once, each on a connection of its own.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import threading
+from collections.abc import Iterator
+from contextlib import AbstractContextManager, contextmanager
+from dataclasses import dataclass, field
+from typing import Protocol, runtime_checkable
+
+from storage.errors import ObjectChanged, ObjectNotFound, RangeMismatch, StoreError
+from storage.ranges import ByteRange
+
+
+@dataclass(frozen=True, slots=True)
+class ObjectInfo:
+    """What a store says about one object."""
+
+    key: str  # relative to the store's root
+    size_bytes: int
+    etag: str | None  # opaque version tag without quotes; None where the store has none
+    checksums: dict[str, str] = field(default_factory=dict)  # whole-object: {"crc64nvme" | "sha256" | "md5"...: hex}
+
+
+class Upload(Protocol):
+    """An object being written in order. Nothing is visible before `complete`."""
+
+    def write(self, data: memoryview) -> None: ...
+
+    def complete(self) -> ObjectInfo: ...
+
+
+@runtime_checkable
+class ObjectStore(Protocol):
+    """Bytes by key. Every method raises the errors of `storage.errors` and no others."""
+
+    uri: str  # root, for messages: no credentials in it
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Size, ETag and known checksums. Raises ObjectNotFound, AccessDenied, StoreUnavailable."""
+        ...
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Objects whose key begins with `prefix`, recursively, in key order."""
+        ...
+
+    def read_into(
+        self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None
+    ) -> str | None:
+        """Fill `buffer` (writable, exactly `byte_range.size_bytes` long) with those bytes of `key`.
+
+        With `etag`, the answer must be that version (ObjectChanged otherwise), whether the server honours
+        If-Match or ignores it. Returns the ETag of the answer. An empty range moves nothing and asks nothing.
+        Raises ShortRead, RangeMismatch, ObjectChanged, ObjectNotFound, AccessDenied, StoreUnavailable.
+        After an error the buffer's contents are undefined.
+        """
+        ...
+
+    def put(self, key: str, data: bytes) -> ObjectInfo:
+        """Write a small object whole."""
+        ...
+
+    def upload(self, key: str) -> AbstractContextManager[Upload]:
+        """Write a large object in order; leaving the block without `complete()` leaves nothing behind."""
+        ...
+
+    def close(self) -> None:
+        """Close every connection. Idempotent."""
+        ...
+
+
+def check_key(key: str) -> str:
+    """`key` itself when it is safe to join to a root; StoreError when it is absolute, empty or climbs out."""
+    parts = key.split("/")
+    if not key or key.startswith("/") or "\\" in key or "\0" in key or any(p in ("", ".", "..") for p in parts):
+        raise StoreError(f"not a relative object key: {key!r}", hint="keys may not be absolute or contain '..'")
+    return key
+
+
+def read_bytes(store: ObjectStore, key: str, byte_range: ByteRange, *, etag: str | None = None) -> bytes:
+    """Those bytes as an object of their own: for headers and JSON, not for the hot path."""
+    data = bytearray(byte_range.size_bytes)
+    store.read_into(key, byte_range, memoryview(data), etag=etag)
+    return bytes(data)
+
+
+class MemoryStore:
+    """An object store in a dict: the twin for unit tests, and the reference in the contract suite."""
+
+    def __init__(self, objects: dict[str, bytes] | None = None, uri: str = "twin://memory") -> None:
+        self.uri = uri
+        self._objects: dict[str, bytes] = dict(objects or {})
+        self._lock = threading.Lock()
+
+    def stat(self, key: str) -> ObjectInfo:
+        data = self._get(key)
+        return ObjectInfo(key, len(data), _etag(data))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        with self._lock:
+            found = sorted(key for key in self._objects if key.startswith(prefix))
+        for key in found:
+            yield self.stat(key)
+
+    def read_into(
+        self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None
+    ) -> str | None:
+        if len(buffer) != byte_range.size_bytes:
+            raise ValueError(f"buffer has {len(buffer)} bytes, the range {byte_range.size_bytes}")
+        if not byte_range.size_bytes:
+            return etag
+        data = self._get(key)
+        found = _etag(data)
+        if etag is not None and etag != found:
+            raise ObjectChanged("object is not the pinned version", key=key, expected=etag, found=found)
+        if byte_range.end > len(data):
+            raise RangeMismatch(
+                "range reaches past the object's end", key=key, range=str(byte_range), size_bytes=len(data)
+            )
+        buffer[:] = data[byte_range.start : byte_range.end]
+        return found
+
+    def put(self, key: str, data: bytes) -> ObjectInfo:
+        with self._lock:
+            self._objects[check_key(key)] = bytes(data)
+        return self.stat(key)
+
+    @contextmanager
+    def upload(self, key: str) -> Iterator[_MemoryUpload]:
+        yield _MemoryUpload(self, check_key(key))
+
+    def close(self) -> None:
+        pass
+
+    def _get(self, key: str) -> bytes:
+        with self._lock:
+            if check_key(key) not in self._objects:
+                raise ObjectNotFound("no such object", uri=self.uri, key=key)
+            return self._objects[key]
+
+
+class _MemoryUpload:
+    def __init__(self, store: MemoryStore, key: str) -> None:
+        self._store = store
+        self._key = key
+        self._data = bytearray()
+
+    def write(self, data: memoryview) -> None:
+        self._data += data
+
+    def complete(self) -> ObjectInfo:
+        return self._store.put(self._key, bytes(self._data))
+
+
+def _etag(data: bytes) -> str:
+    return hashlib.md5(data, usedforsecurity=False).hexdigest()
