@@ -1,0 +1,122 @@
+"""Longshore's Python client: `import cluster; cluster.load("s3://models/llama", tensor_parallel_size=4)`.
+
+Names are loaded when they are first used (PEP 562), so importing this needs neither Ray nor torch; planning,
+manifests and the executor work where those are not installed.
+"""
+
+from __future__ import annotations
+
+import importlib
+from typing import TYPE_CHECKING, Any
+
+from longshore.install_check import check_packages
+
+if TYPE_CHECKING:
+    from storage.publish import PublishReport as PublishReport
+    from storage.verify import VerifyReport as VerifyReport
+
+    from cluster.client import aload as aload
+    from cluster.client import aplan as aplan
+    from cluster.client import apublish as apublish
+    from cluster.client import arelease as arelease
+    from cluster.client import astatus as astatus
+    from cluster.client import averify as averify
+    from cluster.client import load as load
+    from cluster.client import plan as plan
+    from cluster.client import publish as publish
+    from cluster.client import release as release
+    from cluster.client import status as status
+    from cluster.client import verify as verify
+    from cluster.config import Config as Config
+    from cluster.errors import ChunkFailed as ChunkFailed
+    from cluster.errors import ClusterError as ClusterError
+    from cluster.errors import ClusterLost as ClusterLost
+    from cluster.errors import ConfigError as ConfigError
+    from cluster.errors import DeviceUnavailable as DeviceUnavailable
+    from cluster.errors import DoesNotFit as DoesNotFit
+    from cluster.errors import LayoutError as LayoutError
+    from cluster.errors import LoadCancelled as LoadCancelled
+    from cluster.errors import LoadError as LoadError
+    from cluster.errors import LoadTimeout as LoadTimeout
+    from cluster.errors import ModelConfigError as ModelConfigError
+    from cluster.errors import ModelNotFound as ModelNotFound
+    from cluster.errors import NotEnoughResources as NotEnoughResources
+    from cluster.errors import PackageMissing as PackageMissing
+    from cluster.errors import PlanError as PlanError
+    from cluster.errors import RankLost as RankLost
+    from cluster.errors import RemoteCallFailed as RemoteCallFailed
+    from cluster.errors import VersionMismatch as VersionMismatch
+    from cluster.model import LoadedModel as LoadedModel
+    from cluster.plan_summary import PlanSummary as PlanSummary
+    from cluster.report import ClusterStatus as ClusterStatus
+    from cluster.report import LoadProgress as LoadProgress
+    from cluster.report import LoadReport as LoadReport
+    from longshore.install_check import PackageShadowed as PackageShadowed
+    from longshore.version import __version__ as __version__
+    from storage.errors import AccessDenied as AccessDenied
+    from storage.errors import ArenaCorrupt as ArenaCorrupt
+    from storage.errors import ArenaError as ArenaError
+    from storage.errors import ArenaTooLarge as ArenaTooLarge
+    from storage.errors import ArenaTooSmall as ArenaTooSmall
+    from storage.errors import CheckpointError as CheckpointError
+    from storage.errors import IntegrityError as IntegrityError
+    from storage.errors import InvalidHeader as InvalidHeader
+    from storage.errors import InvalidIndex as InvalidIndex
+    from storage.errors import InvalidManifest as InvalidManifest
+    from storage.errors import LongshoreError as LongshoreError
+    from storage.errors import ManifestError as ManifestError
+    from storage.errors import ManifestMismatch as ManifestMismatch
+    from storage.errors import NotACheckpoint as NotACheckpoint
+    from storage.errors import ObjectChanged as ObjectChanged
+    from storage.errors import ObjectNotFound as ObjectNotFound
+    from storage.errors import PickleRefused as PickleRefused
+    from storage.errors import PublishError as PublishError
+    from storage.errors import RangeMismatch as RangeMismatch
+    from storage.errors import ShortRead as ShortRead
+    from storage.errors import StoreError as StoreError
+    from storage.errors import StoreUnavailable as StoreUnavailable
+    from storage.errors import Throttled as Throttled
+    from storage.errors import UnsupportedStore as UnsupportedStore
+
+# module -> public names that live there; the block above tells type checkers the same (a test compares them)
+_EXPORTS = {
+    "cluster.client": (
+        "aload aplan apublish arelease astatus averify load plan publish release status verify"
+    ),
+    "cluster.config": "Config",
+    "cluster.errors": (
+        "ChunkFailed ClusterError ClusterLost ConfigError DeviceUnavailable DoesNotFit LayoutError "
+        "LoadCancelled LoadError LoadTimeout ModelConfigError ModelNotFound NotEnoughResources PackageMissing "
+        "PlanError RankLost RemoteCallFailed VersionMismatch"
+    ),
+    "cluster.model": "LoadedModel",
+    "cluster.plan_summary": "PlanSummary",
+    "cluster.report": "ClusterStatus LoadProgress LoadReport",
+    "longshore.install_check": "PackageShadowed",
+    "longshore.version": "__version__",
+    "storage.errors": (
+        "AccessDenied ArenaCorrupt ArenaError ArenaTooLarge ArenaTooSmall CheckpointError IntegrityError "
+        "InvalidHeader InvalidIndex InvalidManifest LongshoreError ManifestError ManifestMismatch "
+        "NotACheckpoint ObjectChanged ObjectNotFound PickleRefused PublishError RangeMismatch ShortRead "
+        "StoreError StoreUnavailable Throttled UnsupportedStore"
+    ),
+    "storage.publish": "PublishReport",
+    "storage.verify": "VerifyReport",
+}
+_HOME_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
+
+__all__ = sorted(_HOME_OF)
+
+check_packages()
+
+
+def __getattr__(name: str) -> Any:
+    if name not in _HOME_OF:
+        raise AttributeError(f"module 'cluster' has no attribute {name!r}")
+    value = getattr(importlib.import_module(_HOME_OF[name]), name)
+    globals()[name] = value  # the next use does not come through here
+    return value
+
+
+def __dir__() -> list[str]:
+    return sorted({*globals(), *__all__})

@@ -1,0 +1,113 @@
+"""Where `storage`, `cluster` and `actors` would be imported from, found without importing them.
+
+The names are generic. A Ray job whose working_dir holds a folder `storage/` puts that folder first on the
+path of the driver and of every actor the job starts; the actor would then run somebody else's code, or fail
+with an ImportError that explains nothing. All three must live beside this package; `check_packages` says so
+when they do not.
+"""
+
+from __future__ import annotations
+
+import importlib.util
+import os
+import platform
+import socket
+from importlib.metadata import PackageNotFoundError, version
+from typing import Any
+
+from longshore.version import PROTOCOL_VERSION, __version__
+
+PACKAGES = ("storage", "cluster", "actors")
+
+
+class PackageShadowed(ImportError):
+    """A package of ours would be imported from elsewhere; says which, from where and what to do. Pickles."""
+
+    def __init__(self, message: str, *, hint: str = "", **details: Any) -> None:
+        super().__init__(message)
+        self.message = message
+        self.hint = hint
+        self.details = details  # package name -> the folder found instead of ours
+
+    def __str__(self) -> str:
+        return f"{self.message}. {self.hint}" if self.hint else self.message
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return _rebuild, (self.message, self.hint, self.details)
+
+
+def _rebuild(message: str, hint: str, details: dict[str, Any]) -> PackageShadowed:
+    return PackageShadowed(message, hint=hint, **details)
+
+
+def package_origins() -> dict[str, str]:
+    """Folder of each package as an import would find it now, links resolved; "" where there is none."""
+    return {name: _origin(name) for name in PACKAGES}
+
+
+def check_packages() -> None:
+    """Raise PackageShadowed unless all of our packages lie in the folder that this one lies in."""
+    home = _home()
+    elsewhere = {
+        name: origin for name, origin in package_origins().items() if origin != os.path.join(home, name)
+    }
+    if not elsewhere:
+        return
+    found = "; ".join(
+        f"{name!r} would come from {origin}" if origin else f"{name!r} is missing"
+        for name, origin in elsewhere.items()
+    )
+    if all(elsewhere.values()):
+        hint = (
+            "Something else of that name comes first on the import path. If it is in a Ray job's "
+            "working_dir, rename it there or submit from another folder; otherwise look at PYTHONPATH"
+        )
+    else:
+        hint = "The installation is incomplete: reinstall longshore"
+    raise PackageShadowed(f"not Longshore's own packages: {found} (ours: {home})", hint=hint, **elsewhere)
+
+
+def probe() -> dict[str, Any]:
+    """What this process would run: versions, origins, and the problem if there is one. Never raises.
+
+    `longshore doctor` runs it as a task on every node. Plain values only.
+    """
+    try:
+        check_packages()
+        problem = None
+    except PackageShadowed as error:
+        problem = str(error)
+    return {
+        "host": socket.gethostname(),
+        "version": __version__,
+        "protocol": PROTOCOL_VERSION,
+        "python": platform.python_version(),
+        "ray": _version_of("ray"),
+        "origins": package_origins(),
+        "problem": problem,
+    }
+
+
+def _home() -> str:
+    return os.path.dirname(os.path.dirname(os.path.realpath(__file__)))
+
+
+def _origin(name: str) -> str:
+    try:
+        spec = importlib.util.find_spec(name)
+    except (ImportError, ValueError):  # ValueError: something in sys.modules under that name has no __spec__
+        return ""
+    if spec is None:
+        return ""
+    if spec.origin is not None and spec.submodule_search_locations is None:
+        return os.path.realpath(spec.origin)  # a single module, `storage.py`
+    # a namespace package (a folder without __init__.py) has no origin, and shadows an editable install too
+    folders = list(spec.submodule_search_locations or ())
+    return os.path.realpath(folders[0]) if folders else ""
+
+
+def _version_of(distribution: str) -> str | None:
+    try:
+        return version(distribution)
+    except PackageNotFoundError:
+        return None

@@ -1,0 +1,22 @@
+"""The command `longshore`: check whose packages these are, then hand over to `cluster.cli`."""
+
+from __future__ import annotations
+
+import sys
+from collections.abc import Sequence
+
+from longshore.install_check import PackageShadowed, check_packages
+
+EXIT_SHADOWED = 7  # as in cluster.exit_codes, which cannot be imported when this is needed
+
+
+def main(argv: Sequence[str] | None = None) -> int:
+    """Run one command line and return its exit code (the table is in `cluster.exit_codes`)."""
+    try:
+        check_packages()
+    except PackageShadowed as error:
+        print(f"longshore: {error}", file=sys.stderr)
+        return EXIT_SHADOWED
+    from cluster.cli import main as run
+
+    return run(argv)
