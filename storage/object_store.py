@@ -5,6 +5,7 @@
     read_into(key, range, buf)    exactly those bytes into the caller's buffer, or an error
     put(key, data)                a small object, whole and atomic
     upload(key)                   a large object in parts; visible only when it is complete
+    delete(key)                   one object away, there or not
 
 Keys are relative to the root that the store was opened on, `/`-separated, never absolute and never with `..`
 (`check_key`). Stores are thread-safe: many threads call `read_into` at once, each on a connection of its own.
@@ -75,6 +76,10 @@ class ObjectStore(Protocol):
         """Write a large object in order; leaving the block without `complete()` leaves nothing behind."""
         ...
 
+    def delete(self, key: str) -> None:
+        """Remove one object; no error when it is not there."""
+        ...
+
     def close(self) -> None:
         """Close every connection. Idempotent."""
         ...
@@ -139,6 +144,10 @@ class MemoryStore:
     @contextmanager
     def upload(self, key: str) -> Iterator[_MemoryUpload]:
         yield _MemoryUpload(self, check_key(key))
+
+    def delete(self, key: str) -> None:
+        with self._lock:
+            self._objects.pop(check_key(key), None)
 
     def close(self) -> None:
         pass
