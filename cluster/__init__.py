@@ -86,8 +86,8 @@ _EXPORTS = {
     "cluster.config": "Config",
     "cluster.errors": (
         "ChunkFailed ClusterError ClusterLost ConfigError DeviceUnavailable DoesNotFit LayoutError "
-        "LoadCancelled LoadError LoadTimeout ModelConfigError ModelNotFound NotEnoughResources PackageMissing "
-        "PlanError RankLost RemoteCallFailed VersionMismatch"
+        "LoadCancelled LoadError LoadTimeout ModelConfigError ModelNotFound NotEnoughResources "
+        "PackageMissing PlanError RankLost RemoteCallFailed VersionMismatch"
     ),
     "cluster.model": "LoadedModel",
     "cluster.plan_summary": "PlanSummary",
