@@ -1,23 +1,24 @@
 """What can go wrong with a load. The root, and the errors of bytes, are in `storage.errors`.
 
-    LongshoreError
-    +- ConfigError                  a setting or argument that cannot be meant
-    +- PlanError                    the request and the model do not go together
-    |  +- LayoutError               a tensor cannot be cut as asked; lists every such tensor
-    |  +- DoesNotFit                a device or host lacks the memory; says need and have for each
-    +- ClusterError
-    |  +- ClusterLost               no coordinator, or Ray itself cannot be reached
-    |  +- NotEnoughResources        more ranks than GPUs (or CPU ranks) free; says who holds them
-    |  +- VersionMismatch           client and cluster run different Longshore versions
-    |  +- PackageMissing            a node does not have longshore installed
-    |  +- DeviceUnavailable         the worker cannot use the device Ray gave it
-    +- LoadError
-    |  +- ChunkFailed               a chunk could not be had from any worker within its budget
-    |  +- RankLost                  a worker died or stopped answering more often than allowed
-    |  +- LoadTimeout               timeout_s passed
-    |  +- LoadCancelled             released or cancelled before it was ready
-    +- ModelNotFound                no such model in this cluster
-    +- RemoteCallFailed             a function sent by LoadedModel.call raised
+LongshoreError
++- ConfigError                  a setting or argument that cannot be meant
++- PlanError                    the request and the model do not go together
+|  +- LayoutError               a tensor cannot be cut as asked; lists every such tensor
+|  +- ModelConfigError          config.json is broken or contradicts what cutting needs of it
+|  +- DoesNotFit                a device or host lacks the memory; says need and have for each
++- ClusterError
+|  +- ClusterLost               no coordinator, or Ray itself cannot be reached
+|  +- NotEnoughResources        more ranks than GPUs (or CPU ranks) free; says who holds them
+|  +- VersionMismatch           client and cluster run different Longshore versions
+|  +- PackageMissing            a node does not have longshore installed
+|  +- DeviceUnavailable         the worker cannot use the device Ray gave it
++- LoadError
+|  +- ChunkFailed               a chunk could not be had from any worker within its budget
+|  +- RankLost                  a worker died or stopped answering more often than allowed
+|  +- LoadTimeout               timeout_s passed
+|  +- LoadCancelled             released or cancelled before it was ready
++- ModelNotFound                no such model in this cluster
++- RemoteCallFailed             a function sent by LoadedModel.call raised
 """
 
 from __future__ import annotations
@@ -35,6 +36,10 @@ class PlanError(LongshoreError):
 
 class LayoutError(PlanError):
     """A tensor cannot be cut as asked; the message lists every such tensor."""
+
+
+class ModelConfigError(PlanError):
+    """The model's config.json is broken; the message lists every problem."""
 
 
 class DoesNotFit(PlanError):

@@ -1,0 +1,89 @@
+"""Whether the memory of every device and host holds its share of a plan. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+from cluster.config import Config
+from cluster.errors import DoesNotFit
+from cluster.load_plan import LoadPlan
+from cluster.topology import NodeInfo, ranks_by_node
+from cluster.units import show_bytes
+
+MAX_DEFAULT_ARENA_BYTES = 8 << 30
+
+
+def min_slots(ranks_on_node: int) -> int:
+    """Arena slots without which ranks of one load on one node could not go on.
+
+    Each rank fills one slot while it copies out of another; one more stays usable when a slot is quarantined.
+    """
+    return 2 * ranks_on_node + 1
+
+
+def planned_arena_bytes(shm_free_bytes: int, config: Config) -> int:
+    """Size of a node's new arena, in whole slots: as configured, else a quarter of free /dev/shm.
+
+    By default 8 GiB at most.
+    """
+    wanted = config.arena_bytes or min(shm_free_bytes // 4, MAX_DEFAULT_ARENA_BYTES)
+    return wanted // config.slot_bytes * config.slot_bytes
+
+
+def check_fit(
+    plan: LoadPlan, rank_nodes: Sequence[int], nodes: Sequence[NodeInfo], config: Config, device: str
+) -> DoesNotFit | None:
+    """The error to raise, listing every device and host that lacks memory for its ranks; None when all fit.
+
+    `rank_nodes[i]` is the index into `nodes` of rank i, `device` "cuda" or "cpu". Ranks in CPU memory count
+    against their host, ranks on GPUs against the smallest GPU of their node (not checked when its memory is
+    unknown). An arena that is still to be made counts against its host and /dev/shm, and must have
+    `min_slots` slots.
+    """
+    problems: list[str] = []
+    hints: list[str] = []
+    for index, ranks in ranks_by_node(rank_nodes).items():
+        node = nodes[index]
+        device_bytes = [plan.ranks[rank].device_bytes for rank in ranks]
+        arena_bytes = node.arena_bytes or planned_arena_bytes(node.shm_free_bytes, config)
+        slots, need_slots = arena_bytes // config.slot_bytes, min_slots(len(ranks))
+        if slots < need_slots:
+            problems.append(
+                f"{node.host}: {len(ranks)} ranks need {need_slots} arena slots "
+                f"of {show_bytes(config.slot_bytes)}, the arena has {slots}"
+            )
+            hints.append(
+                "Raise LONGSHORE_ARENA_BYTES (and the container's /dev/shm) or lower LONGSHORE_SLOT_BYTES"
+            )
+        new_arena_bytes = 0 if node.arena_bytes else arena_bytes
+        if new_arena_bytes > node.shm_free_bytes:
+            problems.append(
+                f"{node.host}: the arena needs {show_bytes(new_arena_bytes)} of /dev/shm, "
+                f"{show_bytes(node.shm_free_bytes)} are free"
+            )
+            hints.append("Enlarge /dev/shm (docker --shm-size, in Kubernetes an emptyDir in memory there)")
+        ranks_need = sum(device_bytes) if device == "cpu" else 0
+        host_have = node.memory_free_bytes - config.host_reserve_bytes
+        if ranks_need + new_arena_bytes > host_have:
+            problems.append(
+                f"{node.host}: needs {show_bytes(ranks_need + new_arena_bytes)} of host memory "
+                f"({show_bytes(ranks_need)} for {len(ranks)} ranks, {show_bytes(new_arena_bytes)} for the arena), "
+                f"has {show_bytes(max(host_have, 0))} beyond the {show_bytes(config.host_reserve_bytes)} reserve"
+            )
+            hints.append("Spread the model over more nodes, or use a smaller arena")
+        if device == "cuda" and node.gpu_memory_bytes is not None:
+            gpu_have = node.gpu_memory_bytes - config.device_reserve_bytes
+            tight = [rank for rank, need in zip(ranks, device_bytes, strict=True) if need > gpu_have]
+            if tight:
+                problems.append(
+                    f"{node.host}: {len(tight)} ranks need up to {show_bytes(max(device_bytes))} of device memory "
+                    f"(ranks {', '.join(map(str, tight[:20]))}), a GPU has {show_bytes(max(gpu_have, 0))} "
+                    f"beyond the {show_bytes(config.device_reserve_bytes)} reserve"
+                )
+                hints.append("Raise tensor_parallel_size or fsdp_size")
+    if not problems:
+        return None
+    shown = "; ".join(problems[:20]) + (f"; and {len(problems) - 20} more" if len(problems) > 20 else "")
+    return DoesNotFit(
+        f"the load does not fit: {shown}", hint=". ".join(dict.fromkeys(hints)), problems=len(problems)
+    )

@@ -1,0 +1,107 @@
+"""The few numbers of a model's `config.json` that cutting needs. It comes from a bucket: not trusted."""
+
+from __future__ import annotations
+
+import json
+from typing import Annotated, Any
+
+from pydantic import BaseModel, ConfigDict, Field, ValidationError
+
+from cluster.errors import ModelConfigError
+from storage.checksum import new_hasher
+from storage.errors import IntegrityError
+from storage.model_index import ModelIndex, OtherFile
+from storage.object_store import ObjectStore, read_bytes
+from storage.ranges import ByteRange
+
+CONFIG_KEY = "config.json"
+MAX_CONFIG_BYTES = 16 << 20  # config.json with the label names of a large classifier is about 1 MB
+
+_Count = Annotated[int, Field(strict=True, ge=1, le=1 << 24)]
+
+
+class ModelConfig(BaseModel):
+    """What `config.json` says of the model's shape. Fields that the file lacks are None."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    model_type: Annotated[str, Field(strict=True, max_length=100)] | None = None  # the family: "llama"...
+    num_attention_heads: _Count | None = None
+    num_key_value_heads: _Count | None = None  # None: as many as attention heads
+    head_dim: _Count | None = None  # None: hidden_size / num_attention_heads
+    hidden_size: _Count | None = None
+
+    @property
+    def kv_heads(self) -> int | None:
+        """Key/value heads; a family without grouped queries has one per attention head."""
+        return self.num_key_value_heads or self.num_attention_heads
+
+    @property
+    def head_rows(self) -> int | None:
+        """Rows of one head in a query, key or value projection; None when the file does not say."""
+        if self.head_dim is not None:
+            return self.head_dim
+        if self.hidden_size is None or not self.num_attention_heads:
+            return None
+        return self.hidden_size // self.num_attention_heads
+
+
+def parse_model_config(data: bytes) -> ModelConfig:
+    """The bytes of `config.json`, checked. Raises ModelConfigError listing every problem.
+
+    A multimodal model nests its language model's numbers in `text_config`: those are taken when the top level
+    has no `num_attention_heads`.
+    """
+    _check_size(len(data))
+    try:
+        fields = json.loads(data)
+    except (
+        ValueError,
+        RecursionError,
+    ) as exc:  # ValueError: not JSON, not UTF-8, or a number of too many digits
+        raise ModelConfigError(f"config.json is not JSON: {exc}") from exc
+    if not isinstance(fields, dict):
+        raise ModelConfigError(f"config.json is a JSON {type(fields).__name__}, not an object")
+    try:
+        return ModelConfig.model_validate(_language_part(fields))
+    except ValidationError as exc:
+        problems = "; ".join(
+            f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r:.40}" for e in exc.errors()
+        )
+        raise ModelConfigError(f"config.json cannot be used: {problems}") from exc
+
+
+def read_model_config(store: ObjectStore, index: ModelIndex) -> ModelConfig | None:
+    """The config of a stored model, checked against its digest when one was published; None when it has none.
+
+    Raises ModelConfigError, IntegrityError, StoreError.
+    """
+    file = next((file for file in index.files if file.key == CONFIG_KEY), None)
+    if file is None:
+        return None
+    _check_size(file.size_bytes)
+    data = read_bytes(store, file.key, ByteRange(0, file.size_bytes))
+    _check_digest(file, data)
+    return parse_model_config(data)
+
+
+def _check_size(size_bytes: int) -> None:
+    if size_bytes > MAX_CONFIG_BYTES:
+        raise ModelConfigError(f"config.json has {size_bytes} bytes, more than {MAX_CONFIG_BYTES}")
+
+
+def _check_digest(file: OtherFile, data: bytes) -> None:
+    if file.digest is None:
+        return
+    name, _, expected = file.digest.partition(":")
+    hasher = new_hasher(name)
+    hasher.update(data)
+    if hasher.hexdigest() != expected:
+        raise IntegrityError("config.json is not the published one", key=file.key, expected=file.digest)
+
+
+def _language_part(fields: dict[str, Any]) -> dict[str, Any]:
+    nested = fields.get("text_config")
+    if isinstance(nested, dict) and fields.get("num_attention_heads") is None:
+        return {"model_type": fields.get("model_type"), **nested}
+    return fields

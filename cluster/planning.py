@@ -1,0 +1,195 @@
+"""From a model and a layout to a load plan, and the checks of one. Pure: no byte of weights is read."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Iterator, Sequence
+from dataclasses import replace
+from itertools import pairwise
+
+import numpy as np
+
+from cluster.box import CutsInsideByte, element_bits
+from cluster.errors import PlanError
+from cluster.layout import Layout, cut_box, decide_cuts
+from cluster.layout_rules import Rules, rules_for
+from cluster.load_plan import LoadPlan, RankPlan, TensorSlice
+from cluster.model_config import ModelConfig
+from cluster.read_items import ReadItems, expand_read_items
+from cluster.segments import ALIGNMENT_BYTES, place_in_segments
+from storage.model_index import ChunkTable, ModelIndex, Shard
+
+
+def build_load_plan(
+    index: ModelIndex,
+    layout: Layout,
+    rules: Rules | None = None,
+    config: ModelConfig | None = None,
+) -> LoadPlan:
+    """What each rank of `layout` holds of the model, where, and from which chunks. Same input, same plan.
+
+    `rules` as `rules_for` makes them (the default: those of the family that `config` names); without tensor
+    parallelism neither is needed. Raises LayoutError listing every tensor that cannot be cut, and PlanError
+    when the model's chunks do not hold all bytes of its tensors.
+    """
+    cuts = decide_cuts(index.tensors, layout, rules_for(config) if rules is None else rules, config)
+    one_replica = replace(layout, data_parallel_size=1)
+    ranks: list[RankPlan] = []
+    for rank in range(layout.ranks):
+        coords = layout.rank_coords(rank)
+        if coords.data:  # a replica holds what the first one does
+            ranks.append(replace(ranks[rank % one_replica.ranks], rank=rank, coords=coords))
+            continue
+        boxes = [
+            cut_box(tensor.shape, cut, coords, layout)
+            for tensor, cut in zip(index.tensors, cuts, strict=True)
+        ]
+        sizes_bytes = [
+            tensor.size_bytes * math.prod(sizes) // max(math.prod(tensor.shape), 1)
+            for tensor, (_, sizes) in zip(index.tensors, boxes, strict=True)
+        ]
+        places = place_in_segments(
+            (tensor.name, size) for tensor, size in zip(index.tensors, sizes_bytes, strict=True)
+        )
+        slices = tuple(
+            TensorSlice(
+                name=tensor.name,
+                dtype=tensor.dtype,
+                shape=tensor.shape,
+                offsets=offsets,
+                sizes=sizes,
+                shard=tensor.shard,
+                start=tensor.start,
+                segment=segment,
+                segment_offset=segment_offset,
+                size_bytes=size_bytes,
+            )
+            for tensor, (offsets, sizes), size_bytes, segment, segment_offset in zip(
+                index.tensors, boxes, sizes_bytes, places.segment, places.offset, strict=True
+            )
+        )
+        items = expand_read_items(slices, index.chunks)
+        if items.size_bytes != sum(sizes_bytes):
+            raise PlanError(
+                f"the chunks hold {items.size_bytes} of the {sum(sizes_bytes)} bytes that rank {rank} needs",
+                hint="The manifest is broken; publish the model again",
+                revision=index.revision,
+            )
+        ranks.append(RankPlan(rank, coords, slices, places.segment_bytes, items.chunk_ids()))
+    return LoadPlan(index.revision, index.shards, index.chunks, tuple(ranks))
+
+
+def check_plan(plan: LoadPlan) -> list[str]:
+    """Problems of a plan; none means that carrying it out writes every byte of every slice once."""
+    problems = list(_chunk_problems(plan.chunks, plan.shards))
+    if problems:
+        return problems  # read items mean nothing then
+    for number, rank in enumerate(plan.ranks):
+        if rank.rank != number:
+            problems.append(f"rank {rank.rank} stands at place {number}")
+        problems.extend(f"rank {rank.rank}: {problem}" for problem in _rank_problems(rank, plan))
+    return problems
+
+
+def needed_bytes(plan: LoadPlan, ranks: Sequence[int]) -> int:
+    """Bytes of the chunks that a node hosting `ranks` fetches, each once."""
+    return int(plan.chunks.sizes_bytes()[plan.needed_chunks(tuple(ranks))].sum())
+
+
+def overfetch_bytes(plan: LoadPlan, ranks: Sequence[int]) -> int:
+    """Bytes inside the chunks that a node hosting `ranks` fetches, wanted by none of those ranks."""
+    # Boxes of one tensor are parts of one grid: equal or disjoint. So each different box counts once.
+    wanted = {
+        (piece.shard, piece.start, piece.offsets): piece.size_bytes
+        for rank in ranks
+        for piece in plan.ranks[rank].slices
+        if piece.size_bytes
+    }
+    return needed_bytes(plan, ranks) - sum(wanted.values())
+
+
+def _chunk_problems(chunks: ChunkTable, shards: Sequence[Shard]) -> Iterator[str]:
+    if not len(chunks):
+        return
+    if int(chunks.shard.min()) < 0 or int(chunks.shard.max()) >= len(shards):
+        yield f"a chunk lies in none of the {len(shards)} shards"
+    elif bool((chunks.end > np.array([shard.size_bytes for shard in shards], np.int64)[chunks.shard]).any()):
+        yield "a chunk reaches beyond its shard"
+    if bool((chunks.start < 0).any() or (chunks.end <= chunks.start).any()):
+        yield "a chunk has no bytes"
+    same = chunks.shard[1:] == chunks.shard[:-1]
+    if bool(
+        (chunks.shard[1:] < chunks.shard[:-1]).any() or (same & (chunks.start[1:] < chunks.end[:-1])).any()
+    ):
+        yield "chunks overlap or are not in order"
+
+
+def _rank_problems(rank: RankPlan, plan: LoadPlan) -> Iterator[str]:
+    sound = []
+    for piece in rank.slices:
+        if problem := _slice_problem(piece, rank.segment_bytes, len(plan.shards)):
+            yield f"{piece.name!r:.200} {problem}"
+        else:
+            sound.append(piece)
+    if len({piece.name for piece in rank.slices}) != len(rank.slices):
+        yield "a tensor appears twice"
+    filled = sorted(
+        (piece for piece in sound if piece.size_bytes), key=lambda p: (p.segment, p.segment_offset)
+    )
+    for before, after in pairwise(filled):
+        if (
+            before.segment == after.segment
+            and before.segment_offset + before.size_bytes > after.segment_offset
+        ):
+            yield f"{before.name!r:.200} and {after.name!r:.200} overlap in segment {after.segment}"
+    if len(sound) < len(rank.slices):
+        return
+    try:
+        items = expand_read_items(rank.slices, plan.chunks)
+    except CutsInsideByte as exc:
+        yield f"a slice is cut inside a byte: {exc}"
+        return
+    if not np.array_equal(items.chunk_ids(), rank.chunk_ids):
+        yield "chunk_ids are not the chunks its slices touch, ascending"
+    written = _bytes_per_segment_place(items, filled)
+    for piece, size_bytes in zip(filled, written, strict=True):
+        if size_bytes != piece.size_bytes:
+            yield f"{piece.name!r:.200} has {piece.size_bytes} bytes, of which the chunks hold {size_bytes}"
+
+
+def _slice_problem(piece: TensorSlice, segment_bytes: tuple[int, ...], shards: int) -> str | None:
+    if not len(piece.shape) == len(piece.offsets) == len(piece.sizes):
+        return "has a box of another rank than its shape"
+    box = zip(piece.offsets, piece.sizes, piece.shape, strict=True)
+    if any(offset < 0 or size < 0 or offset + size > full for offset, size, full in box):
+        return f"has a box at {piece.offsets} of {piece.sizes} outside its shape {piece.shape}"
+    if element_bits(piece.sizes, piece.size_bytes) is None:
+        return f"has {piece.size_bytes} bytes for {piece.sizes}"
+    if not 0 <= piece.shard < shards or piece.start < 0:
+        return "lies in no shard"
+    if not 0 <= piece.segment < len(segment_bytes) or piece.segment_offset < 0:
+        return "lies in no segment"
+    if piece.segment_offset % ALIGNMENT_BYTES:
+        return f"is not aligned to {ALIGNMENT_BYTES} bytes"
+    if piece.segment_offset + piece.size_bytes > segment_bytes[piece.segment]:
+        return "reaches beyond its segment"
+    return None
+
+
+def _bytes_per_segment_place(items: ReadItems, filled: Sequence[TensorSlice]) -> list[int]:
+    """Bytes that the items write from each slice's place to the next one's; `filled` in that order."""
+    if not filled:
+        return []
+    segment = np.array([piece.segment for piece in filled])
+    offset = np.array([piece.segment_offset for piece in filled])
+    order = np.lexsort((items.dest_offset, items.segment))
+    # Both sides are sorted by (segment, offset): the place of each item is the last slice that begins before
+    # it.
+    width = np.int64(max(int(offset.max()), int(items.dest_offset.max(initial=0))) + 1)
+    place = (
+        np.searchsorted(segment * width + offset, (items.segment * width + items.dest_offset)[order], "right")
+        - 1
+    )
+    written = np.zeros(len(filled), np.int64)
+    np.add.at(written, place, (items.run_bytes * items.count)[order])
+    return [int(size) for size in written]

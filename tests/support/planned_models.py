@@ -1,0 +1,144 @@
+"""Models in memory for planning tests: an index and its shards' bytes, and a load carried out on plain arrays."""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.load_plan import LoadPlan, RankPlan
+from cluster.read_items import expand_read_items
+from storage.model_index import ChunkTable, ModelIndex, Shard, Tensor
+
+Bytes = NDArray[np.uint8]
+
+
+@dataclass(frozen=True, eq=False)
+class StoredModel:
+    """An index, and what a store would hold for it."""
+
+    index: ModelIndex
+    files: tuple[Bytes, ...]  # bytes of each shard
+
+
+def store_arrays(
+    arrays: Mapping[str, tuple[str, NDArray[np.generic]]],
+    shards: int = 1,
+    chunk_bytes: int = 1 << 20,
+    chunk_ends: Sequence[Sequence[int]] | None = None,
+) -> StoredModel:
+    """Arrays by name, each with its safetensors dtype, spread over `shards` files in turn behind a header of junk.
+
+    Chunks end at `chunk_ends[shard]` (and at each file's end), else every `chunk_bytes`.
+    """
+    contents = [[np.full(56 + 8 * shard, 0xEE, np.uint8)] for shard in range(shards)]
+    sizes = [len(pieces[0]) for pieces in contents]
+    tensors = []
+    for number, (name, (dtype, array)) in enumerate(arrays.items()):
+        shard = number % shards
+        raw = np.frombuffer(array.tobytes(), np.uint8)
+        tensors.append(Tensor(name, dtype, array.shape, shard, sizes[shard], sizes[shard] + len(raw)))
+        contents[shard].append(raw)
+        sizes[shard] += len(raw)
+    tensors.sort(key=lambda tensor: (tensor.shard, tensor.start, tensor.name))
+    files = tuple(np.concatenate(pieces) for pieces in contents)
+    if chunk_ends is None:
+        chunk_ends = [range(chunk_bytes, size, chunk_bytes) for size in sizes]
+    index = ModelIndex(
+        revision="test",
+        source="headers",
+        shards=tuple(Shard(f"model-{shard}.safetensors", size, None) for shard, size in enumerate(sizes)),
+        tensors=tuple(tensors),
+        chunks=cut_into_chunks(sizes, chunk_ends),
+        files=(),
+    )
+    return StoredModel(index, files)
+
+
+def cut_into_chunks(sizes: Sequence[int], ends: Sequence[Sequence[int]]) -> ChunkTable:
+    """Chunks that tile shards of `sizes` bytes and end at `ends` (those inside the shard) and at its end."""
+    shard, start, end = [], [], []
+    for number, size in enumerate(sizes):
+        borders = sorted({0, size, *(cut for cut in ends[number] if 0 < cut < size)})
+        shard += [number] * (len(borders) - 1)
+        start += borders[:-1]
+        end += borders[1:]
+    return ChunkTable(
+        np.array(shard, np.int32), np.array(start, np.int64), np.array(end, np.int64), None, None
+    )
+
+
+def carry_out(plan: LoadPlan, rank: RankPlan, files: Sequence[Bytes]) -> tuple[dict[str, Bytes], int]:
+    """The bytes of each slice of a rank after every read item was copied once, and the bytes copied.
+
+    Checks on the way that no byte of a segment is written twice and that no copy leaves its chunk.
+    """
+    segments = [np.zeros(size, np.uint8) for size in rank.segment_bytes]
+    written = [np.zeros(size, np.uint8) for size in rank.segment_bytes]
+    items = expand_read_items(rank.slices, plan.chunks)
+    copied = 0
+    for chunk_id in rank.chunk_ids:
+        chunk = plan.chunks.byte_range(int(chunk_id))
+        data = files[plan.chunks.shard[chunk_id]][chunk.start : chunk.end]
+        rows = items.for_chunk(int(chunk_id))
+        for row in range(rows.start, rows.stop):
+            run = int(items.run_bytes[row])
+            segment = int(items.segment[row])
+            for number in range(int(items.count[row])):
+                src = int(items.src_offset[row] + number * items.src_stride[row])
+                dest = int(items.dest_offset[row] + number * items.dest_stride[row])
+                assert 0 <= src
+                assert src + run <= len(data)
+                assert dest + run <= len(segments[segment])
+                segments[segment][dest : dest + run] = data[src : src + run]
+                written[segment][dest : dest + run] += 1
+                copied += run
+    tensors = {}
+    for piece in rank.slices:
+        place = slice(piece.segment_offset, piece.segment_offset + piece.size_bytes)
+        assert (written[piece.segment][place] == 1).all(), f"{piece.name}: not written exactly once"
+        tensors[piece.name] = segments[piece.segment][place]
+    return tensors, copied
+
+
+def llama_shapes(
+    layers: int, hidden: int, inner: int, heads: int, kv_heads: int, vocabulary: int, *, tied: bool = False
+) -> dict[str, tuple[int, ...]]:
+    """Names and shapes of a Llama checkpoint as transformers saves it."""
+    head_rows = hidden // heads
+    shapes: dict[str, tuple[int, ...]] = {"model.embed_tokens.weight": (vocabulary, hidden)}
+    for layer in range(layers):
+        attention = f"model.layers.{layer}.self_attn"
+        mlp = f"model.layers.{layer}.mlp"
+        shapes |= {
+            f"model.layers.{layer}.input_layernorm.weight": (hidden,),
+            f"{attention}.q_proj.weight": (hidden, hidden),
+            f"{attention}.k_proj.weight": (kv_heads * head_rows, hidden),
+            f"{attention}.v_proj.weight": (kv_heads * head_rows, hidden),
+            f"{attention}.o_proj.weight": (hidden, hidden),
+            f"model.layers.{layer}.post_attention_layernorm.weight": (hidden,),
+            f"{mlp}.gate_proj.weight": (inner, hidden),
+            f"{mlp}.up_proj.weight": (inner, hidden),
+            f"{mlp}.down_proj.weight": (hidden, inner),
+        }
+    shapes["model.norm.weight"] = (hidden,)
+    if not tied:
+        shapes["lm_head.weight"] = (vocabulary, hidden)
+    return shapes
+
+
+def random_arrays(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> dict[str, NDArray[np.uint16]]:
+    """A random 16-bit array for each shape."""
+    random = np.random.default_rng(seed)
+    return {
+        name: random.integers(0, 1 << 16, math.prod(shape), np.uint16).reshape(shape)
+        for name, shape in shapes.items()
+    }
+
+
+def as_bf16(arrays: Mapping[str, NDArray[np.uint16]]) -> dict[str, tuple[str, NDArray[np.generic]]]:
+    """The same arrays labelled BF16, as `store_arrays` takes them."""
+    return {name: ("BF16", array) for name, array in arrays.items()}

@@ -1,0 +1,72 @@
+"""Runs of a box in a row-major tensor."""
+
+from __future__ import annotations
+
+import itertools
+import math
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.box import BoxRuns, CutsInsideByte, element_bits, find_runs
+
+
+@st.composite
+def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
+    shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
+    offsets = tuple(draw(st.integers(0, full)) for full in shape)
+    sizes = tuple(draw(st.integers(0, full - offset)) for full, offset in zip(shape, offsets, strict=True))
+    return shape, offsets, sizes
+
+
+def enumerate_bytes(runs: BoxRuns) -> list[int]:
+    steps = itertools.product(*(range(0, count * stride, stride) for count, stride in runs.repeats))
+    return [runs.start_bytes + sum(step) + byte for step in steps for byte in range(runs.run_bytes)]
+
+
+@given(boxes(), st.sampled_from([1, 2, 8]))
+def test_runs_are_the_bytes_that_slicing_selects_in_order(
+    box: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]], item_bytes: int
+) -> None:
+    shape, offsets, sizes = box
+    places = np.arange(math.prod(shape) * item_bytes).reshape(*shape, item_bytes)
+    cut = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+    runs = find_runs(shape, offsets, sizes, item_bytes * 8)
+    assert enumerate_bytes(runs) == places[cut].ravel().tolist()
+
+
+@given(boxes())
+def test_runs_are_as_long_as_can_be(box: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]) -> None:
+    runs = find_runs(*box, 8)
+    selected = enumerate_bytes(runs)
+    breaks = sum(1 for before, after in itertools.pairwise(selected) if after != before + 1)
+    assert runs.count == (breaks + 1 if selected else 1)
+    assert sum(size < full for size, full in zip(box[2], box[0], strict=True)) >= len(runs.repeats)
+
+
+def test_two_dimensions_cut() -> None:
+    assert find_runs((3, 6), (0, 2), (3, 2), 16) == BoxRuns(4, 4, ((3, 12),))
+    assert find_runs((4, 6), (2, 3), (2, 3), 8) == BoxRuns(15, 3, ((2, 6),))
+    assert find_runs((), (), (), 32) == BoxRuns(0, 4, ())
+
+
+def test_half_byte_elements() -> None:
+    assert find_runs((3, 6), (0, 2), (3, 2), 4) == BoxRuns(1, 1, ((3, 3),))
+    for offsets, sizes in [((0, 1), (3, 2)), ((0, 2), (3, 3))]:
+        with pytest.raises(CutsInsideByte):
+            find_runs((3, 6), offsets, sizes, 4)
+    with pytest.raises(CutsInsideByte):  # every second row begins inside a byte
+        find_runs((2, 3), (0, 0), (2, 2), 4)
+
+
+def test_element_bits() -> None:
+    assert element_bits((3, 4), 24) == 16
+    assert element_bits((3, 4), 6) == 4
+    assert element_bits((4,), 3) == 6
+    assert element_bits((), 4) == 32
+    assert element_bits((0, 1 << 62), 0) == 8
+    assert element_bits((0,), 1) is None
+    assert element_bits((3,), 4) is None
+    assert element_bits((3,), 0) is None
