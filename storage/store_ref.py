@@ -1,0 +1,224 @@
+"""Where a model is, and who may read it: parsed once, sent to every node, opened there.
+
+    parse_uri("s3://models/llama", endpoint_url=...) -> StoreRef      names a place; no secrets in it
+    open_store(ref, credentials) -> ObjectStore                      s3, local or fsspec, by scheme
+
+A StoreRef says everything that decides *which* bytes are meant (endpoint and region too), so that two nodes
+with different environments open the same store, and so that it can be part of a cache key. Credentials travel
+apart.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import os
+import re
+from collections.abc import Mapping
+from dataclasses import dataclass, field, replace
+from typing import TYPE_CHECKING, Any, Literal
+from urllib.parse import unquote, urlsplit
+
+from storage.errors import StoreError, UnsupportedStore
+
+if TYPE_CHECKING:
+    from storage.object_store import ObjectStore
+
+AddressingStyle = Literal["auto", "path", "virtual"]
+
+_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)://")
+_BUCKET = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._\-]{1,254}$")  # wider than S3 allows: other servers take more
+_ALIASES = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "abfs": "az", "abfss": "az"}
+_WITHOUT_BUCKET = {"file", "memory"}  # the whole rest of the URI is a path
+
+
+@dataclass(frozen=True, slots=True)
+class StoreRef:
+    """A root under which keys live. Hashable, picklable, free of secrets."""
+
+    scheme: str  # "s3", "file", or any scheme that fsspec knows
+    bucket: str  # bucket, container, host or repository owner; "" for file and memory
+    prefix: str  # key prefix without slashes at its ends; an absolute path for file
+    endpoint_url: str | None = (
+        None  # None: what the opening node's AWS configuration says, else the provider's
+    )
+    region: str | None = None
+    profile: str | None = None  # name of a profile in the AWS configuration of the node that opens it
+    addressing_style: AddressingStyle = "auto"
+    anonymous: bool = False  # requests are not signed
+    ca_bundle: str | None = None  # path of a PEM file, on the node that opens it
+
+    @property
+    def uri(self) -> str:
+        """The root for messages and for `parse_uri`: "s3://bucket/prefix"."""
+        if self.scheme == "file":
+            return f"file://{self.prefix}"
+        return f"{self.scheme}://{'/'.join(part for part in (self.bucket, self.prefix) if part)}"
+
+    def identity(self) -> str:
+        """A stable string of what decides which bytes a key names: for cache keys. Not of who reads them."""
+        parts = [self.scheme, self.endpoint_url or "", self.region or "", self.bucket, self.prefix]
+        return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
+
+    def child(self, path: str) -> StoreRef:
+        """The ref of a folder below this one; `path` is relative and checked like a URI's."""
+        if path.startswith("/"):
+            raise StoreError(f"not a relative path: {path!r}")
+        _refuse_climbing(path, path)
+        return replace(
+            self, prefix="/".join(part for part in (self.prefix.rstrip("/"), path.strip("/")) if part)
+        )
+
+
+@dataclass(frozen=True, slots=True, repr=False)
+class Credentials:
+    """Secrets for one store. They pickle, since they travel in a message; they never show in a repr."""
+
+    access_key_id: str | None = None
+    secret_access_key: str | None = None
+    session_token: str | None = None
+    fsspec_options: dict[str, Any] = field(
+        default_factory=dict
+    )  # passed to the fsspec filesystem as they are
+
+    def __repr__(self) -> str:
+        kinds = [name for name in ("access_key_id", "fsspec_options") if getattr(self, name)]
+        return f"Credentials(<{', '.join(kinds) or 'none'}, redacted>)"
+
+    __str__ = __repr__
+
+
+def parse_uri(
+    uri: str,
+    *,
+    endpoint_url: str | None = None,
+    region: str | None = None,
+    profile: str | None = None,
+    addressing_style: AddressingStyle = "auto",
+    anonymous: bool = False,
+    ca_bundle: str | None = None,
+    environ: Mapping[str, str] | None = None,
+) -> StoreRef:
+    """The place a URI or a plain local path names.
+
+    For s3 the standard variables AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, AWS_REGION and AWS_DEFAULT_REGION of
+    `environ` (default: the process's) fill what is not given, so that nodes with another environment still open
+    the same place; profile and CA bundle stay those of the node that opens it. Raises StoreError for a URI with
+    a user or password in it, with `..`, or without a bucket; UnsupportedStore for chained URIs ("a::b://").
+    """
+    environ = os.environ if environ is None else environ
+    match = _SCHEME.match(uri)
+    if not uri or "\0" in uri:
+        raise StoreError("an empty or broken URI")
+    if match is None and "://" in uri:
+        raise UnsupportedStore(
+            f"not a URI: {uri.split('://')[0]!r} is no scheme", hint="chained URIs are refused"
+        )
+    if match is None:
+        return _file_ref(os.path.expanduser(uri), uri)
+    scheme = _ALIASES.get(match[1].lower(), match[1].lower())
+    rest = uri[match.end() :]
+    if scheme == "file":
+        host, slash, path = rest.partition("/")
+        if host not in ("", "localhost"):
+            raise StoreError(f"a file URI names another host: {host!r}", hint="write file:///absolute/path")
+        return _file_ref(unquote(slash + path), uri)
+    bucket, _, prefix = rest.partition("/")
+    if (
+        "@" in bucket and scheme != "az"
+    ):  # az://container@account is how Azure writes its places, without secrets
+        raise StoreError(
+            "a URI may not carry a user or password",
+            hint="pass credentials apart, or use the store's credential chain",
+            scheme=scheme,
+        )
+    _refuse_climbing(prefix if scheme not in _WITHOUT_BUCKET else rest, f"{scheme}://{rest}")
+    if scheme in _WITHOUT_BUCKET:
+        return StoreRef(scheme, "", rest.strip("/"))
+    if scheme in ("http", "https"):
+        parts = urlsplit(uri)
+        if not parts.hostname or parts.query or parts.fragment:
+            raise StoreError(
+                "an http URI must be a folder: host and path, without query or fragment",
+                hint="presigned URLs name one object and cannot be listed; use the s3 URI",
+            )
+        return StoreRef(scheme, bucket, prefix.strip("/"), ca_bundle=ca_bundle)
+    if not bucket:
+        raise StoreError(f"no bucket in the URI {uri!r}", hint=f"write {scheme}://bucket/prefix")
+    if scheme != "s3":
+        return StoreRef(scheme, bucket, prefix.strip("/"), endpoint_url=endpoint_url, anonymous=anonymous)
+    if not _BUCKET.match(bucket):
+        raise StoreError(f"not a bucket name: {bucket!r}")
+    if "?" in prefix or "#" in prefix:
+        # Both are legal in keys, but in a model's URI they are nearly always a pasted presigned URL.
+        raise StoreError("an s3 URI has no query or fragment", hint="write s3://bucket/prefix")
+    if not (environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS") or "").lower() == "true":
+        endpoint_url = endpoint_url or environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
+    return StoreRef(
+        scheme,
+        bucket,
+        prefix.strip("/"),
+        endpoint_url=_check_endpoint(endpoint_url) if endpoint_url else None,
+        region=region or environ.get("AWS_REGION") or environ.get("AWS_DEFAULT_REGION") or None,
+        profile=profile,
+        addressing_style=addressing_style,
+        anonymous=anonymous,
+        ca_bundle=ca_bundle,
+    )
+
+
+def open_store(
+    ref: StoreRef,
+    credentials: Credentials | None = None,
+    *,
+    read_timeout_s: float = 20.0,
+    connect_timeout_s: float = 5.0,
+) -> ObjectStore:
+    """The store at `ref`. Nothing is asked of it yet, so a wrong bucket shows at the first call.
+
+    A read that gets no byte for `read_timeout_s` fails. Raises UnsupportedStore for a scheme nobody serves.
+    """
+    # Imported here so that a local load needs no boto3, and an S3 load no fsspec: every worker pays for imports.
+    if ref.scheme == "file":
+        from storage.local import LocalStore
+
+        return LocalStore(ref.prefix)
+    if ref.scheme == "s3":
+        from storage.s3 import S3Store
+
+        return S3Store(ref, credentials, read_timeout_s=read_timeout_s, connect_timeout_s=connect_timeout_s)
+    if ref.scheme == "twin":
+        raise UnsupportedStore("the in-memory twin is opened by its class, not by a URI")
+    from storage.fsspec_store import FsspecStore
+
+    return FsspecStore(ref, credentials, read_timeout_s=read_timeout_s, connect_timeout_s=connect_timeout_s)
+
+
+def _file_ref(path: str, written: str) -> StoreRef:
+    _refuse_climbing(path, written)
+    return StoreRef("file", "", os.path.abspath(path))
+
+
+def _refuse_climbing(path: str, written: str) -> None:
+    """Refuse '..' as it stands and percent-encoded: a server may decode what we would not."""
+    if ".." in re.split(r"[/\\]", path) or ".." in re.split(r"[/\\]", unquote(path)):
+        raise StoreError(f"'..' in {written!r}", hint="write the path without it")
+
+
+def _check_endpoint(endpoint_url: str) -> str:
+    try:
+        parts = urlsplit(endpoint_url)
+        port_ok = parts.port is None or 0 < parts.port < 65536
+    except ValueError:
+        port_ok = False
+    if (
+        not port_ok
+        or parts.scheme not in ("http", "https")
+        or not parts.hostname
+        or parts.query
+        or parts.fragment
+    ):
+        raise StoreError("not an endpoint URL", hint="write http://host:port or https://host")
+    if parts.username is not None or parts.password is not None:
+        raise StoreError("an endpoint URL may not carry a user or password", hint="pass credentials apart")
+    return endpoint_url.rstrip("/")
