@@ -1,0 +1,102 @@
+"""A process is its pid and its start time; nothing else may be killed or taken for alive."""
+
+from __future__ import annotations
+
+import mmap
+import os
+import signal
+import subprocess
+import sys
+from dataclasses import replace
+from pathlib import Path
+
+import pytest
+
+from storage.processes import ProcessId, processes_mapping, pss_bytes
+
+
+@pytest.fixture
+def sleeper():
+    """A child that does nothing until it is killed."""
+    child = subprocess.Popen([sys.executable, "-c", "import time; time.sleep(600)"])
+    yield child
+    child.kill()
+    child.wait()
+
+
+def test_the_calling_process_is_alive_and_is_itself():
+    me = ProcessId.current()
+    assert me == ProcessId.of(os.getpid())
+    assert me.pid == os.getpid()
+    assert me.is_alive()
+
+
+def test_a_killed_process_is_dead_while_it_is_still_a_zombie(sleeper):
+    process = ProcessId.of(sleeper.pid)
+    assert process is not None
+    assert process.is_alive()
+    assert process.kill()
+    os.waitid(os.P_PID, sleeper.pid, os.WEXITED | os.WNOWAIT)  # it has ended and nobody has reaped it
+    assert Path(f"/proc/{sleeper.pid}/stat").read_text().rpartition(")")[2].split()[0] == "Z"
+    assert not process.is_alive()
+    assert ProcessId.of(sleeper.pid) is None
+    assert not process.kill()
+
+
+def test_a_stopped_process_is_alive(sleeper):
+    process = ProcessId.of(sleeper.pid)
+    assert process is not None
+    sleeper.send_signal(signal.SIGSTOP)
+    os.waitid(os.P_PID, sleeper.pid, os.WSTOPPED)
+    assert process.is_alive()
+
+
+def test_another_process_with_the_same_pid_is_neither_alive_nor_killed(sleeper):
+    process = ProcessId.of(sleeper.pid)
+    assert process is not None
+    earlier = replace(process, start_time=process.start_time - 1)
+    assert not earlier.is_alive()
+    assert not earlier.kill()
+    assert process.is_alive()
+
+
+def test_a_pid_that_nobody_has():
+    child = subprocess.Popen([sys.executable, "-c", ""])
+    child.wait()
+    gone = ProcessId(child.pid, 1)
+    assert not gone.is_alive()
+    assert not gone.kill()
+    assert pss_bytes(child.pid) == 0
+
+
+def test_a_name_with_parentheses_and_spaces_is_parsed(tmp_path):
+    program = tmp_path / "a) Z (b"
+    program.symlink_to(sys.executable)
+    command = [str(program), "-S", "-c", "import sys; sys.stdin.read()"]
+    child = subprocess.Popen(command, stdin=subprocess.PIPE)
+    try:
+        process = ProcessId.of(child.pid)
+        assert process is not None
+        assert process.is_alive()
+    finally:
+        child.kill()
+        child.communicate()
+
+
+def test_pss_counts_touched_memory_in_full_when_it_is_private():
+    before = pss_bytes()
+    block = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    block[:] = b"x" * len(block)
+    grown = pss_bytes() - before
+    assert grown >= 60 << 20
+    assert pss_bytes(os.getpid()) > 60 << 20
+    block.close()
+
+
+def test_who_maps_a_file(tmp_path, sleeper):
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 8192)
+    assert processes_mapping(path) == []
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0):
+        assert processes_mapping(path) == [ProcessId.current()]
+    assert processes_mapping(path) == []
