@@ -64,11 +64,12 @@ def check_fit(
             hints.append("Enlarge /dev/shm (docker --shm-size, in Kubernetes an emptyDir in memory there)")
         ranks_need = sum(device_bytes) if device == "cpu" else 0
         host_have = node.memory_free_bytes - config.host_reserve_bytes
-        if ranks_need + new_arena_bytes > host_have:
+        host_need = ranks_need + new_arena_bytes
+        if host_need > host_have:
             problems.append(
-                f"{node.host}: needs {show_bytes(ranks_need + new_arena_bytes)} of host memory "
-                f"({show_bytes(ranks_need)} for {len(ranks)} ranks, {show_bytes(new_arena_bytes)} for the arena), "
-                f"has {show_bytes(max(host_have, 0))} beyond the {show_bytes(config.host_reserve_bytes)} reserve"
+                f"{node.host}: needs {show_bytes(host_need)} of host memory ({show_bytes(ranks_need)} for "
+                f"{len(ranks)} ranks, {show_bytes(new_arena_bytes)} for the arena), "
+                f"has {show_bytes(max(host_have, 0))} beyond the reserve"
             )
             hints.append("Spread the model over more nodes, or use a smaller arena")
         if device == "cuda" and node.gpu_memory_bytes is not None:
@@ -76,9 +77,9 @@ def check_fit(
             tight = [rank for rank, need in zip(ranks, device_bytes, strict=True) if need > gpu_have]
             if tight:
                 problems.append(
-                    f"{node.host}: {len(tight)} ranks need up to {show_bytes(max(device_bytes))} of device memory "
-                    f"(ranks {', '.join(map(str, tight[:20]))}), a GPU has {show_bytes(max(gpu_have, 0))} "
-                    f"beyond the {show_bytes(config.device_reserve_bytes)} reserve"
+                    f"{node.host}: ranks {', '.join(map(str, tight[:20]))} need up to "
+                    f"{show_bytes(max(device_bytes))} of device memory, "
+                    f"a GPU has {show_bytes(max(gpu_have, 0))} beyond the reserve"
                 )
                 hints.append("Raise tensor_parallel_size or fsdp_size")
     if not problems:

@@ -1,4 +1,4 @@
-"""Models in memory for planning tests: an index and its shards' bytes, and a load carried out on plain arrays."""
+"""Models in memory for planning tests: an index, its shards' bytes, and a load carried out on arrays."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ def store_arrays(
     chunk_bytes: int = 1 << 20,
     chunk_ends: Sequence[Sequence[int]] | None = None,
 ) -> StoredModel:
-    """Arrays by name, each with its safetensors dtype, spread over `shards` files in turn behind a header of junk.
+    """Arrays by name, each with its safetensors dtype, dealt out to `shards` files behind headers of junk.
 
     Chunks end at `chunk_ends[shard]` (and at each file's end), else every `chunk_bytes`.
     """
@@ -90,7 +90,7 @@ def carry_out(plan: LoadPlan, rank: RankPlan, files: Sequence[Bytes]) -> tuple[d
             for number in range(int(items.count[row])):
                 src = int(items.src_offset[row] + number * items.src_stride[row])
                 dest = int(items.dest_offset[row] + number * items.dest_stride[row])
-                assert 0 <= src
+                assert src >= 0
                 assert src + run <= len(data)
                 assert dest + run <= len(segments[segment])
                 segments[segment][dest : dest + run] = data[src : src + run]

@@ -13,7 +13,7 @@ from cluster.errors import ConfigError
 from cluster.layout_rules import FAMILIES, MAX_RULES, Rule, Rules, parse_rules, rules_for
 from cluster.model_config import ModelConfig
 
-# base_model_tp_plan of Llama, Mistral and Qwen2 in huggingface/transformers, main branch at 008e574: the same three.
+# base_model_tp_plan of Llama, Mistral and Qwen2 (one and the same) in huggingface/transformers at 008e574.
 TRANSFORMERS_PLAN = {
     "layers.*.self_attn.q_proj": "colwise",
     "layers.*.self_attn.k_proj": "colwise",

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
@@ -28,7 +30,7 @@ def test_map_laws(pieces: list[tuple[str, int]], limit: int) -> None:
             taken.setdefault(segment, []).append((offset, offset + size, name))
     for segment, spans in taken.items():
         spans.sort()
-        for (_, end, _), (start, _, _) in zip(spans, spans[1:], strict=False):
+        for (_, end, _), (start, _, _) in pairwise(spans):
             assert end <= start
         assert len({layer_of(name) for _, _, name in spans}) == 1
         assert len(spans) == 1 or places.segment_bytes[segment] <= limit

@@ -1,0 +1,107 @@
+"""Memory of devices and hosts against a plan."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+import pytest
+
+from cluster.config import Config
+from cluster.errors import DoesNotFit
+from cluster.fit import check_fit, min_slots, planned_arena_bytes
+from cluster.layout import Layout
+from cluster.load_plan import LoadPlan
+from cluster.planning import build_load_plan
+from cluster.topology import NodeInfo
+from storage.model_index import ModelIndex, Shard, Tensor
+from tests.support.planned_models import cut_into_chunks
+
+MIB = 1 << 20
+GIB = 1 << 30
+CONFIG = Config(arena_bytes=GIB, host_reserve_bytes=GIB, device_reserve_bytes=GIB)
+ROOMY = NodeInfo("id", "host", memory_free_bytes=64 * GIB, shm_free_bytes=8 * GIB, gpu_memory_bytes=16 * GIB)
+
+
+def four_gib_plan(fsdp_size: int = 2) -> LoadPlan:
+    tensor = Tensor("w", "BF16", (2048, MIB), 0, 0, 4 * GIB)
+    chunks = cut_into_chunks([4 * GIB], [range(0, 4 * GIB, 8 * MIB)])
+    shard = Shard("model.safetensors", 4 * GIB, None)
+    index = ModelIndex("r", "headers", (shard,), (tensor,), chunks, ())
+    return build_load_plan(index, Layout(fsdp_size=fsdp_size))
+
+
+def refusal(node: NodeInfo, device: str, config: Config = CONFIG) -> str:
+    error = check_fit(four_gib_plan(), (0, 0), [node], config, device)
+    assert isinstance(error, DoesNotFit)
+    return str(pickle.loads(pickle.dumps(error)))
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_what_fits(device: str) -> None:
+    assert check_fit(four_gib_plan(), (0, 0), [ROOMY], CONFIG, device) is None
+
+
+def test_limits_are_exact() -> None:
+    plan = four_gib_plan()
+    cpu = replace(ROOMY, memory_free_bytes=4 * GIB + GIB + GIB)  # ranks, arena, reserve
+    assert check_fit(plan, (0, 0), [cpu], CONFIG, "cpu") is None
+    assert check_fit(plan, (0, 0), [replace(cpu, memory_free_bytes=6 * GIB - 1)], CONFIG, "cpu") is not None
+    gpu = replace(ROOMY, gpu_memory_bytes=3 * GIB)
+    assert check_fit(plan, (0, 0), [gpu], CONFIG, "cuda") is None
+    assert check_fit(plan, (0, 0), [replace(gpu, gpu_memory_bytes=3 * GIB - 1)], CONFIG, "cuda") is not None
+
+
+def test_host_memory_counts_cpu_ranks_and_a_new_arena() -> None:
+    text = refusal(replace(ROOMY, memory_free_bytes=5 * GIB), "cpu")
+    assert (
+        "host: needs 5.37 GB of host memory (4.29 GB for 2 ranks, 1.07 GB for the arena), has 4.29 GB" in text
+    )
+    there = replace(ROOMY, memory_free_bytes=5 * GIB, arena_bytes=GIB)
+    assert check_fit(four_gib_plan(), (0, 0), [there], CONFIG, "cpu") is None
+    assert check_fit(four_gib_plan(), (0, 0), [replace(there, memory_free_bytes=GIB)], CONFIG, "cuda") is None
+
+
+def test_device_memory_only_when_known_and_asked_for() -> None:
+    small = replace(ROOMY, gpu_memory_bytes=2 * GIB)
+    text = refusal(small, "cuda")
+    assert "ranks 0, 1 need up to 2.15 GB of device memory, a GPU has 1.07 GB" in text
+    assert "tensor_parallel_size" in text
+    assert check_fit(four_gib_plan(), (0, 0), [small], CONFIG, "cpu") is None
+    assert check_fit(four_gib_plan(), (0, 0), [replace(small, gpu_memory_bytes=None)], CONFIG, "cuda") is None
+
+
+def test_the_arena_needs_slots_and_shared_memory() -> None:
+    assert "2 ranks need 5 arena slots of 16.8 MB, the arena has 4" in refusal(
+        replace(ROOMY, arena_bytes=79 * MIB), "cuda"
+    )
+    text = refusal(replace(ROOMY, shm_free_bytes=64 * MIB), "cuda")
+    assert "the arena needs 1.07 GB of /dev/shm, 67.1 MB are free" in text
+    assert "--shm-size" in text
+
+
+def test_every_node_is_judged_and_listed() -> None:
+    nodes = [replace(ROOMY, host="fine"), *(replace(ROOMY, host=name, memory_free_bytes=0) for name in "ab")]
+    error = check_fit(four_gib_plan(3), (0, 1, 2), nodes, CONFIG, "cpu")
+    assert error is not None
+    assert "a: needs" in error.message
+    assert "b: needs" in error.message
+    assert "fine" not in error.message
+    assert error.hint.count("Spread the model") == 1
+
+
+def test_nodes_without_ranks_do_not_matter() -> None:
+    assert check_fit(four_gib_plan(), (1, 1), [NodeInfo("x", "x"), ROOMY], CONFIG, "cpu") is None
+
+
+def test_planned_arena() -> None:
+    default = Config()
+    assert planned_arena_bytes(8 * GIB, default) == 2 * GIB
+    assert planned_arena_bytes(1 << 40, default) == 8 * GIB
+    assert planned_arena_bytes(64 * MIB, default) == 16 * MIB
+    assert planned_arena_bytes(100 * MIB, default) == 16 * MIB  # whole slots
+    assert planned_arena_bytes(0, Config(arena_bytes=50 * MIB)) == 48 * MIB
+
+
+def test_min_slots_grow_with_ranks() -> None:
+    assert [min_slots(ranks) for ranks in (1, 2, 8)] == [3, 5, 17]

@@ -1,0 +1,219 @@
+"""Boxes of ranks: the laws of a layout, and every way a tensor cannot be cut."""
+
+from __future__ import annotations
+
+import math
+import pickle
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.errors import ConfigError, LayoutError
+from cluster.layout import Layout, TensorCut, cut_box, decide_cuts, slice_box
+from cluster.layout_rules import FAMILIES, Rule, Rules, parse_rules
+from cluster.load_plan import RankCoords
+from cluster.model_config import ModelConfig
+from storage.model_index import Tensor
+
+CONFIG = ModelConfig(model_type="llama", num_attention_heads=8, num_key_value_heads=2, hidden_size=32)
+
+
+def tensor(name: str, shape: tuple[int, ...], bits: int = 16, dtype: str = "BF16") -> Tensor:
+    return Tensor(name, dtype, shape, 0, 100, 100 + math.prod(shape) * bits // 8)
+
+
+def test_ranks_are_numbered_with_tp_fastest() -> None:
+    layout = Layout(2, 3, 2)
+    coords = [layout.rank_coords(rank) for rank in range(layout.ranks)]
+    assert coords[:3] == [RankCoords(0, 0, 0), RankCoords(0, 0, 1), RankCoords(0, 1, 0)]
+    assert [((c.data * 3) + c.fsdp) * 2 + c.tensor for c in coords] == list(range(12))
+    for rank in (-1, 12):
+        with pytest.raises(ConfigError):
+            layout.rank_coords(rank)
+
+
+@pytest.mark.parametrize("size", [0, -1, 1 << 17, 2.0, "2", True, None])
+def test_sizes_that_cannot_be_meant(size: object) -> None:
+    with pytest.raises(ConfigError, match="fsdp_size"):
+        Layout(fsdp_size=size)  # type: ignore[arg-type]
+    with pytest.raises(ConfigError):
+        Layout(1 << 10, 1 << 10)
+
+
+@st.composite
+def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], Layout, Rule]:
+    layout = Layout(draw(st.integers(1, 4)), draw(st.integers(1, 5)), draw(st.integers(1, 2)))
+    rule = draw(st.sampled_from([Rule.COLUMN, Rule.ROW, Rule.VOCABULARY, Rule.REPLICATE]))
+    dims = draw(st.integers({Rule.ROW: 2, Rule.REPLICATE: 0}.get(rule, 1), 3))
+    shape = [draw(st.integers(0, 7)) for _ in range(dims)]
+    if rule is not Rule.REPLICATE:
+        shape[rule is Rule.ROW] *= layout.tensor_parallel_size
+    return tuple(shape), layout, rule
+
+
+@given(cuts())
+def test_boxes_of_a_replica_cover_each_element_as_the_rule_says(
+    case: tuple[tuple[int, ...], Layout, Rule],
+) -> None:
+    shape, layout, rule = case
+    one = tensor("t", shape)
+    holders = np.zeros(shape, int)
+    for rank in range(layout.ranks):
+        coords = layout.rank_coords(rank)
+        offsets, sizes = slice_box(one, coords, layout, Rules((("t", rule),)))
+        assert all(o >= 0 and o + s <= full for o, s, full in zip(offsets, sizes, shape, strict=True))
+        holders[tuple(slice(o, o + s) for o, s in zip(offsets, sizes, strict=True))] += 1
+    copies = layout.data_parallel_size
+    if rule is Rule.REPLICATE:
+        copies *= layout.tensor_parallel_size
+    if not shape:  # 0-d tensors are on every rank
+        copies = layout.ranks
+    assert (holders == copies).all()
+
+
+@given(st.integers(0, 40), st.integers(1, 9))
+def test_shares_are_those_of_torch_chunk(rows: int, ranks: int) -> None:
+    layout = Layout(fsdp_size=ranks)
+    boxes = [cut_box((rows, 3), TensorCut(), RankCoords(0, rank, 0), layout) for rank in range(ranks)]
+    share = -(-rows // ranks)
+    filled = [size for _, (size, _) in boxes if size]
+    assert filled == [min(share, rows - start) for start in range(0, rows, share or 1)]
+    assert all(sizes == (0, 3) for _, sizes in boxes[len(filled) :])
+    assert [offsets[0] for offsets, _ in boxes] == [min(rank * share, rows) for rank in range(ranks)]
+
+
+def test_the_example_of_the_docstring() -> None:
+    layout = Layout(2, 2)
+    rules = Rules((("w", Rule.ROW),))
+    box = slice_box(tensor("w", (4, 6)), layout.rank_coords(3), layout, rules)
+    assert box == ((2, 3), (2, 3))
+
+
+@pytest.mark.parametrize(
+    ("kv_heads", "tp_size", "heads_of_rank"),
+    [
+        (2, 4, [[0], [0], [1], [1]]),
+        (4, 4, [[0], [1], [2], [3]]),
+        (4, 2, [[0, 1], [2, 3]]),
+        (1, 2, [[0], [0]]),
+    ],
+)
+def test_kv_heads_are_shared_by_neighbours(
+    kv_heads: int, tp_size: int, heads_of_rank: list[list[int]]
+) -> None:
+    config = ModelConfig(model_type="llama", num_attention_heads=8, num_key_value_heads=kv_heads, head_dim=4)
+    layout = Layout(tp_size)
+    weight = tensor("model.layers.0.self_attn.k_proj.weight", (kv_heads * 4, 32))
+    for rank, heads in enumerate(heads_of_rank):
+        offsets, sizes = slice_box(weight, layout.rank_coords(rank), layout, FAMILIES["llama"], config)
+        assert [*range(offsets[0], offsets[0] + sizes[0])] == [
+            head * 4 + row for head in heads for row in range(4)
+        ]
+        assert (offsets[1], sizes[1]) == (0, 32)
+
+
+def test_any_model_is_cut_without_rules_when_tp_is_one() -> None:
+    odd = [tensor("x", (5, 3)), tensor("y", ()), tensor("z", (0, 4)), tensor("q", (3,), 8, "F8_E4M3")]
+    assert decide_cuts(odd, Layout(1, 3, 2), Rules()) == [TensorCut()] * 4
+
+
+def refuse(
+    tensors: list[Tensor],
+    rules: Rules,
+    tp_size: int = 2,
+    config: ModelConfig | None = CONFIG,
+    fsdp_size: int = 1,
+) -> str:
+    with pytest.raises(LayoutError) as caught:
+        decide_cuts(tensors, Layout(tp_size, fsdp_size), rules, config)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert str(again) == str(caught.value)
+    return str(caught.value)
+
+
+def test_tensors_that_no_rule_names_are_all_listed() -> None:
+    unknown = [tensor(f"model.layers.{n}.mlp.gate.weight", (8, 8)) for n in range(3)]
+    text = refuse([*unknown, tensor("model.norm.weight", (8,))], FAMILIES["llama"])
+    assert "3 tensors are named by no rule" in text
+    assert all(repr(each.name) in text for each in unknown)
+    assert "model.norm" not in text
+    assert "layout_rules={" in text
+    many = refuse([tensor(f"t{n}", (2,)) for n in range(500)], Rules(), config=None)
+    assert "500 tensors" in many
+    assert "and 480 more" in many
+    assert "llama, mistral, qwen2" in many
+    assert len(many) < 1500
+    assert len(refuse([tensor("x" * 100_000, (2,))], Rules())) < 1000
+
+
+def test_both_kinds_of_trouble_come_in_one_error() -> None:
+    text = refuse(
+        [tensor("a", (3,)), tensor("b", (5, 4)), tensor("c", (2, 5))],
+        parse_rules({"b": "column", "c": "row"}),
+    )
+    assert "'a'" in text
+    assert "'b': dim 0 of size 5 is not divisible by tensor_parallel_size=2" in text
+    assert "'c': dim 1 of size 5" in text
+
+
+@pytest.mark.parametrize(
+    ("name", "shape", "tp_size", "says"),
+    [
+        (
+            "model.embed_tokens.weight",
+            (33, 32),
+            2,
+            "dim 0 of size 33 is not divisible by tensor_parallel_size=2",
+        ),
+        ("model.layers.0.mlp.down_proj.weight", (32,), 2, r"cuts dim 1, but the shape is (32,)"),
+        (
+            "model.layers.0.self_attn.q_proj.weight",
+            (32, 32),
+            3,
+            "8 heads (num_attention_heads) cannot be shared",
+        ),
+        (
+            "model.layers.0.self_attn.k_proj.weight",
+            (8, 32),
+            3,
+            "2 heads (num_key_value_heads) cannot be shared",
+        ),
+        (
+            "model.layers.0.self_attn.k_proj.weight",
+            (32, 32),
+            2,
+            "dim 0 has 32 rows, but config.json says 2 heads of 4",
+        ),
+    ],
+)
+def test_sizes_that_do_not_divide(name: str, shape: tuple[int, ...], tp_size: int, says: str) -> None:
+    assert says in refuse([tensor(name, shape)], FAMILIES["llama"], tp_size)
+
+
+@pytest.mark.parametrize("config", [None, ModelConfig(model_type="llama")])
+def test_heads_need_the_config(config: ModelConfig | None) -> None:
+    text = refuse([tensor("k", (8, 8))], parse_rules({"k": "kv_heads"}), config=config)
+    assert "needs num_key_value_heads from config.json" in text
+
+
+def test_heads_of_unknown_size_must_divide_the_rows() -> None:
+    config = ModelConfig(num_attention_heads=3)
+    rules = parse_rules({"q": "heads"})
+    assert decide_cuts([tensor("q", (9, 2))], Layout(3), rules, config) == [TensorCut(0, 3, 3)]
+    assert "10 rows" in refuse([tensor("q", (10, 2))], rules, 3, config)
+
+
+def test_half_bytes_are_not_cut() -> None:
+    packed = tensor("w", (4, 6), 4, "F4")
+    assert decide_cuts([packed], Layout(1, 4), Rules()) == [TensorCut()]
+    assert decide_cuts([packed], Layout(3), parse_rules({"w": "row"})) == [TensorCut(1, 3, 2)]
+    assert "cut inside a byte" in refuse([packed], parse_rules({"w": "row"}))
+    six = tensor("w", (4, 2), 6, "F6_E2M3")
+    assert decide_cuts([six], Layout(1, 2), Rules()) == [TensorCut()]
+    assert "cut inside a byte" in refuse([six], Rules(), 1, fsdp_size=4)
+
+
+def test_bytes_that_do_not_fit_the_shape() -> None:
+    assert "do not fit the shape" in refuse([Tensor("w", "BF16", (3, 5), 0, 0, 31)], Rules(), 1)

@@ -1,0 +1,69 @@
+"""The numbers of a plan."""
+
+from __future__ import annotations
+
+import json
+
+import numpy as np
+
+from cluster.layout import Layout
+from cluster.load_plan import LoadPlan
+from cluster.plan_summary import spread_evenly, summarize_plan
+from cluster.planning import build_load_plan
+from tests.support.planned_models import store_arrays
+
+
+def small_plan(layout: Layout) -> LoadPlan:
+    arrays = {
+        "layers.0.w": ("BF16", np.zeros((6, 50), np.uint16)),
+        "layers.1.w": ("F32", np.zeros((4, 50), np.uint32)),
+        "scale": ("F32", np.zeros((), np.uint32)),
+        "none": ("U8", np.zeros((0, 3), np.uint8)),
+    }
+    return build_load_plan(store_arrays(arrays, chunk_bytes=256).index, layout)
+
+
+def test_numbers_of_two_ranks_on_two_nodes() -> None:
+    plan = small_plan(Layout(1, 2))
+    summary = summarize_plan(plan, (0, 1), ("alpha",))
+    first, second = summary.ranks
+    assert first.bytes_by_dtype == {"BF16": 300, "F32": 404, "U8": 0}
+    assert (first.size_bytes, first.device_bytes, first.tensors, first.segments) == (
+        704,
+        512 + 512 + 256,
+        3,
+        3,
+    )
+    assert (first.node, second.node) == ("alpha", "node 1")
+    assert (second.fsdp, second.tensor, second.data) == (1, 0, 0)
+    assert summary.placed_bytes == 1404 + 4  # the 0-d tensor twice
+    assert (summary.tensors, summary.chunks, summary.verified) == (4, len(plan.chunks), "transport")
+    assert [node.ranks for node in summary.nodes] == [(0,), (1,)]
+    for node, rank in zip(summary.nodes, plan.ranks, strict=True):
+        assert node.needed_chunks == len(rank.chunk_ids)
+        assert node.needed_bytes == node.overfetch_bytes + rank.size_bytes
+    assert summary.needed_bytes == sum(node.needed_bytes for node in summary.nodes)
+    assert summary.overfetch_bytes > 0
+    assert (summary.tensor_parallel_size, summary.fsdp_size, summary.data_parallel_size) == (1, 2, 1)
+
+
+def test_ranks_of_one_node_share_chunks() -> None:
+    plan = small_plan(Layout(1, 2, 2))
+    together = summarize_plan(plan)
+    (node,) = together.nodes
+    assert node.ranks == (0, 1, 2, 3)
+    assert node.needed_chunks == len(plan.needed_chunks((0, 1, 2, 3))) <= len(plan.chunks)
+    assert node.needed_bytes - node.overfetch_bytes == 1404
+    apart = summarize_plan(plan, spread_evenly(4, 2))
+    assert [part.ranks for part in apart.nodes] == [(0, 1), (2, 3)]
+    assert apart.needed_bytes == 2 * together.needed_bytes
+    assert apart.placed_bytes == together.placed_bytes == 2 * 1408
+
+
+def test_as_dict_is_json() -> None:
+    plain = summarize_plan(small_plan(Layout(1, 2))).as_dict()
+    assert json.loads(json.dumps(plain))["ranks"][1]["bytes_by_dtype"]["BF16"] == 300
+
+
+def test_spread_evenly() -> None:
+    assert spread_evenly(5, 2) == (0, 0, 1, 1, 2)
