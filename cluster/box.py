@@ -30,9 +30,7 @@ class BoxRuns:
         return math.prod(count for count, _ in self.repeats)
 
 
-def find_runs(
-    shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], element_bits: int
-) -> BoxRuns:
+def find_runs(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], element_bits: int) -> BoxRuns:
     """The longest runs that make up a box, and how they repeat. Raises CutsInsideByte.
 
     A box that is cut in one dimension, or in dim 0 and one other, has at most one level of repetition.
@@ -44,7 +42,7 @@ def find_runs(
     repeats: list[tuple[int, int]] = []  # innermost first
     for full, offset, size in zip(reversed(shape), reversed(offsets), reversed(sizes), strict=True):
         start += offset * stride
-        if run == stride and not repeats:
+        if run == stride:
             run *= size
         elif size > 1:
             if repeats and stride == repeats[-1][0] * repeats[-1][1]:
@@ -54,9 +52,7 @@ def find_runs(
         stride *= full
     if start % 8 or run % 8 or any(distance % 8 for _, distance in repeats):
         raise CutsInsideByte(f"box at {offsets} of {sizes} in {shape}, {element_bits} bits an element")
-    return BoxRuns(
-        start // 8, run // 8, tuple((count, distance // 8) for count, distance in reversed(repeats))
-    )
+    return BoxRuns(start // 8, run // 8, tuple((count, distance // 8) for count, distance in reversed(repeats)))
 
 
 def element_bits(shape: tuple[int, ...], size_bytes: int) -> int | None:

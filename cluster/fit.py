@@ -52,9 +52,7 @@ def check_fit(
                 f"{node.host}: {len(ranks)} ranks need {need_slots} arena slots "
                 f"of {show_bytes(config.slot_bytes)}, the arena has {slots}"
             )
-            hints.append(
-                "Raise LONGSHORE_ARENA_BYTES (and the container's /dev/shm) or lower LONGSHORE_SLOT_BYTES"
-            )
+            hints.append("Raise LONGSHORE_ARENA_BYTES (and the container's /dev/shm) or lower LONGSHORE_SLOT_BYTES")
         new_arena_bytes = 0 if node.arena_bytes else arena_bytes
         if new_arena_bytes > node.shm_free_bytes:
             problems.append(
@@ -85,6 +83,4 @@ def check_fit(
     if not problems:
         return None
     shown = "; ".join(problems[:20]) + (f"; and {len(problems) - 20} more" if len(problems) > 20 else "")
-    return DoesNotFit(
-        f"the load does not fit: {shown}", hint=". ".join(dict.fromkeys(hints)), problems=len(problems)
-    )
+    return DoesNotFit(f"the load does not fit: {shown}", hint=". ".join(dict.fromkeys(hints)), problems=len(problems))

@@ -174,30 +174,22 @@ def _check_bytes(tensor: Tensor, cut: TensorCut, layout: Layout) -> str | None:
             try:
                 find_runs(tensor.shape, offsets, sizes, bits)
             except CutsInsideByte:
-                return (
-                    f"{tensor.dtype} of shape {tensor.shape} would be cut inside a byte at {offsets}, {sizes}"
-                )
+                return f"{tensor.dtype} of shape {tensor.shape} would be cut inside a byte at {offsets}, {sizes}"
     return None
 
 
-def _layout_error(
-    unnamed: list[str], problems: list[str], layout: Layout, config: ModelConfig | None
-) -> LayoutError:
+def _layout_error(unnamed: list[str], problems: list[str], layout: Layout, config: ModelConfig | None) -> LayoutError:
     tp_size = layout.tensor_parallel_size
     parts = []
     hints = []
     if unnamed:
         names = [f"{name!r:.200}" for name in unnamed]
-        parts.append(
-            f"{len(unnamed)} tensors are named by no rule for tensor_parallel_size={tp_size}: {_some(names)}"
-        )
+        parts.append(f"{len(unnamed)} tensors are named by no rule for tensor_parallel_size={tp_size}: {_some(names)}")
         family = config.model_type if config else None
         known = ", ".join(FAMILIES)
         if family not in FAMILIES:
             hints.append(f"Built-in rules exist for {known}; config.json says {family or 'nothing'}")
-        hints.append(
-            'Name them with layout_rules={"a.pattern.*.of.names": "replicate"} or ' + ", ".join(Rule)
-        )
+        hints.append('Name them with layout_rules={"a.pattern.*.of.names": "replicate"} or ' + ", ".join(Rule))
     if problems:
         parts.append(f"{len(problems)} tensors cannot be cut: {_some(problems)}")
         hints.append("fsdp_size takes any number and any whole-byte dtype")

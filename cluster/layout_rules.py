@@ -66,9 +66,7 @@ def parse_rules(data: object) -> Rules:
     if data is None:
         return Rules()
     if not isinstance(data, Mapping):
-        raise ConfigError(
-            f"layout_rules must map patterns to rules, not be a {type(data).__name__}", hint=_HINT
-        )
+        raise ConfigError(f"layout_rules must map patterns to rules, not be a {type(data).__name__}", hint=_HINT)
     if len(data) > MAX_RULES:
         raise ConfigError(f"layout_rules has {len(data)} entries, more than {MAX_RULES}", hint=_HINT)
     problems = []

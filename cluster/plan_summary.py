@@ -73,13 +73,8 @@ def summarize_plan(
     `node_names` by node index; a node without one is called `node <index>`.
     """
     rank_nodes = [0] * len(plan.ranks) if rank_nodes is None else rank_nodes
-    names = {
-        node: node_names[node] if node < len(node_names) else f"node {node}"
-        for node in sorted(set(rank_nodes))
-    }
-    ranks = tuple(
-        _summarize_rank(rank, names[node]) for rank, node in zip(plan.ranks, rank_nodes, strict=True)
-    )
+    names = {node: node_names[node] if node < len(node_names) else f"node {node}" for node in sorted(set(rank_nodes))}
+    ranks = tuple(_summarize_rank(rank, names[node]) for rank, node in zip(plan.ranks, rank_nodes, strict=True))
     nodes = tuple(
         NodeSummary(
             node=names[node],

@@ -40,17 +40,12 @@ def build_load_plan(
         if coords.data:  # a replica holds what the first one does
             ranks.append(replace(ranks[rank % one_replica.ranks], rank=rank, coords=coords))
             continue
-        boxes = [
-            cut_box(tensor.shape, cut, coords, layout)
-            for tensor, cut in zip(index.tensors, cuts, strict=True)
-        ]
+        boxes = [cut_box(tensor.shape, cut, coords, layout) for tensor, cut in zip(index.tensors, cuts, strict=True)]
         sizes_bytes = [
             tensor.size_bytes * math.prod(sizes) // max(math.prod(tensor.shape), 1)
             for tensor, (_, sizes) in zip(index.tensors, boxes, strict=True)
         ]
-        places = place_in_segments(
-            (tensor.name, size) for tensor, size in zip(index.tensors, sizes_bytes, strict=True)
-        )
+        places = place_in_segments((tensor.name, size) for tensor, size in zip(index.tensors, sizes_bytes, strict=True))
         slices = tuple(
             TensorSlice(
                 name=tensor.name,
@@ -118,9 +113,7 @@ def _chunk_problems(chunks: ChunkTable, shards: Sequence[Shard]) -> Iterator[str
     if bool((chunks.start < 0).any() or (chunks.end <= chunks.start).any()):
         yield "a chunk has no bytes"
     same = chunks.shard[1:] == chunks.shard[:-1]
-    if bool(
-        (chunks.shard[1:] < chunks.shard[:-1]).any() or (same & (chunks.start[1:] < chunks.end[:-1])).any()
-    ):
+    if bool((chunks.shard[1:] < chunks.shard[:-1]).any() or (same & (chunks.start[1:] < chunks.end[:-1])).any()):
         yield "chunks overlap or are not in order"
 
 
@@ -133,14 +126,9 @@ def _rank_problems(rank: RankPlan, plan: LoadPlan) -> Iterator[str]:
             sound.append(piece)
     if len({piece.name for piece in rank.slices}) != len(rank.slices):
         yield "a tensor appears twice"
-    filled = sorted(
-        (piece for piece in sound if piece.size_bytes), key=lambda p: (p.segment, p.segment_offset)
-    )
+    filled = sorted((piece for piece in sound if piece.size_bytes), key=lambda p: (p.segment, p.segment_offset))
     for before, after in pairwise(filled):
-        if (
-            before.segment == after.segment
-            and before.segment_offset + before.size_bytes > after.segment_offset
-        ):
+        if before.segment == after.segment and before.segment_offset + before.size_bytes > after.segment_offset:
             yield f"{before.name!r:.200} and {after.name!r:.200} overlap in segment {after.segment}"
     if len(sound) < len(rank.slices):
         return
@@ -186,10 +174,7 @@ def _bytes_per_segment_place(items: ReadItems, filled: Sequence[TensorSlice]) ->
     # Both sides are sorted by (segment, offset): the place of each item is the last slice that begins before
     # it.
     width = np.int64(max(int(offset.max()), int(items.dest_offset.max(initial=0))) + 1)
-    place = (
-        np.searchsorted(segment * width + offset, (items.segment * width + items.dest_offset)[order], "right")
-        - 1
-    )
+    place = np.searchsorted(segment * width + offset, (items.segment * width + items.dest_offset)[order], "right") - 1
     written = np.zeros(len(filled), np.int64)
     np.add.at(written, place, (items.run_bytes * items.count)[order])
     return [int(size) for size in written]

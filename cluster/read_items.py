@@ -89,9 +89,7 @@ def _find_patterns(slices: Sequence[TensorSlice]) -> _Patterns:
             continue
         bits = element_bits(piece.sizes, piece.size_bytes)
         if bits is None:
-            raise ValueError(
-                f"{piece.name!r:.200}: {piece.size_bytes} bytes do not fit the sizes {piece.sizes}"
-            )
+            raise ValueError(f"{piece.name!r:.200}: {piece.size_bytes} bytes do not fit the sizes {piece.sizes}")
         runs = find_runs(piece.shape, piece.offsets, piece.sizes, bits)
         start = piece.start + runs.start_bytes
         if not runs.repeats:

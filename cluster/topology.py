@@ -70,10 +70,7 @@ def assign_ranks(
 
 def ranks_by_node(rank_nodes: Sequence[int]) -> dict[int, tuple[int, ...]]:
     """Ranks of each node that has any, by node index; both ascending."""
-    return {
-        node: tuple(rank for rank, at in enumerate(rank_nodes) if at == node)
-        for node in sorted(set(rank_nodes))
-    }
+    return {node: tuple(rank for rank, at in enumerate(rank_nodes) if at == node) for node in sorted(set(rank_nodes))}
 
 
 def bundles_for(layout: Layout, gpus_per_node: Sequence[int]) -> list[int]:
@@ -119,9 +116,7 @@ def _not_enough(
     if holders:
         message += f"; models that hold some: {', '.join(holders[:20])}"
     if layout.ranks > total:
-        hint = "Use fewer ranks or add nodes" + (
-            "" if device == "cuda" else ", or raise LONGSHORE_CPU_RANKS_PER_NODE"
-        )
+        hint = "Use fewer ranks or add nodes" + ("" if device == "cuda" else ", or raise LONGSHORE_CPU_RANKS_PER_NODE")
     else:
         hint = "Release a model, or wait with wait_for_resources_s"
     return NotEnoughResources(message, hint=hint, need=layout.ranks, have=sum(free), total=total)

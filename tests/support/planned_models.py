@@ -66,9 +66,7 @@ def cut_into_chunks(sizes: Sequence[int], ends: Sequence[Sequence[int]]) -> Chun
         shard += [number] * (len(borders) - 1)
         start += borders[:-1]
         end += borders[1:]
-    return ChunkTable(
-        np.array(shard, np.int32), np.array(start, np.int64), np.array(end, np.int64), None, None
-    )
+    return ChunkTable(np.array(shard, np.int32), np.array(start, np.int64), np.array(end, np.int64), None, None)
 
 
 def carry_out(plan: LoadPlan, rank: RankPlan, files: Sequence[Bytes]) -> tuple[dict[str, Bytes], int]:
@@ -134,8 +132,7 @@ def random_arrays(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> dict[
     """A random 16-bit array for each shape."""
     random = np.random.default_rng(seed)
     return {
-        name: random.integers(0, 1 << 16, math.prod(shape), np.uint16).reshape(shape)
-        for name, shape in shapes.items()
+        name: random.integers(0, 1 << 16, math.prod(shape), np.uint16).reshape(shape) for name, shape in shapes.items()
     }
 
 

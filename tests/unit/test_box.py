@@ -15,10 +15,16 @@ from cluster.box import BoxRuns, CutsInsideByte, element_bits, find_runs
 
 @st.composite
 def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]:
-    shape = tuple(draw(st.lists(st.integers(0, 5), max_size=4)))
-    offsets = tuple(draw(st.integers(0, full)) for full in shape)
-    sizes = tuple(draw(st.integers(0, full - offset)) for full, offset in zip(shape, offsets, strict=True))
-    return shape, offsets, sizes
+    spans = []  # (full, first, end) of each dimension
+    for _ in range(draw(st.integers(0, 4))):
+        full = draw(st.integers(1, 5))
+        first, end = sorted(draw(st.tuples(st.integers(0, full), st.integers(0, full))))
+        spans.append(draw(st.sampled_from([(full, 0, full), (full, first, end), (0, 0, 0)][: 2 + (full == 5)])))
+    return (
+        tuple(full for full, _, _ in spans),
+        tuple(first for _, first, _ in spans),
+        tuple(end - first for _, first, end in spans),
+    )
 
 
 def enumerate_bytes(runs: BoxRuns) -> list[int]:
@@ -43,6 +49,7 @@ def test_runs_are_as_long_as_can_be(box: tuple[tuple[int, ...], tuple[int, ...],
     selected = enumerate_bytes(runs)
     breaks = sum(1 for before, after in itertools.pairwise(selected) if after != before + 1)
     assert runs.count == (breaks + 1 if selected else 1)
+    assert all(count > 1 for count, _ in runs.repeats)
     assert sum(size < full for size, full in zip(box[2], box[0], strict=True)) >= len(runs.repeats)
 
 
@@ -50,6 +57,8 @@ def test_two_dimensions_cut() -> None:
     assert find_runs((3, 6), (0, 2), (3, 2), 16) == BoxRuns(4, 4, ((3, 12),))
     assert find_runs((4, 6), (2, 3), (2, 3), 8) == BoxRuns(15, 3, ((2, 6),))
     assert find_runs((), (), (), 32) == BoxRuns(0, 4, ())
+    assert find_runs((2, 3, 6), (0, 0, 1), (2, 3, 2), 8) == BoxRuns(1, 2, ((6, 6),))  # two dimensions, one distance
+    assert find_runs((2, 3, 6), (0, 1, 1), (2, 2, 2), 8) == BoxRuns(7, 2, ((2, 18), (2, 6)))
 
 
 def test_half_byte_elements() -> None:

@@ -54,9 +54,7 @@ def test_limits_are_exact() -> None:
 
 def test_host_memory_counts_cpu_ranks_and_a_new_arena() -> None:
     text = refusal(replace(ROOMY, memory_free_bytes=5 * GIB), "cpu")
-    assert (
-        "host: needs 5.37 GB of host memory (4.29 GB for 2 ranks, 1.07 GB for the arena), has 4.29 GB" in text
-    )
+    assert "host: needs 5.37 GB of host memory (4.29 GB for 2 ranks, 1.07 GB for the arena), has 4.29 GB" in text
     there = replace(ROOMY, memory_free_bytes=5 * GIB, arena_bytes=GIB)
     assert check_fit(four_gib_plan(), (0, 0), [there], CONFIG, "cpu") is None
     assert check_fit(four_gib_plan(), (0, 0), [replace(there, memory_free_bytes=GIB)], CONFIG, "cuda") is None

@@ -100,17 +100,13 @@ def test_the_example_of_the_docstring() -> None:
         (1, 2, [[0], [0]]),
     ],
 )
-def test_kv_heads_are_shared_by_neighbours(
-    kv_heads: int, tp_size: int, heads_of_rank: list[list[int]]
-) -> None:
+def test_kv_heads_are_shared_by_neighbours(kv_heads: int, tp_size: int, heads_of_rank: list[list[int]]) -> None:
     config = ModelConfig(model_type="llama", num_attention_heads=8, num_key_value_heads=kv_heads, head_dim=4)
     layout = Layout(tp_size)
     weight = tensor("model.layers.0.self_attn.k_proj.weight", (kv_heads * 4, 32))
     for rank, heads in enumerate(heads_of_rank):
         offsets, sizes = slice_box(weight, layout.rank_coords(rank), layout, FAMILIES["llama"], config)
-        assert [*range(offsets[0], offsets[0] + sizes[0])] == [
-            head * 4 + row for head in heads for row in range(4)
-        ]
+        assert [*range(offsets[0], offsets[0] + sizes[0])] == [head * 4 + row for head in heads for row in range(4)]
         assert (offsets[1], sizes[1]) == (0, 32)
 
 

@@ -121,9 +121,7 @@ def test_the_first_match_decides_and_own_rules_come_first() -> None:
     assert rules_for(ModelConfig(model_type="none")) == rules_for(None) == Rules()
 
 
-@pytest.mark.parametrize(
-    "rules", [*FAMILIES.values(), Rules(), parse_rules({"**.x": "row", "**": "replicate"})]
-)
+@pytest.mark.parametrize("rules", [*FAMILIES.values(), Rules(), parse_rules({"**.x": "row", "**": "replicate"})])
 def test_rules_survive_json(rules: Rules) -> None:
     again = parse_rules(json.loads(json.dumps(rules.as_dict())))
     assert again == rules

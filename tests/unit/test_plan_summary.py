@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cluster.layout import Layout
 from cluster.load_plan import LoadPlan
@@ -14,7 +15,7 @@ from tests.support.planned_models import store_arrays
 
 
 def small_plan(layout: Layout) -> LoadPlan:
-    arrays = {
+    arrays: dict[str, tuple[str, NDArray[np.generic]]] = {
         "layers.0.w": ("BF16", np.zeros((6, 50), np.uint16)),
         "layers.1.w": ("F32", np.zeros((4, 50), np.uint32)),
         "scale": ("F32", np.zeros((), np.uint32)),

@@ -13,9 +13,7 @@ from cluster.planning import build_load_plan, check_plan
 from tests.support.planned_models import as_bf16, carry_out, llama_shapes, random_arrays, store_arrays
 
 HEADS, KV_HEADS, HIDDEN, INNER, VOCABULARY = 8, 2, 64, 88, 100
-CONFIG = ModelConfig(
-    model_type="llama", num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, hidden_size=HIDDEN
-)
+CONFIG = ModelConfig(model_type="llama", num_attention_heads=HEADS, num_key_value_heads=KV_HEADS, hidden_size=HIDDEN)
 SHAPES = {
     **llama_shapes(3, HIDDEN, INNER, HEADS, KV_HEADS, VOCABULARY),
     **{

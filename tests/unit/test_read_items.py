@@ -51,6 +51,17 @@ def test_a_chunk_between_two_runs_is_not_needed() -> None:
     assert [row[0] for row in rows([piece], cut_into_chunks([300], [range(10, 300, 10)]))] == [0, 10, 20]
 
 
+def test_a_box_cut_in_three_dimensions_keeps_the_level_with_most_runs() -> None:
+    chunks = cut_into_chunks([120], [[]])
+    items = expand_read_items([make_slice((2, 5, 12), (0, 1, 3), (2, 3, 4))], chunks)
+    assert rows([make_slice((2, 5, 12), (0, 1, 3), (2, 3, 4))], chunks) == [(0, 15, 0, 4, 3), (0, 75, 12, 4, 3)]
+    assert items.dest_stride.tolist() == [4, 4]
+    items = expand_read_items([make_slice((4, 3, 10), (0, 1, 3), (4, 2, 4))], chunks)
+    assert (items.count.tolist(), items.src_offset.tolist()) == ([4, 4], [13, 23])
+    assert (items.src_stride.tolist(), items.dest_stride.tolist()) == ([30, 30], [8, 8])
+    assert items.dest_offset.tolist() == [0, 4]
+
+
 def test_for_chunk_and_empty_inputs() -> None:
     chunks = cut_into_chunks([40], [[4, 20]])
     items = expand_read_items([make_slice((4, 10), (2, 0), (2, 10))], chunks)
@@ -81,9 +92,10 @@ def cases(draw: st.DrawFn) -> tuple[list[TensorSlice], ChunkTable, int]:
     start = draw(st.integers(0, 9))
     place = 0
     for _ in range(draw(st.integers(1, 3))):
-        shape = tuple(draw(st.lists(st.integers(1, 6), max_size=4)))
-        offsets = tuple(draw(st.integers(0, full - 1)) for full in shape)
-        sizes = tuple(draw(st.integers(0, full - o)) for full, o in zip(shape, offsets, strict=True))
+        shape = tuple(draw(st.integers(1, 5)) for _ in range(draw(st.integers(0, 4))))
+        spans = [sorted(draw(st.tuples(st.integers(0, full), st.integers(0, full)))) for full in shape]
+        offsets = tuple(first for first, _ in spans)
+        sizes = tuple(end - first for first, end in spans)
         pieces.append(make_slice(shape, offsets, sizes, start, place))
         start += int(np.prod(shape)) + draw(st.integers(0, 3))
         place += pieces[-1].size_bytes
