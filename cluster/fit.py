@@ -3,14 +3,13 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
+from typing import Protocol
 
 from cluster.config import Config
 from cluster.errors import DoesNotFit
-from cluster.load_plan import LoadPlan
 from cluster.topology import NodeInfo, ranks_by_node
 from cluster.units import show_bytes
-
-MAX_DEFAULT_ARENA_BYTES = 8 << 30
+from storage.arena_files import default_arena_bytes
 
 
 def min_slots(ranks_on_node: int) -> int:
@@ -22,16 +21,26 @@ def min_slots(ranks_on_node: int) -> int:
 
 
 def planned_arena_bytes(shm_free_bytes: int, config: Config) -> int:
-    """Size of a node's new arena, in whole slots: as configured, else a quarter of free /dev/shm.
+    """Size of a node's new arena, in whole slots: as configured, else the default for what /dev/shm has free."""
+    if config.arena_bytes:
+        return config.arena_bytes // config.slot_bytes * config.slot_bytes
+    return default_arena_bytes(shm_free_bytes, slot_bytes=config.slot_bytes)
 
-    By default 8 GiB at most.
-    """
-    wanted = config.arena_bytes or min(shm_free_bytes // 4, MAX_DEFAULT_ARENA_BYTES)
-    return wanted // config.slot_bytes * config.slot_bytes
+
+class _Rank(Protocol):
+    @property
+    def device_bytes(self) -> int: ...
+
+
+class PlannedRanks(Protocol):
+    """What fitting needs of a plan: a LoadPlan has it, and so has the digest of one that travels."""
+
+    @property
+    def ranks(self) -> Sequence[_Rank]: ...
 
 
 def check_fit(
-    plan: LoadPlan, rank_nodes: Sequence[int], nodes: Sequence[NodeInfo], config: Config, device: str
+    plan: PlannedRanks, rank_nodes: Sequence[int], nodes: Sequence[NodeInfo], config: Config, device: str
 ) -> DoesNotFit | None:
     """The error to raise, listing every device and host that lacks memory for its ranks; None when all fit.
 

@@ -19,7 +19,7 @@ from tests.support.planned_models import cut_into_chunks
 
 MIB = 1 << 20
 GIB = 1 << 30
-CONFIG = Config(arena_bytes=GIB, host_reserve_bytes=GIB, device_reserve_bytes=GIB)
+CONFIG = Config(arena_bytes=GIB, slot_bytes=16 * MIB, host_reserve_bytes=GIB, device_reserve_bytes=GIB)
 ROOMY = NodeInfo("id", "host", memory_free_bytes=64 * GIB, shm_free_bytes=8 * GIB, gpu_memory_bytes=16 * GIB)
 
 
@@ -93,12 +93,12 @@ def test_nodes_without_ranks_do_not_matter() -> None:
 
 
 def test_planned_arena() -> None:
-    default = Config()
+    default = Config(slot_bytes=16 * MIB)
     assert planned_arena_bytes(8 * GIB, default) == 2 * GIB
     assert planned_arena_bytes(1 << 40, default) == 8 * GIB
     assert planned_arena_bytes(64 * MIB, default) == 16 * MIB
     assert planned_arena_bytes(100 * MIB, default) == 16 * MIB  # whole slots
-    assert planned_arena_bytes(0, Config(arena_bytes=50 * MIB)) == 48 * MIB
+    assert planned_arena_bytes(0, Config(arena_bytes=50 * MIB, slot_bytes=16 * MIB)) == 48 * MIB
 
 
 def test_min_slots_grow_with_ranks() -> None:
