@@ -1,0 +1,247 @@
+"""The laws of the chunk cache, on a model of a node, and the cases that are worth a name."""
+
+from __future__ import annotations
+
+import pytest
+from hypothesis import settings
+
+from storage.chunk_cache import ChunkCache
+from storage.errors import ArenaTooSmall
+from storage.leases import Answer
+from storage.processes import ProcessId
+from storage.slot_records import MemoryJournal, SlotRecord, SlotState
+from tests.support.cache_machine import CacheMachine
+
+TestLaws = CacheMachine.TestCase
+TestLaws.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
+
+W1, W2 = ProcessId(1, 1), ProcessId(2, 1)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+def put(cache: ChunkCache, number: int, owner: object = None) -> int:
+    """Commit chunk `number`; the slot it is in."""
+    lease = cache.lease(key(number), W1, 10, owner=owner)
+    assert lease is not None
+    assert cache.commit(lease.lease_id, 1)
+    return lease.slot
+
+
+def test_the_chunk_unused_for_longest_makes_room():
+    cache = ChunkCache(3)
+    for number in (1, 2, 3):
+        put(cache, number)
+    assert cache.lookup(key(1))
+    lease = cache.lease(key(4), W1, 10)
+    assert lease is not None
+    assert lease.evicted_key == key(2)
+    assert [number for number in (1, 2, 3, 4) if key(number) in cache] == [1, 3]
+    stats = cache.stats()
+    assert (stats.hits, stats.misses, stats.committed, stats.evicted) == (1, 0, 3, 1)
+    assert cache.lookup(key(2)) is None
+    assert cache.stats().misses == 1
+
+
+def test_a_chunk_that_was_just_unpinned_is_the_one_used_last():
+    cache = ChunkCache(2)
+    put(cache, 1)
+    chunk = cache.lookup(key(1))
+    assert chunk is not None
+    assert cache.pin(chunk, "rank 0")
+    put(cache, 2)
+    assert cache.unpin(chunk, "rank 0")
+    put(cache, 3)
+    assert key(1) in cache
+    assert key(2) not in cache
+
+
+def test_no_slot_while_all_are_pinned_then_one():
+    cache = ChunkCache(1)
+    lease = cache.lease(key(1), W1, 10)
+    assert lease is not None
+    assert cache.lease(key(2), W2, 10) is None
+    assert cache.commit(lease.lease_id, 5, ["rank 0", "rank 1"])
+    assert cache.lease(key(2), W2, 10) is None
+    assert cache.drop_pins("rank 0") == 1
+    assert cache.lease(key(2), W2, 10) is None
+    assert cache.drop_pins("rank 1") == 1
+    assert cache.lease(key(2), W2, 10) is not None
+
+
+def test_dropping_a_dead_ranks_pins_keeps_what_it_may_be_reading():
+    cache = ChunkCache(1)
+    put(cache, 1)
+    chunk = cache.lookup(key(1))
+    assert chunk is not None
+    assert cache.pin(chunk, ("load", 0, 3))
+    assert cache.hold(chunk, W2, ("load", 0, 3))
+    cache.drop_pins(("load", 0, 3))
+    assert cache.lease(key(2), W1, 10) is None
+    assert cache.process_dead(W2) == []
+    assert cache.lease(key(2), W1, 10) is not None
+
+
+def test_a_late_release_does_not_unprotect_the_next_chunk_in_the_slot():
+    cache = ChunkCache(1)
+    put(cache, 1)
+    first = cache.lookup(key(1))
+    assert first is not None
+    assert cache.hold(first, W1, "rank")
+    assert cache.release(first, W1, "rank")
+    put(cache, 2)
+    second = cache.lookup(key(2))
+    assert second is not None
+    assert cache.hold(second, W1, "rank")
+    assert not cache.release(first, W1, "rank")
+    assert not cache.pin(first, "rank")
+    assert cache.lease(key(3), W1, 10) is None
+
+
+def test_a_hedge_gets_another_slot_and_the_slower_one_is_not_needed():
+    cache = ChunkCache(2)
+    slow, fast = cache.lease(key(1), W1, 10), cache.lease(key(1), W2, 10)
+    assert slow is not None
+    assert fast is not None
+    assert slow.slot != fast.slot
+    assert len(cache.in_flight(key(1))) == 2
+    assert cache.commit(fast.lease_id, 5)
+    assert cache.commit(slow.lease_id, 5) is Answer.DUPLICATE
+    assert cache.commit(slow.lease_id, 5) is Answer.LATE
+    assert cache.commit(fast.lease_id, 5) is Answer.REPEATED
+    assert cache.abandon(fast.lease_id) is Answer.LATE
+    assert cache.stats().free_slots == 1
+    assert cache.in_flight(key(1)) == ()
+
+
+def test_a_lease_past_its_deadline_gives_back_the_chunk_and_not_the_slot():
+    cache = ChunkCache(2)
+    late = cache.lease(key(1), W1, 10)
+    assert late is not None
+    assert cache.expire(9.9) == []
+    assert cache.expire(10) == [late]
+    assert cache.expire(10) == []
+    again = cache.lease(key(1), W2, 20)
+    assert again is not None
+    assert again.slot != late.slot
+    assert cache.commit(late.lease_id, 5) is Answer.LATE
+    assert key(1) not in cache
+    assert cache.overdue(12, 5) == []
+    assert cache.overdue(15, 5) == [late]
+    assert cache.acknowledge(late.lease_id)
+    assert cache.acknowledge(late.lease_id) is Answer.REPEATED
+    assert cache.acknowledge(again.lease_id) is Answer.LATE
+    assert cache.overdue(15, 5) == []
+
+
+def test_a_minimum_is_kept_free_and_larger_ones_wait_their_turn():
+    cache = ChunkCache(4)
+    with pytest.raises(ArenaTooSmall, match="LONGSHORE_ARENA_BYTES"):
+        cache.reserve("huge", 5)
+    assert cache.reserve("old", 1)
+    held = [cache.lease(key(number), W1, 10, owner="old") for number in range(4)]
+    assert None not in held
+    assert not cache.reserve("new", 2)  # all slots are in use
+    assert not cache.reserve("newer", 1)  # and who asked first comes first
+    for lease in held[:3]:
+        assert lease is not None
+        cache.abandon(lease.lease_id)
+        # Above its minimum the old load gets nothing more while another waits for its own.
+        assert cache.lease(key(9), W1, 10, owner="old") is None
+    assert cache.reserve("new", 2)
+    assert cache.reserve("newer", 1)
+    assert cache.lease(key(9), W1, 10, owner="old") is None
+    assert cache.lease(key(5), W1, 10, owner="new")
+    assert cache.lease(key(6), W1, 10, owner="newer")
+    assert cache.lease(key(7), W1, 10, owner="new")
+    assert cache.lease(key(8), W1, 10, owner="new") is None
+
+
+def test_shared_slots_go_to_the_oldest_load_that_wants_one():
+    cache = ChunkCache(4)
+    assert cache.reserve("old", 1)
+    assert cache.reserve("young", 1)
+    taken = [cache.lease(key(number), W1, 10, owner="young") for number in range(3)]
+    assert cache.lease(key(4), W1, 10, owner="old")
+    assert cache.lease(key(5), W1, 10, owner="old") is None
+    assert taken[0] is not None
+    cache.abandon(taken[0].lease_id)
+    assert cache.lease(key(6), W1, 10, owner="young") is None
+    assert cache.lease(key(6), W1, 10, owner="nobody in particular") is None
+    assert cache.lease(key(5), W1, 10, owner="old")
+
+
+def test_a_load_that_was_refused_and_ended_blocks_nobody():
+    cache = ChunkCache(2)
+    assert cache.reserve("old", 1)
+    assert cache.reserve("young", 0)
+    taken = [cache.lease(key(number), W1, 10, owner="old") for number in range(2)]
+    assert cache.lease(key(3), W1, 10, owner="old") is None
+    assert len(cache.end_owner("old", 0)) == 2
+    for lease in taken:
+        assert lease is not None
+        assert cache.acknowledge(lease.lease_id)
+    assert cache.lease(key(3), W1, 10, owner="young")
+
+
+def test_slots_are_used_as_they_become_ready():
+    cache = ChunkCache(2, ready_slots=0)
+    assert cache.lease(key(1), W1, 10) is None
+    cache.add_ready(1)
+    lease = cache.lease(key(1), W1, 10)
+    assert lease is not None
+    assert lease.slot == 0
+    assert cache.lease(key(2), W1, 10) is None
+    cache.add_ready(2)
+    cache.add_ready(1)
+    assert cache.lease(key(2), W1, 10) is not None
+    assert cache.stats().ready_slots == 2
+
+
+def test_leases_of_another_arena_or_before_a_restart_are_told_apart():
+    journal = MemoryJournal(1)
+    before = ChunkCache(1, journal=journal)
+    old = before.lease(key(1), W1, 10)
+    assert old is not None
+    after = ChunkCache(1, journal=journal)
+    assert after.restore([W1], 5) == [after.overdue(5, 0)[0]]
+    assert after.commit(old.lease_id, 5) is Answer.LATE
+    assert after.acknowledge(old.lease_id)
+    new = after.lease(key(1), W1, 10)
+    assert new is not None
+    assert new.lease_id != old.lease_id
+    assert after.commit(old.lease_id, 5) is Answer.LATE
+    assert ChunkCache(1).commit(new.lease_id, 5) is Answer.UNKNOWN
+
+
+def test_restoring_twice_or_late_is_refused():
+    cache = ChunkCache(1)
+    put(cache, 1)
+    with pytest.raises(ValueError, match="fresh"):
+        cache.restore([], 0)
+
+
+def test_records_that_say_the_same_chunk_twice_give_it_once():
+    journal = MemoryJournal(2)
+    for slot in (0, 1):
+        journal.write_record(slot, SlotRecord(SlotState.COMMITTED, 4, 5, key(1)))
+    cache = ChunkCache(2, journal=journal, ready_slots=0)
+    assert cache.restore([], 0) == []
+    stats = cache.stats()
+    assert (stats.committed_slots, stats.free_slots, stats.ready_slots) == (1, 1, 2)
+
+
+def test_what_does_not_exist():
+    with pytest.raises(ValueError, match="at least one"):
+        ChunkCache(0)
+    cache = ChunkCache(1)
+    put(cache, 1)
+    chunk = cache.lookup(key(1))
+    assert chunk is not None
+    with pytest.raises(KeyError):
+        cache.shares.drop("nobody", 0)
+    assert not cache.unpin(chunk, "nobody")
+    assert not cache.release(chunk, W1, "nobody")
+    assert cache.drop_pins("nobody") == 0
