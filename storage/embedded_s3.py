@@ -4,8 +4,8 @@
         ref = parse_uri("s3://bucket/model", endpoint_url=server.endpoint_url)
         store = open_store(ref, server.credentials())
 
-First-level folders are buckets and the files in them are objects, also those dropped in by hand. For the demo, a
-laptop and the tests; not for production. The child ends with the block, and with the parent however that dies.
+First-level folders are buckets and the files in them are objects, also those dropped in by hand. For the demo,
+a laptop and the tests; not for production. The child ends with the block, and with the parent however that dies.
 """
 
 from __future__ import annotations
@@ -78,9 +78,7 @@ class EmbeddedS3:
             raise StoreUnavailable("no such folder to serve", folder=str(self.folder))
         # The child's death signal is tied to the *thread* that forked it, so that thread must live as long as the
         # child does: it reads the child's log until the end.
-        self._thread = threading.Thread(
-            target=self._run, args=(program, port), name="embedded-s3", daemon=True
-        )
+        self._thread = threading.Thread(target=self._run, args=(program, port), name="embedded-s3", daemon=True)
         self._thread.start()
         try:
             self._wait_ready(time.monotonic() + start_timeout_s)
@@ -175,9 +173,7 @@ class EmbeddedS3:
 
 def _die_with_parent(parent_pid: int) -> Callable[[], None]:
     """What the child does between fork and exec: ask the kernel for SIGTERM when the forking thread ends."""
-    prctl = ctypes.CDLL(
-        None, use_errno=True
-    ).prctl  # looked up before the fork: nothing may be loaded after it
+    prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up before the fork: nothing may be loaded after it
 
     def ask() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)

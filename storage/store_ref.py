@@ -39,9 +39,7 @@ class StoreRef:
     scheme: str  # "s3", "file", or any scheme that fsspec knows
     bucket: str  # bucket, container, host or repository owner; "" for file and memory
     prefix: str  # key prefix without slashes at its ends; an absolute path for file
-    endpoint_url: str | None = (
-        None  # None: what the opening node's AWS configuration says, else the provider's
-    )
+    endpoint_url: str | None = None  # None: what the opening node's AWS configuration says, else the provider's
     region: str | None = None
     profile: str | None = None  # name of a profile in the AWS configuration of the node that opens it
     addressing_style: AddressingStyle = "auto"
@@ -65,9 +63,7 @@ class StoreRef:
         if path.startswith("/"):
             raise StoreError(f"not a relative path: {path!r}")
         _refuse_climbing(path, path)
-        return replace(
-            self, prefix="/".join(part for part in (self.prefix.rstrip("/"), path.strip("/")) if part)
-        )
+        return replace(self, prefix="/".join(part for part in (self.prefix.rstrip("/"), path.strip("/")) if part))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
@@ -77,9 +73,7 @@ class Credentials:
     access_key_id: str | None = None
     secret_access_key: str | None = None
     session_token: str | None = None
-    fsspec_options: dict[str, Any] = field(
-        default_factory=dict
-    )  # passed to the fsspec filesystem as they are
+    fsspec_options: dict[str, Any] = field(default_factory=dict)  # passed to the fsspec filesystem as they are
 
     def __repr__(self) -> str:
         kinds = [name for name in ("access_key_id", "fsspec_options") if getattr(self, name)]
@@ -111,9 +105,7 @@ def parse_uri(
     if not uri or "\0" in uri:
         raise StoreError("an empty or broken URI")
     if match is None and "://" in uri:
-        raise UnsupportedStore(
-            f"not a URI: {uri.split('://')[0]!r} is no scheme", hint="chained URIs are refused"
-        )
+        raise UnsupportedStore(f"not a URI: {uri.split('://')[0]!r} is no scheme", hint="chained URIs are refused")
     if match is None:
         return _file_ref(os.path.expanduser(uri), uri)
     scheme = _ALIASES.get(match[1].lower(), match[1].lower())
@@ -124,9 +116,7 @@ def parse_uri(
             raise StoreError(f"a file URI names another host: {host!r}", hint="write file:///absolute/path")
         return _file_ref(unquote(slash + path), uri)
     bucket, _, prefix = rest.partition("/")
-    if (
-        "@" in bucket and scheme != "az"
-    ):  # az://container@account is how Azure writes its places, without secrets
+    if "@" in bucket and scheme != "az":  # az://container@account is how Azure writes its places, without secrets
         raise StoreError(
             "a URI may not carry a user or password",
             hint="pass credentials apart, or use the store's credential chain",
@@ -152,7 +142,7 @@ def parse_uri(
     if "?" in prefix or "#" in prefix:
         # Both are legal in keys, but in a model's URI they are nearly always a pasted presigned URL.
         raise StoreError("an s3 URI has no query or fragment", hint="write s3://bucket/prefix")
-    if not (environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS") or "").lower() == "true":
+    if environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() != "true":
         endpoint_url = endpoint_url or environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
     return StoreRef(
         scheme,
@@ -211,13 +201,7 @@ def _check_endpoint(endpoint_url: str) -> str:
         port_ok = parts.port is None or 0 < parts.port < 65536
     except ValueError:
         port_ok = False
-    if (
-        not port_ok
-        or parts.scheme not in ("http", "https")
-        or not parts.hostname
-        or parts.query
-        or parts.fragment
-    ):
+    if not port_ok or parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
         raise StoreError("not an endpoint URL", hint="write http://host:port or https://host")
     if parts.username is not None or parts.password is not None:
         raise StoreError("an endpoint URL may not carry a user or password", hint="pass credentials apart")

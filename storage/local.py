@@ -1,0 +1,243 @@
+"""A folder as an object store: positioned reads, versions from the file's own facts, atomic writes.
+
+A key is a path below the root. Symbolic links are followed only to where the root's owner keeps the bytes
+(`_allowed_roots`); fifos, devices and sockets are refused, since opening one can hang or do things.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import os
+import secrets
+import socket
+import stat as stat_bits
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from storage.errors import (
+    AccessDenied,
+    ObjectChanged,
+    ObjectNotFound,
+    RangeMismatch,
+    ShortRead,
+    StoreError,
+    StoreUnavailable,
+)
+from storage.object_store import ObjectInfo, check_key
+from storage.ranges import ByteRange
+
+_TEMP_PREFIX = ".longshore-"  # files being written; never listed
+_TEMP_SUFFIX = ".part"
+_HINT_SAME_FILE = "was it replaced, or does this node see another copy? A path must be one shared file system"
+
+
+class LocalStore:
+    """Files below one folder of this host. Thread-safe."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        """The folder may be missing: reads say so, the first write makes it."""
+        self._root = os.path.abspath(root)
+        self.uri = f"file://{self._root}"
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Size and version. Raises ObjectNotFound (which names this host), AccessDenied, StoreError."""
+        with self._translated(key), self._opened(key) as file:
+            return _info(key, os.fstat(file))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Files whose key begins with `prefix`, in key order. Special files and links to nowhere are left out."""
+        with self._translated(None):
+            if not os.path.isdir(self._root):
+                raise FileNotFoundError(errno.ENOENT, "no such folder")
+            found = sorted(self._walk(prefix), key=lambda info: info.key)
+        yield from found
+
+    def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
+        """See ObjectStore. The file's version is looked at before and after: a file written meanwhile is noticed."""
+        if len(buffer) != byte_range.size_bytes:
+            raise ValueError(f"buffer has {len(buffer)} bytes, the range {byte_range.size_bytes}")
+        check_key(key)
+        if not byte_range.size_bytes:
+            return etag
+        where: dict[str, Any] = {"uri": self.uri, "key": key, "range": str(byte_range)}
+        with self._translated(key), self._opened(key) as file:
+            before = _info(key, os.fstat(file))
+            if etag is not None and before.etag != etag:
+                raise ObjectChanged(
+                    "file is not the pinned version", hint=_HINT_SAME_FILE, expected=etag, found=before.etag, **where
+                )
+            if byte_range.end > before.size_bytes:
+                raise RangeMismatch("range reaches past the file's end", size_bytes=before.size_bytes, **where)
+            received = 0
+            while received < len(buffer):
+                count = os.preadv(file, [buffer[received:]], byte_range.start + received)
+                if not count:
+                    raise ShortRead("the file became shorter", received_bytes=received, **where)
+                received += count
+            if _info(key, os.fstat(file)).etag != before.etag:
+                raise ObjectChanged("file was written while it was read", **where)
+            return before.etag
+
+    def put(self, key: str, data: bytes) -> ObjectInfo:
+        """Write beside, sync, rename: readers see the old file or the new one."""
+        with self.upload(key) as upload:
+            upload.write(memoryview(data))
+            return upload.complete()
+
+    @contextmanager
+    def upload(self, key: str) -> Iterator[_LocalUpload]:
+        """A file that appears under its name on `complete`; without that, what was written is removed."""
+        path = self._path(check_key(key))
+        with self._translated(key):
+            self._check_inside(os.path.dirname(path), key)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            upload = _LocalUpload(self, key, path)
+        try:
+            yield upload
+        finally:
+            upload.discard()
+
+    def delete(self, key: str) -> None:
+        """Remove one file; the folders above it stay."""
+        path = self._path(check_key(key))
+        with self._translated(key), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            self._check_inside(os.path.dirname(path), key)
+            os.unlink(path)
+
+    def close(self) -> None:
+        """Nothing is held open between calls."""
+
+    def _path(self, key: str) -> str:
+        return os.path.join(self._root, key)
+
+    @contextmanager
+    def _opened(self, key: str) -> Iterator[int]:
+        path = self._path(check_key(key))
+        self._check_inside(path, key)
+        # O_NONBLOCK: opening a fifo must not wait for a writer; it means nothing for files.
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            mode = os.fstat(file).st_mode
+            if stat_bits.S_ISDIR(mode):
+                raise FileNotFoundError(errno.ENOENT, "a folder is no object")
+            if not stat_bits.S_ISREG(mode):
+                raise StoreError("not a regular file", uri=self.uri, key=key)
+            yield file
+        finally:
+            os.close(file)
+
+    def _check_inside(self, path: str, key: str) -> None:
+        real = os.path.realpath(path)
+        if not any(real == root or real.startswith(root.rstrip("/") + "/") for root in _allowed_roots(self._root)):
+            raise StoreError(
+                "a symbolic link leads out of the folder",
+                hint="copy the file there, or name the folder in which the files really are",
+                uri=self.uri,
+                key=key,
+            )
+
+    def _walk(self, prefix: str) -> Iterator[ObjectInfo]:
+        for folder, _, names in os.walk(self._root, onerror=_raise):
+            below = os.path.relpath(folder, self._root)
+            for name in names:
+                key = name if below == "." else f"{below}/{name}"
+                is_temporary = name.startswith(_TEMP_PREFIX) and name.endswith(_TEMP_SUFFIX)
+                if is_temporary or not key.startswith(prefix) or not key.isprintable() or "\\" in key:
+                    continue
+                with contextlib.suppress(FileNotFoundError):
+                    facts = os.stat(os.path.join(folder, name))
+                    if stat_bits.S_ISREG(facts.st_mode):
+                        yield _info(key, facts)
+
+    @contextmanager
+    def _translated(self, key: str | None) -> Iterator[None]:
+        """OSErrors as ours, with the host: the same path exists on one node and not on the other."""
+        try:
+            yield
+        except OSError as error:
+            where: dict[str, Any] = {"uri": self.uri, "key": key, "host": socket.gethostname()}
+            cause = errno.errorcode.get(error.errno or 0, type(error).__name__)
+            if isinstance(error, FileNotFoundError | NotADirectoryError):
+                if not os.path.isdir(self._root):
+                    raise ObjectNotFound(
+                        "no such folder on this host",
+                        hint="a local path must be there on every node: use a shared file system or object storage",
+                        **where,
+                    ) from error
+                raise ObjectNotFound("no such file", **where) from error
+            if isinstance(error, PermissionError):
+                raise AccessDenied("not allowed to open this file", **where) from error
+            if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR):
+                raise StoreUnavailable("the file system failed", cause=cause, **where) from error
+            raise StoreError("the file system refused", cause=cause, **where) from error
+
+
+class _LocalUpload:
+    """A file being written beside its place."""
+
+    def __init__(self, store: LocalStore, key: str, path: str) -> None:
+        self._store = store
+        self._key = key
+        self._path = path
+        self._temp = os.path.join(os.path.dirname(path), f"{_TEMP_PREFIX}{secrets.token_hex(8)}{_TEMP_SUFFIX}")
+        self._file = os.open(self._temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._open = True
+
+    def write(self, data: memoryview) -> None:
+        self._check_open()
+        with self._store._translated(self._key):
+            data = data.cast("B") if data.ndim != 1 or data.format != "B" else data
+            while len(data):
+                data = data[os.write(self._file, data) :]
+
+    def complete(self) -> ObjectInfo:
+        self._check_open()
+        with self._store._translated(self._key):
+            os.fsync(self._file)
+            os.rename(self._temp, self._path)
+            info = _info(self._key, os.fstat(self._file))
+            os.close(self._file)
+            self._open = False
+            folder = os.open(os.path.dirname(self._path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        return info
+
+    def discard(self) -> None:
+        """Remove what was written, unless it is complete. Does not raise."""
+        if self._open:
+            self._open = False
+            os.close(self._file)
+            with contextlib.suppress(OSError):
+                os.unlink(self._temp)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise StoreError("the upload is over", uri=self._store.uri, key=self._key)
+
+
+def _allowed_roots(root: str) -> Iterator[str]:
+    """Where a file of `root` may really be: below it, or in the blob folder of the Hugging Face cache it is in.
+
+    In that cache `snapshots/<revision>/model.safetensors` is a link to `../../blobs/<digest>`; refusing it would
+    refuse the layout most checkpoints have on disk. Nothing else outside the root is reachable by a link.
+    """
+    real = os.path.realpath(root)
+    yield real
+    parent = os.path.dirname(real)
+    while parent != os.path.dirname(parent):
+        if os.path.basename(parent) == "snapshots":
+            yield os.path.join(os.path.dirname(parent), "blobs")
+        parent = os.path.dirname(parent)
+
+
+def _info(key: str, facts: os.stat_result) -> ObjectInfo:
+    return ObjectInfo(key, facts.st_size, f"{facts.st_size:x}-{facts.st_mtime_ns:x}-{facts.st_ino:x}")
+
+
+def _raise(error: OSError) -> None:
+    raise error

@@ -1,0 +1,232 @@
+"""S3 and what speaks like it: boto3 for all that is not hot, `s3_wire` for the reads.
+
+    stat, list, put, upload, delete    boto3 client: credential chain, pagination, checksums, multipart with abort
+    read_into                          headers signed with botocore's SigV4 --> WireClient --> the caller's buffer
+
+Where requests go is botocore's decision, asked once (`_Route`): region, endpoint, path or virtual style. Reads are
+not retried here, the layer above knows better when; the other calls have botocore's standard three attempts.
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Iterator
+from contextlib import contextmanager
+from typing import TYPE_CHECKING, Any
+
+import boto3
+import botocore.session
+from botocore import UNSIGNED
+from botocore.config import Config
+from botocore.exceptions import BotoCoreError, ClientError
+
+from storage.errors import ObjectChanged, ObjectNotFound, RangeMismatch, StoreError
+from storage.object_store import ObjectInfo, check_key
+from storage.ranges import ByteRange
+from storage.s3_errors import store_error
+from storage.s3_info import checksums_of_head, error_code, from_botocore_error, md5_header
+from storage.s3_signing import Route, find_route, sign_get
+from storage.s3_upload import S3Upload
+from storage.s3_wire import Endpoint, WireClient, normal_etag
+from storage.store_ref import Credentials, StoreRef
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3.client import S3Client
+
+_PART_BYTES = 32 << 20  # of a multipart upload: 10,000 parts make 312 GiB
+_MAX_LIST_PAGE = 1000
+
+
+class S3Store:
+    """One prefix of one bucket. Thread-safe."""
+
+    def __init__(
+        self,
+        ref: StoreRef,
+        credentials: Credentials | None = None,
+        *,
+        read_timeout_s: float = 20.0,
+        connect_timeout_s: float = 5.0,
+        page_size: int = _MAX_LIST_PAGE,
+        part_bytes: int = _PART_BYTES,
+    ) -> None:
+        """Nothing is asked of the store yet. Without `credentials` the AWS credential chain of this process is used.
+
+        Raises AccessDenied for a profile that is not configured here, StoreError for a CA bundle that cannot be read.
+        """
+        self.uri = ref.uri
+        self._ref = ref
+        self._page_size = page_size
+        self._part_bytes = part_bytes
+        self._read_timeout_s = read_timeout_s
+        self._connect_timeout_s = connect_timeout_s
+        self._prefix = f"{ref.prefix}/" if ref.prefix else ""
+        self._lock = threading.Lock()
+        self._wire: WireClient | None = None
+        self._route: Route | None = None
+        try:
+            core = botocore.session.Session(profile=ref.profile)
+            if credentials is not None and credentials.access_key_id:
+                core.set_credentials(
+                    credentials.access_key_id,
+                    credentials.secret_access_key or "",
+                    credentials.session_token,
+                )
+            self._ca_bundle = ref.ca_bundle or core.get_config_variable("ca_bundle")
+            self._credentials = None if ref.anonymous else core.get_credentials()
+            self._client: S3Client = boto3.Session(botocore_session=core).client(
+                "s3",
+                endpoint_url=ref.endpoint_url,
+                # A server with an endpoint of its own rarely cares for the region, but the signature has one.
+                region_name=ref.region
+                or core.get_config_variable("region")
+                or ("us-east-1" if ref.endpoint_url else None),
+                verify=self._ca_bundle,
+                config=_client_config(ref, read_timeout_s, connect_timeout_s),
+            )
+        except (BotoCoreError, ValueError) as error:
+            raise from_botocore_error(error, uri=self.uri) from error
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Size, ETag and the checksums the server gives for the whole object. One request when the object exists."""
+        try:
+            head = self._client.head_object(Bucket=self._ref.bucket, Key=self._full_key(key), ChecksumMode="ENABLED")
+        except (ClientError, BotoCoreError) as error:
+            translated = from_botocore_error(error, uri=self.uri, key=key)
+            if isinstance(translated, ObjectNotFound):
+                raise self._which_is_missing(translated) from error
+            raise translated from error
+        return ObjectInfo(key, head["ContentLength"], normal_etag(head.get("ETag")), checksums_of_head(head))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Objects in key order. Those no `check_key` lets through (folder markers, "..") cannot be read: left out."""
+        try:
+            pages = self._client.get_paginator("list_objects_v2").paginate(
+                Bucket=self._ref.bucket,
+                Prefix=self._prefix + prefix,
+                PaginationConfig={"PageSize": self._page_size},
+            )
+            for page in pages:
+                for found in page.get("Contents", []):
+                    key = found["Key"].removeprefix(self._prefix)
+                    if _is_safe(key):
+                        yield ObjectInfo(key, found["Size"], normal_etag(found.get("ETag")))
+        except (ClientError, BotoCoreError) as error:
+            raise from_botocore_error(error, uri=self.uri, key=prefix or None) from error
+
+    def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
+        """See ObjectStore. One GET, never retried but on a connection that the server had closed while it was idle."""
+        if len(buffer) != byte_range.size_bytes:
+            raise ValueError(f"buffer has {len(buffer)} bytes, the range {byte_range.size_bytes}")
+        full_key = self._full_key(key)
+        if not byte_range.size_bytes:
+            return etag
+        wire, route = self._open_wire()
+        try:
+            headers = {"Range": byte_range.http_header()}
+            if etag is not None:
+                headers["If-Match"] = f'"{etag}"'
+            path, signed = sign_get(route, self._credentials, full_key, headers)
+        except BotoCoreError as error:
+            raise from_botocore_error(error, uri=self.uri, key=key) from error
+        try:
+            return wire.read_range(path, signed, byte_range, buffer, key=key, etag=etag)
+        except RangeMismatch as error:
+            # A server that ignores If-Match says "past the end" of an object that was replaced by a shorter one.
+            if error.details.get("status") == 416 and etag is not None:
+                found = self.stat(key).etag
+                if found != etag:
+                    raise ObjectChanged(
+                        "object is not the pinned version", uri=self.uri, key=key, expected=etag, found=found
+                    ) from error
+            raise
+
+    def put(self, key: str, data: bytes) -> ObjectInfo:
+        """One PUT; the server checks the MD5 that goes with it."""
+        try:
+            answer = self._client.put_object(
+                Bucket=self._ref.bucket, Key=self._full_key(key), Body=data, ContentMD5=md5_header(data)
+            )
+        except (ClientError, BotoCoreError) as error:
+            raise from_botocore_error(error, uri=self.uri, key=key) from error
+        return ObjectInfo(key, len(data), normal_etag(answer.get("ETag")))
+
+    @contextmanager
+    def upload(self, key: str) -> Iterator[S3Upload]:
+        """A multipart upload that is aborted unless it is completed; a small object becomes one PUT."""
+        upload = S3Upload(self._client, self._ref.bucket, self._full_key(key), key, self.uri, self._part_bytes)
+        try:
+            yield upload
+        finally:
+            upload.abort()
+
+    def delete(self, key: str) -> None:
+        """One DELETE. In a bucket with versioning this hides the object and keeps its bytes."""
+        try:
+            self._client.delete_object(Bucket=self._ref.bucket, Key=self._full_key(key))
+        except (ClientError, BotoCoreError) as error:
+            translated = from_botocore_error(error, uri=self.uri, key=key)
+            if error_code(error) == "NoSuchKey":  # S3 itself does not say so, others do
+                return
+            raise translated from error
+
+    def close(self) -> None:
+        """Close every connection. Idempotent."""
+        with self._lock:
+            wire, self._wire = self._wire, None
+        if wire is not None:
+            wire.close()
+        self._client.close()
+
+    def _full_key(self, key: str) -> str:
+        return self._prefix + check_key(key)
+
+    def _open_wire(self) -> tuple[WireClient, Route]:
+        with self._lock:
+            if self._wire is None or self._route is None:
+                try:
+                    self._route = find_route(self._client, self._ref.bucket)
+                except (ClientError, BotoCoreError) as error:
+                    raise from_botocore_error(error, uri=self.uri) from error
+                self._wire = WireClient(
+                    Endpoint(self._route.host, self._route.port, self._route.tls),
+                    uri=self.uri,
+                    read_timeout_s=self._read_timeout_s,
+                    connect_timeout_s=self._connect_timeout_s,
+                    ca_bundle=self._ca_bundle or self._route.default_ca_bundle,
+                )
+            return self._wire, self._route
+
+    def _which_is_missing(self, error: StoreError) -> StoreError:
+        """A HEAD's 404 has no body to say whether the key or the bucket is missing: ask."""
+        try:
+            self._client.head_bucket(Bucket=self._ref.bucket)
+        except ClientError as asked:
+            if asked.response["ResponseMetadata"]["HTTPStatusCode"] == 404:
+                return store_error(404, "NoSuchBucket", "", {}, uri=self.uri)
+        except BotoCoreError:
+            return error
+        return store_error(404, "NoSuchKey", "", {}, uri=self.uri, key=error.details.get("key"))
+
+
+def _client_config(ref: StoreRef, read_timeout_s: float, connect_timeout_s: float) -> Config:
+    options: dict[str, Any] = {"signature_version": UNSIGNED} if ref.anonymous else {}
+    return Config(
+        connect_timeout=connect_timeout_s,
+        read_timeout=read_timeout_s,
+        retries={"mode": "standard", "total_max_attempts": 3},
+        max_pool_connections=32,
+        s3={"addressing_style": ref.addressing_style},
+        # Servers that send whole-object checksums with ranges, or refuse trailing ones, exist.
+        response_checksum_validation="when_required",
+        request_checksum_calculation="when_required",
+        **options,
+    )
+
+
+def _is_safe(key: str) -> bool:
+    try:
+        check_key(key)
+    except StoreError:
+        return False
+    return True

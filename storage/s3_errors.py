@@ -1,0 +1,115 @@
+"""What an S3 server's refusal means, as one of our errors. Pure: status, code and headers in, error out."""
+
+from __future__ import annotations
+
+import html
+import re
+import ssl
+from collections.abc import Mapping
+from typing import Any
+
+from storage.errors import (
+    AccessDenied,
+    ObjectChanged,
+    ObjectNotFound,
+    RangeMismatch,
+    StoreError,
+    StoreUnavailable,
+    Throttled,
+)
+
+MAX_ERROR_BODY_BYTES = 64 << 10  # of an error's body, no more than this is read
+
+_THROTTLES = {"SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestLimitExceeded"}
+_MISSING = {"NoSuchKey": "no such object", "NoSuchBucket": "no such bucket", "NoSuchUpload": "no such upload"}
+_DENIALS = {
+    "InvalidAccessKeyId": "the access key is not known there",
+    "SignatureDoesNotMatch": "the secret key is wrong, or a proxy changed the request",
+    "ExpiredToken": "the session token has expired",
+    "InvalidToken": "the session token is not valid there",
+    "RequestTimeTooSkewed": "this machine's clock is off by more than 15 minutes",
+}
+_WORTH_A_RETRY = {"RequestTimeout", "InternalError", "ServiceUnavailable", "OperationAborted"}
+_REGION_HEADER = "x-amz-bucket-region"
+
+
+def parse_error_body(body: bytes) -> tuple[str, str]:
+    """(code, message) of an S3 error document, ("", "") when it is none. Never raises, runs no XML parser.
+
+    The body comes from whoever answered, so two short elements are looked for and all else is ignored.
+    """
+    text = body[:MAX_ERROR_BODY_BYTES].decode("utf-8", "replace")
+    code = re.search(r"<Code>\s*([A-Za-z0-9.]{1,64})\s*</Code>", text)
+    message = re.search(r"<Message>([^<]{1,300})</Message>", text)
+    return (code[1] if code else "", html.unescape(message[1]).strip() if message else "")
+
+
+def store_error(
+    status: int,
+    code: str,
+    message: str,
+    headers: Mapping[str, str],
+    *,
+    uri: str,
+    key: str | None = None,
+    range: str | None = None,
+) -> StoreError:
+    """The error for one refused request. `headers` has lower-case names; only the region in them is quoted."""
+    where: dict[str, Any] = {"uri": uri, "key": key, "range": range, "status": status, "code": code or None}
+    said = _clean(message)
+    region = headers.get(_REGION_HEADER)
+    if status in (301, 302, 307, 308) or code in ("PermanentRedirect", "AuthorizationHeaderMalformed"):
+        return StoreError(
+            "the store sends this bucket's requests elsewhere",
+            hint=f"the bucket is in region {_clean(region)}: set region or AWS_REGION to it"
+            if region
+            else "check the endpoint URL, the region and the addressing style",
+            **where,
+        )
+    if code in _THROTTLES or status == 429 or (status == 503 and code in ("", "ServiceUnavailable")):
+        return Throttled("the store asks for fewer requests", **where)
+    if status == 412 or code == "PreconditionFailed":
+        return ObjectChanged("object is not the pinned version", **where)
+    if code in _MISSING or status == 404:
+        return ObjectNotFound(_MISSING.get(code, "no such object or bucket"), **where)
+    if status == 416 or code == "InvalidRange":
+        return RangeMismatch("range reaches past the object's end", **where)
+    if status in (401, 403) or code in _DENIALS:
+        return AccessDenied(
+            "the store refused access" + (f": {said}" if said else ""),
+            hint=_DENIALS.get(
+                code,
+                "check that the credentials may list and read this bucket; S3 also says this of missing objects"
+                " to those who may not list",
+            ),
+            **where,
+        )
+    if status >= 500 or code in _WORTH_A_RETRY:
+        return StoreUnavailable("the store answered with a server error", **where)
+    return StoreError("the store refused the request" + (f": {said}" if said else ""), **where)
+
+
+def connection_error(error: Exception, *, uri: str, endpoint: str, timeout_s: float | None = None) -> StoreError:
+    """The error for a request that got no whole answer. Raise it from `error`."""
+    where: dict[str, Any] = {"uri": uri, "endpoint": endpoint}
+    if isinstance(error, ssl.SSLCertVerificationError):
+        return StoreError(
+            f"the store's certificate is not trusted: {_clean(error.verify_message)}",
+            hint="name your CA's PEM file in AWS_CA_BUNDLE or ca_bundle",
+            **where,
+        )
+    if isinstance(error, TimeoutError):
+        return StoreUnavailable("the store did not answer in time", timeout_s=timeout_s, **where)
+    if isinstance(error, ConnectionRefusedError):
+        return StoreUnavailable(
+            "the store refused the connection", hint="is the endpoint URL right, and the server up?", **where
+        )
+    kind = type(error).__name__
+    if kind == "gaierror":
+        return StoreUnavailable("the store's host name is not known", hint="check the endpoint URL", **where)
+    return StoreUnavailable("the connection to the store failed", cause=kind, **where)
+
+
+def _clean(text: str | None) -> str:
+    """A foreign text made fit for one line of a message."""
+    return re.sub(r"[^\x20-\x7e]+", " ", text or "")[:200].strip()

@@ -1,0 +1,98 @@
+"""boto3's answers and exceptions in our words: checksums of a HEAD, errors. Pure."""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import hashlib
+import re
+from collections.abc import Mapping
+from typing import Any
+
+from botocore import exceptions as boto
+from botocore.exceptions import ClientError
+
+from storage.checksum import DIGEST_SIZES
+from storage.errors import AccessDenied, StoreError, StoreUnavailable
+from storage.s3_errors import store_error
+
+_CHECKSUM_FIELDS = {
+    "ChecksumCRC64NVME": "crc64nvme",
+    "ChecksumCRC32C": "crc32c",
+    "ChecksumSHA256": "sha256",
+}
+_MD5_HEX = re.compile(r"[0-9a-f]{32}")
+_CREDENTIALS_HINT = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or a role, or ask for anonymous access"
+
+
+def checksums_of_head(head: Mapping[str, Any]) -> dict[str, str]:
+    """Whole-object checksums of a HEAD as {hash name: hex}.
+
+    Composite ones (checksums of the parts' checksums) say nothing about the bytes in a row and are left out. The
+    ETag of a single-part object is its MD5 on S3 and most servers, but not with SSE-KMS or SSE-C, and no server
+    promises it: hence the own name `etag_md5`, a candidate. When it agrees the bytes are right; when it does not,
+    that alone proves nothing.
+    """
+    found: dict[str, str] = {}
+    if head.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT":
+        for field, name in _CHECKSUM_FIELDS.items():
+            try:
+                digest = base64.b64decode(head.get(field, ""), validate=True)
+            except (binascii.Error, ValueError):
+                continue  # "abc==-3": composite
+            if len(digest) == DIGEST_SIZES[name]:
+                found[name] = digest.hex()
+    etag = str(head.get("ETag", "")).strip('"')
+    keyed = str(head.get("ServerSideEncryption", "")).startswith("aws:kms") or "SSECustomerAlgorithm" in head
+    if _MD5_HEX.fullmatch(etag) and not keyed:
+        found["etag_md5"] = etag
+    return found
+
+
+def md5_header(data: bytes | bytearray | memoryview) -> str:
+    """The value of Content-MD5, which every S3 server checks (few check the newer checksums)."""
+    return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
+
+
+def error_code(error: Exception) -> str:
+    """The S3 error code of a refusal, "" when there was none."""
+    return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, ClientError) else ""
+
+
+def from_botocore_error(error: Exception, *, uri: str, key: str | None = None) -> StoreError:
+    """Our error for one of botocore's. Its texts are not quoted: they may show parameters."""
+    where: dict[str, Any] = {"uri": uri, "key": key}
+    if isinstance(error, ClientError):
+        answer = error.response
+        meta = answer.get("ResponseMetadata", {})
+        details = answer.get("Error", {})
+        code = error_code(error)
+        return store_error(
+            int(meta.get("HTTPStatusCode", 0)),
+            "" if code.isdigit() else code,
+            str(details.get("Message", "")),
+            meta.get("HTTPHeaders", {}),
+            uri=uri,
+            key=key,
+        )
+    if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError | boto.CredentialRetrievalError):
+        return AccessDenied("no credentials for this store", hint=_CREDENTIALS_HINT, **where)
+    if isinstance(error, boto.ProfileNotFound):
+        return AccessDenied("the named AWS profile is not configured here", hint=_CREDENTIALS_HINT, **where)
+    if isinstance(error, boto.SSLError):
+        if "CERTIFICATE_VERIFY_FAILED" in str(error):
+            return StoreError(
+                "the store's certificate is not trusted",
+                hint="name your CA's PEM file in AWS_CA_BUNDLE or ca_bundle",
+                **where,
+            )
+        return StoreUnavailable("the connection to the store failed", cause="SSLError", **where)
+    if isinstance(error, boto.ConnectTimeoutError | boto.ReadTimeoutError):
+        return StoreUnavailable("the store did not answer in time", **where)
+    if isinstance(error, boto.EndpointConnectionError):
+        return StoreUnavailable(
+            "the store cannot be reached", hint="is the endpoint URL right, and the server up?", **where
+        )
+    if isinstance(error, boto.HTTPClientError | boto.ConnectionError):
+        return StoreUnavailable("the connection to the store failed", cause=type(error).__name__, **where)
+    return StoreError("the request could not be made", cause=type(error).__name__, **where)

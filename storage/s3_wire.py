@@ -1,0 +1,303 @@
+"""Ranges of objects over plain HTTP/1.1, straight into the caller's memory: the hot path of every S3 load.
+
+    read_range(path, headers, range, buffer, etag)
+        pooled connection --> send GET --> check_answer(status, headers) --> recv into buffer until full
+             ^                                   |  refused: error body read (64 KiB at most), connection closed
+             +---- back to the pool only when every byte of the answer was read
+
+SDK bodies copy each byte two or three times; this copies none. What a server may get wrong (200 for a range,
+no If-Match, other range, other length, an encoding) is checked on every answer before a byte of it is stored.
+Nothing is retried here but one thing: a kept-alive connection that the server had closed meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import re
+import socket
+import ssl
+import threading
+import time
+from collections.abc import Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from storage.errors import ObjectChanged, RangeMismatch, ShortRead, StoreError, StoreUnavailable
+from storage.ranges import ByteRange
+from storage.s3_errors import MAX_ERROR_BODY_BYTES, connection_error, parse_error_body, store_error
+
+_RECEIVE_BUFFER_BYTES = 4 << 20
+_MAX_IDLE_S = 15.0  # servers and NATs drop idle connections silently, S3 after some 20 s
+_MIN_RATE_BYTES_PER_S = 64 << 10  # a body slower than this on average is a stuck one
+_CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)\s*", re.ASCII)
+_PLAIN_ENCODINGS = {
+    "",
+    "identity",
+    "aws-chunked",
+}  # the last: stored by mistake by old SDKs, the body is as uploaded
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where requests for one bucket go."""
+
+    host: str
+    port: int
+    tls: bool
+
+    def __str__(self) -> str:
+        return f"{'https' if self.tls else 'http'}://{self.host}:{self.port}"
+
+
+def normal_etag(value: str | None) -> str | None:
+    """An ETag header's value without W/ and quotes; None for none."""
+    value = (value or "").strip()
+    return value.removeprefix("W/").strip('"') or None
+
+
+def check_answer(
+    status: int, headers: Mapping[str, str], byte_range: ByteRange, etag: str | None, **where: Any
+) -> str | None:
+    """Raise unless an answer's head promises exactly `byte_range` of version `etag`; its ETag.
+
+    Pure; `headers` has lower-case names. The status decides little: real servers answer 200 with a
+    Content-Range to a range request (rclone does), and some ignore If-Match (the same).
+    """
+    found = normal_etag(headers.get("etag"))
+    if etag is not None and found != etag:
+        raise ObjectChanged("object is not the pinned version", expected=etag, found=found, **where)
+    encoding = headers.get("content-encoding", "").strip().lower()
+    if encoding not in _PLAIN_ENCODINGS:
+        raise RangeMismatch("the answer is encoded, so its bytes are others", encoding=encoding[:40], **where)
+    length = headers.get("content-length", "").strip()
+    if not re.fullmatch(r"[0-9]{1,19}", length) or "chunked" in headers.get("transfer-encoding", "").lower():
+        raise RangeMismatch("the answer does not say its length", **where)
+    content_range = headers.get("content-range")
+    if content_range is not None:
+        match = _CONTENT_RANGE.fullmatch(content_range.strip())
+        if match is None:
+            raise RangeMismatch("the answer's Content-Range cannot be read", **where)
+        start, end = int(match[1]), int(match[2]) + 1
+        total = None if match[3] == "*" else int(match[3])
+        if total is not None and byte_range.end > total:
+            raise RangeMismatch("range reaches past the object's end", size_bytes=total, **where)
+        if (start, end) != (byte_range.start, byte_range.end):
+            raise RangeMismatch("the answer is for another range", found=f"[{start}, {end})", **where)
+    elif status != 200 or byte_range.start != 0:
+        raise RangeMismatch("the store did not answer with the range", **where)
+    if int(length) != byte_range.size_bytes:
+        # Without a Content-Range this is the whole object, wanted only when the range is all of it.
+        raise RangeMismatch("the answer has another length than the range", found_bytes=int(length), **where)
+    return found
+
+
+class WireClient:
+    """Kept-alive connections to one endpoint. Thread-safe: each request has a connection to itself."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        uri: str,
+        read_timeout_s: float,
+        connect_timeout_s: float,
+        ca_bundle: str | None = None,
+        max_idle: int = 64,
+    ) -> None:
+        """`uri` is for messages. Raises StoreError when `ca_bundle` cannot be read."""
+        self.endpoint = endpoint
+        self._uri = uri
+        self._read_timeout_s = read_timeout_s
+        self._connect_timeout_s = connect_timeout_s
+        self._max_idle = max_idle
+        self._lock = threading.Lock()
+        self._idle: list[tuple[http.client.HTTPConnection, float]] = []  # with the time each came back
+        self._closed = False
+        self._tls: ssl.SSLContext | None = None
+        self._receive_buffer_bytes = _usable_receive_buffer_bytes()
+        if endpoint.tls:
+            try:
+                self._tls = ssl.create_default_context(cafile=ca_bundle)
+            except (OSError, ssl.SSLError) as error:
+                raise StoreError("the CA bundle cannot be read", ca_bundle=ca_bundle, uri=uri) from error
+
+    def read_range(
+        self,
+        path: str,
+        headers: Mapping[str, str],
+        byte_range: ByteRange,
+        buffer: memoryview,
+        *,
+        key: str,
+        etag: str | None,
+    ) -> str | None:
+        """GET `path` (already percent-encoded) into `buffer`; the answer's ETag. Raises the errors of a read."""
+        connection = None
+        try:
+            connection, response = self._request(path, headers)
+            found = self._check(response, byte_range, etag, key)
+            self._receive(response, buffer, key, byte_range)
+        except BaseException as error:
+            # Whatever is unread on it would be taken for the next answer.
+            if connection is not None:
+                connection.close()
+            if isinstance(error, (OSError, http.client.HTTPException)):
+                raise connection_error(
+                    error, uri=self._uri, endpoint=str(self.endpoint), timeout_s=self._read_timeout_s
+                ).with_details(key=key, range=str(byte_range)) from error
+            raise
+        if response.will_close:
+            connection.close()
+        else:
+            self._give_back(connection)
+        return found
+
+    def close(self) -> None:
+        """Close idle connections, and those in use when their request is done."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection, _ in idle:
+            connection.close()
+
+    def _request(
+        self, path: str, headers: Mapping[str, str]
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        """Send a GET and read the head of its answer. The connection is closed on every error."""
+        connection = self._take_idle()
+        if connection is not None:
+            try:
+                return connection, _exchange(connection, path, headers)
+            except (ConnectionResetError, BrokenPipeError, ConnectionAbortedError):
+                connection.close()  # closed by the server while it was idle; a GET is safe to send again
+            except BaseException:
+                connection.close()
+                raise
+        connection = self._connect()
+        try:
+            return connection, _exchange(connection, path, headers)
+        except BaseException:
+            connection.close()
+            raise
+
+    def _connect(self) -> http.client.HTTPConnection:
+        endpoint = self.endpoint
+        connection: http.client.HTTPConnection
+        if self._tls is not None:
+            connection = http.client.HTTPSConnection(endpoint.host, endpoint.port, context=self._tls)
+        else:
+            connection = http.client.HTTPConnection(endpoint.host, endpoint.port)
+        raw = socket.create_connection((endpoint.host, endpoint.port), timeout=self._connect_timeout_s)
+        try:
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._receive_buffer_bytes:
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._receive_buffer_bytes)
+            sock = raw
+            if self._tls is not None:  # the handshake is under the connect timeout
+                sock = self._tls.wrap_socket(raw, server_hostname=endpoint.host)
+            sock.settimeout(self._read_timeout_s)
+        except BaseException:
+            raw.close()
+            raise
+        connection.sock = sock
+        # Without this http.client would quietly open a second connection, past the settings above, when the
+        # server has closed this one.
+        connection.auto_open = 0
+        return connection
+
+    def _take_idle(self) -> http.client.HTTPConnection | None:
+        now_s = time.monotonic()
+        stale = []
+        found = None
+        with self._lock:
+            if self._closed:
+                raise StoreError("the store was closed", uri=self._uri)
+            while self._idle and found is None:
+                connection, since_s = self._idle.pop()
+                if now_s - since_s > _MAX_IDLE_S:
+                    stale.append(connection)
+                else:
+                    found = connection
+        for connection in stale:
+            connection.close()
+        return found
+
+    def _give_back(self, connection: http.client.HTTPConnection) -> None:
+        with self._lock:
+            if not self._closed and len(self._idle) < self._max_idle:
+                self._idle.append((connection, time.monotonic()))
+                return
+        connection.close()
+
+    def _check(
+        self, response: http.client.HTTPResponse, byte_range: ByteRange, etag: str | None, key: str
+    ) -> str | None:
+        headers: dict[str, str] = {}
+        for name, value in response.getheaders():
+            if headers.setdefault(name.lower(), value) != value and name.lower() in _MUST_BE_ONE:
+                raise RangeMismatch(f"the answer has two {name} headers", uri=self._uri, key=key)
+        if response.status in (200, 206):
+            return check_answer(
+                response.status, headers, byte_range, etag, uri=self._uri, key=key, range=str(byte_range)
+            )
+        body = b""
+        with contextlib.suppress(OSError, http.client.HTTPException):  # the status says enough
+            body = response.read(MAX_ERROR_BODY_BYTES)
+        code, message = parse_error_body(body)
+        error = store_error(response.status, code, message, headers, uri=self._uri, key=key, range=str(byte_range))
+        found = normal_etag(headers.get("etag"))
+        if isinstance(error, RangeMismatch) and etag is not None and found not in (None, etag):
+            raise ObjectChanged("object is not the pinned version", uri=self._uri, key=key, expected=etag, found=found)
+        raise error
+
+    def _receive(self, response: http.client.HTTPResponse, buffer: memoryview, key: str, byte_range: ByteRange) -> None:
+        """Fill `buffer` from the body, whose length was checked to be the same."""
+        body = response.fp
+        received = 0
+        started_s = time.monotonic()
+        while received < len(buffer):
+            # One receive at a time, so that a server that drips is noticed; large ones go past the reader's
+            # own buffer, straight into ours.
+            count = body.readinto1(buffer[received:])
+            if not count:
+                raise ShortRead(
+                    "the answer ended early",
+                    uri=self._uri,
+                    key=key,
+                    range=str(byte_range),
+                    received_bytes=received,
+                )
+            received += count
+            took_s = time.monotonic() - started_s
+            if took_s > self._read_timeout_s and received < took_s * _MIN_RATE_BYTES_PER_S:
+                raise StoreUnavailable("the answer comes too slowly", uri=self._uri, key=key, received_bytes=received)
+        # Tells http.client that the body is over; without it the connection would refuse the next request.
+        response.close()
+
+
+_MUST_BE_ONE = {"content-length", "content-range", "etag", "content-encoding"}
+
+
+def _exchange(
+    connection: http.client.HTTPConnection, path: str, headers: Mapping[str, str]
+) -> http.client.HTTPResponse:
+    connection.putrequest("GET", path, skip_host=True, skip_accept_encoding=True)
+    for name, value in headers.items():
+        connection.putheader(name, value)
+    connection.endheaders()
+    return connection.getresponse()
+
+
+def _usable_receive_buffer_bytes() -> int:
+    """What to ask of SO_RCVBUF; 0 to leave the kernel's own tuning alone.
+
+    Asking turns the tuning off, and the kernel cuts the wish to `rmem_max` without a word: with the usual
+    208 KiB that would throttle every connection with some latency.
+    """
+    try:
+        limit = int(Path("/proc/sys/net/core/rmem_max").read_text())
+    except (OSError, ValueError):
+        return 0
+    return _RECEIVE_BUFFER_BYTES if limit >= _RECEIVE_BUFFER_BYTES else 0
