@@ -1,6 +1,6 @@
 """A Llama-shaped checkpoint of any size, in the Hugging Face layout: for the demo, benchmarks and tests.
 
-Random but the same for the same arguments, finite in bfloat16, written shard by shard through one small block.
+Random but the same for the same arguments, finite in bfloat16, written block by block in little memory.
 """
 
 from __future__ import annotations
@@ -70,7 +70,7 @@ def write_llama_checkpoint(
     """Write shards, `model.safetensors.index.json` and `config.json` into `folder`, which is made.
 
     One shard is `model.safetensors` without an index. A tensor's values depend on `seed` and its place in the
-    model, not on `shards`. Raises ValueError when `heads` does not divide `hidden` or there are too few tensors.
+    model, not on `shards`. Raises ValueError when heads do not divide evenly or there are too few tensors.
     """
     if hidden % heads or heads % kv_heads:
         raise ValueError(f"heads={heads} must divide hidden={hidden}, kv_heads={kv_heads} must divide heads")
@@ -151,7 +151,7 @@ def _random_bfloat16(size_bytes: int, seed: tuple[int, int]) -> Iterator[memoryv
         # Sign, two exponent bits and the mantissa stay random; the rest of the exponent is fixed.
         words &= np.uint16(0x81FF)
         words |= np.uint16(0x3C00)
-        yield memoryview(words).cast("B")
+        yield words.data.cast("B")
 
 
 def _write_json(path: Path, content: dict[str, Any]) -> None:

@@ -3,8 +3,8 @@
     [header][ small small small ][ rows of a large tensor ][ more rows ][ last rows, small ]
 
 The header region is cut on its own, so that data chunks hold nothing but tensor bytes. A data chunk ends
-where a tensor ends, else where a row (a slice along dimension 0) ends, so that a rank that wants whole tensors
-or rows touches few chunks it has no use for. Only a row larger than half a chunk is cut inside.
+where a tensor ends, else where a row (a slice along dimension 0) ends, so that a rank that wants whole
+tensors or rows touches few chunks it has no use for. Only a row larger than half a chunk is cut inside.
 """
 
 from __future__ import annotations
@@ -57,9 +57,7 @@ def row_step_bytes(tensor: HeaderTensor) -> int:
     return row_bits * (8 // math.gcd(row_bits, 8)) // 8
 
 
-def _chunk_end(
-    at: int, size_bytes: int, chunk_bytes: int, tensors: list[HeaderTensor], tensor_ends: list[int]
-) -> int:
+def _chunk_end(at: int, size_bytes: int, chunk_bytes: int, tensors: list[HeaderTensor], tensor_ends: list[int]) -> int:
     """End of the chunk of data that begins at `at`: the best of the places where it may end."""
     limit = at + chunk_bytes
     if limit >= size_bytes:

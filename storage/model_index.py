@@ -82,6 +82,7 @@ class ModelIndex:
     tensors: tuple[Tensor, ...]  # in manifest order: by shard, then by start, then by name
     chunks: ChunkTable
     files: tuple[OtherFile, ...]
+    notes: tuple[str, ...] = ()  # for people: what was skipped, what could not be checked
 
     @property
     def size_bytes(self) -> int:

@@ -56,9 +56,7 @@ def header_bytes(data: bytes, file_size_bytes: int) -> int:
         )
     (length,) = struct.unpack_from("<Q", data)
     if length > MAX_HEADER_BYTES:
-        raise InvalidHeader(
-            f"not a safetensors file: header of {length} bytes, the format allows {MAX_HEADER_BYTES}"
-        )
+        raise InvalidHeader(f"not a safetensors file: header of {length} bytes, the format allows {MAX_HEADER_BYTES}")
     if LENGTH_BYTES + length > file_size_bytes:
         raise InvalidHeader(f"header cut short: it takes {LENGTH_BYTES + length} bytes of {file_size_bytes}")
     return LENGTH_BYTES + int(length)
@@ -73,9 +71,7 @@ def parse_header(data: bytes, file_size_bytes: int) -> Header:
     entries = _parse_json(data[LENGTH_BYTES:data_start], problems)
     metadata = _metadata(entries.pop(METADATA_KEY, None), problems)
     tensors = [
-        tensor
-        for name, entry in entries.items()
-        if (tensor := _tensor(name, entry, data_start, problems)) is not None
+        tensor for name, entry in entries.items() if (tensor := _tensor(name, entry, data_start, problems)) is not None
     ]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.end, tensor.name))
     if len(tensors) == len(entries):  # else the holes are known already
@@ -138,9 +134,7 @@ def _parse_json(raw: bytes, problems: Problems) -> dict[str, Any]:
         raise ValueError(f"{text} is not JSON")
 
     try:
-        parsed = json.loads(
-            raw.decode("utf-8"), object_pairs_hook=refuse_duplicates, parse_constant=refuse_constant
-        )
+        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=refuse_duplicates, parse_constant=refuse_constant)
     except UnicodeDecodeError as error:
         raise InvalidHeader(f"header is not UTF-8: byte {error.start} is not valid") from error
     except RecursionError:
@@ -200,9 +194,7 @@ def _tensor(name: str, entry: Any, data_start: int, problems: Problems) -> Heade
     return HeaderTensor(name, dtype, tuple(shape), data_start + start, data_start + end)
 
 
-def _check_tiling(
-    tensors: list[HeaderTensor], data_start: int, file_size_bytes: int, problems: Problems
-) -> None:
+def _check_tiling(tensors: list[HeaderTensor], data_start: int, file_size_bytes: int, problems: Problems) -> None:
     """Tensors in order of start must follow each other from the header's end to the file's."""
     at = data_start
     for tensor in tensors:
@@ -211,9 +203,7 @@ def _check_tiling(
         elif tensor.start > at:
             problems.add(f"{tensor.start - at} bytes before tensor {quote(tensor.name)} belong to no tensor")
         if tensor.end > file_size_bytes:
-            problems.add(
-                f"tensor {quote(tensor.name)} ends at byte {tensor.end} of a file of {file_size_bytes}"
-            )
+            problems.add(f"tensor {quote(tensor.name)} ends at byte {tensor.end} of a file of {file_size_bytes}")
         at = max(at, tensor.end)
     if at < file_size_bytes:
         problems.add(f"{file_size_bytes - at} bytes at the end belong to no tensor")

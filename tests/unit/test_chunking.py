@@ -1,5 +1,7 @@
 """Chunk bounds: they tile the file, never exceed the size asked for, and respect tensors and rows."""
 
+from itertools import pairwise
+
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
@@ -42,7 +44,7 @@ def test_the_header_has_its_own_chunks(shard: tuple[Header, int], chunk_bytes: i
 def test_data_chunks_are_at_least_half_full(shard: tuple[Header, int], chunk_bytes: int) -> None:
     header, size = shard
     ends = [end for end in chunk_bounds(header, size, chunk_bytes) if end >= header.data_start]
-    sizes = [end - start for start, end in zip(ends, ends[1:], strict=False)]
+    sizes = [end - start for start, end in pairwise(ends)]
     assert all(2 * size_bytes >= chunk_bytes for size_bytes in sizes[:-1])
 
 
@@ -79,9 +81,7 @@ def test_rows_of_a_llama_matrix() -> None:
     ends = chunk_bounds(header, size, 8 * MIB)
     rows = [(end - header.tensors[1].start) % 8192 for end in ends[1:]]
     assert rows == [0] * len(rows)
-    assert (
-        len(ends) == 1 + 15
-    )  # header, then 8 KiB of norm and 112 MiB of rows: the last chunk takes the rest
+    assert len(ends) == 1 + 15  # header, then 8 KiB of norm and 112 MiB of rows: the last chunk takes the rest
 
 
 def test_many_small_tensors_share_a_chunk() -> None:

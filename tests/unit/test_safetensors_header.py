@@ -37,9 +37,7 @@ def test_a_valid_file_reads_as_it_was_written(specs: list[TensorSpec], metadata:
 @given(tensor_specs())
 def test_ranges_are_those_of_the_reference(specs: list[TensorSpec]) -> None:
     data = safetensors_bytes(specs, seed=1)
-    ours = {
-        t.name: (t.dtype, list(t.shape), data[t.start : t.end]) for t in parse_header(data, len(data)).tensors
-    }
+    ours = {t.name: (t.dtype, list(t.shape), data[t.start : t.end]) for t in parse_header(data, len(data)).tensors}
     reference = {name: (t["dtype"], t["shape"], bytes(t["data"])) for name, t in deserialize(data)}
     assert ours == reference
 
@@ -59,9 +57,7 @@ mutations = st.lists(
 
 @settings(max_examples=300)
 @given(tensor_specs(max_tensors=3), mutations)
-def test_what_we_accept_the_reference_accepts(
-    specs: list[TensorSpec], changes: list[tuple[str, int, int]]
-) -> None:
+def test_what_we_accept_the_reference_accepts(specs: list[TensorSpec], changes: list[tuple[str, int, int]]) -> None:
     data = bytearray(safetensors_bytes(specs))
     for kind, place, value in changes:
         at = place % len(data) if data else 0
@@ -100,11 +96,13 @@ likely = st.fixed_dictionaries(
 @given(st.dictionaries(st.text(max_size=4) | st.just("__metadata__"), likely | json_values, max_size=4))
 def test_any_json_gives_a_header_or_an_error(header: dict[str, Any]) -> None:
     data = raw_header(header)
+    said = ""
     try:
         parse_header(data, len(data))
     except InvalidHeader as error:
-        assert str(error).isprintable()
-        assert len(str(error)) < 20_000
+        said = str(error)
+    assert said.isprintable()
+    assert len(said) < 20_000
 
 
 @given(st.binary(max_size=200), st.integers(0, 300))
@@ -179,18 +177,14 @@ def test_hostile_names_are_data_and_are_escaped_in_messages() -> None:
     assert len(str(caught.value)) < 500
 
 
-@pytest.mark.parametrize(
-    "text", [b"[" * 50_000, b'{"a":' * 50_000, b'{"a":' + b"[" * 900 + b"]" * 900 + b"}"]
-)
+@pytest.mark.parametrize("text", [b"[" * 50_000, b'{"a":' * 50_000, b'{"a":' + b"[" * 900 + b"]" * 900 + b"}"])
 def test_deep_nesting_is_an_error_not_a_crash(text: bytes) -> None:
     data = struct.pack("<Q", len(text)) + text
     with pytest.raises(InvalidHeader):
         parse_header(data, len(data))
 
 
-@pytest.mark.parametrize(
-    "text", [b"NaN", b"{} x", b"", b"{", b'{"a": ' + b"9" * 5000 + b"}", b"\xef\xbb\xbf{}"]
-)
+@pytest.mark.parametrize("text", [b"NaN", b"{} x", b"", b"{", b'{"a": ' + b"9" * 5000 + b"}", b"\xef\xbb\xbf{}"])
 def test_not_json(text: bytes) -> None:
     data = struct.pack("<Q", len(text)) + text
     with pytest.raises(InvalidHeader):
@@ -223,9 +217,7 @@ class CountingStore(MemoryStore):
         super().__init__(objects)
         self.ranges: list[ByteRange] = []
 
-    def read_into(
-        self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None
-    ) -> str | None:
+    def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
         self.ranges.append(byte_range)
         return super().read_into(key, byte_range, buffer, etag=etag)
 

@@ -1,0 +1,210 @@
+"""From a store to a ModelIndex: the manifest if there is one, else the Hugging Face layout and its headers.
+
+    list the root ---- longshore.manifest.json? --yes--> one GET, sizes compared, current ETags pinned
+                  \\--no--> index or files chosen by name -> headers read in parallel -> chunks derived
+
+Nothing but names, headers and JSON is read here; no byte of weights moves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from storage.checkpoint_files import OWN_KEYS, Checkpoint, candidates, read_index, read_whole, scan_checkpoint
+from storage.chunking import DEFAULT_CHUNK_BYTES, chunk_bounds
+from storage.errors import (
+    InvalidManifest,
+    ManifestMismatch,
+    ObjectNotFound,
+)
+from storage.hf_layout import INDEX_KEY, SUFFIX
+from storage.inventory import Inventory
+from storage.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, Manifest, manifest_front, parse_manifest
+from storage.model_index import ChunkTable, ModelIndex, OtherFile, Shard
+from storage.object_store import ObjectInfo, ObjectStore, read_bytes
+from storage.problems import Problems, quote
+from storage.ranges import ByteRange
+from storage.retrying import RetryPolicy, with_retries
+
+NO_MANIFEST = "no manifest: structure and transport are checked, digests cannot be; see `longshore publish`"
+
+
+def split_model_uri(uri: str) -> tuple[str, str | None]:
+    """The root to open, and the one file in it that was meant, if the URI names a file.
+
+    `s3://bucket/llama/model.safetensors` is `("s3://bucket/llama", "model.safetensors")`; a URI that does not
+    end in `.safetensors` (or ends in `/`) is a root. So is a bucket that happens to be called like a file.
+    """
+    scheme, mark, path = uri.rpartition("://")
+    folder, slash, name = path.rpartition("/")
+    if not name.endswith(SUFFIX) or (mark and not slash):
+        return uri, None
+    return f"{scheme}{mark}{folder or ('/' if slash else '.')}", name
+
+
+def open_model(
+    store: ObjectStore,
+    *,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    only_key: str | None = None,
+    policy: RetryPolicy | None = None,
+) -> ModelIndex:
+    """Everything a plan needs to know of the model at the store's root, or of the one file `only_key` in it.
+
+    `chunk_bytes` matters when there is no manifest. Raises NotACheckpoint, PickleRefused, InvalidHeader,
+    InvalidIndex, InvalidManifest, ManifestMismatch (each lists all it found) and the store's own errors.
+    """
+    policy = policy or RetryPolicy()
+    inventory = Inventory(store, policy)
+    found = inventory.find([MANIFEST_KEY]).get(MANIFEST_KEY)
+    if found is not None:
+        manifest = read_manifest(store, found, policy)
+        index = manifest.index()
+        if only_key is None:
+            return _as_stored(index, inventory, store.uri)
+        if any(shard.key == only_key for shard in index.shards):
+            return _as_stored(_one_shard(index, only_key), inventory, store.uri)
+    checkpoint = scan_checkpoint(store, only_key=only_key, policy=policy, inventory=inventory)
+    return _derived(checkpoint, chunk_bytes, _versions_digest(store, inventory, only_key, policy))
+
+
+def read_manifest(store: ObjectStore, info: ObjectInfo, policy: RetryPolicy) -> Manifest:
+    """The checked manifest, in one request for the version that `info` describes. Raises InvalidManifest."""
+    if info.size_bytes > MAX_MANIFEST_BYTES:
+        raise InvalidManifest(
+            f"manifest of {info.size_bytes} bytes; at most {MAX_MANIFEST_BYTES} are read", uri=store.uri
+        )
+    try:
+        return parse_manifest(read_whole(store, info, policy))
+    except InvalidManifest as error:
+        raise error.with_details(uri=store.uri) from error.__cause__
+
+
+def check_revision(store: ObjectStore, revision: str, *, only_key: str | None = None) -> bool:
+    """Whether the root still holds that revision: the first bytes of the manifest, or else one listing.
+
+    Shards replaced under an unchanged manifest are no new revision: their digests are wrong. Raises
+    StoreError when the store cannot be asked.
+    """
+    policy = RetryPolicy()
+    published = _published_revision(store, policy)
+    if published is not None:
+        if only_key is None:
+            return published == revision
+        if revision == _shard_revision(published, only_key):
+            return True
+    return _versions_digest(store, Inventory(store, policy), only_key, policy) == revision
+
+
+def chunk_table(shard_ends: Sequence[Sequence[int]]) -> ChunkTable:
+    """Columns without digests, from the ends of each shard's chunks."""
+    ends = [end for shard in shard_ends for end in shard]
+    starts = [start for shard in shard_ends for start in (0, *shard[:-1])]
+    return ChunkTable(
+        shard=np.repeat(np.arange(len(shard_ends), dtype=np.int32), [len(shard) for shard in shard_ends]),
+        start=np.array(starts, np.int64),
+        end=np.array(ends, np.int64),
+        hash_name=None,
+        digests=None,
+    )
+
+
+def _derived(checkpoint: Checkpoint, chunk_bytes: int, revision: str) -> ModelIndex:
+    ends = [
+        chunk_bounds(header, info.size_bytes, chunk_bytes)
+        for info, header in zip(checkpoint.shards, checkpoint.headers, strict=True)
+    ]
+    notes = [NO_MANIFEST]
+    if checkpoint.skipped:
+        notes.append(f"not loaded: {Problems(map(quote, checkpoint.skipped))}")
+    return ModelIndex(
+        revision=revision,
+        source="headers",
+        shards=tuple(Shard(info.key, info.size_bytes, info.etag) for info in checkpoint.shards),
+        tensors=checkpoint.tensors,
+        chunks=chunk_table(ends),
+        files=tuple(OtherFile(info.key, info.size_bytes, None) for info in checkpoint.files),
+        notes=tuple(notes),
+    )
+
+
+def _as_stored(index: ModelIndex, inventory: Inventory, uri: str) -> ModelIndex:
+    """The published model, pinned to the objects as they are now. Raises ManifestMismatch."""
+    now = inventory.find([*(shard.key for shard in index.shards), *(file.key for file in index.files)])
+    problems = Problems()
+    shards: list[Shard] = []
+    copied = 0
+    for shard in index.shards:
+        info = now.get(shard.key)
+        if info is None:
+            problems.add(f"shard {quote(shard.key)} is missing")
+        elif info.size_bytes != shard.size_bytes:
+            problems.add(f"shard {quote(shard.key)} has {info.size_bytes} bytes, published with {shard.size_bytes}")
+        else:
+            copied += info.etag != shard.etag
+            shards.append(replace(shard, etag=info.etag))
+    if problems:
+        raise ManifestMismatch(
+            f"the manifest is for other bytes than are stored: {problems}",
+            hint="put the published files back, or publish the model again",
+            uri=uri,
+        )
+    notes = []
+    if copied:
+        notes.append(f"{copied} shards have another ETag than when they were published: the digests decide")
+    changed = [f.key for f in index.files if f.key not in now or now[f.key].size_bytes != f.size_bytes]
+    if changed:
+        notes.append(f"other files are not as published: {Problems(map(quote, changed))}")
+    return replace(index, shards=tuple(shards), notes=tuple(notes))
+
+
+def _one_shard(index: ModelIndex, key: str) -> ModelIndex:
+    """The part of a published model that one shard holds: a model of its own, with its own revision."""
+    number = next(n for n, shard in enumerate(index.shards) if shard.key == key)
+    rows = index.chunks.shard == number
+    digests = index.chunks.digests
+    return replace(
+        index,
+        revision=_shard_revision(index.revision, key),
+        shards=(index.shards[number],),
+        tensors=tuple(replace(t, shard=0) for t in index.tensors if t.shard == number),
+        chunks=ChunkTable(
+            shard=np.zeros(int(rows.sum()), np.int32),
+            start=index.chunks.start[rows],
+            end=index.chunks.end[rows],
+            hash_name=index.chunks.hash_name,
+            digests=None if digests is None else digests[rows],
+        ),
+    )
+
+
+def _shard_revision(revision: str, key: str) -> str:
+    return hashlib.sha256(f"{revision}/{key}".encode()).hexdigest()
+
+
+def _published_revision(store: ObjectStore, policy: RetryPolicy) -> str | None:
+    """The revision at its fixed place near the start of the manifest; None when there is no manifest."""
+    front = manifest_front("0" * 64)
+    try:
+        data = with_retries(lambda: read_bytes(store, MANIFEST_KEY, ByteRange(0, len(front))), policy)
+    except ObjectNotFound:
+        return None
+    revision = data[-65:-1].decode("ascii", "replace")
+    return revision if data == manifest_front(revision) else ""
+
+
+def _versions_digest(store: ObjectStore, inventory: Inventory, only_key: str | None, policy: RetryPolicy) -> str:
+    """SHA-256, in hex, of (key, size, ETag) of every object of an unpublished model; a listing is enough."""
+    if only_key is not None:
+        infos = inventory.find([only_key])
+    else:
+        infos = candidates(inventory, None)
+        if inventory.listed is None and INDEX_KEY in infos:
+            infos |= inventory.find(sorted(set(read_index(store, infos[INDEX_KEY], policy).values())))
+    rows = sorted([i.key, i.size_bytes, i.etag or ""] for i in infos.values() if i.key not in OWN_KEYS)
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()

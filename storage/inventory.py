@@ -1,0 +1,60 @@
+"""What is stored under a model's root: one listing where the store lists, else one stat per key."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Sequence
+from concurrent.futures import ThreadPoolExecutor
+from itertools import islice
+from typing import TypeVar
+
+from storage.errors import AccessDenied, ObjectNotFound, UnsupportedStore
+from storage.object_store import ObjectInfo, ObjectStore
+from storage.retrying import RetryPolicy, with_retries
+
+MAX_LISTED = 20_000  # a root with more objects is a bucket, not a model: its keys are asked for one by one
+THREADS = 16
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Inventory:
+    """Objects below a store's root, as they were when it was made."""
+
+    def __init__(self, store: ObjectStore, policy: RetryPolicy) -> None:
+        """Raises ObjectNotFound for a root that is not there, StoreUnavailable, AccessDenied on every key."""
+        self._store = store
+        self._policy = policy
+        self.listed = with_retries(self._list, policy)  # key -> info, or None when it cannot be listed
+
+    def find(self, keys: Iterable[str]) -> dict[str, ObjectInfo]:
+        """Those of `keys` that are there."""
+        if self.listed is not None:
+            return {key: self.listed[key] for key in keys if key in self.listed}
+        infos = map_threads(self._stat, list(keys))
+        return {info.key: info for info in infos if info is not None}
+
+    def _list(self) -> dict[str, ObjectInfo] | None:
+        try:
+            infos = list(islice(self._store.list(), MAX_LISTED + 1))
+        except (UnsupportedStore, AccessDenied):
+            return None  # many may read a bucket and not list it; wrong credentials fail at the first stat
+        return {info.key: info for info in infos} if len(infos) <= MAX_LISTED else None
+
+    def _stat(self, key: str) -> ObjectInfo | None:
+        try:
+            return with_retries(lambda: self._store.stat(key), self._policy)
+        except ObjectNotFound:
+            return None
+
+
+def map_threads(function: Callable[[T], R], items: Sequence[T], threads: int = THREADS) -> list[R]:
+    """`function` of every item, in order, several at a time; the first error ends it."""
+    if len(items) < 2:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(min(threads, len(items)), thread_name_prefix="longshore-open") as executor:
+        futures = [executor.submit(function, item) for item in items]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            executor.shutdown(wait=False, cancel_futures=True)

@@ -1,0 +1,306 @@
+"""Publish a checkpoint: read everything, check what was read, write the manifest last.
+
+    scan names and headers --> for each shard and file, several at a time:
+        read, hash, compare with the store's checksum   or   read, hash, read again, compare
+        copying: written while it is read, then read back from the destination and compared
+        --> journal
+    --> sizes and ETags again --> manifest --> journal removed
+
+A manifest says "these bytes are the model", so it must not bless a bad reading. Nothing of the model is held in
+memory but a few chunks.
+"""
+
+from __future__ import annotations
+
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import asdict, dataclass, replace
+from typing import Any
+
+from storage.checkpoint import read_manifest
+from storage.checkpoint_files import JOURNAL_KEY, Checkpoint, scan_checkpoint
+from storage.checksum import MANIFEST_HASH_NAMES
+from storage.chunking import (
+    DEFAULT_CHUNK_BYTES,
+    MAX_CHUNK_BYTES,
+    MIN_CHUNK_BYTES,
+    chunk_bounds,
+    fixed_bounds,
+)
+from storage.errors import IntegrityError, InvalidManifest, ObjectChanged, PublishError
+from storage.inventory import Inventory
+from storage.manifest import (
+    MANIFEST_KEY,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    ManifestFile,
+    ManifestShard,
+    ManifestTensor,
+)
+from storage.object_store import ObjectInfo, ObjectStore, read_bytes
+from storage.publish_journal import Journal
+from storage.publish_object import ObjectPublisher, PublishJob, PublishProgress
+from storage.ranges import ByteRange
+from storage.retrying import RetryPolicy, with_retries
+from storage.streaming import RangeReader, run_readers
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """What a publish did."""
+
+    uri: str  # where the manifest is
+    revision: str
+    hash_name: str
+    chunk_bytes: int
+    shards: int
+    tensors: int
+    chunks: int
+    files: int  # other files that the manifest names
+    size_bytes: int  # of all shards
+    read_bytes: int  # this time, every reading counted
+    copied_bytes: int  # written to the destination
+    resumed: int  # shards and files that an earlier, interrupted publish had finished
+    unchanged: bool  # the manifest was there and is for what is stored: nothing was read
+    checks: dict[str, int]  # how the source was checked -> number of objects
+    skipped: tuple[str, ...]  # weights in the folder that are not part of the model
+    elapsed_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, ready for `json.dumps`."""
+        return asdict(self)
+
+
+def publish(
+    source: ObjectStore,
+    dest: ObjectStore | None = None,
+    *,
+    hash_name: str = "blake3",
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    concurrency: int = 8,
+    force: bool = False,
+    only_key: str | None = None,
+    progress: Callable[[PublishProgress], None] | None = None,
+    policy: RetryPolicy | None = None,
+) -> PublishReport:
+    """Publish the checkpoint at the root of `source`: in place, or copied to `dest`.
+
+    `concurrency` is the number of reads in flight; memory is about that many chunks. What an interrupted publish
+    finished is not read again; what is published and unchanged is not read at all, unless `force`. `progress` is
+    called from several threads, one at a time.
+
+    Raises PublishError for arguments that cannot be meant, IntegrityError (shard and chunk in its details) when
+    two readings, the store's checksum or the copy disagree, ObjectChanged when an object is replaced meanwhile,
+    CheckpointError for what is no checkpoint, StoreError. No new manifest is written then. In place, one that was
+    there stays (its own digests decide); in a destination it is removed before anything is overwritten.
+    """
+    if hash_name not in MANIFEST_HASH_NAMES:
+        raise PublishError(f"unknown hash {hash_name!r}", hint=f"one of {', '.join(sorted(MANIFEST_HASH_NAMES))}")
+    if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
+        raise PublishError(f"chunk_bytes={chunk_bytes}: from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}")
+    if concurrency < 1:
+        raise PublishError(f"concurrency={concurrency}: at least 1")
+    if dest is not None and dest.uri == source.uri:
+        dest = None
+    run = _Publish(source, dest, hash_name, chunk_bytes, policy or RetryPolicy(), progress)
+    return run.run(concurrency, force, only_key)
+
+
+class _Publish:
+    """One publish: its two stores, its settings and its counters."""
+
+    def __init__(
+        self,
+        source: ObjectStore,
+        dest: ObjectStore | None,
+        hash_name: str,
+        chunk_bytes: int,
+        policy: RetryPolicy,
+        progress: Callable[[PublishProgress], None] | None,
+    ) -> None:
+        self._source = source
+        self._dest = dest if dest is not None else source
+        self._copying = dest is not None
+        self._hash_name = hash_name
+        self._chunk_bytes = chunk_bytes
+        self._policy = policy
+        self._publisher = ObjectPublisher(source, dest, hash_name, policy, progress)
+        self._journal = Journal(self._dest, hash_name, chunk_bytes, policy)
+        self._entries: dict[str, ManifestFile] = {}
+
+    def run(self, concurrency: int, force: bool, only_key: str | None) -> PublishReport:
+        started_s = time.monotonic()
+        inventory = Inventory(self._source, self._policy)
+        checkpoint = scan_checkpoint(self._source, only_key=only_key, policy=self._policy, inventory=inventory)
+        stored = Inventory(self._dest, self._policy) if self._copying else inventory
+        there = stored.find(
+            [MANIFEST_KEY, JOURNAL_KEY, *(info.key for info in (*checkpoint.shards, *checkpoint.files))]
+        )
+        old = self._old_manifest(there.get(MANIFEST_KEY))
+        if old is not None and not force and self._still_describes(old, checkpoint, there):
+            return self._report(old, checkpoint, started_s, resumed=0, unchanged=True)
+        if not force:
+            self._journal.load(there.get(JOURNAL_KEY))
+        jobs = [
+            *(
+                self._job(info, chunk_bounds(header, info.size_bytes, self._chunk_bytes), is_shard=True)
+                for info, header in zip(checkpoint.shards, checkpoint.headers, strict=True)
+            ),
+            *(
+                self._job(info, fixed_bounds(info.size_bytes, self._chunk_bytes), is_shard=False)
+                for info in checkpoint.files
+            ),
+        ]
+        todo = [job for job in jobs if not self._resume(job, there.get(job.source.key))]
+        self._journal.start()
+        if self._copying and MANIFEST_KEY in there and todo:
+            with_retries(lambda: self._dest.delete(MANIFEST_KEY), self._policy)
+        self._publisher.foresee(todo)
+        todo.sort(key=lambda job: -job.source.size_bytes)
+        run_readers(
+            todo,
+            self._publish_object,
+            concurrency=concurrency,
+            buffer_bytes=min(self._chunk_bytes, max((job.source.size_bytes for job in todo), default=0)),
+            policy=self._policy,
+        )
+        self._check_nothing_moved(jobs)
+        manifest = self._write_manifest(checkpoint)
+        self._journal.remove()
+        return self._report(manifest, checkpoint, started_s, resumed=len(jobs) - len(todo), unchanged=False)
+
+    def _old_manifest(self, info: ObjectInfo | None) -> Manifest | None:
+        if info is None:
+            return None
+        try:
+            return read_manifest(self._dest, info, self._policy)
+        except InvalidManifest:
+            return None  # to be replaced
+
+    def _still_describes(self, manifest: Manifest, checkpoint: Checkpoint, there: Mapping[str, ObjectInfo]) -> bool:
+        """True when the manifest was made by the same settings from objects that have not changed since."""
+        entries = {entry.path: entry for entry in (*manifest.shards, *manifest.files)}
+        sources = {info.key: info for info in (*checkpoint.shards, *checkpoint.files)}
+        return (
+            (manifest.hash, manifest.chunk_bytes) == (self._hash_name, self._chunk_bytes)
+            and [shard.path for shard in manifest.shards] == [info.key for info in checkpoint.shards]
+            and _manifest_tensors(checkpoint) == manifest.tensors
+            and entries.keys() == sources.keys()
+            and all(_is_entry_of(entry, sources[path], there.get(path)) for path, entry in entries.items())
+        )
+
+    def _job(self, info: ObjectInfo, ends: Sequence[int], *, is_shard: bool) -> PublishJob:
+        """The object with its checksums, which a listing may leave out. Raises ObjectChanged."""
+        now = with_retries(lambda: self._source.stat(info.key), self._policy)
+        _check_same(info, now, self._source.uri)
+        return PublishJob(replace(now, etag=now.etag or info.etag), tuple(ends), is_shard)
+
+    def _resume(self, job: PublishJob, there: ObjectInfo | None) -> bool:
+        """Take the journal's entry when source and destination are as they were."""
+        entry = self._journal.get(job.source.key)
+        if entry is None or isinstance(entry, ManifestShard) != job.is_shard:
+            return False
+        if isinstance(entry, ManifestShard) and entry.chunk_ends != job.ends:
+            return False
+        if not _is_entry_of(entry, job.source, there):
+            return False
+        self._entries[entry.path] = entry
+        return True
+
+    def _publish_object(self, job: PublishJob, reader: RangeReader) -> None:
+        entry = self._publisher.publish(job, reader)
+        self._entries[entry.path] = entry
+        self._journal.add(entry)
+
+    def _check_nothing_moved(self, jobs: Sequence[PublishJob]) -> None:
+        """Every object still is the one that was read or written. Raises ObjectChanged."""
+        keys = [job.source.key for job in jobs]
+        now = Inventory(self._source, self._policy).find(keys)
+        there = Inventory(self._dest, self._policy).find(keys) if self._copying else now
+        for job in jobs:
+            key = job.source.key
+            _check_same(job.source, now.get(key), self._source.uri)
+            if self._copying:
+                entry = self._entries[key]
+                written = ObjectInfo(key, entry.size_bytes, entry.etag)
+                _check_same(written, there.get(key), self._dest.uri)
+
+    def _write_manifest(self, checkpoint: Checkpoint) -> Manifest:
+        entries = [self._entries[key] for key in sorted(self._entries)]
+        manifest = Manifest.build(
+            hash_name=self._hash_name,
+            chunk_bytes=self._chunk_bytes,
+            shards=[entry for entry in entries if isinstance(entry, ManifestShard)],
+            tensors=_manifest_tensors(checkpoint),
+            files=[entry for entry in entries if not isinstance(entry, ManifestShard)],
+        )
+        data = manifest.to_json()
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise PublishError(
+                f"the manifest would have {len(data)} bytes; at most {MAX_MANIFEST_BYTES} are read",
+                hint="publish with larger chunks",
+            )
+        with_retries(lambda: self._dest.put(MANIFEST_KEY, data), self._policy)
+        written = with_retries(lambda: read_bytes(self._dest, MANIFEST_KEY, ByteRange(0, len(data))), self._policy)
+        if written != data:
+            with_retries(lambda: self._dest.delete(MANIFEST_KEY), self._policy)
+            raise IntegrityError("the manifest does not read as it was written", uri=self._dest.uri)
+        return manifest
+
+    def _report(
+        self, manifest: Manifest, checkpoint: Checkpoint, started_s: float, *, resumed: int, unchanged: bool
+    ) -> PublishReport:
+        return PublishReport(
+            uri=self._dest.uri,
+            revision=manifest.revision,
+            hash_name=manifest.hash,
+            chunk_bytes=manifest.chunk_bytes,
+            shards=len(manifest.shards),
+            tensors=len(manifest.tensors),
+            chunks=sum(len(shard.chunk_ends) for shard in manifest.shards),
+            files=len(manifest.files),
+            size_bytes=sum(shard.size_bytes for shard in manifest.shards),
+            read_bytes=self._publisher.read_bytes,
+            copied_bytes=self._publisher.copied_bytes,
+            resumed=resumed,
+            unchanged=unchanged,
+            checks=dict(Counter(entry.checked_by for entry in (*manifest.shards, *manifest.files))),
+            skipped=checkpoint.skipped,
+            elapsed_s=time.monotonic() - started_s,
+        )
+
+
+def _manifest_tensors(checkpoint: Checkpoint) -> tuple[ManifestTensor, ...]:
+    return tuple(
+        ManifestTensor(name=t.name, dtype=t.dtype, shape=t.shape, shard=t.shard, start=t.start, end=t.end)
+        for t in checkpoint.tensors
+    )
+
+
+def _is_entry_of(entry: ManifestFile, source: ObjectInfo, stored: ObjectInfo | None) -> bool:
+    """Whether an entry is for these very versions; without ETags nobody can tell."""
+    return (
+        stored is not None
+        and None not in (entry.etag, entry.source_etag)
+        and (entry.size_bytes, entry.source_etag) == (source.size_bytes, source.etag)
+        and (entry.size_bytes, entry.etag) == (stored.size_bytes, stored.etag)
+    )
+
+
+def _check_same(expected: ObjectInfo, now: ObjectInfo | None, uri: str) -> None:
+    """Raise ObjectChanged unless size and, where both are known, ETag are the same."""
+    same = (
+        now is not None
+        and now.size_bytes == expected.size_bytes
+        and (expected.etag == now.etag or None in (expected.etag, now.etag))
+    )
+    if not same:
+        raise ObjectChanged(
+            "object was replaced or removed while it was published",
+            hint="publish again when nobody writes to the folder",
+            uri=uri,
+            key=expected.key,
+            expected=expected.etag,
+            found=now.etag if now else "nothing",
+        )
