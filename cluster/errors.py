@@ -17,6 +17,7 @@ LongshoreError
 |  +- RankLost                  a worker died or stopped answering more often than allowed
 |  +- LoadTimeout               timeout_s passed
 |  +- LoadCancelled             released or cancelled before it was ready
+|  +- IllegalTransition         a load was told what cannot happen in its state: a bug of ours
 +- ModelNotFound                no such model in this cluster
 +- RemoteCallFailed             a function sent by LoadedModel.call raised
 """
@@ -88,6 +89,10 @@ class LoadTimeout(LoadError):
 
 class LoadCancelled(LoadError):
     """The load was released or cancelled before it was ready."""
+
+
+class IllegalTransition(LoadError):
+    """A load was told of an event that cannot come in its state; a bug, not a failure of the load."""
 
 
 class ModelNotFound(LongshoreError):

@@ -1,161 +1,293 @@
-"""Which chunk of a load is fetched next on one node, and who still needs what. Pure; time is passed in.
+"""One load on one node: which chunk is fetched next, by whom, and which rank still needs it. Pure.
 
-    PENDING --leased--> LEASED --committed--> COMMITTED --evicted--> PENDING
-       ^  |                |
-       |  +--wait_for--> WAITING (the same bytes are on their way under another lease)
-       +--requeue, failed--+
+    PENDING --leased--> LEASED --committed--> COMMITTED --every rank placed it--> DONE
+       ^                  |                      |                                 |
+       +--requeue, failed-+<------- evicted -----+          restart_rank ----------+
+       +--waiting_for-- WAITING: the same bytes are on their way under another lease
 
-Chunks go out in plan order, so that all ranks advance through the model together and a chunk is used soon after it
-came. Calls are O(log n) or O(ranks).
+Chunks go out in plan order, so that ranks advance together and few committed chunks wait for a slow rank. A
+rank that failed on a chunk is not given it again while another rank of the node has not tried.
+
+Every operation is O(log n) in the chunks, times the ranks of one node, but for `restart_rank` and
+`rank_lost`.
 """
 
 from __future__ import annotations
 
 import enum
 import heapq
-from collections import defaultdict
-from collections.abc import Iterable, Iterator, Mapping
+from collections import Counter, defaultdict
+from collections.abc import Hashable, Iterable, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.retry import Fail, Retry, decide_elsewhere
+from cluster.retry import Fail, Retry, decide
 
 
 class ChunkState(enum.Enum):
-    """Where a chunk of the load stands on this node."""
+    """Where one needed chunk is."""
 
-    PENDING = "pending"  # somebody may lease it, now or after a pause
-    WAITING = "waiting"  # another lease is fetching the same bytes
-    LEASED = "leased"
-    COMMITTED = "committed"
+    PENDING = "pending"  # to be fetched, or taken from the cache
+    WAITING = "waiting"  # somebody else is fetching the same bytes
+    LEASED = "leased"  # being fetched, perhaps by more than one rank
+    COMMITTED = "committed"  # in the arena; some rank has not placed it
+    DONE = "done"  # no present rank needs it
+
+
+@dataclass(slots=True)
+class _Failures:
+    """What went wrong with one chunk so far."""
+
+    by_rank: Counter[int] = field(default_factory=Counter)
+    by_cause: Counter[str] = field(default_factory=Counter)
+    log: list[tuple[int, str]] = field(default_factory=list)  # (rank, cause), in order
 
 
 class LeaseQueue:
-    """The chunks of one load on one node."""
+    """The chunks of one load on one node, and the ranks that need them.
 
-    def __init__(self, needs: Mapping[int, NDArray[np.int64]]) -> None:
-        """`needs[rank]`: the chunk ids that the rank touches."""
-        self._needs = {rank: frozenset(chunks.tolist()) for rank, chunks in needs.items()}
-        self._left = {rank: set(chunks) for rank, chunks in self._needs.items()}
-        chunks = sorted(frozenset[int]().union(*self._needs.values()))
-        self._states = dict.fromkeys(chunks, ChunkState.PENDING)
-        self._ready = chunks  # a heap; entries whose chunk is not PENDING any more are dropped when they come up
-        self._paused: list[tuple[float, int]] = []  # a heap of (when, chunk)
-        self._waiting: defaultdict[bytes, set[int]] = defaultdict(set)
-        self._failed_by: defaultdict[int, list[int]] = defaultdict(list)  # chunk -> ranks that gave it up
+    `needs` maps each rank of the node to the ids of the chunks it touches. Ranks count as present from the
+    start, before their workers are there; `rank_lost` takes one out until `restart_rank`.
+    """
 
-    def __len__(self) -> int:
-        """Chunks of the load on this node."""
-        return len(self._states)
+    def __init__(self, needs: Mapping[int, NDArray[np.int64]], chunk_ids: NDArray[np.int64] | None = None) -> None:
+        """`chunk_ids`: plan order; ascending ids when not given. Raises ValueError if it lacks a needed chunk."""
+        wanted = np.unique(np.concatenate([*needs.values(), np.empty(0, np.int64)]))
+        order = wanted if chunk_ids is None else np.asarray(chunk_ids)
+        if not np.isin(wanted, order).all():
+            raise ValueError("a rank needs a chunk that the plan's order does not name")
+        self._order: list[int] = order[np.isin(order, wanted)].tolist()
+        self._position = {chunk: position for position, chunk in enumerate(self._order)}
+        count = len(self._order)
+        self._needs = {rank: np.array([self._position[int(c)] for c in ids], np.int64) for rank, ids in needs.items()}
+        # Per rank, one byte per position: 1 while the rank has not placed the chunk.
+        self._outstanding = {rank: bytearray(count) for rank in needs}
+        self._left = dict.fromkeys(needs, 0)
+        self._present = set(needs)
+        self._state = [ChunkState.PENDING] * count
+        self._leases = [0] * count  # running leases per position
+        self._fresh = list(range(count))  # a heap of positions that never failed; stale entries are skipped
+        self._retries: dict[int, list[int]] = {rank: [] for rank in needs}  # rank -> heap of failed positions
+        self._delayed: list[tuple[float, int]] = []  # (not before, position), a heap
+        self._failures: dict[int, _Failures] = {}
+        self._waiting: defaultdict[Hashable, set[int]] = defaultdict(set)
+        for rank in needs:
+            self._need_all(rank)
+
+    # --- what to do next -----------------------------------------------------------------------------------
+
+    def next_for(self, rank: int, now_s: float = 0.0) -> int | None:
+        """The chunk this rank should fetch now, first in plan order; None when there is none for it.
+
+        Nothing changes until `leased`, `wait_for` or `committed` says what became of it.
+        """
+        self._wake_delayed(now_s)
+        fresh, retries = self._fresh, self._retries[rank]
+        while fresh and (not self._is_pending(fresh[0]) or fresh[0] in self._failures):
+            heapq.heappop(fresh)
+        while retries and not (self._is_pending(retries[0]) and self._may_try(rank, retries[0])):
+            heapq.heappop(retries)
+        heads = [heap[0] for heap in (fresh, retries) if heap]
+        return self._order[min(heads)] if heads else None
+
+    def next_due_s(self) -> float | None:
+        """When the first chunk that waits out a delay may be tried again; None when none does."""
+        return self._delayed[0][0] if self._delayed else None
+
+    def pending(self) -> list[int]:
+        """Every chunk that nobody fetches yet, in plan order; O(n)."""
+        return [chunk for p, chunk in enumerate(self._order) if self._state[p] is ChunkState.PENDING]
+
+    def state(self, chunk: int) -> ChunkState:
+        """Where the chunk is. Raises KeyError for a chunk that no rank of the node touches."""
+        return self._state[self._position[chunk]]
+
+    def needing(self, chunk: int) -> tuple[int, ...]:
+        """Present ranks that have not placed the chunk, ascending."""
+        position = self._position[chunk]
+        return tuple(r for r in sorted(self._present) if self._outstanding[r][position])
+
+    def outstanding(self, rank: int) -> list[int]:
+        """Chunks the rank has not placed, in plan order; O(n)."""
+        return [self._order[position] for position in np.flatnonzero(self._as_array(rank))]
 
     @property
     def complete(self) -> bool:
-        """True when every rank has placed all it needs."""
-        return not any(self._left.values())
+        """Every rank of the node is there and has placed everything."""
+        return len(self._present) == len(self._left) and not any(self._left.values())
 
-    def state(self, chunk: int) -> ChunkState:
-        return self._states[chunk]
+    # --- what happened to chunks ---------------------------------------------------------------------------
 
-    def pending(self) -> list[int]:
-        """Chunks nobody works on, in plan order."""
-        return [chunk for chunk, state in self._states.items() if state is ChunkState.PENDING]
+    def leased(self, chunk: int, rank: int) -> None:
+        """`rank` fetches the chunk; a second time for a hedge."""
+        position = self._position[chunk]
+        if self._state[position] not in (ChunkState.PENDING, ChunkState.LEASED):
+            raise ValueError(f"chunk {chunk} is {self._state[position].value}, nobody is to fetch it")
+        self._state[position] = ChunkState.LEASED
+        self._leases[position] += 1
 
-    def needing(self, chunk: int) -> tuple[int, ...]:
-        """Ranks that have not placed the chunk yet."""
-        return tuple(rank for rank, left in self._left.items() if chunk in left)
+    def committed(self, chunk: int) -> tuple[int, ...]:
+        """The chunk is in the arena, fetched or found there. Returns the ranks to tell."""
+        position = self._position[chunk]
+        self._leases[position] = 0
+        ranks = self.needing(chunk)
+        self._state[position] = ChunkState.COMMITTED if ranks else ChunkState.DONE
+        return ranks
 
-    # -- fetching ----------------------------------------------------------------------------------------------
-
-    def next_for(self, rank: int, now_s: float) -> int | None:
-        """The chunk that `rank` should lease now; it stays PENDING until `leased`. None when there is none.
-
-        A rank gets a chunk that it gave up only when every rank of the node has.
-        """
-        while self._paused and self._paused[0][0] <= now_s:
-            heapq.heappush(self._ready, heapq.heappop(self._paused)[1])
-        set_aside: list[int] = []
-        found = None
-        while self._ready:
-            chunk = self._ready[0]
-            if self._states[chunk] is not ChunkState.PENDING or not self.needing(chunk):
-                heapq.heappop(self._ready)
-            elif self._should_avoid(chunk, rank):
-                set_aside.append(heapq.heappop(self._ready))
-            else:
-                found = chunk
-                break
-        for chunk in set_aside:
-            heapq.heappush(self._ready, chunk)
-        return found
-
-    def leased(self, chunk: int) -> None:
-        self._states[chunk] = ChunkState.LEASED
-
-    def committed(self, chunk: int) -> None:
-        self._states[chunk] = ChunkState.COMMITTED
-
-    def requeue(self, chunk: int) -> None:
-        """A lease came back without the chunk: returned unused, expired, or its holder died."""
-        if self._states[chunk] is ChunkState.LEASED:
-            self._make_pending(chunk)
-
-    def failed(
-        self, chunk: int, rank: int, cause: str, *, now_s: float, chance: float, most_workers: int
-    ) -> Retry | Fail:
-        """`rank` gave the chunk up. Retry: it is pending again after the pause, for another rank when there is one."""
-        self._failed_by[chunk].append(rank)
-        decision = decide_elsewhere(cause, len(self._failed_by[chunk]), chance, most_workers=most_workers)
-        if self._states[chunk] is ChunkState.LEASED:
-            self._states[chunk] = ChunkState.PENDING
-            delay_s = decision.delay_s if isinstance(decision, Retry) else 0.0
-            heapq.heappush(self._paused, (now_s + delay_s, chunk))
-        return decision
-
-    def wait_for(self, chunk: int, key: bytes) -> None:
-        """The bytes named `key` are being fetched under another lease; `wake` brings the chunk back."""
-        self._states[chunk] = ChunkState.WAITING
-        self._waiting[key].add(chunk)
-
-    def wake(self, keys: Iterable[bytes]) -> Iterator[int]:
-        """The fetches of these keys have ended, well or not: chunks that waited for them are pending again."""
-        for key in keys:
-            for chunk in sorted(self._waiting.pop(key, ())):
-                if self._states[chunk] is ChunkState.WAITING:
-                    self._make_pending(chunk)
-                    yield chunk
-
-    def evicted(self, chunk: int) -> bool:
-        """A committed chunk that is still needed is not in the cache any more. False when it was not committed."""
-        if self._states[chunk] is not ChunkState.COMMITTED:
+    def placed(self, rank: int, chunk: int) -> bool:
+        """The rank has copied what it needs of the chunk. False when that was known, or never needed."""
+        position = self._position.get(chunk)
+        if position is None or rank not in self._present or not self._outstanding[rank][position]:
             return False
-        self._make_pending(chunk)
+        self._outstanding[rank][position] = 0
+        self._left[rank] -= 1
+        if self._state[position] is not ChunkState.LEASED and not self.needing(chunk):
+            self._state[position] = ChunkState.DONE
         return True
 
-    # -- placing -----------------------------------------------------------------------------------------------
+    def evicted(self, chunk: int) -> None:
+        """The arena has not got the chunk any more: it is fetched again when a present rank needs it."""
+        position = self._position[chunk]
+        if self._state[position] is ChunkState.COMMITTED:
+            self._to_pending(position)
 
-    def placed(self, rank: int, chunk: int) -> None:
-        """The rank has copied what it wants of the chunk. Repeated reports change nothing."""
-        self._left[rank].discard(chunk)
+    def wait_for(self, chunk: int, key: Hashable) -> None:
+        """Somebody else fetches the bytes called `key`: leave the chunk until `waiting_for` is asked for it."""
+        position = self._position[chunk]
+        if self._is_pending(position):
+            self._state[position] = ChunkState.WAITING
+            self._waiting[key].add(position)
+
+    def waiting_for(self, keys: Iterable[Hashable]) -> list[int]:
+        """Chunks that waited for these keys, pending again, in plan order.
+
+        Ask when the other's lease ended in any way, not only when it was committed.
+        """
+        woken = []
+        for key in keys:
+            for position in self._waiting.pop(key, ()):
+                if self._state[position] is ChunkState.WAITING:
+                    self._to_pending(position)
+                    woken.append(position)
+        return [self._order[position] for position in sorted(woken)]
+
+    # --- what went wrong -----------------------------------------------------------------------------------
+
+    def requeue(
+        self, chunk: int, rank: int | None, cause: str, *, now_s: float = 0.0, fraction: float = 0.0
+    ) -> Retry | Fail:
+        """A lease ended without the chunk: a given back one (cause ""), or the budget of its cause decides.
+
+        `rank` is who held the lease (None: nobody's fault). On Retry the chunk is pending again after the
+        delay.
+        """
+        if rank is None or not cause:
+            self._end_lease(self._position[chunk], now_s)
+            return Retry(0.0, False)
+        return self.failed(chunk, rank, cause, None, now_s=now_s, fraction=fraction)
+
+    def failed(
+        self,
+        chunk: int,
+        rank: int,
+        cause: str,
+        chunk_attempts: int | None = None,
+        *,
+        now_s: float = 0.0,
+        fraction: float = 0.0,
+    ) -> Retry | Fail:
+        """`rank` could not get the chunk. Fail after `chunk_attempts` such reports, or when the cause's budget
+        (`cluster.retry`) is spent; the chunk is pending again in either case, for whoever goes on
+        nevertheless.
+        """
+        position = self._position[chunk]
+        failures = self._failures.setdefault(position, _Failures())
+        failures.by_rank[rank] += 1
+        failures.by_cause[cause] += 1
+        failures.log.append((rank, cause))
+        decision = decide(cause, failures.by_cause[cause], fraction)
+        if isinstance(decision, Retry) and chunk_attempts is not None and len(failures.log) >= chunk_attempts:
+            decision = Fail(f"{cause.replace('_', ' ')}, after {len(failures.log)} workers' attempts")
+        self._end_lease(position, now_s + (decision.delay_s if isinstance(decision, Retry) else 0.0))
+        return decision
+
+    def failures(self, chunk: int) -> tuple[tuple[int, str], ...]:
+        """(rank, cause) of every failure of the chunk, in order."""
+        found = self._failures.get(self._position[chunk])
+        return () if found is None else tuple(found.log)
+
+    # --- ranks come and go ---------------------------------------------------------------------------------
+
+    def rank_lost(self, rank: int) -> None:
+        """Nobody is there for the rank: nothing is fetched for it. What it was fetching is `requeue`d apart."""
+        if rank not in self._present:
+            return
+        self._present.remove(rank)
+        for position in np.flatnonzero(self._as_array(rank)):
+            if self._state[position] is not ChunkState.LEASED and not self.needing(self._order[position]):
+                self._state[position] = ChunkState.DONE
+        self._offer_again()
 
     def restart_rank(self, rank: int) -> list[int]:
-        """A new process has the rank and nothing placed: it needs everything again. All its chunks, in plan order."""
-        self._left[rank] = set(self._needs[rank])
-        for chunk in self._needs[rank]:
-            if self._states[chunk] is ChunkState.PENDING:
-                heapq.heappush(self._ready, chunk)  # it may have been dropped when nobody needed it
-        return sorted(self._needs[rank])
+        """The rank begins anew and needs everything. Returns what is in the arena for others' sake, in plan order:
+        pin each for the rank and tell it, or call `evicted`.
+        """
+        self._present.add(rank)
+        self._need_all(rank)
+        readable = []
+        for position in sorted(self._needs[rank].tolist()):
+            if self._state[position] is ChunkState.COMMITTED:
+                readable.append(self._order[position])
+            elif self._state[position] is ChunkState.DONE:
+                self._to_pending(position)
+        self._offer_again()
+        return readable
 
-    def left(self, rank: int) -> int:
-        """Chunks the rank has not placed yet."""
-        return len(self._left[rank])
+    # --- inside --------------------------------------------------------------------------------------------
 
-    # -- inside ------------------------------------------------------------------------------------------------
+    def _as_array(self, rank: int) -> NDArray[np.uint8]:
+        return np.frombuffer(self._outstanding[rank], np.uint8)
 
-    def _make_pending(self, chunk: int) -> None:
-        self._states[chunk] = ChunkState.PENDING
-        heapq.heappush(self._ready, chunk)
+    def _need_all(self, rank: int) -> None:
+        array = self._as_array(rank)
+        array[self._needs[rank]] = 1
+        self._left[rank] = int(np.count_nonzero(array))
 
-    def _should_avoid(self, chunk: int, rank: int) -> bool:
-        failed_by = self._failed_by.get(chunk)
-        return failed_by is not None and rank in failed_by and any(other not in failed_by for other in self._needs)
+    def _is_pending(self, position: int) -> bool:
+        return self._state[position] is ChunkState.PENDING
+
+    def _may_try(self, rank: int, position: int) -> bool:
+        """Whether the rank has not failed on it yet, or every present rank has."""
+        tried = self._failures[position].by_rank
+        return not tried[rank] or all(tried[other] for other in self._present)
+
+    def _end_lease(self, position: int, not_before_s: float) -> None:
+        self._leases[position] = max(0, self._leases[position] - 1)
+        if self._state[position] is ChunkState.LEASED and not self._leases[position]:
+            self._to_pending(position, not_before_s)
+
+    def _to_pending(self, position: int, not_before_s: float = 0.0) -> None:
+        if not self.needing(self._order[position]):
+            self._state[position] = ChunkState.DONE
+            return
+        self._state[position] = ChunkState.PENDING
+        if position in self._failures:
+            heapq.heappush(self._delayed, (not_before_s, position))
+        else:
+            heapq.heappush(self._fresh, position)
+
+    def _wake_delayed(self, now_s: float) -> None:
+        while self._delayed and self._delayed[0][0] <= now_s:
+            _, position = heapq.heappop(self._delayed)
+            for rank in self._present:
+                if self._is_pending(position) and self._may_try(rank, position):
+                    heapq.heappush(self._retries[rank], position)
+
+    def _offer_again(self) -> None:
+        """Other ranks are there than before: whoever may now try a failed chunk is offered it."""
+        waiting = {position for _, position in self._delayed}
+        for position in self._failures:
+            if self._is_pending(position) and position not in waiting:
+                heapq.heappush(self._delayed, (0.0, position))

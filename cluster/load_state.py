@@ -1,192 +1,342 @@
-"""The life of a model as one table and one pure function.
+"""The life of one load, and of the model it leaves in memory: one table and one pure function.
 
-Rule: everything that changes the state of a load is in this file. `advance(life, event)` looks the event up in
-`TRANSITIONS`; when every rank is ready, the joint condition `_settled` moves the load on. Events of an older attempt,
-or of a rank's earlier incarnation, change nothing, nor do events after the end; a repeated report is a self-loop.
-`docs/load_states.md` is printed from the table.
+Everything that decides about states is in this file. `TRANSITIONS` says what each event does in each state; a
+pair that is not in it is a bug and raises. `SETTLES` says what follows from the ranks alone, whatever
+the last event was: the last rank that becomes ready makes the load READY.
+
+Events carry the attempt they belong to, and those of a rank its incarnation. What comes late (an older
+attempt or incarnation), twice, or after the end changes nothing. `docs/load_states.md` is printed from these
+tables (`python -m cluster.load_state`).
 """
 
 from __future__ import annotations
 
 import enum
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
-from cluster.errors import LoadError
+from cluster.errors import IllegalTransition
 
 
-class State(enum.Enum):
-    """Where a load stands."""
+class LoadState(enum.Enum):
+    """Where a load is."""
 
-    PLANNING = "planning"  # the manifest is read, the plan made
-    STARTING = "starting"  # places, agents and workers are found and started
-    WAITING = "waiting"  # as STARTING, but resources are missing and the caller wants to wait
-    LOADING = "loading"  # workers stream, verify and place
-    READY = "ready"  # every rank has all its slices
-    DEGRADED = "degraded"  # was READY; a rank was lost and is being loaded again
-    FAILED = "failed"  # over, with an error
-    RELEASED = "released"  # over, because nobody wants it any more
+    PLANNING = "planning"
+    WAITING = "waiting"
+    STARTING = "starting"
+    LOADING = "loading"
+    READY = "ready"
+    DEGRADED = "degraded"
+    FAILED = "failed"
+    RELEASED = "released"
 
     @property
-    def is_over(self) -> bool:
-        return self in (State.FAILED, State.RELEASED)
+    def is_terminal(self) -> bool:
+        """Whether nothing more can happen."""
+        return self in (LoadState.FAILED, LoadState.RELEASED)
 
 
-@dataclass(frozen=True, slots=True)
+MEANINGS: Mapping[LoadState, str] = {
+    LoadState.PLANNING: "the model is read and the plan made",
+    LoadState.WAITING: "places for the ranks are missing",
+    LoadState.STARTING: "agents and workers are being started",
+    LoadState.LOADING: "ranks fetch, verify and place",
+    LoadState.READY: "every rank holds exactly its slices",
+    LoadState.DEGRADED: "it was ready, a rank was lost and is being filled again",
+    LoadState.FAILED: "it ended with an error",
+    LoadState.RELEASED: "it was given up; its memory is free",
+}
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
 class Event:
-    """Something that happened to a load."""
+    """Something that happened to a load, in one attempt at it."""
 
-    attempt: int
+    attempt: int = 1
 
 
 @dataclass(frozen=True, slots=True)
 class Planned(Event):
-    """The plan is made."""
+    """There is a plan, and it fits."""
 
 
 @dataclass(frozen=True, slots=True)
 class ResourcesMissing(Event):
-    """Not enough free GPUs or places now."""
+    """Not all ranks have a place."""
 
 
 @dataclass(frozen=True, slots=True)
-class Placed(Event):
-    """Every rank has a place."""
+class ResourcesGranted(Event):
+    """All ranks have a place."""
 
 
 @dataclass(frozen=True, slots=True)
 class Started(Event):
-    """Agents know the load and workers are being started."""
+    """Every rank has its worker."""
 
 
 @dataclass(frozen=True, slots=True)
-class RankEvent(Event):
-    """Something that happened to one rank."""
+class RankProgress(Event):
+    """A rank holds so many bytes of its slices."""
+
+    rank: int
+    incarnation: int
+    placed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankReady(Event):
+    """A rank holds all its slices."""
 
     rank: int
     incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
-class RankReady(RankEvent):
-    """The rank has all its slices."""
+class RankLost(Event):
+    """A rank's worker is dead or does not answer; what it held is gone."""
+
+    rank: int
+    incarnation: int
 
 
 @dataclass(frozen=True, slots=True)
-class RankLost(RankEvent):
-    """The rank's process is dead."""
+class RankReplaced(Event):
+    """A rank has a new worker, which begins anew."""
+
+    rank: int
+    incarnation: int  # of the new worker
 
 
 @dataclass(frozen=True, slots=True)
-class RankReplaced(RankEvent):
-    """A new process, `incarnation`, has the rank."""
+class Replanned(Event):
+    """A new attempt begins; `attempt` is its number."""
 
 
 @dataclass(frozen=True, slots=True)
 class Failed(Event):
-    """The load cannot end well."""
+    """The load cannot go on."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled(Event):
+    """Nobody wants the load any more, before it was ready."""
 
 
 @dataclass(frozen=True, slots=True)
 class Released(Event):
-    """Nobody wants the model any more."""
+    """Nobody holds the model any more."""
 
 
-_ENDS: dict[type[Event], State] = {Failed: State.FAILED, Released: State.RELEASED}
-_RANKS = (RankReady, RankLost, RankReplaced)
+EVENTS: tuple[type[Event], ...] = (
+    Planned,
+    ResourcesMissing,
+    ResourcesGranted,
+    Started,
+    RankProgress,
+    RankReady,
+    RankLost,
+    RankReplaced,
+    Replanned,
+    Failed,
+    Cancelled,
+    Released,
+)
 
-TRANSITIONS: dict[State, dict[type[Event], State]] = {
-    State.PLANNING: {Planned: State.STARTING, **_ENDS},
-    State.STARTING: {
-        ResourcesMissing: State.WAITING,
-        Placed: State.STARTING,
-        Started: State.LOADING,
-        Planned: State.STARTING,
-        **_ENDS,
-    },
-    State.WAITING: {ResourcesMissing: State.WAITING, Placed: State.STARTING, Planned: State.WAITING, **_ENDS},
-    State.LOADING: {**dict.fromkeys(_RANKS, State.LOADING), Started: State.LOADING, **_ENDS},
-    State.READY: {RankReady: State.READY, RankLost: State.DEGRADED, RankReplaced: State.DEGRADED, **_ENDS},
-    State.DEGRADED: {**dict.fromkeys(_RANKS, State.DEGRADED), **_ENDS},
-    State.FAILED: {},
-    State.RELEASED: {},
+_S = LoadState
+_ENDS: dict[type[Event], LoadState] = {
+    Replanned: _S.PLANNING,
+    Failed: _S.FAILED,
+    Cancelled: _S.RELEASED,
+    Released: _S.RELEASED,
 }
 
 
-class IllegalEvent(LoadError):
-    """An event that cannot happen in that state: a bug, not bad luck."""
+def _stay(state: LoadState, *events: type[Event]) -> dict[type[Event], LoadState]:
+    return dict.fromkeys(events, state)
+
+
+_RANK_EVENTS = (RankProgress, RankReady, RankLost, RankReplaced)
+
+TRANSITIONS: Mapping[LoadState, Mapping[type[Event], LoadState]] = {
+    _S.PLANNING: {Planned: _S.STARTING, **_ENDS},
+    _S.STARTING: {
+        **_stay(_S.STARTING, Planned, ResourcesGranted, *_RANK_EVENTS),
+        ResourcesMissing: _S.WAITING,
+        Started: _S.LOADING,
+        **_ENDS,
+    },
+    _S.WAITING: {
+        **_stay(_S.WAITING, Planned, ResourcesMissing),
+        ResourcesGranted: _S.STARTING,
+        Started: _S.LOADING,
+        **_ENDS,
+    },
+    _S.LOADING: {**_stay(_S.LOADING, Planned, ResourcesGranted, Started, *_RANK_EVENTS), **_ENDS},
+    _S.READY: {**_stay(_S.READY, Planned, ResourcesGranted, Started, *_RANK_EVENTS), **_ENDS},
+    _S.DEGRADED: {**_stay(_S.DEGRADED, Planned, ResourcesGranted, Started, *_RANK_EVENTS), **_ENDS},
+    _S.FAILED: {},
+    _S.RELEASED: {},
+}
+
+# (state, all ranks ready?) -> state. Looked up after every event.
+SETTLES: Mapping[tuple[LoadState, bool], LoadState] = {
+    (_S.LOADING, True): _S.READY,
+    (_S.READY, False): _S.DEGRADED,
+    (_S.DEGRADED, True): _S.READY,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RankLife:
+    """One rank, as the coordinator knows it."""
+
+    incarnation: int = 0  # of its worker, 0 for the first
+    placed_bytes: int = 0
+    ready: bool = False
+    lost: bool = False  # the worker of this incarnation is gone
 
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """State of one load, and what decides about it."""
+    """One load. Changed only by `advance`, which returns a new one."""
 
-    state: State
-    attempt: int
-    incarnations: tuple[int, ...]  # of each rank's worker
-    ready: frozenset[int]  # ranks that have all their slices
+    state: LoadState
+    attempt: int  # from 1 on; never falls
+    ranks: tuple[RankLife, ...]
+    error: str = ""  # why it failed
 
-    @staticmethod
-    def new(ranks: int) -> Life:
-        return Life(State.PLANNING, 1, (0,) * ranks, frozenset())
+    @classmethod
+    def new(cls, world_size: int) -> Life:
+        """A load of that many ranks, at its beginning."""
+        return cls(LoadState.PLANNING, 1, (RankLife(),) * world_size)
 
     @property
     def is_over(self) -> bool:
-        return self.state.is_over
+        """Whether it has failed or was released."""
+        return self.state.is_terminal
 
     @property
     def is_ready(self) -> bool:
-        return self.state is State.READY
+        """Whether every rank holds its slices now."""
+        return self.state is LoadState.READY
+
+    @property
+    def ranks_ready(self) -> int:
+        return sum(rank.ready for rank in self.ranks)
+
+    @property
+    def placed_bytes(self) -> int:
+        return sum(rank.placed_bytes for rank in self.ranks)
 
 
 def advance(life: Life, event: Event) -> Life:
-    """The life after the event; the same object when it changes nothing.
+    """The load after the event; the very same object when the event changes nothing.
 
-    Raises IllegalEvent for an event that the state does not know.
+    Raises IllegalTransition for an event that cannot come in this state, a rank that the load has not got,
+    and an attempt or incarnation that nobody has begun.
     """
     if life.is_over or event.attempt < life.attempt:
         return life
-    if isinstance(event, RankEvent):
-        if not 0 <= event.rank < len(life.incarnations):
-            raise IllegalEvent("no such rank", rank=event.rank)
-        current = life.incarnations[event.rank]
-        replaces = isinstance(event, RankReplaced)
-        if event.incarnation < current or (replaces and event.incarnation == current):
-            return life  # late, or heard before
-        if event.incarnation > current and not replaces:
-            raise IllegalEvent(
-                "an incarnation that was never announced", rank=event.rank, incarnation=event.incarnation
-            )
-    following = TRANSITIONS[life.state].get(type(event))
-    if following is None:
-        raise IllegalEvent(f"{type(event).__name__} cannot happen while {life.state.value}", attempt=event.attempt)
-    if isinstance(event, RankReady):
-        moved = replace(life, state=following, ready=life.ready | {event.rank})
-    elif isinstance(event, RankLost):
-        moved = replace(life, state=following, ready=life.ready - {event.rank})
-    elif isinstance(event, RankReplaced):
-        incarnations = list(life.incarnations)
-        incarnations[event.rank] = event.incarnation
-        moved = replace(life, state=following, ready=life.ready - {event.rank}, incarnations=tuple(incarnations))
+    to = TRANSITIONS[life.state].get(type(event))
+    if to is None or (event.attempt > life.attempt and not isinstance(event, Replanned)):
+        raise IllegalTransition(
+            "this cannot happen to a load in this state",
+            event=type(event).__name__,
+            state=life.state.value,
+            event_attempt=event.attempt,
+            attempt=life.attempt,
+        )
+    if isinstance(event, Replanned):
+        # A repeated one: the attempt has begun.
+        return life if event.attempt == life.attempt else _begin_again(life, event.attempt)
+    ranks = life.ranks
+    if isinstance(event, RankProgress | RankReady | RankLost | RankReplaced):
+        ranks = _with_rank(life, event)
+    to = SETTLES.get((to, all(rank.ready for rank in ranks)), to)
+    if to is life.state and ranks is life.ranks:
+        return life
+    return replace(life, state=to, ranks=ranks, error=event.error if isinstance(event, Failed) else "")
+
+
+def _begin_again(life: Life, attempt: int) -> Life:
+    """Incarnations go on counting: a worker of the last attempt is late in this one."""
+    ranks = tuple(RankLife(incarnation=rank.incarnation) for rank in life.ranks)
+    return Life(LoadState.PLANNING, attempt, ranks)
+
+
+def _with_rank(life: Life, event: RankProgress | RankReady | RankLost | RankReplaced) -> tuple[RankLife, ...]:
+    """The ranks after the event; the same tuple when it is late or repeated."""
+    if not 0 <= event.rank < len(life.ranks):
+        raise IllegalTransition("the load has no such rank", rank=event.rank, ranks=len(life.ranks))
+    before = life.ranks[event.rank]
+    if event.incarnation > before.incarnation and not isinstance(event, RankReplaced):
+        raise IllegalTransition(
+            "nobody has started this incarnation of the rank",
+            rank=event.rank,
+            event_incarnation=event.incarnation,
+            incarnation=before.incarnation,
+        )
+    after = before
+    if isinstance(event, RankReplaced):
+        if event.incarnation > before.incarnation:
+            after = RankLife(event.incarnation)
+    elif event.incarnation < before.incarnation or before.lost:
+        pass
+    elif isinstance(event, RankProgress):
+        after = replace(before, placed_bytes=max(before.placed_bytes, event.placed_bytes))
+    elif isinstance(event, RankReady):
+        after = replace(before, ready=True)
     else:
-        moved = replace(life, state=following)
-    moved = _settled(moved)
-    return life if moved == life else moved
+        after = RankLife(before.incarnation, lost=True)
+    if after == before:
+        return life.ranks
+    return (*life.ranks[: event.rank], after, *life.ranks[event.rank + 1 :])
 
 
-def _settled(life: Life) -> Life:
-    """The joint condition: the last rank that becomes ready makes the model ready."""
-    if life.state in (State.LOADING, State.DEGRADED) and len(life.ready) == len(life.incarnations):
-        return replace(life, state=State.READY)
-    return life
-
-
-def diagram() -> str:
-    """The table as a Mermaid state diagram, for the docs."""
-    lines = ["stateDiagram-v2", "    [*] --> planning"]
+def state_diagram() -> str:
+    """The tables as a Mermaid diagram, without the events that change no state."""
+    arrows: dict[tuple[str, str], list[str]] = {}
     for state, row in TRANSITIONS.items():
-        for event, following in row.items():
-            if following is not state:
-                lines.append(f"    {state.value} --> {following.value}: {event.__name__}")
-    lines += [f"    {state.value} --> ready: last rank ready" for state in (State.LOADING, State.DEGRADED)]
-    lines += [f"    {state.value} --> [*]" for state in State if state.is_over]
-    return "\n".join(lines) + "\n"
+        for event, to in row.items():
+            if to is not state:
+                arrows.setdefault((state.name, to.name), []).append(event.__name__)
+    for (state, all_ready), to in SETTLES.items():
+        label = "all ranks ready" if all_ready else "a rank is not ready"
+        arrows.setdefault((state.name, to.name), []).append(label)
+    lines = ["stateDiagram-v2", f"    [*] --> {LoadState.PLANNING.name}"]
+    lines += [f"    {start} --> {end}: {', '.join(labels)}" for (start, end), labels in arrows.items()]
+    lines += [f"    {state.name} --> [*]" for state in LoadState if state.is_terminal]
+    return "\n".join(lines)
+
+
+def render_doc() -> str:
+    """The text of docs/load_states.md."""
+    meanings = "\n".join(f"| {state.name} | {MEANINGS[state]} |" for state in LoadState)
+    events = "\n".join(f"| {kind.__name__} | {(kind.__doc__ or '').rstrip('.')} |" for kind in EVENTS)
+    return f"""# The states of a load
+
+Printed from the tables in `cluster/load_state.py`; print it again with
+`python -m cluster.load_state > docs/load_states.md`.
+
+| state | meaning |
+|---|---|
+{meanings}
+
+```mermaid
+{state_diagram()}
+```
+
+Arrows with a lower-case label follow from the ranks alone, whatever the last event was. Events that are not on an
+arrow out of a state change no state there. Late and repeated events change nothing; FAILED and RELEASED are final.
+
+| event | what happened |
+|---|---|
+{events}
+"""
+
+
+if __name__ == "__main__":
+    print(render_doc(), end="")

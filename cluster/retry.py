@@ -1,14 +1,14 @@
-"""What to do about a failure: try again after a pause, or give up. One row per cause; a pure decision.
+"""What to do after a failure: one table from cause to budget, and one pure function over it.
 
-A chunk is tried by one worker up to `fetch_attempts` times (this table may say fewer), then given to another, up to
-`chunk_attempts` workers. Pauses are "full jitter": anywhere between nothing and an exponentially growing cap, so that
-many workers that failed together do not come back together (Brooker, "Exponential Backoff And Jitter", AWS 2015).
+A new kind of failure is an error class, a row in `_CAUSES` and a row in `RETRIES`.
 """
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 
+from cluster.errors import RankLost
 from storage.errors import (
     AccessDenied,
     IntegrityError,
@@ -24,46 +24,20 @@ from storage.errors import (
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """What one cause is worth."""
+    """How often one cause may strike one chunk, and how long to wait in between."""
 
-    tries: int  # by one worker in a row, the first included; 1: never by the same worker again
-    base_s: float = 0.1  # cap of the first pause; doubles with each
-    cap_s: float = 5.0  # no pause is longer
-    final: bool = False  # no other worker will do better: the load fails
-
-
-BUDGETS: dict[str, Budget] = {
-    "unavailable": Budget(tries=6),
-    "throttled": Budget(tries=10, base_s=0.5, cap_s=20.0),
-    "short_read": Budget(tries=6),
-    "range_mismatch": Budget(tries=3),
-    "digest_mismatch": Budget(tries=3, base_s=0.05),
-    "lease_expired": Budget(tries=4, base_s=0.0),
-    "worker_died": Budget(tries=4, base_s=0.0),
-    "access_denied": Budget(tries=1, final=True),
-    "not_found": Budget(tries=1, final=True),
-    "object_changed": Budget(tries=1, final=True),
-    "other": Budget(tries=1, final=True),
-}
-
-# The first row that matches names the cause: subclasses stand before their parents.
-_CAUSES: tuple[tuple[type[LongshoreError], str], ...] = (
-    (Throttled, "throttled"),
-    (ShortRead, "short_read"),
-    (StoreUnavailable, "unavailable"),
-    (RangeMismatch, "range_mismatch"),
-    (IntegrityError, "digest_mismatch"),
-    (AccessDenied, "access_denied"),
-    (ObjectNotFound, "not_found"),
-    (ObjectChanged, "object_changed"),
-)
+    failures: int  # so many are forgiven; the next one ends it. 0: never retried
+    base_s: float = 0.0  # longest wait after the first failure; doubles with each one more
+    cap_s: float = 0.0  # no wait is longer
+    same_worker: int = 0  # failures after which another worker should try, when there is one
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Try again after `delay_s`."""
+    """Try again."""
 
     delay_s: float
+    avoid_worker: bool  # by another worker, if there is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,28 +47,49 @@ class Fail:
     reason: str
 
 
+# Budgets of one chunk over all workers of a node; a worker's own tries (Config.fetch_attempts) come before.
+RETRIES: Mapping[str, Budget] = {
+    "unavailable": Budget(failures=12, base_s=0.1, cap_s=5.0, same_worker=4),
+    "throttled": Budget(failures=20, base_s=0.5, cap_s=20.0, same_worker=20),  # no worker is luckier than others
+    "short_read": Budget(failures=12, base_s=0.05, cap_s=2.0, same_worker=4),
+    "range_mismatch": Budget(failures=6, base_s=0.1, cap_s=2.0, same_worker=2),
+    "digest_mismatch": Budget(failures=3, base_s=0.05, cap_s=1.0, same_worker=2),
+    "lease_expired": Budget(failures=4, same_worker=0),
+    "worker_died": Budget(failures=6, same_worker=0),
+    "object_changed": Budget(failures=0),
+    "not_found": Budget(failures=0),
+    "access_denied": Budget(failures=0),
+    "unexpected": Budget(failures=0),
+}
+
+# The first class that fits counts: the special ones come before those they derive from.
+_CAUSES: tuple[tuple[type[LongshoreError], str], ...] = (
+    (Throttled, "throttled"),
+    (ShortRead, "short_read"),
+    (StoreUnavailable, "unavailable"),
+    (RangeMismatch, "range_mismatch"),
+    (IntegrityError, "digest_mismatch"),
+    (ObjectChanged, "object_changed"),
+    (ObjectNotFound, "not_found"),
+    (AccessDenied, "access_denied"),
+    (RankLost, "worker_died"),
+)
+
+
 def cause_of(error: LongshoreError) -> str:
-    """The row of `BUDGETS` that an error belongs to."""
-    return next((cause for kind, cause in _CAUSES if isinstance(error, kind)), "other")
+    """The row of RETRIES that an error belongs to; "unexpected" for all that no retry can help."""
+    return next((cause for kind, cause in _CAUSES if isinstance(error, kind)), "unexpected")
 
 
-def decide(cause: str, failures: int, chance: float, *, most_tries: int) -> Retry | Fail:
-    """After `failures` (1 or more) failures of one cause by the same worker: once more, or give the work back.
+def decide(cause: str, failures: int, fraction: float, *, budgets: Mapping[str, Budget] = RETRIES) -> Retry | Fail:
+    """What follows the `failures`-th failure (counted from 1) of one chunk by this cause.
 
-    `chance` in [0, 1) picks the pause; `most_tries` bounds every row.
+    `fraction` is a random number of [0, 1): the wait is that part of the longest one (full jitter), so that
+    workers which failed together do not come back together. An unknown cause is not retried.
     """
-    budget = BUDGETS[cause]
-    tries = min(budget.tries, most_tries)
-    if failures >= tries:
-        return Fail(f"{cause}: {failures} of {tries} tries failed")
-    return Retry(chance * min(budget.cap_s, budget.base_s * 2.0 ** (failures - 1)))
-
-
-def decide_elsewhere(cause: str, workers_failed: int, chance: float, *, most_workers: int) -> Retry | Fail:
-    """After `workers_failed` workers gave a chunk up: to another one, or the load fails."""
-    budget = BUDGETS[cause]
-    if budget.final:
-        return Fail(f"{cause}: no worker can do better")
-    if workers_failed >= most_workers:
-        return Fail(f"{cause}: given up by {workers_failed} workers")
-    return Retry(chance * min(budget.cap_s, budget.base_s * 2.0 ** (workers_failed - 1)))
+    budget = budgets.get(cause, Budget(failures=0))
+    if failures > budget.failures:
+        times = f"{failures} times" if budget.failures else "which no retry helps"
+        return Fail(f"{cause.replace('_', ' ')}, {times}")
+    longest_s = min(budget.cap_s, budget.base_s * 2.0 ** min(failures - 1, 60))
+    return Retry(delay_s=fraction * longest_s, avoid_worker=failures > budget.same_worker)
