@@ -4,8 +4,9 @@
         ref = parse_uri("s3://bucket/model", endpoint_url=server.endpoint_url)
         store = open_store(ref, server.credentials())
 
-First-level folders are buckets and the files in them are objects, also those dropped in by hand. For the demo,
-a laptop and the tests; not for production. The child ends with the block, and with the parent however that dies.
+First-level folders are buckets and the files in them are objects, also those dropped in by hand (`refresh`). For
+the demo, a laptop and the tests; not for production. The child ends with the block, and with the parent however
+that dies.
 """
 
 from __future__ import annotations
@@ -101,6 +102,14 @@ class EmbeddedS3:
         path.mkdir(exist_ok=True)
         return path
 
+    def refresh(self) -> None:
+        """Make the server notice files that were added, changed or removed by hand since it last looked.
+
+        Until then it serves what is on disk under the old ETag and size. rclone forgets its listings on SIGHUP.
+        """
+        if self._process is not None and self._process.poll() is None:
+            self._process.send_signal(signal.SIGHUP)
+
     def close(self) -> None:
         """End the server and wait until it is gone. Idempotent."""
         process = self._process
@@ -123,8 +132,8 @@ class EmbeddedS3:
 
     def _run(self, program: Path, port: int) -> None:
         command = [str(program), "serve", "s3", "--addr", f"127.0.0.1:{port}", "--vfs-read-wait", "0s"]
-        # Files that are dropped in or replaced by hand are objects at once.
-        command += ["--dir-cache-time", "0s", "--vfs-read-chunk-size", "off", str(self.folder)]
+        # Without a cached listing every request would hash the whole file for its ETag; see `refresh`.
+        command += ["--dir-cache-time", "1000h", "--vfs-read-chunk-size", "off", str(self.folder)]
         # No configuration of the user's; the keys go by environment, where `ps` does not show them.
         env = {name: value for name, value in os.environ.items() if not name.startswith("RCLONE_")}
         env["RCLONE_CONFIG"] = os.devnull

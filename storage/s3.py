@@ -154,7 +154,9 @@ class S3Store:
     @contextmanager
     def upload(self, key: str) -> Iterator[S3Upload]:
         """A multipart upload that is aborted unless it is completed; a small object becomes one PUT."""
-        upload = S3Upload(self._client, self._ref.bucket, self._full_key(key), key, self.uri, self._part_bytes)
+        upload = S3Upload(
+            self._client, self._ref.bucket, self._full_key(key), key, self.uri, self._part_bytes, self.stat
+        )
         try:
             yield upload
         finally:

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Callable
 from typing import TYPE_CHECKING
 
 from botocore.exceptions import BotoCoreError, ClientError
@@ -22,13 +23,23 @@ _MAX_PARTS = 10_000  # S3's own limit
 class S3Upload:
     """Made by `S3Store.upload`. One thread at a time."""
 
-    def __init__(self, client: S3Client, bucket: str, full_key: str, key: str, uri: str, part_bytes: int) -> None:
+    def __init__(
+        self,
+        client: S3Client,
+        bucket: str,
+        full_key: str,
+        key: str,
+        uri: str,
+        part_bytes: int,
+        stat: Callable[[str], ObjectInfo],
+    ) -> None:
         self._client = client
         self._bucket = bucket
         self._full_key = full_key
         self._key = key
         self._uri = uri
         self._part_bytes = part_bytes
+        self._stat = stat
         self._pending = bytearray()  # never longer than one part
         self._parts: list[CompletedPartTypeDef] = []
         self._upload_id: str | None = None
@@ -55,6 +66,7 @@ class S3Upload:
         if self._over:
             raise StoreError("the upload is over", uri=self._uri, key=self._key)
         try:
+            etag = None
             if self._upload_id is None:
                 body = bytes(self._pending)
                 put = self._client.put_object(
@@ -64,17 +76,27 @@ class S3Upload:
             else:
                 if self._pending:
                     self._send_part()
-                done = self._client.complete_multipart_upload(
+                self._client.complete_multipart_upload(
                     Bucket=self._bucket,
                     Key=self._full_key,
                     UploadId=self._upload_id,
                     MultipartUpload={"Parts": self._parts},
                 )
-                etag = done.get("ETag")
         except (ClientError, BotoCoreError) as error:
             raise from_botocore_error(error, uri=self._uri, key=self._key) from error
         self._over = True
-        return ObjectInfo(self._key, self._size_bytes, normal_etag(etag))
+        if self._upload_id is None:
+            return ObjectInfo(self._key, self._size_bytes, normal_etag(etag))
+        info = self._stat(self._key)  # some servers answer the completion with another ETag than they serve later
+        if info.size_bytes != self._size_bytes:
+            raise StoreError(
+                "the stored object has another size than what was sent",
+                uri=self._uri,
+                key=self._key,
+                expected=self._size_bytes,
+                found=info.size_bytes,
+            )
+        return info
 
     def abort(self) -> None:
         """Drop what was sent, unless the upload is complete. Does not raise: the reason for aborting matters more."""
