@@ -20,7 +20,7 @@ class Config(BaseModel):
     model_config = ConfigDict(frozen=True, extra="forbid")
 
     arena_bytes: int = Field(0, ge=0)  # shared memory per node for chunks; 0: a quarter of free /dev/shm, 8 GiB at most
-    slot_bytes: int = Field(16 * MIB, ge=MIB, le=64 * MIB)  # one arena slot: the largest chunk that can be loaded
+    slot_bytes: int = Field(8 * MIB, ge=MIB, le=16 * MIB)  # one arena slot: the largest chunk that can be loaded
     chunk_bytes: int = Field(8 * MIB, ge=MIB, le=16 * MIB)  # chunk size for models without a manifest
     fetch_threads: int = Field(4, ge=1, le=64)  # requests in flight per rank
     lease_deadline_s: float = Field(60.0, gt=0)  # a chunk not committed by then goes back to the queue

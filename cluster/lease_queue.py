@@ -96,6 +96,10 @@ class LeaseQueue:
         """When the first chunk that waits out a delay may be tried again; None when none does."""
         return self._delayed[0][0] if self._delayed else None
 
+    def chunks(self) -> list[int]:
+        """All chunks of the load on this node, in plan order."""
+        return list(self._order)
+
     def pending(self) -> list[int]:
         """Every chunk that nobody fetches yet, in plan order; O(n)."""
         return [chunk for p, chunk in enumerate(self._order) if self._state[p] is ChunkState.PENDING]
@@ -112,6 +116,10 @@ class LeaseQueue:
     def outstanding(self, rank: int) -> list[int]:
         """Chunks the rank has not placed, in plan order; O(n)."""
         return [self._order[position] for position in np.flatnonzero(self._as_array(rank))]
+
+    def left(self, rank: int) -> int:
+        """How many chunks the rank has not placed."""
+        return self._left[rank]
 
     @property
     def complete(self) -> bool:

@@ -19,7 +19,7 @@ from storage.model_index import ChunkTable, Shard
 
 @dataclass(frozen=True, slots=True)
 class RankCoords:
-    """Where a rank stands in the mesh. Ranks are numbered with tp fastest: ((data * fsdp_size) + fsdp) * tp_size + tp."""
+    """Where a rank stands in the mesh. Ranks count with tp fastest: ((data * fsdp_size) + fsdp) * tp_size + tp."""
 
     data: int
     fsdp: int

@@ -119,7 +119,8 @@ class LoadReport(_Jsonable):
     @property
     def peak_host_bytes(self) -> int:
         """Sum over our processes of their highest proportional set sizes: tensors in CPU memory included."""
-        return sum(part.peak_host_bytes for part in (*self.ranks, *self.nodes))
+        ranks = sum(rank.peak_host_bytes for rank in self.ranks)
+        return ranks + sum(node.peak_host_bytes for node in self.nodes)
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,0 +1,150 @@
+"""From a lease to a verified chunk: read, check the digest, try again, give up.
+
+The tries here are those of one worker; when they are used up the chunk goes back to the agent, which gives it to
+another worker or ends the load (`cluster.retry` has both budgets).
+"""
+
+from __future__ import annotations
+
+import random
+import threading
+import time
+from dataclasses import dataclass, field
+
+from cluster.messages import Commit, FetchFailure, LeaseOrder, SharedTables
+from cluster.report import StageTimes
+from cluster.retry import Fail, cause_of, decide
+from storage.arena import Arena
+from storage.checksum import digest_of
+from storage.errors import IntegrityError, LongshoreError
+from storage.object_store import ObjectStore
+
+
+@dataclass(slots=True)
+class StageClock:
+    """What one thread did, in seconds and bytes. Written by that thread only."""
+
+    busy_s: float = 0.0  # reading (fetch thread) or copying (place thread)
+    bytes: int = 0
+    verify_s: float = 0.0
+    verify_bytes: int = 0
+    wait_s: float = 0.0
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedChunk:
+    """How a lease ended: committed, failed, or (neither) handed back unused."""
+
+    lease_id: str
+    commit: Commit | None = None
+    failure: FetchFailure | None = None
+    retries: dict[str, int] = field(default_factory=dict)  # by cause
+    refused_bytes: int = 0  # bytes that came and were thrown away
+
+
+class ChunkFetcher:
+    """Carries out leases; thread-safe, one `StageClock` per thread."""
+
+    def __init__(self, store: ObjectStore, tables: SharedTables, attempts: int) -> None:
+        self._store = store
+        self._tables = tables
+        self._attempts = attempts
+        self._stopped = threading.Event()
+        self._closed: set[str] = set()
+        self._clocks: list[StageClock] = []
+
+    def clock(self) -> StageClock:
+        """A clock for the calling thread."""
+        clock = StageClock()
+        self._clocks.append(clock)
+        return clock
+
+    def stop(self) -> None:
+        """No new try begins; a read that is under way ends by itself."""
+        self._stopped.set()
+
+    def restart(self) -> None:
+        self._stopped.clear()
+
+    def close_leases(self, lease_ids: set[str]) -> None:
+        """These leases are void: whoever works on one hands it back before its next try."""
+        self._closed |= lease_ids
+
+    def fetch(self, arena: Arena, lease: LeaseOrder, clock: StageClock) -> FetchedChunk:
+        """Fill the leased slot. Never raises for what a store can do."""
+        chunks = self._tables.chunks
+        shard = self._tables.shards[chunks.shard[lease.chunk]]
+        byte_range = chunks.byte_range(lease.chunk)
+        give_up_s = time.monotonic() + lease.deadline_s
+        retries: dict[str, int] = {}
+        refused_bytes = 0
+        slot = arena.slot(lease.slot)
+        target = slot[: byte_range.size_bytes]
+        try:
+            tries = 0
+            while True:
+                tries += 1
+                if self._stopped.is_set() or lease.lease_id in self._closed or time.monotonic() > give_up_s:
+                    return FetchedChunk(lease.lease_id, retries=retries, refused_bytes=refused_bytes)
+                error: LongshoreError
+                try:
+                    begun_s = time.monotonic()
+                    try:
+                        self._store.read_into(shard.key, byte_range, target, etag=shard.etag)
+                    finally:
+                        clock.busy_s += time.monotonic() - begun_s
+                    clock.bytes += len(target)
+                    self._verify(lease.chunk, target, clock)
+                    return FetchedChunk(
+                        lease.lease_id, Commit(lease.lease_id, lease.chunk), None, retries, refused_bytes
+                    )
+                except IntegrityError as mismatch:
+                    refused_bytes += len(target)
+                    error = mismatch
+                except LongshoreError as failed:
+                    error = failed
+                cause = cause_of(error)
+                retries[cause] = retries.get(cause, 0) + 1
+                decision = decide(cause, retries[cause], random.random())
+                if tries >= self._attempts or isinstance(decision, Fail):
+                    failure = FetchFailure(lease.lease_id, lease.chunk, self._described(error, lease.chunk), tries)
+                    return FetchedChunk(lease.lease_id, None, failure, retries, refused_bytes)
+                self._stopped.wait(decision.delay_s)
+        finally:
+            target.release()
+            slot.release()
+
+    def _verify(self, chunk: int, data: memoryview, clock: StageClock) -> None:
+        chunks = self._tables.chunks
+        expected = chunks.digest(chunk)
+        if expected is None or chunks.hash_name is None:
+            return
+        begun_s = time.monotonic()
+        found = digest_of(chunks.hash_name, data)
+        clock.verify_s += time.monotonic() - begun_s
+        clock.verify_bytes += len(data)
+        if found != expected:
+            raise IntegrityError(
+                "bytes from the store are not the published ones",
+                hint="the object is damaged, or was replaced after it was published: longshore verify shows all of it",
+                expected=f"{chunks.hash_name}:{expected.hex()}",
+                found=f"{chunks.hash_name}:{found.hex()}",
+            )
+
+    def _described(self, error: LongshoreError, chunk: int) -> LongshoreError:
+        shard = self._tables.shards[self._tables.chunks.shard[chunk]]
+        byte_range = self._tables.chunks.byte_range(chunk)
+        return error.with_details(shard=shard.key, chunk=chunk, range=str(byte_range))
+
+    def stage_times(self, place: StageClock) -> StageTimes:
+        clocks = self._clocks
+        return StageTimes(
+            fetch_s=sum(clock.busy_s for clock in clocks),
+            fetch_bytes=sum(clock.bytes for clock in clocks),
+            verify_s=sum(clock.verify_s for clock in clocks),
+            verify_bytes=sum(clock.verify_bytes for clock in clocks),
+            place_s=place.busy_s,
+            place_bytes=place.bytes,
+            wait_slot_s=sum(clock.wait_s for clock in clocks),
+            wait_chunk_s=place.wait_s,
+        )

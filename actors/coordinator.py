@@ -1,0 +1,258 @@
+"""The one actor that knows every model of the cluster. It holds no bytes and imports no torch.
+
+    client --load(request)--> model id; then wait() until READY or FAILED, renew() to hold, release()
+    agent --heartbeat(beat)--> what it should forget or report again
+    LoadRun (one task per load) plans, starts and tends the ranks; this class answers questions and keeps holders
+
+When it is killed, Ray starts it again with nothing: agents hand back the records it left with them in their
+heartbeats, and clients renew their holds (`_adopt`). Workers notice nothing.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import time
+import uuid
+from dataclasses import replace
+from typing import Any
+
+from actors import nodes, spawn
+from actors.load_run import LoadRun, SavedLoad
+from actors.model_record import ModelRecord
+from actors.planner import Planner
+from cluster.config import Config
+from cluster.errors import LoadCancelled, ModelNotFound
+from cluster.holders import Holders
+from cluster.load_state import Life
+from cluster.messages import AgentBeat, BeatReply, LoadRequest
+from cluster.report import ClusterStatus, LoadProgress, LoadReport, NodeStatus
+from cluster.topology import resolve_device
+from longshore.install_check import check_packages
+from longshore.version import PROTOCOL_VERSION, __version__
+from storage.errors import LongshoreError
+
+ENDED_KEPT_S = 300.0  # a failed or released model stays listed for this long, so that its error can be read
+MOST_ENDED = 50
+
+
+class Coordinator:
+    """Plain class; `actors.launch` makes the actor."""
+
+    def __init__(self, config: Config) -> None:
+        check_packages()
+        self._config = config
+        self._incarnation = uuid.uuid4().hex[:12]
+        self._planner = Planner(config.chunk_bytes, config.read_timeout_s)
+        self._models: dict[str, ModelRecord] = {}
+        self._beats: dict[str, tuple[AgentBeat, float]] = {}
+        self._admission = asyncio.Lock()  # who takes which rank places is decided one load at a time
+        self._keeper: asyncio.Task[None] | None = None
+        self._last_renewed: dict[str, float] = {}
+
+    # -- clients -----------------------------------------------------------------------------------------------
+
+    async def ping(self) -> dict[str, Any]:
+        """Who this is. Clients compare the versions with their own."""
+        self._start_keeper()
+        return {
+            "version": __version__,
+            "protocol": PROTOCOL_VERSION,
+            "incarnation": self._incarnation,
+            "holder_ttl_s": self._config.holder_ttl_s,
+        }
+
+    async def load(self, request: LoadRequest) -> tuple[str, bool]:
+        """(model id, True when it was resident or under way already). The caller holds it from now on."""
+        self._start_keeper()
+        if request.device == "auto":
+            infos = await asyncio.to_thread(nodes.cluster_nodes, (), self._config.cpu_ranks_per_node)
+            request = replace(request, device=resolve_device(infos, "auto"))
+        for record in list(self._models.values()):
+            if record.request.identity() != request.identity() or record.life.is_over:
+                continue
+            if record.life.is_ready and not await self._planner.is_current(record.request, record.revision):
+                continue  # the stored model is another one by now; who holds the old one keeps it
+            if record.life.is_over:
+                continue
+            record.holders = record.holders.hold(request.client_id, time.monotonic(), keep=request.keep)
+            return record.model_id, True
+        record = ModelRecord(
+            model_id=_new_model_id(request),
+            request=request,
+            life=Life.new(request.world_size),
+            holders=Holders().hold(request.client_id, time.monotonic(), keep=request.keep),
+        )
+        self._models[record.model_id] = record
+        self._run(record)
+        return record.model_id, False
+
+    async def wait(
+        self, model_id: str, seen: int, timeout_s: float
+    ) -> tuple[int, LoadProgress, LoadReport | None, LongshoreError | None]:
+        """The model's state as soon as it differs from version `seen`, or after `timeout_s`."""
+        record = self._record(model_id)
+        async with record.changed:
+            with contextlib.suppress(TimeoutError):
+                await asyncio.wait_for(record.changed.wait_for(lambda: record.version != seen), timeout=timeout_s)
+        return record.version, record.progress(), record.report, record.error
+
+    async def workers(self, model_id: str) -> list[Any]:
+        """Handles of a READY model's workers, by rank. Raises ModelNotFound, or why the model is not ready."""
+        record = self._record(model_id)
+        if record.error is not None:
+            raise record.error
+        if not record.life.is_ready:
+            raise ModelNotFound("the model is not ready", model=model_id, state=record.life.state.value)
+        return [record.seats[rank].worker for rank in sorted(record.seats)]
+
+    async def renew(self, client_id: str, model_ids: list[str]) -> list[str]:
+        """The client lives and still wants these models. Answers with those that are gone."""
+        now_s = time.monotonic()
+        gone = []
+        for model_id in model_ids:
+            record = self._models.get(model_id)
+            if record is None or record.life.is_over:
+                gone.append(model_id)
+            else:
+                record.holders = record.holders.hold(client_id, now_s)
+        return gone
+
+    async def release(self, model_id: str, client_id: str | None, *, force: bool = False) -> bool:
+        """Drop one hold, or with `force` all of them and `keep`. True when the memory is being freed."""
+        record = self._record(model_id)
+        if force:
+            record.holders = Holders()
+        elif client_id is not None:
+            record.holders = record.holders.drop(client_id)
+        if record.holders.wanted:
+            return False
+        await self._end(record, LoadCancelled("the model was released", model=model_id))
+        return True
+
+    async def unkeep(self, model_id: str) -> bool:
+        """Take the keep flag away; the model goes when nobody holds it. True when it is being freed."""
+        record = self._record(model_id)
+        record.holders = Holders(False, record.holders.heard_s)
+        return await self.release(model_id, None)
+
+    async def status(self) -> ClusterStatus:
+        now_s = time.monotonic()
+        agents = tuple(
+            NodeStatus(
+                node=beat.node_id,
+                host=beat.host,
+                arena_bytes=beat.arena.arena_bytes,
+                used_bytes=beat.arena.committed_bytes,
+                leased_slots=beat.arena.leased_slots,
+                quarantined_slots=beat.arena.quarantined_slots,
+                heartbeat_age_s=now_s - heard_s,
+            )
+            for beat, heard_s in self._beats.values()
+        )
+        models = tuple(record.status() for record in self._models.values())
+        return ClusterStatus(__version__, self._incarnation, models, agents)
+
+    async def shutdown(self) -> None:
+        """End every model and agent. For a cluster that is about to stop; the caller then ends this actor."""
+        for record in list(self._models.values()):
+            await self._end(record, LoadCancelled("the cluster is shut down", model=record.model_id))
+        await asyncio.gather(*(self._end_agent(node_id) for node_id in list(self._beats)), return_exceptions=True)
+        if self._keeper is not None:
+            self._keeper.cancel()
+        await self._planner.close()
+
+    # -- agents ------------------------------------------------------------------------------------------------
+
+    async def heartbeat(self, beat: AgentBeat) -> BeatReply:
+        """An agent lives; progress of its ranks is in the message."""
+        self._start_keeper()
+        self._beats[beat.node_id] = (beat, time.monotonic())
+        for load_id, packed in beat.records.items():
+            self._adopt(load_id, packed, beat)
+        unknown = tuple(load.load_id for load in beat.loads if load.load_id not in self._models)
+        ended = tuple(
+            load.load_id
+            for load in beat.loads
+            if load.load_id in self._models and self._models[load.load_id].life.is_over
+        )
+        for load in beat.loads:
+            record = self._models.get(load.load_id)
+            if record is not None and not record.life.is_over:
+                record.store_bytes[beat.node_id] = load.store_bytes
+        for rank in beat.ranks:
+            record = self._models.get(rank.load_id)
+            seat = record.seats.get(rank.rank) if record is not None else None
+            if record is None or seat is None or seat.incarnation != rank.incarnation:
+                continue
+            moved = rank.placed_bytes != seat.placed_bytes
+            seat.placed_bytes = rank.placed_bytes
+            if rank.silent_s > self._config.stuck_after_s and seat.worker is not None:
+                spawn.end_actor(seat.worker)  # whoever tends the rank learns it from the pending call, and replaces it
+            if moved:
+                await record.touch()
+        return BeatReply(self._incarnation, unknown, ended)
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _record(self, model_id: str) -> ModelRecord:
+        record = self._models.get(model_id)
+        if record is None:
+            raise ModelNotFound(
+                "no such model", hint="longshore status lists the models of this cluster", model=model_id
+            )
+        return record
+
+    def _run(self, record: ModelRecord, incarnations: dict[int, int] | None = None) -> None:
+        run = LoadRun(record, self._planner, self._config, self._models, self._admission)
+        work = run.run() if incarnations is None else run.resume(incarnations)
+        record.task = asyncio.get_running_loop().create_task(work)
+
+    def _adopt(self, load_id: str, packed: bytes, beat: AgentBeat) -> None:
+        """A load that an earlier incarnation of this actor began."""
+        if load_id in self._models:
+            return
+        record = SavedLoad.unpack(packed).restore(load_id, time.monotonic())
+        incarnations = {rank.rank: rank.incarnation for rank in beat.ranks if rank.load_id == load_id}
+        self._models[load_id] = record
+        self._run(record, incarnations)
+
+    async def _end(self, record: ModelRecord, error: LongshoreError) -> None:
+        """Free everything a model has."""
+        if record.task is not None and not record.task.done():
+            record.task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await record.task
+        await LoadRun(record, self._planner, self._config, self._models, self._admission).end(error)
+
+    async def _end_agent(self, node_id: str) -> None:
+        agent = spawn.find_agent(node_id)
+        if agent is not None:
+            with contextlib.suppress(Exception):
+                await asyncio.wait_for(agent.shutdown.remote(), 10)
+            spawn.end_actor(agent)
+
+    def _start_keeper(self) -> None:
+        if self._keeper is None or self._keeper.done():
+            self._keeper = asyncio.get_running_loop().create_task(self._keep_house())
+
+    async def _keep_house(self) -> None:
+        """Lapsed holders, and ended models that nobody asked about for long."""
+        while True:
+            await asyncio.sleep(min(1.0, self._config.holder_ttl_s / 4))
+            now_s = time.monotonic()
+            for record in list(self._models.values()):
+                if record.life.is_over:
+                    if now_s - record.ended_s > ENDED_KEPT_S:
+                        self._models.pop(record.model_id, None)
+                    continue
+                record.holders = record.holders.without_lapsed(now_s, self._config.holder_ttl_s)
+                if not record.holders.wanted:
+                    await self._end(record, LoadCancelled("every client that wanted it is gone", model=record.model_id))
+
+
+def _new_model_id(request: LoadRequest) -> str:
+    """Readable, and unique for each load: "llama-7b-3f9a21c4"."""
+    last = request.uri.rstrip("/").rsplit("/", 1)[-1].lower()
+    name = "".join(char if char.isalnum() and char.isascii() else "-" for char in last).strip("-")[:32]
+    return f"{name or 'model'}-{uuid.uuid4().hex[:8]}"

@@ -1,0 +1,402 @@
+"""One load from request to READY, and the model's ranks after that: plan, place, start, tend, end.
+
+    run:     plan (planning process) -> nodes and GPUs -> agents -> fit -> begin on every node -> workers -> tend
+    tend:    one task per rank waits for its worker's outcome, then for its end; a death makes a new incarnation
+    resume:  the same from "tend" on, for a load whose coordinator was killed
+
+What happens next is decided by the pure `cluster.load_state`; this file carries it out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import pickle
+import time
+from dataclasses import dataclass, replace
+from typing import Any
+
+from ray.exceptions import RayActorError, RayError, RayTaskError
+
+from actors import nodes, spawn
+from actors.model_record import ModelRecord, Seat
+from actors.planner import Planner
+from cluster import load_state
+from cluster.config import Config
+from cluster.errors import ClusterError, LoadCancelled, LoadError, RankLost
+from cluster.fit import check_fit, min_slots
+from cluster.holders import Holders
+from cluster.layout import Layout
+from cluster.messages import FetchSettings, LoadRequest, NodeJob, PackedPlan, RankJob
+from cluster.report import LoadReport, NodeReport
+from cluster.topology import assign_ranks, bundle_of_ranks, bundles_for
+from storage.errors import LongshoreError
+
+RankEvent = load_state.RankReady | load_state.RankLost | load_state.RankReplaced
+CALL_TIMEOUT_S = 60.0  # for calls to actors that answer at once when they are well
+
+
+@dataclass(frozen=True, slots=True)
+class SavedLoad:
+    """What agents keep for a coordinator that loses its memory: enough to find every actor again."""
+
+    request: LoadRequest
+    attempt: int
+    revision: str
+    total_bytes: int
+    seats: tuple[tuple[int, str, str], ...]  # (rank, node id, host)
+    group: Any
+
+    def pack(self) -> bytes:
+        return pickle.dumps(self, protocol=5)
+
+    @staticmethod
+    def unpack(data: bytes) -> SavedLoad:
+        saved: SavedLoad = pickle.loads(data)
+        return saved
+
+    def restore(self, load_id: str, now_s: float) -> ModelRecord:
+        """The record as far as it is known. The client that asked is taken to hold it, until it lapses."""
+        record = ModelRecord(
+            model_id=load_id,
+            request=self.request,
+            life=load_state.Life.new(self.request.world_size),
+            holders=Holders().hold(self.request.client_id, now_s, keep=self.request.keep),
+            total_bytes=self.total_bytes,
+            revision=self.revision,
+            group=self.group,
+        )
+        bundles = _bundles(self.group, self.request) if self.group is not None else None
+        record.seats = {
+            rank: Seat(rank, node_id, host, bundles[rank] if bundles else None) for rank, node_id, host in self.seats
+        }
+        return record
+
+
+class LoadRun:
+    """Acts for one model. `models` is the coordinator's table, read to know what others hold."""
+
+    def __init__(
+        self,
+        record: ModelRecord,
+        planner: Planner,
+        config: Config,
+        models: dict[str, ModelRecord],
+        admission: asyncio.Lock,
+    ) -> None:
+        self._record = record
+        self._planner = planner
+        self._config = config
+        self._models = models
+        self._admission = admission
+
+    # -- the two ways in ---------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """From the request to the model's end. Never raises: what goes wrong ends the model with that error."""
+        try:
+            plan = await self._plan()
+            await self._take_places(plan)
+            await self._begin(plan)
+            await self._tend_all()
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            await self.end(_unwrapped(error))
+
+    async def resume(self, incarnations: dict[int, int]) -> None:
+        """After the coordinator was restarted: find the workers by name and go on."""
+        try:
+            await self._event(load_state.Planned)
+            await self._event(load_state.Started)
+            for seat in self._record.seats.values():
+                seat.incarnation = incarnations.get(seat.rank, 0)
+                await self._rank_event(load_state.RankReplaced, seat)
+                seat.worker = await asyncio.to_thread(
+                    spawn.find_worker, self._record.model_id, seat.rank, seat.incarnation
+                )
+            await self._tend_all()
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            await self.end(_unwrapped(error))
+
+    async def end(self, error: LongshoreError) -> None:
+        """Free everything; the model is over, with `error`."""
+        record = self._record
+        if record.life.is_over:
+            return
+        record.error, record.ended_s = error, time.monotonic()
+        attempt = record.life.attempt
+        if isinstance(error, LoadCancelled):
+            await self._advance(load_state.Released(attempt=attempt))
+        else:
+            await self._advance(load_state.Failed(str(error), attempt=attempt))
+        seats = [seat for seat in record.seats.values() if seat.worker is not None]
+        for seat in seats:
+            # Asked first so that the rank's memory goes back in order; killed in any case.
+            with contextlib.suppress(Exception):
+                seat.worker.stop.options(concurrency_group="control").remote()
+        for seat in seats:
+            await asyncio.to_thread(spawn.end_actor, seat.worker)
+        await asyncio.gather(*(self._end_on(node_id) for node_id in record.nodes), return_exceptions=True)
+        if record.group is not None:
+            await asyncio.to_thread(spawn.remove_group, record.group)
+        await record.touch()
+
+    # -- the steps of a load -----------------------------------------------------------------------------------
+
+    async def _plan(self) -> PackedPlan:
+        record = self._record
+        plan = await self._planner.prepare(record.request)
+        record.plan, record.revision = plan, plan.revision
+        record.total_bytes = sum(rank.size_bytes for rank in plan.ranks)
+        record.planned_s = time.monotonic()
+        await self._event(load_state.Planned)
+        return plan
+
+    async def _take_places(self, plan: PackedPlan) -> None:
+        """Decide which rank sits where. One load at a time, or two would take the same places."""
+        request = self._record.request
+        layout = Layout(request.tensor_parallel_size, request.fsdp_size, request.data_parallel_size)
+        deadline_s = time.monotonic() + request.wait_for_resources_s
+        while True:
+            async with self._admission:
+                try:
+                    await self._try_places(layout)
+                    break
+                except ClusterError as error:
+                    if time.monotonic() >= deadline_s or not nodes.may_resolve(error):
+                        raise
+                    message = str(error)
+            await self._event(load_state.ResourcesMissing)
+            await self._record.touch(f"waiting for resources: {message}")
+            await asyncio.sleep(min(1.0, max(0.05, deadline_s - time.monotonic())))
+        await self._event(load_state.ResourcesGranted)
+        await self._record.touch("")
+        agents = await self._agents()
+        facts = await nodes.facts_of(agents, CALL_TIMEOUT_S)
+        order = sorted(agents)
+        rank_nodes = [order.index(self._record.seats[rank].node_id) for rank in range(layout.ranks)]
+        misfit = check_fit(plan, rank_nodes, [facts[node_id] for node_id in order], self._config, request.device)
+        if misfit is not None:
+            raise misfit
+
+    async def _try_places(self, layout: Layout) -> None:
+        record, request = self._record, self._record.request
+        others = [other for other in self._models.values() if other is not record and not other.life.is_over]
+        infos = await asyncio.to_thread(nodes.cluster_nodes, others, self._config.cpu_ranks_per_node)
+        if request.placement_group is not None:
+            places = await asyncio.to_thread(nodes.places_in_group, request.placement_group, request)
+        elif request.device == "cuda":
+            holders = [other.model_id for other in others if other.request.device == "cuda" and other.seats]
+            assigned = assign_ranks(infos, layout, "cuda", self._config.cpu_ranks_per_node, holders)
+            sizes = bundles_for(layout, [info.gpus_free for info in infos])
+            del assigned  # it proved that there is room; Ray decides where the bundles go
+            record.group = await asyncio.to_thread(spawn.create_group, record.model_id, sizes)
+            try:
+                await nodes.group_ready(record.group, request, holders)
+            except BaseException:
+                group, record.group = record.group, None
+                await asyncio.to_thread(spawn.remove_group, group)
+                raise
+            places = await asyncio.to_thread(nodes.places_in_own_group, record.group, bundle_of_ranks(sizes))
+        else:
+            holders = [other.model_id for other in others if other.request.device == "cpu" and other.seats]
+            assigned = assign_ranks(infos, layout, "cpu", self._config.cpu_ranks_per_node, holders)
+            places = [(infos[index].node_id, infos[index].host, None) for index in assigned]
+        record.seats = {rank: Seat(rank, node_id, host, bundle) for rank, (node_id, host, bundle) in enumerate(places)}
+
+    async def _agents(self) -> dict[str, Any]:
+        return await asyncio.to_thread(
+            lambda: {
+                node_id: spawn.start_agent(node_id, host, self._config) for node_id, host in self._record.nodes.items()
+            }
+        )
+
+    async def _begin(self, plan: PackedPlan) -> None:
+        """Tell every agent what its node needs; then start the workers."""
+        record = self._record
+        saved = SavedLoad(
+            replace(record.request, store=record.request.store.without_credentials()),
+            record.life.attempt,
+            plan.revision,
+            record.total_bytes,
+            tuple((seat.rank, seat.node_id, seat.host) for seat in record.seats.values()),
+            record.group or record.request.placement_group,
+        ).pack()
+        await asyncio.gather(*(self._begin_on(node_id, plan, saved) for node_id in record.nodes))
+        await self._event(load_state.Started)
+
+    async def _begin_on(self, node_id: str, plan: PackedPlan, saved: bytes) -> None:
+        record = self._record
+        ranks = record.ranks_on(node_id)
+        job = NodeJob(
+            load_id=record.model_id,
+            attempt=record.life.attempt,
+            shared=plan.shared,
+            store_identity=record.request.store.ref.identity(),
+            needs={rank: plan.needs[rank] for rank in ranks},
+            min_slots=min_slots(len(ranks)),
+            chunk_attempts=self._config.chunk_attempts,
+            lease_deadline_s=self._config.lease_deadline_s,
+            record=saved,
+        )
+        agent = (await self._agents())[node_id]
+        while not await asyncio.wait_for(agent.begin.remote(job), CALL_TIMEOUT_S):
+            await record.touch("waiting for arena slots that other loads hold")
+            await asyncio.sleep(0.2)
+        await record.touch("")
+
+    async def _tend_all(self) -> None:
+        """Runs for as long as the model lives."""
+        tasks = [asyncio.create_task(self._tend(seat)) for seat in self._record.seats.values()]
+        try:
+            await asyncio.gather(*tasks)
+        finally:
+            for task in tasks:
+                task.cancel()
+            await asyncio.gather(*tasks, return_exceptions=True)
+
+    async def _tend(self, seat: Seat) -> None:
+        """Keep one rank alive: a worker that dies is replaced, `rank_restarts` times."""
+        record = self._record
+        restarts = 0
+        while True:
+            try:
+                if seat.worker is None:
+                    await self._seat_worker(seat)
+                outcome = seat.worker.outcome.options(concurrency_group="wait").remote()
+                seat.report = await outcome
+                await self._rank_event(load_state.RankReady, seat)
+                if record.life.is_ready and record.report is None:
+                    record.report = await self._report()
+                    record.ended_s = time.monotonic()
+                    await record.touch()
+                await seat.worker.lifetime.options(concurrency_group="wait").remote()
+                return
+            except RayActorError as error:
+                seat.report = None
+                await self._rank_event(load_state.RankLost, seat)
+                restarts += 1
+                if restarts > self._config.rank_restarts:
+                    raise RankLost(
+                        f"rank {seat.rank} was lost {restarts} times",
+                        hint="see the worker's log in Ray's session folder; out of memory is the usual cause",
+                        rank=seat.rank,
+                        host=seat.host,
+                        cause=str(error).splitlines()[0][:300],
+                    ) from error
+                await self._replace(seat)
+
+    async def _seat_worker(self, seat: Seat) -> None:
+        record = self._record
+        plan = record.plan
+        if plan is None:  # this coordinator was restarted and has not planned this load itself
+            plan = record.plan = await self._planner.prepare(record.request)
+            if plan.revision != record.revision:
+                raise LoadError("the stored model has changed since the load began", model=record.model_id)
+        seat.worker = await asyncio.to_thread(
+            lambda: spawn.start_worker(
+                record.model_id,
+                seat.rank,
+                seat.incarnation,
+                node_id=seat.node_id,
+                device=record.request.device,
+                bundle=seat.bundle,
+                orphan_after_s=self._config.orphan_after_s,
+            )
+        )
+        job = RankJob(
+            load_id=record.model_id,
+            attempt=record.life.attempt,
+            rank=seat.rank,
+            incarnation=seat.incarnation,
+            shared=plan.shared,
+            plan=plan.plans[seat.rank],
+            store=record.request.store,
+            fetch=FetchSettings(
+                self._config.fetch_threads,
+                self._config.fetch_attempts,
+                self._config.read_timeout_s,
+                self._config.heartbeat_s,
+            ),
+        )
+        await seat.worker.start.options(concurrency_group="control").remote(job)
+
+    async def _replace(self, seat: Seat) -> None:
+        """A new incarnation for a rank whose worker is gone; only its own slices are loaded again."""
+        await asyncio.to_thread(spawn.end_actor, seat.worker)
+        seat.worker, seat.placed_bytes = None, 0
+        seat.incarnation += 1
+        agent = (await self._agents())[seat.node_id]
+        await asyncio.wait_for(
+            agent.rank_lost.remote(self._record.model_id, seat.rank, seat.incarnation), CALL_TIMEOUT_S
+        )
+        await self._rank_event(load_state.RankReplaced, seat)
+
+    async def _report(self) -> LoadReport:
+        record, request = self._record, self._record.request
+        plan = record.plan or await self._planner.prepare(request)
+        groups = [record.ranks_on(node_id) for node_id in record.nodes]
+        overfetch = await self._planner.overfetch_bytes(request, groups)
+        agents = await self._agents()
+        answers: list[NodeReport] = await asyncio.gather(
+            *(asyncio.wait_for(agents[n].report.remote(record.model_id), CALL_TIMEOUT_S) for n in record.nodes)
+        )
+        ranks = tuple(seat.report for _, seat in sorted(record.seats.items()) if seat.report is not None)
+        now_s = time.monotonic()
+        load_s = max((rank.load_s for rank in ranks), default=0.0)
+        return LoadReport(
+            model_id=record.model_id,
+            uri=request.uri,
+            revision=record.revision,
+            verified=plan.verified,
+            placement_mode="via_arena",
+            resident=False,
+            tensor_parallel_size=request.tensor_parallel_size,
+            fsdp_size=request.fsdp_size,
+            data_parallel_size=request.data_parallel_size,
+            model_bytes=plan.model_bytes,
+            placed_bytes=sum(rank.size_bytes for rank in ranks),
+            overfetch_bytes=sum(overfetch),
+            plan_s=record.planned_s - record.created_s,
+            start_s=max(0.0, now_s - record.planned_s - load_s),
+            load_s=load_s,
+            total_s=now_s - record.created_s,
+            attempts=record.life.attempt,
+            ranks=ranks,
+            nodes=tuple(answers),
+        )
+
+    # -- small things ------------------------------------------------------------------------------------------
+
+    async def _event(self, kind: type[load_state.Event]) -> None:
+        await self._advance(kind(attempt=self._record.life.attempt))
+
+    async def _rank_event(self, kind: type[RankEvent], seat: Seat) -> None:
+        await self._advance(kind(seat.rank, seat.incarnation, attempt=self._record.life.attempt))
+
+    async def _advance(self, event: load_state.Event) -> None:
+        self._record.life = load_state.advance(self._record.life, event)
+        await self._record.touch()
+
+    async def _end_on(self, node_id: str) -> None:
+        agent = await asyncio.to_thread(spawn.find_agent, node_id)
+        if agent is not None:
+            await asyncio.wait_for(agent.end.remote(self._record.model_id), CALL_TIMEOUT_S)
+
+
+def _bundles(group: Any, request: LoadRequest) -> list[Any]:
+    return [bundle for _, _, bundle in nodes.places_in_group(group, request)]
+
+
+def _unwrapped(error: BaseException) -> LongshoreError:
+    """The typed error inside what Ray raised; anything unforeseen becomes one too."""
+    if isinstance(error, RayTaskError):
+        error = error.cause
+    if isinstance(error, LongshoreError):
+        return error
+    if isinstance(error, RayError):
+        return ClusterError("Ray failed under the load", cause=f"{type(error).__name__}: {error}"[:500])
+    return LoadError(f"the load failed: {type(error).__name__}: {error}"[:500])

@@ -1,0 +1,100 @@
+"""The coordinator's notes on one model: the request, the pure state of its life, and handles to the actors it has."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.holders import Holders
+from cluster.load_state import Life
+from cluster.messages import LoadRequest, PackedPlan
+from cluster.report import LoadProgress, LoadReport, ModelStatus, RankReport
+from storage.errors import LongshoreError
+
+
+@dataclass(slots=True)
+class Seat:
+    """One rank's place: the node it is on and the worker that sits there now."""
+
+    rank: int
+    node_id: str
+    host: str
+    bundle: tuple[Any, int] | None  # (placement group, bundle index)
+    incarnation: int = 0
+    worker: Any = None
+    placed_bytes: int = 0
+    report: RankReport | None = None
+
+
+@dataclass(slots=True)
+class ModelRecord:
+    """One model. Everything that decides is in `life` and `holders`, which are pure; the rest is for acting."""
+
+    model_id: str
+    request: LoadRequest
+    life: Life
+    holders: Holders
+    created_s: float = field(default_factory=time.monotonic)
+    planned_s: float = 0.0
+    ended_s: float = 0.0  # READY, or over
+    plan: PackedPlan | None = None
+    total_bytes: int = 0
+    revision: str = ""
+    seats: dict[int, Seat] = field(default_factory=dict)
+    group: Any = None  # the placement group, when it is ours
+    store_bytes: dict[str, int] = field(default_factory=dict)  # by node
+    report: LoadReport | None = None
+    error: LongshoreError | None = None
+    message: str = ""
+    task: asyncio.Task[None] | None = None
+    version: int = 0  # grows with every change a waiting client would want to see
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    @property
+    def nodes(self) -> dict[str, str]:
+        """node id -> host, of the nodes that have ranks."""
+        return {seat.node_id: seat.host for seat in self.seats.values()}
+
+    def ranks_on(self, node_id: str) -> tuple[int, ...]:
+        return tuple(sorted(seat.rank for seat in self.seats.values() if seat.node_id == node_id))
+
+    async def touch(self, message: str | None = None) -> None:
+        """Wake whoever waits for this model."""
+        async with self.changed:
+            self.version += 1
+            if message is not None:
+                self.message = message
+            self.changed.notify_all()
+
+    def progress(self) -> LoadProgress:
+        placed = sum(seat.report.size_bytes if seat.report else seat.placed_bytes for seat in self.seats.values())
+        end_s = self.ended_s or time.monotonic()
+        return LoadProgress(
+            model_id=self.model_id,
+            uri=self.request.uri,
+            state=self.life.state.value,
+            placed_bytes=placed,
+            total_bytes=self.total_bytes,
+            store_bytes=sum(self.store_bytes.values()),
+            ranks_ready=sum(seat.report is not None for seat in self.seats.values()),
+            ranks_total=self.request.world_size,
+            elapsed_s=max(0.0, end_s - self.created_s),
+            message=self.message,
+        )
+
+    def status(self) -> ModelStatus:
+        request = self.request
+        return ModelStatus(
+            progress=self.progress(),
+            revision=self.revision,
+            tensor_parallel_size=request.tensor_parallel_size,
+            fsdp_size=request.fsdp_size,
+            data_parallel_size=request.data_parallel_size,
+            device=request.device,
+            keep=self.holders.keep,
+            holders=len(self.holders),
+            rank_hosts=tuple(self.seats[rank].host for rank in sorted(self.seats)),
+            error=str(self.error) if self.error else "",
+        )

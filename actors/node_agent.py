@@ -1,0 +1,277 @@
+"""One per node: owns the arena and its cache, hands out leases, watches the node's ranks, reports to the coordinator.
+
+    coordinator --begin, rank_lost, end--> NodeLedger (pure) <--join, exchange-- ranks of this node
+    threads: touch (gives slots their memory), tick (deadlines, dead processes), beat (heartbeat to the coordinator)
+
+Every decision is the ledger's; this class adds the lock, the clock, the waiting and the processes.
+"""
+
+from __future__ import annotations
+
+import os
+import socket
+import subprocess
+import threading
+import time
+import uuid
+from typing import Protocol
+
+from actors.node_ledger import NodeLedger
+from cluster.config import Config
+from cluster.messages import (
+    AgentBeat,
+    BeatReply,
+    JoinReply,
+    NodeFacts,
+    NodeJob,
+    Orders,
+    RankHello,
+    RankUpdate,
+)
+from cluster.report import NodeReport
+from longshore.install_check import check_packages
+from longshore.version import __version__
+from storage.arena import Arena
+from storage.arena_files import SHM_DIRECTORY, arena_path, check_room, default_arena_bytes, sweep
+from storage.chunk_cache import ChunkCache
+from storage.errors import ArenaCorrupt, ArenaError, ArenaTooSmall, LongshoreError
+from storage.host_memory import available_host_bytes, free_bytes
+from storage.processes import ProcessId, processes_mapping, pss_bytes
+
+LONGEST_WAIT_S = 5.0  # of a rank for orders; it must not outlive the rank's patience with the agent
+
+
+class CoordinatorLink(Protocol):
+    """How an agent reaches the coordinator. Raises ClusterLost when nobody answers."""
+
+    def heartbeat(self, beat: AgentBeat) -> BeatReply: ...
+
+
+class NodeAgent:
+    """Plain class; `actors.spawn` makes the actor. Thread-safe: many calls wait in it at once."""
+
+    def __init__(
+        self,
+        config: Config,
+        cluster_id: str,
+        node_id: str,
+        host: str = "",
+        coordinator: CoordinatorLink | None = None,
+        directory: str = SHM_DIRECTORY,
+    ) -> None:
+        check_packages()
+        self._config = config
+        self._node_id = node_id
+        self._host = host or socket.gethostname()
+        self._coordinator = coordinator
+        self._incarnation = uuid.uuid4().hex[:12]
+        self._heard_s = time.monotonic()
+        self._changed = threading.Condition()
+        self._stopped = threading.Event()
+        self._error: LongshoreError | None = None
+        self._asked_for: tuple[str, ...] = ()
+        self._peak_bytes = 0
+        self._arena: Arena | None = None
+        try:
+            self._arena, restored = _open_arena(config, arena_path(cluster_id, node_id, directory), directory)
+            cache = ChunkCache(self._arena.slot_count, journal=self._arena, ready_slots=self._arena.ready_slots)
+            if restored:
+                survivors = [p for p in processes_mapping(self._arena.path) if p != ProcessId.current()]
+                cache.restore(survivors, time.monotonic())
+            self._ledger = NodeLedger(cache, self._arena.slot_bytes)
+        except LongshoreError as error:
+            # Raised from calls, not from here: an actor whose constructor fails loses its error's type.
+            self._error = error
+            return
+        for work in (self._touch, self._tick, self._beat):
+            threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True).start()
+
+    # -- coordinator -------------------------------------------------------------------------------------------
+
+    def facts(self) -> NodeFacts:
+        """What a plan needs to know. Raises ArenaTooLarge when this node cannot have its arena."""
+        arena = self._usable()
+        untouched = (arena.slot_count - arena.ready_slots) * arena.slot_bytes
+        return NodeFacts(
+            node_id=self._node_id,
+            host=self._host,
+            arena_bytes=arena.slot_count * arena.slot_bytes,
+            memory_free_bytes=max(0, available_host_bytes() - untouched),
+            gpu_total_bytes=_gpu_memory_bytes(),
+            version=__version__,
+        )
+
+    def begin(self, job: NodeJob) -> bool:
+        """Take on this node's share of a load. False: other loads hold the slots it must have; ask again.
+
+        Raises ArenaTooSmall when the arena can never have them.
+        """
+        self._usable()
+        with self._changed:
+            begun = self._ledger.begin(job, time.monotonic())
+            self._changed.notify_all()
+            return begun
+
+    def rank_lost(self, load_id: str, rank: int, incarnation: int) -> None:
+        """A rank's worker is dead; `incarnation` will take its place."""
+        with self._changed:
+            self._ledger.rank_lost(load_id, rank, incarnation, time.monotonic())
+            self._changed.notify_all()
+
+    def report(self, load_id: str) -> NodeReport:
+        """This node's share of a finished load."""
+        self._peak_bytes = max(self._peak_bytes, pss_bytes())
+        with self._changed:
+            return self._ledger.report(load_id, self._node_id, self._host, self._peak_bytes)
+
+    def end(self, load_id: str) -> None:
+        """The load is over, or its model released: ranks that still work on it are told to stop."""
+        with self._changed:
+            self._ledger.end(load_id, time.monotonic())
+            self._changed.notify_all()
+
+    def shutdown(self) -> None:
+        """Give the arena back. The agent does nothing after that."""
+        self._stopped.set()
+        with self._changed:
+            self._changed.notify_all()
+        if self._arena is not None:
+            self._arena.unlink()
+
+    # -- ranks -------------------------------------------------------------------------------------------------
+
+    def join(self, hello: RankHello) -> JoinReply:
+        """A rank introduces itself, at its start and after this agent was restarted."""
+        arena = self._usable()
+        with self._changed:
+            known = self._ledger.join(hello, time.monotonic())
+            self._changed.notify_all()
+        return JoinReply(arena.path, known)
+
+    def exchange(self, update: RankUpdate) -> Orders:
+        """What the rank did, for what it is to do next; waits up to `update.wait_s` for something to do."""
+        give_up_s = time.monotonic() + min(update.wait_s, LONGEST_WAIT_S)
+        with self._changed:
+            orders, others_may_go_on = self._ledger.exchange(update, time.monotonic())
+            if others_may_go_on:
+                self._changed.notify_all()
+            while orders is None and not self._stopped.is_set():
+                left_s = give_up_s - time.monotonic()
+                if left_s <= 0 or not self._changed.wait(left_s):
+                    break
+                orders = self._ledger.orders_for(update, time.monotonic())
+        return orders or Orders()
+
+    def coordinator_age_s(self) -> float:
+        """Seconds since this agent last heard the coordinator: by this, ranks know that they are orphans."""
+        return time.monotonic() - self._heard_s
+
+    # -- threads -----------------------------------------------------------------------------------------------
+
+    def _touch(self) -> None:
+        """Give every slot its memory, in the background; slots are usable as they are ready."""
+        arena = self._usable()
+        try:
+            reserving = threading.Thread(target=self._announce_ready, name="announce", daemon=True)
+            reserving.start()
+            arena.reserve(self._stopped.is_set)
+        except LongshoreError as error:
+            self._error = error
+            with self._changed:
+                self._ledger.fail_all(error)
+                self._changed.notify_all()
+
+    def _announce_ready(self) -> None:
+        arena = self._usable()
+        announced = -1
+        while not self._stopped.is_set() and announced < arena.slot_count and self._error is None:
+            ready = arena.ready_slots
+            if ready != announced:
+                announced = ready
+                with self._changed:
+                    self._ledger.add_ready(ready)
+                    self._changed.notify_all()
+            self._stopped.wait(0.01)
+
+    def _tick(self) -> None:
+        """Deadlines and deaths."""
+        while not self._stopped.wait(self._config.heartbeat_s / 2):
+            with self._changed:
+                processes = self._ledger.processes()
+            dead = [process for process in processes if not process.is_alive()]
+            with self._changed:
+                now_s = time.monotonic()
+                changed = self._ledger.expire(now_s)
+                for process in dead:
+                    self._ledger.process_dead(process, now_s)
+                overdue = self._ledger.overdue(now_s)
+                if changed or dead:
+                    self._changed.notify_all()
+            for process in overdue:
+                process.kill()  # it neither let go of its slot nor died: only its death makes the slot safe
+
+    def _beat(self) -> None:
+        """Heartbeat to the coordinator; an agent that has heard none for long ends itself."""
+        if self._coordinator is None:
+            return
+        while not self._stopped.wait(self._config.heartbeat_s):
+            with self._changed:
+                beat = self._ledger.beat(
+                    self._node_id, self._host, self._incarnation, time.monotonic(), self._asked_for
+                )
+            try:
+                reply = self._coordinator.heartbeat(beat)
+            except LongshoreError:
+                if time.monotonic() - self._heard_s > self._config.orphan_after_s:
+                    self.shutdown()
+                    os._exit(1)
+                continue
+            self._heard_s = time.monotonic()
+            self._asked_for = reply.unknown_loads
+            for load_id in reply.ended_loads:
+                self.end(load_id)
+
+    def _usable(self) -> Arena:
+        if self._error is not None:
+            raise self._error
+        if self._arena is None or self._stopped.is_set():
+            raise ArenaError("this node's agent has been shut down", node=self._node_id)
+        return self._arena
+
+
+def _open_arena(config: Config, path: str, directory: str) -> tuple[Arena, bool]:
+    """(the arena, whether it is the one an earlier process of this agent left)."""
+    try:
+        return Arena.adopt(path), True
+    except ArenaCorrupt:
+        pass  # none there, or not usable: a new one
+    sweep(directory)
+    available = available_host_bytes()
+    size_bytes = config.arena_bytes or default_arena_bytes(
+        free_bytes(directory), slot_bytes=config.slot_bytes, available_bytes=available
+    )
+    slot_count = size_bytes // config.slot_bytes
+    if slot_count < 1:
+        raise ArenaTooSmall(
+            "the arena would not have a single slot",
+            hint="raise LONGSHORE_ARENA_BYTES, or enlarge /dev/shm (docker --shm-size; emptyDir in memory)",
+            arena_bytes=size_bytes,
+            slot_bytes=config.slot_bytes,
+        )
+    check_room(directory, slot_count * config.slot_bytes)
+    return Arena.create(path, slot_count=slot_count, slot_bytes=config.slot_bytes), False
+
+
+def _gpu_memory_bytes() -> tuple[int, ...]:
+    """Memory of each GPU of the node, asked of the driver's own tool: this process must not open a CUDA context."""
+    try:
+        answer = subprocess.run(
+            ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
+            capture_output=True,
+            text=True,
+            timeout=10,
+            check=True,
+        )
+        return tuple(int(line) * (1 << 20) for line in answer.stdout.split())
+    except (OSError, subprocess.SubprocessError, ValueError):
+        return ()

@@ -1,0 +1,192 @@
+"""All loads of one node over one cache: routes messages, wakes those that wait for each other. Pure.
+
+`actors.node_agent` adds the lock, the clock and the processes; tests drive this class without any of them.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Iterable
+
+from actors.node_load import NodeLoad
+from cluster.messages import (
+    AgentBeat,
+    ArenaUse,
+    LoadBeat,
+    NodeJob,
+    Orders,
+    RankBeat,
+    RankHello,
+    RankUpdate,
+    unpack_shared,
+)
+from cluster.report import NodeReport
+from storage.chunk_cache import ChunkCache
+from storage.errors import ArenaTooSmall, LongshoreError
+from storage.leases import Lease
+from storage.processes import ProcessId
+
+QUARANTINE_GRACE_S = 30.0  # a holder that neither lets go of a taken-back slot nor dies within this is killed
+
+
+class NodeLedger:
+    """The node's loads."""
+
+    def __init__(self, cache: ChunkCache, slot_bytes: int, chance: random.Random | None = None) -> None:
+        self._cache = cache
+        self._slot_bytes = slot_bytes
+        self._chance = chance or random.Random()
+        self._loads: dict[str, NodeLoad] = {}
+
+    # -- coordinator -------------------------------------------------------------------------------------------
+
+    def begin(self, job: NodeJob, now_s: float) -> bool:
+        """True when the load has its minimum of slots; False: other loads have them, ask again.
+
+        The same job again changes nothing. Raises ArenaTooSmall when the arena can never do.
+        """
+        known = self._loads.get(job.load_id)
+        if known is not None and known.job.attempt >= job.attempt:
+            return True
+        largest = int(unpack_shared(job.shared).chunks.sizes_bytes().max(initial=0))
+        if largest > self._slot_bytes:
+            raise ArenaTooSmall(
+                f"the model was published in chunks of {largest} bytes, the arena's slots have {self._slot_bytes}",
+                hint="set LONGSHORE_SLOT_BYTES to at least that for the cluster, or publish with smaller chunks",
+                load=job.load_id,
+            )
+        if not self._cache.reserve(job.load_id, job.min_slots):
+            return False
+        load = NodeLoad(job, self._cache, now_s)
+        load.take_cached()
+        self._loads[job.load_id] = load
+        return True
+
+    def rank_lost(self, load_id: str, rank: int, incarnation: int, now_s: float) -> None:
+        load = self._loads.get(load_id)
+        if load is not None:
+            ended = load.rank_lost(rank, incarnation, now_s)
+            self._wake(ended)
+
+    def end(self, load_id: str, now_s: float) -> None:
+        """Forget the load. What its ranks still read or write stays fenced until they let go or are dead."""
+        load = self._loads.pop(load_id, None)
+        if load is not None:
+            self._wake(load.end(now_s))
+        else:
+            self._cache.end_owner(load_id, now_s)  # it may be waiting for its minimum
+
+    def fail_all(self, error: LongshoreError) -> None:
+        """The node cannot go on: every load on it ends with that error."""
+        for load in self._loads.values():
+            load.error = load.error or error
+
+    def report(self, load_id: str, node_id: str, host: str, peak_host_bytes: int) -> NodeReport:
+        """The load's figures on this node. Raises LongshoreError when it is not known here."""
+        load = self._loads.get(load_id)
+        if load is None:
+            raise LongshoreError("this node does not know the load", load=load_id, node=node_id)
+        arena_bytes = self._cache.slot_count * self._slot_bytes
+        return load.report(node_id, host, arena_bytes, peak_host_bytes)
+
+    # -- ranks -------------------------------------------------------------------------------------------------
+
+    def join(self, hello: RankHello, now_s: float) -> bool:
+        """False when the load, or this incarnation of the rank, is not (or no longer) expected here."""
+        # A process that says hello has nothing of the arena in use: it closed its leases and copies first.
+        self._cache.settled(hello.process)
+        load = self._loads.get(hello.load_id)
+        return load is not None and load.job.attempt == hello.attempt and load.join(hello, now_s)
+
+    def exchange(self, update: RankUpdate, now_s: float) -> tuple[Orders | None, bool]:
+        """(orders, or None for none now; whether other ranks may have something to do now)."""
+        load = self._loads.get(update.load_id)
+        if load is None or load.job.attempt != update.attempt or not load.knows(update):
+            for lease_id in (*update.returned, *(failure.lease_id for failure in update.failed)):
+                self._cache.abandon(lease_id)
+            return Orders(rejoin=True), False
+        ended = load.apply(update, now_s, self._chance.random())
+        self._wake(ended)
+        moved = bool(update.committed or update.failed or update.returned or update.placed)
+        return load.orders(update, now_s), moved
+
+    def orders_for(self, update: RankUpdate, now_s: float) -> Orders | None:
+        """What the rank can do now, for one that waits; its update has been taken in before."""
+        load = self._loads.get(update.load_id)
+        if load is None or not load.knows(update):
+            return Orders(rejoin=True)
+        return load.orders(update, now_s)
+
+    # -- time and death ----------------------------------------------------------------------------------------
+
+    def add_ready(self, ready_slots: int) -> None:
+        """More slots have memory."""
+        self._cache.add_ready(ready_slots)
+
+    def expire(self, now_s: float) -> bool:
+        """Take back overdue leases. True when there were any."""
+        return self._took_back(self._cache.expire(now_s), now_s)
+
+    def process_dead(self, process: ProcessId, now_s: float) -> None:
+        """The process is dead for certain. Its rank's next incarnation comes by `rank_lost` or by its own hello."""
+        self._wake({lease.key for lease in self._cache.process_dead(process)})
+        for load in self._loads.values():
+            for place in list(load.ranks.values()):
+                if place.process == process:
+                    self._wake(load.rank_lost(place.rank, place.incarnation, now_s))
+
+    def processes(self) -> set[ProcessId]:
+        """Every process whose death would matter here."""
+        ranks = {
+            place.process for load in self._loads.values() for place in load.ranks.values() if place.process is not None
+        }
+        return ranks | self._cache.processes()
+
+    def overdue(self, now_s: float) -> set[ProcessId]:
+        """Processes that must die, because they hold slots that were taken from them."""
+        return {lease.holder for lease in self._cache.overdue(now_s, QUARANTINE_GRACE_S)}
+
+    # -- heartbeat ---------------------------------------------------------------------------------------------
+
+    def beat(self, node_id: str, host: str, incarnation: str, now_s: float, asked_for: Iterable[str]) -> AgentBeat:
+        """What the coordinator should know now; with the records of the loads that it `asked_for`."""
+        stats = self._cache.stats()
+        ranks = tuple(
+            RankBeat(
+                load.load_id,
+                load.job.attempt,
+                place.rank,
+                place.incarnation,
+                place.process.pid if place.process else 0,
+                place.placed_bytes,
+                silent_s=0.0 if place.process is None or load.done(place.rank) else now_s - place.heard_s,
+            )
+            for load in self._loads.values()
+            for place in load.ranks.values()
+        )
+        loads = tuple(
+            LoadBeat(load.load_id, load.job.attempt, load.store_bytes, load.error, load.complete)
+            for load in self._loads.values()
+        )
+        use = ArenaUse(
+            self._cache.slot_count * self._slot_bytes,
+            stats.used_bytes,
+            stats.leased_slots,
+            stats.quarantined_slots,
+        )
+        records = {load_id: self._loads[load_id].job.record for load_id in asked_for if load_id in self._loads}
+        return AgentBeat(node_id, host, incarnation, loads, ranks, use, records)
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _took_back(self, leases: list[Lease], now_s: float) -> bool:
+        for lease in leases:
+            if lease.owner in self._loads:
+                self._loads[str(lease.owner)].expired(lease, now_s)
+        self._wake({lease.key for lease in leases})
+        return bool(leases)
+
+    def _wake(self, keys: set[bytes]) -> None:
+        if keys:
+            for load in self._loads.values():
+                load.wake(keys)

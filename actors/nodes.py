@@ -1,0 +1,112 @@
+"""What the coordinator can learn of the cluster's nodes, from Ray and from its own agents.
+
+Functions that are not `async` block on Ray: the coordinator runs them in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Iterable
+from typing import Any
+
+import ray
+from ray._private.state import available_resources_per_node
+from ray.util.placement_group import PlacementGroup, placement_group_table
+
+from actors.model_record import ModelRecord
+from cluster.errors import ClusterError, NotEnoughResources
+from cluster.messages import LoadRequest, NodeFacts
+from cluster.topology import NodeInfo
+
+GROUP_GRACE_S = 10.0  # resources that are free are given within seconds
+
+Place = tuple[str, str, tuple[PlacementGroup, int] | None]  # (node id, host, (group, bundle index))
+
+
+def cluster_nodes(others: Iterable[ModelRecord], cpu_ranks_per_node: int) -> list[NodeInfo]:
+    """Living nodes in the order of their ids, with what is free on them."""
+    seats: dict[str, int] = {}
+    for other in others:
+        if other.request.device == "cpu":
+            for seat in other.seats.values():
+                seats[seat.node_id] = seats.get(seat.node_id, 0) + 1
+    free = available_resources_per_node()  # type: ignore[no-untyped-call]
+    found = []
+    for node in sorted(_ray_nodes(), key=lambda node: str(node["NodeID"])):
+        if not node["Alive"]:
+            continue
+        node_id = node["NodeID"]
+        found.append(
+            NodeInfo(
+                node_id=node_id,
+                host=node["NodeManagerHostname"],
+                gpus_free=int(free.get(node_id, {}).get("GPU", 0)),
+                gpus_total=int(node["Resources"].get("GPU", 0)),
+                cpu_ranks_free=max(0, cpu_ranks_per_node - seats.get(node_id, 0)),
+            )
+        )
+    return found
+
+
+async def facts_of(agents: dict[str, Any], timeout_s: float) -> dict[str, NodeInfo]:
+    """What each agent says of its node. Raises what an agent raised: ArenaTooLarge, VersionMismatch..."""
+    node_ids = list(agents)
+    answers: list[NodeFacts] = await asyncio.gather(
+        *(asyncio.wait_for(agents[node_id].facts.remote(), timeout_s) for node_id in node_ids)
+    )
+    return {
+        node_id: NodeInfo(
+            node_id=node_id,
+            host=facts.host,
+            memory_free_bytes=facts.memory_free_bytes,
+            gpu_memory_bytes=min(facts.gpu_total_bytes, default=None),
+            arena_bytes=facts.arena_bytes,
+        )
+        for node_id, facts in zip(node_ids, answers, strict=True)
+    }
+
+
+async def group_ready(group: PlacementGroup, request: LoadRequest, holders: list[str]) -> None:
+    """Returns when the bundles have their GPUs. Raises NotEnoughResources after wait_for_resources_s."""
+    wait_s = max(request.wait_for_resources_s, GROUP_GRACE_S)
+    if not await asyncio.to_thread(group.wait, wait_s):
+        raise NotEnoughResources(
+            f"{request.world_size} GPUs were not given within {wait_s:.0f} s",
+            hint="release a model, or wait longer with wait_for_resources_s",
+            models_that_hold_some=", ".join(holders) or None,
+        )
+
+
+def places_in_own_group(group: PlacementGroup, bundle_of_rank: Iterable[int]) -> list[Place]:
+    """Where Ray put each rank's bundle."""
+    hosts = {node["NodeID"]: node["NodeManagerHostname"] for node in _ray_nodes()}
+    where = placement_group_table(group)["bundles_to_node_id"]
+    return [(where[bundle], hosts.get(where[bundle], ""), (group, bundle)) for bundle in bundle_of_rank]
+
+
+def places_in_group(group: PlacementGroup, request: LoadRequest) -> list[Place]:
+    """Ranks in the caller's own placement group, bundle by bundle: one per GPU, or one per bundle for CPU ranks."""
+    table = placement_group_table(group)
+    if table.get("state") != "CREATED":
+        if table.get("state") in (None, "REMOVED"):
+            raise ClusterError("the placement group does not exist any more", group=group.id.hex())
+        raise NotEnoughResources("the placement group has no resources yet", group=group.id.hex())
+    per_bundle = [int(bundle.get("GPU", 0)) if request.device == "cuda" else 1 for bundle in group.bundle_specs]
+    bundles = [index for index, ranks in enumerate(per_bundle) for _ in range(ranks)]
+    if len(bundles) < request.world_size:
+        raise NotEnoughResources(
+            f"the placement group has room for {len(bundles)} ranks, the layout has {request.world_size}",
+            hint="give one bundle per rank, with a GPU in each for device='cuda'",
+            state="too small",
+        )
+    return places_in_own_group(group, bundles[: request.world_size])
+
+
+def may_resolve(error: ClusterError) -> bool:
+    """True when waiting can help: resources may be freed, or nodes may join."""
+    return isinstance(error, NotEnoughResources) and error.details.get("state") != "too small"
+
+
+def _ray_nodes() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return found

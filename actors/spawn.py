@@ -1,0 +1,106 @@
+"""How the coordinator makes, finds and ends agents, workers and placement groups.
+
+All are named and detached: an actor that owns another takes it along when it dies. They are ended explicitly, by the
+coordinator or by themselves when they have heard of none for long.
+"""
+
+from __future__ import annotations
+
+import contextlib
+from typing import Any
+
+import ray
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
+
+from actors.agent_link import RayCoordinatorLink
+from actors.gpu_worker import CONCURRENCY_GROUPS, GpuWorker
+from actors.names import NAMESPACE, agent_name, group_name, worker_name
+from actors.node_agent import NodeAgent
+from cluster.config import Config
+
+AGENT_CALLS = 256  # calls an agent answers at once: every rank of the node may be waiting for orders
+
+
+def start_agent(node_id: str, host: str, config: Config) -> Any:
+    """The agent of a node; makes one when there is none. Returns at once."""
+    return (
+        ray.remote(NodeAgent)
+        .options(
+            name=agent_name(node_id),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            get_if_exists=True,
+            num_cpus=0,
+            max_restarts=-1,
+            max_concurrency=AGENT_CALLS,
+            scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
+        )
+        .remote(config, ray.get_runtime_context().gcs_address, node_id, host, RayCoordinatorLink())
+    )
+
+
+def find_agent(node_id: str) -> Any | None:
+    with contextlib.suppress(ValueError):
+        return ray.get_actor(agent_name(node_id), namespace=NAMESPACE)
+    return None
+
+
+def start_worker(
+    load_id: str,
+    rank: int,
+    incarnation: int,
+    *,
+    node_id: str,
+    device: str,
+    bundle: tuple[PlacementGroup, int] | None,
+    orphan_after_s: float,
+) -> Any:
+    """A new worker process for a rank. Returns at once; its first answer says whether it could start."""
+    strategy: Any = (
+        PlacementGroupSchedulingStrategy(bundle[0], placement_group_bundle_index=bundle[1])
+        if bundle
+        else NodeAffinitySchedulingStrategy(node_id, soft=False)
+    )
+    return (
+        ray.remote(GpuWorker)
+        .options(
+            name=worker_name(load_id, rank, incarnation),
+            namespace=NAMESPACE,
+            lifetime="detached",
+            num_cpus=0,
+            num_gpus=1 if device == "cuda" else 0,
+            max_restarts=0,  # a replacement is a new incarnation under a new name, made by the coordinator
+            concurrency_groups=CONCURRENCY_GROUPS,
+            scheduling_strategy=strategy,
+        )
+        .remote(node_id, device, orphan_after_s)
+    )
+
+
+def find_worker(load_id: str, rank: int, incarnation: int) -> Any | None:
+    with contextlib.suppress(ValueError):
+        return ray.get_actor(worker_name(load_id, rank, incarnation), namespace=NAMESPACE)
+    return None
+
+
+def create_group(load_id: str, gpus_per_bundle: list[int]) -> PlacementGroup:
+    group: PlacementGroup = placement_group(
+        [{"GPU": float(gpus)} for gpus in gpus_per_bundle],
+        strategy="PACK",
+        name=group_name(load_id),
+        lifetime="detached",
+    )
+    return group
+
+
+def remove_group(group: PlacementGroup) -> None:
+    with contextlib.suppress(RayError, ValueError):
+        remove_placement_group(group)
+
+
+def end_actor(handle: Any) -> None:
+    """Kill an actor for good; nothing happens when it is dead already."""
+    with contextlib.suppress(RayError, ValueError):
+        ray.kill(handle, no_restart=True)

@@ -1,0 +1,309 @@
+"""The verbs: load, plan, publish, verify, status, release. Each has an async twin with an `a` in front.
+
+    load --LoadRequest--> coordinator; wait for READY while showing progress --> LoadedModel
+
+plan, publish and verify work where ray is not installed: they run in this process.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import functools
+import threading
+import time
+from collections.abc import Callable, Coroutine
+from contextvars import ContextVar
+from dataclasses import replace
+from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+
+from cluster.config import Config
+from cluster.connection import Connection, connect
+from cluster.errors import ClusterLost, ConfigError, LoadCancelled, LoadTimeout, ModelNotFound
+from cluster.model import LoadedModel
+from cluster.report import ClusterStatus, LoadProgress, LoadReport
+from cluster.request import StoreOptions, make_request, open_uri
+from storage.errors import LongshoreError
+
+if TYPE_CHECKING:
+    from cluster.plan_summary import PlanSummary
+    from storage.publish import PublishReport
+    from storage.store_ref import Credentials
+    from storage.verify import VerifyReport
+
+Progress = Callable[[LoadProgress], None]
+REBUILD_GRACE_S = 20.0  # a restarted coordinator has heard every agent again by then
+
+# Set by an async twin whose task was cancelled, for the thread that waits in its name.
+_given_up: ContextVar[threading.Event | None] = ContextVar("given_up", default=None)
+
+P = ParamSpec("P")
+T = TypeVar("T")
+
+
+def load(
+    model_uri: str,
+    *,
+    tensor_parallel_size: int = 1,
+    fsdp_size: int = 1,
+    data_parallel_size: int = 1,
+    device: str = "auto",
+    keep: bool = False,
+    address: str | None = None,
+    wait_for_resources_s: float = 0,
+    placement_group: Any = None,
+    progress: Progress | None = None,
+    timeout_s: float | None = None,
+    endpoint_url: str | None = None,
+    region: str | None = None,
+    profile: str | None = None,
+    anonymous: bool = False,
+    credentials: Credentials | None = None,
+    layout_rules: dict[str, str] | None = None,
+    config: Config | None = None,
+) -> LoadedModel:
+    """Load a model into the cluster's devices, every chunk verified; returns when every rank has its slices.
+
+    World size is tensor_parallel_size x fsdp_size x data_parallel_size, one worker per rank, tensor parallel ranks
+    next to each other. `device`: "cuda" (one GPU per rank), "cpu" (host memory), "auto" (cuda when the cluster has
+    GPUs). `keep=True` leaves the model resident when nobody holds it any more. `wait_for_resources_s=0` refuses
+    within seconds when too few GPUs are free. `placement_group`: rank i takes bundle i of yours. `progress` is
+    called from this thread with every change, several times a second at most. A second load of the same model with
+    the same options gets the resident one.
+
+    Raises (all LongshoreError): StoreError, CheckpointError, ManifestError, PlanError (LayoutError, DoesNotFit),
+    NotEnoughResources, IntegrityError, ChunkFailed, RankLost, LoadTimeout, ClusterLost, VersionMismatch.
+    """
+    started_s = time.monotonic()
+    request = make_request(
+        model_uri,
+        sizes=(tensor_parallel_size, fsdp_size, data_parallel_size),
+        store_options=StoreOptions(endpoint_url, region, profile, anonymous),
+        credentials=credentials,
+        layout_rules=layout_rules,
+        device=device,
+        keep=keep,
+        wait_for_resources_s=wait_for_resources_s,
+        placement_group=placement_group,
+    )
+    connection = connect(address, config or Config.from_env())
+    if connection is None:
+        raise ClusterLost("no cluster could be joined or started")
+    model_id, shared = connection.call("load", replace(request, client_id=connection.client_id))
+    connection.hold(model_id)
+    try:
+        deadline_s = None if timeout_s is None else started_s + timeout_s
+        report, waited = _wait_until_ready(connection, model_id, progress, deadline_s)
+    except BaseException:
+        with contextlib.suppress(LongshoreError):
+            if connection.drop(model_id):
+                connection.call("release", model_id, connection.client_id)
+        raise
+    report = replace(report, resident=shared and not waited, total_s=time.monotonic() - started_s)
+    return LoadedModel(connection, model_id, report)
+
+
+def plan(
+    model_uri: str,
+    *,
+    tensor_parallel_size: int = 1,
+    fsdp_size: int = 1,
+    data_parallel_size: int = 1,
+    ranks_per_node: int | None = None,
+    endpoint_url: str | None = None,
+    region: str | None = None,
+    profile: str | None = None,
+    anonymous: bool = False,
+    credentials: Credentials | None = None,
+    layout_rules: dict[str, str] | None = None,
+    config: Config | None = None,
+) -> PlanSummary:
+    """What a load would put where. Reads the manifest (or the headers), moves no weights, needs no cluster.
+
+    `ranks_per_node`: how ranks are spread for the figures per node; None: all on one. Raises as `load` does.
+    """
+    from cluster.plan_summary import spread_evenly, summarize_plan
+    from cluster.prepare import prepare_plan
+
+    config = config or Config.from_env()
+    request = make_request(
+        model_uri,
+        sizes=(tensor_parallel_size, fsdp_size, data_parallel_size),
+        store_options=StoreOptions(endpoint_url, region, profile, anonymous),
+        credentials=credentials,
+        layout_rules=layout_rules,
+    )
+    _, load_plan = prepare_plan(request, chunk_bytes=config.chunk_bytes, read_timeout_s=config.read_timeout_s)
+    per_node = ranks_per_node or request.world_size
+    if per_node < 1:
+        raise ConfigError(f"ranks_per_node must be at least 1, not {ranks_per_node}")
+    return summarize_plan(load_plan, spread_evenly(request.world_size, per_node))
+
+
+def publish(
+    uri_or_path: str,
+    dest: str | None = None,
+    *,
+    hash_name: str = "blake3",
+    chunk_bytes: int | None = None,
+    force: bool = False,
+    progress: Callable[..., None] | None = None,
+    endpoint_url: str | None = None,
+    region: str | None = None,
+    profile: str | None = None,
+    anonymous: bool = False,
+    credentials: Credentials | None = None,
+    config: Config | None = None,
+) -> PublishReport:
+    """Write the manifest of a checkpoint beside it, or copy the checkpoint to `dest` and write it there.
+
+    What is read is checked against the store's own checksums, or read twice. An interrupted publish goes on where
+    it was. Store options apply to both URIs. Raises PublishError, IntegrityError, CheckpointError, StoreError.
+    """
+    from storage.publish import publish as publish_store
+
+    config = config or Config.from_env()
+    options = StoreOptions(endpoint_url, region, profile, anonymous)
+    with contextlib.ExitStack() as stack:
+        source, only_key = open_uri(uri_or_path, options, credentials, config.read_timeout_s)
+        stack.callback(source.close)
+        target = None
+        if dest is not None:
+            target, dest_key = open_uri(dest, options, credentials, config.read_timeout_s)
+            stack.callback(target.close)
+            if dest_key is not None:
+                raise ConfigError("the destination must be a folder, not a file", dest=dest)
+        return publish_store(
+            source,
+            target,
+            hash_name=hash_name,
+            chunk_bytes=chunk_bytes or config.chunk_bytes,
+            force=force,
+            progress=progress,
+            only_key=only_key,
+        )
+
+
+def verify(
+    uri: str,
+    *,
+    progress: Callable[..., None] | None = None,
+    endpoint_url: str | None = None,
+    region: str | None = None,
+    profile: str | None = None,
+    anonymous: bool = False,
+    credentials: Credentials | None = None,
+    config: Config | None = None,
+) -> VerifyReport:
+    """Read everything the manifest names and compare digests. A bad chunk is in the report, not an exception."""
+    from storage.verify import verify as verify_store
+
+    config = config or Config.from_env()
+    options = StoreOptions(endpoint_url, region, profile, anonymous)
+    store, only_key = open_uri(uri, options, credentials, config.read_timeout_s)
+    with contextlib.closing(store):
+        return verify_store(store, progress=progress, only_key=only_key)
+
+
+def status(address: str | None = None) -> ClusterStatus:
+    """Models, ranks, arenas. Raises ClusterLost when no coordinator runs."""
+    found: ClusterStatus = _running(address).call("status")
+    return found
+
+
+def release(model_id: str, *, force: bool = False, address: str | None = None) -> None:
+    """Take the keep flag from a model; it is freed when nobody holds it. With `force`, whoever holds it.
+
+    Raises ModelNotFound, ClusterLost.
+    """
+    connection = _running(address)
+    if force:
+        connection.call("release", model_id, None, force=True)
+    else:
+        connection.call("unkeep", model_id)
+
+
+def shutdown(address: str | None = None) -> None:
+    """End every model, agent and arena, and the coordinator. The Ray cluster stays. Raises ClusterLost."""
+    connection = _running(address)
+    connection.call("shutdown")
+    connection.end_coordinator()
+
+
+def _running(address: str | None) -> Connection:
+    connection = connect(address, Config.from_env(), start=False)
+    if connection is None:
+        raise ClusterLost(
+            "no Longshore coordinator runs in this cluster",
+            hint="the first load starts one; --address or RAY_ADDRESS says which cluster is meant",
+        )
+    return connection
+
+
+def _wait_until_ready(
+    connection: Connection, model_id: str, progress: Progress | None, deadline_s: float | None
+) -> tuple[LoadReport, bool]:
+    """(the report, whether there was anything to wait for)."""
+    seen, waited = -1, False
+    unknown_since_s: float | None = None
+    while True:
+        left_s = 1.0 if deadline_s is None else min(1.0, max(0.0, deadline_s - time.monotonic()))
+        try:
+            seen, now, report, error = connection.call("wait", model_id, seen, left_s)
+            unknown_since_s = None
+        except ModelNotFound:
+            # A restarted coordinator does not know the load before the agents have told it.
+            unknown_since_s = unknown_since_s or time.monotonic()
+            if time.monotonic() - unknown_since_s > REBUILD_GRACE_S:
+                raise
+            time.sleep(0.2)
+            continue
+        if progress is not None:
+            progress(now)
+        if error is not None:
+            raise error
+        if report is not None and now.state == "ready":
+            return report, waited
+        waited = True
+        if (given_up := _given_up.get()) is not None and given_up.is_set():
+            raise LoadCancelled("the caller gave the load up", model=model_id)
+        if deadline_s is not None and time.monotonic() >= deadline_s:
+            raise LoadTimeout(
+                "the load did not end in time",
+                hint="it goes on only when the model is kept or somebody else waits for it",
+                model=model_id,
+                state=now.state,
+                placed_bytes=now.placed_bytes,
+                total_bytes=now.total_bytes,
+            )
+
+
+def _in_thread(verb: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
+    """The async twin of a verb."""
+
+    @functools.wraps(verb)
+    async def twin(*args: P.args, **kwargs: P.kwargs) -> T:
+        given_up = threading.Event()
+        token = _given_up.set(given_up)  # the thread runs in a copy of this context
+        task = asyncio.ensure_future(asyncio.to_thread(verb, *args, **kwargs))
+        _given_up.reset(token)
+        try:
+            return await asyncio.shield(task)
+        except asyncio.CancelledError:
+            given_up.set()
+            with contextlib.suppress(LongshoreError, asyncio.CancelledError):
+                result = await task
+                if isinstance(result, LoadedModel):  # it was ready in the same moment
+                    await result.arelease()
+            raise
+
+    twin.__doc__ = f"`{verb.__name__}`, without blocking the event loop. Cancelling the task gives it up."
+    return twin
+
+
+aload = _in_thread(load)
+aplan = _in_thread(plan)
+apublish = _in_thread(publish)
+averify = _in_thread(verify)
+astatus = _in_thread(status)
+arelease = _in_thread(release)

@@ -1,0 +1,177 @@
+"""What each verb of the command `longshore` does: call the client, print its answer. Returns the exit code.
+
+With `--json` one document goes to stdout and nothing else; progress always goes to stderr. The client is
+imported when a verb runs, so `longshore --help` needs neither Ray nor a network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import sys
+from collections.abc import Callable
+from typing import TYPE_CHECKING, Any
+
+from cluster.errors import ConfigError
+from cluster.exit_codes import INTEGRITY, OK
+from cluster.progress import StagedDisplay, byte_counter, display_on, moment_of_load
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+
+def run_load(args: argparse.Namespace) -> int:
+    """Load, report; the model stays in the cluster unless --no-keep."""
+    from cluster import client
+    from cluster.tables import load_table
+
+    with display_on(sys.stderr) as display:
+        model = client.load(
+            args.uri,
+            **_sizes(args),
+            **_store(args),
+            device=args.device,
+            keep=args.keep,
+            address=args.address,
+            wait_for_resources_s=args.wait_for_resources,
+            timeout_s=args.timeout,
+            progress=lambda progress: display.show(moment_of_load(progress)),
+        )
+    with model:  # this command's hold on it ends here; `keep` is what makes it stay
+        report = model.report
+        totals = {
+            "store_bytes": report.store_bytes,
+            "cached_bytes": report.cached_bytes,
+            "verified_chunks": report.verified_chunks,
+            "peak_host_bytes": report.peak_host_bytes,
+        }
+        _answer(args, {**report.as_dict(), **totals}, lambda: load_table(report))
+    return OK
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Show what would be loaded where."""
+    from cluster import client
+    from cluster.tables import plan_table
+
+    plan = client.plan(args.uri, **_sizes(args), **_store(args))
+    _answer(args, plan.as_dict(), lambda: plan_table(plan))
+    return OK
+
+
+def run_publish(args: argparse.Namespace) -> int:
+    """Write a manifest, after a copy when there is a destination."""
+    from cluster import client
+    from cluster.tables import publish_table
+
+    with display_on(sys.stderr) as display:
+        report = client.publish(
+            args.source,
+            args.dest,
+            hash_name=args.hash,
+            chunk_bytes=args.chunk_size,
+            force=args.force,
+            progress=byte_counter(display, "publish"),
+            **_store(args),
+        )
+    _answer(args, report.as_dict(), lambda: publish_table(report))
+    return OK
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    """Compare what is stored with what was published; INTEGRITY when something differs."""
+    from cluster import client
+    from cluster.tables import verify_table
+
+    with display_on(sys.stderr) as display:
+        report = client.verify(args.uri, progress=byte_counter(display, "verify"), **_store(args))
+    _answer(args, report.as_dict(), lambda: verify_table(report))
+    return OK if report.ok else INTEGRITY
+
+
+def run_status(args: argparse.Namespace) -> int:
+    """Show the models and nodes of a cluster."""
+    from cluster import client
+    from cluster.tables import status_table
+
+    status = client.status(args.address)
+    _answer(args, status.as_dict(), lambda: status_table(status))
+    return OK
+
+
+def run_release(args: argparse.Namespace) -> int:
+    """Free one model or --all; --shutdown ends the coordinator, the agents and their arenas too."""
+    from cluster import client
+    from cluster.tables import cell
+
+    if (args.model_id is None) != (args.all or args.shutdown):
+        raise ConfigError("name one model, or say --all", hint="`longshore status` lists the models")
+    wanted = [args.model_id] if args.model_id is not None else []
+    if args.all:
+        wanted = [model.progress.model_id for model in client.status(args.address).models]
+    for model_id in wanted:
+        client.release(model_id, force=args.force, address=args.address)
+    if args.shutdown:
+        client.shutdown(args.address)
+    said = f"released {', '.join(wanted) or 'nothing'}" + ("; longshore ended in this cluster" * args.shutdown)
+    _answer(args, {"released": wanted, "shutdown": args.shutdown}, lambda: cell(said))
+    return OK
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    """The whole way on this machine; what it does is in `cluster.demo`."""
+    from cluster import demo
+    from cluster.tables import demo_table
+
+    with StagedDisplay(sys.stderr) as display:
+        report = demo.run(
+            args.size,
+            say=display.say,
+            show_load=lambda progress: display.show(moment_of_load(progress)),
+            show_publish=byte_counter(display, "publish"),
+        )
+    _answer(args, report.as_dict(), lambda: demo_table(report))
+    return OK
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    """Check what a person would check by hand; 1 when a check failed."""
+    from cluster.doctor import run_checks
+    from cluster.tables import checks_table
+
+    checks = run_checks(args.uri, address=args.address, **_store(args))
+    failed = [check.name for check in checks if check.outcome == "fail"]
+    document = {"ok": not failed, "checks": [check.as_dict() for check in checks]}
+    _answer(args, document, lambda: checks_table(checks))
+    return 1 if failed else OK
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """One document, one line feed at its end."""
+    print(json.dumps(document, indent=2, default=str))
+
+
+def _answer(args: argparse.Namespace, document: dict[str, Any], table: Callable[[], RenderableType]) -> None:
+    if args.json:
+        print_json(document)
+        return
+    from cluster.tables import console_on
+
+    console_on(sys.stdout).print(table(), soft_wrap=False)
+
+
+def _sizes(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "tensor_parallel_size": args.tensor_parallel_size,
+        "fsdp_size": args.fsdp_size,
+        "data_parallel_size": args.data_parallel_size,
+    }
+
+
+def _store(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "endpoint_url": args.endpoint_url,
+        "region": args.region,
+        "profile": args.profile,
+        "anonymous": args.anonymous,
+    }

@@ -1,0 +1,256 @@
+"""How a client reaches Ray and the coordinator: join, start a local cluster, find again after a loss.
+
+connect(address)  -> Connection(coordinator, ...)     one per process and cluster
+Connection.call() -> the coordinator's answer; waits for a restarted coordinator, raises ClusterLost at a deadline
+"""
+
+from __future__ import annotations
+
+import atexit
+import contextlib
+import importlib
+import os
+import threading
+import time
+import uuid
+from typing import Any
+
+from cluster.config import Config
+from cluster.errors import ClusterError, ClusterLost, ConfigError, PackageMissing, VersionMismatch
+from longshore.version import PROTOCOL_VERSION, __version__
+from storage.errors import LongshoreError
+
+COORDINATOR_GONE_S = 60.0  # a coordinator that has not come back after this long is taken for lost
+LOCAL_OBJECT_STORE_BYTES = 100 << 20  # weights never pass through Ray's object store; results of `call` do
+
+_lock = threading.Lock()
+_connection: Connection | None = None
+
+
+class Connection:
+    """This process's line to one coordinator, and the heartbeat that keeps its holds alive. Thread-safe."""
+
+    def __init__(self, config: Config, *, local: bool) -> None:
+        self.client_id = uuid.uuid4().hex
+        self.local = local  # we started the Ray cluster, so we end it
+        self._config = config
+        self._coordinator: Any = None
+        self._held: dict[str, int] = {}  # model id -> how often this process holds it
+        self._held_lock = threading.Lock()
+        self._closed = threading.Event()
+        self._renewer: threading.Thread | None = None
+        self._holder_ttl_s = config.holder_ttl_s
+
+    def find(self, *, start: bool) -> bool:
+        """Find the coordinator, or `start` one. False when there is none. Raises VersionMismatch, ClusterLost..."""
+        launch = importlib.import_module("actors.launch")  # the one seam that points upward
+        coordinator = launch.find_coordinator()
+        if coordinator is None:
+            if not start:
+                return False
+            coordinator = launch.ensure_coordinator(self._config)
+        self._coordinator = coordinator
+        hello = self.call("ping")
+        if (hello["version"], hello["protocol"]) != (__version__, PROTOCOL_VERSION):
+            self._coordinator = None
+            raise VersionMismatch(
+                f"this client is longshore {__version__} (protocol {PROTOCOL_VERSION}), the cluster runs "
+                f"{hello['version']} (protocol {hello['protocol']})",
+                hint="install the cluster's version here, or install yours on every node and restart the cluster's "
+                "longshore with `longshore release --all --shutdown`",
+            )
+        self._holder_ttl_s = float(hello["holder_ttl_s"])
+        return True
+
+    def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
+        """One answer of the coordinator. A killed one is restarted by Ray: the call is made again until then.
+
+        Raises what the coordinator raised, LoadTimeout's caller deals with `timeout_s`; ClusterLost when nobody
+        answers for COORDINATOR_GONE_S.
+        """
+        import ray
+        from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
+
+        give_up_s = time.monotonic() + COORDINATOR_GONE_S
+        while True:
+            try:
+                reference = getattr(self._coordinator, method).remote(*args, **kwargs)
+                return ray.get(reference, timeout=timeout_s or COORDINATOR_GONE_S)
+            except RayTaskError as error:
+                raise unwrapped(error) from None
+            except GetTimeoutError as error:
+                raise ClusterLost("the coordinator does not answer", method=method) from error
+            except RayActorError as error:
+                if time.monotonic() > give_up_s or not ray.is_initialized():
+                    raise ClusterLost(
+                        "the coordinator is gone and did not come back", cause=type(error).__name__
+                    ) from error
+                time.sleep(0.5)
+                self._find_again()
+            except RayError as error:
+                raise ClusterLost("Ray cannot be reached", cause=str(error)[:300]) from error
+
+    def end_coordinator(self) -> None:
+        """Kill the coordinator for good; it has freed what it had."""
+        import ray
+
+        with contextlib.suppress(Exception):
+            ray.kill(self._coordinator, no_restart=True)
+        self._coordinator = None
+
+    def hold(self, model_id: str) -> None:
+        """Renew this process's hold on the model from now on."""
+        with self._held_lock:
+            self._held[model_id] = self._held.get(model_id, 0) + 1
+            if self._renewer is None:
+                self._renewer = threading.Thread(target=self._renew_loop, name="longshore-renew", daemon=True)
+                self._renewer.start()
+
+    def drop(self, model_id: str) -> bool:
+        """One hold less in this process. True when it was the last."""
+        with self._held_lock:
+            left = self._held.get(model_id, 0) - 1
+            if left > 0:
+                self._held[model_id] = left
+            else:
+                self._held.pop(model_id, None)
+            return left <= 0
+
+    def close(self) -> None:
+        """Give back what this process holds; end the cluster when it is our own. Idempotent."""
+        if self._closed.is_set():
+            return
+        self._closed.set()
+        with self._held_lock:
+            held = list(self._held)
+            self._held.clear()
+        import ray
+
+        if not ray.is_initialized() or self._coordinator is None:
+            return
+        with contextlib.suppress(LongshoreError, Exception):
+            if self.local:
+                self.call("shutdown", timeout_s=20)
+            else:
+                for model_id in held:
+                    self.call("release", model_id, self.client_id, timeout_s=5)
+        if self.local:
+            with contextlib.suppress(Exception):
+                ray.shutdown()
+            importlib.import_module("storage.arena_files").sweep()
+
+    def _find_again(self) -> None:
+        launch = importlib.import_module("actors.launch")
+        with contextlib.suppress(Exception):
+            self._coordinator = launch.find_coordinator() or self._coordinator
+
+    def _renew_loop(self) -> None:
+        while not self._closed.wait(self._holder_ttl_s / 4):
+            with self._held_lock:
+                held = list(self._held)
+            if held:
+                with contextlib.suppress(LongshoreError):
+                    self.call("renew", self.client_id, held)
+
+
+def connect(address: str | None, config: Config, *, start: bool = True) -> Connection | None:
+    """The process's connection; made at the first call. None when there is no coordinator and none is wanted.
+
+    Joins the cluster of code that already uses Ray; else `address` or RAY_ADDRESS; else a cluster that runs on this
+    machine; else, with `start`, a new local one that ends with this process.
+    Raises ClusterLost when the address does not answer, PackageMissing where ray is not installed.
+    """
+    global _connection
+    with _lock:
+        ray = _import_ray()
+        if _connection is not None and ray.is_initialized():
+            if _connection.find(start=start):
+                return _connection
+            return None
+        local = False
+        if not ray.is_initialized():
+            joined = _join(ray, address, start=start)
+            if joined is None:
+                return None
+            local = joined == "local"
+        connection = Connection(config, local=local)
+        try:
+            if not connection.find(start=start):
+                return None
+        except BaseException:
+            if local:
+                ray.shutdown()
+            raise
+        _connection = connection
+        atexit.register(connection.close)
+        return connection
+
+
+def disconnect() -> None:
+    """Release what this process holds and forget the connection; a local cluster that it started ends."""
+    global _connection
+    with _lock:
+        connection, _connection = _connection, None
+    if connection is not None:
+        atexit.unregister(connection.close)
+        connection.close()
+
+
+def unwrapped(error: Exception) -> Exception:
+    """The typed error that an actor raised, out of Ray's wrapping."""
+    cause = getattr(error, "cause", None)
+    if isinstance(cause, LongshoreError):
+        return cause
+    return ClusterError("an actor failed", cause=f"{type(cause).__name__}: {cause}"[:500])
+
+
+def _import_ray() -> Any:
+    try:
+        return importlib.import_module("ray")
+    except ImportError as error:
+        raise PackageMissing(
+            "ray is not installed here", hint='pip install "longshore[cluster]"', package="ray"
+        ) from error
+
+
+def _join(ray: Any, address: str | None, *, start: bool) -> str | None:
+    """Connect this process to a Ray cluster: "joined", "local" for a new one, None for none."""
+    address = address or os.environ.get("RAY_ADDRESS") or None
+    if address is not None and address.startswith("ray://"):
+        raise ConfigError(
+            "Ray Client addresses (ray://) are not supported",
+            hint="run the client on a node of the cluster, or submit it: ray job submit -- longshore load ...",
+            address=address,
+        )
+    quiet = {"log_to_driver": False, "configure_logging": False}
+    try:
+        if address == "local":
+            if not start:
+                return None
+            _start_local(ray, quiet)
+            return "local"
+        if address is not None:
+            ray.init(address=address, **quiet)
+            return "joined"
+        try:
+            ray.init(address="auto", **quiet)
+            return "joined"
+        except ConnectionError:
+            if not start:
+                return None
+        _start_local(ray, quiet)
+        return "local"
+    except (ConnectionError, TimeoutError, RuntimeError, ValueError, OSError) as error:
+        raise ClusterLost(
+            "cannot join the Ray cluster", hint="check the address and RAY_AUTH_MODE", address=address,
+            cause=str(error)[:500],
+        ) from error  # fmt: skip
+
+
+def _start_local(ray: Any, quiet: dict[str, Any]) -> None:
+    ray.init(
+        address="local",
+        include_dashboard=False,
+        object_store_memory=LOCAL_OBJECT_STORE_BYTES,
+        **quiet,
+    )

@@ -1,0 +1,75 @@
+"""`longshore doctor`: what a person would check by hand, each check on its own.
+
+    run_checks -> doctor_host    packages, memory, /dev/shm and the arena, GPUs and drivers of this machine
+               -> doctor_cluster Ray, its authentication, every node's packages and versions, resources
+               -> doctor_store   the store answers with these credentials, clocks agree
+
+A check returns what it found; one that raises has failed and says why, and the rest still run.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import asdict, dataclass
+from functools import partial
+from typing import Any, Literal
+
+from cluster.config import Config
+from storage.errors import LongshoreError
+
+Outcome = Literal["ok", "warn", "fail", "skip"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What one check found."""
+
+    name: str
+    outcome: Outcome
+    detail: str  # what was seen, with numbers
+    hint: str = ""  # what to do about it
+
+    def as_dict(self) -> dict[str, str]:
+        """Plain strings, ready for `json.dumps`."""
+        return asdict(self)
+
+
+def run_checks(uri: str | None = None, *, address: str | None = None, **store_args: Any) -> list[Check]:
+    """Run every check, in the order in which a load would need what they look at. Never raises.
+
+    `uri` is a model or bucket to read from; without it the store is not looked at. `store_args` are those of
+    `cluster.load`: endpoint_url, region, profile, anonymous.
+    """
+    from cluster import doctor_cluster, doctor_host, doctor_store
+
+    settings = guarded("settings", _check_settings)
+    config = Config.from_env() if settings[0].outcome == "ok" else Config()
+    checks: list[tuple[str, Callable[[], Iterable[Check]]]] = [
+        ("packages", doctor_host.check_packages_here),
+        ("memory", doctor_host.check_memory),
+        ("/dev/shm", partial(doctor_host.check_arena, config)),
+        ("stale arenas", doctor_host.check_stale_arenas),
+        ("gpu driver", doctor_host.check_driver),
+        ("torch", doctor_host.check_torch),
+        ("ray", partial(doctor_cluster.check_cluster, address)),
+        ("store", partial(doctor_store.check_store, uri, store_args)),
+    ]
+    return settings + [check for name, run in checks for check in guarded(name, run)]
+
+
+def guarded(name: str, run: Callable[[], Iterable[Check]]) -> list[Check]:
+    """What `run` found; when it raises, one failed check called `name` that says why."""
+    found: list[Check] = []
+    try:
+        found.extend(run())
+    except LongshoreError as error:
+        found.append(Check(name, "fail", str(error)))
+    except Exception as error:
+        found.append(Check(name, "fail", f"{type(error).__name__}: {error}"))
+    return found
+
+
+def _check_settings() -> list[Check]:
+    changed = Config.from_env().model_dump(exclude_defaults=True)
+    told = ", ".join(f"{name}={value}" for name, value in changed.items())
+    return [Check("settings", "ok", told or "all at their defaults")]

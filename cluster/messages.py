@@ -1,0 +1,311 @@
+"""What actors say to each other: small frozen data. Bytes of weights are never in a message.
+
+    coordinator --NodeJob--> agent      what a node has to fetch, and which of its ranks need what
+    coordinator --RankJob--> worker     one rank's plan
+    worker --RankHello, RankUpdate--> agent --JoinReply, Orders--> worker
+    agent --AgentBeat--> coordinator --BeatReply--> agent
+
+Every message of a load carries its attempt and, where a rank speaks, the rank's incarnation: late and repeated
+messages are told apart by these numbers, never by arrival.
+Parts that a receiver only passes on (`shared`, `plan`) stay packed, so that no event loop unpacks what it does not use.
+"""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass, field
+from typing import Any
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.load_plan import LoadPlan, RankPlan
+from storage.errors import LongshoreError
+from storage.model_index import ChunkTable, Shard
+from storage.processes import ProcessId
+from storage.store_ref import Credentials, StoreRef
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAccess:
+    """Where a model is and how to read it. The repr of credentials is redacted by their own class."""
+
+    ref: StoreRef
+    credentials: Credentials | None = None  # None: the node's own (environment, profile, instance role)
+
+    def without_credentials(self) -> StoreAccess:
+        """For whatever is kept: credentials that a client passed live in messages only."""
+        return StoreAccess(self.ref)
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SharedTables:
+    """What every rank and agent of one load has in common."""
+
+    shards: tuple[Shard, ...]
+    chunks: ChunkTable
+
+
+@dataclass(frozen=True, slots=True)
+class FetchSettings:
+    """How a rank reads from the store (see `cluster.config.Config`)."""
+
+    threads: int
+    attempts: int
+    read_timeout_s: float
+    heartbeat_s: float
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class NodeJob:
+    """One node's share of a load."""
+
+    load_id: str
+    attempt: int
+    shared: bytes  # SharedTables, packed
+    store_identity: str  # part of the cache key of chunks without a digest
+    needs: dict[int, NDArray[np.int64]]  # rank -> chunk ids it touches, ascending
+    min_slots: int  # slots without which this load could not go on
+    chunk_attempts: int  # workers that may fail on one chunk before the load fails
+    lease_deadline_s: float
+    record: bytes  # the coordinator's own notes, handed back to a coordinator that lost them
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RankJob:
+    """One rank's share of a load."""
+
+    load_id: str
+    attempt: int
+    rank: int
+    incarnation: int
+    shared: bytes  # SharedTables, packed
+    plan: bytes  # RankPlan, packed
+    store: StoreAccess
+    fetch: FetchSettings
+
+    def unpack(self) -> tuple[SharedTables, RankPlan]:
+        return pickle.loads(self.shared), pickle.loads(self.plan)
+
+
+@dataclass(frozen=True, slots=True)
+class RankHello:
+    """A rank's process introduces itself to the agent of its node."""
+
+    load_id: str
+    attempt: int
+    rank: int
+    incarnation: int
+    process: ProcessId
+    placed: tuple[int, ...] = ()  # chunks it already has: empty at first, not after the agent restarted
+
+
+@dataclass(frozen=True, slots=True)
+class JoinReply:
+    """Where the arena is."""
+
+    arena_path: str
+    known: bool = True  # False: the agent does not (yet) know this load; say hello again later
+
+
+@dataclass(frozen=True, slots=True)
+class LeaseOrder:
+    """The right to write one chunk into one slot."""
+
+    lease_id: str
+    chunk: int
+    slot: int
+    deadline_s: float  # seconds from now; a commit after that changes nothing
+
+
+@dataclass(frozen=True, slots=True)
+class Commit:
+    """A chunk stands in its slot, whole and verified."""
+
+    lease_id: str
+    chunk: int
+
+
+@dataclass(frozen=True, slots=True)
+class FetchFailure:
+    """A worker gave a chunk up. Its connection is closed: nothing more is written to the slot."""
+
+    lease_id: str
+    chunk: int
+    error: LongshoreError
+    tries: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankUpdate:
+    """What a rank did since its last update, and what it can take on."""
+
+    load_id: str
+    attempt: int
+    rank: int
+    incarnation: int
+    process: ProcessId
+    committed: tuple[Commit, ...] = ()
+    failed: tuple[FetchFailure, ...] = ()
+    placed: tuple[int, ...] = ()  # chunks copied to the device: their slots are not read any more
+    returned: tuple[str, ...] = ()  # lease ids handed back unused, or closed on the agent's demand
+    want_leases: int = 0
+    wait_s: float = 0.0  # how long the agent may hold the answer when it has no orders
+    placed_bytes: int = 0  # so far
+    retries: dict[str, int] = field(default_factory=dict)  # since the last update, by cause
+    refused_bytes: int = 0  # fetched since the last update and thrown away
+
+
+@dataclass(frozen=True, slots=True)
+class Orders:
+    """The agent's answer."""
+
+    leases: tuple[LeaseOrder, ...] = ()
+    readable: tuple[tuple[int, int], ...] = ()  # (chunk, slot): committed chunks this rank still needs
+    closed_leases: tuple[str, ...] = ()  # expired: stop writing, close the connection, return the id
+    rejoin: bool = False  # the agent restarted or the rank is not known: say hello again
+    stop: LongshoreError | None = None  # the load is over for this rank
+    coordinator_age_s: float = 0.0  # since the agent last heard the coordinator
+
+
+@dataclass(frozen=True, slots=True)
+class RankBeat:
+    """A rank as its agent sees it."""
+
+    load_id: str
+    attempt: int
+    rank: int
+    incarnation: int
+    pid: int
+    placed_bytes: int
+    silent_s: float  # since it last spoke; 0 when it has everything, or its worker is still starting
+
+
+@dataclass(frozen=True, slots=True)
+class NodeFacts:
+    """What a plan needs to know of a node."""
+
+    node_id: str
+    host: str
+    arena_bytes: int
+    memory_free_bytes: int  # MemAvailable, the arena's untouched pages taken off
+    gpu_total_bytes: tuple[int, ...]  # per GPU, in the order of the driver; empty where unknown
+    version: str
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaUse:
+    """An arena at a moment."""
+
+    arena_bytes: int
+    committed_bytes: int
+    leased_slots: int
+    quarantined_slots: int
+
+
+@dataclass(frozen=True, slots=True)
+class LoadBeat:
+    """One load on one node."""
+
+    load_id: str
+    attempt: int
+    store_bytes: int
+    error: LongshoreError | None  # the load cannot go on here
+    complete: bool
+
+
+@dataclass(frozen=True, slots=True)
+class AgentBeat:
+    """Heartbeat of an agent, with the progress of its ranks in it."""
+
+    node_id: str
+    host: str
+    incarnation: str  # a new one each time the agent's process starts
+    loads: tuple[LoadBeat, ...]
+    ranks: tuple[RankBeat, ...]
+    arena: ArenaUse
+    records: dict[str, bytes] = field(default_factory=dict)  # load id -> record, when asked for
+
+
+@dataclass(frozen=True, slots=True)
+class BeatReply:
+    """The coordinator's answer to a heartbeat."""
+
+    coordinator: str  # its incarnation
+    unknown_loads: tuple[str, ...] = ()  # send their records next time
+    ended_loads: tuple[str, ...] = ()  # forget them
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What a client asks for."""
+
+    uri: str  # as given, without secrets
+    store: StoreAccess
+    only_key: str | None  # the URI named one file under the root
+    tensor_parallel_size: int
+    fsdp_size: int
+    data_parallel_size: int
+    device: str  # "cpu" or "cuda"
+    layout_rules: dict[str, str] | None
+    keep: bool
+    client_id: str
+    wait_for_resources_s: float
+    placement_group: Any = None  # ray PlacementGroup of the caller's; rank i takes bundle i
+
+    @property
+    def world_size(self) -> int:
+        return self.tensor_parallel_size * self.fsdp_size * self.data_parallel_size
+
+    def identity(self) -> str:
+        """Equal for requests that can share one resident model, whatever its revision."""
+        rules = list((self.layout_rules or {}).items())  # in their order: the first match wins
+        group = getattr(self.placement_group, "id", None)
+        return repr(
+            (
+                self.store.ref.identity(),
+                self.only_key,
+                self.tensor_parallel_size,
+                self.fsdp_size,
+                self.data_parallel_size,
+                self.device,
+                rules,
+                None if group is None else group.hex(),
+            )
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """What the coordinator knows of a rank's plan without unpacking it."""
+
+    size_bytes: int
+    device_bytes: int
+    segments: int
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class PackedPlan:
+    """A load plan as the planning process hands it over: facts to decide by, parts to pass on."""
+
+    revision: str
+    verified: str  # hash name, or "transport"
+    model_bytes: int
+    ranks: tuple[RankFacts, ...]
+    needs: tuple[NDArray[np.int64], ...]  # rank -> chunk ids
+    chunk_bytes: NDArray[np.int64]  # size of every chunk
+    shared: bytes = field(repr=False)
+    plans: tuple[bytes, ...] = field(repr=False)
+
+
+def pack_shared(plan: LoadPlan) -> bytes:
+    return pickle.dumps(SharedTables(plan.shards, plan.chunks), protocol=5)
+
+
+def pack_rank(plan: RankPlan) -> bytes:
+    return pickle.dumps(plan, protocol=5)
+
+
+def unpack_shared(data: bytes) -> SharedTables:
+    tables: SharedTables = pickle.loads(data)
+    return tables

@@ -1,0 +1,123 @@
+"""A model that is loaded, in the hands of a client."""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Callable, Iterator
+from typing import TYPE_CHECKING, Any
+
+from cluster.connection import Connection, unwrapped
+from cluster.errors import ClusterLost, RankLost, RemoteCallFailed
+from cluster.report import LoadReport
+from storage.errors import LongshoreError
+
+if TYPE_CHECKING:
+    import torch
+
+
+class LoadedModel:
+    """Holds a resident model until `release`, the end of the `with` block, or the end of the process.
+
+    with cluster.load("s3://models/llama", tensor_parallel_size=4) as model:
+        norms = model.call(lambda shard: float(shard["model.norm.weight"].float().norm()))
+    """
+
+    def __init__(self, connection: Connection, model_id: str, report: LoadReport) -> None:
+        self.model_id = model_id
+        self.report = report
+        self._connection = connection
+        self._released = False
+
+    @property
+    def ranks(self) -> range:
+        """Rank numbers: 0 .. world size - 1."""
+        report = self.report
+        return range(report.tensor_parallel_size * report.fsdp_size * report.data_parallel_size)
+
+    def call(self, fn: Callable[..., Any], *args: Any, ranks: list[int] | None = None, **kwargs: Any) -> list[Any]:
+        """`fn(shard, *args, **kwargs)` inside every worker (or those of `ranks`); the results in that order.
+
+        `shard` maps tensor names to the rank's own tensors on its device, and has `.rank`, `.coords`, `.slices`.
+        Raises RemoteCallFailed with the function's traceback, RankLost when a worker died.
+        """
+        workers = self._workers()
+        wanted = list(self.ranks) if ranks is None else ranks
+        return [
+            self._get(reference, rank)
+            for rank, reference in [
+                (rank, workers[rank].call.options(concurrency_group="call").remote(fn, args, kwargs)) for rank in wanted
+            ]
+        ]
+
+    async def acall(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
+        """`call`, without blocking the event loop."""
+        return await asyncio.to_thread(self.call, fn, *args, **kwargs)
+
+    def iter_tensors(self, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
+        """(name, CPU copy) of each of a rank's tensors, one at a time."""
+        worker = self._workers()[rank]
+        names = self._get(worker.tensor_names.options(concurrency_group="call").remote(), rank)
+        for name in names:
+            copy = self._get(worker.tensor_copy.options(concurrency_group="call").remote(name), rank)
+            # What Ray hands out are read-only views of its object store, which is small.
+            yield name, copy.clone()
+
+    def state_dict(self, rank: int) -> dict[str, torch.Tensor]:
+        """CPU copies of all of a rank's tensors: for looking and testing, not for serving."""
+        return dict(self.iter_tensors(rank))
+
+    async def astate_dict(self, rank: int) -> dict[str, torch.Tensor]:
+        """`state_dict`, without blocking the event loop."""
+        return await asyncio.to_thread(self.state_dict, rank)
+
+    def release(self) -> None:
+        """Give this hold back; memory is freed when nobody else holds the model and it is not kept. Idempotent."""
+        if self._released:
+            return
+        self._released = True
+        if self._connection.drop(self.model_id):
+            self._connection.call("release", self.model_id, self._connection.client_id)
+
+    async def arelease(self) -> None:
+        """`release`, without blocking the event loop."""
+        await asyncio.to_thread(self.release)
+
+    def __enter__(self) -> LoadedModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.release()
+
+    async def __aenter__(self) -> LoadedModel:
+        return self
+
+    async def __aexit__(self, *_: object) -> None:
+        await self.arelease()
+
+    def __repr__(self) -> str:
+        return f"LoadedModel({self.model_id!r}, ranks={len(self.ranks)})"
+
+    def _workers(self) -> list[Any]:
+        workers: list[Any] = self._connection.call("workers", self.model_id)
+        return workers
+
+    def _get(self, reference: Any, rank: int) -> Any:
+        import ray
+        from ray.exceptions import RayActorError, RayError, RayTaskError
+
+        try:
+            return ray.get(reference)
+        except RayTaskError as error:
+            cause = unwrapped(error)
+            if isinstance(getattr(error, "cause", None), LongshoreError):
+                raise cause from None
+            raise RemoteCallFailed(f"the function raised on rank {rank}:\n{error.traceback_str}", rank=rank) from error
+        except RayActorError as error:
+            raise RankLost(
+                f"rank {rank} died during the call",
+                hint="longshore status shows whether it has been replaced",
+                rank=rank,
+                model=self.model_id,
+            ) from error
+        except RayError as error:
+            raise ClusterLost("Ray failed under the call", cause=str(error)[:300]) from error

@@ -1,0 +1,92 @@
+"""The child process in which the coordinator plans: `python -m cluster.planning_process CHUNK_BYTES READ_TIMEOUT_S`.
+
+Reads requests from its standard input and writes answers to its standard output, each a length and a pickle; both
+ends are ours. Ends at end of input. Imports neither ray nor torch.
+"""
+
+from __future__ import annotations
+
+import os
+import pickle
+import struct
+import sys
+from collections import OrderedDict
+from typing import Any, BinaryIO
+
+from cluster.load_plan import LoadPlan
+from cluster.messages import LoadRequest, PackedPlan, RankFacts, pack_rank, pack_shared
+from cluster.planning import overfetch_bytes
+from cluster.prepare import prepare_plan, still_current
+from storage.errors import LongshoreError
+
+_LENGTH = struct.Struct("<Q")
+_KEPT_PLANS = 4
+
+
+class PlanningServer:
+    """Answers one request at a time; keeps the last few plans for questions about them."""
+
+    def __init__(self, chunk_bytes: int, read_timeout_s: float) -> None:
+        self._chunk_bytes = chunk_bytes
+        self._read_timeout_s = read_timeout_s
+        self._plans: OrderedDict[str, LoadPlan] = OrderedDict()
+
+    def prepare(self, request: LoadRequest) -> PackedPlan:
+        plan, model_bytes = self._plan(request)
+        return PackedPlan(
+            revision=plan.revision,
+            verified=plan.chunks.hash_name or "transport",
+            model_bytes=model_bytes,
+            ranks=tuple(RankFacts(r.size_bytes, r.device_bytes, len(r.segment_bytes)) for r in plan.ranks),
+            needs=tuple(rank.chunk_ids for rank in plan.ranks),
+            chunk_bytes=plan.chunks.sizes_bytes(),
+            shared=pack_shared(plan),
+            plans=tuple(pack_rank(rank) for rank in plan.ranks),
+        )
+
+    def overfetch_bytes(self, request: LoadRequest, groups: list[tuple[int, ...]]) -> list[int]:
+        plan = self._plans.get(request.identity()) or self._plan(request)[0]
+        return [overfetch_bytes(plan, ranks) for ranks in groups]
+
+    def is_current(self, request: LoadRequest, revision: str) -> bool:
+        return still_current(request, revision, self._read_timeout_s)
+
+    def _plan(self, request: LoadRequest) -> tuple[LoadPlan, int]:
+        index, plan = prepare_plan(request, chunk_bytes=self._chunk_bytes, read_timeout_s=self._read_timeout_s)
+        self._plans[request.identity()] = plan
+        while len(self._plans) > _KEPT_PLANS:
+            self._plans.popitem(last=False)
+        return plan, index.size_bytes
+
+    def answer(self, verb: str, args: tuple[Any, ...]) -> Any:
+        verbs = {
+            "prepare": self.prepare,
+            "overfetch_bytes": self.overfetch_bytes,
+            "is_current": self.is_current,
+        }
+        try:
+            return verbs[verb](*args)  # type: ignore[operator]
+        except LongshoreError as error:
+            return error
+        except Exception as error:  # the coordinator must get an answer, whatever it is
+            return LongshoreError(f"{type(error).__name__} while planning: {error}")
+
+
+def serve(server: PlanningServer, requests: BinaryIO, answers: BinaryIO) -> None:
+    """Answer until the input ends."""
+    while len(head := requests.read(_LENGTH.size)) == _LENGTH.size:
+        (size,) = _LENGTH.unpack(head)
+        verb, args = pickle.loads(requests.read(size))
+        data = pickle.dumps(server.answer(verb, args), protocol=5)
+        answers.write(_LENGTH.pack(len(data)) + data)
+        answers.flush()
+
+
+def main() -> None:
+    answers = os.fdopen(os.dup(1), "wb")
+    os.dup2(2, 1)  # whatever a library prints must not get between the answers
+    serve(PlanningServer(int(sys.argv[1]), float(sys.argv[2])), sys.stdin.buffer, answers)
+
+
+if __name__ == "__main__":
+    main()

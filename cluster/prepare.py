@@ -1,0 +1,39 @@
+"""From a request to a plan: open the store, read the model's index and config, cut it.
+
+The one place where planning touches the network; `cluster.planning` and everything under it is pure.
+"""
+
+from __future__ import annotations
+
+from contextlib import closing
+
+from cluster.layout import Layout
+from cluster.layout_rules import parse_rules, rules_for
+from cluster.load_plan import LoadPlan
+from cluster.messages import LoadRequest
+from cluster.model_config import read_model_config
+from cluster.planning import build_load_plan
+from storage.checkpoint import check_revision, open_model
+from storage.model_index import ModelIndex
+from storage.store_ref import open_store
+
+
+def prepare_plan(request: LoadRequest, *, chunk_bytes: int, read_timeout_s: float) -> tuple[ModelIndex, LoadPlan]:
+    """What is stored, and what each rank of the request gets of it. Moves no weights.
+
+    Raises StoreError, CheckpointError, ManifestError or PlanError.
+    """
+    with closing(open_store(request.store.ref, request.store.credentials, read_timeout_s=read_timeout_s)) as store:
+        index = open_model(store, chunk_bytes=chunk_bytes, only_key=request.only_key)
+        # Without tensor parallelism nothing in it matters, so a broken one must not stand in the way.
+        config = read_model_config(store, index) if request.tensor_parallel_size > 1 else None
+    layout = Layout(request.tensor_parallel_size, request.fsdp_size, request.data_parallel_size)
+    own = None if request.layout_rules is None else parse_rules(request.layout_rules)
+    rules = rules_for(config, own)
+    return index, build_load_plan(index, layout, rules, config)
+
+
+def still_current(request: LoadRequest, revision: str, read_timeout_s: float) -> bool:
+    """True while the store still has that revision; one small request."""
+    with closing(open_store(request.store.ref, request.store.credentials, read_timeout_s=read_timeout_s)) as store:
+        return check_revision(store, revision, only_key=request.only_key)

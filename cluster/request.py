@@ -1,0 +1,87 @@
+"""From the arguments of a verb to a checked request. Pure but for reading the environment where a URI is resolved."""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.errors import ConfigError
+from cluster.layout import Layout
+from cluster.layout_rules import parse_rules
+from cluster.messages import LoadRequest, StoreAccess
+from storage.checkpoint import split_model_uri
+from storage.object_store import ObjectStore
+from storage.store_ref import Credentials, StoreRef, open_store, parse_uri
+
+DEVICES = ("auto", "cpu", "cuda")
+
+
+@dataclass(frozen=True, slots=True)
+class StoreOptions:
+    """How to reach a store beyond its URI; None means what the environment says."""
+
+    endpoint_url: str | None = None
+    region: str | None = None
+    profile: str | None = None
+    anonymous: bool = False
+
+    def resolve(self, uri: str) -> tuple[StoreRef, str | None]:
+        """The store that `uri` names, and the one file in it when it names a single safetensors file."""
+        root, only_key = split_model_uri(uri)
+        ref = parse_uri(
+            root,
+            endpoint_url=self.endpoint_url,
+            region=self.region,
+            profile=self.profile,
+            anonymous=self.anonymous,
+        )
+        return ref, only_key
+
+
+def make_request(
+    uri: str,
+    *,
+    sizes: tuple[int, int, int],
+    store_options: StoreOptions,
+    credentials: Credentials | None,
+    layout_rules: dict[str, str] | None,
+    device: str = "auto",
+    keep: bool = False,
+    wait_for_resources_s: float = 0.0,
+    placement_group: Any = None,
+) -> LoadRequest:
+    """A request that can be meant; `sizes` = (tensor_parallel_size, fsdp_size, data_parallel_size).
+
+    Raises ConfigError for arguments, StoreError for a URI that no store can have.
+    """
+    Layout(*sizes)
+    if device not in DEVICES:
+        raise ConfigError(f"device must be one of {', '.join(DEVICES)}, not {device!r:.40}")
+    if not (math.isfinite(wait_for_resources_s) and wait_for_resources_s >= 0):
+        raise ConfigError(f"wait_for_resources_s must be 0 or more seconds, not {wait_for_resources_s!r:.40}")
+    if layout_rules is not None:
+        parse_rules(layout_rules)
+    ref, only_key = store_options.resolve(uri)
+    return LoadRequest(
+        uri=f"{ref.uri}/{only_key}" if only_key else ref.uri,
+        store=StoreAccess(ref, credentials),
+        only_key=only_key,
+        tensor_parallel_size=sizes[0],
+        fsdp_size=sizes[1],
+        data_parallel_size=sizes[2],
+        device=device,
+        layout_rules=layout_rules,
+        keep=keep,
+        client_id="",
+        wait_for_resources_s=float(wait_for_resources_s),
+        placement_group=placement_group,
+    )
+
+
+def open_uri(
+    uri: str, options: StoreOptions, credentials: Credentials | None, read_timeout_s: float
+) -> tuple[ObjectStore, str | None]:
+    """An open store for `uri`, which the caller closes, and the one file in it when it names one."""
+    ref, only_key = options.resolve(uri)
+    return open_store(ref, credentials, read_timeout_s=read_timeout_s), only_key

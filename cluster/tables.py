@@ -1,0 +1,281 @@
+"""Reports as tables for people. Each function takes a report and returns something `rich` prints.
+
+Text from outside (URIs, names, errors) goes through `cell`, so it can be neither markup nor an escape code.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Sequence
+from typing import TYPE_CHECKING, TextIO
+
+from rich.console import Console, Group, RenderableType
+from rich.table import Table
+from rich.text import Text
+
+from cluster.plan_summary import PlanSummary
+from cluster.report import ClusterStatus, LoadReport
+from cluster.units import printable, show_bytes, show_rate
+
+if TYPE_CHECKING:
+    from cluster.demo import DemoReport
+    from cluster.doctor import Check
+    from storage.publish import PublishReport
+    from storage.verify import VerifyReport
+
+PLAIN_WIDTH = 160  # columns of a table that goes to a file or a log
+_STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
+
+
+def console_on(stream: TextIO) -> Console:
+    """A console that neither wraps tables at 80 columns nor colours them where no terminal is."""
+    return Console(file=stream, width=None if stream.isatty() else PLAIN_WIDTH, highlight=False)
+
+
+def cell(value: object, style: str = "") -> Text:
+    return Text(printable(value), style=style)
+
+
+def table_of(headers: Sequence[str], rows: Iterable[Sequence[object]], title: str = "") -> Table:
+    """A plain table; numbers are right-aligned, a header that ends in ` >` asks for that too."""
+    table = Table(title=cell(title) if title else None, title_justify="left", box=None, pad_edge=False)
+    for header in headers:
+        right = header.endswith(" >")
+        table.add_column(header.removesuffix(" >"), justify="right" if right else "left", overflow="fold")
+    for row in rows:
+        table.add_row(*(value if isinstance(value, Text) else cell(value) for value in row))
+    return table
+
+
+def facts(pairs: Iterable[tuple[str, object]], title: str = "") -> Table:
+    """Two columns: what, and its value."""
+    table = Table(title=cell(title) if title else None, title_justify="left", box=None, show_header=False)
+    table.add_column(style="dim")
+    table.add_column(overflow="fold")
+    for name, value in pairs:
+        table.add_row(cell(name), cell(value))
+    return table
+
+
+def load_table(report: LoadReport) -> RenderableType:
+    """What a load did: where the bytes came from, how fast, and each rank."""
+    mesh = f"tp {report.tensor_parallel_size}, fsdp {report.fsdp_size}, dp {report.data_parallel_size}"
+    how = "when it was loaded; it was resident, nothing moved" if report.resident else _digests(report.verified)
+    overall = facts(
+        [
+            ("model", report.model_id),
+            ("uri", report.uri),
+            ("revision", report.revision),
+            ("layout", f"{len(report.ranks)} ranks ({mesh}), {report.placement_mode}"),
+            ("model size", show_bytes(report.model_bytes)),
+            ("placed", show_bytes(report.placed_bytes)),
+            ("from the store", show_bytes(report.store_bytes)),
+            ("from the cache", show_bytes(report.cached_bytes)),
+            ("overfetch", show_bytes(report.overfetch_bytes)),
+            ("checked", how),
+            ("chunks verified", report.verified_chunks),
+            (
+                "plan / start / load",
+                f"{report.plan_s:.2f} s / {report.start_s:.2f} s / {report.load_s:.2f} s",
+            ),
+            ("total", f"{report.total_s:.2f} s, {show_rate(report.placed_bytes, report.total_s)}"),
+            ("peak host memory", show_bytes(report.peak_host_bytes)),
+        ]
+    )
+    ranks = table_of(
+        ("rank >", "host", "device", "pid >", "size >", "fetch >", "verify >", "place >", "load >"),
+        [
+            (
+                rank.rank,
+                rank.host,
+                rank.device,
+                rank.pid,
+                show_bytes(rank.size_bytes),
+                show_rate(rank.stages.fetch_bytes, rank.stages.fetch_s),
+                show_rate(rank.stages.verify_bytes, rank.stages.verify_s),
+                show_rate(rank.stages.place_bytes, rank.stages.place_s),
+                f"{rank.load_s:.2f} s",
+            )
+            for rank in report.ranks
+        ],
+    )
+    return Group(overall, Text(), ranks)
+
+
+def plan_table(plan: PlanSummary) -> RenderableType:
+    """What would be loaded where."""
+    mesh = f"tp {plan.tensor_parallel_size}, fsdp {plan.fsdp_size}, dp {plan.data_parallel_size}"
+    overall = facts(
+        [
+            ("revision", plan.revision),
+            ("layout", f"{len(plan.ranks)} ranks ({mesh}) on {len(plan.nodes)} nodes"),
+            ("model", f"{plan.tensors} tensors in {plan.shards} shards, {show_bytes(plan.stored_bytes)}"),
+            ("chunks", f"{plan.chunks}, {_digests(plan.verified)}"),
+            ("would leave the store", show_bytes(plan.needed_bytes)),
+            ("of that overfetch", show_bytes(plan.overfetch_bytes)),
+            ("would be placed", show_bytes(plan.placed_bytes)),
+            ("device memory", show_bytes(plan.device_bytes)),
+        ]
+    )
+    ranks = table_of(
+        ("rank >", "node", "tp >", "fsdp >", "dp >", "tensors >", "size >", "memory >", "chunks >", "dtypes"),
+        [
+            (
+                rank.rank,
+                rank.node,
+                rank.tensor,
+                rank.fsdp,
+                rank.data,
+                rank.tensors,
+                show_bytes(rank.size_bytes),
+                show_bytes(rank.device_bytes),
+                rank.chunks,
+                ", ".join(f"{dtype} {show_bytes(size)}" for dtype, size in rank.bytes_by_dtype.items()),
+            )
+            for rank in plan.ranks
+        ],
+    )
+    return Group(overall, Text(), ranks)
+
+
+def status_table(status: ClusterStatus) -> RenderableType:
+    """Models and nodes of a cluster."""
+    models = table_of(
+        (
+            "model",
+            "state",
+            "ranks >",
+            "tp >",
+            "fsdp >",
+            "dp >",
+            "device",
+            "size >",
+            "holders >",
+            "keep",
+            "uri",
+        ),
+        [
+            (
+                model.progress.model_id,
+                model.progress.state,
+                f"{model.progress.ranks_ready}/{model.progress.ranks_total}",
+                model.tensor_parallel_size,
+                model.fsdp_size,
+                model.data_parallel_size,
+                model.device,
+                show_bytes(model.progress.total_bytes),
+                model.holders,
+                "yes" if model.keep else "no",
+                model.progress.uri,
+            )
+            for model in status.models
+        ],
+    )
+    nodes = table_of(
+        ("node", "host", "arena >", "used >", "leased >", "quarantined >", "heard >"),
+        [
+            (
+                node.node[:12],
+                node.host,
+                show_bytes(node.arena_bytes),
+                show_bytes(node.used_bytes),
+                node.leased_slots,
+                node.quarantined_slots,
+                f"{node.heartbeat_age_s:.1f} s ago",
+            )
+            for node in status.nodes
+        ],
+    )
+    errors = [cell(f"{model.progress.model_id}: {model.error}", "red") for model in status.models if model.error]
+    head = cell(f"Longshore {status.version}, coordinator {status.coordinator_incarnation}")
+    empty = cell("no models are loaded", "dim")
+    return Group(head, Text(), models if status.models else empty, *errors, Text(), nodes)
+
+
+def publish_table(report: PublishReport) -> RenderableType:
+    """What a publish read, checked and wrote."""
+    state = "unchanged: the manifest was there and still fits" if report.unchanged else "manifest written"
+    return facts(
+        [
+            ("published", report.uri),
+            ("result", state),
+            ("revision", report.revision),
+            ("model", f"{report.tensors} tensors in {report.shards} shards, {show_bytes(report.size_bytes)}"),
+            ("chunks", f"{report.chunks} of up to {show_bytes(report.chunk_bytes)}, {report.hash_name}"),
+            ("other files", report.files),
+            ("read", f"{show_bytes(report.read_bytes)} in {report.elapsed_s:.1f} s"),
+            ("copied", show_bytes(report.copied_bytes)),
+            ("resumed", f"{report.resumed} objects" if report.resumed else "-"),
+            ("source checked by", ", ".join(f"{how} ({count})" for how, count in report.checks.items()) or "-"),
+            *(("left out", key) for key in report.skipped),
+        ]
+    )
+
+
+def verify_table(report: VerifyReport) -> RenderableType:
+    """What was compared, and everything that differs."""
+    verdict = cell("ok", "green") if report.ok else cell("NOT the published bytes", "bold red")
+    problems = [
+        *(
+            ("bad chunk", f"{chunk.key} bytes {chunk.start}-{chunk.end}, chunk {chunk.chunk}")
+            for chunk in report.bad_chunks
+        ),
+        *(("bad file", key) for key in report.bad_files),
+        *(("missing", key) for key in report.missing),
+        *(("wrong size", f"{o.key}: {o.found_bytes} bytes, published {o.expected_bytes}") for o in report.wrong_size),
+    ]
+    overall = facts(
+        [
+            ("verified", report.uri),
+            ("revision", report.revision or "-"),
+            ("checked", f"{report.checked_chunks} chunks and {report.checked_files} other files"),
+            ("read", f"{show_bytes(report.checked_bytes)} in {report.elapsed_s:.1f} s"),
+            *problems,
+            *(("note", note) for note in report.notes),
+        ]
+    )
+    return Group(verdict, overall)
+
+
+def demo_table(report: DemoReport) -> RenderableType:
+    """Both loads of the demo, side by side."""
+    loads = (report.first, report.again)
+
+    def rate(stage: str) -> list[str]:
+        pairs = [(getattr(r.stages, f"{stage}_bytes"), getattr(r.stages, f"{stage}_s")) for r in loads]
+        return [show_rate(count, seconds) for count, seconds in pairs]
+
+    rows = [
+        ("bytes placed", *(show_bytes(r.placed_bytes) for r in loads)),
+        ("seconds, from the call", *(f"{r.total_s:.2f}" for r in loads)),
+        ("seconds, first lease to last byte", *(f"{r.load_s:.2f}" for r in loads)),
+        ("load", *(show_rate(r.placed_bytes, r.load_s) for r in loads)),
+        ("fetch, per thread", *rate("fetch")),
+        ("verify, per thread", *rate("verify")),
+        ("place, per thread", *rate("place")),
+        ("bytes that left the store", *(show_bytes(r.store_bytes) for r in loads)),
+        ("chunks verified", *(r.verified_chunks for r in loads)),
+        ("chunks from the cache", *(sum(node.cached_chunks for node in r.nodes) for r in loads)),
+        ("peak host memory", *(show_bytes(r.peak_host_bytes) for r in loads)),
+    ]
+    times = f"written in {report.write_s:.1f} s, published in {report.publish_s:.1f} s"
+    wrote = f"model {show_bytes(report.model_bytes)}: {times}"
+    compared = f"compared {report.compared_tensors} slices, {show_bytes(report.compared_bytes)}: every byte equal"
+    return Group(cell(wrote), table_of(("", "first load >", "from the cache >"), rows), cell(compared, "green"))
+
+
+def checks_table(checks: Sequence[Check]) -> RenderableType:
+    """What `longshore doctor` found, hints under what needs one."""
+    rows = []
+    for check in checks:
+        detail = cell(check.detail)
+        if check.hint and check.outcome in ("warn", "fail"):
+            detail.append(f"\n-> {printable(check.hint)}", style="italic")
+        rows.append((cell(check.outcome, _STYLES[check.outcome]), check.name, detail))
+    return table_of(("", "check", "found"), rows)
+
+
+def _digests(verified: str) -> str:
+    """What `verified` of a report or plan means."""
+    if verified == "transport":
+        return "no digests: length, range and ETag only (`longshore publish` writes a manifest with digests)"
+    return f"each with its {verified} digest"

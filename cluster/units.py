@@ -1,0 +1,54 @@
+"""Sizes, rates and foreign text as a person reads them, and sizes as a person writes them."""
+
+from __future__ import annotations
+
+import re
+
+from cluster.errors import ConfigError
+
+_STEPS = ("B", "kB", "MB", "GB", "TB", "PB")
+_SUFFIXES = {
+    "": 1,
+    "k": 10**3,
+    "m": 10**6,
+    "g": 10**9,
+    "t": 10**12,
+    "ki": 2**10,
+    "mi": 2**20,
+    "gi": 2**30,
+    "ti": 2**40,
+    "p": 10**15,
+    "pi": 2**50,
+}
+
+
+def show_bytes(count: float) -> str:
+    """Decimal units, three digits: `1.07 GB`, `512 kB`, `7 B`."""
+    power = 0
+    while abs(count) >= 999.5 and power < len(_STEPS) - 1:
+        count /= 1000
+        power += 1
+    if power == 0:
+        return f"{count:.0f} B"
+    digits = max(0, 3 - len(str(int(abs(count)))))
+    return f"{count:.{digits}f} {_STEPS[power]}"
+
+
+def show_rate(count: float, seconds: float) -> str:
+    """Bytes per second in decimal units; `-` when no time passed."""
+    return f"{show_bytes(count / seconds)}/s" if seconds > 0 else "-"
+
+
+def parse_bytes(text: str) -> int:
+    """`8MiB`, `8 MB`, `8388608`: bytes. Raises ConfigError for anything else."""
+    match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|[kmgtp]i?)b?", text.strip().lower())
+    if match is None:
+        raise ConfigError(f"not a size: {text!r}", hint="write it like 8MiB, 512MB or 8388608")
+    return int(float(match[1]) * _SUFFIXES[match[2]])
+
+
+def printable(text: object) -> str:
+    """`text` with control characters written out: names come from buckets, terminals obey escape codes."""
+    return "".join(
+        char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in str(text)
+    )
