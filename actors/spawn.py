@@ -64,7 +64,7 @@ def start_worker(
         else NodeAffinitySchedulingStrategy(node_id, soft=False)
     )
     return (
-        ray.remote(GpuWorker)
+        ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(GpuWorker)
         .options(
             name=worker_name(load_id, rank, incarnation),
             namespace=NAMESPACE,
@@ -72,7 +72,6 @@ def start_worker(
             num_cpus=0,
             num_gpus=1 if device == "cuda" else 0,
             max_restarts=0,  # a replacement is a new incarnation under a new name, made by the coordinator
-            concurrency_groups=CONCURRENCY_GROUPS,
             scheduling_strategy=strategy,
         )
         .remote(node_id, device, orphan_after_s)

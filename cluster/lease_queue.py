@@ -153,6 +153,8 @@ class LeaseQueue:
         self._left[rank] -= 1
         if self._state[position] is not ChunkState.LEASED and not self.needing(chunk):
             self._state[position] = ChunkState.DONE
+        if not self._left[rank]:
+            self._offer_again()
         return True
 
     def evicted(self, chunk: int) -> None:
@@ -267,9 +269,10 @@ class LeaseQueue:
         return self._state[position] is ChunkState.PENDING
 
     def _may_try(self, rank: int, position: int) -> bool:
-        """Whether the rank has not failed on it yet, or every present rank has."""
+        """Whether the rank has not failed on it yet, or every other rank that is still at work has."""
         tried = self._failures[position].by_rank
-        return not tried[rank] or all(tried[other] for other in self._present)
+        # A rank that has everything may have stopped asking: nobody waits for it to try.
+        return not tried[rank] or all(tried[other] for other in self._present if self._left[other])
 
     def _end_lease(self, position: int, not_before_s: float) -> None:
         self._leases[position] = max(0, self._leases[position] - 1)
