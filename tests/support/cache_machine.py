@@ -7,6 +7,7 @@ right when no reader ever sees anything but the chunk it was told of.
 
 from __future__ import annotations
 
+from collections.abc import MutableSequence
 from dataclasses import dataclass
 
 from hypothesis import strategies as st
@@ -46,6 +47,14 @@ class CacheMachine(RuleBasedStateMachine):
     def make_journal(self, slot_count: int) -> SlotJournal:
         return MemoryJournal(slot_count)
 
+    def reopen_journal(self) -> SlotJournal:
+        """What an agent finds that was started again."""
+        return self.journal
+
+    def make_memory(self, slot_count: int) -> MutableSequence[object]:
+        """The slots' contents."""
+        return [None] * slot_count
+
     @initialize(slot_count=st.integers(1, 5), ready_slots=st.integers(0, 5))
     def start(self, slot_count: int, ready_slots: int) -> None:
         self.slot_count = slot_count
@@ -53,7 +62,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.ready_slots = min(ready_slots, slot_count)
         self.cache = ChunkCache(slot_count, journal=self.journal, ready_slots=self.ready_slots)
         self.now_s = 0.0
-        self.memory: list[object] = [None] * slot_count
+        self.memory = self.make_memory(slot_count)
         self.workers = [ProcessId(100 + number, 1) for number in range(4)]
         self.unnoticed: list[ProcessId] = []  # dead, and the agent does not know
         self.open: dict[str, Lease] = {}  # leases the agent has heard no end of
@@ -256,6 +265,7 @@ class CacheMachine(RuleBasedStateMachine):
     def agent_restarts(self, settle_first: bool) -> None:
         """The agent is killed anywhere between two messages; its successor has the journal and the living."""
         visible = {key for key in KEYS if key in self.cache}
+        self.journal = self.reopen_journal()
         self.cache = ChunkCache(self.slot_count, journal=self.journal, ready_slots=self.ready_slots)
         quarantined = self.cache.restore(self.workers, self.now_s)
         assert {key for key in KEYS if key in self.cache} == visible

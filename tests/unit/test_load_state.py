@@ -1,0 +1,219 @@
+"""The life of a load: laws over any sequence of events, and the ways through that are meant."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.errors import IllegalTransition
+from cluster.load_state import (
+    EVENTS,
+    MEANINGS,
+    TRANSITIONS,
+    Cancelled,
+    Event,
+    Failed,
+    Life,
+    LoadState,
+    Planned,
+    RankLost,
+    RankProgress,
+    RankReady,
+    RankReplaced,
+    Released,
+    Replanned,
+    ResourcesGranted,
+    ResourcesMissing,
+    Started,
+    advance,
+    render_doc,
+)
+
+attempts = st.integers(1, 3)
+ranks = st.integers(0, 2)
+incarnations = st.integers(0, 2)
+events: st.SearchStrategy[Event] = st.one_of(
+    *(st.builds(kind, attempt=attempts) for kind in (Planned, ResourcesMissing, ResourcesGranted, Started, Replanned)),
+    *(st.builds(kind, ranks, incarnations, attempt=attempts) for kind in (RankReady, RankLost, RankReplaced)),
+    st.builds(RankProgress, ranks, incarnations, st.integers(0, 100), attempt=attempts),
+    st.builds(Failed, st.text(), attempt=attempts),
+    *(st.builds(kind, attempt=attempts) for kind in (Cancelled, Released)),
+)
+
+
+def run(life: Life, *sequence: Event) -> Life:
+    """The load after the events; those that are illegal are left out."""
+    for event in sequence:
+        try:
+            life = advance(life, event)
+        except IllegalTransition:
+            continue
+    return life
+
+
+lives = st.lists(events, max_size=25).map(lambda sequence: run(Life.new(3), *sequence))
+
+
+@given(lives, events)
+def test_attempts_and_incarnations_never_fall(life, event):
+    after = run(life, event)
+    assert after.attempt >= life.attempt
+    assert all(a.incarnation >= b.incarnation for a, b in zip(after.ranks, life.ranks, strict=True))
+    assert len(after.ranks) == 3
+
+
+@given(lives, events)
+def test_the_end_is_the_end(life, event):
+    ended = run(life, Failed("broken", attempt=life.attempt))
+    assert ended.is_over
+    assert advance(ended, event) is ended
+
+
+@given(lives, events)
+def test_what_comes_twice_changes_nothing_the_second_time(life, event):
+    once = run(life, event)
+    assert run(once, event) == once
+
+
+@given(lives, events)
+def test_what_comes_from_an_older_attempt_changes_nothing(life, event):
+    later = run(life, Replanned(attempt=life.attempt + 5))
+    assert advance(later, event) is later
+
+
+@given(lives, ranks, incarnations, st.sampled_from([RankReady, RankLost, RankReplaced]))
+def test_what_comes_from_an_older_incarnation_changes_nothing(life, rank, incarnation, kind):
+    life = run(life, RankReplaced(rank, 7, attempt=life.attempt))
+    if life.ranks[rank].incarnation == 7:
+        assert advance(life, kind(rank, incarnation, attempt=life.attempt)) is life
+
+
+@given(lives, events)
+def test_ready_exactly_when_every_rank_is(life, event):
+    after = run(life, event)
+    if after.state in (LoadState.LOADING, LoadState.DEGRADED):
+        assert after.ranks_ready < 3
+    if after.is_ready:
+        assert after.ranks_ready == 3
+    assert not any(rank.ready and rank.lost for rank in after.ranks)
+
+
+@given(lives, ranks, st.integers(0, 100), st.integers(0, 100))
+def test_progress_of_one_incarnation_never_falls(life, rank, one, two):
+    before = life
+    for placed_bytes in (one, two):
+        event = RankProgress(rank, life.ranks[rank].incarnation, placed_bytes, attempt=life.attempt)
+        after = run(before, event)
+        assert after.placed_bytes >= before.placed_bytes
+        before = after
+
+
+@given(lives, events)
+def test_only_the_tables_move_a_load(life, event):
+    after = run(life, event)
+    if after.state is not life.state:
+        assert type(event) in TRANSITIONS[life.state]
+        assert event.attempt == after.attempt
+
+
+LOADING = run(Life.new(2), Planned(), Started())
+
+
+def test_from_the_request_to_ready():
+    life = Life.new(2)
+    seen = [life.state.value]
+    for event in (
+        Planned(),
+        ResourcesMissing(),
+        ResourcesMissing(),
+        ResourcesGranted(),
+        Started(),
+        RankProgress(0, 0, 10),
+        RankReady(1, 0),
+        RankReady(0, 0),
+        Released(),
+    ):
+        life = advance(life, event)
+        seen.append(life.state.value)
+    expected = "planning starting waiting waiting starting loading loading loading ready released"
+    assert seen == expected.split()
+    assert life.placed_bytes == 10
+
+
+def test_ranks_that_are_faster_than_the_coordinator():
+    life = run(Life.new(1), Planned())
+    life = advance(life, RankReady(0, 0))
+    assert life.state is LoadState.STARTING
+    assert advance(life, Started()).is_ready
+
+
+def test_a_load_of_no_ranks_is_ready_when_it_starts():
+    assert run(Life.new(0), Planned(), Started()).is_ready
+
+
+def test_a_rank_lost_while_loading_begins_anew():
+    life = run(LOADING, RankProgress(0, 0, 50), RankLost(0, 0))
+    assert (life.state, life.placed_bytes) == (LoadState.LOADING, 0)
+    assert advance(life, RankReady(0, 0)) is life  # the dead one's last words
+    life = run(life, RankReplaced(0, 1), RankReady(1, 0), RankReady(0, 0))
+    assert life.state is LoadState.LOADING
+    assert advance(life, RankReady(0, 1)).is_ready
+
+
+def test_a_rank_lost_when_ready_degrades_the_model_until_it_is_filled_again():
+    life = run(LOADING, RankReady(0, 0), RankReady(1, 0))
+    assert life.is_ready
+    life = advance(life, RankLost(1, 0))
+    assert life.state is LoadState.DEGRADED
+    life = advance(life, RankReplaced(1, 1))
+    assert life.state is LoadState.DEGRADED
+    assert advance(life, RankReady(1, 1)).is_ready
+    # A replacement alone says as much, when the news of the loss never came.
+    assert run(LOADING, RankReady(0, 0), RankReady(1, 0), RankReplaced(0, 1)).state is LoadState.DEGRADED
+
+
+def test_a_new_attempt_keeps_counting_incarnations():
+    life = run(LOADING, RankReplaced(0, 3), RankReady(1, 0), Replanned(attempt=2))
+    assert (life.state, life.attempt, life.ranks_ready) == (LoadState.PLANNING, 2, 0)
+    assert [rank.incarnation for rank in life.ranks] == [3, 0]
+
+
+def test_why_it_failed_is_kept():
+    life = advance(LOADING, Failed("store on fire"))
+    assert (life.state, life.error) == (LoadState.FAILED, "store on fire")
+
+
+@pytest.mark.parametrize(
+    ("life", "event"),
+    [
+        (Life.new(1), Started()),
+        (Life.new(1), RankReady(0, 0)),
+        (Life.new(1), ResourcesMissing()),
+        (LOADING, ResourcesMissing()),
+        (LOADING, Started(attempt=2)),
+        (LOADING, RankReady(2, 0)),
+        (LOADING, RankReady(-1, 0)),
+        (LOADING, RankReady(0, 1)),
+        (LOADING, RankLost(0, 1)),
+    ],
+)
+def test_what_cannot_be_is_said(life, event):
+    with pytest.raises(IllegalTransition):
+        advance(life, event)
+
+
+def test_the_tables_are_complete():
+    assert set(TRANSITIONS) == set(MEANINGS) == set(LoadState)
+    for state in LoadState:
+        assert bool(TRANSITIONS[state]) != state.is_terminal
+        assert set(TRANSITIONS[state]) <= set(EVENTS)
+        if not state.is_terminal:
+            assert {Failed, Released, Cancelled, Replanned} <= set(TRANSITIONS[state])
+
+
+def test_the_document_is_printed_from_the_tables():
+    document = Path(__file__).parents[2] / "docs" / "load_states.md"
+    assert document.read_text() == render_doc(), "python -m cluster.load_state > docs/load_states.md"
