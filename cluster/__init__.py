@@ -12,9 +12,6 @@ from typing import TYPE_CHECKING, Any
 from longshore.install_check import check_packages
 
 if TYPE_CHECKING:
-    from storage.publish import PublishReport as PublishReport
-    from storage.verify import VerifyReport as VerifyReport
-
     from cluster.client import aload as aload
     from cluster.client import aplan as aplan
     from cluster.client import apublish as apublish
@@ -34,6 +31,7 @@ if TYPE_CHECKING:
     from cluster.errors import ConfigError as ConfigError
     from cluster.errors import DeviceUnavailable as DeviceUnavailable
     from cluster.errors import DoesNotFit as DoesNotFit
+    from cluster.errors import IllegalTransition as IllegalTransition
     from cluster.errors import LayoutError as LayoutError
     from cluster.errors import LoadCancelled as LoadCancelled
     from cluster.errors import LoadError as LoadError
@@ -77,15 +75,15 @@ if TYPE_CHECKING:
     from storage.errors import StoreUnavailable as StoreUnavailable
     from storage.errors import Throttled as Throttled
     from storage.errors import UnsupportedStore as UnsupportedStore
+    from storage.publish import PublishReport as PublishReport
+    from storage.verify import VerifyReport as VerifyReport
 
 # module -> public names that live there; the block above tells type checkers the same (a test compares them)
 _EXPORTS = {
-    "cluster.client": (
-        "aload aplan apublish arelease astatus averify load plan publish release status verify"
-    ),
+    "cluster.client": ("aload aplan apublish arelease astatus averify load plan publish release status verify"),
     "cluster.config": "Config",
     "cluster.errors": (
-        "ChunkFailed ClusterError ClusterLost ConfigError DeviceUnavailable DoesNotFit LayoutError "
+        "ChunkFailed ClusterError ClusterLost ConfigError DeviceUnavailable DoesNotFit IllegalTransition LayoutError "
         "LoadCancelled LoadError LoadTimeout ModelConfigError ModelNotFound NotEnoughResources "
         "PackageMissing PlanError RankLost RemoteCallFailed VersionMismatch"
     ),

@@ -82,6 +82,9 @@ def build_parser() -> argparse.ArgumentParser:
 
     plan = _verb(verbs, "plan", commands.run_plan, "show what would be loaded where; moves no bytes", "URI")
     _add_sizes(plan)
+    plan.add_argument(
+        "--ranks-per-node", type=_count, default=None, metavar="N", help="for the figures per node (default: all)"
+    )
     _add_store(plan)
 
     publish = _verb(verbs, "publish", commands.run_publish, "write a manifest with a digest of every chunk", "SOURCE")

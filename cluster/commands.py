@@ -54,7 +54,7 @@ def run_plan(args: argparse.Namespace) -> int:
     from cluster import client
     from cluster.tables import plan_table
 
-    plan = client.plan(args.uri, **_sizes(args), **_store(args))
+    plan = client.plan(args.uri, ranks_per_node=args.ranks_per_node, **_sizes(args), **_store(args))
     _answer(args, plan.as_dict(), lambda: plan_table(plan))
     return OK
 

@@ -1,0 +1,401 @@
+"""The command line. Verbs that need no cluster run for real on a local folder; the others get a stand-in for the
+client, as only what is parsed and printed is looked at here (the integration tests run them on Ray)."""
+
+from __future__ import annotations
+
+import json
+import os
+import subprocess
+import sys
+from collections.abc import Callable
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from cluster import client
+from cluster.cli import build_parser, main
+from cluster.errors import ClusterLost, NotEnoughResources
+from cluster.report import (
+    ClusterStatus,
+    LoadProgress,
+    LoadReport,
+    ModelStatus,
+    NodeReport,
+    NodeStatus,
+    RankReport,
+    StageTimes,
+)
+from tests.support.checkpoints import write_tiny_llama
+
+Run = Callable[..., tuple[int, str, str]]
+
+
+@pytest.fixture
+def run(capsys: pytest.CaptureFixture[str]) -> Run:
+    def run_(*argv: str) -> tuple[int, str, str]:
+        code = main(argv)
+        captured = capsys.readouterr()
+        return code, captured.out, captured.err
+
+    return run_
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    folder = tmp_path / "llama"
+    write_tiny_llama(folder)
+    return folder
+
+
+def load_report(**changes: Any) -> LoadReport:
+    stages = StageTimes(1.0, 2_000_000, 0.5, 2_000_000, 0.25, 2_000_000)
+    rank = RankReport(0, "n1", "host-a", 11, "cpu", 0, 2_000_000, 2_097_152, stages, 300_000_000, 0.5, 1.0)
+    node = NodeReport("n1", "host-a", 2, 2_100_000, 2, 2_100_000, 0, 0, 0, 0, {}, 1 << 30, 90_000_000)
+    values: dict[str, Any] = {
+        "model_id": "llama-1",
+        "uri": "s3://models/[bold]llama",
+        "revision": "r1",
+        "verified": "blake3",
+        "placement_mode": "via_arena",
+        "resident": False,
+        "tensor_parallel_size": 1,
+        "fsdp_size": 1,
+        "data_parallel_size": 1,
+        "model_bytes": 2_000_000,
+        "placed_bytes": 2_000_000,
+        "overfetch_bytes": 100_000,
+        "plan_s": 0.1,
+        "start_s": 0.5,
+        "load_s": 1.0,
+        "total_s": 2.0,
+        "attempts": 1,
+        "ranks": (rank,),
+        "nodes": (node,),
+    }
+    return LoadReport(**{**values, **changes})
+
+
+class FakeModel:
+    def __init__(self, report: LoadReport) -> None:
+        self.report = report
+        self.model_id = report.model_id
+        self.released = False
+
+    def __enter__(self) -> FakeModel:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.released = True
+
+
+@pytest.fixture
+def fake_load(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
+    """Stands in for client.load; remembers its arguments and the model it handed out."""
+    seen = SimpleNamespace(uri=None, options={}, model=None, report=load_report())
+
+    def load(uri: str, **options: Any) -> FakeModel:
+        seen.uri, seen.options = uri, options
+        for state, placed in (("planning", 0), ("loading", 1_000_000), ("ready", 2_000_000)):
+            options["progress"](LoadProgress("llama-1", uri, state, placed, 2_000_000, placed, 0, 1, 1.0))
+        seen.model = FakeModel(seen.report)
+        return seen.model
+
+    monkeypatch.setattr(client, "load", load)
+    return seen
+
+
+# arguments
+
+
+def test_load_passes_every_option_to_the_client(run: Run, fake_load: SimpleNamespace) -> None:
+    code, _, _ = run(
+        *[
+            "load",
+            "s3://models/llama",
+            "--tp",
+            "4",
+            "--fsdp",
+            "2",
+            "--data-parallel-size",
+            "3",
+            "--device",
+            "cuda",
+            "--no-keep",
+        ],
+        *["--address", "head:6379", "--wait-for-resources", "30", "--timeout", "600"],
+        *["--endpoint-url", "http://store:9000", "--region", "r", "--profile", "p", "--anonymous"],
+    )
+    assert code == 0
+    assert fake_load.uri == "s3://models/llama"
+    del fake_load.options["progress"]
+    assert fake_load.options == {
+        "tensor_parallel_size": 4,
+        "fsdp_size": 2,
+        "data_parallel_size": 3,
+        "device": "cuda",
+        "keep": False,
+        "address": "head:6379",
+        "wait_for_resources_s": 30.0,
+        "timeout_s": 600.0,
+        "endpoint_url": "http://store:9000",
+        "region": "r",
+        "profile": "p",
+        "anonymous": True,
+    }
+
+
+def test_load_keeps_by_default_and_gives_its_own_hold_back(run: Run, fake_load: SimpleNamespace) -> None:
+    run("load", "s3://models/llama")
+    assert fake_load.options["keep"] is True
+    assert fake_load.options["wait_for_resources_s"] == 0
+    assert fake_load.options["timeout_s"] is None
+    assert fake_load.model.released
+
+
+@pytest.mark.parametrize(
+    "argv",
+    [
+        [],
+        ["lode"],
+        ["load"],
+        ["load", "s3://m", "--tp", "0"],
+        ["load", "s3://m", "--tp", "two"],
+        ["load", "s3://m", "--tp", "²"],
+        ["load", "s3://m", "--timeout", "-1"],
+        ["load", "s3://m", "--timeout", "nan"],
+        ["load", "s3://m", "--device", "tpu"],
+        ["load", "s3://m", "--secret-access-key", "x"],
+        ["publish", "m", "--chunk-size", "many"],
+        ["publish", "m", "--hash", "md5"],
+        ["release"],
+        ["release", "m", "--all"],
+    ],
+)
+def test_wrong_usage_is_2(run: Run, argv: list[str]) -> None:
+    code, out, err = run(*argv)
+    assert (code, out) == (2, "")
+    assert "longshore" in err
+
+
+def test_help_names_every_verb_and_exit_code(run: Run) -> None:
+    code, out, _ = run("--help")
+    assert code == 0
+    for verb in ("load", "plan", "publish", "verify", "status", "release", "demo", "doctor"):
+        assert f"\n    {verb}" in out
+    assert "130  interrupted" in out
+
+
+def test_version(run: Run) -> None:
+    from longshore.version import __version__
+
+    assert run("--version") == (0, f"longshore {__version__}\n", "")
+
+
+@pytest.mark.parametrize("verb", ["load", "plan", "publish", "verify", "status", "release", "demo", "doctor"])
+def test_every_verb_has_json_and_debug(verb: str) -> None:
+    targets = {"load": ["u"], "plan": ["u"], "publish": ["u"], "verify": ["u"]}.get(verb, [])
+    args = build_parser().parse_args([verb, *targets, "--json", "--debug"])
+    assert args.json
+    assert args.debug
+
+
+# what is printed
+
+
+def test_load_prints_a_table_and_lines_of_progress(run: Run, fake_load: SimpleNamespace) -> None:
+    _, out, err = run("load", "s3://models/llama")
+    assert "llama-1" in out
+    assert "[bold]llama" in out  # a name from outside is no markup
+    assert "each with its blake3 digest" in out
+    assert [line.split()[1] for line in err.splitlines()] == ["planning", "loading", "ready"]
+    assert "\x1b" not in out + err
+
+
+def test_load_without_digests_says_so(run: Run, fake_load: SimpleNamespace) -> None:
+    fake_load.report = load_report(verified="transport")
+    _, out, _ = run("load", "s3://models/llama")
+    assert "no digests" in out
+    assert "longshore publish" in out
+
+
+def test_json_is_one_document_on_stdout(run: Run, fake_load: SimpleNamespace) -> None:
+    _, out, err = run("load", "s3://models/llama", "--json")
+    document = json.loads(out)
+    assert document["model_id"] == "llama-1"
+    assert document["store_bytes"] == 2_100_000
+    assert document["ranks"][0]["stages"]["fetch_bytes"] == 2_000_000
+    assert "planning" in err
+
+
+def test_status(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    progress = LoadProgress("m1", "s3://b/m", "ready", 10, 10, 10, 4, 4, 1.0)
+    broken = LoadProgress("m2", "s3://b/n", "failed", 0, 10, 0, 0, 1, 1.0)
+    models = (
+        ModelStatus(progress, "r1", 4, 1, 1, "cuda", True, 2, ("a", "a", "b", "b")),
+        ModelStatus(broken, "r2", 1, 1, 1, "cpu", False, 0, (), "chunk 7 could not be had"),
+    )
+    node = NodeStatus("0123456789abcdef", "a", 1 << 30, 1 << 29, 1, 0, 0.3)
+    status = ClusterStatus("0.1.0", "c1", models, (node,))
+    monkeypatch.setattr(client, "status", lambda address: status)
+    code, out, _ = run("status")
+    assert code == 0
+    assert "4/4" in out
+    assert "m2: chunk 7 could not be had" in out
+    assert "537 MB" in out
+    code, out, _ = run("status", "--json")
+    assert json.loads(out)["models"][1]["error"] == "chunk 7 could not be had"
+
+
+@pytest.mark.parametrize(
+    ("argv", "calls"),
+    [
+        (["m1"], [("release", "m1", False)]),
+        (["m1", "--force"], [("release", "m1", True)]),
+        (["--all"], [("release", "m1", False), ("release", "m2", False)]),
+        (["--shutdown"], [("shutdown",)]),
+        (["--all", "--force", "--shutdown"], [("release", "m1", True), ("release", "m2", True), ("shutdown",)]),
+    ],
+)
+def test_release(run: Run, monkeypatch: pytest.MonkeyPatch, argv: list[str], calls: list[tuple[Any, ...]]) -> None:
+    done: list[tuple[Any, ...]] = []
+    models = tuple(
+        ModelStatus(LoadProgress(m, "u", "ready", 1, 1, 1, 1, 1, 1.0), "r", 1, 1, 1, "cpu", True, 0, ("a",))
+        for m in ("m1", "m2")
+    )
+    monkeypatch.setattr(client, "status", lambda address: ClusterStatus("v", "c", models, ()))
+    monkeypatch.setattr(client, "release", lambda m, force, address: done.append(("release", m, force)))
+    monkeypatch.setattr(client, "shutdown", lambda address: done.append(("shutdown",)))
+    code, out, _ = run("release", *argv, "--json")
+    assert code == 0
+    assert done == calls
+    assert json.loads(out)["released"] == [call[1] for call in calls if call[0] == "release"]
+
+
+# what fails
+
+
+def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
+    def load(uri: str, **options: Any) -> None:
+        raise error
+
+    monkeypatch.setattr(client, "load", load)
+
+
+def test_an_error_is_one_line_with_its_hint(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_with(monkeypatch, NotEnoughResources("2 GPUs wanted, 1 free", hint="held by m1", wanted=2))
+    assert run("load", "s3://m") == (4, "", "longshore: 2 GPUs wanted, 1 free (wanted=2). held by m1\n")
+
+
+def test_an_error_as_json(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_with(monkeypatch, ClusterLost("no answer", hint="is it up?", address="head:1"))
+    code, out, err = run("load", "s3://m", "--json")
+    assert code == 7
+    assert json.loads(out) == {
+        "error": {
+            "type": "ClusterLost",
+            "message": "no answer",
+            "hint": "is it up?",
+            "details": {"address": "head:1"},
+        },
+        "exit_code": 7,
+    }
+    assert err.count("\n") == 1
+
+
+def test_a_traceback_only_on_demand(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_with(monkeypatch, ZeroDivisionError("a bug"))
+    code, _, err = run("load", "s3://m")
+    assert (code, err) == (1, "longshore: ZeroDivisionError: a bug (--debug shows where)\n")
+    _, _, err = run("load", "s3://m", "--debug")
+    assert "Traceback" in err
+
+
+def test_an_error_cannot_carry_escape_codes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_with(monkeypatch, ClusterLost("no \x1b[2J answer"))
+    assert "\x1b" not in run("load", "s3://m")[2]
+
+
+def test_ctrl_c_is_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    fail_with(monkeypatch, KeyboardInterrupt())
+    assert run("load", "s3://m") == (130, "", "longshore: interrupted\n")
+
+
+# for real, without a cluster
+
+
+def test_publish_plan_verify(run: Run, model: Path) -> None:
+    code, out, err = run("publish", str(model), "--chunk-size", "1MiB")
+    assert code == 0, err
+    assert "manifest written" in out
+
+    code, out, _ = run("plan", str(model), "--tp", "2", "--json")
+    plan = json.loads(out)
+    assert code == 0
+    assert plan["verified"] == "blake3"
+    assert [rank["rank"] for rank in plan["ranks"]] == [0, 1]
+    code, out, _ = run("plan", str(model), "--tp", "2", "--ranks-per-node", "1")
+    assert "2 ranks (tp 2, fsdp 1, dp 1) on 2 nodes" in out
+
+    code, out, err = run("verify", str(model))
+    assert code == 0
+    assert out.startswith("ok")
+    assert "verify" in err
+
+
+def test_verify_names_the_chunk_that_differs_and_ends_with_6(run: Run, model: Path) -> None:
+    run("publish", str(model))
+    shard = sorted(model.glob("*.safetensors"))[1]
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    code, out, _ = run("verify", str(model))
+    assert code == 6
+    assert "NOT the published bytes" in out
+    assert shard.name in out
+    code, out, _ = run("verify", str(model), "--json")
+    assert (code, json.loads(out)["ok"]) == (6, False)
+
+
+def test_publish_to_another_place(run: Run, model: Path, tmp_path: Path) -> None:
+    (tmp_path / "copy").mkdir()
+    code, out, _ = run("publish", str(model), str(tmp_path / "copy"), "--hash", "xxh3_128", "--json")
+    assert code == 0
+    report = json.loads(out)
+    assert report["hash_name"] == "xxh3_128"
+    assert report["copied_bytes"] >= report["size_bytes"]
+    assert run("verify", str(tmp_path / "copy"))[0] == 0
+
+
+def test_bad_input_ends_with_its_code(run: Run, model: Path, tmp_path: Path) -> None:
+    pickles = tmp_path / "pickles"
+    pickles.mkdir()
+    (pickles / "pytorch_model.bin").write_bytes(b"\x80\x04.")
+    assert run("plan", str(pickles))[0] == 3
+    assert run("plan", str(model), "--tp", "3")[0] == 3
+    assert run("plan", "s4://bucket/model")[0] == 5
+    (model / "longshore.manifest.json").write_text("{}")
+    assert run("plan", str(model))[0] == 6
+
+
+def test_a_bad_setting_is_2_and_named(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LONGSHORE_CHUNK_BYTES", "many")
+    code, _, err = run("plan", str(model))
+    assert code == 2
+    assert "LONGSHORE_CHUNK_BYTES" in err
+
+
+@pytest.mark.parametrize("module", ["cluster", "longshore"])
+def test_python_dash_m(module: str) -> None:
+    done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=60)
+    assert (done.returncode, done.stdout.split()[0]) == (0, "longshore")
+
+
+def test_a_reader_that_goes_away_is_no_error(model: Path) -> None:
+    reader, writer = os.pipe()
+    os.close(reader)
+    command = [sys.executable, "-m", "longshore", "plan", str(model), "--json"]
+    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    os.close(writer)
+    assert (done.returncode, done.stderr) == (0, "")

@@ -1,0 +1,64 @@
+"""Every error has its exit code, and the README's table says the same."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import cluster.errors as load_errors
+import storage.errors as byte_errors
+from cluster.exit_codes import EXIT_CODES, exit_code
+from longshore.install_check import PackageShadowed
+from longshore.main import EXIT_SHADOWED
+from storage.errors import LongshoreError
+
+README = Path(__file__).resolve().parents[2] / "README.md"
+
+
+@pytest.mark.parametrize(
+    ("code", "kinds"),
+    [
+        (1, "LongshoreError LoadError ChunkFailed RankLost LoadTimeout LoadCancelled RemoteCallFailed PublishError"),
+        (2, "ConfigError ModelNotFound"),
+        (
+            3,
+            "PlanError LayoutError DoesNotFit ModelConfigError NotACheckpoint PickleRefused InvalidHeader InvalidIndex",
+        ),
+        (4, "NotEnoughResources DeviceUnavailable ArenaTooLarge ArenaTooSmall ArenaCorrupt"),
+        (5, "StoreError ObjectNotFound AccessDenied StoreUnavailable Throttled ShortRead RangeMismatch ObjectChanged"),
+        (6, "IntegrityError ManifestError InvalidManifest ManifestMismatch"),
+        (7, "ClusterError ClusterLost VersionMismatch PackageMissing"),
+    ],
+)
+def test_errors_map_to_codes(code: int, kinds: str) -> None:
+    for name in kinds.split():
+        kind = getattr(byte_errors, name, None) or getattr(load_errors, name)
+        assert exit_code(kind("what")) == code, name
+
+
+def test_other_exceptions() -> None:
+    assert exit_code(PackageShadowed("not ours")) == EXIT_SHADOWED == 7
+    assert exit_code(RuntimeError("a bug")) == 1
+    assert exit_code(KeyboardInterrupt()) == 130
+
+
+def test_a_class_that_is_not_in_the_table_has_the_code_of_the_nearest_one_that_is() -> None:
+    class NewStoreTrouble(byte_errors.StoreUnavailable):
+        pass
+
+    assert exit_code(NewStoreTrouble("what")) == 5
+
+
+def test_codes_are_distinct_and_kinds_named_once() -> None:
+    codes = [row.code for row in EXIT_CODES]
+    kinds = [kind for row in EXIT_CODES for kind in row.errors]
+    assert len(set(codes)) == len(codes)
+    assert len(set(kinds)) == len(kinds)
+    assert LongshoreError in kinds
+
+
+def test_the_readme_has_the_table() -> None:
+    text = README.read_text()
+    for row in EXIT_CODES:
+        assert f"| {row.code} | {row.meaning} |" in text

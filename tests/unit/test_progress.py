@@ -1,0 +1,107 @@
+"""Lines in a log, a bar on a terminal."""
+
+from __future__ import annotations
+
+import io
+from dataclasses import dataclass
+
+import pytest
+
+from cluster.progress import LineDisplay, Moment, StagedDisplay, byte_counter, display_on, line_of, moment_of_load
+from cluster.report import LoadProgress
+
+
+class Terminal(io.StringIO):
+    def isatty(self) -> bool:
+        return True
+
+
+@dataclass(frozen=True)
+class Counted:
+    done_bytes: int
+    total_bytes: int
+    key: str
+
+
+def moments_at(times_s: list[float], states: list[str], interval_s: float = 2.0) -> list[str]:
+    clock = iter(times_s)
+    stream = io.StringIO()
+    display = LineDisplay(stream, interval_s=interval_s, clock=lambda: next(clock))
+    for time_s, state in zip(times_s, states, strict=True):
+        display.show(Moment(state, 0, 0, time_s))
+    return stream.getvalue().splitlines()
+
+
+def test_lines_are_apart_unless_the_state_changes() -> None:
+    lines = moments_at([0, 0.5, 1.0, 1.9, 2.0, 2.1, 3.9, 4.2], ["a", "a", "b", "b", "b", "b", "b", "b"])
+    assert [line.split() for line in lines] == [["0.0s", "a"], ["1.0s", "b"], ["3.9s", "b"]]
+
+
+def test_a_line_says_how_far_and_how_fast() -> None:
+    line = line_of(Moment("loading", 512_000_000, 1_024_000_000, 4.0, "1/4 ranks"))
+    assert line == "    4.0s loading    512 MB of 1.02 GB (50 %), 128 MB/s, 1/4 ranks"
+
+
+def test_a_line_before_anything_is_known() -> None:
+    assert line_of(Moment("waiting", 0, 0, 1.25, "for 2 GPUs")) == "    1.2s waiting    for 2 GPUs"
+
+
+def test_a_line_cannot_carry_escape_codes() -> None:
+    assert "\x1b" not in line_of(Moment("verify", 1, 2, 0.0, "\x1b[2Jshard.safetensors"))
+
+
+def test_a_load_tells_its_ranks_and_what_it_waits_for() -> None:
+    progress = LoadProgress("m", "s3://b/m", "waiting", 5, 10, 7_000_000, 1, 4, 2.5, "2 GPUs are held by model x")
+    assert moment_of_load(progress) == Moment(
+        "waiting", 5, 10, 2.5, "1/4 ranks, 7.00 MB from the store, 2 GPUs are held by model x"
+    )
+
+
+def test_a_terminal_gets_a_bar_that_ends_full() -> None:
+    stream = Terminal()
+    with display_on(stream) as display:
+        display.show(Moment("loading", 10, 100, 1.0, "[not markup]"))
+        display.show(Moment("ready", 100, 100, 2.0, "4/4 ranks"))
+    shown = stream.getvalue()
+    assert "\x1b[" in shown
+    assert "100/100 bytes" in shown
+    assert "4/4 ranks" in shown
+
+
+def test_a_file_gets_plain_lines() -> None:
+    stream = io.StringIO()
+    with display_on(stream) as display:
+        display.show(Moment("loading", 10, 100, 1.0))
+    assert stream.getvalue() == "    1.0s loading    10 B of 100 B (10 %), 10 B/s\n"
+
+
+def test_the_bar_stops_when_the_command_fails() -> None:
+    stream = Terminal()
+    with pytest.raises(RuntimeError, match="broken"), display_on(stream):
+        raise RuntimeError("broken")
+    assert stream.getvalue().endswith("\x1b[?25h")  # the cursor is back
+
+
+def test_counted_bytes_become_moments() -> None:
+    stream = io.StringIO()
+    show = byte_counter(LineDisplay(stream, interval_s=0), "publish")
+    show(Counted(1_000_000, 4_000_000, "a.safetensors"))
+    show(Counted(4_000_000, 4_000_000, "b.safetensors"))
+    first, last = stream.getvalue().splitlines()
+    assert "publish" in first
+    assert "1.00 MB of 4.00 MB (25 %)" in first
+    assert "(100 %)" in last
+    assert last.endswith("b.safetensors")
+
+
+def test_lines_said_between_stages_stand_on_their_own() -> None:
+    stream = Terminal()
+    with StagedDisplay(stream) as display:
+        display.say("first")
+        display.show(Moment("loading", 1, 2, 0.5))
+        display.say("second")
+        display.show(Moment("loading", 2, 2, 0.5))
+    shown = stream.getvalue()
+    assert shown.startswith("first\n")
+    assert "\n\x1b[?25hsecond\n" in shown  # the first bar has ended
+    assert shown.count("\x1b[?25h") == 2  # two bars, both ended

@@ -1,0 +1,70 @@
+"""What `import cluster` offers, and what it costs."""
+
+from __future__ import annotations
+
+import ast
+import importlib
+import inspect
+import subprocess
+import sys
+from pathlib import Path
+
+import pytest
+
+import cluster
+import cluster.errors
+import storage.errors
+
+PACKAGE = Path(cluster.__file__).parent
+VERBS = ("load", "plan", "publish", "verify", "status", "release")
+
+
+@pytest.mark.parametrize("name", cluster.__all__)
+def test_every_public_name_is_there(name: str) -> None:
+    value = getattr(cluster, name)
+    home = cluster._HOME_OF[name]
+    assert value is getattr(importlib.import_module(home), name)
+
+
+def test_verbs_have_async_twins_with_the_same_parameters() -> None:
+    for verb in VERBS:
+        plain, twin = getattr(cluster, verb), getattr(cluster, f"a{verb}")
+        assert inspect.iscoroutinefunction(twin)
+        assert list(inspect.signature(plain).parameters) == list(inspect.signature(twin).parameters), verb
+
+
+def test_type_checkers_are_told_the_same_names() -> None:
+    seen = {
+        alias.asname: node.module
+        for node in ast.walk(ast.parse((PACKAGE / "__init__.py").read_text()))
+        if isinstance(node, ast.ImportFrom)
+        for alias in node.names
+        if alias.asname is not None
+    }
+    assert seen == cluster._HOME_OF
+
+
+@pytest.mark.parametrize("module", [storage.errors, cluster.errors])
+def test_every_error_class_is_public(module: object) -> None:
+    kinds = {n for n, kind in vars(module).items() if isinstance(kind, type) and issubclass(kind, Exception)}
+    assert kinds <= set(cluster.__all__)
+
+
+def test_no_module_of_the_package_hides_a_public_name() -> None:
+    # importing cluster.load would set the attribute `load` of the package to that module
+    assert not {path.stem for path in PACKAGE.glob("*.py")} & set(cluster.__all__)
+
+
+def test_an_unknown_name_is_an_attribute_error() -> None:
+    with pytest.raises(AttributeError, match="no attribute 'lode'"):
+        cluster.lode  # noqa: B018
+
+
+def test_import_and_planning_modules_load_nothing_heavy() -> None:
+    code = (
+        "import sys, cluster, cluster.load_plan, cluster.report, cluster.errors\n"
+        "dir(cluster)\n"
+        "print(*sorted({'ray', 'torch', 'boto3', 'botocore', 'fsspec', 'pydantic'} & set(sys.modules)))"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout.split(), done.stderr) == ([], "")
