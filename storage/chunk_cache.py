@@ -310,6 +310,10 @@ class ChunkCache:
             if (process, _SURVIVOR) in self._table.slots[index].holds:
                 self._table.release(index, (process, _SURVIVOR))
 
+    def processes(self) -> set[ProcessId]:
+        """Processes that write or read some slot: their deaths must be told to `process_dead`."""
+        return {*self._table.leased_by, *self._table.held_by}
+
     # --- looking -------------------------------------------------------------------------------------------
 
     def stats(self) -> CacheStats:

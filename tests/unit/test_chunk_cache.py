@@ -78,6 +78,7 @@ def test_dropping_a_dead_ranks_pins_keeps_what_it_may_be_reading():
     assert chunk is not None
     assert cache.pin(chunk, ("load", 0, 3))
     assert cache.hold(chunk, W2, ("load", 0, 3))
+    assert cache.processes() == {W2}
     cache.drop_pins(("load", 0, 3))
     assert cache.lease(key(2), W1, 10) is None
     assert cache.process_dead(W2) == []
