@@ -50,7 +50,7 @@ def test_complete_when_every_rank_has_placed_everything():
     assert queue.placed(1, 2)
     assert queue.outstanding(0) == [2]
     assert (queue.left(0), queue.left(1)) == (1, 0)
-    assert queue.chunks().tolist() == [1, 2]
+    assert queue.chunks() == [1, 2]
     assert not queue.complete
     assert queue.placed(0, 2)
     assert queue.complete
