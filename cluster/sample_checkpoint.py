@@ -89,7 +89,7 @@ def write_llama_checkpoint(
     root.mkdir(parents=True, exist_ok=True)
     weight_map: dict[str, str] = {}
     first = 0
-    for number, part in enumerate(_partition(tensors, shards), start=1):
+    for number, part in enumerate(partition_tensors(tensors, shards), start=1):
         name = f"model-{number:05d}-of-{shards:05d}.safetensors" if shards > 1 else "model.safetensors"
         with (root / name).open("wb") as file:
             file.write(encode_header(part, {"format": "pt"}))
@@ -124,7 +124,7 @@ def write_llama_checkpoint(
     )
 
 
-def _partition(tensors: Sequence[TensorSpec], shards: int) -> Iterator[Sequence[TensorSpec]]:
+def partition_tensors(tensors: Sequence[TensorSpec], shards: int) -> Iterator[Sequence[TensorSpec]]:
     """Cut the list into `shards` runs of about equal bytes, none empty."""
     remaining = sum(tensor_bytes(dtype, shape) for _, dtype, shape in tensors)
     at = 0

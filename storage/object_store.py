@@ -56,9 +56,7 @@ class ObjectStore(Protocol):
         """Objects whose key begins with `prefix`, recursively, in key order."""
         ...
 
-    def read_into(
-        self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None
-    ) -> str | None:
+    def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
         """Fill `buffer` (writable, exactly `byte_range.size_bytes` long) with those bytes of `key`.
 
         With `etag`, the answer must be that version (ObjectChanged otherwise), whether the server honours
@@ -105,12 +103,14 @@ class MemoryStore:
 
     def __init__(self, objects: dict[str, bytes] | None = None, uri: str = "twin://memory") -> None:
         self.uri = uri
-        self._objects: dict[str, bytes] = dict(objects or {})
+        self._objects: dict[str, tuple[bytes, str]] = {}  # key -> data, ETag
         self._lock = threading.Lock()
+        for key, data in (objects or {}).items():
+            self._objects[key] = bytes(data), _etag(data)
 
     def stat(self, key: str) -> ObjectInfo:
-        data = self._get(key)
-        return ObjectInfo(key, len(data), _etag(data))
+        data, etag = self._get(key)
+        return ObjectInfo(key, len(data), etag)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         with self._lock:
@@ -118,15 +118,12 @@ class MemoryStore:
         for key in found:
             yield self.stat(key)
 
-    def read_into(
-        self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None
-    ) -> str | None:
+    def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
         if len(buffer) != byte_range.size_bytes:
             raise ValueError(f"buffer has {len(buffer)} bytes, the range {byte_range.size_bytes}")
         if not byte_range.size_bytes:
             return etag
-        data = self._get(key)
-        found = _etag(data)
+        data, found = self._get(key)
         if etag is not None and etag != found:
             raise ObjectChanged("object is not the pinned version", key=key, expected=etag, found=found)
         if byte_range.end > len(data):
@@ -138,7 +135,7 @@ class MemoryStore:
 
     def put(self, key: str, data: bytes) -> ObjectInfo:
         with self._lock:
-            self._objects[check_key(key)] = bytes(data)
+            self._objects[check_key(key)] = bytes(data), _etag(data)
         return self.stat(key)
 
     @contextmanager
@@ -152,7 +149,7 @@ class MemoryStore:
     def close(self) -> None:
         pass
 
-    def _get(self, key: str) -> bytes:
+    def _get(self, key: str) -> tuple[bytes, str]:
         with self._lock:
             if check_key(key) not in self._objects:
                 raise ObjectNotFound("no such object", uri=self.uri, key=key)

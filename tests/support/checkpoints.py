@@ -11,7 +11,7 @@ from pathlib import Path
 import numpy as np
 from hypothesis import strategies as st
 
-from cluster.sample_checkpoint import write_llama_checkpoint
+from cluster.sample_checkpoint import partition_tensors, write_llama_checkpoint
 from storage.dtypes import DTYPE_BITS, tensor_bits, tensor_bytes
 from storage.safetensors_header import encode_header
 
@@ -112,18 +112,15 @@ def reshard(source: bytes, shards: int) -> dict[str, bytes]:
     entries.pop("__metadata__", None)
     stored = sorted(entries.items(), key=lambda item: item[1]["data_offsets"])
     total = len(source) - 8 - length
-    parts: list[list[tuple[str, dict[str, object]]]] = [[] for _ in range(shards)]
-    for name, entry in stored:
-        parts[min(shards - 1, entry["data_offsets"][0] * shards // total)].append((name, entry))
+    tensors = [(name, str(entry["dtype"]), _ints(entry["shape"])) for name, entry in stored]
     objects: dict[str, bytes] = {}
     weight_map: dict[str, str] = {}
-    for number, part in enumerate(parts, start=1):
+    for number, specs in enumerate(partition_tensors(tensors, shards), start=1):
         key = f"model-{number:05d}-of-{shards:05d}.safetensors"
-        specs = [(name, str(entry["dtype"]), _ints(entry["shape"])) for name, entry in part]
-        ranges = [_ints(entry["data_offsets"]) for _, entry in part]
+        ranges = [_ints(entries[name]["data_offsets"]) for name, _, _ in specs]
         data = b"".join(source[8 + length + start : 8 + length + end] for start, end in ranges)
         objects[key] = encode_header(specs, {"format": "pt"}) + data
-        weight_map.update({name: key for name, _ in part})
+        weight_map.update({name: key for name, _, _ in specs})
     objects[INDEX_KEY] = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}).encode()
     return objects
 

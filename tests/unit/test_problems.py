@@ -1,0 +1,42 @@
+"""Messages about hostile input stay short and printable."""
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from storage.problems import MAX_LISTED, MAX_QUOTED, Problems, quote
+
+
+@given(st.text() | st.text(min_size=MAX_QUOTED * 3))
+def test_a_quoted_name_is_printable_and_short(name: str) -> None:
+    assert quote(name).isprintable()
+    assert len(quote(name)) < 10 * MAX_QUOTED + 60
+
+
+@given(st.recursive(st.none() | st.integers(), lambda inner: st.lists(inner, max_size=3), max_leaves=60))
+def test_any_value_can_be_quoted(value: object) -> None:
+    assert len(quote(value)) < 2000
+
+
+def test_deep_values_do_not_exhaust_the_stack() -> None:
+    deep: list[object] = []
+    for _ in range(100_000):
+        deep = [deep]
+    assert len(quote(deep)) < 100
+    while deep:  # taken apart here: the interpreter's own way is recursive
+        deep = deep.pop()  # type: ignore[assignment]
+
+
+@given(st.integers(0, 100))
+def test_the_list_is_bounded_and_the_count_is_not(count: int) -> None:
+    problems = Problems(str(number) for number in range(count))
+    assert len(problems) == count
+    assert list(problems) == [str(number) for number in range(min(count, MAX_LISTED))]
+    assert ("more" in str(problems)) == (count > MAX_LISTED)
+    assert bool(problems) == (count > 0)
+
+
+def test_names_keep_what_can_be_read() -> None:
+    assert quote("層.重み") == "'層.重み'"
+    assert quote("a\nb\x00") == "'a\\nb\\x00'"
+    assert quote("x" * 500).startswith("'xxx")
+    assert "500 characters" in quote("x" * 500)
