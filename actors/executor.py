@@ -78,7 +78,7 @@ class RankLoader:
         self.placed_bytes = 0
         self._place_clock = StageClock()
         self.started_s = time.monotonic()
-        self._first_lease_s: float | None = None
+        self._first_work_s: float | None = None
 
     # -- called by the host ------------------------------------------------------------------------------------
 
@@ -204,8 +204,8 @@ class RankLoader:
 
     def _take(self, orders: Orders) -> None:
         with self._changed:
-            if orders.leases and self._first_lease_s is None:
-                self._first_lease_s = time.monotonic()
+            if (orders.leases or orders.readable) and self._first_work_s is None:
+                self._first_work_s = time.monotonic()
             closed = set(orders.closed_leases)
             self._fetcher.close_leases(closed)
             self._leases.extend(orders.leases)
@@ -313,7 +313,7 @@ class RankLoader:
 
     def _report(self) -> RankReport:
         now_s = time.monotonic()
-        first_s = self._first_lease_s if self._first_lease_s is not None else now_s
+        first_s = self._first_work_s if self._first_work_s is not None else now_s
         stages = self._fetcher.stage_times(self._place_clock)
         return RankReport(
             rank=self._job.rank,

@@ -51,8 +51,8 @@ class RankReport(_Jsonable):
     device_bytes: int  # memory taken for them, alignment included
     stages: StageTimes
     peak_host_bytes: int  # proportional set size of the worker at its highest
-    start_s: float  # from the coordinator's order to the worker's first lease
-    load_s: float  # from the first lease to the last byte placed
+    start_s: float  # from the coordinator's order to the first chunk to fetch or to copy
+    load_s: float  # from there to the last byte placed
 
 
 @dataclass(frozen=True, slots=True)
@@ -91,8 +91,8 @@ class LoadReport(_Jsonable):
     placed_bytes: int  # slices of all ranks
     overfetch_bytes: int  # inside needed chunks, wanted by no rank of the node
     plan_s: float  # manifest read, checked and planned
-    start_s: float  # actors started, until the first lease
-    load_s: float  # first lease to last byte placed
+    start_s: float  # actors started, until a rank had its first chunk to fetch or to copy
+    load_s: float  # of the slowest rank, from there to its last byte placed
     total_s: float  # from the client's call
     attempts: int
     ranks: tuple[RankReport, ...]
