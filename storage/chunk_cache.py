@@ -31,9 +31,7 @@ _SURVIVOR = "may have been reading when the agent restarted"
 class ChunkCache:
     """Chunks in `slot_count` slots. Operations are O(1) or O(log n), but for those that end many things."""
 
-    def __init__(
-        self, slot_count: int, *, journal: SlotJournal | None = None, ready_slots: int | None = None
-    ) -> None:
+    def __init__(self, slot_count: int, *, journal: SlotJournal | None = None, ready_slots: int | None = None) -> None:
         """`ready_slots`: slots that have memory by now, all when not given; `add_ready` brings more."""
         if slot_count < 1:
             raise ValueError("a cache has at least one slot")
@@ -76,9 +74,7 @@ class ChunkCache:
 
     # --- writing -------------------------------------------------------------------------------------------
 
-    def lease(
-        self, key: bytes, holder: ProcessId, deadline_s: float, *, owner: Hashable = None
-    ) -> Lease | None:
+    def lease(self, key: bytes, holder: ProcessId, deadline_s: float, *, owner: Hashable = None) -> Lease | None:
         """A slot for `holder` to write the chunk into. None: none can be had now; try again when one is free.
 
         The chunk is invisible until committed. A second lease for the same chunk (a hedge) gets another slot.
@@ -242,9 +238,7 @@ class ChunkCache:
             self._table.unpin(index, pinner)
         return len(slots)
 
-    def hold(
-        self, chunk: CachedChunk, process: ProcessId, reader: Hashable, *, owner: Hashable = None
-    ) -> bool:
+    def hold(self, chunk: CachedChunk, process: ProcessId, reader: Hashable, *, owner: Hashable = None) -> bool:
         """`reader` in `process` is about to be told that it may read: no reuse of the slot before `release`.
 
         False as for `pin`. Holding twice is holding once.

@@ -39,9 +39,7 @@ class SlotShares:
         self.slot_count = slot_count
         self._shares: dict[Hashable, _Share] = {}
         self._queue: dict[Hashable, int] = {}  # owners that wait for their minimum, in order of arrival
-        self._hungry: set[Hashable] = (
-            set()
-        )  # owners that were refused a shared slot and have not had one since
+        self._hungry: set[Hashable] = set()  # owners that were refused a shared slot and have not had one since
         self._demand = 0  # sum of all demands
         self._minima = 0  # sum of all minima
         self._arrivals = 0
