@@ -58,30 +58,34 @@ class LineDisplay:
         self._interval_s = interval_s
         self._clock = clock
         self._lock = threading.Lock()
-        self._state: str | None = None
+        self._began: Moment | None = None  # first moment of the state that lasts
         self._shown_at_s = 0.0
 
     def show(self, moment: Moment) -> None:
         with self._lock:
             now_s = self._clock()
-            if moment.state == self._state and now_s - self._shown_at_s < self._interval_s:
+            if self._began is None or moment.state != self._began.state:
+                self._began = moment
+            elif now_s - self._shown_at_s < self._interval_s:
                 return
-            self._state, self._shown_at_s = moment.state, now_s
-            self._stream.write(line_of(moment) + "\n")
+            self._shown_at_s = now_s
+            self._stream.write(line_of(moment, self._began) + "\n")
             self._stream.flush()
 
 
-def line_of(moment: Moment) -> str:
-    """`   4.1s LOADING  512 MB of 1.02 GB (50 %), 125 MB/s, 1/4 ranks`"""
-    text = f"{moment.elapsed_s:7.1f}s {moment.state:<10}"
+def line_of(moment: Moment, began: Moment) -> str:
+    """`   4.1s loading  512 MB of 1.02 GB (50 %), 125 MB/s, 1/4 ranks`; the rate is that since the state `began`."""
+    parts = []
     if moment.total_bytes:
         share = 100 * moment.done_bytes / moment.total_bytes
-        text += f" {show_bytes(moment.done_bytes)} of {show_bytes(moment.total_bytes)} ({share:.0f} %)"
-        text += f", {show_rate(moment.done_bytes, moment.elapsed_s)}"
+        parts.append(f"{show_bytes(moment.done_bytes)} of {show_bytes(moment.total_bytes)} ({share:.0f} %)")
     elif moment.done_bytes:
-        text += f" {show_bytes(moment.done_bytes)}, {show_rate(moment.done_bytes, moment.elapsed_s)}"
-    separator = "," if moment.total_bytes or moment.done_bytes else ""
-    return printable(f"{text}{separator} {moment.note}" if moment.note else text)
+        parts.append(show_bytes(moment.done_bytes))
+    if moment.done_bytes > began.done_bytes:
+        parts.append(show_rate(moment.done_bytes - began.done_bytes, moment.elapsed_s - began.elapsed_s))
+    if moment.note:
+        parts.append(moment.note)
+    return printable(f"{moment.elapsed_s:7.1f}s {moment.state:<10} {', '.join(parts)}".rstrip())
 
 
 class BarDisplay:

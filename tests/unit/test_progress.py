@@ -38,16 +38,20 @@ def test_lines_are_apart_unless_the_state_changes() -> None:
 
 
 def test_a_line_says_how_far_and_how_fast() -> None:
-    line = line_of(Moment("loading", 512_000_000, 1_024_000_000, 4.0, "1/4 ranks"))
-    assert line == "    4.0s loading    512 MB of 1.02 GB (50 %), 128 MB/s, 1/4 ranks"
+    began = Moment("loading", 112_000_000, 1_024_000_000, 2.0)
+    line = line_of(Moment("loading", 512_000_000, 1_024_000_000, 4.0, "1/4 ranks"), began)
+    assert line == "    4.0s loading    512 MB of 1.02 GB (50 %), 200 MB/s, 1/4 ranks"
 
 
 def test_a_line_before_anything_is_known() -> None:
-    assert line_of(Moment("waiting", 0, 0, 1.25, "for 2 GPUs")) == "    1.2s waiting    for 2 GPUs"
+    waiting = Moment("waiting", 0, 0, 1.25, "for 2 GPUs")
+    assert line_of(waiting, waiting) == "    1.2s waiting    for 2 GPUs"
+    assert line_of(Moment("waiting", 0, 0, 1.25), waiting) == "    1.2s waiting"
 
 
 def test_a_line_cannot_carry_escape_codes() -> None:
-    assert "\x1b" not in line_of(Moment("verify", 1, 2, 0.0, "\x1b[2Jshard.safetensors"))
+    moment = Moment("verify", 1, 2, 0.0, "\x1b[2Jshard.safetensors")
+    assert "\x1b" not in line_of(moment, moment)
 
 
 def test_a_load_tells_its_ranks_and_what_it_waits_for() -> None:
@@ -72,7 +76,7 @@ def test_a_file_gets_plain_lines() -> None:
     stream = io.StringIO()
     with display_on(stream) as display:
         display.show(Moment("loading", 10, 100, 1.0))
-    assert stream.getvalue() == "    1.0s loading    10 B of 100 B (10 %), 10 B/s\n"
+    assert stream.getvalue() == "    1.0s loading    10 B of 100 B (10 %)\n"
 
 
 def test_the_bar_stops_when_the_command_fails() -> None:
