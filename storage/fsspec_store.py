@@ -102,7 +102,9 @@ class FsspecStore:
         for path, facts in found.items():
             key = self._key_of(path)
             if key is not None and key.startswith(prefix):
-                infos.append(self._look_up(key) if facts.get("size") is None else _info(key, facts))
+                # Listings often lack what single look-ups have: sizes over http, or the date in the same form.
+                is_whole = facts.get("size") is not None and _version_tag(facts) is not None
+                infos.append(_info(key, facts) if is_whole else self._look_up(key))
         yield from sorted(infos, key=lambda info: info.key)
 
     def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
@@ -116,9 +118,13 @@ class FsspecStore:
         info = self._known(key, etag)
         if byte_range.end > info.size_bytes:
             raise RangeMismatch("range reaches past the object's end", size_bytes=info.size_bytes, **where)
-        with self._translated(key):
-            data = self._fs.cat_file(path, start=byte_range.start, end=byte_range.end)
-        self._check_version(key, info if etag is None else self._known(key, etag), etag)
+        try:
+            with self._translated(key):
+                data = self._fs.cat_file(path, start=byte_range.start, end=byte_range.end)
+        except RangeMismatch:
+            self._refuse_other(self._look_up(key), info.etag)  # replaced by a shorter one?
+            raise
+        self._check_version(key, info)
         if len(data) < byte_range.size_bytes:
             raise ShortRead("the answer ended early", received_bytes=len(data), **where)
         if len(data) != byte_range.size_bytes:
@@ -210,7 +216,7 @@ class FsspecStore:
         self._refuse_other(info, etag)
         return info
 
-    def _check_version(self, key: str, before: ObjectInfo, etag: str | None) -> None:
+    def _check_version(self, key: str, before: ObjectInfo) -> None:
         with self._lock:
             seen = self._seen.get(key)
         if seen is None or time.monotonic() - seen[1] >= self._recheck_s:
@@ -282,13 +288,19 @@ def _info(key: str, facts: Mapping[str, Any]) -> ObjectInfo:
 
 
 def _version(facts: Mapping[str, Any]) -> str | None:
-    """The best version tag among what `info` said. A date is taken with the size, and proves less than a tag."""
-    for name in _VERSION_FIELDS:
-        if isinstance(value := facts.get(name), str | int) and value != "":
-            return str(value).strip().removeprefix("W/").strip('"')
+    """The best version among what `info` said. A date is taken with the size, and proves less than a tag."""
+    if (tag := _version_tag(facts)) is not None:
+        return tag
     for name in _DATE_FIELDS:
         if value := facts.get(name):
             return f"{facts['size']}-{value.isoformat() if hasattr(value, 'isoformat') else value}"
+    return None
+
+
+def _version_tag(facts: Mapping[str, Any]) -> str | None:
+    for name in _VERSION_FIELDS:
+        if isinstance(value := facts.get(name), str | int) and value != "":
+            return str(value).strip().removeprefix("W/").strip('"')
     return None
 
 
@@ -308,6 +320,11 @@ def _checksums(facts: Mapping[str, Any]) -> dict[str, str]:
 
 def _translate(error: Exception, uri: str, key: str | None) -> StoreError:
     """Our error for whatever a file system raised. Its text is not quoted: URLs in it may carry tokens."""
+    if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
+        # fsspec's http says "not found" of every failure and keeps the true one as the cause.
+        cause = _translate(error.__cause__, uri, key)
+        if isinstance(cause, AccessDenied | StoreUnavailable) or "certificate" in cause.message:
+            return cause
     where: dict[str, Any] = {"uri": uri, "key": key, "cause": type(error).__name__}
     status = next((s for s in (getattr(error, n, None) for n in ("status", "code", "status_code")) if s), None)
     if isinstance(status, str) and status.isdigit():

@@ -96,7 +96,7 @@ def sign_get(
     The signature is in the headers, not in the URL: not every server takes presigned URLs.
     """
     path = route.path_of(key)
-    headers = {"Host": route.host_header, "Accept-Encoding": "identity", **headers}
+    headers = {"Host": route.host_header, "User-Agent": "longshore", "Accept-Encoding": "identity", **headers}
     if route.signing_region is None:
         return path, headers
     if credentials is None:

@@ -134,19 +134,16 @@ class WireClient:
         etag: str | None,
     ) -> str | None:
         """GET `path` (already percent-encoded) into `buffer`; the answer's ETag. Raises the errors of a read."""
-        connection = None
+        connection, response = self._request_translated(path, headers, key, byte_range)
         try:
-            connection, response = self._request(path, headers)
             found = self._check(response, byte_range, etag, key)
             self._receive(response, buffer, key, byte_range)
         except BaseException as error:
-            # Whatever is unread on it would be taken for the next answer.
-            if connection is not None:
-                connection.close()
+            # Whatever is unread on it would be taken for the next answer. The response holds the socket too.
+            response.close()
+            connection.close()
             if isinstance(error, (OSError, http.client.HTTPException)):
-                raise connection_error(
-                    error, uri=self._uri, endpoint=str(self.endpoint), timeout_s=self._read_timeout_s
-                ).with_details(key=key, range=str(byte_range)) from error
+                raise self._translated(error, key, byte_range) from error
             raise
         if response.will_close:
             connection.close()
@@ -161,6 +158,19 @@ class WireClient:
             idle, self._idle = self._idle, []
         for connection, _ in idle:
             connection.close()
+
+    def _request_translated(
+        self, path: str, headers: Mapping[str, str], key: str, byte_range: ByteRange
+    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        try:
+            return self._request(path, headers)
+        except (OSError, http.client.HTTPException) as error:
+            raise self._translated(error, key, byte_range) from error
+
+    def _translated(self, error: Exception, key: str, byte_range: ByteRange) -> StoreError:
+        endpoint = str(self.endpoint)
+        found = connection_error(error, uri=self._uri, endpoint=endpoint, timeout_s=self._read_timeout_s)
+        return found.with_details(key=key, range=str(byte_range))
 
     def _request(
         self, path: str, headers: Mapping[str, str]
@@ -239,6 +249,9 @@ class WireClient:
             if headers.setdefault(name.lower(), value) != value and name.lower() in _MUST_BE_ONE:
                 raise RangeMismatch(f"the answer has two {name} headers", uri=self._uri, key=key)
         if response.status in (200, 206):
+            if ("content-length" not in headers or "etag" not in headers) and not _has_more(response):
+                # http.client takes the end of the stream for the end of the head: what is missing was cut off.
+                raise StoreUnavailable("the answer ended in its head", uri=self._uri, key=key)
             return check_answer(
                 response.status, headers, byte_range, etag, uri=self._uri, key=key, range=str(byte_range)
             )
@@ -288,6 +301,11 @@ def _exchange(
         connection.putheader(name, value)
     connection.endheaders()
     return connection.getresponse()
+
+
+def _has_more(response: http.client.HTTPResponse) -> bool:
+    """Whether any byte follows the head; waits for it as long as a read may take."""
+    return response.fp is not None and bool(response.fp.peek(1))
 
 
 def _usable_receive_buffer_bytes() -> int:

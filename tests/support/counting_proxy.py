@@ -1,0 +1,163 @@
+"""An HTTP pass-through that writes down what leaves the store: one line per request, with the bytes of its body.
+
+    with CountingProxy(server.endpoint_url) as proxy:
+        ... endpoint_url=proxy.endpoint_url ...
+        proxy.requests()          [Request(method, path, range, status, body_bytes), ...]
+
+The Host header is passed on as it is, so the server behind must not mind the port in it being another (signatures
+cover what the client sent, which is what arrives).
+"""
+
+from __future__ import annotations
+
+import collections
+import contextlib
+import re
+import socket
+import socketserver
+import threading
+from dataclasses import dataclass
+from types import TracebackType
+from typing import Self
+from urllib.parse import unquote, urlsplit
+
+
+@dataclass(frozen=True, slots=True)
+class Request:
+    """One request and what came back."""
+
+    method: str
+    path: str  # decoded, without the query: "/bucket/key"
+    range: tuple[int, int] | None  # half-open, as asked for
+    status: int
+    body_bytes: int  # of the answer, as they passed
+
+
+class CountingProxy:
+    """Listens on a free port of 127.0.0.1; every client connection gets one to the server."""
+
+    def __init__(self, upstream_url: str) -> None:
+        parts = urlsplit(upstream_url)
+        self._upstream = (parts.hostname or "", parts.port or 80)
+        self._lock = threading.Lock()
+        self._requests: list[Request] = []
+        proxy = self
+
+        class Handler(socketserver.BaseRequestHandler):
+            def handle(self) -> None:
+                with contextlib.suppress(OSError, EOFError):
+                    proxy._serve(self.request)
+
+        class Server(socketserver.ThreadingTCPServer):
+            daemon_threads = True
+            block_on_close = False
+            allow_reuse_address = True
+            request_queue_size = 128
+
+        self._server = Server(("127.0.0.1", 0), Handler)
+        self.endpoint_url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
+        self._thread.start()
+
+    def requests(self, method: str = "GET") -> list[Request]:
+        """Answered requests so far, in the order in which their answers ended."""
+        with self._lock:
+            return [request for request in self._requests if request.method == method]
+
+    def bytes_by_path(self) -> dict[str, int]:
+        """Body bytes of successful GETs of objects, by path."""
+        found: collections.Counter[str] = collections.Counter()
+        for request in self.requests():
+            if request.status in (200, 206) and request.path.count("/") > 1:
+                found[request.path] += request.body_bytes
+        return dict(found)
+
+    def clear(self) -> None:
+        """Forget what was written down."""
+        with self._lock:
+            self._requests.clear()
+
+    def close(self) -> None:
+        """Stop listening; connections in use end with their clients."""
+        self._server.shutdown()
+        self._server.server_close()
+        self._thread.join(5)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+    def _serve(self, client: socket.socket) -> None:
+        with socket.create_connection(self._upstream) as server:
+            for end in (client, server):
+                end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            with client.makefile("rb") as from_client, server.makefile("rb") as from_server:
+                while True:
+                    head, fields = _read_head(from_client)
+                    method, target, _ = head.split(b"\r\n", 1)[0].decode("latin-1").split(" ", 2)
+                    expects = fields.get("expect", "").lower() == "100-continue"
+                    if expects:  # answered here, so that the body follows at once
+                        client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
+                        head = re.sub(rb"(?i)\r\nexpect:[^\r]*", b"", head)
+                    server.sendall(head)
+                    _pass_body(from_client, server, fields)
+                    answer, answer_fields = _read_head(from_server)
+                    status = int(answer.split(b" ", 2)[1])
+                    client.sendall(answer)
+                    has_body = method != "HEAD" and status not in (204, 304)
+                    passed = _pass_body(from_server, client, answer_fields) if has_body else 0
+                    asked = re.fullmatch(r"bytes=(\d+)-(\d+)", fields.get("range", ""))
+                    with self._lock:
+                        self._requests.append(
+                            Request(
+                                method,
+                                unquote(urlsplit(target).path),
+                                (int(asked[1]), int(asked[2]) + 1) if asked else None,
+                                status,
+                                passed,
+                            )
+                        )
+                    if "close" in (fields.get("connection", ""), answer_fields.get("connection", "")):
+                        return
+
+
+def _read_head(stream: object) -> tuple[bytes, dict[str, str]]:
+    lines = []
+    while True:
+        line = stream.readline(65536)  # type: ignore[attr-defined]
+        if not line:
+            raise EOFError
+        lines.append(line)
+        if line == b"\r\n":
+            break
+    fields = {}
+    for line in lines[1:-1]:
+        name, _, value = line.decode("latin-1").partition(":")
+        fields[name.strip().lower()] = value.strip()
+    return b"".join(lines), fields
+
+
+def _pass_body(stream: object, to: socket.socket, fields: dict[str, str]) -> int:
+    """Pass one body on; its length without chunk framing."""
+    if "chunked" in fields.get("transfer-encoding", "").lower():
+        total = 0
+        while True:
+            line = stream.readline(1024)  # type: ignore[attr-defined]
+            size = int(line.split(b";")[0], 16)
+            to.sendall(line)
+            to.sendall(stream.read(size + 2))  # type: ignore[attr-defined]
+            total += size
+            if not size:
+                return total
+    left = total = int(fields.get("content-length", 0))
+    while left:
+        data = stream.read1(min(left, 1 << 20))  # type: ignore[attr-defined]
+        if not data:
+            raise EOFError
+        to.sendall(data)
+        left -= len(data)
+    return total

@@ -1,0 +1,149 @@
+"""What only a local folder can do wrong: links, fifos, missing roots, writers in mid-read, half-written files."""
+
+from __future__ import annotations
+
+import os
+import socket
+from pathlib import Path
+
+import pytest
+
+from storage.errors import AccessDenied, ObjectChanged, ObjectNotFound, StoreError
+from storage.local import LocalStore
+from storage.object_store import read_bytes
+from storage.ranges import ByteRange
+
+
+@pytest.fixture
+def root(tmp_path: Path) -> Path:
+    (tmp_path / "root").mkdir()
+    return tmp_path / "root"
+
+
+def test_missing_root_names_the_host(tmp_path: Path) -> None:
+    store = LocalStore(tmp_path / "none")
+    for ask in (
+        lambda: store.stat("x"),
+        lambda: list(store.list()),
+        lambda: read_bytes(store, "x", ByteRange(0, 1)),
+    ):
+        with pytest.raises(ObjectNotFound, match="no such folder") as caught:
+            ask()
+        assert caught.value.details["host"] == socket.gethostname()
+
+
+def test_links_inside_are_followed(root: Path) -> None:
+    (root / "real").write_bytes(b"12345")
+    (root / "link").symlink_to("real")
+    assert read_bytes(LocalStore(root), "link", ByteRange(0, 5)) == b"12345"
+
+
+@pytest.mark.parametrize("kind", ["file", "folder"])
+def test_links_that_lead_out_are_refused(root: Path, kind: str) -> None:
+    outside = root.parent / "outside"
+    outside.mkdir()
+    (outside / "secret").write_bytes(b"12345")
+    (root / "link").symlink_to(outside / "secret" if kind == "file" else outside)
+    key = "link" if kind == "file" else "link/secret"
+    store = LocalStore(root)
+    for ask in (lambda: store.stat(key), lambda: read_bytes(store, key, ByteRange(0, 5))):
+        with pytest.raises(StoreError, match="leads out of the folder"):
+            ask()
+    if kind == "folder":
+        with pytest.raises(StoreError, match="leads out of the folder"):
+            store.put("link/new", b"x")
+        store_keys = [info.key for info in store.list()]
+        assert store_keys == []
+        assert sorted(os.listdir(outside)) == ["secret"]
+
+
+def test_hugging_face_cache_is_taken_as_it_is(tmp_path: Path) -> None:
+    repo = tmp_path / "models--org--name"
+    (repo / "blobs").mkdir(parents=True)
+    (repo / "blobs" / "abc").write_bytes(b"weights")
+    (repo / "blobs" / "evil").symlink_to("/etc/passwd")
+    snapshot = repo / "snapshots" / "rev"
+    snapshot.mkdir(parents=True)
+    (snapshot / "model.safetensors").symlink_to("../../blobs/abc")
+    (snapshot / "passwd").symlink_to("../../blobs/evil")
+    store = LocalStore(snapshot)
+    assert read_bytes(store, "model.safetensors", ByteRange(0, 7)) == b"weights"
+    assert "model.safetensors" in [info.key for info in store.list()]
+    with pytest.raises(StoreError, match="leads out"):
+        store.stat("passwd")
+
+
+def test_special_files_are_refused_and_not_listed(root: Path) -> None:
+    os.mkfifo(root / "fifo")
+    (root / "dangling").symlink_to("nowhere")
+    store = LocalStore(root)
+    with pytest.raises(StoreError, match="not a regular file"):
+        store.stat("fifo")
+    assert list(store.list()) == []
+
+
+def test_a_folder_is_no_object(root: Path) -> None:
+    (root / "folder").mkdir()
+    with pytest.raises(ObjectNotFound):
+        LocalStore(root).stat("folder")
+
+
+@pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
+def test_unreadable(root: Path) -> None:
+    (root / "x").write_bytes(b"1")
+    (root / "x").chmod(0)
+    with pytest.raises(AccessDenied):
+        LocalStore(root).stat("x")
+
+
+def test_same_size_and_time_but_another_file(root: Path) -> None:
+    store = LocalStore(root)
+    etag = store.put("x", b"11111").etag
+    facts = (root / "x").stat()
+    (root / "y").write_bytes(b"22222")
+    os.utime(root / "y", ns=(facts.st_atime_ns, facts.st_mtime_ns))
+    os.rename(root / "y", root / "x")
+    with pytest.raises(ObjectChanged, match="another copy"):
+        read_bytes(store, "x", ByteRange(0, 5), etag=etag)
+
+
+def test_file_written_while_it_is_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    store = LocalStore(root)
+    store.put("x", b"1" * 100)
+    preadv = os.preadv
+
+    def write_in_between(*args: object) -> int:
+        with open(root / "x", "r+b") as file:
+            file.write(b"2")
+        os.utime(root / "x", ns=(1, 1))
+        return preadv(*args)  # type: ignore[arg-type]
+
+    monkeypatch.setattr(os, "preadv", write_in_between)
+    with pytest.raises(ObjectChanged, match="while it was read"):
+        read_bytes(store, "x", ByteRange(0, 100))
+
+
+def test_uploads_in_progress_are_not_listed(root: Path) -> None:
+    store = LocalStore(root)
+    with store.upload("a/x") as upload:
+        upload.write(memoryview(b"12345"))
+        assert list(store.list()) == []
+        assert len([path for path in root.rglob("*") if path.is_file()]) == 1
+        upload.complete()
+        with pytest.raises(StoreError, match="over"):
+            upload.write(memoryview(b"6"))
+    assert [path.name for path in root.rglob("*") if path.is_file()] == ["x"]
+
+
+def test_a_file_where_a_folder_should_be(root: Path) -> None:
+    store = LocalStore(root)
+    store.put("a", b"1")
+    with pytest.raises(ObjectNotFound):
+        store.stat("a/b")
+    with pytest.raises(StoreError):
+        store.put("a/b", b"1")
+
+
+def test_names_that_are_too_long(root: Path) -> None:
+    with pytest.raises(StoreError, match="ENAMETOOLONG"):
+        LocalStore(root).stat("x" * 5000)

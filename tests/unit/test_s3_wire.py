@@ -1,0 +1,463 @@
+"""The hot path against a server that plays one scripted answer: the typed error for every way an answer can be bad."""
+
+from __future__ import annotations
+
+import datetime
+import ipaddress
+import pickle
+import socket
+import ssl
+import threading
+from collections.abc import Callable, Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from storage.errors import (
+    AccessDenied,
+    LongshoreError,
+    ObjectChanged,
+    ObjectNotFound,
+    RangeMismatch,
+    ShortRead,
+    StoreError,
+    StoreUnavailable,
+    Throttled,
+)
+from storage.object_store import read_bytes
+from storage.ranges import ByteRange
+from storage.s3 import S3Store
+from storage.s3_wire import check_answer, normal_etag
+from storage.store_ref import Credentials, StoreRef
+
+BODY = b"0123456789"
+WANTED = ByteRange(10, 20)
+GOOD = {"Content-Length": "10", "Content-Range": "bytes 10-19/100", "ETag": '"v1"'}
+
+Play = Callable[[socket.socket, int], None]  # one request was read; the number counts requests on the connection
+
+
+class ScriptedServer:
+    """Reads requests, plays what it is told, and remembers the requests."""
+
+    def __init__(self, play: Play, tls: ssl.SSLContext | None = None) -> None:
+        self._play = play
+        self._tls = tls
+        self._listener = socket.create_server(("127.0.0.1", 0))
+        self.port = self._listener.getsockname()[1]
+        self.heads: list[str] = []
+        self.connections = 0
+        self.over = threading.Event()
+        self._threads = [threading.Thread(target=self._accept, daemon=True)]
+        self._threads[0].start()
+
+    def close(self) -> None:
+        self.over.set()
+        self._listener.shutdown(socket.SHUT_RDWR)
+        self._listener.close()
+        for thread in self._threads:
+            thread.join(5)
+
+    def _accept(self) -> None:
+        while True:
+            try:
+                client, _ = self._listener.accept()
+            except OSError:
+                return
+            self.connections += 1
+            self._threads.append(threading.Thread(target=self._serve, args=(client,), daemon=True))
+            self._threads[-1].start()
+
+    def _serve(self, client: socket.socket) -> None:
+        try:
+            with self._tls.wrap_socket(client, server_side=True) if self._tls else client as sock:
+                sock.settimeout(5)
+                for number in range(100):
+                    head = b""
+                    while b"\r\n\r\n" not in head:
+                        data = sock.recv(65536)
+                        if not data:
+                            return
+                        head += data
+                    self.heads.append(head.decode("latin-1"))
+                    self._play(sock, number)
+        except OSError:
+            return
+        finally:
+            client.close()
+
+
+def answer(status: str, headers: dict[str, str], body: bytes = b"") -> bytes:
+    lines = [f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in headers.items())]
+    return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
+
+
+def plays(data: bytes, *, then_close: bool = False) -> Play:
+    def play(sock: socket.socket, _: int) -> None:
+        sock.sendall(data)
+        if then_close:
+            raise OSError
+
+    return play
+
+
+@pytest.fixture
+def serve() -> Iterator[Callable[..., tuple[ScriptedServer, S3Store]]]:
+    opened: list[ScriptedServer | S3Store] = []
+
+    def start(play: Play, **options: object) -> tuple[ScriptedServer, S3Store]:
+        server = ScriptedServer(play)
+        opened.append(server)
+        store = S3Store(
+            StoreRef("s3", "bucket", "pre", endpoint_url=f"http://127.0.0.1:{server.port}", region="us-east-1"),
+            Credentials("AKIDTEST", "very-secret-key", "session-token-value"),
+            read_timeout_s=float(str(options.get("read_timeout_s", 3.0))),
+        )
+        opened.append(store)
+        return server, store
+
+    yield start
+    for thing in reversed(opened):
+        thing.close()
+
+
+Serve = Callable[..., tuple[ScriptedServer, S3Store]]
+
+
+def test_good_answer_is_read_and_the_connection_kept(serve: Serve) -> None:
+    server, store = serve(plays(answer("206 Partial Content", GOOD, BODY)))
+    for _ in range(3):
+        assert read_bytes(store, "key", WANTED, etag="v1") == BODY
+    assert server.connections == 1
+    head = server.heads[0]
+    assert head.startswith("GET /bucket/pre/key HTTP/1.1\r\n")
+    assert "Range: bytes=10-19\r\n" in head
+    assert 'If-Match: "v1"\r\n' in head
+    assert "Credential=AKIDTEST/" in head
+    assert "/us-east-1/s3/aws4_request" in head
+    assert "X-Amz-Security-Token: session-token-value\r\n" in head
+    assert "very-secret-key" not in head
+
+
+def test_200_with_a_right_content_range_is_taken(serve: Serve) -> None:
+    _, store = serve(plays(answer("200 OK", GOOD, BODY)))
+    assert read_bytes(store, "key", WANTED) == BODY
+
+
+def test_200_for_the_whole_object(serve: Serve) -> None:
+    _, store = serve(plays(answer("200 OK", {"Content-Length": "10", "ETag": 'W/"v1"'}, BODY)))
+    assert read_bytes(store, "key", ByteRange(0, 10), etag="v1") == BODY
+
+
+def test_unsigned_when_anonymous(serve: Serve) -> None:
+    server, _ = serve(plays(answer("206 Partial Content", GOOD, BODY)))
+    ref = StoreRef("s3", "bucket", "", endpoint_url=f"http://127.0.0.1:{server.port}", anonymous=True)
+    with closing(S3Store(ref)) as store:
+        assert read_bytes(store, "key", WANTED) == BODY
+    assert "uthorization" not in server.heads[0]
+
+
+XML = b"<?xml version='1.0'?><Error><Code>%s</Code><Message>%s</Message></Error>"
+BOMB = b'<!DOCTYPE x [<!ENTITY a "&b;&b;"><!ENTITY b "x">]><Error><Code>&a;</Code></Error>'
+
+
+def refusal(status: str, code: bytes, message: bytes = b"said", **headers: str) -> bytes:
+    body = XML % (code, message)
+    named = {name.replace("_", "-"): value for name, value in headers.items()}
+    return answer(status, {"Content-Length": str(len(body)), **named}, body)
+
+
+BAD: list[tuple[str, bytes, type[StoreError], str]] = [
+    ("short body", answer("206 P", GOOD, BODY[:4]), ShortRead, "received_bytes=4"),
+    ("no body", answer("206 P", GOOD), ShortRead, "received_bytes=0"),
+    ("other range", answer("206 P", GOOD | {"Content-Range": "bytes 0-9/100"}, BODY), RangeMismatch, "another range"),
+    ("cut range", answer("206 P", GOOD | {"Content-Range": "bytes 10-14/15"}, BODY), RangeMismatch, "past the"),
+    ("strange range", answer("206 P", GOOD | {"Content-Range": "items 1-2/3"}, BODY), RangeMismatch, "be read"),
+    ("longer", answer("206 P", GOOD | {"Content-Length": "11"}, BODY + b"x"), RangeMismatch, "another length"),
+    ("shorter", answer("206 P", GOOD | {"Content-Length": "9"}, BODY[:9]), RangeMismatch, "another length"),
+    (
+        "no length",
+        answer("206 P", {k: v for k, v in GOOD.items() if k != "Content-Length"}, BODY),
+        RangeMismatch,
+        "does not say its length",
+    ),
+    ("negative length", answer("206 P", GOOD | {"Content-Length": "-1"}, BODY), RangeMismatch, "its length"),
+    ("chunked", answer("206 P", GOOD | {"Transfer-Encoding": "chunked"}), RangeMismatch, "its length"),
+    ("gzip", answer("206 P", GOOD | {"Content-Encoding": "gzip"}, BODY), RangeMismatch, "encoded"),
+    ("two lengths", answer("206 P", GOOD | {"content-length": "99"}, BODY), RangeMismatch, "two content-length"),
+    ("whole object", answer("200 OK", {"Content-Length": "100", "ETag": "v1"}, BODY * 10), RangeMismatch, "the range"),
+    ("206 without range", answer("206 P", {"Content-Length": "10", "ETag": "v1"}, BODY), RangeMismatch, "the range"),
+    ("other etag", answer("206 P", GOOD | {"ETag": '"v2"'}, BODY), ObjectChanged, "found=v2"),
+    ("no etag", answer("206 P", {k: v for k, v in GOOD.items() if k != "ETag"}, BODY), ObjectChanged, "expected=v1"),
+    ("412", refusal("412 Precondition Failed", b"PreconditionFailed"), ObjectChanged, "pinned"),
+    ("416 other etag", refusal("416 R", b"InvalidRange", ETag='"v2"'), ObjectChanged, "found=v2"),
+    ("no key", refusal("404 Not Found", b"NoSuchKey"), ObjectNotFound, "no such object"),
+    ("no bucket", refusal("404 Not Found", b"NoSuchBucket"), ObjectNotFound, "no such bucket"),
+    ("404 html", answer("404 NF", {"Content-Length": "4"}, b"<p>!"), ObjectNotFound, "no such object"),
+    ("403", refusal("403 Forbidden", b"AccessDenied", b"no &amp; never"), AccessDenied, "no & never"),
+    ("401", refusal("401 Unauthorized", b""), AccessDenied, "credentials"),
+    ("clock", refusal("403 Forbidden", b"RequestTimeTooSkewed"), AccessDenied, "clock"),
+    ("slow down", refusal("503 Slow Down", b"SlowDown"), Throttled, "fewer"),
+    ("bare 503", answer("503 X", {"Content-Length": "0"}), Throttled, "fewer"),
+    ("429", refusal("429 Too Many", b"TooManyRequests"), Throttled, "fewer"),
+    ("500", refusal("500 Internal", b"InternalError"), StoreUnavailable, "status=500"),
+    ("502", answer("502 Bad Gateway", {"Content-Length": "0"}), StoreUnavailable, "status=502"),
+    ("bomb", answer("500 X", {"Content-Length": str(len(BOMB))}, BOMB), StoreUnavailable, "status=500"),
+    ("301", refusal("301 M", b"PermanentRedirect", x_amz_bucket_region="eu-west-3"), StoreError, "region eu-west-3"),
+    ("400 region", refusal("400 B", b"AuthorizationHeaderMalformed", x_amz_bucket_region="ap-1"), StoreError, "ap-1"),
+    ("307", answer("307 T", {"Content-Length": "0", "Location": "http://evil/"}), StoreError, "elsewhere"),
+    ("400", refusal("400 Bad Request", b"InvalidRequest", b"because"), StoreError, "because"),
+    ("not http", b"SSH-2.0-OpenSSH_9.2\r\n", StoreUnavailable, "BadStatusLine"),
+    ("endless header", b"HTTP/1.1 206 P\r\nX: " + b"a" * 70_000, StoreUnavailable, "LineTooLong"),
+    ("many headers", answer("206 P", {f"h{i}": "x" for i in range(200)}), StoreUnavailable, "HTTPException"),
+    ("nothing", b"", StoreUnavailable, "connection"),
+    ("half a head", b"HTTP/1.1 206 Par\r\nContent-Length: 10\r\nETa", StoreUnavailable, "in its head"),
+]
+
+
+@pytest.mark.parametrize(("data", "kind", "says"), [row[1:] for row in BAD], ids=[row[0] for row in BAD])
+def test_bad_answers(serve: Serve, data: bytes, kind: type[StoreError], says: str) -> None:
+    server, store = serve(plays(data, then_close=True))
+    with pytest.raises(StoreError) as caught:
+        read_bytes(store, "key", WANTED, etag="v1")
+    assert type(caught.value) is kind
+    assert says in str(caught.value)
+    assert "key" in str(caught.value)
+    assert "uthorization" not in repr(caught.value)
+    for secret in ("very-secret-key", "session-token-value", "AKIDTEST"):
+        assert secret not in str(caught.value)
+    again = pickle.loads(pickle.dumps(caught.value))
+    assert (type(again), str(again)) == (kind, str(caught.value))
+    assert store._wire is not None
+    assert store._wire._idle == []  # a connection with an unread answer is never used again
+    assert server.connections == 1  # nothing was retried
+
+
+def test_416_is_asked_after_when_a_version_is_pinned(serve: Serve) -> None:
+    def play(sock: socket.socket, _: int) -> None:
+        is_head = server.heads[-1].startswith("HEAD")
+        changed = {"Content-Length": "5", "ETag": '"v2"'}
+        sock.sendall(answer("200 OK", changed) if is_head else refusal("416 R", b"InvalidRange"))
+
+    server, store = serve(play)
+    with pytest.raises(ObjectChanged, match="found=v2"):
+        read_bytes(store, "key", WANTED, etag="v1")
+    with pytest.raises(RangeMismatch, match="past the object's end"):
+        read_bytes(store, "key", WANTED, etag="v2")
+
+
+def test_huge_error_body_is_read_in_part(serve: Serve) -> None:
+    sent: list[int] = []
+
+    def play(sock: socket.socket, _: int) -> None:
+        sock.sendall(answer("500 X", {"Content-Length": str(1 << 40)}))
+        while not server.over.is_set():
+            sent.append(sock.send(b"<Code>Deep</Code>" * 1000))
+
+    server, store = serve(play)
+    with pytest.raises(StoreUnavailable, match="status=500"):
+        read_bytes(store, "key", WANTED)
+    assert sum(sent) < 64 << 20  # what sockets hold, not what was promised
+
+
+def test_silent_server_times_out(serve: Serve) -> None:
+    server, store = serve(lambda *_: server.over.wait(10) and None, read_timeout_s=0.3)
+    with pytest.raises(StoreUnavailable, match="in time"):
+        read_bytes(store, "key", WANTED)
+
+
+def test_server_that_stops_in_mid_body_times_out(serve: Serve) -> None:
+    def play(sock: socket.socket, _: int) -> None:
+        sock.sendall(answer("206 P", GOOD, BODY[:5]))
+        server.over.wait(10)
+
+    server, store = serve(play, read_timeout_s=0.3)
+    with pytest.raises(StoreUnavailable, match="in time"):
+        read_bytes(store, "key", WANTED)
+
+
+def test_dripping_server_is_given_up(serve: Serve) -> None:
+    size = 1 << 20
+
+    def play(sock: socket.socket, _: int) -> None:
+        sock.sendall(answer("200 OK", {"Content-Length": str(size)}))
+        while not server.over.wait(0.05):
+            sock.sendall(b"x")
+
+    server, store = serve(play, read_timeout_s=0.4)
+    with pytest.raises(StoreUnavailable, match="too slowly"):
+        read_bytes(store, "key", ByteRange(0, size))
+
+
+def test_reset_in_mid_body(serve: Serve) -> None:
+    def play(sock: socket.socket, _: int) -> None:
+        sock.sendall(answer("206 P", GOOD, BODY[:5]))
+        # Closing with a zero linger time sends RST.
+        sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, b"\x01\x00\x00\x00\x00\x00\x00\x00")
+        sock.close()
+        raise OSError
+
+    _, store = serve(play)
+    with pytest.raises(StoreUnavailable):
+        read_bytes(store, "key", WANTED)
+
+
+def test_connection_closed_while_idle_is_replaced_once(serve: Serve) -> None:
+    def play(sock: socket.socket, number: int) -> None:
+        if number:
+            raise OSError  # the second request on a connection finds it closed
+        sock.sendall(answer("206 P", GOOD, BODY))
+
+    server, store = serve(play)
+    for _ in range(3):
+        assert read_bytes(store, "key", WANTED) == BODY
+    assert server.connections == 3
+
+
+def test_connection_close_is_honoured(serve: Serve) -> None:
+    server, store = serve(plays(answer("206 P", GOOD | {"Connection": "close"}, BODY), then_close=True))
+    for _ in range(2):
+        assert read_bytes(store, "key", WANTED) == BODY
+    assert server.connections == 2
+
+
+def test_closed_store_refuses(serve: Serve) -> None:
+    _, store = serve(plays(answer("206 P", GOOD, BODY)))
+    assert read_bytes(store, "key", WANTED) == BODY
+    assert store._wire is not None
+    wire = store._wire
+    store.close()
+    store.close()
+    with pytest.raises(StoreError, match="closed"):
+        wire._take_idle()
+
+
+def test_bytes_after_the_body_are_not_taken_for_the_next_answer(serve: Serve) -> None:
+    forged = answer("206 P", GOOD, b"FORGED....")
+    _, store = serve(plays(answer("206 P", GOOD, BODY) + forged))
+    assert read_bytes(store, "key", WANTED) == BODY
+    assert read_bytes(store, "key", WANTED) == BODY
+
+
+@given(
+    status=st.sampled_from([200, 206]),
+    start=st.integers(0, 50),
+    size=st.integers(1, 50),
+    headers=st.dictionaries(
+        st.sampled_from(["content-range", "content-length", "etag", "content-encoding", "transfer-encoding"]),
+        st.text(max_size=30)
+        | st.builds("bytes {}-{}/{}".format, st.integers(0, 60), st.integers(0, 60), st.integers(0, 100))
+        | st.integers(0, 100).map(str),
+    ),
+)
+def test_what_passes_the_check_names_exactly_the_range(
+    status: int, start: int, size: int, headers: dict[str, str]
+) -> None:
+    wanted = ByteRange(start, start + size)
+    try:
+        check_answer(status, headers, wanted, None)
+    except LongshoreError:
+        return
+    assert int(headers["content-length"]) == size
+    if "content-range" in headers:
+        assert headers["content-range"].strip().startswith(f"bytes {start}-{start + size - 1}/")
+    else:
+        assert (status, start) == (200, 0)
+
+
+@pytest.mark.parametrize(
+    ("value", "expected"), [('"a"', "a"), ('W/"a"', "a"), ("a", "a"), ("", None), (None, None), ('""', None)]
+)
+def test_normal_etag(value: str | None, expected: str | None) -> None:
+    assert normal_etag(value) == expected
+
+
+@pytest.fixture(scope="module")
+def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
+    """(PEM of a CA, PEM of a key and certificate for 127.0.0.1 that it signed)."""
+    x509 = pytest.importorskip("cryptography.x509")
+    from cryptography.hazmat.primitives import hashes, serialization
+    from cryptography.hazmat.primitives.asymmetric import ec
+
+    def name(text: str) -> object:
+        return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
+
+    now = datetime.datetime.now(datetime.UTC)
+    ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
+
+    def builder(subject: str, public: object) -> object:
+        return (
+            x509.CertificateBuilder()
+            .subject_name(name(subject))
+            .issuer_name(name("test CA"))
+            .public_key(public)
+            .serial_number(x509.random_serial_number())
+            .not_valid_before(now - datetime.timedelta(days=1))
+            .not_valid_after(now + datetime.timedelta(days=1))
+        )
+
+    ca = (
+        builder("test CA", ca_key.public_key())  # type: ignore[attr-defined]
+        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
+        .sign(ca_key, hashes.SHA256())
+    )
+    own = (
+        builder("store", key.public_key())  # type: ignore[attr-defined]
+        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
+        .sign(ca_key, hashes.SHA256())
+    )
+    folder = tmp_path_factory.mktemp("tls")
+    (folder / "ca.pem").write_bytes(ca.public_bytes(serialization.Encoding.PEM))
+    (folder / "own.pem").write_bytes(
+        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
+        + own.public_bytes(serialization.Encoding.PEM)
+    )
+    return folder / "ca.pem", folder / "own.pem"
+
+
+class TestTls:
+    @pytest.fixture
+    def server(self, certificates: tuple[Path, Path]) -> Iterator[ScriptedServer]:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificates[1])
+
+        def play(sock: socket.socket, _: int) -> None:
+            is_head = server.heads[-1].startswith("HEAD")
+            sock.sendall(answer("206 P", {**GOOD, "Content-Length": "10"}, b"" if is_head else BODY))
+
+        server = ScriptedServer(play, context)
+        yield server
+        server.close()
+
+    def _store(self, server: ScriptedServer, ca: Path | None) -> S3Store:
+        ref = StoreRef(
+            "s3", "bucket", "", endpoint_url=f"https://127.0.0.1:{server.port}", ca_bundle=str(ca) if ca else None
+        )
+        return S3Store(ref, Credentials("AKIDTEST", "secret-secret"))
+
+    def test_own_ca_is_trusted(self, server: ScriptedServer, certificates: tuple[Path, Path]) -> None:
+        with closing(self._store(server, certificates[0])) as store:
+            assert read_bytes(store, "key", WANTED, etag="v1") == BODY
+            assert store.stat("key").etag == "v1"
+
+    def test_ca_from_the_environment(
+        self, server: ScriptedServer, certificates: tuple[Path, Path], monkeypatch: pytest.MonkeyPatch
+    ) -> None:
+        monkeypatch.setenv("AWS_CA_BUNDLE", str(certificates[0]))
+        with closing(self._store(server, None)) as store:
+            assert read_bytes(store, "key", WANTED) == BODY
+
+    def test_unknown_ca_is_refused(self, server: ScriptedServer) -> None:
+        with closing(self._store(server, None)) as store:
+            for ask in (lambda: read_bytes(store, "key", WANTED), lambda: store.stat("key")):
+                with pytest.raises(StoreError, match="not trusted") as caught:
+                    ask()
+                assert type(caught.value) is StoreError  # a retry would not help
+        assert server.heads == []
+
+    def test_ca_file_that_is_none(self, server: ScriptedServer, tmp_path: Path) -> None:
+        with pytest.raises(StoreError), closing(self._store(server, tmp_path / "none.pem")) as store:
+            read_bytes(store, "key", WANTED)
