@@ -18,6 +18,7 @@ import numpy as np
 from storage.checkpoint_files import OWN_KEYS, Checkpoint, candidates, read_index, read_whole, scan_checkpoint
 from storage.chunking import DEFAULT_CHUNK_BYTES, chunk_bounds
 from storage.errors import (
+    AccessDenied,
     InvalidManifest,
     ManifestMismatch,
     ObjectNotFound,
@@ -192,7 +193,7 @@ def _published_revision(store: ObjectStore, policy: RetryPolicy) -> str | None:
     front = manifest_front("0" * 64)
     try:
         data = with_retries(lambda: read_bytes(store, MANIFEST_KEY, ByteRange(0, len(front))), policy)
-    except ObjectNotFound:
+    except (ObjectNotFound, AccessDenied):  # S3 says 403 of a missing object to those who may not list
         return None
     revision = data[-65:-1].decode("ascii", "replace")
     return revision if data == manifest_front(revision) else ""

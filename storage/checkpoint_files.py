@@ -29,7 +29,8 @@ from storage.retrying import RetryPolicy, with_retries
 from storage.safetensors_header import Header, read_header
 
 JOURNAL_KEY = "longshore.publish.json"  # of a publish under way
-OWN_KEYS = frozenset({MANIFEST_KEY, JOURNAL_KEY})
+PROBE_KEY = "longshore.publish.probe"  # tells whether source and destination are one place; there for a moment
+OWN_KEYS = frozenset({MANIFEST_KEY, JOURNAL_KEY, PROBE_KEY})
 COMMON_FILES = (  # asked for by name where a store cannot list
     "config.json",
     "generation_config.json",
@@ -91,10 +92,16 @@ def scan_checkpoint(
 
 
 def candidates(inventory: Inventory, only_key: str | None) -> dict[str, ObjectInfo]:
-    """All that is known to be there: the listing, or those of the usual names that exist."""
+    """All that is known to be there: the listing, or those of the usual names that exist.
+
+    Raises AccessDenied when nothing may be listed and nothing can be read.
+    """
     if inventory.listed is not None:
         return inventory.listed
-    return inventory.find([INDEX_KEY, SINGLE_KEY, *COMMON_FILES, *([only_key] if only_key else [])])
+    found = inventory.find([INDEX_KEY, SINGLE_KEY, *COMMON_FILES, *([only_key] if only_key else [])])
+    if not found and inventory.denied is not None:
+        raise inventory.denied
+    return found
 
 
 def read_index(store: ObjectStore, info: ObjectInfo, policy: RetryPolicy) -> dict[str, str]:

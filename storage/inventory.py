@@ -22,9 +22,10 @@ class Inventory:
     """Objects below a store's root, as they were when it was made."""
 
     def __init__(self, store: ObjectStore, policy: RetryPolicy) -> None:
-        """Raises ObjectNotFound for a root that is not there, StoreUnavailable, AccessDenied on every key."""
+        """Raises ObjectNotFound for a root that is not there, StoreUnavailable."""
         self._store = store
         self._policy = policy
+        self.denied: AccessDenied | None = None  # why it could not be listed, if that was why
         self.listed = with_retries(self._list, policy)  # key -> info, or None when it cannot be listed
 
     def find(self, keys: Iterable[str]) -> dict[str, ObjectInfo]:
@@ -37,14 +38,22 @@ class Inventory:
     def _list(self) -> dict[str, ObjectInfo] | None:
         try:
             infos = list(islice(self._store.list(), MAX_LISTED + 1))
-        except (UnsupportedStore, AccessDenied):
-            return None  # many may read a bucket and not list it; wrong credentials fail at the first stat
+        except UnsupportedStore:
+            return None
+        except AccessDenied as error:
+            self.denied = error.with_traceback(None)  # many may read the objects of a bucket and not list it
+            return None
         return {info.key: info for info in infos} if len(infos) <= MAX_LISTED else None
 
     def _stat(self, key: str) -> ObjectInfo | None:
         try:
             return with_retries(lambda: self._store.stat(key), self._policy)
         except ObjectNotFound:
+            return None
+        except AccessDenied:
+            # S3 says 403 of a missing object to those who may not list.
+            if self.denied is None:
+                raise
             return None
 
 

@@ -13,13 +13,14 @@ memory but a few chunks.
 from __future__ import annotations
 
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from storage.checkpoint import read_manifest
-from storage.checkpoint_files import JOURNAL_KEY, Checkpoint, scan_checkpoint
+from storage.checkpoint_files import JOURNAL_KEY, PROBE_KEY, Checkpoint, scan_checkpoint
 from storage.checksum import MANIFEST_HASH_NAMES
 from storage.chunking import (
     DEFAULT_CHUNK_BYTES,
@@ -28,7 +29,7 @@ from storage.chunking import (
     chunk_bounds,
     fixed_bounds,
 )
-from storage.errors import IntegrityError, InvalidManifest, ObjectChanged, PublishError
+from storage.errors import AccessDenied, IntegrityError, InvalidManifest, ObjectChanged, ObjectNotFound, PublishError
 from storage.inventory import Inventory
 from storage.manifest import (
     MANIFEST_KEY,
@@ -40,7 +41,8 @@ from storage.manifest import (
 )
 from storage.object_store import ObjectInfo, ObjectStore, read_bytes
 from storage.publish_journal import Journal
-from storage.publish_object import ObjectPublisher, PublishJob, PublishProgress
+from storage.publish_object import ObjectPublisher, PublishJob
+from storage.publish_object import PublishProgress as PublishProgress
 from storage.ranges import ByteRange
 from storage.retrying import RetryPolicy, with_retries
 from storage.streaming import RangeReader, run_readers
@@ -101,9 +103,10 @@ def publish(
         raise PublishError(f"chunk_bytes={chunk_bytes}: from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}")
     if concurrency < 1:
         raise PublishError(f"concurrency={concurrency}: at least 1")
-    if dest is not None and dest.uri == source.uri:
+    policy = policy or RetryPolicy()
+    if dest is not None and _same_place(source, dest, policy):
         dest = None
-    run = _Publish(source, dest, hash_name, chunk_bytes, policy or RetryPolicy(), progress)
+    run = _Publish(source, dest, hash_name, chunk_bytes, policy, progress)
     return run.run(concurrency, force, only_key)
 
 
@@ -269,6 +272,23 @@ class _Publish:
             skipped=checkpoint.skipped,
             elapsed_s=time.monotonic() - started_s,
         )
+
+
+def _same_place(source: ObjectStore, dest: ObjectStore, policy: RetryPolicy) -> bool:
+    """Whether both stores are one: copying objects over themselves would end badly.
+
+    Equal URIs are not enough, two servers can have a bucket of the same name; so something is written and looked for.
+    """
+    if source is dest or source.uri != dest.uri:
+        return source is dest
+    token = uuid.uuid4().hex.encode()
+    with_retries(lambda: dest.put(PROBE_KEY, token), policy)
+    try:
+        return with_retries(lambda: read_bytes(source, PROBE_KEY, ByteRange(0, len(token))), policy) == token
+    except (ObjectNotFound, AccessDenied):
+        return False
+    finally:
+        with_retries(lambda: dest.delete(PROBE_KEY), policy)
 
 
 def _manifest_tensors(checkpoint: Checkpoint) -> tuple[ManifestTensor, ...]:

@@ -16,6 +16,7 @@ from storage.errors import (
     InvalidManifest,
     ManifestMismatch,
     NotACheckpoint,
+    ObjectNotFound,
     PickleRefused,
     StoreUnavailable,
     UnsupportedStore,
@@ -24,6 +25,7 @@ from storage.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES
 from storage.model_index import ModelIndex
 from storage.object_store import MemoryStore, ObjectInfo
 from storage.publish import publish
+from storage.ranges import ByteRange
 from storage.retrying import RetryPolicy
 from tests.support.checkpoints import (
     INDEX_KEY,
@@ -197,8 +199,32 @@ def test_stores_that_cannot_list(
     assert check_revision(store, index.revision)
     key = next(key for key in llama if key.endswith(".safetensors"))
     check_whole(open_model(store, only_key=key), {key: llama[key]})
-    with pytest.raises(NotACheckpoint):
+    with pytest.raises(AccessDenied if error is AccessDenied else NotACheckpoint):
         open_model(NoListStore(MemoryStore(), error))
+
+
+class ReadOnlyByName(NoListStore):
+    """S3 for those who may read but not list: what is not there is forbidden."""
+
+    def stat(self, key: str) -> ObjectInfo:
+        try:
+            return super().stat(key)
+        except ObjectNotFound:
+            raise AccessDenied("403", key=key) from None
+
+    def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
+        self.stat(key)
+        return super().read_into(key, byte_range, buffer, etag=etag)
+
+
+def test_missing_and_forbidden_look_the_same_to_those_who_may_not_list(llama: dict[str, bytes]) -> None:
+    store = ReadOnlyByName(MemoryStore(llama))
+    index = open_model(store, chunk_bytes=MIB)
+    check_whole(index, llama)
+    assert check_revision(store, index.revision)
+    for nothing in ({}, {"x.safetensors": b""}):
+        with pytest.raises(AccessDenied):
+            open_model(ReadOnlyByName(MemoryStore(nothing)))
 
 
 def test_a_root_with_too_many_objects_is_asked_by_name(

@@ -1,7 +1,9 @@
 """The manifest: what is built reads back equal, and nothing that contradicts itself gets through the door."""
 
+import hashlib
 import json
 from collections.abc import Callable
+from functools import cache
 from typing import Any
 
 import pytest
@@ -66,14 +68,20 @@ PARTS: list[list[TensorSpec]] = [
 ]
 
 
+@cache
+def sound_json() -> bytes:
+    """The manifest that the tests below break."""
+    return build(PARTS).to_json()
+
+
 def altered(change: Callable[[dict[str, Any]], Any], *, sign: bool = True) -> bytes:
     """A sound manifest with one change; with `sign`, the revision is made to fit again where that can be done."""
-    content = json.loads(build(PARTS).to_json())
+    content = json.loads(sound_json())
     change(content)
     if sign:
         rest = {key: value for key, value in content.items() if key != "revision"}
         text = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
-        content["revision"] = manifest_module.hashlib.sha256(text.encode()).hexdigest()
+        content["revision"] = hashlib.sha256(text.encode()).hexdigest()
     return json.dumps(content).encode()
 
 
@@ -217,7 +225,7 @@ json_values = st.recursive(
 @settings(max_examples=200)
 @given(st.data())
 def test_any_value_anywhere_gives_a_manifest_or_an_error(data: st.DataObject) -> None:
-    content: Any = json.loads(build(PARTS).to_json())
+    content: Any = json.loads(sound_json())
     place: Any = content
     while True:
         key = data.draw(st.sampled_from(sorted(place) if isinstance(place, dict) else range(len(place))))
@@ -243,7 +251,7 @@ def test_deep_and_long_json_is_an_error_not_a_crash(data: bytes) -> None:
 
 
 def test_size_and_number_of_values_are_bounded(monkeypatch: pytest.MonkeyPatch) -> None:
-    data = build(PARTS).to_json()
+    data = sound_json()
     with monkeypatch.context() as patch:
         patch.setattr(manifest_module, "MAX_JSON_VALUES", 10)
         with pytest.raises(InvalidManifest, match="JSON values"):

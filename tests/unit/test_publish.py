@@ -266,8 +266,16 @@ def test_an_old_manifest_in_a_destination_goes_before_anything_is_overwritten(ob
 
 def test_the_destination_may_be_the_source(objects: dict[str, bytes]) -> None:
     store = MemoryStore(objects)
-    assert run(store, MemoryStore(uri=store.uri)).copied_bytes == 0
-    assert MANIFEST_KEY in keys_of(store)
+    assert run(store, WrappedStore(store)).copied_bytes == 0  # another connection to the same place
+    assert keys_of(store) == {*objects, MANIFEST_KEY}
+
+
+def test_two_places_may_have_the_same_name(objects: dict[str, bytes]) -> None:
+    source, dest = MemoryStore(objects), MemoryStore()
+    assert source.uri == dest.uri
+    run(source, dest)
+    check_digests(dest, objects)
+    assert keys_of(source) == set(objects)
 
 
 def test_weights_that_are_not_part_of_the_model_are_left_out(objects: dict[str, bytes]) -> None:
