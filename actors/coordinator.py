@@ -18,13 +18,14 @@ from dataclasses import replace
 from typing import Any
 
 from actors import nodes, spawn
-from actors.load_run import LoadRun, SavedLoad
+from actors.load_run import LoadRun
 from actors.model_record import ModelRecord
 from actors.planner import Planner
+from actors.saved_load import SavedLoad
 from cluster.config import Config
 from cluster.errors import LoadCancelled, ModelNotFound
 from cluster.holders import Holders
-from cluster.load_state import Life
+from cluster.load_state import Life, LoadState
 from cluster.messages import AgentBeat, BeatReply, LoadRequest
 from cluster.report import ClusterStatus, LoadProgress, LoadReport, NodeStatus
 from cluster.topology import resolve_device
@@ -48,7 +49,7 @@ class Coordinator:
         self._beats: dict[str, tuple[AgentBeat, float]] = {}
         self._admission = asyncio.Lock()  # who takes which rank places is decided one load at a time
         self._keeper: asyncio.Task[None] | None = None
-        self._last_renewed: dict[str, float] = {}
+        self._tasks: set[asyncio.Task[None]] = set()
 
     # -- clients -----------------------------------------------------------------------------------------------
 
@@ -191,6 +192,7 @@ class Coordinator:
                 spawn.end_actor(seat.worker)  # whoever tends the rank learns it from the pending call, and replaces it
             if moved:
                 await record.touch()
+        self._begin_again(beat)
         return BeatReply(self._incarnation, unknown, ended)
 
     # -- inside ------------------------------------------------------------------------------------------------
@@ -204,9 +206,22 @@ class Coordinator:
         return record
 
     def _run(self, record: ModelRecord, incarnations: dict[int, int] | None = None) -> None:
-        run = LoadRun(record, self._planner, self._config, self._models, self._admission)
+        run = self._load_run(record)
         work = run.run() if incarnations is None else run.resume(incarnations)
         record.task = asyncio.get_running_loop().create_task(work)
+
+    def _begin_again(self, beat: AgentBeat) -> None:
+        """An agent that was restarted has forgotten its loads: tell it again."""
+        known = {load.load_id for load in beat.loads}
+        for record in self._models.values():
+            begun = record.life.state in (LoadState.LOADING, LoadState.READY, LoadState.DEGRADED)
+            if begun and beat.node_id in record.nodes and record.model_id not in known:
+                again = asyncio.get_running_loop().create_task(self._load_run(record).begin_on(beat.node_id))
+                self._tasks.add(again)
+                again.add_done_callback(self._tasks.discard)
+
+    def _load_run(self, record: ModelRecord) -> LoadRun:
+        return LoadRun(record, self._planner, self._config, self._models, self._admission)
 
     def _adopt(self, load_id: str, packed: bytes, beat: AgentBeat) -> None:
         """A load that an earlier incarnation of this actor began."""
@@ -223,7 +238,7 @@ class Coordinator:
             record.task.cancel()
             with contextlib.suppress(asyncio.CancelledError, Exception):
                 await record.task
-        await LoadRun(record, self._planner, self._config, self._models, self._admission).end(error)
+        await self._load_run(record).end(error)
 
     async def _end_agent(self, node_id: str) -> None:
         agent = spawn.find_agent(node_id)

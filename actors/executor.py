@@ -15,6 +15,7 @@ touches the arena any more.
 
 from __future__ import annotations
 
+import contextlib
 import socket
 import threading
 import time
@@ -34,6 +35,7 @@ from storage.processes import ProcessId, pss_bytes
 from storage.store_ref import open_store
 
 AGENT_GONE_S = 60.0  # an agent that does not answer for this long is not coming back
+AGENT_BACK_S = 15.0  # Ray restarts an agent, and the coordinator tells it its loads, well within this
 PLACE_BATCH = 8  # chunks copied between two waits for the device
 
 
@@ -111,7 +113,7 @@ class RankLoader:
 
     # -- the conversation with the agent -----------------------------------------------------------------------
 
-    def _join(self) -> None:
+    def _join(self, patience_s: float = AGENT_GONE_S) -> None:
         hello = RankHello(
             self._job.load_id,
             self._job.attempt,
@@ -120,7 +122,7 @@ class RankLoader:
             self._process,
             tuple(sorted(self._placed)),
         )
-        give_up_s = time.monotonic() + AGENT_GONE_S
+        give_up_s = time.monotonic() + patience_s
         while True:
             try:
                 reply = self._link.join(hello)
@@ -146,19 +148,22 @@ class RankLoader:
             finished = len(self._placed) == len(self._needed)
             try:
                 orders = self._link.exchange(update)
+                agent_knows = not orders.rejoin
             except ClusterLost:
-                if not finished:
-                    self._rejoin()
-                    continue
-                return  # every byte is placed; what the agent does not hear it will learn from the coordinator
-            if orders.stop is not None and not finished:
-                raise orders.stop
+                orders, agent_knows = Orders(), False
             if finished:
+                if not agent_knows and orders.stop is None:
+                    # A restarted agent must learn that this rank needs nothing, or it keeps chunks for it. But the
+                    # bytes are placed, so a load does not fail for it.
+                    with contextlib.suppress(ClusterLost):
+                        self._join(patience_s=AGENT_BACK_S)
                 return
-            if orders.rejoin:
-                self._rejoin()
-            else:
+            if orders.stop is not None:
+                raise orders.stop
+            if agent_knows:
                 self._take(orders)
+            else:
+                self._rejoin()
 
     def _next_update(self) -> RankUpdate:
         threads = self._job.fetch.threads

@@ -16,6 +16,9 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import Any
 
+import numpy as np
+from numpy.typing import NDArray
+
 from actors.device import Device, open_device
 from actors.executor import AgentLink, RankLoader
 from actors.shard import RankShard
@@ -96,9 +99,19 @@ class GpuWorker:
     def tensor_names(self) -> tuple[str, ...]:
         return tuple(self._ready_shard())
 
-    def tensor_copy(self, name: str) -> Any:
-        """A CPU copy of one tensor, in memory of its own."""
-        return self._ready_shard()[name].detach().cpu().clone()
+    def tensor_copy(self, name: str) -> tuple[str, tuple[int, ...], NDArray[np.uint8]]:
+        """(torch dtype's name, shape, bytes) of one tensor, on the host.
+
+        As bytes, because torch cannot pickle tensors of its unsigned types and newer float types.
+        """
+        import torch
+
+        tensor = self._ready_shard()[name].detach().cpu().contiguous()
+        return (
+            str(tensor.dtype).removeprefix("torch."),
+            tuple(tensor.shape),
+            tensor.reshape(-1).view(torch.uint8).numpy(),
+        )
 
     # -- inside ------------------------------------------------------------------------------------------------
 

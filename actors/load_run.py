@@ -11,66 +11,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import pickle
 import time
-from dataclasses import dataclass, replace
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from actors import nodes, spawn
+from actors.load_report import make_report
 from actors.model_record import ModelRecord, Seat
 from actors.planner import Planner
+from actors.saved_load import SavedLoad
+from actors.seating import take_seats
 from cluster import load_state
 from cluster.config import Config
 from cluster.errors import ClusterError, LoadCancelled, LoadError, RankLost
 from cluster.fit import check_fit, min_slots
-from cluster.holders import Holders
 from cluster.layout import Layout
-from cluster.messages import FetchSettings, LoadRequest, NodeJob, PackedPlan, RankJob
+from cluster.messages import FetchSettings, NodeJob, PackedPlan, RankJob
 from cluster.report import LoadReport, NodeReport
-from cluster.topology import assign_ranks, bundle_of_ranks, bundles_for
 from storage.errors import LongshoreError
 
 RankEvent = load_state.RankReady | load_state.RankLost | load_state.RankReplaced
 CALL_TIMEOUT_S = 60.0  # for calls to actors that answer at once when they are well
-
-
-@dataclass(frozen=True, slots=True)
-class SavedLoad:
-    """What agents keep for a coordinator that loses its memory: enough to find every actor again."""
-
-    request: LoadRequest
-    attempt: int
-    revision: str
-    total_bytes: int
-    seats: tuple[tuple[int, str, str], ...]  # (rank, node id, host)
-    group: Any
-
-    def pack(self) -> bytes:
-        return pickle.dumps(self, protocol=5)
-
-    @staticmethod
-    def unpack(data: bytes) -> SavedLoad:
-        saved: SavedLoad = pickle.loads(data)
-        return saved
-
-    def restore(self, load_id: str, now_s: float) -> ModelRecord:
-        """The record as far as it is known. The client that asked is taken to hold it, until it lapses."""
-        record = ModelRecord(
-            model_id=load_id,
-            request=self.request,
-            life=load_state.Life.new(self.request.world_size),
-            holders=Holders().hold(self.request.client_id, now_s, keep=self.request.keep),
-            total_bytes=self.total_bytes,
-            revision=self.revision,
-            group=self.group,
-        )
-        bundles = _bundles(self.group, self.request) if self.group is not None else None
-        record.seats = {
-            rank: Seat(rank, node_id, host, bundles[rank] if bundles else None) for rank, node_id, host in self.seats
-        }
-        return record
 
 
 class LoadRun:
@@ -97,7 +59,7 @@ class LoadRun:
         try:
             plan = await self._plan()
             await self._take_places(plan)
-            await self._begin(plan)
+            await self._begin()
             await self._tend_all()
         except asyncio.CancelledError:
             raise
@@ -156,56 +118,32 @@ class LoadRun:
         return plan
 
     async def _take_places(self, plan: PackedPlan) -> None:
-        """Decide which rank sits where. One load at a time, or two would take the same places."""
-        request = self._record.request
+        """Decide which rank sits where, and see that it fits. One load at a time, or two would take the same places."""
+        record, request = self._record, self._record.request
         layout = Layout(request.tensor_parallel_size, request.fsdp_size, request.data_parallel_size)
         deadline_s = time.monotonic() + request.wait_for_resources_s
         while True:
             async with self._admission:
                 try:
-                    await self._try_places(layout)
+                    others = [o for o in self._models.values() if o is not record and not o.life.is_over]
+                    await take_seats(record, layout, others, self._config.cpu_ranks_per_node)
                     break
                 except ClusterError as error:
                     if time.monotonic() >= deadline_s or not nodes.may_resolve(error):
                         raise
                     message = str(error)
             await self._event(load_state.ResourcesMissing)
-            await self._record.touch(f"waiting for resources: {message}")
+            await record.touch(f"waiting for resources: {message}")
             await asyncio.sleep(min(1.0, max(0.05, deadline_s - time.monotonic())))
         await self._event(load_state.ResourcesGranted)
-        await self._record.touch("")
+        await record.touch("")
         agents = await self._agents()
         facts = await nodes.facts_of(agents, CALL_TIMEOUT_S)
         order = sorted(agents)
-        rank_nodes = [order.index(self._record.seats[rank].node_id) for rank in range(layout.ranks)]
+        rank_nodes = [order.index(record.seats[rank].node_id) for rank in range(layout.ranks)]
         misfit = check_fit(plan, rank_nodes, [facts[node_id] for node_id in order], self._config, request.device)
         if misfit is not None:
             raise misfit
-
-    async def _try_places(self, layout: Layout) -> None:
-        record, request = self._record, self._record.request
-        others = [other for other in self._models.values() if other is not record and not other.life.is_over]
-        infos = await asyncio.to_thread(nodes.cluster_nodes, others, self._config.cpu_ranks_per_node)
-        if request.placement_group is not None:
-            places = await asyncio.to_thread(nodes.places_in_group, request.placement_group, request)
-        elif request.device == "cuda":
-            holders = [other.model_id for other in others if other.request.device == "cuda" and other.seats]
-            assigned = assign_ranks(infos, layout, "cuda", self._config.cpu_ranks_per_node, holders)
-            sizes = bundles_for(layout, [info.gpus_free for info in infos])
-            del assigned  # it proved that there is room; Ray decides where the bundles go
-            record.group = await asyncio.to_thread(spawn.create_group, record.model_id, sizes)
-            try:
-                await nodes.group_ready(record.group, request, holders)
-            except BaseException:
-                group, record.group = record.group, None
-                await asyncio.to_thread(spawn.remove_group, group)
-                raise
-            places = await asyncio.to_thread(nodes.places_in_own_group, record.group, bundle_of_ranks(sizes))
-        else:
-            holders = [other.model_id for other in others if other.request.device == "cpu" and other.seats]
-            assigned = assign_ranks(infos, layout, "cpu", self._config.cpu_ranks_per_node, holders)
-            places = [(infos[index].node_id, infos[index].host, None) for index in assigned]
-        record.seats = {rank: Seat(rank, node_id, host, bundle) for rank, (node_id, host, bundle) in enumerate(places)}
 
     async def _agents(self) -> dict[str, Any]:
         return await asyncio.to_thread(
@@ -214,33 +152,26 @@ class LoadRun:
             }
         )
 
-    async def _begin(self, plan: PackedPlan) -> None:
-        """Tell every agent what its node needs; then start the workers."""
-        record = self._record
-        saved = SavedLoad(
-            replace(record.request, store=record.request.store.without_credentials()),
-            record.life.attempt,
-            plan.revision,
-            record.total_bytes,
-            tuple((seat.rank, seat.node_id, seat.host) for seat in record.seats.values()),
-            record.group or record.request.placement_group,
-        ).pack()
-        await asyncio.gather(*(self._begin_on(node_id, plan, saved) for node_id in record.nodes))
+    async def _begin(self) -> None:
+        """Tell every agent what its node needs; then the workers can start."""
+        await asyncio.gather(*(self.begin_on(node_id) for node_id in self._record.nodes))
         await self._event(load_state.Started)
 
-    async def _begin_on(self, node_id: str, plan: PackedPlan, saved: bytes) -> None:
-        record = self._record
-        ranks = record.ranks_on(node_id)
+    async def begin_on(self, node_id: str) -> None:
+        """Tell one agent; again after it was restarted, with what its ranks have already."""
+        record, plan = self._record, await self._known_plan()
+        seats = [record.seats[rank] for rank in record.ranks_on(node_id)]
         job = NodeJob(
             load_id=record.model_id,
             attempt=record.life.attempt,
             shared=plan.shared,
             store_identity=record.request.store.ref.identity(),
-            needs={rank: plan.needs[rank] for rank in ranks},
-            min_slots=min_slots(len(ranks)),
+            needs={seat.rank: plan.needs[seat.rank] for seat in seats},
+            done=frozenset(seat.rank for seat in seats if seat.report is not None),
+            min_slots=min_slots(len(seats)),
             chunk_attempts=self._config.chunk_attempts,
             lease_deadline_s=self._config.lease_deadline_s,
-            record=saved,
+            record=SavedLoad.of(record).pack(),
         )
         agent = (await self._agents())[node_id]
         while not await asyncio.wait_for(agent.begin.remote(job), CALL_TIMEOUT_S):
@@ -290,12 +221,7 @@ class LoadRun:
                 await self._replace(seat)
 
     async def _seat_worker(self, seat: Seat) -> None:
-        record = self._record
-        plan = record.plan
-        if plan is None:  # this coordinator was restarted and has not planned this load itself
-            plan = record.plan = await self._planner.prepare(record.request)
-            if plan.revision != record.revision:
-                raise LoadError("the stored model has changed since the load began", model=record.model_id)
+        record, plan = self._record, await self._known_plan()
         seat.worker = await asyncio.to_thread(
             lambda: spawn.start_worker(
                 record.model_id,
@@ -336,38 +262,25 @@ class LoadRun:
         await self._rank_event(load_state.RankReplaced, seat)
 
     async def _report(self) -> LoadReport:
-        record, request = self._record, self._record.request
-        plan = record.plan or await self._planner.prepare(request)
+        record = self._record
+        plan = await self._known_plan()
         groups = [record.ranks_on(node_id) for node_id in record.nodes]
-        overfetch = await self._planner.overfetch_bytes(request, groups)
+        overfetch = await self._planner.overfetch_bytes(record.request, groups)
         agents = await self._agents()
         answers: list[NodeReport] = await asyncio.gather(
             *(asyncio.wait_for(agents[n].report.remote(record.model_id), CALL_TIMEOUT_S) for n in record.nodes)
         )
-        ranks = tuple(seat.report for _, seat in sorted(record.seats.items()) if seat.report is not None)
-        now_s = time.monotonic()
-        load_s = max((rank.load_s for rank in ranks), default=0.0)
-        return LoadReport(
-            model_id=record.model_id,
-            uri=request.uri,
-            revision=record.revision,
-            verified=plan.verified,
-            placement_mode="via_arena",
-            resident=False,
-            tensor_parallel_size=request.tensor_parallel_size,
-            fsdp_size=request.fsdp_size,
-            data_parallel_size=request.data_parallel_size,
-            model_bytes=plan.model_bytes,
-            placed_bytes=sum(rank.size_bytes for rank in ranks),
-            overfetch_bytes=sum(overfetch),
-            plan_s=record.planned_s - record.created_s,
-            start_s=max(0.0, now_s - record.planned_s - load_s),
-            load_s=load_s,
-            total_s=now_s - record.created_s,
-            attempts=record.life.attempt,
-            ranks=ranks,
-            nodes=tuple(answers),
-        )
+        return make_report(record, plan, overfetch, answers)
+
+    async def _known_plan(self) -> PackedPlan:
+        """The plan; made again when this coordinator was restarted and has not made it itself."""
+        record = self._record
+        if record.plan is None:
+            plan = await self._planner.prepare(record.request)
+            if plan.revision != record.revision:
+                raise LoadError("the stored model has changed since the load began", model=record.model_id)
+            record.plan = plan
+        return record.plan
 
     # -- small things ------------------------------------------------------------------------------------------
 
@@ -385,10 +298,6 @@ class LoadRun:
         agent = await asyncio.to_thread(spawn.find_agent, node_id)
         if agent is not None:
             await asyncio.wait_for(agent.end.remote(self._record.model_id), CALL_TIMEOUT_S)
-
-
-def _bundles(group: Any, request: LoadRequest) -> list[Any]:
-    return [bundle for _, _, bundle in nodes.places_in_group(group, request)]
 
 
 def _unwrapped(error: BaseException) -> LongshoreError:

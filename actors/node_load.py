@@ -54,6 +54,9 @@ class NodeLoad:
         self._tables = unpack_shared(job.shared)
         self._queue = LeaseQueue(job.needs)
         self.ranks = {rank: RankPlace(rank, heard_s=now_s) for rank in job.needs}
+        for rank in job.done:
+            for chunk in job.needs[rank].tolist():
+                self._queue.placed(rank, chunk)
         self._cached: dict[int, CachedChunk] = {}  # committed chunks of this load, while it needs them
         self._keys: dict[int, bytes] = {}
         # What the report counts.

@@ -64,7 +64,7 @@ def start_worker(
         else NodeAffinitySchedulingStrategy(node_id, soft=False)
     )
     return (
-        ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(GpuWorker)
+        ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(GpuWorker)  # type: ignore[call-overload]
         .options(
             name=worker_name(load_id, rank, incarnation),
             namespace=NAMESPACE,

@@ -65,6 +65,7 @@ class NodeJob:
     shared: bytes  # SharedTables, packed
     store_identity: str  # part of the cache key of chunks without a digest
     needs: dict[int, NDArray[np.int64]]  # rank -> chunk ids it touches, ascending
+    done: frozenset[int]  # ranks that have everything already: not none only when an agent was restarted
     min_slots: int  # slots without which this load could not go on
     chunk_attempts: int  # workers that may fail on one chunk before the load fails
     lease_deadline_s: float
@@ -90,7 +91,7 @@ class RankJob:
 
 @dataclass(frozen=True, slots=True)
 class RankHello:
-    """A rank's process introduces itself to the agent of its node."""
+    """A rank's process introduces itself to the agent of its node: this rank has nothing of the arena in use."""
 
     load_id: str
     attempt: int
@@ -98,6 +99,8 @@ class RankHello:
     incarnation: int
     process: ProcessId
     placed: tuple[int, ...] = ()  # chunks it already has: empty at first, not after the agent restarted
+    number: int = 0  # counts the messages of one process: an older one that arrives late changes nothing
+    others: tuple[tuple[str, str], ...] = ()  # (arena path, agent) by whose word other ranks of the process use it
 
 
 @dataclass(frozen=True, slots=True)
@@ -106,6 +109,9 @@ class JoinReply:
 
     arena_path: str
     known: bool = True  # False: the agent does not (yet) know this load; say hello again later
+    arena_epoch: str = ""  # of the arena at that path now: a restarted agent may have had to make a new one
+    agent: str = ""  # the agent's incarnation
+    stop: LongshoreError | None = None  # the load is over for this rank
 
 
 @dataclass(frozen=True, slots=True)
@@ -145,6 +151,7 @@ class RankUpdate:
     rank: int
     incarnation: int
     process: ProcessId
+    number: int = 0  # see RankHello
     committed: tuple[Commit, ...] = ()
     failed: tuple[FetchFailure, ...] = ()
     placed: tuple[int, ...] = ()  # chunks copied to the device: their slots are not read any more
@@ -154,6 +161,7 @@ class RankUpdate:
     placed_bytes: int = 0  # so far
     retries: dict[str, int] = field(default_factory=dict)  # since the last update, by cause
     refused_bytes: int = 0  # fetched since the last update and thrown away
+    leaving: bool = False  # the last message: nothing of the arena is in use any more, done or not
 
 
 @dataclass(frozen=True, slots=True)

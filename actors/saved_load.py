@@ -1,0 +1,65 @@
+"""What the coordinator leaves with the agents, so that it can find a load's actors after it was killed."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import dataclass, replace
+from typing import Any
+
+from actors import nodes
+from actors.model_record import ModelRecord, Seat
+from cluster import load_state
+from cluster.holders import Holders
+from cluster.messages import LoadRequest
+
+
+@dataclass(frozen=True, slots=True)
+class SavedLoad:
+    """What agents keep for a coordinator that loses its memory: enough to find every actor again."""
+
+    request: LoadRequest
+    attempt: int
+    revision: str
+    total_bytes: int
+    seats: tuple[tuple[int, str, str], ...]  # (rank, node id, host)
+    group: Any
+
+    @staticmethod
+    def of(record: ModelRecord) -> SavedLoad:
+        return SavedLoad(
+            replace(record.request, store=record.request.store.without_credentials(), keep=record.holders.keep),
+            record.life.attempt,
+            record.revision,
+            record.total_bytes,
+            tuple((seat.rank, seat.node_id, seat.host) for seat in record.seats.values()),
+            record.group or record.request.placement_group,
+        )
+
+    def pack(self) -> bytes:
+        return pickle.dumps(self, protocol=5)
+
+    @staticmethod
+    def unpack(data: bytes) -> SavedLoad:
+        saved: SavedLoad = pickle.loads(data)
+        return saved
+
+    def restore(self, load_id: str, now_s: float) -> ModelRecord:
+        """The record as far as it is known. The client that asked is taken to hold it, until it lapses."""
+        record = ModelRecord(
+            model_id=load_id,
+            request=self.request,
+            life=load_state.Life.new(self.request.world_size),
+            holders=Holders().hold(self.request.client_id, now_s, keep=self.request.keep),
+            total_bytes=self.total_bytes,
+            revision=self.revision,
+            group=self.group,
+        )
+        bundles = _bundles(self.group, self.request) if self.group is not None else None
+        record.seats = {
+            rank: Seat(rank, node_id, host, bundles[rank] if bundles else None) for rank, node_id, host in self.seats
+        }
+        return record
+
+
+def _bundles(group: Any, request: LoadRequest) -> list[Any]:
+    return [bundle for _, _, bundle in nodes.places_in_group(group, request)]
