@@ -1,7 +1,7 @@
 # Everything a user or a developer runs from a checkout. `make help` lists it.
 #
 #   PYTHON=python3.12   another interpreter than python3
-#   TORCH=cpu           torch from PyTorch's own index: cpu, cu126, cu130...; empty: what PyPI has
+#   TORCH=cpu           torch from PyTorch's own index: cpu, cu130...; empty: what PyPI has
 #   PIP_ARGS=...        more arguments for every `pip install`
 #   DEMO_ARGS=...       arguments for `longshore demo`
 #   TEST_ARGS=...       arguments for pytest

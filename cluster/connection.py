@@ -16,7 +16,8 @@ import uuid
 from typing import Any
 
 from cluster.config import Config
-from cluster.errors import ClusterError, ClusterLost, ConfigError, PackageMissing, VersionMismatch
+from cluster.errors import ClusterError, ClusterLost, PackageMissing, VersionMismatch
+from cluster.ray_address import check_ray_address
 from longshore.version import PROTOCOL_VERSION, __version__
 from storage.errors import LongshoreError
 
@@ -43,7 +44,7 @@ class Connection:
 
     def find(self, *, start: bool) -> bool:
         """Find the coordinator, or `start` one. False when there is none. Raises VersionMismatch, ClusterLost..."""
-        launch = importlib.import_module("actors.launch")  # the one seam that points upward
+        launch = _launch()
         coordinator = launch.find_coordinator()
         if coordinator is None:
             if not start:
@@ -140,7 +141,7 @@ class Connection:
             importlib.import_module("storage.arena_files").sweep()
 
     def _find_again(self) -> None:
-        launch = importlib.import_module("actors.launch")
+        launch = _launch()
         with contextlib.suppress(Exception):
             self._coordinator = launch.find_coordinator() or self._coordinator
 
@@ -204,6 +205,11 @@ def unwrapped(error: Exception) -> Exception:
     return ClusterError("an actor failed", cause=f"{type(cause).__name__}: {cause}"[:500])
 
 
+def _launch() -> Any:
+    """`actors.launch`: the one seam that points upward, by name."""
+    return importlib.import_module("actors.launch")
+
+
 def _import_ray() -> Any:
     try:
         return importlib.import_module("ray")
@@ -216,12 +222,7 @@ def _import_ray() -> Any:
 def _join(ray: Any, address: str | None, *, start: bool) -> str | None:
     """Connect this process to a Ray cluster: "joined", "local" for a new one, None for none."""
     address = address or os.environ.get("RAY_ADDRESS") or None
-    if address is not None and address.startswith("ray://"):
-        raise ConfigError(
-            "Ray Client addresses (ray://) are not supported",
-            hint="run the client on a node of the cluster, or submit it: ray job submit -- longshore load ...",
-            address=address,
-        )
+    check_ray_address(address)
     quiet = {"log_to_driver": False, "configure_logging": False}
     try:
         if address == "local":

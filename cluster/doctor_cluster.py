@@ -5,19 +5,18 @@ from __future__ import annotations
 import contextlib
 import importlib
 import os
-import socket
 from collections.abc import Iterator
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from cluster.doctor import Check
+from cluster.ray_address import check_ray_address
 from cluster.units import show_bytes
 from longshore.install_check import probe
+from storage.errors import LongshoreError
 
-CONNECT_TIMEOUT_S = 3.0
 PROBE_TIMEOUT_S = 60.0  # a node's first task starts a Python process
-DEFAULT_PORT = 6379
 INSTALL_HINT = "pip install 'longshore[cluster]' in the environment that this node's `ray start` runs in"
 
 
@@ -30,9 +29,10 @@ def check_cluster(address: str | None) -> Iterator[Check]:
         return
     yield check_authentication(os.environ)
     address = address or os.environ.get("RAY_ADDRESS") or None
-    refused = refuse_address(address)
-    if refused is not None:
-        yield refused
+    try:
+        check_ray_address(address)
+    except LongshoreError as error:
+        yield Check("cluster", "fail", str(error))
         return
     ray: Any = importlib.import_module("ray")
     ours = not ray.is_initialized()
@@ -69,24 +69,6 @@ def check_authentication(environ: Any) -> Check:
         hint = "Ray may switch token authentication on by itself: set RAY_AUTH_MODE=token or disabled everywhere"
         return Check("ray authentication", "warn", found, hint)
     return Check("ray authentication", "ok", found)
-
-
-def refuse_address(address: str | None) -> Check | None:
-    """A failed check when the address cannot be joined; asked first, as ray.init would wait for it for many minutes."""
-    if address in (None, "", "auto", "local"):
-        return None
-    if "://" in str(address):
-        hint = "run on a node of the cluster, or `ray job submit -- longshore doctor`"
-        return Check("cluster", "fail", f"{address}: Ray Client addresses are not supported", hint)
-    host, _, port = str(address).rpartition(":")
-    try:
-        with socket.create_connection((host.strip("[]") or str(address), int(port)), CONNECT_TIMEOUT_S):
-            return None
-    except ValueError:
-        return Check("cluster", "fail", f"not HOST:PORT: {address}", f"Ray's port is {DEFAULT_PORT} by default")
-    except OSError as error:
-        hint = "is the head node up, and is this the port of its `ray start --port`?"
-        return Check("cluster", "fail", f"{address} does not answer: {error}", hint)
 
 
 def check_nodes(ray: Any, nodes: list[dict[str, Any]]) -> Iterator[Check]:

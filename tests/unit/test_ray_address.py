@@ -1,0 +1,36 @@
+"""Addresses are looked at before Ray is asked, as Ray would wait for a dead one for many minutes."""
+
+from __future__ import annotations
+
+import socket
+
+import pytest
+
+from cluster.errors import ClusterLost, ConfigError
+from cluster.ray_address import check_ray_address
+
+
+@pytest.mark.parametrize("address", [None, "", "auto", "local"])
+def test_words_of_rays_own_pass(address: str | None) -> None:
+    check_ray_address(address)
+
+
+def test_an_address_that_takes_a_connection_passes_and_a_closed_one_is_lost() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        port = server.getsockname()[1]
+        check_ray_address(f"127.0.0.1:{port}")
+    with pytest.raises(ClusterLost, match=f"address=127.0.0.1:{port}"):
+        check_ray_address(f"127.0.0.1:{port}")
+
+
+def test_ipv6() -> None:
+    with pytest.raises(ClusterLost, match="no Ray cluster answers"):
+        check_ray_address("[::1]:1")
+
+
+@pytest.mark.parametrize(
+    "address", ["ray://head:10001", "http://head:8265", "head", "head:port", ":6379", "head:0", "head:99999", "head:²"]
+)
+def test_what_is_no_address(address: str) -> None:
+    with pytest.raises(ConfigError, match="address="):
+        check_ray_address(address)
