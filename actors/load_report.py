@@ -6,7 +6,7 @@ import time
 from collections.abc import Sequence
 
 from actors.model_record import ModelRecord
-from cluster.messages import PackedPlan
+from cluster.packed_plan import PackedPlan
 from cluster.report import LoadReport, NodeReport
 
 

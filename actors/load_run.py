@@ -27,7 +27,8 @@ from cluster.config import Config
 from cluster.errors import ClusterError, LoadCancelled, LoadError, RankLost
 from cluster.fit import check_fit, min_slots
 from cluster.layout import Layout
-from cluster.messages import FetchSettings, NodeJob, PackedPlan, RankJob
+from cluster.messages import FetchSettings, NodeJob, RankJob
+from cluster.packed_plan import PackedPlan
 from cluster.report import LoadReport, NodeReport
 from storage.errors import LongshoreError
 

@@ -9,7 +9,8 @@ from typing import Any
 
 from cluster.holders import Holders
 from cluster.load_state import Life
-from cluster.messages import LoadRequest, PackedPlan
+from cluster.messages import LoadRequest
+from cluster.packed_plan import PackedPlan
 from cluster.report import LoadProgress, LoadReport, ModelStatus, RankReport
 from storage.errors import LongshoreError
 

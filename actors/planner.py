@@ -15,7 +15,8 @@ import sys
 from typing import Any
 
 from cluster.errors import ClusterError
-from cluster.messages import LoadRequest, PackedPlan
+from cluster.messages import LoadRequest
+from cluster.packed_plan import PackedPlan
 from storage.errors import LongshoreError
 
 _LENGTH = struct.Struct("<Q")

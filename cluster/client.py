@@ -19,10 +19,11 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from cluster.config import Config
 from cluster.connection import Connection, connect
-from cluster.errors import ClusterLost, ConfigError, LoadCancelled, LoadTimeout, ModelNotFound
+from cluster.errors import ClusterLost, ConfigError
 from cluster.model import LoadedModel
-from cluster.report import ClusterStatus, LoadProgress, LoadReport
+from cluster.report import ClusterStatus, LoadProgress
 from cluster.request import StoreOptions, make_request, open_uri
+from cluster.wait import wait_until_ready
 from storage.errors import LongshoreError
 
 if TYPE_CHECKING:
@@ -32,7 +33,6 @@ if TYPE_CHECKING:
     from storage.verify import VerifyReport
 
 Progress = Callable[[LoadProgress], None]
-REBUILD_GRACE_S = 20.0  # a restarted coordinator has heard every agent again by then
 
 # Set by an async twin whose task was cancelled, for the thread that waits in its name.
 _given_up: ContextVar[threading.Event | None] = ContextVar("given_up", default=None)
@@ -93,7 +93,7 @@ def load(
     connection.hold(model_id)
     try:
         deadline_s = None if timeout_s is None else started_s + timeout_s
-        report, waited = _wait_until_ready(connection, model_id, progress, deadline_s)
+        report, waited = wait_until_ready(connection, model_id, progress, deadline_s, _given_up.get())
     except BaseException:
         with contextlib.suppress(LongshoreError):
             if connection.drop(model_id):
@@ -238,44 +238,6 @@ def _running(address: str | None) -> Connection:
             hint="the first load starts one; --address or RAY_ADDRESS says which cluster is meant",
         )
     return connection
-
-
-def _wait_until_ready(
-    connection: Connection, model_id: str, progress: Progress | None, deadline_s: float | None
-) -> tuple[LoadReport, bool]:
-    """(the report, whether there was anything to wait for)."""
-    seen, waited = -1, False
-    unknown_since_s: float | None = None
-    while True:
-        left_s = 1.0 if deadline_s is None else min(1.0, max(0.0, deadline_s - time.monotonic()))
-        try:
-            seen, now, report, error = connection.call("wait", model_id, seen, left_s)
-            unknown_since_s = None
-        except ModelNotFound:
-            # A restarted coordinator does not know the load before the agents have told it.
-            unknown_since_s = unknown_since_s or time.monotonic()
-            if time.monotonic() - unknown_since_s > REBUILD_GRACE_S:
-                raise
-            time.sleep(0.2)
-            continue
-        if progress is not None:
-            progress(now)
-        if error is not None:
-            raise error
-        if report is not None and now.state == "ready":
-            return report, waited
-        waited = True
-        if (given_up := _given_up.get()) is not None and given_up.is_set():
-            raise LoadCancelled("the caller gave the load up", model=model_id)
-        if deadline_s is not None and time.monotonic() >= deadline_s:
-            raise LoadTimeout(
-                "the load did not end in time",
-                hint="it goes on only when the model is kept or somebody else waits for it",
-                model=model_id,
-                state=now.state,
-                placed_bytes=now.placed_bytes,
-                total_bytes=now.total_bytes,
-            )
 
 
 def _in_thread(verb: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:

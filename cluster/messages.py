@@ -12,16 +12,13 @@ Parts that a receiver only passes on (`shared`, `plan`) stay packed, so that no 
 
 from __future__ import annotations
 
-import pickle
 from dataclasses import dataclass, field
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.load_plan import LoadPlan, RankPlan
 from storage.errors import LongshoreError
-from storage.model_index import ChunkTable, Shard
 from storage.processes import ProcessId
 from storage.store_ref import Credentials, StoreRef
 
@@ -36,14 +33,6 @@ class StoreAccess:
     def without_credentials(self) -> StoreAccess:
         """For whatever is kept: credentials that a client passed live in messages only."""
         return StoreAccess(self.ref)
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class SharedTables:
-    """What every rank and agent of one load has in common."""
-
-    shards: tuple[Shard, ...]
-    chunks: ChunkTable
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,9 +73,6 @@ class RankJob:
     plan: bytes  # RankPlan, packed
     store: StoreAccess
     fetch: FetchSettings
-
-    def unpack(self) -> tuple[SharedTables, RankPlan]:
-        return pickle.loads(self.shared), pickle.loads(self.plan)
 
 
 @dataclass(frozen=True, slots=True)
@@ -281,39 +267,3 @@ class LoadRequest:
                 None if group is None else group.hex(),
             )
         )
-
-
-@dataclass(frozen=True, slots=True)
-class RankFacts:
-    """What the coordinator knows of a rank's plan without unpacking it."""
-
-    size_bytes: int
-    device_bytes: int
-    segments: int
-
-
-@dataclass(frozen=True, slots=True, eq=False)
-class PackedPlan:
-    """A load plan as the planning process hands it over: facts to decide by, parts to pass on."""
-
-    revision: str
-    verified: str  # hash name, or "transport"
-    model_bytes: int
-    ranks: tuple[RankFacts, ...]
-    needs: tuple[NDArray[np.int64], ...]  # rank -> chunk ids
-    chunk_bytes: NDArray[np.int64]  # size of every chunk
-    shared: bytes = field(repr=False)
-    plans: tuple[bytes, ...] = field(repr=False)
-
-
-def pack_shared(plan: LoadPlan) -> bytes:
-    return pickle.dumps(SharedTables(plan.shards, plan.chunks), protocol=5)
-
-
-def pack_rank(plan: RankPlan) -> bytes:
-    return pickle.dumps(plan, protocol=5)
-
-
-def unpack_shared(data: bytes) -> SharedTables:
-    tables: SharedTables = pickle.loads(data)
-    return tables

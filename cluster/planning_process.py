@@ -14,7 +14,8 @@ from collections import OrderedDict
 from typing import Any, BinaryIO
 
 from cluster.load_plan import LoadPlan
-from cluster.messages import LoadRequest, PackedPlan, RankFacts, pack_rank, pack_shared
+from cluster.messages import LoadRequest
+from cluster.packed_plan import PackedPlan, RankFacts, pack_rank, pack_shared
 from cluster.planning import overfetch_bytes
 from cluster.prepare import prepare_plan, still_current
 from storage.errors import LongshoreError

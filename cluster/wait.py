@@ -1,0 +1,58 @@
+"""Waiting for a load that the coordinator works on, through restarts of the coordinator."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Callable
+
+from cluster.connection import Connection
+from cluster.errors import LoadCancelled, LoadTimeout, ModelNotFound
+from cluster.report import LoadProgress, LoadReport
+
+REBUILD_GRACE_S = 20.0  # a restarted coordinator has heard every agent again by then
+
+
+def wait_until_ready(
+    connection: Connection,
+    model_id: str,
+    progress: Callable[[LoadProgress], None] | None,
+    deadline_s: float | None,
+    given_up: threading.Event | None,
+) -> tuple[LoadReport, bool]:
+    """(the report, whether there was anything to wait for). `deadline_s` is on the monotonic clock.
+
+    Raises the load's error, LoadTimeout at the deadline, LoadCancelled when `given_up` is set, ClusterLost.
+    """
+    seen, waited = -1, False
+    unknown_since_s: float | None = None
+    while True:
+        left_s = 1.0 if deadline_s is None else min(1.0, max(0.0, deadline_s - time.monotonic()))
+        try:
+            seen, now, report, error = connection.call("wait", model_id, seen, left_s)
+            unknown_since_s = None
+        except ModelNotFound:
+            # A restarted coordinator does not know the load before the agents have told it.
+            unknown_since_s = unknown_since_s or time.monotonic()
+            if time.monotonic() - unknown_since_s > REBUILD_GRACE_S:
+                raise
+            time.sleep(0.2)
+            continue
+        if progress is not None:
+            progress(now)
+        if error is not None:
+            raise error
+        if report is not None and now.state == "ready":
+            return report, waited
+        waited = True
+        if given_up is not None and given_up.is_set():
+            raise LoadCancelled("the caller gave the load up", model=model_id)
+        if deadline_s is not None and time.monotonic() >= deadline_s:
+            raise LoadTimeout(
+                "the load did not end in time",
+                hint="it goes on only when the model is kept or somebody else waits for it",
+                model=model_id,
+                state=now.state,
+                placed_bytes=now.placed_bytes,
+                total_bytes=now.total_bytes,
+            )
