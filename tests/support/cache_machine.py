@@ -323,6 +323,12 @@ class CacheMachine(RuleBasedStateMachine):
             assert records[lease.slot].holder == lease.holder
 
     @invariant()
+    def only_running_leases_are_in_flight(self) -> None:
+        """Whoever waits for a chunk in flight must not wait for a lease that was taken back."""
+        found = {lease.lease_id for key in KEYS for lease in self.cache.in_flight(key)}
+        assert found == set(self.running)
+
+    @invariant()
     def the_books_are_right(self) -> None:
         stats, shares = self.cache.stats(), self.cache.shares
         states = stats.free_slots + stats.leased_slots + stats.committed_slots + stats.quarantined_slots

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import random
 import stat
@@ -375,6 +376,32 @@ def test_sweeping_against_makers_never_takes_an_arena_in_use(shm_dir):
         stop.set()
         sweeper.join()
     assert os.listdir(shm_dir) == []
+
+
+@pytest.fixture
+def sweep_before_first_lock(shm_dir, monkeypatch):
+    """A sweep that comes exactly between a file's opening and its lock, once."""
+    lock, pending = fcntl.flock, [True]
+
+    def swept_first(descriptor: int, operation: int) -> None:
+        if operation == fcntl.LOCK_SH and pending:
+            pending.clear()
+            assert len(sweep(str(shm_dir))) == 1
+        lock(descriptor, operation)
+
+    monkeypatch.setattr(fcntl, "flock", swept_first)
+
+
+def test_a_maker_whose_file_was_swept_before_its_lock_makes_another(path, sweep_before_first_lock):
+    with Arena.create(path, slot_count=1, slot_bytes=SLOT) as arena, Arena.open(path) as worker:
+        assert worker.epoch == arena.epoch
+
+
+def test_opening_what_is_swept_at_that_moment_is_refused(path, request):
+    Arena.create(path, slot_count=1, slot_bytes=SLOT).close()
+    request.getfixturevalue("sweep_before_first_lock")
+    with pytest.raises(ArenaCorrupt, match="swept"):
+        Arena.open(path)
 
 
 def test_a_foreign_error_while_reserving_is_translated(arena, monkeypatch):

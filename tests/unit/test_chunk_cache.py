@@ -124,6 +124,7 @@ def test_a_lease_past_its_deadline_gives_back_the_chunk_and_not_the_slot():
     assert cache.expire(9.9) == []
     assert cache.expire(10) == [late]
     assert cache.expire(10) == []
+    assert cache.in_flight(key(1)) == ()
     again = cache.lease(key(1), W2, 20)
     assert again is not None
     assert again.slot != late.slot
