@@ -16,8 +16,7 @@ import time
 import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import asdict, dataclass, replace
-from typing import Any
+from dataclasses import replace
 
 from storage.checkpoint import read_manifest
 from storage.checkpoint_files import JOURNAL_KEY, PROBE_KEY, Checkpoint, scan_checkpoint
@@ -43,35 +42,10 @@ from storage.object_store import ObjectInfo, ObjectStore, read_bytes
 from storage.publish_journal import Journal
 from storage.publish_object import ObjectPublisher, PublishJob
 from storage.publish_object import PublishProgress as PublishProgress
+from storage.publish_report import PublishReport as PublishReport
 from storage.ranges import ByteRange
 from storage.retrying import RetryPolicy, with_retries
 from storage.streaming import RangeReader, run_readers
-
-
-@dataclass(frozen=True, slots=True)
-class PublishReport:
-    """What a publish did."""
-
-    uri: str  # where the manifest is
-    revision: str
-    hash_name: str
-    chunk_bytes: int
-    shards: int
-    tensors: int
-    chunks: int
-    files: int  # other files that the manifest names
-    size_bytes: int  # of all shards
-    read_bytes: int  # this time, every reading counted
-    copied_bytes: int  # written to the destination
-    resumed: int  # shards and files that an earlier, interrupted publish had finished
-    unchanged: bool  # the manifest was there and is for what is stored: nothing was read
-    checks: dict[str, int]  # how the source was checked -> number of objects
-    skipped: tuple[str, ...]  # weights in the folder that are not part of the model
-    elapsed_s: float
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, ready for `json.dumps`."""
-        return asdict(self)
 
 
 def publish(

@@ -1,0 +1,32 @@
+"""What a publish did, for people and for `--json`."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """What a publish did."""
+
+    uri: str  # where the manifest is
+    revision: str
+    hash_name: str
+    chunk_bytes: int
+    shards: int
+    tensors: int
+    chunks: int
+    files: int  # other files that the manifest names
+    size_bytes: int  # of all shards
+    read_bytes: int  # this time, every reading counted
+    copied_bytes: int  # written to the destination
+    resumed: int  # shards and files that an earlier, interrupted publish had finished
+    unchanged: bool  # the manifest was there and is for what is stored: nothing was read
+    checks: dict[str, int]  # how the source was checked -> number of objects
+    skipped: tuple[str, ...]  # weights in the folder that are not part of the model
+    elapsed_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, ready for `json.dumps`."""
+        return asdict(self)
