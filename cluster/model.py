@@ -55,12 +55,16 @@ class LoadedModel:
 
     def iter_tensors(self, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
         """(name, CPU copy) of each of a rank's tensors, one at a time."""
+        import torch
+
         worker = self._workers()[rank]
         names = self._get(worker.tensor_names.options(concurrency_group="call").remote(), rank)
         for name in names:
-            copy = self._get(worker.tensor_copy.options(concurrency_group="call").remote(name), rank)
-            # What Ray hands out are read-only views of its object store, which is small.
-            yield name, copy.clone()
+            dtype, shape, data = self._get(worker.tensor_copy.options(concurrency_group="call").remote(name), rank)
+            # Copied: what Ray hands out are read-only views of its object store, which is small.
+            copy = torch.empty(data.size, dtype=torch.uint8)
+            copy.numpy()[:] = data
+            yield name, copy.view(getattr(torch, dtype)).reshape(shape)
 
     def state_dict(self, rank: int) -> dict[str, torch.Tensor]:
         """CPU copies of all of a rank's tensors: for looking and testing, not for serving."""

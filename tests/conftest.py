@@ -6,4 +6,10 @@ from hypothesis import HealthCheck, settings
 settings.register_profile("longshore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
 settings.load_profile("longshore")
 
-pytest_plugins = ["tests.support.shared_memory", "tests.support.checkpoint_fixtures", "tests.support.s3_servers"]
+pytest_plugins = [
+    "tests.support.shared_memory",
+    "tests.support.checkpoint_fixtures",
+    "tests.support.s3_servers",
+    "tests.support.stored_models",
+    "tests.support.ray_clusters",
+]

@@ -72,6 +72,9 @@ class CountingProxy:
                 found[request.path] += request.body_bytes
         return dict(found)
 
+    def before_request(self, method: str, path: str, byte_range: tuple[int, int] | None) -> None:
+        """Called before a request goes on to the server; for kinds of proxy that delay."""
+
     def clear(self) -> None:
         """Forget what was written down."""
         with self._lock:
@@ -103,6 +106,10 @@ class CountingProxy:
                     if expects:  # answered here, so that the body follows at once
                         client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
                         head = re.sub(rb"(?i)\r\nexpect:[^\r]*", b"", head)
+                    asked = re.fullmatch(r"bytes=(\d+)-(\d+)", fields.get("range", ""))
+                    byte_range = (int(asked[1]), int(asked[2]) + 1) if asked else None
+                    path = unquote(urlsplit(target).path)
+                    self.before_request(method, path, byte_range)
                     server.sendall(head)
                     _pass_body(from_client, server, fields)
                     answer, answer_fields = _read_head(from_server)
@@ -110,17 +117,8 @@ class CountingProxy:
                     client.sendall(answer)
                     has_body = method != "HEAD" and status not in (204, 304)
                     passed = _pass_body(from_server, client, answer_fields) if has_body else 0
-                    asked = re.fullmatch(r"bytes=(\d+)-(\d+)", fields.get("range", ""))
                     with self._lock:
-                        self._requests.append(
-                            Request(
-                                method,
-                                unquote(urlsplit(target).path),
-                                (int(asked[1]), int(asked[2]) + 1) if asked else None,
-                                status,
-                                passed,
-                            )
-                        )
+                        self._requests.append(Request(method, path, byte_range, status, passed))
                     if "close" in (fields.get("connection", ""), answer_fields.get("connection", "")):
                         return
 

@@ -1,0 +1,53 @@
+"""A store that stops in the middle of a load, for as long as a test wants: so that there is a middle to break things in."""
+
+from __future__ import annotations
+
+import threading
+
+from tests.support.counting_proxy import CountingProxy
+
+
+class GatedProxy(CountingProxy):
+    """Lets `ranges` ranges of weights pass, then holds every further one until `open`.
+
+    with GatedProxy(server.endpoint_url, ranges=10) as proxy:
+        ... start a load with endpoint_url=proxy.endpoint_url ...
+        proxy.wait_until_held()
+        ... kill somebody ...
+        proxy.open()
+    """
+
+    def __init__(self, upstream_url: str, ranges: int) -> None:
+        self._gate = threading.Condition()
+        self._left = ranges
+        self._held = 0
+        self._open = False
+        super().__init__(upstream_url)
+
+    def before_request(self, method: str, path: str, byte_range: tuple[int, int] | None) -> None:
+        # Headers, the manifest and the index pass: only weights are held.
+        if method != "GET" or byte_range is None or not path.endswith(".safetensors"):
+            return
+        with self._gate:
+            if self._left > 0 or self._open:
+                self._left -= 1
+                return
+            self._held += 1
+            self._gate.notify_all()
+            self._gate.wait_for(lambda: self._open)
+
+    def wait_until_held(self, requests: int = 1, timeout_s: float = 60.0) -> None:
+        """Returns when so many requests wait at the gate. AssertionError when they do not come."""
+        with self._gate:
+            if not self._gate.wait_for(lambda: self._held >= requests, timeout_s):
+                raise AssertionError(f"only {self._held} of {requests} requests came to the gate")
+
+    def open(self) -> None:
+        """Everything passes from here on."""
+        with self._gate:
+            self._open = True
+            self._gate.notify_all()
+
+    def close(self) -> None:
+        self.open()
+        super().close()

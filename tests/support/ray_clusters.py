@@ -1,0 +1,251 @@
+"""One real Ray cluster of two nodes for all tests of a session, and what a test does with it.
+
+    def test_something(longshore: Longshore) -> None:
+        longshore.configure(holder_ttl_s=2)         # settings of the coordinator; TEST_SETTINGS when not called
+        model = cluster.load(uri, **options, address=longshore.address)
+
+Each node claims two GPUs that do not exist: enough to be counted, never used. After each test every model is gone,
+and the test fails when an actor, a placement group, a lease or an arena is left that should not be.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+import subprocess
+import sys
+import tempfile
+import time
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from actors.names import COORDINATOR, NAMESPACE
+from cluster import client
+from cluster.config import Config
+from cluster.connection import Connection, connect, disconnect
+from cluster.report import ClusterStatus
+from storage.arena_files import SHM_DIRECTORY, arena_path, sweep
+from storage.errors import LongshoreError
+
+REPOSITORY = Path(__file__).parents[2]
+MIB = 1 << 20
+OBJECT_STORE_BYTES = 80_000_000  # about the least that Ray takes
+GPUS_PER_NODE = 2
+TEST_SETTINGS: dict[str, Any] = {
+    "arena_bytes": 96 * MIB,
+    "slot_bytes": MIB,
+    "chunk_bytes": MIB,
+    "heartbeat_s": 0.2,
+    "host_reserve_bytes": 64 * MIB,
+}
+ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+
+
+class Longshore:
+    """A cluster with two nodes, as a test sees it."""
+
+    def __init__(self, ray_cluster: Any) -> None:
+        self.ray_cluster = ray_cluster
+        self.address: str = ray_cluster.address
+        self._running: Config | None = None  # settings of the coordinator that runs
+
+    # -- the coordinator ---------------------------------------------------------------------------------------
+
+    def configure(self, *, empty: bool = False, **settings: Any) -> Connection:
+        """A connection to a coordinator with TEST_SETTINGS and these; the running one is kept when it has them.
+
+        `empty`: not kept, so that the arenas are new and empty.
+        """
+        wanted = Config(**{**TEST_SETTINGS, **settings})
+        if self._running is not None and (empty or self._running != wanted):
+            self.end_longshore()
+        disconnect()
+        connection = connect(self.address, wanted)
+        if connection is None:
+            raise RuntimeError("no coordinator was started")
+        self._running = wanted
+        return connection
+
+    def end_longshore(self) -> None:
+        """No coordinator, no agents, no arenas; the Ray cluster stays."""
+        import ray
+
+        try:
+            client.shutdown(self.address)
+        except LongshoreError:
+            for name in self.actor_names():
+                with contextlib.suppress(ValueError):
+                    ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
+        disconnect()
+        self._running = None
+        eventually(lambda: not self.actor_names(), "actors of Longshore are left")
+        sweep()  # of agents that were killed
+        eventually(lambda: not self.arenas(), "arenas are left")
+
+    def status(self) -> ClusterStatus:
+        return client.status(self.address)
+
+    # -- what is there -----------------------------------------------------------------------------------------
+
+    def actor_names(self, prefix: str = "") -> list[str]:
+        """Living actors of Longshore whose names begin so."""
+        import ray
+
+        found = ray.util.list_named_actors(all_namespaces=True)
+        return sorted(
+            actor["name"] for actor in found if actor["namespace"] == NAMESPACE and actor["name"].startswith(prefix)
+        )
+
+    def pid(self, name: str) -> int:
+        """Process id of a living actor."""
+        from ray._private.state import actors
+
+        for actor in actors().values():  # type: ignore[no-untyped-call]
+            if actor["Name"] == name and actor["State"] == "ALIVE":
+                return int(actor["Address"].get("Pid") or actor["Pid"])
+        raise LookupError(f"no living actor {name}")
+
+    def kill(self, name: str, number: int = signal.SIGKILL) -> int:
+        """Send a signal to an actor's process; its pid."""
+        pid = self.pid(name)
+        os.kill(pid, number)
+        return pid
+
+    def placement_groups(self) -> list[str]:
+        """States of the placement groups that are not removed."""
+        from ray.util import placement_group_table
+
+        return [table["state"] for table in placement_group_table().values() if table["state"] != "REMOVED"]
+
+    def arenas(self) -> list[str]:
+        """This cluster's files in shared memory; others may have theirs beside them."""
+        path = arena_path(self.address, "")
+        prefix = os.path.basename(path)[: -len("-" + path.rsplit("-", 1)[1])]
+        return sorted(name for name in os.listdir(SHM_DIRECTORY) if name.startswith(prefix))
+
+    def assert_nothing_left(self) -> None:
+        """No worker, no placement group, no lease, no more arenas than agents; soon, not at once."""
+        eventually(lambda: not self.actor_names("worker-"), lambda: f"workers left: {self.actor_names('worker-')}")
+        eventually(lambda: not self.placement_groups(), lambda: f"placement groups left: {self.placement_groups()}")
+        if COORDINATOR in self.actor_names():
+            eventually(self._no_slot_in_use, lambda: f"slots in use: {self.status().nodes}")
+        agents = self.actor_names("agent-")
+        eventually(lambda: len(self.arenas()) <= len(agents), lambda: f"{len(agents)} agents, arenas: {self.arenas()}")
+
+    def _no_slot_in_use(self) -> bool:
+        return all(not node.leased_slots and not node.quarantined_slots for node in self.status().nodes)
+
+    def clean(self) -> None:
+        """After a test: release every model. Raises AssertionError when something is left behind."""
+        try:
+            if COORDINATOR not in self.actor_names():
+                self._running = None
+                disconnect()
+                self.assert_nothing_left()
+                return
+            for model in self.status().models:
+                if model.progress.state not in ("failed", "released"):
+                    client.release(model.progress.model_id, force=True, address=self.address)
+            self.assert_nothing_left()
+        except BaseException:
+            self.end_longshore()
+            raise
+        finally:
+            disconnect()
+
+    def worker_pids(self) -> dict[str, int]:
+        """Process id of every living worker, by actor name."""
+        return {name: self.pid(name) for name in self.actor_names("worker-")}
+
+    def wait_restarted(self, name: str, old_pid: int) -> int:
+        """The process id of the actor that took the killed one's place."""
+
+        def new_pid() -> int | None:
+            with contextlib.suppress(LookupError):
+                pid = self.pid(name)
+                return pid if pid != old_pid else None
+            return None
+
+        pid: int = eventually(new_pid, f"{name} was not restarted", 60)
+        return pid
+
+    # -- other clients -----------------------------------------------------------------------------------------
+
+    def run_client(self, code: str, *arguments: str) -> subprocess.Popen[str]:
+        """A Python process that uses this cluster; talked to by lines. The caller ends it."""
+        return subprocess.Popen(
+            [sys.executable, "-c", code, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            text=True,
+            cwd=REPOSITORY,
+            env={**os.environ, **ENVIRONMENT, "RAY_ADDRESS": self.address},
+        )
+
+
+def eventually(
+    condition: Callable[[], Any], problem: str | Callable[[], str], timeout_s: float = 20.0, every_s: float = 0.05
+) -> Any:
+    """The condition's first true value. AssertionError when it has none in time."""
+    give_up_s = time.monotonic() + timeout_s
+    while True:
+        value = condition()
+        if value:
+            return value
+        if time.monotonic() > give_up_s:
+            raise AssertionError(problem if isinstance(problem, str) else problem())
+        time.sleep(every_s)
+
+
+@pytest.fixture(scope="session")
+def two_nodes() -> Iterator[Any]:
+    """A `ray.cluster_utils.Cluster`; nobody is connected to it."""
+    from ray.cluster_utils import Cluster
+
+    before = {name: os.environ.get(name) for name in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
+    node = {"num_cpus": 4, "num_gpus": GPUS_PER_NODE, "object_store_memory": OBJECT_STORE_BYTES}
+    with tempfile.TemporaryDirectory(prefix="ls-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        ray_cluster = Cluster(
+            initialize_head=True, head_node_args={**node, "include_dashboard": False, "temp_dir": folder}
+        )
+        try:
+            ray_cluster.add_node(**node)
+            ray_cluster.wait_for_nodes()
+            yield ray_cluster
+        finally:
+            ray_cluster.shutdown()
+            sweep()
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+@pytest.fixture(scope="module")
+def connected(two_nodes: Any) -> Iterator[Longshore]:
+    """This process joins the cluster for the tests of one file, and leaves it after them."""
+    import ray
+
+    ray.init(address=two_nodes.address, log_to_driver=False, configure_logging=False)
+    there = Longshore(two_nodes)
+    try:
+        there.end_longshore()
+        yield there
+        there.end_longshore()
+    finally:
+        disconnect()
+        ray.shutdown()
+
+
+@pytest.fixture
+def longshore(connected: Longshore) -> Iterator[Longshore]:
+    """The cluster without a model, with a coordinator of TEST_SETTINGS; the same after the test, or it fails."""
+    connected.configure()
+    yield connected
+    connected.clean()

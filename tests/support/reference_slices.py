@@ -1,0 +1,103 @@
+"""What a rank must hold, by `safetensors` and slicing alone: written down apart from Longshore's own rules.
+
+The functions run inside workers too (`LoadedModel.call`), so this module imports neither torch nor ours at its top.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+CUT_BY_ROWS = ("q_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
+CUT_BY_KV_HEADS = ("k_proj", "v_proj")
+CUT_BY_COLUMNS = ("o_proj", "down_proj")
+
+
+def rank_place(rank: int, tp: int, fsdp: int) -> tuple[int, int]:
+    """(tensor-parallel rank, fully-sharded rank) of a rank."""
+    return rank % tp, rank // tp % fsdp
+
+
+def differing_slices(tensors: Mapping[str, Any], rank: int, folder: str, tp: int, fsdp: int, kv_heads: int) -> list[str]:
+    """Names of tensors that are not, bit for bit, what safetensors and slicing give this rank."""
+    import torch
+    from safetensors import safe_open
+
+    tp_rank, fsdp_rank = rank_place(rank, tp, fsdp)
+    different, seen = [], set()
+    for path in sorted(Path(folder).glob("*.safetensors")):
+        with safe_open(path, framework="pt") as file:
+            for name in file.keys():  # noqa: SIM118  (not a dict)
+                seen.add(name)
+                part = file.get_tensor(name)
+                if tp > 1:
+                    part = tp_part(name, part, tp, tp_rank, kv_heads)
+                if fsdp > 1 and part.dim():
+                    chunks = part.chunk(fsdp, dim=0)
+                    part = chunks[fsdp_rank] if fsdp_rank < len(chunks) else part[:0]
+                found = tensors.get(name)
+                same = found is not None and found.shape == part.shape and found.dtype == part.dtype
+                if not same or not torch.equal(as_bytes(found), as_bytes(part)):
+                    different.append(name)
+    return different + sorted(set(tensors) ^ seen)
+
+
+def tp_part(name: str, whole: Any, tp: int, tp_rank: int, kv_heads: int) -> Any:
+    """A Llama tensor's share of one tensor-parallel rank."""
+    if any(part in name for part in CUT_BY_KV_HEADS):
+        rows = len(whole) // kv_heads
+        if tp <= kv_heads:
+            rows *= kv_heads // tp
+            return whole[tp_rank * rows : (tp_rank + 1) * rows]
+        head = tp_rank * kv_heads // tp
+        return whole[head * rows : (head + 1) * rows]
+    if any(part in name for part in CUT_BY_ROWS):
+        rows = len(whole) // tp
+        return whole[tp_rank * rows : (tp_rank + 1) * rows]
+    if any(part in name for part in CUT_BY_COLUMNS):
+        columns = whole.shape[1] // tp
+        return whole[:, tp_rank * columns : (tp_rank + 1) * columns]
+    return whole
+
+
+def as_bytes(tensor: Any) -> Any:
+    """All bytes of a tensor in order: equal NaNs are equal then, and so is nothing else."""
+    import torch
+
+    flat = tensor.detach().cpu().contiguous().reshape(-1)
+    return flat.view(torch.uint8) if flat.numel() else flat.to(torch.uint8)
+
+
+def shard_differs(shard: Any, folder: str, tp: int, fsdp: int, kv_heads: int) -> list[str]:
+    """`differing_slices` beside the tensors, for `LoadedModel.call`."""
+    return differing_slices(shard, shard.rank, folder, tp, fsdp, kv_heads)
+
+
+def stored_bytes(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
+    """name -> (dtype, shape, bytes) of every tensor in a folder, read by the format's few rules."""
+    found = {}
+    for path in sorted(folder.glob("*.safetensors")):
+        data = path.read_bytes()
+        (length,) = struct.unpack_from("<Q", data)
+        header = json.loads(data[8 : 8 + length])
+        header.pop("__metadata__", None)
+        for name, entry in header.items():
+            start, end = entry["data_offsets"]
+            found[name] = (entry["dtype"], tuple(entry["shape"]), data[8 + length + start : 8 + length + end])
+    return found
+
+
+def torch_share(shape: tuple[int, ...], data: bytes, parts: int, rank: int) -> tuple[tuple[int, ...], bytes]:
+    """(shape, bytes) of a rank's share of dim 0, as torch.chunk deals rows out."""
+    import torch
+
+    if not shape or parts == 1:
+        return shape, data
+    shares = [len(rows) for rows in torch.arange(shape[0]).chunk(parts)] if shape[0] else [0]
+    shares += [0] * (parts - len(shares))
+    first, rows = sum(shares[:rank]), max(shape[0], 1)
+    end = first + shares[rank]  # multiplied before it is divided: a row of a packed dtype may end inside a byte
+    return (shares[rank], *shape[1:]), data[first * len(data) // rows : end * len(data) // rows]

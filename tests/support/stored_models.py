@@ -1,0 +1,112 @@
+"""Published models in the embedded S3 server, once per session, and the options with which a test loads them."""
+
+from __future__ import annotations
+
+import shutil
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cluster
+from cluster.sample_checkpoint import write_llama_checkpoint
+from storage.embedded_s3 import EmbeddedS3
+from storage.store_ref import Credentials
+from tests.support.checkpoints import odd_objects, write_objects
+
+CHUNK_BYTES = 1 << 20
+HEADS, KV_HEADS = 8, 2
+
+
+@dataclass(frozen=True)
+class StoredModel:
+    """A model in the bucket, and the folder that it was published from."""
+
+    uri: str
+    folder: Path
+    server: EmbeddedS3
+
+    @property
+    def options(self) -> dict[str, Any]:
+        """Keyword arguments of every verb that reads it: the store, with credentials."""
+        return {
+            "endpoint_url": self.server.endpoint_url,
+            "region": self.server.region,
+            "credentials": self.server.credentials(),
+        }
+
+    @property
+    def in_bucket(self) -> Path:
+        """The folder whose files are the objects."""
+        return self.server.folder / self.uri.removeprefix("s3://")
+
+
+@pytest.fixture(scope="session")
+def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedS3]:
+    """A server with the bucket `models`."""
+    with EmbeddedS3(tmp_path_factory.mktemp("s3")) as server:
+        server.make_bucket("models")
+        yield server
+
+
+def publish_to(server: EmbeddedS3, folder: Path, name: str) -> StoredModel:
+    """Publish a folder as `s3://models/<name>`."""
+    model = StoredModel(f"s3://models/{name}", folder, server)
+    cluster.publish(str(folder), model.uri, chunk_bytes=CHUNK_BYTES, **model.options)
+    return model
+
+
+@pytest.fixture(scope="session")
+def llama(s3_server: EmbeddedS3, tmp_path_factory: pytest.TempPathFactory) -> StoredModel:
+    """A Llama of 20 MB in three shards: 8 heads, 2 KV heads, 2 layers; some 25 chunks."""
+    folder = tmp_path_factory.mktemp("llama")
+    write_llama_checkpoint(
+        folder,
+        hidden=512,
+        layers=2,
+        intermediate=1408,
+        heads=HEADS,
+        kv_heads=KV_HEADS,
+        vocab=4000,
+        shards=3,
+        seed=3,
+    )
+    return publish_to(s3_server, folder, "llama")
+
+
+@pytest.fixture(scope="session")
+def odd(s3_server: EmbeddedS3, tmp_path_factory: pytest.TempPathFactory) -> StoredModel:
+    """Every dtype, 0-d and zero-size tensors, Unicode names."""
+    folder = tmp_path_factory.mktemp("odd")
+    write_objects(folder, odd_objects())
+    return publish_to(s3_server, folder, "odd")
+
+
+@pytest.fixture(scope="session")
+def minilm(s3_server: EmbeddedS3, minilm_checkpoint: Path) -> StoredModel:
+    """A real checkpoint of 91 MB that nobody here wrote."""
+    return publish_to(s3_server, minilm_checkpoint, "minilm")
+
+
+@pytest.fixture
+def copy_of(s3_server: EmbeddedS3, request: pytest.FixtureRequest) -> Iterator[Callable[[StoredModel], StoredModel]]:
+    """A private copy of a stored model, for a test that damages it; removed after the test."""
+    copies: list[StoredModel] = []
+
+    def copy(model: StoredModel) -> StoredModel:
+        name = f"copy-{len(copies)}-{abs(hash(request.node.name)) % 10**8}"
+        twin = StoredModel(f"s3://models/{name}", model.folder, model.server)
+        shutil.copytree(model.in_bucket, twin.in_bucket)
+        model.server.refresh()
+        copies.append(twin)
+        return twin
+
+    yield copy
+    for twin in copies:
+        shutil.rmtree(twin.in_bucket)
+        s3_server.refresh()
+
+
+WRONG_KEYS = Credentials(access_key_id="NOBODY", secret_access_key="not-the-secret-of-anybody")
