@@ -48,14 +48,11 @@ def package_origins() -> dict[str, str]:
 def check_packages() -> None:
     """Raise PackageShadowed unless all of our packages lie in the folder that this one lies in."""
     home = _home()
-    elsewhere = {
-        name: origin for name, origin in package_origins().items() if origin != os.path.join(home, name)
-    }
+    elsewhere = {name: origin for name, origin in package_origins().items() if origin != os.path.join(home, name)}
     if not elsewhere:
         return
     found = "; ".join(
-        f"{name!r} would come from {origin}" if origin else f"{name!r} is missing"
-        for name, origin in elsewhere.items()
+        f"{name!r} would come from {origin}" if origin else f"{name!r} is missing" for name, origin in elsewhere.items()
     )
     if all(elsewhere.values()):
         hint = (

@@ -109,9 +109,7 @@ def test_the_command_says_it_in_one_line(tmp_path: Path, package: str) -> None:
 
 def test_probe_reports_instead_of_raising(tmp_path: Path) -> None:
     target = shadow(tmp_path, "actors", "package")
-    done = run_python(
-        "import json; from longshore.install_check import probe; print(json.dumps(probe()))", tmp_path
-    )
+    done = run_python("import json; from longshore.install_check import probe; print(json.dumps(probe()))", tmp_path)
     found = json.loads(done.stdout)
     assert found["origins"]["actors"] == str(target.resolve())
     assert "'actors' would come from" in found["problem"]
