@@ -22,7 +22,7 @@ from cluster.connection import Connection, connect
 from cluster.errors import ClusterLost, ConfigError
 from cluster.model import LoadedModel
 from cluster.report import ClusterStatus, LoadProgress
-from cluster.request import StoreOptions, make_request, open_uri
+from cluster.request import StoreOptions, make_local_folder, make_request, open_uri
 from cluster.wait import wait_until_ready
 from storage.errors import LongshoreError
 
@@ -169,6 +169,7 @@ def publish(
         stack.callback(source.close)
         target = None
         if dest is not None:
+            make_local_folder(dest)
             target, dest_key = open_uri(dest, options, credentials, config.read_timeout_s)
             stack.callback(target.close)
             if dest_key is not None:
@@ -225,13 +226,13 @@ def release(model_id: str, *, force: bool = False, address: str | None = None) -
 
 def shutdown(address: str | None = None) -> None:
     """End every model, agent and arena, and the coordinator. The Ray cluster stays. Raises ClusterLost."""
-    connection = _running(address)
+    connection = _running(address, any_version=True)  # it is how one gets rid of another version
     connection.call("shutdown")
     connection.end_coordinator()
 
 
-def _running(address: str | None) -> Connection:
-    connection = connect(address, Config.from_env(), start=False)
+def _running(address: str | None, *, any_version: bool = False) -> Connection:
+    connection = connect(address, Config.from_env(), start=False, any_version=any_version)
     if connection is None:
         raise ClusterLost(
             "no Longshore coordinator runs in this cluster",

@@ -46,6 +46,12 @@ def run_load(args: argparse.Namespace) -> int:
             "peak_host_bytes": report.peak_host_bytes,
         }
         _answer(args, {**report.as_dict(), **totals}, lambda: load_table(report))
+        if args.keep and model.ends_with_process:
+            print(
+                "longshore: no Ray cluster was running, so a local one was started; it ends now, and the model with it "
+                "(ray start --head starts one that stays)",
+                file=sys.stderr,
+            )
     return OK
 
 

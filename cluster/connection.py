@@ -42,7 +42,7 @@ class Connection:
         self._renewer: threading.Thread | None = None
         self._holder_ttl_s = config.holder_ttl_s
 
-    def find(self, *, start: bool) -> bool:
+    def find(self, *, start: bool, any_version: bool = False) -> bool:
         """Find the coordinator, or `start` one. False when there is none. Raises VersionMismatch, ClusterLost..."""
         launch = _launch()
         coordinator = launch.find_coordinator()
@@ -52,13 +52,13 @@ class Connection:
             coordinator = launch.ensure_coordinator(self._config)
         self._coordinator = coordinator
         hello = self.call("ping")
-        if (hello["version"], hello["protocol"]) != (__version__, PROTOCOL_VERSION):
+        if not any_version and (hello["version"], hello["protocol"]) != (__version__, PROTOCOL_VERSION):
             self._coordinator = None
             raise VersionMismatch(
                 f"this client is longshore {__version__} (protocol {PROTOCOL_VERSION}), the cluster runs "
                 f"{hello['version']} (protocol {hello['protocol']})",
-                hint="install the cluster's version here, or install yours on every node and restart the cluster's "
-                "longshore with `longshore release --all --shutdown`",
+                hint="install the cluster's version here, or install yours on every node and end the old one with "
+                "`longshore release --shutdown`",
             )
         self._holder_ttl_s = float(hello["holder_ttl_s"])
         return True
@@ -154,7 +154,7 @@ class Connection:
                     self.call("renew", self.client_id, held)
 
 
-def connect(address: str | None, config: Config, *, start: bool = True) -> Connection | None:
+def connect(address: str | None, config: Config, *, start: bool = True, any_version: bool = False) -> Connection | None:
     """The process's connection; made at the first call. None when there is no coordinator and none is wanted.
 
     Joins the cluster of code that already uses Ray; else `address` or RAY_ADDRESS; else a cluster that runs on this
@@ -165,9 +165,7 @@ def connect(address: str | None, config: Config, *, start: bool = True) -> Conne
     with _lock:
         ray = _import_ray()
         if _connection is not None and ray.is_initialized():
-            if _connection.find(start=start):
-                return _connection
-            return None
+            return _connection if _connection.find(start=start, any_version=any_version) else None
         local = False
         if not ray.is_initialized():
             joined = _join(ray, address, start=start)
@@ -176,7 +174,7 @@ def connect(address: str | None, config: Config, *, start: bool = True) -> Conne
             local = joined == "local"
         connection = Connection(config, local=local)
         try:
-            if not connection.find(start=start):
+            if not connection.find(start=start, any_version=any_version):
                 return None
         except BaseException:
             if local:

@@ -29,6 +29,11 @@ class LoadedModel:
         self._released = False
 
     @property
+    def ends_with_process(self) -> bool:
+        """True when this process started the Ray cluster: then the model goes with it, kept or not."""
+        return self._connection.local
+
+    @property
     def ranks(self) -> range:
         """Rank numbers: 0 .. world size - 1."""
         report = self.report

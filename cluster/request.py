@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+import os
 from dataclasses import dataclass
 from typing import Any
 
@@ -11,6 +12,7 @@ from cluster.layout import Layout
 from cluster.layout_rules import parse_rules
 from cluster.messages import LoadRequest, StoreAccess
 from storage.checkpoint import split_model_uri
+from storage.errors import StoreError
 from storage.object_store import ObjectStore
 from storage.store_ref import Credentials, StoreRef, open_store, parse_uri
 
@@ -85,3 +87,13 @@ def open_uri(
     """An open store for `uri`, which the caller closes, and the one file in it when it names one."""
     ref, only_key = options.resolve(uri)
     return open_store(ref, credentials, read_timeout_s=read_timeout_s), only_key
+
+
+def make_local_folder(uri: str) -> None:
+    """Make the folder that a local destination names; other stores have no folders. Raises StoreError."""
+    ref = parse_uri(uri)
+    if ref.scheme == "file":
+        try:
+            os.makedirs(ref.prefix, exist_ok=True)
+        except OSError as error:
+            raise StoreError(f"cannot make the folder: {error.strerror}", path=ref.prefix) from error

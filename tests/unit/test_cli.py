@@ -78,6 +78,8 @@ def load_report(**changes: Any) -> LoadReport:
 
 
 class FakeModel:
+    ends_with_process = False
+
     def __init__(self, report: LoadReport) -> None:
         self.report = report
         self.model_id = report.model_id
@@ -399,3 +401,13 @@ def test_a_reader_that_goes_away_is_no_error(model: Path) -> None:
     done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
     os.close(writer)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+def test_a_model_that_ends_with_the_command_is_said_to(
+    run: Run, fake_load: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    _, _, err = run("load", "s3://models/llama")
+    assert "local one was started" not in err
+    monkeypatch.setattr(FakeModel, "ends_with_process", True)
+    _, _, err = run("load", "s3://models/llama")
+    assert "local one was started" in err
