@@ -11,7 +11,8 @@ import threading
 import time
 from dataclasses import dataclass, field
 
-from cluster.messages import Commit, FetchFailure, LeaseOrder, SharedTables
+from cluster.messages import Commit, FetchFailure, LeaseOrder
+from cluster.packed_plan import SharedTables
 from cluster.report import StageTimes
 from cluster.retry import Fail, cause_of, decide
 from storage.arena import Arena
@@ -84,7 +85,7 @@ class ChunkFetcher:
             tries = 0
             while True:
                 tries += 1
-                if self._stopped.is_set() or lease.lease_id in self._closed or time.monotonic() > give_up_s:
+                if self._stopped.is_set() or lease.lease_id in self._closed:
                     return FetchedChunk(lease.lease_id, retries=retries, refused_bytes=refused_bytes)
                 error: LongshoreError
                 try:
@@ -106,7 +107,9 @@ class ChunkFetcher:
                 cause = cause_of(error)
                 retries[cause] = retries.get(cause, 0) + 1
                 decision = decide(cause, retries[cause], random.random())
-                if tries >= self._attempts or isinstance(decision, Fail):
+                # A deadline that passes after failures is a failure too: were the lease handed back, nobody would ever
+                # count them, and a store that stalls would be asked for ever.
+                if tries >= self._attempts or isinstance(decision, Fail) or time.monotonic() > give_up_s:
                     failure = FetchFailure(lease.lease_id, lease.chunk, self._described(error, lease.chunk), tries)
                     return FetchedChunk(lease.lease_id, None, failure, retries, refused_bytes)
                 self._stopped.wait(decision.delay_s)

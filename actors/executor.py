@@ -16,16 +16,19 @@ touches the arena any more.
 from __future__ import annotations
 
 import contextlib
+import itertools
 import socket
 import threading
 import time
-from collections import deque
+from collections.abc import Callable
 from typing import Protocol
 
-from actors.chunk_fetcher import ChunkFetcher, FetchedChunk, StageClock
+from actors.chunk_fetcher import ChunkFetcher, StageClock
 from actors.device import Device
+from actors.rank_work import RankWork, Results
 from cluster.errors import ClusterLost, LoadCancelled
-from cluster.messages import JoinReply, LeaseOrder, Orders, RankHello, RankJob, RankUpdate
+from cluster.messages import JoinReply, Orders, RankHello, RankJob, RankUpdate
+from cluster.packed_plan import unpack_rank, unpack_shared
 from cluster.read_items import expand_read_items
 from cluster.report import RankReport
 from storage.arena import Arena
@@ -37,6 +40,9 @@ from storage.store_ref import open_store
 AGENT_GONE_S = 60.0  # an agent that does not answer for this long is not coming back
 AGENT_BACK_S = 15.0  # Ray restarts an agent, and the coordinator tells it its loads, well within this
 PLACE_BATCH = 8  # chunks copied between two waits for the device
+
+_MESSAGE_NUMBERS = itertools.count(1)  # of this process: an agent tells by them which message is the older one
+_ARENA_USERS: dict[int, tuple[str, str]] = {}  # id of a loader of this process -> (arena path, agent it goes by)
 
 
 class AgentLink(Protocol):
@@ -59,194 +65,139 @@ class RankLoader:
         self._job = job
         self._device = device
         self._process = ProcessId.current()
-        self._tables, self.plan = job.unpack()
+        self._tables, self.plan = unpack_shared(job.shared), unpack_rank(job.plan)
         self._items = expand_read_items(self.plan.slices, self._tables.chunks)
         self._store = store or open_store(job.store.ref, job.store.credentials, read_timeout_s=job.fetch.read_timeout_s)
         self._fetcher = ChunkFetcher(self._store, self._tables, job.fetch.attempts)
+        self._work = RankWork(self._fetcher, len(self.plan.chunk_ids), job.fetch.threads)
         self._arena: Arena | None = None
-
-        self._changed = threading.Condition()  # guards everything below
-        self._leases: deque[LeaseOrder] = deque()
-        self._readable: deque[tuple[int, int]] = deque()
-        self._fetched: list[FetchedChunk] = []
-        self._placed_now: list[int] = []
-        self._in_hand = 0  # leases queued or being fetched
-        self._unplaced = 0  # readable chunks queued or being copied
-        self._stop: LongshoreError | None = None
-        self._draining = False
-
-        self._needed = {int(chunk) for chunk in self.plan.chunk_ids}
-        self._placed: set[int] = set()
-        self.placed_bytes = 0
+        self._joined = False  # the agent may hold slots for this rank
         self._place_clock = StageClock()
         self.started_s = time.monotonic()
-        self._first_work_s: float | None = None
 
     # -- called by the host ------------------------------------------------------------------------------------
 
     def run(self) -> RankReport:
         """Load, and return when every slice is on the device. Raises LongshoreError; the device is freed then."""
-        threads = [
-            threading.Thread(target=self._guarded, args=(self._fetch_loop,), name=f"fetch-{i}", daemon=True)
-            for i in range(self._job.fetch.threads)
-        ]
-        threads.append(threading.Thread(target=self._guarded, args=(self._place_loop,), name="place", daemon=True))
+        loops = [(f"fetch-{i}", self._fetch_loop) for i in range(self._job.fetch.threads)]
+        loops.append(("place", self._place_loop))
+        threads = [threading.Thread(target=self._guarded, args=(loop,), name=name, daemon=True) for name, loop in loops]
         try:
+            self._work.sleep(0)  # cancelled before it began?
             self._device.allocate(self.plan.segment_bytes)
             self._join()
             for thread in threads:
                 thread.start()
             self._exchange_loop()
-            return self._report()
-        except BaseException as error:
-            self.cancel(error if isinstance(error, LongshoreError) else None)
+            report = self._report()
+        except BaseException:
+            self._end(threads, failed=True)
             raise
-        finally:
-            self._end(threads)
+        self._end(threads, failed=False)
+        return report
 
     def cancel(self, error: LongshoreError | None = None) -> None:
-        """Make `run` raise `error` soon (LoadCancelled when there is none)."""
-        with self._changed:
-            self._stop = self._stop or error or LoadCancelled("the load was cancelled on this rank")
-            self._fetcher.stop()
-            self._changed.notify_all()
+        """Make `run` raise `error` soon (LoadCancelled when there is none). Too late, it changes nothing."""
+        self._work.stop(error or LoadCancelled("the load was cancelled on this rank"))
 
     # -- the conversation with the agent -----------------------------------------------------------------------
 
     def _join(self, patience_s: float = AGENT_GONE_S) -> None:
-        hello = RankHello(
-            self._job.load_id,
-            self._job.attempt,
-            self._job.rank,
-            self._job.incarnation,
-            self._process,
-            tuple(sorted(self._placed)),
-        )
+        """Introduce this rank, which uses nothing of the arena now. Raises ClusterLost, or why the load is over."""
+        _ARENA_USERS.pop(id(self), None)
         give_up_s = time.monotonic() + patience_s
         while True:
             try:
-                reply = self._link.join(hello)
+                self._joined = True
+                reply = self._link.join(self._hello())
+                if reply.stop is not None:
+                    raise reply.stop
                 if reply.known:
                     break
-            except ClusterLost:
-                if time.monotonic() > give_up_s:
-                    raise
+                lost = ClusterLost("the node's agent does not know this load", load=self._job.load_id)
+            except ClusterLost as error:
+                lost = error
             if time.monotonic() > give_up_s:
-                raise ClusterLost("the node's agent does not know this load", load=self._job.load_id)
-            with self._changed:
-                self._changed.wait(0.1)
-                self._raise_if_stopped()
-        if self._arena is None or self._arena.path != reply.arena_path:
-            if self._arena is not None:
-                self._arena.close()
+                raise lost
+            self._work.sleep(0.1)
+        _ARENA_USERS[id(self)] = (reply.arena_path, reply.agent)
+        if self._arena is None or self._arena.epoch != reply.arena_epoch:
+            self._close_arena()
             self._arena = Arena.open(reply.arena_path)
             self._device.attach_arena(self._arena.data())
 
     def _exchange_loop(self) -> None:
         while True:
-            update = self._next_update()
-            finished = len(self._placed) == len(self._needed)
+            if not self._work.idle:
+                self._work.wait(self._job.fetch.heartbeat_s)
+            finished = self._work.finished
+            if finished:
+                self._work.drain()  # what it fetches for others is told, not left to a deadline
             try:
-                orders = self._link.exchange(update)
+                orders = self._link.exchange(self._update(self._work.take_results(), leaving=finished))
                 agent_knows = not orders.rejoin
             except ClusterLost:
                 orders, agent_knows = Orders(), False
             if finished:
-                if not agent_knows and orders.stop is None:
-                    # A restarted agent must learn that this rank needs nothing, or it keeps chunks for it. But the
-                    # bytes are placed, so a load does not fail for it.
-                    with contextlib.suppress(ClusterLost):
-                        self._join(patience_s=AGENT_BACK_S)
-                return
+                if agent_knows or orders.stop is not None:
+                    self._joined = False
+                    return
+                # A restarted agent must learn that this rank needs nothing, or it keeps chunks for it. But the bytes
+                # are placed, so a load does not fail for it.
+                try:
+                    self._join(patience_s=AGENT_BACK_S)
+                except LongshoreError:
+                    return
+                continue
             if orders.stop is not None:
                 raise orders.stop
             if agent_knows:
-                self._take(orders)
+                self._work.take(orders)
             else:
-                self._rejoin()
+                self._work.drain()
+                self._work.forget_leases()
+                self._join()
 
-    def _next_update(self) -> RankUpdate:
-        threads = self._job.fetch.threads
-        with self._changed:
-            deadline = time.monotonic() + self._job.fetch.heartbeat_s
-            while not self._worth_telling(threads):
-                if not self._changed.wait(deadline - time.monotonic()):
-                    break
-            self._raise_if_stopped()
-            fetched, self._fetched = self._fetched, []
-            placed, self._placed_now = self._placed_now, []
-            self._placed.update(placed)
-            idle = not self._in_hand and not self._unplaced and not fetched and not placed
-            want = 0 if len(self._placed) == len(self._needed) else max(0, 2 * threads - self._in_hand)
-        retries: dict[str, int] = {}
-        for result in fetched:
-            for cause, count in result.retries.items():
-                retries[cause] = retries.get(cause, 0) + count
-        return RankUpdate(
-            self._job.load_id,
-            self._job.attempt,
-            self._job.rank,
-            self._job.incarnation,
+    def _hello(self) -> RankHello:
+        job = self._job
+        return RankHello(
+            job.load_id,
+            job.attempt,
+            job.rank,
+            job.incarnation,
             self._process,
-            committed=tuple(result.commit for result in fetched if result.commit is not None),
-            failed=tuple(result.failure for result in fetched if result.failure is not None),
-            placed=tuple(placed),
-            returned=tuple(r.lease_id for r in fetched if r.commit is None and r.failure is None),
-            want_leases=want,
-            wait_s=self._job.fetch.heartbeat_s if idle else 0.0,
-            placed_bytes=self.placed_bytes,
-            retries=retries,
-            refused_bytes=sum(result.refused_bytes for result in fetched),
+            placed=self._work.placed_chunks(),
+            number=next(_MESSAGE_NUMBERS),
+            others=tuple(_ARENA_USERS.values()),
         )
 
-    def _worth_telling(self, threads: int) -> bool:
-        if self._stop is not None or len(self._placed) + len(self._placed_now) == len(self._needed):
-            return True
-        if not self._in_hand and not self._unplaced:
-            return True  # nothing goes on here: only the agent can have work
-        # Several chunks a call keep the agent's share of the CPU small; half the leases are still in hand.
-        return len(self._fetched) + len(self._placed_now) >= threads
-
-    def _take(self, orders: Orders) -> None:
-        with self._changed:
-            if (orders.leases or orders.readable) and self._first_work_s is None:
-                self._first_work_s = time.monotonic()
-            closed = set(orders.closed_leases)
-            self._fetcher.close_leases(closed)
-            self._leases.extend(orders.leases)
-            self._in_hand += len(orders.leases)
-            fresh = [pair for pair in orders.readable if pair[0] not in self._placed]
-            self._readable.extend(fresh)
-            self._unplaced += len(fresh)
-            self._changed.notify_all()
-
-    def _rejoin(self) -> None:
-        """The agent lost its memory: let every read and write of the arena end, then introduce this rank anew."""
-        with self._changed:
-            self._draining = True
-            while self._leases:
-                self._leases.pop()
-                self._in_hand -= 1
-            self._fetcher.stop()
-            while self._in_hand or self._unplaced:
-                self._changed.wait(0.1)
-                self._raise_if_stopped()
-            self._fetched.clear()
-            self._placed.update(self._placed_now)
-            self._placed_now.clear()
-            self._draining = False
-            self._fetcher.restart()
-        self._join()
-
-    def _raise_if_stopped(self) -> None:
-        if self._stop is not None:
-            raise self._stop
+    def _update(self, results: Results, *, leaving: bool) -> RankUpdate:
+        job, fetched = self._job, results.fetched
+        idle = self._work.idle and not (fetched or results.placed)
+        return RankUpdate(
+            job.load_id,
+            job.attempt,
+            job.rank,
+            job.incarnation,
+            self._process,
+            number=next(_MESSAGE_NUMBERS),
+            committed=tuple(result.commit for result in fetched if result.commit is not None),
+            failed=tuple(result.failure for result in fetched if result.failure is not None),
+            placed=tuple(results.placed),
+            returned=tuple(r.lease_id for r in fetched if r.commit is None and r.failure is None),
+            want_leases=0 if leaving else self._work.want_leases(),
+            wait_s=job.fetch.heartbeat_s if idle and not leaving else 0.0,
+            placed_bytes=self._work.placed_bytes,
+            retries=dict(results.retries),
+            refused_bytes=results.refused_bytes,
+            leaving=leaving,
+        )
 
     # -- threads -----------------------------------------------------------------------------------------------
 
-    def _guarded(self, loop: object) -> None:
+    def _guarded(self, loop: Callable[[], None]) -> None:
         try:
-            loop()  # type: ignore[operator]
+            loop()
         except LongshoreError as error:
             self.cancel(error)
         except BaseException as error:  # a bug or out of memory: the load must end, not hang
@@ -255,70 +206,64 @@ class RankLoader:
     def _fetch_loop(self) -> None:
         clock = self._fetcher.clock()
         while True:
-            with self._changed:
-                waited_s = time.monotonic()
-                while not self._leases and self._stop is None:
-                    self._changed.wait()
-                if self._stop is not None:
-                    return
-                lease = self._leases.popleft()
-                clock.wait_s += time.monotonic() - waited_s
-                arena = self._arena
-            result = self._fetcher.fetch(arena, lease, clock)  # type: ignore[arg-type]
-            with self._changed:
-                self._in_hand -= 1
-                self._fetched.append(result)
-                self._changed.notify_all()
+            waited_s = time.monotonic()
+            lease = self._work.next_lease()
+            if lease is None or self._arena is None:
+                return
+            clock.wait_s += time.monotonic() - waited_s
+            self._work.fetched(self._fetcher.fetch(self._arena, lease, clock))
 
     def _place_loop(self) -> None:
         clock = self._place_clock
         while True:
-            with self._changed:
-                waited_s = time.monotonic()
-                while not self._readable and self._stop is None:
-                    self._changed.wait()
-                if self._stop is not None:
-                    return
-                batch = [self._readable.popleft() for _ in range(min(PLACE_BATCH, len(self._readable)))]
-                clock.wait_s += time.monotonic() - waited_s
-                arena = self._arena
+            waited_s = time.monotonic()
+            chunks = self._work.next_chunks(PLACE_BATCH)
+            if not chunks or self._arena is None:
+                return
             begun_s = time.monotonic()
-            moved = 0
-            for chunk, slot in batch:
-                size = self._tables.chunks.byte_range(chunk).size_bytes
-                rows = self._items.for_chunk(chunk)
-                self._device.place(arena.slot(slot)[:size], self._items, rows)  # type: ignore[union-attr]
-                moved += int((self._items.run_bytes[rows] * self._items.count[rows]).sum())
+            clock.wait_s += begun_s - waited_s
+            moved_bytes = sum(self._place(self._arena, chunk, slot) for chunk, slot in chunks)
             self._device.synchronize()
             clock.busy_s += time.monotonic() - begun_s
-            clock.bytes += moved
-            with self._changed:
-                self.placed_bytes += moved
-                self._placed_now.extend(chunk for chunk, _ in batch)
-                self._unplaced -= len(batch)
-                self._changed.notify_all()
+            clock.bytes += moved_bytes
+            self._work.placed([chunk for chunk, _ in chunks], moved_bytes)
+
+    def _place(self, arena: Arena, chunk: int, slot: int) -> int:
+        """Copy what this rank wants of a chunk; its bytes."""
+        rows = self._items.for_chunk(chunk)
+        data = arena.slot(slot)[: self._tables.chunks.byte_range(chunk).size_bytes]
+        self._device.place(data, self._items, rows)
+        return int((self._items.run_bytes[rows] * self._items.count[rows]).sum())
 
     # -- the end -----------------------------------------------------------------------------------------------
 
-    def _end(self, threads: list[threading.Thread]) -> None:
-        with self._changed:
-            failed = self._stop is not None
-            self._stop = self._stop or LoadCancelled("the load is over")
-            self._fetcher.stop()
-            self._changed.notify_all()
+    def _end(self, threads: list[threading.Thread], *, failed: bool) -> None:
+        """No thread, no mapping and no connection is left; the agent gets its slots back."""
+        self._work.stop(LoadCancelled("the load is over"))
         for thread in threads:
             if thread.ident is not None:
                 thread.join()
-        self._store.close()
-        if failed:
-            self._device.free()
-        if self._arena is not None:
+        try:
+            if failed:
+                self._device.free()
+            self._close_arena()
+            if self._joined:
+                # Unsaid, the slots would stay fenced for as long as this process lives. Said in vain, they do.
+                with contextlib.suppress(Exception):
+                    self._link.exchange(self._update(self._work.take_results(), leaving=True))
+        finally:
+            _ARENA_USERS.pop(id(self), None)
+            self._store.close()
+
+    def _close_arena(self) -> None:
+        arena, self._arena = self._arena, None
+        if arena is not None:
             self._device.detach_arena()
-            self._arena.close()
+            arena.close()
 
     def _report(self) -> RankReport:
         now_s = time.monotonic()
-        first_s = self._first_work_s if self._first_work_s is not None else now_s
+        first_s = self._work.first_work_s or now_s
         stages = self._fetcher.stage_times(self._place_clock)
         return RankReport(
             rank=self._job.rank,

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from actors.device import Device, open_device
 from actors.executor import AgentLink, RankLoader
 from actors.shard import RankShard
-from cluster.errors import ClusterLost, LoadCancelled, ModelNotFound
+from cluster.errors import LoadCancelled, ModelNotFound
 from cluster.load_plan import RankPlan
 from cluster.messages import RankJob
 from cluster.report import RankReport
@@ -43,6 +43,7 @@ class GpuWorker:
         self._orphan_after_s = orphan_after_s
         self._link = link
         self._lock = threading.Lock()
+        self._thread: threading.Thread | None = None  # of the load
         self._loader: RankLoader | None = None
         self._device: Device | None = None
         self._plan: RankPlan | None = None
@@ -61,21 +62,26 @@ class GpuWorker:
     def start(self, job: RankJob) -> ProcessId:
         """Begin the load and return at once. The same job again changes nothing."""
         with self._lock:
-            if self._loader is None and not self._over.is_set():
-                thread = threading.Thread(target=self._load, args=(job,), name="load", daemon=True)
-                thread.start()
+            if self._thread is None and not self._stopped.is_set():
+                self._thread = threading.Thread(target=self._load, args=(job,), name="load", daemon=True)
+                self._thread.start()
                 threading.Thread(target=self._watch, args=(job,), name="watch", daemon=True).start()
         return ProcessId.current()
 
     def stop(self) -> None:
-        """End the load and let go of the memory."""
-        self._stopped.set()
-        if self._loader is not None:
-            self._loader.cancel()
+        """End the load and let go of the memory; returns when no thread uses it any more. Idempotent."""
+        with self._lock:
+            self._stopped.set()
+            loader, thread = self._loader, self._thread
+        if loader is not None:
+            loader.cancel()
+        if thread is not None:
+            thread.join()
         self._over.set()
-        if self._device is not None:
+        with self._lock:
             self._shard = None
-            self._device.free()
+            if self._device is not None:
+                self._device.free()
 
     # -- wait --------------------------------------------------------------------------------------------------
 
@@ -122,11 +128,12 @@ class GpuWorker:
                 from actors.agent_link import RayAgentLink
 
                 self._link = RayAgentLink(self._node_id)
-            self._loader = RankLoader(self._link, job, self._device)
-            self._plan = self._loader.plan
-            if self._stopped.is_set():
-                return
-            report = self._loader.run()
+            loader = RankLoader(self._link, job, self._device)
+            with self._lock:
+                self._plan, self._loader = loader.plan, loader
+                if self._stopped.is_set():
+                    loader.cancel()
+            report = loader.run()
             self._report = replace(report, node=self._node_id)
         except LongshoreError as error:
             self._error = error
@@ -152,7 +159,7 @@ class GpuWorker:
             try:
                 age_s = self._link.coordinator_age_s()
                 heard_s = max(heard_s, time.monotonic() - age_s)
-            except ClusterLost:
-                pass
+            except LongshoreError:
+                pass  # nobody there, or nobody well
             if time.monotonic() - heard_s > self._orphan_after_s:
                 os._exit(1)  # threads of the user's code may never return

@@ -36,6 +36,7 @@ from storage.arena_files import SHM_DIRECTORY, arena_path, check_room, default_a
 from storage.chunk_cache import ChunkCache
 from storage.errors import ArenaCorrupt, ArenaError, ArenaTooSmall, LongshoreError
 from storage.host_memory import available_host_bytes, free_bytes
+from storage.leases import Lease
 from storage.processes import ProcessId, processes_mapping, pss_bytes
 
 LONGEST_WAIT_S = 5.0  # of a rank for orders; it must not outlive the rank's patience with the agent
@@ -72,26 +73,31 @@ class NodeAgent:
         self._asked_for: tuple[str, ...] = ()
         self._peak_bytes = 0
         self._arena: Arena | None = None
+        self._threads: list[threading.Thread] = []
         try:
             self._arena, restored = _open_arena(config, arena_path(cluster_id, node_id, directory), directory)
             cache = ChunkCache(self._arena.slot_count, journal=self._arena, ready_slots=self._arena.ready_slots)
+            leases: list[Lease] = []
             if restored:
                 survivors = [p for p in processes_mapping(self._arena.path) if p != ProcessId.current()]
-                cache.restore(survivors, time.monotonic())
-            self._ledger = NodeLedger(cache, self._arena.slot_bytes)
+                leases = cache.restore(survivors, time.monotonic())
+            self._ledger = NodeLedger(cache, self._arena.slot_bytes, restored=leases)
         except LongshoreError as error:
             # Raised from calls, not from here: an actor whose constructor fails loses its error's type.
             self._error = error
             return
-        for work in (self._touch, self._tick, self._beat):
-            threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True).start()
+        for work in (self._touch, self._announce_ready, self._tick, self._beat):
+            thread = threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True)
+            self._threads.append(thread)
+            thread.start()
 
     # -- coordinator -------------------------------------------------------------------------------------------
 
     def facts(self) -> NodeFacts:
         """What a plan needs to know. Raises ArenaTooLarge when this node cannot have its arena."""
-        arena = self._usable()
-        untouched = (arena.slot_count - arena.ready_slots) * arena.slot_bytes
+        with self._changed:
+            arena = self._usable()
+            untouched = (arena.slot_count - arena.ready_slots) * arena.slot_bytes
         return NodeFacts(
             node_id=self._node_id,
             host=self._host,
@@ -106,8 +112,8 @@ class NodeAgent:
 
         Raises ArenaTooSmall when the arena can never have them.
         """
-        self._usable()
         with self._changed:
+            self._usable()
             begun = self._ledger.begin(job, time.monotonic())
             self._changed.notify_all()
             return begun
@@ -115,6 +121,7 @@ class NodeAgent:
     def rank_lost(self, load_id: str, rank: int, incarnation: int) -> None:
         """A rank's worker is dead; `incarnation` will take its place."""
         with self._changed:
+            self._usable()
             self._ledger.rank_lost(load_id, rank, incarnation, time.monotonic())
             self._changed.notify_all()
 
@@ -122,43 +129,60 @@ class NodeAgent:
         """This node's share of a finished load."""
         self._peak_bytes = max(self._peak_bytes, pss_bytes())
         with self._changed:
+            self._usable()
             return self._ledger.report(load_id, self._node_id, self._host, self._peak_bytes)
 
     def end(self, load_id: str) -> None:
         """The load is over, or its model released: ranks that still work on it are told to stop."""
         with self._changed:
+            if self._arena is None or self._stopped.is_set():
+                return  # nothing is left of it
             self._ledger.end(load_id, time.monotonic())
             self._changed.notify_all()
 
     def shutdown(self) -> None:
-        """Give the arena back. The agent does nothing after that."""
+        """Give the arena back. The agent does nothing after that. Idempotent."""
         self._stopped.set()
+        if self._arena is None:
+            return
         with self._changed:
-            self._changed.notify_all()
-        if self._arena is not None:
             self._arena.unlink()
+            self._changed.notify_all()
+        for thread in self._threads:
+            if thread is not threading.current_thread():
+                thread.join()
+        with self._changed:  # so that nobody is in the middle of a slot record
+            self._arena.close()
 
     # -- ranks -------------------------------------------------------------------------------------------------
 
     def join(self, hello: RankHello) -> JoinReply:
         """A rank introduces itself, at its start and after this agent was restarted."""
-        arena = self._usable()
         with self._changed:
-            known = self._ledger.join(hello, time.monotonic())
+            arena = self._usable()
+            # What an earlier agent told the process of is settled when no rank that it hosts goes by that any more.
+            settled = all(agent == self._incarnation for path, agent in hello.others if path == arena.path)
+            answer = self._ledger.join(hello, time.monotonic(), settled=settled)
             self._changed.notify_all()
-        return JoinReply(arena.path, known)
+            return JoinReply(
+                arena.path,
+                known=answer is True,
+                arena_epoch=arena.epoch,
+                agent=self._incarnation,
+                stop=answer if isinstance(answer, LongshoreError) else None,
+            )
 
     def exchange(self, update: RankUpdate) -> Orders:
         """What the rank did, for what it is to do next; waits up to `update.wait_s` for something to do."""
         give_up_s = time.monotonic() + min(update.wait_s, LONGEST_WAIT_S)
         with self._changed:
+            self._usable()
             orders, others_may_go_on = self._ledger.exchange(update, time.monotonic())
             if others_may_go_on:
                 self._changed.notify_all()
-            while orders is None and not self._stopped.is_set():
-                left_s = give_up_s - time.monotonic()
-                if left_s <= 0 or not self._changed.wait(left_s):
-                    break
+            while orders is None and (left_s := give_up_s - time.monotonic()) > 0:
+                self._changed.wait(left_s)
+                self._usable()
                 orders = self._ledger.orders_for(update, time.monotonic())
         return orders or Orders()
 
@@ -170,10 +194,10 @@ class NodeAgent:
 
     def _touch(self) -> None:
         """Give every slot its memory, in the background; slots are usable as they are ready."""
-        arena = self._usable()
+        arena = self._arena
+        if arena is None:
+            return
         try:
-            reserving = threading.Thread(target=self._announce_ready, name="announce", daemon=True)
-            reserving.start()
             arena.reserve(self._stopped.is_set)
         except LongshoreError as error:
             self._error = error
@@ -182,9 +206,10 @@ class NodeAgent:
                 self._changed.notify_all()
 
     def _announce_ready(self) -> None:
-        arena = self._usable()
+        """Tell the ledger of slots as they get their memory."""
+        arena = self._arena
         announced = -1
-        while not self._stopped.is_set() and announced < arena.slot_count and self._error is None:
+        while arena is not None and not self._stopped.is_set() and announced < arena.slot_count and self._error is None:
             ready = arena.ready_slots
             if ready != announced:
                 announced = ready
@@ -208,7 +233,8 @@ class NodeAgent:
                 if changed or dead:
                     self._changed.notify_all()
             for process in overdue:
-                process.kill()  # it neither let go of its slot nor died: only its death makes the slot safe
+                if process != ProcessId.current():  # (a test, or a program of one process, hosts agent and ranks)
+                    process.kill()  # it neither let go of its slot nor died: only its death makes the slot safe
 
     def _beat(self) -> None:
         """Heartbeat to the coordinator; an agent that has heard none for long ends itself."""
@@ -221,7 +247,7 @@ class NodeAgent:
                 )
             try:
                 reply = self._coordinator.heartbeat(beat)
-            except LongshoreError:
+            except Exception:  # whatever ails the coordinator, a thread that died of it would make this node look dead
                 if time.monotonic() - self._heard_s > self._config.orphan_after_s:
                     self.shutdown()
                     os._exit(1)

@@ -6,20 +6,13 @@
 from __future__ import annotations
 
 import random
+from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 
 from actors.node_load import NodeLoad
-from cluster.messages import (
-    AgentBeat,
-    ArenaUse,
-    LoadBeat,
-    NodeJob,
-    Orders,
-    RankBeat,
-    RankHello,
-    RankUpdate,
-    unpack_shared,
-)
+from cluster.errors import RankLost
+from cluster.messages import AgentBeat, ArenaUse, LoadBeat, NodeJob, Orders, RankBeat, RankHello, RankUpdate
+from cluster.packed_plan import unpack_shared
 from cluster.report import NodeReport
 from storage.chunk_cache import ChunkCache
 from storage.errors import ArenaTooSmall, LongshoreError
@@ -27,27 +20,42 @@ from storage.leases import Lease
 from storage.processes import ProcessId
 
 QUARANTINE_GRACE_S = 30.0  # a holder that neither lets go of a taken-back slot nor dies within this is killed
+ENDED_KEPT = 16  # ended loads whose ranks can still be told to stop, and can say what they let go of
 
 
 class NodeLedger:
-    """The node's loads."""
+    """The node's loads. `restored`: leases that an earlier agent gave, as `ChunkCache.restore` returned them."""
 
-    def __init__(self, cache: ChunkCache, slot_bytes: int, chance: random.Random | None = None) -> None:
+    def __init__(
+        self,
+        cache: ChunkCache,
+        slot_bytes: int,
+        chance: random.Random | None = None,
+        restored: Iterable[Lease] = (),
+    ) -> None:
         self._cache = cache
         self._slot_bytes = slot_bytes
         self._chance = chance or random.Random()
         self._loads: dict[str, NodeLoad] = {}
+        self._ended: OrderedDict[tuple[str, int], NodeLoad] = OrderedDict()  # by load id and attempt
+        self._restored: defaultdict[ProcessId, list[str]] = defaultdict(list)
+        for lease in restored:
+            self._restored[lease.holder].append(lease.lease_id)
 
     # -- coordinator -------------------------------------------------------------------------------------------
 
     def begin(self, job: NodeJob, now_s: float) -> bool:
         """True when the load has its minimum of slots; False: other loads have them, ask again.
 
-        The same job again changes nothing. Raises ArenaTooSmall when the arena can never do.
+        The same job again changes nothing. Raises ArenaTooSmall when the arena can never do, LoadCancelled when the
+        load was ended before this message came.
         """
         known = self._loads.get(job.load_id)
         if known is not None and known.job.attempt >= job.attempt:
             return True
+        ended = self._ended.get((job.load_id, job.attempt))
+        if ended is not None and ended.error is not None:
+            raise ended.error
         largest = int(unpack_shared(job.shared).chunks.sizes_bytes().max(initial=0))
         if largest > self._slot_bytes:
             raise ArenaTooSmall(
@@ -55,6 +63,8 @@ class NodeLedger:
                 hint="set LONGSHORE_SLOT_BYTES to at least that for the cluster, or publish with smaller chunks",
                 load=job.load_id,
             )
+        if known is not None:
+            self.end(job.load_id, now_s)
         if not self._cache.reserve(job.load_id, job.min_slots):
             return False
         load = NodeLoad(job, self._cache, now_s)
@@ -63,15 +73,18 @@ class NodeLedger:
         return True
 
     def rank_lost(self, load_id: str, rank: int, incarnation: int, now_s: float) -> None:
+        """The rank's worker is dead, or about to be; `incarnation` will say hello next."""
         load = self._loads.get(load_id)
         if load is not None:
-            ended = load.rank_lost(rank, incarnation, now_s)
-            self._wake(ended)
+            self._wake(load.rank_lost(rank, incarnation, now_s))
 
     def end(self, load_id: str, now_s: float) -> None:
         """Forget the load. What its ranks still read or write stays fenced until they let go or are dead."""
         load = self._loads.pop(load_id, None)
         if load is not None:
+            self._ended[load_id, load.job.attempt] = load
+            while len(self._ended) > ENDED_KEPT:
+                self._ended.popitem(last=False)
             self._wake(load.end(now_s))
         else:
             self._cache.end_owner(load_id, now_s)  # it may be waiting for its minimum
@@ -79,7 +92,7 @@ class NodeLedger:
     def fail_all(self, error: LongshoreError) -> None:
         """The node cannot go on: every load on it ends with that error."""
         for load in self._loads.values():
-            load.error = load.error or error
+            load.fail(error)
 
     def report(self, load_id: str, node_id: str, host: str, peak_host_bytes: int) -> NodeReport:
         """The load's figures on this node. Raises LongshoreError when it is not known here."""
@@ -91,29 +104,43 @@ class NodeLedger:
 
     # -- ranks -------------------------------------------------------------------------------------------------
 
-    def join(self, hello: RankHello, now_s: float) -> bool:
-        """False when the load, or this incarnation of the rank, is not (or no longer) expected here."""
-        # A process that says hello has nothing of the arena in use: it closed its leases and copies first.
-        self._cache.settled(hello.process)
-        load = self._loads.get(hello.load_id)
-        return load is not None and load.job.attempt == hello.attempt and load.join(hello, now_s)
+    def join(self, hello: RankHello, now_s: float, *, settled: bool = True) -> bool | LongshoreError:
+        """True: the rank goes on. False: the load is not known here yet. An error: it is over for this rank.
+
+        `settled`: the rank's process uses nothing that an earlier agent told it of (no rank that it hosts does).
+        """
+        if settled:
+            self._cache.settled(hello.process)
+            for lease_id in self._restored.pop(hello.process, ()):
+                self._cache.abandon(lease_id)
+        load = self._find(hello.load_id, hello.attempt)
+        if load is None:
+            return False
+        place = load.ranks.get(hello.rank)
+        if place is None or not place.expects(hello):
+            return _replaced(hello)
+        self._wake(load.join(hello, now_s))
+        return True if load.error is None else load.error
 
     def exchange(self, update: RankUpdate, now_s: float) -> tuple[Orders | None, bool]:
         """(orders, or None for none now; whether other ranks may have something to do now)."""
-        load = self._loads.get(update.load_id)
-        if load is None or load.job.attempt != update.attempt or not load.knows(update):
-            for lease_id in (*update.returned, *(failure.lease_id for failure in update.failed)):
+        load = self._find(update.load_id, update.attempt)
+        place = None if load is None else load.ranks.get(update.rank)
+        if load is None or place is None or place.is_late(update):
+            for lease_id in update.lease_ids():
                 self._cache.abandon(lease_id)
+            if place is not None and update.incarnation < place.incarnation:
+                return Orders(stop=_replaced(update)), False
             return Orders(rejoin=True), False
-        ended = load.apply(update, now_s, self._chance.random())
-        self._wake(ended)
-        moved = bool(update.committed or update.failed or update.returned or update.placed)
+        self._wake(load.apply(update, now_s, self._chance.random()))
+        moved = bool(update.lease_ids() or update.placed or update.leaving)
         return load.orders(update, now_s), moved
 
     def orders_for(self, update: RankUpdate, now_s: float) -> Orders | None:
         """What the rank can do now, for one that waits; its update has been taken in before."""
-        load = self._loads.get(update.load_id)
-        if load is None or not load.knows(update):
+        load = self._find(update.load_id, update.attempt)
+        place = None if load is None else load.ranks.get(update.rank)
+        if load is None or place is None or place.number != update.number or place.process != update.process:
             return Orders(rejoin=True)
         return load.orders(update, now_s)
 
@@ -129,11 +156,11 @@ class NodeLedger:
 
     def process_dead(self, process: ProcessId, now_s: float) -> None:
         """The process is dead for certain. Its rank's next incarnation comes by `rank_lost` or by its own hello."""
-        self._wake({lease.key for lease in self._cache.process_dead(process)})
-        for load in self._loads.values():
-            for place in list(load.ranks.values()):
-                if place.process == process:
-                    self._wake(load.rank_lost(place.rank, place.incarnation, now_s))
+        ended = {lease.key for lease in self._cache.process_dead(process)}
+        self._restored.pop(process, None)
+        for load in (*self._loads.values(), *self._ended.values()):
+            ended |= load.process_dead(process, now_s)
+        self._wake(ended)
 
     def processes(self) -> set[ProcessId]:
         """Every process whose death would matter here."""
@@ -159,7 +186,7 @@ class NodeLedger:
                 place.incarnation,
                 place.process.pid if place.process else 0,
                 place.placed_bytes,
-                silent_s=0.0 if place.process is None or load.done(place.rank) else now_s - place.heard_s,
+                silent_s=now_s - place.heard_s if load.at_work(place) else 0.0,
             )
             for load in self._loads.values()
             for place in load.ranks.values()
@@ -179,6 +206,10 @@ class NodeLedger:
 
     # -- inside ------------------------------------------------------------------------------------------------
 
+    def _find(self, load_id: str, attempt: int) -> NodeLoad | None:
+        load = self._loads.get(load_id)
+        return load if load is not None and load.job.attempt == attempt else self._ended.get((load_id, attempt))
+
     def _took_back(self, leases: list[Lease], now_s: float) -> bool:
         for lease in leases:
             if lease.owner in self._loads:
@@ -190,3 +221,12 @@ class NodeLedger:
         if keys:
             for load in self._loads.values():
                 load.wake(keys)
+
+
+def _replaced(message: RankHello | RankUpdate) -> LongshoreError:
+    return RankLost(
+        "another process has the rank now",
+        rank=message.rank,
+        incarnation=message.incarnation,
+        load=message.load_id,
+    )

@@ -113,6 +113,10 @@ class LeaseQueue:
         position = self._position[chunk]
         return tuple(r for r in sorted(self._present) if self._outstanding[r][position])
 
+    def needs(self, rank: int, chunk: int) -> bool:
+        """Whether the rank is present and has not placed the chunk."""
+        return rank in self._present and bool(self._outstanding[rank][self._position[chunk]])
+
     def outstanding(self, rank: int) -> list[int]:
         """Chunks the rank has not placed, in plan order; O(n)."""
         return [self._order[position] for position in np.flatnonzero(self._as_array(rank))]
@@ -120,6 +124,10 @@ class LeaseQueue:
     def left(self, rank: int) -> int:
         """How many chunks the rank has not placed."""
         return self._left[rank]
+
+    def placed_chunks(self, rank: int) -> int:
+        """How many chunks the rank has placed."""
+        return len(self._needs[rank]) - self._left[rank]
 
     @property
     def complete(self) -> bool:

@@ -149,6 +149,11 @@ class RankUpdate:
     refused_bytes: int = 0  # fetched since the last update and thrown away
     leaving: bool = False  # the last message: nothing of the arena is in use any more, done or not
 
+    def lease_ids(self) -> list[str]:
+        """The leases that ended with it."""
+        committed = [commit.lease_id for commit in self.committed]
+        return [*committed, *(failure.lease_id for failure in self.failed), *self.returned]
+
 
 @dataclass(frozen=True, slots=True)
 class Orders:

@@ -1,0 +1,219 @@
+"""The chunks of one load on one node, between the cache and its ranks. Pure.
+
+    pending --lease--> leased --commit--> committed (pinned for every rank that needs it)
+       ^                |                     | readable: a rank is told, its process holds the slot
+       +-- failed, expired, returned          | placed: pin and hold are gone
+       +-- evicted before a rank that came back had it
+
+A chunk that the cache has already, from another load or under another id, is never leased. Pins and holds are per
+chunk, not per slot: two chunks of a model with the same bytes share a slot, and a rank that placed one still reads
+the other.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+
+from actors.rank_place import ChunkKeys, RankPlace
+from cluster.errors import ChunkFailed
+from cluster.lease_queue import LeaseQueue
+from cluster.messages import FetchFailure, LeaseOrder, NodeJob
+from cluster.packed_plan import unpack_shared
+from cluster.retry import Fail, cause_of
+from storage.chunk_cache import ChunkCache
+from storage.errors import IntegrityError, LongshoreError
+from storage.leases import Answer, CachedChunk
+
+GRANT_BATCH = 64  # readable chunks told in one answer
+
+
+class ChunkFlow:
+    """See above. `cache` is shared with the node's other loads; the owner of slots is the load's id."""
+
+    def __init__(self, job: NodeJob, cache: ChunkCache, now_s: float) -> None:
+        self.ranks = {rank: RankPlace(rank, heard_s=now_s) for rank in job.needs}
+        self.keys = ChunkKeys(unpack_shared(job.shared), job.store_identity, job.load_id)
+        self.queue = LeaseQueue(job.needs)
+        self.error: LongshoreError | None = None  # a chunk's budget is spent
+        self._job = job
+        self._cache = cache
+        self._chunks = self.keys.tables.chunks
+        self._cached: dict[int, CachedChunk] = {}  # committed chunks of this load, while a rank needs them
+        # What the report counts.
+        self.store_chunks: set[int] = set()
+        self.cached_chunks: set[int] = set()
+        self.store_bytes = 0
+        self.refetched_chunks = 0
+        self.retries: Counter[str] = Counter()
+        for rank in job.done:
+            for chunk in job.needs[rank].tolist():
+                self.queue.placed(rank, chunk)
+
+    def take_cached(self) -> None:
+        """Pin what the arena has already, as far as this load's share allows, before anything evicts it."""
+        for chunk in self.queue.pending():
+            self._take_from_cache(chunk)
+
+    def wake(self, keys: set[bytes]) -> None:
+        """Fetches of these bytes by others have ended: take them from the cache, or fetch them after all."""
+        for chunk in self.queue.waiting_for(keys):
+            self._take_from_cache(chunk)
+
+    # -- leases ------------------------------------------------------------------------------------------------
+
+    def next_lease(self, place: RankPlace, now_s: float) -> LeaseOrder | None:
+        """What the rank should fetch now; None when there is nothing for it, or no slot: that is the back-pressure."""
+        if place.process is None or not self._cache.reserve(self._job.load_id, self._job.min_slots):
+            return None  # (a load that was complete has given its minimum back, and queues for it again)
+        while (chunk := self.queue.next_for(place.rank, now_s)) is not None:
+            key = self.keys[chunk]
+            if self._take_from_cache(chunk):
+                continue
+            if self._cache.in_flight(key):
+                self.queue.wait_for(chunk, key)  # the same bytes are on their way under another lease
+                continue
+            deadline_s = now_s + self._job.lease_deadline_s
+            lease = self._cache.lease(key, place.process, deadline_s, owner=self._job.load_id)
+            if lease is None:
+                return None
+            self.queue.leased(chunk, place.rank)
+            place.leases[lease.lease_id] = chunk
+            return LeaseOrder(lease.lease_id, chunk, lease.slot, self._job.lease_deadline_s)
+        return None
+
+    def _take_from_cache(self, chunk: int) -> bool:
+        cached = self._cache.lookup(self.keys[chunk]) if self.keys[chunk] in self._cache else None
+        if cached is None:
+            return False
+        pinners = [self._user(rank, chunk) for rank in self.queue.needing(chunk)]
+        if not all(self._cache.pin(cached, pinner, owner=self._job.load_id) for pinner in pinners):
+            for pinner in pinners:
+                self._cache.unpin(cached, pinner)
+            return False
+        self._readable(chunk, cached)
+        if chunk not in self.store_chunks:
+            self.cached_chunks.add(chunk)
+        return True
+
+    def commit(self, lease_id: str, chunk: int, now_s: float) -> None:
+        """The chunk stands verified in its slot: pinned, and to be told, for every rank that needs it."""
+        size_bytes = self._chunks.byte_range(chunk).size_bytes
+        pinners = [self._user(rank, chunk) for rank in self.queue.needing(chunk)]
+        answer = self._cache.commit(lease_id, size_bytes, pinners)
+        if answer not in (Answer.DONE, Answer.DUPLICATE):
+            self.queue.requeue(chunk, None, "", now_s=now_s)
+            return
+        self.refetched_chunks += chunk in self.store_chunks
+        self.store_chunks.add(chunk)
+        self.store_bytes += size_bytes
+        cached = self._cache.lookup(self.keys[chunk]) if answer is Answer.DONE else None
+        if cached is not None:
+            self._readable(chunk, cached)
+        elif not self._take_from_cache(chunk):  # a duplicate: the other copy is the one to read
+            self.queue.requeue(chunk, None, "", now_s=now_s)
+
+    def failed(self, place: RankPlace, chunk: int, failure: FetchFailure, now_s: float, chance: float) -> None:
+        """A worker gave the chunk up. The load's error is set when the chunk's budget is spent."""
+        cause = cause_of(failure.error)
+        decision = self.queue.failed(chunk, place.rank, cause, self._job.chunk_attempts, now_s=now_s, fraction=chance)
+        if isinstance(decision, Fail) and self.error is None:
+            self.error = _given_up(failure, place, self._job.load_id)
+
+    def lease_lost(self, chunk: int, rank: int, cause: str, now_s: float) -> None:
+        """A lease ended by death or by time, not by a report."""
+        self.retries[cause] += 1
+        decision = self.queue.requeue(chunk, rank, cause, now_s=now_s)
+        if isinstance(decision, Fail) and self.error is None:
+            shard = self.keys.tables.shards[self._chunks.shard[chunk]]
+            self.error = ChunkFailed(
+                f"a chunk could not be had: {decision.reason}",
+                shard=shard.key,
+                chunk=chunk,
+                range=str(self._chunks.byte_range(chunk)),
+                rank=rank,
+                cause=cause,
+                load=self._job.load_id,
+            )
+
+    # -- committed chunks ----------------------------------------------------------------------------------------
+
+    def _readable(self, chunk: int, cached: CachedChunk) -> None:
+        ranks = self.queue.committed(chunk)
+        if ranks:
+            self._cached[chunk] = cached
+        for rank in ranks:
+            self.ranks[rank].grantable.append(chunk)
+
+    def grant(self, place: RankPlace) -> list[tuple[int, int]]:
+        """Tell a rank what it may read. From here on its process holds the slots."""
+        told: list[tuple[int, int]] = []
+        while place.grantable and len(told) < GRANT_BATCH and place.process is not None:
+            chunk = place.grantable.popleft()
+            if chunk in place.granted or not self.queue.needs(place.rank, chunk):
+                continue
+            cached = self._cached[chunk]
+            # Never refused: the rank's pin keeps the chunk there, on this load's account.
+            self._cache.hold(cached, place.process, self._user(place.rank, chunk), owner=self._job.load_id)
+            place.granted[chunk] = cached
+            told.append((chunk, cached.slot))
+        return told
+
+    def placed(self, place: RankPlace, chunk: int) -> None:
+        """The rank has copied what it needs of the chunk: its hold and its pin are gone."""
+        granted = place.granted.pop(chunk, None)
+        if granted is not None and place.process is not None:
+            self._cache.release(granted, place.process, self._user(place.rank, chunk))
+        if self.queue.placed(place.rank, chunk):
+            self._unpin(place.rank, chunk)
+
+    def _unpin(self, rank: int, chunk: int) -> None:
+        cached = self._cached.get(chunk)
+        if cached is not None:
+            self._cache.unpin(cached, self._user(rank, chunk))
+            if not self.queue.needing(chunk):
+                del self._cached[chunk]
+
+    # -- ranks come and go -------------------------------------------------------------------------------------
+
+    def stop_reading(self, place: RankPlace) -> None:
+        """The rank reads nothing now: what it was told of is to be told again."""
+        for chunk, cached in place.granted.items():
+            if place.process is not None:
+                self._cache.release(cached, place.process, self._user(place.rank, chunk))
+            place.grantable.append(chunk)
+        place.granted.clear()
+
+    def forget_needs(self, place: RankPlace) -> None:
+        """Nobody is at work for the rank: its pins go, so that others can go on."""
+        outstanding = self.queue.outstanding(place.rank)
+        self.queue.rank_lost(place.rank)
+        for chunk in outstanding:
+            self._unpin(place.rank, chunk)
+        place.grantable.clear()
+        place.lost = True
+
+    def refill(self, place: RankPlace) -> None:
+        """A new process has the rank and nothing placed: from the arena what is still there, the rest anew."""
+        for chunk in self.queue.restart_rank(place.rank):
+            # Another rank's pin keeps the chunk there, on this load's account: one more is never refused.
+            self._cache.pin(self._cached[chunk], self._user(place.rank, chunk), owner=self._job.load_id)
+            place.grantable.append(chunk)
+
+    def _user(self, rank: int, chunk: int) -> tuple[str, int, int]:
+        """Who pins or reads a slot."""
+        return self._job.load_id, rank, chunk
+
+
+def _given_up(failure: FetchFailure, place: RankPlace, load_id: str) -> LongshoreError:
+    """The load's error: names shard, chunk, worker and cause."""
+    where = {"rank": place.rank, "pid": place.process.pid if place.process else None, "tries": failure.tries}
+    if isinstance(failure.error, IntegrityError):
+        return failure.error.with_details(**where)
+    details = {**failure.error.details, **where}
+    return ChunkFailed(
+        f"a chunk could not be had: {failure.error.message}",
+        hint=failure.error.hint,
+        cause=type(failure.error).__name__,
+        load=load_id,
+        **details,
+    )
