@@ -17,11 +17,14 @@ import uuid
 from dataclasses import replace
 from typing import Any
 
+from ray.exceptions import RayError
+
 from actors import nodes, spawn
 from actors.load_run import LoadRun
 from actors.model_record import ModelRecord
 from actors.planner import Planner
 from actors.saved_load import SavedLoad
+from actors.strays import end_strays
 from cluster.config import Config
 from cluster.errors import LoadCancelled, ModelNotFound
 from cluster.holders import Holders
@@ -32,6 +35,7 @@ from cluster.topology import resolve_device
 from longshore.install_check import check_packages
 from longshore.version import PROTOCOL_VERSION, __version__
 from storage.errors import LongshoreError
+from storage.store_ref import Credentials
 
 ENDED_KEPT_S = 300.0  # a failed or released model stays listed for this long, so that its error can be read
 MOST_ENDED = 50
@@ -76,7 +80,7 @@ class Coordinator:
                 continue  # the stored model is another one by now; who holds the old one keeps it
             if record.life.is_over:
                 continue
-            record.holders = record.holders.hold(request.client_id, time.monotonic(), keep=request.keep)
+            await self._hold(record, request)
             return record.model_id, True
         record = ModelRecord(
             model_id=_new_model_id(request),
@@ -108,16 +112,19 @@ class Coordinator:
         return [record.seats[rank].worker for rank in sorted(record.seats)]
 
     async def renew(self, client_id: str, model_ids: list[str]) -> list[str]:
-        """The client lives and still wants these models. Answers with those that are gone."""
+        """The client lives and still wants these models. Answers with those whose credentials must be said again."""
         now_s = time.monotonic()
-        gone = []
-        for model_id in model_ids:
-            record = self._models.get(model_id)
-            if record is None or record.life.is_over:
-                gone.append(model_id)
-            else:
-                record.holders = record.holders.hold(client_id, now_s)
-        return gone
+        found = [record for model_id in model_ids if (record := self._models.get(model_id)) is not None]
+        for record in found:
+            record.holders = record.holders.hold(client_id, now_s)
+        return [record.model_id for record in found if record.credentials_missing]
+
+    async def supply(self, model_id: str, credentials: Credentials) -> None:
+        """Credentials that an earlier incarnation of this actor was told, and did not save."""
+        record = self._record(model_id)
+        record.request = replace(record.request, store=replace(record.request.store, credentials=credentials))
+        record.credentials_missing = False
+        await record.touch()
 
     async def release(self, model_id: str, client_id: str | None, *, force: bool = False) -> bool:
         """Drop one hold, or with `force` all of them and `keep`. True when the memory is being freed."""
@@ -135,7 +142,10 @@ class Coordinator:
         """Take the keep flag away; the model goes when nobody holds it. True when it is being freed."""
         record = self._record(model_id)
         record.holders = Holders(False, record.holders.heard_s)
-        return await self.release(model_id, None)
+        freed = await self.release(model_id, None)
+        if not freed:
+            await self._load_run(record).save()
+        return freed
 
     async def status(self) -> ClusterStatus:
         now_s = time.monotonic()
@@ -205,6 +215,15 @@ class Coordinator:
             )
         return record
 
+    async def _hold(self, record: ModelRecord, request: LoadRequest) -> None:
+        """One more client wants the model."""
+        kept = record.holders.keep
+        record.holders = record.holders.hold(request.client_id, time.monotonic(), keep=request.keep)
+        if request.store.credentials is not None:
+            await self.supply(record.model_id, request.store.credentials)
+        if record.holders.keep and not kept:
+            await self._load_run(record).save()
+
     def _run(self, record: ModelRecord, incarnations: dict[int, int] | None = None) -> None:
         run = self._load_run(record)
         work = run.run() if incarnations is None else run.resume(incarnations)
@@ -252,10 +271,17 @@ class Coordinator:
             self._keeper = asyncio.get_running_loop().create_task(self._keep_house())
 
     async def _keep_house(self) -> None:
-        """Lapsed holders, and ended models that nobody asked about for long."""
+        """Lapsed holders, ended models that nobody asked about for long, and what is left of unknown ones."""
+        suspects: set[str] = set()
+        strays_due_s = time.monotonic() + self._config.orphan_after_s  # agents have told of their loads by then
         while True:
             await asyncio.sleep(min(1.0, self._config.holder_ttl_s / 4))
             now_s = time.monotonic()
+            if now_s > strays_due_s:
+                strays_due_s = now_s + self._config.orphan_after_s / 4
+                known = {record.model_id for record in self._models.values() if not record.life.is_over}
+                with contextlib.suppress(RayError):
+                    suspects = await asyncio.to_thread(end_strays, known, suspects)
             for record in list(self._models.values()):
                 if record.life.is_over:
                     if now_s - record.ended_s > ENDED_KEPT_S:

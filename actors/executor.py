@@ -104,7 +104,7 @@ class RankLoader:
 
     def _join(self, patience_s: float = AGENT_GONE_S) -> None:
         """Introduce this rank, which uses nothing of the arena now. Raises ClusterLost, or why the load is over."""
-        _ARENA_USERS.pop(id(self), None)
+        _ARENA_USERS.pop(id(self), None)  # by no agent's word any more
         give_up_s = time.monotonic() + patience_s
         while True:
             try:
@@ -168,7 +168,7 @@ class RankLoader:
             self._process,
             placed=self._work.placed_chunks(),
             number=next(_MESSAGE_NUMBERS),
-            others=tuple(_ARENA_USERS.values()),
+            others=_other_users(self),
         )
 
     def _update(self, results: Results, *, leaving: bool) -> RankUpdate:
@@ -191,6 +191,7 @@ class RankLoader:
             retries=dict(results.retries),
             refused_bytes=results.refused_bytes,
             leaving=leaving,
+            others=_other_users(self) if leaving else (),
         )
 
     # -- threads -----------------------------------------------------------------------------------------------
@@ -279,3 +280,8 @@ class RankLoader:
             start_s=first_s - self.started_s,
             load_s=now_s - first_s,
         )
+
+
+def _other_users(loader: RankLoader) -> tuple[tuple[str, str], ...]:
+    """By which agents' word other ranks in this process use which arena."""
+    return tuple(user for key, user in list(_ARENA_USERS.items()) if key != id(loader))

@@ -24,7 +24,7 @@ from actors.executor import AgentLink, RankLoader
 from actors.shard import RankShard
 from cluster.errors import LoadCancelled, ModelNotFound
 from cluster.load_plan import RankPlan
-from cluster.messages import RankJob
+from cluster.messages import RankJob, StoreAccess
 from cluster.report import RankReport
 from longshore.install_check import check_packages
 from storage.errors import LongshoreError
@@ -44,6 +44,7 @@ class GpuWorker:
         self._link = link
         self._lock = threading.Lock()
         self._thread: threading.Thread | None = None  # of the load
+        self._store: StoreAccess | None = None
         self._loader: RankLoader | None = None
         self._device: Device | None = None
         self._plan: RankPlan | None = None
@@ -63,10 +64,15 @@ class GpuWorker:
         """Begin the load and return at once. The same job again changes nothing."""
         with self._lock:
             if self._thread is None and not self._stopped.is_set():
+                self._store = job.store
                 self._thread = threading.Thread(target=self._load, args=(job,), name="load", daemon=True)
                 self._thread.start()
                 threading.Thread(target=self._watch, args=(job,), name="watch", daemon=True).start()
         return ProcessId.current()
+
+    def store_access(self) -> StoreAccess | None:
+        """How its job reads the store: a restarted coordinator asks, as credentials are in no saved state."""
+        return self._store
 
     def stop(self) -> None:
         """End the load and let go of the memory; returns when no thread uses it any more. Idempotent."""

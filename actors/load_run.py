@@ -12,11 +12,13 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
+from dataclasses import replace
 from typing import Any
 
 from ray.exceptions import RayActorError, RayError, RayTaskError
 
 from actors import nodes, spawn
+from actors.finished import finished
 from actors.load_report import make_report
 from actors.model_record import ModelRecord, Seat
 from actors.planner import Planner
@@ -72,12 +74,7 @@ class LoadRun:
         try:
             await self._event(load_state.Planned)
             await self._event(load_state.Started)
-            for seat in self._record.seats.values():
-                seat.incarnation = incarnations.get(seat.rank, 0)
-                await self._rank_event(load_state.RankReplaced, seat)
-                seat.worker = await asyncio.to_thread(
-                    spawn.find_worker, self._record.model_id, seat.rank, seat.incarnation
-                )
+            await self._find_workers(incarnations)
             await self._tend_all()
         except asyncio.CancelledError:
             raise
@@ -105,6 +102,25 @@ class LoadRun:
         await asyncio.gather(*(self._end_on(node_id) for node_id in record.nodes), return_exceptions=True)
         if record.group is not None:
             await asyncio.to_thread(spawn.remove_group, record.group)
+        await record.touch()
+
+    async def _find_workers(self, incarnations: dict[int, int]) -> None:
+        """Living workers by name, and from one of them how the store is read."""
+        record = self._record
+        workers = await asyncio.to_thread(spawn.find_workers, record.model_id)
+        for seat in record.seats.values():
+            # A rank without a worker is seated again, under the incarnation that its agent expects.
+            seat.incarnation, seat.worker = workers.get(seat.rank, (incarnations.get(seat.rank, 0), None))
+            await self._rank_event(load_state.RankReplaced, seat)
+        for _, worker in workers.values():
+            # A kept model may have no client that could say its credentials again.
+            with contextlib.suppress(RayError, TimeoutError):
+                asked = worker.store_access.options(concurrency_group="control").remote()
+                access = await asyncio.wait_for(asked, CALL_TIMEOUT_S)
+                if access is not None:
+                    record.request = replace(record.request, store=access)
+                    record.credentials_missing = False
+                    break
         await record.touch()
 
     # -- the steps of a load -----------------------------------------------------------------------------------
@@ -180,6 +196,15 @@ class LoadRun:
             await asyncio.sleep(0.2)
         await record.touch("")
 
+    async def save(self) -> None:
+        """What agents keep for a coordinator that is killed has changed."""
+        record = self._record
+        agents = [await asyncio.to_thread(spawn.find_agent, node_id) for node_id in record.nodes]
+        packed = SavedLoad.of(record).pack()
+        for agent in agents:
+            if agent is not None:
+                agent.keep_record.remote(record.model_id, packed)
+
     async def _tend_all(self) -> None:
         """Runs for as long as the model lives."""
         tasks = [asyncio.create_task(self._tend(seat)) for seat in self._record.seats.values()]
@@ -223,17 +248,7 @@ class LoadRun:
 
     async def _seat_worker(self, seat: Seat) -> None:
         record, plan = self._record, await self._known_plan()
-        seat.worker = await asyncio.to_thread(
-            lambda: spawn.start_worker(
-                record.model_id,
-                seat.rank,
-                seat.incarnation,
-                node_id=seat.node_id,
-                device=record.request.device,
-                bundle=seat.bundle,
-                orphan_after_s=self._config.orphan_after_s,
-            )
-        )
+        await finished(self._start_worker(seat))
         job = RankJob(
             load_id=record.model_id,
             attempt=record.life.attempt,
@@ -250,6 +265,19 @@ class LoadRun:
             ),
         )
         await seat.worker.start.options(concurrency_group="control").remote(job)
+
+    async def _start_worker(self, seat: Seat) -> None:
+        seat.worker = await asyncio.to_thread(
+            lambda: spawn.start_worker(
+                self._record.model_id,
+                seat.rank,
+                seat.incarnation,
+                node_id=seat.node_id,
+                device=self._record.request.device,
+                bundle=seat.bundle,
+                orphan_after_s=self._config.orphan_after_s,
+            )
+        )
 
     async def _replace(self, seat: Seat) -> None:
         """A new incarnation for a rank whose worker is gone; only its own slices are loaded again."""
@@ -277,6 +305,11 @@ class LoadRun:
         """The plan; made again when this coordinator was restarted and has not made it itself."""
         record = self._record
         if record.plan is None:
+            async with record.changed:
+                # Whoever holds the model says its credentials again when it next renews its hold.
+                with contextlib.suppress(TimeoutError):
+                    supplied = record.changed.wait_for(lambda: not record.credentials_missing)
+                    await asyncio.wait_for(supplied, self._config.holder_ttl_s)
             plan = await self._planner.prepare(record.request)
             if plan.revision != record.revision:
                 raise LoadError("the stored model has changed since the load began", model=record.model_id)

@@ -49,6 +49,7 @@ class ModelRecord:
     report: LoadReport | None = None
     error: LongshoreError | None = None
     message: str = ""
+    credentials_missing: bool = False  # the coordinator was restarted, and a client must say them again
     task: asyncio.Task[None] | None = None
     version: int = 0  # grows with every change a waiting client would want to see
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)

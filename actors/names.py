@@ -13,5 +13,11 @@ def worker_name(load_id: str, rank: int, incarnation: int) -> str:
     return f"worker-{load_id}-{rank}-{incarnation}"
 
 
+def load_of_worker(name: str) -> str | None:
+    """The load that a worker's name belongs to; None for other names."""
+    parts = name.removeprefix("worker-").rsplit("-", 2)
+    return parts[0] if name.startswith("worker-") and len(parts) == 3 else None
+
+
 def group_name(load_id: str) -> str:
     return f"group-{load_id}"

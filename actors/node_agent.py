@@ -125,6 +125,11 @@ class NodeAgent:
             self._ledger.rank_lost(load_id, rank, incarnation, time.monotonic())
             self._changed.notify_all()
 
+    def keep_record(self, load_id: str, record: bytes) -> None:
+        """Notes of the coordinator, for a coordinator that has lost them."""
+        with self._changed:
+            self._ledger.keep_record(load_id, record)
+
     def report(self, load_id: str) -> NodeReport:
         """This node's share of a finished load."""
         self._peak_bytes = max(self._peak_bytes, pss_bytes())
@@ -160,9 +165,7 @@ class NodeAgent:
         """A rank introduces itself, at its start and after this agent was restarted."""
         with self._changed:
             arena = self._usable()
-            # What an earlier agent told the process of is settled when no rank that it hosts goes by that any more.
-            settled = all(agent == self._incarnation for path, agent in hello.others if path == arena.path)
-            answer = self._ledger.join(hello, time.monotonic(), settled=settled)
+            answer = self._ledger.join(hello, time.monotonic(), settled=self._is_settled(hello))
             self._changed.notify_all()
             return JoinReply(
                 arena.path,
@@ -177,7 +180,8 @@ class NodeAgent:
         give_up_s = time.monotonic() + min(update.wait_s, LONGEST_WAIT_S)
         with self._changed:
             self._usable()
-            orders, others_may_go_on = self._ledger.exchange(update, time.monotonic())
+            settled = update.leaving and self._is_settled(update)
+            orders, others_may_go_on = self._ledger.exchange(update, time.monotonic(), settled=settled)
             if others_may_go_on:
                 self._changed.notify_all()
             while orders is None and (left_s := give_up_s - time.monotonic()) > 0:
@@ -256,6 +260,11 @@ class NodeAgent:
             self._asked_for = reply.unknown_loads
             for load_id in reply.ended_loads:
                 self.end(load_id)
+
+    def _is_settled(self, message: RankHello | RankUpdate) -> bool:
+        """Whether no rank in the sender's process goes by what an earlier agent told it."""
+        path = self._usable().path
+        return all(agent == self._incarnation for other_path, agent in message.others if other_path == path)
 
     def _usable(self) -> Arena:
         if self._error is not None:

@@ -78,6 +78,12 @@ class NodeLedger:
         if load is not None:
             self._wake(load.rank_lost(rank, incarnation, now_s))
 
+    def keep_record(self, load_id: str, record: bytes) -> None:
+        """The coordinator's notes on the load have changed."""
+        load = self._loads.get(load_id)
+        if load is not None:
+            load.record = record
+
     def end(self, load_id: str, now_s: float) -> None:
         """Forget the load. What its ranks still read or write stays fenced until they let go or are dead."""
         load = self._loads.pop(load_id, None)
@@ -110,25 +116,28 @@ class NodeLedger:
         `settled`: the rank's process uses nothing that an earlier agent told it of (no rank that it hosts does).
         """
         if settled:
-            self._cache.settled(hello.process)
-            for lease_id in self._restored.pop(hello.process, ()):
-                self._cache.abandon(lease_id)
+            self._settle(hello.process)
         load = self._find(hello.load_id, hello.attempt)
         if load is None:
             return False
+        load.former_lets_go(hello)
         place = load.ranks.get(hello.rank)
         if place is None or not place.expects(hello):
             return _replaced(hello)
         self._wake(load.join(hello, now_s))
         return True if load.error is None else load.error
 
-    def exchange(self, update: RankUpdate, now_s: float) -> tuple[Orders | None, bool]:
-        """(orders, or None for none now; whether other ranks may have something to do now)."""
+    def exchange(self, update: RankUpdate, now_s: float, *, settled: bool = False) -> tuple[Orders | None, bool]:
+        """(orders, or None for none now; whether other ranks may have something to do now). `settled` as for `join`."""
+        if settled:
+            self._settle(update.process)
         load = self._find(update.load_id, update.attempt)
         place = None if load is None else load.ranks.get(update.rank)
         if load is None or place is None or place.is_late(update):
             for lease_id in update.lease_ids():
                 self._cache.abandon(lease_id)
+            if load is not None and update.leaving:
+                load.former_lets_go(update)
             if place is not None and update.incarnation < place.incarnation:
                 return Orders(stop=_replaced(update)), False
             return Orders(rejoin=True), False
@@ -201,7 +210,7 @@ class NodeLedger:
             stats.leased_slots,
             stats.quarantined_slots,
         )
-        records = {load_id: self._loads[load_id].job.record for load_id in asked_for if load_id in self._loads}
+        records = {load_id: self._loads[load_id].record for load_id in asked_for if load_id in self._loads}
         return AgentBeat(node_id, host, incarnation, loads, ranks, use, records)
 
     # -- inside ------------------------------------------------------------------------------------------------
@@ -209,6 +218,11 @@ class NodeLedger:
     def _find(self, load_id: str, attempt: int) -> NodeLoad | None:
         load = self._loads.get(load_id)
         return load if load is not None and load.job.attempt == attempt else self._ended.get((load_id, attempt))
+
+    def _settle(self, process: ProcessId) -> None:
+        self._cache.settled(process)
+        for lease_id in self._restored.pop(process, ()):
+            self._cache.abandon(lease_id)
 
     def _took_back(self, leases: list[Lease], now_s: float) -> bool:
         for lease in leases:

@@ -30,9 +30,11 @@ class NodeLoad:
     def __init__(self, job: NodeJob, cache: ChunkCache, now_s: float) -> None:
         self.job = job
         self.load_id = job.load_id
+        self.record = job.record  # replaced when the coordinator has something new to note
         self._cache = cache
         self._flow = ChunkFlow(job, cache, now_s)
         self._ended: LongshoreError | None = None
+        self._former: list[RankPlace] = []  # given up with something of the arena in use, by processes that may live
         self._corrupt_chunks = 0
         self._rest_if_complete()
 
@@ -145,12 +147,22 @@ class NodeLoad:
             return set()  # that incarnation has the rank already
         return self._vacate(place, max(incarnation, place.incarnation), now_s)
 
+    def former_lets_go(self, message: RankHello | RankUpdate) -> None:
+        """A process that has the rank no more, or anew, says that it uses nothing of the arena."""
+        for place in list(self._former):
+            if (place.rank, place.process) == (message.rank, message.process) and place.number < message.number:
+                self._former.remove(place)
+                for lease_id in place.taken_back:
+                    self._cache.abandon(lease_id)
+                self._flow.stop_reading(place)
+
     def process_dead(self, process: ProcessId, now_s: float) -> set[bytes]:
         """The process is dead for certain; the coordinator says which incarnation comes next. Keys."""
         ended: set[bytes] = set()
         for place in list(self.ranks.values()):
             if place.process == process:
                 ended |= self._vacate(place, place.incarnation, now_s)
+        self._former = [place for place in self._former if place.process != process]
         return ended
 
     # -- a rank's update ---------------------------------------------------------------------------------------
@@ -226,6 +238,9 @@ class NodeLoad:
             self._cache.revoke(lease_id, now_s)
             self._flow.lease_lost(chunk, place.rank, "worker_died", now_s)
         self._flow.forget_needs(place)
+        place.taken_back |= place.leases.keys()
+        if place.process is not None and (place.taken_back or place.granted):
+            self._former.append(place)
         self.ranks[place.rank] = RankPlace(place.rank, next_incarnation, lost=True, heard_s=now_s)
         return ended
 

@@ -22,7 +22,8 @@ class SavedLoad:
     revision: str
     total_bytes: int
     seats: tuple[tuple[int, str, str], ...]  # (rank, node id, host)
-    group: Any
+    group: Any  # our own placement group, or None
+    has_credentials: bool  # the client passed some; they are not kept here
 
     @staticmethod
     def of(record: ModelRecord) -> SavedLoad:
@@ -32,7 +33,8 @@ class SavedLoad:
             record.revision,
             record.total_bytes,
             tuple((seat.rank, seat.node_id, seat.host) for seat in record.seats.values()),
-            record.group or record.request.placement_group,
+            record.group,
+            record.request.store.credentials is not None or record.credentials_missing,
         )
 
     def pack(self) -> bytes:
@@ -53,8 +55,10 @@ class SavedLoad:
             total_bytes=self.total_bytes,
             revision=self.revision,
             group=self.group,
+            credentials_missing=self.has_credentials,
         )
-        bundles = _bundles(self.group, self.request) if self.group is not None else None
+        group = self.group or self.request.placement_group
+        bundles = _bundles(group, self.request) if group is not None else None
         record.seats = {
             rank: Seat(rank, node_id, host, bundles[rank] if bundles else None) for rank, node_id, host in self.seats
         }

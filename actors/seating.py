@@ -6,6 +6,7 @@ import asyncio
 from collections.abc import Sequence
 
 from actors import nodes, spawn
+from actors.finished import finished
 from actors.model_record import ModelRecord, Seat
 from cluster.layout import Layout
 from cluster.topology import assign_ranks, bundle_of_ranks, bundles_for
@@ -27,15 +28,20 @@ async def take_seats(
         # Proves that there is room, and says who holds it when there is none; Ray decides where the bundles go.
         assign_ranks(infos, layout, "cuda", cpu_ranks_per_node, holders)
         sizes = bundles_for(layout, [info.gpus_free for info in infos])
-        group = await asyncio.to_thread(spawn.create_group, record.model_id, sizes)
+        await finished(_create_group(record, sizes))
         try:
-            await nodes.group_ready(group, request, holders)
-        except BaseException:
+            await nodes.group_ready(record.group, request, holders)
+        except Exception:
+            group, record.group = record.group, None
             await asyncio.to_thread(spawn.remove_group, group)
             raise
-        record.group = group
-        places = await asyncio.to_thread(nodes.places_in_own_group, group, bundle_of_ranks(sizes))
+        places = await asyncio.to_thread(nodes.places_in_own_group, record.group, bundle_of_ranks(sizes))
     else:
         assigned = assign_ranks(infos, layout, "cpu", cpu_ranks_per_node, holders)
         places = [(infos[index].node_id, infos[index].host, None) for index in assigned]
     record.seats = {rank: Seat(rank, node_id, host, bundle) for rank, (node_id, host, bundle) in enumerate(places)}
+
+
+async def _create_group(record: ModelRecord, sizes: list[int]) -> None:
+    """Noted at once: whoever ends the load removes it."""
+    record.group = await asyncio.to_thread(spawn.create_group, record.model_id, sizes)

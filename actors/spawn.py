@@ -16,7 +16,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from actors.agent_link import RayCoordinatorLink
 from actors.gpu_worker import CONCURRENCY_GROUPS, GpuWorker
-from actors.names import NAMESPACE, agent_name, group_name, worker_name
+from actors.names import NAMESPACE, agent_name, group_name, load_of_worker, worker_name
 from actors.node_agent import NodeAgent
 from cluster.config import Config
 
@@ -78,10 +78,17 @@ def start_worker(
     )
 
 
-def find_worker(load_id: str, rank: int, incarnation: int) -> Any | None:
-    with contextlib.suppress(ValueError):
-        return ray.get_actor(worker_name(load_id, rank, incarnation), namespace=NAMESPACE)
-    return None
+def find_workers(load_id: str) -> dict[int, tuple[int, Any]]:
+    """rank -> (incarnation, handle) of the load's living workers, the last incarnation of each rank."""
+    found: dict[int, tuple[int, Any]] = {}
+    for actor in ray.util.list_named_actors(all_namespaces=True):
+        if actor["namespace"] != NAMESPACE or load_of_worker(actor["name"]) != load_id:
+            continue
+        rank, incarnation = (int(part) for part in actor["name"].rsplit("-", 2)[1:])
+        if rank not in found or incarnation > found[rank][0]:
+            with contextlib.suppress(ValueError):
+                found[rank] = incarnation, ray.get_actor(actor["name"], namespace=NAMESPACE)
+    return found
 
 
 def create_group(load_id: str, gpus_per_bundle: list[int]) -> PlacementGroup:

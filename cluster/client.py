@@ -90,7 +90,7 @@ def load(
     if connection is None:
         raise ClusterLost("no cluster could be joined or started")
     model_id, shared = connection.call("load", replace(request, client_id=connection.client_id))
-    connection.hold(model_id)
+    connection.hold(model_id, credentials)
     try:
         deadline_s = None if timeout_s is None else started_s + timeout_s
         report, waited = wait_until_ready(connection, model_id, progress, deadline_s, _given_up.get())

@@ -20,6 +20,7 @@ from cluster.errors import ClusterError, ClusterLost, PackageMissing, VersionMis
 from cluster.ray_address import check_ray_address
 from longshore.version import PROTOCOL_VERSION, __version__
 from storage.errors import LongshoreError
+from storage.store_ref import Credentials
 
 COORDINATOR_GONE_S = 60.0  # a coordinator that has not come back after this long is taken for lost
 LOCAL_OBJECT_STORE_BYTES = 100 << 20  # weights never pass through Ray's object store; results of `call` do
@@ -37,6 +38,7 @@ class Connection:
         self._config = config
         self._coordinator: Any = None
         self._held: dict[str, int] = {}  # model id -> how often this process holds it
+        self._credentials: dict[str, Credentials] = {}  # model id -> what a restarted coordinator must be told again
         self._held_lock = threading.Lock()
         self._closed = threading.Event()
         self._renewer: threading.Thread | None = None
@@ -99,9 +101,11 @@ class Connection:
             ray.kill(self._coordinator, no_restart=True)
         self._coordinator = None
 
-    def hold(self, model_id: str) -> None:
-        """Renew this process's hold on the model from now on."""
+    def hold(self, model_id: str, credentials: Credentials | None = None) -> None:
+        """Renew this process's hold on the model from now on. `credentials`: those the load was asked for with."""
         with self._held_lock:
+            if credentials is not None:
+                self._credentials[model_id] = credentials
             self._held[model_id] = self._held.get(model_id, 0) + 1
             if self._renewer is None:
                 self._renewer = threading.Thread(target=self._renew_loop, name="longshore-renew", daemon=True)
@@ -115,6 +119,7 @@ class Connection:
                 self._held[model_id] = left
             else:
                 self._held.pop(model_id, None)
+                self._credentials.pop(model_id, None)
             return left <= 0
 
     def close(self) -> None:
@@ -151,7 +156,9 @@ class Connection:
                 held = list(self._held)
             if held:
                 with contextlib.suppress(LongshoreError):
-                    self.call("renew", self.client_id, held)
+                    for model_id in self.call("renew", self.client_id, held):
+                        if (credentials := self._credentials.get(model_id)) is not None:
+                            self.call("supply", model_id, credentials)
 
 
 def connect(address: str | None, config: Config, *, start: bool = True, any_version: bool = False) -> Connection | None:

@@ -148,6 +148,7 @@ class RankUpdate:
     retries: dict[str, int] = field(default_factory=dict)  # since the last update, by cause
     refused_bytes: int = 0  # fetched since the last update and thrown away
     leaving: bool = False  # the last message: nothing of the arena is in use any more, done or not
+    others: tuple[tuple[str, str], ...] = ()  # see RankHello; when leaving
 
     def lease_ids(self) -> list[str]:
         """The leases that ended with it."""
