@@ -1,19 +1,24 @@
-"""The coordinator's line to its planning process.
+"""The coordinator's line to its planning processes.
 
 Planning reads a manifest of up to hundreds of megabytes and builds tables of all tensors: seconds of pure Python that
-would freeze the coordinator's event loop and make every worker look dead. So it runs in one child process, kept warm
-between requests; the child ends by itself when its pipe closes, also when the coordinator was killed.
+would freeze the coordinator's event loop and make every worker look dead. So it runs in child processes, kept warm
+between requests, a few of them so that a store that does not answer holds up nobody else. A child ends by itself when
+its pipe closes, also when the coordinator was killed.
 """
 
 from __future__ import annotations
 
 import asyncio
 import contextlib
+import os
 import pickle
 import struct
 import sys
+from asyncio.subprocess import Process
+from pathlib import Path
 from typing import Any
 
+import longshore
 from cluster.errors import ClusterError
 from cluster.messages import LoadRequest
 from cluster.packed_plan import PackedPlan
@@ -21,15 +26,17 @@ from storage.errors import LongshoreError
 
 _LENGTH = struct.Struct("<Q")
 PLANNING_TIMEOUT_S = 300.0
+MOST_PROCESSES = 4
 
 
 class Planner:
-    """Runs `cluster.planning_process` requests one at a time."""
+    """Runs `cluster.planning_process` requests, MOST_PROCESSES at once."""
 
     def __init__(self, chunk_bytes: int, read_timeout_s: float) -> None:
         self._settings = (chunk_bytes, read_timeout_s)
-        self._process: asyncio.subprocess.Process | None = None
-        self._turn = asyncio.Lock()
+        self._idle: list[Process] = []  # the one used last at the end: it may still have the plan that is asked about
+        self._all: set[Process] = set()
+        self._places = asyncio.Semaphore(MOST_PROCESSES)
 
     async def prepare(self, request: LoadRequest) -> PackedPlan:
         """Read the model's index and plan. Raises what that raises: StoreError, ManifestError, PlanError..."""
@@ -47,44 +54,62 @@ class Planner:
         return found
 
     async def close(self) -> None:
-        process, self._process = self._process, None
-        if process is not None:
-            with contextlib.suppress(ProcessLookupError):
-                process.kill()
-            await process.wait()
+        """End every child."""
+        self._idle.clear()
+        for process in list(self._all):
+            await self._end(process)
 
     async def _ask(self, verb: str, *args: Any) -> Any:
-        async with self._turn:
+        async with self._places:
+            process = None
             try:
-                answer = await asyncio.wait_for(self._exchange(verb, args), PLANNING_TIMEOUT_S)
-            except (TimeoutError, OSError, EOFError, asyncio.IncompleteReadError) as error:
-                await self.close()
+                process = self._idle.pop() if self._idle else await self._start()
+                answer = await asyncio.wait_for(_exchange(process, verb, args), PLANNING_TIMEOUT_S)
+            except (TimeoutError, OSError, EOFError) as error:
+                await self._end(process)
                 raise ClusterError(
-                    "planning did not end", hint="the coordinator may be out of memory", cause=repr(error)
+                    "planning did not end", hint="the coordinator's node may be out of memory", cause=repr(error)
                 ) from error
-            except asyncio.CancelledError:
-                await self.close()  # its answer would be taken for the next request's
+            except BaseException:
+                await self._end(process)  # its answer would be taken for the next request's
                 raise
+            self._idle.append(process)
         if isinstance(answer, LongshoreError):
             raise answer
         return answer
 
-    async def _exchange(self, verb: str, args: tuple[Any, ...]) -> Any:
-        if self._process is None or self._process.returncode is not None:
-            self._process = await asyncio.create_subprocess_exec(
-                sys.executable,
-                "-m",
-                "cluster.planning_process",
-                *map(str, self._settings),
-                stdin=asyncio.subprocess.PIPE,
-                stdout=asyncio.subprocess.PIPE,
-                limit=1 << 20,
-            )
-        stdin, stdout = self._process.stdin, self._process.stdout
-        if stdin is None or stdout is None:
-            raise EOFError("the planning process has no pipes")
-        data = pickle.dumps((verb, args), protocol=5)
-        stdin.write(_LENGTH.pack(len(data)) + data)
-        await stdin.drain()
-        (size,) = _LENGTH.unpack(await stdout.readexactly(_LENGTH.size))
-        return pickle.loads(await stdout.readexactly(size))
+    async def _start(self) -> Process:
+        # -P: the folder that Ray happens to run us in must not shadow our packages in the child.
+        ours = str(Path(longshore.__file__).resolve().parents[1])
+        path = os.pathsep.join(filter(None, (ours, os.environ.get("PYTHONPATH"))))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",
+            "-m",
+            "cluster.planning_process",
+            *map(str, self._settings),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        self._all.add(process)
+        return process
+
+    async def _end(self, process: Process | None) -> None:
+        if process is None:
+            return
+        self._all.discard(process)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def _exchange(process: Process, verb: str, args: tuple[Any, ...]) -> Any:
+    stdin, stdout = process.stdin, process.stdout
+    if stdin is None or stdout is None:
+        raise EOFError("the planning process has no pipes")
+    data = pickle.dumps((verb, args), protocol=5)
+    stdin.write(_LENGTH.pack(len(data)) + data)
+    await stdin.drain()
+    (size,) = _LENGTH.unpack(await stdout.readexactly(_LENGTH.size))
+    return pickle.loads(await stdout.readexactly(size))
