@@ -27,6 +27,7 @@ from storage.errors import LongshoreError
 _LENGTH = struct.Struct("<Q")
 PLANNING_TIMEOUT_S = 300.0
 MOST_PROCESSES = 4
+_OURS = str(Path(longshore.__file__).resolve().parents[1])
 
 
 class Planner:
@@ -80,8 +81,7 @@ class Planner:
 
     async def _start(self) -> Process:
         # -P: the folder that Ray happens to run us in must not shadow our packages in the child.
-        ours = str(Path(longshore.__file__).resolve().parents[1])
-        path = os.pathsep.join(filter(None, (ours, os.environ.get("PYTHONPATH"))))
+        path = os.pathsep.join(filter(None, (_OURS, os.environ.get("PYTHONPATH"))))
         process = await asyncio.create_subprocess_exec(
             sys.executable,
             "-P",
