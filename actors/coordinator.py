@@ -173,6 +173,10 @@ class Coordinator:
             self._keeper.cancel()
         await self._planner.close()
 
+    async def agent_of(self, node_id: str) -> Any:
+        """Handle of a node's agent, with this cluster's settings; started when there is none."""
+        return await asyncio.to_thread(spawn.start_agent, node_id, "", self._config)
+
     # -- agents ------------------------------------------------------------------------------------------------
 
     async def heartbeat(self, beat: AgentBeat) -> BeatReply:
@@ -180,7 +184,8 @@ class Coordinator:
         self._start_keeper()
         self._beats[beat.node_id] = (beat, time.monotonic())
         for load_id, packed in beat.records.items():
-            self._adopt(load_id, packed, beat)
+            if packed:  # else a load that no coordinator began (`actors.hosting`)
+                self._adopt(load_id, packed, beat)
         unknown = tuple(load.load_id for load in beat.loads if load.load_id not in self._models)
         ended = tuple(
             load.load_id

@@ -1,4 +1,4 @@
-"""A store that stops in the middle of a load, for as long as a test wants: so that there is a middle to break things in."""
+"""A store that stops in the middle of a load, for as long as a test wants: there is a middle to break things in."""
 
 from __future__ import annotations
 
@@ -35,6 +35,11 @@ class GatedProxy(CountingProxy):
             self._held += 1
             self._gate.notify_all()
             self._gate.wait_for(lambda: self._open)
+
+    @property
+    def held(self) -> int:
+        """Requests that have come to the closed gate."""
+        return self._held
 
     def wait_until_held(self, requests: int = 1, timeout_s: float = 60.0) -> None:
         """Returns when so many requests wait at the gate. AssertionError when they do not come."""

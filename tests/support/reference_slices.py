@@ -21,7 +21,9 @@ def rank_place(rank: int, tp: int, fsdp: int) -> tuple[int, int]:
     return rank % tp, rank // tp % fsdp
 
 
-def differing_slices(tensors: Mapping[str, Any], rank: int, folder: str, tp: int, fsdp: int, kv_heads: int) -> list[str]:
+def differing_slices(
+    tensors: Mapping[str, Any], rank: int, folder: str, tp: int, fsdp: int, kv_heads: int
+) -> list[str]:
     """Names of tensors that are not, bit for bit, what safetensors and slicing give this rank."""
     import torch
     from safetensors import safe_open

@@ -1,0 +1,147 @@
+"""A rank inside a process of the user's own: an actor, an engine's worker, a `torchrun` rank.
+
+    with host_rank("s3://models/llama", rank, tensor_parallel_size=8) as shard:     # every process with its own rank
+        norm = shard["model.norm.weight"]                                          # a tensor on this process's device
+
+Each process plans for itself, and all come to the same plan. Ranks on one node share that node's agent and arena, so a
+chunk still leaves the store once per node. The coordinator does not know of these ranks: they live and die with the
+process, and `cluster.status` does not list them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+import uuid
+from collections.abc import Iterator
+from typing import Any
+
+import ray
+from ray.exceptions import RayError, RayTaskError
+
+from actors import launch
+from actors.agent_link import RayAgentLink
+from actors.device import open_device
+from actors.executor import RankLoader
+from actors.names import NAMESPACE, agent_name
+from actors.shard import RankShard
+from cluster.config import Config
+from cluster.connection import unwrapped
+from cluster.errors import ClusterLost, ConfigError
+from cluster.fit import min_slots
+from cluster.messages import FetchSettings, JoinReply, NodeJob, RankHello, RankJob
+from cluster.packed_plan import pack_rank, pack_shared
+from cluster.prepare import prepare_plan
+from cluster.request import StoreOptions, make_request
+from storage.store_ref import Credentials
+
+BEGIN_EVERY_S = 0.2  # between two requests for slots that other loads hold
+CALL_TIMEOUT_S = 60.0
+
+
+@contextlib.contextmanager
+def host_rank(
+    model_uri: str,
+    rank: int,
+    *,
+    tensor_parallel_size: int = 1,
+    fsdp_size: int = 1,
+    data_parallel_size: int = 1,
+    device: str = "cpu",
+    endpoint_url: str | None = None,
+    region: str | None = None,
+    profile: str | None = None,
+    anonymous: bool = False,
+    credentials: Credentials | None = None,
+    layout_rules: dict[str, str] | None = None,
+    config: Config | None = None,
+) -> Iterator[RankShard]:
+    """Load the slices of one rank, verified, into the calling process; blocks until all are there.
+
+    `device`: "cpu", or "cuda" for the first GPU that is visible here. The memory is given up at the end of the block;
+    tensors taken out of `shard` stay valid and keep theirs. The process must have joined Ray; coordinator and agent
+    are started when there are none. Raises ConfigError for a rank that the layout has not got, else as `cluster.load`
+    does.
+    """
+    config = config or Config.from_env()
+    request = make_request(
+        model_uri,
+        sizes=(tensor_parallel_size, fsdp_size, data_parallel_size),
+        store_options=StoreOptions(endpoint_url, region, profile, anonymous),
+        credentials=credentials,
+        layout_rules=layout_rules,
+        device=device,
+    )
+    if not 0 <= rank < request.world_size:
+        raise ConfigError(f"the layout has ranks 0 to {request.world_size - 1}, not {rank}")
+    _, plan = prepare_plan(request, chunk_bytes=config.chunk_bytes, read_timeout_s=config.read_timeout_s)
+    shared, chunk_ids = pack_shared(plan), plan.ranks[rank].chunk_ids
+    # One load per rank: what ranks of a node have in common, they share through the arena.
+    load_id = f"hosted-{uuid.uuid4().hex[:12]}-{rank}"
+    link = _HostedLink(
+        ray.get_runtime_context().get_node_id(),
+        config,
+        NodeJob(
+            load_id=load_id,
+            attempt=1,
+            shared=shared,
+            store_identity=request.store.ref.identity(),
+            needs={rank: chunk_ids},
+            done=frozenset(),
+            min_slots=min_slots(1),
+            chunk_attempts=config.chunk_attempts,
+            lease_deadline_s=config.lease_deadline_s,
+            record=b"",
+        ),
+    )
+    fetch = FetchSettings(config.fetch_threads, config.fetch_attempts, config.read_timeout_s, config.heartbeat_s)
+    job = RankJob(load_id, 1, rank, 0, shared, pack_rank(plan.ranks[rank]), request.store, fetch)
+    memory = open_device(device)
+    try:
+        try:
+            link.begin()
+            RankLoader(link, job, memory).run()
+        finally:
+            link.end()
+        yield RankShard(plan.ranks[rank], memory)
+    finally:
+        memory.free()
+
+
+class _HostedLink(RayAgentLink):
+    """A rank's line to its agent that tells the agent of the load too, as no coordinator does."""
+
+    def __init__(self, node_id: str, config: Config, job: NodeJob) -> None:
+        super().__init__(node_id)
+        self._node_id = node_id
+        self._config = config
+        self._job = job
+
+    def begin(self) -> None:
+        """Returns when the agent has the slots that the load must have. Raises ArenaError, ClusterLost."""
+        coordinator = launch.ensure_coordinator(self._config)
+        agent = _answer(coordinator.agent_of.remote(self._node_id))
+        while not _answer(agent.begin.remote(self._job)):
+            time.sleep(BEGIN_EVERY_S)
+
+    def join(self, hello: RankHello) -> JoinReply:
+        reply = super().join(hello)
+        if not reply.known and reply.stop is None:  # the agent was restarted
+            self.begin()
+            reply = super().join(hello)
+        return reply
+
+    def end(self) -> None:
+        """The agent may forget the load. An agent that is gone has."""
+        with contextlib.suppress(RayError, ValueError):
+            handle = ray.get_actor(agent_name(self._node_id), namespace=NAMESPACE)
+            ray.get(handle.end.remote(self._job.load_id), timeout=CALL_TIMEOUT_S)
+
+
+def _answer(reference: Any) -> Any:
+    try:
+        return ray.get(reference, timeout=CALL_TIMEOUT_S)
+    except RayTaskError as error:
+        raise unwrapped(error) from None
+    except RayError as error:
+        raise ClusterLost("the node's agent does not answer", cause=type(error).__name__) from error

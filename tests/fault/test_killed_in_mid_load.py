@@ -1,0 +1,184 @@
+"""SIGKILL and SIGSTOP while a load runs, and after it: it ends READY and bit-exact, or says why not."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import cluster
+from actors.names import COORDINATOR
+from cluster import LoadedModel
+from tests.support.gated_proxy import GatedProxy
+from tests.support.ray_clusters import Longshore, eventually
+from tests.support.reference_slices import shard_differs
+from tests.support.stored_models import KV_HEADS, StoredModel
+
+pytestmark = pytest.mark.slow
+
+
+class HalfLoad:
+    """A load that is held in its middle: some chunks are placed, every fetch thread waits at the gate."""
+
+    def __init__(self, model: StoredModel, proxy: GatedProxy, pool: ThreadPoolExecutor) -> None:
+        self.stored, self.proxy, self._pool = model, proxy, pool
+
+    def begin(self, **options: Any) -> Future[LoadedModel]:
+        future = self._pool.submit(
+            cluster.load,
+            self.stored.uri,
+            tensor_parallel_size=2,
+            device="cpu",
+            **{**self.stored.options, "endpoint_url": self.proxy.endpoint_url, **options},
+        )
+        eventually(lambda: future.done() or self.proxy.held >= 8, "the load does not reach its middle", 60)
+        if future.done():
+            future.result()
+        return future
+
+    def is_exact(self, model: LoadedModel) -> bool:
+        return model.call(shard_differs, str(self.stored.folder), 2, 1, KV_HEADS) == [[], []]
+
+
+@pytest.fixture
+def half(longshore: Longshore, llama: StoredModel) -> Iterator[HalfLoad]:
+    with ThreadPoolExecutor(2) as pool, GatedProxy(llama.server.endpoint_url, ranges=10) as proxy:
+        yield HalfLoad(llama, proxy, pool)
+
+
+def test_a_killed_worker_is_replaced(longshore: Longshore, half: HalfLoad) -> None:
+    longshore.configure(empty=True)
+    loading = half.begin()
+    first, second = sorted(longshore.worker_pids())
+    longshore.kill(second)
+    replacement = second.removesuffix("-0") + "-1"
+    eventually(lambda: replacement in longshore.actor_names("worker-"), "no replacement came")
+    half.proxy.open()
+    with loading.result(120) as model:
+        assert [rank.incarnation for rank in model.report.ranks] == [0, 1]
+        assert half.is_exact(model)
+        assert sorted(longshore.worker_pids()) == [first, replacement]
+        assert sum(node.retries.get("worker_died", 0) for node in model.report.nodes) > 0
+
+
+def test_a_worker_that_dies_too_often_ends_the_load(longshore: Longshore, half: HalfLoad) -> None:
+    longshore.configure(empty=True, rank_restarts=0)
+    loading = half.begin()
+    longshore.kill(sorted(longshore.worker_pids())[0])
+    with pytest.raises(cluster.RankLost, match="rank 0 was lost 1 times"):
+        loading.result(60)
+    half.proxy.open()
+    longshore.assert_nothing_left()
+
+
+def test_a_killed_coordinator_kills_no_worker(longshore: Longshore, half: HalfLoad) -> None:
+    longshore.configure(empty=True)
+    loading = half.begin()
+    pids = longshore.worker_pids()
+    longshore.wait_restarted(COORDINATOR, longshore.kill(COORDINATOR))
+    half.proxy.open()
+    with loading.result(120) as model:
+        assert longshore.worker_pids() == pids
+        assert half.is_exact(model)
+        assert [m.progress.model_id for m in longshore.status().models] == [model.model_id]
+        assert model.report.verified == "blake3"
+        assert model.report.model_bytes == model.report.placed_bytes - _replicated_bytes(model)
+    longshore.assert_nothing_left()
+
+
+def _replicated_bytes(model: LoadedModel) -> int:
+    """Norms: what both ranks hold of a Llama."""
+    (norms, _) = model.call(lambda shard: sum(t.nbytes for name, t in shard.items() if "norm" in name))
+    return int(norms)
+
+
+def test_a_coordinator_killed_after_ready_is_not_missed(longshore: Longshore, half: HalfLoad) -> None:
+    half.proxy.open()
+    options = {**half.stored.options, "tensor_parallel_size": 2, "device": "cpu"}
+    model = cluster.load(half.stored.uri, **options)
+    pids = longshore.worker_pids()
+    longshore.wait_restarted(COORDINATOR, longshore.kill(COORDINATOR))
+    assert half.is_exact(model)
+    eventually(lambda: [m.progress.state for m in longshore.status().models] == ["ready"], "status does not show it")
+    assert longshore.worker_pids() == pids
+    again = cluster.load(half.stored.uri, **options)
+    assert again.model_id == model.model_id
+    assert again.report.resident
+    assert again.report.revision == model.report.revision
+    model.release()
+    assert half.is_exact(again)
+    again.release()
+    longshore.assert_nothing_left()
+
+
+def test_a_kept_model_stays_kept_when_the_coordinator_was_killed(longshore: Longshore, half: HalfLoad) -> None:
+    """Also when keep came later than the load, and when it was taken back."""
+    longshore.configure(holder_ttl_s=2)
+    half.proxy.open()
+    options = {**half.stored.options, "device": "cpu"}
+    cluster.load(half.stored.uri, **options).release()
+    first = cluster.load(half.stored.uri, **options)
+    second = cluster.load(half.stored.uri, keep=True, **options)
+    assert second.model_id == first.model_id
+    first.release()
+    second.release()
+    longshore.wait_restarted(COORDINATOR, longshore.kill(COORDINATOR))
+    eventually(lambda: [m.keep for m in longshore.status().models] == [True], "keep was forgotten")
+    cluster.release(first.model_id)
+    longshore.assert_nothing_left()
+
+
+def test_a_killed_agent_is_restarted_under_its_ranks(longshore: Longshore, half: HalfLoad) -> None:
+    longshore.configure(empty=True)
+    loading = half.begin()
+    pids = longshore.worker_pids()
+    (agent,) = longshore.actor_names("agent-")
+    longshore.wait_restarted(agent, longshore.kill(agent))
+    half.proxy.open()
+    with loading.result(120) as model:
+        assert longshore.worker_pids() == pids
+        assert half.is_exact(model)
+    longshore.assert_nothing_left()
+
+
+def test_agent_and_coordinator_killed_together_leave_no_worker_for_ever(longshore: Longshore, half: HalfLoad) -> None:
+    """Nobody is left who knows the model: its workers are found by their names, and ended."""
+    longshore.configure(empty=True, orphan_after_s=6)
+    half.proxy.open()
+    model = cluster.load(half.stored.uri, tensor_parallel_size=2, device="cpu", keep=True, **half.stored.options)
+    (agent,) = longshore.actor_names("agent-")
+    dead = longshore.kill(COORDINATOR), longshore.kill(agent)
+    longshore.wait_restarted(COORDINATOR, dead[0])
+    longshore.wait_restarted(agent, dead[1])
+    eventually(lambda: not longshore.actor_names("worker-"), "workers that nobody knows are still there", 40)
+    with pytest.raises(cluster.ModelNotFound):
+        model.call(len)
+
+
+def test_a_rank_lost_after_ready_is_filled_again(longshore: Longshore, half: HalfLoad) -> None:
+    half.proxy.open()
+    with cluster.load(half.stored.uri, tensor_parallel_size=2, device="cpu", **half.stored.options) as model:
+        lost = sorted(longshore.worker_pids())[1]
+        longshore.kill(lost)
+        with pytest.raises(cluster.RankLost):  # this worker is dead, or its place not filled yet
+            model.call(len)
+        eventually(lambda: longshore.status().models[0].progress.state == "ready", "it is not ready again", 60)
+        assert lost.removesuffix("-0") + "-1" in longshore.actor_names("worker-")
+        assert half.is_exact(model)
+    longshore.assert_nothing_left()
+
+
+def test_a_stopped_worker_is_taken_for_lost(longshore: Longshore, half: HalfLoad) -> None:
+    longshore.configure(empty=True, stuck_after_s=3)
+    loading = half.begin()
+    stopped = sorted(longshore.worker_pids())[0]
+    longshore.kill(stopped, signal.SIGSTOP)
+    replacement = stopped.removesuffix("-0") + "-1"
+    eventually(lambda: replacement in longshore.actor_names("worker-"), "it was not replaced", 60)
+    half.proxy.open()
+    with loading.result(120) as model:
+        assert [rank.incarnation for rank in model.report.ranks] == [1, 0]
+        assert half.is_exact(model)
