@@ -7,6 +7,7 @@ argv -> build_parser -> commands.run_<verb>(args) -> exit code
 from __future__ import annotations
 
 import argparse
+import contextlib
 import os
 import sys
 import traceback
@@ -16,7 +17,8 @@ from typing import Any
 from cluster import commands
 from cluster.errors import ConfigError
 from cluster.exit_codes import EXIT_CODES, INTERRUPTED, USAGE, exit_code
-from cluster.units import parse_bytes, printable
+from cluster.progress import say_on
+from cluster.units import parse_bytes
 from longshore.version import __version__
 from storage.errors import LongshoreError
 
@@ -26,20 +28,19 @@ CREDENTIALS = "Credentials come from the environment, the AWS profile or the mac
 def main(argv: Sequence[str] | None = None) -> int:
     """Run one command line; returns its exit code and never raises."""
     parser = build_parser()
+    for name in ("stdout", "stderr"):
+        if getattr(sys, name) is None:  # closed by whoever started us (`>&-`)
+            setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # for as long as the process lives
     try:
         args = parser.parse_args(argv)
     except SystemExit as exit_:  # argparse has printed help, the version or what is wrong
         return exit_.code if isinstance(exit_.code, int) else USAGE
     try:
         code: int = args.run(args)
-        sys.stdout.flush()
         return code
     except KeyboardInterrupt:
-        print("longshore: interrupted", file=sys.stderr)
+        say_on(sys.stderr, "longshore: interrupted")
         return INTERRUPTED
-    except BrokenPipeError:  # whoever read our output has seen enough
-        os.dup2(os.open(os.devnull, os.O_WRONLY), 1)
-        return 0
     except Exception as error:
         return _failed(error, args)
 
@@ -187,10 +188,11 @@ def _failed(error: Exception, args: argparse.Namespace) -> int:
     """Say what happened, once for people and with --json once for scripts; returns the exit code."""
     code = exit_code(error)
     if args.debug:
-        traceback.print_exception(error)
+        with contextlib.suppress(OSError):
+            traceback.print_exception(error)
     foreseen = isinstance(error, LongshoreError) or hasattr(error, "hint")
     text = str(error) if foreseen else f"{type(error).__name__}: {error} (--debug shows where)"
-    print(printable(f"longshore: {text}"), file=sys.stderr)
+    say_on(sys.stderr, f"longshore: {text}")
     if args.json:
         document: dict[str, Any] = {
             "type": type(error).__name__,
@@ -198,5 +200,6 @@ def _failed(error: Exception, args: argparse.Namespace) -> int:
             "hint": getattr(error, "hint", ""),
             "details": getattr(error, "details", {}),
         }
-        commands.print_json({"error": document, "exit_code": code})
+        with contextlib.suppress(OSError):  # it may be the very reason
+            commands.print_json({"error": document, "exit_code": code})
     return code

@@ -8,13 +8,14 @@ from __future__ import annotations
 
 import argparse
 import json
+import os
 import sys
 from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from cluster.errors import ConfigError
 from cluster.exit_codes import INTEGRITY, OK
-from cluster.progress import StagedDisplay, byte_counter, display_on, moment_of_load
+from cluster.progress import StagedDisplay, byte_counter, display_on, moment_of_load, say_on
 
 if TYPE_CHECKING:
     from rich.console import RenderableType
@@ -47,10 +48,10 @@ def run_load(args: argparse.Namespace) -> int:
         }
         _answer(args, {**report.as_dict(), **totals}, lambda: load_table(report))
         if args.keep and model.ends_with_process:
-            print(
+            say_on(
+                sys.stderr,
                 "longshore: no Ray cluster was running, so a local one was started; it ends now, and the model with it "
                 "(ray start --head starts one that stays)",
-                file=sys.stderr,
             )
     return OK
 
@@ -154,7 +155,7 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 def print_json(document: dict[str, Any]) -> None:
     """One document, one line feed at its end."""
-    print(json.dumps(document, indent=2, default=str))
+    _write(json.dumps(document, indent=2, default=str) + "\n")
 
 
 def _answer(args: argparse.Namespace, document: dict[str, Any], table: Callable[[], RenderableType]) -> None:
@@ -163,7 +164,29 @@ def _answer(args: argparse.Namespace, document: dict[str, Any], table: Callable[
         return
     from cluster.tables import console_on
 
-    console_on(sys.stdout).print(table(), soft_wrap=False)
+    console = console_on(sys.stdout)
+    with console.capture() as captured:
+        console.print(table(), soft_wrap=False)
+    _write(captured.get())
+
+
+def _write(text: str) -> None:
+    """Write the answer. A reader that has seen enough and left (`| head`) changes no exit code: the work is done."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _forget_stdout()
+    except OSError:
+        _forget_stdout()
+        raise
+
+
+def _forget_stdout() -> None:
+    """What is still buffered goes nowhere; else Python would try, fail and complain at the very end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
 
 
 def _sizes(args: argparse.Namespace) -> dict[str, Any]:

@@ -9,7 +9,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Callable, Iterator
-from contextlib import ExitStack, contextmanager
+from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
 from typing import Protocol, TextIO
 
@@ -45,7 +45,7 @@ def moment_of_load(progress: LoadProgress) -> Moment:
 
 
 class LineDisplay:
-    """A line at each change of state, and at most one every `interval_s` in between."""
+    """A line at each change of state, one when all bytes are done, and at most one every `interval_s` in between."""
 
     def __init__(
         self,
@@ -60,17 +60,21 @@ class LineDisplay:
         self._lock = threading.Lock()
         self._began: Moment | None = None  # first moment of the state that lasts
         self._shown_at_s = 0.0
+        self._complete = False  # all bytes of this state have been shown
 
     def show(self, moment: Moment) -> None:
         with self._lock:
             now_s = self._clock()
+            complete = 0 < moment.total_bytes <= moment.done_bytes
             if self._began is None or moment.state != self._began.state:
                 self._began = moment
+            elif complete and not self._complete:
+                pass
             elif now_s - self._shown_at_s < self._interval_s:
                 return
             self._shown_at_s = now_s
-            self._stream.write(line_of(moment, self._began) + "\n")
-            self._stream.flush()
+            self._complete = complete
+            say_on(self._stream, line_of(moment, self._began))
 
 
 def line_of(moment: Moment, began: Moment) -> str:
@@ -171,8 +175,7 @@ class StagedDisplay:
 
     def say(self, line: str) -> None:
         self._end_stage()
-        self._stream.write(printable(line) + "\n")
-        self._stream.flush()
+        say_on(self._stream, line)
 
     def _end_stage(self) -> None:
         self._display = None
@@ -183,6 +186,14 @@ class StagedDisplay:
 
     def __exit__(self, *_: object) -> None:
         self._end_stage()
+
+
+def say_on(stream: TextIO, line: str) -> None:
+    """One line, control characters written out. Whoever reads it may be gone, or the disk of the log full: the line
+    is lost then, and the command goes on, since what it does and the code it ends with count for more."""
+    with suppress(OSError):
+        stream.write(printable(line) + "\n")
+        stream.flush()
 
 
 @contextmanager

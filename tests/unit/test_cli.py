@@ -7,7 +7,7 @@ import json
 import os
 import subprocess
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -394,13 +394,53 @@ def test_python_dash_m(module: str) -> None:
     assert (done.returncode, done.stdout.split()[0]) == (0, "longshore")
 
 
-def test_a_reader_that_goes_away_is_no_error(model: Path) -> None:
+@pytest.fixture
+def broken_pipe() -> Iterator[int]:
+    """The writing end of a pipe whose reader has left."""
     reader, writer = os.pipe()
     os.close(reader)
-    command = [sys.executable, "-m", "longshore", "plan", str(model), "--json"]
-    done = subprocess.run(command, stdout=writer, stderr=subprocess.PIPE, text=True, timeout=60)
+    yield writer
     os.close(writer)
+
+
+def in_a_process(*argv: str, **streams: Any) -> subprocess.CompletedProcess[str]:
+    return subprocess.run([sys.executable, "-m", "longshore", *argv], text=True, timeout=60, check=False, **streams)
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_reader_that_goes_away_is_no_error(model: Path, broken_pipe: int, options: list[str]) -> None:
+    done = in_a_process("plan", str(model), *options, stdout=broken_pipe, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (0, "")
+
+
+@pytest.mark.parametrize("stream", ["stdout", "stderr"])
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_a_reader_that_goes_away_hides_no_damage(
+    run: Run, model: Path, broken_pipe: int, stream: str, options: list[str]
+) -> None:
+    run("publish", str(model))
+    shard = next(model.glob("*.safetensors"))
+    shard.write_bytes(shard.read_bytes()[:-1] + bytes([shard.read_bytes()[-1] ^ 1]))
+    done = in_a_process("verify", str(model), *options, **{"stdout": subprocess.DEVNULL, stream: broken_pipe})
+    assert done.returncode == 6
+
+
+def test_a_publish_ends_although_nobody_reads_its_progress(model: Path, broken_pipe: int) -> None:
+    done = in_a_process("publish", str(model), stdout=subprocess.DEVNULL, stderr=broken_pipe)
+    assert (done.returncode, (model / "longshore.manifest.json").exists()) == (0, True)
+
+
+@pytest.mark.parametrize("options", [[], ["--json"]])
+def test_an_answer_that_cannot_be_written_is_one_line_and_1(model: Path, options: list[str]) -> None:
+    with open("/dev/full", "w") as full:
+        done = in_a_process("plan", str(model), *options, stdout=full, stderr=subprocess.PIPE)
+    assert (done.returncode, done.stderr.count("\n")) == (1, 1)
+    assert "No space left" in done.stderr
+
+
+def test_closed_streams_are_no_error(model: Path) -> None:
+    command = [sys.executable, "-m", "longshore", "plan", str(model)]
+    assert subprocess.run(["sh", "-c", '"$@" >&- 2>&-', "sh", *command], timeout=60, check=False).returncode == 0
 
 
 def test_a_model_that_ends_with_the_command_is_said_to(

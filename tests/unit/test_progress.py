@@ -37,6 +37,24 @@ def test_lines_are_apart_unless_the_state_changes() -> None:
     assert [line.split() for line in lines] == [["0.0s", "a"], ["1.0s", "b"], ["3.9s", "b"]]
 
 
+def test_the_end_is_shown_once_however_soon_it_comes() -> None:
+    stream = io.StringIO()
+    display = LineDisplay(stream, clock=lambda: 0.0)
+    for done in (1, 2, 4, 4, 4):
+        display.show(Moment("publish", done, 4, 0.0))
+    assert ["(25 %)" in line or "(100 %)" in line for line in stream.getvalue().splitlines()] == [True, True]
+
+
+def test_a_stream_that_nobody_reads_stops_nothing() -> None:
+    class Gone(io.StringIO):
+        def write(self, text: str) -> int:
+            raise BrokenPipeError
+
+    with StagedDisplay(Gone()) as display:
+        display.say("first")
+        display.show(Moment("loading", 1, 2, 0.5))
+
+
 def test_a_line_says_how_far_and_how_fast() -> None:
     began = Moment("loading", 112_000_000, 1_024_000_000, 2.0)
     line = line_of(Moment("loading", 512_000_000, 1_024_000_000, 4.0, "1/4 ranks"), began)
