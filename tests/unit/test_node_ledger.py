@@ -1,0 +1,648 @@
+"""All loads of one node, whatever happens to its ranks, messages and agent: no wrong byte, no leak, always an end."""
+
+from __future__ import annotations
+
+import random
+from collections import Counter
+from dataclasses import replace
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
+
+from actors.node_ledger import NodeLedger
+from cluster.errors import ChunkFailed, LoadCancelled
+from cluster.fit import min_slots
+from cluster.messages import Orders, RankHello, RankUpdate
+from storage.chunk_cache import ChunkCache
+from storage.errors import (
+    ArenaTooSmall,
+    IntegrityError,
+    LongshoreError,
+    ObjectNotFound,
+    RangeMismatch,
+    ShortRead,
+    StoreUnavailable,
+    Throttled,
+)
+from storage.processes import ProcessId
+from tests.support.node_simulation import (
+    CHUNK_BYTES,
+    DEADLINE_S,
+    NodeSimulation,
+    SimLoad,
+    SimModel,
+    SimRank,
+    is_named,
+)
+
+FATES = ("arrives", "arrives", "arrives", "twice", "unanswered", "late", "lost")
+FAULTS = (StoreUnavailable, Throttled, ShortRead, RangeMismatch, IntegrityError, ObjectNotFound)
+
+contents = st.lists(st.integers(0, 9), min_size=1, max_size=10).map(tuple)
+models = st.builds(SimModel, contents, digests=st.just(True))
+# Chunks of models without digests are told apart by place: their contents must differ, within and between models.
+plain_models = st.builds(
+    lambda count, key, etag: SimModel(
+        tuple(range(100 * (1 + key), 100 * (1 + key) + count)), digests=False, etag=etag, key=f"m{key}"
+    ),
+    st.integers(1, 10),
+    st.integers(0, 0),
+    st.sampled_from(["v1", None]),
+)
+
+
+@st.composite
+def needs_of(draw: st.DrawFn, count: int) -> dict[int, list[int]]:
+    """1 to 3 ranks: all need all (tensor parallel), or each a part of its own (fully sharded), or anything."""
+    ranks = draw(st.integers(1, 3))
+    chunks = st.lists(st.integers(0, count - 1), unique=True, max_size=count)
+    kind = draw(st.sampled_from(["all", "parts", "any"]))
+    if kind == "all":
+        return {rank: list(range(count)) for rank in range(ranks)}
+    if kind == "parts":
+        return {rank: list(range(rank * count // ranks, (rank + 1) * count // ranks)) for rank in range(ranks)}
+    return {rank: draw(chunks) for rank in range(ranks)}
+
+
+def error_of(kind: type[LongshoreError], chunk: int) -> LongshoreError:
+    return kind("a fault of the test", shard="model.safetensors", chunk=chunk)
+
+
+class NodeMachine(RuleBasedStateMachine):
+    """Every rule is one event in the life of a node."""
+
+    @initialize(extra_slots=st.integers(0, 8), ready=st.integers(0, 3), seed=st.integers(0, 9))
+    def start(self, extra_slots: int, ready: int, seed: int) -> None:
+        self.node = NodeSimulation(min_slots(3) + extra_slots, ready, seed)
+
+    def _rank(self, index: int) -> SimRank | None:
+        living = [rank for rank in self.node.ranks if rank.works]
+        return living[index % len(living)] if living else None
+
+    def _load(self, index: int) -> SimLoad | None:
+        loads = [load for load in self.node.loads.values() if not load.ended]
+        return loads[index % len(loads)] if loads else None
+
+    @precondition(lambda self: len(self.node.loads) < 4)
+    @rule(model=st.one_of(models, models, plain_models), data=st.data())
+    def new_load(self, model: SimModel, data: st.DataObject) -> None:
+        self.node.add_load(model, data.draw(needs_of(len(model.contents))))
+
+    @precondition(lambda self: 0 < len(self.node.loads) < 4)
+    @rule(index=st.integers(0, 3), data=st.data())
+    def same_model_again(self, index: int, data: st.DataObject) -> None:
+        model = list(self.node.loads.values())[index % len(self.node.loads)].model
+        self.node.add_load(model, data.draw(needs_of(len(model.contents))))
+
+    @rule(index=st.integers(0, 3), rank=st.integers(0, 2))
+    def begin_and_start(self, index: int, rank: int) -> None:
+        load = self._load(index)
+        if load is not None:
+            self.node.begin(load)
+            if rank in load.needs:
+                self.node.start_rank(load, rank)
+
+    @rule(
+        index=st.integers(0, 8),
+        fate=st.sampled_from(FATES),
+        want=st.integers(0, 4),
+        wait=st.booleans(),
+        cancel=st.sampled_from([False] * 9 + [True]),
+    )
+    def message(self, index: int, fate: str, want: int, wait: bool, cancel: bool) -> None:
+        rank = self._rank(index)
+        if rank is not None:
+            rank.give_back_closed()
+            rank.exchange(fate, want, wait, cancel=cancel)
+
+    @rule(index=st.integers(0, 8))
+    def turn(self, index: int) -> None:
+        rank = self._rank(index)
+        if rank is not None:
+            self.node.take_turn(rank)
+
+    @rule(index=st.integers(0, 9))
+    def late_message(self, index: int) -> None:
+        self.node.late_message_arrives(index)
+
+    @rule(index=st.integers(0, 8), which=st.integers(0, 3))
+    def begin_write(self, index: int, which: int) -> None:
+        rank = self._rank(index)
+        if rank is not None:
+            rank.begin_write(which)
+
+    @rule(index=st.integers(0, 8), which=st.integers(0, 3), fault=st.sampled_from((None, None, None, *FAULTS)))
+    def end_write(self, index: int, which: int, fault: type[LongshoreError] | None) -> None:
+        rank = self._rank(index)
+        if rank is not None and rank.writing:
+            rank.end_write(None if fault is None else error_of(fault, 0), which)
+
+    @rule(index=st.integers(0, 8), which=st.integers(0, 3))
+    def place(self, index: int, which: int) -> None:
+        rank = self._rank(index)
+        if rank is not None:
+            rank.place(which)
+
+    @rule(index=st.integers(0, 8))
+    def process_dies(self, index: int) -> None:
+        rank = self._rank(index)
+        if rank is not None:
+            self.node.kill(rank)
+
+    @rule(index=st.integers(0, 8))
+    def process_hangs(self, index: int) -> None:
+        rank = self._rank(index)
+        if rank is not None:
+            rank.asleep = True
+
+    @rule(index=st.integers(0, 8))
+    def process_wakes(self, index: int) -> None:
+        asleep = [rank for rank in self.node.ranks if rank.alive and rank.asleep]
+        if asleep:
+            asleep[index % len(asleep)].asleep = False
+
+    @rule(index=st.integers(0, 3), rank=st.integers(0, 2), start=st.booleans())
+    def coordinator_gives_up_a_rank(self, index: int, rank: int, start: bool) -> None:
+        """Dead or not: the old process may live on for a while."""
+        load = self._load(index)
+        if load is not None and rank in load.needs:
+            self.node.give_up_rank(load, rank)
+            if start:
+                self.node.start_rank(load, rank)
+
+    @rule(index=st.integers(0, 3))
+    def end_load(self, index: int) -> None:
+        load = self._load(index)
+        if load is not None:
+            self.node.end_load(load)
+
+    @rule()
+    def agent_restarts(self) -> None:
+        self.node.restart_agent()
+
+    @rule(ready=st.integers(0, 16))
+    def slots_get_ready(self, ready: int) -> None:
+        self.node.add_ready(ready)
+
+    @rule(seconds=st.sampled_from([0.1, 1.0, 5.0, DEADLINE_S]))
+    def time_passes(self, seconds: float) -> None:
+        self.node.time_passes(seconds)
+
+    @rule()
+    def tick(self) -> None:
+        self.node.tick()
+
+    @invariant()
+    def a_load_that_cannot_go_on_says_where_and_why(self) -> None:
+        if hasattr(self, "node"):
+            for error in self.node.errors().values():
+                assert is_named(error), error
+
+    def teardown(self) -> None:
+        if hasattr(self, "node"):
+            self.node.settle()
+            self.node.check_reports()
+            self.node.check_nothing_is_left()
+
+
+TestNodeMachine = NodeMachine.TestCase
+TestNodeMachine.settings = settings(
+    max_examples=150, stateful_step_count=40, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+@settings(max_examples=60, deadline=None)
+@given(seed=st.integers(0, 2**32))
+def test_long_lives(seed: int) -> None:
+    """The same events as above in long random orders, with probabilities that let loads get far before they break."""
+    chance = random.Random(seed)
+    node = NodeSimulation(min_slots(3) + chance.randrange(6), chance.randrange(4), seed)
+    models = [SimModel(tuple(chance.randrange(30) for _ in range(chance.randrange(1, 30)))) for _ in range(2)]
+    for _ in range(chance.randrange(1, 4)):
+        model = chance.choice(models)
+        count, ranks = len(model.contents), chance.randrange(1, 4)
+        node.add_load(model, {rank: chance.sample(range(count), chance.randrange(count + 1)) for rank in range(ranks)})
+    trouble = chance.choice([0.02, 0.1, 0.3])
+    for _ in range(300):
+        for load in node.loads.values():
+            node.begin(load)
+            for rank in load.needs:
+                if chance.random() < 0.2:
+                    node.start_rank(load, rank)
+        node.add_ready(node.ready_slots + (chance.random() < 0.1))
+        for rank in [rank for rank in node.ranks if rank.works]:
+            if chance.random() < trouble:
+                misbehave(node, rank, chance)
+            else:
+                step(rank, chance)
+        if chance.random() < 0.3:
+            node.time_passes(chance.choice([0.5, 2.0]))
+        if chance.random() < trouble:
+            disturb(node, chance)
+        node.end_failed_loads()
+    node.settle()
+    node.check_reports()
+    node.check_nothing_is_left()
+
+
+def step(rank: SimRank, chance: random.Random) -> None:
+    """One thing that a healthy rank does."""
+    which = chance.randrange(8)
+    action = chance.randrange(5)
+    rank.give_back_closed()
+    if action == 0:
+        rank.begin_write(which)
+    elif action == 1:
+        rank.end_write(None, which)
+    elif action == 2:
+        rank.place(which)
+    else:
+        rank.exchange("arrives", chance.randrange(5), chance.random() < 0.3)
+
+
+def misbehave(node: NodeSimulation, rank: SimRank, chance: random.Random) -> None:
+    """One fault of a rank."""
+    action = chance.randrange(6)
+    if action == 0:
+        node.kill(rank)
+    elif action == 1:
+        rank.asleep = True
+    elif action == 2:
+        rank.end_write(error_of(chance.choice(FAULTS[:5]), 0))
+    elif action == 3 and chance.random() < 0.2:
+        rank.exchange(cancel=True)
+    else:
+        rank.exchange(chance.choice(FATES[3:]))
+
+
+def disturb(node: NodeSimulation, chance: random.Random) -> None:
+    """One event of the node or the coordinator."""
+    action = chance.randrange(8)
+    if action == 0:
+        node.time_passes(DEADLINE_S)
+    elif action == 1:
+        load = chance.choice(list(node.loads.values()))
+        node.give_up_rank(load, chance.choice(list(load.needs)))
+    elif action == 2 and chance.random() < 0.3:
+        node.restart_agent()
+    elif action == 3 and chance.random() < 0.1:
+        node.end_load(chance.choice(list(node.loads.values())))
+    elif action == 4:
+        for rank in node.ranks:
+            rank.asleep = False
+    elif action == 5:
+        node.late_message_arrives(chance.randrange(8))
+    else:
+        node.tick()
+
+
+# --- without faults ---------------------------------------------------------------------------------------------
+
+
+@settings(max_examples=50, deadline=None)
+@given(data=st.data(), seed=st.integers(0, 2**32))
+def test_without_faults_each_chunk_leaves_the_store_once(data: st.DataObject, seed: int) -> None:
+    """Also when ranks start late, models share bytes, and a model is loaded twice at once or once more."""
+    chance = random.Random(seed)
+    chosen = data.draw(st.lists(models, min_size=1, max_size=3))
+    needs = [data.draw(needs_of(len(model.contents))) for model in chosen]
+    different = {
+        c for model, parts in zip(chosen, needs, strict=True) for p in parts.values() for c in map(model.content, p)
+    }
+    node = NodeSimulation(max(len(different), 1) + sum(min_slots(len(parts)) for parts in needs))
+    for model, parts in zip(chosen, needs, strict=True):
+        node.add_load(model, parts)
+    for _ in range(400):
+        for load in node.loads.values():
+            for rank in load.needs:
+                if chance.random() < 0.05:
+                    node.start_rank(load, rank)
+        for rank in [rank for rank in node.ranks if rank.works]:
+            step(rank, chance)
+        node.time_passes(0.01)
+    node.settle()
+    by_content = [model.content(chunk) for (model, chunk), times in node.fetched.items() for _ in range(times)]
+    assert sorted(by_content) == sorted(different)  # type: ignore[type-var]
+    for load in node.loads.values():
+        report = node.ledger.report(load.load_id, "node", "host", 0)
+        assert report.store_chunks + report.cached_chunks == report.needed_chunks
+        assert (report.refetched_chunks, report.retries) == (0, {})
+    node.check_reports()
+    node.check_nothing_is_left()
+
+
+@settings(max_examples=20, deadline=None)
+@given(extra=st.integers(0, 4), ranks=st.integers(1, 3), loads=st.integers(1, 3), seed=st.integers(0, 2**32))
+def test_loads_far_larger_than_the_arena_end(extra: int, ranks: int, loads: int, seed: int) -> None:
+    """Any arena of `min_slots` does, for several loads too: they take turns."""
+    chance = random.Random(seed)
+    node = NodeSimulation(min_slots(ranks) + extra)
+    for number in range(loads):
+        model = SimModel(tuple(range(number * 80, number * 80 + 80)))
+        node.add_load(model, {rank: sorted(chance.sample(range(80), 60)) for rank in range(ranks)})
+    node.settle(rounds=1000)
+    node.check_reports()
+    assert max(Counter(node.fetched).values()) == 1
+    node.check_nothing_is_left()
+
+
+# --- one thing at a time ----------------------------------------------------------------------------------------
+
+
+def node_with(chunks: int = 6, ranks: int = 2, slots: int = 8) -> tuple[NodeSimulation, list[SimRank]]:
+    """A node with one load that every rank needs whole, its ranks joined."""
+    node = NodeSimulation(slots)
+    load = node.add_load(SimModel(tuple(range(chunks))), {rank: list(range(chunks)) for rank in range(ranks)})
+    for rank in range(ranks):
+        node.start_rank(load, rank)
+        load.seats[rank].say_hello()
+    return node, [load.seats[rank] for rank in range(ranks)]
+
+
+def test_what_an_unanswered_message_gave_is_given_again_after_a_hello():
+    node, (first, second) = node_with()
+    first.exchange("unanswered", want=4)
+    second.exchange(want=9)
+    assert [lease.chunk for lease in second.leases] == [4, 5]  # the agent thinks that the first fetches the others
+    first.say_hello()
+    second.exchange(want=9)
+    assert [lease.chunk for lease in second.leases] == [4, 5, 0, 1, 2, 3]
+    assert node.cache.stats().quarantined_slots == 0
+
+
+def test_a_late_hello_takes_nothing_from_its_own_rank():
+    node, (first, _) = node_with()
+    first.say_hello("late")
+    first.say_hello()
+    first.exchange(want=2)
+    first.begin_write()
+    node.late_message_arrives()
+    assert node.cache.stats().leased_slots == 2
+    while first.leases:
+        first.begin_write()
+        first.end_write()
+    first.exchange(want=0)
+    assert node.cache.stats().committed_slots == 2
+
+
+def test_a_late_loss_does_not_take_the_rank_from_its_new_process():
+    node, (first, _) = node_with()
+    load = first.load
+    node.kill(first)
+    node.give_up_rank(load, 0)
+    node.start_rank(load, 0)
+    fresh = load.seats[0]
+    fresh.say_hello()
+    node.ledger.rank_lost(load.load_id, 0, fresh.incarnation, node.now_s)
+    fresh.exchange(want=2)
+    assert [lease.chunk for lease in fresh.leases] == [0, 1]
+
+
+def test_chunks_of_a_rank_that_was_given_up_go_to_others_at_once_its_slots_do_not():
+    node, (first, second) = node_with(chunks=2)
+    first.exchange(want=2)
+    slots = {lease.slot for lease in first.leases}
+    node.give_up_rank(first.load, 0)
+    second.exchange(want=2)
+    assert [lease.chunk for lease in second.leases] == [0, 1]
+    assert not slots & {lease.slot for lease in second.leases}
+    assert node.cache.stats().quarantined_slots == 2
+    first.exchange()
+    assert isinstance(first.error, LongshoreError)  # it is told that another has the rank, and lets go
+    assert node.cache.stats().quarantined_slots == 0
+
+
+def test_a_slot_with_two_chunks_of_the_same_bytes_stays_until_both_are_read():
+    node = NodeSimulation(3)
+    load = node.add_load(SimModel((7, 7, 1, 2, 3, 4)), {0: [0, 1, 2, 3, 4, 5]})
+    node.start_rank(load, 0)
+    rank = load.seats[0]
+    rank.say_hello()
+    rank.exchange(want=1)
+    rank.begin_write()
+    rank.end_write()
+    rank.exchange(want=1)
+    assert [chunk for chunk, _ in rank.readable] == [0, 1]
+    assert [lease.chunk for lease in rank.leases] == [2]
+    rank.place()
+    rank.exchange(want=9)
+    assert len(rank.leases) == 2
+    while rank.leases:
+        rank.begin_write()
+        rank.end_write()
+    rank.place()  # chunk 1, out of the slot that chunk 0 was in
+    node.settle()
+    assert node.fetched[load.model, 0] + node.fetched[load.model, 1] == 1
+
+
+def test_a_resident_model_keeps_no_slots_from_others():
+    node = NodeSimulation(min_slots(2))
+    first = node.add_load(SimModel((1, 2)), {0: [0, 1], 1: [0]})
+    second = node.add_load(SimModel((3,)), {0: [0], 1: [0]})
+    assert not second.begun
+    node.settle()
+    assert first.done == {0, 1}
+    assert second.done == {0, 1}
+    # The process of a loaded rank dies: its slices are fetched again, beside whatever runs then.
+    node.kill(first.seats[0])
+    node.give_up_rank(first, 0)
+    third = node.add_load(SimModel((5, 6, 7, 8, 9)), {0: [0, 1, 2, 3, 4], 1: [4]})
+    node.settle()
+    assert third.done == {0, 1}
+    node.check_reports()
+
+
+def test_a_chunk_that_nobody_can_have_ends_its_load_only():
+    node, ranks = node_with(chunks=3)
+    other = node.add_load(SimModel((50, 51)), {0: [0, 1]})
+    while not node.errors():
+        for rank in ranks:
+            node.time_passes(1.0)
+            rank.exchange(want=1)
+            while rank.leases:
+                rank.begin_write()
+                rank.end_write(
+                    IntegrityError("flipped", shard="model.safetensors", chunk=rank.leases[0].chunk, found="b")
+                )
+    error = node.errors()["load-0"]
+    assert isinstance(error, IntegrityError)
+    assert {"shard", "chunk", "found", "rank", "pid"} <= error.details.keys()
+    for rank in ranks:
+        rank.exchange()
+        assert rank.error is error
+    node.settle()
+    assert other.done == {0}
+    node.check_nothing_is_left()
+
+
+@pytest.mark.parametrize("kind", [StoreUnavailable, ObjectNotFound, Throttled])
+def test_other_failures_end_as_chunk_failed_with_where_and_why(kind: type[LongshoreError]):
+    node, (first, second) = node_with(chunks=1)
+    for _ in range(40):
+        for rank in (first, second):
+            rank.exchange(want=1)
+            rank.begin_write()
+            rank.end_write(error_of(kind, 0))
+            node.time_passes(1.0)
+    error = next(iter(node.errors().values()))
+    assert isinstance(error, ChunkFailed)
+    assert error.details["cause"] == kind.__name__
+    assert (error.details["shard"], error.details["chunk"]) == ("model.safetensors", 0)
+    assert error.details["rank"] in (0, 1)
+
+
+def test_a_chunk_whose_holders_keep_dying_ends_the_load():
+    node, _ = node_with(chunks=1, ranks=1)
+    load = node.loads["load-0"]
+    while not node.errors():
+        seat = load.seats[0]
+        seat.exchange()
+        seat.exchange(want=1)
+        assert len(seat.leases) == 1
+        node.kill(seat)
+        node.tick()
+        node.give_up_rank(load, 0)
+        node.start_rank(load, 0)
+        node.time_passes(6.0)
+    error = node.errors()["load-0"]
+    assert isinstance(error, ChunkFailed)
+    assert error.details["cause"] == "worker_died"
+    assert is_named(error)
+
+
+def test_an_expired_lease_is_closed_and_its_slot_is_free_when_the_rank_says_so():
+    node, (first, second) = node_with(chunks=2)
+    first.exchange(want=2)
+    first.begin_write()
+    node.time_passes(DEADLINE_S)
+    second.exchange(want=2)
+    assert [lease.chunk for lease in second.leases] == [0, 1]
+    first.exchange(want=0)
+    assert len(first.closed) == 2
+    first.end_write()  # it does not stop for that, and reports a commit
+    first.give_back_closed()
+    assert node.cache.stats().quarantined_slots == 2
+    first.exchange(want=0)
+    assert node.cache.stats().quarantined_slots == 0
+    assert node.ledger.report("load-0", "node", "host", 0).retries == {"lease_expired": 2}
+    node.settle()
+    node.check_nothing_is_left()
+
+
+def test_ranks_of_an_ended_load_are_told_to_stop_and_let_go():
+    node, (first, second) = node_with()
+    first.exchange(want=4)
+    first.begin_write()
+    node.end_load(first.load)
+    assert node.cache.stats().quarantined_slots == 4
+    for rank in (first, second):
+        rank.exchange()
+        assert isinstance(rank.error, LoadCancelled)
+    assert node.cache.stats().free_slots == node.slot_count
+    late = SimRank(node, first.load, 1, 0)
+    late.say_hello()
+    assert isinstance(late.error, LoadCancelled)
+    with pytest.raises(LoadCancelled):
+        node.ledger.begin(first.load.job(), node.now_s)
+
+
+def test_a_rank_that_leaves_before_it_is_done_keeps_nobody_waiting():
+    node, (first, second) = node_with(slots=5, chunks=12)
+    first.exchange(want=3)
+    first.exchange(cancel=True)
+    assert node.cache.stats().free_slots == 5
+    for _ in range(20):
+        node.take_turn(second)
+    assert second.finished  # the cancelled rank's share of the arena did not stop it
+    assert node.errors() == {}
+
+
+def test_an_agent_that_restarts_leaves_what_its_ranks_use_alone_until_they_say_hello():
+    node, (first, second) = node_with(slots=8)
+    first.exchange(want=2)
+    first.begin_write()
+    first.end_write()
+    first.exchange(want=1)
+    second.exchange(want=0)
+    reading = {slot for _, slot in second.readable}
+    writing = {lease.slot for lease in first.leases}
+    node.restart_agent()
+    newcomer = node.add_load(SimModel((90, 91, 92, 93, 94)), {0: [0, 1, 2, 3, 4]})
+    node.start_rank(newcomer, 0)
+    newcomer.seats[0].say_hello()
+    newcomer.seats[0].exchange(want=5)
+    assert reading
+    assert writing
+    assert not (reading | writing) & {lease.slot for lease in newcomer.seats[0].leases}
+    node.settle()
+    assert node.fetched[first.load.model, 0] == 1  # what was committed is not fetched again
+    node.check_reports()
+    node.check_nothing_is_left()
+
+
+def test_begin_again_is_begun_once_and_a_newer_attempt_replaces_it():
+    node, (first, _) = node_with()
+    job = first.load.job()
+    first.exchange(want=3)
+    assert node.ledger.begin(job, 0.0)
+    assert node.cache.stats().leased_slots == 3
+    assert node.ledger.begin(replace(job, attempt=2), 0.0)
+    assert node.cache.stats().leased_slots == 0
+    first.exchange()
+    assert isinstance(first.error, LoadCancelled)
+    assert node.ledger.begin(job, 0.0)  # an old message changes nothing
+    node.ledger.end("load-0", 0.0)
+    node.check_nothing_is_left()
+
+
+def test_an_arena_that_can_never_do_is_refused_at_the_door():
+    node = NodeSimulation(4)
+    with pytest.raises(ArenaTooSmall, match="fewer slots"):
+        node.add_load(SimModel((1,)), {0: [0], 1: [0]})
+    small = NodeLedger(ChunkCache(9), CHUNK_BYTES - 1)
+    job = SimLoad("large", SimModel((1,)), {0: [0]}).job()
+    with pytest.raises(ArenaTooSmall, match="published in chunks of 8 bytes"):
+        small.begin(job, 0.0)
+    assert small.processes() == set()
+
+
+def test_a_load_without_chunks_is_complete_when_its_ranks_are_there():
+    node = NodeSimulation(3)
+    load = node.add_load(SimModel((1,)), {0: []})
+    node.settle()
+    assert load.done == {0}
+    node.check_reports()
+
+
+def test_the_heartbeat_says_who_is_there_and_hands_back_records():
+    node, (first, _) = node_with()
+    beat = node.ledger.beat("node", "host", "0", 5.0, ["load-0", "never"])
+    assert beat.records == {"load-0": b""}
+    assert {(rank.rank, rank.pid, rank.silent_s) for rank in beat.ranks} == {
+        (0, first.process.pid, 5.0),
+        (1, first.process.pid + 1, 5.0),
+    }
+    assert not beat.loads[0].complete
+    assert node.ledger.processes() == {rank.process for rank in node.ranks}
+
+
+def test_what_nobody_knows():
+    ledger = NodeLedger(ChunkCache(3), CHUNK_BYTES)
+    me = ProcessId(1, 1)
+    assert ledger.join(RankHello("x", 1, 0, 0, me), 0.0) is False
+    assert ledger.exchange(RankUpdate("x", 1, 0, 0, me, 1), 0.0) == (Orders(rejoin=True), False)
+    assert ledger.orders_for(RankUpdate("x", 1, 0, 0, me, 1), 0.0) == Orders(rejoin=True)
+    ledger.rank_lost("x", 0, 1, 0.0)
+    ledger.end("x", 0.0)
+    with pytest.raises(LongshoreError, match="does not know"):
+        ledger.report("x", "node", "host", 0)
+
+
+def test_a_node_that_cannot_go_on_ends_every_load_on_it():
+    node, (first, _) = node_with()
+    out_of_memory = ArenaTooSmall("shared memory ran out")
+    node.ledger.fail_all(out_of_memory)
+    first.exchange(want=1)
+    assert first.error is out_of_memory
