@@ -110,13 +110,14 @@ def run_readers(
                     return
                 work(job, reader)
 
-        running = [consumer_threads.submit(consume) for _ in range(consumers)]
+        running: list[Future[None]] = []
         try:
+            # Inside: a Ctrl-C that comes while these start must stop those that have, or all would be read first.
+            for _ in range(consumers):
+                running.append(consumer_threads.submit(consume))
             wait(running, return_when=FIRST_EXCEPTION)
         finally:
-            if any(future.done() and future.exception() for future in running) or not all(
-                future.done() for future in running
-            ):
+            if len(running) < consumers or not all(future.done() and not future.exception() for future in running):
                 stop.set()
             wait(running)
     errors = [error for future in running if (error := future.exception()) is not None]

@@ -2,12 +2,15 @@
 
 import threading
 from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
 from contextlib import closing
+from typing import Any
 
 import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from storage import streaming
 from storage.errors import ObjectNotFound, StoreUnavailable
 from storage.object_store import MemoryStore, ObjectStore
 from storage.ranges import ByteRange
@@ -73,6 +76,28 @@ def test_the_first_error_ends_all_of_it() -> None:
     store = FailingStore(inner, lambda key, r, number: key == "a")
     jobs = [(key, [64 * (i + 1) for i in range(1000)]) for key in "abcdefgh"]
     with pytest.raises(StoreUnavailable):
+        run(store, jobs, lambda key, index, view: None)
+    assert len(store.reads) < 7000
+    assert not [t for t in threading.enumerate() if t.name.startswith("longshore-")]
+
+
+@pytest.mark.parametrize("at", [1, 2, CONSUMERS])
+def test_ctrl_c_while_the_readers_start_ends_all_of_it(monkeypatch: pytest.MonkeyPatch, at: int) -> None:
+    class Interrupted(ThreadPoolExecutor):
+        submitted = 0
+
+        def submit(self, *args: Any, **kwargs: Any) -> Any:
+            future = super().submit(*args, **kwargs)
+            if self._thread_name_prefix.endswith("hash"):
+                self.submitted += 1
+                if self.submitted == at:
+                    raise KeyboardInterrupt
+            return future
+
+    monkeypatch.setattr(streaming, "ThreadPoolExecutor", Interrupted)
+    store = WrappedStore(MemoryStore({key: bytes(64) * 1000 for key in "abcdefgh"}))
+    jobs = [(key, [64 * (i + 1) for i in range(1000)]) for key in "abcdefgh"]
+    with pytest.raises(KeyboardInterrupt):
         run(store, jobs, lambda key, index, view: None)
     assert len(store.reads) < 7000
     assert not [t for t in threading.enumerate() if t.name.startswith("longshore-")]
