@@ -251,10 +251,14 @@ class _Publish:
 def _same_place(source: ObjectStore, dest: ObjectStore, policy: RetryPolicy) -> bool:
     """Whether both stores are one: copying objects over themselves would end badly.
 
-    Equal URIs are not enough, two servers can have a bucket of the same name; so something is written and looked for.
+    Equal URIs are not enough, two servers can have a bucket of the same name; nor needed, since a folder has many
+    names (links, mounts). So something is written and looked for.
     """
-    if source is dest or source.uri != dest.uri:
-        return source is dest
+    if source is dest:
+        return True
+    folders = source.uri.startswith("file:") and dest.uri.startswith("file:")
+    if source.uri != dest.uri and not folders:
+        return False
     token = uuid.uuid4().hex.encode()
     with_retries(lambda: dest.put(PROBE_KEY, token), policy)
     try:

@@ -17,6 +17,7 @@ from storage.errors import (
     PublishError,
     StoreUnavailable,
 )
+from storage.local import LocalStore
 from storage.manifest import MANIFEST_KEY, parse_manifest
 from storage.object_store import MemoryStore, ObjectInfo, ObjectStore, read_bytes
 from storage.publish import PublishProgress, PublishReport, publish
@@ -24,7 +25,7 @@ from storage.ranges import ByteRange
 from storage.retrying import RetryPolicy
 from storage.safetensors_header import encode_header
 from storage.verify import verify
-from tests.support.checkpoints import odd_objects, safetensors_bytes, sharded_objects
+from tests.support.checkpoints import odd_objects, safetensors_bytes, sharded_objects, write_objects
 from tests.support.faulty_stores import (
     ChecksumStore,
     DamagingStore,
@@ -405,3 +406,16 @@ def test_the_real_checkpoint_is_copied_and_verified(minilm_shards: Path, tmp_pat
         assert bad.start <= len(data) // 2 < bad.end
         dest.close()
     source.close()
+
+
+def test_a_folder_is_not_copied_onto_itself_by_another_name(tmp_path: Path) -> None:
+    write_objects(tmp_path / "model", odd_objects())
+    before = {path: path.stat().st_ino for path in (tmp_path / "model").iterdir()}
+    (tmp_path / "link").symlink_to("model")
+    report = publish(LocalStore(tmp_path / "model"), LocalStore(tmp_path / "link"), force=True)
+    assert report.copied_bytes == 0
+    assert verify(LocalStore(tmp_path / "model")).source == "manifest"
+    assert {path: path.stat().st_ino for path in before} == before
+    assert sorted(path.name for path in (tmp_path / "model").iterdir()) == sorted(
+        [*(path.name for path in before), MANIFEST_KEY]
+    )
