@@ -8,10 +8,12 @@ from __future__ import annotations
 
 import contextlib
 import errno
+import fcntl
 import os
 import secrets
 import socket
 import stat as stat_bits
+import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
@@ -28,7 +30,7 @@ from storage.errors import (
 from storage.object_store import ObjectInfo, check_key
 from storage.ranges import ByteRange
 
-_TEMP_PREFIX = ".longshore-"  # files being written; never listed
+_TEMP_PREFIX = ".longshore-"  # files being written, locked by their writer; never listed
 _TEMP_SUFFIX = ".part"
 _HINT_SAME_FILE = "was it replaced, or does this node see another copy? A path must be one shared file system"
 
@@ -40,6 +42,8 @@ class LocalStore:
         """The folder may be missing: reads say so, the first write makes it."""
         self._root = os.path.abspath(root)
         self.uri = f"file://{self._root}"
+        self._swept: set[str] = set()  # folders that were looked through for what killed writers left
+        self._lock = threading.Lock()
 
     def stat(self, key: str) -> ObjectInfo:
         """Size and version. Raises ObjectNotFound (which names this host), AccessDenied, StoreError."""
@@ -93,6 +97,7 @@ class LocalStore:
         with self._translated(key):
             self._check_inside(os.path.dirname(path), key)
             os.makedirs(os.path.dirname(path), exist_ok=True)
+            self._sweep(os.path.dirname(path))
             upload = _LocalUpload(self, key, path)
         try:
             yield upload
@@ -143,13 +148,23 @@ class LocalStore:
             below = os.path.relpath(folder, self._root)
             for name in names:
                 key = name if below == "." else f"{below}/{name}"
-                is_temporary = name.startswith(_TEMP_PREFIX) and name.endswith(_TEMP_SUFFIX)
-                if is_temporary or not key.startswith(prefix) or not key.isprintable() or "\\" in key:
+                if _is_temporary(name) or not key.startswith(prefix) or not key.isprintable() or "\\" in key:
                     continue
                 with contextlib.suppress(FileNotFoundError):
                     facts = os.stat(os.path.join(folder, name))
                     if stat_bits.S_ISREG(facts.st_mode):
                         yield _info(key, facts)
+
+    def _sweep(self, folder: str) -> None:
+        """Remove what killed writers left in `folder`, the first time something is written there."""
+        with self._lock:
+            if folder in self._swept:
+                return
+            self._swept.add(folder)
+        with contextlib.suppress(OSError):
+            for name in os.listdir(folder):
+                if _is_temporary(name):
+                    _remove_unless_locked(os.path.join(folder, name))
 
     @contextmanager
     def _translated(self, key: str | None) -> Iterator[None]:
@@ -171,7 +186,9 @@ class LocalStore:
                 raise AccessDenied("not allowed to open this file", **where) from error
             if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR):
                 raise StoreUnavailable("the file system failed", cause=cause, **where) from error
-            raise StoreError("the file system refused", cause=cause, **where) from error
+            hint = "free space there, or choose another place" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            said = f": {os.strerror(error.errno)}" if error.errno else ""
+            raise StoreError(f"the file system refused{said}", hint=hint, cause=cause, **where) from error
 
 
 class _LocalUpload:
@@ -181,8 +198,7 @@ class _LocalUpload:
         self._store = store
         self._key = key
         self._path = path
-        self._temp = os.path.join(os.path.dirname(path), f"{_TEMP_PREFIX}{secrets.token_hex(8)}{_TEMP_SUFFIX}")
-        self._file = os.open(self._temp, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        self._temp, self._file = _open_locked(os.path.dirname(path))
         self._open = True
 
     def write(self, data: memoryview) -> None:
@@ -218,6 +234,32 @@ class _LocalUpload:
     def _check_open(self) -> None:
         if not self._open:
             raise StoreError("the upload is over", uri=self._store.uri, key=self._key)
+
+
+def _is_temporary(name: str) -> bool:
+    return name.startswith(_TEMP_PREFIX) and name.endswith(_TEMP_SUFFIX)
+
+
+def _open_locked(folder: str) -> tuple[str, int]:
+    """Path and descriptor of a new temporary file; its lock goes with its writer, however that dies."""
+    while True:
+        path = os.path.join(folder, f"{_TEMP_PREFIX}{secrets.token_hex(8)}{_TEMP_SUFFIX}")
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
+        with contextlib.suppress(OSError):  # a file system without locks: nobody can take it for left over either
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file).st_nlink:
+            return path, file
+        os.close(file)  # somebody swept in the moment before the lock
+
+
+def _remove_unless_locked(path: str) -> None:
+    with contextlib.suppress(OSError):  # locked, gone, not ours, or no locks here: it stays
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path)
+        finally:
+            os.close(file)
 
 
 def _allowed_roots(root: str) -> Iterator[str]:

@@ -2,8 +2,13 @@
 
 from __future__ import annotations
 
+import errno
+import fcntl
 import os
+import signal
 import socket
+import subprocess
+import sys
 from pathlib import Path
 
 import pytest
@@ -133,6 +138,55 @@ def test_uploads_in_progress_are_not_listed(root: Path) -> None:
         with pytest.raises(StoreError, match="over"):
             upload.write(memoryview(b"6"))
     assert [path.name for path in root.rglob("*") if path.is_file()] == ["x"]
+
+
+def test_what_a_killed_writer_left_is_removed(root: Path) -> None:
+    writer = """
+import sys, os, signal
+from storage.local import LocalStore
+with LocalStore(sys.argv[1]).upload("a/x") as upload:
+    upload.write(memoryview(b"12345"))
+    os.kill(os.getpid(), signal.SIGKILL)
+"""
+    killed = subprocess.run([sys.executable, "-c", writer, str(root)], timeout=60, check=False)
+    assert killed.returncode == -signal.SIGKILL
+    assert len(list((root / "a").iterdir())) == 1
+    LocalStore(root).put("a/y", b"1")
+    assert [path.name for path in (root / "a").iterdir()] == ["y"]
+
+
+def test_what_somebody_writes_just_now_is_not_taken_for_left_over(root: Path) -> None:
+    with LocalStore(root).upload("x") as upload:
+        upload.write(memoryview(b"12345"))
+        LocalStore(root).put("y", b"1")
+        assert upload.complete().size_bytes == 5
+    assert sorted(path.name for path in root.iterdir()) == ["x", "y"]
+
+
+def test_a_sweep_between_making_and_locking_a_file(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    real = fcntl.flock
+    sweeps = iter([True, False])
+
+    def flock(file: int, operation: int) -> None:
+        if not operation & fcntl.LOCK_NB and next(sweeps):
+            for path in root.iterdir():
+                path.unlink()
+        real(file, operation)
+
+    monkeypatch.setattr(fcntl, "flock", flock)
+    LocalStore(root).put("x", b"1")
+    assert [path.name for path in root.iterdir()] == ["x"]
+
+
+def test_a_full_disk_is_said_in_words(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def write(file: int, data: memoryview) -> int:
+        raise OSError(errno.ENOSPC, "as the kernel does")
+
+    monkeypatch.setattr(os, "write", write)
+    with pytest.raises(StoreError, match=r"No space left on device.*free space") as caught:
+        LocalStore(root).put("x", b"1")
+    assert caught.value.details["cause"] == "ENOSPC"
+    assert list(root.iterdir()) == []
 
 
 def test_a_file_where_a_folder_should_be(root: Path) -> None:
