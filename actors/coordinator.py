@@ -26,7 +26,7 @@ from actors.planner import Planner
 from actors.saved_load import SavedLoad
 from actors.strays import end_strays
 from cluster.config import Config
-from cluster.errors import LoadCancelled, ModelNotFound
+from cluster.errors import LoadCancelled, ModelNotFound, RankLost
 from cluster.holders import Holders
 from cluster.load_state import Life, LoadState
 from cluster.messages import AgentBeat, BeatReply, LoadRequest
@@ -39,6 +39,7 @@ from storage.store_ref import Credentials
 
 ENDED_KEPT_S = 300.0  # a failed or released model stays listed for this long, so that its error can be read
 MOST_ENDED = 50
+REBUILD_S = 20.0  # an agent that has not told of its loads by then is gone
 
 
 class Coordinator:
@@ -54,6 +55,10 @@ class Coordinator:
         self._admission = asyncio.Lock()  # who takes which rank places is decided one load at a time
         self._keeper: asyncio.Task[None] | None = None
         self._tasks: set[asyncio.Task[None]] = set()
+        self._rebuilding: asyncio.Task[None] | None = None
+        self._told: set[str] = set()  # nodes whose agents have told of all their loads
+        self._heard = asyncio.Condition()
+        self._rebuilt = asyncio.Event()  # every agent has: before, a model that is not known may well be there
 
     # -- clients -----------------------------------------------------------------------------------------------
 
@@ -69,7 +74,7 @@ class Coordinator:
 
     async def load(self, request: LoadRequest) -> tuple[str, bool]:
         """(model id, True when it was resident or under way already). The caller holds it from now on."""
-        self._start_keeper()
+        await self._ready()
         if request.device == "auto":
             infos = await asyncio.to_thread(nodes.cluster_nodes, (), self._config.cpu_ranks_per_node)
             request = replace(request, device=resolve_device(infos, "auto"))
@@ -96,19 +101,30 @@ class Coordinator:
         self, model_id: str, seen: int, timeout_s: float
     ) -> tuple[int, LoadProgress, LoadReport | None, LongshoreError | None]:
         """The model's state as soon as it differs from version `seen`, or after `timeout_s`."""
-        record = self._record(model_id)
+        record = await self._record(model_id)
         async with record.changed:
             with contextlib.suppress(TimeoutError):
                 await asyncio.wait_for(record.changed.wait_for(lambda: record.version != seen), timeout=timeout_s)
         return record.version, record.progress(), record.report, record.error
 
     async def workers(self, model_id: str) -> list[Any]:
-        """Handles of a READY model's workers, by rank. Raises ModelNotFound, or why the model is not ready."""
-        record = self._record(model_id)
+        """Handles of a model's workers, by rank. Raises RankLost while one is replaced, else why it cannot be used."""
+        record = await self._record(model_id)
+        async with record.changed:
+            # Who asks has had it ready: it is LOADING only until a restarted coordinator has heard its ranks.
+            with contextlib.suppress(TimeoutError):
+                settled = record.changed.wait_for(lambda: record.life.state is not LoadState.LOADING)
+                await asyncio.wait_for(settled, REBUILD_S)
         if record.error is not None:
             raise record.error
         if not record.life.is_ready:
-            raise ModelNotFound("the model is not ready", model=model_id, state=record.life.state.value)
+            raise RankLost(
+                "a rank of the model is being filled again",
+                hint="longshore status shows when it is ready",
+                model=model_id,
+                state=record.life.state.value,
+                rank=next((rank for rank, life in enumerate(record.life.ranks) if not life.ready), None),
+            )
         return [record.seats[rank].worker for rank in sorted(record.seats)]
 
     async def renew(self, client_id: str, model_ids: list[str]) -> list[str]:
@@ -121,14 +137,14 @@ class Coordinator:
 
     async def supply(self, model_id: str, credentials: Credentials) -> None:
         """Credentials that an earlier incarnation of this actor was told, and did not save."""
-        record = self._record(model_id)
+        record = await self._record(model_id)
         record.request = replace(record.request, store=replace(record.request.store, credentials=credentials))
         record.credentials_missing = False
         await record.touch()
 
     async def release(self, model_id: str, client_id: str | None, *, force: bool = False) -> bool:
         """Drop one hold, or with `force` all of them and `keep`. True when the memory is being freed."""
-        record = self._record(model_id)
+        record = await self._record(model_id)
         if force:
             record.holders = Holders()
         elif client_id is not None:
@@ -140,7 +156,7 @@ class Coordinator:
 
     async def unkeep(self, model_id: str) -> bool:
         """Take the keep flag away; the model goes when nobody holds it. True when it is being freed."""
-        record = self._record(model_id)
+        record = await self._record(model_id)
         record.holders = Holders(False, record.holders.heard_s)
         freed = await self.release(model_id, None)
         if not freed:
@@ -148,6 +164,7 @@ class Coordinator:
         return freed
 
     async def status(self) -> ClusterStatus:
+        await self._ready()
         now_s = time.monotonic()
         agents = tuple(
             NodeStatus(
@@ -166,9 +183,11 @@ class Coordinator:
 
     async def shutdown(self) -> None:
         """End every model and agent. For a cluster that is about to stop; the caller then ends this actor."""
+        await self._ready()
         for record in list(self._models.values()):
             await self._end(record, LoadCancelled("the cluster is shut down", model=record.model_id))
-        await asyncio.gather(*(self._end_agent(node_id) for node_id in list(self._beats)), return_exceptions=True)
+        agents = await asyncio.to_thread(spawn.agent_node_ids) | set(self._beats)
+        await asyncio.gather(*(self._end_agent(node_id) for node_id in agents), return_exceptions=True)
         if self._keeper is not None:
             self._keeper.cancel()
         await self._planner.close()
@@ -187,6 +206,10 @@ class Coordinator:
             if packed:  # else a load that no coordinator began (`actors.hosting`)
                 self._adopt(load_id, packed, beat)
         unknown = tuple(load.load_id for load in beat.loads if load.load_id not in self._models)
+        if set(unknown) <= set(beat.records):
+            self._told.add(beat.node_id)
+            async with self._heard:
+                self._heard.notify_all()
         ended = tuple(
             load.load_id
             for load in beat.loads
@@ -210,9 +233,26 @@ class Coordinator:
         self._begin_again(beat)
         return BeatReply(self._incarnation, unknown, ended)
 
+    async def _ready(self) -> None:
+        self._start_keeper()
+        await self._rebuilt.wait()
+
+    async def _rebuild(self) -> None:
+        """Wait for the agents that are there already: there are some when an earlier incarnation was killed."""
+        try:
+            agents = await asyncio.to_thread(spawn.agent_node_ids)
+            async with self._heard:
+                all_told = self._heard.wait_for(lambda: agents <= self._told)
+                await asyncio.wait_for(all_told, REBUILD_S)
+        except (TimeoutError, RayError):
+            pass  # an agent that has not told by now is gone
+        finally:
+            self._rebuilt.set()
+
     # -- inside ------------------------------------------------------------------------------------------------
 
-    def _record(self, model_id: str) -> ModelRecord:
+    async def _record(self, model_id: str) -> ModelRecord:
+        await self._ready()
         record = self._models.get(model_id)
         if record is None:
             raise ModelNotFound(
@@ -272,6 +312,8 @@ class Coordinator:
             spawn.end_actor(agent)
 
     def _start_keeper(self) -> None:
+        if self._rebuilding is None:
+            self._rebuilding = asyncio.get_running_loop().create_task(self._rebuild())
         if self._keeper is None or self._keeper.done():
             self._keeper = asyncio.get_running_loop().create_task(self._keep_house())
 

@@ -13,10 +13,12 @@ import ray
 from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
+from actors import spawn
 from actors.model_record import ModelRecord
 from cluster.errors import ClusterError, NotEnoughResources
 from cluster.messages import LoadRequest, NodeFacts
 from cluster.topology import NodeInfo
+from storage.errors import ArenaError
 
 GROUP_GRACE_S = 10.0  # resources that are free are given within seconds
 
@@ -49,11 +51,19 @@ def cluster_nodes(others: Iterable[ModelRecord], cpu_ranks_per_node: int) -> lis
 
 
 async def facts_of(agents: dict[str, Any], timeout_s: float) -> dict[str, NodeInfo]:
-    """What each agent says of its node. Raises what an agent raised: ArenaTooLarge, VersionMismatch..."""
+    """What each agent says of its node. Raises what an agent raised: ArenaTooLarge...
+
+    An agent that cannot have its arena is ended, so that the next load tries anew.
+    """
     node_ids = list(agents)
-    answers: list[NodeFacts] = await asyncio.gather(
-        *(asyncio.wait_for(agents[node_id].facts.remote(), timeout_s) for node_id in node_ids)
-    )
+    asked = [asyncio.wait_for(agents[node_id].facts.remote(), timeout_s) for node_id in node_ids]
+    answers: list[NodeFacts | BaseException] = await asyncio.gather(*asked, return_exceptions=True)
+    failures = [answer for answer in answers if isinstance(answer, BaseException)]
+    for node_id, answer in zip(node_ids, answers, strict=True):
+        if isinstance(getattr(answer, "cause", answer), ArenaError):
+            await asyncio.to_thread(spawn.end_actor, agents[node_id])
+    if failures:
+        raise failures[0]
     return {
         node_id: NodeInfo(
             node_id=node_id,
@@ -63,6 +73,7 @@ async def facts_of(agents: dict[str, Any], timeout_s: float) -> dict[str, NodeIn
             arena_bytes=facts.arena_bytes,
         )
         for node_id, facts in zip(node_ids, answers, strict=True)
+        if isinstance(facts, NodeFacts)
     }
 
 

@@ -41,6 +41,14 @@ def start_agent(node_id: str, host: str, config: Config) -> Any:
     )
 
 
+def agent_node_ids() -> set[str]:
+    """Nodes that have an agent, one that is being restarted included."""
+    named = ray.util.list_named_actors(all_namespaces=True)
+    names = {actor["name"] for actor in named if actor["namespace"] == NAMESPACE}
+    prefix = agent_name("")
+    return {name.removeprefix(prefix) for name in names if name.startswith(prefix)}
+
+
 def find_agent(node_id: str) -> Any | None:
     with contextlib.suppress(ValueError):
         return ray.get_actor(agent_name(node_id), namespace=NAMESPACE)
