@@ -1,0 +1,226 @@
+"""One node in this process: a real agent over a real arena, ranks in threads, a store in memory. No Ray.
+
+plan_of(objects, sizes) -> LoadPlan
+LocalNode(folder, slots) -- begin(plan) --> loaders(plan, store) -- run_all --> reports or errors, by rank
+"""
+
+from __future__ import annotations
+
+import gc
+import os
+import threading
+import time
+from collections.abc import Iterator, Mapping, Sequence
+from contextlib import contextmanager
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+
+import numpy as np
+
+from actors.device import CpuDevice
+from actors.executor import AgentLink, RankLoader
+from actors.node_agent import NodeAgent
+from cluster.config import Config
+from cluster.errors import ClusterLost
+from cluster.fit import min_slots
+from cluster.layout import Layout
+from cluster.layout_rules import rules_for
+from cluster.load_plan import LoadPlan
+from cluster.messages import FetchSettings, JoinReply, NodeJob, Orders, RankHello, RankJob, RankUpdate, StoreAccess
+from cluster.model_config import read_model_config
+from cluster.packed_plan import pack_rank, pack_shared
+from cluster.planning import build_load_plan
+from cluster.report import NodeReport, RankReport
+from storage.checkpoint import open_model
+from storage.checksum import digest_of
+from storage.object_store import MemoryStore, ObjectStore
+from storage.store_ref import StoreRef
+
+HEARTBEAT_S = 0.05
+SLOT_BYTES = 1 << 20
+
+
+def plan_of(
+    objects: Mapping[str, bytes], sizes: tuple[int, int, int] = (1, 1, 1), chunk_bytes: int = 4096, digests: bool = True
+) -> LoadPlan:
+    """A plan for (tensor parallel, fully sharded, data parallel) `sizes`, its chunks with the digests of `objects`."""
+    store = MemoryStore(dict(objects))
+    index = open_model(store, chunk_bytes=chunk_bytes)
+    if digests:
+        chunks = index.chunks
+        found = []
+        for chunk in range(len(chunks)):
+            span = chunks.byte_range(chunk)
+            found.append(digest_of("blake3", objects[index.shards[chunks.shard[chunk]].key][span.start : span.end]))
+        table = np.frombuffer(b"".join(found), np.uint8).reshape(len(chunks), -1)
+        index = replace(index, chunks=replace(chunks, hash_name="blake3", digests=table))
+    config = read_model_config(store, index) if sizes[0] > 1 else None
+    return build_load_plan(index, Layout(*sizes), rules_for(config, None), config)
+
+
+@dataclass
+class Rank:
+    """A loader and where its tensors are."""
+
+    loader: RankLoader
+    device: CpuDevice
+    outcome: RankReport | BaseException | None = None
+
+    def run(self) -> None:
+        try:
+            self.outcome = self.loader.run()
+        except BaseException as error:
+            self.outcome = error
+
+    def tensor_bytes(self) -> dict[str, tuple[tuple[int, ...], bytes]]:
+        """name -> (shape in elements of the dtype, bytes)."""
+        import torch
+
+        tensors = self.device.tensors(self.loader.plan.slices)
+        shapes = {piece.name: piece.sizes for piece in self.loader.plan.slices}
+        return {
+            name: (shapes[name], tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes())
+            for name, tensor in tensors.items()
+        }
+
+
+class LocalNode:
+    """Settings are those of `Config`; its heartbeat is short, so that nothing waits long."""
+
+    def __init__(self, folder: Path, slots: int, **settings: object) -> None:
+        self.folder = folder
+        values = {"arena_bytes": slots * SLOT_BYTES, "slot_bytes": SLOT_BYTES, "heartbeat_s": HEARTBEAT_S, **settings}
+        self.config = Config.model_validate(values)
+        self.agent = self.start_agent()
+        self.loads = 0
+
+    def start_agent(self) -> NodeAgent:
+        return NodeAgent(self.config, "cluster", "node", directory=str(self.folder))
+
+    def begin(self, plan: LoadPlan, load_id: str = "", ranks: Sequence[int] = (), done: Sequence[int] = ()) -> str:
+        """Tell the agent of a load; waits for its slots. Returns the load's id."""
+        self.loads += not load_id
+        load_id = load_id or f"load-{self.loads}"
+        ranks = ranks or range(len(plan.ranks))
+        job = NodeJob(
+            load_id=load_id,
+            attempt=1,
+            shared=pack_shared(plan),
+            store_identity="twin",
+            needs={rank: plan.ranks[rank].chunk_ids for rank in ranks},
+            done=frozenset(done),
+            min_slots=min_slots(len(ranks)),
+            chunk_attempts=self.config.chunk_attempts,
+            lease_deadline_s=self.config.lease_deadline_s,
+            record=b"",
+        )
+        while not self.agent.begin(job):
+            time.sleep(0.01)
+        return load_id
+
+    def job(self, plan: LoadPlan, load_id: str, rank: int, incarnation: int = 0) -> RankJob:
+        fetch = FetchSettings(self.config.fetch_threads, self.config.fetch_attempts, 5.0, HEARTBEAT_S)
+        access = StoreAccess(StoreRef("file", "", "/nowhere"))
+        return RankJob(load_id, 1, rank, incarnation, pack_shared(plan), pack_rank(plan.ranks[rank]), access, fetch)
+
+    def ranks(self, plan: LoadPlan, store: ObjectStore, load_id: str, link: AgentLink | None = None) -> list[Rank]:
+        """A loader for every rank of the plan, not yet running."""
+        found = []
+        for rank in range(len(plan.ranks)):
+            device = CpuDevice()
+            loader = RankLoader(link or self.agent, self.job(plan, load_id, rank), device, store=store)
+            found.append(Rank(loader, device))
+        return found
+
+    def load(self, plan: LoadPlan, store: ObjectStore) -> tuple[list[Rank], NodeReport]:
+        """Begin and run all ranks; raises the first error of any."""
+        load_id = self.begin(plan)
+        ranks = self.ranks(plan, store, load_id)
+        run_all(ranks)
+        for rank in ranks:
+            if isinstance(rank.outcome, BaseException):
+                raise rank.outcome
+        return ranks, self.agent.report(load_id)
+
+
+@contextmanager
+def local_node(folder: Path, slots: int, **settings: object) -> Iterator[LocalNode]:
+    """A node that is shut down at the end."""
+    node = LocalNode(folder, slots, **settings)
+    try:
+        yield node
+    finally:
+        node.agent.shutdown()
+
+
+def start_all(ranks: Sequence[Rank]) -> list[threading.Thread]:
+    threads = [threading.Thread(target=rank.run) for rank in ranks]
+    for thread in threads:
+        thread.start()
+    return threads
+
+
+def run_all(ranks: Sequence[Rank]) -> None:
+    """Every rank in a thread, until all have ended."""
+    for thread in start_all(ranks):
+        thread.join()
+
+
+@dataclass
+class SwitchedLink:
+    """A link to an agent that can be cut, and later leads to another agent."""
+
+    agent: NodeAgent
+    cut: threading.Event = field(default_factory=threading.Event)
+    calls: int = 0
+    lose_answer: int = 0  # so many answers of exchanges get lost after the agent has acted on the message
+
+    def join(self, hello: RankHello) -> JoinReply:
+        self._check()
+        return self.agent.join(hello)
+
+    def exchange(self, update: RankUpdate) -> Orders:
+        self._check()
+        self.calls += 1
+        orders = self.agent.exchange(update)
+        if self.lose_answer > 0:
+            self.lose_answer -= 1
+            raise ClusterLost("the answer got lost")
+        return orders
+
+    def coordinator_age_s(self) -> float:
+        self._check()
+        return self.agent.coordinator_age_s()
+
+    def _check(self) -> None:
+        if self.cut.is_set():
+            raise ClusterLost("the link is cut")
+
+
+class Belongings:
+    """Threads, open files and mappings of this process, to be compared after a test."""
+
+    def __init__(self) -> None:
+        self.threads = {thread.ident for thread in threading.enumerate()}
+        self.files = self._files()
+        self.arenas = self._arenas()
+
+    def _files(self) -> list[str]:
+        gc.collect()
+        found = []
+        for entry in os.listdir("/proc/self/fd"):
+            try:
+                found.append(os.readlink(f"/proc/self/fd/{entry}"))
+            except OSError:
+                continue
+        return sorted(name for name in found if "/dev/shm" in name or "pipe:" in name or "socket:" in name)
+
+    def _arenas(self) -> int:
+        return sum("longshore-arena" in line for line in Path("/proc/self/maps").read_text().splitlines())
+
+    def check(self) -> None:
+        """Raises AssertionError that names what is there now and was not before."""
+        new = [thread.name for thread in threading.enumerate() if thread.ident not in self.threads]
+        assert not new, f"threads left: {new}"
+        assert self._files() == self.files
+        assert self._arenas() == self.arenas
