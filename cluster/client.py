@@ -133,10 +133,10 @@ def plan(
         credentials=credentials,
         layout_rules=layout_rules,
     )
-    _, load_plan = prepare_plan(request, chunk_bytes=config.chunk_bytes, read_timeout_s=config.read_timeout_s)
-    per_node = ranks_per_node or request.world_size
+    per_node = request.world_size if ranks_per_node is None else ranks_per_node
     if per_node < 1:
         raise ConfigError(f"ranks_per_node must be at least 1, not {ranks_per_node}")
+    _, load_plan = prepare_plan(request, chunk_bytes=config.chunk_bytes, read_timeout_s=config.read_timeout_s)
     return summarize_plan(load_plan, spread_evenly(request.world_size, per_node))
 
 
@@ -162,7 +162,7 @@ def publish(
     """
     from storage.publish import publish as publish_store
 
-    config = config or Config.from_env()
+    config = (config or Config.from_env()).changed(chunk_bytes=chunk_bytes)
     options = StoreOptions(endpoint_url, region, profile, anonymous)
     with contextlib.ExitStack() as stack:
         source, only_key = open_uri(uri_or_path, options, credentials, config.read_timeout_s)
@@ -178,7 +178,7 @@ def publish(
             source,
             target,
             hash_name=hash_name,
-            chunk_bytes=chunk_bytes or config.chunk_bytes,
+            chunk_bytes=config.chunk_bytes,
             force=force,
             progress=progress,
             only_key=only_key,

@@ -12,6 +12,7 @@ from cluster.errors import ConfigError
 
 ENV_PREFIX = "LONGSHORE_"
 MIB = 1 << 20
+MAX_S = 1_000_000.0  # more than eleven days is a slip, and more than sockets and locks can be told to wait is a crash
 
 
 class Config(BaseModel):
@@ -23,15 +24,19 @@ class Config(BaseModel):
     slot_bytes: int = Field(8 * MIB, ge=MIB, le=16 * MIB)  # one arena slot: the largest chunk that can be loaded
     chunk_bytes: int = Field(8 * MIB, ge=MIB, le=16 * MIB)  # chunk size for models without a manifest
     fetch_threads: int = Field(4, ge=1, le=64)  # requests in flight per rank
-    lease_deadline_s: float = Field(60.0, gt=0)  # a chunk not committed by then goes back to the queue
-    read_timeout_s: float = Field(20.0, gt=0)  # no byte for this long fails a read
+    lease_deadline_s: float = Field(60.0, gt=0, le=MAX_S)  # a chunk not committed by then goes back to the queue
+    read_timeout_s: float = Field(20.0, gt=0, le=MAX_S)  # no byte for this long fails a read
     fetch_attempts: int = Field(4, ge=1)  # tries of one chunk by one worker before another gets it
     chunk_attempts: int = Field(3, ge=1)  # workers a chunk is tried by before the load fails
     rank_restarts: int = Field(3, ge=0)  # replacements of one rank's worker before the load fails
-    heartbeat_s: float = Field(0.5, gt=0)  # worker to agent, agent to coordinator
-    stuck_after_s: float = Field(60.0, gt=0)  # a rank that is alive without progress for this long is replaced
-    orphan_after_s: float = Field(120.0, gt=0)  # agents and workers end themselves after this long without coordinator
-    holder_ttl_s: float = Field(30.0, gt=0)  # a client not heard of for this long no longer holds its models
+    heartbeat_s: float = Field(0.5, gt=0, le=MAX_S)  # worker to agent, agent to coordinator
+    stuck_after_s: float = Field(
+        60.0, gt=0, le=MAX_S
+    )  # a rank that is alive without progress for this long is replaced
+    orphan_after_s: float = Field(
+        120.0, gt=0, le=MAX_S
+    )  # agents and workers end themselves after this long without coordinator
+    holder_ttl_s: float = Field(30.0, gt=0, le=MAX_S)  # a client not heard of for this long no longer holds its models
     cpu_ranks_per_node: int = Field(8, ge=1)  # bound for device="cpu", which takes no Ray resource
     host_reserve_bytes: int = Field(512 * MIB, ge=0)  # host memory a plan leaves free on each node
     device_reserve_bytes: int = Field(512 * MIB, ge=0)  # device memory a plan leaves free on each GPU
@@ -47,10 +52,18 @@ class Config(BaseModel):
             if ENV_PREFIX + name.upper() in environ
         }
         values.update({name: value for name, value in overrides.items() if value is not None})
+        return cls._checked(values, ENV_PREFIX)
+
+    def changed(self, **overrides: Any) -> Config:
+        """These settings with other values where `overrides` are not None. Raises ConfigError."""
+        given = {name: value for name, value in overrides.items() if value is not None}
+        return self._checked({**self.model_dump(), **given}, "") if given else self
+
+    @classmethod
+    def _checked(cls, values: dict[str, Any], prefix: str) -> Config:
         try:
             return cls(**values)
         except ValidationError as error:
-            problems = "; ".join(
-                f"{ENV_PREFIX}{'.'.join(map(str, e['loc'])).upper()}: {e['msg']}" for e in error.errors()
-            )
+            found = ((".".join(map(str, e["loc"])), e["msg"]) for e in error.errors())
+            problems = "; ".join(f"{prefix}{name.upper() if prefix else name}: {said}" for name, said in found)
             raise ConfigError(f"bad settings: {problems}") from error

@@ -216,8 +216,13 @@ def _schema_problems(error: ValidationError) -> Problems:
         if entry["loc"] == ("format",):
             return Problems([f"not a Longshore manifest: format is {quote(entry['input'])}"])
         if entry["loc"] == ("version",):
+            found_version = entry["input"]
+            newer = isinstance(found_version, int) and found_version > MANIFEST_VERSION
             return Problems(
-                [f"manifest version {quote(entry['input'])}, this Longshore reads version {MANIFEST_VERSION}"]
+                [
+                    f"manifest version {quote(found_version)}, this Longshore reads version {MANIFEST_VERSION}"
+                    + (": update Longshore to read it" if newer else "")
+                ]
             )
     return Problems(
         f"{quote('.'.join(map(str, entry['loc'])))[1:-1]}: {entry['msg']}" if entry["loc"] else entry["msg"]

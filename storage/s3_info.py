@@ -8,6 +8,7 @@ import hashlib
 import re
 from collections.abc import Mapping
 from typing import Any
+from urllib.parse import urlsplit
 
 from botocore import exceptions as boto
 from botocore.exceptions import ClientError
@@ -62,6 +63,8 @@ def error_code(error: Exception) -> str:
 def from_botocore_error(error: Exception, *, uri: str, key: str | None = None) -> StoreError:
     """Our error for one of botocore's. Its texts are not quoted: they may show parameters."""
     where: dict[str, Any] = {"uri": uri, "key": key}
+    if tried := _endpoint_of(error):
+        where["endpoint"] = tried
     if isinstance(error, ClientError):
         answer = error.response
         meta = answer.get("ResponseMetadata", {})
@@ -86,7 +89,9 @@ def from_botocore_error(error: Exception, *, uri: str, key: str | None = None) -
                 hint="name your CA's PEM file in AWS_CA_BUNDLE or ca_bundle",
                 **where,
             )
-        return StoreUnavailable("the connection to the store failed", cause="SSLError", **where)
+        return StoreUnavailable(
+            "the connection to the store failed", hint="does the server speak https?", cause="SSLError", **where
+        )
     if isinstance(error, boto.ConnectTimeoutError | boto.ReadTimeoutError):
         return StoreUnavailable("the store did not answer in time", **where)
     if isinstance(error, boto.EndpointConnectionError):
@@ -96,3 +101,15 @@ def from_botocore_error(error: Exception, *, uri: str, key: str | None = None) -
     if isinstance(error, boto.HTTPClientError | boto.ConnectionError):
         return StoreUnavailable("the connection to the store failed", cause=type(error).__name__, **where)
     return StoreError("the request could not be made", cause=type(error).__name__, **where)
+
+
+def _endpoint_of(error: Exception) -> str | None:
+    """Where a request that got no answer went, as scheme, host and port; None when the error does not say."""
+    url = getattr(error, "kwargs", {}).get("endpoint_url")
+    try:
+        parts = urlsplit(url) if isinstance(url, str) else None
+        if parts is None or not parts.hostname:
+            return None
+        return f"{parts.scheme}://{parts.hostname}" + (f":{parts.port}" if parts.port else "")
+    except ValueError:
+        return None

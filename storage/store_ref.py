@@ -202,7 +202,11 @@ def _check_endpoint(endpoint_url: str) -> str:
     except ValueError:
         port_ok = False
     if not port_ok or parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
-        raise StoreError("not an endpoint URL", hint="write http://host:port or https://host")
+        raise StoreError(
+            "not an endpoint URL",
+            hint="write http://host:port or https://host; AWS_ENDPOINT_URL_S3 and AWS_ENDPOINT_URL count when none is"
+            " given",
+        )
     if parts.username is not None or parts.password is not None:
         raise StoreError("an endpoint URL may not carry a user or password", hint="pass credentials apart")
     return endpoint_url.rstrip("/")

@@ -16,7 +16,7 @@ import pytest
 
 from cluster import client
 from cluster.cli import build_parser, main
-from cluster.errors import ClusterLost, NotEnoughResources
+from cluster.errors import ClusterLost, ConfigError, NotEnoughResources
 from cluster.report import (
     ClusterStatus,
     LoadProgress,
@@ -386,6 +386,17 @@ def test_a_bad_setting_is_2_and_named(run: Run, model: Path, monkeypatch: pytest
     code, _, err = run("plan", str(model))
     assert code == 2
     assert "LONGSHORE_CHUNK_BYTES" in err
+
+
+@pytest.mark.parametrize("size", ["0", "5", "1GB"])
+def test_a_chunk_size_that_cannot_be_meant_is_2(run: Run, model: Path, size: str) -> None:
+    code, _, err = run("publish", str(model), "--chunk-size", size)
+    assert (code, "chunk_bytes" in err) == (2, True)
+
+
+def test_no_ranks_per_node_is_no_default(model: Path) -> None:
+    with pytest.raises(ConfigError, match="ranks_per_node"):
+        client.plan(str(model), ranks_per_node=0)
 
 
 @pytest.mark.parametrize("module", ["cluster", "longshore"])

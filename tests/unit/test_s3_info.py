@@ -78,6 +78,21 @@ def test_botocore_errors_are_translated(error: Exception, kind: type[StoreError]
 
 
 @pytest.mark.parametrize(
+    ("url", "shown"),
+    [
+        ("http://user:secret@10.0.0.1:9000/models/a?X-Amz-Signature=secret", "http://10.0.0.1:9000"),
+        ("https://s3.example.com/models", "https://s3.example.com"),
+        ("http://[::1", None),
+        ("", None),
+    ],
+)
+def test_an_unreachable_endpoint_is_named_without_what_it_carries(url: str, shown: str | None) -> None:
+    error = from_botocore_error(boto.EndpointConnectionError(endpoint_url=url), uri="s3://bucket")
+    assert error.details.get("endpoint") == shown
+    assert "secret" not in str(error)
+
+
+@pytest.mark.parametrize(
     ("body", "expected"),
     [
         (b"<Error><Code>SlowDown</Code><Message>a &lt; b</Message></Error>", ("SlowDown", "a < b")),

@@ -1,0 +1,34 @@
+"""Settings: named in the environment, checked at once, changed one by one."""
+
+from __future__ import annotations
+
+import pytest
+
+from cluster.config import MIB, Config
+from cluster.errors import ConfigError
+
+
+def test_settings_come_from_the_environment_and_overrides_win() -> None:
+    config = Config.from_env({"LONGSHORE_CHUNK_BYTES": str(2 * MIB), "HOME": "/"}, fetch_threads=2, slot_bytes=None)
+    assert config == Config(chunk_bytes=2 * MIB, fetch_threads=2)
+
+
+@pytest.mark.parametrize("value", ["inf", "nan", "1e300", "0", "-1", "", "soon"])
+@pytest.mark.parametrize("name", [name for name in Config.model_fields if name.endswith("_s")])
+def test_times_that_cannot_be_meant(name: str, value: str) -> None:
+    with pytest.raises(ConfigError, match=f"LONGSHORE_{name.upper()}"):
+        Config.from_env({f"LONGSHORE_{name.upper()}": value})
+
+
+def test_every_bad_setting_is_named() -> None:
+    with pytest.raises(ConfigError, match=r"LONGSHORE_CHUNK_BYTES.*LONGSHORE_FETCH_THREADS"):
+        Config.from_env({"LONGSHORE_CHUNK_BYTES": "many", "LONGSHORE_FETCH_THREADS": "0"})
+
+
+def test_changed() -> None:
+    config = Config(fetch_threads=2)
+    assert config.changed(chunk_bytes=None) == config
+    assert config.changed(chunk_bytes=MIB) == Config(fetch_threads=2, chunk_bytes=MIB)
+    for wrong in (0, MIB - 1, 17 * MIB):
+        with pytest.raises(ConfigError, match="chunk_bytes"):
+            config.changed(chunk_bytes=wrong)
