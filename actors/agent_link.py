@@ -8,9 +8,9 @@ import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from actors.names import COORDINATOR, NAMESPACE, agent_name
-from cluster.connection import unwrapped
 from cluster.errors import ClusterLost
 from cluster.messages import AgentBeat, BeatReply, JoinReply, Orders, RankHello, RankUpdate
+from cluster.remote_errors import unwrapped
 
 CALL_TIMEOUT_S = 30.0
 

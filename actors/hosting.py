@@ -26,12 +26,12 @@ from actors.executor import RankLoader
 from actors.names import NAMESPACE, agent_name
 from actors.shard import RankShard
 from cluster.config import Config
-from cluster.connection import unwrapped
 from cluster.errors import ClusterLost, ConfigError
 from cluster.fit import min_slots
 from cluster.messages import FetchSettings, JoinReply, NodeJob, RankHello, RankJob
 from cluster.packed_plan import pack_rank, pack_shared
 from cluster.prepare import prepare_plan
+from cluster.remote_errors import unwrapped
 from cluster.request import StoreOptions, make_request
 from storage.store_ref import Credentials
 

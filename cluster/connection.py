@@ -16,8 +16,9 @@ import uuid
 from typing import Any
 
 from cluster.config import Config
-from cluster.errors import ClusterError, ClusterLost, PackageMissing, VersionMismatch
+from cluster.errors import ClusterLost, PackageMissing, VersionMismatch
 from cluster.ray_address import check_ray_address
+from cluster.remote_errors import unwrapped
 from longshore.version import PROTOCOL_VERSION, __version__
 from storage.errors import LongshoreError
 from storage.store_ref import Credentials
@@ -200,14 +201,6 @@ def disconnect() -> None:
     if connection is not None:
         atexit.unregister(connection.close)
         connection.close()
-
-
-def unwrapped(error: Exception) -> Exception:
-    """The typed error that an actor raised, out of Ray's wrapping."""
-    cause = getattr(error, "cause", None)
-    if isinstance(cause, LongshoreError):
-        return cause
-    return ClusterError("an actor failed", cause=f"{type(cause).__name__}: {cause}"[:500])
 
 
 def _launch() -> Any:

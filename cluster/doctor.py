@@ -10,28 +10,13 @@ A check returns what it found; one that raises has failed and says why, and the 
 from __future__ import annotations
 
 from collections.abc import Callable, Iterable
-from dataclasses import asdict, dataclass
 from functools import partial
-from typing import Any, Literal
+from typing import Any
 
+from cluster import doctor_cluster, doctor_host, doctor_store
 from cluster.config import Config
+from cluster.doctor_check import Check
 from storage.errors import LongshoreError
-
-Outcome = Literal["ok", "warn", "fail", "skip"]
-
-
-@dataclass(frozen=True, slots=True)
-class Check:
-    """What one check found."""
-
-    name: str
-    outcome: Outcome
-    detail: str  # what was seen, with numbers
-    hint: str = ""  # what to do about it
-
-    def as_dict(self) -> dict[str, str]:
-        """Plain strings, ready for `json.dumps`."""
-        return asdict(self)
 
 
 def run_checks(uri: str | None = None, *, address: str | None = None, **store_args: Any) -> list[Check]:
@@ -40,8 +25,6 @@ def run_checks(uri: str | None = None, *, address: str | None = None, **store_ar
     `uri` is a model or bucket to read from; without it the store is not looked at. `store_args` are those of
     `cluster.load`: endpoint_url, region, profile, anonymous.
     """
-    from cluster import doctor_cluster, doctor_host, doctor_store
-
     settings = guarded("settings", _check_settings)
     config = Config.from_env() if settings[0].outcome == "ok" else Config()
     checks: list[tuple[str, Callable[[], Iterable[Check]]]] = [

@@ -10,7 +10,7 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from cluster.doctor import Check
+from cluster.doctor_check import Check
 from cluster.ray_address import check_ray_address
 from cluster.units import show_bytes
 from longshore.install_check import probe

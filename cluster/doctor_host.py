@@ -10,7 +10,7 @@ from collections.abc import Iterator
 from pathlib import Path
 
 from cluster.config import Config
-from cluster.doctor import Check
+from cluster.doctor_check import Check
 from cluster.fit import min_slots, planned_arena_bytes
 from cluster.units import show_bytes
 from longshore.install_check import probe

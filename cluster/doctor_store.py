@@ -11,7 +11,7 @@ from email.utils import parsedate_to_datetime
 from itertools import islice
 from typing import Any
 
-from cluster.doctor import Check
+from cluster.doctor_check import Check
 from cluster.units import show_bytes
 from storage.manifest import MANIFEST_KEY
 from storage.object_store import ObjectStore, read_bytes

@@ -6,8 +6,9 @@ import asyncio
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
-from cluster.connection import Connection, unwrapped
+from cluster.connection import Connection
 from cluster.errors import ClusterLost, RankLost, RemoteCallFailed
+from cluster.remote_errors import unwrapped
 from cluster.report import LoadReport
 from storage.errors import LongshoreError
 

@@ -18,7 +18,7 @@ from cluster.units import printable, show_bytes, show_rate
 
 if TYPE_CHECKING:
     from cluster.demo import DemoReport
-    from cluster.doctor import Check
+    from cluster.doctor_check import Check
     from storage.publish import PublishReport
     from storage.verify import VerifyReport
 

@@ -20,7 +20,8 @@ import pytest
 from cluster import doctor_cluster, doctor_host, doctor_store
 from cluster.cli import main
 from cluster.config import Config
-from cluster.doctor import Check, guarded, run_checks
+from cluster.doctor import guarded, run_checks
+from cluster.doctor_check import Check
 from longshore.install_check import probe
 from storage.arena_files import ARENA_PREFIX
 from storage.errors import AccessDenied
