@@ -83,7 +83,7 @@ def test_a_killed_coordinator_kills_no_worker(longshore: Longshore, half: HalfLo
     with loading.result(120) as model:
         assert longshore.worker_pids() == pids
         assert half.is_exact(model)
-        assert [m.progress.model_id for m in longshore.status().models] == [model.model_id]
+        assert [m.progress.model_id for m in longshore.models()] == [model.model_id]
         assert model.report.verified == "blake3"
         assert model.report.model_bytes == model.report.placed_bytes - _replicated_bytes(model)
     longshore.assert_nothing_left()
@@ -102,7 +102,7 @@ def test_a_coordinator_killed_after_ready_is_not_missed(longshore: Longshore, ha
     pids = longshore.worker_pids()
     longshore.wait_restarted(COORDINATOR, longshore.kill(COORDINATOR))
     assert half.is_exact(model)
-    eventually(lambda: [m.progress.state for m in longshore.status().models] == ["ready"], "status does not show it")
+    eventually(lambda: [m.progress.state for m in longshore.models()] == ["ready"], "status does not show it")
     assert longshore.worker_pids() == pids
     again = cluster.load(half.stored.uri, **options)
     assert again.model_id == model.model_id
@@ -126,7 +126,7 @@ def test_a_kept_model_stays_kept_when_the_coordinator_was_killed(longshore: Long
     first.release()
     second.release()
     longshore.wait_restarted(COORDINATOR, longshore.kill(COORDINATOR))
-    eventually(lambda: [m.keep for m in longshore.status().models] == [True], "keep was forgotten")
+    eventually(lambda: [m.keep for m in longshore.models()] == [True], "keep was forgotten")
     cluster.release(first.model_id)
     longshore.assert_nothing_left()
 
@@ -165,7 +165,7 @@ def test_a_rank_lost_after_ready_is_filled_again(longshore: Longshore, half: Hal
         longshore.kill(lost)
         with pytest.raises(cluster.RankLost):  # this worker is dead, or its place not filled yet
             model.call(len)
-        eventually(lambda: longshore.status().models[0].progress.state == "ready", "it is not ready again", 60)
+        eventually(lambda: [m.progress.state for m in longshore.models()] == ["ready"], "it is not ready again", 60)
         assert lost.removesuffix("-0") + "-1" in longshore.actor_names("worker-")
         assert half.is_exact(model)
     longshore.assert_nothing_left()

@@ -27,7 +27,7 @@ from actors.names import COORDINATOR, NAMESPACE
 from cluster import client
 from cluster.config import Config
 from cluster.connection import Connection, connect, disconnect
-from cluster.report import ClusterStatus
+from cluster.report import ClusterStatus, ModelStatus
 from storage.arena_files import SHM_DIRECTORY, arena_path, sweep
 from storage.errors import LongshoreError
 
@@ -89,6 +89,10 @@ class Longshore:
     def status(self) -> ClusterStatus:
         return client.status(self.address)
 
+    def models(self) -> list[ModelStatus]:
+        """Those that are not over."""
+        return [model for model in self.status().models if model.progress.state not in ("failed", "released")]
+
     # -- what is there -----------------------------------------------------------------------------------------
 
     def actor_names(self, prefix: str = "") -> list[str]:
@@ -147,9 +151,8 @@ class Longshore:
                 disconnect()
                 self.assert_nothing_left()
                 return
-            for model in self.status().models:
-                if model.progress.state not in ("failed", "released"):
-                    client.release(model.progress.model_id, force=True, address=self.address)
+            for model in self.models():
+                client.release(model.progress.model_id, force=True, address=self.address)
             self.assert_nothing_left()
         except BaseException:
             self.end_longshore()

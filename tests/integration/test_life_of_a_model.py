@@ -1,0 +1,211 @@
+"""Load, share, keep, release, give up: who holds a model, and what is left when nobody does."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import cluster
+from tests.support.gated_proxy import GatedProxy
+from tests.support.ray_clusters import Longshore, eventually
+from tests.support.stored_models import CHUNK_BYTES, StoredModel
+
+pytestmark = pytest.mark.slow
+
+
+def states(longshore: Longshore) -> list[str]:
+    """Of the models that are not over."""
+    return [model.progress.state for model in longshore.models()]
+
+
+def last_state(longshore: Longshore) -> str:
+    """Of the model that was asked for last, over or not."""
+    return longshore.status().models[-1].progress.state
+
+
+@pytest.fixture
+def gate(longshore: Longshore, llama: StoredModel) -> Iterator[GatedProxy]:
+    """The store, through a gate that lets five ranges pass; the arenas are empty."""
+    longshore.configure(empty=True)
+    with GatedProxy(llama.server.endpoint_url, ranges=5) as proxy:
+        yield proxy
+
+
+def gated_options(llama: StoredModel, gate: GatedProxy) -> dict[str, Any]:
+    return {**llama.options, "endpoint_url": gate.endpoint_url, "device": "cpu"}
+
+
+def test_a_second_load_gets_the_resident_model(longshore: Longshore, llama: StoredModel) -> None:
+    first = cluster.load(llama.uri, device="cpu", **llama.options)
+    second = cluster.load(llama.uri, device="cpu", **llama.options)
+    assert (first.report.resident, second.report.resident) == (False, True)
+    assert second.model_id == first.model_id
+    assert len(longshore.actor_names("worker-")) == 1
+    first.release()
+    first.release()  # again: changes nothing
+    assert second.call(len) == [len(second.state_dict(0))]
+    second.release()
+    longshore.assert_nothing_left()
+    with pytest.raises(cluster.LoadCancelled, match="released"):
+        second.call(len)
+
+
+OTHER_CLIENT = """
+import sys, cluster
+from storage.store_ref import Credentials
+uri, endpoint, key, secret, keep = sys.argv[1:]
+model = cluster.load(uri, device="cpu", endpoint_url=endpoint, region="us-east-1", keep=keep == "keep",
+                     credentials=Credentials(access_key_id=key, secret_access_key=secret))
+print(model.model_id, model.report.resident, flush=True)
+sys.stdin.readline()
+"""
+
+
+def other_client(longshore: Longshore, llama: StoredModel, endpoint_url: str, keep: str = "") -> Any:
+    server = llama.server
+    return longshore.run_client(
+        OTHER_CLIENT, llama.uri, endpoint_url, server.access_key_id, server.secret_access_key, keep
+    )
+
+
+def test_two_clients_share_a_model_and_the_last_one_frees_it(longshore: Longshore, llama: StoredModel) -> None:
+    mine = cluster.load(llama.uri, device="cpu", **llama.options)
+    with other_client(longshore, llama, llama.server.endpoint_url) as other:
+        assert other.stdout.readline().split() == [mine.model_id, "True"]
+        assert longshore.models()[0].holders == 2
+        mine.release()
+        assert longshore.models()[0].holders == 1
+        assert states(longshore) == ["ready"]
+    assert other.wait(30) == 0  # a client that ends in order gives its holds back at once
+    longshore.assert_nothing_left()
+
+
+def test_keep_outlives_its_client_until_it_is_taken_back(longshore: Longshore, llama: StoredModel) -> None:
+    longshore.configure(holder_ttl_s=2)
+    with other_client(longshore, llama, llama.server.endpoint_url, "keep") as other:
+        model_id, _ = other.stdout.readline().split()
+    eventually(lambda: longshore.models()[0].holders == 0, "the client still holds it")
+    (model,) = longshore.models()
+    assert (model.progress.state, model.keep) == ("ready", True)
+    cluster.release(model_id)
+    longshore.assert_nothing_left()
+    with pytest.raises(cluster.ModelNotFound):
+        cluster.release("no-such-model")
+
+
+def test_the_hold_of_a_killed_client_lapses(longshore: Longshore, llama: StoredModel) -> None:
+    longshore.configure(holder_ttl_s=2)
+    with other_client(longshore, llama, llama.server.endpoint_url) as other:
+        other.stdout.readline()
+        assert states(longshore) == ["ready"]
+        other.kill()
+    eventually(lambda: last_state(longshore) == "released", "nobody holds it, and it is there")
+    longshore.assert_nothing_left()
+
+
+def test_a_load_ends_when_its_client_is_killed_in_the_middle(
+    longshore: Longshore, llama: StoredModel, gate: GatedProxy
+) -> None:
+    longshore.configure(holder_ttl_s=2)
+    with other_client(longshore, llama, gate.endpoint_url) as other:
+        gate.wait_until_held()
+        other.kill()
+    eventually(lambda: last_state(longshore) == "released", "nobody wants it, and it goes on")
+    longshore.assert_nothing_left()
+
+
+def test_timeout_ends_the_load_and_leaves_nothing(longshore: Longshore, llama: StoredModel, gate: GatedProxy) -> None:
+    with pytest.raises(cluster.LoadTimeout) as caught:
+        cluster.load(llama.uri, timeout_s=6, **gated_options(llama, gate))
+    assert caught.value.details["total_bytes"] > 0
+    assert last_state(longshore) == "released"
+    longshore.assert_nothing_left()
+
+
+def test_one_caller_gives_up_and_the_other_gets_the_model(
+    longshore: Longshore, llama: StoredModel, gate: GatedProxy
+) -> None:
+    """The same load twice at once, from one client: one transfer; a timeout ends only its caller's wait."""
+    with ThreadPoolExecutor(2) as pool:
+        patient = pool.submit(cluster.load, llama.uri, **gated_options(llama, gate))
+        gate.wait_until_held()
+        with pytest.raises(cluster.LoadTimeout):
+            cluster.load(llama.uri, timeout_s=0.5, **gated_options(llama, gate))
+        assert states(longshore) == ["loading"]
+        gate.open()
+        with patient.result(60) as model:
+            assert model.report.nodes[0].store_chunks == model.report.nodes[0].needed_chunks
+            assert len(longshore.actor_names("worker-")) == 1
+
+
+def test_release_in_the_middle_ends_the_load(longshore: Longshore, llama: StoredModel, gate: GatedProxy) -> None:
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(cluster.load, llama.uri, **gated_options(llama, gate))
+        gate.wait_until_held()
+        (model,) = longshore.models()
+        cluster.release(model.progress.model_id, force=True)
+        with pytest.raises(cluster.LoadCancelled, match="released"):
+            loading.result(30)
+    longshore.assert_nothing_left()
+
+
+def test_two_different_loads_at_once(longshore: Longshore, llama: StoredModel, odd: StoredModel) -> None:
+    with ThreadPoolExecutor(2) as pool:
+        loads = [pool.submit(cluster.load, m.uri, device="cpu", **m.options) for m in (llama, odd)]
+        with loads[0].result(60) as first, loads[1].result(60) as second:
+            assert first.model_id != second.model_id
+            assert sorted(states(longshore)) == ["ready", "ready"]
+            assert len(first.state_dict(0)) != len(second.state_dict(0))
+
+
+def test_async_twins(longshore: Longshore, llama: StoredModel, gate: GatedProxy) -> None:
+    async def load_cancel_load() -> None:
+        progress: list[str] = []
+        task = asyncio.create_task(
+            cluster.aload(llama.uri, progress=lambda now: progress.append(now.state), **gated_options(llama, gate))
+        )
+        await asyncio.to_thread(gate.wait_until_held)
+        assert (await cluster.astatus()).models[-1].progress.state == "loading"
+        task.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await task
+        assert task.cancelled()
+        assert (await cluster.astatus()).models[-1].progress.state == "released"
+        gate.open()
+        async with await cluster.aload(llama.uri, **gated_options(llama, gate)) as model:
+            assert len(await model.astate_dict(0)) == (await model.acall(len))[0]
+            kept = await cluster.aload(llama.uri, keep=True, **gated_options(llama, gate))
+            await kept.arelease()
+        await cluster.arelease(kept.model_id)
+        assert (await cluster.aplan(llama.uri, **llama.options)).as_dict()
+        assert (await cluster.averify(llama.uri, **llama.options)).ok
+        assert (await cluster.apublish(llama.uri, chunk_bytes=CHUNK_BYTES, **llama.options)).unchanged
+        assert progress[0] == "planning"
+        assert progress[-1] == "loading"
+
+    asyncio.run(load_cancel_load())
+    longshore.assert_nothing_left()
+
+
+def test_calls_reach_the_ranks_asked_for_and_errors_come_back(longshore: Longshore, llama: StoredModel) -> None:
+    with cluster.load(llama.uri, fsdp_size=2, device="cpu", **llama.options) as model:
+        assert model.call(lambda shard, add: shard.rank + add, 10) == [10, 11]
+        assert model.call(lambda shard, add=0: shard.rank + add, ranks=[1], add=5) == [6]
+        with pytest.raises(cluster.RemoteCallFailed, match="ZeroDivisionError") as caught:
+            model.call(lambda shard: 1 / shard.rank)
+        assert caught.value.details["rank"] == 0
+        # what a call changes stays changed: these are the rank's own tensors
+        model.call(lambda shard: shard["model.norm.weight"].zero_())
+        assert float(model.state_dict(0)["model.norm.weight"].float().abs().sum()) == 0
+
+
+def test_the_coordinator_never_imports_torch(longshore: Longshore, llama: StoredModel) -> None:
+    with cluster.load(llama.uri, device="cpu", **llama.options):
+        for name, expected in (("coordinator", False), *((n, True) for n in longshore.actor_names("worker-"))):
+            with open(f"/proc/{longshore.pid(name)}/maps") as maps:
+                assert any("libtorch" in line for line in maps) == expected, name

@@ -1,0 +1,75 @@
+"""What leaves the store, by the account of a proxy in front of it: each needed chunk once per node, then nothing."""
+
+from __future__ import annotations
+
+from collections import Counter
+
+import pytest
+
+import cluster
+from tests.support.counting_proxy import CountingProxy
+from tests.support.ray_clusters import Longshore
+from tests.support.reference_slices import shard_differs
+from tests.support.stored_models import KV_HEADS, StoredModel
+
+pytestmark = pytest.mark.slow
+
+
+def weight_ranges(proxy: CountingProxy) -> Counter[tuple[str, tuple[int, int] | None]]:
+    """How often each range of each shard was sent."""
+    return Counter((r.path, r.range) for r in proxy.requests() if r.path.endswith(".safetensors") and r.range)
+
+
+def sent_bytes(proxy: CountingProxy) -> int:
+    return sum(size for path, size in proxy.bytes_by_path().items() if path.endswith(".safetensors"))
+
+
+def test_each_chunk_leaves_once_and_none_the_second_time(longshore: Longshore, llama: StoredModel) -> None:
+    longshore.configure(empty=True)
+    with CountingProxy(llama.server.endpoint_url) as proxy:
+        options = {**llama.options, "endpoint_url": proxy.endpoint_url, "device": "cpu"}
+        with cluster.load(llama.uri, tensor_parallel_size=2, **options) as model:
+            (node,) = model.report.nodes
+            assert set(weight_ranges(proxy).values()) == {1}
+            assert len(weight_ranges(proxy)) == node.needed_chunks == node.store_chunks == model.report.verified_chunks
+            assert node.needed_bytes == node.store_bytes <= sent_bytes(proxy) <= node.needed_bytes * 1.02
+            assert model.report.overfetch_bytes >= 0
+            assert model.report.stages.fetch_bytes == node.store_bytes
+            assert node.cached_chunks == 0
+        proxy.clear()
+        for layout in ({"tensor_parallel_size": 2}, {"fsdp_size": 2}):
+            with cluster.load(llama.uri, **layout, **options) as model:
+                (node,) = model.report.nodes
+                assert sent_bytes(proxy) == 0
+                assert (node.store_chunks, node.cached_chunks) == (0, node.needed_chunks)
+                tp, fsdp = layout.get("tensor_parallel_size", 1), layout.get("fsdp_size", 1)
+                assert model.call(shard_differs, str(llama.folder), tp, fsdp, KV_HEADS) == [[], []]
+
+
+def test_a_model_larger_than_the_arena(longshore: Longshore, llama: StoredModel) -> None:
+    """Twenty chunks through nine slots: every chunk once, and host memory for nine."""
+    longshore.configure(arena_bytes=9 << 20)
+    with CountingProxy(llama.server.endpoint_url) as proxy:
+        options = {**llama.options, "endpoint_url": proxy.endpoint_url, "device": "cpu"}
+        with cluster.load(llama.uri, tensor_parallel_size=2, **options) as model:
+            (node,) = model.report.nodes
+            assert node.needed_chunks > 9
+            assert set(weight_ranges(proxy).values()) == {1}
+            assert node.arena_bytes == 9 << 20
+            assert model.call(shard_differs, str(llama.folder), 2, 1, KV_HEADS) == [[], []]
+
+
+def test_two_nodes_each_fetch_a_chunk_once(longshore: Longshore, llama: StoredModel) -> None:
+    """TP 2 x DP 2, two ranks a node: what both nodes need leaves twice, whatever the number of ranks."""
+    longshore.configure(empty=True, cpu_ranks_per_node=2)
+    with CountingProxy(llama.server.endpoint_url) as proxy:
+        options = {**llama.options, "endpoint_url": proxy.endpoint_url, "device": "cpu"}
+        layout = {"tensor_parallel_size": 2, "data_parallel_size": 2}
+        with cluster.load(llama.uri, **layout, **options) as model:
+            assert len(model.report.nodes) == 2
+            assert {rank.node for rank in model.report.ranks} == {node.node for node in model.report.nodes}
+            assert set(weight_ranges(proxy).values()) == {2}
+            needed = sum(node.needed_bytes for node in model.report.nodes)
+            assert needed == model.report.store_bytes <= sent_bytes(proxy) <= needed * 1.02
+            assert model.call(shard_differs, str(llama.folder), 2, 1, KV_HEADS) == [[]] * 4
+            assert [node.used_bytes for node in longshore.status().nodes] == [needed // 2] * 2
