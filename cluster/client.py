@@ -10,6 +10,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
+import os
 import threading
 import time
 from collections.abc import Callable, Coroutine
@@ -19,7 +20,7 @@ from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
 
 from cluster.config import Config
 from cluster.connection import Connection, connect
-from cluster.errors import ClusterLost, ConfigError
+from cluster.errors import ClusterLost, ConfigError, LoadCancelled
 from cluster.model import LoadedModel
 from cluster.report import ClusterStatus, LoadProgress
 from cluster.request import StoreOptions, make_local_folder, make_request, open_uri
@@ -42,7 +43,7 @@ T = TypeVar("T")
 
 
 def load(
-    model_uri: str,
+    model_uri: str | os.PathLike[str],
     *,
     tensor_parallel_size: int = 1,
     fsdp_size: int = 1,
@@ -104,7 +105,7 @@ def load(
 
 
 def plan(
-    model_uri: str,
+    model_uri: str | os.PathLike[str],
     *,
     tensor_parallel_size: int = 1,
     fsdp_size: int = 1,
@@ -141,8 +142,8 @@ def plan(
 
 
 def publish(
-    uri_or_path: str,
-    dest: str | None = None,
+    uri_or_path: str | os.PathLike[str],
+    dest: str | os.PathLike[str] | None = None,
     *,
     hash_name: str = "blake3",
     chunk_bytes: int | None = None,
@@ -173,20 +174,20 @@ def publish(
             target, dest_key = open_uri(dest, options, credentials, config.read_timeout_s)
             stack.callback(target.close)
             if dest_key is not None:
-                raise ConfigError("the destination must be a folder, not a file", dest=dest)
+                raise ConfigError("the destination must be a folder, not a file", dest=os.fspath(dest))
         return publish_store(
             source,
             target,
             hash_name=hash_name,
             chunk_bytes=config.chunk_bytes,
             force=force,
-            progress=progress,
+            progress=_until_given_up(progress),
             only_key=only_key,
         )
 
 
 def verify(
-    uri: str,
+    uri: str | os.PathLike[str],
     *,
     progress: Callable[..., None] | None = None,
     endpoint_url: str | None = None,
@@ -203,7 +204,7 @@ def verify(
     options = StoreOptions(endpoint_url, region, profile, anonymous)
     store, only_key = open_uri(uri, options, credentials, config.read_timeout_s)
     with contextlib.closing(store):
-        return verify_store(store, progress=progress, only_key=only_key)
+        return verify_store(store, progress=_until_given_up(progress), only_key=only_key)
 
 
 def status(address: str | None = None) -> ClusterStatus:
@@ -229,6 +230,21 @@ def shutdown(address: str | None = None) -> None:
     connection = _running(address, any_version=True)  # it is how one gets rid of another version
     connection.call("shutdown")
     connection.end_coordinator()
+
+
+def _until_given_up(progress: Callable[..., None] | None) -> Callable[..., None] | None:
+    """`progress` that ends the work it is told of, once the task of an async twin was cancelled."""
+    given_up = _given_up.get()
+    if given_up is None:
+        return progress
+
+    def told(moment: object) -> None:
+        if given_up.is_set():
+            raise LoadCancelled("the task was cancelled")
+        if progress is not None:
+            progress(moment)
+
+    return told
 
 
 def _running(address: str | None, *, any_version: bool = False) -> Connection:

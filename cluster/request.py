@@ -28,9 +28,9 @@ class StoreOptions:
     profile: str | None = None
     anonymous: bool = False
 
-    def resolve(self, uri: str) -> tuple[StoreRef, str | None]:
+    def resolve(self, uri: str | os.PathLike[str]) -> tuple[StoreRef, str | None]:
         """The store that `uri` names, and the one file in it when it names a single safetensors file."""
-        root, only_key = split_model_uri(uri)
+        root, only_key = split_model_uri(as_text(uri))
         ref = parse_uri(
             root,
             endpoint_url=self.endpoint_url,
@@ -41,8 +41,16 @@ class StoreOptions:
         return ref, only_key
 
 
+def as_text(uri: object) -> str:
+    """A URI or a local path, also as a `pathlib.Path`. Raises ConfigError for what is neither."""
+    text = os.fspath(uri) if isinstance(uri, os.PathLike) else uri
+    if not isinstance(text, str):
+        raise ConfigError(f"a URI or a path is wanted, not {text!r:.40}")
+    return text
+
+
 def make_request(
-    uri: str,
+    uri: str | os.PathLike[str],
     *,
     sizes: tuple[int, int, int],
     store_options: StoreOptions,
@@ -82,16 +90,16 @@ def make_request(
 
 
 def open_uri(
-    uri: str, options: StoreOptions, credentials: Credentials | None, read_timeout_s: float
+    uri: str | os.PathLike[str], options: StoreOptions, credentials: Credentials | None, read_timeout_s: float
 ) -> tuple[ObjectStore, str | None]:
     """An open store for `uri`, which the caller closes, and the one file in it when it names one."""
     ref, only_key = options.resolve(uri)
     return open_store(ref, credentials, read_timeout_s=read_timeout_s), only_key
 
 
-def make_local_folder(uri: str) -> None:
+def make_local_folder(uri: str | os.PathLike[str]) -> None:
     """Make the folder that a local destination names; other stores have no folders. Raises StoreError."""
-    ref = parse_uri(uri)
+    ref = parse_uri(as_text(uri))
     if ref.scheme == "file":
         try:
             os.makedirs(ref.prefix, exist_ok=True)

@@ -251,14 +251,10 @@ class _Publish:
 def _same_place(source: ObjectStore, dest: ObjectStore, policy: RetryPolicy) -> bool:
     """Whether both stores are one: copying objects over themselves would end badly.
 
-    Equal URIs are not enough, two servers can have a bucket of the same name; nor needed, since a folder has many
-    names (links, mounts). So something is written and looked for.
+    URIs do not tell: two servers can have a bucket of one name, a folder many names. So something is written.
     """
-    if source is dest:
-        return True
-    folders = source.uri.startswith("file:") and dest.uri.startswith("file:")
-    if source.uri != dest.uri and not folders:
-        return False
+    if source is dest or not (source.uri == dest.uri or source.uri[:5] == dest.uri[:5] == "file:"):
+        return source is dest
     token = uuid.uuid4().hex.encode()
     with_retries(lambda: dest.put(PROBE_KEY, token), policy)
     try:
