@@ -77,10 +77,12 @@ class ChunkCache:
     def lease(self, key: bytes, holder: ProcessId, deadline_s: float, *, owner: Hashable = None) -> Lease | None:
         """A slot for `holder` to write the chunk into. None: none can be had now; try again when one is free.
 
-        The chunk is invisible until committed. A second lease for the same chunk (a hedge) gets another slot.
+        The chunk is invisible until committed. A second lease for the same chunk (a hedge) gets another slot. Nothing
+        is evicted while slots are still to get their memory: a load that fits the arena stays in it whole.
         """
         table = self._table
-        if not self.shares.may_claim(owner) or not (table.free or table.evictable):
+        may_evict = table.evictable and self._ready_slots == self.slot_count
+        if not self.shares.may_claim(owner) or not (table.free or may_evict):
             self.shares.refused(owner)
             return None
         evicted_key = None

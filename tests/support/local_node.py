@@ -10,8 +10,9 @@ import gc
 import os
 import threading
 import time
+from collections import Counter
 from collections.abc import Iterator, Mapping, Sequence
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from dataclasses import dataclass, field, replace
 from pathlib import Path
 
@@ -33,6 +34,7 @@ from cluster.planning import build_load_plan
 from cluster.report import NodeReport, RankReport
 from storage.checkpoint import open_model
 from storage.checksum import digest_of
+from storage.errors import ArenaError
 from storage.object_store import MemoryStore, ObjectStore
 from storage.store_ref import StoreRef
 
@@ -182,7 +184,10 @@ class SwitchedLink:
     def exchange(self, update: RankUpdate) -> Orders:
         self._check()
         self.calls += 1
-        orders = self.agent.exchange(update)
+        try:
+            orders = self.agent.exchange(update)
+        except ArenaError as error:
+            raise ClusterLost("the agent is gone") from error
         if self.lose_answer > 0:
             self.lose_answer -= 1
             raise ClusterLost("the answer got lost")
@@ -198,29 +203,31 @@ class SwitchedLink:
 
 
 class Belongings:
-    """Threads, open files and mappings of this process, to be compared after a test."""
+    """Threads, open files and mapped arenas of this process, to be compared after a test."""
 
     def __init__(self) -> None:
         self.threads = {thread.ident for thread in threading.enumerate()}
-        self.files = self._files()
-        self.arenas = self._arenas()
-
-    def _files(self) -> list[str]:
-        gc.collect()
-        found = []
-        for entry in os.listdir("/proc/self/fd"):
-            try:
-                found.append(os.readlink(f"/proc/self/fd/{entry}"))
-            except OSError:
-                continue
-        return sorted(name for name in found if "/dev/shm" in name or "pipe:" in name or "socket:" in name)
-
-    def _arenas(self) -> int:
-        return sum("longshore-arena" in line for line in Path("/proc/self/maps").read_text().splitlines())
+        self.files = _open_files()
+        self.arenas = _mapped_arenas()
 
     def check(self) -> None:
         """Raises AssertionError that names what is there now and was not before."""
-        new = [thread.name for thread in threading.enumerate() if thread.ident not in self.threads]
-        assert not new, f"threads left: {new}"
-        assert self._files() == self.files
-        assert self._arenas() == self.arenas
+        threads = [thread.name for thread in threading.enumerate() if thread.ident not in self.threads]
+        assert not threads, f"threads left: {threads}"
+        if _open_files() - self.files or _mapped_arenas() > self.arenas:
+            gc.collect()
+        files = _open_files() - self.files
+        assert not files, f"files left open: {files}"
+        assert _mapped_arenas() <= self.arenas
+
+
+def _open_files() -> Counter[str]:
+    found: Counter[str] = Counter()
+    for entry in os.listdir("/proc/self/fd"):
+        with suppress(OSError):
+            found[os.readlink(f"/proc/self/fd/{entry}").partition(":[")[0]] += 1
+    return found
+
+
+def _mapped_arenas() -> int:
+    return sum("longshore-arena" in line for line in Path("/proc/self/maps").read_text().splitlines())

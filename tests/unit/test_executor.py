@@ -576,8 +576,10 @@ def wait_for(condition: Callable[[], bool]) -> None:
 def crash(node: LocalNode) -> None:
     """The agent's process is gone between two messages: its mapping with it, the arena's file not."""
     agent = node.agent
-    agent._arena, arena = None, agent._arena
-    agent._stopped.set()
+    with agent._changed:  # calls under way end in the middle, as they would
+        arena, agent._arena = agent._arena, None
+        agent._stopped.set()
+        agent._changed.notify_all()
     for thread in agent._threads:
         thread.join()
     if arena is not None:

@@ -454,6 +454,18 @@ def test_a_resident_model_keeps_no_slots_from_others():
     node.check_reports()
 
 
+def test_a_load_that_fits_stays_in_the_arena_though_its_slots_get_memory_late():
+    slow = NodeSimulation(6, ready_slots=2)
+    load = slow.add_load(SimModel(tuple(range(6))), {0: list(range(6))})
+    slow.start_rank(load, 0)
+    for ready in (2, 2, 2, 4, 4, 6):
+        slow.add_ready(ready)
+        slow.take_turn(load.seats[0])
+        assert slow.cache.stats().evicted == 0
+    slow.settle()
+    assert slow.cache.stats().committed_slots == 6
+
+
 def test_a_chunk_that_nobody_can_have_ends_its_load_only():
     node, ranks = node_with(chunks=3)
     other = node.add_load(SimModel((50, 51)), {0: [0, 1]})
