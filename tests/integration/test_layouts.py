@@ -13,7 +13,8 @@ from tests.support.stored_models import KV_HEADS, StoredModel
 
 pytestmark = pytest.mark.slow
 
-LAYOUTS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 3, 1), (2, 2, 1), (1, 1, 2), (2, 1, 2)]
+# (fully sharded over 2 and 4 is below, with a real checkpoint)
+LAYOUTS = [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 3, 1), (2, 2, 1), (2, 1, 2)]
 
 
 @pytest.mark.parametrize(("tp", "fsdp", "dp"), LAYOUTS, ids=lambda n: str(n))
