@@ -24,7 +24,7 @@ from actors.model_record import ModelRecord, Seat
 from actors.planner import Planner
 from actors.saved_load import SavedLoad
 from actors.seating import take_seats
-from cluster import load_state
+from cluster import load_events, load_state
 from cluster.config import Config
 from cluster.errors import ClusterError, LoadCancelled, LoadError, RankLost
 from cluster.fit import check_fit, min_slots
@@ -34,7 +34,7 @@ from cluster.packed_plan import PackedPlan
 from cluster.report import LoadReport, NodeReport
 from storage.errors import LongshoreError
 
-RankEvent = load_state.RankReady | load_state.RankLost | load_state.RankReplaced
+RankEvent = load_events.RankReady | load_events.RankLost | load_events.RankReplaced
 CALL_TIMEOUT_S = 60.0  # for calls to actors that answer at once when they are well
 
 
@@ -72,8 +72,8 @@ class LoadRun:
     async def resume(self, incarnations: dict[int, int]) -> None:
         """After the coordinator was restarted: find the workers by name and go on."""
         try:
-            await self._event(load_state.Planned)
-            await self._event(load_state.Started)
+            await self._event(load_events.Planned)
+            await self._event(load_events.Started)
             await self._find_workers(incarnations)
             await self._tend_all()
         except asyncio.CancelledError:
@@ -89,9 +89,9 @@ class LoadRun:
         record.error, record.ended_s = error, time.monotonic()
         attempt = record.life.attempt
         if isinstance(error, LoadCancelled):
-            await self._advance(load_state.Released(attempt=attempt))
+            await self._advance(load_events.Released(attempt=attempt))
         else:
-            await self._advance(load_state.Failed(str(error), attempt=attempt))
+            await self._advance(load_events.Failed(str(error), attempt=attempt))
         seats = [seat for seat in record.seats.values() if seat.worker is not None]
         for seat in seats:
             # Asked first so that the rank's memory goes back in order; killed in any case.
@@ -111,7 +111,7 @@ class LoadRun:
         for seat in record.seats.values():
             # A rank without a worker is seated again, under the incarnation that its agent expects.
             seat.incarnation, seat.worker = workers.get(seat.rank, (incarnations.get(seat.rank, 0), None))
-            await self._rank_event(load_state.RankReplaced, seat)
+            await self._rank_event(load_events.RankReplaced, seat)
         for _, worker in workers.values():
             # A kept model may have no client that could say its credentials again.
             with contextlib.suppress(RayError, TimeoutError):
@@ -131,7 +131,7 @@ class LoadRun:
         record.plan, record.revision = plan, plan.revision
         record.total_bytes = sum(rank.size_bytes for rank in plan.ranks)
         record.planned_s = time.monotonic()
-        await self._event(load_state.Planned)
+        await self._event(load_events.Planned)
         return plan
 
     async def _take_places(self, plan: PackedPlan) -> None:
@@ -149,10 +149,10 @@ class LoadRun:
                     if time.monotonic() >= deadline_s or not nodes.may_resolve(error):
                         raise
                     message = str(error)
-            await self._event(load_state.ResourcesMissing)
+            await self._event(load_events.ResourcesMissing)
             await record.touch(f"waiting for resources: {message}")
             await asyncio.sleep(min(1.0, max(0.05, deadline_s - time.monotonic())))
-        await self._event(load_state.ResourcesGranted)
+        await self._event(load_events.ResourcesGranted)
         await record.touch("")
         agents = await self._agents()
         facts = await nodes.facts_of(agents, CALL_TIMEOUT_S)
@@ -172,7 +172,7 @@ class LoadRun:
     async def _begin(self) -> None:
         """Tell every agent what its node needs; then the workers can start."""
         await asyncio.gather(*(self.begin_on(node_id) for node_id in self._record.nodes))
-        await self._event(load_state.Started)
+        await self._event(load_events.Started)
 
     async def begin_on(self, node_id: str) -> None:
         """Tell one agent; again after it was restarted, with what its ranks have already."""
@@ -225,7 +225,7 @@ class LoadRun:
                     await self._seat_worker(seat)
                 outcome = seat.worker.outcome.options(concurrency_group="wait").remote()
                 seat.report = await outcome
-                await self._rank_event(load_state.RankReady, seat)
+                await self._rank_event(load_events.RankReady, seat)
                 if record.life.is_ready and record.report is None:
                     record.report = await self._report()
                     record.ended_s = time.monotonic()
@@ -234,7 +234,7 @@ class LoadRun:
                 return
             except RayActorError as error:
                 seat.report = None
-                await self._rank_event(load_state.RankLost, seat)
+                await self._rank_event(load_events.RankLost, seat)
                 restarts += 1
                 if restarts > self._config.rank_restarts:
                     raise RankLost(
@@ -288,7 +288,7 @@ class LoadRun:
         await asyncio.wait_for(
             agent.rank_lost.remote(self._record.model_id, seat.rank, seat.incarnation), CALL_TIMEOUT_S
         )
-        await self._rank_event(load_state.RankReplaced, seat)
+        await self._rank_event(load_events.RankReplaced, seat)
 
     async def _report(self) -> LoadReport:
         record = self._record
@@ -318,13 +318,13 @@ class LoadRun:
 
     # -- small things ------------------------------------------------------------------------------------------
 
-    async def _event(self, kind: type[load_state.Event]) -> None:
+    async def _event(self, kind: type[load_events.Event]) -> None:
         await self._advance(kind(attempt=self._record.life.attempt))
 
     async def _rank_event(self, kind: type[RankEvent], seat: Seat) -> None:
         await self._advance(kind(seat.rank, seat.incarnation, attempt=self._record.life.attempt))
 
-    async def _advance(self, event: load_state.Event) -> None:
+    async def _advance(self, event: load_events.Event) -> None:
         self._record.life = load_state.advance(self._record.life, event)
         await self._record.touch()
 

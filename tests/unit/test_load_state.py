@@ -9,15 +9,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import IllegalTransition
-from cluster.load_state import (
+from cluster.load_events import (
     EVENTS,
-    MEANINGS,
-    TRANSITIONS,
     Cancelled,
     Event,
     Failed,
-    Life,
-    LoadState,
     Planned,
     RankLost,
     RankProgress,
@@ -28,9 +24,9 @@ from cluster.load_state import (
     ResourcesGranted,
     ResourcesMissing,
     Started,
-    advance,
-    render_doc,
 )
+from cluster.load_state import MEANINGS, TRANSITIONS, Life, LoadState, advance
+from cluster.load_state_doc import render_doc
 
 attempts = st.integers(1, 3)
 ranks = st.integers(0, 2)
@@ -216,4 +212,4 @@ def test_the_tables_are_complete():
 
 def test_the_document_is_printed_from_the_tables():
     document = Path(__file__).parents[2] / "docs" / "load_states.md"
-    assert document.read_text() == render_doc(), "python -m cluster.load_state > docs/load_states.md"
+    assert document.read_text() == render_doc(), "python -m cluster.load_state_doc > docs/load_states.md"
