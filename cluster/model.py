@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
@@ -14,6 +15,9 @@ from storage.errors import LongshoreError
 
 if TYPE_CHECKING:
     import torch
+
+
+_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
 
 
 class LoadedModel:
@@ -121,7 +125,9 @@ class LoadedModel:
             cause = unwrapped(error)
             if isinstance(getattr(error, "cause", None), LongshoreError):
                 raise cause from None
-            raise RemoteCallFailed(f"the function raised on rank {rank}:\n{error.traceback_str}", rank=rank) from error
+            # The text of Ray's error is the remote traceback, coloured for a terminal.
+            said = _COLOURS.sub("", str(error))
+            raise RemoteCallFailed(f"the function raised on rank {rank}:\n{said}", rank=rank) from error
         except RayActorError as error:
             raise RankLost(
                 f"rank {rank} died during the call",

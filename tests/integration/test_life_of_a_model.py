@@ -226,7 +226,9 @@ def test_calls_reach_the_ranks_asked_for_and_errors_come_back(longshore: Longsho
 
 
 def test_the_coordinator_never_imports_torch(longshore: Longshore, llama: StoredModel) -> None:
-    with cluster.load(llama.uri, device="cpu", **llama.options):
+    """Nor does a worker before somebody looks at its tensors."""
+    with cluster.load(llama.uri, device="cpu", **llama.options) as model:
+        model.call(lambda shard: shard["model.norm.weight"])
         for name, expected in (("coordinator", False), *((n, True) for n in longshore.actor_names("worker-"))):
             with open(f"/proc/{longshore.pid(name)}/maps") as maps:
                 assert any("libtorch" in line for line in maps) == expected, name
