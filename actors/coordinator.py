@@ -5,7 +5,7 @@
     LoadRun (one task per load) plans, starts and tends the ranks; this class answers questions and keeps holders
 
 When it is killed, Ray starts it again with nothing: agents hand back the records it left with them in their
-heartbeats, and clients renew their holds (`_adopt`). Workers notice nothing.
+heartbeats (`actors.agent_watch`), and clients renew their holds. Workers notice nothing.
 """
 
 from __future__ import annotations
@@ -20,17 +20,17 @@ from typing import Any
 from ray.exceptions import RayError
 
 from actors import nodes, spawn
+from actors.agent_watch import REBUILD_S, AgentWatch
 from actors.load_run import LoadRun
 from actors.model_record import ModelRecord
 from actors.planner import Planner
-from actors.saved_load import SavedLoad
 from actors.strays import end_strays
 from cluster.config import Config
 from cluster.errors import LoadCancelled, ModelNotFound, RankLost
 from cluster.holders import Holders
 from cluster.load_state import Life, LoadState
 from cluster.messages import AgentBeat, BeatReply, LoadRequest
-from cluster.report import ClusterStatus, LoadProgress, LoadReport, NodeStatus
+from cluster.report import ClusterStatus, LoadProgress, LoadReport
 from cluster.topology import resolve_device
 from longshore.install_check import check_packages
 from longshore.version import PROTOCOL_VERSION, __version__
@@ -38,8 +38,6 @@ from storage.errors import LongshoreError
 from storage.store_ref import Credentials
 
 ENDED_KEPT_S = 300.0  # a failed or released model stays listed for this long, so that its error can be read
-MOST_ENDED = 50
-REBUILD_S = 20.0  # an agent that has not told of its loads by then is gone
 
 
 class Coordinator:
@@ -51,14 +49,10 @@ class Coordinator:
         self._incarnation = uuid.uuid4().hex[:12]
         self._planner = Planner(config.chunk_bytes, config.read_timeout_s)
         self._models: dict[str, ModelRecord] = {}
-        self._beats: dict[str, tuple[AgentBeat, float]] = {}
+        self._agents = AgentWatch(self._incarnation, config.stuck_after_s, self._models, self._run, self._load_run)
         self._admission = asyncio.Lock()  # who takes which rank places is decided one load at a time
         self._keeper: asyncio.Task[None] | None = None
-        self._tasks: set[asyncio.Task[None]] = set()
         self._rebuilding: asyncio.Task[None] | None = None
-        self._told: set[str] = set()  # nodes whose agents have told of all their loads
-        self._heard = asyncio.Condition()
-        self._rebuilt = asyncio.Event()  # every agent has: before, a model that is not known may well be there
 
     # -- clients -----------------------------------------------------------------------------------------------
 
@@ -165,28 +159,15 @@ class Coordinator:
 
     async def status(self) -> ClusterStatus:
         await self._ready()
-        now_s = time.monotonic()
-        agents = tuple(
-            NodeStatus(
-                node=beat.node_id,
-                host=beat.host,
-                arena_bytes=beat.arena.arena_bytes,
-                used_bytes=beat.arena.committed_bytes,
-                leased_slots=beat.arena.leased_slots,
-                quarantined_slots=beat.arena.quarantined_slots,
-                heartbeat_age_s=now_s - heard_s,
-            )
-            for beat, heard_s in self._beats.values()
-        )
         models = tuple(record.status() for record in self._models.values())
-        return ClusterStatus(__version__, self._incarnation, models, agents)
+        return ClusterStatus(__version__, self._incarnation, models, self._agents.status())
 
     async def shutdown(self) -> None:
         """End every model and agent. For a cluster that is about to stop; the caller then ends this actor."""
         await self._ready()
         for record in list(self._models.values()):
             await self._end(record, LoadCancelled("the cluster is shut down", model=record.model_id))
-        agents = await asyncio.to_thread(spawn.agent_node_ids) | set(self._beats)
+        agents = await asyncio.to_thread(spawn.agent_node_ids) | self._agents.node_ids
         await asyncio.gather(*(self._end_agent(node_id) for node_id in agents), return_exceptions=True)
         if self._keeper is not None:
             self._keeper.cancel()
@@ -201,53 +182,11 @@ class Coordinator:
     async def heartbeat(self, beat: AgentBeat) -> BeatReply:
         """An agent lives; progress of its ranks is in the message."""
         self._start_keeper()
-        self._beats[beat.node_id] = (beat, time.monotonic())
-        for load_id, packed in beat.records.items():
-            if packed:  # else a load that no coordinator began (`actors.hosting`)
-                self._adopt(load_id, packed, beat)
-        unknown = tuple(load.load_id for load in beat.loads if load.load_id not in self._models)
-        if set(unknown) <= set(beat.records):
-            self._told.add(beat.node_id)
-            async with self._heard:
-                self._heard.notify_all()
-        ended = tuple(
-            load.load_id
-            for load in beat.loads
-            if load.load_id in self._models and self._models[load.load_id].life.is_over
-        )
-        for load in beat.loads:
-            record = self._models.get(load.load_id)
-            if record is not None and not record.life.is_over:
-                record.store_bytes[beat.node_id] = load.store_bytes
-        for rank in beat.ranks:
-            record = self._models.get(rank.load_id)
-            seat = record.seats.get(rank.rank) if record is not None else None
-            if record is None or seat is None or seat.incarnation != rank.incarnation:
-                continue
-            moved = rank.placed_bytes != seat.placed_bytes
-            seat.placed_bytes = rank.placed_bytes
-            if rank.silent_s > self._config.stuck_after_s and seat.worker is not None:
-                spawn.end_actor(seat.worker)  # whoever tends the rank learns it from the pending call, and replaces it
-            if moved:
-                await record.touch()
-        self._begin_again(beat)
-        return BeatReply(self._incarnation, unknown, ended)
+        return await self._agents.heard(beat)
 
     async def _ready(self) -> None:
         self._start_keeper()
-        await self._rebuilt.wait()
-
-    async def _rebuild(self) -> None:
-        """Wait for the agents that are there already: there are some when an earlier incarnation was killed."""
-        try:
-            agents = await asyncio.to_thread(spawn.agent_node_ids)
-            async with self._heard:
-                all_told = self._heard.wait_for(lambda: agents <= self._told)
-                await asyncio.wait_for(all_told, REBUILD_S)
-        except (TimeoutError, RayError):
-            pass  # an agent that has not told by now is gone
-        finally:
-            self._rebuilt.set()
+        await self._agents.rebuilt.wait()
 
     # -- inside ------------------------------------------------------------------------------------------------
 
@@ -274,27 +213,8 @@ class Coordinator:
         work = run.run() if incarnations is None else run.resume(incarnations)
         record.task = asyncio.get_running_loop().create_task(work)
 
-    def _begin_again(self, beat: AgentBeat) -> None:
-        """An agent that was restarted has forgotten its loads: tell it again."""
-        known = {load.load_id for load in beat.loads}
-        for record in self._models.values():
-            begun = record.life.state in (LoadState.LOADING, LoadState.READY, LoadState.DEGRADED)
-            if begun and beat.node_id in record.nodes and record.model_id not in known:
-                again = asyncio.get_running_loop().create_task(self._load_run(record).begin_on(beat.node_id))
-                self._tasks.add(again)
-                again.add_done_callback(self._tasks.discard)
-
     def _load_run(self, record: ModelRecord) -> LoadRun:
         return LoadRun(record, self._planner, self._config, self._models, self._admission)
-
-    def _adopt(self, load_id: str, packed: bytes, beat: AgentBeat) -> None:
-        """A load that an earlier incarnation of this actor began."""
-        if load_id in self._models:
-            return
-        record = SavedLoad.unpack(packed).restore(load_id, time.monotonic())
-        incarnations = {rank.rank: rank.incarnation for rank in beat.ranks if rank.load_id == load_id}
-        self._models[load_id] = record
-        self._run(record, incarnations)
 
     async def _end(self, record: ModelRecord, error: LongshoreError) -> None:
         """Free everything a model has."""
@@ -313,7 +233,7 @@ class Coordinator:
 
     def _start_keeper(self) -> None:
         if self._rebuilding is None:
-            self._rebuilding = asyncio.get_running_loop().create_task(self._rebuild())
+            self._rebuilding = asyncio.get_running_loop().create_task(self._agents.rebuild())
         if self._keeper is None or self._keeper.done():
             self._keeper = asyncio.get_running_loop().create_task(self._keep_house())
 

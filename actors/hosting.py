@@ -23,12 +23,13 @@ from actors import launch
 from actors.agent_link import RayAgentLink
 from actors.device import open_device
 from actors.executor import RankLoader
+from actors.jobs import fetch_settings
 from actors.names import NAMESPACE, agent_name
 from actors.shard import RankShard
 from cluster.config import Config
 from cluster.errors import ClusterLost, ConfigError
 from cluster.fit import min_slots
-from cluster.messages import FetchSettings, JoinReply, NodeJob, RankHello, RankJob
+from cluster.messages import JoinReply, NodeJob, RankHello, RankJob
 from cluster.packed_plan import pack_rank, pack_shared
 from cluster.prepare import prepare_plan
 from cluster.remote_errors import unwrapped
@@ -94,8 +95,7 @@ def host_rank(
             record=b"",
         ),
     )
-    fetch = FetchSettings(config.fetch_threads, config.fetch_attempts, config.read_timeout_s, config.heartbeat_s)
-    job = RankJob(load_id, 1, rank, 0, shared, pack_rank(plan.ranks[rank]), request.store, fetch)
+    job = RankJob(load_id, 1, rank, 0, shared, pack_rank(plan.ranks[rank]), request.store, fetch_settings(config))
     memory = open_device(device)
     try:
         try:

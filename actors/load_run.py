@@ -12,25 +12,25 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import time
-from dataclasses import replace
 from typing import Any
 
-from ray.exceptions import RayActorError, RayError, RayTaskError
+from ray.exceptions import RayActorError
 
 from actors import nodes, spawn
 from actors.finished import finished
+from actors.jobs import node_job, rank_job
 from actors.load_report import make_report
 from actors.model_record import ModelRecord, Seat
 from actors.planner import Planner
-from actors.saved_load import SavedLoad
+from actors.saved_load import SavedLoad, find_workers_again
 from actors.seating import take_seats
 from cluster import load_events, load_state
 from cluster.config import Config
 from cluster.errors import ClusterError, LoadCancelled, LoadError, RankLost
-from cluster.fit import check_fit, min_slots
+from cluster.fit import check_fit
 from cluster.layout import Layout
-from cluster.messages import FetchSettings, NodeJob, RankJob
 from cluster.packed_plan import PackedPlan
+from cluster.remote_errors import unwrapped
 from cluster.report import LoadReport, NodeReport
 from storage.errors import LongshoreError
 
@@ -67,26 +67,28 @@ class LoadRun:
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            await self.end(_unwrapped(error))
+            await self.end(unwrapped(error))
 
     async def resume(self, incarnations: dict[int, int]) -> None:
         """After the coordinator was restarted: find the workers by name and go on."""
         try:
             await self._event(load_events.Planned)
             await self._event(load_events.Started)
-            await self._find_workers(incarnations)
+            await find_workers_again(self._record, incarnations)
+            for seat in self._record.seats.values():
+                await self._rank_event(load_events.RankReplaced, seat)
             await self._tend_all()
         except asyncio.CancelledError:
             raise
         except Exception as error:
-            await self.end(_unwrapped(error))
+            await self.end(unwrapped(error))
 
     async def end(self, error: LongshoreError) -> None:
         """Free everything; the model is over, with `error`."""
         record = self._record
         if record.life.is_over:
             return
-        record.error, record.ended_s = error, time.monotonic()
+        record.error, record.ended_s, record.plan = error, time.monotonic(), None
         attempt = record.life.attempt
         if isinstance(error, LoadCancelled):
             await self._advance(load_events.Released(attempt=attempt))
@@ -102,25 +104,6 @@ class LoadRun:
         await asyncio.gather(*(self._end_on(node_id) for node_id in record.nodes), return_exceptions=True)
         if record.group is not None:
             await asyncio.to_thread(spawn.remove_group, record.group)
-        await record.touch()
-
-    async def _find_workers(self, incarnations: dict[int, int]) -> None:
-        """Living workers by name, and from one of them how the store is read."""
-        record = self._record
-        workers = await asyncio.to_thread(spawn.find_workers, record.model_id)
-        for seat in record.seats.values():
-            # A rank without a worker is seated again, under the incarnation that its agent expects.
-            seat.incarnation, seat.worker = workers.get(seat.rank, (incarnations.get(seat.rank, 0), None))
-            await self._rank_event(load_events.RankReplaced, seat)
-        for _, worker in workers.values():
-            # A kept model may have no client that could say its credentials again.
-            with contextlib.suppress(RayError, TimeoutError):
-                asked = worker.store_access.options(concurrency_group="control").remote()
-                access = await asyncio.wait_for(asked, CALL_TIMEOUT_S)
-                if access is not None:
-                    record.request = replace(record.request, store=access)
-                    record.credentials_missing = False
-                    break
         await record.touch()
 
     # -- the steps of a load -----------------------------------------------------------------------------------
@@ -177,19 +160,7 @@ class LoadRun:
     async def begin_on(self, node_id: str) -> None:
         """Tell one agent; again after it was restarted, with what its ranks have already."""
         record, plan = self._record, await self._known_plan()
-        seats = [record.seats[rank] for rank in record.ranks_on(node_id)]
-        job = NodeJob(
-            load_id=record.model_id,
-            attempt=record.life.attempt,
-            shared=plan.shared,
-            store_identity=record.request.store.ref.identity(),
-            needs={seat.rank: plan.needs[seat.rank] for seat in seats},
-            done=frozenset(seat.rank for seat in seats if seat.report is not None),
-            min_slots=min_slots(len(seats)),
-            chunk_attempts=self._config.chunk_attempts,
-            lease_deadline_s=self._config.lease_deadline_s,
-            record=SavedLoad.of(record).pack(),
-        )
+        job = node_job(record, plan, node_id, self._config)
         agent = (await self._agents())[node_id]
         while not await asyncio.wait_for(agent.begin.remote(job), CALL_TIMEOUT_S):
             await record.touch("waiting for arena slots that other loads hold")
@@ -216,7 +187,7 @@ class LoadRun:
             await asyncio.gather(*tasks, return_exceptions=True)
 
     async def _tend(self, seat: Seat) -> None:
-        """Keep one rank alive: a worker that dies is replaced, `rank_restarts` times."""
+        """Keep one rank alive: a worker that dies is replaced, `rank_restarts` times in a row before it has loaded."""
         record = self._record
         restarts = 0
         while True:
@@ -224,7 +195,7 @@ class LoadRun:
                 if seat.worker is None:
                     await self._seat_worker(seat)
                 outcome = seat.worker.outcome.options(concurrency_group="wait").remote()
-                seat.report = await outcome
+                seat.report, restarts = await outcome, 0
                 await self._rank_event(load_events.RankReady, seat)
                 if record.life.is_ready and record.report is None:
                     record.report = await self._report()
@@ -249,21 +220,7 @@ class LoadRun:
     async def _seat_worker(self, seat: Seat) -> None:
         record, plan = self._record, await self._known_plan()
         await finished(self._start_worker(seat))
-        job = RankJob(
-            load_id=record.model_id,
-            attempt=record.life.attempt,
-            rank=seat.rank,
-            incarnation=seat.incarnation,
-            shared=plan.shared,
-            plan=plan.plans[seat.rank],
-            store=record.request.store,
-            fetch=FetchSettings(
-                self._config.fetch_threads,
-                self._config.fetch_attempts,
-                self._config.read_timeout_s,
-                self._config.heartbeat_s,
-            ),
-        )
+        job = rank_job(record, plan, seat, self._config)
         await seat.worker.start.options(concurrency_group="control").remote(job)
 
     async def _start_worker(self, seat: Seat) -> None:
@@ -332,14 +289,3 @@ class LoadRun:
         agent = await asyncio.to_thread(spawn.find_agent, node_id)
         if agent is not None:
             await asyncio.wait_for(agent.end.remote(self._record.model_id), CALL_TIMEOUT_S)
-
-
-def _unwrapped(error: BaseException) -> LongshoreError:
-    """The typed error inside what Ray raised; anything unforeseen becomes one too."""
-    if isinstance(error, RayTaskError):
-        error = error.cause
-    if isinstance(error, LongshoreError):
-        return error
-    if isinstance(error, RayError):
-        return ClusterError("Ray failed under the load", cause=f"{type(error).__name__}: {error}"[:500])
-    return LoadError(f"the load failed: {type(error).__name__}: {error}"[:500])

@@ -10,13 +10,13 @@ from __future__ import annotations
 
 import os
 import socket
-import subprocess
 import threading
 import time
 import uuid
 from typing import Protocol
 
 from actors.node_ledger import NodeLedger
+from actors.node_resources import gpu_memory_bytes, open_arena
 from cluster.config import Config
 from cluster.messages import (
     AgentBeat,
@@ -32,10 +32,10 @@ from cluster.report import NodeReport
 from longshore.install_check import check_packages
 from longshore.version import __version__
 from storage.arena import Arena
-from storage.arena_files import SHM_DIRECTORY, arena_path, check_room, default_arena_bytes, sweep
+from storage.arena_files import SHM_DIRECTORY, arena_path
 from storage.chunk_cache import ChunkCache
-from storage.errors import ArenaCorrupt, ArenaError, ArenaTooSmall, LongshoreError
-from storage.host_memory import available_host_bytes, free_bytes
+from storage.errors import ArenaError, LongshoreError
+from storage.host_memory import available_host_bytes
 from storage.leases import Lease
 from storage.processes import ProcessId, processes_mapping, pss_bytes
 
@@ -75,7 +75,7 @@ class NodeAgent:
         self._arena: Arena | None = None
         self._threads: list[threading.Thread] = []
         try:
-            self._arena, restored = _open_arena(config, arena_path(cluster_id, node_id, directory), directory)
+            self._arena, restored = open_arena(config, arena_path(cluster_id, node_id, directory), directory)
             cache = ChunkCache(self._arena.slot_count, journal=self._arena, ready_slots=self._arena.ready_slots)
             leases: list[Lease] = []
             if restored:
@@ -103,7 +103,7 @@ class NodeAgent:
             host=self._host,
             arena_bytes=arena.slot_count * arena.slot_bytes,
             memory_free_bytes=max(0, available_host_bytes() - untouched),
-            gpu_total_bytes=_gpu_memory_bytes(),
+            gpu_total_bytes=gpu_memory_bytes(),
             version=__version__,
         )
 
@@ -272,41 +272,3 @@ class NodeAgent:
         if self._arena is None or self._stopped.is_set():
             raise ArenaError("this node's agent has been shut down", node=self._node_id)
         return self._arena
-
-
-def _open_arena(config: Config, path: str, directory: str) -> tuple[Arena, bool]:
-    """(the arena, whether it is the one an earlier process of this agent left)."""
-    try:
-        return Arena.adopt(path), True
-    except ArenaCorrupt:
-        pass  # none there, or not usable: a new one
-    sweep(directory)
-    available = available_host_bytes()
-    size_bytes = config.arena_bytes or default_arena_bytes(
-        free_bytes(directory), slot_bytes=config.slot_bytes, available_bytes=available
-    )
-    slot_count = size_bytes // config.slot_bytes
-    if slot_count < 1:
-        raise ArenaTooSmall(
-            "the arena would not have a single slot",
-            hint="raise LONGSHORE_ARENA_BYTES, or enlarge /dev/shm (docker --shm-size; emptyDir in memory)",
-            arena_bytes=size_bytes,
-            slot_bytes=config.slot_bytes,
-        )
-    check_room(directory, slot_count * config.slot_bytes)
-    return Arena.create(path, slot_count=slot_count, slot_bytes=config.slot_bytes), False
-
-
-def _gpu_memory_bytes() -> tuple[int, ...]:
-    """Memory of each GPU of the node, asked of the driver's own tool: this process must not open a CUDA context."""
-    try:
-        answer = subprocess.run(
-            ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-        return tuple(int(line) * (1 << 20) for line in answer.stdout.split())
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return ()

@@ -2,15 +2,21 @@
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
 import pickle
 from dataclasses import dataclass, replace
 from typing import Any
 
-from actors import nodes
+from ray.exceptions import RayError
+
+from actors import nodes, spawn
 from actors.model_record import ModelRecord, Seat
 from cluster import load_state
 from cluster.holders import Holders
 from cluster.messages import LoadRequest
+
+ANSWER_S = 60.0  # a worker that is well answers at once
 
 
 @dataclass(frozen=True, slots=True)
@@ -63,6 +69,26 @@ class SavedLoad:
             rank: Seat(rank, node_id, host, bundles[rank] if bundles else None) for rank, node_id, host in self.seats
         }
         return record
+
+
+async def find_workers_again(record: ModelRecord, incarnations: dict[int, int]) -> None:
+    """Seat the living workers by their names, and learn from one of them how the store is read.
+
+    A rank without a worker is seated again later, under the incarnation (in `incarnations`) that its agent expects.
+    """
+    workers = await asyncio.to_thread(spawn.find_workers, record.model_id)
+    for seat in record.seats.values():
+        seat.incarnation, seat.worker = workers.get(seat.rank, (incarnations.get(seat.rank, 0), None))
+    for _, worker in workers.values():
+        # A kept model may have no client that could say its credentials again.
+        with contextlib.suppress(RayError, TimeoutError):
+            asked = worker.store_access.options(concurrency_group="control").remote()
+            access = await asyncio.wait_for(asked, ANSWER_S)
+            if access is not None:
+                record.request = replace(record.request, store=access)
+                record.credentials_missing = False
+                break
+    await record.touch()
 
 
 def _bundles(group: Any, request: LoadRequest) -> list[Any]:

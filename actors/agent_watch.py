@@ -1,0 +1,131 @@
+"""What the coordinator hears from agents: progress, loads that it does not know (any more), agents that forgot theirs.
+
+beat.records --adopt--> a load that an earlier incarnation of the coordinator began goes on
+beat.loads lacks a load that runs there --begin_on--> an agent that was restarted is told again
+beat.ranks --> progress of each rank; one that is alive and silent for too long is killed, and thereby replaced
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable
+
+from ray.exceptions import RayError
+
+from actors import spawn
+from actors.load_run import LoadRun
+from actors.model_record import ModelRecord
+from actors.saved_load import SavedLoad
+from cluster.load_state import LoadState
+from cluster.messages import AgentBeat, BeatReply
+from cluster.report import NodeStatus
+
+REBUILD_S = 20.0  # an agent that has not told of its loads by then is gone
+
+
+class AgentWatch:
+    """The coordinator's view of the agents. `models` is the coordinator's table."""
+
+    def __init__(
+        self,
+        coordinator: str,
+        stuck_after_s: float,
+        models: dict[str, ModelRecord],
+        go_on: Callable[[ModelRecord, dict[int, int]], None],
+        load_run: Callable[[ModelRecord], LoadRun],
+    ) -> None:
+        """`coordinator` is its incarnation; `go_on(record, incarnations)` tends a load that was adopted."""
+        self.rebuilt = asyncio.Event()  # before, a model that is not known may well be there
+        self._coordinator = coordinator
+        self._stuck_after_s = stuck_after_s
+        self._models = models
+        self._go_on = go_on
+        self._load_run = load_run
+        self._beats: dict[str, tuple[AgentBeat, float]] = {}  # node id -> (the last one, when)
+        self._told: set[str] = set()  # nodes whose agents have told of all their loads
+        self._heard = asyncio.Condition()
+        self._tasks: set[asyncio.Task[None]] = set()
+
+    @property
+    def node_ids(self) -> set[str]:
+        """Nodes whose agents were heard."""
+        return set(self._beats)
+
+    def status(self) -> tuple[NodeStatus, ...]:
+        now_s = time.monotonic()
+        return tuple(
+            NodeStatus(
+                node=beat.node_id,
+                host=beat.host,
+                arena_bytes=beat.arena.arena_bytes,
+                used_bytes=beat.arena.committed_bytes,
+                leased_slots=beat.arena.leased_slots,
+                quarantined_slots=beat.arena.quarantined_slots,
+                heartbeat_age_s=now_s - heard_s,
+            )
+            for beat, heard_s in self._beats.values()
+        )
+
+    async def rebuild(self) -> None:
+        """Wait for the agents that are there already: there are some when an earlier incarnation was killed."""
+        try:
+            agents = await asyncio.to_thread(spawn.agent_node_ids)
+            async with self._heard:
+                all_told = self._heard.wait_for(lambda: agents <= self._told)
+                await asyncio.wait_for(all_told, REBUILD_S)
+        except (TimeoutError, RayError):
+            pass  # an agent that has not told by now is gone
+        finally:
+            self.rebuilt.set()
+
+    async def heard(self, beat: AgentBeat) -> BeatReply:
+        """Take a heartbeat in; the answer says what the agent should report again or forget."""
+        self._beats[beat.node_id] = (beat, time.monotonic())
+        for load_id, packed in beat.records.items():
+            if packed:  # else a load that no coordinator began (`actors.hosting`)
+                self._adopt(load_id, packed, beat)
+        unknown = tuple(load.load_id for load in beat.loads if load.load_id not in self._models)
+        if set(unknown) <= set(beat.records):
+            self._told.add(beat.node_id)
+            async with self._heard:
+                self._heard.notify_all()
+        ended = []
+        for load in beat.loads:
+            record = self._models.get(load.load_id)
+            if record is not None and record.life.is_over:
+                ended.append(load.load_id)
+            elif record is not None:
+                record.store_bytes[beat.node_id] = load.store_bytes
+        await self._note_progress(beat)
+        self._begin_again(beat)
+        return BeatReply(self._coordinator, unknown, tuple(ended))
+
+    async def _note_progress(self, beat: AgentBeat) -> None:
+        for rank in beat.ranks:
+            record = self._models.get(rank.load_id)
+            seat = record.seats.get(rank.rank) if record is not None else None
+            if record is None or seat is None or seat.incarnation != rank.incarnation:
+                continue
+            moved = rank.placed_bytes != seat.placed_bytes
+            seat.placed_bytes = rank.placed_bytes
+            if rank.silent_s > self._stuck_after_s and seat.worker is not None:
+                spawn.end_actor(seat.worker)  # whoever tends the rank learns it from the pending call, and replaces it
+            if moved:
+                await record.touch()
+
+    def _adopt(self, load_id: str, packed: bytes, beat: AgentBeat) -> None:
+        if load_id in self._models:
+            return
+        record = SavedLoad.unpack(packed).restore(load_id, time.monotonic())
+        self._models[load_id] = record
+        self._go_on(record, {rank.rank: rank.incarnation for rank in beat.ranks if rank.load_id == load_id})
+
+    def _begin_again(self, beat: AgentBeat) -> None:
+        known = {load.load_id for load in beat.loads}
+        for record in self._models.values():
+            begun = record.life.state in (LoadState.LOADING, LoadState.READY, LoadState.DEGRADED)
+            if begun and beat.node_id in record.nodes and record.model_id not in known:
+                again = asyncio.get_running_loop().create_task(self._load_run(record).begin_on(beat.node_id))
+                self._tasks.add(again)
+                again.add_done_callback(self._tasks.discard)

@@ -1,0 +1,46 @@
+"""What agents and workers are told of a load. Pure."""
+
+from __future__ import annotations
+
+from actors.model_record import ModelRecord, Seat
+from actors.saved_load import SavedLoad
+from cluster.config import Config
+from cluster.fit import min_slots
+from cluster.messages import FetchSettings, NodeJob, RankJob
+from cluster.packed_plan import PackedPlan
+
+
+def node_job(record: ModelRecord, plan: PackedPlan, node_id: str, config: Config) -> NodeJob:
+    """One node's share; ranks that are ready are told as done, for an agent that was restarted."""
+    seats = [record.seats[rank] for rank in record.ranks_on(node_id)]
+    return NodeJob(
+        load_id=record.model_id,
+        attempt=record.life.attempt,
+        shared=plan.shared,
+        store_identity=record.request.store.ref.identity(),
+        needs={seat.rank: plan.needs[seat.rank] for seat in seats},
+        done=frozenset(seat.rank for seat in seats if seat.report is not None),
+        min_slots=min_slots(len(seats)),
+        chunk_attempts=config.chunk_attempts,
+        lease_deadline_s=config.lease_deadline_s,
+        record=SavedLoad.of(record).pack(),
+    )
+
+
+def rank_job(record: ModelRecord, plan: PackedPlan, seat: Seat, config: Config) -> RankJob:
+    """One rank's share, for the worker that sits there now."""
+    return RankJob(
+        load_id=record.model_id,
+        attempt=record.life.attempt,
+        rank=seat.rank,
+        incarnation=seat.incarnation,
+        shared=plan.shared,
+        plan=plan.plans[seat.rank],
+        store=record.request.store,
+        fetch=fetch_settings(config),
+    )
+
+
+def fetch_settings(config: Config) -> FetchSettings:
+    """The part of the settings that a rank reads by."""
+    return FetchSettings(config.fetch_threads, config.fetch_attempts, config.read_timeout_s, config.heartbeat_s)
