@@ -34,8 +34,8 @@ from cluster.report import RankReport
 from storage.arena import Arena
 from storage.errors import LongshoreError
 from storage.object_store import ObjectStore
+from storage.open_store import open_store
 from storage.processes import ProcessId, pss_bytes
-from storage.store_ref import open_store
 
 AGENT_GONE_S = 60.0  # an agent that does not answer for this long is not coming back
 AGENT_BACK_S = 15.0  # Ray restarts an agent, and the coordinator tells it its loads, well within this

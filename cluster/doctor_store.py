@@ -15,8 +15,9 @@ from cluster.doctor_check import Check
 from cluster.units import show_bytes
 from storage.manifest import MANIFEST_KEY
 from storage.object_store import ObjectStore, read_bytes
+from storage.open_store import open_store
 from storage.ranges import ByteRange
-from storage.store_ref import open_store, parse_uri
+from storage.store_ref import parse_uri
 
 READ_TIMEOUT_S = 10.0
 LISTED = 1000  # objects looked at

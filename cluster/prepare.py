@@ -15,7 +15,7 @@ from cluster.model_config import read_model_config
 from cluster.planning import build_load_plan
 from storage.checkpoint import check_revision, open_model
 from storage.model_index import ModelIndex
-from storage.store_ref import open_store
+from storage.open_store import open_store
 
 
 def prepare_plan(request: LoadRequest, *, chunk_bytes: int, read_timeout_s: float) -> tuple[ModelIndex, LoadPlan]:

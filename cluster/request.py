@@ -14,7 +14,8 @@ from cluster.messages import LoadRequest, StoreAccess
 from storage.checkpoint import split_model_uri
 from storage.errors import StoreError
 from storage.object_store import ObjectStore
-from storage.store_ref import Credentials, StoreRef, open_store, parse_uri
+from storage.open_store import open_store
+from storage.store_ref import Credentials, StoreRef, parse_uri
 
 DEVICES = ("auto", "cpu", "cuda")
 

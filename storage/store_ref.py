@@ -1,7 +1,6 @@
-"""Where a model is, and who may read it: parsed once, sent to every node, opened there.
+"""Where a model is, and who may read it: parsed once, sent to every node, opened there (`storage.open_store`).
 
     parse_uri("s3://models/llama", endpoint_url=...) -> StoreRef      names a place; no secrets in it
-    open_store(ref, credentials) -> ObjectStore                      s3, local or fsspec, by scheme
 
 A StoreRef says everything that decides *which* bytes are meant (endpoint and region too), so that two nodes
 with different environments open the same store, and so that it can be part of a cache key. Credentials travel
@@ -16,13 +15,10 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, field, replace
-from typing import TYPE_CHECKING, Any, Literal
+from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
 from storage.errors import StoreError, UnsupportedStore
-
-if TYPE_CHECKING:
-    from storage.object_store import ObjectStore
 
 AddressingStyle = Literal["auto", "path", "virtual"]
 
@@ -155,33 +151,6 @@ def parse_uri(
         anonymous=anonymous,
         ca_bundle=ca_bundle,
     )
-
-
-def open_store(
-    ref: StoreRef,
-    credentials: Credentials | None = None,
-    *,
-    read_timeout_s: float = 20.0,
-    connect_timeout_s: float = 5.0,
-) -> ObjectStore:
-    """The store at `ref`. Nothing is asked of it yet, so a wrong bucket shows at the first call.
-
-    A read that gets no byte for `read_timeout_s` fails. Raises UnsupportedStore for a scheme nobody serves.
-    """
-    # Imported here so that a local load needs no boto3, and an S3 load no fsspec: every worker pays for imports.
-    if ref.scheme == "file":
-        from storage.local import LocalStore
-
-        return LocalStore(ref.prefix)
-    if ref.scheme == "s3":
-        from storage.s3 import S3Store
-
-        return S3Store(ref, credentials, read_timeout_s=read_timeout_s, connect_timeout_s=connect_timeout_s)
-    if ref.scheme == "twin":
-        raise UnsupportedStore("the in-memory twin is opened by its class, not by a URI")
-    from storage.fsspec_store import FsspecStore
-
-    return FsspecStore(ref, credentials, read_timeout_s=read_timeout_s, connect_timeout_s=connect_timeout_s)
 
 
 def _file_ref(path: str, written: str) -> StoreRef:

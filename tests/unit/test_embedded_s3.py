@@ -18,8 +18,8 @@ import pytest
 from storage.embedded_s3 import EmbeddedS3, find_rclone
 from storage.errors import StoreUnavailable, UnsupportedStore
 from storage.object_store import read_bytes
+from storage.open_store import open_store
 from storage.ranges import ByteRange
-from storage.store_ref import open_store
 from tests.support.counting_proxy import CountingProxy
 from tests.support.s3_servers import make_bucket, server_ref
 

@@ -384,7 +384,8 @@ def test_memory_is_bounded_by_chunks_not_by_the_model() -> None:
 def test_the_real_checkpoint_is_copied_and_verified(minilm_shards: Path, tmp_path: Path) -> None:
     """From a folder to a bucket of a real S3 server and back to a model."""
     from storage.embedded_s3 import EmbeddedS3
-    from storage.store_ref import open_store, parse_uri
+    from storage.open_store import open_store
+    from storage.store_ref import parse_uri
 
     source = open_store(parse_uri(str(minilm_shards)))
     (tmp_path / "models").mkdir()

@@ -10,7 +10,8 @@ from hypothesis import strategies as st
 
 from storage.errors import LongshoreError, StoreError, UnsupportedStore
 from storage.local import LocalStore
-from storage.store_ref import Credentials, StoreRef, open_store, parse_uri
+from storage.open_store import open_store
+from storage.store_ref import Credentials, StoreRef, parse_uri
 
 
 @pytest.mark.parametrize(
