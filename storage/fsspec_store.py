@@ -9,14 +9,12 @@ it always. With `recheck_s=0` every read is followed by a check.
 
 from __future__ import annotations
 
-import base64
-import binascii
 import contextlib
 import ssl
 import tempfile
 import threading
 import time
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import quote, unquote
@@ -25,26 +23,22 @@ import fsspec
 from fsspec.registry import known_implementations
 
 from storage.errors import (
-    AccessDenied,
     LongshoreError,
     ObjectChanged,
     ObjectNotFound,
     RangeMismatch,
     ShortRead,
     StoreError,
-    StoreUnavailable,
-    Throttled,
     UnsupportedStore,
 )
+from storage.fsspec_errors import translated
+from storage.fsspec_info import info_of, version_tag
 from storage.object_store import ObjectInfo, check_key
 from storage.ranges import ByteRange
 from storage.store_ref import Credentials, StoreRef
 
 _PACKAGES = {"gs": "gcsfs", "az": "adlfs", "hf": "huggingface_hub", "http": "aiohttp", "https": "aiohttp"}
 _READ_ONLY = {"http", "https"}
-# What file systems call a version, the strongest first; the last ones are dates.
-_VERSION_FIELDS = ("ETag", "etag", "generation", "md5", "md5Hash", "blob_id", "sha", "version", "version_id")
-_DATE_FIELDS = ("Last-Modified", "LastModified", "last_modified", "updated", "mtime", "modified", "created")
 
 
 class FsspecStore:
@@ -86,7 +80,7 @@ class FsspecStore:
                 uri=self.uri,
             ) from error
         except Exception as error:  # every file system checks its options in its own way
-            raise _translate(error, self.uri, None) from error
+            raise translated(error, self.uri, None) from error
         self._root = root.rstrip("/")
 
     def stat(self, key: str) -> ObjectInfo:
@@ -103,8 +97,8 @@ class FsspecStore:
             key = self._key_of(path)
             if key is not None and key.startswith(prefix):
                 # Listings often lack what single look-ups have: sizes over http, or the date in the same form.
-                is_whole = facts.get("size") is not None and _version_tag(facts) is not None
-                infos.append(_info(key, facts) if is_whole else self._look_up(key))
+                is_whole = facts.get("size") is not None and version_tag(facts) is not None
+                infos.append(info_of(key, facts) if is_whole else self._look_up(key))
         yield from sorted(infos, key=lambda info: info.key)
 
     def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
@@ -203,7 +197,7 @@ class FsspecStore:
             raise ObjectNotFound("no such object, or one without a known size", uri=self.uri, key=key)
         if self._scheme in _READ_ONLY and facts.get("partial") is False and facts["size"]:
             raise StoreError("this server does not serve byte ranges", uri=self.uri, key=key)
-        info = _info(key, facts)
+        info = info_of(key, facts)
         with self._lock:
             self._seen[key] = (info, time.monotonic())
         return info
@@ -235,7 +229,7 @@ class FsspecStore:
         except LongshoreError:
             raise
         except Exception as error:  # each file system raises its own library's errors
-            raise _translate(error, self.uri, key) from error
+            raise translated(error, self.uri, key) from error
 
 
 class _FsspecUpload:
@@ -281,68 +275,3 @@ def _http_options(ref: StoreRef, read_timeout_s: float, connect_timeout_s: float
         except (OSError, ssl.SSLError) as error:
             raise StoreError("the CA bundle cannot be read", ca_bundle=ref.ca_bundle, uri=ref.uri) from error
     return options
-
-
-def _info(key: str, facts: Mapping[str, Any]) -> ObjectInfo:
-    return ObjectInfo(key, int(facts["size"]), _version(facts), _checksums(facts))
-
-
-def _version(facts: Mapping[str, Any]) -> str | None:
-    """The best version among what `info` said. A date is taken with the size, and proves less than a tag."""
-    if (tag := _version_tag(facts)) is not None:
-        return tag
-    for name in _DATE_FIELDS:
-        if value := facts.get(name):
-            return f"{facts['size']}-{value.isoformat() if hasattr(value, 'isoformat') else value}"
-    return None
-
-
-def _version_tag(facts: Mapping[str, Any]) -> str | None:
-    for name in _VERSION_FIELDS:
-        if isinstance(value := facts.get(name), str | int) and value != "":
-            return str(value).strip().removeprefix("W/").strip('"')
-    return None
-
-
-def _checksums(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Whole-object checksums in hex: Google's md5Hash and crc32c, the sha256 that Hugging Face's LFS has."""
-    found: dict[str, str] = {}
-    for field, name in (("md5Hash", "md5"), ("crc32c", "crc32c")):
-        if isinstance(value := facts.get(field), str):
-            with contextlib.suppress(binascii.Error, ValueError):
-                found[name] = base64.b64decode(value, validate=True).hex()
-    lfs = facts.get("lfs")
-    sha256 = lfs.get("sha256") if isinstance(lfs, Mapping) else None
-    if isinstance(sha256, str) and len(sha256) == 64:
-        found["sha256"] = sha256
-    return found
-
-
-def _translate(error: Exception, uri: str, key: str | None) -> StoreError:
-    """Our error for whatever a file system raised. Its text is not quoted: URLs in it may carry tokens."""
-    if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
-        # fsspec's http says "not found" of every failure and keeps the true one as the cause.
-        cause = _translate(error.__cause__, uri, key)
-        if isinstance(cause, AccessDenied | StoreUnavailable) or "certificate" in cause.message:
-            return cause
-    where: dict[str, Any] = {"uri": uri, "key": key, "cause": type(error).__name__}
-    status = next((s for s in (getattr(error, n, None) for n in ("status", "code", "status_code")) if s), None)
-    if isinstance(status, str) and status.isdigit():
-        status = int(status)
-    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError) or status in (404, 410):
-        return ObjectNotFound("no such object", **where)
-    if isinstance(error, PermissionError) or status in (401, 403):
-        return AccessDenied("the store refused access", hint="check the credentials for this store", **where)
-    if status == 429:
-        return Throttled("the store asks for fewer requests", **where)
-    if status == 416:
-        return RangeMismatch("range reaches past the object's end", **where)
-    if "Certificate" in type(error).__name__:
-        return StoreError("the store's certificate is not trusted", hint="name your CA's PEM file", **where)
-    # aiohttp's payload and disconnect errors are no OSErrors
-    is_transport = isinstance(error, OSError | EOFError) or type(error).__module__.startswith("aiohttp")
-    if is_transport or (isinstance(status, int) and status >= 500):
-        return StoreUnavailable("the store could not be reached or failed", **where)
-    if isinstance(error, NotImplementedError):
-        return StoreError("this kind of store cannot do that", **where)
-    return StoreError("the store refused the request", **where)

@@ -18,7 +18,9 @@ from storage.errors import (
     StoreUnavailable,
     Throttled,
 )
-from storage.fsspec_store import FsspecStore, _checksums, _translate, _version
+from storage.fsspec_errors import translated
+from storage.fsspec_info import checksums_of, version_of
+from storage.fsspec_store import FsspecStore
 from storage.object_store import read_bytes
 from storage.ranges import ByteRange
 from storage.store_ref import parse_uri
@@ -40,7 +42,7 @@ NOW = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
     ],
 )
 def test_versions(facts: dict[str, object], expected: str | None) -> None:
-    assert _version(facts) == expected
+    assert version_of(facts) == expected
 
 
 def test_checksums() -> None:
@@ -49,8 +51,8 @@ def test_checksums() -> None:
         "crc32c": base64.b64encode(digest_of("crc32c", b"x")).decode(),
         "lfs": {"sha256": digest_of("sha256", b"x").hex()},
     }
-    assert _checksums(facts) == {name: digest_of(name, b"x").hex() for name in ("md5", "crc32c", "sha256")}
-    assert _checksums({"md5Hash": "?", "lfs": {"sha256": "short"}, "crc32c": 5}) == {}
+    assert checksums_of(facts) == {name: digest_of(name, b"x").hex() for name in ("md5", "crc32c", "sha256")}
+    assert checksums_of({"md5Hash": "?", "lfs": {"sha256": "short"}, "crc32c": 5}) == {}
 
 
 class _Answered(Exception):
@@ -76,7 +78,7 @@ class _Answered(Exception):
     ],
 )
 def test_errors(error: Exception, kind: type[StoreError]) -> None:
-    found = _translate(error, "gs://bucket", "key")
+    found = translated(error, "gs://bucket", "key")
     assert type(found) is kind
     assert "SECRET" not in str(found)
 
@@ -84,9 +86,9 @@ def test_errors(error: Exception, kind: type[StoreError]) -> None:
 def test_failure_that_http_calls_not_found() -> None:
     error = FileNotFoundError("x")
     error.__cause__ = ConnectionRefusedError()
-    assert type(_translate(error, "http://h", "key")) is StoreUnavailable
+    assert type(translated(error, "http://h", "key")) is StoreUnavailable
     error.__cause__ = _Answered(404)
-    assert type(_translate(error, "http://h", "key")) is ObjectNotFound
+    assert type(translated(error, "http://h", "key")) is ObjectNotFound
 
 
 @pytest.mark.parametrize(("kept", "kind"), [(3, ShortRead), (30, RangeMismatch)])

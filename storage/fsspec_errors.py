@@ -1,0 +1,44 @@
+"""Whatever a file system of fsspec raised, as an error of ours."""
+
+from __future__ import annotations
+
+from typing import Any
+
+from storage.errors import (
+    AccessDenied,
+    ObjectNotFound,
+    RangeMismatch,
+    StoreError,
+    StoreUnavailable,
+    Throttled,
+)
+
+
+def translated(error: Exception, uri: str, key: str | None) -> StoreError:
+    """Our error for whatever a file system raised. Its text is not quoted: URLs in it may carry tokens."""
+    if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
+        # fsspec's http says "not found" of every failure and keeps the true one as the cause.
+        cause = translated(error.__cause__, uri, key)
+        if isinstance(cause, AccessDenied | StoreUnavailable) or "certificate" in cause.message:
+            return cause
+    where: dict[str, Any] = {"uri": uri, "key": key, "cause": type(error).__name__}
+    status = next((s for s in (getattr(error, n, None) for n in ("status", "code", "status_code")) if s), None)
+    if isinstance(status, str) and status.isdigit():
+        status = int(status)
+    if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError) or status in (404, 410):
+        return ObjectNotFound("no such object", **where)
+    if isinstance(error, PermissionError) or status in (401, 403):
+        return AccessDenied("the store refused access", hint="check the credentials for this store", **where)
+    if status == 429:
+        return Throttled("the store asks for fewer requests", **where)
+    if status == 416:
+        return RangeMismatch("range reaches past the object's end", **where)
+    if "Certificate" in type(error).__name__:
+        return StoreError("the store's certificate is not trusted", hint="name your CA's PEM file", **where)
+    # aiohttp's payload and disconnect errors are no OSErrors
+    is_transport = isinstance(error, OSError | EOFError) or type(error).__module__.startswith("aiohttp")
+    if is_transport or (isinstance(status, int) and status >= 500):
+        return StoreUnavailable("the store could not be reached or failed", **where)
+    if isinstance(error, NotImplementedError):
+        return StoreError("this kind of store cannot do that", **where)
+    return StoreError("the store refused the request", **where)
