@@ -23,11 +23,12 @@ from botocore.exceptions import BotoCoreError, ClientError
 from storage.errors import ObjectChanged, ObjectNotFound, RangeMismatch, StoreError
 from storage.object_store import ObjectInfo, check_key
 from storage.ranges import ByteRange
+from storage.s3_answer import normal_etag
 from storage.s3_errors import store_error
 from storage.s3_info import checksums_of_head, error_code, from_botocore_error, md5_header
 from storage.s3_signing import Route, find_route, sign_get
 from storage.s3_upload import S3Upload
-from storage.s3_wire import Endpoint, WireClient, normal_etag
+from storage.s3_wire import Endpoint, WireClient
 from storage.store_ref import Credentials, StoreRef
 
 if TYPE_CHECKING:

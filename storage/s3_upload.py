@@ -10,8 +10,8 @@ from botocore.exceptions import BotoCoreError, ClientError
 
 from storage.errors import StoreError
 from storage.object_store import ObjectInfo
+from storage.s3_answer import normal_etag
 from storage.s3_info import from_botocore_error, md5_header
-from storage.s3_wire import normal_etag
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client

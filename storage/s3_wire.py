@@ -14,7 +14,6 @@ from __future__ import annotations
 
 import contextlib
 import http.client
-import re
 import socket
 import ssl
 import threading
@@ -22,21 +21,15 @@ import time
 from collections.abc import Mapping
 from dataclasses import dataclass
 from pathlib import Path
-from typing import Any
 
-from storage.errors import ObjectChanged, RangeMismatch, ShortRead, StoreError, StoreUnavailable
+from storage.errors import ShortRead, StoreError, StoreUnavailable
 from storage.ranges import ByteRange
-from storage.s3_errors import MAX_ERROR_BODY_BYTES, connection_error, parse_error_body, store_error
+from storage.s3_answer import check_answer, head_of, refusal
+from storage.s3_errors import MAX_ERROR_BODY_BYTES, connection_error
 
 _RECEIVE_BUFFER_BYTES = 4 << 20
 _MAX_IDLE_S = 15.0  # servers and NATs drop idle connections silently, S3 after some 20 s
 _MIN_RATE_BYTES_PER_S = 64 << 10  # a body slower than this on average is a stuck one
-_CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)\s*", re.ASCII)
-_PLAIN_ENCODINGS = {
-    "",
-    "identity",
-    "aws-chunked",
-}  # the last: stored by mistake by old SDKs, the body is as uploaded
 
 
 @dataclass(frozen=True, slots=True)
@@ -49,48 +42,6 @@ class Endpoint:
 
     def __str__(self) -> str:
         return f"{'https' if self.tls else 'http'}://{self.host}:{self.port}"
-
-
-def normal_etag(value: str | None) -> str | None:
-    """An ETag header's value without W/ and quotes; None for none."""
-    value = (value or "").strip()
-    return value.removeprefix("W/").strip('"') or None
-
-
-def check_answer(
-    status: int, headers: Mapping[str, str], byte_range: ByteRange, etag: str | None, **where: Any
-) -> str | None:
-    """Raise unless an answer's head promises exactly `byte_range` of version `etag`; its ETag.
-
-    Pure; `headers` has lower-case names. The status decides little: real servers answer 200 with a
-    Content-Range to a range request (rclone does), and some ignore If-Match (the same).
-    """
-    found = normal_etag(headers.get("etag"))
-    if etag is not None and found != etag:
-        raise ObjectChanged("object is not the pinned version", expected=etag, found=found, **where)
-    encoding = headers.get("content-encoding", "").strip().lower()
-    if encoding not in _PLAIN_ENCODINGS:
-        raise RangeMismatch("the answer is encoded, so its bytes are others", encoding=encoding[:40], **where)
-    length = headers.get("content-length", "").strip()
-    if not re.fullmatch(r"[0-9]{1,19}", length) or "chunked" in headers.get("transfer-encoding", "").lower():
-        raise RangeMismatch("the answer does not say its length", **where)
-    content_range = headers.get("content-range")
-    if content_range is not None:
-        match = _CONTENT_RANGE.fullmatch(content_range.strip())
-        if match is None:
-            raise RangeMismatch("the answer's Content-Range cannot be read", **where)
-        start, end = int(match[1]), int(match[2]) + 1
-        total = None if match[3] == "*" else int(match[3])
-        if total is not None and byte_range.end > total:
-            raise RangeMismatch("range reaches past the object's end", size_bytes=total, **where)
-        if (start, end) != (byte_range.start, byte_range.end):
-            raise RangeMismatch("the answer is for another range", found=f"[{start}, {end})", **where)
-    elif status != 200 or byte_range.start != 0:
-        raise RangeMismatch("the store did not answer with the range", **where)
-    if int(length) != byte_range.size_bytes:
-        # Without a Content-Range this is the whole object, wanted only when the range is all of it.
-        raise RangeMismatch("the answer has another length than the range", found_bytes=int(length), **where)
-    return found
 
 
 class WireClient:
@@ -244,10 +195,7 @@ class WireClient:
     def _check(
         self, response: http.client.HTTPResponse, byte_range: ByteRange, etag: str | None, key: str
     ) -> str | None:
-        headers: dict[str, str] = {}
-        for name, value in response.getheaders():
-            if headers.setdefault(name.lower(), value) != value and name.lower() in _MUST_BE_ONE:
-                raise RangeMismatch(f"the answer has two {name} headers", uri=self._uri, key=key)
+        headers = head_of(response.getheaders(), uri=self._uri, key=key)
         if response.status in (200, 206):
             if ("content-length" not in headers or "etag" not in headers) and not _has_more(response):
                 # http.client takes the end of the stream for the end of the head: what is missing was cut off.
@@ -258,12 +206,7 @@ class WireClient:
         body = b""
         with contextlib.suppress(OSError, http.client.HTTPException):  # the status says enough
             body = response.read(MAX_ERROR_BODY_BYTES)
-        code, message = parse_error_body(body)
-        error = store_error(response.status, code, message, headers, uri=self._uri, key=key, range=str(byte_range))
-        found = normal_etag(headers.get("etag"))
-        if isinstance(error, RangeMismatch) and etag is not None and found not in (None, etag):
-            raise ObjectChanged("object is not the pinned version", uri=self._uri, key=key, expected=etag, found=found)
-        raise error
+        raise refusal(response.status, headers, body, etag, uri=self._uri, key=key, range=str(byte_range))
 
     def _receive(self, response: http.client.HTTPResponse, buffer: memoryview, key: str, byte_range: ByteRange) -> None:
         """Fill `buffer` from the body, whose length was checked to be the same."""
@@ -288,9 +231,6 @@ class WireClient:
                 raise StoreUnavailable("the answer comes too slowly", uri=self._uri, key=key, received_bytes=received)
         # Tells http.client that the body is over; without it the connection would refuse the next request.
         response.close()
-
-
-_MUST_BE_ONE = {"content-length", "content-range", "etag", "content-encoding"}
 
 
 def _exchange(

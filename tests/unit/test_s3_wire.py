@@ -30,7 +30,7 @@ from storage.errors import (
 from storage.object_store import read_bytes
 from storage.ranges import ByteRange
 from storage.s3 import S3Store
-from storage.s3_wire import check_answer, normal_etag
+from storage.s3_answer import check_answer, normal_etag
 from storage.store_ref import Credentials, StoreRef
 
 BODY = b"0123456789"
