@@ -16,14 +16,14 @@ from __future__ import annotations
 
 import enum
 import heapq
-from collections import Counter, defaultdict
+from collections import defaultdict
 from collections.abc import Hashable, Iterable, Mapping
-from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.retry import Fail, Retry, decide
+from cluster.failure_log import FailureLog
+from cluster.retry import Fail, Retry
 
 
 class ChunkState(enum.Enum):
@@ -34,15 +34,6 @@ class ChunkState(enum.Enum):
     LEASED = "leased"  # being fetched, perhaps by more than one rank
     COMMITTED = "committed"  # in the arena; some rank has not placed it
     DONE = "done"  # no present rank needs it
-
-
-@dataclass(slots=True)
-class _Failures:
-    """What went wrong with one chunk so far."""
-
-    by_rank: Counter[int] = field(default_factory=Counter)
-    by_cause: Counter[str] = field(default_factory=Counter)
-    log: list[tuple[int, str]] = field(default_factory=list)  # (rank, cause), in order
 
 
 class LeaseQueue:
@@ -71,7 +62,7 @@ class LeaseQueue:
         self._fresh = list(range(count))  # a heap of positions that never failed; stale entries are skipped
         self._retries: dict[int, list[int]] = {rank: [] for rank in needs}  # rank -> heap of failed positions
         self._delayed: list[tuple[float, int]] = []  # (not before, position), a heap
-        self._failures: dict[int, _Failures] = {}
+        self._failures = FailureLog()  # by position
         self._waiting: defaultdict[Hashable, set[int]] = defaultdict(set)
         for rank in needs:
             self._need_all(rank)
@@ -221,20 +212,13 @@ class LeaseQueue:
         nevertheless.
         """
         position = self._position[chunk]
-        failures = self._failures.setdefault(position, _Failures())
-        failures.by_rank[rank] += 1
-        failures.by_cause[cause] += 1
-        failures.log.append((rank, cause))
-        decision = decide(cause, failures.by_cause[cause], fraction)
-        if isinstance(decision, Retry) and chunk_attempts is not None and len(failures.log) >= chunk_attempts:
-            decision = Fail(f"{cause.replace('_', ' ')}, after {len(failures.log)} workers' attempts")
+        decision = self._failures.add(position, rank, cause, chunk_attempts, fraction)
         self._end_lease(position, now_s + (decision.delay_s if isinstance(decision, Retry) else 0.0))
         return decision
 
     def failures(self, chunk: int) -> tuple[tuple[int, str], ...]:
         """(rank, cause) of every failure of the chunk, in order."""
-        found = self._failures.get(self._position[chunk])
-        return () if found is None else tuple(found.log)
+        return self._failures.of(self._position[chunk])
 
     # --- ranks come and go ---------------------------------------------------------------------------------
 
@@ -278,9 +262,10 @@ class LeaseQueue:
 
     def _may_try(self, rank: int, position: int) -> bool:
         """Whether the rank has not failed on it yet, or every other rank that is still at work has."""
-        tried = self._failures[position].by_rank
+        if not self._failures.has_failed(position, rank):
+            return True
         # A rank that has everything may have stopped asking: nobody waits for it to try.
-        return not tried[rank] or all(tried[other] for other in self._present if self._left[other])
+        return all(self._failures.has_failed(position, other) for other in self._present if self._left[other])
 
     def _end_lease(self, position: int, not_before_s: float) -> None:
         self._leases[position] = max(0, self._leases[position] - 1)
