@@ -7,6 +7,7 @@ alive: memory that was handed out is never written again.
 
 from __future__ import annotations
 
+import contextlib
 import mmap
 from typing import TYPE_CHECKING, Any, Protocol
 
@@ -139,7 +140,7 @@ class CudaDevice:
         torch = self._torch
         try:
             self._segments = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in segment_bytes]
-        except torch.OutOfMemoryError as error:
+        except torch.cuda.OutOfMemoryError as error:
             self._segments = []
             free, total = torch.cuda.mem_get_info(self._device)
             raise DoesNotFit(
@@ -150,16 +151,22 @@ class CudaDevice:
             ) from error
 
     def attach_arena(self, arena: memoryview) -> None:
+        torch = self._torch
         address = np.frombuffer(arena, np.uint8).ctypes.data
-        # One registration for the whole arena: registering each slot or view is a thousand times slower.
-        result = self._cudart().cudaHostRegister(address, len(arena), 0)
-        if int(result) == 0:
-            self._pinned = address
+        with torch.cuda.device(self._device):  # the calling thread's device may be another
+            # One registration for the whole arena: registering each slot or view is a thousand times slower.
+            if int(self._cudart().cudaHostRegister(address, len(arena), 0)) == 0:
+                self._pinned = address
+                return
+            # Without it copies are slower, no more. But CUDA keeps the error for whoever launches a kernel next.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self._device).add_(1)
 
     def detach_arena(self) -> None:
         self.synchronize()
         if self._pinned is not None:
-            self._cudart().cudaHostUnregister(self._pinned)
+            with self._torch.cuda.device(self._device):
+                self._cudart().cudaHostUnregister(self._pinned)
             self._pinned = None
         self._staging = None
 
@@ -199,6 +206,7 @@ class CudaDevice:
     def free(self) -> None:
         self.detach_arena()
         self._segments = []
+        self._torch.cuda.empty_cache()  # torch keeps freed memory for itself, and this process may live on
 
 
 def open_device(kind: str) -> Device:

@@ -64,7 +64,7 @@ class Planner:
         async with self._places:
             process = None
             try:
-                process = self._idle.pop() if self._idle else await self._start()
+                process = self._take_idle() or await self._start()
                 answer = await asyncio.wait_for(_exchange(process, verb, args), PLANNING_TIMEOUT_S)
             except (TimeoutError, OSError, EOFError) as error:
                 await self._end(process)
@@ -78,6 +78,14 @@ class Planner:
         if isinstance(answer, LongshoreError):
             raise answer
         return answer
+
+    def _take_idle(self) -> Process | None:
+        while self._idle:
+            process = self._idle.pop()
+            if process.returncode is None:
+                return process
+            self._all.discard(process)  # somebody ended it while it had nothing to do: the kernel, short of memory
+        return None
 
     async def _start(self) -> Process:
         # -P: the folder that Ray happens to run us in must not shadow our packages in the child.

@@ -1,0 +1,220 @@
+"""The worker of one rank as a plain class: it loads once, answers beside its tensors, and lets go of everything."""
+
+from __future__ import annotations
+
+import pickle
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import pytest
+import safetensors
+
+from actors.gpu_worker import GpuWorker
+from actors.shard import RankShard
+from cluster.errors import LoadCancelled, ModelNotFound
+from cluster.load_plan import LoadPlan
+from cluster.messages import Orders, RankJob, RankUpdate, StoreAccess
+from cluster.report import RankReport
+from storage.errors import LongshoreError
+from storage.local import LocalStore
+from storage.processes import ProcessId
+from storage.store_ref import parse_uri
+from tests.support.checkpoints import safetensors_bytes, write_objects
+from tests.support.local_node import Belongings, LocalNode, SwitchedLink, local_node, plan_of
+from tests.support.shared_memory import REPOSITORY
+
+SPECS = [(f"layers.{number}.weight", "BF16", (64, 8)) for number in range(12)]
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    before = Belongings()
+    yield
+    before.check()
+
+
+@pytest.fixture
+def stored(tmp_path: Path) -> dict[str, bytes]:
+    objects = {"model.safetensors": safetensors_bytes(SPECS, seed=4)}
+    write_objects(tmp_path, objects)
+    return objects
+
+
+@pytest.fixture
+def plan(stored: dict[str, bytes], tmp_path: Path) -> LoadPlan:
+    made = plan_of(stored, (1, 1, 1), 1024)
+    etag = LocalStore(str(tmp_path)).stat("model.safetensors").etag
+    return replace(made, shards=tuple(replace(shard, etag=etag) for shard in made.shards))
+
+
+@pytest.fixture
+def node(shm_dir: Path) -> Iterator[LocalNode]:
+    with local_node(shm_dir, slots=8) as node:
+        yield node
+
+
+@pytest.fixture
+def worker(node: LocalNode) -> Iterator[GpuWorker]:
+    worker = GpuWorker("node-1", "cpu", 60.0, node.agent)
+    yield worker
+    worker.stop()
+    _join_watch()
+
+
+def job(node: LocalNode, plan: LoadPlan, tmp_path: Path) -> RankJob:
+    access = StoreAccess(parse_uri(str(tmp_path)))
+    return replace(node.job(plan, node.begin(plan), 0), store=access)
+
+
+def test_start_outcome_call_copy_stop(worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path, stored: Any):
+    me = worker.start(job(node, plan, tmp_path))
+    assert me == worker.ping() == ProcessId.current()
+    report = worker.outcome()
+    assert isinstance(report, RankReport)
+    assert (report.node, report.device, report.size_bytes) == ("node-1", "cpu", plan.ranks[0].size_bytes)
+    assert worker.outcome() == report  # asked again, the same answer
+    reference = {name: bytes(entry["data"]) for name, entry in safetensors.deserialize(stored["model.safetensors"])}
+    assert set(worker.tensor_names()) == set(reference)
+    for name, data in reference.items():
+        dtype, shape, found = worker.tensor_copy(name)
+        assert (dtype, shape, found.tobytes()) == ("bfloat16", (64, 8), data)
+
+    def count(shard: RankShard, add: int, *, times: int) -> int:
+        return (len(shard) + add) * times
+
+    assert worker.call(count, (1,), {"times": 2}) == 26
+    with pytest.raises(ZeroDivisionError):  # a user's error is the user's
+        worker.call(lambda shard: 1 / 0, (), {})
+    with pytest.raises(KeyError):
+        worker.tensor_copy("no such tensor")
+    worker.stop()
+    worker.lifetime()
+    with pytest.raises(ModelNotFound):
+        worker.call(count, (1,), {"times": 2})
+    assert worker._device is not None
+    assert worker._device._segments == []  # type: ignore[attr-defined]
+
+
+def test_started_twice_it_loads_once(worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path):
+    wanted = job(node, plan, tmp_path)
+    for _ in range(5):
+        worker.start(wanted)
+    worker.outcome()
+    assert sum(thread.name == "watch" for thread in threading.enumerate()) == 1
+    worker.start(wanted)
+    assert node.agent.report(wanted.load_id).store_chunks == len(plan.ranks[0].chunk_ids)
+
+
+def test_before_it_is_ready_there_is_no_model(worker: GpuWorker):
+    for ask in (worker.tensor_names, lambda: worker.tensor_copy("a"), lambda: worker.call(len, (), {})):
+        with pytest.raises(ModelNotFound, match="no loaded model"):
+            ask()
+
+
+def test_a_load_that_fails_says_why_and_leaves_no_model(
+    worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path
+):
+    (tmp_path / "model.safetensors").unlink()
+    worker.start(job(node, plan, tmp_path))
+    with pytest.raises(LongshoreError) as caught:
+        worker.outcome()
+    assert caught.value.details["shard"] == "model.safetensors"
+    with pytest.raises(ModelNotFound):
+        worker.tensor_names()
+
+
+def test_an_error_that_nobody_foresaw_comes_back_as_one_that_pickles(
+    worker: GpuWorker, plan: LoadPlan, node: LocalNode
+):
+    broken = replace(node.job(plan, "load", 0), plan=b"no pickle at all")
+    worker.start(broken)
+    with pytest.raises(LongshoreError, match="while loading") as caught:
+        worker.outcome()
+    assert pickle.loads(pickle.dumps(caught.value)).message == caught.value.message
+
+
+def test_stopped_in_mid_load(node: LocalNode, plan: LoadPlan, tmp_path: Path):
+    link = SlowLink(node.agent)
+    worker = GpuWorker("node-1", "cpu", 60.0, link)
+    worker.start(job(node, plan, tmp_path))
+    assert link.asked.wait(30)
+    stopping = threading.Thread(target=worker.stop)
+    stopping.start()
+    link.go.set()
+    stopping.join()
+    with pytest.raises(LoadCancelled):
+        worker.outcome()
+    with pytest.raises(ModelNotFound):
+        worker.tensor_names()
+    worker.start(job(node, plan, tmp_path))  # too late: nothing begins any more
+    _join_watch()
+
+
+def test_stopped_before_it_was_started(node: LocalNode):
+    worker = GpuWorker("node-1", "cpu", 60.0, node.agent)
+    worker.stop()
+    with pytest.raises(LoadCancelled):
+        worker.outcome()
+
+
+class SlowLink(SwitchedLink):
+    """Exchanges wait until they are let go."""
+
+    def __init__(self, agent: Any) -> None:
+        super().__init__(agent)
+        self.go, self.asked = threading.Event(), threading.Event()
+
+    def exchange(self, update: RankUpdate) -> Orders:
+        self.asked.set()
+        self.go.wait(60)
+        return super().exchange(update)
+
+
+def _join_watch() -> None:
+    for thread in threading.enumerate():
+        if thread.name == "watch":
+            thread.join()
+
+
+ORPHAN = """
+import sys, time
+from actors.gpu_worker import GpuWorker
+from cluster.errors import ClusterLost
+from cluster.messages import FetchSettings, RankJob, StoreAccess
+from storage.store_ref import parse_uri
+
+class NoCoordinator:
+    def join(self, hello): raise ClusterLost("nobody")
+    def exchange(self, update): raise ClusterLost("nobody")
+    def coordinator_age_s(self):
+        if sys.argv[1] == "gone":
+            raise ClusterLost("nobody")
+        return float(sys.argv[1])
+
+worker = GpuWorker("n", "cpu", 0.5, NoCoordinator())
+worker.start(RankJob("l", 1, 0, 0, b"", b"", StoreAccess(parse_uri("/tmp")), FetchSettings(1, 1, 1.0, 0.05)))
+print("started", flush=True)
+time.sleep(float(sys.argv[2]))
+print("alive", flush=True)
+sys.stdout.flush()
+import os
+os._exit(0)
+"""
+
+
+@pytest.mark.parametrize(("age", "alive"), [("gone", False), ("1000", False), ("0", True)])
+def test_a_worker_without_a_coordinator_ends_itself(age: str, alive: bool):
+    result = subprocess.run(
+        [sys.executable, "-c", ORPHAN, age, "2.5" if alive else "60"],
+        capture_output=True,
+        text=True,
+        cwd=REPOSITORY,
+        timeout=50,
+    )
+    assert ("alive" in result.stdout) == alive
+    assert result.returncode == (0 if alive else 1)

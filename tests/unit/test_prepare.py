@@ -1,0 +1,88 @@
+"""From a stored model to a plan, and whether the stored model is still the one."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.errors import LayoutError, PlanError
+from cluster.messages import LoadRequest
+from cluster.prepare import prepare_plan, still_current
+from cluster.request import StoreOptions, make_request
+from storage.errors import CheckpointError, NotACheckpoint, ObjectNotFound, PickleRefused, StoreError
+from storage.local import LocalStore
+from storage.publish import publish
+from tests.support.checkpoints import odd_objects, safetensors_bytes, write_objects, write_tiny_llama
+
+MIB = 1 << 20
+
+
+def request(folder: Path, *sizes: int, **other: Any) -> LoadRequest:
+    return make_request(
+        str(folder),
+        sizes=(*sizes, *(1,) * (3 - len(sizes))),
+        store_options=StoreOptions(),
+        credentials=None,
+        **{"layout_rules": None, **other},
+    )
+
+
+def test_a_plan_for_what_is_stored(tmp_path: Path):
+    write_tiny_llama(tmp_path)
+    index, plan = prepare_plan(request(tmp_path, 2, 2), chunk_bytes=MIB, read_timeout_s=5)
+    assert len(plan.ranks) == 4
+    assert plan.revision == index.revision
+    assert sum(rank.size_bytes for rank in plan.ranks[:2]) < 2 * index.size_bytes
+    assert plan.chunks.hash_name is None
+
+
+def test_a_broken_config_matters_to_tensor_parallelism_only(tmp_path: Path):
+    write_tiny_llama(tmp_path)
+    (tmp_path / "config.json").write_text("{not json")
+    with pytest.raises(PlanError):
+        prepare_plan(request(tmp_path, 2), chunk_bytes=MIB, read_timeout_s=5)
+    _, plan = prepare_plan(request(tmp_path, 1, 2), chunk_bytes=MIB, read_timeout_s=5)
+    assert len(plan.ranks) == 2
+
+
+def test_a_tensor_that_no_rule_names_is_an_error(tmp_path: Path):
+    write_objects(tmp_path, odd_objects())
+    with pytest.raises(LayoutError, match="30 tensors are named by no rule"):
+        prepare_plan(request(tmp_path, 2), chunk_bytes=MIB, read_timeout_s=5)
+
+
+@pytest.mark.parametrize(
+    ("files", "error"),
+    [
+        ({}, (NotACheckpoint, ObjectNotFound)),
+        ({"pytorch_model.bin": b"x"}, PickleRefused),
+        ({"m.safetensors": b"short"}, CheckpointError),
+    ],
+)
+def test_what_is_no_model(tmp_path: Path, files: dict[str, bytes], error: Any):
+    write_objects(tmp_path, files)
+    with pytest.raises(error):
+        prepare_plan(request(tmp_path), chunk_bytes=MIB, read_timeout_s=5)
+
+
+def test_a_folder_that_is_not_there(tmp_path: Path):
+    with pytest.raises((StoreError, NotACheckpoint)):
+        prepare_plan(request(tmp_path / "nowhere"), chunk_bytes=MIB, read_timeout_s=5)
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_a_model_is_current_until_it_is_replaced(tmp_path: Path, published: bool):
+    tensors = [("a", "F32", (8, 4))]
+    write_objects(tmp_path, {"model.safetensors": safetensors_bytes(tensors, seed=1)})
+    if published:
+        publish(LocalStore(str(tmp_path)))
+    wanted = request(tmp_path)
+    _, plan = prepare_plan(wanted, chunk_bytes=MIB, read_timeout_s=5)
+    assert (plan.chunks.hash_name is not None) == published
+    assert still_current(wanted, plan.revision, 5)
+    write_objects(tmp_path, {"model.safetensors": safetensors_bytes([*tensors, ("b", "F32", (2,))], seed=2)})
+    if published:
+        publish(LocalStore(str(tmp_path)), force=True)
+    assert not still_current(wanted, plan.revision, 5)

@@ -1,0 +1,102 @@
+"""Arguments that cannot be meant are refused before anything happens, and requests that can share a model are equal."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+from typing import Any
+
+import pytest
+
+from cluster.errors import ConfigError, PlanError
+from cluster.messages import LoadRequest, StoreAccess
+from cluster.request import StoreOptions, make_request, open_uri
+from storage.errors import LongshoreError, StoreError
+from storage.store_ref import Credentials
+
+
+def request(uri: str = "s3://bucket/model", sizes: tuple[int, int, int] = (1, 1, 1), **other: Any) -> LoadRequest:
+    options = {"store_options": StoreOptions(region="eu-1"), "credentials": None, "layout_rules": None, **other}
+    return make_request(uri, sizes=sizes, **options)
+
+
+def test_what_a_request_says():
+    made = request("s3://bucket/models/llama/", (4, 2, 3), device="cuda", keep=True, wait_for_resources_s=5)
+    assert made.uri == "s3://bucket/models/llama"
+    assert made.world_size == 24
+    assert (made.store.ref.bucket, made.store.ref.prefix) == ("bucket", "models/llama")
+    assert (made.device, made.keep, made.wait_for_resources_s, made.only_key) == ("cuda", True, 5.0, None)
+
+
+def test_one_file_can_be_named():
+    made = request("s3://bucket/models/a.safetensors")
+    assert made.only_key == "a.safetensors"
+    assert made.uri == "s3://bucket/models/a.safetensors"
+    assert made.identity() != request("s3://bucket/models").identity()
+
+
+@pytest.mark.parametrize("sizes", [(0, 1, 1), (1, -1, 1), (1, 1, 0), (True, 1.5, 1)])
+def test_sizes_that_no_layout_has(sizes: Any):
+    with pytest.raises((ConfigError, PlanError)):
+        request(sizes=sizes)
+
+
+@pytest.mark.parametrize(
+    "other",
+    [
+        {"device": "tpu"},
+        {"wait_for_resources_s": -1},
+        {"wait_for_resources_s": float("nan")},
+        {"wait_for_resources_s": float("inf")},
+        {"layout_rules": {".*": "sideways"}},
+    ],
+)
+def test_arguments_that_cannot_be_meant(other: dict[str, Any]):
+    with pytest.raises(LongshoreError):
+        request(**other)
+
+
+@pytest.mark.parametrize("uri", ["", "s3://", "s3://bucket/../other", "s3://b/a/../../c"])
+def test_uris_that_no_store_can_have(uri: str):
+    with pytest.raises(LongshoreError):
+        request(uri)
+
+
+def test_identity_is_what_decides_the_result_and_nothing_else():
+    base = request(device="cpu")
+    same = request(
+        "s3a://bucket/model/", device="cpu", keep=True, wait_for_resources_s=9, credentials=Credentials("id", "secret")
+    )
+    assert same.identity() == base.identity()
+    assert replace(base, client_id="another").identity() == base.identity()
+    different = [
+        request("s3://bucket/other", device="cpu"),
+        request(sizes=(2, 1, 1), device="cpu"),
+        request(sizes=(1, 2, 1), device="cpu"),
+        request(sizes=(1, 1, 2), device="cpu"),
+        request(device="cuda"),
+        request(device="cpu", layout_rules={"a": "row"}),
+        request(device="cpu", store_options=StoreOptions(region="eu-1", endpoint_url="http://127.0.0.1:1")),
+    ]
+    identities = {made.identity() for made in different}
+    assert len(identities) == len(different)
+    assert base.identity() not in identities
+
+
+def test_secrets_travel_and_never_show():
+    secret = Credentials("AKID-visible-nowhere", "the-secret", "the-token")
+    made = request(credentials=secret)
+    assert pickle.loads(pickle.dumps(made)).store.credentials.secret_access_key == "the-secret"
+    for text in (repr(made), str(made), repr(made.store), made.identity()):
+        assert "the-secret" not in text
+        assert "the-token" not in text
+        assert "AKID" not in text
+    assert made.store.without_credentials() == StoreAccess(made.store.ref)
+
+
+def test_open_uri_opens_a_folder(tmp_path: Any):
+    store, only_key = open_uri(str(tmp_path), StoreOptions(), None, 5.0)
+    with pytest.raises(StoreError):
+        store.stat("nothing")
+    store.close()
+    assert only_key is None
