@@ -197,7 +197,11 @@ def verify(
     credentials: Credentials | None = None,
     config: Config | None = None,
 ) -> VerifyReport:
-    """Read everything the manifest names and compare digests. A bad chunk is in the report, not an exception."""
+    """Read everything the manifest names and compare digests and tensors. Damage is in the report, no exception.
+
+    A model that was not published has nothing to compare with: its report is not ok, and its `source` is "headers".
+    Raises InvalidManifest, CheckpointError, ObjectChanged, StoreError.
+    """
     from storage.verify import verify as verify_store
 
     config = config or Config.from_env()

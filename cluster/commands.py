@@ -14,7 +14,7 @@ from collections.abc import Callable
 from typing import TYPE_CHECKING, Any
 
 from cluster.errors import ConfigError
-from cluster.exit_codes import INTEGRITY, OK
+from cluster.exit_codes import FAILED, INTEGRITY, OK
 from cluster.progress import StagedDisplay, byte_counter, display_on, moment_of_load, say_on
 
 if TYPE_CHECKING:
@@ -86,13 +86,16 @@ def run_publish(args: argparse.Namespace) -> int:
 
 
 def run_verify(args: argparse.Namespace) -> int:
-    """Compare what is stored with what was published; INTEGRITY when something differs."""
+    """Compare what is stored with what was published; INTEGRITY when something differs, FAILED when nothing was."""
     from cluster import client
     from cluster.tables import verify_table
 
     with display_on(sys.stderr) as display:
         report = client.verify(args.uri, progress=byte_counter(display, "verify"), **_store(args))
     _answer(args, report.as_dict(), lambda: verify_table(report))
+    if report.source == "headers":
+        say_on(sys.stderr, f"longshore: {report.uri} is {report.notes[0]}")
+        return FAILED
     return OK if report.ok else INTEGRITY
 
 

@@ -27,6 +27,7 @@ from storage.errors import (
 )
 
 OK = 0
+FAILED = 1
 USAGE = 2  # argparse's own
 INTEGRITY = 6
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
@@ -43,7 +44,7 @@ class ExitCode:
 
 EXIT_CODES = (
     ExitCode(OK, "done"),
-    ExitCode(1, "the load, publish, check or call failed", (LongshoreError, Exception)),
+    ExitCode(FAILED, "the load, publish, check or call failed", (LongshoreError, Exception)),
     ExitCode(USAGE, "wrong arguments or settings, or no such model in the cluster", (ConfigError, ModelNotFound)),
     ExitCode(
         3,

@@ -213,12 +213,20 @@ def publish_table(report: PublishReport) -> RenderableType:
 
 def verify_table(report: VerifyReport) -> RenderableType:
     """What was compared, and everything that differs."""
-    verdict = cell("ok", "green") if report.ok else cell("NOT the published bytes", "bold red")
+    if report.source == "headers":
+        verdict = cell("NOT published: nothing to compare with", "bold yellow")
+    else:
+        verdict = cell("ok", "green") if report.ok else cell("NOT the published bytes", "bold red")
     problems = [
         *(
             ("bad chunk", f"{chunk.key} bytes {chunk.start}-{chunk.end}, chunk {chunk.chunk}")
             for chunk in report.bad_chunks
         ),
+        *(
+            ("bad tensor", f"{bad.key}: {bad.name or 'header'} published as {bad.published}, stored as {bad.stored}")
+            for bad in report.bad_tensors
+        ),
+        *(("bad shard", f"{key}: another digest as a whole") for key in report.bad_shards),
         *(("bad file", key) for key in report.bad_files),
         *(("missing", key) for key in report.missing),
         *(("wrong size", f"{o.key}: {o.found_bytes} bytes, published {o.expected_bytes}") for o in report.wrong_size),

@@ -1,24 +1,29 @@
-"""Read a published model again and compare every digest: all that is wrong is in the report."""
+"""Read a published model again and compare everything the manifest says: all that is wrong is in the report."""
 
 from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections import defaultdict
+from collections.abc import Callable, Sequence
 from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
 
-from storage.checkpoint import NO_MANIFEST, read_manifest
+from storage.checkpoint import read_manifest
 from storage.checkpoint_files import scan_checkpoint
 from storage.chunking import fixed_bounds
-from storage.errors import NotACheckpoint
+from storage.errors import InvalidHeader, NotACheckpoint
 from storage.inventory import Inventory
-from storage.manifest import MANIFEST_KEY, Manifest, ManifestFile, ManifestShard
-from storage.object_digests import BadChunk, bad_chunks, digest_object
+from storage.manifest import MANIFEST_KEY, Manifest, ManifestFile, ManifestShard, ManifestTensor
+from storage.object_digests import BadChunk, ObjectDigests, digest_object
 from storage.object_store import ObjectInfo, ObjectStore
+from storage.ranges import ByteRange
 from storage.retrying import RetryPolicy
 from storage.streaming import RangeReader, ranges_of, run_readers
+from storage.tensor_table import BadTensor, HeaderBytes, table_differences
+
+NOT_PUBLISHED = "not published: there are no digests to compare; longshore publish writes them"
 
 
 @dataclass(frozen=True, slots=True)
@@ -44,14 +49,16 @@ class VerifyReport:
     """What is stored, compared with what was published."""
 
     uri: str
-    ok: bool  # nothing wrong was found
-    source: Literal["manifest", "headers"]  # headers: no manifest, so only structure was checked
+    ok: bool  # published, and nothing wrong was found
+    source: Literal["manifest", "headers"]  # headers: not published; only structure was checked, ok is False
     revision: str  # "" without a manifest
     hash_name: str | None
     checked_chunks: int  # of shards
     checked_files: int
     checked_bytes: int
     bad_chunks: tuple[BadChunk, ...]  # by key, then chunk; chunk is the id in the model's chunk table
+    bad_tensors: tuple[BadTensor, ...]  # by key: what manifest and stored headers say of tensors differs
+    bad_shards: tuple[str, ...]  # with another digest as a whole, although each of their chunks has its own
     bad_files: tuple[str, ...]  # other files with another digest
     missing: tuple[str, ...]
     wrong_size: tuple[WrongSize, ...]
@@ -73,9 +80,12 @@ def verify(
 ) -> VerifyReport:
     """Compare everything the manifest names, or the one shard `only_key`, with what is stored now.
 
-    Damage is in the report, never an exception. Without a manifest the headers are checked and the report says
-    so. `progress` is called from several threads, one at a time. Raises InvalidManifest, CheckpointError (without
-    a manifest), ObjectChanged when an object is replaced meanwhile, and StoreError when the store cannot be read.
+    Damage is in the report, never an exception. Digests of chunks, shards and files are compared, and the tensors
+    with each shard's header. Without a manifest the headers are checked, and the report is not ok: nothing says
+    which bytes are the right ones. `progress` is called from several threads, one at a time.
+
+    Raises InvalidManifest, CheckpointError (without a manifest), ObjectChanged when an object is replaced
+    meanwhile, and StoreError when the store cannot be read.
     """
     started_s = time.monotonic()
     policy = policy or RetryPolicy()
@@ -90,7 +100,7 @@ def verify(
         checkpoint = scan_checkpoint(store, only_key=only_key, policy=policy, inventory=inventory)
         return VerifyReport(
             uri=store.uri,
-            ok=True,
+            ok=False,
             source="headers",
             revision="",
             hash_name=None,
@@ -98,10 +108,12 @@ def verify(
             checked_files=0,
             checked_bytes=sum(header.data_start for header in checkpoint.headers),
             bad_chunks=(),
+            bad_tensors=(),
+            bad_shards=(),
             bad_files=(),
             missing=(),
             wrong_size=(),
-            notes=(NO_MANIFEST,),
+            notes=(NOT_PUBLISHED,),
             elapsed_s=time.monotonic() - started_s,
         )
     return _Verify(store, manifest, policy, progress).run(inventory, concurrency, only_key, started_s)
@@ -125,10 +137,16 @@ class _Verify:
         self._done_bytes = 0
         self._total_bytes = 0
         self._bad_chunks: list[BadChunk] = []
+        self._bad_tensors: list[BadTensor] = []
+        self._bad_shards: list[str] = []
         self._bad_files: list[str] = []
         counts = [len(shard.chunk_ends) for shard in manifest.shards]
         paths = [shard.path for shard in manifest.shards]
         self._first_chunk = dict(zip(paths, accumulate(counts, initial=0), strict=False))
+        self._tensors: dict[str, list[ManifestTensor]] = defaultdict(list)
+        for tensor in manifest.tensors:
+            self._tensors[paths[tensor.shard]].append(tensor)
+        self._names = frozenset(tensor.name for tensor in manifest.tensors)
 
     def run(self, inventory: Inventory, concurrency: int, only_key: str | None, started_s: float) -> VerifyReport:
         entries = [
@@ -160,7 +178,14 @@ class _Verify:
         )
         return VerifyReport(
             uri=self._store.uri,
-            ok=not (missing or wrong_size or self._bad_chunks or self._bad_files),
+            ok=not (
+                *missing,
+                *wrong_size,
+                *self._bad_chunks,
+                *self._bad_tensors,
+                *self._bad_shards,
+                *self._bad_files,
+            ),
             source="manifest",
             revision=self._manifest.revision,
             hash_name=self._manifest.hash,
@@ -168,6 +193,8 @@ class _Verify:
             checked_files=len(jobs) - len(shards),
             checked_bytes=self._done_bytes,
             bad_chunks=tuple(sorted(self._bad_chunks, key=lambda bad: bad.chunk)),
+            bad_tensors=tuple(sorted(self._bad_tensors, key=lambda bad: bad.key)),
+            bad_shards=tuple(sorted(self._bad_shards)),
             bad_files=tuple(sorted(self._bad_files)),
             missing=missing,
             wrong_size=wrong_size,
@@ -177,25 +204,60 @@ class _Verify:
 
     def _check(self, job: tuple[ManifestFile, ObjectInfo], reader: RangeReader) -> None:
         entry, info = job
-        hash_name = self._manifest.hash
         # Listings may carry checksums of the store; the manifest's digests are what is asked for here.
         info = replace(info, checksums={})
-
-        def on_bytes(count: int) -> None:
-            self._count(count, entry.path)
-
         if isinstance(entry, ManifestShard):
-            ranges = ranges_of(entry.chunk_ends)
-            first = self._first_chunk[entry.path]
-            for bad in bad_chunks(reader, self._store, info, ranges, hash_name, entry.chunk_digests, on_bytes=on_bytes):
-                with self._lock:
-                    self._bad_chunks.append(replace(bad, chunk=first + bad.chunk))
+            self._check_shard(entry, info, reader)
             return
         ranges = ranges_of(fixed_bounds(entry.size_bytes, self._manifest.chunk_bytes))
-        digests = digest_object(reader, self._store, info, ranges, hash_name, on_bytes=on_bytes)
-        if digests.whole != entry.digest:
+        if self._digests(info, ranges, reader, None).whole != entry.digest:
             with self._lock:
                 self._bad_files.append(entry.path)
+
+    def _check_shard(self, entry: ManifestShard, info: ObjectInfo, reader: RangeReader) -> None:
+        """Its chunks, its tensors and its whole; what a bad chunk explains is not listed a second time."""
+        ranges = ranges_of(entry.chunk_ends)
+        head = HeaderBytes(info.size_bytes)
+        digests = self._digests(info, ranges, reader, head.add)
+        first = self._first_chunk[entry.path]
+        bad_chunks = [
+            BadChunk(info.key, first + number, place.start, place.end, expected, found)
+            for number, (place, expected, found) in enumerate(
+                zip(ranges, entry.chunk_digests, digests.chunks, strict=True)
+            )
+            if found != expected
+        ]
+        bad_tensors: list[BadTensor] = []
+        if not any(bad.start < head.end for bad in bad_chunks):
+            try:
+                header = head.parse()
+                bad_tensors.extend(
+                    table_differences(entry.path, self._tensors.get(entry.path, ()), header, self._names)
+                )
+            except InvalidHeader as error:
+                bad_tensors.append(BadTensor(entry.path, "", "a safetensors header", error.message))
+        with self._lock:
+            self._bad_chunks.extend(bad_chunks)
+            self._bad_tensors.extend(bad_tensors)
+            if not bad_chunks and digests.whole != entry.digest:
+                self._bad_shards.append(entry.path)
+
+    def _digests(
+        self,
+        info: ObjectInfo,
+        ranges: Sequence[ByteRange],
+        reader: RangeReader,
+        sink: Callable[[memoryview], None] | None,
+    ) -> ObjectDigests:
+        return digest_object(
+            reader,
+            self._store,
+            info,
+            ranges,
+            self._manifest.hash,
+            sink=sink,
+            on_bytes=lambda count: self._count(count, info.key),
+        )
 
     def _count(self, size_bytes: int, key: str) -> None:
         with self._lock:

@@ -346,6 +346,15 @@ def test_publish_plan_verify(run: Run, model: Path) -> None:
     assert "verify" in err
 
 
+def test_verify_of_an_unpublished_model_is_no_green_gate(run: Run, model: Path) -> None:
+    code, out, err = run("verify", str(model))
+    assert code == 1
+    assert "NOT published" in out
+    assert "not published: there are no digests to compare; longshore publish writes them" in err
+    code, out, _ = run("verify", str(model), "--json")
+    assert (code, json.loads(out)["ok"]) == (1, False)
+
+
 def test_verify_names_the_chunk_that_differs_and_ends_with_6(run: Run, model: Path) -> None:
     run("publish", str(model))
     shard = sorted(model.glob("*.safetensors"))[1]

@@ -1,17 +1,19 @@
 """Verifying: every bad chunk is in the report with its place, and nothing else is."""
 
+from typing import Any
+
 import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
 from storage.checkpoint import open_model
 from storage.errors import InvalidHeader, InvalidManifest, NotACheckpoint, StoreUnavailable
-from storage.manifest import MANIFEST_KEY
+from storage.manifest import MANIFEST_KEY, Manifest, ManifestTensor, parse_manifest
 from storage.object_store import MemoryStore, read_bytes
 from storage.publish import publish
 from storage.ranges import ByteRange
 from storage.retrying import RetryPolicy
-from storage.verify import VerifyProgress, WrongSize, verify
+from storage.verify import NOT_PUBLISHED, VerifyProgress, WrongSize, verify
 from tests.support.checkpoints import sharded_objects
 from tests.support.faulty_stores import FailingStore, WrappedStore
 
@@ -91,10 +93,10 @@ def test_one_shard_alone(store: MemoryStore) -> None:
         verify(store, only_key="x.safetensors")
 
 
-def test_without_a_manifest_it_says_what_it_could_not_check() -> None:
+def test_what_was_never_published_is_not_ok() -> None:
     report = verify(MemoryStore(OBJECTS))
-    assert (report.ok, report.source, report.checked_chunks) == (True, "headers", 0)
-    assert "no manifest" in report.notes[0]
+    assert (report.ok, report.source, report.checked_chunks) == (False, "headers", 0)
+    assert report.notes == (NOT_PUBLISHED,)
     with pytest.raises(InvalidHeader):
         verify(MemoryStore({**OBJECTS, KEYS[0]: OBJECTS[KEYS[0]][:-1]}))
 
@@ -110,3 +112,48 @@ def test_a_broken_manifest_and_a_dead_store_are_errors(store: MemoryStore) -> No
 def test_passing_faults_are_retried(store: MemoryStore) -> None:
     shaky = FailingStore(store, lambda key, r, number: number % 4 == 0)
     assert verify(shaky, policy=RetryPolicy(attempts=20, base_s=0.0)).ok
+
+
+def rewrite(store: MemoryStore, **changes: Any) -> None:
+    """Another manifest that holds together, in place of the one that is there."""
+    data = read_bytes(store, MANIFEST_KEY, ByteRange(0, store.stat(MANIFEST_KEY).size_bytes))
+    old = parse_manifest(data)
+    fields: dict[str, Any] = {"shards": old.shards, "tensors": old.tensors, "files": old.files, **changes}
+    store.put(MANIFEST_KEY, Manifest.build(hash_name=old.hash, chunk_bytes=old.chunk_bytes, **fields).to_json())
+
+
+def tensors_of(store: MemoryStore) -> list[ManifestTensor]:
+    data = read_bytes(store, MANIFEST_KEY, ByteRange(0, store.stat(MANIFEST_KEY).size_bytes))
+    return list(parse_manifest(data).tensors)
+
+
+@pytest.mark.parametrize(
+    "change", [{"name": "other"}, {"dtype": "F16"}, {"shape": (1000, 1024)}, {"shape": (2, 512, 1000)}]
+)
+def test_tensors_are_compared_with_the_header(store: MemoryStore, change: dict[str, Any]) -> None:
+    tensors = tensors_of(store)
+    tensors[1] = tensors[1].model_copy(update=change)
+    rewrite(store, tensors=tensors)
+    report = verify(store)
+    assert not report.ok
+    assert {bad.key for bad in report.bad_tensors} == {KEYS[1]}
+    assert {bad.name for bad in report.bad_tensors} == {"1.w", change.get("name", "1.w")}
+    assert (report.bad_chunks, report.bad_shards, report.bad_files) == ((), (), ())
+
+
+def test_a_shard_is_compared_as_a_whole_too(store: MemoryStore) -> None:
+    data = read_bytes(store, MANIFEST_KEY, ByteRange(0, store.stat(MANIFEST_KEY).size_bytes))
+    shards = list(parse_manifest(data).shards)
+    shards[2] = shards[2].model_copy(update={"digest": "00" * 32})
+    rewrite(store, shards=shards)
+    report = verify(store)
+    assert (report.ok, report.bad_shards, report.bad_chunks, report.bad_tensors) == (False, (KEYS[2],), (), ())
+
+
+def test_a_header_in_a_bad_chunk_is_listed_once(store: MemoryStore) -> None:
+    damaged = bytearray(OBJECTS[KEYS[0]])
+    damaged[20] ^= 1
+    store.put(KEYS[0], bytes(damaged))
+    report = verify(store)
+    assert [(bad.key, bad.start) for bad in report.bad_chunks] == [(KEYS[0], 0)]
+    assert (report.bad_tensors, report.bad_shards) == ((), ())
