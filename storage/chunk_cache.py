@@ -19,13 +19,13 @@ from __future__ import annotations
 import heapq
 from collections.abc import Hashable, Iterable
 
-from storage.leases import Answer, CachedChunk, CacheStats, Lease
+from storage.cache_stats import CacheCounts, CacheStats, stats_of
+from storage.leases import Answer, CachedChunk, Lease
 from storage.processes import ProcessId
 from storage.slot_records import MemoryJournal, SlotJournal, SlotState
+from storage.slot_restart import restore_slots, settle_survivor, slots_with_memory
 from storage.slot_shares import SlotShares
 from storage.slot_table import SlotTable
-
-_SURVIVOR = "may have been reading when the agent restarted"
 
 
 class ChunkCache:
@@ -41,8 +41,7 @@ class ChunkCache:
         self._table = SlotTable(slot_count, self._journal, self.shares)
         self._deadlines: list[tuple[float, int, int]] = []  # (deadline, slot, generation), a heap
         self._ready_slots = 0
-        self._hits = self._misses = self._committed = self._evicted = 0
-        self._expired = self._duplicates = self._quarantined = 0
+        self._counts = CacheCounts()
         self.add_ready(slot_count if ready_slots is None else ready_slots)
 
     def add_ready(self, ready_slots: int) -> None:
@@ -90,7 +89,7 @@ class ChunkCache:
             index = table.free.pop()
         else:
             index, evicted_key = table.evict_oldest()
-            self._evicted += 1
+            self._counts.evicted += 1
         generation = table.slots[index].generation + 1
         lease_id = table.lease_id(index, generation)
         lease = Lease(lease_id, index, generation, key, holder, owner, deadline_s, evicted_key)
@@ -121,11 +120,11 @@ class ChunkCache:
         if slot.state is not SlotState.LEASED or lease is None:
             return Answer.LATE
         if slot.key in self._table.by_key:
-            self._duplicates += 1
+            self._counts.duplicates += 1
             self._table.to_free(index)
             return Answer.DUPLICATE
         self._table.to_committed(index, length_bytes)
-        self._committed += 1
+        self._counts.committed += 1
         for pinner in pinners:
             self._table.pin(index, pinner, lease.owner)
         self.shares.drop(lease.owner, index)
@@ -161,7 +160,7 @@ class ChunkCache:
             if slot.generation == generation and slot.state is SlotState.LEASED and slot.lease is not None:
                 expired.append(slot.lease)
                 self._quarantine(index, now_s)
-        self._expired += len(expired)
+        self._counts.expired += len(expired)
         return expired
 
     def revoke(self, lease_id: str, now_s: float) -> Answer:
@@ -202,9 +201,9 @@ class ChunkCache:
         """The committed chunk, now the one used last. Pin it in the same step, or it may be evicted."""
         index = self._table.by_key.get(key)
         if index is None:
-            self._misses += 1
+            self._counts.misses += 1
             return None
-        self._hits += 1
+        self._counts.hits += 1
         if index in self._table.evictable:
             self._table.evictable.move_to_end(index)
         return self._table.chunk(index)
@@ -221,7 +220,7 @@ class ChunkCache:
         if not self._table.has(chunk):
             return False
         if pinner not in self._table.slots[chunk.slot].pins:
-            if not self._may_use(chunk.slot, owner):
+            if not self.shares.may_use(owner, chunk.slot):
                 return False
             self._table.pin(chunk.slot, pinner, owner)
         return True
@@ -248,7 +247,7 @@ class ChunkCache:
         if not self._table.has(chunk):
             return False
         if (process, reader) not in self._table.slots[chunk.slot].holds:
-            if not self._may_use(chunk.slot, owner):
+            if not self.shares.may_use(owner, chunk.slot):
                 return False
             self._table.hold(chunk.slot, (process, reader), owner)
         return True
@@ -269,42 +268,17 @@ class ChunkCache:
         returned; call `process_dead` for those whose holders are. `survivors` are the processes that map the
         arena now: each may be reading any chunk, so none is evicted before each is `settled` or dead.
         """
-        table = self._table
-        if any(slot.generation for slot in table.slots):
+        if any(slot.generation for slot in self._table.slots):
             raise ValueError("only a fresh cache can be restored")
-        survivors = list(survivors)
-        quarantined = []
         records = self._journal.records()
-        table.free.clear()
-        # A slot that was ever used had memory, whatever the last count of ready slots said.
-        used = [index for index, record in enumerate(records) if record.generation]
-        self._ready_slots = max([self._ready_slots, *(index + 1 for index in used)])
-        for index, record in enumerate(records):
-            table.slots[index].generation = record.generation
-            if record.state is SlotState.COMMITTED and record.key not in table.by_key:
-                table.restore_committed(index, record)
-                for process in survivors:
-                    table.hold(index, (process, _SURVIVOR), None)
-                table.settle(index)
-            elif record.state in (SlotState.LEASED, SlotState.QUARANTINED) and record.holder is not None:
-                generation = record.generation
-                lease_id = table.lease_id(index, generation)
-                lease = Lease(lease_id, index, generation, record.key, record.holder, None, now_s)
-                table.to_leased(index, lease)
-                self._quarantine(index, now_s)
-                quarantined.append(lease)
-            elif index < self._ready_slots:
-                table.free.append(index)
+        self._ready_slots = slots_with_memory(records, self._ready_slots)
+        quarantined = restore_slots(self._table, records, self._ready_slots, list(survivors), now_s)
+        self._counts.quarantined += len(quarantined)
         return quarantined
 
     def settled(self, process: ProcessId, still_reading: Iterable[tuple[CachedChunk, Hashable]] = ()) -> None:
         """A survivor of a restart has said what it still reads, as (chunk, reader); it reads nothing else."""
-        for chunk, reader in still_reading:
-            if self._table.has(chunk):
-                self._table.hold(chunk.slot, (process, reader), None)
-        for index in sorted(self._table.held_by.get(process, ())):
-            if (process, _SURVIVOR) in self._table.slots[index].holds:
-                self._table.release(index, (process, _SURVIVOR))
+        settle_survivor(self._table, process, still_reading)
 
     def processes(self) -> set[ProcessId]:
         """Processes that write or read some slot: their deaths must be told to `process_dead`."""
@@ -314,35 +288,10 @@ class ChunkCache:
 
     def stats(self) -> CacheStats:
         """Counts and the state of the slots, in O(1)."""
-        committed_slots = len(self._table.by_key)
-        return CacheStats(
-            slot_count=self.slot_count,
-            ready_slots=self._ready_slots,
-            free_slots=len(self._table.free),
-            leased_slots=self._table.leased_slots,
-            committed_slots=committed_slots,
-            quarantined_slots=len(self._table.quarantine),
-            in_use_slots=committed_slots - len(self._table.evictable),
-            used_bytes=self._table.used_bytes,
-            hits=self._hits,
-            misses=self._misses,
-            committed=self._committed,
-            evicted=self._evicted,
-            expired=self._expired,
-            duplicates=self._duplicates,
-            quarantined=self._quarantined,
-        )
+        return stats_of(self._table, self._counts, self._ready_slots)
 
     # --- inside --------------------------------------------------------------------------------------------
 
     def _quarantine(self, index: int, now_s: float) -> None:
         self._table.to_quarantine(index, now_s)
-        self._quarantined += 1
-
-    def _may_use(self, index: int, owner: Hashable) -> bool:
-        """Whether the owner's share allows it to use the slot; its wish is remembered when not."""
-        if self.shares.may_claim(owner, index):
-            self.shares.satisfied(owner)
-            return True
-        self.shares.refused(owner)
-        return False
+        self._counts.quarantined += 1

@@ -44,24 +44,3 @@ class CachedChunk:
     slot: int
     generation: int  # fences late messages: the slot may have had other chunks before and after
     length_bytes: int
-
-
-@dataclass(frozen=True, slots=True)
-class CacheStats:
-    """Counts since the cache was made; `*_slots` and `used_bytes` are now."""
-
-    slot_count: int
-    ready_slots: int
-    free_slots: int
-    leased_slots: int
-    committed_slots: int
-    quarantined_slots: int
-    in_use_slots: int  # committed ones that cannot be evicted now
-    used_bytes: int  # of committed chunks
-    hits: int
-    misses: int
-    committed: int
-    evicted: int
-    expired: int  # leases taken back after their deadline
-    duplicates: int  # committed although another slot had the chunk
-    quarantined: int  # slots that went into quarantine

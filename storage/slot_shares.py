@@ -108,6 +108,14 @@ class SlotShares:
         age = self._arrivals if share is None else share.age
         return all(self._shares[other].age >= age for other in self._hungry)
 
+    def may_use(self, owner: Hashable, slot: int) -> bool:
+        """`may_claim` for that slot, and the owner's wish is remembered when it may not."""
+        if self.may_claim(owner, slot):
+            self.satisfied(owner)
+            return True
+        self.refused(owner)
+        return False
+
     def refused(self, owner: Hashable) -> None:
         """The owner wanted a slot and got none: younger owners get no shared slot before it does.
 
