@@ -128,6 +128,7 @@ class NodeAgent:
     def keep_record(self, load_id: str, record: bytes) -> None:
         """Notes of the coordinator, for a coordinator that has lost them."""
         with self._changed:
+            self._usable()
             self._ledger.keep_record(load_id, record)
 
     def report(self, load_id: str) -> NodeReport:

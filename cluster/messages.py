@@ -165,7 +165,6 @@ class Orders:
     closed_leases: tuple[str, ...] = ()  # expired: stop writing, close the connection, return the id
     rejoin: bool = False  # the agent restarted or the rank is not known: say hello again
     stop: LongshoreError | None = None  # the load is over for this rank
-    coordinator_age_s: float = 0.0  # since the agent last heard the coordinator
 
 
 @dataclass(frozen=True, slots=True)
