@@ -61,9 +61,11 @@ if TYPE_CHECKING:
     from storage.errors import InvalidHeader as InvalidHeader
     from storage.errors import InvalidIndex as InvalidIndex
     from storage.errors import InvalidManifest as InvalidManifest
+    from storage.errors import InvalidUri as InvalidUri
     from storage.errors import LongshoreError as LongshoreError
     from storage.errors import ManifestError as ManifestError
     from storage.errors import ManifestMismatch as ManifestMismatch
+    from storage.errors import NewerManifest as NewerManifest
     from storage.errors import NotACheckpoint as NotACheckpoint
     from storage.errors import ObjectChanged as ObjectChanged
     from storage.errors import ObjectNotFound as ObjectNotFound
@@ -94,8 +96,8 @@ _EXPORTS = {
     "longshore.version": "__version__",
     "storage.errors": (
         "AccessDenied ArenaCorrupt ArenaError ArenaTooLarge ArenaTooSmall CheckpointError IntegrityError "
-        "InvalidHeader InvalidIndex InvalidManifest LongshoreError ManifestError ManifestMismatch "
-        "NotACheckpoint ObjectChanged ObjectNotFound PickleRefused PublishError RangeMismatch ShortRead "
+        "InvalidHeader InvalidIndex InvalidManifest InvalidUri LongshoreError ManifestError ManifestMismatch "
+        "NewerManifest NotACheckpoint ObjectChanged ObjectNotFound PickleRefused PublishError RangeMismatch ShortRead "
         "StoreError StoreUnavailable Throttled UnsupportedStore"
     ),
     "storage.publish": "PublishReport",

@@ -7,6 +7,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from itertools import islice
 
 from storage.errors import InvalidHeader, InvalidIndex, NotACheckpoint
 from storage.hf_layout import (
@@ -19,10 +20,10 @@ from storage.hf_layout import (
     is_pickle,
     parse_weight_map,
 )
-from storage.inventory import Inventory, map_threads
-from storage.manifest import MANIFEST_KEY
+from storage.inventory import MAX_LISTED, Inventory, map_threads
+from storage.manifest import MANIFEST_KEY, is_safe_path
 from storage.model_index import Tensor
-from storage.object_store import ObjectInfo, ObjectStore, read_bytes
+from storage.object_store import LeavesOut, ObjectInfo, ObjectStore, read_bytes
 from storage.problems import Problems, quote
 from storage.ranges import ByteRange
 from storage.retrying import RetryPolicy, with_retries
@@ -54,7 +55,7 @@ class Checkpoint:
     headers: tuple[Header, ...]  # one for each shard
     tensors: tuple[Tensor, ...]  # by shard, start, end, name
     files: tuple[ObjectInfo, ...]  # everything else that belongs to the model, by key
-    skipped: tuple[str, ...]  # weights that are there and not part of it
+    skipped: tuple[str, ...]  # weights that are not part of it, and files with names that no manifest can have
 
 
 def scan_checkpoint(
@@ -86,7 +87,11 @@ def scan_checkpoint(
     except InvalidIndex as error:
         raise error.with_details(uri=store.uri) from None
     others = [info for key, info in known.items() if key not in OWN_KEYS and key not in keys]
-    skipped = sorted(i.key for i in others if is_pickle(i.key) or (i.key.endswith(SUFFIX) and "/" not in i.key))
+    skipped = sorted(
+        info.key
+        for info in others
+        if is_pickle(info.key) or (info.key.endswith(SUFFIX) and "/" not in info.key) or not is_safe_path(info.key)
+    )
     files = sorted((i for i in others if i.key not in set(skipped)), key=lambda info: info.key)
     return Checkpoint(shards, headers, tensors, tuple(files), tuple(skipped))
 
@@ -102,6 +107,13 @@ def candidates(inventory: Inventory, only_key: str | None) -> dict[str, ObjectIn
     if not found and inventory.denied is not None:
         raise inventory.denied
     return found
+
+
+def names_left_out(store: ObjectStore, policy: RetryPolicy) -> tuple[str, ...]:
+    """What is below the root and cannot be an object, where the store can tell. Raises StoreError."""
+    if not isinstance(store, LeavesOut):
+        return ()
+    return tuple(sorted(with_retries(lambda: list(islice(store.left_out(), MAX_LISTED)), policy)))
 
 
 def read_index(store: ObjectStore, info: ObjectInfo, policy: RetryPolicy) -> dict[str, str]:

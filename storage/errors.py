@@ -10,6 +10,7 @@
     |  +- RangeMismatch             the answer is for other bytes than were asked for        (worth a retry)
     |  +- ObjectChanged             ETag or size differs from what the load pinned
     |  +- UnsupportedStore          no such scheme, or its package is not installed
+    |  +- InvalidUri                not a URI or endpoint that can be meant; nothing was asked of a store
     +- CheckpointError              the files are not a checkpoint that can be loaded
     |  +- NotACheckpoint            nothing loadable under the URI
     |  +- PickleRefused             only pickle files (.bin, .pt) there
@@ -17,6 +18,7 @@
     |  +- InvalidIndex              model.safetensors.index.json and the files disagree
     +- ManifestError
     |  +- InvalidManifest           not a manifest, or it contradicts itself
+   |  |  +- NewerManifest          of a later format than this version reads
     |  +- ManifestMismatch          a good manifest, for other bytes than are there
     +- IntegrityError               bytes arrived whole and are not the published ones
     +- PublishError                 a checkpoint could not be published safely
@@ -97,6 +99,10 @@ class UnsupportedStore(StoreError):
     """No store for this URI scheme, or the package it needs is not installed."""
 
 
+class InvalidUri(StoreError):
+    """A URI, path or endpoint that cannot be meant; no store was asked."""
+
+
 class CheckpointError(LongshoreError):
     """The files are not a checkpoint that can be loaded."""
 
@@ -123,6 +129,10 @@ class ManifestError(LongshoreError):
 
 class InvalidManifest(ManifestError):
     """Not a manifest this version reads, or one that contradicts itself."""
+
+
+class NewerManifest(InvalidManifest):
+    """A manifest of a later format than this version reads; it may be a perfectly good one."""
 
 
 class ManifestMismatch(ManifestError):

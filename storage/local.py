@@ -51,12 +51,18 @@ class LocalStore:
             return _info(key, os.fstat(file))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Files whose key begins with `prefix`, in key order. Special files and links to nowhere are left out."""
+        """Files whose key begins with `prefix`, in key order; see `left_out`."""
         with self._translated(None):
             if not os.path.isdir(self._root):
                 raise FileNotFoundError(errno.ENOENT, "no such folder")
-            found = sorted(self._walk(prefix), key=lambda info: info.key)
-        yield from found
+            infos = [info for key, info in self._walk() if info is not None and key.startswith(prefix)]
+        yield from sorted(infos, key=lambda info: info.key)
+
+    def left_out(self) -> Iterator[str]:
+        """What `list` leaves out: special files, links to folders and to nowhere, names that are no keys."""
+        with self._translated(None):
+            names = [key for key, info in self._walk() if info is None]
+        yield from names
 
     def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
         """See ObjectStore. The file's version is looked at before and after: a file written meanwhile is noticed."""
@@ -143,17 +149,25 @@ class LocalStore:
                 key=key,
             )
 
-    def _walk(self, prefix: str) -> Iterator[ObjectInfo]:
-        for folder, _, names in os.walk(self._root, onerror=_raise):
+    def _walk(self) -> Iterator[tuple[str, ObjectInfo | None]]:
+        """Everything that is no folder, by its path below the root; None for what cannot be an object."""
+        for folder, folders, names in os.walk(self._root, onerror=_raise):
             below = os.path.relpath(folder, self._root)
-            for name in names:
-                key = name if below == "." else f"{below}/{name}"
-                if _is_temporary(name) or not key.startswith(prefix) or not key.isprintable() or "\\" in key:
-                    continue
-                with contextlib.suppress(FileNotFoundError):
-                    facts = os.stat(os.path.join(folder, name))
-                    if stat_bits.S_ISREG(facts.st_mode):
-                        yield _info(key, facts)
+            links = (name for name in folders if os.path.islink(os.path.join(folder, name)))
+            for name in (*names, *links):
+                if not _is_temporary(name):
+                    key = name if below == "." else f"{below}/{name}"
+                    yield key, self._listed(key)
+
+    def _listed(self, key: str) -> ObjectInfo | None:
+        if key.isprintable() and "\\" not in key:
+            try:
+                facts = os.stat(self._path(key))
+                return _info(key, facts) if stat_bits.S_ISREG(facts.st_mode) else None
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                    raise
+        return None
 
     def _sweep(self, folder: str) -> None:
         """Remove what killed writers left in `folder`, the first time something is written there."""

@@ -15,6 +15,7 @@ from __future__ import annotations
 
 import hashlib
 import json
+import re
 from collections.abc import Iterable
 from typing import Annotated, Literal
 
@@ -33,7 +34,7 @@ from pydantic_core import PydanticCustomError
 from storage.checksum import DIGEST_SIZES
 from storage.chunking import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from storage.dtypes import MAX_ELEMENTS
-from storage.errors import InvalidManifest, StoreError
+from storage.errors import InvalidManifest, NewerManifest, StoreError
 from storage.manifest_tables import table_problems
 from storage.model_index import ChunkTable, ModelIndex, OtherFile, Shard, Tensor
 from storage.object_store import check_key
@@ -45,6 +46,13 @@ MAX_MANIFEST_BYTES = 512 << 20
 MAX_JSON_VALUES = 10_000_000  # bounds the memory that parsing takes: a million tensors, or five million chunks
 MAX_ERRORS_LISTED = 100_000  # schema errors that are turned into sentences at all
 MAX_PATH_CHARACTERS = 1024  # what S3 allows in bytes
+# Every version begins like this, so that an older one knows it whatever comes after; see `manifest_front`.
+_FRONT = re.compile(rb'\s*\{\s*"format"\s*:\s*"longshore\.manifest"\s*,\s*"version"\s*:\s*(\d{1,9})\b')
+
+
+def is_safe_path(key: str) -> bool:
+    """Whether a key may stand in a manifest: no control characters, nothing that looks like a scheme or drive."""
+    return key.isprintable() and ":" not in key.partition("/")[0] and len(key) <= MAX_PATH_CHARACTERS
 
 
 def _safe_path(path: str) -> str:
@@ -54,7 +62,7 @@ def _safe_path(path: str) -> str:
         raise PydanticCustomError(
             "path", "not a relative path below the model: {path}", {"path": quote(path)}
         ) from error
-    if not path.isprintable() or ":" in path.partition("/")[0]:
+    if not is_safe_path(path):
         raise PydanticCustomError("path", "unsafe characters in path {path}", {"path": quote(path)})
     return path
 
@@ -182,7 +190,10 @@ def manifest_front(revision: str) -> bytes:
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    """A manifest that holds together. Raises InvalidManifest that lists every problem found."""
+    """A manifest that holds together. Raises InvalidManifest that lists every problem found, NewerManifest."""
+    front = _FRONT.match(data)
+    if front is not None and int(front[1]) > MANIFEST_VERSION:
+        raise _newer(int(front[1]))
     if len(data) > MAX_MANIFEST_BYTES:
         raise InvalidManifest(f"manifest of {len(data)} bytes; at most {MAX_MANIFEST_BYTES} are read")
     values = data.count(b",") + data.count(b"{") + data.count(b"[")
@@ -205,8 +216,19 @@ def _refusal(problems: Problems) -> InvalidManifest:
     )
 
 
+def _newer(version: int) -> NewerManifest:
+    return NewerManifest(
+        f"manifest version {version}, this Longshore reads version {MANIFEST_VERSION}",
+        hint="update Longshore to read it; a publish with force replaces it",
+        version=version,
+    )
+
+
 def _schema_problems(error: ValidationError) -> Problems:
-    """Pydantic's findings as sentences; another format or version is the only one worth telling."""
+    """Pydantic's findings as sentences; another format or version is the only one worth telling.
+
+    Raises NewerManifest.
+    """
     if error.error_count() > MAX_ERRORS_LISTED:
         return Problems([f"{error.error_count()} entries are not what the format asks for"])
     found = error.errors(include_url=False, include_context=False)
@@ -216,14 +238,10 @@ def _schema_problems(error: ValidationError) -> Problems:
         if entry["loc"] == ("format",):
             return Problems([f"not a Longshore manifest: format is {quote(entry['input'])}"])
         if entry["loc"] == ("version",):
-            found_version = entry["input"]
-            newer = isinstance(found_version, int) and found_version > MANIFEST_VERSION
-            return Problems(
-                [
-                    f"manifest version {quote(found_version)}, this Longshore reads version {MANIFEST_VERSION}"
-                    + (": update Longshore to read it" if newer else "")
-                ]
-            )
+            version = entry["input"]
+            if isinstance(version, int) and version > MANIFEST_VERSION:
+                raise _newer(version)
+            return Problems([f"manifest version {quote(version)}, this Longshore reads version {MANIFEST_VERSION}"])
     return Problems(
         f"{quote('.'.join(map(str, entry['loc'])))[1:-1]}: {entry['msg']}" if entry["loc"] else entry["msg"]
         for entry in found

@@ -83,6 +83,15 @@ class ObjectStore(Protocol):
         ...
 
 
+@runtime_checkable
+class LeavesOut(Protocol):
+    """A store that knows what is below its root and cannot be an object: no key names it, or it has no bytes."""
+
+    def left_out(self) -> Iterator[str]:
+        """Their names as they are there, in no order."""
+        ...
+
+
 def check_key(key: str) -> str:
     """`key` itself when it is safe to join to a root; StoreError when it is absolute, empty or climbs out."""
     parts = key.split("/")

@@ -12,14 +12,14 @@ memory but a few chunks.
 
 from __future__ import annotations
 
+import contextlib
 import time
-import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from storage.checkpoint import read_manifest
-from storage.checkpoint_files import JOURNAL_KEY, PROBE_KEY, Checkpoint, scan_checkpoint
+from storage.checkpoint_files import JOURNAL_KEY, Checkpoint, names_left_out, scan_checkpoint
 from storage.checksum import MANIFEST_HASH_NAMES
 from storage.chunking import (
     DEFAULT_CHUNK_BYTES,
@@ -28,7 +28,7 @@ from storage.chunking import (
     chunk_bounds,
     fixed_bounds,
 )
-from storage.errors import AccessDenied, IntegrityError, InvalidManifest, ObjectChanged, ObjectNotFound, PublishError
+from storage.errors import IntegrityError, InvalidManifest, NewerManifest, PublishError, StoreError
 from storage.inventory import Inventory
 from storage.manifest import (
     MANIFEST_KEY,
@@ -42,6 +42,7 @@ from storage.object_store import ObjectInfo, ObjectStore, read_bytes
 from storage.publish_journal import Journal
 from storage.publish_object import ObjectPublisher, PublishJob
 from storage.publish_object import PublishProgress as PublishProgress
+from storage.publish_places import check_same, is_entry_of, same_place
 from storage.publish_report import PublishReport as PublishReport
 from storage.ranges import ByteRange
 from storage.retrying import RetryPolicy, with_retries
@@ -68,7 +69,8 @@ def publish(
 
     Raises PublishError for arguments that cannot be meant, IntegrityError (shard and chunk in its details) when
     two readings, the store's checksum or the copy disagree, ObjectChanged when an object is replaced meanwhile,
-    CheckpointError for what is no checkpoint, StoreError. No new manifest is written then. In place, one that was
+    CheckpointError for what is no checkpoint, NewerManifest where a later Longshore published (unless `force`),
+    StoreError. No new manifest is written then. In place, one that was
     there stays (its own digests decide); in a destination it is removed before anything is overwritten.
     """
     if hash_name not in MANIFEST_HASH_NAMES:
@@ -78,7 +80,7 @@ def publish(
     if concurrency < 1:
         raise PublishError(f"concurrency={concurrency}: at least 1")
     policy = policy or RetryPolicy()
-    if dest is not None and _same_place(source, dest, policy):
+    if dest is not None and same_place(source, dest, policy):
         dest = None
     run = _Publish(source, dest, hash_name, chunk_bytes, policy, progress)
     return run.run(concurrency, force, only_key)
@@ -105,17 +107,20 @@ class _Publish:
         self._publisher = ObjectPublisher(source, dest, hash_name, policy, progress)
         self._journal = Journal(self._dest, hash_name, chunk_bytes, policy)
         self._entries: dict[str, ManifestFile] = {}
+        self._left_out: tuple[str, ...] = ()
 
     def run(self, concurrency: int, force: bool, only_key: str | None) -> PublishReport:
         started_s = time.monotonic()
         inventory = Inventory(self._source, self._policy)
         checkpoint = scan_checkpoint(self._source, only_key=only_key, policy=self._policy, inventory=inventory)
+        if inventory.listed is not None:
+            self._left_out = names_left_out(self._source, self._policy)
         stored = Inventory(self._dest, self._policy) if self._copying else inventory
         there = stored.find(
             [MANIFEST_KEY, JOURNAL_KEY, *(info.key for info in (*checkpoint.shards, *checkpoint.files))]
         )
-        old = self._old_manifest(there.get(MANIFEST_KEY))
-        if old is not None and not force and self._still_describes(old, checkpoint, there):
+        old = self._old_manifest(there.get(MANIFEST_KEY), force)
+        if old is not None and self._still_describes(old, checkpoint, there):
             return self._report(old, checkpoint, started_s, resumed=0, unchanged=True)
         if not force:
             self._journal.load(there.get(JOURNAL_KEY))
@@ -135,25 +140,33 @@ class _Publish:
             with_retries(lambda: self._dest.delete(MANIFEST_KEY), self._policy)
         self._publisher.foresee(todo)
         todo.sort(key=lambda job: -job.source.size_bytes)
-        run_readers(
-            todo,
-            self._publish_object,
-            concurrency=concurrency,
-            buffer_bytes=min(self._chunk_bytes, max((job.source.size_bytes for job in todo), default=0)),
-            policy=self._policy,
-        )
-        self._check_nothing_moved(jobs)
-        manifest = self._write_manifest(checkpoint)
+        try:
+            run_readers(
+                todo,
+                self._publish_object,
+                concurrency=concurrency,
+                buffer_bytes=min(self._chunk_bytes, max((job.source.size_bytes for job in todo), default=0)),
+                policy=self._policy,
+            )
+            self._check_nothing_moved(jobs)
+            manifest = self._write_manifest(checkpoint)
+        except BaseException:
+            with contextlib.suppress(StoreError):  # what stopped it is worth more
+                self._journal.flush()
+            raise
         self._journal.remove()
         return self._report(manifest, checkpoint, started_s, resumed=len(jobs) - len(todo), unchanged=False)
 
-    def _old_manifest(self, info: ObjectInfo | None) -> Manifest | None:
-        if info is None:
+    def _old_manifest(self, info: ObjectInfo | None, force: bool) -> Manifest | None:
+        """The one that is there; None for one that is to be replaced. Raises NewerManifest unless `force`."""
+        if info is None or force:
             return None
         try:
             return read_manifest(self._dest, info, self._policy)
+        except NewerManifest:
+            raise
         except InvalidManifest:
-            return None  # to be replaced
+            return None
 
     def _still_describes(self, manifest: Manifest, checkpoint: Checkpoint, there: Mapping[str, ObjectInfo]) -> bool:
         """True when the manifest was made by the same settings from objects that have not changed since."""
@@ -164,13 +177,13 @@ class _Publish:
             and [shard.path for shard in manifest.shards] == [info.key for info in checkpoint.shards]
             and _manifest_tensors(checkpoint) == manifest.tensors
             and entries.keys() == sources.keys()
-            and all(_is_entry_of(entry, sources[path], there.get(path)) for path, entry in entries.items())
+            and all(is_entry_of(entry, sources[path], there.get(path)) for path, entry in entries.items())
         )
 
     def _job(self, info: ObjectInfo, ends: Sequence[int], *, is_shard: bool) -> PublishJob:
         """The object with its checksums, which a listing may leave out. Raises ObjectChanged."""
         now = with_retries(lambda: self._source.stat(info.key), self._policy)
-        _check_same(info, now, self._source.uri)
+        check_same(info, now, self._source.uri)
         return PublishJob(replace(now, etag=now.etag or info.etag), tuple(ends), is_shard)
 
     def _resume(self, job: PublishJob, there: ObjectInfo | None) -> bool:
@@ -180,7 +193,7 @@ class _Publish:
             return False
         if isinstance(entry, ManifestShard) and entry.chunk_ends != job.ends:
             return False
-        if not _is_entry_of(entry, job.source, there):
+        if not is_entry_of(entry, job.source, there):
             return False
         self._entries[entry.path] = entry
         return True
@@ -197,11 +210,11 @@ class _Publish:
         there = Inventory(self._dest, self._policy).find(keys) if self._copying else now
         for job in jobs:
             key = job.source.key
-            _check_same(job.source, now.get(key), self._source.uri)
+            check_same(job.source, now.get(key), self._source.uri)
             if self._copying:
                 entry = self._entries[key]
                 written = ObjectInfo(key, entry.size_bytes, entry.etag)
-                _check_same(written, there.get(key), self._dest.uri)
+                check_same(written, there.get(key), self._dest.uri)
 
     def _write_manifest(self, checkpoint: Checkpoint) -> Manifest:
         entries = [self._entries[key] for key in sorted(self._entries)]
@@ -243,26 +256,9 @@ class _Publish:
             resumed=resumed,
             unchanged=unchanged,
             checks=dict(Counter(entry.checked_by for entry in (*manifest.shards, *manifest.files))),
-            skipped=checkpoint.skipped,
+            skipped=(*checkpoint.skipped, *self._left_out),
             elapsed_s=time.monotonic() - started_s,
         )
-
-
-def _same_place(source: ObjectStore, dest: ObjectStore, policy: RetryPolicy) -> bool:
-    """Whether both stores are one: copying objects over themselves would end badly.
-
-    URIs do not tell: two servers can have a bucket of one name, a folder many names. So something is written.
-    """
-    if source is dest or not (source.uri == dest.uri or source.uri[:5] == dest.uri[:5] == "file:"):
-        return source is dest
-    token = uuid.uuid4().hex.encode()
-    with_retries(lambda: dest.put(PROBE_KEY, token), policy)
-    try:
-        return with_retries(lambda: read_bytes(source, PROBE_KEY, ByteRange(0, len(token))), policy) == token
-    except (ObjectNotFound, AccessDenied):
-        return False
-    finally:
-        with_retries(lambda: dest.delete(PROBE_KEY), policy)
 
 
 def _manifest_tensors(checkpoint: Checkpoint) -> tuple[ManifestTensor, ...]:
@@ -270,31 +266,3 @@ def _manifest_tensors(checkpoint: Checkpoint) -> tuple[ManifestTensor, ...]:
         ManifestTensor(name=t.name, dtype=t.dtype, shape=t.shape, shard=t.shard, start=t.start, end=t.end)
         for t in checkpoint.tensors
     )
-
-
-def _is_entry_of(entry: ManifestFile, source: ObjectInfo, stored: ObjectInfo | None) -> bool:
-    """Whether an entry is for these very versions; without ETags nobody can tell."""
-    return (
-        stored is not None
-        and None not in (entry.etag, entry.source_etag)
-        and (entry.size_bytes, entry.source_etag) == (source.size_bytes, source.etag)
-        and (entry.size_bytes, entry.etag) == (stored.size_bytes, stored.etag)
-    )
-
-
-def _check_same(expected: ObjectInfo, now: ObjectInfo | None, uri: str) -> None:
-    """Raise ObjectChanged unless size and, where both are known, ETag are the same."""
-    same = (
-        now is not None
-        and now.size_bytes == expected.size_bytes
-        and (expected.etag == now.etag or None in (expected.etag, now.etag))
-    )
-    if not same:
-        raise ObjectChanged(
-            "object was replaced or removed while it was published",
-            hint="publish again when nobody writes to the folder",
-            uri=uri,
-            key=expected.key,
-            expected=expected.etag,
-            found=now.etag if now else "nothing",
-        )

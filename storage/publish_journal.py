@@ -6,6 +6,8 @@ A journal is a hint: an entry counts only while source and destination still hav
 from __future__ import annotations
 
 import threading
+import time
+from collections.abc import Callable
 from typing import Literal
 
 from pydantic import ValidationError
@@ -14,6 +16,9 @@ from storage.checkpoint_files import JOURNAL_KEY, read_whole
 from storage.manifest import MAX_MANIFEST_BYTES, ManifestEntry, ManifestFile, ManifestShard
 from storage.object_store import ObjectInfo, ObjectStore
 from storage.retrying import RetryPolicy, with_retries
+
+MIN_PAUSE_S = 1.0  # between two saves
+PAUSE_PER_SAVE = 10.0  # times what the last save took: a slow store is kept busy with the model, not with this
 
 
 class JournalContents(ManifestEntry):
@@ -30,12 +35,22 @@ class JournalContents(ManifestEntry):
 class Journal:
     """Finished objects of one publish; `add` may be called from many threads."""
 
-    def __init__(self, store: ObjectStore, hash_name: str, chunk_bytes: int, policy: RetryPolicy) -> None:
+    def __init__(
+        self,
+        store: ObjectStore,
+        hash_name: str,
+        chunk_bytes: int,
+        policy: RetryPolicy,
+        clock: Callable[[], float] = time.monotonic,
+    ) -> None:
         self._store = store
         self._hash_name = hash_name
         self._chunk_bytes = chunk_bytes
         self._policy = policy
+        self._clock = clock
         self._lock = threading.Lock()
+        self._unsaved = False
+        self._next_save_s = 0.0  # on the clock; not before
         self._entries: dict[str, ManifestFile] = {}
 
     def load(self, info: ObjectInfo | None) -> None:
@@ -54,10 +69,17 @@ class Journal:
         return self._entries.get(path)
 
     def add(self, entry: ManifestFile) -> None:
-        """Note a finished object. Shards are saved at once; small files with the next shard, or at the end."""
+        """Note a finished object, and save when that was not done just now: each time all of them are written."""
         with self._lock:
             self._entries[entry.path] = entry
-            if isinstance(entry, ManifestShard):
+            self._unsaved = True
+            if self._clock() >= self._next_save_s:
+                self._save()
+
+    def flush(self) -> None:
+        """Save what was not saved yet. Raises StoreError."""
+        with self._lock:
+            if self._unsaved:
                 self._save()
 
     def start(self) -> None:
@@ -70,6 +92,7 @@ class Journal:
         with_retries(lambda: self._store.delete(JOURNAL_KEY), self._policy)
 
     def _save(self) -> None:
+        started_s = self._clock()
         contents = JournalContents(
             format="longshore.publish",
             version=1,
@@ -80,3 +103,6 @@ class Journal:
         )
         data = contents.model_dump_json().encode()
         with_retries(lambda: self._store.put(JOURNAL_KEY, data), self._policy)
+        self._unsaved = False
+        ended_s = self._clock()
+        self._next_save_s = ended_s + max(MIN_PAUSE_S, PAUSE_PER_SAVE * (ended_s - started_s))

@@ -24,7 +24,7 @@ class PublishReport:
     resumed: int  # shards and files that an earlier, interrupted publish had finished
     unchanged: bool  # the manifest was there and is for what is stored: nothing was read
     checks: dict[str, int]  # how the source was checked -> number of objects
-    skipped: tuple[str, ...]  # weights in the folder that are not part of the model
+    skipped: tuple[str, ...]  # not published: weights that are no part of the model, odd names, fifos, links to nowhere
     elapsed_s: float
 
     def as_dict(self) -> dict[str, Any]:

@@ -101,6 +101,16 @@ class S3Store:
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Objects in key order. Those no `check_key` lets through (folder markers, "..") cannot be read: left out."""
+        for key, found in self._listed(prefix):
+            if _is_safe(key):
+                yield ObjectInfo(key, found["Size"], normal_etag(found.get("ETag")))
+
+    def left_out(self) -> Iterator[str]:
+        """Objects that `list` leaves out, but for the empty ones that stand for folders."""
+        return (key for key, _ in self._listed("") if key and not key.endswith("/") and not _is_safe(key))
+
+    def _listed(self, prefix: str) -> Iterator[tuple[str, Any]]:
+        """Every key below the root that begins with `prefix`, and what the listing says of it."""
         try:
             pages = self._client.get_paginator("list_objects_v2").paginate(
                 Bucket=self._ref.bucket,
@@ -109,9 +119,7 @@ class S3Store:
             )
             for page in pages:
                 for found in page.get("Contents", []):
-                    key = found["Key"].removeprefix(self._prefix)
-                    if _is_safe(key):
-                        yield ObjectInfo(key, found["Size"], normal_etag(found.get("ETag")))
+                    yield found["Key"].removeprefix(self._prefix), found
         except (ClientError, BotoCoreError) as error:
             raise from_botocore_error(error, uri=self.uri, key=prefix or None) from error
 

@@ -127,7 +127,7 @@ def set_in(*path: Any) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (set_in("version", 2), "manifest version 2, this Longshore reads version 1: update Longshore"),
+        (set_in("version", 2), "manifest version 2, this Longshore reads version 1 (version=2). update Longshore"),
         (set_in("format", "other"), "not a Longshore manifest"),
         (set_in("hash", "md4"), "hash: Input should be 'blake3' or 'xxh3_128'"),
         (set_in("hash", "xxh3_128"), "not a xxh3_128 digest"),

@@ -1,5 +1,7 @@
 """Publishing: checks what it read, says what is wrong, goes on where it was, and blesses nothing bad."""
 
+import json
+import os
 import tracemalloc
 from dataclasses import replace
 from pathlib import Path
@@ -12,6 +14,7 @@ from storage.checkpoint_files import JOURNAL_KEY
 from storage.errors import (
     IntegrityError,
     LongshoreError,
+    NewerManifest,
     NotACheckpoint,
     ObjectChanged,
     PublishError,
@@ -290,6 +293,56 @@ def test_weights_that_are_not_part_of_the_model_are_left_out(objects: dict[str, 
     report = run(MemoryStore(more), dest)
     assert report.skipped == ("consolidated.safetensors", "pytorch_model.bin")
     assert keys_of(dest) == {*objects, "1_Pooling/config.json", MANIFEST_KEY}
+
+
+def test_names_that_no_manifest_can_have_are_left_out_and_said(objects: dict[str, bytes]) -> None:
+    store = MemoryStore({**objects, "a\nb.txt": b"1", "c:d.txt": b"2", "x" * 1025: b"3"})
+    assert run(store).skipped == ("a\nb.txt", "c:d.txt", "x" * 1025)
+    check_digests(store, objects)
+
+
+def test_what_is_no_object_of_a_folder_is_said_to_be_left_out(objects: dict[str, bytes], tmp_path: Path) -> None:
+    write_objects(tmp_path, objects)
+    (tmp_path / "sub").mkdir()
+    for name in ("a\nb.txt", "back\\slash.txt", "sub/\x1b.json"):
+        (tmp_path / name).write_bytes(b"1")
+    (tmp_path / "nowhere.json").symlink_to("gone")
+    (tmp_path / "loop.json").symlink_to("loop.json")
+    (tmp_path / "folder").symlink_to("sub")
+    os.mkfifo(tmp_path / "pipe")
+    expected = ("a\nb.txt", "back\\slash.txt", "folder", "loop.json", "nowhere.json", "pipe", "sub/\x1b.json")
+    assert run(LocalStore(tmp_path)).skipped == expected
+    again = run(LocalStore(tmp_path))
+    assert (again.unchanged, again.skipped) == (True, expected)
+
+
+@pytest.mark.parametrize("keys_sorted", [False, True])
+def test_a_newer_manifest_is_replaced_only_by_force(objects: dict[str, bytes], keys_sorted: bool) -> None:
+    document = {"format": "longshore.manifest", "version": 2, "revision": "r", "blocks": [[1, 2]]}
+    newer = json.dumps(document, sort_keys=keys_sorted).encode()
+    store = MemoryStore({**objects, MANIFEST_KEY: newer})
+    dest = MemoryStore({MANIFEST_KEY: newer}, uri="twin://dest")
+    for target in (None, dest):
+        with pytest.raises(NewerManifest, match=r"version 2.*update Longshore"):
+            run(store if target is None else MemoryStore(objects), target)
+    assert read_bytes(store, MANIFEST_KEY, ByteRange(0, len(newer))) == newer
+    assert keys_of(dest) == {MANIFEST_KEY}
+    run(store, force=True)
+    check_digests(store, objects)
+
+
+@pytest.mark.parametrize("error", [ObjectChanged("gone"), KeyboardInterrupt()])
+def test_what_was_finished_is_saved_when_it_is_stopped(objects: dict[str, bytes], error: BaseException) -> None:
+    """However little time has passed since the last save."""
+    store = MemoryStore(objects)
+
+    def stop(moment: PublishProgress) -> None:
+        if moment.key == KEYS[3]:
+            raise error
+
+    with pytest.raises(type(error)):
+        publish(store, chunk_bytes=MIB, policy=FAST, concurrency=1, progress=stop)
+    assert run(store).resumed == 3
 
 
 def test_odd_checkpoints_and_empty_files() -> None:
