@@ -10,7 +10,6 @@ it always. With `recheck_s=0` every read is followed by a check.
 from __future__ import annotations
 
 import contextlib
-import ssl
 import tempfile
 import threading
 import time
@@ -36,6 +35,7 @@ from storage.fsspec_info import info_of, version_tag
 from storage.object_store import ObjectInfo, check_key
 from storage.ranges import ByteRange
 from storage.store_ref import Credentials, StoreRef
+from storage.tls import tls_context
 
 _PACKAGES = {"gs": "gcsfs", "az": "adlfs", "hf": "huggingface_hub", "http": "aiohttp", "https": "aiohttp"}
 _READ_ONLY = {"http", "https"}
@@ -270,8 +270,5 @@ def _http_options(ref: StoreRef, read_timeout_s: float, connect_timeout_s: float
         "encoded": True,  # by _path
     }
     if ref.ca_bundle:
-        try:
-            options["ssl"] = ssl.create_default_context(cafile=ref.ca_bundle)
-        except (OSError, ssl.SSLError) as error:
-            raise StoreError("the CA bundle cannot be read", ca_bundle=ref.ca_bundle, uri=ref.uri) from error
+        options["ssl"] = tls_context(ref.ca_bundle, ref.uri)
     return options

@@ -26,6 +26,7 @@ from storage.errors import ShortRead, StoreError, StoreUnavailable
 from storage.ranges import ByteRange
 from storage.s3_answer import check_answer, head_of, refusal
 from storage.s3_errors import MAX_ERROR_BODY_BYTES, connection_error
+from storage.tls import tls_context
 
 _RECEIVE_BUFFER_BYTES = 4 << 20
 _MAX_IDLE_S = 15.0  # servers and NATs drop idle connections silently, S3 after some 20 s
@@ -66,13 +67,8 @@ class WireClient:
         self._lock = threading.Lock()
         self._idle: list[tuple[http.client.HTTPConnection, float]] = []  # with the time each came back
         self._closed = False
-        self._tls: ssl.SSLContext | None = None
+        self._tls: ssl.SSLContext | None = tls_context(ca_bundle, uri) if endpoint.tls else None
         self._receive_buffer_bytes = _usable_receive_buffer_bytes()
-        if endpoint.tls:
-            try:
-                self._tls = ssl.create_default_context(cafile=ca_bundle)
-            except (OSError, ssl.SSLError) as error:
-                raise StoreError("the CA bundle cannot be read", ca_bundle=ca_bundle, uri=uri) from error
 
     def read_range(
         self,
