@@ -1,13 +1,12 @@
 """The rules of the house, read from the source: who imports whom, how long a file is, what may not be there.
 
-A module pattern is a path without `.py`, relative to the repository, in `fnmatch` style.
+A module is named by its path without `.py`, relative to the repository.
 """
 
 from __future__ import annotations
 
 import ast
 from collections.abc import Collection, Iterator, Mapping
-from fnmatch import fnmatch
 from functools import cache
 from pathlib import Path
 
@@ -56,10 +55,6 @@ def modules() -> list[Path]:
 
 def name_of(path: Path) -> str:
     return path.relative_to(ROOT).with_suffix("").as_posix()
-
-
-def allowed(path: Path, patterns: set[str]) -> bool:
-    return any(fnmatch(name_of(path), pattern) for pattern in patterns)
 
 
 def imports(node: ast.AST, inside: bool = False) -> Iterator[tuple[str, bool]]:
@@ -174,7 +169,7 @@ def test_no_circles_of_imports() -> None:
 def test_rooms_point_one_way(module: Path) -> None:
     room = name_of(module).split("/")[0]
     found = {package for package, _ in packages(module) if package in PACKAGES}
-    if allowed(module, NAMES_ACTORS):
+    if name_of(module) in NAMES_ACTORS:
         found.discard("actors")  # in one function: the test below
     assert found <= MAY_IMPORT[room], f"{name_of(module)} imports {found - MAY_IMPORT[room]}"
 
@@ -217,7 +212,7 @@ def test_cluster_names_actors_in_one_function_only() -> None:
     for file, function in places:
         by_file.setdefault(file, set()).add(function)
     for file, functions in by_file.items():
-        assert any(fnmatch(file, pattern) for pattern in NAMES_ACTORS), file
+        assert file in NAMES_ACTORS
         assert len(functions) == 1, f"{file}: {functions}"
 
 
