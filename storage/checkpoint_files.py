@@ -21,7 +21,8 @@ from storage.hf_layout import (
     parse_weight_map,
 )
 from storage.inventory import MAX_LISTED, Inventory, map_threads
-from storage.manifest import MANIFEST_KEY, is_safe_path
+from storage.manifest import MANIFEST_KEY
+from storage.manifest_fields import is_safe_path
 from storage.model_index import Tensor
 from storage.object_store import LeavesOut, ObjectInfo, ObjectStore, read_bytes
 from storage.problems import Problems, quote

@@ -17,60 +17,26 @@ import hashlib
 import json
 import re
 from collections.abc import Iterable
+from itertools import pairwise
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import (
-    AfterValidator,
-    BaseModel,
-    ConfigDict,
-    FailFast,
-    Field,
-    StringConstraints,
-    ValidationError,
-)
-from pydantic_core import PydanticCustomError
+from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, ValidationError
 
 from storage.checksum import DIGEST_SIZES
 from storage.chunking import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
-from storage.dtypes import MAX_ELEMENTS
-from storage.errors import InvalidManifest, NewerManifest, StoreError
-from storage.manifest_tables import table_problems
+from storage.dtypes import DTYPE_BITS, MAX_DIMENSIONS, tensor_bytes
+from storage.errors import InvalidManifest
+from storage.manifest_fields import MANIFEST_VERSION, ETag, Hex, Path, Size
+from storage.manifest_refusal import newer, refusal, schema_problems
 from storage.model_index import ChunkTable, ModelIndex, OtherFile, Shard, Tensor
-from storage.object_store import check_key
 from storage.problems import Problems, quote
 
 MANIFEST_KEY = "longshore.manifest.json"
-MANIFEST_VERSION: Literal[1] = 1
 MAX_MANIFEST_BYTES = 512 << 20
 MAX_JSON_VALUES = 10_000_000  # bounds the memory that parsing takes: a million tensors, or five million chunks
-MAX_ERRORS_LISTED = 100_000  # schema errors that are turned into sentences at all
-MAX_PATH_CHARACTERS = 1024  # what S3 allows in bytes
 # Every version begins like this, so that an older one knows it whatever comes after; see `manifest_front`.
 _FRONT = re.compile(rb'\s*\{\s*"format"\s*:\s*"longshore\.manifest"\s*,\s*"version"\s*:\s*(\d{1,9})\b')
-
-
-def is_safe_path(key: str) -> bool:
-    """Whether a key may stand in a manifest: no control characters, nothing that looks like a scheme or drive."""
-    return key.isprintable() and ":" not in key.partition("/")[0] and len(key) <= MAX_PATH_CHARACTERS
-
-
-def _safe_path(path: str) -> str:
-    try:
-        check_key(path)
-    except StoreError as error:
-        raise PydanticCustomError(
-            "path", "not a relative path below the model: {path}", {"path": quote(path)}
-        ) from error
-    if not is_safe_path(path):
-        raise PydanticCustomError("path", "unsafe characters in path {path}", {"path": quote(path)})
-    return path
-
-
-_Size = Annotated[int, Field(ge=0, le=MAX_ELEMENTS)]
-_Hex = Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{2})+$")]
-_ETag = Annotated[str, StringConstraints(max_length=1024)] | None
-_Path = Annotated[str, StringConstraints(max_length=MAX_PATH_CHARACTERS), AfterValidator(_safe_path)]
 
 
 class ManifestEntry(BaseModel):
@@ -82,19 +48,19 @@ class ManifestEntry(BaseModel):
 class ManifestFile(ManifestEntry):
     """One published object as it was read and checked."""
 
-    path: _Path  # relative to the manifest's folder
-    size_bytes: _Size
-    etag: _ETag  # of the object beside the manifest, when it was published
-    source_etag: _ETag  # of the object that was read; the same one when published in place
+    path: Path  # relative to the manifest's folder
+    size_bytes: Size
+    etag: ETag  # of the object beside the manifest, when it was published
+    source_etag: ETag  # of the object that was read; the same one when published in place
     checked_by: Annotated[str, StringConstraints(pattern=r"^(read-twice|store:[a-z0-9_]+)(\+read-back)?$")]
-    digest: _Hex  # of the whole object
+    digest: Hex  # of the whole object
 
 
 class ManifestShard(ManifestFile):
     """One safetensors file and its chunks."""
 
-    chunk_ends: Annotated[tuple[_Size, ...], FailFast()]
-    chunk_digests: Annotated[tuple[_Hex, ...], FailFast()]
+    chunk_ends: Annotated[tuple[Size, ...], FailFast()]
+    chunk_digests: Annotated[tuple[Hex, ...], FailFast()]
 
 
 class ManifestTensor(ManifestEntry):
@@ -102,10 +68,10 @@ class ManifestTensor(ManifestEntry):
 
     name: str
     dtype: str
-    shape: tuple[_Size, ...]
-    shard: _Size  # index into shards
-    start: _Size
-    end: _Size
+    shape: tuple[Size, ...]
+    shard: Size  # index into shards
+    start: Size
+    end: Size
 
 
 class Manifest(ManifestEntry):
@@ -143,10 +109,10 @@ class Manifest(ManifestEntry):
                 files=tuple(files),
             )
         except ValidationError as error:
-            raise _refusal(_schema_problems(error)) from error
+            raise refusal(schema_problems(error)) from error
         manifest = draft.model_copy(update={"revision": contents_digest(draft)})
         if problems := _contradictions(manifest):
-            raise _refusal(problems)
+            raise refusal(problems)
         return manifest
 
     def to_json(self) -> bytes:
@@ -193,7 +159,7 @@ def parse_manifest(data: bytes) -> Manifest:
     """A manifest that holds together. Raises InvalidManifest that lists every problem found, NewerManifest."""
     front = _FRONT.match(data)
     if front is not None and int(front[1]) > MANIFEST_VERSION:
-        raise _newer(int(front[1]))
+        raise newer(int(front[1]))
     if len(data) > MAX_MANIFEST_BYTES:
         raise InvalidManifest(f"manifest of {len(data)} bytes; at most {MAX_MANIFEST_BYTES} are read")
     values = data.count(b",") + data.count(b"{") + data.count(b"[")
@@ -202,57 +168,92 @@ def parse_manifest(data: bytes) -> Manifest:
     try:
         manifest = Manifest.model_validate_json(data)
     except ValidationError as error:
-        raise _refusal(_schema_problems(error)) from None  # the cause would carry the whole input along
+        raise refusal(schema_problems(error)) from None  # the cause would carry the whole input along
     if problems := _contradictions(manifest):
-        raise _refusal(problems)
+        raise refusal(problems)
     return manifest
-
-
-def _refusal(problems: Problems) -> InvalidManifest:
-    return InvalidManifest(
-        f"invalid manifest: {problems}",
-        hint="publish the model again, with `longshore publish`",
-        problems=len(problems),
-    )
-
-
-def _newer(version: int) -> NewerManifest:
-    return NewerManifest(
-        f"manifest version {version}, this Longshore reads version {MANIFEST_VERSION}",
-        hint="update Longshore to read it; a publish with force replaces it",
-        version=version,
-    )
-
-
-def _schema_problems(error: ValidationError) -> Problems:
-    """Pydantic's findings as sentences; another format or version is the only one worth telling.
-
-    Raises NewerManifest.
-    """
-    if error.error_count() > MAX_ERRORS_LISTED:
-        return Problems([f"{error.error_count()} entries are not what the format asks for"])
-    found = error.errors(include_url=False, include_context=False)
-    for entry in found:
-        if entry["type"] == "missing":
-            continue
-        if entry["loc"] == ("format",):
-            return Problems([f"not a Longshore manifest: format is {quote(entry['input'])}"])
-        if entry["loc"] == ("version",):
-            version = entry["input"]
-            if isinstance(version, int) and version > MANIFEST_VERSION:
-                raise _newer(version)
-            return Problems([f"manifest version {quote(version)}, this Longshore reads version {MANIFEST_VERSION}"])
-    return Problems(
-        f"{quote('.'.join(map(str, entry['loc'])))[1:-1]}: {entry['msg']}" if entry["loc"] else entry["msg"]
-        for entry in found
-    )
 
 
 def _contradictions(manifest: Manifest) -> Problems:
     """What no schema can say."""
-    problems = table_problems(manifest)
+    problems = _table_problems(manifest)
     if any(entry.path == MANIFEST_KEY for entry in (*manifest.shards, *manifest.files)):
         problems.add("the manifest names itself")
     if not problems and contents_digest(manifest) != manifest.revision:
         problems.add("the revision is not that of the contents: changed after it was written")
     return problems
+
+
+def _table_problems(manifest: Manifest) -> Problems:
+    """All the ways in which shards, chunks, tensors and files do not fit each other."""
+    problems = Problems()
+    if not manifest.shards:
+        problems.add("no shards")
+    _check_paths(manifest, problems)
+    for shard in manifest.shards:
+        _check_chunks(shard, manifest, problems)
+    for file in manifest.files:
+        if len(file.digest) != 2 * DIGEST_SIZES[manifest.hash]:
+            problems.add(f"{quote(file.path)}: not a {manifest.hash} digest")
+    _check_tensors(manifest, problems)
+    return problems
+
+
+def _check_paths(manifest: Manifest, problems: Problems) -> None:
+    for kind, entries in (("shards", manifest.shards), ("files", manifest.files)):
+        for one, other in pairwise(entry.path for entry in entries):
+            if one >= other:
+                problems.add(f"{kind} out of order or twice: {quote(one)} before {quote(other)}")
+    for path in {shard.path for shard in manifest.shards} & {file.path for file in manifest.files}:
+        problems.add(f"both a shard and another file: {quote(path)}")
+
+
+def _check_chunks(shard: ManifestShard, manifest: Manifest, problems: Problems) -> None:
+    label = f"shard {quote(shard.path)}"
+    hex_characters = 2 * DIGEST_SIZES[manifest.hash]
+    if len(shard.digest) != hex_characters or any(len(d) != hex_characters for d in shard.chunk_digests):
+        problems.add(f"{label}: a digest is not a {manifest.hash} digest")
+    if len(shard.chunk_ends) != len(shard.chunk_digests):
+        problems.add(f"{label}: {len(shard.chunk_ends)} chunks and {len(shard.chunk_digests)} chunk digests")
+    sizes = np.diff(np.array((0, *shard.chunk_ends), np.int64))
+    if not len(sizes) or sizes.min() <= 0 or shard.chunk_ends[-1] != shard.size_bytes:
+        problems.add(f"{label}: chunks do not tile its {shard.size_bytes} bytes")
+    elif sizes.max() > manifest.chunk_bytes:
+        problems.add(f"{label}: a chunk of {sizes.max()} bytes, more than {manifest.chunk_bytes}")
+
+
+def _check_tensors(manifest: Manifest, problems: Problems) -> None:
+    """Names once each, in order, without overlap, inside their shards, as large as dtype and shape say."""
+    names: set[str] = set()
+    sizes = [shard.size_bytes for shard in manifest.shards]
+    before: tuple[int, int, int, str] = (0, 0, 0, "")
+    for tensor in manifest.tensors:
+        label = f"tensor {quote(tensor.name)}"
+        if tensor.name in names:
+            problems.add(f"{label} twice")
+        names.add(tensor.name)
+        if tensor.shard >= len(sizes):
+            problems.add(f"{label}: shard {tensor.shard} of {len(sizes)}")
+        elif not tensor.start <= tensor.end <= sizes[tensor.shard]:
+            problems.add(f"{label}: bytes [{tensor.start}, {tensor.end}) of {sizes[tensor.shard]}")
+        if expected := _size_problem(tensor):
+            problems.add(f"{label}: {expected}")
+        place = (tensor.shard, tensor.start, tensor.end, tensor.name)
+        if place < before:
+            problems.add(f"{label} out of order")
+        elif tensor.shard == before[0] and tensor.start < before[2]:
+            problems.add(f"{label} overlaps {quote(before[3])}")
+        before = place
+
+
+def _size_problem(tensor: ManifestTensor) -> str:
+    if tensor.dtype not in DTYPE_BITS:
+        return f"unknown dtype {quote(tensor.dtype)}"
+    if len(tensor.shape) > MAX_DIMENSIONS:
+        return f"{len(tensor.shape)} dimensions"
+    try:
+        expected = tensor_bytes(tensor.dtype, tensor.shape)
+    except (OverflowError, ValueError) as error:
+        return str(error)
+    stored = tensor.end - tensor.start
+    return "" if stored == expected else f"{stored} bytes stored, {tensor.dtype} {tensor.shape} takes {expected}"

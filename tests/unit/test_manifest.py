@@ -11,6 +11,7 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage import manifest as manifest_module
+from storage import manifest_refusal
 from storage.checksum import DIGEST_SIZES
 from storage.chunking import chunk_bounds
 from storage.errors import InvalidManifest
@@ -261,7 +262,7 @@ def test_size_and_number_of_values_are_bounded(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(InvalidManifest, match="at most 10 are read"):
             parse_manifest(data)
     with monkeypatch.context() as patch:
-        patch.setattr(manifest_module, "MAX_ERRORS_LISTED", 2)
+        patch.setattr(manifest_refusal, "MAX_ERRORS_LISTED", 2)
         with pytest.raises(InvalidManifest, match="entries are not what the format asks for"):
             parse_manifest(b'{"format": "longshore.manifest"}')
 
