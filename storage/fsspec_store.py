@@ -103,8 +103,7 @@ class FsspecStore:
 
     def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
         """See ObjectStore; how versions are checked is said at the top of this file."""
-        if len(buffer) != byte_range.size_bytes:
-            raise ValueError(f"buffer has {len(buffer)} bytes, the range {byte_range.size_bytes}")
+        byte_range.check_buffer(buffer)
         path = self._path(check_key(key))
         if not byte_range.size_bytes:
             return etag

@@ -66,8 +66,7 @@ class LocalStore:
 
     def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
         """See ObjectStore. The file's version is looked at before and after: a file written meanwhile is noticed."""
-        if len(buffer) != byte_range.size_bytes:
-            raise ValueError(f"buffer has {len(buffer)} bytes, the range {byte_range.size_bytes}")
+        byte_range.check_buffer(buffer)
         check_key(key)
         if not byte_range.size_bytes:
             return etag

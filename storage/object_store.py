@@ -128,8 +128,7 @@ class MemoryStore:
             yield self.stat(key)
 
     def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
-        if len(buffer) != byte_range.size_bytes:
-            raise ValueError(f"buffer has {len(buffer)} bytes, the range {byte_range.size_bytes}")
+        byte_range.check_buffer(buffer)
         if not byte_range.size_bytes:
             return etag
         data, found = self._get(key)

@@ -21,6 +21,11 @@ class ByteRange:
     def size_bytes(self) -> int:
         return self.end - self.start
 
+    def check_buffer(self, buffer: memoryview) -> None:
+        """Raises ValueError for a buffer that the range does not fill exactly."""
+        if len(buffer) != self.size_bytes:
+            raise ValueError(f"buffer has {len(buffer)} bytes, the range {self.size_bytes}")
+
     def split(self, piece_bytes: int) -> Iterator[ByteRange]:
         """The range cut every `piece_bytes`; the last piece may be shorter, an empty range gives none."""
         for start in range(self.start, self.end, piece_bytes):

@@ -125,8 +125,7 @@ class S3Store:
 
     def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
         """See ObjectStore. One GET, never retried but on a connection that the server had closed while it was idle."""
-        if len(buffer) != byte_range.size_bytes:
-            raise ValueError(f"buffer has {len(buffer)} bytes, the range {byte_range.size_bytes}")
+        byte_range.check_buffer(buffer)
         full_key = self._full_key(key)
         if not byte_range.size_bytes:
             return etag
