@@ -16,7 +16,8 @@ from typing import Any
 
 from cluster import commands
 from cluster.errors import ConfigError
-from cluster.exit_codes import EXIT_CODES, INTERRUPTED, USAGE, exit_code
+from cluster.exit_codes import EXIT_CODES, USAGE, exit_code
+from cluster.interrupts import Terminated, sigterm_interrupts
 from cluster.progress import say_on
 from cluster.units import parse_bytes
 from longshore.version import __version__
@@ -36,11 +37,12 @@ def main(argv: Sequence[str] | None = None) -> int:
     except SystemExit as exit_:  # argparse has printed help, the version or what is wrong
         return exit_.code if isinstance(exit_.code, int) else USAGE
     try:
-        code: int = args.run(args)
-        return code
-    except KeyboardInterrupt:
-        say_on(sys.stderr, "longshore: interrupted")
-        return INTERRUPTED
+        with sigterm_interrupts():
+            code: int = args.run(args)
+            return code
+    except KeyboardInterrupt as error:
+        say_on(sys.stderr, f"longshore: {'terminated' if isinstance(error, Terminated) else 'interrupted'}")
+        return exit_code(error)
     except Exception as error:
         return _failed(error, args)
 

@@ -23,7 +23,7 @@ from cluster.connection import Connection, connect
 from cluster.errors import ClusterLost, ConfigError, LoadCancelled
 from cluster.model import LoadedModel
 from cluster.report import ClusterStatus, LoadProgress
-from cluster.request import StoreOptions, make_local_folder, make_request, open_uri
+from cluster.request import StoreOptions, make_request, open_destination, open_uri
 from cluster.wait import wait_until_ready
 from storage.errors import LongshoreError
 
@@ -159,7 +159,9 @@ def publish(
     """Write the manifest of a checkpoint beside it, or copy the checkpoint to `dest` and write it there.
 
     What is read is checked against the store's own checksums, or read twice. An interrupted publish goes on where
-    it was. Store options apply to both URIs. Raises PublishError, IntegrityError, CheckpointError, StoreError.
+    it was. A manifest of a later Longshore is replaced only by `force`. Store options apply to both URIs. Raises
+    ConfigError (a destination inside the source or around it), PublishError, IntegrityError, CheckpointError,
+    NewerManifest, StoreError.
     """
     from storage.publish import publish as publish_store
 
@@ -170,11 +172,8 @@ def publish(
         stack.callback(source.close)
         target = None
         if dest is not None:
-            make_local_folder(dest)
-            target, dest_key = open_uri(dest, options, credentials, config.read_timeout_s)
+            target = open_destination(dest, uri_or_path, options, credentials, config.read_timeout_s)
             stack.callback(target.close)
-            if dest_key is not None:
-                raise ConfigError("the destination must be a folder, not a file", dest=os.fspath(dest))
         return publish_store(
             source,
             target,

@@ -145,10 +145,13 @@ def run_demo(args: argparse.Namespace) -> int:
 
 
 def run_doctor(args: argparse.Namespace) -> int:
-    """Check what a person would check by hand; 1 when a check failed."""
+    """Check what a person would check by hand; 1 when a check failed. Raises InvalidUri."""
     from cluster.doctor import run_checks
+    from cluster.request import StoreOptions
     from cluster.tables import checks_table
 
+    if args.uri is not None:
+        StoreOptions(**_store(args)).resolve(args.uri)  # a URI that cannot be meant is no finding
     checks = run_checks(args.uri, address=args.address, **_store(args))
     failed = [check.name for check in checks if check.outcome == "fail"]
     document = {"ok": not failed, "checks": [check.as_dict() for check in checks]}

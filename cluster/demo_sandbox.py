@@ -18,7 +18,7 @@ GRACE_S = 5.0
 
 @contextlib.contextmanager
 def sandbox() -> Iterator[None]:
-    """Every process begun inside is ended with the block; Ctrl-C and SIGTERM end the block in order.
+    """Every process begun inside is ended with the block; Ctrl-C and SIGTERM end it as KeyboardInterrupt.
 
     This process becomes the parent of orphans, so that a daemon whose own parent is gone is found too.
     """
@@ -29,8 +29,9 @@ def sandbox() -> Iterator[None]:
     try:
         yield
     finally:
-        # From here on a second Ctrl-C must not leave half of it.
+        # From here on a second Ctrl-C or SIGTERM must not leave half of it.
         ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
         try:
             _end_children(mine, before)
             importlib.import_module("storage.arena_files").sweep()

@@ -12,12 +12,12 @@ from itertools import islice
 from typing import Any
 
 from cluster.doctor_check import Check
+from cluster.request import StoreOptions
 from cluster.units import show_bytes
 from storage.manifest import MANIFEST_KEY
 from storage.object_store import ObjectStore, read_bytes
 from storage.open_store import open_store
 from storage.ranges import ByteRange
-from storage.store_ref import parse_uri
 
 READ_TIMEOUT_S = 10.0
 LISTED = 1000  # objects looked at
@@ -30,7 +30,7 @@ def check_store(uri: str | None, store_args: dict[str, Any]) -> Iterator[Check]:
     if uri is None:
         yield Check("store", "skip", "no URI was given: longshore doctor s3://bucket/model")
         return
-    ref = parse_uri(uri, **store_args)
+    ref, _ = StoreOptions(**store_args).resolve(uri)
     if ref.scheme == "s3" and ref.endpoint_url:
         yield check_clock(ref.endpoint_url)
     with closing(open_store(ref, read_timeout_s=READ_TIMEOUT_S)) as store:

@@ -16,11 +16,13 @@ from cluster.errors import (
     PlanError,
     VersionMismatch,
 )
+from cluster.interrupts import Terminated
 from longshore.install_check import PackageShadowed
 from storage.errors import (
     ArenaError,
     CheckpointError,
     IntegrityError,
+    InvalidUri,
     LongshoreError,
     ManifestError,
     StoreError,
@@ -31,6 +33,7 @@ FAILED = 1
 USAGE = 2  # argparse's own
 INTEGRITY = 6
 INTERRUPTED = 130  # 128 + SIGINT, as shells have it
+TERMINATED = 143  # 128 + SIGTERM
 
 
 @dataclass(frozen=True, slots=True)
@@ -45,7 +48,9 @@ class ExitCode:
 EXIT_CODES = (
     ExitCode(OK, "done"),
     ExitCode(FAILED, "the load, publish, check or call failed", (LongshoreError, Exception)),
-    ExitCode(USAGE, "wrong arguments or settings, or no such model in the cluster", (ConfigError, ModelNotFound)),
+    ExitCode(
+        USAGE, "wrong arguments or settings, or no such model in the cluster", (ConfigError, ModelNotFound, InvalidUri)
+    ),
     ExitCode(
         3,
         "refused before anything moved: not a loadable checkpoint, does not fit, cannot be cut as asked",
@@ -64,6 +69,7 @@ EXIT_CODES = (
         (ClusterError, ClusterLost, VersionMismatch, PackageMissing, PackageShadowed),
     ),
     ExitCode(INTERRUPTED, "interrupted with Ctrl-C", (KeyboardInterrupt,)),
+    ExitCode(TERMINATED, "ended with SIGTERM", (Terminated,)),
 )
 _CODE_OF = {kind: row.code for row in EXIT_CODES for kind in row.errors}
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.errors import ConfigError
@@ -12,7 +12,7 @@ from cluster.layout import Layout
 from cluster.layout_rules import parse_rules
 from cluster.messages import LoadRequest, StoreAccess
 from storage.checkpoint import split_model_uri
-from storage.errors import StoreError
+from storage.errors import InvalidUri, StoreError, UnsupportedStore
 from storage.object_store import ObjectStore
 from storage.open_store import open_store
 from storage.store_ref import Credentials, StoreRef, parse_uri
@@ -32,21 +32,31 @@ class StoreOptions:
     def resolve(self, uri: str | os.PathLike[str]) -> tuple[StoreRef, str | None]:
         """The store that `uri` names, and the one file in it when it names a single safetensors file."""
         root, only_key = split_model_uri(as_text(uri))
-        ref = parse_uri(
-            root,
-            endpoint_url=self.endpoint_url,
-            region=self.region,
-            profile=self.profile,
-            anonymous=self.anonymous,
-        )
-        return ref, only_key
+        return self.place(root), only_key
+
+    def place(self, uri: str | os.PathLike[str]) -> StoreRef:
+        """The store that `uri` names as a folder. Raises InvalidUri, UnsupportedStore."""
+        try:
+            return parse_uri(
+                as_text(uri),
+                endpoint_url=self.endpoint_url,
+                region=self.region,
+                profile=self.profile,
+                anonymous=self.anonymous,
+            )
+        except UnsupportedStore:
+            raise
+        except StoreError as error:  # no store was asked: it is what was written that is wrong
+            raise InvalidUri(error.message, hint=error.hint, **error.details) from error
 
 
 def as_text(uri: object) -> str:
-    """A URI or a local path, also as a `pathlib.Path`. Raises ConfigError for what is neither."""
+    """A URI or a local path, also as a `pathlib.Path`. Raises ConfigError for what is neither, InvalidUri for none."""
     text = os.fspath(uri) if isinstance(uri, os.PathLike) else uri
     if not isinstance(text, str):
         raise ConfigError(f"a URI or a path is wanted, not {text!r:.40}")
+    if not text.strip():
+        raise InvalidUri("an empty URI", hint="name a folder, or write s3://bucket/prefix")
     return text
 
 
@@ -64,7 +74,7 @@ def make_request(
 ) -> LoadRequest:
     """A request that can be meant; `sizes` = (tensor_parallel_size, fsdp_size, data_parallel_size).
 
-    Raises ConfigError for arguments, StoreError for a URI that no store can have.
+    Raises ConfigError for arguments, InvalidUri and UnsupportedStore for a URI that no store can have.
     """
     Layout(*sizes)
     if device not in DEVICES:
@@ -98,11 +108,43 @@ def open_uri(
     return open_store(ref, credentials, read_timeout_s=read_timeout_s), only_key
 
 
-def make_local_folder(uri: str | os.PathLike[str]) -> None:
-    """Make the folder that a local destination names; other stores have no folders. Raises StoreError."""
-    ref = parse_uri(as_text(uri))
+def open_destination(
+    uri: str | os.PathLike[str],
+    source: str | os.PathLike[str],
+    options: StoreOptions,
+    credentials: Credentials | None,
+    read_timeout_s: float,
+) -> ObjectStore:
+    """An open store for the folder that a copy of `source` goes to; a local one is made.
+
+    Raises ConfigError for a file, and for a place inside the source or around it: the copy would become part of
+    what is copied. StoreError when a local folder cannot be made.
+    """
+    ref, only_key = options.resolve(uri)
+    if only_key is not None:
+        raise ConfigError("the destination must be a folder, not a file", dest=os.fspath(uri))
+    origin, _ = options.resolve(source)
+    if is_nested(origin, ref) or is_nested(ref, origin):
+        raise ConfigError(
+            "source and destination may not be one inside the other",
+            hint="copy to a folder beside it, or publish in place without a destination",
+            source=origin.uri,
+            dest=ref.uri,
+        )
     if ref.scheme == "file":
         try:
             os.makedirs(ref.prefix, exist_ok=True)
         except OSError as error:
             raise StoreError(f"cannot make the folder: {error.strerror}", path=ref.prefix) from error
+    return open_store(ref, credentials, read_timeout_s=read_timeout_s)
+
+
+def is_nested(outer: StoreRef, inner: StoreRef) -> bool:
+    """Whether `inner` is a place below `outer`, and not `outer` itself; links are followed for local paths."""
+    if replace(outer, prefix="") != replace(inner, prefix=""):
+        return False
+    prefixes = [outer.prefix, inner.prefix]
+    if outer.scheme == "file":
+        prefixes = [os.path.realpath(prefix) for prefix in prefixes]
+    parts = [[part for part in prefix.split("/") if part] for prefix in prefixes]
+    return len(parts[0]) < len(parts[1]) and parts[1][: len(parts[0])] == parts[0]

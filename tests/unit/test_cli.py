@@ -390,6 +390,33 @@ def test_bad_input_ends_with_its_code(run: Run, model: Path, tmp_path: Path) -> 
     assert run("plan", str(model))[0] == 6
 
 
+@pytest.mark.parametrize(
+    "uri", ["", "  ", "s3://", "s3://b/../m", "..", "../m", "s3://a:b@c/m", "s3://b!/m", "file://host/m"]
+)
+def test_a_uri_that_cannot_be_meant_is_2(run: Run, model: Path, uri: str) -> None:
+    for argv in (["plan", uri], ["verify", uri], ["publish", uri], ["publish", str(model), uri], ["doctor", uri]):
+        code, out, err = run(*argv)
+        assert (code, out, err.count("\n")) == (2, "", 1), argv
+    assert run("load", uri, "--endpoint-url", "http://store:9000")[0] == 2
+    assert run("plan", "s3://b/m", "--endpoint-url", "store:9000")[0] == 2
+
+
+def test_a_blank_destination_makes_no_folder(
+    run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.chdir(tmp_path)
+    for blank in ("", " "):
+        assert run("publish", str(model), blank)[0] == 2
+    assert [path.name for path in tmp_path.iterdir()] == [model.name]
+
+
+def test_a_copy_inside_its_source_or_around_it_is_refused(run: Run, model: Path) -> None:
+    for source, dest in ((model, model / "sub"), (model, model.parent)):
+        code, _, err = run("publish", str(source), str(dest))
+        assert (code, "one inside the other" in err) == (2, True)
+    assert not (model / "sub").exists()
+
+
 def test_a_bad_setting_is_2_and_named(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONGSHORE_CHUNK_BYTES", "many")
     code, _, err = run("plan", str(model))

@@ -9,6 +9,7 @@ import pytest
 import cluster.errors as load_errors
 import storage.errors as byte_errors
 from cluster.exit_codes import EXIT_CODES, exit_code
+from cluster.interrupts import Terminated
 from longshore.install_check import PackageShadowed
 from longshore.main import EXIT_SHADOWED
 from storage.errors import LongshoreError
@@ -20,14 +21,14 @@ README = Path(__file__).resolve().parents[2] / "README.md"
     ("code", "kinds"),
     [
         (1, "LongshoreError LoadError ChunkFailed RankLost LoadTimeout LoadCancelled RemoteCallFailed PublishError"),
-        (2, "ConfigError ModelNotFound"),
+        (2, "ConfigError ModelNotFound InvalidUri"),
         (
             3,
             "PlanError LayoutError DoesNotFit ModelConfigError NotACheckpoint PickleRefused InvalidHeader InvalidIndex",
         ),
         (4, "NotEnoughResources DeviceUnavailable ArenaTooLarge ArenaTooSmall ArenaCorrupt"),
         (5, "StoreError ObjectNotFound AccessDenied StoreUnavailable Throttled ShortRead RangeMismatch ObjectChanged"),
-        (6, "IntegrityError ManifestError InvalidManifest ManifestMismatch"),
+        (6, "IntegrityError ManifestError InvalidManifest NewerManifest ManifestMismatch"),
         (7, "ClusterError ClusterLost VersionMismatch PackageMissing"),
     ],
 )
@@ -41,6 +42,7 @@ def test_other_exceptions() -> None:
     assert exit_code(PackageShadowed("not ours")) == EXIT_SHADOWED == 7
     assert exit_code(RuntimeError("a bug")) == 1
     assert exit_code(KeyboardInterrupt()) == 130
+    assert exit_code(Terminated()) == 143
 
 
 def test_a_class_that_is_not_in_the_table_has_the_code_of_the_nearest_one_that_is() -> None:

@@ -10,8 +10,8 @@ import pytest
 
 from cluster.errors import ConfigError, PlanError
 from cluster.messages import LoadRequest, StoreAccess
-from cluster.request import StoreOptions, make_request, open_uri
-from storage.errors import LongshoreError, StoreError
+from cluster.request import StoreOptions, is_nested, make_request, open_uri
+from storage.errors import InvalidUri, LongshoreError, StoreError, UnsupportedStore
 from storage.store_ref import Credentials
 
 
@@ -100,3 +100,39 @@ def test_open_uri_opens_a_folder(tmp_path: Any):
         store.stat("nothing")
     store.close()
     assert only_key is None
+
+
+@pytest.mark.parametrize(
+    ("outer", "inner", "nested"),
+    [
+        ("s3://bb/m", "s3://bb/m/copy", True),
+        ("s3://bb", "s3://bb/m", True),
+        ("s3://bb/m", "s3://bb/m", False),
+        ("s3://bb/m", "s3://bb/m2", False),
+        ("s3://bb/m/copy", "s3://bb/m", False),
+        ("s3://bb/m", "s3://cc/m/copy", False),
+        ("s3://bb/m", "gs://bb/m/copy", False),
+        ("/m", "/m/copy", True),
+        ("/", "/m", True),
+    ],
+)
+def test_places_inside_others(outer: str, inner: str, nested: bool):
+    assert is_nested(StoreOptions().place(outer), StoreOptions().place(inner)) == nested
+
+
+def test_a_folder_is_inside_another_under_any_name(tmp_path: Any):
+    (tmp_path / "model" / "sub").mkdir(parents=True)
+    (tmp_path / "link").symlink_to("model")
+    assert is_nested(StoreOptions().place(tmp_path / "model"), StoreOptions().place(tmp_path / "link" / "sub" / "new"))
+    assert not is_nested(StoreOptions().place(tmp_path / "model"), StoreOptions().place(tmp_path / "link"))
+
+
+@pytest.mark.parametrize("uri", ["", "\t ", "s3://", "s3://b/..", "a\0b"])
+def test_a_uri_that_cannot_be_meant(uri: str):
+    with pytest.raises(InvalidUri):
+        StoreOptions().resolve(uri)
+
+
+def test_a_scheme_that_nobody_serves_is_another_matter():
+    with pytest.raises(UnsupportedStore):
+        StoreOptions().resolve("simplecache::s3://b/m")

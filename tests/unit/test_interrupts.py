@@ -1,0 +1,95 @@
+"""SIGTERM as an exception, and what is put back afterwards."""
+
+from __future__ import annotations
+
+import os
+import signal
+import subprocess
+import sys
+import threading
+from collections.abc import Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.interrupts import Terminated, sigterm_interrupts
+from tests.support.checkpoints import write_tiny_llama
+
+
+@pytest.fixture(autouse=True)
+def handler_put_back() -> Iterator[None]:
+    before = signal.getsignal(signal.SIGTERM)
+    yield
+    signal.signal(signal.SIGTERM, before)
+
+
+def test_sigterm_is_raised_and_the_handler_put_back() -> None:
+    def mine(*_: Any) -> None: ...
+
+    signal.signal(signal.SIGTERM, mine)
+    with pytest.raises(Terminated), sigterm_interrupts():
+        os.kill(os.getpid(), signal.SIGTERM)
+    assert signal.getsignal(signal.SIGTERM) is mine
+
+
+def test_rays_handler_comes_out_the_same() -> None:
+    def join_and_be_ended() -> None:
+        signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
+        os.kill(os.getpid(), signal.SIGTERM)
+
+    with pytest.raises(Terminated), sigterm_interrupts():
+        join_and_be_ended()
+    with pytest.raises(SystemExit), sigterm_interrupts():
+        sys.exit(3)
+
+
+def test_an_ignored_sigterm_stays_ignored_and_other_threads_are_left_alone() -> None:
+    signal.signal(signal.SIGTERM, signal.SIG_IGN)
+    with sigterm_interrupts():
+        os.kill(os.getpid(), signal.SIGTERM)
+    signal.signal(signal.SIGTERM, signal.SIG_DFL)
+    seen: list[Any] = []
+
+    def elsewhere() -> None:
+        with sigterm_interrupts():
+            seen.append(signal.getsignal(signal.SIGTERM))
+
+    thread = threading.Thread(target=elsewhere)
+    thread.start()
+    thread.join()
+    assert seen == [signal.SIG_DFL]
+
+
+@pytest.mark.parametrize(
+    ("number", "code", "said"), [(signal.SIGTERM, 143, "terminated"), (signal.SIGINT, 130, "inter")]
+)
+def test_a_command_that_is_ended_leaves_no_manifest_and_its_code(
+    tmp_path: Path, number: signal.Signals, code: int, said: str
+) -> None:
+    write_tiny_llama(tmp_path / "llama")
+    program = (
+        "import sys, time, cluster.client as client\n"
+        "from cluster.cli import main\n"
+        "publish = client.publish\n"
+        "def slow(*args, progress, **options):\n"
+        "    def told(moment):\n"
+        "        print('reading', flush=True)\n"
+        "        time.sleep(0.5)\n"
+        "    return publish(*args, progress=told, **options)\n"
+        "client.publish = slow\n"
+        "sys.exit(main(['publish', sys.argv[1]]))\n"
+    )
+    process = subprocess.Popen(
+        [sys.executable, "-c", program, str(tmp_path / "llama")],
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+        preexec_fn=lambda: signal.signal(signal.SIGINT, signal.default_int_handler),
+    )
+    assert process.stdout is not None
+    assert process.stdout.readline() == "reading\n"
+    process.send_signal(number)
+    _, err = process.communicate(timeout=60)
+    assert (process.returncode, said in err) == (code, True), err
+    assert not (tmp_path / "llama" / "longshore.manifest.json").exists()
