@@ -6,9 +6,10 @@ import os
 from collections.abc import Mapping
 from typing import Any
 
-from pydantic import BaseModel, ConfigDict, Field, ValidationError
+from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from cluster.errors import ConfigError
+from cluster.units import parse_bytes
 
 ENV_PREFIX = "LONGSHORE_"
 MIB = 1 << 20
@@ -41,6 +42,24 @@ class Config(BaseModel):
     host_reserve_bytes: int = Field(512 * MIB, ge=0)  # host memory a plan leaves free on each node
     device_reserve_bytes: int = Field(512 * MIB, ge=0)  # device memory a plan leaves free on each GPU
     pin_coordinator_to_head: bool = True
+
+    @field_validator("*", mode="before")
+    @classmethod
+    def _size(cls, value: Any, info: ValidationInfo) -> Any:
+        """Sizes may be written as the command's options take them: `8MiB`."""
+        if not isinstance(value, str) or not str(info.field_name).endswith("_bytes"):
+            return value
+        try:
+            return parse_bytes(value)
+        except ConfigError as error:
+            raise ValueError(str(error)) from error
+
+    @classmethod
+    def unknown_variables(cls, environ: Mapping[str, str] | None = None) -> list[str]:
+        """Variables that look like settings and are none, in order."""
+        known = {ENV_PREFIX + name.upper() for name in cls.model_fields}
+        names = os.environ if environ is None else environ
+        return sorted(name for name in names if name.startswith(ENV_PREFIX) and name not in known)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Config:

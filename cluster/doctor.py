@@ -55,4 +55,8 @@ def guarded(name: str, run: Callable[[], Iterable[Check]]) -> list[Check]:
 def _check_settings() -> list[Check]:
     changed = Config.from_env().model_dump(exclude_defaults=True)
     told = ", ".join(f"{name}={value}" for name, value in changed.items())
-    return [Check("settings", "ok", told or "all at their defaults")]
+    checks = [Check("settings", "ok", told or "all at their defaults")]
+    if unknown := Config.unknown_variables():
+        known = "README lists the settings; these change nothing"
+        checks.append(Check("unknown settings", "warn", ", ".join(unknown), known))
+    return checks

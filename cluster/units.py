@@ -44,7 +44,10 @@ def parse_bytes(text: str) -> int:
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|[kmgtp]i?)b?", text.strip().lower())
     if match is None:
         raise ConfigError(f"not a size: {text!r}", hint="write it like 8MiB, 512MB or 8388608")
-    return int(float(match[1]) * _SUFFIXES[match[2]])
+    try:
+        return int(float(match[1]) * _SUFFIXES[match[2]])
+    except OverflowError as error:
+        raise ConfigError("not a size: too large") from error
 
 
 def printable(text: object) -> str:

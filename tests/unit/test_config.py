@@ -32,3 +32,19 @@ def test_changed() -> None:
     for wrong in (0, MIB - 1, 17 * MIB):
         with pytest.raises(ConfigError, match="chunk_bytes"):
             config.changed(chunk_bytes=wrong)
+
+
+@pytest.mark.parametrize(("text", "size_bytes"), [("2MiB", 2 * MIB), ("8MB", 8_000_000), (" 2 MiB ", 2 * MIB)])
+def test_sizes_are_written_as_the_options_are(text: str, size_bytes: int) -> None:
+    assert Config.from_env({"LONGSHORE_CHUNK_BYTES": text}).chunk_bytes == size_bytes
+
+
+@pytest.mark.parametrize("text", ["8 blocks", "-1", "", "inf", "9" * 400])
+def test_what_is_no_size_is_named(text: str) -> None:
+    with pytest.raises(ConfigError, match=r"LONGSHORE_ARENA_BYTES.*not a size"):
+        Config.from_env({"LONGSHORE_ARENA_BYTES": text})
+
+
+def test_unknown_variables() -> None:
+    environ = {"LONGSHORE_CHUNK_BYTES": "1", "LONGSHORE_CHUNK_SIZE": "1", "LONGSHORE_": "", "OTHER": "1"}
+    assert Config.unknown_variables(environ) == ["LONGSHORE_", "LONGSHORE_CHUNK_SIZE"]

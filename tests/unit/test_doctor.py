@@ -97,6 +97,15 @@ def test_bad_settings_are_one_failed_check(monkeypatch: pytest.MonkeyPatch) -> N
     assert the(checks, "packages").outcome == "ok"
 
 
+def test_a_variable_that_is_no_setting_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+    for module in (doctor_host, doctor_cluster, doctor_store):
+        for name in [name for name in vars(module) if name.startswith("check_")]:
+            monkeypatch.setattr(module, name, lambda *_: [])
+    monkeypatch.setenv("LONGSHORE_CHUNK_SIZE", "8MiB")
+    found = the(run_checks(), "unknown settings")
+    assert (found.outcome, found.detail) == ("warn", "LONGSHORE_CHUNK_SIZE")
+
+
 # this machine
 
 
