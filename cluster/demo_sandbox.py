@@ -8,9 +8,10 @@ import importlib
 import os
 import signal
 from collections.abc import Iterator
-from types import FrameType
 
 import psutil
+
+from cluster.interrupts import sigterm_interrupts
 
 _PR_SET_CHILD_SUBREAPER = 36  # <sys/prctl.h>
 GRACE_S = 5.0
@@ -18,16 +19,17 @@ GRACE_S = 5.0
 
 @contextlib.contextmanager
 def sandbox() -> Iterator[None]:
-    """Every process begun inside is ended with the block; Ctrl-C and SIGTERM end it as KeyboardInterrupt.
+    """Every process begun inside is ended with the block; Ctrl-C and SIGTERM end it in order.
 
     This process becomes the parent of orphans, so that a daemon whose own parent is gone is found too.
     """
     ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
     mine = psutil.Process()
     before = {child.pid for child in mine.children(recursive=True)}
-    previous = signal.signal(signal.SIGTERM, _interrupt)
+    terminated = signal.getsignal(signal.SIGTERM)
     try:
-        yield
+        with sigterm_interrupts():
+            yield
     finally:
         # From here on a second Ctrl-C or SIGTERM must not leave half of it.
         ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)
@@ -37,12 +39,8 @@ def sandbox() -> Iterator[None]:
             importlib.import_module("storage.arena_files").sweep()
         finally:
             signal.signal(signal.SIGINT, ignored)
-            signal.signal(signal.SIGTERM, previous)
+            signal.signal(signal.SIGTERM, terminated)
             ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    raise KeyboardInterrupt
 
 
 def _end_children(mine: psutil.Process, before: set[int]) -> None:
