@@ -41,7 +41,7 @@ class GatedProxy(CountingProxy):
         """Requests that have come to the closed gate."""
         return self._held
 
-    def wait_until_held(self, requests: int = 1, timeout_s: float = 60.0) -> None:
+    def wait_until_held(self, requests: int = 1, timeout_s: float = 120.0) -> None:
         """Returns when so many requests wait at the gate. AssertionError when they do not come."""
         with self._gate:
             if not self._gate.wait_for(lambda: self._held >= requests, timeout_s):

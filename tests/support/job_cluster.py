@@ -19,6 +19,7 @@ import psutil
 
 from storage.arena_files import sweep
 
+START_TIMEOUT_S = 150.0
 SCRIPTS = Path(sys.executable).parent  # of the environment under test: `ray`, `longshore`, `python`
 
 
@@ -60,7 +61,7 @@ class JobCluster:
             start_new_session=True,
         )
         try:
-            self._wait_up(time.monotonic() + 90)
+            self._wait_up(time.monotonic() + START_TIMEOUT_S)
         except BaseException:
             self.close()
             raise
