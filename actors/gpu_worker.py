@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 from actors.device import Device, open_device
 from actors.executor import AgentLink, RankLoader
 from actors.shard import RankShard
-from cluster.errors import LoadCancelled, ModelNotFound
+from cluster.errors import LoadCancelled, ModelNotFound, RemoteCallFailed
 from cluster.load_plan import RankPlan
 from cluster.messages import RankJob, StoreAccess
 from cluster.report import RankReport
@@ -105,8 +105,17 @@ class GpuWorker:
     # -- call --------------------------------------------------------------------------------------------------
 
     def call(self, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`fn(shard, *args, **kwargs)` beside the tensors."""
-        return fn(self._ready_shard(), *args, **kwargs)
+        """`fn(shard, *args, **kwargs)` beside the tensors. Raises what it raises; RemoteCallFailed when it exits."""
+        shard = self._ready_shard()
+        try:
+            return fn(shard, *args, **kwargs)
+        except SystemExit as error:
+            # Ray would end this actor, but only after `lifetime` has returned: nobody would hear of it, for ever.
+            raise RemoteCallFailed(
+                f"the function called exit({error.code!r}) on rank {shard.rank}",
+                hint="return from it instead; the rank and its tensors are still there",
+                rank=shard.rank,
+            ) from None
 
     def tensor_names(self) -> tuple[str, ...]:
         return tuple(self._ready_shard())

@@ -8,7 +8,7 @@ from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from cluster.connection import Connection
-from cluster.errors import ClusterLost, RankLost, RemoteCallFailed
+from cluster.errors import ClusterLost, ConfigError, RankLost, RemoteCallFailed
 from cluster.remote_errors import unwrapped
 from cluster.report import LoadReport
 from storage.errors import LongshoreError
@@ -50,8 +50,8 @@ class LoadedModel:
         `shard` maps tensor names to the rank's own tensors on its device, and has `.rank`, `.coords`, `.slices`.
         Raises RemoteCallFailed with the function's traceback, RankLost when a worker died.
         """
+        wanted = list(self.ranks) if ranks is None else [self._checked_rank(rank) for rank in ranks]
         workers = self._workers()
-        wanted = list(self.ranks) if ranks is None else ranks
         return [
             self._get(reference, rank)
             for rank, reference in [
@@ -67,7 +67,7 @@ class LoadedModel:
         """(name, CPU copy) of each of a rank's tensors, one at a time."""
         import torch
 
-        worker = self._workers()[rank]
+        worker = self._workers()[self._checked_rank(rank)]
         names = self._get(worker.tensor_names.options(concurrency_group="call").remote(), rank)
         for name in names:
             dtype, shape, data = self._get(worker.tensor_copy.options(concurrency_group="call").remote(name), rank)
@@ -111,13 +111,18 @@ class LoadedModel:
     def __repr__(self) -> str:
         return f"LoadedModel({self.model_id!r}, ranks={len(self.ranks)})"
 
+    def _checked_rank(self, rank: int) -> int:
+        if rank not in self.ranks:
+            raise ConfigError(f"there is no rank {rank!r:.40}: the model has ranks 0 to {len(self.ranks) - 1}")
+        return rank
+
     def _workers(self) -> list[Any]:
         workers: list[Any] = self._connection.call("workers", self.model_id)
         return workers
 
     def _get(self, reference: Any, rank: int) -> Any:
         import ray
-        from ray.exceptions import RayActorError, RayError, RayTaskError
+        from ray.exceptions import RayActorError, RayError, RayTaskError, UnserializableException
 
         try:
             return ray.get(reference)
@@ -126,6 +131,9 @@ class LoadedModel:
             if isinstance(getattr(error, "cause", None), LongshoreError):
                 raise cause from None
             # The text of Ray's error is the remote traceback, coloured for a terminal.
+            said = _COLOURS.sub("", str(error))
+            raise RemoteCallFailed(f"the function raised on rank {rank}:\n{said}", rank=rank) from error
+        except UnserializableException as error:  # an exception of the user's that pickle cannot make again
             said = _COLOURS.sub("", str(error))
             raise RemoteCallFailed(f"the function raised on rank {rank}:\n{said}", rank=rank) from error
         except RayActorError as error:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import sys
 from collections.abc import Callable, Iterator
 from concurrent.futures import ThreadPoolExecutor
 from typing import Any
@@ -213,6 +214,14 @@ def test_async_twins(
     longshore.assert_nothing_left()
 
 
+def _raise_what_cannot_be_unpickled(shard: object) -> None:
+    class OfTwoArguments(Exception):
+        def __init__(self, one: int, two: int) -> None:
+            super().__init__("no way back")
+
+    raise OfTwoArguments(1, 2)
+
+
 def test_calls_reach_the_ranks_asked_for_and_errors_come_back(longshore: Longshore, llama: StoredModel) -> None:
     with cluster.load(llama.uri, fsdp_size=2, device="cpu", **llama.options) as model:
         assert model.call(lambda shard, add: shard.rank + add, 10) == [10, 11]
@@ -220,6 +229,15 @@ def test_calls_reach_the_ranks_asked_for_and_errors_come_back(longshore: Longsho
         with pytest.raises(cluster.RemoteCallFailed, match="ZeroDivisionError") as caught:
             model.call(lambda shard: 1 / shard.rank)
         assert caught.value.details["rank"] == 0
+        with pytest.raises(cluster.RemoteCallFailed, match="no way back"):
+            model.call(_raise_what_cannot_be_unpickled)
+        with pytest.raises(cluster.RemoteCallFailed, match=r"exit\(3\)"):
+            model.call(lambda shard: sys.exit(3))
+        for rank in (-1, 2):
+            with pytest.raises(cluster.ConfigError, match="ranks 0 to 1"):
+                model.call(lambda shard: shard.rank, ranks=[rank])
+            with pytest.raises(cluster.ConfigError, match="ranks 0 to 1"):
+                model.state_dict(rank)
         # what a call changes stays changed: these are the rank's own tensors
         model.call(lambda shard: shard["model.norm.weight"].zero_())
         assert float(model.state_dict(0)["model.norm.weight"].float().abs().sum()) == 0

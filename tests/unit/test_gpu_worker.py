@@ -16,7 +16,7 @@ import safetensors
 
 from actors.gpu_worker import GpuWorker
 from actors.shard import RankShard
-from cluster.errors import LoadCancelled, ModelNotFound
+from cluster.errors import LoadCancelled, ModelNotFound, RemoteCallFailed
 from cluster.load_plan import LoadPlan
 from cluster.messages import Orders, RankJob, RankUpdate, StoreAccess
 from cluster.report import RankReport
@@ -90,6 +90,9 @@ def test_start_outcome_call_copy_stop(worker: GpuWorker, node: LocalNode, plan: 
     assert worker.call(count, (1,), {"times": 2}) == 26
     with pytest.raises(ZeroDivisionError):  # a user's error is the user's
         worker.call(lambda shard: 1 / 0, (), {})
+    with pytest.raises(RemoteCallFailed, match=r"exit\(3\) on rank 0"):  # in an actor, SystemExit would end it
+        worker.call(lambda shard: sys.exit(3), (), {})
+    assert worker.call(count, (1,), {"times": 2}) == 26
     with pytest.raises(KeyError):
         worker.tensor_copy("no such tensor")
     worker.stop()
