@@ -7,7 +7,7 @@ import time
 from collections.abc import Callable
 
 from cluster.connection import Connection
-from cluster.errors import LoadCancelled, LoadTimeout, ModelNotFound
+from cluster.errors import ClusterLost, LoadCancelled, LoadTimeout, ModelNotFound
 from cluster.report import LoadProgress, LoadReport
 
 REBUILD_GRACE_S = 20.0  # a restarted coordinator has heard every agent again by then
@@ -31,11 +31,15 @@ def wait_until_ready(
         try:
             seen, now, report, error = connection.call("wait", model_id, seen, left_s)
             unknown_since_s = None
-        except ModelNotFound:
+        except ModelNotFound as error:
             # A restarted coordinator does not know the load before the agents have told it.
             unknown_since_s = unknown_since_s or time.monotonic()
             if time.monotonic() - unknown_since_s > REBUILD_GRACE_S:
-                raise
+                raise ClusterLost(
+                    "the cluster has forgotten the load: its coordinator and its agents were lost together",
+                    hint="load again; chunks that the arena still has are not fetched again",
+                    model=model_id,
+                ) from error
             time.sleep(0.2)
             continue
         if progress is not None:
