@@ -9,6 +9,7 @@ not retried here, the layer above knows better when; the other calls have botoco
 
 from __future__ import annotations
 
+import functools
 import threading
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -67,6 +68,7 @@ class S3Store:
         self._route: Route | None = None
         try:
             core = botocore.session.Session(profile=ref.profile)
+            core.register_component("data_loader", _service_models())
             if credentials is not None and credentials.access_key_id:
                 core.set_credentials(
                     credentials.access_key_id,
@@ -217,6 +219,12 @@ class S3Store:
         except BotoCoreError:
             return error
         return store_error(404, "NoSuchKey", "", {}, uri=self.uri, key=error.details.get("key"))
+
+
+@functools.cache
+def _service_models() -> Any:
+    """botocore's descriptions of S3, parsed once per process: by far the most of what a client costs to make."""
+    return botocore.session.get_session().get_component("data_loader")
 
 
 def _client_config(ref: StoreRef, read_timeout_s: float, connect_timeout_s: float) -> Config:

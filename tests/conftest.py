@@ -3,7 +3,9 @@
 from hypothesis import HealthCheck, settings
 
 # Tests say nothing about speed: a loaded machine is no failure.
-settings.register_profile("longshore", deadline=None, suppress_health_check=[HealthCheck.too_slow])
+_quiet = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
+settings.register_profile("longshore", max_examples=40, **_quiet)
+settings.register_profile("thorough", max_examples=400, **_quiet)  # pytest --hypothesis-profile=thorough
 settings.load_profile("longshore")
 
 pytest_plugins = [

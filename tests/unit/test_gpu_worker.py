@@ -210,6 +210,7 @@ os._exit(0)
 """
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(("age", "alive"), [("gone", False), ("1000", False), ("0", True)])
 def test_a_worker_without_a_coordinator_ends_itself(age: str, alive: bool):
     result = subprocess.run(

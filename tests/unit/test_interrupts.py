@@ -61,6 +61,7 @@ def test_an_ignored_sigterm_stays_ignored_and_other_threads_are_left_alone() -> 
     assert seen == [signal.SIG_DFL]
 
 
+@pytest.mark.slow
 @pytest.mark.parametrize(
     ("number", "code", "said"), [(signal.SIGTERM, 143, "terminated"), (signal.SIGINT, 130, "inter")]
 )
