@@ -109,10 +109,8 @@ def test_demo_compares_every_slice_and_leaves_nothing(folder: Path) -> None:
 @pytest.mark.parametrize(
     ("moment", "number"),
     [
-        ("wrote a Llama", signal.SIGINT),
         ("starting a local Ray cluster", signal.SIGINT),
-        ("starting a local Ray cluster", signal.SIGTERM),
-        ("loading again", signal.SIGINT),
+        ("loading again", signal.SIGTERM),
     ],
 )
 def test_interrupted_demo_leaves_nothing(folder: Path, moment: str, number: signal.Signals) -> None:
