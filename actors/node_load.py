@@ -124,7 +124,7 @@ class NodeLoad:
         """A process that `RankPlace.expects` has the rank from now on, and nothing of the arena in use. Keys."""
         place = self.ranks[hello.rank]
         ended: set[bytes] = set()
-        if place.process == hello.process:
+        if (place.process, place.incarnation) == (hello.process, hello.incarnation):
             ended = self._let_go(place, now_s)
         elif place.process is not None:
             ended = self._vacate(place, hello.incarnation, now_s)
@@ -148,9 +148,13 @@ class NodeLoad:
         return self._vacate(place, max(incarnation, place.incarnation), now_s)
 
     def former_lets_go(self, message: RankHello | RankUpdate) -> None:
-        """A process that has the rank no more, or anew, says that it uses nothing of the arena."""
+        """A loader that has the rank no more, or anew, says that it uses nothing of the arena.
+
+        It speaks for its own incarnation only: another of the same process may still be writing.
+        """
+        who = (message.rank, message.process, message.incarnation)
         for place in list(self._former):
-            if (place.rank, place.process) == (message.rank, message.process) and place.number < message.number:
+            if (place.rank, place.process, place.incarnation) == who and place.number < message.number:
                 self._former.remove(place)
                 for lease_id in place.taken_back:
                     self._cache.abandon(lease_id)
