@@ -296,6 +296,8 @@ def test_a_lease_that_expires_is_taken_over_and_its_late_commit_changes_nothing(
     with local_node(shm_dir, slots=20, lease_deadline_s=0.4, fetch_threads=2) as node:
         load_id = node.begin(plan)
         first, second = node.ranks(plan, slow, load_id)[0], node.ranks(plan, quick, load_id)[1]
+        while node.agent._ledger._cache.stats().ready_slots < 20:
+            time.sleep(0.005)  # with fewer, the first rank may get a single lease, and only that one expires
         threads = start_all([first])
         assert slow.stalled.wait(30)
         threads += start_all([second])
