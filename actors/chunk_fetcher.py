@@ -40,7 +40,6 @@ class FetchedChunk:
     commit: Commit | None = None
     failure: FetchFailure | None = None
     retries: dict[str, int] = field(default_factory=dict)  # by cause
-    refused_bytes: int = 0  # bytes that came and were thrown away
 
 
 class ChunkFetcher:
@@ -78,7 +77,6 @@ class ChunkFetcher:
         byte_range = chunks.byte_range(lease.chunk)
         give_up_s = time.monotonic() + lease.deadline_s
         retries: dict[str, int] = {}
-        refused_bytes = 0
         slot = arena.slot(lease.slot)
         target = slot[: byte_range.size_bytes]
         try:
@@ -86,8 +84,7 @@ class ChunkFetcher:
             while True:
                 tries += 1
                 if self._stopped.is_set() or lease.lease_id in self._closed:
-                    return FetchedChunk(lease.lease_id, retries=retries, refused_bytes=refused_bytes)
-                error: LongshoreError
+                    return FetchedChunk(lease.lease_id, retries=retries)
                 try:
                     begun_s = time.monotonic()
                     try:
@@ -96,12 +93,7 @@ class ChunkFetcher:
                         clock.busy_s += time.monotonic() - begun_s
                     clock.bytes += len(target)
                     self._verify(lease.chunk, target, clock)
-                    return FetchedChunk(
-                        lease.lease_id, Commit(lease.lease_id, lease.chunk), None, retries, refused_bytes
-                    )
-                except IntegrityError as mismatch:
-                    refused_bytes += len(target)
-                    error = mismatch
+                    return FetchedChunk(lease.lease_id, Commit(lease.lease_id, lease.chunk), None, retries)
                 except LongshoreError as failed:
                     error = failed
                 cause = cause_of(error)
@@ -111,7 +103,7 @@ class ChunkFetcher:
                 # count them, and a store that stalls would be asked for ever.
                 if tries >= self._attempts or isinstance(decision, Fail) or time.monotonic() > give_up_s:
                     failure = FetchFailure(lease.lease_id, lease.chunk, self._described(error, lease.chunk), tries)
-                    return FetchedChunk(lease.lease_id, None, failure, retries, refused_bytes)
+                    return FetchedChunk(lease.lease_id, None, failure, retries)
                 self._stopped.wait(decision.delay_s)
         finally:
             target.release()

@@ -189,7 +189,6 @@ class RankLoader:
             wait_s=job.fetch.heartbeat_s if idle and not leaving else 0.0,
             placed_bytes=self._work.placed_bytes,
             retries=dict(results.retries),
-            refused_bytes=results.refused_bytes,
             leaving=leaving,
             others=_other_users(self) if leaving else (),
         )

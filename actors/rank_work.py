@@ -25,7 +25,6 @@ class Results:
     fetched: list[FetchedChunk] = field(default_factory=list)
     placed: list[int] = field(default_factory=list)
     retries: Counter[str] = field(default_factory=Counter)  # by cause
-    refused_bytes: int = 0
 
 
 class RankWork:
@@ -175,4 +174,3 @@ class RankWork:
     def _add(self, result: FetchedChunk) -> None:
         self._results.fetched.append(result)
         self._results.retries.update(result.retries)
-        self._results.refused_bytes += result.refused_bytes

@@ -146,7 +146,6 @@ class RankUpdate:
     wait_s: float = 0.0  # how long the agent may hold the answer when it has no orders
     placed_bytes: int = 0  # so far
     retries: dict[str, int] = field(default_factory=dict)  # since the last update, by cause
-    refused_bytes: int = 0  # fetched since the last update and thrown away
     leaving: bool = False  # the last message: nothing of the arena is in use any more, done or not
     others: tuple[tuple[str, str], ...] = ()  # see RankHello; when leaving
 
