@@ -13,10 +13,12 @@ import os
 import threading
 import time
 import uuid
+from collections.abc import Callable
 from typing import Any
 
 from cluster.config import Config
 from cluster.errors import ClusterLost, PackageMissing, VersionMismatch
+from cluster.interrupts import sigterm_kept
 from cluster.ray_address import check_ray_address
 from cluster.remote_errors import unwrapped
 from longshore.version import PROTOCOL_VERSION, __version__
@@ -24,6 +26,7 @@ from storage.errors import LongshoreError
 from storage.store_ref import Credentials
 
 COORDINATOR_GONE_S = 60.0  # a coordinator that has not come back after this long is taken for lost
+CLOSE_TIMEOUT_S = 20.0
 LOCAL_OBJECT_STORE_BYTES = 100 << 20  # weights never pass through Ray's object store; results of `call` do
 
 _lock = threading.Lock()
@@ -33,10 +36,11 @@ _connection: Connection | None = None
 class Connection:
     """This process's line to one coordinator, and the heartbeat that keeps its holds alive. Thread-safe."""
 
-    def __init__(self, config: Config, *, local: bool) -> None:
+    def __init__(self, config: Config, gcs_address: str, *, local: bool) -> None:
         self.client_id = uuid.uuid4().hex
         self.local = local  # we started the Ray cluster, so we end it
         self._config = config
+        self._gcs_address = gcs_address
         self._coordinator: Any = None
         self._held: dict[str, int] = {}  # model id -> how often this process holds it
         self._credentials: dict[str, Credentials] = {}  # model id -> what a restarted coordinator must be told again
@@ -85,12 +89,14 @@ class Connection:
             except GetTimeoutError as error:
                 raise ClusterLost("the coordinator does not answer", method=method) from error
             except RayActorError as error:
-                if time.monotonic() > give_up_s or not ray.is_initialized():
+                lives = self._ray_lives()
+                if time.monotonic() > give_up_s or not ray.is_initialized() or (self.local and not lives):
                     raise ClusterLost(
                         "the coordinator is gone and did not come back", cause=type(error).__name__
                     ) from error
                 time.sleep(0.5)
-                self._find_again()
+                if lives:  # Ray's own calls do not come back while it does not
+                    self._find_again()
             except RayError as error:
                 raise ClusterLost("Ray cannot be reached", cause=str(error)[:300]) from error
 
@@ -135,16 +141,34 @@ class Connection:
 
         if not ray.is_initialized() or self._coordinator is None:
             return
-        with contextlib.suppress(LongshoreError, Exception):
-            if self.local:
-                self.call("shutdown", timeout_s=20)
-            else:
-                for model_id in held:
+
+        def give_back() -> None:
+            with contextlib.suppress(LongshoreError, Exception):
+                if self.local:
+                    self.call("shutdown", timeout_s=CLOSE_TIMEOUT_S)
+                for model_id in held if not self.local else ():
                     self.call("release", model_id, self.client_id, timeout_s=5)
+
+        self._while_ray_lives(give_back)
         if self.local:
             with contextlib.suppress(Exception):
                 ray.shutdown()
             importlib.import_module("storage.arena_files").sweep()
+
+    def _while_ray_lives(self, work: Callable[[], None]) -> None:
+        """Do it, unless Ray dies meanwhile: then its calls block for a minute, and end the process after that."""
+        thread = threading.Thread(target=work, name="longshore-close", daemon=True)
+        thread.start()
+        give_up_s = time.monotonic() + CLOSE_TIMEOUT_S
+        while thread.is_alive() and time.monotonic() < give_up_s and self._ray_lives():
+            thread.join(0.1)
+
+    def _ray_lives(self) -> bool:
+        try:
+            check_ray_address(self._gcs_address, timeout_s=1.0)
+        except LongshoreError:
+            return False
+        return True
 
     def _find_again(self) -> None:
         launch = _launch()
@@ -176,11 +200,12 @@ def connect(address: str | None, config: Config, *, start: bool = True, any_vers
             return _connection if _connection.find(start=start, any_version=any_version) else None
         local = False
         if not ray.is_initialized():
-            joined = _join(ray, address, start=start)
+            with sigterm_kept():
+                joined = _join(ray, address, start=start)
             if joined is None:
                 return None
             local = joined == "local"
-        connection = Connection(config, local=local)
+        connection = Connection(config, ray.get_runtime_context().gcs_address, local=local)
         try:
             if not connection.find(start=start, any_version=any_version):
                 return None

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
 import re
 from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
@@ -99,14 +100,16 @@ class LoadedModel:
     def __enter__(self) -> LoadedModel:
         return self
 
-    def __exit__(self, *_: object) -> None:
-        self.release()
+    def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with contextlib.suppress(*(() if kind is None else (LongshoreError,))):  # the block's own error is the news
+            self.release()
 
     async def __aenter__(self) -> LoadedModel:
         return self
 
-    async def __aexit__(self, *_: object) -> None:
-        await self.arelease()
+    async def __aexit__(self, kind: type[BaseException] | None, *_: object) -> None:
+        with contextlib.suppress(*(() if kind is None else (LongshoreError,))):
+            await self.arelease()
 
     def __repr__(self) -> str:
         return f"LoadedModel({self.model_id!r}, ranks={len(self.ranks)})"

@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cluster.interrupts import Terminated, sigterm_interrupts
+from cluster.interrupts import Terminated, sigterm_interrupts, sigterm_kept
 from tests.support.checkpoints import write_tiny_llama
 
 
@@ -94,3 +94,15 @@ def test_a_command_that_is_ended_leaves_no_manifest_and_its_code(
     _, err = process.communicate(timeout=60)
     assert (process.returncode, said in err) == (code, True), err
     assert not (tmp_path / "llama" / "longshore.manifest.json").exists()
+
+
+def test_sigterm_kept_puts_back_what_ray_replaces() -> None:
+    def mine(*_: Any) -> None: ...
+
+    def rays(*_: Any) -> None: ...
+
+    for before, after in ((mine, mine), (signal.SIG_IGN, signal.SIG_IGN), (signal.SIG_DFL, rays)):
+        signal.signal(signal.SIGTERM, before)
+        with sigterm_kept():
+            signal.signal(signal.SIGTERM, rays)
+        assert signal.getsignal(signal.SIGTERM) is after
