@@ -1,0 +1,60 @@
+"""A contender as the driver sees it: its constants, its cases, and how its process begins and ends."""
+
+from __future__ import annotations
+
+import importlib
+import sys
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass, field
+from typing import Any, Literal
+
+from bench.spec import Source, Spec
+
+EXIT_NOT_RUNNABLE = 3
+Memory = Literal["arena", "fresh", "recycled", "none"]  # where the bytes are at the end; recycled: touched before
+
+
+class NotRunnable(Exception):
+    """The contender is not installed or cannot run on this machine; the message says why."""
+
+
+@dataclass(frozen=True, slots=True)
+class Case:
+    """One mode of a contender: a line of the table."""
+
+    name: str  # "" for the only one, else short and like an identifier: "direct_fresh"
+    title: str  # for the table: "straight into fresh memory"
+    checks: bool  # every byte compared with a digest
+    keeps: bool  # the tensors are in memory of the program's own at the end
+    memory: Memory = "fresh"
+    sources: tuple[Source, ...] = ("http",)
+    options: Mapping[str, Any] = field(default_factory=dict)  # in spec.options, besides those of the setting
+
+
+@dataclass(frozen=True, slots=True)
+class Contender:
+    """A contender's constants."""
+
+    name: str  # of the module in bench.contenders
+    title: str
+    cases: tuple[Case, ...]
+    settings: tuple[Mapping[str, Any], ...]  # to try before the rounds; never empty
+
+
+def read_contender(name: str) -> Contender:
+    """The constants of bench.contenders.NAME. Raises ImportError, AttributeError."""
+    module = importlib.import_module(f"bench.contenders.{name}")
+    alone = Case("", "", bool(module.CHECKS), bool(module.KEEPS), sources=getattr(module, "SOURCES", ("http",)))
+    return Contender(name, module.TITLE, tuple(getattr(module, "CASES", (alone,))), tuple(module.SETTINGS) or ({},))
+
+
+def run_contender(main: Callable[[Spec], None]) -> None:
+    """Run `main` on the spec that the command line names; ends the process."""
+    if len(sys.argv) != 2:
+        print("one argument: the path of a spec", file=sys.stderr)
+        raise SystemExit(2)
+    try:
+        main(Spec.read(sys.argv[1]))
+    except (NotRunnable, ImportError) as error:
+        print(error, file=sys.stderr)
+        raise SystemExit(EXIT_NOT_RUNNABLE) from error
