@@ -1,0 +1,162 @@
+"""nginx as the store: ranges of plain files over HTTP and HTTPS, everything that it writes in a folder of its own.
+
+    with RangeServer(root, state) as server:
+        server.endpoint               "http://127.0.0.1:PORT"; {root}/bucket/key is at {endpoint}/bucket/key
+        server.tls_endpoint           the same over TLS, with a certificate that server.ca_bundle trusts
+
+It speaks no S3: GET and HEAD of objects work, signatures are ignored, and a listing of a bucket is answered with 403,
+as by a bucket that may be read and not listed.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+from types import TracebackType
+from typing import Self
+
+_START_TIMEOUT_S = 10.0
+_TRIES = 5  # a free port may be taken before nginx has it
+_PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin"])  # Debian: /usr/sbin
+
+
+class NoRangeServer(Exception):
+    """nginx is missing or does not start; the message says which and what to do."""
+
+
+def find_nginx() -> str:
+    """The program. Raises NoRangeServer."""
+    found = shutil.which("nginx", path=_PATH)
+    if found is None:
+        raise NoRangeServer("nginx is not installed (Debian: apt-get install nginx-light)")
+    return found
+
+
+def nginx_version() -> str:
+    """As nginx says it: "nginx/1.22.1". Raises NoRangeServer."""
+    said = subprocess.run([find_nginx(), "-v"], capture_output=True, text=True, check=False).stderr
+    return said.rpartition(":")[2].strip()
+
+
+class RangeServer:
+    """nginx over `root`, a folder of buckets, from entering the block to its end."""
+
+    def __init__(self, root: Path, state: Path, *, workers: int = 2) -> None:
+        """`state`: an empty folder for its configuration, certificate and logs."""
+        self.endpoint = ""
+        self.tls_endpoint = ""  # "" where there is no openssl to make a certificate
+        self.ca_bundle = ""
+        self._root = root
+        self._state = state
+        self._workers = workers
+        self._process: subprocess.Popen[bytes] | None = None
+
+    def __enter__(self) -> Self:
+        """Start it. Raises NoRangeServer."""
+        program = find_nginx()
+        self._state.mkdir(parents=True, exist_ok=True)
+        has_tls = _make_certificate(self._state)
+        said = ""
+        for _ in range(_TRIES):
+            port, tls_port = _free_ports()
+            config = self._state / "nginx.conf"
+            config.write_text(_config(self._root, self._state, port, tls_port if has_tls else None, self._workers))
+            command = [program, "-e", "error.log", "-p", str(self._state), "-c", str(config)]
+            with (self._state / "said.txt").open("wb") as said_by:
+                # A group of its own: Ctrl-C is for the benchmark, which ends this in its order.
+                self._process = subprocess.Popen(
+                    command, stdin=subprocess.DEVNULL, stdout=said_by, stderr=said_by, start_new_session=True
+                )
+            if self._answers(port):
+                self.endpoint = f"http://127.0.0.1:{port}"
+                if has_tls:
+                    self.tls_endpoint = f"https://127.0.0.1:{tls_port}"
+                    self.ca_bundle = str(self._state / "cert.pem")
+                return self
+            said = (self._state / "said.txt").read_text(errors="replace").strip()
+            self._end()
+        raise NoRangeServer(f"nginx does not start: {said.splitlines()[-1] if said else 'no word of it'}")
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._end()
+
+    def _answers(self, port: int) -> bool:
+        give_up_s = time.monotonic() + _START_TIMEOUT_S
+        while self._process is not None and self._process.poll() is None and time.monotonic() < give_up_s:
+            with contextlib.suppress(OSError):
+                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                return self._process.poll() is None  # else it was somebody else who answered
+            time.sleep(0.02)
+        return False
+
+    def _end(self) -> None:
+        process, self._process = self._process, None
+        if process is None:
+            return
+        process.terminate()  # the master takes its workers along
+        try:
+            process.wait(5)
+        except subprocess.TimeoutExpired:
+            process.kill()
+            process.wait()
+
+
+def _config(root: Path, state: Path, port: int, tls_port: int | None, workers: int) -> str:
+    listen = [f"listen 127.0.0.1:{port} reuseport backlog=1024;"]
+    if tls_port is not None:
+        listen += [
+            f"listen 127.0.0.1:{tls_port} ssl reuseport backlog=1024;",
+            f"ssl_certificate {state}/cert.pem; ssl_certificate_key {state}/key.pem;",
+            "ssl_protocols TLSv1.2 TLSv1.3; ssl_session_cache shared:tls:1m; ssl_buffer_size 16k;",
+        ]
+    temps = " ".join(f"{kind}_temp_path {state}/tmp-{kind};" for kind in ("client_body", "proxy", "fastcgi"))
+    return f"""
+{"user root;" if os.geteuid() == 0 else ""}
+daemon off;
+worker_processes {workers};
+pid {state}/nginx.pid;
+error_log {state}/error.log warn;
+events {{ worker_connections 1024; }}
+http {{
+  access_log off;
+  {temps} uwsgi_temp_path {state}/tmp-uwsgi; scgi_temp_path {state}/tmp-scgi;
+  default_type application/octet-stream;
+  sendfile on;
+  sendfile_max_chunk 2m;
+  tcp_nopush on;
+  tcp_nodelay on;
+  keepalive_timeout 300;
+  keepalive_requests 100000000;
+  open_file_cache max=1000;
+  server {{
+    {" ".join(listen)}
+    root {root};
+    location ~ ^/[^/]+/?$ {{ return 403; }}
+  }}
+}}
+"""
+
+
+def _make_certificate(state: Path) -> bool:
+    """A certificate for 127.0.0.1 that signs itself; False where there is no openssl."""
+    program = shutil.which("openssl", path=_PATH)
+    if program is None:
+        return False
+    command = [program, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
+    command += ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "30"]
+    command += ["-keyout", str(state / "key.pem"), "-out", str(state / "cert.pem")]
+    return subprocess.run(command, capture_output=True, check=False).returncode == 0
+
+
+def _free_ports() -> tuple[int, int]:
+    with socket.socket() as one, socket.socket() as other:
+        one.bind(("127.0.0.1", 0))
+        other.bind(("127.0.0.1", 0))
+        return one.getsockname()[1], other.getsockname()[1]
