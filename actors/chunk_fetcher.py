@@ -9,6 +9,7 @@ from __future__ import annotations
 import random
 import threading
 import time
+from collections.abc import Sequence
 from dataclasses import dataclass, field
 
 from cluster.messages import Commit, FetchFailure, LeaseOrder
@@ -16,9 +17,9 @@ from cluster.packed_plan import SharedTables
 from cluster.report import StageTimes
 from cluster.retry import Fail, cause_of, decide
 from storage.arena import Arena
-from storage.checksum import digest_of
+from storage.checksum import new_hasher
 from storage.errors import IntegrityError, LongshoreError
-from storage.object_store import ObjectStore
+from storage.object_store import ObjectStore, read_pieces
 
 
 @dataclass(slots=True)
@@ -73,7 +74,6 @@ class ChunkFetcher:
     def fetch(self, arena: Arena, lease: LeaseOrder, clock: StageClock) -> FetchedChunk:
         """Fill the leased slot. Never raises for what a store can do."""
         chunks = self._tables.chunks
-        shard = self._tables.shards[chunks.shard[lease.chunk]]
         byte_range = chunks.byte_range(lease.chunk)
         give_up_s = time.monotonic() + lease.deadline_s
         retries: dict[str, int] = {}
@@ -86,13 +86,7 @@ class ChunkFetcher:
                 if self._stopped.is_set() or lease.lease_id in self._closed:
                     return FetchedChunk(lease.lease_id, retries=retries)
                 try:
-                    begun_s = time.monotonic()
-                    try:
-                        self._store.read_into(shard.key, byte_range, target, etag=shard.etag)
-                    finally:
-                        clock.busy_s += time.monotonic() - begun_s
-                    clock.bytes += len(target)
-                    self._verify(lease.chunk, target, clock)
+                    self._read(lease.chunk, [target], clock)
                     return FetchedChunk(lease.lease_id, Commit(lease.lease_id, lease.chunk), None, retries)
                 except LongshoreError as failed:
                     error = failed
@@ -109,16 +103,31 @@ class ChunkFetcher:
             target.release()
             slot.release()
 
-    def _verify(self, chunk: int, data: memoryview, clock: StageClock) -> None:
+    def _read(self, chunk: int, parts: Sequence[memoryview], clock: StageClock) -> None:
+        """Read the chunk into `parts` and check its digest, each piece while it is warm. Raises what a read raises."""
         chunks = self._tables.chunks
-        expected = chunks.digest(chunk)
-        if expected is None or chunks.hash_name is None:
-            return
+        shard, byte_range = self._tables.shards[chunks.shard[chunk]], chunks.byte_range(chunk)
+        expected = chunks.digest(chunk) if chunks.hash_name is not None else None
+        hasher = new_hasher(str(chunks.hash_name)) if expected is not None else None
+        hashing_s = 0.0
+
+        def seen(piece: memoryview) -> None:
+            nonlocal hashing_s
+            begun_s = time.monotonic()
+            hasher.update(piece)  # type: ignore[union-attr]
+            hashing_s += time.monotonic() - begun_s
+
         begun_s = time.monotonic()
-        found = digest_of(chunks.hash_name, data)
-        clock.verify_s += time.monotonic() - begun_s
-        clock.verify_bytes += len(data)
-        if found != expected:
+        try:
+            read_pieces(self._store, shard.key, byte_range, parts, seen if hasher else None, etag=shard.etag)
+        finally:
+            clock.busy_s += time.monotonic() - begun_s - hashing_s
+            clock.verify_s += hashing_s
+        clock.bytes += byte_range.size_bytes
+        if hasher is None or expected is None:
+            return
+        clock.verify_bytes += byte_range.size_bytes
+        if (found := hasher.digest()) != expected:
             raise IntegrityError(
                 "bytes from the store are not the published ones",
                 hint="the object is damaged, or was replaced after it was published: longshore verify shows all of it",

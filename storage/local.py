@@ -8,13 +8,11 @@ from __future__ import annotations
 
 import contextlib
 import errno
-import fcntl
 import os
-import secrets
 import socket
 import stat as stat_bits
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 
@@ -27,11 +25,10 @@ from storage.errors import (
     StoreError,
     StoreUnavailable,
 )
-from storage.object_store import ObjectInfo, check_key
+from storage.object_store import ObjectInfo, check_key, cut
 from storage.ranges import ByteRange
+from storage.temporary_files import is_temporary, open_locked, remove_unless_locked
 
-_TEMP_PREFIX = ".longshore-"  # files being written, locked by their writer; never listed
-_TEMP_SUFFIX = ".part"
 _HINT_SAME_FILE = "was it replaced, or does this node see another copy? A path must be one shared file system"
 
 
@@ -67,6 +64,12 @@ class LocalStore:
     def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
         """See ObjectStore. The file's version is looked at before and after: a file written meanwhile is noticed."""
         byte_range.check_buffer(buffer)
+        return self.read_pieces(key, byte_range, cut(buffer), etag=etag)
+
+    def read_pieces(
+        self, key: str, byte_range: ByteRange, pieces: Iterable[memoryview], *, etag: str | None = None
+    ) -> str | None:
+        """See ReadsPieces."""
         check_key(key)
         if not byte_range.size_bytes:
             return etag
@@ -79,12 +82,15 @@ class LocalStore:
                 )
             if byte_range.end > before.size_bytes:
                 raise RangeMismatch("range reaches past the file's end", size_bytes=before.size_bytes, **where)
-            received = 0
-            while received < len(buffer):
-                count = os.preadv(file, [buffer[received:]], byte_range.start + received)
-                if not count:
-                    raise ShortRead("the file became shorter", received_bytes=received, **where)
-                received += count
+            position = byte_range.start
+            for piece in pieces:
+                filled = 0
+                while filled < len(piece):
+                    count = os.preadv(file, [piece[filled:] if filled else piece], position)
+                    if not count:
+                        raise ShortRead("the file became shorter", received_bytes=position - byte_range.start, **where)
+                    filled += count
+                    position += count
             if _info(key, os.fstat(file)).etag != before.etag:
                 raise ObjectChanged("file was written while it was read", **where)
             return before.etag
@@ -154,7 +160,7 @@ class LocalStore:
             below = os.path.relpath(folder, self._root)
             links = (name for name in folders if os.path.islink(os.path.join(folder, name)))
             for name in (*names, *links):
-                if not _is_temporary(name):
+                if not is_temporary(name):
                     key = name if below == "." else f"{below}/{name}"
                     yield key, self._listed(key)
 
@@ -176,8 +182,8 @@ class LocalStore:
             self._swept.add(folder)
         with contextlib.suppress(OSError):
             for name in os.listdir(folder):
-                if _is_temporary(name):
-                    _remove_unless_locked(os.path.join(folder, name))
+                if is_temporary(name):
+                    remove_unless_locked(os.path.join(folder, name))
 
     @contextmanager
     def _translated(self, key: str | None) -> Iterator[None]:
@@ -211,7 +217,7 @@ class _LocalUpload:
         self._store = store
         self._key = key
         self._path = path
-        self._temp, self._file = _open_locked(os.path.dirname(path))
+        self._temp, self._file = open_locked(os.path.dirname(path))
         self._open = True
 
     def write(self, data: memoryview) -> None:
@@ -247,32 +253,6 @@ class _LocalUpload:
     def _check_open(self) -> None:
         if not self._open:
             raise StoreError("the upload is over", uri=self._store.uri, key=self._key)
-
-
-def _is_temporary(name: str) -> bool:
-    return name.startswith(_TEMP_PREFIX) and name.endswith(_TEMP_SUFFIX)
-
-
-def _open_locked(folder: str) -> tuple[str, int]:
-    """Path and descriptor of a new temporary file; its lock goes with its writer, however that dies."""
-    while True:
-        path = os.path.join(folder, f"{_TEMP_PREFIX}{secrets.token_hex(8)}{_TEMP_SUFFIX}")
-        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, 0o666)
-        with contextlib.suppress(OSError):  # a file system without locks: nobody can take it for left over either
-            fcntl.flock(file, fcntl.LOCK_EX)
-        if os.fstat(file).st_nlink:
-            return path, file
-        os.close(file)  # somebody swept in the moment before the lock
-
-
-def _remove_unless_locked(path: str) -> None:
-    with contextlib.suppress(OSError):  # locked, gone, not ours, or no locks here: it stays
-        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW)
-        try:
-            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            os.unlink(path)
-        finally:
-            os.close(file)
 
 
 def _allowed_roots(root: str) -> Iterator[str]:

@@ -11,7 +11,7 @@ from __future__ import annotations
 
 import functools
 import threading
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
@@ -22,7 +22,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
 from storage.errors import ObjectChanged, ObjectNotFound, RangeMismatch, StoreError
-from storage.object_store import ObjectInfo, check_key
+from storage.object_store import ObjectInfo, check_key, cut
 from storage.ranges import ByteRange
 from storage.s3_answer import normal_etag
 from storage.s3_errors import store_error
@@ -128,6 +128,12 @@ class S3Store:
     def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
         """See ObjectStore. One GET, never retried but on a connection that the server had closed while it was idle."""
         byte_range.check_buffer(buffer)
+        return self.read_pieces(key, byte_range, cut(buffer), etag=etag)
+
+    def read_pieces(
+        self, key: str, byte_range: ByteRange, pieces: Iterable[memoryview], *, etag: str | None = None
+    ) -> str | None:
+        """See ReadsPieces; `read_into` for what is retried."""
         full_key = self._full_key(key)
         if not byte_range.size_bytes:
             return etag
@@ -140,7 +146,7 @@ class S3Store:
         except BotoCoreError as error:
             raise from_botocore_error(error, uri=self.uri, key=key) from error
         try:
-            return wire.read_range(path, signed, byte_range, buffer, key=key, etag=etag)
+            return wire.read_range(path, signed, byte_range, pieces, key=key, etag=etag)
         except RangeMismatch as error:
             # A server that ignores If-Match says "past the end" of an object that was replaced by a shorter one.
             if error.details.get("status") == 416 and etag is not None:

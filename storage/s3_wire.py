@@ -1,7 +1,7 @@
 """Ranges of objects over plain HTTP/1.1, straight into the caller's memory: the hot path of every S3 load.
 
-    read_range(path, headers, range, buffer, etag)
-        pooled connection --> send GET --> check_answer(status, headers) --> recv into buffer until full
+    read_range(path, headers, range, pieces, etag)
+        pooled connection --> send GET --> check_answer(status, headers) --> wire_body: recv into piece after piece
              ^                                   |  refused: error body read (64 KiB at most), connection closed
              +---- back to the pool only when every byte of the answer was read
 
@@ -18,19 +18,20 @@ import socket
 import ssl
 import threading
 import time
-from collections.abc import Mapping
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 from pathlib import Path
+from typing import Any
 
-from storage.errors import ShortRead, StoreError, StoreUnavailable
+from storage.errors import StoreError, StoreUnavailable
 from storage.ranges import ByteRange
 from storage.s3_answer import check_answer, head_of, refusal
 from storage.s3_errors import MAX_ERROR_BODY_BYTES, connection_error
 from storage.tls import tls_context
+from storage.wire_body import receive, set_receive_timer
 
 _RECEIVE_BUFFER_BYTES = 4 << 20
 _MAX_IDLE_S = 15.0  # servers and NATs drop idle connections silently, S3 after some 20 s
-_MIN_RATE_BYTES_PER_S = 64 << 10  # a body slower than this on average is a stuck one
 
 
 @dataclass(frozen=True, slots=True)
@@ -75,16 +76,20 @@ class WireClient:
         path: str,
         headers: Mapping[str, str],
         byte_range: ByteRange,
-        buffer: memoryview,
+        pieces: Iterable[memoryview],
         *,
         key: str,
         etag: str | None,
     ) -> str | None:
-        """GET `path` (already percent-encoded) into `buffer`; the answer's ETag. Raises the errors of a read."""
+        """GET `path` (already percent-encoded) into `pieces` (see storage.object_store.ReadsPieces); the answer's ETag.
+
+        Raises the errors of a read.
+        """
+        where: dict[str, Any] = {"uri": self._uri, "key": key, "range": str(byte_range)}
         connection, response = self._request_translated(path, headers, key, byte_range)
         try:
             found = self._check(response, byte_range, etag, key)
-            self._receive(response, buffer, key, byte_range)
+            receive(connection, response, pieces, self._read_timeout_s, where)
         except BaseException as error:
             # Whatever is unread on it would be taken for the next answer. The response holds the socket too.
             response.close()
@@ -151,6 +156,7 @@ class WireClient:
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._receive_buffer_bytes:
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._receive_buffer_bytes)
+            set_receive_timer(raw, self._read_timeout_s)
             sock = raw
             if self._tls is not None:  # the handshake is under the connect timeout
                 sock = self._tls.wrap_socket(raw, server_hostname=endpoint.host)
@@ -203,30 +209,6 @@ class WireClient:
         with contextlib.suppress(OSError, http.client.HTTPException):  # the status says enough
             body = response.read(MAX_ERROR_BODY_BYTES)
         raise refusal(response.status, headers, body, etag, uri=self._uri, key=key, range=str(byte_range))
-
-    def _receive(self, response: http.client.HTTPResponse, buffer: memoryview, key: str, byte_range: ByteRange) -> None:
-        """Fill `buffer` from the body, whose length was checked to be the same."""
-        body = response.fp
-        received = 0
-        started_s = time.monotonic()
-        while received < len(buffer):
-            # One receive at a time, so that a server that drips is noticed; large ones go past the reader's
-            # own buffer, straight into ours.
-            count = body.readinto1(buffer[received:])
-            if not count:
-                raise ShortRead(
-                    "the answer ended early",
-                    uri=self._uri,
-                    key=key,
-                    range=str(byte_range),
-                    received_bytes=received,
-                )
-            received += count
-            took_s = time.monotonic() - started_s
-            if took_s > self._read_timeout_s and received < took_s * _MIN_RATE_BYTES_PER_S:
-                raise StoreUnavailable("the answer comes too slowly", uri=self._uri, key=key, received_bytes=received)
-        # Tells http.client that the body is over; without it the connection would refuse the next request.
-        response.close()
 
 
 def _exchange(

@@ -25,7 +25,7 @@ from storage.errors import (
 )
 from storage.fsspec_store import FsspecStore
 from storage.local import LocalStore
-from storage.object_store import MemoryStore, ObjectStore, read_bytes
+from storage.object_store import PIECE_BYTES, MemoryStore, ObjectStore, read_bytes, read_pieces
 from storage.ranges import ByteRange
 from storage.s3 import S3Store
 from storage.store_ref import Credentials, parse_uri
@@ -265,6 +265,38 @@ def test_reads_from_many_threads(case: Case) -> None:
 
     with ThreadPoolExecutor(8) as pool:
         assert all(pool.map(read, pieces * 2))
+
+
+@pytest.mark.parametrize("sizes", [(1,), (5, 1, 4000, 20_000), (1, 0, 1, 65_536, 3), (3_000_000, 1)])
+def test_parts_are_filled_in_order_and_seen_when_they_are_full(case: Case, sizes: tuple[int, ...]) -> None:
+    data = os.urandom(sum(sizes) + 17)
+    case.write("big", data)
+    parts = [memoryview(bytearray(size)) for size in sizes]
+    seen = bytearray()
+
+    def see(piece: memoryview) -> None:
+        assert len(piece) <= PIECE_BYTES
+        seen.extend(piece)
+
+    etag = case.store.stat("big").etag
+    assert read_pieces(case.store, "big", ByteRange(7, 7 + sum(sizes)), parts, see, etag=etag) == etag
+    assert b"".join(parts) == data[7:-10]
+    assert bytes(seen) == data[7:-10]
+    with pytest.raises(ValueError, match="parts have"):
+        read_pieces(case.store, "big", ByteRange(0, sum(sizes) + 1), parts)
+
+
+def test_an_error_of_whoever_sees_the_pieces_comes_out(case: Case) -> None:
+    """... and the next read is not answered by what was left on the connection."""
+    data = os.urandom(100_000)
+    case.write("big", data)
+
+    def see(piece: memoryview) -> None:
+        raise LookupError("enough")
+
+    with pytest.raises(LookupError, match="enough"):
+        read_pieces(case.store, "big", ByteRange(0, 100_000), [memoryview(bytearray(100_000))], see)
+    assert read_bytes(case.store, "big", ByteRange(5, 50_000)) == data[5:50_000]
 
 
 def test_put_overwrites_and_delete_is_idempotent(case: Case) -> None:
