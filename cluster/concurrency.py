@@ -1,0 +1,160 @@
+"""How many requests a rank keeps in flight: found from throughput and throttling. Pure; the caller passes the time in.
+
+    levels     1 2 3 4 6 8 12 16 ...            each at least a quarter above the one below
+    measure    a window of requests at one level -> bytes/s; a mean per level that forgets slowly
+    choose     the lowest level whose throughput is the best one's, but for the noise
+    explore    the level above it, then the one below, where unmeasured; the neighbours again later, ever more rarely
+    throttled  half, once per burst; levels from the throttled one up are barred for a while that doubles each time
+
+Levels lie so far apart that one step below the knee costs more throughput than windows scatter. A window counts only
+if the requests really were in flight: when leases are short, throughput says nothing about the limit.
+"""
+
+from __future__ import annotations
+
+LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
+START = 3
+MARGIN = 0.05  # differences in throughput below this are never taken for one
+MOST_MARGIN = 0.2  # nor are those above this ever taken for noise
+WINDOW_REQUESTS = 6
+WINDOW_S = 0.03
+FULL = 0.75  # of the requests that may be in flight must have been, for a window to count
+MEMORY = 4  # windows in a level's mean
+CHANGED = 0.5  # a window below this part of its level's mean, or above its inverse: what was measured is outdated
+FULL_GAIN = 0.7  # of the gain that requests alone would bring: then the next step is a doubling
+REST_WINDOWS = 8  # before neighbours are measured again; doubles up to MOST_REST_WINDOWS
+MOST_REST_WINDOWS = 64
+COOL_DOWN_S = 1.0  # throttled answers within this of a halving belong to the same burst
+BAR_S = 5.0  # a throttled level is not tried again for so long; doubles up to MOST_BAR_S
+MOST_BAR_S = 120.0
+
+
+class RequestLimit:
+    """Never below 1, never above `most`. Not thread-safe: the caller's lock guards it."""
+
+    def __init__(self, most: int, start: int = START) -> None:
+        self._levels = [level for level in LEVELS if level < most] + [most]
+        self._at = self._floor(start)
+        self.peak = self.limit
+        self.throttles = 0
+        # What was measured, by index of level.
+        self._rates: dict[int, float] = {}  # bytes/s
+        self._windows: dict[int, int] = {}  # how many are in that mean
+        self._noise = MARGIN  # how far windows of one level lie apart
+        # The window that runs.
+        self._unsettled = self.limit  # requests that still belong to the level before
+        self._begun_s = 0.0
+        self._count = self._bytes = 0
+        self._request_s = 0.0
+        # The search.
+        self._came_from = self._at
+        self._rest = self._rest_after = REST_WINDOWS
+        self._look_up = True
+        self._cool_until_s = self._barred_until_s = float("-inf")
+        self._barred: int | None = None  # the level that was throttled
+        self._bar_s = BAR_S
+
+    @property
+    def limit(self) -> int:
+        """Requests that may be in flight now."""
+        return self._levels[self._at]
+
+    def finished(self, size_bytes: int, request_s: float, now_s: float) -> None:
+        """A request has brought `size_bytes`; it was on its way for `request_s`."""
+        if self._unsettled > 0:
+            self._unsettled -= 1
+            self._begun_s = now_s
+            return
+        self._count += 1
+        self._bytes += size_bytes
+        self._request_s += request_s
+        # Whole rounds: requests that share a link end in bursts of as many as there are.
+        if self._count % self.limit or self._count < max(WINDOW_REQUESTS, 2 * self.limit):
+            return
+        elapsed_s = now_s - self._begun_s
+        if elapsed_s < WINDOW_S:
+            return
+        rate, full = self._bytes / elapsed_s, self._request_s >= FULL * self.limit * elapsed_s
+        self._begin_window(0, now_s)
+        if full:
+            self._measured(rate)
+            self._go(self._choice(now_s), now_s)
+
+    def throttled(self, now_s: float) -> None:
+        """The store asked for fewer requests."""
+        self.throttles += 1
+        self._begin_window(self.limit, now_s)  # one with such an answer in it measures nothing
+        if now_s < self._cool_until_s:
+            return
+        self._cool_until_s = now_s + COOL_DOWN_S
+        self._bar_s = min(2 * self._bar_s, MOST_BAR_S) if self._barred == self._at else BAR_S
+        self._barred, self._barred_until_s = self._at, now_s + self._bar_s
+        for index in [index for index in self._rates if index >= self._at]:
+            del self._rates[index]
+        self._go(self._floor(self.limit // 2), now_s)
+
+    # -- inside --------------------------------------------------------------------------------------------------
+
+    def _measured(self, rate: float) -> None:
+        at, known = self._at, self._rates.get(self._at)
+        if known is None:
+            self._rates[at], self._windows[at] = rate, 1
+        elif CHANGED < rate / known < 1 / CHANGED:
+            self._noise += (abs(rate / known - 1) - self._noise) / MEMORY
+            self._windows[at] = min(self._windows[at] + 1, MEMORY)
+            self._rates[at] = known + (rate - known) / self._windows[at]
+        else:
+            self._rates, self._windows = {at: rate}, {at: 1}
+            self._rest = self._rest_after = REST_WINDOWS
+
+    def _choice(self, now_s: float) -> int:
+        """The level for the next window."""
+        rates, top = self._rates, self._top(now_s)
+        enough = max(rates.values()) * (1 - min(max(self._noise, MARGIN), MOST_MARGIN))
+        good = min(index for index, rate in rates.items() if rate >= enough)
+        good = min(good, top)
+        up, down = min(good + 1, top), max(good - 1, 0)
+        if up not in rates:
+            return min(self._floor(2 * self._levels[good]), top) if self._paid_in_full(good) else up
+        if down not in rates:
+            return down
+        if self._at != good:
+            return good
+        self._rest -= 1
+        if self._rest > 0:
+            return good
+        self._rest = self._rest_after = min(2 * self._rest_after, MOST_REST_WINDOWS)
+        self._look_up = not self._look_up
+        return down if self._look_up else up
+
+    def _top(self, now_s: float) -> int:
+        """The highest level that may be tried."""
+        if now_s < self._cool_until_s:
+            return self._at
+        if self._barred is not None and now_s < self._barred_until_s:
+            return max(self._barred - 1, 0)
+        return len(self._levels) - 1
+
+    def _paid_in_full(self, index: int) -> bool:
+        """Whether the step that led here brought nearly as much more throughput as it brought requests."""
+        before = self._came_from
+        if before >= index or before not in self._rates or self._barred is not None:
+            return False
+        more = self._levels[index] / self._levels[before] - 1
+        return self._rates[index] / self._rates[before] - 1 >= FULL_GAIN * more
+
+    def _floor(self, requests: int) -> int:
+        """Index of the highest level with no more than `requests`; of the lowest when there is none."""
+        return max((index for index, level in enumerate(self._levels) if level <= requests), default=0)
+
+    def _go(self, index: int, now_s: float) -> None:
+        if index == self._at:
+            return
+        before, self._came_from, self._at = self.limit, self._at, index
+        self.peak = max(self.peak, self.limit)
+        self._begin_window(max(before, self.limit), now_s)
+
+    def _begin_window(self, unsettled: int, now_s: float) -> None:
+        self._unsettled, self._begun_s = unsettled, now_s
+        self._count = self._bytes = 0
+        self._request_s = 0.0
