@@ -31,9 +31,11 @@ class ChunkFlow:
     """See above. `cache` is shared with the node's other loads; the owner of slots is the load's id."""
 
     def __init__(self, job: NodeJob, cache: ChunkCache, now_s: float) -> None:
-        self.ranks = {rank: RankPlace(rank, heard_s=now_s) for rank in job.needs}
-        self.keys = ChunkKeys(unpack_shared(job.shared), job.store_identity, job.load_id)
-        self.queue = LeaseQueue(job.needs)
+        tables = unpack_shared(job.shared)
+        needs = {rank: tables.chunk_ids(rank) for rank in job.ranks}
+        self.ranks = {rank: RankPlace(rank, heard_s=now_s) for rank in job.ranks}
+        self.keys = ChunkKeys(tables, job.store_identity, job.load_id)
+        self.queue = LeaseQueue(needs)
         self.error: LongshoreError | None = None  # a chunk's budget is spent
         self._job = job
         self._cache = cache
@@ -46,7 +48,7 @@ class ChunkFlow:
         self.refetched_chunks = 0
         self.retries: Counter[str] = Counter()
         for rank in job.done:
-            for chunk in job.needs[rank].tolist():
+            for chunk in needs[rank].tolist():
                 self.queue.placed(rank, chunk)
 
     def take_cached(self) -> None:

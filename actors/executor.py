@@ -28,7 +28,7 @@ from actors.device import Device
 from actors.rank_work import RankWork, Results
 from cluster.errors import ClusterLost, LoadCancelled
 from cluster.messages import JoinReply, Orders, RankHello, RankJob, RankUpdate
-from cluster.packed_plan import unpack_rank, unpack_shared
+from cluster.packed_plan import unpack_shared
 from cluster.read_items import expand_read_items
 from cluster.report import RankReport
 from storage.arena import Arena
@@ -65,7 +65,8 @@ class RankLoader:
         self._job = job
         self._device = device
         self._process = ProcessId.current()
-        self._tables, self.plan = unpack_shared(job.shared), unpack_rank(job.plan)
+        self._tables = unpack_shared(job.shared)
+        self.plan = self._tables.rank_plan(job.rank)
         self._items = expand_read_items(self.plan.slices, self._tables.chunks)
         self._store = store or open_store(job.store.ref, job.store.credentials, read_timeout_s=job.fetch.read_timeout_s)
         self._fetcher = ChunkFetcher(self._store, self._tables, job.fetch.attempts)

@@ -60,8 +60,12 @@ class GpuWorker:
         """Who this is; answers also while a load or a call runs."""
         return ProcessId.current()
 
-    def start(self, job: RankJob) -> ProcessId:
-        """Begin the load and return at once. The same job again changes nothing."""
+    def start(self, job: RankJob, shared: bytes = b"") -> ProcessId:
+        """Begin the load and return at once. The same job again changes nothing.
+
+        `shared`: the tables of a job that came without (Ray hands over what an argument refers to).
+        """
+        job = replace(job, shared=job.shared or shared)
         with self._lock:
             if self._thread is None and not self._stopped.is_set():
                 self._store = job.store

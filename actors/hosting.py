@@ -30,7 +30,7 @@ from cluster.config import Config
 from cluster.errors import ClusterLost, ConfigError
 from cluster.fit import min_slots
 from cluster.messages import JoinReply, NodeJob, RankHello, RankJob
-from cluster.packed_plan import pack_rank, pack_shared
+from cluster.packed_plan import pack_shared
 from cluster.prepare import prepare_plan
 from cluster.remote_errors import unwrapped
 from cluster.request import StoreOptions, make_request
@@ -76,7 +76,7 @@ def host_rank(
     if not 0 <= rank < request.world_size:
         raise ConfigError(f"the layout has ranks 0 to {request.world_size - 1}, not {rank}")
     _, plan = prepare_plan(request, chunk_bytes=config.chunk_bytes, read_timeout_s=config.read_timeout_s)
-    shared, chunk_ids = pack_shared(plan), plan.ranks[rank].chunk_ids
+    shared = pack_shared(plan)
     # One load per rank: what ranks of a node have in common, they share through the arena.
     load_id = f"hosted-{uuid.uuid4().hex[:12]}-{rank}"
     link = _HostedLink(
@@ -87,7 +87,7 @@ def host_rank(
             attempt=1,
             shared=shared,
             store_identity=request.store.ref.identity(),
-            needs={rank: chunk_ids},
+            ranks=(rank,),
             done=frozenset(),
             min_slots=min_slots(1),
             chunk_attempts=config.chunk_attempts,
@@ -95,7 +95,7 @@ def host_rank(
             record=b"",
         ),
     )
-    job = RankJob(load_id, 1, rank, 0, shared, pack_rank(plan.ranks[rank]), request.store, fetch_settings(config))
+    job = RankJob(load_id, 1, rank, 0, shared, request.store, fetch_settings(config))
     memory = open_device(device)
     try:
         try:

@@ -1,4 +1,7 @@
-"""What agents and workers are told of a load. Pure."""
+"""What agents and workers are told of a load. Pure.
+
+The plan's shared tables go beside these messages: see `actors.load_run`.
+"""
 
 from __future__ import annotations
 
@@ -7,18 +10,17 @@ from actors.saved_load import SavedLoad
 from cluster.config import Config
 from cluster.fit import min_slots
 from cluster.messages import FetchSettings, NodeJob, RankJob
-from cluster.packed_plan import PackedPlan
 
 
-def node_job(record: ModelRecord, plan: PackedPlan, node_id: str, config: Config) -> NodeJob:
+def node_job(record: ModelRecord, node_id: str, config: Config) -> NodeJob:
     """One node's share; ranks that are ready are told as done, for an agent that was restarted."""
     seats = [record.seats[rank] for rank in record.ranks_on(node_id)]
     return NodeJob(
         load_id=record.model_id,
         attempt=record.life.attempt,
-        shared=plan.shared,
+        shared=b"",
         store_identity=record.request.store.ref.identity(),
-        needs={seat.rank: plan.needs[seat.rank] for seat in seats},
+        ranks=tuple(seat.rank for seat in seats),
         done=frozenset(seat.rank for seat in seats if seat.report is not None),
         min_slots=min_slots(len(seats)),
         chunk_attempts=config.chunk_attempts,
@@ -27,15 +29,14 @@ def node_job(record: ModelRecord, plan: PackedPlan, node_id: str, config: Config
     )
 
 
-def rank_job(record: ModelRecord, plan: PackedPlan, seat: Seat, config: Config) -> RankJob:
+def rank_job(record: ModelRecord, seat: Seat, config: Config) -> RankJob:
     """One rank's share, for the worker that sits there now."""
     return RankJob(
         load_id=record.model_id,
         attempt=record.life.attempt,
         rank=seat.rank,
         incarnation=seat.incarnation,
-        shared=plan.shared,
-        plan=plan.plans[seat.rank],
+        shared=b"",
         store=record.request.store,
         fetch=fetch_settings(config),
     )

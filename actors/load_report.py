@@ -10,10 +10,8 @@ from cluster.packed_plan import PackedPlan
 from cluster.report import LoadReport, NodeReport
 
 
-def make_report(
-    record: ModelRecord, plan: PackedPlan, overfetch_bytes: Sequence[int], answers: Sequence[NodeReport]
-) -> LoadReport:
-    """What the load did; `overfetch_bytes` and `answers` per node, in the order of `record.nodes`."""
+def make_report(record: ModelRecord, plan: PackedPlan, answers: Sequence[NodeReport]) -> LoadReport:
+    """What the load did; `answers` per node, in the order of `record.nodes`."""
     request = record.request
     ranks = tuple(seat.report for _, seat in sorted(record.seats.items()) if seat.report is not None)
     now_s = time.monotonic()
@@ -30,7 +28,7 @@ def make_report(
         data_parallel_size=request.data_parallel_size,
         model_bytes=plan.model_bytes,
         placed_bytes=sum(rank.size_bytes for rank in ranks),
-        overfetch_bytes=sum(overfetch_bytes),
+        overfetch_bytes=sum(node.overfetch_bytes for node in answers),
         plan_s=record.planned_s - record.created_s,
         start_s=max(0.0, now_s - record.planned_s - load_s),
         load_s=load_s,

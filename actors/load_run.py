@@ -14,6 +14,7 @@ import contextlib
 import time
 from typing import Any
 
+import ray
 from ray.exceptions import RayActorError
 
 from actors import nodes, spawn
@@ -89,6 +90,7 @@ class LoadRun:
         if record.life.is_over:
             return
         record.error, record.ended_s, record.plan = error, time.monotonic(), None
+        record.shared = None
         attempt = record.life.attempt
         if isinstance(error, LoadCancelled):
             await self._advance(load_events.Released(attempt=attempt))
@@ -159,10 +161,10 @@ class LoadRun:
 
     async def begin_on(self, node_id: str) -> None:
         """Tell one agent; again after it was restarted, with what its ranks have already."""
-        record, plan = self._record, await self._known_plan()
-        job = node_job(record, plan, node_id, self._config)
+        record, shared = self._record, await self._shared()
+        job = node_job(record, node_id, self._config)
         agent = (await self._agents())[node_id]
-        while not await asyncio.wait_for(agent.begin.remote(job), CALL_TIMEOUT_S):
+        while not await asyncio.wait_for(agent.begin.remote(job, shared), CALL_TIMEOUT_S):
             await record.touch("waiting for arena slots that other loads hold")
             await asyncio.sleep(0.2)
         await record.touch("")
@@ -218,10 +220,10 @@ class LoadRun:
                 await self._replace(seat)
 
     async def _seat_worker(self, seat: Seat) -> None:
-        record, plan = self._record, await self._known_plan()
+        record, shared = self._record, await self._shared()
         await finished(self._start_worker(seat))
-        job = rank_job(record, plan, seat, self._config)
-        await seat.worker.start.options(concurrency_group="control").remote(job)
+        job = rank_job(record, seat, self._config)
+        await seat.worker.start.options(concurrency_group="control").remote(job, shared)
 
     async def _start_worker(self, seat: Seat) -> None:
         seat.worker = await asyncio.to_thread(
@@ -250,13 +252,11 @@ class LoadRun:
     async def _report(self) -> LoadReport:
         record = self._record
         plan = await self._known_plan()
-        groups = [record.ranks_on(node_id) for node_id in record.nodes]
-        overfetch = await self._planner.overfetch_bytes(record.request, groups)
         agents = await self._agents()
         answers: list[NodeReport] = await asyncio.gather(
             *(asyncio.wait_for(agents[n].report.remote(record.model_id), CALL_TIMEOUT_S) for n in record.nodes)
         )
-        return make_report(record, plan, overfetch, answers)
+        return make_report(record, plan, answers)
 
     async def _known_plan(self) -> PackedPlan:
         """The plan; made again when this coordinator was restarted and has not made it itself."""
@@ -272,6 +272,13 @@ class LoadRun:
                 raise LoadError("the stored model has changed since the load began", model=record.model_id)
             record.plan = plan
         return record.plan
+
+    async def _shared(self) -> Any:
+        """The plan's tables in Ray's object store, put there once: nodes get them from each other."""
+        plan = await self._known_plan()
+        if self._record.shared is None:
+            self._record.shared = ray.put(plan.shared)
+        return self._record.shared
 
     # -- small things ------------------------------------------------------------------------------------------
 

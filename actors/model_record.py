@@ -41,6 +41,7 @@ class ModelRecord:
     planned_s: float = 0.0
     ended_s: float = 0.0  # READY, or over
     plan: PackedPlan | None = None
+    shared: Any = None  # the plan's tables in Ray's object store, for agents and workers
     total_bytes: int = 0
     revision: str = ""
     seats: dict[int, Seat] = field(default_factory=dict)

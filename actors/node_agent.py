@@ -13,6 +13,7 @@ import socket
 import threading
 import time
 import uuid
+from dataclasses import replace
 from typing import Protocol
 
 from actors.node_ledger import NodeLedger
@@ -107,11 +108,13 @@ class NodeAgent:
             version=__version__,
         )
 
-    def begin(self, job: NodeJob) -> bool:
+    def begin(self, job: NodeJob, shared: bytes = b"") -> bool:
         """Take on this node's share of a load. False: other loads hold the slots it must have; ask again.
 
+        `shared`: the tables of a job that came without (Ray hands over what an argument refers to).
         Raises ArenaTooSmall when the arena can never have them.
         """
+        job = replace(job, shared=job.shared or shared)
         with self._changed:
             self._usable()
             begun = self._ledger.begin(job, time.monotonic())

@@ -102,11 +102,13 @@ class NodeLoad:
         flow = self._flow
         sizes = flow.keys.tables.chunks.sizes_bytes()
         needed = flow.queue.chunks()
+        needed_bytes = int(sizes[needed].sum())
         return NodeReport(
             node=node_id,
             host=host,
             needed_chunks=len(needed),
-            needed_bytes=int(sizes[needed].sum()),
+            needed_bytes=needed_bytes,
+            overfetch_bytes=needed_bytes - flow.keys.tables.wanted_bytes(self.job.ranks),
             store_chunks=len(flow.store_chunks),
             store_bytes=flow.store_bytes,
             cached_chunks=len(flow.cached_chunks),

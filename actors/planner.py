@@ -35,7 +35,7 @@ class Planner:
 
     def __init__(self, chunk_bytes: int, read_timeout_s: float) -> None:
         self._settings = (chunk_bytes, read_timeout_s)
-        self._idle: list[Process] = []  # the one used last at the end: it may still have the plan that is asked about
+        self._idle: list[Process] = []
         self._all: set[Process] = set()
         self._places = asyncio.Semaphore(MOST_PROCESSES)
 
@@ -48,11 +48,6 @@ class Planner:
         """True while the stored model is still the revision `known`; one small request to the store."""
         same: bool = await self._ask("is_current", request, known)
         return same
-
-    async def overfetch_bytes(self, request: LoadRequest, groups: list[tuple[int, ...]]) -> list[int]:
-        """Per group of ranks (a node): bytes inside its needed chunks that none of them wants."""
-        found: list[int] = await self._ask("overfetch_bytes", request, groups)
-        return found
 
     async def close(self) -> None:
         """End every child."""

@@ -18,12 +18,20 @@ from dataclasses import dataclass
 from cluster.box import CutsInsideByte, element_bits, find_runs
 from cluster.errors import ConfigError, LayoutError
 from cluster.layout_rules import FAMILIES, Rule, Rules
-from cluster.load_plan import RankCoords
 from cluster.model_config import ModelConfig
 from storage.model_index import Tensor
 
 MAX_RANKS = 1 << 16
 _LISTED = 20  # tensors that one message names
+
+
+@dataclass(frozen=True, slots=True)
+class RankCoords:
+    """Where a rank stands in the mesh. Ranks count with tp fastest: ((data * fsdp_size) + fsdp) * tp_size + tp."""
+
+    data: int
+    fsdp: int
+    tensor: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -81,16 +89,17 @@ def decide_cuts(
     cuts: list[TensorCut] = []
     unnamed: list[str] = []
     problems: list[str] = []
+    rule_for = rules.finder()
+    known: dict[tuple[object, ...], TensorCut | str] = {}  # tensors alike are cut alike
     for tensor in tensors:
-        cut: TensorCut | str = WHOLE
-        if layout.tensor_parallel_size > 1:
-            rule = rules.rule_for(tensor.name)
-            if rule is None:
-                unnamed.append(tensor.name)
-                continue
-            cut = _cut_by_rule(tensor, rule, layout.tensor_parallel_size, config)
-        if isinstance(cut, TensorCut):
-            cut = _check_bytes(tensor, cut, layout) or cut
+        rule = rule_for(tensor.name) if layout.tensor_parallel_size > 1 else Rule.REPLICATE
+        if rule is None:
+            unnamed.append(tensor.name)
+            continue
+        alike = (rule, tensor.dtype, tensor.shape, tensor.size_bytes)
+        cut = known.get(alike)
+        if cut is None:
+            cut = known[alike] = _cut_or_problem(tensor, rule, layout, config)
         if isinstance(cut, str):
             problems.append(f"{tensor.name!r:.200}: {cut}")
         else:
@@ -127,6 +136,11 @@ def slice_box(
     """(offsets, sizes) of the box of one tensor that the rank at `coords` holds. Raises LayoutError."""
     (cut,) = decide_cuts([tensor], layout, rules, config)
     return cut_box(tensor.shape, cut, coords, layout)
+
+
+def _cut_or_problem(tensor: Tensor, rule: Rule, layout: Layout, config: ModelConfig | None) -> TensorCut | str:
+    cut = _cut_by_rule(tensor, rule, layout.tensor_parallel_size, config)
+    return cut if isinstance(cut, str) else _check_bytes(tensor, cut, layout) or cut
 
 
 def _cut_by_rule(tensor: Tensor, rule: Rule, tp_size: int, config: ModelConfig | None) -> TensorCut | str:

@@ -13,7 +13,7 @@ ranks.
 from __future__ import annotations
 
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
@@ -44,10 +44,26 @@ class Rules:
 
     def rule_for(self, name: str) -> Rule | None:
         """The rule of the first pattern that matches the whole name, or None."""
+        return self.finder()(name)
+
+    def finder(self) -> Callable[[str], Rule | None]:
+        """`rule_for` for many names: compiled once, and names that differ in their numbers only are looked up once."""
         if not self.entries:
-            return None
-        match = _compile_all(self.entries).fullmatch(name)
-        return self.entries[match.lastindex - 1][1] if match and match.lastindex else None
+            return lambda name: None
+        pattern = _compile_all(self.entries)
+        # Where no pattern has a digit, a number matches whatever another number does: layer 7, expert 41 is looked up
+        # as layer 0, expert 0. Large models have 100,000 names and a dozen of these.
+        numbers_alike = not any(_NUMBER.search(pattern) for pattern, _ in self.entries)
+        found: dict[str, Rule | None] = {}
+
+        def find(name: str) -> Rule | None:
+            name = _NUMBER.sub("0", name) if numbers_alike else name
+            if name not in found:
+                match = pattern.fullmatch(name)
+                found[name] = self.entries[match.lastindex - 1][1] if match and match.lastindex else None
+            return found[name]
+
+        return find
 
     def then(self, other: Rules) -> Rules:
         """These rules, and `other` for the names that these do not match."""
@@ -118,6 +134,9 @@ def _to_regex(pattern: str) -> str:
 
 def _part_regex(part: str) -> str:
     return re.escape(part).replace(r"\*", "[^.]*")
+
+
+_NUMBER = re.compile("[0-9]+")
 
 
 @lru_cache(maxsize=64)

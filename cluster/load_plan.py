@@ -1,29 +1,24 @@
-"""What a load plan is: frozen data that travels. `cluster.planning` makes it, `actors.executor` carries it out.
+"""What a load plan is: frozen data. `cluster.planning` makes it, `actors.executor` carries it out.
 
-    LoadPlan -- ranks --> RankPlan -- slices --> TensorSlice     which part of which tensor, where it is put
+    LoadPlan -- cut, chunks                                       small: this is what travels
+             -- ranks --> RankPlan -- slices --> TensorSlice     which part of which tensor, where it is put
                                    -- chunk_ids                  the chunks those parts touch, in the order of leasing
 
-Read items (`cluster.read_items`) are not part of the plan: they are expanded from slices and chunks, by the same
-pure function, wherever they are needed.
+Plans of ranks are worked out from the cut (`cluster.rank_plans`), and read items (`cluster.read_items`) from slices and
+chunks, by the same pure functions wherever they are needed.
 """
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.cut_model import CutModel
+from cluster.layout import RankCoords
 from storage.model_index import ChunkTable, Shard
-
-
-@dataclass(frozen=True, slots=True)
-class RankCoords:
-    """Where a rank stands in the mesh. Ranks count with tp fastest: ((data * fsdp_size) + fsdp) * tp_size + tp."""
-
-    data: int
-    fsdp: int
-    tensor: int
 
 
 @dataclass(frozen=True, slots=True)
@@ -73,9 +68,5 @@ class LoadPlan:
     revision: str
     shards: tuple[Shard, ...]
     chunks: ChunkTable
-    ranks: tuple[RankPlan, ...]  # ranks[i].rank == i
-
-    def needed_chunks(self, ranks: tuple[int, ...]) -> NDArray[np.int64]:
-        """Chunks that any of `ranks` touches, ascending: what a node hosting those ranks fetches once."""
-        ids = [self.ranks[rank].chunk_ids for rank in ranks]
-        return np.unique(np.concatenate(ids)) if ids else np.empty(0, np.int64)
+    cut: CutModel  # what every rank's plan is worked out from
+    ranks: Sequence[RankPlan]  # ranks[i].rank == i; each made when it is asked for (`cluster.rank_plans`)

@@ -1,22 +1,20 @@
 """What actors say to each other: small frozen data. Bytes of weights are never in a message.
 
-    coordinator --NodeJob--> agent      what a node has to fetch, and which of its ranks need what
-    coordinator --RankJob--> worker     one rank's plan
+    coordinator --NodeJob--> agent      which ranks of the load the node has
+    coordinator --RankJob--> worker     one rank's share
     worker --RankHello, RankUpdate--> agent --JoinReply, Orders--> worker
     agent --AgentBeat--> coordinator --BeatReply--> agent
 
 Every message of a load carries its attempt and, where a rank speaks, the rank's incarnation: late and repeated
 messages are told apart by these numbers, never by arrival.
-Parts that a receiver only passes on (`shared`, `plan`) stay packed, so that no event loop unpacks what it does not use.
+The tables that all of a load have in common (`shared`) stay packed, so that no event loop unpacks what it does not use.
+They go beside the jobs, put into Ray's object store once per load: nodes get them from each other, once each.
 """
 
 from __future__ import annotations
 
 from dataclasses import dataclass, field
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from storage.errors import LongshoreError
 from storage.processes import ProcessId
@@ -51,9 +49,9 @@ class NodeJob:
 
     load_id: str
     attempt: int
-    shared: bytes  # SharedTables, packed
+    shared: bytes  # SharedTables, packed; empty when they come beside the message
     store_identity: str  # part of the cache key of chunks without a digest
-    needs: dict[int, NDArray[np.int64]]  # rank -> chunk ids it touches, ascending
+    ranks: tuple[int, ...]  # of the load, on this node
     done: frozenset[int]  # ranks that have everything already: not none only when an agent was restarted
     min_slots: int  # slots without which this load could not go on
     chunk_attempts: int  # workers that may fail on one chunk before the load fails
@@ -69,8 +67,7 @@ class RankJob:
     attempt: int
     rank: int
     incarnation: int
-    shared: bytes  # SharedTables, packed
-    plan: bytes  # RankPlan, packed
+    shared: bytes  # SharedTables, packed; empty when they come beside the message
     store: StoreAccess
     fetch: FetchSettings
 

@@ -1,18 +1,22 @@
-"""A load plan in parts, each packed for whoever uses it: what the planning process hands to the coordinator.
+"""A load plan as it travels: tables that a node gets once, and facts that the coordinator decides by.
 
-The coordinator decides by facts and passes the packed parts on; agents unpack the shared tables, workers those and
-their own plan. Pickle between processes of our own only: nothing that was stored is ever unpickled.
+Agents and workers unpack the same tables and work out what their ranks touch and hold. So what passes through the
+coordinator grows with nodes, not with ranks times tensors. Pickle between processes of our own only: nothing that was
+stored is ever unpickled.
 """
 
 from __future__ import annotations
 
 import pickle
+from collections.abc import Iterable
 from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.cut_model import CutModel
 from cluster.load_plan import LoadPlan, RankPlan
+from cluster.rank_plans import RankFacts, plan_rank, rank_chunks
 from storage.model_index import ChunkTable, Shard
 
 
@@ -22,44 +26,36 @@ class SharedTables:
 
     shards: tuple[Shard, ...]
     chunks: ChunkTable
+    cut: CutModel
 
+    def chunk_ids(self, rank: int) -> NDArray[np.int64]:
+        """Chunks that the rank touches, ascending."""
+        return rank_chunks(self.cut, self.chunks, self.cut.layout.rank_coords(rank))
 
-@dataclass(frozen=True, slots=True)
-class RankFacts:
-    """What the coordinator knows of a rank's plan without unpacking it."""
+    def rank_plan(self, rank: int) -> RankPlan:
+        """All that one rank has to do."""
+        return plan_rank(self.cut, self.chunks, rank)
 
-    size_bytes: int
-    device_bytes: int
-    segments: int
+    def wanted_bytes(self, ranks: Iterable[int]) -> int:
+        """Bytes of the model that at least one of `ranks` holds."""
+        return self.cut.wanted_bytes(ranks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedPlan:
-    """A load plan as the planning process hands it over: facts to decide by, parts to pass on."""
+    """A load plan as the planning process hands it over."""
 
     revision: str
     verified: str  # hash name, or "transport"
     model_bytes: int
     ranks: tuple[RankFacts, ...]
-    needs: tuple[NDArray[np.int64], ...]  # rank -> chunk ids
-    chunk_bytes: NDArray[np.int64]  # size of every chunk
-    shared: bytes = field(repr=False)
-    plans: tuple[bytes, ...] = field(repr=False)
+    shared: bytes = field(repr=False)  # SharedTables, packed
 
 
 def pack_shared(plan: LoadPlan) -> bytes:
-    return pickle.dumps(SharedTables(plan.shards, plan.chunks), protocol=5)
-
-
-def pack_rank(plan: RankPlan) -> bytes:
-    return pickle.dumps(plan, protocol=5)
+    return pickle.dumps(SharedTables(plan.shards, plan.chunks, plan.cut), protocol=5)
 
 
 def unpack_shared(data: bytes) -> SharedTables:
     tables: SharedTables = pickle.loads(data)
     return tables
-
-
-def unpack_rank(data: bytes) -> RankPlan:
-    plan: RankPlan = pickle.loads(data)
-    return plan

@@ -7,8 +7,9 @@ from collections.abc import Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
-from cluster.load_plan import LoadPlan, RankPlan
-from cluster.planning import needed_bytes, overfetch_bytes
+from cluster.load_plan import LoadPlan
+from cluster.planning import needed_chunks
+from cluster.rank_plans import memory_map, rank_chunks, rank_facts
 from cluster.topology import ranks_by_node
 
 
@@ -74,26 +75,18 @@ def summarize_plan(
     """
     rank_nodes = [0] * len(plan.ranks) if rank_nodes is None else rank_nodes
     names = {node: node_names[node] if node < len(node_names) else f"node {node}" for node in sorted(set(rank_nodes))}
-    ranks = tuple(_summarize_rank(rank, names[node]) for rank, node in zip(plan.ranks, rank_nodes, strict=True))
-    nodes = tuple(
-        NodeSummary(
-            node=names[node],
-            ranks=here,
-            needed_chunks=len(plan.needed_chunks(here)),
-            needed_bytes=needed_bytes(plan, here),
-            overfetch_bytes=overfetch_bytes(plan, here),
-        )
-        for node, here in ranks_by_node(rank_nodes).items()
-    )
-    last = plan.ranks[-1].coords
+    summarize_rank = _RankSummaries(plan)
+    ranks = tuple(summarize_rank(rank, names[node]) for rank, node in enumerate(rank_nodes))
+    nodes = tuple(_summarize_node(plan, names[node], here) for node, here in ranks_by_node(rank_nodes).items())
+    layout = plan.cut.layout
     return PlanSummary(
         revision=plan.revision,
         verified=plan.chunks.hash_name or "transport",
-        tensor_parallel_size=last.tensor + 1,
-        fsdp_size=last.fsdp + 1,
-        data_parallel_size=last.data + 1,
+        tensor_parallel_size=layout.tensor_parallel_size,
+        fsdp_size=layout.fsdp_size,
+        data_parallel_size=layout.data_parallel_size,
         shards=len(plan.shards),
-        tensors=len(plan.ranks[0].slices),
+        tensors=len(plan.cut),
         chunks=len(plan.chunks),
         stored_bytes=sum(shard.size_bytes for shard in plan.shards),
         placed_bytes=sum(rank.size_bytes for rank in ranks),
@@ -110,20 +103,50 @@ def spread_evenly(ranks: int, ranks_per_node: int) -> tuple[int, ...]:
     return tuple(rank // ranks_per_node for rank in range(ranks))
 
 
-def _summarize_rank(rank: RankPlan, node: str) -> RankSummary:
-    by_dtype: Counter[str] = Counter()
-    for piece in rank.slices:
-        by_dtype[piece.dtype] += piece.size_bytes
-    return RankSummary(
-        rank=rank.rank,
-        node=node,
-        tensor=rank.coords.tensor,
-        fsdp=rank.coords.fsdp,
-        data=rank.coords.data,
-        tensors=sum(1 for piece in rank.slices if piece.size_bytes),
-        bytes_by_dtype=dict(sorted(by_dtype.items())),
-        size_bytes=rank.size_bytes,
-        device_bytes=rank.device_bytes,
-        segments=len(rank.segment_bytes),
-        chunks=len(rank.chunk_ids),
+def _summarize_node(plan: LoadPlan, name: str, ranks: tuple[int, ...]) -> NodeSummary:
+    needed = needed_chunks(plan, ranks)
+    needed_bytes = int(plan.chunks.sizes_bytes()[needed].sum())
+    return NodeSummary(
+        node=name,
+        ranks=ranks,
+        needed_chunks=len(needed),
+        needed_bytes=needed_bytes,
+        overfetch_bytes=needed_bytes - plan.cut.wanted_bytes(ranks),
     )
+
+
+class _RankSummaries:
+    """Summaries of ranks, from the cut: a thousand ranks of a large model are not planned for it."""
+
+    def __init__(self, plan: LoadPlan) -> None:
+        self._plan = plan
+        self._counts = plan.cut.kind_counts()
+        self._facts = rank_facts(plan.cut)
+        self._segments: dict[tuple[int, ...], int] = {}  # by the sizes of each kind's slice
+        self._chunks: dict[tuple[int, int], int] = {}  # by place in the replica
+
+    def __call__(self, rank: int, node: str) -> RankSummary:
+        cut = self._plan.cut
+        coords = cut.layout.rank_coords(rank)
+        sizes = tuple(piece.size_bytes for piece in cut.slices(coords))
+        by_dtype: Counter[str] = Counter()
+        for kind, size_bytes, count in zip(cut.kinds, sizes, self._counts, strict=True):
+            by_dtype[kind.dtype] += size_bytes * count
+        if sizes not in self._segments:
+            self._segments[sizes] = len(memory_map(cut, sizes).segment_bytes)
+        place = coords.fsdp, coords.tensor
+        if place not in self._chunks:
+            self._chunks[place] = len(rank_chunks(cut, self._plan.chunks, coords))
+        return RankSummary(
+            rank=rank,
+            node=node,
+            tensor=coords.tensor,
+            fsdp=coords.fsdp,
+            data=coords.data,
+            tensors=sum(count for size_bytes, count in zip(sizes, self._counts, strict=True) if size_bytes),
+            bytes_by_dtype=dict(sorted(by_dtype.items())),
+            size_bytes=self._facts[rank].size_bytes,
+            device_bytes=self._facts[rank].device_bytes,
+            segments=self._segments[sizes],
+            chunks=self._chunks[place],
+        )

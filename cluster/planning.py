@@ -2,21 +2,23 @@
 
 from __future__ import annotations
 
-import math
-from collections.abc import Iterator, Sequence
-from dataclasses import replace
+from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cluster.box import CutsInsideByte, element_bits
+from cluster.cut_model import cut_model
 from cluster.errors import PlanError
-from cluster.layout import Layout, cut_box, decide_cuts
+from cluster.layout import Layout
 from cluster.layout_rules import Rules, rules_for
 from cluster.load_plan import LoadPlan, RankPlan, TensorSlice
 from cluster.model_config import ModelConfig
+from cluster.rank_plans import RankPlans, node_chunks
 from cluster.read_items import ReadItems, expand_read_items
-from cluster.segments import ALIGNMENT_BYTES, place_in_segments
+from cluster.segments import ALIGNMENT_BYTES
+from cluster.slice_patterns import SourcePatterns, pair_with_chunks
 from storage.model_index import ChunkTable, ModelIndex, Shard
 
 
@@ -32,46 +34,9 @@ def build_load_plan(
     parallelism neither is needed. Raises LayoutError listing every tensor that cannot be cut, and PlanError
     when the model's chunks do not hold all bytes of its tensors.
     """
-    cuts = decide_cuts(index.tensors, layout, rules_for(config) if rules is None else rules, config)
-    one_replica = replace(layout, data_parallel_size=1)
-    ranks: list[RankPlan] = []
-    for rank in range(layout.ranks):
-        coords = layout.rank_coords(rank)
-        if coords.data:  # a replica holds what the first one does
-            ranks.append(replace(ranks[rank % one_replica.ranks], rank=rank, coords=coords))
-            continue
-        boxes = [cut_box(tensor.shape, cut, coords, layout) for tensor, cut in zip(index.tensors, cuts, strict=True)]
-        sizes_bytes = [
-            tensor.size_bytes * math.prod(sizes) // max(math.prod(tensor.shape), 1)
-            for tensor, (_, sizes) in zip(index.tensors, boxes, strict=True)
-        ]
-        places = place_in_segments((tensor.name, size) for tensor, size in zip(index.tensors, sizes_bytes, strict=True))
-        slices = tuple(
-            TensorSlice(
-                name=tensor.name,
-                dtype=tensor.dtype,
-                shape=tensor.shape,
-                offsets=offsets,
-                sizes=sizes,
-                shard=tensor.shard,
-                start=tensor.start,
-                segment=segment,
-                segment_offset=segment_offset,
-                size_bytes=size_bytes,
-            )
-            for tensor, (offsets, sizes), size_bytes, segment, segment_offset in zip(
-                index.tensors, boxes, sizes_bytes, places.segment, places.offset, strict=True
-            )
-        )
-        items = expand_read_items(slices, index.chunks)
-        if items.size_bytes != sum(sizes_bytes):
-            raise PlanError(
-                f"the chunks hold {items.size_bytes} of the {sum(sizes_bytes)} bytes that rank {rank} needs",
-                hint="The manifest is broken; publish the model again",
-                revision=index.revision,
-            )
-        ranks.append(RankPlan(rank, coords, slices, places.segment_bytes, items.chunk_ids()))
-    return LoadPlan(index.revision, index.shards, index.chunks, tuple(ranks))
+    cut = cut_model(index, layout, rules_for(config) if rules is None else rules, config)
+    _check_coverage(index)
+    return LoadPlan(index.revision, index.shards, index.chunks, cut, RankPlans(cut, index.chunks))
 
 
 def check_plan(plan: LoadPlan) -> list[str]:
@@ -86,21 +51,42 @@ def check_plan(plan: LoadPlan) -> list[str]:
     return problems
 
 
-def needed_bytes(plan: LoadPlan, ranks: Sequence[int]) -> int:
+def needed_chunks(plan: LoadPlan, ranks: Iterable[int]) -> NDArray[np.int64]:
+    """Chunks that any of `ranks` touches, ascending: what a node hosting those ranks fetches once."""
+    return node_chunks(plan.cut, plan.chunks, ranks)
+
+
+def needed_bytes(plan: LoadPlan, ranks: Iterable[int]) -> int:
     """Bytes of the chunks that a node hosting `ranks` fetches, each once."""
-    return int(plan.chunks.sizes_bytes()[plan.needed_chunks(tuple(ranks))].sum())
+    return int(plan.chunks.sizes_bytes()[needed_chunks(plan, ranks)].sum())
 
 
 def overfetch_bytes(plan: LoadPlan, ranks: Sequence[int]) -> int:
     """Bytes inside the chunks that a node hosting `ranks` fetches, wanted by none of those ranks."""
-    # Boxes of one tensor are parts of one grid: equal or disjoint. So each different box counts once.
-    wanted = {
-        (piece.shard, piece.start, piece.offsets): piece.size_bytes
-        for rank in ranks
-        for piece in plan.ranks[rank].slices
-        if piece.size_bytes
-    }
-    return needed_bytes(plan, ranks) - sum(wanted.values())
+    return needed_bytes(plan, ranks) - plan.cut.wanted_bytes(ranks)
+
+
+def _check_coverage(index: ModelIndex) -> None:
+    """Raises PlanError when the chunks do not hold each byte of the tensors once. Every byte is some rank's."""
+    filled = [tensor for tensor in index.tensors if tensor.size_bytes]
+    size = np.array([tensor.size_bytes for tensor in filled], np.int64)
+    held_bytes = 0
+    if filled and len(index.chunks):
+        whole = SourcePatterns(
+            shard=np.array([tensor.shard for tensor in filled], np.int64),
+            start=np.array([tensor.start for tensor in filled], np.int64),
+            run=size,
+            count=np.ones_like(size),
+            src_stride=size,
+        )
+        tensor, _, low, high = pair_with_chunks(whole, index.chunks)
+        held_bytes = int((np.minimum(high, size[tensor]) - np.maximum(low, 0)).sum())
+    if held_bytes != int(size.sum()):
+        raise PlanError(
+            f"the chunks hold {held_bytes} of the {int(size.sum())} bytes of the model's tensors",
+            hint="The manifest is broken; publish the model again",
+            revision=index.revision,
+        )
 
 
 def _chunk_problems(chunks: ChunkTable, shards: Sequence[Shard]) -> Iterator[str]:

@@ -10,61 +10,39 @@ import os
 import pickle
 import struct
 import sys
-from collections import OrderedDict
 from typing import Any, BinaryIO
 
-from cluster.load_plan import LoadPlan
 from cluster.messages import LoadRequest
-from cluster.packed_plan import PackedPlan, RankFacts, pack_rank, pack_shared
-from cluster.planning import overfetch_bytes
+from cluster.packed_plan import PackedPlan, pack_shared
 from cluster.prepare import prepare_plan, still_current
+from cluster.rank_plans import rank_facts
 from storage.errors import LongshoreError
 
 _LENGTH = struct.Struct("<Q")
-_KEPT_PLANS = 4
 
 
 class PlanningServer:
-    """Answers one request at a time; keeps the last few plans for questions about them."""
+    """Answers one request at a time."""
 
     def __init__(self, chunk_bytes: int, read_timeout_s: float) -> None:
         self._chunk_bytes = chunk_bytes
         self._read_timeout_s = read_timeout_s
-        self._plans: OrderedDict[str, LoadPlan] = OrderedDict()
 
     def prepare(self, request: LoadRequest) -> PackedPlan:
-        plan, model_bytes = self._plan(request)
+        index, plan = prepare_plan(request, chunk_bytes=self._chunk_bytes, read_timeout_s=self._read_timeout_s)
         return PackedPlan(
             revision=plan.revision,
             verified=plan.chunks.hash_name or "transport",
-            model_bytes=model_bytes,
-            ranks=tuple(RankFacts(r.size_bytes, r.device_bytes, len(r.segment_bytes)) for r in plan.ranks),
-            needs=tuple(rank.chunk_ids for rank in plan.ranks),
-            chunk_bytes=plan.chunks.sizes_bytes(),
+            model_bytes=index.size_bytes,
+            ranks=rank_facts(plan.cut),
             shared=pack_shared(plan),
-            plans=tuple(pack_rank(rank) for rank in plan.ranks),
         )
-
-    def overfetch_bytes(self, request: LoadRequest, groups: list[tuple[int, ...]]) -> list[int]:
-        plan = self._plans.get(request.identity()) or self._plan(request)[0]
-        return [overfetch_bytes(plan, ranks) for ranks in groups]
 
     def is_current(self, request: LoadRequest, revision: str) -> bool:
         return still_current(request, revision, self._read_timeout_s)
 
-    def _plan(self, request: LoadRequest) -> tuple[LoadPlan, int]:
-        index, plan = prepare_plan(request, chunk_bytes=self._chunk_bytes, read_timeout_s=self._read_timeout_s)
-        self._plans[request.identity()] = plan
-        while len(self._plans) > _KEPT_PLANS:
-            self._plans.popitem(last=False)
-        return plan, index.size_bytes
-
     def answer(self, verb: str, args: tuple[Any, ...]) -> Any:
-        verbs = {
-            "prepare": self.prepare,
-            "overfetch_bytes": self.overfetch_bytes,
-            "is_current": self.is_current,
-        }
+        verbs = {"prepare": self.prepare, "is_current": self.is_current}
         try:
             return verbs[verb](*args)  # type: ignore[operator]
         except LongshoreError as error:

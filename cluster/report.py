@@ -72,6 +72,7 @@ class NodeReport(_Jsonable):
     retries: dict[str, int] = field(default_factory=dict)  # by cause
     arena_bytes: int = 0
     peak_host_bytes: int = 0  # proportional set size of the node agent at its highest
+    overfetch_bytes: int = 0  # inside the needed chunks, wanted by no rank of the node
 
 
 @dataclass(frozen=True, slots=True)

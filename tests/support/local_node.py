@@ -18,7 +18,7 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.device import CpuDevice
+from actors.cpu_device import CpuDevice
 from actors.executor import AgentLink, RankLoader
 from actors.node_agent import NodeAgent
 from cluster.config import Config
@@ -29,7 +29,7 @@ from cluster.layout_rules import rules_for
 from cluster.load_plan import LoadPlan
 from cluster.messages import FetchSettings, JoinReply, NodeJob, Orders, RankHello, RankJob, RankUpdate, StoreAccess
 from cluster.model_config import read_model_config
-from cluster.packed_plan import pack_rank, pack_shared
+from cluster.packed_plan import pack_shared
 from cluster.planning import build_load_plan
 from cluster.report import NodeReport, RankReport
 from storage.checkpoint import open_model
@@ -109,7 +109,7 @@ class LocalNode:
             attempt=1,
             shared=pack_shared(plan),
             store_identity="twin",
-            needs={rank: plan.ranks[rank].chunk_ids for rank in ranks},
+            ranks=tuple(ranks),
             done=frozenset(done),
             min_slots=min_slots(len(ranks)),
             chunk_attempts=self.config.chunk_attempts,
@@ -123,7 +123,7 @@ class LocalNode:
     def job(self, plan: LoadPlan, load_id: str, rank: int, incarnation: int = 0) -> RankJob:
         fetch = FetchSettings(self.config.fetch_threads, self.config.fetch_attempts, 5.0, HEARTBEAT_S)
         access = StoreAccess(StoreRef("file", "", "/nowhere"))
-        return RankJob(load_id, 1, rank, incarnation, pack_shared(plan), pack_rank(plan.ranks[rank]), access, fetch)
+        return RankJob(load_id, 1, rank, incarnation, pack_shared(plan), access, fetch)
 
     def ranks(self, plan: LoadPlan, store: ObjectStore, load_id: str, link: AgentLink | None = None) -> list[Rank]:
         """A loader for every rank of the plan, not yet running."""

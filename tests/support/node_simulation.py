@@ -14,14 +14,17 @@ import itertools
 import pickle
 import random
 from collections import Counter
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
 import numpy as np
+from numpy.typing import NDArray
 
 from actors.node_ledger import NodeLedger
+from cluster.cut_model import CutModel
 from cluster.errors import LoadCancelled, RankLost
 from cluster.fit import min_slots
+from cluster.layout import Layout
 from cluster.messages import Commit, FetchFailure, LeaseOrder, NodeJob, Orders, RankHello, RankUpdate
 from cluster.packed_plan import SharedTables
 from storage.chunk_cache import ChunkCache
@@ -33,6 +36,22 @@ from storage.slot_records import MemoryJournal
 CHUNK_BYTES = 8
 DEADLINE_S = 10.0
 CHUNK_ATTEMPTS = 3
+
+
+NO_TENSORS = CutModel(Layout(), (), (), np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int64))
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SimTables(SharedTables):
+    """Tables of a model without tensors: what each rank touches is said, not worked out."""
+
+    wanted: dict[int, NDArray[np.int64]]
+
+    def chunk_ids(self, rank: int) -> NDArray[np.int64]:
+        return self.wanted[rank]
+
+    def wanted_bytes(self, ranks: Iterable[int]) -> int:
+        return sum(CHUNK_BYTES for _ in set().union(*(self.wanted[rank].tolist() for rank in ranks)))
 
 
 @dataclass(frozen=True, eq=False)
@@ -48,7 +67,7 @@ class SimModel:
         """What a slot holds that holds the chunk."""
         return self.contents[chunk]
 
-    def shared(self) -> bytes:
+    def shared(self, needs: Mapping[int, Sequence[int]]) -> bytes:
         count = len(self.contents)
         start = np.arange(count, dtype=np.int64) * CHUNK_BYTES
         digests = np.zeros((count, 32), np.uint8)
@@ -60,7 +79,8 @@ class SimModel:
             "blake3" if self.digests else None,
             digests if self.digests else None,
         )
-        return pickle.dumps(SharedTables((Shard(self.key, count * CHUNK_BYTES, self.etag),), table))
+        wanted = {rank: np.array(sorted(chunks), np.int64) for rank, chunks in needs.items()}
+        return pickle.dumps(SimTables((Shard(self.key, count * CHUNK_BYTES, self.etag),), table, NO_TENSORS, wanted))
 
 
 @dataclass
@@ -77,15 +97,14 @@ class SimLoad:
     done: set[int] = field(default_factory=set)
 
     def job(self) -> NodeJob:
-        needs = {rank: np.array(sorted(chunks), np.int64) for rank, chunks in self.needs.items()}
         return NodeJob(
             load_id=self.load_id,
             attempt=1,
-            shared=self.model.shared(),
+            shared=self.model.shared(self.needs),
             store_identity="sim",
-            needs=needs,
+            ranks=tuple(self.needs),
             done=frozenset(self.done),
-            min_slots=min_slots(len(needs)),
+            min_slots=min_slots(len(self.needs)),
             chunk_attempts=CHUNK_ATTEMPTS,
             lease_deadline_s=DEADLINE_S,
             record=b"",

@@ -134,7 +134,7 @@ def test_a_load_that_fails_says_why_and_leaves_no_model(
 def test_an_error_that_nobody_foresaw_comes_back_as_one_that_pickles(
     worker: GpuWorker, plan: LoadPlan, node: LocalNode
 ):
-    broken = replace(node.job(plan, "load", 0), plan=b"no pickle at all")
+    broken = replace(node.job(plan, "load", 0), shared=b"no pickle at all")
     worker.start(broken)
     with pytest.raises(LongshoreError, match="while loading") as caught:
         worker.outcome()
@@ -200,7 +200,7 @@ class NoCoordinator:
         return float(sys.argv[1])
 
 worker = GpuWorker("n", "cpu", 0.5, NoCoordinator())
-worker.start(RankJob("l", 1, 0, 0, b"", b"", StoreAccess(parse_uri("/tmp")), FetchSettings(1, 1, 1.0, 0.05)))
+worker.start(RankJob("l", 1, 0, 0, b"", StoreAccess(parse_uri("/tmp")), FetchSettings(1, 1, 1.0, 0.05)))
 print("started", flush=True)
 time.sleep(float(sys.argv[2]))
 print("alive", flush=True)

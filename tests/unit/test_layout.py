@@ -11,9 +11,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import ConfigError, LayoutError
-from cluster.layout import Layout, TensorCut, cut_box, decide_cuts, slice_box
+from cluster.layout import Layout, RankCoords, TensorCut, cut_box, decide_cuts, slice_box
 from cluster.layout_rules import FAMILIES, Rule, Rules, parse_rules
-from cluster.load_plan import RankCoords
 from cluster.model_config import ModelConfig
 from storage.model_index import Tensor
 
