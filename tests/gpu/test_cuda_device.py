@@ -12,7 +12,8 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from actors.device import CudaDevice, open_device
+from actors.cuda_device import CudaDevice
+from actors.device import open_device
 from actors.executor import RankLoader
 from cluster.errors import DoesNotFit
 from cluster.read_items import ReadItems, expand_read_items
@@ -189,7 +190,7 @@ def test_only_the_first_visible_gpu_gets_a_context():
         pytest.skip("this machine has one GPU: nothing else could get a context")
     code = """
 import torch
-from actors.device import CudaDevice
+from actors.cuda_device import CudaDevice
 before = torch.cuda.device_count()
 device = CudaDevice()
 device.allocate((1 << 20,))

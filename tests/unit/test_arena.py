@@ -4,8 +4,10 @@ from __future__ import annotations
 
 import errno
 import fcntl
+import mmap
 import os
 import random
+import resource
 import stat
 import struct
 import threading
@@ -95,13 +97,24 @@ def test_slots_become_ready_in_order_and_take_memory_only_then(arena, path):
     assert os.stat(path).st_blocks * 512 == empty * 512 + 2 * SLOT
     with Arena.open(path) as other:
         assert other.ready_slots == 2  # whoever maps it can see
-        assert other.populate(0, 2) in (True, False)
-        with pytest.raises(IndexError):
-            other.populate(0, 3)
     thread = threading.Thread(target=arena.reserve)
     thread.start()
     thread.join()
     assert arena.ready_slots == 4
+
+
+def test_the_pages_of_a_slot_come_with_it(path):
+    """... and not one by one while it is filled."""
+    pages = (4 << 20) // mmap.PAGESIZE
+    with Arena.create(path, slot_count=2, slot_bytes=4 << 20) as arena:
+        arena.reserve()
+        with Arena.open(path) as other:
+            data = b"x" * (4 << 20)
+            for index in (0, 1, 0):
+                slot = other.slot(index)
+                before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+                slot[:] = data
+                assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < pages // 4
 
 
 def test_memory_that_runs_out_is_given_back(small_tmpfs):

@@ -11,9 +11,11 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from actors import device as device_module
-from actors.device import CpuDevice, open_device, torch_dtype
+from actors import tensor_views
+from actors.cpu_device import CpuDevice
+from actors.device import open_device
 from actors.shard import RankShard
+from actors.tensor_views import torch_dtype
 from cluster.errors import DeviceUnavailable, DoesNotFit
 from cluster.load_plan import LoadPlan
 from cluster.read_items import ReadItems, expand_read_items
@@ -60,9 +62,9 @@ def test_every_dtype_has_its_torch_dtype_and_its_bytes(tmp_path):
 
 
 def test_a_dtype_that_torch_lacks_comes_as_bytes(monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setitem(device_module._TORCH_NAMES, "F8_E8M0", "float8_of_tomorrow")
+    monkeypatch.setitem(tensor_views._TORCH_NAMES, "F8_E8M0", "float8_of_tomorrow")
     assert torch_dtype("F8_E8M0", (2, 3)) == (torch.uint8, (2, 3))
-    monkeypatch.setitem(device_module._TORCH_NAMES, "F64", "")
+    monkeypatch.setitem(tensor_views._TORCH_NAMES, "F64", "")
     assert torch_dtype("F64", (2, 3)) == (torch.uint8, (2, 24))
     assert torch_dtype("F64", ()) == (torch.uint8, (8,))
 
@@ -81,7 +83,7 @@ def test_tensors_start_at_256_bytes_and_fill_no_more_than_was_planned():
     device = filled(plan, objects)
     for name, tensor in device.tensors(plan.ranks[0].slices).items():
         assert tensor.numel() == 0 or tensor.data_ptr() % 256 == 0, name
-    assert tuple(len(segment) for segment in device._segments) == plan.ranks[0].segment_bytes
+    assert tuple(len(segment.data) for segment in device._segments) == plan.ranks[0].segment_bytes
 
 
 def test_tensors_keep_their_memory_after_the_device_gave_it_up():
@@ -101,7 +103,7 @@ def test_tensors_keep_their_memory_after_the_device_gave_it_up():
     for other in others:
         other.allocate(plan.ranks[0].segment_bytes)
         for segment in other._segments:
-            segment[:] = 0xFF
+            segment.data[:] = 0xFF
     assert torch.equal(as_bytes(kept), before)
 
 
@@ -156,7 +158,7 @@ def test_strided_copies(case: tuple[int, int, list[tuple[int, int, int, int, int
     device = CpuDevice()
     device.allocate((segment_bytes,))
     device.place(memoryview(chunk), items_of(rows), slice(0, len(rows)))
-    assert np.array_equal(device._segments[0], copied(chunk, np.zeros(segment_bytes, np.uint8), rows))
+    assert np.array_equal(device._segments[0].data, copied(chunk, np.zeros(segment_bytes, np.uint8), rows))
 
 
 def test_which_device():

@@ -543,10 +543,10 @@ def test_a_device_without_room_ends_the_load_before_a_byte_moved(shm_dir: Path, 
     with local_node(shm_dir, slots=8) as node:
         rank = node.ranks(plan, store, node.begin(plan))[0]
 
-        def no_room(*_: object) -> object:
+        def no_room(*_: object, **__: object) -> object:
             raise OSError(12, "Cannot allocate memory")
 
-        monkeypatch.setattr("actors.device.mmap.mmap", no_room)
+        monkeypatch.setattr("actors.segment_memory.mmap.mmap", no_room)
         rank.run()
         assert isinstance(rank.outcome, DoesNotFit)
         assert store.reads == []

@@ -37,11 +37,11 @@ AT_MODULE_LEVEL = {
         "actors/spawn",
         "actors/strays",
     },
-    "torch": set[str](),
+    "torch": {"actors/cuda_device", "actors/tensor_views"},  # imported by those below, when there are tensors
 }
 IN_FUNCTIONS = {
     "ray": {"cluster/connection", "cluster/doctor_cluster", "cluster/model"},
-    "torch": {"actors/device", "actors/gpu_worker", "cluster/demo", "cluster/model"},
+    "torch": {"actors/cpu_device", "actors/gpu_worker", "cluster/demo", "cluster/model"},
 }
 # the one seam that points upward: these may name a module of `actors` in a string, in one function each
 NAMES_ACTORS = {"cluster/connection"}

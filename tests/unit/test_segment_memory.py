@@ -1,0 +1,118 @@
+"""Recycled memory: what somebody still views is never handed out again, what nobody views is, and no more is kept."""
+
+from __future__ import annotations
+
+import gc
+import mmap
+import threading
+
+import numpy as np
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from actors.segment_memory import Segment, SegmentMemory
+
+MIB = 1 << 20
+
+
+def fill(segments: list[Segment], value: int) -> None:
+    for segment in segments:
+        segment.touch(0, len(segment.data))
+        segment.data[:] = value
+
+
+@given(
+    st.lists(st.lists(st.integers(0, 3 * MIB), max_size=5), min_size=1, max_size=6),
+    st.randoms(use_true_random=False),
+)
+def test_every_segment_is_the_takers_own(loads: list[list[int]], random: object) -> None:
+    """Loads follow each other; some of their tensors are stored away and must keep their bytes."""
+    memory = SegmentMemory()
+    memory.keep(True)
+    stored = []
+    for number, sizes in enumerate(loads, 1):
+        segments = memory.take(sizes)
+        assert [len(segment.data) for segment in segments] == sizes
+        fill(segments, number)
+        views = [segment.data[: len(segment.data) // 2] for segment in segments]
+        del segments
+        stored += [(view, number) for view in views if random.random() < 0.3]  # type: ignore[attr-defined]
+        del views
+        for view, value in stored:
+            assert (view == value).all()
+
+
+def test_what_is_let_go_is_used_again() -> None:
+    memory = SegmentMemory()
+    memory.keep(True)
+    segments = memory.take([MIB, 4 * MIB])
+    addresses = sorted(segment.data.ctypes.data for segment in segments)
+    fill(segments, 1)
+    del segments
+    assert memory.kept_bytes == 5 * MIB
+    again = memory.take([4 * MIB, MIB])
+    assert memory.kept_bytes == 0
+    assert sorted(segment.data.ctypes.data for segment in again) == addresses
+    assert not any(segment._absent for segment in again)  # its pages are there
+
+
+def test_other_sizes_fit_too_and_no_more_is_kept_than_needed() -> None:
+    memory = SegmentMemory()
+    memory.keep(True)
+    del (segments := memory.take([8 * MIB, 2 * MIB, 2 * MIB]))[:]
+    assert memory.kept_bytes == 12 * MIB
+    segments = memory.take([9 * MIB, 100])
+    fill(segments, 3)
+    assert memory.kept_bytes == 0  # the third block went back to the system
+    assert [len(segment.data) for segment in segments] == [9 * MIB, 100]
+    segments.clear()
+    assert memory.kept_bytes == 9 * MIB + mmap.PAGESIZE
+
+
+def test_nothing_is_kept_unless_wanted() -> None:
+    memory = SegmentMemory()
+    del (segments := memory.take([MIB]))[:]
+    assert memory.kept_bytes == 0
+    memory.keep(True)
+    del (segments := memory.take([MIB]))[:]
+    assert segments == []
+    assert memory.kept_bytes == MIB
+    memory.keep(False)
+    assert memory.kept_bytes == 0
+
+
+def test_a_cycle_that_is_collected_while_memory_is_taken_does_not_hang() -> None:
+    memory = SegmentMemory()
+    memory.keep(True)
+
+    class Holder: ...
+
+    def cycle() -> None:
+        holder = Holder()
+        holder.me = holder  # type: ignore[attr-defined]
+        holder.segments = memory.take([MIB])  # type: ignore[attr-defined]
+
+    def work() -> None:
+        for _ in range(50):
+            cycle()
+            gc.collect()
+            memory.take([MIB, 2 * MIB])
+
+    threads = [threading.Thread(target=work, daemon=True) for _ in range(4)]
+    for thread in threads:
+        thread.start()
+    for thread in threads:
+        thread.join(60)
+        assert not thread.is_alive()
+
+
+@pytest.mark.parametrize(("start", "end"), [(0, 1), (MIB - 1, MIB + 1), (3 * MIB, 3 * MIB + 5), (0, 3 * MIB + 5)])
+def test_touched_pages_are_written_without_a_trap(start: int, end: int) -> None:
+    import resource
+
+    (segment,) = SegmentMemory().take([3 * MIB + 5])
+    segment.touch(start, end)
+    before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
+    segment.data[start:end] = np.uint8(1)
+    assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 64
