@@ -9,7 +9,7 @@ from __future__ import annotations
 import random
 import threading
 import time
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from cluster.messages import Commit, FetchFailure, LeaseOrder
@@ -53,6 +53,8 @@ class ChunkFetcher:
         self._stopped = threading.Event()
         self._closed: set[str] = set()
         self._clocks: list[StageClock] = []
+        # How a thread waits before another try: (cause, seconds). Ends early when the tries are stopped.
+        self.pause: Callable[[str, float], object] = lambda _, delay_s: self._stopped.wait(delay_s)
 
     def clock(self) -> StageClock:
         """A clock for the calling thread."""
@@ -98,7 +100,7 @@ class ChunkFetcher:
                 if tries >= self._attempts or isinstance(decision, Fail) or time.monotonic() > give_up_s:
                     failure = FetchFailure(lease.lease_id, lease.chunk, self._described(error, lease.chunk), tries)
                     return FetchedChunk(lease.lease_id, None, failure, retries)
-                self._stopped.wait(decision.delay_s)
+                self.pause(cause, decision.delay_s)
         finally:
             target.release()
             slot.release()
@@ -149,6 +151,5 @@ class ChunkFetcher:
             verify_bytes=sum(clock.verify_bytes for clock in clocks),
             place_s=place.busy_s,
             place_bytes=place.bytes,
-            wait_slot_s=sum(clock.wait_s for clock in clocks),
             wait_chunk_s=place.wait_s,
         )

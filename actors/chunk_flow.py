@@ -64,7 +64,11 @@ class ChunkFlow:
     # -- leases ------------------------------------------------------------------------------------------------
 
     def next_lease(self, place: RankPlace, now_s: float) -> LeaseOrder | None:
-        """What the rank should fetch now; None when there is nothing for it, or no slot: that is the back-pressure."""
+        """What the rank should fetch now; None when there is nothing for it, or no slot: that is the back-pressure.
+
+        `place.short_of` says which.
+        """
+        place.short_of = "slots"
         if place.process is None or not self._cache.reserve(self._job.load_id, self._job.min_slots):
             return None  # (a load that was complete has given its minimum back, and queues for it again)
         while (chunk := self.queue.next_for(place.rank, now_s)) is not None:
@@ -80,7 +84,9 @@ class ChunkFlow:
                 return None
             self.queue.leased(chunk, place.rank)
             place.leases[lease.lease_id] = chunk
+            place.short_of = ""
             return LeaseOrder(lease.lease_id, chunk, lease.slot, self._job.lease_deadline_s)
+        place.short_of = "chunks"
         return None
 
     def _take_from_cache(self, chunk: int) -> bool:

@@ -4,6 +4,7 @@
       |  leases                                   ^ results
       v                                           |
     fetch threads -- store.read_into(slot) -> digest -> commit            (bytes go socket -> slot, no copy between)
+      |                as many as `cluster.concurrency` finds best, started when first needed
       |  readable chunks (committed here by this rank or any other)
       v
     place thread --- device.place(slot -> segments) -> placed
@@ -21,11 +22,13 @@ import socket
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 from typing import Protocol
 
 from actors.chunk_fetcher import ChunkFetcher, StageClock
 from actors.device import Device
 from actors.rank_work import RankWork, Results
+from cluster.concurrency import RequestLimit
 from cluster.errors import ClusterLost, LoadCancelled
 from cluster.messages import JoinReply, Orders, RankHello, RankJob, RankUpdate
 from cluster.packed_plan import unpack_shared
@@ -33,9 +36,11 @@ from cluster.read_items import expand_read_items
 from cluster.report import RankReport
 from storage.arena import Arena
 from storage.errors import LongshoreError
+from storage.host_cpu import CpuClock, usable_cpus
 from storage.object_store import ObjectStore
 from storage.open_store import open_store
-from storage.processes import ProcessId, pss_bytes
+from storage.own_memory import PeakMemory
+from storage.processes import ProcessId
 
 AGENT_GONE_S = 60.0  # an agent that does not answer for this long is not coming back
 AGENT_BACK_S = 15.0  # Ray restarts an agent, and the coordinator tells it its loads, well within this
@@ -65,36 +70,37 @@ class RankLoader:
         self._job = job
         self._device = device
         self._process = ProcessId.current()
+        self._store = store or open_store(job.store.ref, job.store.credentials, read_timeout_s=job.fetch.read_timeout_s)
+        self._memory = PeakMemory()  # everything is imported, and nothing of this load is there yet
         self._tables = unpack_shared(job.shared)
         self.plan = self._tables.rank_plan(job.rank)
         self._items = expand_read_items(self.plan.slices, self._tables.chunks)
-        self._store = store or open_store(job.store.ref, job.store.credentials, read_timeout_s=job.fetch.read_timeout_s)
         self._fetcher = ChunkFetcher(self._store, self._tables, job.fetch.attempts)
-        self._work = RankWork(self._fetcher, len(self.plan.chunk_ids), job.fetch.threads)
+        self._limit = RequestLimit(job.fetch.threads)
+        self._work = RankWork(self._fetcher, len(self.plan.chunk_ids), self._limit)
+        self._threads: list[threading.Thread] = []  # the place thread and the fetch threads
         self._arena: Arena | None = None
         self._joined = False  # the agent may hold slots for this rank
         self._place_clock = StageClock()
+        self._device_s = 0.0  # the place thread waited for the device's copies to end
+        self._cpu: CpuClock | None = None  # since there was something to do
         self.started_s = time.monotonic()
 
     # -- called by the host ------------------------------------------------------------------------------------
 
     def run(self) -> RankReport:
         """Load, and return when every slice is on the device. Raises LongshoreError; the device is freed then."""
-        loops = [(f"fetch-{i}", self._fetch_loop) for i in range(self._job.fetch.threads)]
-        loops.append(("place", self._place_loop))
-        threads = [threading.Thread(target=self._guarded, args=(loop,), name=name, daemon=True) for name, loop in loops]
         try:
             self._work.sleep(0)  # cancelled before it began?
             self._device.allocate(self.plan.segment_bytes)
             self._join()
-            for thread in threads:
-                thread.start()
+            self._start_thread(self._place_loop, "place")
             self._exchange_loop()
             report = self._report()
         except BaseException:
-            self._end(threads, failed=True)
+            self._end(failed=True)
             raise
-        self._end(threads, failed=False)
+        self._end(failed=False)
         return report
 
     def cancel(self, error: LongshoreError | None = None) -> None:
@@ -153,11 +159,19 @@ class RankLoader:
             if orders.stop is not None:
                 raise orders.stop
             if agent_knows:
-                self._work.take(orders)
+                self._take(orders)
             else:
                 self._work.drain()
                 self._work.forget_leases()
                 self._join()
+
+    def _take(self, orders: Orders) -> None:
+        self._work.take(orders)
+        while len(self._threads) - 1 < self._work.fetch_threads():
+            self._start_thread(self._fetch_loop, f"fetch-{len(self._threads) - 1}")
+        if self._cpu is None and self._work.first_work_s is not None:
+            self._cpu = CpuClock()
+        self._memory.sample()
 
     def _hello(self) -> RankHello:
         job = self._job
@@ -196,6 +210,11 @@ class RankLoader:
 
     # -- threads -----------------------------------------------------------------------------------------------
 
+    def _start_thread(self, loop: Callable[[], None], name: str) -> None:
+        thread = threading.Thread(target=self._guarded, args=(loop,), name=name, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
     def _guarded(self, loop: Callable[[], None]) -> None:
         try:
             loop()
@@ -206,13 +225,11 @@ class RankLoader:
 
     def _fetch_loop(self) -> None:
         clock = self._fetcher.clock()
-        while True:
-            waited_s = time.monotonic()
-            lease = self._work.next_lease()
-            if lease is None or self._arena is None:
-                return
-            clock.wait_s += time.monotonic() - waited_s
-            self._work.fetched(self._fetcher.fetch(self._arena, lease, clock))
+        while (lease := self._work.next_lease()) is not None and self._arena is not None:
+            begun_s = time.monotonic()
+            result = self._fetcher.fetch(self._arena, lease, clock)
+            size_bytes = self._tables.chunks.byte_range(lease.chunk).size_bytes
+            self._work.fetched(result, size_bytes, time.monotonic() - begun_s)
 
     def _place_loop(self) -> None:
         clock = self._place_clock
@@ -224,8 +241,10 @@ class RankLoader:
             begun_s = time.monotonic()
             clock.wait_s += begun_s - waited_s
             moved_bytes = sum(self._place(self._arena, chunk, slot) for chunk, slot in chunks)
+            copied_s = time.monotonic()
             self._device.synchronize()
-            clock.busy_s += time.monotonic() - begun_s
+            clock.busy_s += copied_s - begun_s
+            self._device_s += time.monotonic() - copied_s
             clock.bytes += moved_bytes
             self._work.placed([chunk for chunk, _ in chunks], moved_bytes)
 
@@ -238,12 +257,11 @@ class RankLoader:
 
     # -- the end -----------------------------------------------------------------------------------------------
 
-    def _end(self, threads: list[threading.Thread], *, failed: bool) -> None:
+    def _end(self, *, failed: bool) -> None:
         """No thread, no mapping and no connection is left; the agent gets its slots back."""
         self._work.stop(LoadCancelled("the load is over"))
-        for thread in threads:
-            if thread.ident is not None:
-                thread.join()
+        for thread in self._threads:
+            thread.join()
         try:
             if failed:
                 self._device.free()
@@ -265,7 +283,16 @@ class RankLoader:
     def _report(self) -> RankReport:
         now_s = time.monotonic()
         first_s = self._work.first_work_s or now_s
-        stages = self._fetcher.stage_times(self._place_clock)
+        spent = self._work.fetch_time
+        stages = replace(
+            self._fetcher.stage_times(self._place_clock),
+            device_s=self._device_s,
+            working_s=spent.working_s,
+            wait_slot_s=spent.wait_slot_s,
+            wait_lease_s=spent.wait_lease_s,
+            wait_retry_s=spent.wait_retry_s,
+        )
+        self._memory.sample()
         return RankReport(
             rank=self._job.rank,
             node="",
@@ -276,9 +303,16 @@ class RankLoader:
             size_bytes=self.plan.size_bytes,
             device_bytes=self.plan.device_bytes,
             stages=stages,
-            peak_host_bytes=pss_bytes(),
+            peak_host_bytes=self._memory.peak_bytes,
             start_s=first_s - self.started_s,
             load_s=now_s - first_s,
+            baseline_host_bytes=self._memory.baseline_bytes,
+            cpu_s=self._cpu.process_s() if self._cpu else 0.0,
+            host_busy=self._cpu.host_busy() if self._cpu else 0.0,
+            cpus=usable_cpus(),
+            requests=self._limit.limit,
+            peak_requests=self._limit.peak,
+            throttles=self._limit.throttles,
         )
 
 

@@ -192,7 +192,7 @@ class NodeAgent:
                 self._changed.wait(left_s)
                 self._usable()
                 orders = self._ledger.orders_for(update, time.monotonic())
-        return orders or Orders()
+            return orders or self._ledger.no_orders(update)
 
     def coordinator_age_s(self) -> float:
         """Seconds since this agent last heard the coordinator: by this, ranks know that they are orphans."""

@@ -153,6 +153,12 @@ class NodeLedger:
             return Orders(rejoin=True)
         return load.orders(update, now_s)
 
+    def no_orders(self, update: RankUpdate) -> Orders:
+        """For a rank that has waited long enough for nothing: why it gets no leases."""
+        load = self._find(update.load_id, update.attempt)
+        place = None if load is None else load.ranks.get(update.rank)
+        return Orders() if place is None else Orders(short_of=place.short_of)
+
     # -- time and death ----------------------------------------------------------------------------------------
 
     def add_ready(self, ready_slots: int) -> None:

@@ -215,12 +215,13 @@ class NodeLoad:
             return Orders(stop=self.error)
         closed, place.to_close = tuple(place.to_close), []
         leases: list[LeaseOrder] = []
+        place.short_of = ""
         while len(leases) < update.want_leases and (order := self._flow.next_lease(place, now_s)) is not None:
             leases.append(order)
         readable = self._flow.grant(place)
         if not (closed or leases or readable):
             return None
-        return Orders(leases=tuple(leases), readable=tuple(readable), closed_leases=closed)
+        return Orders(tuple(leases), tuple(readable), closed, short_of=place.short_of)
 
     # -- inside ------------------------------------------------------------------------------------------------
 

@@ -28,6 +28,7 @@ class RankPlace:
     lost: bool = False  # nobody is at work for it: its process died or left
     left: bool = False  # its process said that it uses nothing of the arena any more
     placed_bytes: int = 0
+    short_of: str = ""  # why its last answer had fewer leases than it wanted (see Orders)
     heard_s: float = 0.0  # when it last spoke
 
     def expects(self, hello: RankHello) -> bool:

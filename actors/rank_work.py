@@ -3,7 +3,8 @@
     agent's orders --take--> leases --> fetch threads --fetched-->
                              readable -> place thread -- placed --> told() -> the next update to the agent
 
-Every method is thread-safe; waiting ends when `stop` is called.
+So many fetch threads work at once as `cluster.concurrency` finds best; a thread above that is parked, and one that
+waits before another try lets somebody else work. Every method is thread-safe; waiting ends when `stop` is called.
 """
 
 from __future__ import annotations
@@ -14,8 +15,12 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from actors.chunk_fetcher import ChunkFetcher, FetchedChunk
+from cluster.concurrency import RequestLimit
 from cluster.messages import LeaseOrder, Orders
+from cluster.retry import cause_of
 from storage.errors import LongshoreError
+
+TELL = 4  # results worth a message; so few where one request at a time is best
 
 
 @dataclass(slots=True)
@@ -26,109 +31,186 @@ class Results:
     placed: list[int] = field(default_factory=list)
     retries: Counter[str] = field(default_factory=Counter)  # by cause
 
+    def __len__(self) -> int:
+        return len(self.fetched) + len(self.placed)
+
+
+@dataclass(slots=True)
+class FetchTime:
+    """Where the time of a rank's request places went: seconds of the rank, each divided among its places."""
+
+    working_s: float = 0.0  # reading and verifying
+    wait_retry_s: float = 0.0  # before another try
+    wait_slot_s: float = 0.0  # the agent had no slot for a chunk
+    wait_lease_s: float = 0.0  # the agent had not answered yet
+
 
 class RankWork:
-    """The work of a rank that needs `needed` chunks, with `threads` of them on the way at once."""
+    """The work of a rank that needs `needed` chunks."""
 
-    def __init__(self, fetcher: ChunkFetcher, needed: int, threads: int) -> None:
+    def __init__(self, fetcher: ChunkFetcher, needed: int, limit: RequestLimit) -> None:
         self.first_work_s: float | None = None  # when the agent first had something to do
         self.placed_bytes = 0
+        self.fetch_time = FetchTime()
         self._fetcher = fetcher
+        fetcher.pause = self._pause
         self._needed = needed
-        self._threads = threads
-        self._changed = threading.Condition()  # guards everything here
+        self._limit = limit
+        # One lock, and a condition for each kind of thread, so that a chunk wakes only those it concerns.
+        lock = threading.Lock()
+        self._fetch = threading.Condition(lock)  # fetch threads: a lease, and a place to work on it
+        self._again = threading.Condition(lock)  # fetch threads that wait for another try
+        self._place = threading.Condition(lock)  # the place thread
+        self._tell = threading.Condition(lock)  # the conversation with the agent
         self._leases: deque[LeaseOrder] = deque()
         self._readable: deque[tuple[int, int]] = deque()  # (chunk, slot)
         self._results = Results()
         self._placed: set[int] = set()
-        self._in_hand = 0  # leases queued or being fetched
+        self._in_hand = 0  # leases queued or being worked on
+        self._working = 0  # fetch threads that read or verify
+        self._pausing = 0  # fetch threads that wait before another try
+        self._returning = 0  # those of them whose wait is over
         self._unplaced = 0  # readable chunks queued or being copied
+        self._short_of = ""  # why the agent gave fewer leases than were wanted
+        self._told_limit = 0
+        self._draining = False
+        self._accounted_s = 0.0
         self._error: LongshoreError | None = None
 
-    # -- threads -----------------------------------------------------------------------------------------------
+    # -- fetch threads -----------------------------------------------------------------------------------------
 
     def next_lease(self) -> LeaseOrder | None:
         """The next lease to fetch; None when the rank is to stop."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._leases or self._error is not None)
-            return None if self._error is not None else self._leases.popleft()
+        with self._fetch:
+            self._fetch.wait_for(
+                lambda: (
+                    (self._leases and self._working + self._returning < self._limit.limit) or self._error is not None
+                )
+            )
+            if self._error is not None:
+                return None
+            self._account()
+            self._working += 1
+            return self._leases.popleft()
+
+    def fetched(self, result: FetchedChunk, size_bytes: int, fetch_s: float) -> None:
+        """A lease ended, one way or another, `fetch_s` after it was taken up; `size_bytes` came of it."""
+        with self._fetch:
+            now_s = self._account()
+            self._working -= 1
+            self._in_hand -= 1
+            before = self._limit.limit
+            if result.commit is not None:
+                self._limit.finished(size_bytes, fetch_s, now_s)
+            elif result.failure is not None and cause_of(result.failure.error) == "throttled":
+                self._limit.throttled(now_s)
+            self._add(result)
+            if self._returning:
+                self._again.notify_all()
+            if self._limit.limit > before:
+                self._fetch.notify_all()
+            self._tell.notify_all()
+
+    def _pause(self, cause: str, delay_s: float) -> None:
+        """A try of the calling thread has failed: returns when it may try again, or is to stop."""
+        with self._again:
+            now_s = self._account()
+            self._working -= 1
+            self._pausing += 1
+            if cause == "throttled":
+                self._limit.throttled(now_s)
+            self._fetch.notify()  # somebody else may use the place
+            self._tell.notify_all()
+            self._again.wait_for(lambda: self._error is not None or self._draining, delay_s)
+            self._returning += 1
+            self._again.wait_for(lambda: self._working < self._limit.limit or self._error is not None or self._draining)
+            self._account()
+            self._returning -= 1
+            self._pausing -= 1
+            self._working += 1
+
+    # -- the place thread --------------------------------------------------------------------------------------
 
     def next_chunks(self, most: int) -> list[tuple[int, int]]:
         """Up to `most` readable (chunk, slot); none when the rank is to stop."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._readable or self._error is not None)
+        with self._place:
+            self._place.wait_for(lambda: self._readable or self._error is not None)
             if self._error is not None:
                 return []
             return [self._readable.popleft() for _ in range(min(most, len(self._readable)))]
 
-    def fetched(self, result: FetchedChunk) -> None:
-        """A lease ended, one way or another."""
-        with self._changed:
-            self._in_hand -= 1
-            self._add(result)
-            self._changed.notify_all()
-
     def placed(self, chunks: list[int], moved_bytes: int) -> None:
         """These chunks are on the device; nothing reads their slots any more."""
-        with self._changed:
+        with self._place:
             self._unplaced -= len(chunks)
             self._placed.update(chunks)
             self._results.placed.extend(chunks)
             self.placed_bytes += moved_bytes
-            self._changed.notify_all()
+            self._tell.notify_all()
 
     # -- the conversation with the agent -----------------------------------------------------------------------
 
     def take(self, orders: Orders) -> None:
         """What the agent wants done."""
-        with self._changed:
+        with self._tell:
             if (orders.leases or orders.readable) and self.first_work_s is None:
-                self.first_work_s = time.monotonic()
+                self.first_work_s = self._accounted_s = time.monotonic()
+            self._account()
             self._fetcher.close_leases(set(orders.closed_leases))
+            self._short_of = orders.short_of
             self._leases.extend(orders.leases)
             self._in_hand += len(orders.leases)
             self._readable.extend(orders.readable)
             self._unplaced += len(orders.readable)
-            self._changed.notify_all()
+            if orders.leases:
+                self._fetch.notify(len(orders.leases))
+            if orders.readable:
+                self._place.notify_all()
 
     def wait(self, timeout_s: float) -> None:
         """Return when there is something worth telling the agent, or after `timeout_s`. Raises `stop`'s error."""
-        with self._changed:
-            self._changed.wait_for(self._worth_telling, timeout_s)
+        with self._tell:
+            self._tell.wait_for(self._worth_telling, timeout_s)
             self._raise_if_stopped()
 
     def sleep(self, seconds: float) -> None:
         """Raises `stop`'s error."""
-        with self._changed:
-            self._changed.wait_for(lambda: self._error is not None, seconds)
+        with self._tell:
+            self._tell.wait_for(lambda: self._error is not None, seconds)
             self._raise_if_stopped()
 
     def take_results(self) -> Results:
         """All results; they are no longer here."""
-        with self._changed:
+        with self._tell:
             results, self._results = self._results, Results()
             return results
 
     def want_leases(self) -> int:
-        """How many more leases the rank can take on: as many again as its threads work on wait in the queue."""
-        with self._changed:
-            return 0 if self._finished() else max(0, 2 * self._threads - self._in_hand)
+        """How many more leases the rank can take on: enough to go on with while the agent is asked for more."""
+        with self._tell:
+            self._told_limit = limit = self._limit.limit
+            return 0 if self._finished() else max(0, limit + self._batch() - self._in_hand)
+
+    def fetch_threads(self) -> int:
+        """How many fetch threads have something to do."""
+        with self._tell:
+            return min(self._limit.limit, self._in_hand)
 
     @property
     def idle(self) -> bool:
         """Nothing goes on here: only the agent can have work."""
-        with self._changed:
-            return not (self._in_hand or self._unplaced or self._results.fetched or self._results.placed)
+        with self._tell:
+            return not (self._in_hand or self._unplaced or len(self._results))
 
     @property
     def finished(self) -> bool:
         """Every chunk is placed."""
-        with self._changed:
+        with self._tell:
             return self._finished()
 
     def placed_chunks(self) -> tuple[int, ...]:
         """Ids of the chunks that are on the device, ascending."""
-        with self._changed:
+        with self._tell:
             return tuple(sorted(self._placed))
 
     # -- the end -----------------------------------------------------------------------------------------------
@@ -137,26 +219,53 @@ class RankWork:
         """Return when nothing of the arena is in use: leases not begun are given back, begun reads end by themselves,
         readable chunks are placed. Raises `stop`'s error.
         """
-        with self._changed:
+        with self._tell:
             while self._leases:
                 self._in_hand -= 1
                 self._add(FetchedChunk(self._leases.popleft().lease_id))
             self._fetcher.stop()
-            self._changed.wait_for(lambda: not (self._in_hand or self._unplaced) or self._error is not None)
+            self._draining = True
+            self._again.notify_all()
+            self._tell.wait_for(lambda: not (self._in_hand or self._unplaced) or self._error is not None)
             self._raise_if_stopped()
+            self._draining = False
             self._fetcher.restart()
 
     def forget_leases(self) -> None:
         """A hello is about to say that nothing is in use; how single leases ended does not matter then."""
-        with self._changed:
+        with self._tell:
             self._results.fetched.clear()
 
     def stop(self, error: LongshoreError) -> None:
         """Everything that waits here ends; the first error counts."""
-        with self._changed:
+        with self._tell:
             self._error = self._error or error
             self._fetcher.stop()
-            self._changed.notify_all()
+            for condition in (self._fetch, self._again, self._place, self._tell):
+                condition.notify_all()
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _account(self) -> float:
+        """Divide the time since the last call among what the request places did. Returns the time."""
+        now_s = time.monotonic()
+        passed_s = (now_s - self._accounted_s) / self._limit.limit
+        self._accounted_s = now_s
+        if self.first_work_s is None:
+            return now_s
+        spent = self.fetch_time
+        working = min(self._working, self._limit.limit)
+        pausing = min(self._pausing, self._limit.limit - working)
+        free = self._limit.limit - working - pausing
+        spent.working_s += working * passed_s
+        spent.wait_retry_s += pausing * passed_s
+        if not free or self._leases or self._finished():
+            return now_s
+        if self._short_of == "slots":
+            spent.wait_slot_s += free * passed_s
+        elif self._short_of == "":
+            spent.wait_lease_s += free * passed_s
+        return now_s
 
     def _raise_if_stopped(self) -> None:
         if self._error is not None:
@@ -165,11 +274,18 @@ class RankWork:
     def _finished(self) -> bool:
         return len(self._placed) == self._needed
 
+    def _batch(self) -> int:
+        return max(self._limit.limit, TELL)
+
     def _worth_telling(self) -> bool:
         if self._error is not None or self._finished() or not (self._in_hand or self._unplaced):
             return True
-        # Several chunks a call keep the agent's share of the CPU small; half the leases are still in hand.
-        return len(self._results.fetched) + len(self._results.placed) >= self._threads
+        if self._limit.limit > self._told_limit:
+            return True  # it can take on more leases
+        results = len(self._results)
+        # Several chunks a call keep the agent's share of the CPU small; but not while a place for a request is free.
+        starved = not self._leases and self._working + self._pausing < self._limit.limit
+        return results >= (1 if starved else self._batch())
 
     def _add(self, result: FetchedChunk) -> None:
         self._results.fetched.append(result)

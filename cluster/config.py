@@ -24,7 +24,7 @@ class Config(BaseModel):
     arena_bytes: int = Field(0, ge=0)  # shared memory per node for chunks; 0: a quarter of free /dev/shm, 8 GiB at most
     slot_bytes: int = Field(8 * MIB, ge=MIB, le=16 * MIB)  # one arena slot: the largest chunk that can be loaded
     chunk_bytes: int = Field(8 * MIB, ge=MIB, le=16 * MIB)  # chunk size for models without a manifest
-    fetch_threads: int = Field(4, ge=1, le=64)  # requests in flight per rank
+    fetch_threads: int = Field(16, ge=1, le=64)  # requests in flight per rank, at most: what is best is found
     lease_deadline_s: float = Field(60.0, gt=0, le=MAX_S)  # a chunk not committed by then goes back to the queue
     read_timeout_s: float = Field(20.0, gt=0, le=MAX_S)  # no byte for this long fails a read
     fetch_attempts: int = Field(4, ge=1)  # tries of one chunk by one worker before another gets it

@@ -159,6 +159,7 @@ class Orders:
     leases: tuple[LeaseOrder, ...] = ()
     readable: tuple[tuple[int, int], ...] = ()  # (chunk, slot): committed chunks this rank still needs
     closed_leases: tuple[str, ...] = ()  # expired: stop writing, close the connection, return the id
+    short_of: str = ""  # why there are fewer leases than were wanted: "slots", or "chunks" that nobody fetches yet
     rejoin: bool = False  # the agent restarted or the rank is not known: say hello again
     stop: LongshoreError | None = None  # the load is over for this rank
 

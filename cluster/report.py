@@ -29,8 +29,14 @@ class StageTimes(_Jsonable):
     verify_bytes: int = 0
     place_s: float = 0.0  # copying from the arena to the device
     place_bytes: int = 0
-    wait_slot_s: float = 0.0  # fetchers idle: no lease to work on
+    device_s: float = 0.0  # after a copy, until the device had done it
     wait_chunk_s: float = 0.0  # placer idle: no committed chunk to copy
+    # What the requests that a rank may have in flight did: seconds of the rank, divided among so many requests. The
+    # rest of its load time there was nothing left to fetch.
+    working_s: float = 0.0  # reading and verifying
+    wait_slot_s: float = 0.0  # idle: every slot of the arena was in use
+    wait_lease_s: float = 0.0  # idle: the agent had not answered yet
+    wait_retry_s: float = 0.0  # waiting before another try
 
     def __add__(self, other: StageTimes) -> StageTimes:
         mine, theirs = asdict(self), asdict(other)
@@ -50,9 +56,21 @@ class RankReport(_Jsonable):
     size_bytes: int  # bytes of its slices
     device_bytes: int  # memory taken for them, alignment included
     stages: StageTimes
-    peak_host_bytes: int  # proportional set size of the worker at its highest
+    peak_host_bytes: int  # the worker's own memory at its highest, the arena not counted
     start_s: float  # from the coordinator's order to the first chunk to fetch or to copy
     load_s: float  # from there to the last byte placed
+    baseline_host_bytes: int = 0  # the worker's own memory before the load, everything imported
+    cpu_s: float = 0.0  # processor seconds of the worker during load_s
+    host_busy: float = 0.0  # part of the host's processor time in load_s that anybody used, 0 to 1
+    cpus: int = 0  # processors that the worker may use
+    requests: int = 0  # it ended with so many requests in flight
+    peak_requests: int = 0
+    throttles: int = 0  # answers of the store that asked for fewer
+
+    @property
+    def destination_host_bytes(self) -> int:
+        """Host memory that the tensors take."""
+        return self.device_bytes if self.device == "cpu" else 0
 
 
 @dataclass(frozen=True, slots=True)
