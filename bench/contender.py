@@ -11,6 +11,7 @@ from typing import Any, Literal
 from bench.spec import Source, Spec
 
 EXIT_NOT_RUNNABLE = 3
+_OURS = ("bench", "actors", "cluster", "storage", "longshore")
 Memory = Literal["arena", "fresh", "recycled", "none"]  # where the bytes are at the end; recycled: touched before
 
 
@@ -29,6 +30,7 @@ class Case:
     memory: Memory = "fresh"
     sources: tuple[Source, ...] = ("http",)
     options: Mapping[str, Any] = field(default_factory=dict)  # in spec.options, besides those of the setting
+    limit: str = ""  # "contender:case" of the hand-written limit that does the same work
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +57,13 @@ def run_contender(main: Callable[[Spec], None]) -> None:
         raise SystemExit(2)
     try:
         main(Spec.read(sys.argv[1]))
-    except (NotRunnable, ImportError) as error:
-        print(error, file=sys.stderr)
-        raise SystemExit(EXIT_NOT_RUNNABLE) from error
+    except NotRunnable as error:
+        reason = str(error)
+    except ModuleNotFoundError as error:
+        if (error.name or "").partition(".")[0] in _OURS:  # a mistake of ours, not a peer that is missing
+            raise
+        reason = f"{error.name} is not installed"
+    else:
+        return
+    print(reason, file=sys.stderr)
+    raise SystemExit(EXIT_NOT_RUNNABLE)

@@ -2,7 +2,8 @@
 
     with measured(spec) as m:      # imports are done, nothing was read yet
         tensors = load_everything()
-        m.extra["requests"] = 250  # whatever is worth a line in the JSON
+        m.stop()                   # optional: what follows in the block is not timed
+        m.extra["requests"] = 250  # whatever is worth a place in the JSON
     # one line of JSON on stdout
 
 Inside the block everything that was loaded stays alive: memory is looked at a last time when the block ends, after
@@ -40,6 +41,31 @@ class Measured:
     baseline_bytes: int = 0  # PSS of the process tree just before
     peak_bytes: int = 0  # highest PSS of the process tree over that
     extra: dict[str, Any] = field(default_factory=dict)
+    _clock: _Clock | None = None
+
+    def stop(self) -> None:
+        """Stop the clock. What is alive now must stay alive to the end of the block all the same."""
+        if self._clock is not None:
+            self.wall_s, self.cpu_s = self._clock.read()
+            self._clock = None
+
+    def as_json(self) -> str:
+        """One line."""
+        return json.dumps({name: getattr(self, name) for name in self.__slots__ if name != "_clock"})
+
+
+class _Clock:
+    """Wall and CPU seconds of the process tree since it was made, without those of the watch."""
+
+    def __init__(self, watch: _MemoryWatch) -> None:
+        self._watch = watch
+        self._watch_cpu_s = watch.cpu_s
+        self._cpu_s, self._start_s = tree_cpu_s(), time.perf_counter()
+
+    def read(self) -> tuple[float, float]:
+        wall_s = time.perf_counter() - self._start_s
+        watch_cpu_s = self._watch.cpu_s - self._watch_cpu_s
+        return wall_s, max(0.0, tree_cpu_s() - self._cpu_s - watch_cpu_s)
 
 
 class _MemoryWatch:
@@ -55,7 +81,7 @@ class _MemoryWatch:
     def start(self) -> None:
         self._thread.start()
 
-    def stop(self) -> None:
+    def end(self) -> None:
         self._ended.set()
         self._thread.join()
 
@@ -73,8 +99,8 @@ class _MemoryWatch:
             if now_s - looked_up_s > _TREE_LOOKED_UP_EVERY_S:
                 pids, looked_up_s = list(own_tree(self._apart)), now_s
             self.look(pids)
-            wait_s = max(_INTERVAL_S, (time.thread_time() - began_s) / _MAX_DUTY)
-        self.cpu_s = time.thread_time()
+            self.cpu_s = time.thread_time()
+            wait_s = max(_INTERVAL_S, (self.cpu_s - began_s) / _MAX_DUTY)
 
 
 @contextlib.contextmanager
@@ -90,15 +116,14 @@ def measured(
     watch = _MemoryWatch(memory_apart)
     result.baseline_bytes = watch.look()
     watch.start()
-    cpu_s, start_s = tree_cpu_s(), time.perf_counter()
+
+    result._clock = _Clock(watch)
     try:
         yield result
-        result.wall_s = time.perf_counter() - start_s
-        result.cpu_s = tree_cpu_s() - cpu_s
+        result.stop()
     finally:
-        watch.stop()
-    result.cpu_s = max(0.0, result.cpu_s - watch.cpu_s)
+        watch.end()
     watch.look()
     result.peak_bytes = watch.highest_bytes - result.baseline_bytes
     sys.stdout.flush()
-    os.write(1, (json.dumps({name: getattr(result, name) for name in Measured.__slots__}) + "\n").encode())
+    os.write(1, f"{result.as_json()}\n".encode())

@@ -17,6 +17,6 @@ and ends with
 
 `main` imports what it needs, gets ready (clients made, connections not yet used for weights), wraps what is timed in
 `with measured(spec) as m:` and returns. Everything that the tensors need to stay alive stays alive to the end of that
-block, which looks at memory a last time there. Not installed or not able to run here: raise NotRunnable (an ImportError
-is taken for it), which is exit code 3 and the reason on stderr.
+block, which looks at memory a last time there. Not installed or not able to run here: raise NotRunnable (a module
+that is not found is taken for it), which is exit code 3 and the reason on stderr.
 """

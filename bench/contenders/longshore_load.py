@@ -1,0 +1,85 @@
+"""Ours, all of it: `cluster.load(device="cpu")` with two ranks, from the call to READY, tensors kept in the workers."""
+
+from __future__ import annotations
+
+import dataclasses
+from collections.abc import Iterator
+
+from bench.contender import Case, Memory, NotRunnable, run_contender
+from bench.measure import measured
+from bench.our_cluster import (
+    RANKS,
+    has_warm_workers,
+    main_model,
+    model_uri,
+    our_cluster,
+    our_config,
+    placement_argument,
+    settle,
+    store_arguments,
+)
+from bench.process_tree import is_ray_daemon
+from bench.sample import SMALL, TWIN
+from bench.spec import Spec
+
+TITLE = "Longshore, whole load into CPU memory"
+CHECKS = True
+KEEPS = True
+_LIMITS = {"via_arena": "limit_copy", "direct": "limit_direct"}
+
+
+def _cases() -> Iterator[Case]:
+    memories: tuple[Memory, ...] = ("fresh", "recycled")
+    for placement, limit in _LIMITS.items():
+        for memory in memories:
+            for verify in (True, False):
+                yield Case(
+                    f"{placement}_{memory}" + ("" if verify else "_unverified"),
+                    f"{placement}, {'verified' if verify else 'not verified'}",
+                    checks=verify,
+                    keeps=True,
+                    memory=memory,
+                    sources=("http", "https", "file") if verify else ("http",),
+                    options={"placement": placement, "memory": memory, "verify": verify},
+                    limit=f"{limit}:{memory}" + ("" if verify else "_unverified"),
+                )
+
+
+CASES = tuple(_cases())
+SETTINGS = [{"fetch_threads": threads} for threads in (2, 4, 1)]
+
+
+def main(spec: Spec) -> None:
+    import cluster
+
+    recycled = spec.options["memory"] == "recycled"
+    if recycled and not has_warm_workers():
+        raise NotRunnable("this Longshore keeps no warm workers, so it has no memory to recycle")
+    arguments = {"fsdp_size": RANKS, "device": "cpu", **placement_argument(spec), **store_arguments(spec)}
+    with our_cluster(spec, our_config(spec)):
+        # Starts the workers, which stay warm, and touches the memory that is recycled when it is the twin.
+        with cluster.load(model_uri(spec, TWIN if recycled else SMALL), **arguments) as other:
+            touched_bytes = other.report.placed_bytes if recycled else 0
+        settle()
+        with measured(spec, touched_before_bytes=touched_bytes, memory_apart=is_ray_daemon) as m:
+            model = cluster.load(main_model(spec), **arguments)
+            m.stop()
+            report = model.report
+            if report.cached_bytes or report.resident:
+                raise RuntimeError(f"not from the store: {report.cached_bytes} bytes were in the arena before")
+            m.extra |= {
+                "stream_s": report.load_s,
+                "plan_s": report.plan_s,
+                "start_s": report.start_s,
+                "total_s": report.total_s,
+                "stages": dataclasses.asdict(report.stages),
+                "store_bytes": report.store_bytes,
+                "verified": report.verified,
+                "placement": report.placement_mode,
+                "warm_workers": has_warm_workers(),
+            }
+        model.release()
+
+
+if __name__ == "__main__":
+    run_contender(main)

@@ -1,0 +1,121 @@
+"""What this project wants of its figures, and what a run found: pure.
+
+Rivals are the contenders that keep their tensors and are neither ours nor written here. A goal without its lines
+(a peer is not installed, a part was left out) says so.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass
+
+from bench.results import HAND_WRITTEN, OURS, Line, Results
+from bench.spec import Source
+
+INTO_ARENA, WHOLE_LOAD = 0.90, 0.85  # of the hand-written limit
+RECYCLED_FASTER, FILES_FASTER = 1.5, 1.3
+MOST_STORE_BYTES = 1.02
+_NOT_RUN = "not run"
+
+
+@dataclass(frozen=True, slots=True)
+class Goal:
+    """One row of the table of goals."""
+
+    what: str
+    wanted: str
+    found: str
+    verdict: str  # "reached", "missed" or "" when it was not measured
+
+
+def find_goals(results: Results) -> list[Goal]:
+    """Every goal that this run can say something about, reached or not."""
+    return [*_of_limits(results), *_against_rivals(results), *_files(results), *_store_bytes(results)]
+
+
+def _goal(what: str, wanted: str, found: float | None, is_reached: Callable[[float], bool]) -> Goal:
+    if found is None:
+        return Goal(what, wanted, _NOT_RUN, "")
+    return Goal(what, wanted, f"{found:.2f}", "reached" if is_reached(found) else "missed")
+
+
+def _ours(results: Results) -> list[Line]:
+    return [line for line in results.lines if line.contender.startswith(OURS) and line.runs]
+
+
+def _of_limits(results: Results) -> Iterable[Goal]:
+    for line in _ours(results):
+        if line.source == "http" and line.case.checks and (limit := results.limit_of(line)):
+            least = WHOLE_LOAD if line.case.keeps else INTO_ARENA
+            yield _goal(
+                f"`{line.id}` over its hand-written limit",
+                f"at least {least:.2f}",
+                line.gb_per_s / limit.gb_per_s,
+                lambda found, least=least: found >= least,  # type: ignore[misc]
+            )
+
+
+def _best(lines: Iterable[Line]) -> Line | None:
+    return max(lines, key=lambda line: line.gb_per_s, default=None)
+
+
+def _keeping(results: Results, source: Source, memory: str, *, ours: bool) -> list[Line]:
+    return [
+        line
+        for line in results.lines
+        if line.runs
+        and line.source == source
+        and line.case.keeps
+        and line.case.memory == memory
+        and line.contender.startswith(OURS) == ours
+        and (line.case.checks or not ours)
+        and not line.contender.startswith((HAND_WRITTEN, "ceiling_"))
+    ]
+
+
+def _against_rivals(results: Results) -> Iterable[Goal]:
+    for memory, least in (("fresh", 1.0), ("recycled", RECYCLED_FASTER)):
+        mine = _best(_keeping(results, "http", memory, ours=True))
+        rivals = _keeping(results, "http", memory, ours=False)
+        rival = _best(rivals)
+        name = f" (`{mine.id}` over `{rival.id}`)" if mine and rival else ""
+        yield _goal(
+            f"{memory} memory, verified, over the fastest rival{name}",
+            f"at least {least:.1f}",
+            mine.gb_per_s / rival.gb_per_s if mine and rival else None,
+            lambda found, least=least: found >= least,  # type: ignore[misc]
+        )
+        cheapest = min((line.cpu_s_per_gb for line in rivals), default=None)
+        yield _goal(
+            f"{memory} memory, CPU over the cheapest rival's",
+            "at most 1.0",
+            mine.cpu_s_per_gb / cheapest if mine and cheapest else None,
+            lambda found: found <= 1.0,
+        )
+
+
+def _files(results: Results) -> Iterable[Goal]:
+    for memory in ("fresh", "recycled"):
+        mine = _best(_keeping(results, "file", memory, ours=True))
+        rival = _best(line for line in results.lines if line.contender.startswith("safetensors") and line.runs)
+        yield _goal(
+            f"local files, {memory} memory, verified, over safetensors and clone",
+            f"at least {FILES_FASTER}",
+            mine.gb_per_s / rival.gb_per_s if mine and rival else None,
+            lambda found: found >= FILES_FASTER,
+        )
+
+
+def _store_bytes(results: Results) -> Iterable[Goal]:
+    ratios = [
+        run.extra["store_bytes"] / run.bytes
+        for line in _ours(results)
+        for run in line.runs
+        if run.extra.get("store_bytes")
+    ]
+    yield _goal(
+        "bytes out of the store over the model's, the most of any run",
+        f"at most {MOST_STORE_BYTES}",
+        max(ratios, default=None),
+        lambda found: found <= MOST_STORE_BYTES,
+    )

@@ -1,0 +1,213 @@
+"""`python -m bench.run`: makes the models, starts the store, tunes, runs in rounds, writes what it found.
+
+    nginx <-- contender --> one line of JSON      each run a process of its own, one at a time, rounds interleaved
+                              |
+              results.json, chart.png, tables on the terminal and, of a whole run, in docs/benchmarks.md
+
+Exit code 0; 1 when a contender failed, and not when one is merely absent; 2 when nothing could be run.
+"""
+
+from __future__ import annotations
+
+import argparse
+import fnmatch
+import json
+import pkgutil
+import shutil
+import sys
+import tempfile
+import time
+from collections.abc import Mapping, Sequence
+from pathlib import Path
+from typing import Any
+
+import bench.contenders
+from bench.chart import draw_chart
+from bench.contender import NotRunnable, read_contender
+from bench.goals import find_goals
+from bench.machine import describe_machine, describe_versions
+from bench.one_run import REPOSITORY, RunFailed, run_once
+from bench.range_server import NoRangeServer, RangeServer
+from bench.results import CEILING, HAND_WRITTEN, OURS, Line, Results, Run, lines_of
+from bench.sample import Models, NoRoom, make_models
+from bench.spec import Source, Spec
+from bench.tables import markdown, rewrite_docs, terminal
+from bench.tuning import find_best
+from cluster.demo_sandbox import sandbox
+from cluster.errors import ConfigError
+from cluster.units import parse_bytes
+
+SIZE, SMALL_SIZE = "2GB", "40MB"
+ROUNDS = 5
+DOCS = REPOSITORY / "docs" / "benchmarks.md"
+TIMEOUT_S = 300.0  # of one run
+
+
+def main(arguments: Sequence[str] | None = None) -> int:
+    """Run the benchmark; the exit code."""
+    parser = _parser()
+    options = parser.parse_args(arguments)
+    try:
+        size_bytes = parse_bytes(options.size or (SMALL_SIZE if options.small else SIZE))
+    except ConfigError as error:
+        parser.error(str(error))
+    rounds = options.rounds or (1 if options.small else ROUNDS)
+    folder = Path(tempfile.mkdtemp(prefix="longshore-bench-", dir=options.tmpfs))
+    try:
+        with sandbox():
+            print(f"making the models ({size_bytes / 1e9:.2f} GB) in {options.tmpfs}", flush=True)
+            models = make_models(folder / "www", size_bytes)
+            with RangeServer(folder / "www", folder / "nginx") as server:
+                lines = _chosen(options.only, _sources(server))
+                bench_run = _Benchmark(_specs(models, server), lines, tune=not (options.small or options.no_tuning))
+                machine = describe_machine()
+                bench_run.run(rounds)
+    except (NoRangeServer, NoRoom) as error:
+        print(f"bench: {error}", file=sys.stderr)
+        return 2
+    except KeyboardInterrupt:
+        return 130
+    finally:
+        shutil.rmtree(folder, ignore_errors=True)
+    model = {"bytes": models.size_bytes, "files": len(models.files), "hash": models.hash_name}
+    results = Results(machine, describe_versions(), model, rounds, lines)
+    whole = not (options.small or options.only or options.size)
+    _write(results, Path(options.out), options.docs or (DOCS if whole else None), arguments)
+    return 1 if any(line.failure for line in lines) else 0
+
+
+def _parser() -> argparse.ArgumentParser:
+    parser = argparse.ArgumentParser("python -m bench.run", description="Longshore beside its peers, on this machine.")
+    parser.add_argument("--size", help=f"of the model (default {SIZE}; twice that and 2 GB are needed in tmpfs)")
+    parser.add_argument("--rounds", type=int, help=f"runs of each line (default {ROUNDS})")
+    parser.add_argument(
+        "--only", help="patterns of contenders or lines, with commas: 'longshore_*,limit_copy:fresh@http'"
+    )
+    parser.add_argument(
+        "--small", action="store_true", help=f"to see that it works: {SMALL_SIZE}, one round, no tuning"
+    )
+    parser.add_argument("--no-tuning", action="store_true", help="take the first setting of each contender")
+    parser.add_argument(
+        "--out", default=str(REPOSITORY / "bench" / "out"), help="folder for results.json and chart.png"
+    )
+    parser.add_argument("--docs", type=Path, help="rewrite the tables in this file (a whole run does it in docs/)")
+    parser.add_argument("--tmpfs", default="/dev/shm", help="where the models are made")
+    return parser
+
+
+def _sources(server: RangeServer) -> list[Source]:
+    return ["http", "https", "file"] if server.tls_endpoint else ["http", "file"]
+
+
+def _specs(models: Models, server: RangeServer) -> dict[Source, Spec]:
+    return {
+        "http": models.spec("http", server.endpoint),
+        "https": models.spec("https", server.tls_endpoint, server.ca_bundle),
+        "file": models.spec("file"),
+    }
+
+
+def _chosen(only: str | None, sources: Sequence[Source]) -> list[Line]:
+    """The lines to run: the ceilings first, then the limits, ours and the rest, each in order of name."""
+    ranks = (CEILING, HAND_WRITTEN, OURS)
+    names = [found.name for found in pkgutil.iter_modules(bench.contenders.__path__)]
+    names.sort(key=lambda name: next((i for i, start in enumerate(ranks) if name.startswith(start)), len(ranks)))
+    lines = lines_of(map(read_contender, names), sources)
+    if not only:
+        return lines
+    patterns = [pattern.strip() for pattern in only.split(",")]
+    return [
+        line
+        for line in lines
+        if any(
+            fnmatch.fnmatchcase(text, pattern)
+            for pattern in patterns
+            for text in (line.contender, f"{line.contender}:{line.case.name}", line.id)
+        )
+    ]
+
+
+class _Benchmark:
+    """The runs, one after the other."""
+
+    def __init__(self, specs: Mapping[Source, Spec], lines: Sequence[Line], *, tune: bool) -> None:
+        self._specs = specs
+        self._lines = lines
+        self._tune = tune
+
+    def run(self, rounds: int) -> None:
+        """Find settings, then all lines in each round, the next one starting where this one did not."""
+        if self._tune:
+            for line in self._lines:
+                self._find_setting(line)
+        for number in range(rounds):
+            first = number * len(self._lines) // max(1, rounds)
+            for line in [*self._lines[first:], *self._lines[:first]]:
+                self._one_round(line, number)
+
+    def _find_setting(self, line: Line) -> None:
+        def gb_per_s(setting: Mapping[str, Any]) -> float:
+            run = self._attempt(line, setting)
+            if run is None:
+                raise _Over
+            return run.gb_per_s
+
+        try:
+            line.setting, line.tried = find_best(line.settings, gb_per_s)
+        except _Over:
+            return
+        if line.tried:
+            print(f"{line.id}: best of {len(line.settings)} settings: {json.dumps(dict(line.setting))}", flush=True)
+
+    def _one_round(self, line: Line, number: int) -> None:
+        run = self._attempt(line, line.setting)
+        if run is not None:
+            line.runs.append(run)
+            print(
+                f"{number + 1}  {line.id:48}  {run.gb_per_s:6.2f} GB/s  {run.cpu_s_per_gb:5.2f} CPU s/GB  "
+                f"{run.memory_over_bytes:5.2f} x memory",
+                flush=True,
+            )
+
+    def _attempt(self, line: Line, setting: Mapping[str, Any]) -> Run | None:
+        """One run; None, and no more of that line, when it cannot be or failed."""
+        if line.absent or line.failure:
+            return None
+        try:
+            return run_once(line, setting, self._specs[line.source], TIMEOUT_S)
+        except NotRunnable as error:
+            line.absent = str(error)
+        except RunFailed as error:
+            line.failure = str(error)
+        print(f"{line.id}: {line.absent or line.failure}", flush=True)
+        return None
+
+
+class _Over(Exception):
+    """A line that has no runs any more."""
+
+
+def _write(results: Results, out: Path, docs: Path | None, arguments: Sequence[str] | None) -> None:
+    out.mkdir(parents=True, exist_ok=True)
+    goals = find_goals(results)
+    (out / "results.json").write_text(json.dumps({**results.as_dict(), "written": time.time()}, indent=1) + "\n")
+    print(", ".join(f"{name} {value}" for name, value in results.machine.items()))
+    print(", ".join(f"{name} {value}" for name, value in results.versions.items()))
+    print(terminal(results), flush=True)
+    print()
+    for goal in goals:
+        print(f"{goal.verdict or '-':8}  {goal.found:>8}  {goal.wanted:14}  {goal.what.replace('`', '')}")
+    given = " ".join(sys.argv[1:] if arguments is None else arguments)
+    command = f'make bench BENCH_ARGS="{given}"' if given else "make bench"
+    (out / "benchmarks.md").write_text(markdown(results, goals, command) + "\n")
+    try:
+        draw_chart(results, out / "chart.png")
+    except ImportError:
+        print("no chart: matplotlib is not installed", file=sys.stderr)
+    if docs is not None:
+        rewrite_docs(docs, markdown(results, goals, command))
+    print(f"\nwritten: {out}/results.json, chart.png, benchmarks.md" + (f" and {docs}" if docs else ""), flush=True)
+
+
+if __name__ == "__main__":
+    raise SystemExit(main())
