@@ -7,11 +7,17 @@ coordinator or by themselves when they have heard of none for long.
 from __future__ import annotations
 
 import contextlib
+import time
 from typing import Any
 
 import ray
 from ray.exceptions import RayError
-from ray.util.placement_group import PlacementGroup, placement_group, remove_placement_group
+from ray.util.placement_group import (
+    PlacementGroup,
+    placement_group,
+    placement_group_table,
+    remove_placement_group,
+)
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from actors.agent_link import RayCoordinatorLink
@@ -20,6 +26,7 @@ from actors.names import NAMESPACE, agent_name, group_name, load_of_worker, work
 from actors.node_agent import NodeAgent
 from cluster.config import Config
 
+REMOVE_TRIES = 10
 AGENT_CALLS = 256  # calls an agent answers at once: every rank of the node may be waiting for orders
 
 
@@ -110,8 +117,15 @@ def create_group(load_id: str, gpus_per_bundle: list[int]) -> PlacementGroup:
 
 
 def remove_group(group: PlacementGroup) -> None:
-    with contextlib.suppress(RayError, ValueError):
-        remove_placement_group(group)
+    """Give its bundles back. Asked again until Ray says that it is gone: on a busy head the call can be lost in time,
+    and the GPUs would be held for ever.
+    """
+    for attempt in range(REMOVE_TRIES):
+        time.sleep(0.1 * attempt)
+        with contextlib.suppress(RayError, ValueError):
+            remove_placement_group(group)
+            if placement_group_table(group).get("state") in (None, "REMOVED"):
+                return
 
 
 def end_actor(handle: Any) -> None:
