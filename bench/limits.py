@@ -25,9 +25,10 @@ from typing import Any
 import blake3
 import xxhash
 
-from bench.contender import Case, Memory
+from bench.contender import Case, Memory, sources_of
 from bench.measure import measured
 from bench.raw_reader import RawReader, Sink, open_reader
+from bench.sample import MODEL
 from bench.spec import BenchFile, Spec
 
 ARENA_BYTES = 256 << 20  # of all processes together, as in our own contenders
@@ -43,7 +44,7 @@ KEEPING_CASES = tuple(
         checks=verify,
         keeps=True,
         memory=memory,
-        sources=("http", "https", "file") if verify else ("http",),
+        sources=sources_of(memory, verify),
         options={"verify": verify, "memory": memory},
     )
     for memory in _MEMORIES
@@ -52,8 +53,8 @@ KEEPING_CASES = tuple(
 # connections are of each process
 SETTINGS = tuple(
     {"connections": connections, "piece_bytes": piece_bytes}
-    for connections in (1, 2, 4)
-    for piece_bytes in (128 << 10, 512 << 10, 8 << 20)
+    for connections in (2, 4, 1)
+    for piece_bytes in (512 << 10, 8 << 20)
 )
 
 
@@ -79,7 +80,7 @@ class Piece:
 
 
 def run_limit(spec: Spec, work: Work) -> None:
-    """Measure `work` on the spec's model. Options: processes, connections (of each), piece_bytes."""
+    """Measure `work` on the spec's model. Options: processes, connections (of each), piece_bytes, model."""
     options = spec.options
     count = int(options.get("processes", 2))
     hash_name, parts = read_pieces(spec, count)
@@ -108,7 +109,8 @@ def run_limit(spec: Spec, work: Work) -> None:
 
 def read_pieces(spec: Spec, processes: int) -> tuple[str, list[list[Piece]]]:
     """The name of the hash, and each process's chunks, by the manifest in the model's folder."""
-    manifest = json.loads((Path(spec.folder) / MANIFEST).read_text())
+    published = Path(spec.folder).parent / spec.options.get("model", MODEL)
+    manifest = json.loads((published / MANIFEST).read_text())
     files = {Path(file.path).name: file for file in spec.files}
     parts: list[list[Piece]] = [[] for _ in range(processes)]
     ends = [0] * processes

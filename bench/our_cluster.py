@@ -68,7 +68,8 @@ def model_uri(spec: Spec, name: str) -> str:
 
 def main_model(spec: Spec) -> str:
     """The URI of what is loaded under the clock: published, or the same files without a manifest."""
-    return model_uri(spec, MODEL if spec.options.get("verify", True) else PLAIN)
+    published = spec.options.get("model", MODEL)
+    return model_uri(spec, published if spec.options.get("verify", True) else PLAIN)
 
 
 @contextlib.contextmanager

@@ -21,7 +21,7 @@ from cluster.sample_checkpoint import llama_tensors, write_llama_checkpoint
 from storage.dtypes import tensor_bytes
 
 BUCKET = "bench"
-MODEL, PLAIN, TWIN, SMALL = "model", "plain", "twin", "small"
+MODEL, PLAIN, XXH3, TWIN, SMALL = "model", "plain", "xxh3", "twin", "small"
 _SMALL_BYTES = 8 << 20
 _SHARD_BYTES = 512 << 20  # about; the shards of real checkpoints have 1 to 5 GB
 _SPARE_BYTES = 2 << 30  # for arenas and the contenders' own shared memory
@@ -37,7 +37,6 @@ class Models:
 
     root: Path  # the folder of buckets
     files: tuple[BenchFile, ...]  # of the model; those of its hard links differ in their prefix only
-    hash_name: str
 
     @property
     def size_bytes(self) -> int:
@@ -49,7 +48,7 @@ class Models:
         return Spec(source, endpoint, BUCKET, MODEL, folder, self.files, self.size_bytes, ca_bundle)
 
 
-def make_models(root: Path, size_bytes: int, *, hash_name: str = "blake3") -> Models:
+def make_models(root: Path, size_bytes: int) -> Models:
     """Write and publish them below `root`, which must be in tmpfs to mean something. Raises NoRoom."""
     root.mkdir(parents=True, exist_ok=True)
     need_bytes = 2 * size_bytes + _SPARE_BYTES if size_bytes > _SPARE_BYTES else 2 * size_bytes + size_bytes
@@ -59,14 +58,19 @@ def make_models(root: Path, size_bytes: int, *, hash_name: str = "blake3") -> Mo
     bucket = root / BUCKET
     for name, size, seed in ((MODEL, size_bytes, 1), (TWIN, size_bytes, 2), (SMALL, _SMALL_BYTES, 3)):
         _write(bucket / name, size, seed)
-        publish(bucket / name, hash_name=hash_name)
-    (bucket / PLAIN).mkdir()
-    for path in sorted((bucket / MODEL).iterdir()):
-        if path.suffix in (".safetensors", ".json") and not path.name.startswith("longshore."):
-            os.link(path, bucket / PLAIN / path.name)
+        for linked in (PLAIN, XXH3) if name == MODEL else ():
+            _link(bucket / name, bucket / linked)
+        publish(bucket / name)
+    publish(bucket / XXH3, hash_name="xxh3_128")
     shards = sorted((bucket / MODEL).glob("*.safetensors"))
     files = tuple(BenchFile(f"{MODEL}/{path.name}", str(path), path.stat().st_size) for path in shards)
-    return Models(root, files, hash_name)
+    return Models(root, files)
+
+
+def _link(folder: Path, to: Path) -> None:
+    to.mkdir()
+    for path in folder.iterdir():
+        os.link(path, to / path.name)
 
 
 def _write(folder: Path, size_bytes: int, seed: int) -> None:

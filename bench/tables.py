@@ -83,8 +83,8 @@ def markdown(results: Results, goals: Sequence[Goal], command: str) -> str:
     model = results.model
     parts = [
         f"{_pairs(results.machine)}. Model of {model['bytes'] / 1e9:.2f} GB in {model['files']} shards, "
-        f"hash {model['hash']}; {results.rounds} rounds, interleaved; medians, with the lowest and the highest. "
-        f"`{command}`.",
+        f"BLAKE3 where no other hash is named; {results.rounds} rounds, interleaved; medians, with the lowest and the "
+        f"highest. `{command}`.",
         f"Versions: {_pairs(results.versions)}.",
         "GB/s is the model's size over the time from the call to the last tensor in place, imports and starts of "
         "processes not counted; *streaming*: from the first chunk to the last byte placed. CPU is that of all "

@@ -7,7 +7,7 @@ from collections.abc import Callable, Mapping, Sequence
 from typing import Any
 
 Setting = Mapping[str, Any]
-FINALISTS = 3
+FINALISTS = 2
 FINAL_TRIES = 2
 
 

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from bench.contender import Case, run_contender
 from bench.limits import SETTINGS, Work, run_limit
+from bench.sample import XXH3
 from bench.spec import Spec
 
 TITLE = "hand-written limit, into the arena"
@@ -11,6 +12,7 @@ CHECKS = True
 KEEPS = False
 CASES = (
     Case("verified", "verified", True, False, "arena", ("http", "https", "file"), {"verify": True}),
+    Case("xxh3", "verified by XXH3-128", True, False, "arena", ("http",), {"verify": True, "model": XXH3}),
     Case("unverified", "not verified", False, False, "arena", ("http",), {"verify": False}),
 )
 __all__ = ["CASES", "CHECKS", "KEEPS", "SETTINGS", "TITLE", "main"]

@@ -10,6 +10,7 @@ from bench.contender import Case, run_contender
 from bench.measure import measured
 from bench.our_cluster import RANKS, main_model, our_cluster, our_config, settle, store_arguments
 from bench.process_tree import is_ray_daemon
+from bench.sample import XXH3
 from bench.spec import Spec
 
 TITLE = "Longshore, into the arena"
@@ -27,6 +28,15 @@ CASES = (
         limit="limit_arena:verified",
     ),
     Case(
+        "xxh3",
+        "verified by XXH3-128",
+        checks=True,
+        keeps=False,
+        memory="arena",
+        options={"verify": True, "model": XXH3},
+        limit="limit_arena:xxh3",
+    ),
+    Case(
         "unverified",
         "not verified",
         checks=False,
@@ -36,7 +46,7 @@ CASES = (
         limit="limit_arena:unverified",
     ),
 )
-SETTINGS = [{"fetch_threads": threads} for threads in (2, 4, 1)]
+SETTINGS: list[dict[str, object]] = [{}]  # what a user gets: requests in flight are found while it loads
 
 
 def main(spec: Spec) -> None:

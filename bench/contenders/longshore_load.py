@@ -5,7 +5,7 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from bench.contender import Case, Memory, NotRunnable, run_contender
+from bench.contender import Case, Memory, NotRunnable, run_contender, sources_of
 from bench.measure import measured
 from bench.our_cluster import (
     RANKS,
@@ -39,14 +39,14 @@ def _cases() -> Iterator[Case]:
                     checks=verify,
                     keeps=True,
                     memory=memory,
-                    sources=("http", "https", "file") if verify else ("http",),
+                    sources=sources_of(memory, verify),
                     options={"placement": placement, "memory": memory, "verify": verify},
                     limit=f"{limit}:{memory}" + ("" if verify else "_unverified"),
                 )
 
 
 CASES = tuple(_cases())
-SETTINGS = [{"fetch_threads": threads} for threads in (2, 4, 1)]
+SETTINGS: list[dict[str, object]] = [{}]  # what a user gets: requests in flight are found while it loads
 
 
 def main(spec: Spec) -> None:

@@ -174,6 +174,20 @@ def test_rooms_point_one_way(module: Path) -> None:
     assert found <= MAY_IMPORT[room], f"{name_of(module)} imports {found - MAY_IMPORT[room]}"
 
 
+def test_nothing_imports_the_benchmark(module: Path) -> None:
+    assert "bench" not in {package for package, _ in packages(module)}
+
+
+def test_the_benchmark_keeps_the_rules_of_the_house() -> None:
+    found = sorted((ROOT / "bench").rglob("*.py"))
+    assert ROOT / "bench" / "run.py" in found
+    for path in found:
+        lines = len(path.read_text().splitlines())
+        assert lines <= MAX_LINES, f"{name_of(path)} has {lines} lines"
+        asserts = [node.lineno for node in ast.walk(parse(path)) if isinstance(node, ast.Assert)]
+        assert not asserts, f"{name_of(path)}: assert in lines {asserts}; raise an error instead"
+
+
 def test_heavy_packages_stay_where_they_belong(module: Path) -> None:
     for package, lazy in packages(module):
         if package in AT_MODULE_LEVEL:
