@@ -21,6 +21,7 @@ from ray.exceptions import RayError
 
 from actors import nodes, spawn
 from actors.agent_watch import REBUILD_S, AgentWatch
+from actors.gangs import Gangs
 from actors.load_run import LoadRun
 from actors.model_record import ModelRecord
 from actors.planner import Planner
@@ -50,6 +51,7 @@ class Coordinator:
         self._planner = Planner(config.chunk_bytes, config.read_timeout_s)
         self._models: dict[str, ModelRecord] = {}
         self._agents = AgentWatch(self._incarnation, config.stuck_after_s, self._models, self._run, self._load_run)
+        self._gangs = Gangs(config.warm_workers_s)
         self._admission = asyncio.Lock()  # who takes which rank places is decided one load at a time
         self._keeper: asyncio.Task[None] | None = None
         self._rebuilding: asyncio.Task[None] | None = None
@@ -157,14 +159,19 @@ class Coordinator:
             await self._load_run(record).save()
         return freed
 
+    async def release_warm(self) -> int:
+        """End the workers that wait for a load; how many gangs there were."""
+        return await self._gangs.end_all()
+
     async def status(self) -> ClusterStatus:
         await self._ready()
         models = tuple(record.status() for record in self._models.values())
-        return ClusterStatus(__version__, self._incarnation, models, self._agents.status())
+        return ClusterStatus(__version__, self._incarnation, models, self._agents.status(), self._gangs.status())
 
     async def shutdown(self) -> None:
         """End every model and agent. For a cluster that is about to stop; the caller then ends this actor."""
         await self._ready()
+        await self._gangs.close()
         for record in list(self._models.values()):
             await self._end(record, LoadCancelled("the cluster is shut down", model=record.model_id))
         agents = await asyncio.to_thread(spawn.agent_node_ids) | self._agents.node_ids
@@ -214,7 +221,7 @@ class Coordinator:
         record.task = asyncio.get_running_loop().create_task(work)
 
     def _load_run(self, record: ModelRecord) -> LoadRun:
-        return LoadRun(record, self._planner, self._config, self._models, self._admission)
+        return LoadRun(record, self._planner, self._config, self._models, self._admission, self._gangs)
 
     async def _end(self, record: ModelRecord, error: LongshoreError) -> None:
         """Free everything a model has."""
@@ -246,7 +253,8 @@ class Coordinator:
             now_s = time.monotonic()
             if now_s > strays_due_s:
                 strays_due_s = now_s + self._config.orphan_after_s / 4
-                known = {record.model_id for record in self._models.values() if not record.life.is_over}
+                known = {record.gang_id for record in self._models.values() if not record.life.is_over}
+                known |= self._gangs.ids
                 with contextlib.suppress(RayError):
                     suspects = await asyncio.to_thread(end_strays, known, suspects)
             for record in list(self._models.values()):

@@ -14,7 +14,11 @@ def make_report(record: ModelRecord, plan: PackedPlan, answers: Sequence[NodeRep
     """What the load did; `answers` per node, in the order of `record.nodes`."""
     request = record.request
     ranks = tuple(seat.report for _, seat in sorted(record.seats.items()) if seat.report is not None)
-    now_s = time.monotonic()
+    total_s = time.monotonic() - record.created_s
+    # Clocks are not compared across hosts: what a rank measured is counted from when it was given its job.
+    told = [(seat.told_s - record.created_s, seat.report) for seat in record.seats.values() if seat.told_s]
+    first_s = [told_s + rank.start_s for told_s, rank in told if rank is not None]
+    last_s = [told_s + rank.start_s + rank.load_s for told_s, rank in told if rank is not None]
     load_s = max((rank.load_s for rank in ranks), default=0.0)
     return LoadReport(
         model_id=record.model_id,
@@ -30,10 +34,12 @@ def make_report(record: ModelRecord, plan: PackedPlan, answers: Sequence[NodeRep
         placed_bytes=sum(rank.size_bytes for rank in ranks),
         overfetch_bytes=sum(node.overfetch_bytes for node in answers),
         plan_s=record.planned_s - record.created_s,
-        start_s=max(0.0, now_s - record.planned_s - load_s),
+        start_s=max(0.0, record.created_s + total_s - record.planned_s - load_s),
         load_s=load_s,
-        total_s=now_s - record.created_s,
+        total_s=total_s,
         attempts=record.life.attempt,
         ranks=ranks,
         nodes=tuple(answers),
+        first_byte_s=min(first_s, default=0.0),
+        ready_after_last_byte_s=max(0.0, total_s - max(last_s, default=total_s)),
     )

@@ -1,6 +1,7 @@
 """One load from request to READY, and the model's ranks after that: plan, place, start, tend, end.
 
-    run:     plan (planning process) -> nodes and GPUs -> agents -> fit -> begin on every node -> workers -> tend
+    run:     plan (planning process) -> seats, in an idle gang or new -> agents, fit, begin on every node -> tend
+                                                                      `-> workers start meanwhile
     tend:    one task per rank waits for its worker's outcome, then for its end; a death makes a new incarnation
     resume:  the same from "tend" on, for a load whose coordinator was killed
 
@@ -18,7 +19,9 @@ import ray
 from ray.exceptions import RayActorError
 
 from actors import nodes, spawn
-from actors.finished import finished
+from actors.admission import fit_in
+from actors.finished import alongside, finished, settled
+from actors.gangs import Gangs
 from actors.jobs import node_job, rank_job
 from actors.load_report import make_report
 from actors.model_record import ModelRecord, Seat
@@ -28,11 +31,11 @@ from actors.seating import take_seats
 from cluster import load_events, load_state
 from cluster.config import Config
 from cluster.errors import ClusterError, LoadCancelled, LoadError, RankLost
-from cluster.fit import check_fit
 from cluster.layout import Layout
 from cluster.packed_plan import PackedPlan
 from cluster.remote_errors import unwrapped
 from cluster.report import LoadReport, NodeReport
+from cluster.warm_pool import IdleGang
 from storage.errors import LongshoreError
 
 RankEvent = load_events.RankReady | load_events.RankLost | load_events.RankReplaced
@@ -49,12 +52,14 @@ class LoadRun:
         config: Config,
         models: dict[str, ModelRecord],
         admission: asyncio.Lock,
+        gangs: Gangs,
     ) -> None:
         self._record = record
         self._planner = planner
         self._config = config
         self._models = models
         self._admission = admission
+        self._gangs = gangs
 
     # -- the two ways in ---------------------------------------------------------------------------------------
 
@@ -62,8 +67,8 @@ class LoadRun:
         """From the request to the model's end. Never raises: what goes wrong ends the model with that error."""
         try:
             plan = await self._plan()
-            await self._take_places(plan)
-            await self._begin()
+            gang = await self._take_seats()
+            await alongside(self._start_workers(), self._begin(plan, gang))
             await self._tend_all()
         except asyncio.CancelledError:
             raise
@@ -89,6 +94,8 @@ class LoadRun:
         record = self._record
         if record.life.is_over:
             return
+        # What failed may be broken, and what was not ready yet has reads under way.
+        kept = isinstance(error, LoadCancelled) and record.life.is_ready
         record.error, record.ended_s, record.plan = error, time.monotonic(), None
         record.shared = None
         attempt = record.life.attempt
@@ -96,16 +103,7 @@ class LoadRun:
             await self._advance(load_events.Released(attempt=attempt))
         else:
             await self._advance(load_events.Failed(str(error), attempt=attempt))
-        seats = [seat for seat in record.seats.values() if seat.worker is not None]
-        for seat in seats:
-            # Asked first so that the rank's memory goes back in order; killed in any case.
-            with contextlib.suppress(Exception):
-                seat.worker.stop.options(concurrency_group="control").remote()
-        for seat in seats:
-            await asyncio.to_thread(spawn.end_actor, seat.worker)
-        await asyncio.gather(*(self._end_on(node_id) for node_id in record.nodes), return_exceptions=True)
-        if record.group is not None:
-            await asyncio.to_thread(spawn.remove_group, record.group)
+        await self._gangs.part(record, keep=kept)
         await record.touch()
 
     # -- the steps of a load -----------------------------------------------------------------------------------
@@ -119,8 +117,8 @@ class LoadRun:
         await self._event(load_events.Planned)
         return plan
 
-    async def _take_places(self, plan: PackedPlan) -> None:
-        """Decide which rank sits where, and see that it fits. One load at a time, or two would take the same places."""
+    async def _take_seats(self) -> IdleGang | None:
+        """Decide which rank sits where. One load at a time, or two would take the same places. The gang taken over."""
         record, request = self._record, self._record.request
         layout = Layout(request.tensor_parallel_size, request.fsdp_size, request.data_parallel_size)
         deadline_s = time.monotonic() + request.wait_for_resources_s
@@ -128,7 +126,7 @@ class LoadRun:
             async with self._admission:
                 try:
                     others = [o for o in self._models.values() if o is not record and not o.life.is_over]
-                    await take_seats(record, layout, others, self._config.cpu_ranks_per_node)
+                    gang = await take_seats(record, layout, others, self._gangs, self._config.cpu_ranks_per_node)
                     break
                 except ClusterError as error:
                     if time.monotonic() >= deadline_s or not nodes.may_resolve(error):
@@ -139,13 +137,22 @@ class LoadRun:
             await asyncio.sleep(min(1.0, max(0.05, deadline_s - time.monotonic())))
         await self._event(load_events.ResourcesGranted)
         await record.touch("")
+        for seat in record.seats.values():
+            if seat.incarnation:  # in a gang there may be replacements
+                await self._rank_event(load_events.RankReplaced, seat)
+        return gang
+
+    async def _start_workers(self) -> None:
+        """Processes for the ranks that have none; they come up while the agents are told."""
+        missing = [seat for seat in self._record.seats.values() if seat.worker is None]
+        await finished(settled(self._start_worker(seat) for seat in missing))
+
+    async def _begin(self, plan: PackedPlan, gang: IdleGang | None) -> None:
+        """See that the plan fits, and tell every agent what its node needs; then the workers can have their jobs."""
         agents = await self._agents()
-        facts = await nodes.facts_of(agents, CALL_TIMEOUT_S)
-        order = sorted(agents)
-        rank_nodes = [order.index(record.seats[rank].node_id) for rank in range(layout.ranks)]
-        misfit = check_fit(plan, rank_nodes, [facts[node_id] for node_id in order], self._config, request.device)
-        if misfit is not None:
-            raise misfit
+        await fit_in(self._record, plan, agents, self._config, self._gangs, gang)
+        await asyncio.gather(*(self.begin_on(node_id) for node_id in self._record.nodes))
+        await self._event(load_events.Started)
 
     async def _agents(self) -> dict[str, Any]:
         return await asyncio.to_thread(
@@ -153,11 +160,6 @@ class LoadRun:
                 node_id: spawn.start_agent(node_id, host, self._config) for node_id, host in self._record.nodes.items()
             }
         )
-
-    async def _begin(self) -> None:
-        """Tell every agent what its node needs; then the workers can start."""
-        await asyncio.gather(*(self.begin_on(node_id) for node_id in self._record.nodes))
-        await self._event(load_events.Started)
 
     async def begin_on(self, node_id: str) -> None:
         """Tell one agent; again after it was restarted, with what its ranks have already."""
@@ -180,13 +182,7 @@ class LoadRun:
 
     async def _tend_all(self) -> None:
         """Runs for as long as the model lives."""
-        tasks = [asyncio.create_task(self._tend(seat)) for seat in self._record.seats.values()]
-        try:
-            await asyncio.gather(*tasks)
-        finally:
-            for task in tasks:
-                task.cancel()
-            await asyncio.gather(*tasks, return_exceptions=True)
+        await alongside(*(self._tend(seat) for seat in self._record.seats.values()))
 
     async def _tend(self, seat: Seat) -> None:
         """Keep one rank alive: a worker that dies is replaced, `rank_restarts` times in a row before it has loaded."""
@@ -195,15 +191,17 @@ class LoadRun:
         while True:
             try:
                 if seat.worker is None:
-                    await self._seat_worker(seat)
-                outcome = seat.worker.outcome.options(concurrency_group="wait").remote()
+                    await finished(self._start_worker(seat))
+                if not seat.started:
+                    await self._give_job(seat)
+                outcome = seat.worker.outcome.options(concurrency_group="wait").remote(record.model_id)
                 seat.report, restarts = await outcome, 0
                 await self._rank_event(load_events.RankReady, seat)
                 if record.life.is_ready and record.report is None:
                     record.report = await self._report()
                     record.ended_s = time.monotonic()
                     await record.touch()
-                await seat.worker.lifetime.options(concurrency_group="wait").remote()
+                await seat.worker.lifetime.options(concurrency_group="wait").remote(record.model_id)
                 return
             except RayActorError as error:
                 seat.report = None
@@ -219,16 +217,16 @@ class LoadRun:
                     ) from error
                 await self._replace(seat)
 
-    async def _seat_worker(self, seat: Seat) -> None:
-        record, shared = self._record, await self._shared()
-        await finished(self._start_worker(seat))
-        job = rank_job(record, seat, self._config)
+    async def _give_job(self, seat: Seat) -> None:
+        shared = await self._shared()
+        job = rank_job(self._record, seat, self._config)
         await seat.worker.start.options(concurrency_group="control").remote(job, shared)
+        seat.started, seat.told_s = True, time.monotonic()
 
     async def _start_worker(self, seat: Seat) -> None:
         seat.worker = await asyncio.to_thread(
             lambda: spawn.start_worker(
-                self._record.model_id,
+                self._record.gang_id,
                 seat.rank,
                 seat.incarnation,
                 node_id=seat.node_id,
@@ -241,7 +239,7 @@ class LoadRun:
     async def _replace(self, seat: Seat) -> None:
         """A new incarnation for a rank whose worker is gone; only its own slices are loaded again."""
         await asyncio.to_thread(spawn.end_actor, seat.worker)
-        seat.worker, seat.placed_bytes = None, 0
+        seat.worker, seat.started, seat.placed_bytes = None, False, 0
         seat.incarnation += 1
         agent = (await self._agents())[seat.node_id]
         await asyncio.wait_for(
@@ -291,8 +289,3 @@ class LoadRun:
     async def _advance(self, event: load_events.Event) -> None:
         self._record.life = load_state.advance(self._record.life, event)
         await self._record.touch()
-
-    async def _end_on(self, node_id: str) -> None:
-        agent = await asyncio.to_thread(spawn.find_agent, node_id)
-        if agent is not None:
-            await asyncio.wait_for(agent.end.remote(self._record.model_id), CALL_TIMEOUT_S)

@@ -23,8 +23,10 @@ class Seat:
     node_id: str
     host: str
     bundle: tuple[Any, int] | None  # (placement group, bundle index)
-    incarnation: int = 0
+    incarnation: int = 0  # of its worker; in a gang that was taken over it goes on counting
     worker: Any = None
+    started: bool = False  # the worker has its job
+    told_s: float = 0.0  # when it was given it
     placed_bytes: int = 0
     report: RankReport | None = None
 
@@ -45,6 +47,7 @@ class ModelRecord:
     total_bytes: int = 0
     revision: str = ""
     seats: dict[int, Seat] = field(default_factory=dict)
+    gang_id: str = ""  # its workers and its placement group are named by it: the model's id, or that of an earlier one
     group: Any = None  # the placement group, when it is ours
     store_bytes: dict[str, int] = field(default_factory=dict)  # by node
     report: LoadReport | None = None
@@ -54,6 +57,9 @@ class ModelRecord:
     task: asyncio.Task[None] | None = None
     version: int = 0  # grows with every change a waiting client would want to see
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    def __post_init__(self) -> None:
+        self.gang_id = self.gang_id or self.model_id
 
     @property
     def nodes(self) -> dict[str, str]:

@@ -8,16 +8,19 @@ def agent_name(node_id: str) -> str:
     return f"agent-{node_id}"
 
 
-def worker_name(load_id: str, rank: int, incarnation: int) -> str:
-    """A replacement has a name of its own, so a late message to its predecessor cannot reach it."""
-    return f"worker-{load_id}-{rank}-{incarnation}"
+def worker_name(gang_id: str, rank: int, incarnation: int) -> str:
+    """A replacement has a name of its own, so a late message to its predecessor cannot reach it.
+
+    A gang is the workers of one load, and of later ones that take them over: it has the id of the first.
+    """
+    return f"worker-{gang_id}-{rank}-{incarnation}"
 
 
-def load_of_worker(name: str) -> str | None:
-    """The load that a worker's name belongs to; None for other names."""
+def gang_of_worker(name: str) -> str | None:
+    """The gang that a worker's name belongs to; None for other names."""
     parts = name.removeprefix("worker-").rsplit("-", 2)
     return parts[0] if name.startswith("worker-") and len(parts) == 3 else None
 
 
-def group_name(load_id: str) -> str:
-    return f"group-{load_id}"
+def group_name(gang_id: str) -> str:
+    return f"group-{gang_id}"

@@ -6,6 +6,7 @@ Functions that are not `async` block on Ray: the coordinator runs them in a thre
 from __future__ import annotations
 
 import asyncio
+from collections import Counter
 from collections.abc import Iterable
 from typing import Any
 
@@ -14,7 +15,6 @@ from ray._private.state import available_resources_per_node
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from actors import spawn
-from actors.model_record import ModelRecord
 from cluster.errors import ClusterError, NotEnoughResources
 from cluster.messages import LoadRequest, NodeFacts
 from cluster.topology import NodeInfo
@@ -25,13 +25,9 @@ GROUP_GRACE_S = 10.0  # resources that are free are given within seconds
 Place = tuple[str, str, tuple[PlacementGroup, int] | None]  # (node id, host, (group, bundle index))
 
 
-def cluster_nodes(others: Iterable[ModelRecord], cpu_ranks_per_node: int) -> list[NodeInfo]:
-    """Living nodes in the order of their ids, with what is free on them."""
-    seats: dict[str, int] = {}
-    for other in others:
-        if other.request.device == "cpu":
-            for seat in other.seats.values():
-                seats[seat.node_id] = seats.get(seat.node_id, 0) + 1
+def cluster_nodes(cpu_seats: Iterable[str], cpu_ranks_per_node: int) -> list[NodeInfo]:
+    """Living nodes in the order of their ids, with what is free on them. `cpu_seats`: nodes of CPU ranks that sit."""
+    seats = Counter(cpu_seats)
     free = available_resources_per_node()  # type: ignore[no-untyped-call]
     found = []
     for node in sorted(_ray_nodes(), key=lambda node: str(node["NodeID"])):
@@ -44,7 +40,7 @@ def cluster_nodes(others: Iterable[ModelRecord], cpu_ranks_per_node: int) -> lis
                 host=node["NodeManagerHostname"],
                 gpus_free=int(free.get(node_id, {}).get("GPU", 0)),
                 gpus_total=int(node["Resources"].get("GPU", 0)),
-                cpu_ranks_free=max(0, cpu_ranks_per_node - seats.get(node_id, 0)),
+                cpu_ranks_free=max(0, cpu_ranks_per_node - seats[node_id]),
             )
         )
     return found

@@ -28,6 +28,7 @@ class SavedLoad:
     revision: str
     total_bytes: int
     seats: tuple[tuple[int, str, str], ...]  # (rank, node id, host)
+    gang_id: str  # its workers are named by it
     group: Any  # our own placement group, or None
     has_credentials: bool  # the client passed some; they are not kept here
 
@@ -39,6 +40,7 @@ class SavedLoad:
             record.revision,
             record.total_bytes,
             tuple((seat.rank, seat.node_id, seat.host) for seat in record.seats.values()),
+            record.gang_id,
             record.group,
             record.request.store.credentials is not None or record.credentials_missing,
         )
@@ -60,6 +62,7 @@ class SavedLoad:
             holders=Holders().hold(self.request.client_id, now_s, keep=self.request.keep),
             total_bytes=self.total_bytes,
             revision=self.revision,
+            gang_id=self.gang_id,
             group=self.group,
             credentials_missing=self.has_credentials,
         )
@@ -76,19 +79,23 @@ async def find_workers_again(record: ModelRecord, incarnations: dict[int, int]) 
 
     A rank without a worker is seated again later, under the incarnation (in `incarnations`) that its agent expects.
     """
-    workers = await asyncio.to_thread(spawn.find_workers, record.model_id)
+    workers = await asyncio.to_thread(spawn.find_workers, record.gang_id)
     for seat in record.seats.values():
         seat.incarnation, seat.worker = workers.get(seat.rank, (incarnations.get(seat.rank, 0), None))
-    for _, worker in workers.values():
-        # A kept model may have no client that could say its credentials again.
-        with contextlib.suppress(RayError, TimeoutError):
-            asked = worker.store_access.options(concurrency_group="control").remote()
-            access = await asyncio.wait_for(asked, ANSWER_S)
-            if access is not None:
-                record.request = replace(record.request, store=access)
-                record.credentials_missing = False
-                break
+    await asyncio.gather(*(_ask(record, seat) for seat in record.seats.values() if seat.worker is not None))
     await record.touch()
+
+
+async def _ask(record: ModelRecord, seat: Seat) -> None:
+    """What the seat's worker works on, if on anything: a worker that idles is given its job (again) by who tends it."""
+    with contextlib.suppress(RayError, TimeoutError):  # dead or not well: who tends it finds out
+        asked = seat.worker.assignment.options(concurrency_group="control").remote()
+        assignment = await asyncio.wait_for(asked, ANSWER_S)
+        seat.started = assignment is not None and assignment[0] == record.model_id
+        if seat.started:
+            # A kept model may have no client that could say its credentials again.
+            record.request = replace(record.request, store=assignment[1])
+            record.credentials_missing = False
 
 
 def _bundles(group: Any, request: LoadRequest) -> list[Any]:

@@ -1,4 +1,8 @@
-"""Which node each rank of a load sits on, taken from Ray: a placement group for GPUs, plain affinity for CPU ranks."""
+"""Which node each rank of a load sits on: in a gang that is idle, else as Ray has places.
+
+An idle gang of the same shape is taken over, workers and all; else the places come from Ray: a placement group for
+GPUs, plain affinity for CPU ranks.
+"""
 
 from __future__ import annotations
 
@@ -7,27 +11,39 @@ from collections.abc import Sequence
 
 from actors import nodes, spawn
 from actors.finished import finished
+from actors.gangs import Gang, Gangs
 from actors.model_record import ModelRecord, Seat
 from cluster.layout import Layout
 from cluster.topology import assign_ranks, bundle_of_ranks, bundles_for
+from cluster.warm_pool import IdleGang, choose
 
 
 async def take_seats(
-    record: ModelRecord, layout: Layout, others: Sequence[ModelRecord], cpu_ranks_per_node: int
-) -> None:
-    """Fill `record.seats` (and `record.group`). `others` are the models that are not over.
+    record: ModelRecord, layout: Layout, others: Sequence[ModelRecord], gangs: Gangs, cpu_ranks_per_node: int
+) -> IdleGang | None:
+    """Fill `record.seats` (and `record.group`). `others` are the models that are not over. The gang taken over, if any.
 
     Raises NotEnoughResources naming who holds what, ClusterError for a placement group that is gone.
     """
     request = record.request
-    infos = await asyncio.to_thread(nodes.cluster_nodes, others, cpu_ranks_per_node)
     holders = [other.model_id for other in others if other.request.device == request.device and other.seats]
     if request.placement_group is not None:
         places = await asyncio.to_thread(nodes.places_in_group, request.placement_group, request)
-    elif request.device == "cuda":
-        # Proves that there is room, and says who holds it when there is none; Ray decides where the bundles go.
-        assign_ranks(infos, layout, "cuda", cpu_ranks_per_node, holders)
-        sizes = bundles_for(layout, [info.gpus_free for info in infos])
+        _sit(record, places)
+        return None
+    taken = [seat.node_id for other in others if other.request.device == "cpu" for seat in other.seats.values()]
+    taken += [node_id for gang in gangs.idle() if gang.device == "cpu" for node_id in gang.node_ids]
+    infos = await asyncio.to_thread(nodes.cluster_nodes, taken, cpu_ranks_per_node)
+    choice = choose(gangs.idle(), infos, layout, request.device, cpu_ranks_per_node, holders)
+    if choice.take is not None:
+        gang = gangs.take(choice.take)
+        _join(record, gang)
+        return gang.idle
+    await finished(gangs.end(choice.end))
+    # Proves that there is room, and says who holds it when there is none; Ray decides where the bundles go.
+    assigned = assign_ranks(choice.nodes, layout, request.device, cpu_ranks_per_node, holders)
+    if request.device == "cuda":
+        sizes = bundles_for(layout, [info.gpus_free for info in choice.nodes])
         await finished(_create_group(record, sizes))
         try:
             await nodes.group_ready(record.group, request, holders)
@@ -37,11 +53,21 @@ async def take_seats(
             raise
         places = await asyncio.to_thread(nodes.places_in_own_group, record.group, bundle_of_ranks(sizes))
     else:
-        assigned = assign_ranks(infos, layout, "cpu", cpu_ranks_per_node, holders)
         places = [(infos[index].node_id, infos[index].host, None) for index in assigned]
+    _sit(record, places)
+    return None
+
+
+def _sit(record: ModelRecord, places: Sequence[nodes.Place]) -> None:
     record.seats = {rank: Seat(rank, node_id, host, bundle) for rank, (node_id, host, bundle) in enumerate(places)}
+
+
+def _join(record: ModelRecord, gang: Gang) -> None:
+    """Its workers keep their names, so the load goes by its id from now on."""
+    record.gang_id, record.group = gang.idle.gang_id, gang.group
+    record.seats = {seat.rank: seat for seat in gang.seats}
 
 
 async def _create_group(record: ModelRecord, sizes: list[int]) -> None:
     """Noted at once: whoever ends the load removes it."""
-    record.group = await asyncio.to_thread(spawn.create_group, record.model_id, sizes)
+    record.group = await asyncio.to_thread(spawn.create_group, record.gang_id, sizes)

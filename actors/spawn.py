@@ -22,7 +22,7 @@ from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, Place
 
 from actors.agent_link import RayCoordinatorLink
 from actors.gpu_worker import CONCURRENCY_GROUPS, GpuWorker
-from actors.names import NAMESPACE, agent_name, group_name, load_of_worker, worker_name
+from actors.names import NAMESPACE, agent_name, gang_of_worker, group_name, worker_name
 from actors.node_agent import NodeAgent
 from cluster.config import Config
 
@@ -63,7 +63,7 @@ def find_agent(node_id: str) -> Any | None:
 
 
 def start_worker(
-    load_id: str,
+    gang_id: str,
     rank: int,
     incarnation: int,
     *,
@@ -81,7 +81,7 @@ def start_worker(
     return (
         ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(GpuWorker)  # type: ignore[call-overload]
         .options(
-            name=worker_name(load_id, rank, incarnation),
+            name=worker_name(gang_id, rank, incarnation),
             namespace=NAMESPACE,
             lifetime="detached",
             num_cpus=0,
@@ -93,11 +93,11 @@ def start_worker(
     )
 
 
-def find_workers(load_id: str) -> dict[int, tuple[int, Any]]:
-    """rank -> (incarnation, handle) of the load's living workers, the last incarnation of each rank."""
+def find_workers(gang_id: str) -> dict[int, tuple[int, Any]]:
+    """rank -> (incarnation, handle) of the gang's living workers, the last incarnation of each rank."""
     found: dict[int, tuple[int, Any]] = {}
     for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["namespace"] != NAMESPACE or load_of_worker(actor["name"]) != load_id:
+        if actor["namespace"] != NAMESPACE or gang_of_worker(actor["name"]) != gang_id:
             continue
         rank, incarnation = (int(part) for part in actor["name"].rsplit("-", 2)[1:])
         if rank not in found or incarnation > found[rank][0]:
@@ -106,11 +106,11 @@ def find_workers(load_id: str) -> dict[int, tuple[int, Any]]:
     return found
 
 
-def create_group(load_id: str, gpus_per_bundle: list[int]) -> PlacementGroup:
+def create_group(gang_id: str, gpus_per_bundle: list[int]) -> PlacementGroup:
     group: PlacementGroup = placement_group(
         [{"GPU": float(gpus)} for gpus in gpus_per_bundle],
         strategy="PACK",
-        name=group_name(load_id),
+        name=group_name(gang_id),
         lifetime="detached",
     )
     return group

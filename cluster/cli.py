@@ -114,6 +114,7 @@ def build_parser() -> argparse.ArgumentParser:
     release.add_argument("model_id", nargs="?", metavar="MODEL_ID", help="as `longshore status` shows it")
     release.add_argument("--all", action="store_true", help="every model")
     release.add_argument("--force", action="store_true", help="also when somebody still holds it")
+    release.add_argument("--warm", action="store_true", help="workers of released models that wait for the next load")
     release.add_argument("--shutdown", action="store_true", help="then end Longshore in this cluster, caches included")
     _add_address(release)
 

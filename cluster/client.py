@@ -228,6 +228,15 @@ def release(model_id: str, *, force: bool = False, address: str | None = None) -
         connection.call("unkeep", model_id)
 
 
+def release_warm(*, address: str | None = None) -> int:
+    """End the workers of released models that wait for the next load; how many models' they were. Raises ClusterLost.
+
+    They give way by themselves to a load that needs their place; other users of the GPUs need this.
+    """
+    ended: int = _running(address).call("release_warm")
+    return ended
+
+
 def shutdown(address: str | None = None) -> None:
     """End every model, agent and arena, and the coordinator. The Ray cluster stays. Raises ClusterLost."""
     connection = _running(address, any_version=True)  # it is how one gets rid of another version

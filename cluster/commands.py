@@ -110,21 +110,23 @@ def run_status(args: argparse.Namespace) -> int:
 
 
 def run_release(args: argparse.Namespace) -> int:
-    """Free one model or --all; --shutdown ends the coordinator, the agents and their arenas too."""
+    """Free one model or --all, end idle workers with --warm; --shutdown ends coordinator, agents and arenas too."""
     from cluster import client
     from cluster.tables import cell
 
-    if (args.model_id is None) != (args.all or args.shutdown):
+    if (args.model_id is None) != (args.all or args.warm or args.shutdown):
         raise ConfigError("name one model, or say --all", hint="`longshore status` lists the models")
     wanted = [args.model_id] if args.model_id is not None else []
     if args.all:
         wanted = [model.progress.model_id for model in client.status(args.address).models]
     for model_id in wanted:
         client.release(model_id, force=args.force, address=args.address)
+    warm = client.release_warm(address=args.address) if args.warm else 0
     if args.shutdown:
         client.shutdown(args.address)
-    said = f"released {', '.join(wanted) or 'nothing'}" + ("; longshore ended in this cluster" * args.shutdown)
-    _answer(args, {"released": wanted, "shutdown": args.shutdown}, lambda: cell(said))
+    said = f"released {', '.join(wanted) or 'nothing'}" + f"; {warm} idle gangs ended" * args.warm
+    said += "; longshore ended in this cluster" * args.shutdown
+    _answer(args, {"released": wanted, "gangs_ended": warm, "shutdown": args.shutdown}, lambda: cell(said))
     return OK
 
 

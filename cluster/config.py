@@ -38,6 +38,7 @@ class Config(BaseModel):
         120.0, gt=0, le=MAX_S
     )  # agents and workers end themselves after this long without coordinator
     holder_ttl_s: float = Field(30.0, gt=0, le=MAX_S)  # a client not heard of for this long no longer holds its models
+    warm_workers_s: float = Field(0.0, ge=0, le=MAX_S)  # workers of a released model wait that long for the next load
     cpu_ranks_per_node: int = Field(8, ge=1)  # bound for device="cpu", which takes no Ray resource
     host_reserve_bytes: int = Field(512 * MIB, ge=0)  # host memory a plan leaves free on each node
     device_reserve_bytes: int = Field(512 * MIB, ge=0)  # device memory a plan leaves free on each GPU

@@ -56,7 +56,8 @@ class LoadedModel:
         return [
             self._get(reference, rank)
             for rank, reference in [
-                (rank, workers[rank].call.options(concurrency_group="call").remote(fn, args, kwargs)) for rank in wanted
+                (rank, workers[rank].call.options(concurrency_group="call").remote(self.model_id, fn, args, kwargs))
+                for rank in wanted
             ]
         ]
 
@@ -69,9 +70,10 @@ class LoadedModel:
         import torch
 
         worker = self._workers()[self._checked_rank(rank)]
-        names = self._get(worker.tensor_names.options(concurrency_group="call").remote(), rank)
+        names = self._get(worker.tensor_names.options(concurrency_group="call").remote(self.model_id), rank)
         for name in names:
-            dtype, shape, data = self._get(worker.tensor_copy.options(concurrency_group="call").remote(name), rank)
+            asked = worker.tensor_copy.options(concurrency_group="call").remote(self.model_id, name)
+            dtype, shape, data = self._get(asked, rank)
             # Copied: what Ray hands out are read-only views of its object store, which is small.
             copy = torch.empty(data.size, dtype=torch.uint8)
             copy.numpy()[:] = data

@@ -116,6 +116,8 @@ class LoadReport(_Jsonable):
     attempts: int
     ranks: tuple[RankReport, ...]
     nodes: tuple[NodeReport, ...]
+    first_byte_s: float = 0.0  # from the call at the coordinator until a rank asked for its first bytes, or copied them
+    ready_after_last_byte_s: float = 0.0  # from the last byte placed until the model was READY
 
     @property
     def store_bytes(self) -> int:
@@ -188,6 +190,17 @@ class NodeStatus(_Jsonable):
 
 
 @dataclass(frozen=True, slots=True)
+class GangStatus(_Jsonable):
+    """Workers of a released model that wait for the next load (`Config.warm_workers_s`)."""
+
+    gang_id: str  # of the first model they had
+    device: str
+    rank_hosts: tuple[str, ...]  # host of worker i
+    kept_bytes: int  # host memory that they keep for the next load
+    idle_s: float
+
+
+@dataclass(frozen=True, slots=True)
 class ClusterStatus(_Jsonable):
     """Everything `longshore status` shows."""
 
@@ -195,3 +208,4 @@ class ClusterStatus(_Jsonable):
     coordinator_incarnation: str
     models: tuple[ModelStatus, ...]
     nodes: tuple[NodeStatus, ...]
+    gangs: tuple[GangStatus, ...] = ()  # idle ones

@@ -5,6 +5,7 @@ Text from outside (URIs, names, errors) goes through `cell`, so it can be neithe
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TextIO
 
@@ -76,6 +77,10 @@ def load_table(report: LoadReport) -> RenderableType:
             (
                 "plan / start / load",
                 f"{report.plan_s:.2f} s / {report.start_s:.2f} s / {report.load_s:.2f} s",
+            ),
+            (
+                "to the first byte / READY after the last",
+                f"{report.first_byte_s * 1e3:.0f} ms / {report.ready_after_last_byte_s * 1e3:.0f} ms",
             ),
             ("total", f"{report.total_s:.2f} s, {show_rate(report.placed_bytes, report.total_s)}"),
             ("peak host memory", show_bytes(report.peak_host_bytes)),
@@ -185,10 +190,15 @@ def status_table(status: ClusterStatus) -> RenderableType:
             for node in status.nodes
         ],
     )
+    gangs = [
+        cell(f"{len(gang.rank_hosts)} {gang.device} workers of {gang.gang_id} idle for {gang.idle_s:.0f} s ({where})")
+        for gang in status.gangs
+        if (where := ", ".join(f"{host}: {count}" for host, count in Counter(gang.rank_hosts).items()))
+    ]
     errors = [cell(f"{model.progress.model_id}: {model.error}", "red") for model in status.models if model.error]
     head = cell(f"Longshore {status.version}, coordinator {status.coordinator_incarnation}")
     empty = cell("no models are loaded", "dim")
-    return Group(head, Text(), models if status.models else empty, *errors, Text(), nodes)
+    return Group(head, Text(), models if status.models else empty, *errors, *gangs, Text(), nodes)
 
 
 def publish_table(report: PublishReport) -> RenderableType:

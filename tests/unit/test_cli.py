@@ -19,6 +19,7 @@ from cluster.cli import build_parser, main
 from cluster.errors import ClusterLost, ConfigError, NotEnoughResources
 from cluster.report import (
     ClusterStatus,
+    GangStatus,
     LoadProgress,
     LoadReport,
     ModelStatus,
@@ -239,13 +240,16 @@ def test_status(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         ModelStatus(broken, "r2", 1, 1, 1, "cpu", False, 0, (), "chunk 7 could not be had"),
     )
     node = NodeStatus("0123456789abcdef", "a", 1 << 30, 1 << 29, 1, 0, 0.3)
-    status = ClusterStatus("0.1.0", "c1", models, (node,))
+    gang = GangStatus("m0-12ab", "cuda", ("a", "a", "b"), 1 << 20, 12.0)
+    status = ClusterStatus("0.1.0", "c1", models, (node,), (gang,))
     monkeypatch.setattr(client, "status", lambda address: status)
     code, out, _ = run("status")
     assert code == 0
     assert "4/4" in out
     assert "m2: chunk 7 could not be had" in out
     assert "537 MB" in out
+    assert "a: 2, b: 1" in out
+    assert "3 cuda workers of m0-12ab idle for 12 s" in out
     code, out, _ = run("status", "--json")
     assert json.loads(out)["models"][1]["error"] == "chunk 7 could not be had"
 
@@ -256,6 +260,7 @@ def test_status(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         (["m1"], [("release", "m1", False)]),
         (["m1", "--force"], [("release", "m1", True)]),
         (["--all"], [("release", "m1", False), ("release", "m2", False)]),
+        (["--warm"], [("release_warm",)]),
         (["--shutdown"], [("shutdown",)]),
         (["--all", "--force", "--shutdown"], [("release", "m1", True), ("release", "m2", True), ("shutdown",)]),
     ],
@@ -269,6 +274,7 @@ def test_release(run: Run, monkeypatch: pytest.MonkeyPatch, argv: list[str], cal
     monkeypatch.setattr(client, "status", lambda address: ClusterStatus("v", "c", models, ()))
     monkeypatch.setattr(client, "release", lambda m, force, address: done.append(("release", m, force)))
     monkeypatch.setattr(client, "shutdown", lambda address: done.append(("shutdown",)))
+    monkeypatch.setattr(client, "release_warm", lambda address: done.append(("release_warm",)) or 1)
     code, out, _ = run("release", *argv, "--json")
     assert code == 0
     assert done == calls

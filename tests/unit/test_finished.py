@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from actors.finished import finished
+from actors.finished import alongside, finished
 
 
 @pytest.mark.parametrize("cancellations", [1, 2, 3])
@@ -64,3 +64,53 @@ def test_a_step_that_fails_after_the_cancellation_is_a_cancellation() -> None:
 
     with pytest.raises(asyncio.CancelledError):
         asyncio.run(scene())
+
+
+def test_alongside_ends_every_step_before_the_error_comes_out() -> None:
+    ended: list[str] = []
+
+    async def fails() -> None:
+        await asyncio.sleep(0.01)
+        raise ZeroDivisionError
+
+    async def makes() -> None:
+        try:
+            await finished(asyncio.sleep(0.05))
+        finally:
+            ended.append("made")
+
+    async def waits() -> None:
+        try:
+            await asyncio.sleep(60)
+        finally:
+            ended.append("waited")
+
+    with pytest.raises(ZeroDivisionError):
+        asyncio.run(alongside(makes(), fails(), waits()))
+    assert sorted(ended) == ["made", "waited"]
+    asyncio.run(alongside(makes()))
+    assert len(ended) == 3
+
+
+@pytest.mark.parametrize("cancellations", [1, 3])
+def test_alongside_cancelled_leaves_after_its_steps(cancellations: int) -> None:
+    async def scene() -> tuple[bool, bool]:
+        made: list[str] = []
+
+        async def makes() -> None:
+            await finished(note())
+
+        async def note() -> None:
+            await asyncio.sleep(0.05)
+            made.append("worker")
+
+        caller = asyncio.create_task(alongside(makes(), asyncio.sleep(60)))
+        for _ in range(cancellations):
+            await asyncio.sleep(0)
+            await asyncio.sleep(0)
+            caller.cancel()
+        with contextlib.suppress(asyncio.CancelledError):
+            await caller
+        return caller.cancelled(), made == ["worker"]
+
+    assert asyncio.run(scene()) == (True, True)

@@ -28,6 +28,7 @@ from tests.support.checkpoints import safetensors_bytes, write_objects
 from tests.support.local_node import Belongings, LocalNode, SwitchedLink, local_node, plan_of
 from tests.support.shared_memory import REPOSITORY
 
+LOAD = "load-1"  # the first load of a LocalNode
 SPECS = [(f"layers.{number}.weight", "BF16", (64, 8)) for number in range(12)]
 
 
@@ -74,47 +75,52 @@ def job(node: LocalNode, plan: LoadPlan, tmp_path: Path) -> RankJob:
 def test_start_outcome_call_copy_stop(worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path, stored: Any):
     me = worker.start(job(node, plan, tmp_path))
     assert me == worker.ping() == ProcessId.current()
-    report = worker.outcome()
+    report = worker.outcome(LOAD)
     assert isinstance(report, RankReport)
     assert (report.node, report.device, report.size_bytes) == ("node-1", "cpu", plan.ranks[0].size_bytes)
-    assert worker.outcome() == report  # asked again, the same answer
+    assert worker.outcome(LOAD) == report  # asked again, the same answer
     reference = {name: bytes(entry["data"]) for name, entry in safetensors.deserialize(stored["model.safetensors"])}
-    assert set(worker.tensor_names()) == set(reference)
+    assert set(worker.tensor_names(LOAD)) == set(reference)
     for name, data in reference.items():
-        dtype, shape, found = worker.tensor_copy(name)
+        dtype, shape, found = worker.tensor_copy(LOAD, name)
         assert (dtype, shape, found.tobytes()) == ("bfloat16", (64, 8), data)
 
     def count(shard: RankShard, add: int, *, times: int) -> int:
         return (len(shard) + add) * times
 
-    assert worker.call(count, (1,), {"times": 2}) == 26
+    assert worker.call(LOAD, count, (1,), {"times": 2}) == 26
     with pytest.raises(ZeroDivisionError):  # a user's error is the user's
-        worker.call(lambda shard: 1 / 0, (), {})
+        worker.call(LOAD, lambda shard: 1 / 0, (), {})
     with pytest.raises(RemoteCallFailed, match=r"exit\(3\) on rank 0"):  # in an actor, SystemExit would end it
-        worker.call(lambda shard: sys.exit(3), (), {})
-    assert worker.call(count, (1,), {"times": 2}) == 26
+        worker.call(LOAD, lambda shard: sys.exit(3), (), {})
+    assert worker.call(LOAD, count, (1,), {"times": 2}) == 26
     with pytest.raises(KeyError):
-        worker.tensor_copy("no such tensor")
+        worker.tensor_copy(LOAD, "no such tensor")
     worker.stop()
-    worker.lifetime()
+    worker.lifetime(LOAD)
     with pytest.raises(ModelNotFound):
-        worker.call(count, (1,), {"times": 2})
-    assert worker._device is not None
-    assert worker._device._segments == []  # type: ignore[attr-defined]
+        worker.call(LOAD, count, (1,), {"times": 2})
+    assert worker._load is not None
+    assert worker._load._device is not None
+    assert worker._load._device._segments == []  # type: ignore[attr-defined]
 
 
 def test_started_twice_it_loads_once(worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path):
     wanted = job(node, plan, tmp_path)
     for _ in range(5):
         worker.start(wanted)
-    worker.outcome()
+    worker.outcome(LOAD)
     assert sum(thread.name == "watch" for thread in threading.enumerate()) == 1
     worker.start(wanted)
     assert node.agent.report(wanted.load_id).store_chunks == len(plan.ranks[0].chunk_ids)
 
 
 def test_before_it_is_ready_there_is_no_model(worker: GpuWorker):
-    for ask in (worker.tensor_names, lambda: worker.tensor_copy("a"), lambda: worker.call(len, (), {})):
+    for ask in (
+        lambda: worker.tensor_names(LOAD),
+        lambda: worker.tensor_copy(LOAD, "a"),
+        lambda: worker.call(LOAD, len, (), {}),
+    ):
         with pytest.raises(ModelNotFound, match="no loaded model"):
             ask()
 
@@ -125,19 +131,19 @@ def test_a_load_that_fails_says_why_and_leaves_no_model(
     (tmp_path / "model.safetensors").unlink()
     worker.start(job(node, plan, tmp_path))
     with pytest.raises(LongshoreError) as caught:
-        worker.outcome()
+        worker.outcome(LOAD)
     assert caught.value.details["shard"] == "model.safetensors"
     with pytest.raises(ModelNotFound):
-        worker.tensor_names()
+        worker.tensor_names(LOAD)
 
 
 def test_an_error_that_nobody_foresaw_comes_back_as_one_that_pickles(
     worker: GpuWorker, plan: LoadPlan, node: LocalNode
 ):
-    broken = replace(node.job(plan, "load", 0), shared=b"no pickle at all")
+    broken = replace(node.job(plan, LOAD, 0), shared=b"no pickle at all")
     worker.start(broken)
     with pytest.raises(LongshoreError, match="while loading") as caught:
-        worker.outcome()
+        worker.outcome(LOAD)
     assert pickle.loads(pickle.dumps(caught.value)).message == caught.value.message
 
 
@@ -151,9 +157,9 @@ def test_stopped_in_mid_load(node: LocalNode, plan: LoadPlan, tmp_path: Path):
     link.go.set()
     stopping.join()
     with pytest.raises(LoadCancelled):
-        worker.outcome()
+        worker.outcome(LOAD)
     with pytest.raises(ModelNotFound):
-        worker.tensor_names()
+        worker.tensor_names(LOAD)
     worker.start(job(node, plan, tmp_path))  # too late: nothing begins any more
     _join_watch()
 
@@ -161,8 +167,93 @@ def test_stopped_in_mid_load(node: LocalNode, plan: LoadPlan, tmp_path: Path):
 def test_stopped_before_it_was_started(node: LocalNode):
     worker = GpuWorker("node-1", "cpu", 60.0, node.agent)
     worker.stop()
+    _join_watch()
     with pytest.raises(LoadCancelled):
-        worker.outcome()
+        worker.outcome(LOAD)
+
+
+def test_a_recycled_worker_is_as_new(worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path, stored: Any):
+    """The next load gets its own tensors and its own answers; what was asked about the one before is refused."""
+    worker.start(job(node, plan, tmp_path))
+    first = worker.outcome(LOAD)
+    assert len(worker.tensor_names(LOAD)) == len(SPECS)
+    assert worker.recycle(LOAD) is not None
+    assert worker.recycle(LOAD) is not None  # again: changes nothing
+    assert worker.assignment() is None
+    for ask in (lambda: worker.tensor_names(LOAD), lambda: worker.call(LOAD, len, (), {})):
+        with pytest.raises(ModelNotFound):
+            ask()
+    node.agent.end(LOAD)
+
+    second_load = job(node, plan, tmp_path)
+    worker.start(second_load)
+    with pytest.raises(LoadCancelled):
+        worker.outcome(LOAD)
+    worker.lifetime(LOAD)  # of the load before: over
+    second = worker.outcome(second_load.load_id)
+    assert second.size_bytes == first.size_bytes
+    with pytest.raises(ModelNotFound):
+        worker.call(LOAD, len, (), {})
+    assert worker.assignment() == (second_load.load_id, second_load.store)
+    reference = {name: bytes(entry["data"]) for name, entry in safetensors.deserialize(stored["model.safetensors"])}
+    for name, data in reference.items():
+        assert worker.tensor_copy(second_load.load_id, name)[2].tobytes() == data
+    assert worker.recycle(LOAD) is None  # it has another load by now
+    assert worker.tensor_names(second_load.load_id)
+
+
+def test_recycled_after_a_load_that_failed(worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path):
+    broken = replace(job(node, plan, tmp_path), shared=b"no pickle at all")
+    worker.start(broken)
+    with pytest.raises(LongshoreError):
+        worker.outcome(broken.load_id)
+    assert worker.recycle(broken.load_id) is not None
+    worker.start(job(node, plan, tmp_path))
+    assert worker.outcome("load-2").size_bytes == plan.ranks[0].size_bytes
+
+
+def test_a_worker_whose_user_is_at_work_is_not_recycled(
+    worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path
+):
+    """The call would run on into the next load, and hold up its calls."""
+    worker.start(job(node, plan, tmp_path))
+    worker.outcome(LOAD)
+    began, go = threading.Event(), threading.Event()
+
+    def work(shard: RankShard) -> float:
+        began.set()
+        go.wait(60)
+        return float(shard["layers.0.weight"].float().sum())
+
+    sums: list[float] = []
+    calling = threading.Thread(target=lambda: sums.append(worker.call(LOAD, work, (), {})))
+    calling.start()
+    assert began.wait(30)
+    assert worker.recycle(LOAD) is None
+    go.set()
+    calling.join()
+    assert len(sums) == 1  # its tensors stayed
+    assert worker.recycle(LOAD) is not None
+
+
+def test_idleness_ends_with_a_job_or_with_the_worker(
+    worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path
+):
+    for end in (lambda: worker.start(job(node, plan, tmp_path)), worker.stop):
+        idle = threading.Thread(target=worker.idleness)
+        idle.start()
+        assert idle.is_alive()
+        end()
+        idle.join(30)
+        assert not idle.is_alive()
+        worker.recycle(LOAD)
+
+
+def test_a_stopped_worker_is_not_recycled(worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path):
+    worker.start(job(node, plan, tmp_path))
+    worker.outcome(LOAD)
+    worker.stop()
+    assert worker.recycle(LOAD) is None
 
 
 class SlowLink(SwitchedLink):
@@ -200,7 +291,8 @@ class NoCoordinator:
         return float(sys.argv[1])
 
 worker = GpuWorker("n", "cpu", 0.5, NoCoordinator())
-worker.start(RankJob("l", 1, 0, 0, b"", StoreAccess(parse_uri("/tmp")), FetchSettings(1, 1, 1.0, 0.05)))
+if sys.argv[3] == "loading":
+    worker.start(RankJob("l", 1, 0, 0, b"", StoreAccess(parse_uri("/tmp")), FetchSettings(1, 1, 1.0, 0.05)))
 print("started", flush=True)
 time.sleep(float(sys.argv[2]))
 print("alive", flush=True)
@@ -211,10 +303,11 @@ os._exit(0)
 
 
 @pytest.mark.slow
+@pytest.mark.parametrize("state", ["idle", "loading"])
 @pytest.mark.parametrize(("age", "alive"), [("gone", False), ("1000", False), ("0", True)])
-def test_a_worker_without_a_coordinator_ends_itself(age: str, alive: bool):
+def test_a_worker_without_a_coordinator_ends_itself(age: str, alive: bool, state: str):
     result = subprocess.run(
-        [sys.executable, "-c", ORPHAN, age, "2.5" if alive else "60"],
+        [sys.executable, "-c", ORPHAN, age, "2.5" if alive else "60", state],
         capture_output=True,
         text=True,
         cwd=REPOSITORY,

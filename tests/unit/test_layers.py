@@ -29,6 +29,7 @@ AT_MODULE_LEVEL = {
         "actors/agent_link",
         "actors/agent_watch",
         "actors/coordinator",
+        "actors/gangs",
         "actors/hosting",
         "actors/launch",
         "actors/load_run",

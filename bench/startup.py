@@ -1,0 +1,138 @@
+"""How long a load takes that moves few bytes: `python bench/startup.py [--rounds N] [--json FILE]`.
+
+    cold      new worker processes; coordinator and agent run
+    warm      the workers of the model before take it over (`Config.warm_workers_s`)
+    arena     warm workers, every chunk in the arena already: the larger model, at memory-copy speed
+    resident  the model is there: it is handed out
+
+Starts a Ray cluster of its own on this machine, reads local files, prints medians over the rounds and writes JSON.
+Every cold and warm round loads a model of other bytes, so that nothing comes from the arena.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import platform
+import statistics
+import tempfile
+import time
+from collections.abc import Callable
+from dataclasses import replace
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+
+import cluster
+from cluster.client import release_warm
+from cluster.connection import disconnect
+from cluster.sample_checkpoint import write_llama_checkpoint
+
+MIB = 1 << 20
+SMALL = {"hidden": 512, "layers": 2, "intermediate": 1408, "heads": 8, "kv_heads": 2, "vocab": 4000, "shards": 3}
+LARGE = {"hidden": 2048, "layers": 4, "intermediate": 5632, "heads": 16, "kv_heads": 8, "vocab": 32000, "shards": 4}
+WARM_S = 600.0
+FIELDS = ("total_s", "plan_s", "first_byte_s", "load_s", "ready_after_last_byte_s")
+
+Case = Callable[[], cluster.LoadReport]
+
+
+def main() -> None:
+    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
+    arguments.add_argument("--rounds", type=int, default=7)
+    arguments.add_argument("--ranks", type=int, default=2)
+    arguments.add_argument("--json", type=Path)
+    options = arguments.parse_args()
+    with tempfile.TemporaryDirectory(prefix="longshore-startup-") as folder:
+        found = measure(Path(folder), options.rounds, options.ranks)
+    show(found)
+    if options.json is not None:
+        options.json.write_text(json.dumps(found, indent=2) + "\n")
+
+
+def measure(folder: Path, rounds: int, ranks: int) -> dict[str, Any]:
+    """Every case `rounds` times; medians."""
+    options: dict[str, Any] = {"tensor_parallel_size": ranks, "device": "cpu"}
+    first = stored(folder, SMALL, 0)
+    begun_s = time.monotonic()
+    config = cluster.Config.from_env(arena_bytes=1536 * MIB, warm_workers_s=WARM_S)
+    model = cluster.load(first, address="local", config=config, **options)
+    first_s = time.monotonic() - begun_s
+    try:
+        model.release()
+        large = stored(folder, LARGE, 0)
+        cluster.load(large, **options).release()
+        cases: dict[str, list[dict[str, float]]] = {"cold": [], "warm": [], "arena": [], "resident": []}
+        for number in range(rounds):
+            release_warm()
+            cases["cold"].append(timed(stored(folder, SMALL, 2 * number + 1), options))
+            cases["warm"].append(timed(stored(folder, SMALL, 2 * number + 2), options))
+            cases["arena"].append(timed(large, options))
+            with cluster.load(first, **options):
+                cases["resident"].append(timed(first, options))
+    finally:
+        disconnect()
+    return {
+        "machine": platform.processor() or platform.machine(),
+        "python": platform.python_version(),
+        "rounds": rounds,
+        "ranks": ranks,
+        "first_load_with_cluster_start_s": first_s,
+        "cases": {name: medians(timings) for name, timings in cases.items()},
+        "memory_copy": copy_rates(int(cases["arena"][0]["placed_bytes"])),
+    }
+
+
+def stored(folder: Path, shape: dict[str, int], seed: int) -> str:
+    """A published checkpoint of bytes that no other seed has."""
+    place = folder / f"{shape['hidden']}-{seed}"
+    write_llama_checkpoint(place, **shape, seed=seed)
+    cluster.publish(str(place))
+    return str(place)
+
+
+def timed(uri: str, options: dict[str, Any]) -> dict[str, float]:
+    """One load, and its release; the client's seconds and those of the report."""
+    begun_s = time.monotonic()
+    model = cluster.load(uri, **options)
+    report = replace(model.report, total_s=time.monotonic() - begun_s)
+    model.release()
+    return {name: float(getattr(report, name)) for name in (*FIELDS, "placed_bytes")}
+
+
+def medians(timings: list[dict[str, float]]) -> dict[str, float]:
+    return {name: statistics.median(timing[name] for timing in timings) for name in timings[0]}
+
+
+def copy_rates(size_bytes: int) -> dict[str, float]:
+    """GB/s of one thread that copies as many bytes into memory that is fresh, then into the same again."""
+    source = np.ones(size_bytes, np.uint8)
+    rates = {}
+    target = np.empty_like(source)
+    for name in ("fresh", "touched"):
+        begun_s = time.monotonic()
+        np.copyto(target, source)
+        rates[f"{name}_gb_per_s"] = size_bytes / (time.monotonic() - begun_s) / 1e9
+    return rates
+
+
+def show(found: dict[str, Any]) -> None:
+    """The table, as docs/benchmarks.md has it."""
+    print(f"medians of {found['rounds']} rounds, {found['ranks']} ranks; milliseconds")
+    print(
+        "| case | call to READY | plan | to first byte | first to last byte | last byte to READY | GB/s of the call |"
+    )
+    print("|---|---|---|---|---|---|---|")
+    for name, case in found["cases"].items():
+        shown = FIELDS[:1] if name == "resident" else FIELDS
+        times = " | ".join(f"{case[field] * 1e3:.0f}" if field in shown else "-" for field in FIELDS)
+        rate = "-" if name == "resident" else f"{case['placed_bytes'] / case['total_s'] / 1e9:.2f}"
+        print(f"| {name} | {times} | {rate} |")
+    copies = found["memory_copy"]
+    print(f"copy by one thread: {copies['fresh_gb_per_s']:.2f} GB/s fresh, {copies['touched_gb_per_s']:.2f} touched")
+    print(f"first load, the start of Ray included: {found['first_load_with_cluster_start_s']:.1f} s")
+
+
+if __name__ == "__main__":
+    main()

@@ -1,0 +1,291 @@
+"""Workers of a released model wait for the next load of their shape, and stand in nobody's way meanwhile."""
+
+from __future__ import annotations
+
+import json
+import time
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cluster
+from actors.names import COORDINATOR
+from cluster.client import release_warm
+from storage.host_memory import available_host_bytes
+from tests.support.gated_proxy import GatedProxy
+from tests.support.ray_clusters import GPUS_PER_NODE, Longshore, eventually
+from tests.support.reference_slices import shard_differs
+from tests.support.stored_models import KV_HEADS, StoredModel
+
+pytestmark = pytest.mark.slow
+
+MIB = 1 << 20
+WARM_S = 300.0  # longer than any test
+TP = 2
+
+
+@pytest.fixture
+def warm(longshore: Longshore) -> Iterator[Longshore]:
+    """The cluster with a coordinator that keeps workers; none of them is left after the test."""
+    longshore.configure(warm_workers_s=WARM_S)
+    yield longshore
+    if COORDINATOR in longshore.actor_names():
+        release_warm(address=longshore.address)
+
+
+def load(stored: StoredModel, **options: Any) -> cluster.LoadedModel:
+    return cluster.load(stored.uri, **{"tensor_parallel_size": TP, "device": "cpu", **stored.options, **options})
+
+
+def is_exact(model: cluster.LoadedModel, stored: StoredModel) -> bool:
+    return model.call(shard_differs, str(stored.folder), TP, 1, KV_HEADS) == [[], []]
+
+
+def gangs(longshore: Longshore) -> list[int]:
+    """Ranks of each idle gang."""
+    return [len(gang.rank_hosts) for gang in longshore.status().gangs]
+
+
+def fresh_gang(warm: Longshore, stored: StoredModel) -> dict[str, int]:
+    """An idle gang of TP workers; their pids by name."""
+    load(stored).release()
+    pids = warm.worker_pids()
+    assert (gangs(warm), len(pids)) == ([TP], TP)
+    return pids
+
+
+def test_the_next_load_has_the_same_processes(warm: Longshore, llama: StoredModel) -> None:
+    first = load(llama)
+    pids = warm.worker_pids()
+    first.release()
+    (idle,) = warm.status().gangs
+    assert (idle.gang_id, idle.device, len(idle.rank_hosts)) == (first.model_id, "cpu", TP)
+    assert idle.kept_bytes >= first.report.placed_bytes  # the next load need not touch it again
+    assert warm.worker_pids() == pids
+    with load(llama) as second:
+        assert second.model_id != first.model_id
+        assert not second.report.resident
+        assert [rank.pid for rank in second.report.ranks] == [rank.pid for rank in first.report.ranks]
+        assert is_exact(second, llama)
+        assert gangs(warm) == []
+        assert warm.worker_pids() == pids
+        report = second.report
+        assert 0 < report.first_byte_s < report.total_s
+        assert 0 < report.ready_after_last_byte_s < report.total_s
+        with pytest.raises(cluster.LoadCancelled, match="released"):
+            first.call(len)
+    assert gangs(warm) == [TP]
+    assert release_warm(address=warm.address) == 1
+    warm.assert_nothing_left()
+
+
+def test_another_model_and_another_mesh_of_as_many_ranks(warm: Longshore, llama: StoredModel, odd: StoredModel) -> None:
+    pids = fresh_gang(warm, llama)
+    with load(odd, tensor_parallel_size=1, fsdp_size=TP) as model:
+        assert sorted(rank.pid for rank in model.report.ranks) == sorted(pids.values())
+        assert model.call(len) == [len(model.state_dict(0))] * TP
+
+
+def test_streaming_begins_and_ends_before_torch_is_imported(warm: Longshore, llama: StoredModel) -> None:
+    """No chunk waits for the seconds that the import takes: a worker in CPU memory needs torch for calls only."""
+
+    def has_torch() -> list[bool]:
+        maps = [Path(f"/proc/{pid}/maps").read_text() for pid in warm.worker_pids().values()]
+        return ["libtorch" in text for text in maps]
+
+    for _ in range(2):  # new workers, then a gang
+        with load(llama) as model:
+            assert model.report.stages.place_bytes == model.report.placed_bytes
+            assert has_torch() == [False] * TP
+    with load(llama) as model:
+        model.call(len)
+        assert has_torch() == [True] * TP
+
+
+def test_a_gang_of_another_shape_stays_while_there_is_room_and_gives_way_when_there_is_none(
+    warm: Longshore, llama: StoredModel
+) -> None:
+    warm.configure(warm_workers_s=WARM_S, cpu_ranks_per_node=2)
+    pids = fresh_gang(warm, llama)
+    with load(llama, tensor_parallel_size=1):
+        assert gangs(warm) == [TP]
+        assert pids.items() <= warm.worker_pids().items()
+    assert sorted(gangs(warm)) == [1, TP]
+    with load(llama, tensor_parallel_size=4) as model:  # both nodes, every seat
+        assert gangs(warm) == []
+        assert not set(pids.values()) & {rank.pid for rank in model.report.ranks}
+    assert gangs(warm) == [4]
+
+
+def test_gpus_of_a_gang_are_taken_over_or_given_back(warm: Longshore, llama: StoredModel) -> None:
+    """The GPUs are only counted here: the load ends where a worker would open one."""
+    warm.configure(warm_workers_s=WARM_S)
+    pids = fresh_gang(warm, llama)
+    with pytest.raises(cluster.LongshoreError):
+        load(llama, device="cuda", tensor_parallel_size=GPUS_PER_NODE)
+    assert gangs(warm) == [TP]  # what failed left no gang; the one in CPU memory is not in its way
+    assert warm.worker_pids() == pids
+    assert not warm.placement_groups()
+
+
+def test_a_load_that_lacks_host_memory_ends_the_gangs_on_its_nodes(
+    warm: Longshore, llama: StoredModel, tmp_path: Path
+) -> None:
+    """It does not fit without them either; but that is known only when they are gone."""
+    warm.configure(warm_workers_s=WARM_S, cpu_ranks_per_node=3)
+    fresh_gang(warm, llama)
+    rows = available_host_bytes() // MIB + 1024  # of 2 MiB: twice the memory, in a file with a hole
+    header = json.dumps({"w": {"dtype": "U8", "shape": [rows, 2 * MIB], "data_offsets": [0, rows * 2 * MIB]}}).encode()
+    with open(tmp_path / "model.safetensors", "wb") as file:
+        file.write(len(header).to_bytes(8, "little") + header)
+        file.truncate(8 + len(header) + rows * 2 * MIB)
+    with pytest.raises(cluster.DoesNotFit, match="of host memory"):
+        cluster.load(tmp_path, fsdp_size=4, device="cpu")  # of six seats, two on the gang's: there is room for both
+    assert gangs(warm) == []
+
+
+def test_an_idle_gang_ends_by_itself(warm: Longshore, llama: StoredModel) -> None:
+    warm.configure(warm_workers_s=1.0)
+    load(llama).release()
+    eventually(lambda: not gangs(warm), "the gang is still there")
+    warm.assert_nothing_left()
+
+
+def test_workers_of_a_load_that_failed_or_was_given_up_do_not_stay(warm: Longshore, llama: StoredModel) -> None:
+    warm.configure(warm_workers_s=WARM_S, empty=True)
+    with GatedProxy(llama.server.endpoint_url, ranges=5) as gate:
+        with pytest.raises(cluster.LoadTimeout):
+            load(llama, timeout_s=6, endpoint_url=gate.endpoint_url)
+        assert gangs(warm) == []
+        warm.assert_nothing_left()
+
+
+def test_a_call_that_goes_on_keeps_its_worker_from_the_next_load(warm: Longshore, llama: StoredModel) -> None:
+    def sleep(shard: object) -> None:
+        import time
+
+        time.sleep(20)
+
+    model = load(llama)
+    with ThreadPoolExecutor(1) as pool:
+        calling = pool.submit(model.call, sleep, ranks=[0])
+        eventually(lambda: calling.running(), "no call")
+        time.sleep(1)
+        model.release()
+        assert gangs(warm) == []
+        with pytest.raises(cluster.RankLost):
+            calling.result(30)
+    warm.assert_nothing_left()
+
+
+def test_tensors_that_a_call_kept_are_not_written_by_the_next_load(
+    warm: Longshore, llama: StoredModel, odd: StoredModel
+) -> None:
+    """The memory of a released model is used again, but not what somebody still looks at."""
+
+    def keep(shard: Any) -> int:
+        import builtins
+        import zlib
+
+        builtins.kept = shard["model.embed_tokens.weight"]  # type: ignore[attr-defined]
+        return zlib.crc32(builtins.kept.flatten().view(__import__("torch").uint8).numpy())  # type: ignore[attr-defined]
+
+    def look(shard: Any) -> int:
+        import builtins
+        import zlib
+
+        kept = builtins.kept  # type: ignore[attr-defined]
+        return zlib.crc32(kept.flatten().view(__import__("torch").uint8).numpy())
+
+    with load(llama) as model:
+        before = model.call(keep)
+        pids = warm.worker_pids()
+    with load(llama) as again:
+        again.call(lambda shard: [tensor.zero_() for tensor in shard.values()] and None)
+        assert again.call(look) == before
+    with load(odd, tensor_parallel_size=1, fsdp_size=TP) as other:
+        assert other.call(look) == before
+        assert warm.worker_pids() == pids
+
+
+# -- deaths ------------------------------------------------------------------------------------------------------
+
+
+def test_a_gang_that_loses_a_worker_ends(warm: Longshore, llama: StoredModel) -> None:
+    warm.configure(warm_workers_s=WARM_S, rank_restarts=0)
+    pids = fresh_gang(warm, llama)
+    warm.kill(sorted(pids)[0])
+    eventually(lambda: not gangs(warm), "the gang is still offered")
+    with load(llama) as model:
+        assert not set(pids.values()) & {rank.pid for rank in model.report.ranks}
+        assert is_exact(model, llama)
+
+
+@pytest.fixture
+def gate(llama: StoredModel) -> Iterator[GatedProxy]:
+    with GatedProxy(llama.server.endpoint_url, ranges=5) as proxy:
+        yield proxy
+
+
+def gang_without_chunks(warm: Longshore, odd: StoredModel) -> dict[str, int]:
+    """An idle gang of TP workers, and arenas without any chunk of the model that is loaded next."""
+    warm.configure(warm_workers_s=WARM_S, empty=True)
+    load(odd, tensor_parallel_size=1, fsdp_size=TP).release()
+    assert gangs(warm) == [TP]
+    return warm.worker_pids()
+
+
+def test_a_worker_that_is_killed_in_the_next_load_is_replaced_in_its_gang(
+    warm: Longshore, llama: StoredModel, odd: StoredModel, gate: GatedProxy
+) -> None:
+    first, second = sorted(gang_without_chunks(warm, odd))
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(load, llama, endpoint_url=gate.endpoint_url)
+        gate.wait_until_held()
+        warm.kill(second)
+        replacement = second.removesuffix("-0") + "-1"
+        eventually(lambda: replacement in warm.actor_names("worker-"), "no replacement came", 60)
+        gate.open()
+        with loading.result(120) as model:
+            assert [rank.incarnation for rank in model.report.ranks] == [0, 1]
+            assert is_exact(model, llama)
+            pids = warm.worker_pids()
+            assert sorted(pids) == [first, replacement]
+    with load(llama) as model:  # the replacement is one of the gang
+        assert warm.worker_pids() == pids
+        assert [rank.incarnation for rank in model.report.ranks] == [0, 1]
+        assert is_exact(model, llama)
+
+
+def test_a_coordinator_killed_in_a_load_on_a_gang_finds_it_again(
+    warm: Longshore, llama: StoredModel, odd: StoredModel, gate: GatedProxy
+) -> None:
+    pids = gang_without_chunks(warm, odd)
+    with ThreadPoolExecutor(1) as pool:
+        loading = pool.submit(load, llama, endpoint_url=gate.endpoint_url)
+        gate.wait_until_held()
+        assert warm.worker_pids() == pids
+        warm.wait_restarted(COORDINATOR, warm.kill(COORDINATOR))
+        gate.open()
+        with loading.result(120) as model:
+            assert warm.worker_pids() == pids
+            assert is_exact(model, llama)
+            warm.wait_restarted(COORDINATOR, warm.kill(COORDINATOR))  # and when it is ready
+            eventually(lambda: [m.progress.state for m in warm.models()] == ["ready"], "it was not found again")
+            assert is_exact(model, llama)
+            assert warm.worker_pids() == pids
+    assert gangs(warm) == [TP]
+    assert warm.worker_pids() == pids
+
+
+def test_a_gang_whose_coordinator_was_killed_ends(warm: Longshore, llama: StoredModel) -> None:
+    """Nobody knows of it any more; its workers are strays."""
+    warm.configure(warm_workers_s=WARM_S, orphan_after_s=6)
+    fresh_gang(warm, llama)
+    warm.wait_restarted(COORDINATOR, warm.kill(COORDINATOR))
+    eventually(lambda: not warm.actor_names("worker-"), "the gang is still there", 40)
+    with load(llama) as model:
+        assert is_exact(model, llama)
