@@ -5,6 +5,7 @@
 #   PIP_ARGS=...        more arguments for every `pip install`
 #   DEMO_ARGS=...       arguments for `longshore demo`
 #   TEST_ARGS=...       arguments for pytest
+#   BENCH_LINK_ARGS=... arguments for bench-link: --size 2GB, --mbit 1000 2000, --rounds 5
 #   BENCH_ARGS=...      arguments for the benchmark: --size 4GB, --rounds 5, --only 'longshore_*', --small...
 
 PYTHON ?= python3
@@ -27,7 +28,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 CODE := storage cluster actors longshore bench
 
 .DEFAULT_GOAL := help
-.PHONY: help venv check lint test test-fast demo bench peers clean other-torch
+.PHONY: help venv check lint test test-fast demo bench bench-link peers clean other-torch
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -82,6 +83,9 @@ peers: $(PEERS)  ## what `make bench` compares with, into .venv
 
 bench: $(PEERS)  ## this project beside its peers, on this machine: about an hour; needs nginx and 8 GB of /dev/shm
 	$(BIN)/python -m bench.run $(BENCH_ARGS)
+
+bench-link: $(STAMP)  ## verified beside unverified over a rate-limited link; as root, needs iproute2 and nginx
+	$(BIN)/python -m bench.link $(BENCH_LINK_ARGS)
 
 clean:  ## remove the virtual environment and everything that tools left
 	rm -rf $(VENV) .venv-base build dist htmlcov .coverage .coverage.* *.egg-info

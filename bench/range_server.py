@@ -16,6 +16,7 @@ import shutil
 import socket
 import subprocess
 import time
+from collections.abc import Sequence
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -46,36 +47,48 @@ def nginx_version() -> str:
 class RangeServer:
     """nginx over `root`, a folder of buckets, from entering the block to its end."""
 
-    def __init__(self, root: Path, state: Path, *, workers: int = 2) -> None:
-        """`state`: an empty folder for its configuration, certificate and logs."""
+    def __init__(
+        self,
+        root: Path,
+        state: Path,
+        *,
+        workers: int = 2,
+        host: str = "127.0.0.1",
+        command_prefix: Sequence[str] = (),
+    ) -> None:
+        """`state`: an empty folder for its configuration, certificate and logs. `command_prefix`: what runs it
+        somewhere else, in a network namespace that has the address `host`."""
         self.endpoint = ""
         self.tls_endpoint = ""  # "" where there is no openssl to make a certificate
         self.ca_bundle = ""
         self._root = root
         self._state = state
         self._workers = workers
+        self._host = host
+        self._command_prefix = command_prefix
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
         """Start it. Raises NoRangeServer."""
         program = find_nginx()
         self._state.mkdir(parents=True, exist_ok=True)
-        has_tls = _make_certificate(self._state)
+        has_tls = _make_certificate(self._state, self._host)
         said = ""
         for _ in range(_TRIES):
             port, tls_port = _free_ports()
             config = self._state / "nginx.conf"
-            config.write_text(_config(self._root, self._state, port, tls_port if has_tls else None, self._workers))
-            command = [program, "-e", "error.log", "-p", str(self._state), "-c", str(config)]
+            address = (self._host, port, tls_port if has_tls else None)
+            config.write_text(_config(self._root, self._state, address, self._workers))
+            command = [*self._command_prefix, program, "-e", "error.log", "-p", str(self._state), "-c", str(config)]
             with (self._state / "said.txt").open("wb") as said_by:
                 # A group of its own: Ctrl-C is for the benchmark, which ends this in its order.
                 self._process = subprocess.Popen(
                     command, stdin=subprocess.DEVNULL, stdout=said_by, stderr=said_by, start_new_session=True
                 )
             if self._answers(port):
-                self.endpoint = f"http://127.0.0.1:{port}"
+                self.endpoint = f"http://{self._host}:{port}"
                 if has_tls:
-                    self.tls_endpoint = f"https://127.0.0.1:{tls_port}"
+                    self.tls_endpoint = f"https://{self._host}:{tls_port}"
                     self.ca_bundle = str(self._state / "cert.pem")
                 return self
             said = (self._state / "said.txt").read_text(errors="replace").strip()
@@ -91,7 +104,7 @@ class RangeServer:
         give_up_s = time.monotonic() + _START_TIMEOUT_S
         while self._process is not None and self._process.poll() is None and time.monotonic() < give_up_s:
             with contextlib.suppress(OSError):
-                socket.create_connection(("127.0.0.1", port), timeout=1).close()
+                socket.create_connection((self._host, port), timeout=1).close()
                 return self._process.poll() is None  # else it was somebody else who answered
             time.sleep(0.02)
         return False
@@ -108,11 +121,13 @@ class RangeServer:
             process.wait()
 
 
-def _config(root: Path, state: Path, port: int, tls_port: int | None, workers: int) -> str:
-    listen = [f"listen 127.0.0.1:{port} reuseport backlog=1024;"]
+def _config(root: Path, state: Path, address: tuple[str, int, int | None], workers: int) -> str:
+    """`address`: host, port and the port for TLS, if any."""
+    host, port, tls_port = address
+    listen = [f"listen {host}:{port} reuseport backlog=1024;"]
     if tls_port is not None:
         listen += [
-            f"listen 127.0.0.1:{tls_port} ssl reuseport backlog=1024;",
+            f"listen {host}:{tls_port} ssl reuseport backlog=1024;",
             f"ssl_certificate {state}/cert.pem; ssl_certificate_key {state}/key.pem;",
             "ssl_protocols TLSv1.2 TLSv1.3; ssl_session_cache shared:tls:1m; ssl_buffer_size 16k;",
         ]
@@ -144,13 +159,13 @@ http {{
 """
 
 
-def _make_certificate(state: Path) -> bool:
-    """A certificate for 127.0.0.1 that signs itself; False where there is no openssl."""
+def _make_certificate(state: Path, host: str) -> bool:
+    """A certificate for that address that signs itself; False where there is no openssl."""
     program = shutil.which("openssl", path=_PATH)
     if program is None:
         return False
     command = [program, "req", "-x509", "-newkey", "ec", "-pkeyopt", "ec_paramgen_curve:prime256v1", "-nodes"]
-    command += ["-subj", "/CN=127.0.0.1", "-addext", "subjectAltName=IP:127.0.0.1", "-days", "30"]
+    command += ["-subj", f"/CN={host}", "-addext", f"subjectAltName=IP:{host}", "-days", "30"]
     command += ["-keyout", str(state / "key.pem"), "-out", str(state / "cert.pem")]
     return subprocess.run(command, capture_output=True, check=False).returncode == 0
 
