@@ -1,0 +1,108 @@
+"""How messages grow: with nodes, never with chunks, nor with ranks times tensors. Counted, not timed."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+import pytest
+
+from bench.huge_model import DenseShape
+from bench.sim_flows import Network
+from bench.sim_node import LOAD, NodeRates, SimNode
+from bench.simulate import Model
+from cluster.config import Config
+from cluster.holders import Holders
+from cluster.layout import Layout
+from cluster.load_plan import LoadPlan
+from cluster.load_state import Life
+from cluster.messages import AgentBeat
+from cluster.packed_plan import pack_shared
+from cluster.rank_plans import rank_facts
+from cluster.request import StoreOptions, make_request
+
+KIB = 1 << 10
+RANKS = 4
+SHAPE = DenseShape(layers=2, hidden=512, inner=1024, vocabulary=4000, shards=2)
+
+
+def plan_of(shape: DenseShape, chunk_bytes: int, layout: Layout) -> tuple[Model, LoadPlan]:
+    model = Model(shape, chunk_bytes)
+    return model, model.plan(layout)
+
+
+def beats_of_a_load(chunk_bytes: int, heartbeats: int) -> tuple[list[AgentBeat], int, int]:
+    """A whole load on one node, its agent's heartbeats at equal intervals, chunks, and bytes of the node's report."""
+    model, plan = plan_of(SHAPE, chunk_bytes, Layout(RANKS))
+    rates = NodeRates(
+        nic_bytes_s=float(model.index.size_bytes),  # about one second
+        worker_bytes_s=(1e12,) * RANKS,
+        pcie_bytes_s=1e12,
+        threads=4,
+        latency_s=0.0,
+        jitter=0.0,
+        exchange_s=0.0,
+        heartbeat_s=1.0,
+        arena_slots=64,
+        slot_bytes=chunk_bytes,
+    )
+    network = Network(1e15, 1e15)
+    node = SimNode(network, plan, {rank: model.places(plan, rank) for rank in range(RANKS)}, rates)
+    beats: list[AgentBeat] = []
+    for number in range(heartbeats):
+        at_s = 1.2 * number / (heartbeats - 1)
+        network.at(at_s, lambda: beats.append(node.ledger.beat("node", "host", "incarnation", network.now_s, ())))
+    node.begin()
+    network.run()
+    assert node.complete
+    report = node.ledger.report(LOAD, "node", "host", 0)
+    assert report.store_chunks == report.needed_chunks > 0
+    return beats, report.needed_chunks, len(pickle.dumps(report))
+
+
+def test_what_agents_tell_the_coordinator_does_not_grow_with_chunks() -> None:
+    few, few_chunks, few_report = beats_of_a_load(256 * KIB, 20)
+    many, many_chunks, many_report = beats_of_a_load(8 * KIB, 20)
+    assert many_chunks > 20 * few_chunks
+    assert len(few) == len(many) == 20  # as many as time has passed, whatever happened meanwhile
+    for before, after in zip(few, many, strict=True):
+        assert len(after.ranks) == len(before.ranks) == RANKS  # one summary per rank
+        assert len(after.loads) == 1
+        assert len(pickle.dumps(after)) <= len(pickle.dumps(before)) + 64  # numbers may take more digits
+    assert any(beat.loads[0].complete for beat in many)
+    assert not many[0].loads[0].complete
+    assert many_report <= few_report + 64
+
+
+def test_tables_that_nodes_get_do_not_grow_with_ranks_or_replicas() -> None:
+    sizes = {
+        layout: len(pack_shared(plan_of(SHAPE, 64 * KIB, layout)[1]))
+        for layout in (Layout(4), Layout(4, 8), Layout(4, 8, 32))
+    }
+    assert max(sizes.values()) <= min(sizes.values()) + 64
+    assert len(rank_facts(plan_of(SHAPE, 64 * KIB, Layout(4, 8, 32))[1].cut)) == 1024
+
+
+def test_tables_grow_with_tensors_and_chunks_once() -> None:
+    small = len(pack_shared(plan_of(SHAPE, 64 * KIB, Layout(4))[1]))
+    _, plan = plan_of(replace(SHAPE, layers=20), 64 * KIB, Layout(4))
+    large = len(pack_shared(plan))
+    # a name, three numbers, and no more of a tensor; a chunk's row
+    assert large - small < 90 * len(plan.cut) + 24 * len(plan.chunks)
+
+
+@pytest.mark.slow  # imports Ray
+def test_jobs_do_not_grow_with_the_model() -> None:
+    from actors.jobs import node_job, rank_job
+    from actors.model_record import ModelRecord, Seat
+
+    request = make_request(
+        "s3://bucket/model", sizes=(4, 1, 2), store_options=StoreOptions(), credentials=None, layout_rules=None
+    )
+    record = ModelRecord("load", request, Life.new(request.world_size), Holders())
+    for rank in range(request.world_size):
+        record.seats[rank] = Seat(rank, f"node-{rank // 4}", f"host-{rank // 4}", None)
+    # Neither takes a plan: whatever the model is, this is all that goes through the coordinator for a node or a rank.
+    assert node_job(record, "node-1", Config()).ranks == (4, 5, 6, 7)
+    assert len(pickle.dumps(node_job(record, "node-1", Config()))) < 4 * KIB
+    assert len(pickle.dumps(rank_job(record, record.seats[0], Config()))) < 2 * KIB
