@@ -4,7 +4,7 @@
       |  leases                                   ^ results
       v                                           |
     fetch threads -- store.read_into(slot) -> digest -> commit            (bytes go socket -> slot, no copy between)
-      |                as many as `cluster.concurrency` finds best, started when first needed
+      |                as many as the agent finds best, started when first needed
       |  readable chunks (committed here by this rank or any other)
       v
     place thread --- device.place(slot -> segments) -> placed
@@ -18,17 +18,15 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import socket
 import threading
 import time
 from collections.abc import Callable
-from dataclasses import replace
 from typing import Protocol
 
-from actors.chunk_fetcher import ChunkFetcher, StageClock
+from actors.chunk_fetcher import ChunkFetcher
 from actors.device import Device
+from actors.rank_meter import RankMeter
 from actors.rank_work import RankWork, Results
-from cluster.concurrency import RequestLimit
 from cluster.errors import ClusterLost, LoadCancelled
 from cluster.messages import JoinReply, Orders, RankHello, RankJob, RankUpdate
 from cluster.packed_plan import unpack_shared
@@ -36,10 +34,8 @@ from cluster.read_items import expand_read_items
 from cluster.report import RankReport
 from storage.arena import Arena
 from storage.errors import LongshoreError
-from storage.host_cpu import CpuClock, usable_cpus
 from storage.object_store import ObjectStore
 from storage.open_store import open_store
-from storage.own_memory import PeakMemory
 from storage.processes import ProcessId
 
 AGENT_GONE_S = 60.0  # an agent that does not answer for this long is not coming back
@@ -71,20 +67,20 @@ class RankLoader:
         self._device = device
         self._process = ProcessId.current()
         self._store = store or open_store(job.store.ref, job.store.credentials, read_timeout_s=job.fetch.read_timeout_s)
-        self._memory = PeakMemory()  # everything is imported, and nothing of this load is there yet
+        self._meter = RankMeter()
         self._tables = unpack_shared(job.shared)
         self.plan = self._tables.rank_plan(job.rank)
         self._items = expand_read_items(self.plan.slices, self._tables.chunks)
         self._fetcher = ChunkFetcher(self._store, self._tables, job.fetch.attempts)
-        self._limit = RequestLimit(job.fetch.threads)
-        self._work = RankWork(self._fetcher, len(self.plan.chunk_ids), self._limit)
+        self._work = RankWork(self._fetcher, len(self.plan.chunk_ids), job.fetch.threads)
         self._threads: list[threading.Thread] = []  # the place thread and the fetch threads
         self._arena: Arena | None = None
         self._joined = False  # the agent may hold slots for this rank
-        self._place_clock = StageClock()
-        self._device_s = 0.0  # the place thread waited for the device's copies to end
-        self._cpu: CpuClock | None = None  # since there was something to do
-        self.started_s = time.monotonic()
+
+    @property
+    def started_s(self) -> float:
+        """When this loader was made, by the monotonic clock."""
+        return self._meter.started_s
 
     # -- called by the host ------------------------------------------------------------------------------------
 
@@ -96,7 +92,7 @@ class RankLoader:
             self._join()
             self._start_thread(self._place_loop, "place")
             self._exchange_loop()
-            report = self._report()
+            report = self._meter.report(self._job, self.plan, self._device.name, self._fetcher, self._work)
         except BaseException:
             self._end(failed=True)
             raise
@@ -169,9 +165,7 @@ class RankLoader:
         self._work.take(orders)
         while len(self._threads) - 1 < self._work.fetch_threads():
             self._start_thread(self._fetch_loop, f"fetch-{len(self._threads) - 1}")
-        if self._cpu is None and self._work.first_work_s is not None:
-            self._cpu = CpuClock()
-        self._memory.sample()
+        self._meter.sample(at_work=self._work.first_work_s is not None)
 
     def _hello(self) -> RankHello:
         job = self._job
@@ -187,7 +181,7 @@ class RankLoader:
         )
 
     def _update(self, results: Results, *, leaving: bool) -> RankUpdate:
-        job, fetched = self._job, results.fetched
+        job, fetched, now_s = self._job, results.fetched, time.monotonic()
         idle = self._work.idle and not (fetched or results.placed)
         return RankUpdate(
             job.load_id,
@@ -204,6 +198,8 @@ class RankLoader:
             wait_s=job.fetch.heartbeat_s if idle and not leaving else 0.0,
             placed_bytes=self._work.placed_bytes,
             retries=dict(results.retries),
+            requests=tuple((size_bytes, took_s, now_s - ended_s) for size_bytes, took_s, ended_s in results.requests),
+            throttled=results.throttled,
             leaving=leaving,
             others=_other_users(self) if leaving else (),
         )
@@ -232,7 +228,7 @@ class RankLoader:
             self._work.fetched(result, size_bytes, time.monotonic() - begun_s)
 
     def _place_loop(self) -> None:
-        clock = self._place_clock
+        clock = self._meter.place
         while True:
             waited_s = time.monotonic()
             chunks = self._work.next_chunks(PLACE_BATCH)
@@ -244,7 +240,7 @@ class RankLoader:
             copied_s = time.monotonic()
             self._device.synchronize()
             clock.busy_s += copied_s - begun_s
-            self._device_s += time.monotonic() - copied_s
+            self._meter.device_s += time.monotonic() - copied_s
             clock.bytes += moved_bytes
             self._work.placed([chunk for chunk, _ in chunks], moved_bytes)
 
@@ -279,41 +275,6 @@ class RankLoader:
         if arena is not None:
             self._device.detach_arena()
             arena.close()
-
-    def _report(self) -> RankReport:
-        now_s = time.monotonic()
-        first_s = self._work.first_work_s or now_s
-        spent = self._work.fetch_time
-        stages = replace(
-            self._fetcher.stage_times(self._place_clock),
-            device_s=self._device_s,
-            working_s=spent.working_s,
-            wait_slot_s=spent.wait_slot_s,
-            wait_lease_s=spent.wait_lease_s,
-            wait_retry_s=spent.wait_retry_s,
-        )
-        self._memory.sample()
-        return RankReport(
-            rank=self._job.rank,
-            node="",
-            host=socket.gethostname(),
-            pid=self._process.pid,
-            device=self._device.name,
-            incarnation=self._job.incarnation,
-            size_bytes=self.plan.size_bytes,
-            device_bytes=self.plan.device_bytes,
-            stages=stages,
-            peak_host_bytes=self._memory.peak_bytes,
-            start_s=first_s - self.started_s,
-            load_s=now_s - first_s,
-            baseline_host_bytes=self._memory.baseline_bytes,
-            cpu_s=self._cpu.process_s() if self._cpu else 0.0,
-            host_busy=self._cpu.host_busy() if self._cpu else 0.0,
-            cpus=usable_cpus(),
-            requests=self._limit.limit,
-            peak_requests=self._limit.peak,
-            throttles=self._limit.throttles,
-        )
 
 
 def _other_users(loader: RankLoader) -> tuple[tuple[str, str], ...]:

@@ -26,6 +26,7 @@ def node_job(record: ModelRecord, node_id: str, config: Config) -> NodeJob:
         chunk_attempts=config.chunk_attempts,
         lease_deadline_s=config.lease_deadline_s,
         record=SavedLoad.of(record).pack(),
+        most_requests=config.fetch_threads,
     )
 
 

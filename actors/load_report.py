@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import socket
 import time
 from collections.abc import Sequence
 
 from actors.model_record import ModelRecord
 from cluster.packed_plan import PackedPlan
-from cluster.report import LoadReport, NodeReport
+from cluster.report import LoadReport, NodeReport, ProcessMemory
 
 
 def make_report(record: ModelRecord, plan: PackedPlan, answers: Sequence[NodeReport]) -> LoadReport:
@@ -42,4 +43,13 @@ def make_report(record: ModelRecord, plan: PackedPlan, answers: Sequence[NodeRep
         nodes=tuple(answers),
         first_byte_s=min(first_s, default=0.0),
         ready_after_last_byte_s=max(0.0, total_s - max(last_s, default=total_s)),
+        control_plane=_control_plane(record, plan),
     )
+
+
+def _control_plane(record: ModelRecord, plan: PackedPlan) -> tuple[ProcessMemory, ...]:
+    record.memory.sample()
+    coordinator = ProcessMemory(
+        "coordinator", socket.gethostname(), record.memory.baseline_bytes, record.memory.peak_bytes
+    )
+    return (coordinator,) if plan.memory is None else (coordinator, plan.memory)

@@ -13,6 +13,7 @@ from cluster.messages import LoadRequest
 from cluster.packed_plan import PackedPlan
 from cluster.report import LoadProgress, LoadReport, ModelStatus, RankReport
 from storage.errors import LongshoreError
+from storage.own_memory import PeakMemory
 
 
 @dataclass(slots=True)
@@ -42,6 +43,7 @@ class ModelRecord:
     created_s: float = field(default_factory=time.monotonic)
     planned_s: float = 0.0
     ended_s: float = 0.0  # READY, or over
+    memory: PeakMemory = field(default_factory=PeakMemory)  # the coordinator's
     plan: PackedPlan | None = None
     shared: Any = None  # the plan's tables in Ray's object store, for agents and workers
     total_bytes: int = 0
@@ -71,6 +73,8 @@ class ModelRecord:
 
     async def touch(self, message: str | None = None) -> None:
         """Wake whoever waits for this model."""
+        if self.report is None:
+            self.memory.sample()
         async with self.changed:
             self.version += 1
             if message is not None:

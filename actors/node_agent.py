@@ -38,7 +38,8 @@ from storage.chunk_cache import ChunkCache
 from storage.errors import ArenaError, LongshoreError
 from storage.host_memory import available_host_bytes
 from storage.leases import Lease
-from storage.processes import ProcessId, processes_mapping, pss_bytes
+from storage.own_memory import PeakMemory
+from storage.processes import ProcessId, processes_mapping
 
 LONGEST_WAIT_S = 5.0  # of a rank for orders; it must not outlive the rank's patience with the agent
 
@@ -72,7 +73,7 @@ class NodeAgent:
         self._stopped = threading.Event()
         self._error: LongshoreError | None = None
         self._asked_for: tuple[str, ...] = ()
-        self._peak_bytes = 0
+        self._memory: dict[str, PeakMemory] = {}  # of this process, by load
         self._arena: Arena | None = None
         self._threads: list[threading.Thread] = []
         try:
@@ -117,7 +118,10 @@ class NodeAgent:
         job = replace(job, shared=job.shared or shared)
         with self._changed:
             self._usable()
+            memory = PeakMemory()
             begun = self._ledger.begin(job, time.monotonic())
+            if begun:
+                self._memory.setdefault(job.load_id, memory)
             self._changed.notify_all()
             return begun
 
@@ -136,16 +140,19 @@ class NodeAgent:
 
     def report(self, load_id: str) -> NodeReport:
         """This node's share of a finished load."""
-        self._peak_bytes = max(self._peak_bytes, pss_bytes())
         with self._changed:
             self._usable()
-            return self._ledger.report(load_id, self._node_id, self._host, self._peak_bytes)
+            memory = self._memory.get(load_id) or PeakMemory()
+            memory.sample()
+            report = self._ledger.report(load_id, self._node_id, self._host)
+        return replace(report, peak_host_bytes=memory.peak_bytes, baseline_host_bytes=memory.baseline_bytes)
 
     def end(self, load_id: str) -> None:
         """The load is over, or its model released: ranks that still work on it are told to stop."""
         with self._changed:
             if self._arena is None or self._stopped.is_set():
                 return  # nothing is left of it
+            self._memory.pop(load_id, None)
             self._ledger.end(load_id, time.monotonic())
             self._changed.notify_all()
 
@@ -231,6 +238,8 @@ class NodeAgent:
         while not self._stopped.wait(self._config.heartbeat_s / 2):
             with self._changed:
                 processes = self._ledger.processes()
+                for memory in self._memory.values():
+                    memory.sample()
             dead = [process for process in processes if not process.is_alive()]
             with self._changed:
                 now_s = time.monotonic()

@@ -100,13 +100,13 @@ class NodeLedger:
         for load in self._loads.values():
             load.fail(error)
 
-    def report(self, load_id: str, node_id: str, host: str, peak_host_bytes: int) -> NodeReport:
+    def report(self, load_id: str, node_id: str, host: str) -> NodeReport:
         """The load's figures on this node. Raises LongshoreError when it is not known here."""
         load = self._loads.get(load_id)
         if load is None:
             raise LongshoreError("this node does not know the load", load=load_id, node=node_id)
         arena_bytes = self._cache.slot_count * self._slot_bytes
-        return load.report(node_id, host, arena_bytes, peak_host_bytes)
+        return load.report(node_id, host, arena_bytes)
 
     # -- ranks -------------------------------------------------------------------------------------------------
 

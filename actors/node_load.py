@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from actors.chunk_flow import ChunkFlow
 from actors.rank_place import RankPlace
+from cluster.concurrency import RequestLimit
 from cluster.errors import LoadCancelled
 from cluster.messages import LeaseOrder, NodeJob, Orders, RankHello, RankUpdate
 from cluster.report import NodeReport
@@ -36,6 +37,7 @@ class NodeLoad:
         self._ended: LongshoreError | None = None
         self._former: list[RankPlace] = []  # given up with something of the arena in use, by processes that may live
         self._corrupt_chunks = 0
+        self._requests = RequestLimit(job.most_requests)
         self._rest_if_complete()
 
     # -- the life of the load ----------------------------------------------------------------------------------
@@ -97,7 +99,7 @@ class NodeLoad:
                 place.to_close.append(lease.lease_id)
                 self._flow.lease_lost(chunk, place.rank, "lease_expired", now_s)
 
-    def report(self, node_id: str, host: str, arena_bytes: int, peak_host_bytes: int) -> NodeReport:
+    def report(self, node_id: str, host: str, arena_bytes: int) -> NodeReport:
         """What this node did for the load."""
         flow = self._flow
         sizes = flow.keys.tables.chunks.sizes_bytes()
@@ -117,7 +119,6 @@ class NodeLoad:
             corrupt_chunks=self._corrupt_chunks,
             retries=dict(flow.retries),
             arena_bytes=arena_bytes,
-            peak_host_bytes=peak_host_bytes,
         )
 
     # -- ranks come and go -------------------------------------------------------------------------------------
@@ -196,6 +197,11 @@ class NodeLoad:
                 self._flow.commit(lease_id, chunk, now_s)
         for chunk in update.placed:
             self._flow.placed(place, chunk)
+        self._requests.ranks = sum(self.at_work(other) for other in self.ranks.values())
+        for size_bytes, took_s, ago_s in update.requests:
+            self._requests.finished(size_bytes, took_s, now_s - ago_s)
+        for _ in range(update.throttled):
+            self._requests.throttled(now_s)
         self._flow.retries.update(update.retries)
         self._corrupt_chunks += update.retries.get("digest_mismatch", 0)
         if update.leaving:
@@ -221,7 +227,7 @@ class NodeLoad:
         readable = self._flow.grant(place)
         if not (closed or leases or readable):
             return None
-        return Orders(tuple(leases), tuple(readable), closed, short_of=place.short_of)
+        return Orders(tuple(leases), tuple(readable), closed, place.short_of, self._requests.limit)
 
     # -- inside ------------------------------------------------------------------------------------------------
 

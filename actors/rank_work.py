@@ -3,8 +3,9 @@
     agent's orders --take--> leases --> fetch threads --fetched-->
                              readable -> place thread -- placed --> told() -> the next update to the agent
 
-So many fetch threads work at once as `cluster.concurrency` finds best; a thread above that is parked, and one that
-waits before another try lets somebody else work. Every method is thread-safe; waiting ends when `stop` is called.
+So many fetch threads work at once as the agent says (it finds what is best for its node, `cluster.concurrency`); a
+thread above that is parked, and one that waits before another try lets somebody else work. Every method is
+thread-safe; waiting ends when `stop` is called.
 """
 
 from __future__ import annotations
@@ -15,7 +16,8 @@ from collections import Counter, deque
 from dataclasses import dataclass, field
 
 from actors.chunk_fetcher import ChunkFetcher, FetchedChunk
-from cluster.concurrency import RequestLimit
+from actors.fetch_time import FetchTime
+from cluster.concurrency import START
 from cluster.messages import LeaseOrder, Orders
 from cluster.retry import cause_of
 from storage.errors import LongshoreError
@@ -30,32 +32,26 @@ class Results:
     fetched: list[FetchedChunk] = field(default_factory=list)
     placed: list[int] = field(default_factory=list)
     retries: Counter[str] = field(default_factory=Counter)  # by cause
+    requests: list[tuple[int, float, float]] = field(default_factory=list)  # bytes, seconds, when it ended
+    throttled: int = 0
 
     def __len__(self) -> int:
         return len(self.fetched) + len(self.placed)
 
 
-@dataclass(slots=True)
-class FetchTime:
-    """Where the time of a rank's request places went: seconds of the rank, each divided among its places."""
-
-    working_s: float = 0.0  # reading and verifying
-    wait_retry_s: float = 0.0  # before another try
-    wait_slot_s: float = 0.0  # the agent had no slot for a chunk
-    wait_lease_s: float = 0.0  # the agent had not answered yet
-
-
 class RankWork:
-    """The work of a rank that needs `needed` chunks."""
+    """The work of a rank that needs `needed` chunks, with `most` requests in flight at most."""
 
-    def __init__(self, fetcher: ChunkFetcher, needed: int, limit: RequestLimit) -> None:
+    def __init__(self, fetcher: ChunkFetcher, needed: int, most: int) -> None:
         self.first_work_s: float | None = None  # when the agent first had something to do
         self.placed_bytes = 0
         self.fetch_time = FetchTime()
         self._fetcher = fetcher
         fetcher.pause = self._pause
         self._needed = needed
-        self._limit = limit
+        self._most = most
+        self.requests = self.peak_requests = min(START, most)  # that may be in flight now
+        self.throttles = 0
         # One lock, and a condition for each kind of thread, so that a chunk wakes only those it concerns.
         lock = threading.Lock()
         self._fetch = threading.Condition(lock)  # fetch threads: a lease, and a place to work on it
@@ -72,9 +68,8 @@ class RankWork:
         self._returning = 0  # those of them whose wait is over
         self._unplaced = 0  # readable chunks queued or being copied
         self._short_of = ""  # why the agent gave fewer leases than were wanted
-        self._told_limit = 0
+        self._told_requests = 0
         self._draining = False
-        self._accounted_s = 0.0
         self._error: LongshoreError | None = None
 
     # -- fetch threads -----------------------------------------------------------------------------------------
@@ -83,9 +78,7 @@ class RankWork:
         """The next lease to fetch; None when the rank is to stop."""
         with self._fetch:
             self._fetch.wait_for(
-                lambda: (
-                    (self._leases and self._working + self._returning < self._limit.limit) or self._error is not None
-                )
+                lambda: (self._leases and self._working + self._returning < self.requests) or self._error is not None
             )
             if self._error is not None:
                 return None
@@ -99,31 +92,28 @@ class RankWork:
             now_s = self._account()
             self._working -= 1
             self._in_hand -= 1
-            before = self._limit.limit
             if result.commit is not None:
-                self._limit.finished(size_bytes, fetch_s, now_s)
+                self._results.requests.append((size_bytes, fetch_s, now_s))
             elif result.failure is not None and cause_of(result.failure.error) == "throttled":
-                self._limit.throttled(now_s)
+                self._was_throttled()
             self._add(result)
             if self._returning:
                 self._again.notify_all()
-            if self._limit.limit > before:
-                self._fetch.notify_all()
             self._tell.notify_all()
 
     def _pause(self, cause: str, delay_s: float) -> None:
         """A try of the calling thread has failed: returns when it may try again, or is to stop."""
         with self._again:
-            now_s = self._account()
+            self._account()
             self._working -= 1
             self._pausing += 1
             if cause == "throttled":
-                self._limit.throttled(now_s)
+                self._was_throttled()
             self._fetch.notify()  # somebody else may use the place
             self._tell.notify_all()
             self._again.wait_for(lambda: self._error is not None or self._draining, delay_s)
             self._returning += 1
-            self._again.wait_for(lambda: self._working < self._limit.limit or self._error is not None or self._draining)
+            self._again.wait_for(lambda: self._working < self.requests or self._error is not None or self._draining)
             self._account()
             self._returning -= 1
             self._pausing -= 1
@@ -154,7 +144,8 @@ class RankWork:
         """What the agent wants done."""
         with self._tell:
             if (orders.leases or orders.readable) and self.first_work_s is None:
-                self.first_work_s = self._accounted_s = time.monotonic()
+                self.first_work_s = time.monotonic()
+                self.fetch_time.begin(self.first_work_s)
             self._account()
             self._fetcher.close_leases(set(orders.closed_leases))
             self._short_of = orders.short_of
@@ -162,8 +153,13 @@ class RankWork:
             self._in_hand += len(orders.leases)
             self._readable.extend(orders.readable)
             self._unplaced += len(orders.readable)
-            if orders.leases:
-                self._fetch.notify(len(orders.leases))
+            if orders.requests:
+                self.requests = min(orders.requests, self._most)
+                self.peak_requests = max(self.peak_requests, self.requests)
+            if orders.leases or self._leases:
+                self._fetch.notify_all()
+            if self._returning:
+                self._again.notify_all()
             if orders.readable:
                 self._place.notify_all()
 
@@ -188,13 +184,13 @@ class RankWork:
     def want_leases(self) -> int:
         """How many more leases the rank can take on: enough to go on with while the agent is asked for more."""
         with self._tell:
-            self._told_limit = limit = self._limit.limit
-            return 0 if self._finished() else max(0, limit + self._batch() - self._in_hand)
+            self._told_requests = self.requests
+            return 0 if self._finished() else max(0, self.requests + self._batch() - self._in_hand)
 
     def fetch_threads(self) -> int:
         """How many fetch threads have something to do."""
         with self._tell:
-            return min(self._limit.limit, self._in_hand)
+            return min(self.requests, self._in_hand)
 
     @property
     def idle(self) -> bool:
@@ -247,24 +243,11 @@ class RankWork:
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _account(self) -> float:
-        """Divide the time since the last call among what the request places did. Returns the time."""
+        """What goes on changes now. Returns the time."""
         now_s = time.monotonic()
-        passed_s = (now_s - self._accounted_s) / self._limit.limit
-        self._accounted_s = now_s
-        if self.first_work_s is None:
-            return now_s
-        spent = self.fetch_time
-        working = min(self._working, self._limit.limit)
-        pausing = min(self._pausing, self._limit.limit - working)
-        free = self._limit.limit - working - pausing
-        spent.working_s += working * passed_s
-        spent.wait_retry_s += pausing * passed_s
-        if not free or self._leases or self._finished():
-            return now_s
-        if self._short_of == "slots":
-            spent.wait_slot_s += free * passed_s
-        elif self._short_of == "":
-            spent.wait_lease_s += free * passed_s
+        nothing_to_do = bool(self._leases) or self._finished() or self._short_of == "chunks"
+        short_of = "" if nothing_to_do else self._short_of or "lease"
+        self.fetch_time.spend(now_s, self.requests, self._working, self._pausing, short_of)
         return now_s
 
     def _raise_if_stopped(self) -> None:
@@ -275,17 +258,21 @@ class RankWork:
         return len(self._placed) == self._needed
 
     def _batch(self) -> int:
-        return max(self._limit.limit, TELL)
+        return max(self.requests, TELL)
 
     def _worth_telling(self) -> bool:
         if self._error is not None or self._finished() or not (self._in_hand or self._unplaced):
             return True
-        if self._limit.limit > self._told_limit:
-            return True  # it can take on more leases
+        if self.requests > self._told_requests or self._results.throttled:
+            return True  # it can take on more leases, or should take on fewer
         results = len(self._results)
         # Several chunks a call keep the agent's share of the CPU small; but not while a place for a request is free.
-        starved = not self._leases and self._working + self._pausing < self._limit.limit
+        starved = not self._leases and self._working + self._pausing < self.requests
         return results >= (1 if starved else self._batch())
+
+    def _was_throttled(self) -> None:
+        self.throttles += 1
+        self._results.throttled += 1
 
     def _add(self, result: FetchedChunk) -> None:
         self._results.fetched.append(result)

@@ -24,7 +24,7 @@ if TYPE_CHECKING:
 def run_load(args: argparse.Namespace) -> int:
     """Load, report; the model stays in the cluster unless --no-keep."""
     from cluster import client
-    from cluster.tables import load_table
+    from cluster.load_tables import load_table
 
     with display_on(sys.stderr) as display:
         model = client.load(
@@ -40,13 +40,7 @@ def run_load(args: argparse.Namespace) -> int:
         )
     with model:  # this command's hold on it ends here; `keep` is what makes it stay
         report = model.report
-        totals = {
-            "store_bytes": report.store_bytes,
-            "cached_bytes": report.cached_bytes,
-            "verified_chunks": report.verified_chunks,
-            "peak_host_bytes": report.peak_host_bytes,
-        }
-        _answer(args, {**report.as_dict(), **totals}, lambda: load_table(report))
+        _answer(args, report.as_dict(), lambda: load_table(report))
         if args.keep and model.ends_with_process:
             say_on(
                 sys.stderr,
@@ -133,7 +127,7 @@ def run_release(args: argparse.Namespace) -> int:
 def run_demo(args: argparse.Namespace) -> int:
     """The whole way on this machine; what it does is in `cluster.demo`."""
     from cluster import demo
-    from cluster.tables import demo_table
+    from cluster.load_tables import demo_table
 
     with StagedDisplay(sys.stderr) as display:
         report = demo.run(

@@ -1,4 +1,4 @@
-"""How many requests a rank keeps in flight: found from throughput and throttling. Pure; the caller passes the time in.
+"""How many requests each rank of a node keeps in flight: found from throughput and throttling. Pure; time is passed in.
 
     levels     1 2 3 4 6 8 12 16 ...            each at least a quarter above the one below
     measure    a window of requests at one level -> bytes/s; a mean per level that forgets slowly
@@ -8,6 +8,9 @@
 
 Levels lie so far apart that one step below the knee costs more throughput than windows scatter. A window counts only
 if the requests really were in flight: when leases are short, throughput says nothing about the limit.
+
+All ranks of a load on a node go by one limit, measured by what they get together. A rank that searched for itself
+would always find that more requests bring more: taken from the others, on the same link.
 """
 
 from __future__ import annotations
@@ -30,9 +33,10 @@ MOST_BAR_S = 120.0
 
 
 class RequestLimit:
-    """Never below 1, never above `most`. Not thread-safe: the caller's lock guards it."""
+    """Requests of each rank: never below 1, never above `most`. Not thread-safe: the caller's lock guards it."""
 
     def __init__(self, most: int, start: int = START) -> None:
+        self.ranks = 1  # that go by it now; may be set at any time
         self._levels = [level for level in LEVELS if level < most] + [most]
         self._at = self._floor(start)
         self.peak = self.limit
@@ -42,7 +46,7 @@ class RequestLimit:
         self._windows: dict[int, int] = {}  # how many are in that mean
         self._noise = MARGIN  # how far windows of one level lie apart
         # The window that runs.
-        self._unsettled = self.limit  # requests that still belong to the level before
+        self._unsettled = self._together  # requests that still belong to the level before
         self._begun_s = 0.0
         self._count = self._bytes = 0
         self._request_s = 0.0
@@ -56,8 +60,12 @@ class RequestLimit:
 
     @property
     def limit(self) -> int:
-        """Requests that may be in flight now."""
+        """Requests that each rank may have in flight now."""
         return self._levels[self._at]
+
+    @property
+    def _together(self) -> int:
+        return self.limit * max(1, self.ranks)
 
     def finished(self, size_bytes: int, request_s: float, now_s: float) -> None:
         """A request has brought `size_bytes`; it was on its way for `request_s`."""
@@ -69,12 +77,12 @@ class RequestLimit:
         self._bytes += size_bytes
         self._request_s += request_s
         # Whole rounds: requests that share a link end in bursts of as many as there are.
-        if self._count % self.limit or self._count < max(WINDOW_REQUESTS, 2 * self.limit):
+        if self._count % self._together or self._count < max(WINDOW_REQUESTS, 2 * self._together):
             return
         elapsed_s = now_s - self._begun_s
         if elapsed_s < WINDOW_S:
             return
-        rate, full = self._bytes / elapsed_s, self._request_s >= FULL * self.limit * elapsed_s
+        rate, full = self._bytes / elapsed_s, self._request_s >= FULL * self._together * elapsed_s
         self._begin_window(0, now_s)
         if full:
             self._measured(rate)
@@ -83,7 +91,7 @@ class RequestLimit:
     def throttled(self, now_s: float) -> None:
         """The store asked for fewer requests."""
         self.throttles += 1
-        self._begin_window(self.limit, now_s)  # one with such an answer in it measures nothing
+        self._begin_window(self._together, now_s)  # one with such an answer in it measures nothing
         if now_s < self._cool_until_s:
             return
         self._cool_until_s = now_s + COOL_DOWN_S
@@ -150,9 +158,9 @@ class RequestLimit:
     def _go(self, index: int, now_s: float) -> None:
         if index == self._at:
             return
-        before, self._came_from, self._at = self.limit, self._at, index
+        before, self._came_from, self._at = self._together, self._at, index
         self.peak = max(self.peak, self.limit)
-        self._begin_window(max(before, self.limit), now_s)
+        self._begin_window(max(before, self._together), now_s)
 
     def _begin_window(self, unsettled: int, now_s: float) -> None:
         self._unsettled, self._begun_s = unsettled, now_s

@@ -57,6 +57,7 @@ class NodeJob:
     chunk_attempts: int  # workers that may fail on one chunk before the load fails
     lease_deadline_s: float
     record: bytes  # the coordinator's own notes, handed back to a coordinator that lost them
+    most_requests: int = 16  # in flight, of one rank
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -143,6 +144,8 @@ class RankUpdate:
     wait_s: float = 0.0  # how long the agent may hold the answer when it has no orders
     placed_bytes: int = 0  # so far
     retries: dict[str, int] = field(default_factory=dict)  # since the last update, by cause
+    requests: tuple[tuple[int, float, float], ...] = ()  # that brought a chunk: its bytes, seconds, how long ago
+    throttled: int = 0  # answers of the store since the last update that asked for fewer requests
     leaving: bool = False  # the last message: nothing of the arena is in use any more, done or not
     others: tuple[tuple[str, str], ...] = ()  # see RankHello; when leaving
 
@@ -160,6 +163,7 @@ class Orders:
     readable: tuple[tuple[int, int], ...] = ()  # (chunk, slot): committed chunks this rank still needs
     closed_leases: tuple[str, ...] = ()  # expired: stop writing, close the connection, return the id
     short_of: str = ""  # why there are fewer leases than were wanted: "slots", or "chunks" that nobody fetches yet
+    requests: int = 0  # the rank may have so many in flight from now on; 0: as before
     rejoin: bool = False  # the agent restarted or the rank is not known: say hello again
     stop: LongshoreError | None = None  # the load is over for this rank
 

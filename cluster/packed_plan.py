@@ -17,6 +17,7 @@ from numpy.typing import NDArray
 from cluster.cut_model import CutModel
 from cluster.load_plan import LoadPlan, RankPlan
 from cluster.rank_plans import RankFacts, plan_rank, rank_chunks
+from cluster.report import ProcessMemory
 from storage.model_index import ChunkTable, Shard
 
 
@@ -50,6 +51,7 @@ class PackedPlan:
     model_bytes: int
     ranks: tuple[RankFacts, ...]
     shared: bytes = field(repr=False)  # SharedTables, packed
+    memory: ProcessMemory | None = None  # of the process that planned
 
 
 def pack_shared(plan: LoadPlan) -> bytes:

@@ -8,15 +8,19 @@ from __future__ import annotations
 
 import os
 import pickle
+import socket
 import struct
 import sys
+from dataclasses import replace
 from typing import Any, BinaryIO
 
 from cluster.messages import LoadRequest
 from cluster.packed_plan import PackedPlan, pack_shared
 from cluster.prepare import prepare_plan, still_current
 from cluster.rank_plans import rank_facts
+from cluster.report import ProcessMemory
 from storage.errors import LongshoreError
+from storage.own_memory import high_water_bytes, own_bytes, reset_high_water
 
 _LENGTH = struct.Struct("<Q")
 
@@ -29,14 +33,19 @@ class PlanningServer:
         self._read_timeout_s = read_timeout_s
 
     def prepare(self, request: LoadRequest) -> PackedPlan:
+        reset_high_water()
+        baseline_bytes = own_bytes()
         index, plan = prepare_plan(request, chunk_bytes=self._chunk_bytes, read_timeout_s=self._read_timeout_s)
-        return PackedPlan(
+        packed = PackedPlan(
             revision=plan.revision,
             verified=plan.chunks.hash_name or "transport",
             model_bytes=index.size_bytes,
             ranks=rank_facts(plan.cut),
             shared=pack_shared(plan),
         )
+        # It shares no memory, so the kernel's own mark will do.
+        memory = ProcessMemory("planning", socket.gethostname(), baseline_bytes, high_water_bytes())
+        return replace(packed, memory=memory)
 
     def is_current(self, request: LoadRequest, revision: str) -> bool:
         return still_current(request, revision, self._read_timeout_s)

@@ -5,76 +5,30 @@ Plain frozen data; `as_dict` of each is what `--json` prints.
 
 from __future__ import annotations
 
+from collections import Counter
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
+from cluster.bottleneck import LoadLimit, find_limit
+from cluster.rank_report import Jsonable, ProcessMemory, RankReport, StageTimes
 
-class _Jsonable:
-    """Adds `as_dict` to a dataclass."""
-
-    __slots__ = ()
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists, numbers and strings, ready for `json.dumps`."""
-        return asdict(self)  # type: ignore[call-overload,no-any-return]
-
-
-@dataclass(frozen=True, slots=True)
-class StageTimes(_Jsonable):
-    """Thread-seconds spent and bytes handled by the stages of one or more ranks."""
-
-    fetch_s: float = 0.0  # inside the store's reads
-    fetch_bytes: int = 0  # bytes that left the store, failed attempts included
-    verify_s: float = 0.0  # hashing
-    verify_bytes: int = 0
-    place_s: float = 0.0  # copying from the arena to the device
-    place_bytes: int = 0
-    device_s: float = 0.0  # after a copy, until the device had done it
-    wait_chunk_s: float = 0.0  # placer idle: no committed chunk to copy
-    # What the requests that a rank may have in flight did: seconds of the rank, divided among so many requests. The
-    # rest of its load time there was nothing left to fetch.
-    working_s: float = 0.0  # reading and verifying
-    wait_slot_s: float = 0.0  # idle: every slot of the arena was in use
-    wait_lease_s: float = 0.0  # idle: the agent had not answered yet
-    wait_retry_s: float = 0.0  # waiting before another try
-
-    def __add__(self, other: StageTimes) -> StageTimes:
-        mine, theirs = asdict(self), asdict(other)
-        return StageTimes(**{name: mine[name] + theirs[name] for name in mine})
+__all__ = [
+    "ClusterStatus",
+    "GangStatus",
+    "LoadLimit",
+    "LoadProgress",
+    "LoadReport",
+    "ModelStatus",
+    "NodeReport",
+    "NodeStatus",
+    "ProcessMemory",
+    "RankReport",
+    "StageTimes",
+]
 
 
 @dataclass(frozen=True, slots=True)
-class RankReport(_Jsonable):
-    """One rank, when it has all its slices."""
-
-    rank: int
-    node: str  # node id
-    host: str
-    pid: int
-    device: str  # "cpu" or "cuda:0"
-    incarnation: int  # 0 for the first worker of the rank, one more for each replacement
-    size_bytes: int  # bytes of its slices
-    device_bytes: int  # memory taken for them, alignment included
-    stages: StageTimes
-    peak_host_bytes: int  # the worker's own memory at its highest, the arena not counted
-    start_s: float  # from the coordinator's order to the first chunk to fetch or to copy
-    load_s: float  # from there to the last byte placed
-    baseline_host_bytes: int = 0  # the worker's own memory before the load, everything imported
-    cpu_s: float = 0.0  # processor seconds of the worker during load_s
-    host_busy: float = 0.0  # part of the host's processor time in load_s that anybody used, 0 to 1
-    cpus: int = 0  # processors that the worker may use
-    requests: int = 0  # it ended with so many requests in flight
-    peak_requests: int = 0
-    throttles: int = 0  # answers of the store that asked for fewer
-
-    @property
-    def destination_host_bytes(self) -> int:
-        """Host memory that the tensors take."""
-        return self.device_bytes if self.device == "cpu" else 0
-
-
-@dataclass(frozen=True, slots=True)
-class NodeReport(_Jsonable):
+class NodeReport(Jsonable):
     """One node's share of a load."""
 
     node: str
@@ -89,12 +43,13 @@ class NodeReport(_Jsonable):
     corrupt_chunks: int  # fetched and thrown away: digest mismatch
     retries: dict[str, int] = field(default_factory=dict)  # by cause
     arena_bytes: int = 0
-    peak_host_bytes: int = 0  # proportional set size of the node agent at its highest
+    peak_host_bytes: int = 0  # the agent's own memory at its highest, the arena not counted
+    baseline_host_bytes: int = 0  # and before the load
     overfetch_bytes: int = 0  # inside the needed chunks, wanted by no rank of the node
 
 
 @dataclass(frozen=True, slots=True)
-class LoadReport(_Jsonable):
+class LoadReport(Jsonable):
     """What a finished load did. Times in seconds, sizes in bytes."""
 
     model_id: str
@@ -118,6 +73,48 @@ class LoadReport(_Jsonable):
     nodes: tuple[NodeReport, ...]
     first_byte_s: float = 0.0  # from the call at the coordinator until a rank asked for its first bytes, or copied them
     ready_after_last_byte_s: float = 0.0  # from the last byte placed until the model was READY
+    control_plane: tuple[ProcessMemory, ...] = ()  # coordinator and planning process
+
+    def as_dict(self) -> dict[str, Any]:
+        """With what follows from the rest."""
+        derived = {
+            "limit": asdict(self.limit),
+            "bytes_by_source": self.bytes_by_source,
+            "retries": self.retries,
+            "store_bytes": self.store_bytes,
+            "cached_bytes": self.cached_bytes,
+            "verified_chunks": self.verified_chunks,
+            "stages": self.stages.as_dict(),
+            "processes": [process.as_dict() for process in self.processes],
+            "peak_host_bytes": self.peak_host_bytes,
+            "host_bytes_beyond_destination": self.host_bytes_beyond_destination,
+        }
+        return {**asdict(self), **derived}
+
+    @property
+    def limit(self) -> LoadLimit:
+        """Which stage limited the load."""
+        return find_limit(
+            self.ranks,
+            plan_s=self.plan_s,
+            start_s=self.start_s,
+            load_s=self.load_s,
+            total_s=self.total_s,
+            resident=self.resident,
+        )
+
+    @property
+    def bytes_by_source(self) -> dict[str, int]:
+        """Bytes of needed chunks, by where the nodes had them from."""
+        return {"store": self.store_bytes, "arena": self.cached_bytes}
+
+    @property
+    def retries(self) -> dict[str, int]:
+        """By cause."""
+        total: Counter[str] = Counter()
+        for node in self.nodes:
+            total.update(node.retries)
+        return dict(total)
 
     @property
     def store_bytes(self) -> int:
@@ -139,13 +136,37 @@ class LoadReport(_Jsonable):
 
     @property
     def peak_host_bytes(self) -> int:
-        """Sum over our processes of their highest proportional set sizes: tensors in CPU memory included."""
-        ranks = sum(rank.peak_host_bytes for rank in self.ranks)
-        return ranks + sum(node.peak_host_bytes for node in self.nodes)
+        """Highest memory of all our processes, tensors in CPU memory included, and each node's arena once."""
+        return self._arena_bytes + sum(process.peak_bytes for process in self.processes)
+
+    @property
+    def processes(self) -> tuple[ProcessMemory, ...]:
+        """The memory of every process that took part."""
+        ranks = (
+            ProcessMemory(
+                f"rank {rank.rank}",
+                rank.host,
+                rank.baseline_host_bytes,
+                rank.peak_host_bytes,
+                rank.destination_host_bytes,
+            )
+            for rank in self.ranks
+        )
+        agents = (ProcessMemory("agent", n.host, n.baseline_host_bytes, n.peak_host_bytes) for n in self.nodes)
+        return (*self.control_plane, *agents, *ranks)
+
+    @property
+    def host_bytes_beyond_destination(self) -> int:
+        """Each node's arena once, and what every process took beyond its baseline and its tensors."""
+        return self._arena_bytes + sum(process.beyond_bytes for process in self.processes)
+
+    @property
+    def _arena_bytes(self) -> int:
+        return sum(node.arena_bytes for node in self.nodes)
 
 
 @dataclass(frozen=True, slots=True)
-class LoadProgress(_Jsonable):
+class LoadProgress(Jsonable):
     """One moment of a load."""
 
     model_id: str
@@ -161,7 +182,7 @@ class LoadProgress(_Jsonable):
 
 
 @dataclass(frozen=True, slots=True)
-class ModelStatus(_Jsonable):
+class ModelStatus(Jsonable):
     """One model of the cluster."""
 
     progress: LoadProgress
@@ -177,7 +198,7 @@ class ModelStatus(_Jsonable):
 
 
 @dataclass(frozen=True, slots=True)
-class NodeStatus(_Jsonable):
+class NodeStatus(Jsonable):
     """One node agent and its arena."""
 
     node: str
@@ -190,7 +211,7 @@ class NodeStatus(_Jsonable):
 
 
 @dataclass(frozen=True, slots=True)
-class GangStatus(_Jsonable):
+class GangStatus(Jsonable):
     """Workers of a released model that wait for the next load (`Config.warm_workers_s`)."""
 
     gang_id: str  # of the first model they had
@@ -201,7 +222,7 @@ class GangStatus(_Jsonable):
 
 
 @dataclass(frozen=True, slots=True)
-class ClusterStatus(_Jsonable):
+class ClusterStatus(Jsonable):
     """Everything `longshore status` shows."""
 
     version: str

@@ -14,11 +14,10 @@ from rich.table import Table
 from rich.text import Text
 
 from cluster.plan_summary import PlanSummary
-from cluster.report import ClusterStatus, LoadReport
-from cluster.units import printable, show_bytes, show_rate
+from cluster.report import ClusterStatus
+from cluster.units import printable, show_bytes
 
 if TYPE_CHECKING:
-    from cluster.demo import DemoReport
     from cluster.doctor_check import Check
     from storage.publish import PublishReport
     from storage.verify import VerifyReport
@@ -57,55 +56,6 @@ def facts(pairs: Iterable[tuple[str, object]], title: str = "") -> Table:
     return table
 
 
-def load_table(report: LoadReport) -> RenderableType:
-    """What a load did: where the bytes came from, how fast, and each rank."""
-    mesh = f"tp {report.tensor_parallel_size}, fsdp {report.fsdp_size}, dp {report.data_parallel_size}"
-    how = "when it was loaded; it was resident, nothing moved" if report.resident else _digests(report.verified)
-    overall = facts(
-        [
-            ("model", report.model_id),
-            ("uri", report.uri),
-            ("revision", report.revision),
-            ("layout", f"{len(report.ranks)} ranks ({mesh}), {report.placement_mode}"),
-            ("model size", show_bytes(report.model_bytes)),
-            ("placed", show_bytes(report.placed_bytes)),
-            ("from the store", show_bytes(report.store_bytes)),
-            ("from the cache", show_bytes(report.cached_bytes)),
-            ("overfetch", show_bytes(report.overfetch_bytes)),
-            ("checked", how),
-            ("chunks verified", report.verified_chunks),
-            (
-                "plan / start / load",
-                f"{report.plan_s:.2f} s / {report.start_s:.2f} s / {report.load_s:.2f} s",
-            ),
-            (
-                "to the first byte / READY after the last",
-                f"{report.first_byte_s * 1e3:.0f} ms / {report.ready_after_last_byte_s * 1e3:.0f} ms",
-            ),
-            ("total", f"{report.total_s:.2f} s, {show_rate(report.placed_bytes, report.total_s)}"),
-            ("peak host memory", show_bytes(report.peak_host_bytes)),
-        ]
-    )
-    ranks = table_of(
-        ("rank >", "host", "device", "pid >", "size >", "fetch >", "verify >", "place >", "load >"),
-        [
-            (
-                rank.rank,
-                rank.host,
-                rank.device,
-                rank.pid,
-                show_bytes(rank.size_bytes),
-                show_rate(rank.stages.fetch_bytes, rank.stages.fetch_s),
-                show_rate(rank.stages.verify_bytes, rank.stages.verify_s),
-                show_rate(rank.stages.place_bytes, rank.stages.place_s),
-                f"{rank.load_s:.2f} s",
-            )
-            for rank in report.ranks
-        ],
-    )
-    return Group(overall, Text(), ranks)
-
-
 def plan_table(plan: PlanSummary) -> RenderableType:
     """What would be loaded where."""
     mesh = f"tp {plan.tensor_parallel_size}, fsdp {plan.fsdp_size}, dp {plan.data_parallel_size}"
@@ -114,7 +64,7 @@ def plan_table(plan: PlanSummary) -> RenderableType:
             ("revision", plan.revision),
             ("layout", f"{len(plan.ranks)} ranks ({mesh}) on {len(plan.nodes)} nodes"),
             ("model", f"{plan.tensors} tensors in {plan.shards} shards, {show_bytes(plan.stored_bytes)}"),
-            ("chunks", f"{plan.chunks}, {_digests(plan.verified)}"),
+            ("chunks", f"{plan.chunks}, {digests(plan.verified)}"),
             ("would leave the store", show_bytes(plan.needed_bytes)),
             ("of that overfetch", show_bytes(plan.overfetch_bytes)),
             ("would be placed", show_bytes(plan.placed_bytes)),
@@ -254,33 +204,6 @@ def verify_table(report: VerifyReport) -> RenderableType:
     return Group(verdict, overall)
 
 
-def demo_table(report: DemoReport) -> RenderableType:
-    """Both loads of the demo, side by side."""
-    loads = (report.first, report.again)
-
-    def rate(stage: str) -> list[str]:
-        pairs = [(getattr(r.stages, f"{stage}_bytes"), getattr(r.stages, f"{stage}_s")) for r in loads]
-        return [show_rate(count, seconds) for count, seconds in pairs]
-
-    rows = [
-        ("bytes placed", *(show_bytes(r.placed_bytes) for r in loads)),
-        ("seconds, from the call", *(f"{r.total_s:.2f}" for r in loads)),
-        ("seconds, first lease to last byte", *(f"{r.load_s:.2f}" for r in loads)),
-        ("load", *(show_rate(r.placed_bytes, r.load_s) for r in loads)),
-        ("fetch, per thread", *rate("fetch")),
-        ("verify, per thread", *rate("verify")),
-        ("place, per thread", *rate("place")),
-        ("bytes that left the store", *(show_bytes(r.store_bytes) for r in loads)),
-        ("chunks verified", *(r.verified_chunks for r in loads)),
-        ("chunks from the cache", *(sum(node.cached_chunks for node in r.nodes) for r in loads)),
-        ("peak host memory", *(show_bytes(r.peak_host_bytes) for r in loads)),
-    ]
-    times = f"written in {report.write_s:.1f} s, published in {report.publish_s:.1f} s"
-    wrote = f"model {show_bytes(report.model_bytes)}: {times}"
-    compared = f"compared {report.compared_tensors} slices, {show_bytes(report.compared_bytes)}: every byte equal"
-    return Group(cell(wrote), table_of(("", "first load >", "from the cache >"), rows), cell(compared, "green"))
-
-
 def checks_table(checks: Sequence[Check]) -> RenderableType:
     """What `longshore doctor` found, hints under what needs one."""
     rows = []
@@ -292,7 +215,7 @@ def checks_table(checks: Sequence[Check]) -> RenderableType:
     return table_of(("", "check", "found"), rows)
 
 
-def _digests(verified: str) -> str:
+def digests(verified: str) -> str:
     """What `verified` of a report or plan means."""
     if verified == "transport":
         return "no digests: length, range and ETag only (`longshore publish` writes a manifest with digests)"

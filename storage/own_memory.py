@@ -8,6 +8,8 @@ stream, and a slight overestimate. The kernel's own high-water mark counts the a
 
 from __future__ import annotations
 
+import contextlib
+
 
 def own_bytes(pid: int | None = None) -> int:
     """Resident memory apart from shared memory; of the calling process when `pid` is None. 0 where nothing tells."""
@@ -20,6 +22,21 @@ def own_bytes(pid: int | None = None) -> int:
     except (OSError, ValueError, IndexError):
         return 0
     return total
+
+
+def high_water_bytes() -> int:
+    """The most that the calling process ever held, shared memory included, since `reset_high_water`; 0 if unknown."""
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as lines:
+            return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def reset_high_water() -> None:
+    """Where the kernel does not allow it, the mark is of the process's whole life."""
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as mark:
+        mark.write("5")
 
 
 class PeakMemory:

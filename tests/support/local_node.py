@@ -115,6 +115,7 @@ class LocalNode:
             chunk_attempts=self.config.chunk_attempts,
             lease_deadline_s=self.config.lease_deadline_s,
             record=b"",
+            most_requests=self.config.fetch_threads,
         )
         while not self.agent.begin(job):
             time.sleep(0.01)

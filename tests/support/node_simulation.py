@@ -489,7 +489,7 @@ class NodeSimulation:
             if load.ended:
                 continue
             assert load.load_id in complete
-            report = self.ledger.report(load.load_id, "node", "host", 0)
+            report = self.ledger.report(load.load_id, "node", "host")
             assert report.needed_chunks == len(set().union(*load.needs.values()))
             assert report.store_chunks <= report.needed_chunks
             assert report.store_bytes == CHUNK_BYTES * (report.store_chunks + report.refetched_chunks)

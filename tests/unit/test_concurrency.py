@@ -47,7 +47,7 @@ class Link:
         while self.finished < requests:
             while waiting and waiting[0] <= self.now_s:
                 heapq.heappop(waiting)
-            while len(flying) + len(starting) + len(waiting) < control.limit:
+            while len(flying) + len(starting) + len(waiting) < control.limit * control.ranks:
                 if len(flying) + len(starting) >= self.admits:
                     self.throttled += 1
                     control.throttled(self.now_s)
@@ -92,6 +92,16 @@ def test_it_ends_near_the_knee(most: int, knee: int, rate: float, latency: float
     assert link.settled() >= 0.6 * best - 1
     if latency * rate < 0.01 * CHUNK_BYTES:
         assert link.settled() <= 1.7 * best + 1
+
+
+@settings(max_examples=20, deadline=None)
+@given(ranks=st.integers(1, 8), each=st.integers(1, 12), noise=st.floats(0, 0.2), seed=st.integers(0, 1000))
+def test_ranks_that_share_a_link_do_not_outbid_each_other(ranks: int, each: int, noise: float, seed: int):
+    link = Link(each=1e8, cap=1e8 * ranks * each, noise=noise, seed=seed)
+    control = RequestLimit(64)
+    control.ranks = ranks
+    link.run(control, 3000 * ranks)
+    assert 0.5 * each <= link.settled() <= 2.5 * each + 1
 
 
 @settings(max_examples=40, deadline=None)

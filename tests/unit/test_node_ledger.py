@@ -326,7 +326,7 @@ def test_without_faults_each_chunk_leaves_the_store_once(data: st.DataObject, se
     by_content = [model.content(chunk) for (model, chunk), times in node.fetched.items() for _ in range(times)]
     assert sorted(by_content) == sorted(different)  # type: ignore[type-var]
     for load in node.loads.values():
-        report = node.ledger.report(load.load_id, "node", "host", 0)
+        report = node.ledger.report(load.load_id, "node", "host")
         assert report.store_chunks + report.cached_chunks == report.needed_chunks
         assert (report.refetched_chunks, report.retries) == (0, {})
     node.check_reports()
@@ -538,7 +538,7 @@ def test_an_expired_lease_is_closed_and_its_slot_is_free_when_the_rank_says_so()
     assert node.cache.stats().quarantined_slots == 2
     first.exchange(want=0)
     assert node.cache.stats().quarantined_slots == 0
-    assert node.ledger.report("load-0", "node", "host", 0).retries == {"lease_expired": 2}
+    assert node.ledger.report("load-0", "node", "host").retries == {"lease_expired": 2}
     node.settle()
     node.check_nothing_is_left()
 
@@ -649,7 +649,7 @@ def test_what_nobody_knows():
     ledger.rank_lost("x", 0, 1, 0.0)
     ledger.end("x", 0.0)
     with pytest.raises(LongshoreError, match="does not know"):
-        ledger.report("x", "node", "host", 0)
+        ledger.report("x", "node", "host")
 
 
 def test_a_node_that_cannot_go_on_ends_every_load_on_it():

@@ -1,0 +1,86 @@
+"""What one rank did in a load: its stages, its requests, its memory and processor time. Plain frozen data."""
+
+from __future__ import annotations
+
+from dataclasses import asdict, dataclass
+from typing import Any
+
+
+class Jsonable:
+    """Adds `as_dict` to a dataclass."""
+
+    __slots__ = ()
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, numbers and strings, ready for `json.dumps`."""
+        return asdict(self)  # type: ignore[call-overload,no-any-return]
+
+
+@dataclass(frozen=True, slots=True)
+class StageTimes(Jsonable):
+    """Thread-seconds spent and bytes handled by the stages of one or more ranks."""
+
+    fetch_s: float = 0.0  # inside the store's reads
+    fetch_bytes: int = 0  # bytes that left the store, failed attempts included
+    verify_s: float = 0.0  # hashing
+    verify_bytes: int = 0
+    place_s: float = 0.0  # copying from the arena to the device
+    place_bytes: int = 0
+    device_s: float = 0.0  # after a copy, until the device had done it
+    wait_chunk_s: float = 0.0  # placer idle: no committed chunk to copy
+    # What the requests that a rank may have in flight did: seconds of the rank, divided among so many requests. The
+    # rest of its load time there was nothing left to fetch.
+    working_s: float = 0.0  # reading and verifying
+    wait_slot_s: float = 0.0  # idle: every slot of the arena was in use
+    wait_lease_s: float = 0.0  # idle: the agent had not answered yet
+    wait_retry_s: float = 0.0  # waiting before another try
+
+    def __add__(self, other: StageTimes) -> StageTimes:
+        mine, theirs = asdict(self), asdict(other)
+        return StageTimes(**{name: mine[name] + theirs[name] for name in mine})
+
+
+@dataclass(frozen=True, slots=True)
+class ProcessMemory(Jsonable):
+    """One process's own memory in a load: what it holds apart from memory that it shares (the arena)."""
+
+    role: str  # "coordinator", "planning", "agent" or "rank 3"
+    host: str
+    baseline_bytes: int  # before the load, everything imported
+    peak_bytes: int
+    destination_bytes: int = 0  # host memory of its tensors
+
+    @property
+    def beyond_bytes(self) -> int:
+        """What the load took beyond its destination."""
+        return max(0, self.peak_bytes - self.baseline_bytes - self.destination_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class RankReport(Jsonable):
+    """One rank, when it has all its slices."""
+
+    rank: int
+    node: str  # node id
+    host: str
+    pid: int
+    device: str  # "cpu" or "cuda:0"
+    incarnation: int  # 0 for the first worker of the rank, one more for each replacement
+    size_bytes: int  # bytes of its slices
+    device_bytes: int  # memory taken for them, alignment included
+    stages: StageTimes
+    peak_host_bytes: int  # the worker's own memory at its highest, the arena not counted
+    start_s: float  # from the coordinator's order to the first chunk to fetch or to copy
+    load_s: float  # from there to the last byte placed
+    baseline_host_bytes: int = 0  # the worker's own memory before the load, everything imported
+    cpu_s: float = 0.0  # processor seconds of the worker during load_s
+    host_busy: float = 0.0  # part of the host's processor time in load_s that anybody used, 0 to 1
+    cpus: int = 0  # processors that the worker may use
+    requests: int = 0  # it ended with so many requests in flight
+    peak_requests: int = 0
+    throttles: int = 0  # answers of the store that asked for fewer
+
+    @property
+    def destination_host_bytes(self) -> int:
+        """Host memory that the tensors take."""
+        return self.device_bytes if self.device == "cpu" else 0

@@ -1,0 +1,22 @@
+"""Processor time of this process and of the host."""
+
+from __future__ import annotations
+
+import time
+
+from storage.host_cpu import CpuClock, usable_cpus
+
+
+def test_work_is_seen():
+    clock = CpuClock()
+    while clock.process_s() < 0.2:
+        sum(range(10000))
+    assert 0.0 < clock.host_busy() <= 1.0
+    assert usable_cpus() >= 1
+
+
+def test_sleep_costs_nothing_of_ours():
+    clock = CpuClock()
+    time.sleep(0.05)
+    assert clock.process_s() < 0.05
+    assert 0.0 <= clock.host_busy() <= 1.0
