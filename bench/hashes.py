@@ -26,8 +26,8 @@ from storage.checksum import HASH_NAMES, MANIFEST_HASH_NAMES, new_hasher
 
 WARM_PIECE_BYTES = 1 << 20
 COLD_CHUNK_BYTES = 8 << 20
-_CACHES_OVER = 4  # cold: this many times the largest cache, between the two times that a byte is hashed
-_LEAST_COLD_BYTES = 256 << 20
+_CACHES_OVER = 2  # cold: this many times the largest cache, between the two times that a byte is hashed
+_LEAST_COLD_BYTES, _MOST_COLD_BYTES = 128 << 20, 512 << 20  # of one thread
 _THREADS = (1, 2)
 
 Pieces = Callable[[int], Iterator[memoryview]]  # of a thread, endless
@@ -62,8 +62,9 @@ def measure_hashes(seconds: float, rounds: int) -> list[HashCost]:
     """Every hash in every case, rounds interleaved so that a busy moment hits all of them; medians."""
     cold_bytes = _cold_bytes()
     random = np.random.default_rng(1)
-    cold = memoryview(random.integers(0, 256, max(_THREADS) * cold_bytes, np.uint8).data)
-    warm = [memoryview(random.integers(0, 256, WARM_PIECE_BYTES, np.uint8).data) for _ in range(max(_THREADS))]
+    chunk = random.integers(0, 256, COLD_CHUNK_BYTES, np.uint8)
+    cold = np.tile(chunk, max(_THREADS) * cold_bytes // COLD_CHUNK_BYTES).data
+    warm = [random.integers(0, 256, WARM_PIECE_BYTES, np.uint8).data for _ in range(max(_THREADS))]
 
     def cold_pieces(thread: int) -> Iterator[memoryview]:
         own = cold[thread * cold_bytes : (thread + 1) * cold_bytes]
@@ -135,12 +136,13 @@ def _measure(name: str, memory: str, pieces: Pieces, threads: int, seconds: floa
 
 def _cold_bytes() -> int:
     """Memory of one thread that no cache holds."""
-    caches = [_LEAST_COLD_BYTES // _CACHES_OVER]
+    caches = [0]
     for path in Path("/sys/devices/system/cpu/cpu0/cache").glob("index*/size"):
         text = path.read_text().strip()
         if text.endswith("K"):
             caches.append(int(text[:-1]) << 10)
-    return min(max(caches) * _CACHES_OVER, 1 << 30) // COLD_CHUNK_BYTES * COLD_CHUNK_BYTES
+    wanted = max(max(caches) * _CACHES_OVER, _LEAST_COLD_BYTES)
+    return min(wanted, _MOST_COLD_BYTES) // COLD_CHUNK_BYTES * COLD_CHUNK_BYTES
 
 
 if __name__ == "__main__":

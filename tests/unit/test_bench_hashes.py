@@ -1,0 +1,32 @@
+"""bench.hashes: every hash is measured in every case, and the figures hang together."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from bench import hashes
+from bench.hashes import main, measure_hashes, table
+from storage.checksum import HASH_NAMES
+
+
+@pytest.fixture(autouse=True)
+def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(hashes, "_MOST_COLD_BYTES", hashes.COLD_CHUNK_BYTES)
+
+
+def test_every_hash_in_every_case() -> None:
+    costs = measure_hashes(0.002, 1)
+    assert {cost.name for cost in costs} == HASH_NAMES
+    assert {(cost.memory, cost.threads) for cost in costs} == {("warm", 1), ("warm", 2), ("cold", 1), ("cold", 2)}
+    assert all(cost.gb_per_s > 0 and cost.cpu_s_per_gb > 0 for cost in costs)
+    assert len(table(costs).splitlines()) == 2 + len(HASH_NAMES)
+
+
+def test_json_has_what_the_table_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    assert main(["--seconds", "0.002", "--rounds", "1", "--json", str(tmp_path / "hashes.json")]) == 0
+    found = json.loads((tmp_path / "hashes.json").read_text())
+    assert {cost["name"] for cost in found["hashes"]} == HASH_NAMES
+    assert "| blake3 |" in capsys.readouterr().out

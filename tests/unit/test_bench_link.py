@@ -1,0 +1,62 @@
+"""bench.link: its table, its refusals and, as root, that nothing of a link is left."""
+
+from __future__ import annotations
+
+import os
+import subprocess
+
+import pytest
+
+from bench import link
+from bench.contender import Case
+from bench.link import NoLink, RateLimitedLink, check_tools, main, table
+from bench.results import Line, Run
+
+
+def line(name: str, *speeds: float) -> Line:
+    runs = [Run(1_000_000_000, 1 / speed, 0.5) for speed in speeds]
+    return Line("longshore_load", "Longshore", Case(name, name, True, True), "http", ({},), runs=runs)
+
+
+def test_ratio_is_to_the_unverified_load_at_the_same_rate() -> None:
+    failed = line("xxh3")
+    failed.failure = "exit code 1"
+    rows = table({1000: [line("blake3", 0.1, 0.099, 0.2), failed, line("unverified", 0.1)]}).splitlines()
+    assert rows[2] == "| 1000 Mbit/s | Longshore, blake3 | 0.800 | 1.000 | - | 0.50 |"
+    assert rows[3] == "| 1000 Mbit/s | Longshore, xxh3 | exit code 1 | | | |"
+
+
+def test_without_root_it_refuses_in_one_line(
+    monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 1000)
+    assert main([]) == 2
+    assert capsys.readouterr().err == "bench-link: a network namespace and a rate limit need root\n"
+
+
+def test_missing_programs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(os, "geteuid", lambda: 0)
+    monkeypatch.setattr(link, "_PATH", "/nowhere")
+    with pytest.raises(NoLink, match="not installed: ip, tc, nginx"):
+        check_tools()
+
+
+@pytest.mark.slow
+def test_nothing_of_a_link_is_left() -> None:
+    try:
+        check_tools()
+        with RateLimitedLink() as made:
+            made.limit(1000)
+            assert made.namespace in _said("ip", "netns")
+            assert "tbf" in _said("tc", "-n", made.namespace, "qdisc")
+            raise RuntimeError("a load failed")
+    except NoLink as error:
+        pytest.skip(str(error))
+    except RuntimeError:
+        pass
+    assert made.namespace not in _said("ip", "netns")
+    assert made._near not in _said("ip", "link")
+
+
+def _said(*command: str) -> str:
+    return subprocess.run(command, capture_output=True, text=True, check=True).stdout
