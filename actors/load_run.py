@@ -161,11 +161,14 @@ class LoadRun:
             }
         )
 
+    async def _agent(self, node_id: str) -> Any:
+        return await asyncio.to_thread(spawn.start_agent, node_id, self._record.nodes[node_id], self._config)
+
     async def begin_on(self, node_id: str) -> None:
         """Tell one agent; again after it was restarted, with what its ranks have already."""
         record, shared = self._record, await self._shared()
         job = node_job(record, node_id, self._config)
-        agent = (await self._agents())[node_id]
+        agent = await self._agent(node_id)
         while not await asyncio.wait_for(agent.begin.remote(job, shared), CALL_TIMEOUT_S):
             await record.touch("waiting for arena slots that other loads hold")
             await asyncio.sleep(0.2)
@@ -241,7 +244,7 @@ class LoadRun:
         await asyncio.to_thread(spawn.end_actor, seat.worker)
         seat.worker, seat.started, seat.placed_bytes = None, False, 0
         seat.incarnation += 1
-        agent = (await self._agents())[seat.node_id]
+        agent = await self._agent(seat.node_id)
         await asyncio.wait_for(
             agent.rank_lost.remote(self._record.model_id, seat.rank, seat.incarnation), CALL_TIMEOUT_S
         )
