@@ -27,7 +27,7 @@ from storage.checksum import HASH_NAMES, MANIFEST_HASH_NAMES, new_hasher
 WARM_PIECE_BYTES = 1 << 20
 COLD_CHUNK_BYTES = 8 << 20
 _CACHES_OVER = 2  # cold: this many times the largest cache, between the two times that a byte is hashed
-_LEAST_COLD_BYTES, _MOST_COLD_BYTES = 128 << 20, 512 << 20  # of one thread
+_LEAST_COLD_BYTES, _MOST_COLD_BYTES = 128 << 20, 1 << 30  # of one thread
 _THREADS = (1, 2)
 
 Pieces = Callable[[int], Iterator[memoryview]]  # of a thread, endless
