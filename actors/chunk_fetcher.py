@@ -16,7 +16,6 @@ from cluster.messages import Commit, FetchFailure, LeaseOrder
 from cluster.packed_plan import SharedTables
 from cluster.report import StageTimes
 from cluster.retry import Fail, cause_of, decide
-from storage.arena import Arena
 from storage.checksum import new_hasher
 from storage.errors import IntegrityError, LongshoreError
 from storage.object_store import ObjectStore, read_pieces
@@ -73,37 +72,29 @@ class ChunkFetcher:
         """These leases are void: whoever works on one hands it back before its next try."""
         self._closed |= lease_ids
 
-    def fetch(self, arena: Arena, lease: LeaseOrder, clock: StageClock) -> FetchedChunk:
-        """Fill the leased slot. Never raises for what a store can do."""
-        chunks = self._tables.chunks
-        byte_range = chunks.byte_range(lease.chunk)
+    def fetch(self, lease: LeaseOrder, parts: Sequence[memoryview], clock: StageClock) -> FetchedChunk:
+        """Fill `parts`, which together have the chunk's size. Never raises for what a store can do."""
         give_up_s = time.monotonic() + lease.deadline_s
         retries: dict[str, int] = {}
-        slot = arena.slot(lease.slot)
-        target = slot[: byte_range.size_bytes]
-        try:
-            tries = 0
-            while True:
-                tries += 1
-                if self._stopped.is_set() or lease.lease_id in self._closed:
-                    return FetchedChunk(lease.lease_id, retries=retries)
-                try:
-                    self._read(lease.chunk, [target], clock)
-                    return FetchedChunk(lease.lease_id, Commit(lease.lease_id, lease.chunk), None, retries)
-                except LongshoreError as failed:
-                    error = failed
-                cause = cause_of(error)
-                retries[cause] = retries.get(cause, 0) + 1
-                decision = decide(cause, retries[cause], random.random())
-                # A deadline that passes after failures is a failure too: were the lease handed back, nobody would ever
-                # count them, and a store that stalls would be asked for ever.
-                if tries >= self._attempts or isinstance(decision, Fail) or time.monotonic() > give_up_s:
-                    failure = FetchFailure(lease.lease_id, lease.chunk, self._described(error, lease.chunk), tries)
-                    return FetchedChunk(lease.lease_id, None, failure, retries)
-                self.pause(cause, decision.delay_s)
-        finally:
-            target.release()
-            slot.release()
+        tries = 0
+        while True:
+            tries += 1
+            if self._stopped.is_set() or lease.lease_id in self._closed:
+                return FetchedChunk(lease.lease_id, retries=retries)
+            try:
+                self._read(lease.chunk, parts, clock)
+                return FetchedChunk(lease.lease_id, Commit(lease.lease_id, lease.chunk), None, retries)
+            except LongshoreError as failed:
+                error = failed
+            cause = cause_of(error)
+            retries[cause] = retries.get(cause, 0) + 1
+            decision = decide(cause, retries[cause], random.random())
+            # A deadline that passes after failures is a failure too: were the lease handed back, nobody would ever
+            # count them, and a store that stalls would be asked for ever.
+            if tries >= self._attempts or isinstance(decision, Fail) or time.monotonic() > give_up_s:
+                failure = FetchFailure(lease.lease_id, lease.chunk, self._described(error, lease.chunk), tries)
+                return FetchedChunk(lease.lease_id, None, failure, retries)
+            self.pause(cause, decision.delay_s)
 
     def _read(self, chunk: int, parts: Sequence[memoryview], clock: StageClock) -> None:
         """Read the chunk into `parts` and check its digest, each piece while it is warm. Raises what a read raises."""

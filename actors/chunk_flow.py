@@ -12,12 +12,14 @@ the other.
 
 from __future__ import annotations
 
+import itertools
 from collections import Counter
+from collections.abc import Iterable
 
 from actors.rank_place import ChunkKeys, RankPlace
 from cluster.errors import ChunkFailed
 from cluster.lease_queue import LeaseQueue
-from cluster.messages import FetchFailure, LeaseOrder, NodeJob
+from cluster.messages import DIRECT, FetchFailure, LeaseOrder, NodeJob
 from cluster.packed_plan import unpack_shared
 from cluster.retry import Fail, cause_of
 from storage.chunk_cache import ChunkCache
@@ -25,6 +27,8 @@ from storage.errors import IntegrityError, LongshoreError
 from storage.leases import Answer, CachedChunk
 
 GRANT_BATCH = 64  # readable chunks told in one answer
+
+_DIRECT_NUMBERS = itertools.count(1)
 
 
 class ChunkFlow:
@@ -37,14 +41,22 @@ class ChunkFlow:
         self.keys = ChunkKeys(tables, job.store_identity, job.load_id)
         self.queue = LeaseQueue(needs)
         self.error: LongshoreError | None = None  # a chunk's budget is spent
+        # Into the ranks' own memory, past the arena: when asked for, or when the arena could not keep the chunks.
+        self.direct = job.placement == "direct" or (
+            job.placement == "auto" and len(self.queue.chunks()) > cache.slot_count
+        )
         self._job = job
         self._cache = cache
         self._chunks = self.keys.tables.chunks
         self._cached: dict[int, CachedChunk] = {}  # committed chunks of this load, while a rank needs them
+        if self.direct:  # nobody helps out with these, or they would go through the arena
+            for rank in job.ranks:
+                self.queue.assign(rank, self._wanted_alone(rank))
         # What the report counts.
         self.store_chunks: set[int] = set()
         self.cached_chunks: set[int] = set()
         self.store_bytes = 0
+        self.direct_bytes = 0  # of those, what went past the arena
         self.refetched_chunks = 0
         self.retries: Counter[str] = Counter()
         for rank in job.done:
@@ -79,15 +91,30 @@ class ChunkFlow:
                 self.queue.wait_for(chunk, key)  # the same bytes are on their way under another lease
                 continue
             deadline_s = now_s + self._job.lease_deadline_s
+            if chunk in place.direct and not self.queue.failures(chunk):
+                return self._order(place, chunk, f"direct-{next(_DIRECT_NUMBERS)}", DIRECT)
             lease = self._cache.lease(key, place.process, deadline_s, owner=self._job.load_id)
             if lease is None:
                 return None
-            self.queue.leased(chunk, place.rank)
-            place.leases[lease.lease_id] = chunk
-            place.short_of = ""
-            return LeaseOrder(lease.lease_id, chunk, lease.slot, self._job.lease_deadline_s)
+            return self._order(place, chunk, lease.lease_id, lease.slot)
         place.short_of = "chunks"
         return None
+
+    def _order(self, place: RankPlace, chunk: int, lease_id: str, slot: int) -> LeaseOrder:
+        self.queue.leased(chunk, place.rank)
+        place.leases[lease_id] = chunk
+        place.short_of = ""
+        return LeaseOrder(lease_id, chunk, slot, self._job.lease_deadline_s)
+
+    def assign_direct(self, place: RankPlace, chunks: Iterable[int]) -> None:
+        """The rank can receive these in its own memory. What others of the node need too goes through the arena."""
+        if self.direct:
+            alone = self._wanted_alone(place.rank)
+            place.direct = frozenset(alone).intersection(chunks)
+            self.queue.assign(place.rank, alone)
+
+    def _wanted_alone(self, rank: int) -> list[int]:
+        return [chunk for chunk in self.queue.outstanding(rank) if self.queue.wanted_by(chunk) == (rank,)]
 
     def _take_from_cache(self, chunk: int) -> bool:
         cached = self._cache.lookup(self.keys[chunk]) if self.keys[chunk] in self._cache else None
@@ -103,22 +130,31 @@ class ChunkFlow:
             self.cached_chunks.add(chunk)
         return True
 
-    def commit(self, lease_id: str, chunk: int, now_s: float) -> None:
+    def commit(self, place: RankPlace, lease_id: str, chunk: int, now_s: float) -> None:
         """The chunk stands verified in its slot: pinned, and to be told, for every rank that needs it."""
         size_bytes = self._chunks.byte_range(chunk).size_bytes
+        if lease_id.startswith("direct-"):
+            self._count(chunk, size_bytes)
+            self.direct_bytes += size_bytes
+            self.queue.committed(chunk)
+            self.queue.placed(place.rank, chunk)
+            return
         pinners = [self._user(rank, chunk) for rank in self.queue.needing(chunk)]
         answer = self._cache.commit(lease_id, size_bytes, pinners)
         if answer not in (Answer.DONE, Answer.DUPLICATE):
             self.queue.requeue(chunk, None, "", now_s=now_s)
             return
-        self.refetched_chunks += chunk in self.store_chunks
-        self.store_chunks.add(chunk)
-        self.store_bytes += size_bytes
+        self._count(chunk, size_bytes)
         cached = self._cache.lookup(self.keys[chunk]) if answer is Answer.DONE else None
         if cached is not None:
             self._readable(chunk, cached)
         elif not self._take_from_cache(chunk):  # a duplicate: the other copy is the one to read
             self.queue.requeue(chunk, None, "", now_s=now_s)
+
+    def _count(self, chunk: int, size_bytes: int) -> None:
+        self.refetched_chunks += chunk in self.store_chunks
+        self.store_chunks.add(chunk)
+        self.store_bytes += size_bytes
 
     def failed(self, place: RankPlace, chunk: int, failure: FetchFailure, now_s: float, chance: float) -> None:
         """A worker gave the chunk up. The load's error is set when the chunk's budget is spent."""

@@ -20,6 +20,7 @@ class CpuDevice:
     """See `actors.device.Device`."""
 
     name = "cpu"
+    receives = True
 
     def __init__(self) -> None:
         self._segments: list[Segment] = []
@@ -49,6 +50,15 @@ class CpuDevice:
                 (count, run), np.uint8, chunk, int(items.src_offset[row]), (int(items.src_stride[row]), 1)
             )
             np.copyto(target, source)
+
+    def parts(self, items: ReadItems, rows: slice) -> list[memoryview]:
+        parts = []
+        for row in range(rows.start, rows.stop):
+            segment, begin = self._segments[items.segment[row]], int(items.dest_offset[row])
+            end = begin + int(items.run_bytes[row])
+            segment.touch(begin, end)
+            parts.append(segment.data[begin:end].data)
+        return parts
 
     def synchronize(self) -> None:
         pass

@@ -21,6 +21,8 @@ class CudaDevice:
     copy on the device, both on one stream, so the block is free again when the next chunk's transfer begins.
     """
 
+    receives = False
+
     def __init__(self, index: int = 0) -> None:
         if not torch.cuda.is_available():
             raise DeviceUnavailable(
@@ -88,6 +90,9 @@ class CudaDevice:
                     staged = self._stage(source)
                 target = segment.as_strided((count, run), (int(items.dest_stride[row]), 1), dest)
                 target.copy_(staged.as_strided((count, run), (int(items.src_stride[row]), 1), begin))
+
+    def parts(self, items: ReadItems, rows: slice) -> list[memoryview]:
+        raise DeviceUnavailable("a socket cannot write to the memory of a GPU", device=self.name)
 
     def _cudart(self) -> Any:
         return self._torch.cuda.cudart()  # type: ignore[no-untyped-call]

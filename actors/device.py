@@ -20,6 +20,7 @@ class Device(Protocol):
     """One rank's memory."""
 
     name: str  # "cpu" or "cuda:0"
+    receives: bool  # its memory is the process's own: a socket can write to it, and `place` copies at once
 
     def allocate(self, segment_bytes: tuple[int, ...]) -> None:
         """Take the memory. Raises DoesNotFit."""
@@ -35,6 +36,10 @@ class Device(Protocol):
 
     def place(self, chunk: memoryview, items: ReadItems, rows: slice) -> None:
         """Copy the read items `rows` out of `chunk` (all its bytes). May return before the copy is done."""
+        ...
+
+    def parts(self, items: ReadItems, rows: slice) -> list[memoryview]:
+        """The memory that contiguous read items fill, for whoever receives a chunk in it. Only where it `receives`."""
         ...
 
     def synchronize(self) -> None:

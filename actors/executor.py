@@ -3,15 +3,14 @@
     run() ---------- exchange loop: tells the agent what was committed and placed, gets leases and readable chunks
       |  leases                                   ^ results
       v                                           |
-    fetch threads -- store.read_into(slot) -> digest -> commit            (bytes go socket -> slot, no copy between)
+    fetch threads -- store --> slot, or the rank's own memory (direct) -- digest --> placed while it is warm
       |                as many as the agent finds best, started when first needed
-      |  readable chunks (committed here by this rank or any other)
+      |  readable chunks (of other ranks, of the cache)
       v
     place thread --- device.place(slot -> segments) -> placed
 
 Nothing here knows Ray: `AgentLink` is a handle to an actor in a cluster and an object in a test. A slot is written
-only under a lease and read only between `readable` and `placed`; when `run` ends, however it ends, no thread of it
-touches the arena any more.
+only under a lease and read only under it or between `readable` and `placed`; when `run` ends, no thread touches it.
 """
 
 from __future__ import annotations
@@ -21,16 +20,17 @@ import itertools
 import threading
 import time
 from collections.abc import Callable
-from typing import Protocol
 
+from actors.arena_maps import PROCESS_ARENAS
 from actors.chunk_fetcher import ChunkFetcher
+from actors.chunk_placer import ChunkPlacer
 from actors.device import Device
+from actors.rank_link import AgentLink
 from actors.rank_meter import RankMeter
 from actors.rank_work import RankWork, Results
 from cluster.errors import ClusterLost, LoadCancelled
-from cluster.messages import JoinReply, Orders, RankHello, RankJob, RankUpdate
+from cluster.messages import DIRECT, Orders, RankHello, RankJob, RankUpdate
 from cluster.packed_plan import unpack_shared
-from cluster.read_items import expand_read_items
 from cluster.report import RankReport
 from storage.arena import Arena
 from storage.errors import LongshoreError
@@ -43,19 +43,6 @@ AGENT_BACK_S = 15.0  # Ray restarts an agent, and the coordinator tells it its l
 PLACE_BATCH = 8  # chunks copied between two waits for the device
 
 _MESSAGE_NUMBERS = itertools.count(1)  # of this process: an agent tells by them which message is the older one
-_ARENA_USERS: dict[int, tuple[str, str]] = {}  # id of a loader of this process -> (arena path, agent it goes by)
-
-
-class AgentLink(Protocol):
-    """How a rank talks to the agent of its node. Raises ClusterLost when the agent does not answer."""
-
-    def join(self, hello: RankHello) -> JoinReply: ...
-
-    def exchange(self, update: RankUpdate) -> Orders: ...
-
-    def coordinator_age_s(self) -> float:
-        """Seconds since the agent last heard the coordinator."""
-        ...
 
 
 class RankLoader:
@@ -70,7 +57,8 @@ class RankLoader:
         self._meter = RankMeter()
         self._tables = unpack_shared(job.shared)
         self.plan = self._tables.rank_plan(job.rank)
-        self._items = expand_read_items(self.plan.slices, self._tables.chunks)
+        self._placer = ChunkPlacer(device, self.plan, self._tables)
+        self._direct = () if job.placement == "via_arena" else self._placer.direct_chunks()
         self._fetcher = ChunkFetcher(self._store, self._tables, job.fetch.attempts)
         self._work = RankWork(self._fetcher, len(self.plan.chunk_ids), job.fetch.threads)
         self._threads: list[threading.Thread] = []  # the place thread and the fetch threads
@@ -92,6 +80,7 @@ class RankLoader:
             self._join()
             self._start_thread(self._place_loop, "place")
             self._exchange_loop()
+            self._meter.place, self._meter.device_s = self._placer.total, self._placer.device_s
             report = self._meter.report(self._job, self.plan, self._device.name, self._fetcher, self._work)
         except BaseException:
             self._end(failed=True)
@@ -107,7 +96,7 @@ class RankLoader:
 
     def _join(self, patience_s: float = AGENT_GONE_S) -> None:
         """Introduce this rank, which uses nothing of the arena now. Raises ClusterLost, or why the load is over."""
-        _ARENA_USERS.pop(id(self), None)  # by no agent's word any more
+        PROCESS_ARENAS.let_go(id(self))  # by no agent's word any more
         give_up_s = time.monotonic() + patience_s
         while True:
             try:
@@ -123,10 +112,10 @@ class RankLoader:
             if time.monotonic() > give_up_s:
                 raise lost
             self._work.sleep(0.1)
-        _ARENA_USERS[id(self)] = (reply.arena_path, reply.agent)
+        PROCESS_ARENAS.claim(id(self), reply.arena_path, reply.agent)
         if self._arena is None or self._arena.epoch != reply.arena_epoch:
             self._close_arena()
-            self._arena = Arena.open(reply.arena_path)
+            self._arena = PROCESS_ARENAS.open(reply.arena_path, reply.arena_epoch)
             self._device.attach_arena(self._arena.data())
 
     def _exchange_loop(self) -> None:
@@ -176,8 +165,9 @@ class RankLoader:
             job.incarnation,
             self._process,
             placed=self._work.placed_chunks(),
+            direct=self._direct,
             number=next(_MESSAGE_NUMBERS),
-            others=_other_users(self),
+            others=PROCESS_ARENAS.others(id(self)),
         )
 
     def _update(self, results: Results, *, leaving: bool) -> RankUpdate:
@@ -201,7 +191,7 @@ class RankLoader:
             requests=tuple((size_bytes, took_s, now_s - ended_s) for size_bytes, took_s, ended_s in results.requests),
             throttled=results.throttled,
             leaving=leaving,
-            others=_other_users(self) if leaving else (),
+            others=PROCESS_ARENAS.others(id(self)) if leaving else (),
         )
 
     # -- threads -----------------------------------------------------------------------------------------------
@@ -220,36 +210,33 @@ class RankLoader:
             self.cancel(LongshoreError(f"{type(error).__name__} in a loader thread: {error}", rank=self._job.rank))
 
     def _fetch_loop(self) -> None:
-        clock = self._fetcher.clock()
+        clock, placing = self._fetcher.clock(), self._placer.clock()
         while (lease := self._work.next_lease()) is not None and self._arena is not None:
-            begun_s = time.monotonic()
-            result = self._fetcher.fetch(self._arena, lease, clock)
-            size_bytes = self._tables.chunks.byte_range(lease.chunk).size_bytes
-            self._work.fetched(result, size_bytes, time.monotonic() - begun_s)
+            chunk, begun_s = lease.chunk, time.monotonic()
+            size_bytes = self._placer.chunk_bytes(chunk)
+            direct = lease.slot == DIRECT
+            parts = self._placer.direct_parts(chunk) if direct else [self._arena.slot(lease.slot)[:size_bytes]]
+            result = self._fetcher.fetch(lease, parts, clock)
+            for part in parts:
+                part.release()
+            fetch_s = time.monotonic() - begun_s
+            placed_bytes = self._placer.wanted_bytes(chunk) if result.commit is not None else 0
+            if placed_bytes and not direct:
+                # While it is warm, and without waiting to be told that it is there. The lease still holds the slot.
+                at_once = self._device.receives
+                placed_bytes = self._placer.place(self._arena, [(chunk, lease.slot)], placing) if at_once else 0
+            self._work.fetched(result, size_bytes, fetch_s, placed_bytes)
 
     def _place_loop(self) -> None:
-        clock = self._meter.place
+        clock = self._placer.clock()
         while True:
             waited_s = time.monotonic()
             chunks = self._work.next_chunks(PLACE_BATCH)
             if not chunks or self._arena is None:
                 return
-            begun_s = time.monotonic()
-            clock.wait_s += begun_s - waited_s
-            moved_bytes = sum(self._place(self._arena, chunk, slot) for chunk, slot in chunks)
-            copied_s = time.monotonic()
-            self._device.synchronize()
-            clock.busy_s += copied_s - begun_s
-            self._meter.device_s += time.monotonic() - copied_s
-            clock.bytes += moved_bytes
+            clock.wait_s += time.monotonic() - waited_s
+            moved_bytes = self._placer.place(self._arena, chunks, clock)
             self._work.placed([chunk for chunk, _ in chunks], moved_bytes)
-
-    def _place(self, arena: Arena, chunk: int, slot: int) -> int:
-        """Copy what this rank wants of a chunk; its bytes."""
-        rows = self._items.for_chunk(chunk)
-        data = arena.slot(slot)[: self._tables.chunks.byte_range(chunk).size_bytes]
-        self._device.place(data, self._items, rows)
-        return int((self._items.run_bytes[rows] * self._items.count[rows]).sum())
 
     # -- the end -----------------------------------------------------------------------------------------------
 
@@ -267,16 +254,11 @@ class RankLoader:
                 with contextlib.suppress(Exception):
                     self._link.exchange(self._update(self._work.take_results(), leaving=True))
         finally:
-            _ARENA_USERS.pop(id(self), None)
+            PROCESS_ARENAS.let_go(id(self))
             self._store.close()
 
     def _close_arena(self) -> None:
         arena, self._arena = self._arena, None
         if arena is not None:
             self._device.detach_arena()
-            arena.close()
-
-
-def _other_users(loader: RankLoader) -> tuple[tuple[str, str], ...]:
-    """By which agents' word other ranks in this process use which arena."""
-    return tuple(user for key, user in list(_ARENA_USERS.items()) if key != id(loader))
+            PROCESS_ARENAS.close(arena)

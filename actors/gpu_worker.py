@@ -22,8 +22,9 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.executor import AgentLink
+from actors.arena_maps import PROCESS_ARENAS
 from actors.hosted_load import HostedLoad
+from actors.rank_link import AgentLink
 from actors.segment_memory import PROCESS_MEMORY
 from cluster.errors import LoadCancelled, ModelNotFound, RemoteCallFailed
 from cluster.messages import RankJob, StoreAccess
@@ -87,6 +88,7 @@ class GpuWorker:
             load = self._load
         if load is not None:
             PROCESS_MEMORY.keep(True)
+            PROCESS_ARENAS.keep(True)
             if load.job.load_id != load_id or not load.let_go() or self._gpu_memory_in_use():
                 return None
             with self._lock:

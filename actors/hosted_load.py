@@ -14,7 +14,8 @@ from contextlib import contextmanager
 from dataclasses import replace
 
 from actors.device import Device, open_device
-from actors.executor import AgentLink, RankLoader
+from actors.executor import RankLoader
+from actors.rank_link import AgentLink
 from actors.shard import RankShard
 from cluster.errors import LoadCancelled, ModelNotFound
 from cluster.load_plan import RankPlan

@@ -93,10 +93,11 @@ def host_rank(
             chunk_attempts=config.chunk_attempts,
             lease_deadline_s=config.lease_deadline_s,
             record=b"",
+            placement=request.placement,
             most_requests=config.fetch_threads,
         ),
     )
-    job = RankJob(load_id, 1, rank, 0, shared, request.store, fetch_settings(config))
+    job = RankJob(load_id, 1, rank, 0, shared, request.store, fetch_settings(config), request.placement)
     memory = open_device(device)
     try:
         try:

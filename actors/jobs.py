@@ -25,6 +25,7 @@ def node_job(record: ModelRecord, node_id: str, config: Config) -> NodeJob:
         min_slots=min_slots(len(seats)),
         chunk_attempts=config.chunk_attempts,
         lease_deadline_s=config.lease_deadline_s,
+        placement=record.request.placement,
         record=SavedLoad.of(record).pack(),
         most_requests=config.fetch_threads,
     )
@@ -40,6 +41,7 @@ def rank_job(record: ModelRecord, seat: Seat, config: Config) -> RankJob:
         shared=b"",
         store=record.request.store,
         fetch=fetch_settings(config),
+        placement=record.request.placement,
     )
 
 

@@ -26,7 +26,7 @@ def make_report(record: ModelRecord, plan: PackedPlan, answers: Sequence[NodeRep
         uri=request.uri,
         revision=record.revision,
         verified=plan.verified,
-        placement_mode="via_arena",
+        placement_mode="direct" if any(node.direct_bytes for node in answers) else "via_arena",
         resident=False,
         tensor_parallel_size=request.tensor_parallel_size,
         fsdp_size=request.fsdp_size,

@@ -113,6 +113,7 @@ class NodeLoad:
             overfetch_bytes=needed_bytes - flow.keys.tables.wanted_bytes(self.job.ranks),
             store_chunks=len(flow.store_chunks),
             store_bytes=flow.store_bytes,
+            direct_bytes=flow.direct_bytes,
             cached_chunks=len(flow.cached_chunks),
             cached_bytes=int(sizes[sorted(flow.cached_chunks)].sum()),
             refetched_chunks=flow.refetched_chunks,
@@ -140,6 +141,7 @@ class NodeLoad:
         place.heard_s = now_s
         for chunk in hello.placed:
             self._flow.placed(place, chunk)
+        self._flow.assign_direct(place, hello.direct)
         self._rest_if_complete()
         return ended
 
@@ -194,7 +196,7 @@ class NodeLoad:
                 self._cache.abandon(lease_id)
                 self._flow.queue.requeue(chunk, None, "", now_s=now_s)
             else:
-                self._flow.commit(lease_id, chunk, now_s)
+                self._flow.commit(place, lease_id, chunk, now_s)
         for chunk in update.placed:
             self._flow.placed(place, chunk)
         self._requests.ranks = sum(self.at_work(other) for other in self.ranks.values())

@@ -23,6 +23,7 @@ class RankPlace:
     grantable: deque[int] = field(default_factory=deque)  # committed chunks it needs and was not told of
     granted: dict[int, CachedChunk] = field(default_factory=dict)  # it may be reading these
     leases: dict[str, int] = field(default_factory=dict)  # lease id -> chunk
+    direct: frozenset[int] = frozenset()  # chunks that it can receive in its own memory
     taken_back: set[str] = field(default_factory=set)  # leases that ended before it gave them back
     to_close: list[str] = field(default_factory=list)  # those of them that it was not told of
     lost: bool = False  # nobody is at work for it: its process died or left

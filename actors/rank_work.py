@@ -86,8 +86,10 @@ class RankWork:
             self._working += 1
             return self._leases.popleft()
 
-    def fetched(self, result: FetchedChunk, size_bytes: int, fetch_s: float) -> None:
-        """A lease ended, one way or another, `fetch_s` after it was taken up; `size_bytes` came of it."""
+    def fetched(self, result: FetchedChunk, size_bytes: int, fetch_s: float, placed_bytes: int = 0) -> None:
+        """A lease ended, one way or another, `fetch_s` after it was taken up; `size_bytes` came of it, and
+        `placed_bytes` of them are on the device already.
+        """
         with self._fetch:
             now_s = self._account()
             self._working -= 1
@@ -97,6 +99,8 @@ class RankWork:
             elif result.failure is not None and cause_of(result.failure.error) == "throttled":
                 self._was_throttled()
             self._add(result)
+            if placed_bytes and result.commit is not None and result.commit.chunk not in self._placed:
+                self._note_placed([result.commit.chunk], placed_bytes)
             if self._returning:
                 self._again.notify_all()
             self._tell.notify_all()
@@ -133,9 +137,7 @@ class RankWork:
         """These chunks are on the device; nothing reads their slots any more."""
         with self._place:
             self._unplaced -= len(chunks)
-            self._placed.update(chunks)
-            self._results.placed.extend(chunks)
-            self.placed_bytes += moved_bytes
+            self._note_placed(chunks, moved_bytes)
             self._tell.notify_all()
 
     # -- the conversation with the agent -----------------------------------------------------------------------
@@ -269,6 +271,11 @@ class RankWork:
         # Several chunks a call keep the agent's share of the CPU small; but not while a place for a request is free.
         starved = not self._leases and self._working + self._pausing < self.requests
         return results >= (1 if starved else self._batch())
+
+    def _note_placed(self, chunks: list[int], moved_bytes: int) -> None:
+        self._placed.update(chunks)
+        self._results.placed.extend(chunks)
+        self.placed_bytes += moved_bytes
 
     def _was_throttled(self) -> None:
         self.throttles += 1

@@ -19,6 +19,7 @@ from cluster.errors import ConfigError
 from cluster.exit_codes import EXIT_CODES, USAGE, exit_code
 from cluster.interrupts import Terminated, sigterm_interrupts
 from cluster.progress import say_on
+from cluster.request import PLACEMENTS
 from cluster.units import parse_bytes
 from longshore.version import __version__
 from storage.errors import LongshoreError
@@ -78,6 +79,13 @@ def build_parser() -> argparse.ArgumentParser:
         default=0.0,
         metavar="SECONDS",
         help="wait that long for enough GPUs; 0 refuses at once (default)",
+    )
+    load.add_argument(
+        "--placement",
+        choices=PLACEMENTS,
+        default="auto",
+        help="chunks through the node's arena (cached), direct into a rank's host memory, or auto: direct when the "
+        "arena is too small to keep them (default)",
     )
     load.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="give up after that long")
     _add_address(load)

@@ -7,17 +7,14 @@ plan, publish and verify work where ray is not installed: they run in this proce
 
 from __future__ import annotations
 
-import asyncio
 import contextlib
-import functools
 import os
-import threading
 import time
-from collections.abc import Callable, Coroutine
-from contextvars import ContextVar
+from collections.abc import Callable
 from dataclasses import replace
-from typing import TYPE_CHECKING, Any, ParamSpec, TypeVar
+from typing import TYPE_CHECKING, Any
 
+from cluster.async_twins import GIVEN_UP, in_thread
 from cluster.config import Config
 from cluster.connection import Connection, connect
 from cluster.errors import ClusterLost, ConfigError, LoadCancelled
@@ -36,10 +33,6 @@ if TYPE_CHECKING:
 Progress = Callable[[LoadProgress], None]
 
 # Set by an async twin whose task was cancelled, for the thread that waits in its name.
-_given_up: ContextVar[threading.Event | None] = ContextVar("given_up", default=None)
-
-P = ParamSpec("P")
-T = TypeVar("T")
 
 
 def load(
@@ -52,6 +45,7 @@ def load(
     keep: bool = False,
     address: str | None = None,
     wait_for_resources_s: float = 0,
+    placement: str = "auto",
     placement_group: Any = None,
     progress: Progress | None = None,
     timeout_s: float | None = None,
@@ -65,12 +59,13 @@ def load(
 ) -> LoadedModel:
     """Load a model into the cluster's devices, every chunk verified; returns when every rank has its slices.
 
-    World size is tensor_parallel_size x fsdp_size x data_parallel_size, one worker per rank, tensor parallel ranks
-    next to each other. `device`: "cuda" (one GPU per rank), "cpu" (host memory), "auto" (cuda when the cluster has
-    GPUs). `keep=True` leaves the model resident when nobody holds it any more. `wait_for_resources_s=0` refuses
-    within seconds when too few GPUs are free. `placement_group`: rank i takes bundle i of yours. `progress` is
-    called from this thread with every change, several times a second at most. A second load of the same model with
-    the same options gets the resident one.
+    World size is tensor_parallel_size x fsdp_size x data_parallel_size, one worker per rank. `device`: "cuda" (one
+    GPU per rank), "cpu" (host memory), "auto" (cuda when the cluster has GPUs). `keep=True` leaves the model resident
+    when nobody holds it any more. `wait_for_resources_s=0` refuses within seconds when too few GPUs are free.
+    `placement`: "via_arena" (chunks stay cached on the node), "direct" (what one rank alone wants goes into its host
+    memory without a copy, uncached), "auto" (direct when the node's arena is smaller than its share).
+    `placement_group`: rank i takes bundle i of yours. `progress` is called from this thread with every change. A second
+    load of the same model with the same options gets the resident one.
 
     Raises (all LongshoreError): StoreError, CheckpointError, ManifestError, PlanError (LayoutError, DoesNotFit),
     NotEnoughResources, IntegrityError, ChunkFailed, RankLost, LoadTimeout, ClusterLost, VersionMismatch.
@@ -85,6 +80,7 @@ def load(
         device=device,
         keep=keep,
         wait_for_resources_s=wait_for_resources_s,
+        placement=placement,
         placement_group=placement_group,
     )
     connection = connect(address, config or Config.from_env())
@@ -94,7 +90,7 @@ def load(
     connection.hold(model_id, credentials)
     try:
         deadline_s = None if timeout_s is None else started_s + timeout_s
-        report, waited = wait_until_ready(connection, model_id, progress, deadline_s, _given_up.get())
+        report, waited = wait_until_ready(connection, model_id, progress, deadline_s, GIVEN_UP.get())
     except BaseException:
         with contextlib.suppress(LongshoreError):
             if connection.drop(model_id):
@@ -246,7 +242,7 @@ def shutdown(address: str | None = None) -> None:
 
 def _until_given_up(progress: Callable[..., None] | None) -> Callable[..., None] | None:
     """`progress` that ends the work it is told of, once the task of an async twin was cancelled."""
-    given_up = _given_up.get()
+    given_up = GIVEN_UP.get()
     if given_up is None:
         return progress
 
@@ -269,32 +265,9 @@ def _running(address: str | None, *, any_version: bool = False) -> Connection:
     return connection
 
 
-def _in_thread(verb: Callable[P, T]) -> Callable[P, Coroutine[Any, Any, T]]:
-    """The async twin of a verb."""
-
-    @functools.wraps(verb)
-    async def twin(*args: P.args, **kwargs: P.kwargs) -> T:
-        given_up = threading.Event()
-        token = _given_up.set(given_up)  # the thread runs in a copy of this context
-        task = asyncio.ensure_future(asyncio.to_thread(verb, *args, **kwargs))
-        _given_up.reset(token)
-        try:
-            return await asyncio.shield(task)
-        except asyncio.CancelledError:
-            given_up.set()
-            with contextlib.suppress(LongshoreError, asyncio.CancelledError):
-                result = await task
-                if isinstance(result, LoadedModel):  # it was ready in the same moment
-                    await result.arelease()
-            raise
-
-    twin.__doc__ = f"`{verb.__name__}`, without blocking the event loop. Cancelling the task gives it up."
-    return twin
-
-
-aload = _in_thread(load)
-aplan = _in_thread(plan)
-apublish = _in_thread(publish)
-averify = _in_thread(verify)
-astatus = _in_thread(status)
-arelease = _in_thread(release)
+aload = in_thread(load)
+aplan = in_thread(plan)
+apublish = in_thread(publish)
+averify = in_thread(verify)
+astatus = in_thread(status)
+arelease = in_thread(release)

@@ -35,6 +35,7 @@ def run_load(args: argparse.Namespace) -> int:
             keep=args.keep,
             address=args.address,
             wait_for_resources_s=args.wait_for_resources,
+            placement=args.placement,
             timeout_s=args.timeout,
             progress=lambda progress: display.show(moment_of_load(progress)),
         )

@@ -10,14 +10,17 @@ from __future__ import annotations
 import math
 from collections.abc import Iterable
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
 from cluster.layout import Box, Layout, RankCoords, TensorCut, cut_box, decide_cuts
 from cluster.layout_rules import Rules
-from cluster.model_config import ModelConfig
 from storage.model_index import ModelIndex
+
+if TYPE_CHECKING:
+    from cluster.model_config import ModelConfig  # brings pydantic
 
 
 @dataclass(frozen=True, slots=True)

@@ -14,12 +14,15 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
 from cluster.box import CutsInsideByte, element_bits, find_runs
 from cluster.errors import ConfigError, LayoutError
 from cluster.layout_rules import FAMILIES, Rule, Rules
-from cluster.model_config import ModelConfig
 from storage.model_index import Tensor
+
+if TYPE_CHECKING:
+    from cluster.model_config import ModelConfig  # brings pydantic
 
 MAX_RANKS = 1 << 16
 _LISTED = 20  # tensors that one message names

@@ -17,9 +17,12 @@ from collections.abc import Callable, Iterable, Mapping
 from dataclasses import dataclass
 from enum import StrEnum
 from functools import lru_cache
+from typing import TYPE_CHECKING
 
 from cluster.errors import ConfigError
-from cluster.model_config import ModelConfig
+
+if TYPE_CHECKING:
+    from cluster.model_config import ModelConfig  # brings pydantic
 
 MAX_RULES = 1000  # of one request
 MAX_PATTERN_CHARS = 256

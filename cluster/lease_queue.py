@@ -5,8 +5,9 @@
        +--requeue, failed-+<------- evicted -----+          restart_rank ----------+
        +--waiting_for-- WAITING: the same bytes are on their way under another lease
 
-Chunks go out in plan order, so that ranks advance together and few committed chunks wait for a slow rank. A
-rank that failed on a chunk is not given it again while another rank of the node has not tried.
+A rank is given what it needs itself first, in plan order: it can place that while it is warm, and ranks that need the
+same chunks advance together. Then it helps the others. A rank that failed on a chunk is not given it again while
+another rank of the node has not tried.
 
 Every operation is O(log n) in the chunks, times the ranks of one node, but for `restart_rank` and
 `rank_lost`.
@@ -23,6 +24,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.failure_log import FailureLog
+from cluster.rank_needs import RankNeeds
 from cluster.retry import Fail, Retry
 
 
@@ -39,8 +41,8 @@ class ChunkState(enum.Enum):
 class LeaseQueue:
     """The chunks of one load on one node, and the ranks that need them.
 
-    `needs` maps each rank of the node to the ids of the chunks it touches. Ranks count as present from the
-    start, before their workers are there; `rank_lost` takes one out until `restart_rank`.
+    `needs` maps each rank of the node to the ids of the chunks it touches. `rank_lost` takes one out until
+    `restart_rank`.
     """
 
     def __init__(self, needs: Mapping[int, NDArray[np.int64]], chunk_ids: NDArray[np.int64] | None = None) -> None:
@@ -52,40 +54,47 @@ class LeaseQueue:
         self._order: list[int] = order[np.isin(order, wanted)].tolist()
         self._position = {chunk: position for position, chunk in enumerate(self._order)}
         count = len(self._order)
-        self._needs = {rank: np.array([self._position[int(c)] for c in ids], np.int64) for rank, ids in needs.items()}
-        # Per rank, one byte per position: 1 while the rank has not placed the chunk.
-        self._outstanding = {rank: bytearray(count) for rank in needs}
-        self._left = dict.fromkeys(needs, 0)
-        self._present = set(needs)
+        self._ranks = RankNeeds(
+            {rank: np.array([self._position[int(c)] for c in ids], np.int64) for rank, ids in needs.items()}, count
+        )
         self._state = [ChunkState.PENDING] * count
         self._leases = [0] * count  # running leases per position
-        self._fresh = list(range(count))  # a heap of positions that never failed; stale entries are skipped
+        # Heaps of positions that never failed; stale entries are skipped.
+        self._fresh = list(range(count))
+        self._own = {rank: self._ranks.missing(rank) for rank in needs}
+        self._assigned: dict[int, int] = {}  # position -> the only rank that is to fetch it
         self._retries: dict[int, list[int]] = {rank: [] for rank in needs}  # rank -> heap of failed positions
         self._delayed: list[tuple[float, int]] = []  # (not before, position), a heap
         self._failures = FailureLog()  # by position
         self._waiting: defaultdict[Hashable, set[int]] = defaultdict(set)
-        for rank in needs:
-            self._need_all(rank)
 
     # --- what to do next -----------------------------------------------------------------------------------
 
     def next_for(self, rank: int, now_s: float = 0.0) -> int | None:
-        """The chunk this rank should fetch now, first in plan order; None when there is none for it.
+        """The chunk this rank should fetch now: the first in plan order of those that it needs, or that failed before;
+        else of all. None when there is none for it.
 
         Nothing changes until `leased`, `wait_for` or `committed` says what became of it.
         """
         self._wake_delayed(now_s)
-        fresh, retries = self._fresh, self._retries[rank]
-        while fresh and (not self._is_pending(fresh[0]) or fresh[0] in self._failures):
-            heapq.heappop(fresh)
+        own, fresh, retries = self._own[rank], self._fresh, self._retries[rank]
+        while own and not (self._is_fresh(own[0]) and self._assigned.get(own[0], rank) == rank):
+            heapq.heappop(own)
         while retries and not (self._is_pending(retries[0]) and self._may_try(rank, retries[0])):
             heapq.heappop(retries)
-        heads = [heap[0] for heap in (fresh, retries) if heap]
+        heads = [heap[0] for heap in (own, retries) if heap]
+        if not heads:
+            while fresh and not (self._is_fresh(fresh[0]) and fresh[0] not in self._assigned):
+                heapq.heappop(fresh)
+            heads = fresh[:1]
         return self._order[min(heads)] if heads else None
 
-    def next_due_s(self) -> float | None:
-        """When the first chunk that waits out a delay may be tried again; None when none does."""
-        return self._delayed[0][0] if self._delayed else None
+    def assign(self, rank: int, chunks: Iterable[int]) -> None:
+        """Nobody but `rank` is to fetch these, while it is there and has not failed on them; those it needs."""
+        for position in sorted(self._position[chunk] for chunk in chunks if self.needs(rank, chunk)):
+            self._assigned[position] = rank
+            if self._is_fresh(position):
+                heapq.heappush(self._own[rank], position)
 
     def chunks(self) -> list[int]:
         """All chunks of the load on this node, in plan order."""
@@ -101,29 +110,32 @@ class LeaseQueue:
 
     def needing(self, chunk: int) -> tuple[int, ...]:
         """Present ranks that have not placed the chunk, ascending."""
-        position = self._position[chunk]
-        return tuple(r for r in sorted(self._present) if self._outstanding[r][position])
+        return self._ranks.needing(self._position[chunk])
+
+    def wanted_by(self, chunk: int) -> tuple[int, ...]:
+        """Ranks of the node that touch the chunk, present or not, placed or not, ascending."""
+        return self._ranks.wanted_by(self._position[chunk])
 
     def needs(self, rank: int, chunk: int) -> bool:
         """Whether the rank is present and has not placed the chunk."""
-        return rank in self._present and bool(self._outstanding[rank][self._position[chunk]])
+        return self._ranks.needs(rank, self._position[chunk])
 
     def outstanding(self, rank: int) -> list[int]:
         """Chunks the rank has not placed, in plan order; O(n)."""
-        return [self._order[position] for position in np.flatnonzero(self._as_array(rank))]
+        return [self._order[position] for position in self._ranks.missing(rank)]
 
     def left(self, rank: int) -> int:
         """How many chunks the rank has not placed."""
-        return self._left[rank]
+        return self._ranks.left[rank]
 
     def placed_chunks(self, rank: int) -> int:
         """How many chunks the rank has placed."""
-        return len(self._needs[rank]) - self._left[rank]
+        return len(self._ranks.wants(rank)) - self._ranks.left[rank]
 
     @property
     def complete(self) -> bool:
         """Every rank of the node is there and has placed everything."""
-        return len(self._present) == len(self._left) and not any(self._left.values())
+        return self._ranks.complete
 
     # --- what happened to chunks ---------------------------------------------------------------------------
 
@@ -145,14 +157,11 @@ class LeaseQueue:
 
     def placed(self, rank: int, chunk: int) -> bool:
         """The rank has copied what it needs of the chunk. False when that was known, or never needed."""
-        position = self._position.get(chunk)
-        if position is None or rank not in self._present or not self._outstanding[rank][position]:
+        if (position := self._position.get(chunk)) is None or not self._ranks.placed(rank, position):
             return False
-        self._outstanding[rank][position] = 0
-        self._left[rank] -= 1
         if self._state[position] is not ChunkState.LEASED and not self.needing(chunk):
             self._state[position] = ChunkState.DONE
-        if not self._left[rank]:
+        if not self._ranks.left[rank]:
             self._offer_again()
         return True
 
@@ -164,16 +173,12 @@ class LeaseQueue:
 
     def wait_for(self, chunk: int, key: Hashable) -> None:
         """Somebody else fetches the bytes called `key`: leave the chunk until `waiting_for` is asked for it."""
-        position = self._position[chunk]
-        if self._is_pending(position):
+        if self._is_pending(position := self._position[chunk]):
             self._state[position] = ChunkState.WAITING
             self._waiting[key].add(position)
 
     def waiting_for(self, keys: Iterable[Hashable]) -> list[int]:
-        """Chunks that waited for these keys, pending again, in plan order.
-
-        Ask when the other's lease ended in any way, not only when it was committed.
-        """
+        """Chunks that waited for these keys, pending again, in plan order. Ask however the other's lease ended."""
         woken = []
         for key in keys:
             for position in self._waiting.pop(key, ()):
@@ -189,8 +194,7 @@ class LeaseQueue:
     ) -> Retry | Fail:
         """A lease ended without the chunk: a given back one (cause ""), or the budget of its cause decides.
 
-        `rank` is who held the lease (None: nobody's fault). On Retry the chunk is pending again after the
-        delay.
+        `rank` is who held the lease (None: nobody's fault). On Retry the chunk is pending again after the delay.
         """
         if rank is None or not cause:
             self._end_lease(self._position[chunk], now_s)
@@ -208,8 +212,7 @@ class LeaseQueue:
         fraction: float = 0.0,
     ) -> Retry | Fail:
         """`rank` could not get the chunk. Fail after `chunk_attempts` such reports, or when the cause's budget
-        (`cluster.retry`) is spent; the chunk is pending again in either case, for whoever goes on
-        nevertheless.
+        (`cluster.retry`) is spent; the chunk is pending again in either case.
         """
         position = self._position[chunk]
         decision = self._failures.add(position, rank, cause, chunk_attempts, fraction)
@@ -224,22 +227,23 @@ class LeaseQueue:
 
     def rank_lost(self, rank: int) -> None:
         """Nobody is there for the rank: nothing is fetched for it. What it was fetching is `requeue`d apart."""
-        if rank not in self._present:
+        if rank not in self._ranks.present:
             return
-        self._present.remove(rank)
-        for position in np.flatnonzero(self._as_array(rank)):
+        self._ranks.present.remove(rank)
+        for position in self._ranks.missing(rank):
             if self._state[position] is not ChunkState.LEASED and not self.needing(self._order[position]):
                 self._state[position] = ChunkState.DONE
+        for position in [position for position, only in self._assigned.items() if only == rank]:
+            del self._assigned[position]
+            if self._is_fresh(position):
+                self._to_pending(position)
         self._offer_again()
 
     def restart_rank(self, rank: int) -> list[int]:
-        """The rank begins anew and needs everything. Returns what is in the arena for others' sake, in plan order:
-        pin each for the rank and tell it, or call `evicted`.
-        """
-        self._present.add(rank)
-        self._need_all(rank)
+        """The rank needs everything. What is in the arena for others' sake: pin it and tell the rank, or `evicted`."""
+        self._ranks.begin_anew(rank)
         readable = []
-        for position in sorted(self._needs[rank].tolist()):
+        for position in self._ranks.missing(rank):
             if self._state[position] is ChunkState.COMMITTED:
                 readable.append(self._order[position])
             elif self._state[position] is ChunkState.DONE:
@@ -249,23 +253,20 @@ class LeaseQueue:
 
     # --- inside --------------------------------------------------------------------------------------------
 
-    def _as_array(self, rank: int) -> NDArray[np.uint8]:
-        return np.frombuffer(self._outstanding[rank], np.uint8)
-
-    def _need_all(self, rank: int) -> None:
-        array = self._as_array(rank)
-        array[self._needs[rank]] = 1
-        self._left[rank] = int(np.count_nonzero(array))
-
     def _is_pending(self, position: int) -> bool:
         return self._state[position] is ChunkState.PENDING
+
+    def _is_fresh(self, position: int) -> bool:
+        return self._is_pending(position) and position not in self._failures
 
     def _may_try(self, rank: int, position: int) -> bool:
         """Whether the rank has not failed on it yet, or every other rank that is still at work has."""
         if not self._failures.has_failed(position, rank):
             return True
         # A rank that has everything may have stopped asking: nobody waits for it to try.
-        return all(self._failures.has_failed(position, other) for other in self._present if self._left[other])
+        return all(
+            self._failures.has_failed(position, other) for other in self._ranks.present if self._ranks.left[other]
+        )
 
     def _end_lease(self, position: int, not_before_s: float) -> None:
         self._leases[position] = max(0, self._leases[position] - 1)
@@ -279,13 +280,15 @@ class LeaseQueue:
         self._state[position] = ChunkState.PENDING
         if position in self._failures:
             heapq.heappush(self._delayed, (not_before_s, position))
-        else:
-            heapq.heappush(self._fresh, position)
+            return
+        heapq.heappush(self._fresh, position)
+        for rank in self.needing(self._order[position]):
+            heapq.heappush(self._own[rank], position)
 
     def _wake_delayed(self, now_s: float) -> None:
         while self._delayed and self._delayed[0][0] <= now_s:
             _, position = heapq.heappop(self._delayed)
-            for rank in self._present:
+            for rank in self._ranks.present:
                 if self._is_pending(position) and self._may_try(rank, position):
                     heapq.heappush(self._retries[rank], position)
 

@@ -57,6 +57,7 @@ class NodeJob:
     chunk_attempts: int  # workers that may fail on one chunk before the load fails
     lease_deadline_s: float
     record: bytes  # the coordinator's own notes, handed back to a coordinator that lost them
+    placement: str = "via_arena"  # see LoadRequest
     most_requests: int = 16  # in flight, of one rank
 
 
@@ -71,6 +72,7 @@ class RankJob:
     shared: bytes  # SharedTables, packed; empty when they come beside the message
     store: StoreAccess
     fetch: FetchSettings
+    placement: str = "via_arena"  # see LoadRequest
 
 
 @dataclass(frozen=True, slots=True)
@@ -85,6 +87,7 @@ class RankHello:
     placed: tuple[int, ...] = ()  # chunks it already has: empty at first, not after the agent restarted
     number: int = 0  # counts the messages of one process: an older one that arrives late changes nothing
     others: tuple[tuple[str, str], ...] = ()  # (arena path, agent) by whose word other ranks of the process use it
+    direct: tuple[int, ...] = ()  # chunks that it can receive in its own memory
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,9 +101,12 @@ class JoinReply:
     stop: LongshoreError | None = None  # the load is over for this rank
 
 
+DIRECT = -1  # in place of a slot
+
+
 @dataclass(frozen=True, slots=True)
 class LeaseOrder:
-    """The right to write one chunk into one slot."""
+    """The right to write one chunk into one slot, or (DIRECT) the order to receive it in the rank's own memory."""
 
     lease_id: str
     chunk: int
@@ -110,7 +116,7 @@ class LeaseOrder:
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A chunk stands in its slot, whole and verified."""
+    """A chunk stands in its slot, or in the rank's memory, whole and verified."""
 
     lease_id: str
     chunk: int
@@ -251,6 +257,7 @@ class LoadRequest:
     keep: bool
     client_id: str
     wait_for_resources_s: float
+    placement: str = "auto"  # "via_arena", "direct", or "auto": direct when the arena is smaller than the node's share
     placement_group: Any = None  # ray PlacementGroup of the caller's; rank i takes bundle i
 
     @property

@@ -58,6 +58,21 @@ class ReadItems:
         return np.unique(self.chunk)
 
 
+def whole_chunks(items: ReadItems, chunks: ChunkTable, max_parts: int) -> _Column:
+    """Chunks of which every byte is wanted, in `max_parts` contiguous pieces at most: ids, ascending.
+
+    Such a chunk can be received where it belongs, without a slot in between.
+    """
+    if not len(items):
+        return np.empty(0, np.int64)
+    ids, first, parts = np.unique(items.chunk, return_index=True, return_counts=True)
+    wanted = np.add.reduceat(items.run_bytes * items.count, first)
+    runs = np.add.reduceat(items.count, first)
+    # Bytes of a chunk belong to one tensor each, so as many wanted bytes as there are bytes means all of them.
+    whole: _Column = ids[(wanted == chunks.sizes_bytes()[ids]) & (runs == parts) & (parts <= max_parts)]
+    return whole
+
+
 def expand_read_items(slices: Sequence[TensorSlice], chunks: ChunkTable) -> ReadItems:
     """Every copy that fills `slices` from `chunks`, in (chunk, src_offset) order.
 

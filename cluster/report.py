@@ -46,6 +46,7 @@ class NodeReport(Jsonable):
     peak_host_bytes: int = 0  # the agent's own memory at its highest, the arena not counted
     baseline_host_bytes: int = 0  # and before the load
     overfetch_bytes: int = 0  # inside the needed chunks, wanted by no rank of the node
+    direct_bytes: int = 0  # of store_bytes: received in the memory of ranks, past the arena
 
 
 @dataclass(frozen=True, slots=True)
@@ -56,7 +57,7 @@ class LoadReport(Jsonable):
     uri: str
     revision: str
     verified: str  # "blake3" / "xxh3_128": every chunk by digest; "transport": length, range and ETag only
-    placement_mode: str  # "via_arena"
+    placement_mode: str  # "via_arena"; "direct": chunks that one rank wanted whole went past the arena
     resident: bool  # True when an already loaded model was handed out: nothing moved
     tensor_parallel_size: int
     fsdp_size: int

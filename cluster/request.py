@@ -18,6 +18,7 @@ from storage.open_store import open_store
 from storage.store_ref import Credentials, StoreRef, parse_uri
 
 DEVICES = ("auto", "cpu", "cuda")
+PLACEMENTS = ("auto", "via_arena", "direct")
 
 
 @dataclass(frozen=True, slots=True)
@@ -70,6 +71,7 @@ def make_request(
     device: str = "auto",
     keep: bool = False,
     wait_for_resources_s: float = 0.0,
+    placement: str = "auto",
     placement_group: Any = None,
 ) -> LoadRequest:
     """A request that can be meant; `sizes` = (tensor_parallel_size, fsdp_size, data_parallel_size).
@@ -79,6 +81,8 @@ def make_request(
     Layout(*sizes)
     if device not in DEVICES:
         raise ConfigError(f"device must be one of {', '.join(DEVICES)}, not {device!r:.40}")
+    if placement not in PLACEMENTS:
+        raise ConfigError(f"placement must be one of {', '.join(PLACEMENTS)}, not {placement!r:.40}")
     if not (math.isfinite(wait_for_resources_s) and wait_for_resources_s >= 0):
         raise ConfigError(f"wait_for_resources_s must be 0 or more seconds, not {wait_for_resources_s!r:.40}")
     if layout_rules is not None:
@@ -96,6 +100,7 @@ def make_request(
         keep=keep,
         client_id="",
         wait_for_resources_s=float(wait_for_resources_s),
+        placement=placement,
         placement_group=placement_group,
     )
 

@@ -61,6 +61,12 @@ def odd_parts() -> list[list[TensorSpec]]:
     return [every_dtype, odd]
 
 
+def flat_objects(tensors: int = 40, rows: int = 64, seed: int = 1) -> dict[str, bytes]:
+    """One shard; each tensor is 16 bytes a row."""
+    specs = [(f"layers.{number}.weight", "F32", (rows, 4)) for number in range(tensors)]
+    return {"model.safetensors": safetensors_bytes(specs, seed)}
+
+
 def odd_objects() -> dict[str, bytes]:
     """`odd_parts` as stored objects."""
     return sharded_objects(odd_parts(), seed=7)

@@ -18,9 +18,11 @@ from pathlib import Path
 
 import numpy as np
 
+from actors.arena_maps import PROCESS_ARENAS
 from actors.cpu_device import CpuDevice
-from actors.executor import AgentLink, RankLoader
+from actors.executor import RankLoader
 from actors.node_agent import NodeAgent
+from actors.rank_link import AgentLink
 from cluster.config import Config
 from cluster.errors import ClusterLost
 from cluster.fit import min_slots
@@ -89,8 +91,9 @@ class Rank:
 class LocalNode:
     """Settings are those of `Config`; its heartbeat is short, so that nothing waits long."""
 
-    def __init__(self, folder: Path, slots: int, **settings: object) -> None:
+    def __init__(self, folder: Path, slots: int, placement: str = "via_arena", **settings: object) -> None:
         self.folder = folder
+        self.placement = placement
         values = {"arena_bytes": slots * SLOT_BYTES, "slot_bytes": SLOT_BYTES, "heartbeat_s": HEARTBEAT_S, **settings}
         self.config = Config.model_validate(values)
         self.agent = self.start_agent()
@@ -115,6 +118,7 @@ class LocalNode:
             chunk_attempts=self.config.chunk_attempts,
             lease_deadline_s=self.config.lease_deadline_s,
             record=b"",
+            placement=self.placement,
             most_requests=self.config.fetch_threads,
         )
         while not self.agent.begin(job):
@@ -124,16 +128,25 @@ class LocalNode:
     def job(self, plan: LoadPlan, load_id: str, rank: int, incarnation: int = 0) -> RankJob:
         fetch = FetchSettings(self.config.fetch_threads, self.config.fetch_attempts, 5.0, HEARTBEAT_S)
         access = StoreAccess(StoreRef("file", "", "/nowhere"))
-        return RankJob(load_id, 1, rank, incarnation, pack_shared(plan), access, fetch)
+        return RankJob(load_id, 1, rank, incarnation, pack_shared(plan), access, fetch, self.placement)
 
     def ranks(self, plan: LoadPlan, store: ObjectStore, load_id: str, link: AgentLink | None = None) -> list[Rank]:
         """A loader for every rank of the plan, not yet running."""
-        found = []
-        for rank in range(len(plan.ranks)):
-            device = CpuDevice()
-            loader = RankLoader(link or self.agent, self.job(plan, load_id, rank), device, store=store)
-            found.append(Rank(loader, device))
-        return found
+        return [self.rank(plan, store, load_id, rank, link=link) for rank in range(len(plan.ranks))]
+
+    def rank(
+        self,
+        plan: LoadPlan,
+        store: ObjectStore,
+        load_id: str,
+        rank: int,
+        *,
+        incarnation: int = 0,
+        link: AgentLink | None = None,
+    ) -> Rank:
+        device = CpuDevice()
+        job = self.job(plan, load_id, rank, incarnation)
+        return Rank(RankLoader(link or self.agent, job, device, store=store), device)
 
     def load(self, plan: LoadPlan, store: ObjectStore) -> tuple[list[Rank], NodeReport]:
         """Begin and run all ranks; raises the first error of any."""
@@ -215,6 +228,7 @@ class Belongings:
         """Raises AssertionError that names what is there now and was not before."""
         threads = [thread.name for thread in threading.enumerate() if thread.ident not in self.threads]
         assert not threads, f"threads left: {threads}"
+        PROCESS_ARENAS.keep(False)  # what a warm process keeps is no leak
         if _open_files() - self.files or _mapped_arenas() > self.arenas:
             gc.collect()
         files = _open_files() - self.files

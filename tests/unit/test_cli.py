@@ -127,7 +127,7 @@ def test_load_passes_every_option_to_the_client(run: Run, fake_load: SimpleNames
             "cuda",
             "--no-keep",
         ],
-        *["--address", "head:6379", "--wait-for-resources", "30", "--timeout", "600"],
+        *["--address", "head:6379", "--wait-for-resources", "30", "--timeout", "600", "--placement", "direct"],
         *["--endpoint-url", "http://store:9000", "--region", "r", "--profile", "p", "--anonymous"],
     )
     assert code == 0
@@ -141,6 +141,7 @@ def test_load_passes_every_option_to_the_client(run: Run, fake_load: SimpleNames
         "keep": False,
         "address": "head:6379",
         "wait_for_resources_s": 30.0,
+        "placement": "direct",
         "timeout_s": 600.0,
         "endpoint_url": "http://store:9000",
         "region": "r",

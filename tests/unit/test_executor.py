@@ -28,7 +28,7 @@ from storage.errors import (
 )
 from storage.object_store import MemoryStore
 from storage.ranges import ByteRange
-from tests.support.checkpoints import odd_objects, read_objects, safetensors_bytes, write_tiny_llama
+from tests.support.checkpoints import flat_objects, odd_objects, read_objects, write_tiny_llama
 from tests.support.faulty_stores import FailingStore, FlipByteStore, WrappedStore
 from tests.support.local_node import (
     Belongings,
@@ -57,12 +57,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("llama")
     write_tiny_llama(folder, shards=2)
     return read_objects(folder)
-
-
-def flat_objects(tensors: int = 40, rows: int = 64, seed: int = 1) -> dict[str, bytes]:
-    """One shard; each tensor is 16 bytes a row."""
-    specs = [(f"layers.{number}.weight", "F32", (rows, 4)) for number in range(tensors)]
-    return {"model.safetensors": safetensors_bytes(specs, seed)}
 
 
 def stored_tensors(objects: dict[str, bytes]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:

@@ -25,7 +25,43 @@ def commit(queue: LeaseQueue, chunk: int, rank: int = 0) -> tuple[int, ...]:
     return queue.committed(chunk)
 
 
-def test_chunks_go_out_in_plan_order_whoever_asks():
+def test_a_rank_gets_its_own_chunks_first_and_then_helps():
+    queue = LeaseQueue({0: ids(2, 3), 1: ids(0, 1, 3), 2: ids()})
+    got = []
+    for rank in (0, 0, 0, 2, 1):
+        chunk = queue.next_for(rank)
+        got.append(chunk)
+        if chunk is not None:
+            queue.leased(chunk, rank)
+    assert got == [2, 3, 0, 1, None]
+
+
+def test_an_assigned_chunk_is_one_ranks_own_while_it_is_there_and_has_not_failed():
+    queue = LeaseQueue({0: ids(0, 1, 2), 1: ids(3)})
+    queue.assign(0, ids(1, 2, 3))  # 3 is not its own
+    queue.leased(3, 1)
+    assert queue.next_for(1) == 0
+    queue.leased(0, 1)
+    assert queue.next_for(1) is None
+    assert queue.next_for(0) == 1
+    queue.leased(1, 0)
+    queue.failed(1, 0, "unavailable")
+    assert queue.next_for(1) == 1  # anybody may try now
+    queue.leased(1, 1)
+    assert queue.next_for(0) == 2
+    queue.leased(2, 0)
+    queue.requeue(2, None, "")
+    assert queue.next_for(1) is None  # given back: still its own
+    queue.rank_lost(0)
+    assert queue.next_for(1) is None  # nobody needs it
+    assert queue.restart_rank(0) == []
+    assert queue.next_for(1) == 2
+    queue.assign(0, ids(2))
+    assert queue.next_for(1) is None
+    assert queue.next_for(0) == 2
+
+
+def test_chunks_go_out_in_plan_order():
     queue = LeaseQueue({0: ids(1, 5), 1: ids(3, 5), 2: ids()}, ids(5, 3, 1))
     got = []
     for rank in (2, 0, 1):
@@ -34,9 +70,9 @@ def test_chunks_go_out_in_plan_order_whoever_asks():
         assert queue.next_for(rank) == chunk  # asking changes nothing
         queue.leased(chunk, rank)
         got.append(chunk)
-    assert got == [5, 3, 1]
+    assert got == [5, 1, 3]
     assert queue.next_for(0) is None
-    assert [queue.committed(chunk) for chunk in got] == [(0, 1), (1,), (0,)]
+    assert [queue.committed(chunk) for chunk in got] == [(0, 1), (0,), (1,)]
 
 
 def test_complete_when_every_rank_has_placed_everything():
@@ -108,9 +144,7 @@ def test_a_delay_is_waited_out():
     decision = queue.failed(1, 0, "throttled", now_s=100.0, fraction=0.5)
     assert decision == Retry(0.25, avoid_worker=False)
     assert queue.next_for(0, 100.2) == 2
-    assert queue.next_due_s() == 100.25
     assert queue.next_for(0, 100.25) == 1
-    assert queue.next_due_s() is None
 
 
 def test_budgets_end_in_fail():

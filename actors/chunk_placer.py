@@ -1,0 +1,75 @@
+"""From a verified chunk to the rank's memory: what of it is wanted, and where it goes."""
+
+from __future__ import annotations
+
+import time
+
+from actors.chunk_fetcher import StageClock
+from actors.device import Device
+from cluster.load_plan import RankPlan
+from cluster.packed_plan import SharedTables
+from cluster.read_items import expand_read_items, whole_chunks
+from storage.arena import Arena
+
+MAX_PARTS = 64  # contiguous pieces of a chunk that is received in place: for smaller ones, calls cost more than a copy
+
+
+class ChunkPlacer:
+    """Places chunks of one rank; thread-safe, one clock per thread."""
+
+    def __init__(self, device: Device, plan: RankPlan, tables: SharedTables) -> None:
+        self._device = device
+        self._chunks = tables.chunks
+        self._items = expand_read_items(plan.slices, tables.chunks)
+        self._clocks: list[StageClock] = []
+        self.device_s = 0.0  # waited for the device's copies to end
+
+    def clock(self) -> StageClock:
+        """A clock for the calling thread."""
+        clock = StageClock()
+        self._clocks.append(clock)
+        return clock
+
+    @property
+    def total(self) -> StageClock:
+        """What all threads did together."""
+        clocks = list(self._clocks)
+        return StageClock(
+            busy_s=sum(clock.busy_s for clock in clocks),
+            bytes=sum(clock.bytes for clock in clocks),
+            wait_s=sum(clock.wait_s for clock in clocks),
+        )
+
+    def chunk_bytes(self, chunk: int) -> int:
+        """Size of a chunk."""
+        return self._chunks.byte_range(chunk).size_bytes
+
+    def wanted_bytes(self, chunk: int) -> int:
+        """How many bytes of the chunk the rank holds."""
+        rows = self._items.for_chunk(chunk)
+        return int((self._items.run_bytes[rows] * self._items.count[rows]).sum())
+
+    def direct_chunks(self) -> tuple[int, ...]:
+        """Chunks that can be received in the rank's own memory, ascending: those wanted whole, if the device can."""
+        if not self._device.receives:
+            return ()
+        return tuple(whole_chunks(self._items, self._chunks, MAX_PARTS).tolist())
+
+    def direct_parts(self, chunk: int) -> list[memoryview]:
+        """The memory in which one of `direct_chunks` belongs, in the chunk's order."""
+        return self._device.parts(self._items, self._items.for_chunk(chunk))
+
+    def place(self, arena: Arena, chunks: list[tuple[int, int]], clock: StageClock) -> int:
+        """Copy what the rank wants of these (chunk, slot); bytes copied. Nothing reads the slots afterwards."""
+        begun_s = time.monotonic()
+        moved_bytes = 0
+        for chunk, slot in chunks:
+            data = arena.slot(slot)[: self.chunk_bytes(chunk)]
+            self._device.place(data, self._items, self._items.for_chunk(chunk))
+            moved_bytes += self.wanted_bytes(chunk)
+        copied_s = time.monotonic()
+        self._device.synchronize()
+        clock.busy_s += copied_s - begun_s
+        clock.bytes += moved_bytes
+        self.device_s += time.monotonic() - copied_s
+        return moved_bytes
