@@ -16,6 +16,7 @@ import re
 import socket
 import socketserver
 import threading
+from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
 from typing import Self
@@ -75,6 +76,16 @@ class CountingProxy:
     def before_request(self, method: str, path: str, byte_range: tuple[int, int] | None) -> None:
         """Called before a request goes on to the server; for kinds of proxy that delay."""
 
+    def refusal(self, method: str, path: str, byte_range: tuple[int, int] | None) -> bytes | None:
+        """An answer to give instead of the server's; for kinds of proxy that refuse."""
+        return None
+
+    def passing(self, size_bytes: int) -> None:
+        """Called before so many bytes of an answer's body are passed on; for kinds of proxy that are slow."""
+
+    def after_request(self, method: str, path: str, byte_range: tuple[int, int] | None) -> None:
+        """Called when a request that was not refused has been answered, or its connection was lost."""
+
     def clear(self) -> None:
         """Forget what was written down."""
         with self._lock:
@@ -94,6 +105,10 @@ class CountingProxy:
     ) -> None:
         self.close()
 
+    def _note(self, request: Request) -> None:
+        with self._lock:
+            self._requests.append(request)
+
     def _serve(self, client: socket.socket) -> None:
         with socket.create_connection(self._upstream) as server:
             for end in (client, server):
@@ -110,15 +125,22 @@ class CountingProxy:
                     byte_range = (int(asked[1]), int(asked[2]) + 1) if asked else None
                     path = unquote(urlsplit(target).path)
                     self.before_request(method, path, byte_range)
-                    server.sendall(head)
-                    _pass_body(from_client, server, fields)
-                    answer, answer_fields = _read_head(from_server)
-                    status = int(answer.split(b" ", 2)[1])
-                    client.sendall(answer)
-                    has_body = method != "HEAD" and status not in (204, 304)
-                    passed = _pass_body(from_server, client, answer_fields) if has_body else 0
-                    with self._lock:
-                        self._requests.append(Request(method, path, byte_range, status, passed))
+                    refusal = self.refusal(method, path, byte_range)
+                    if refusal is not None:  # (of a request without a body)
+                        client.sendall(refusal)
+                        self._note(Request(method, path, byte_range, int(refusal.split(b" ", 2)[1]), 0))
+                        continue
+                    try:
+                        server.sendall(head)
+                        _pass_body(from_client, server, fields)
+                        answer, answer_fields = _read_head(from_server)
+                        status = int(answer.split(b" ", 2)[1])
+                        client.sendall(answer)
+                        has_body = method != "HEAD" and status not in (204, 304)
+                        passed = _pass_body(from_server, client, answer_fields, self.passing) if has_body else 0
+                        self._note(Request(method, path, byte_range, status, passed))
+                    finally:
+                        self.after_request(method, path, byte_range)
                     if "close" in (fields.get("connection", ""), answer_fields.get("connection", "")):
                         return
 
@@ -139,7 +161,9 @@ def _read_head(stream: object) -> tuple[bytes, dict[str, str]]:
     return b"".join(lines), fields
 
 
-def _pass_body(stream: object, to: socket.socket, fields: dict[str, str]) -> int:
+def _pass_body(
+    stream: object, to: socket.socket, fields: dict[str, str], passing: Callable[[int], None] = lambda size: None
+) -> int:
     """Pass one body on; its length without chunk framing."""
     if "chunked" in fields.get("transfer-encoding", "").lower():
         total = 0
@@ -147,6 +171,7 @@ def _pass_body(stream: object, to: socket.socket, fields: dict[str, str]) -> int
             line = stream.readline(1024)  # type: ignore[attr-defined]
             size = int(line.split(b";")[0], 16)
             to.sendall(line)
+            passing(size)
             to.sendall(stream.read(size + 2))  # type: ignore[attr-defined]
             total += size
             if not size:
@@ -156,6 +181,7 @@ def _pass_body(stream: object, to: socket.socket, fields: dict[str, str]) -> int
         data = stream.read1(min(left, 1 << 20))  # type: ignore[attr-defined]
         if not data:
             raise EOFError
+        passing(len(data))
         to.sendall(data)
         left -= len(data)
     return total
