@@ -15,6 +15,7 @@ import pytest
 import safetensors
 
 from actors.gpu_worker import GpuWorker
+from actors.segment_memory import PROCESS_MEMORY
 from actors.shard import RankShard
 from cluster.errors import LoadCancelled, ModelNotFound, RemoteCallFailed
 from cluster.load_plan import LoadPlan
@@ -65,6 +66,7 @@ def worker(node: LocalNode) -> Iterator[GpuWorker]:
     yield worker
     worker.stop()
     _join_watch()
+    PROCESS_MEMORY.keep(False)  # as it is where no worker was recycled
 
 
 def job(node: LocalNode, plan: LoadPlan, tmp_path: Path) -> RankJob:
