@@ -116,7 +116,8 @@ class Gangs:
             idle_since_s=time.monotonic(),
         )
         fresh = tuple(
-            Seat(seat.rank, seat.node_id, seat.host, seat.bundle, seat.incarnation, seat.worker) for seat in seats
+            Seat(seat.rank, seat.node_id, seat.host, seat.bundle, seat.incarnation, seat.worker, is_up=True)
+            for seat in seats
         )
         gang = Gang(idle, fresh, record.group)
         self._idle[idle.gang_id] = gang

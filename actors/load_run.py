@@ -11,11 +11,9 @@ What happens next is decided by the pure `cluster.load_state`; this file carries
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import time
 from typing import Any
 
-import ray
 from ray.exceptions import RayActorError
 
 from actors import nodes, spawn
@@ -25,16 +23,17 @@ from actors.gangs import Gangs
 from actors.jobs import node_job, rank_job
 from actors.load_report import make_report
 from actors.model_record import ModelRecord, Seat
+from actors.plan_source import PlanSource
 from actors.planner import Planner
 from actors.saved_load import SavedLoad, find_workers_again
 from actors.seating import take_seats
 from cluster import load_events, load_state
 from cluster.config import Config
-from cluster.errors import ClusterError, LoadCancelled, LoadError, RankLost
+from cluster.errors import ClusterError, LoadCancelled, RankLost
 from cluster.layout import Layout
 from cluster.packed_plan import PackedPlan
 from cluster.remote_errors import unwrapped
-from cluster.report import LoadReport, NodeReport
+from cluster.report import LoadReport
 from cluster.warm_pool import IdleGang
 from storage.errors import LongshoreError
 
@@ -60,6 +59,8 @@ class LoadRun:
         self._models = models
         self._admission = admission
         self._gangs = gangs
+        self._source = PlanSource(record, planner, config.holder_ttl_s)
+        self._told: dict[str, Any] = {}  # node id -> the agent that took the load on
 
     # -- the two ways in ---------------------------------------------------------------------------------------
 
@@ -136,7 +137,8 @@ class LoadRun:
             await record.touch(f"waiting for resources: {message}")
             await asyncio.sleep(min(1.0, max(0.05, deadline_s - time.monotonic())))
         await self._event(load_events.ResourcesGranted)
-        await record.touch("")
+        if record.message:
+            await record.touch("")
         for seat in record.seats.values():
             if seat.incarnation:  # in a gang there may be replacements
                 await self._rank_event(load_events.RankReplaced, seat)
@@ -151,7 +153,7 @@ class LoadRun:
         """See that the plan fits, and tell every agent what its node needs; then the workers can have their jobs."""
         agents = await self._agents()
         await fit_in(self._record, plan, agents, self._config, self._gangs, gang)
-        await asyncio.gather(*(self.begin_on(node_id) for node_id in self._record.nodes))
+        await asyncio.gather(*(self.begin_on(node_id, agent) for node_id, agent in agents.items()))
         await self._event(load_events.Started)
 
     async def _agents(self) -> dict[str, Any]:
@@ -164,15 +166,17 @@ class LoadRun:
     async def _agent(self, node_id: str) -> Any:
         return await asyncio.to_thread(spawn.start_agent, node_id, self._record.nodes[node_id], self._config)
 
-    async def begin_on(self, node_id: str) -> None:
+    async def begin_on(self, node_id: str, agent: Any = None) -> None:
         """Tell one agent; again after it was restarted, with what its ranks have already."""
-        record, shared = self._record, await self._shared()
+        record, shared = self._record, await self._source.shared()
         job = node_job(record, node_id, self._config)
-        agent = await self._agent(node_id)
+        agent = agent or await self._agent(node_id)
         while not await asyncio.wait_for(agent.begin.remote(job, shared), CALL_TIMEOUT_S):
             await record.touch("waiting for arena slots that other loads hold")
             await asyncio.sleep(0.2)
-        await record.touch("")
+        if record.message:
+            await record.touch("")
+        self._told[node_id] = agent
 
     async def save(self) -> None:
         """What agents keep for a coordinator that is killed has changed."""
@@ -221,10 +225,14 @@ class LoadRun:
                 await self._replace(seat)
 
     async def _give_job(self, seat: Seat) -> None:
-        shared = await self._shared()
+        shared = await self._source.shared()
         job = rank_job(self._record, seat, self._config)
+        if not seat.is_up:
+            await seat.worker.ping.options(concurrency_group="control").remote()  # the process is being started
+            seat.is_up = True
+        seat.told_s = time.monotonic()
         await seat.worker.start.options(concurrency_group="control").remote(job, shared)
-        seat.started, seat.told_s = True, time.monotonic()
+        seat.started = True
 
     async def _start_worker(self, seat: Seat) -> None:
         seat.worker = await asyncio.to_thread(
@@ -242,7 +250,7 @@ class LoadRun:
     async def _replace(self, seat: Seat) -> None:
         """A new incarnation for a rank whose worker is gone; only its own slices are loaded again."""
         await asyncio.to_thread(spawn.end_actor, seat.worker)
-        seat.worker, seat.started, seat.placed_bytes = None, False, 0
+        seat.worker, seat.is_up, seat.started, seat.placed_bytes = None, False, False, 0
         seat.incarnation += 1
         agent = await self._agent(seat.node_id)
         await asyncio.wait_for(
@@ -252,34 +260,13 @@ class LoadRun:
 
     async def _report(self) -> LoadReport:
         record = self._record
-        plan = await self._known_plan()
-        agents = await self._agents()
-        answers: list[NodeReport] = await asyncio.gather(
-            *(asyncio.wait_for(agents[n].report.remote(record.model_id), CALL_TIMEOUT_S) for n in record.nodes)
-        )
+        plan = await self._source.plan()
+        try:
+            agents = {node_id: self._told[node_id] for node_id in record.nodes}
+            answers = await nodes.reports_of(agents, record.model_id, CALL_TIMEOUT_S)
+        except (KeyError, RayActorError):  # told by an earlier coordinator, or made anew since
+            answers = await nodes.reports_of(await self._agents(), record.model_id, CALL_TIMEOUT_S)
         return make_report(record, plan, answers)
-
-    async def _known_plan(self) -> PackedPlan:
-        """The plan; made again when this coordinator was restarted and has not made it itself."""
-        record = self._record
-        if record.plan is None:
-            async with record.changed:
-                # Whoever holds the model says its credentials again when it next renews its hold.
-                with contextlib.suppress(TimeoutError):
-                    supplied = record.changed.wait_for(lambda: not record.credentials_missing)
-                    await asyncio.wait_for(supplied, self._config.holder_ttl_s)
-            plan = await self._planner.prepare(record.request)
-            if plan.revision != record.revision:
-                raise LoadError("the stored model has changed since the load began", model=record.model_id)
-            record.plan = plan
-        return record.plan
-
-    async def _shared(self) -> Any:
-        """The plan's tables in Ray's object store, put there once: nodes get them from each other."""
-        plan = await self._known_plan()
-        if self._record.shared is None:
-            self._record.shared = ray.put(plan.shared)
-        return self._record.shared
 
     # -- small things ------------------------------------------------------------------------------------------
 

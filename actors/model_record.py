@@ -26,6 +26,7 @@ class Seat:
     bundle: tuple[Any, int] | None  # (placement group, bundle index)
     incarnation: int = 0  # of its worker; in a gang that was taken over it goes on counting
     worker: Any = None
+    is_up: bool = False  # the worker's process has answered
     started: bool = False  # the worker has its job
     told_s: float = 0.0  # when it was given it
     placed_bytes: int = 0

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import functools
 import subprocess
 
 from cluster.config import Config
@@ -34,8 +35,12 @@ def open_arena(config: Config, path: str, directory: str) -> tuple[Arena, bool]:
     return Arena.create(path, slot_count=slot_count, slot_bytes=config.slot_bytes), False
 
 
+@functools.cache
 def gpu_memory_bytes() -> tuple[int, ...]:
-    """Memory of each GPU of the node, asked of the driver's own tool: this process must not open a CUDA context."""
+    """Memory of each GPU of the node, asked of the driver's own tool: this process must not open a CUDA context.
+
+    Asked once in a process: it takes a good part of a second, and GPUs do not grow.
+    """
     try:
         answer = subprocess.run(
             ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
