@@ -1,0 +1,62 @@
+"""Host memory beyond the tensors: the arena and little more, however large the model."""
+
+from __future__ import annotations
+
+import inspect
+
+import pytest
+
+import cluster
+from cluster.sample_checkpoint import write_llama_checkpoint
+from cluster.units import show_bytes
+from storage.embedded_s3 import EmbeddedS3
+from storage.own_memory import own_bytes
+from tests.support.ray_clusters import Longshore
+from tests.support.stored_models import StoredModel, publish_to
+
+pytestmark = pytest.mark.slow
+
+MIB = 1 << 20
+ARENA_BYTES = 64 * MIB
+PER_PROCESS_BYTES = 100 * MIB
+
+
+@pytest.fixture(scope="module")
+def large(s3_server: EmbeddedS3, tmp_path_factory: pytest.TempPathFactory) -> StoredModel:
+    """A Llama of half a GB in four shards: four arenas for each of two ranks, nearly."""
+    folder = tmp_path_factory.mktemp("large")
+    write_llama_checkpoint(
+        folder, hidden=1536, layers=6, intermediate=6144, heads=12, kv_heads=4, vocab=24000, shards=4, seed=5
+    )
+    return publish_to(s3_server, folder, "large")
+
+
+@pytest.mark.parametrize("placement", ["via_arena", "direct"])
+def test_a_large_model_takes_the_arena_and_a_little(longshore: Longshore, large: StoredModel, placement: str) -> None:
+    options: dict[str, object] = {"fsdp_size": 2}  # rows: most chunks are wanted whole by one rank
+    if "placement" in inspect.signature(cluster.load).parameters:
+        options["placement"] = placement
+    elif placement == "direct":
+        pytest.skip("there is no placement mode `direct` yet")
+    longshore.configure(arena_bytes=ARENA_BYTES, empty=True)
+    with cluster.load(large.uri, device="cpu", **large.options, **options) as model:
+        report = model.report
+        held = [own_bytes(rank.pid) for rank in report.ranks]
+    (node,) = report.nodes
+    assert report.placement_mode == placement
+    assert report.model_bytes >= 4 * ARENA_BYTES
+    assert node.arena_bytes == ARENA_BYTES
+    assert node.store_bytes >= 4 * ARENA_BYTES
+    assert all(rank.size_bytes >= 2 * PER_PROCESS_BYTES for rank in report.ranks)  # a second copy would be seen
+    processes = report.processes
+    assert sorted(process.role for process in processes) == ["agent", "coordinator", "planning", "rank 0", "rank 1"]
+    for process in processes:
+        said = f"{process.role}: {show_bytes(process.baseline_bytes)}, then {show_bytes(process.peak_bytes)}"
+        assert 0 < process.baseline_bytes <= process.peak_bytes, said
+        assert process.beyond_bytes <= PER_PROCESS_BYTES, said
+    beyond = report.host_bytes_beyond_destination
+    assert ARENA_BYTES <= beyond <= ARENA_BYTES + len(processes) * PER_PROCESS_BYTES
+    # The peaks that were seen while bytes streamed are no lower than what is held when it is over.
+    for rank, now_bytes in zip(report.ranks, held, strict=True):
+        assert rank.size_bytes <= rank.peak_host_bytes
+        assert rank.size_bytes <= now_bytes <= rank.peak_host_bytes + 16 * MIB
