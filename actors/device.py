@@ -19,8 +19,12 @@ if TYPE_CHECKING:
 class Device(Protocol):
     """One rank's memory."""
 
-    name: str  # "cpu" or "cuda:0"
     receives: bool  # its memory is the process's own: a socket can write to it, and `place` copies at once
+
+    @property
+    def name(self) -> str:
+        """ "cpu" or "cuda:0"."""
+        ...
 
     def allocate(self, segment_bytes: tuple[int, ...]) -> None:
         """Take the memory. Raises DoesNotFit."""

@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from actors.device import Device, open_device
 from actors.executor import RankLoader
+from actors.opening_device import OpeningDevice
 from actors.rank_link import AgentLink
 from actors.shard import RankShard
 from cluster.errors import LoadCancelled, ModelNotFound
@@ -92,7 +93,7 @@ class HostedLoad:
 
     def _run(self, link: AgentLink, device: str) -> None:
         try:
-            self._device = open_device(device)
+            self._device = _device(device)
             loader = RankLoader(link, self.job, self._device)
             with self._lock:
                 self._plan, self._loader = loader.plan, loader
@@ -109,3 +110,8 @@ class HostedLoad:
             with self._lock:
                 self._loader = None  # its tables and plan are needed no more
             self._over.set()
+
+
+def _device(kind: str) -> Device:
+    """Host memory at once; a GPU comes up while the first chunks are fetched."""
+    return open_device(kind) if kind == "cpu" else OpeningDevice(lambda: open_device(kind))
