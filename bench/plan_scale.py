@@ -59,20 +59,22 @@ def planning(folder: Path, layout: str, _: int) -> dict[str, Any]:
     from cluster.model_config import ModelConfig
     from cluster.packed_plan import PackedPlan, pack_shared
     from cluster.planning import build_load_plan
+    from cluster.planning_process import without_collector
     from cluster.rank_plans import rank_facts
     from storage.manifest import parse_manifest
 
     config = ModelConfig.model_validate(json.loads((folder / "config.json").read_text()))
     stages = Stages()
-    with stages.stage("read and check the manifest"):
-        index = parse_manifest((folder / "manifest.json").read_bytes()).index()
-    with stages.stage("cut the tensors, check the chunks"):
-        plan = build_load_plan(index, Layout(*_sizes(layout)), parse_rules(MOE_RULES), config)
-    with stages.stage("facts of every rank"):
-        facts = rank_facts(plan.cut)
-    with stages.stage("pack"):
-        packed = PackedPlan(plan.revision, "blake3", index.size_bytes, facts, pack_shared(plan))
-        data = pickle.dumps(packed, protocol=5)
+    with without_collector():
+        with stages.stage("read and check the manifest"):
+            index = parse_manifest((folder / "manifest.json").read_bytes()).index()
+        with stages.stage("cut the tensors, check the chunks"):
+            plan = build_load_plan(index, Layout(*_sizes(layout)), parse_rules(MOE_RULES), config)
+        with stages.stage("facts of every rank"):
+            facts = rank_facts(plan.cut)
+        with stages.stage("pack"):
+            packed = PackedPlan(plan.revision, "blake3", index.size_bytes, facts, pack_shared(plan))
+            data = pickle.dumps(packed, protocol=5)
     (folder / f"plan-{layout}").write_bytes(data)
     return stages.result(
         ranks=len(facts),
@@ -107,7 +109,7 @@ def agent(folder: Path, layout: str, ranks_per_node: int) -> dict[str, Any]:
     ledger = NodeLedger(ChunkCache(max(SLOTS, job.min_slots)), 16 * MIB)
     with stages.stage("begin"):
         ledger.begin(job, 0.0)
-    report = ledger.report("load", "node", "host", 0)
+    report = ledger.report("load", "node", "host")
     return stages.result(
         needed_chunks=report.needed_chunks, needed_bytes=report.needed_bytes, overfetch_bytes=report.overfetch_bytes
     )

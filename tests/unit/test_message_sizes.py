@@ -55,7 +55,7 @@ def beats_of_a_load(chunk_bytes: int, heartbeats: int) -> tuple[list[AgentBeat],
     node.begin()
     network.run()
     assert node.complete
-    report = node.ledger.report(LOAD, "node", "host", 0)
+    report = node.ledger.report(LOAD, "node", "host")
     assert report.store_chunks == report.needed_chunks > 0
     return beats, report.needed_chunks, len(pickle.dumps(report))
 
