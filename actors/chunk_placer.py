@@ -22,13 +22,21 @@ class ChunkPlacer:
         self._chunks = tables.chunks
         self._items = expand_read_items(plan.slices, tables.chunks)
         self._clocks: list[StageClock] = []
+        self._fetching: list[StageClock] = []  # those of fetch threads
         self.device_s = 0.0  # waited for the device's copies to end
 
-    def clock(self) -> StageClock:
-        """A clock for the calling thread."""
+    def clock(self, *, fetching: bool = False) -> StageClock:
+        """A clock for the calling thread, which places what it has fetched, or only places."""
         clock = StageClock()
         self._clocks.append(clock)
+        if fetching:
+            self._fetching.append(clock)
         return clock
+
+    @property
+    def fetching_s(self) -> float:
+        """Seconds for which fetch threads placed."""
+        return sum(clock.busy_s for clock in self._fetching)
 
     @property
     def total(self) -> StageClock:

@@ -80,8 +80,9 @@ class RankLoader:
             self._join()
             self._start_thread(self._place_loop, "place")
             self._exchange_loop()
-            self._meter.place, self._meter.device_s = self._placer.total, self._placer.device_s
-            report = self._meter.report(self._job, self.plan, self._device.name, self._fetcher, self._work)
+            report = self._meter.report(
+                self._job, self.plan, self._device.name, self._work, self._fetcher, self._placer
+            )
         except BaseException:
             self._end(failed=True)
             raise
@@ -210,7 +211,7 @@ class RankLoader:
             self.cancel(LongshoreError(f"{type(error).__name__} in a loader thread: {error}", rank=self._job.rank))
 
     def _fetch_loop(self) -> None:
-        clock, placing = self._fetcher.clock(), self._placer.clock()
+        clock, placing = self._fetcher.clock(), self._placer.clock(fetching=True)
         while (lease := self._work.next_lease()) is not None and self._arena is not None:
             chunk, begun_s = lease.chunk, time.monotonic()
             size_bytes = self._placer.chunk_bytes(chunk)
@@ -219,13 +220,12 @@ class RankLoader:
             result = self._fetcher.fetch(lease, parts, clock)
             for part in parts:
                 part.release()
-            fetch_s = time.monotonic() - begun_s
             placed_bytes = self._placer.wanted_bytes(chunk) if result.commit is not None else 0
             if placed_bytes and not direct:
                 # While it is warm, and without waiting to be told that it is there. The lease still holds the slot.
                 at_once = self._device.receives
                 placed_bytes = self._placer.place(self._arena, [(chunk, lease.slot)], placing) if at_once else 0
-            self._work.fetched(result, size_bytes, fetch_s, placed_bytes)
+            self._work.fetched(result, size_bytes, time.monotonic() - begun_s, placed_bytes)
 
     def _place_loop(self) -> None:
         clock = self._placer.clock()

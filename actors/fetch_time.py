@@ -9,7 +9,7 @@ from dataclasses import dataclass
 class FetchTime:
     """Seconds of the rank, each divided among the requests that it may have in flight; from `begin` on."""
 
-    working_s: float = 0.0  # reading and verifying
+    working_s: float = 0.0  # reading, verifying, and placing at once
     wait_retry_s: float = 0.0  # before another try
     wait_slot_s: float = 0.0  # the agent had no slot for a chunk
     wait_lease_s: float = 0.0  # the agent had not answered yet

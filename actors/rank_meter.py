@@ -1,4 +1,4 @@
-"""What a rank measures while it loads: its own memory, processor time, and the place thread's clock."""
+"""What a rank measures while it loads: its own memory and processor time; and its report."""
 
 from __future__ import annotations
 
@@ -6,7 +6,8 @@ import socket
 import time
 from dataclasses import replace
 
-from actors.chunk_fetcher import ChunkFetcher, StageClock
+from actors.chunk_fetcher import ChunkFetcher
+from actors.chunk_placer import ChunkPlacer
 from actors.rank_work import RankWork
 from actors.segment_memory import PROCESS_MEMORY
 from cluster.load_plan import RankPlan
@@ -21,8 +22,6 @@ class RankMeter:
     """Made when everything is imported, and nothing of the load is there yet."""
 
     def __init__(self) -> None:
-        self.place = StageClock()
-        self.device_s = 0.0  # the place thread waited for the device's copies to end
         self.started_s = time.monotonic()
         self._memory = PeakMemory(kept_bytes=PROCESS_MEMORY.kept_bytes)
         self._cpu: CpuClock | None = None  # since there was something to do
@@ -33,7 +32,15 @@ class RankMeter:
         if at_work and self._cpu is None:
             self._cpu = CpuClock()
 
-    def report(self, job: RankJob, plan: RankPlan, device: str, fetcher: ChunkFetcher, work: RankWork) -> RankReport:
+    def report(
+        self,
+        job: RankJob,
+        plan: RankPlan,
+        device: str,
+        work: RankWork,
+        fetcher: ChunkFetcher,
+        placer: ChunkPlacer,
+    ) -> RankReport:
         """The rank has placed everything just now."""
         now_s = time.monotonic()
         first_s = work.first_work_s or now_s
@@ -49,8 +56,9 @@ class RankMeter:
             size_bytes=plan.size_bytes,
             device_bytes=plan.device_bytes,
             stages=replace(
-                fetcher.stage_times(self.place),
-                device_s=self.device_s,
+                fetcher.stage_times(placer.total),
+                place_fetching_s=placer.fetching_s,
+                device_s=placer.device_s,
                 working_s=spent.working_s,
                 wait_slot_s=spent.wait_slot_s,
                 wait_lease_s=spent.wait_lease_s,

@@ -69,17 +69,19 @@ def stage_shares(ranks: Sequence[RankReport]) -> dict[str, float]:
     """Part of the ranks' load time that each stage was busy, 0 to 1; stages overlap."""
     stages = sum((rank.stages for rank in ranks), start=StageTimes())
     wall_s = sum(rank.load_s for rank in ranks)
-    streaming_s = stages.fetch_s + stages.verify_s
+    # What requests work on, divided as their threads' time is; the thread that only places is one of its own.
+    streaming_s = stages.fetch_s + stages.verify_s + stages.place_fetching_s
     verifying = stages.verify_s / streaming_s if streaming_s else 0.0
+    placing = stages.place_fetching_s / streaming_s if streaming_s else 0.0
     seconds = {
-        "store": stages.working_s * (1 - verifying) + stages.wait_retry_s,
+        "store": stages.working_s * (1 - verifying - placing) + stages.wait_retry_s,
         "verify": stages.working_s * verifying,
-        "place": stages.place_s,
+        "place": stages.working_s * placing + max(0.0, stages.place_s - stages.place_fetching_s),
         "device": stages.device_s,
         "slots": stages.wait_slot_s,
         "control": stages.wait_lease_s,
     }
-    return {stage: min(1.0, spent_s / wall_s) if wall_s else 0.0 for stage, spent_s in seconds.items()}
+    return {stage: min(1.0, max(0.0, spent_s / wall_s)) if wall_s else 0.0 for stage, spent_s in seconds.items()}
 
 
 def _busiest(shares: dict[str, float]) -> str:

@@ -26,11 +26,12 @@ class StageTimes(Jsonable):
     verify_bytes: int = 0
     place_s: float = 0.0  # copying from the arena to the device
     place_bytes: int = 0
+    place_fetching_s: float = 0.0  # of place_s: by threads that placed at once what they had fetched
     device_s: float = 0.0  # after a copy, until the device had done it
     wait_chunk_s: float = 0.0  # placer idle: no committed chunk to copy
     # What the requests that a rank may have in flight did: seconds of the rank, divided among so many requests. The
     # rest of its load time there was nothing left to fetch.
-    working_s: float = 0.0  # reading and verifying
+    working_s: float = 0.0  # reading, verifying, and placing at once
     wait_slot_s: float = 0.0  # idle: every slot of the arena was in use
     wait_lease_s: float = 0.0  # idle: the agent had not answered yet
     wait_retry_s: float = 0.0  # waiting before another try
