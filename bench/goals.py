@@ -15,6 +15,7 @@ from bench.spec import Source
 INTO_ARENA, WHOLE_LOAD = 0.90, 0.85  # of the hand-written limit
 RECYCLED_FASTER, FILES_FASTER = 1.5, 1.3
 MOST_STORE_BYTES = 1.02
+MOST_MIB_PER_PROCESS = 100  # of host memory beyond the tensors and the arena
 _NOT_RUN = "not run"
 
 
@@ -30,7 +31,13 @@ class Goal:
 
 def find_goals(results: Results) -> list[Goal]:
     """Every goal that this run can say something about, reached or not."""
-    return [*_of_limits(results), *_against_rivals(results), *_files(results), *_store_bytes(results)]
+    return [
+        *_of_limits(results),
+        *_against_rivals(results),
+        *_files(results),
+        *_store_bytes(results),
+        *_memory(results),
+    ]
 
 
 def _goal(what: str, wanted: str, found: float | None, is_reached: Callable[[float], bool]) -> Goal:
@@ -118,4 +125,21 @@ def _store_bytes(results: Results) -> Iterable[Goal]:
         f"at most {MOST_STORE_BYTES}",
         max(ratios, default=None),
         lambda found: found <= MOST_STORE_BYTES,
+    )
+
+
+def _memory(results: Results) -> Iterable[Goal]:
+    """Beyond tensors and arena, over the ranks' processes alone: the agent's and the coordinator's share is in it."""
+    found = [
+        (run.peak_bytes - kept_bytes - run.extra["arena_bytes"]) / run.extra["ranks"] / (1 << 20)
+        for line in _ours(results)
+        for run in line.runs
+        if "arena_bytes" in run.extra
+        for kept_bytes in [run.bytes if line.case.memory == "fresh" else 0]
+    ]
+    yield _goal(
+        "MiB per rank beyond tensors and arena, the most of any run",
+        f"at most {MOST_MIB_PER_PROCESS}",
+        max(0.0, *found) if found else None,
+        lambda found: found <= MOST_MIB_PER_PROCESS,
     )

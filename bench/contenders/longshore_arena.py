@@ -6,7 +6,16 @@ import dataclasses
 
 from bench.contender import Case, run_contender
 from bench.measure import measured
-from bench.our_cluster import main_model, model_uri, our_cluster, our_config, settle, store_arguments
+from bench.our_cluster import (
+    ARENA_BYTES,
+    RANKS,
+    main_model,
+    model_uri,
+    our_cluster,
+    our_config,
+    settle,
+    store_arguments,
+)
 from bench.process_tree import is_ray_daemon
 from bench.sample import SMALL, XXH3
 from bench.spec import Spec
@@ -67,6 +76,8 @@ def main(spec: Spec) -> None:
                 raise RuntimeError(f"{node.cached_bytes} bytes were in the arena before")
             stages = sum((report.stages for report in reports[1:]), reports[0].stages)
             m.extra |= {
+                "ranks": RANKS,
+                "arena_bytes": ARENA_BYTES,
                 "stream_s": max(report.load_s for report in reports),
                 "stages": dataclasses.asdict(stages),
                 "store_bytes": node.store_bytes,

@@ -8,6 +8,7 @@ from collections.abc import Iterator
 from bench.contender import Case, Memory, NotRunnable, run_contender, sources_of
 from bench.measure import measured
 from bench.our_cluster import (
+    ARENA_BYTES,
     RANKS,
     has_warm_workers,
     main_model,
@@ -68,6 +69,8 @@ def main(spec: Spec) -> None:
             if report.cached_bytes or report.resident:
                 raise RuntimeError(f"not from the store: {report.cached_bytes} bytes were in the arena before")
             m.extra |= {
+                "ranks": RANKS,
+                "arena_bytes": ARENA_BYTES,
                 "stream_s": report.load_s,
                 "plan_s": report.plan_s,
                 "start_s": report.start_s,

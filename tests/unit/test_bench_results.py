@@ -31,7 +31,11 @@ def line(
 ) -> Line:
     case = Case(name, name, checks, keeps, memory, limit=limit)
     found = Line(contender, contender, case, source, ({},), absent=absent)
-    ours = {"stream_s": walls_s[0] / 2, "store_bytes": GB} if contender.startswith("longshore") and walls_s else {}
+    ours = (
+        {"stream_s": walls_s[0] / 2, "store_bytes": GB, "arena_bytes": 0, "ranks": 1}
+        if contender.startswith("longshore") and walls_s
+        else {}
+    )
     found.runs = [Run(GB, wall_s, cpu_s, touched_before_bytes=GB // 4, peak_bytes=GB, extra=ours) for wall_s in walls_s]
     return found
 
@@ -74,6 +78,15 @@ def test_goals_are_reached_missed_or_not_measured() -> None:
     assert goals["fresh memory, CPU over the cheapest rival's"].found == "0.50"
     assert goals["recycled memory, verified, over the fastest rival"].verdict == ""
     assert goals["bytes out of the store over the model's, the most of any run"].verdict == "reached"
+    assert goals["MiB per rank beyond tensors and arena, the most of any run"].found == "0.00"
+
+
+def test_memory_beyond_tensors_and_arena_is_per_rank() -> None:
+    ours = line("longshore_load", [1.0], name="recycled", memory="recycled", checks=True)
+    ours.runs = [Run(GB, 1.0, 1.0, GB, 0, 550 << 20, {"arena_bytes": 250 << 20, "ranks": 2})]
+    goals = {goal.what: goal for goal in find_goals(results(ours))}
+    assert goals["MiB per rank beyond tensors and arena, the most of any run"].found == "150.00"
+    assert goals["MiB per rank beyond tensors and arena, the most of any run"].verdict == "missed"
 
 
 def test_what_checks_nothing_is_no_figure_of_ours() -> None:
