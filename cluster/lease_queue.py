@@ -5,12 +5,11 @@
        +--requeue, failed-+<------- evicted -----+          restart_rank ----------+
        +--waiting_for-- WAITING: the same bytes are on their way under another lease
 
-A rank is given what it needs itself first, in plan order: it can place that while it is warm, and ranks that need the
-same chunks advance together. Then it helps the others. A rank that failed on a chunk is not given it again while
-another rank of the node has not tried.
+A rank is given what it needs itself first, in plan order, to place it while it is warm. One that is far ahead helps the
+others first: it leaves when it has everything, and a slow rank would be left alone with the rest. A rank that failed on
+a chunk is not given it again while another rank of the node has not tried.
 
-Every operation is O(log n) in the chunks, times the ranks of one node, but for `restart_rank` and
-`rank_lost`.
+Every operation is O(log n) in the chunks, times the ranks of one node, but for `restart_rank` and `rank_lost`.
 """
 
 from __future__ import annotations
@@ -62,6 +61,7 @@ class LeaseQueue:
         # Heaps of positions that never failed; stale entries are skipped.
         self._fresh = list(range(count))
         self._own = {rank: self._ranks.missing(rank) for rank in needs}
+        self._ahead = 8 * len(needs)  # positions that a rank may be ahead of the first chunk that nobody fetches
         self._assigned: dict[int, int] = {}  # position -> the only rank that is to fetch it
         self._retries: dict[int, list[int]] = {rank: [] for rank in needs}  # rank -> heap of failed positions
         self._delayed: list[tuple[float, int]] = []  # (not before, position), a heap
@@ -72,7 +72,7 @@ class LeaseQueue:
 
     def next_for(self, rank: int, now_s: float = 0.0) -> int | None:
         """The chunk this rank should fetch now: the first in plan order of those that it needs, or that failed before;
-        else of all. None when there is none for it.
+        of all when it needs none or is far ahead. None when there is none for it.
 
         Nothing changes until `leased`, `wait_for` or `committed` says what became of it.
         """
@@ -80,13 +80,12 @@ class LeaseQueue:
         own, fresh, retries = self._own[rank], self._fresh, self._retries[rank]
         while own and not (self._is_fresh(own[0]) and self._assigned.get(own[0], rank) == rank):
             heapq.heappop(own)
+        while fresh and not (self._is_fresh(fresh[0]) and fresh[0] not in self._assigned):
+            heapq.heappop(fresh)
         while retries and not (self._is_pending(retries[0]) and self._may_try(rank, retries[0])):
             heapq.heappop(retries)
-        heads = [heap[0] for heap in (own, retries) if heap]
-        if not heads:
-            while fresh and not (self._is_fresh(fresh[0]) and fresh[0] not in self._assigned):
-                heapq.heappop(fresh)
-            heads = fresh[:1]
+        near = own[:1] if not fresh or (own and own[0] - fresh[0] <= self._ahead) else []
+        heads = near + retries[:1] or fresh[:1]
         return self._order[min(heads)] if heads else None
 
     def assign(self, rank: int, chunks: Iterable[int]) -> None:

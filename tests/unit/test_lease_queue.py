@@ -36,6 +36,22 @@ def test_a_rank_gets_its_own_chunks_first_and_then_helps():
     assert got == [2, 3, 0, 1, None]
 
 
+def test_a_rank_that_is_far_ahead_helps_before_it_goes_on():
+    """Else it would finish and leave, and the slow one would have to fetch all that only it needs."""
+    queue = LeaseQueue({0: np.arange(0, 200, 2), 1: np.arange(1, 200, 2)})
+    got = []
+    while (chunk := queue.next_for(1)) is not None:  # rank 0 does nothing at all
+        queue.leased(chunk, 1)
+        got.append(chunk)
+    assert sorted(got) == list(range(200))
+    seen: set[int] = set()
+    for chunk in got:
+        behind = min(set(range(200)) - seen)
+        assert chunk - behind <= 16 or chunk == behind
+        seen.add(chunk)
+    assert got[:4] == [1, 3, 5, 7]
+
+
 def test_an_assigned_chunk_is_one_ranks_own_while_it_is_there_and_has_not_failed():
     queue = LeaseQueue({0: ids(0, 1, 2), 1: ids(3)})
     queue.assign(0, ids(1, 2, 3))  # 3 is not its own
