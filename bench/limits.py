@@ -11,18 +11,19 @@ calls cost. Chunks are those of the manifest, dealt out to the processes in turn
 from __future__ import annotations
 
 import contextlib
+import itertools
 import json
 import mmap
 import multiprocessing
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
-from itertools import pairwise
 from multiprocessing.connection import Connection
 from pathlib import Path
 from typing import Any
 
 import blake3
+import numpy as np
 import xxhash
 
 from bench.contender import Case, Memory, sources_of
@@ -116,7 +117,7 @@ def read_pieces(spec: Spec, processes: int) -> tuple[str, list[list[Piece]]]:
     ends = [0] * processes
     turn = 0
     for shard in manifest["shards"]:
-        bounds = pairwise((0, *shard["chunk_ends"]))
+        bounds = itertools.pairwise((0, *shard["chunk_ends"]))
         for (start, end), digest in zip(bounds, shard["chunk_digests"], strict=True):
             part = turn % processes
             parts[part].append(Piece(files[shard["path"]], start, end - start, bytes.fromhex(digest), ends[part]))
@@ -145,21 +146,24 @@ def _worker(
     arena = _memory(max(arena_bytes, threads * SLOT_BYTES), shared=True, touched=True) if work.arena else None
     private = _memory(private_bytes, shared=False, touched=work.recycled) if work.private else None
     piece_bytes = int(spec.options.get("piece_bytes", 1 << 20))
-    todo = enumerate(pieces)
+    todo = iter(pieces)
     lock = threading.Lock()
     failures: list[str] = []
 
-    def run() -> None:
+    def run(number: int) -> None:
+        # Slots of this thread only: one that is held up must not find its slot taken by another.
+        slots = itertools.cycle(range(number, len(arena) // SLOT_BYTES, threads) if arena is not None else (0,))
         try:
             with contextlib.closing(open_reader(spec)) as reader:
-                while (task := _next(todo, lock)) is not None:
-                    _do(reader, *task, arena, private, new_hash, piece_bytes)
+                while (piece := _next(todo, lock)) is not None:
+                    slot = arena[(at := next(slots) * SLOT_BYTES) : at + SLOT_BYTES] if arena is not None else None
+                    _do(reader, piece, slot, private, new_hash, piece_bytes)
         except Exception as error:  # said to the parent, whatever it is
             failures.append(f"{type(error).__name__}: {error}")
 
     line.send("ready")
     if line.recv() == "go":
-        running = [threading.Thread(target=run) for _ in range(threads)]
+        running = [threading.Thread(target=run, args=(number,)) for number in range(threads)]
         for thread in running:
             thread.start()
         for thread in running:
@@ -168,25 +172,23 @@ def _worker(
         line.recv()  # memory stays until it was looked at
 
 
-def _next(todo: Iterator[tuple[int, Piece]], lock: threading.Lock) -> tuple[int, Piece] | None:
+def _next(todo: Iterator[Piece], lock: threading.Lock) -> Piece | None:
     with lock:
         return next(todo, None)
 
 
 def _do(
     reader: RawReader,
-    turn: int,
     piece: Piece,
-    arena: memoryview | None,
+    slot: memoryview | None,
     private: memoryview | None,
     new_hash: Callable[[], Any] | None,
     piece_bytes: int,
 ) -> None:
-    """One chunk. Slots are used in turn: there are never fewer than threads, and a slot is free when its turn is."""
+    """One chunk, into the slot when there is one."""
     own = None if private is None else private[piece.at : piece.at + piece.size_bytes]
-    if arena is not None:
-        at = turn % (len(arena) // SLOT_BYTES) * SLOT_BYTES
-        target = arena[at : at + piece.size_bytes]
+    if slot is not None:
+        target = slot[: piece.size_bytes]
     elif own is not None:
         target = own
     else:
@@ -197,7 +199,7 @@ def _do(
     if hasher is not None and hasher.digest() != piece.digest:
         raise ValueError(f"wrong digest of {piece.file.key} at {piece.start}")
     if own is not None and target is not own:
-        own[:] = target
+        np.copyto(np.frombuffer(own, np.uint8), np.frombuffer(target, np.uint8))  # releases the GIL
 
 
 def _memory(size_bytes: int, *, shared: bool, touched: bool) -> memoryview:
