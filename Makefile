@@ -81,7 +81,7 @@ demo: $(STAMP)  ## a 1 GB model, a real S3 server and 4 ranks on this machine
 
 peers: $(PEERS)  ## what `make bench` compares with, into .venv
 
-bench: $(PEERS)  ## this project beside its peers, on this machine: about an hour; needs nginx and 8 GB of /dev/shm
+bench: $(PEERS)  ## this project beside its peers, on this machine: about an hour; needs nginx and 6 GB of /dev/shm
 	$(BIN)/python -m bench.run $(BENCH_ARGS)
 
 bench-link: $(STAMP)  ## verified beside unverified over a rate-limited link; as root, needs iproute2 and nginx
