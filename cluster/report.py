@@ -107,7 +107,12 @@ class LoadReport(Jsonable):
     @property
     def bytes_by_source(self) -> dict[str, int]:
         """Bytes of needed chunks, by where the nodes had them from."""
-        return {"store": self.store_bytes, "arena": self.cached_bytes}
+        direct_bytes = sum(node.direct_bytes for node in self.nodes)
+        return {
+            "store_via_arena": self.store_bytes - direct_bytes,
+            "store_direct": direct_bytes,
+            "arena": self.cached_bytes,
+        }
 
     @property
     def retries(self) -> dict[str, int]:

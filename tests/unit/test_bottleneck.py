@@ -138,6 +138,7 @@ def test_the_report_says_limit_sources_retries_and_memory():
         arena_bytes=1000,
         peak_host_bytes=70,
         baseline_host_bytes=50,
+        direct_bytes=7,
     )
     report = LoadReport(
         model_id="m",
@@ -161,7 +162,7 @@ def test_the_report_says_limit_sources_retries_and_memory():
         nodes=(node,),
         control_plane=(ProcessMemory("planning", "h", 100, 130),),
     )
-    assert report.bytes_by_source == {"store": GB, "arena": 5}
+    assert report.bytes_by_source == {"store_via_arena": GB - 7, "store_direct": 7, "arena": 5}
     assert report.retries == {"throttled": 2}
     # Arena once, planning 30, agent 20, the rank 50 beside its tensors.
     assert report.host_bytes_beyond_destination == 1000 + 30 + 20 + 50
