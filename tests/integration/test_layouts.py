@@ -36,9 +36,14 @@ def test_llama_slices(longshore: Longshore, llama: StoredModel, tp: int, fsdp: i
         assert [rank.rank for rank in model.report.ranks] == list(model.ranks)
 
 
-@pytest.mark.parametrize("fsdp", [1, 2, 4])
-def test_a_checkpoint_that_nobody_here_wrote(longshore: Longshore, minilm: StoredModel, fsdp: int) -> None:
-    with cluster.load(minilm.uri, fsdp_size=fsdp, device="cpu", **minilm.options) as model:
+@pytest.mark.parametrize(("fsdp", "placement"), [(1, "direct"), (2, "via_arena"), (4, "direct")])
+def test_a_checkpoint_that_nobody_here_wrote(
+    longshore: Longshore, minilm: StoredModel, fsdp: int, placement: str
+) -> None:
+    longshore.configure(empty=True)
+    with cluster.load(minilm.uri, fsdp_size=fsdp, device="cpu", placement=placement, **minilm.options) as model:
+        assert model.report.placement_mode == placement
+        assert model.report.store_bytes == sum(node.needed_bytes for node in model.report.nodes)
         assert model.call(shard_differs, str(minilm.folder), 1, fsdp, 1) == [[]] * fsdp
         for rank in model.ranks:
             assert differing_slices(model.state_dict(rank), rank, str(minilm.folder), 1, fsdp, 1) == []
