@@ -17,14 +17,13 @@ TITLE = "boto3 transfer manager"
 CHECKS = False
 KEEPS = True
 CASES = (
-    Case("fresh", "into fresh memory", CHECKS, KEEPS, memory="fresh", sources=("http", "https")),
+    Case("fresh", "into fresh memory", CHECKS, KEEPS, memory="fresh"),
     Case(
         "recycled",
         "into memory touched before",
         CHECKS,
         KEEPS,
         memory="recycled",
-        sources=("http", "https"),
         options={"touched": True},
     ),
 )
@@ -33,7 +32,6 @@ SETTINGS = [
     {"concurrency": 2, "chunk_mib": 8, "io_chunk_kib": 1024, "files": 1},
     {"concurrency": 10, "chunk_mib": 8, "io_chunk_kib": 256, "files": 1},  # its defaults
     {"concurrency": 4, "chunk_mib": 32, "io_chunk_kib": 1024, "files": 1},
-    {"concurrency": 4, "chunk_mib": 8, "io_chunk_kib": 4096, "files": 1},
     {"concurrency": 2, "chunk_mib": 16, "io_chunk_kib": 1024, "files": 2},
 ]
 

@@ -23,7 +23,6 @@ SETTINGS = [
     {"reader": "ranges", "read_mib": 16, "part_mib": 16, "gbps": 10, "threads": 2},
     {"reader": "ranges", "read_mib": 64, "part_mib": 8, "gbps": 10, "threads": 4},
     {"reader": "sequential", "read_mib": 8, "part_mib": 8, "gbps": 10, "threads": 4},  # its default reader
-    {"reader": "sequential", "read_mib": 8, "part_mib": 8, "gbps": 100, "threads": 2},
 ]
 
 
