@@ -50,17 +50,18 @@ class LeaseQueue:
         order = wanted if chunk_ids is None else np.asarray(chunk_ids)
         if not np.isin(wanted, order).all():
             raise ValueError("a rank needs a chunk that the plan's order does not name")
-        self._order: list[int] = order[np.isin(order, wanted)].tolist()
-        self._position = {chunk: position for position, chunk in enumerate(self._order)}
-        count = len(self._order)
+        order = order[np.isin(order, wanted)]
+        by_id = np.argsort(order)
+        self._order: list[int] = order.tolist()
+        numbers = list(range(len(order)))  # one object per position in all lists: there may be 100,000, times the ranks
+        self._position = dict(zip(self._order, numbers, strict=True))
         self._ranks = RankNeeds(
-            {rank: np.array([self._position[int(c)] for c in ids], np.int64) for rank, ids in needs.items()}, count
+            {rank: by_id[np.searchsorted(order, ids, sorter=by_id)] for rank, ids in needs.items()}, len(order)
         )
-        self._state = [ChunkState.PENDING] * count
-        self._leases = [0] * count  # running leases per position
-        # Heaps of positions that never failed; stale entries are skipped.
-        self._fresh = list(range(count))
-        self._own = {rank: self._ranks.missing(rank) for rank in needs}
+        self._state = [ChunkState.PENDING] * len(order)
+        self._leases = [0] * len(order)  # running leases per position
+        self._fresh = numbers.copy()  # this and the next: heaps of what never failed; stale entries are skipped
+        self._own = {rank: [numbers[position] for position in self._ranks.missing(rank)] for rank in needs}
         self._ahead = 8 * len(needs)  # positions that a rank may be ahead of the first chunk that nobody fetches
         self._assigned: dict[int, int] = {}  # position -> the only rank that is to fetch it
         self._retries: dict[int, list[int]] = {rank: [] for rank in needs}  # rank -> heap of failed positions
