@@ -1,0 +1,76 @@
+"""One run of a contender: what it is told, and what its end means."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+
+import bench.one_run
+from bench.contender import Case, NotRunnable
+from bench.one_run import RunFailed, run_once
+from bench.results import Line, Run
+from bench.spec import Spec
+
+SPEC = Spec("http", "http://127.0.0.1:1", "bench", "model", "/m", (), 1000)
+FIGURES = "print('chatter'); print('{\"bytes\": 10, \"wall_s\": 2.0, \"cpu_s\": 1.0}'); print('more')"
+
+
+@pytest.fixture
+def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A checkout whose only contender is what a test writes."""
+    folder = tmp_path / "bench" / "contenders"
+    folder.mkdir(parents=True)
+    for package in (folder.parent, folder):
+        (package / "__init__.py").touch()
+    monkeypatch.setattr(bench.one_run, "REPOSITORY", tmp_path)
+    return tmp_path
+
+
+def run(repository: Path, program: str, timeout_s: float = 30.0) -> Run:
+    (repository / "bench" / "contenders" / "one.py").write_text(program)
+    case = Case("", "", False, True, options={"memory": "fresh", "threads": 1})
+    return run_once(Line("one", "one", case, "http", ({},)), {"threads": 2}, SPEC, timeout_s)
+
+
+def test_the_last_json_is_the_figures(repository: Path) -> None:
+    assert run(repository, FIGURES) == Run(10, 2.0, 1.0)
+
+
+def test_options_of_the_setting_come_over_those_of_the_case(repository: Path) -> None:
+    program = "import json, sys; options = json.load(open(sys.argv[1]))['options']\n"
+    program += "if options != {'memory': 'fresh', 'threads': 2}: raise SystemExit(f'{options}')\n"
+    assert run(repository, program + FIGURES).bytes == 10
+
+
+def test_settings_and_proxies_of_the_user_are_not_passed_on(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("HTTP_PROXY", "https_proxy", "AWS_PROFILE", "LONGSHORE_SLOT_BYTES"):
+        monkeypatch.setenv(name, "x")
+    program = "import os; bad = [n for n in os.environ if os.environ[n] == 'x']\nif bad: raise SystemExit(f'{bad}')\n"
+    assert run(repository, program + FIGURES).bytes == 10
+
+
+@pytest.mark.parametrize(
+    ("program", "error", "said"),
+    [
+        ("import sys; print('no GPU', file=sys.stderr); sys.exit(3)", NotRunnable, "no GPU"),
+        ("raise OSError('refused')", RunFailed, "exit code 1: OSError: refused"),
+        ("print('hello')", RunFailed, "no figures"),
+        ("print('{}')", RunFailed, "no figures"),
+    ],
+)
+def test_how_it_ended_is_said(repository: Path, program: str, error: type[Exception], said: str) -> None:
+    with pytest.raises(error, match=said):
+        run(repository, program)
+
+
+def test_one_that_takes_too_long_is_ended_with_its_children(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(bench.one_run, "_GRACE_S", 0.5)
+    pid_file = repository / "pid"
+    program = "import subprocess, sys, time\n"
+    program += "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"
+    program += f"open({str(pid_file)!r}, 'w').write(str(child.pid)); time.sleep(60)"
+    with pytest.raises(RunFailed, match="not done after 3 s"):
+        run(repository, program, timeout_s=3.0)
+    stat = Path(f"/proc/{pid_file.read_text()}/stat")
+    assert not stat.exists() or stat.read_text().rpartition(")")[2].split()[0] == "Z"
