@@ -12,7 +12,6 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
 
 from ray.exceptions import RayActorError
 
@@ -23,6 +22,7 @@ from actors.gangs import Gangs
 from actors.jobs import node_job, rank_job
 from actors.load_report import make_report
 from actors.model_record import ModelRecord, Seat
+from actors.node_agents import NodeAgents
 from actors.plan_source import PlanSource
 from actors.planner import Planner
 from actors.saved_load import SavedLoad, find_workers_again
@@ -33,12 +33,11 @@ from cluster.errors import ClusterError, LoadCancelled, RankLost
 from cluster.layout import Layout
 from cluster.packed_plan import PackedPlan
 from cluster.remote_errors import unwrapped
-from cluster.report import LoadReport
+from cluster.report import LoadReport, NodeReport
 from cluster.warm_pool import IdleGang
 from storage.errors import LongshoreError
 
 RankEvent = load_events.RankReady | load_events.RankLost | load_events.RankReplaced
-CALL_TIMEOUT_S = 60.0  # for calls to actors that answer at once when they are well
 
 
 class LoadRun:
@@ -60,7 +59,7 @@ class LoadRun:
         self._admission = admission
         self._gangs = gangs
         self._source = PlanSource(record, planner, config.holder_ttl_s)
-        self._told: dict[str, Any] = {}  # node id -> the agent that took the load on
+        self._agents = NodeAgents(record, config)
 
     # -- the two ways in ---------------------------------------------------------------------------------------
 
@@ -151,32 +150,20 @@ class LoadRun:
 
     async def _begin(self, plan: PackedPlan, gang: IdleGang | None) -> None:
         """See that the plan fits, and tell every agent what its node needs; then the workers can have their jobs."""
-        agents = await self._agents()
-        await fit_in(self._record, plan, agents, self._config, self._gangs, gang)
-        await asyncio.gather(*(self.begin_on(node_id, agent) for node_id, agent in agents.items()))
+        await fit_in(self._record, plan, await self._agents.all(), self._config, self._gangs, gang)
+        await asyncio.gather(*(self.begin_on(node_id) for node_id in self._record.nodes))
         await self._event(load_events.Started)
 
-    async def _agents(self) -> dict[str, Any]:
-        return await asyncio.to_thread(
-            lambda: {
-                node_id: spawn.start_agent(node_id, host, self._config) for node_id, host in self._record.nodes.items()
-            }
-        )
-
-    async def _agent(self, node_id: str) -> Any:
-        return await asyncio.to_thread(spawn.start_agent, node_id, self._record.nodes[node_id], self._config)
-
-    async def begin_on(self, node_id: str, agent: Any = None) -> None:
+    async def begin_on(self, node_id: str) -> None:
         """Tell one agent; again after it was restarted, with what its ranks have already."""
         record, shared = self._record, await self._source.shared()
-        job = node_job(record, node_id, self._config)
-        agent = agent or await self._agent(node_id)
-        while not await asyncio.wait_for(agent.begin.remote(job, shared), CALL_TIMEOUT_S):
+        while not await self._agents.ask(
+            node_id, lambda agent: agent.begin.remote(node_job(record, node_id, self._config), shared)
+        ):
             await record.touch("waiting for arena slots that other loads hold")
             await asyncio.sleep(0.2)
         if record.message:
             await record.touch("")
-        self._told[node_id] = agent
 
     async def save(self) -> None:
         """What agents keep for a coordinator that is killed has changed."""
@@ -252,20 +239,15 @@ class LoadRun:
         await asyncio.to_thread(spawn.end_actor, seat.worker)
         seat.worker, seat.is_up, seat.started, seat.placed_bytes = None, False, False, 0
         seat.incarnation += 1
-        agent = await self._agent(seat.node_id)
-        await asyncio.wait_for(
-            agent.rank_lost.remote(self._record.model_id, seat.rank, seat.incarnation), CALL_TIMEOUT_S
-        )
+        model_id, rank, incarnation = self._record.model_id, seat.rank, seat.incarnation
+        await self._agents.ask(seat.node_id, lambda agent: agent.rank_lost.remote(model_id, rank, incarnation))
         await self._rank_event(load_events.RankReplaced, seat)
 
     async def _report(self) -> LoadReport:
         record = self._record
         plan = await self._source.plan()
-        try:
-            agents = {node_id: self._told[node_id] for node_id in record.nodes}
-            answers = await nodes.reports_of(agents, record.model_id, CALL_TIMEOUT_S)
-        except (KeyError, RayActorError):  # told by an earlier coordinator, or made anew since
-            answers = await nodes.reports_of(await self._agents(), record.model_id, CALL_TIMEOUT_S)
+        asked = (self._agents.ask(node, lambda agent: agent.report.remote(record.model_id)) for node in record.nodes)
+        answers: list[NodeReport] = await asyncio.gather(*asked)
         return make_report(record, plan, answers)
 
     # -- small things ------------------------------------------------------------------------------------------

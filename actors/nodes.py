@@ -17,7 +17,6 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 from actors import spawn
 from cluster.errors import ClusterError, NotEnoughResources
 from cluster.messages import LoadRequest, NodeFacts
-from cluster.report import NodeReport
 from cluster.topology import NodeInfo
 from storage.errors import ArenaError
 
@@ -72,13 +71,6 @@ async def facts_of(agents: dict[str, Any], timeout_s: float) -> dict[str, NodeIn
         for node_id, facts in zip(node_ids, answers, strict=True)
         if isinstance(facts, NodeFacts)
     }
-
-
-async def reports_of(agents: dict[str, Any], load_id: str, timeout_s: float) -> list[NodeReport]:
-    """Each node's share of a finished load, in the order of `agents`."""
-    asked = [asyncio.wait_for(agent.report.remote(load_id), timeout_s) for agent in agents.values()]
-    answers: list[NodeReport] = await asyncio.gather(*asked)
-    return answers
 
 
 async def group_ready(group: PlacementGroup, request: LoadRequest, holders: list[str]) -> None:

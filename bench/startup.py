@@ -1,9 +1,10 @@
 """How long a load takes that moves few bytes: `python bench/startup.py [--rounds N] [--json FILE]`.
 
-    cold      new worker processes; coordinator and agent run
-    warm      the workers of the model before take it over (`Config.warm_workers_s`)
-    arena     warm workers, every chunk in the arena already: the larger model, at memory-copy speed
-    resident  the model is there: it is handed out
+    cold         new worker processes; coordinator and agent run
+    warm         the workers of the model before take it over (`Config.warm_workers_s`)
+    arena fresh  warm workers, every chunk of the larger model in the arena, into memory that nobody touched before
+    arena kept   the same into the memory that the workers kept of the load before
+    resident     the model is there: it is handed out
 
 Starts a Ray cluster of its own on this machine, reads local files, prints medians over the rounds and writes JSON.
 Every cold and warm round loads a model of other bytes, so that nothing comes from the arena.
@@ -17,7 +18,6 @@ import platform
 import statistics
 import tempfile
 import time
-from collections.abc import Callable
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -30,12 +30,27 @@ from cluster.connection import disconnect
 from cluster.sample_checkpoint import write_llama_checkpoint
 
 MIB = 1 << 20
-SMALL = {"hidden": 512, "layers": 2, "intermediate": 1408, "heads": 8, "kv_heads": 2, "vocab": 4000, "shards": 3}
-LARGE = {"hidden": 2048, "layers": 4, "intermediate": 5632, "heads": 16, "kv_heads": 8, "vocab": 32000, "shards": 4}
+SMALL: dict[str, Any] = {
+    "hidden": 512,
+    "layers": 2,
+    "intermediate": 1408,
+    "heads": 8,
+    "kv_heads": 2,
+    "vocab": 4000,
+    "shards": 3,
+}
+LARGE: dict[str, Any] = {
+    "hidden": 2048,
+    "layers": 4,
+    "intermediate": 5632,
+    "heads": 16,
+    "kv_heads": 8,
+    "vocab": 32000,
+    "shards": 4,
+}
 WARM_S = 600.0
+CASES = ("cold", "warm", "arena fresh", "arena kept", "resident")
 FIELDS = ("total_s", "plan_s", "first_byte_s", "load_s", "ready_after_last_byte_s")
-
-Case = Callable[[], cluster.LoadReport]
 
 
 def main() -> None:
@@ -61,14 +76,15 @@ def measure(folder: Path, rounds: int, ranks: int) -> dict[str, Any]:
     first_s = time.monotonic() - begun_s
     try:
         model.release()
-        large = stored(folder, LARGE, 0)
-        cluster.load(large, **options).release()
-        cases: dict[str, list[dict[str, float]]] = {"cold": [], "warm": [], "arena": [], "resident": []}
+        large, through_arena = stored(folder, LARGE, 0), {**options, "placement": "via_arena"}
+        cluster.load(large, **through_arena).release()
+        cases: dict[str, list[dict[str, float]]] = {name: [] for name in CASES}
         for number in range(rounds):
             release_warm()
             cases["cold"].append(timed(stored(folder, SMALL, 2 * number + 1), options))
             cases["warm"].append(timed(stored(folder, SMALL, 2 * number + 2), options))
-            cases["arena"].append(timed(large, options))
+            cases["arena fresh"].append(timed(large, through_arena))
+            cases["arena kept"].append(timed(large, through_arena))
             with cluster.load(first, **options):
                 cases["resident"].append(timed(first, options))
     finally:
@@ -80,11 +96,11 @@ def measure(folder: Path, rounds: int, ranks: int) -> dict[str, Any]:
         "ranks": ranks,
         "first_load_with_cluster_start_s": first_s,
         "cases": {name: medians(timings) for name, timings in cases.items()},
-        "memory_copy": copy_rates(int(cases["arena"][0]["placed_bytes"])),
+        "memory_copy": copy_rates(int(cases["arena kept"][0]["placed_bytes"])),
     }
 
 
-def stored(folder: Path, shape: dict[str, int], seed: int) -> str:
+def stored(folder: Path, shape: dict[str, Any], seed: int) -> str:
     """A published checkpoint of bytes that no other seed has."""
     place = folder / f"{shape['hidden']}-{seed}"
     write_llama_checkpoint(place, **shape, seed=seed)

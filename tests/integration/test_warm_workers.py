@@ -289,3 +289,33 @@ def test_a_gang_whose_coordinator_was_killed_ends(warm: Longshore, llama: Stored
     eventually(lambda: not warm.actor_names("worker-"), "the gang is still there", 40)
     with load(llama) as model:
         assert is_exact(model, llama)
+
+
+@pytest.mark.parametrize("with_worker", [False, True])
+def test_an_agent_killed_beside_an_idle_gang_gets_every_slot_back(
+    warm: Longshore, llama: StoredModel, odd: StoredModel, gate: GatedProxy, with_worker: bool
+) -> None:
+    """Idle workers may map the arena, but they touch no slot: nothing is fenced for their sake."""
+    warm.configure(warm_workers_s=WARM_S, empty=True, cpu_ranks_per_node=TP + 1)
+    for _ in range(2):  # from the second load on they leave it mapped
+        load(odd, tensor_parallel_size=1, fsdp_size=TP).release()
+    (agent,) = warm.actor_names("agent-")
+    idle = warm.worker_pids()
+    assert all("longshore-arena" in Path(f"/proc/{pid}/maps").read_text() for pid in idle.values())
+    with load(odd, tensor_parallel_size=1, fsdp_size=TP + 1), ThreadPoolExecutor(1) as pool:  # fills the other node
+        assert gangs(warm) == [TP]
+        loading = pool.submit(load, llama, tensor_parallel_size=1, endpoint_url=gate.endpoint_url)
+        gate.wait_until_held()
+        (worker,) = (name for name in warm.worker_pids() if name.startswith("worker-llama"))
+        dead = warm.kill(agent)
+        if with_worker:
+            warm.kill(worker)
+        warm.wait_restarted(agent, dead)
+        gate.open()
+        with loading.result(120) as model:
+            assert model.call(shard_differs, str(llama.folder), 1, 1, KV_HEADS) == [[]]
+            assert idle.items() <= warm.worker_pids().items()
+            eventually(
+                lambda: all(not node.leased_slots + node.quarantined_slots for node in warm.status().nodes),
+                lambda: f"slots in use: {warm.status().nodes}",
+            )

@@ -33,6 +33,7 @@ AT_MODULE_LEVEL = {
         "actors/hosting",
         "actors/launch",
         "actors/load_run",
+        "actors/node_agents",
         "actors/nodes",
         "actors/plan_source",
         "actors/saved_load",
