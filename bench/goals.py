@@ -104,7 +104,9 @@ def _against_rivals(results: Results) -> Iterable[Goal]:
 def _files(results: Results) -> Iterable[Goal]:
     for memory in ("fresh", "recycled"):
         mine = _best(_keeping(results, "file", memory, ours=True))
-        rival = _best(line for line in results.lines if line.contender.startswith("safetensors") and line.runs)
+        # Its other lines keep nothing (views of the mapped file), or have memory of the other kind.
+        theirs = _keeping(results, "file", memory, ours=False)
+        rival = _best(line for line in theirs if line.contender.startswith("safetensors"))
         yield _goal(
             f"local files, {memory} memory, verified, over safetensors and clone",
             f"at least {FILES_FASTER}",
