@@ -67,25 +67,6 @@ def _start_time(pid: int) -> int | None:
     return None if fields[0] in "ZX" else int(fields[19])
 
 
-def pss_bytes(pid: int | None = None) -> int:
-    """Proportional set size: private memory, and each shared page divided by those who map it.
-
-    `pid` None means the calling process. Where the kernel does not tell (no smaps_rollup, another user's
-    process), the resident set size; 0 for a process that is gone.
-    """
-    folder = _PROC / ("self" if pid is None else str(pid))
-    try:
-        for line in (folder / "smaps_rollup").read_text().splitlines():
-            if line.startswith("Pss:"):
-                return int(line.split()[1]) * 1024
-    except (OSError, ValueError):
-        pass
-    try:
-        return int((folder / "statm").read_text().split()[1]) * os.sysconf("SC_PAGE_SIZE")
-    except (OSError, ValueError, IndexError):
-        return 0
-
-
 def processes_mapping(path: str | os.PathLike[str]) -> list[ProcessId]:
     """Every process that maps the file at `path` now, the calling one included, in pid order.
 

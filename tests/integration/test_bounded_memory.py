@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import inspect
+from pathlib import Path
 
 import pytest
 
@@ -31,6 +32,12 @@ def large(s3_server: EmbeddedS3, tmp_path_factory: pytest.TempPathFactory) -> St
     return publish_to(s3_server, folder, "large")
 
 
+def pss_bytes(pid: int) -> int:
+    """Private memory, and each shared page divided by those who map it; by a walk of the page tables."""
+    lines = Path(f"/proc/{pid}/smaps_rollup").read_text().splitlines()
+    return next(int(line.split()[1]) * 1024 for line in lines if line.startswith("Pss:"))
+
+
 @pytest.mark.parametrize("placement", ["via_arena", "direct"])
 def test_a_large_model_takes_the_arena_and_a_little(longshore: Longshore, large: StoredModel, placement: str) -> None:
     options: dict[str, object] = {"fsdp_size": 2}  # rows: most chunks are wanted whole by one rank
@@ -42,6 +49,7 @@ def test_a_large_model_takes_the_arena_and_a_little(longshore: Longshore, large:
     with cluster.load(large.uri, device="cpu", **large.options, **options) as model:
         report = model.report
         held = [own_bytes(rank.pid) for rank in report.ranks]
+        proportional = [pss_bytes(rank.pid) for rank in report.ranks]
     (node,) = report.nodes
     assert report.placement_mode == placement
     assert report.model_bytes >= 4 * ARENA_BYTES
@@ -60,3 +68,6 @@ def test_a_large_model_takes_the_arena_and_a_little(longshore: Longshore, large:
     for rank, now_bytes in zip(report.ranks, held, strict=True):
         assert rank.size_bytes <= rank.peak_host_bytes
         assert rank.size_bytes <= now_bytes <= rank.peak_host_bytes + 16 * MIB
+    # Nor does the proportional set size, with what is shared in it, know of more.
+    for rank, now_bytes in zip(report.ranks, proportional, strict=True):
+        assert now_bytes <= rank.peak_host_bytes + ARENA_BYTES + 16 * MIB

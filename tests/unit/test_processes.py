@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.processes import ProcessId, processes_mapping, pss_bytes
+from storage.processes import ProcessId, processes_mapping
 
 
 @pytest.fixture
@@ -66,7 +66,6 @@ def test_a_pid_that_nobody_has():
     gone = ProcessId(child.pid, 1)
     assert not gone.is_alive()
     assert not gone.kill()
-    assert pss_bytes(child.pid) == 0
 
 
 def test_a_name_with_parentheses_and_spaces_is_parsed(tmp_path):
@@ -81,16 +80,6 @@ def test_a_name_with_parentheses_and_spaces_is_parsed(tmp_path):
     finally:
         child.kill()
         child.communicate()
-
-
-def test_pss_counts_touched_memory_in_full_when_it_is_private():
-    before = pss_bytes()
-    block = mmap.mmap(-1, 64 << 20, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-    block[:] = b"x" * len(block)
-    grown = pss_bytes() - before
-    assert grown >= 60 << 20
-    assert pss_bytes(os.getpid()) > 60 << 20
-    block.close()
 
 
 def test_who_maps_a_file(tmp_path, sleeper):
