@@ -81,6 +81,15 @@ def test_goals_are_reached_missed_or_not_measured() -> None:
     assert goals["MiB per rank beyond tensors and arena, the most of any run"].found == "0.00"
 
 
+def test_files_are_compared_with_those_who_keep_their_tensors_too() -> None:
+    ours = line("longshore_load", [1.0], name="fresh", source="file", checks=True)
+    views = line("safetensors_clone", [0.1], name="views", source="file", memory="none", keeps=False)
+    clone = line("safetensors_clone", [1.5], name="clone", source="file")
+    goals = {goal.what: goal for goal in find_goals(results(ours, views, clone))}
+    found = goals["local files, fresh memory, verified, over safetensors and clone"]
+    assert (found.found, found.verdict) == ("1.50", "reached")
+
+
 def test_memory_beyond_tensors_and_arena_is_per_rank() -> None:
     ours = line("longshore_load", [1.0], name="recycled", memory="recycled", checks=True)
     ours.runs = [Run(GB, 1.0, 1.0, GB, 0, 550 << 20, {"arena_bytes": 250 << 20, "ranks": 2})]
