@@ -11,6 +11,7 @@ names it: an answer for the load before is never taken for one about this load.
 
 from __future__ import annotations
 
+import gc
 import os
 import sys
 import threading
@@ -35,6 +36,7 @@ from storage.processes import ProcessId
 
 CONCURRENCY_GROUPS = {"control": 4, "wait": 8, "call": 1}
 WATCHES_PER_ORPHANHOOD = 20
+LEFT_ON_GPU_BYTES = 256 << 20  # workspaces of libraries, which stay: half of what a plan leaves free on a GPU
 
 
 class GpuWorker:
@@ -173,7 +175,11 @@ class GpuWorker:
     def _gpu_memory_in_use(self) -> bool:
         """Whether tensors are left on the GPU; imports nothing, for a worker in CPU memory has no torch."""
         torch: Any = sys.modules.get("torch") if self._device_kind == "cuda" else None
-        return torch is not None and bool(torch.cuda.memory_allocated())
+        if torch is None or torch.cuda.memory_allocated() <= LEFT_ON_GPU_BYTES:
+            return False
+        gc.collect()  # tensors in circles of the user's objects
+        torch.cuda.empty_cache()
+        return bool(torch.cuda.memory_allocated() > LEFT_ON_GPU_BYTES)
 
     def _watch(self) -> None:
         """A worker that nobody coordinates any more ends itself, or it would hold its GPU for ever; an idle one too."""
