@@ -21,6 +21,7 @@ class ChunkPlacer:
         self._device = device
         self._chunks = tables.chunks
         self._items = expand_read_items(plan.slices, tables.chunks)
+        self._wanted_bytes = self._items.chunk_bytes()
         self._clocks: list[StageClock] = []
         self._fetching: list[StageClock] = []  # those of fetch threads
         self.device_s = 0.0  # waited for the device's copies to end
@@ -54,8 +55,7 @@ class ChunkPlacer:
 
     def wanted_bytes(self, chunk: int) -> int:
         """How many bytes of the chunk the rank holds."""
-        rows = self._items.for_chunk(chunk)
-        return int((self._items.run_bytes[rows] * self._items.count[rows]).sum())
+        return self._wanted_bytes.get(chunk, 0)
 
     def direct_chunks(self) -> tuple[int, ...]:
         """Chunks that can be received in the rank's own memory, ascending: those wanted whole, if the device can."""

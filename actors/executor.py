@@ -113,6 +113,7 @@ class RankLoader:
             if time.monotonic() > give_up_s:
                 raise lost
             self._work.sleep(0.1)
+        self._work.batch = reply.batch
         PROCESS_ARENAS.claim(id(self), reply.arena_path, reply.agent)
         if self._arena is None or self._arena.epoch != reply.arena_epoch:
             self._close_arena()

@@ -9,6 +9,7 @@ Every decision is the ledger's; this class adds the lock, the clock, the waiting
 from __future__ import annotations
 
 import os
+import pickle
 import socket
 import threading
 import time
@@ -184,6 +185,7 @@ class NodeAgent:
                 arena_epoch=arena.epoch,
                 agent=self._incarnation,
                 stop=answer if isinstance(answer, LongshoreError) else None,
+                batch=self._ledger.batch(hello.load_id) if answer is True else 1,
             )
 
     def exchange(self, update: RankUpdate) -> Orders:
@@ -200,6 +202,10 @@ class NodeAgent:
                 self._usable()
                 orders = self._ledger.orders_for(update, time.monotonic())
             return orders or self._ledger.no_orders(update)
+
+    def exchange_packed(self, update: bytes) -> bytes:
+        """`exchange`, packed by a process of ours and for it."""
+        return pickle.dumps(self.exchange(pickle.loads(update)), protocol=5)
 
     def coordinator_age_s(self) -> float:
         """Seconds since this agent last heard the coordinator: by this, ranks know that they are orphans."""

@@ -110,6 +110,10 @@ class NodeLedger:
 
     # -- ranks -------------------------------------------------------------------------------------------------
 
+    def batch(self, load_id: str) -> int:
+        """Chunks of the load that are worth a message of a rank."""
+        return self._loads[load_id].batch
+
     def join(self, hello: RankHello, now_s: float, *, settled: bool = True) -> bool | LongshoreError:
         """True: the rank goes on. False: the load is not known here yet. An error: it is over for this rank.
 

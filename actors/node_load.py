@@ -21,6 +21,8 @@ from storage.errors import LongshoreError
 from storage.leases import Lease
 from storage.processes import ProcessId
 
+MAX_BATCH = 16
+
 
 class NodeLoad:
     """See above. `cache` is shared with the node's other loads.
@@ -77,6 +79,13 @@ class NodeLoad:
     def complete(self) -> bool:
         """Every rank is there and has everything."""
         return self._flow.queue.complete
+
+    @property
+    def batch(self) -> int:
+        """Chunks worth a message of a rank: each costs both sides a millisecond, and until then holds a slot."""
+        if self._flow.direct:
+            return MAX_BATCH
+        return min(MAX_BATCH, max(1, self._cache.slot_count // (2 * len(self.ranks))))
 
     def done(self, rank: int) -> bool:
         """The rank has placed all it needs."""

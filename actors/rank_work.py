@@ -22,7 +22,7 @@ from cluster.messages import LeaseOrder, Orders
 from cluster.retry import cause_of
 from storage.errors import LongshoreError
 
-TELL = 4  # results worth a message; so few where one request at a time is best
+TELL_S = 0.05  # no chunk is kept from the node's other ranks for longer
 
 
 @dataclass(slots=True)
@@ -36,7 +36,8 @@ class Results:
     throttled: int = 0
 
     def __len__(self) -> int:
-        return len(self.fetched) + len(self.placed)
+        """Chunks that there is something to tell of; most are fetched and placed at once."""
+        return max(len(self.fetched), len(self.placed))
 
 
 class RankWork:
@@ -45,6 +46,7 @@ class RankWork:
     def __init__(self, fetcher: ChunkFetcher, needed: int, most: int) -> None:
         self.first_work_s: float | None = None  # when the agent first had something to do
         self.placed_bytes = 0
+        self.batch = 1  # chunks worth a message to the agent; it says so in its JoinReply
         self.fetch_time = FetchTime()
         self._fetcher = fetcher
         fetcher.pause = self._pause
@@ -168,7 +170,8 @@ class RankWork:
     def wait(self, timeout_s: float) -> None:
         """Return when there is something worth telling the agent, or after `timeout_s`. Raises `stop`'s error."""
         with self._tell:
-            self._tell.wait_for(self._worth_telling, timeout_s)
+            self._tell.wait_for(lambda: len(self._results) or self._worth_telling(), timeout_s)
+            self._tell.wait_for(self._worth_telling, min(timeout_s, TELL_S))
             self._raise_if_stopped()
 
     def sleep(self, seconds: float) -> None:
@@ -260,7 +263,7 @@ class RankWork:
         return len(self._placed) == self._needed
 
     def _batch(self) -> int:
-        return max(self.requests, TELL)
+        return max(self.requests, self.batch)
 
     def _worth_telling(self) -> bool:
         if self._error is not None or self._finished() or not (self._in_hand or self._unplaced):

@@ -99,6 +99,7 @@ class JoinReply:
     arena_epoch: str = ""  # of the arena at that path now: a restarted agent may have had to make a new one
     agent: str = ""  # the agent's incarnation
     stop: LongshoreError | None = None  # the load is over for this rank
+    batch: int = 1  # chunks worth a message: many where messages cost more than the slots that they hold up
 
 
 DIRECT = -1  # in place of a slot

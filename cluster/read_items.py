@@ -53,6 +53,14 @@ class ReadItems:
         first, end = np.searchsorted(self.chunk, (chunk_id, chunk_id + 1))
         return slice(int(first), int(end))
 
+    def chunk_bytes(self) -> dict[int, int]:
+        """chunk id -> bytes that are wanted of it, for every chunk that any item reads."""
+        if not len(self):
+            return {}
+        ids, first = np.unique(self.chunk, return_index=True)
+        wanted = np.add.reduceat(self.run_bytes * self.count, first)
+        return dict(zip(ids.tolist(), wanted.tolist(), strict=True))
+
     def chunk_ids(self) -> _Column:
         """The chunks that any item reads, ascending."""
         return np.unique(self.chunk)

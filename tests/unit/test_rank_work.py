@@ -9,7 +9,7 @@ from collections.abc import Callable, Iterator
 import pytest
 
 from actors.chunk_fetcher import ChunkFetcher, FetchedChunk
-from actors.rank_work import TELL, RankWork
+from actors.rank_work import RankWork
 from cluster.concurrency import START
 from cluster.errors import LoadCancelled
 from cluster.messages import Commit, LeaseOrder, Orders
@@ -27,6 +27,7 @@ def work() -> Iterator[RankWork]:
     objects = {"model.safetensors": safetensors_bytes([("a", "F32", (64,))], 1)}
     fetcher = ChunkFetcher(MemoryStore(objects), unpack_shared(pack_shared(plan_of(objects))), attempts=2)
     made = RankWork(fetcher, CHUNKS, most=8)
+    made.batch = 8
     yield made
     made.stop(LoadCancelled("the test is over"))
 
@@ -130,7 +131,7 @@ def test_a_thread_that_waits_for_another_try_lets_others_work_and_comes_back_for
 
 
 def test_enough_leases_to_go_on_with_while_the_agent_is_asked(work: RankWork):
-    assert work.want_leases() == START + TELL
+    assert work.want_leases() == START + work.batch
     work.take(Orders(leases=leases(*range(5)), requests=8))
     assert work.want_leases() == 8 + 8 - 5
     work.placed(list(range(CHUNKS)), 0)
