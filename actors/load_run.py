@@ -90,10 +90,14 @@ class LoadRun:
             await self.end(unwrapped(error))
 
     async def end(self, error: LongshoreError) -> None:
-        """Free everything; the model is over, with `error`."""
+        """Free everything; the model is over, with `error`. Not cut short by a cancellation: whoever is told of the error
+        may release the model at once, which cancels the task that is at work here.
+        """
+        if not self._record.life.is_over:
+            await finished(self._end(error))
+
+    async def _end(self, error: LongshoreError) -> None:
         record = self._record
-        if record.life.is_over:
-            return
         # What failed may be broken, and what was not ready yet has reads under way.
         kept = isinstance(error, LoadCancelled) and record.life.is_ready
         record.error, record.ended_s, record.plan = error, time.monotonic(), None

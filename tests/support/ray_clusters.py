@@ -120,10 +120,14 @@ class Longshore:
         return pid
 
     def placement_groups(self) -> list[str]:
-        """States of the placement groups that are not removed."""
+        """Name, bundles and state of the placement groups that are not removed."""
         from ray.util import placement_group_table
 
-        return [table["state"] for table in placement_group_table().values() if table["state"] != "REMOVED"]
+        return [
+            f"{table['name']} {table['bundles']} {table['state']}"
+            for table in placement_group_table().values()
+            if table["state"] != "REMOVED"
+        ]
 
     def arenas(self) -> list[str]:
         """This cluster's files in shared memory; others may have theirs beside them."""
