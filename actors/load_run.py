@@ -90,7 +90,7 @@ class LoadRun:
             await self.end(unwrapped(error))
 
     async def end(self, error: LongshoreError) -> None:
-        """Free everything; the model is over, with `error`. Not cut short by a cancellation: who is told of the error may
+        """Free everything; the model is over, with `error`. Not cut short by a cancellation: whoever hears of the error may
         release the model at once, which cancels the task that is at work here.
         """
         if not self._record.life.is_over:
