@@ -90,8 +90,8 @@ class LoadRun:
             await self.end(unwrapped(error))
 
     async def end(self, error: LongshoreError) -> None:
-        """Free everything; the model is over, with `error`. Not cut short by a cancellation: whoever hears of the error may
-        release the model at once, which cancels the task that is at work here.
+        """Free everything; the model is over, with `error`. No cancellation cuts it short: who hears of the error
+        may release the model at once, which cancels the task that is at work here.
         """
         if not self._record.life.is_over:
             await finished(self._end(error))
