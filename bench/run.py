@@ -200,13 +200,15 @@ def _write(results: Results, out: Path, docs: Path | None, arguments: Sequence[s
     given = " ".join(sys.argv[1:] if arguments is None else arguments)
     command = f'make bench BENCH_ARGS="{given}"' if given else "make bench"
     (out / "benchmarks.md").write_text(markdown(results, goals, command) + "\n")
+    chart = ", chart.png"
     try:
         draw_chart(results, out / "chart.png")
     except ImportError:
-        print("no chart: matplotlib is not installed", file=sys.stderr)
+        chart = ""
+        print("\nno chart: matplotlib is not installed (make peers)")
     if docs is not None:
         rewrite_docs(docs, markdown(results, goals, command))
-    print(f"\nwritten: {out}/results.json, chart.png, benchmarks.md" + (f" and {docs}" if docs else ""), flush=True)
+    print(f"\nwritten: {out}/results.json{chart}, benchmarks.md" + (f" and {docs}" if docs else ""), flush=True)
 
 
 if __name__ == "__main__":
