@@ -12,6 +12,7 @@ from pathlib import Path
 import pytest
 
 from longshore.install_check import PACKAGES, PackageShadowed, check_packages, package_origins, probe
+from longshore.version import PROTOCOL_VERSION
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -118,7 +119,7 @@ def test_probe_reports_instead_of_raising(tmp_path: Path) -> None:
 def test_probe_of_a_sound_installation() -> None:
     found = probe()
     assert found["problem"] is None
-    assert found["protocol"] == 1
+    assert found["protocol"] == PROTOCOL_VERSION
     assert found["python"].startswith("3.")
 
 
