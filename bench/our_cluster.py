@@ -3,14 +3,12 @@
 from __future__ import annotations
 
 import contextlib
-import inspect
 import os
 import time
 from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
-from bench.contender import NotRunnable
 from bench.process_tree import tree_cpu_s
 from bench.sample import MODEL, PLAIN
 from bench.spec import Spec
@@ -25,29 +23,10 @@ _PATIENCE_S = 15.0
 
 
 def our_config(spec: Spec, **wanted: Any) -> Config:
-    """The settings of a run: a small arena, warm workers where there are any, and what the options name."""
+    """The settings of a run: a small arena, warm workers, and what the options name."""
     values = {"arena_bytes": ARENA_BYTES, "warm_workers_s": WARM_S, **wanted}
     values |= {name: value for name, value in spec.options.items() if name in Config.model_fields}
-    return Config(**{name: value for name, value in values.items() if name in Config.model_fields})
-
-
-def has_warm_workers() -> bool:
-    """Whether this Longshore can keep the workers of a released model."""
-    return "warm_workers_s" in Config.model_fields
-
-
-def placement_argument(spec: Spec) -> dict[str, Any]:
-    """`placement=` for cluster.load, as the options say. Raises NotRunnable where there is none."""
-    import cluster
-
-    wanted = spec.options.get("placement")
-    if wanted is None:
-        return {}
-    if "placement" in inspect.signature(cluster.load).parameters:
-        return {"placement": wanted}
-    if wanted == "via_arena":  # the only one there is
-        return {}
-    raise NotRunnable(f"this Longshore has no placement={wanted!r}")
+    return Config(**values)
 
 
 def store_arguments(spec: Spec) -> dict[str, Any]:

@@ -3,12 +3,12 @@
 from __future__ import annotations
 
 import io
-import threading
 from typing import Any
 
 from bench.contender import Case, run_contender
 from bench.delivered import check_tensors
 from bench.host_buffers import FileBuffers
+from bench.in_threads import in_threads
 from bench.measure import measured
 from bench.s3_access import ACCESS_KEY, REGION, SECRET_KEY, set_s3_environment
 from bench.spec import Spec
@@ -94,26 +94,16 @@ def main(spec: Spec) -> None:
     )
     client.head_object(Bucket=spec.bucket, Key=spec.files[0].key)
     buffers = FileBuffers(spec, touched=True) if options.get("touched") else None
-    errors: list[BaseException] = []
     with measured(spec, touched_before_bytes=buffers.touched_bytes if buffers else 0):
         buffers = buffers or FileBuffers(spec, touched=False)
         todo = iter(list(zip(spec.files, buffers.views, strict=True)))
 
         def work() -> None:
-            try:
-                for file, view in todo:
-                    window: Any = _Window(view)
-                    client.download_fileobj(spec.bucket, file.key, window, Config=transfer)
-            except BaseException as error:
-                errors.append(error)
+            for file, view in todo:
+                window: Any = _Window(view)
+                client.download_fileobj(spec.bucket, file.key, window, Config=transfer)
 
-        threads = [threading.Thread(target=work) for _ in range(options["files"])]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
+        in_threads(options["files"], work)
         tensors = buffers.tensors()
     check_tensors(spec, tensors)
 

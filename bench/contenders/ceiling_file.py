@@ -3,11 +3,11 @@
 from __future__ import annotations
 
 import os
-import threading
 
 from bench.contender import Case, run_contender
 from bench.delivered import check_tensors
 from bench.host_buffers import FileBuffers, file_ranges
+from bench.in_threads import in_threads
 from bench.measure import measured
 from bench.spec import Spec
 
@@ -42,30 +42,20 @@ def main(spec: Spec) -> None:
     buffers = FileBuffers(spec, touched=True) if touched else None
     files = [os.open(file.path, os.O_RDONLY) for file in spec.files]
     ranges = file_ranges(spec, spec.options["range_kib"] << 10)
-    errors: list[BaseException] = []
     with measured(spec, touched_before_bytes=buffers.touched_bytes if buffers else 0):
         buffers = buffers or FileBuffers(spec, touched=False)
         views, todo = buffers.views, iter(ranges)
 
         def work() -> None:
-            try:
-                for one in todo:
-                    at = one.start
-                    while at < one.end:
-                        got = os.preadv(files[one.file], [views[one.file][at : one.end]], at)
-                        if not got:
-                            raise EOFError(f"{spec.files[one.file].path} ends at {at}")
-                        at += got
-            except BaseException as error:
-                errors.append(error)
+            for one in todo:
+                at = one.start
+                while at < one.end:
+                    got = os.preadv(files[one.file], [views[one.file][at : one.end]], at)
+                    if not got:
+                        raise EOFError(f"{spec.files[one.file].path} ends at {at}")
+                    at += got
 
-        threads = [threading.Thread(target=work) for _ in range(spec.options["threads"])]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
+        in_threads(spec.options["threads"], work)
         tensors = buffers.tensors()
     for file in files:
         os.close(file)

@@ -5,17 +5,15 @@ from __future__ import annotations
 import dataclasses
 from collections.abc import Iterator
 
-from bench.contender import Case, Memory, NotRunnable, run_contender, sources_of
+from bench.contender import Case, Memory, run_contender, sources_of
 from bench.measure import measured
 from bench.our_cluster import (
     ARENA_BYTES,
     RANKS,
-    has_warm_workers,
     main_model,
     model_uri,
     our_cluster,
     our_config,
-    placement_argument,
     settle,
     store_arguments,
 )
@@ -54,9 +52,7 @@ def main(spec: Spec) -> None:
     import cluster
 
     recycled = spec.options["memory"] == "recycled"
-    if recycled and not has_warm_workers():
-        raise NotRunnable("this Longshore keeps no warm workers, so it has no memory to recycle")
-    arguments = {"fsdp_size": RANKS, "device": "cpu", **placement_argument(spec), **store_arguments(spec)}
+    arguments = {"fsdp_size": RANKS, "device": "cpu", "placement": spec.options["placement"], **store_arguments(spec)}
     with our_cluster(spec, our_config(spec)):
         # Starts the workers, which stay warm, and touches the memory that is recycled when it is the twin.
         with cluster.load(model_uri(spec, TWIN if recycled else SMALL), **arguments) as other:
@@ -79,7 +75,6 @@ def main(spec: Spec) -> None:
                 "store_bytes": report.store_bytes,
                 "verified": report.verified,
                 "placement": report.placement_mode,
-                "warm_workers": has_warm_workers(),
             }
         model.release()
 

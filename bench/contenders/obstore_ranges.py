@@ -3,13 +3,13 @@
 from __future__ import annotations
 
 import asyncio
-import threading
 from collections.abc import Callable, Iterator
 from typing import Any
 
 from bench.contender import Case, run_contender
 from bench.delivered import check_tensors
 from bench.host_buffers import FileBuffers, FileRange, file_ranges, keep_freed_memory
+from bench.in_threads import in_threads
 from bench.measure import measured
 from bench.s3_access import ACCESS_KEY, REGION, SECRET_KEY
 from bench.spec import Spec
@@ -117,21 +117,11 @@ def _read_in_threads(
 ) -> None:
     """Each thread takes the next range until none is left. Raises what any of them raised."""
     todo = iter(ranges)  # next() of a list's iterator is atomic under the GIL
-    errors: list[BaseException] = []
 
     def work() -> None:
-        try:
-            read(obstore, store, spec, todo, views)
-        except BaseException as error:
-            errors.append(error)
+        read(obstore, store, spec, todo, views)
 
-    running = [threading.Thread(target=work) for _ in range(threads)]
-    for thread in running:
-        thread.start()
-    for thread in running:
-        thread.join()
-    if errors:
-        raise errors[0]
+    in_threads(threads, work)
 
 
 async def _read_async(

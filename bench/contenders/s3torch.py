@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import threading
-
 from bench.contender import Case, run_contender
 from bench.delivered import check_tensors
 from bench.host_buffers import FileBuffers
+from bench.in_threads import in_threads
 from bench.measure import measured
 from bench.s3_access import REGION, set_s3_environment
 from bench.spec import Spec
@@ -47,31 +46,21 @@ def main(spec: Spec) -> None:
     step = options["read_mib"] << 20
     client.head_object(spec.bucket, spec.files[0].key)
     buffers = FileBuffers(spec, touched=True) if options.get("touched") else None
-    errors: list[BaseException] = []
     with measured(spec, touched_before_bytes=buffers.touched_bytes if buffers else 0):
         buffers = buffers or FileBuffers(spec, touched=False)
         todo = iter(list(zip(spec.files, buffers.views, strict=True)))
 
         def work() -> None:
-            try:
-                for file, view in todo:
-                    at = 0
-                    with client.get_object(spec.bucket, file.key, reader_constructor=reader) as opened:
-                        while at < len(view):
-                            got = opened.readinto(view[at : at + step])
-                            if not got:
-                                raise EOFError(f"{file.key} ends at {at}")
-                            at += got
-            except BaseException as error:
-                errors.append(error)
+            for file, view in todo:
+                at = 0
+                with client.get_object(spec.bucket, file.key, reader_constructor=reader) as opened:
+                    while at < len(view):
+                        got = opened.readinto(view[at : at + step])
+                        if not got:
+                            raise EOFError(f"{file.key} ends at {at}")
+                        at += got
 
-        threads = [threading.Thread(target=work) for _ in range(options["threads"])]
-        for thread in threads:
-            thread.start()
-        for thread in threads:
-            thread.join()
-        if errors:
-            raise errors[0]
+        in_threads(options["threads"], work)
         tensors = buffers.tensors()
     check_tensors(spec, tensors)
 

@@ -6,13 +6,13 @@ are copied out (as a program does that closes the file or writes into a model), 
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Callable
 from typing import Any
 
 from bench.contender import Case, run_contender
 from bench.delivered import check_tensors
 from bench.host_buffers import keep_freed_memory
+from bench.in_threads import in_threads
 from bench.measure import measured
 from bench.spec import Spec
 
@@ -76,22 +76,12 @@ def _load(spec: Spec, load: Callable[[str], dict[str, Any]]) -> dict[str, Any]:
     """All files, each thread taking the next one."""
     todo = iter(spec.files)
     tensors: dict[str, Any] = {}
-    errors: list[BaseException] = []
 
     def work() -> None:
-        try:
-            for file in todo:
-                tensors.update(load(file.path))
-        except BaseException as error:
-            errors.append(error)
+        for file in todo:
+            tensors.update(load(file.path))
 
-    threads = [threading.Thread(target=work) for _ in range(spec.options["threads"])]
-    for thread in threads:
-        thread.start()
-    for thread in threads:
-        thread.join()
-    if errors:
-        raise errors[0]
+    in_threads(spec.options["threads"], work)
     return tensors
 
 

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import inspect
 from pathlib import Path
 
 import pytest
@@ -40,11 +39,8 @@ def pss_bytes(pid: int) -> int:
 
 @pytest.mark.parametrize("placement", ["via_arena", "direct"])
 def test_a_large_model_takes_the_arena_and_a_little(longshore: Longshore, large: StoredModel, placement: str) -> None:
-    options: dict[str, object] = {"fsdp_size": 2}  # rows: most chunks are wanted whole by one rank
-    if "placement" in inspect.signature(cluster.load).parameters:
-        options["placement"] = placement
-    elif placement == "direct":
-        pytest.skip("there is no placement mode `direct` yet")
+    # rows: most chunks are wanted whole by one rank
+    options: dict[str, object] = {"fsdp_size": 2, "placement": placement}
     longshore.configure(arena_bytes=ARENA_BYTES, empty=True)
     with cluster.load(large.uri, device="cpu", **large.options, **options) as model:
         report = model.report
