@@ -221,11 +221,12 @@ class RankLoader:
             result = self._fetcher.fetch(lease, parts, clock)
             for part in parts:
                 part.release()
-            placed_bytes = self._placer.wanted_bytes(chunk) if result.commit is not None else 0
-            if placed_bytes and not direct:
+            placed_bytes = 0
+            if result.commit is not None and direct:
+                placed_bytes = self._placer.wanted_bytes(chunk)
+            elif result.commit is not None and self._device.receives and self._placer.wanted_bytes(chunk):
                 # While it is warm, and without waiting to be told that it is there. The lease still holds the slot.
-                at_once = self._device.receives
-                placed_bytes = self._placer.place(self._arena, [(chunk, lease.slot)], placing) if at_once else 0
+                placed_bytes = self._placer.place(self._arena, [(chunk, lease.slot)], placing)
             self._work.fetched(result, size_bytes, time.monotonic() - begun_s, placed_bytes)
 
     def _place_loop(self) -> None:

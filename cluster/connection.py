@@ -146,7 +146,8 @@ class Connection:
             with contextlib.suppress(LongshoreError, Exception):
                 if self.local:
                     self.call("shutdown", timeout_s=CLOSE_TIMEOUT_S)
-                for model_id in held if not self.local else ():
+                    return
+                for model_id in held:
                     self.call("release", model_id, self.client_id, timeout_s=5)
 
         self._while_ray_lives(give_back)
