@@ -204,7 +204,11 @@ def _do(
 
 def _memory(size_bytes: int, *, shared: bool, touched: bool) -> memoryview:
     flags = (mmap.MAP_SHARED if shared else mmap.MAP_PRIVATE) | mmap.MAP_ANONYMOUS
-    view = memoryview(mmap.mmap(-1, max(1, size_bytes), flags=flags))
+    memory = mmap.mmap(-1, max(1, size_bytes), flags=flags)
+    if not shared:
+        with contextlib.suppress(OSError):  # a kernel without huge pages
+            memory.madvise(mmap.MADV_HUGEPAGE)
+    view = memoryview(memory)
     if touched:
         for at in range(0, size_bytes, mmap.PAGESIZE):
             view[at] = 1

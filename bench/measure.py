@@ -22,6 +22,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import dataclass, field
 from typing import Any
 
+from bench.host_pages import fetch_host_pages
 from bench.process_tree import own_tree, pss_bytes, tree_cpu_s
 from bench.spec import Spec
 
@@ -113,6 +114,8 @@ def measured(
     `memory_apart(pid)`: processes whose memory is not counted (CPU always is).
     """
     result = Measured(spec.model_bytes, touched_before_bytes)
+    if not touched_before_bytes:
+        fetch_host_pages(2 * spec.model_bytes)
     watch = _MemoryWatch(memory_apart)
     result.baseline_bytes = watch.look()
     watch.start()

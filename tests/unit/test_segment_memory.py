@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.segment_memory import Segment, SegmentMemory
+from actors.segment_memory import Segment, SegmentMemory, _HugePages
 
 MIB = 1 << 20
 
@@ -116,3 +116,25 @@ def test_touched_pages_are_written_without_a_trap(start: int, end: int) -> None:
     before = resource.getrusage(resource.RUSAGE_SELF).ru_minflt
     segment.data[start:end] = np.uint8(1)
     assert resource.getrusage(resource.RUSAGE_SELF).ru_minflt - before < 64
+
+
+@pytest.mark.parametrize(("cpu_s", "pay"), [(0.0002, True), (0.0007, True), (0.0011, False), (0.005, False)])
+def test_huge_pages_are_given_up_where_they_are_dear(cpu_s: float, pay: bool) -> None:
+    huge = _HugePages()
+    huge.note(0.003)  # one alone says nothing: anything can come between
+    assert huge.pay
+    for _ in range(200):
+        huge.note(cpu_s)
+    assert huge.pay is pay
+
+
+def test_memory_is_whole_when_huge_pages_are_given_up_half_way() -> None:
+    (segment,) = SegmentMemory().take([64 * MIB])
+    segment.touch(0, 20 * MIB)
+    segment.data[: 20 * MIB] = 7
+    assert segment._huge is not None
+    segment._huge.pay = False
+    segment.touch(0, 64 * MIB)
+    segment.data[20 * MIB :] = 8
+    assert (segment.data[: 20 * MIB] == 7).all()
+    assert (segment.data[20 * MIB :] == 8).all()
