@@ -2,7 +2,7 @@
 
     blake3       32 bytes   the default of a manifest: cryptographic, about 3.5 GB/s on one core
     xxh3_128     16 bytes   faster, against accidents only
-    sha256, md5, crc32c, crc64nvme               what a store says of its objects (ObjectInfo.checksums)
+    sha256, md5, crc32, crc32c, crc64nvme        what a store says of its objects (ObjectInfo.checksums)
 
 Digests are bytes in the order in which the algorithm's hex form is written (CRCs: big-endian, as in S3).
 Hashing releases the GIL for buffers of a few KiB and more; one hasher belongs to one thread.
@@ -61,6 +61,7 @@ _NEW: dict[str, Callable[[], Hasher]] = {
     "xxh3_128": lambda: xxhash.xxh3_128(),
     "sha256": lambda: hashlib.sha256(),
     "md5": lambda: hashlib.md5(usedforsecurity=False),
+    "crc32": lambda: _Crc(_crt.crc32, 4),
     "crc32c": lambda: _Crc(_crt.crc32c, 4),
     "crc64nvme": lambda: _Crc(_crt.crc64nvme, 8),
 }

@@ -16,7 +16,7 @@ from storage.object_store import ObjectInfo, ObjectStore
 from storage.ranges import ByteRange
 from storage.streaming import RangeReader
 
-STORE_CHECKSUMS = ("crc64nvme", "crc32c", "sha256", "md5")  # in order of preference: the cheapest to compute
+STORE_CHECKSUMS = ("crc64nvme", "crc32c", "crc32", "sha256", "md5")  # in order of preference: the cheapest to compute
 
 OnBytes = Callable[[int], None]
 

@@ -20,6 +20,7 @@ from storage.s3_errors import store_error
 _CHECKSUM_FIELDS = {
     "ChecksumCRC64NVME": "crc64nvme",
     "ChecksumCRC32C": "crc32c",
+    "ChecksumCRC32": "crc32",
     "ChecksumSHA256": "sha256",
 }
 _MD5_HEX = re.compile(r"[0-9a-f]{32}")

@@ -18,6 +18,7 @@ from storage.errors import IntegrityError
 
 # "123456789" is the check input of the CRC catalogues; the others are the algorithms' own.
 VECTORS = [
+    ("crc32", b"123456789", "cbf43926"),
     ("crc32c", b"123456789", "e3069283"),
     ("crc64nvme", b"123456789", "ae8b14860a799888"),
     ("md5", b"abc", "900150983cd24fb0d6963f7d28e17f72"),

@@ -25,10 +25,11 @@ def test_whole_object_checksums_become_hex() -> None:
         "ETag": f'"{hashlib.md5(DATA).hexdigest()}"',
         "ChecksumCRC64NVME": _b64("crc64nvme"),
         "ChecksumCRC32C": _b64("crc32c"),
+        "ChecksumCRC32": _b64("crc32"),
         "ChecksumSHA256": _b64("sha256"),
         "ChecksumType": "FULL_OBJECT",
     }
-    expected = {name: digest_of(name, DATA).hex() for name in ("crc64nvme", "crc32c", "sha256")}
+    expected = {name: digest_of(name, DATA).hex() for name in ("crc64nvme", "crc32c", "crc32", "sha256")}
     assert checksums_of_head(head) == expected | {"etag_md5": digest_of("md5", DATA).hex()}
 
 
