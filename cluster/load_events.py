@@ -70,7 +70,9 @@ class RankReplaced(Event):
 
 @dataclass(frozen=True, slots=True)
 class Replanned(Event):
-    """A new attempt begins; `attempt` is its number."""
+    """Ranks of a lost node get other places: a new attempt, of that number. Others keep what they have"""
+
+    ranks: tuple[int, ...] = ()  # whose places are lost
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,6 +7,9 @@ the last event was: the last rank that becomes ready makes the load READY.
 Events carry the attempt they belong to, and those of a rank its incarnation. What comes late (an older
 attempt or incarnation), twice, or after the end changes nothing. `docs/load_states.md` is printed from these
 tables (`cluster.load_state_doc`); the events themselves are in `cluster.load_events`.
+
+A node that is lost takes the places of its ranks away, not the plan: what a rank holds does not depend on where it
+sits. So a new attempt (`Replanned`) begins for those ranks only, and the state is what it was.
 """
 
 from __future__ import annotations
@@ -65,7 +68,6 @@ MEANINGS: Mapping[LoadState, str] = {
 
 _S = LoadState
 _ENDS: dict[type[Event], LoadState] = {
-    Replanned: _S.PLANNING,
     Failed: _S.FAILED,
     Cancelled: _S.RELEASED,
     Released: _S.RELEASED,
@@ -76,10 +78,10 @@ def _stay(state: LoadState, *events: type[Event]) -> dict[type[Event], LoadState
     return dict.fromkeys(events, state)
 
 
-_RANK_EVENTS = (RankProgress, RankReady, RankLost, RankReplaced)
+_RANK_EVENTS = (Replanned, RankProgress, RankReady, RankLost, RankReplaced)
 
 TRANSITIONS: Mapping[LoadState, Mapping[type[Event], LoadState]] = {
-    _S.PLANNING: {Planned: _S.STARTING, **_ENDS},
+    _S.PLANNING: {**_stay(_S.PLANNING, Replanned), Planned: _S.STARTING, **_ENDS},
     _S.STARTING: {
         **_stay(_S.STARTING, Planned, ResourcesGranted, *_RANK_EVENTS),
         ResourcesMissing: _S.WAITING,
@@ -87,7 +89,7 @@ TRANSITIONS: Mapping[LoadState, Mapping[type[Event], LoadState]] = {
         **_ENDS,
     },
     _S.WAITING: {
-        **_stay(_S.WAITING, Planned, ResourcesMissing),
+        **_stay(_S.WAITING, Planned, ResourcesMissing, Replanned),
         ResourcesGranted: _S.STARTING,
         Started: _S.LOADING,
         **_ENDS,
@@ -167,22 +169,27 @@ def advance(life: Life, event: Event) -> Life:
             event_attempt=event.attempt,
             attempt=life.attempt,
         )
-    if isinstance(event, Replanned):
-        # A repeated one: the attempt has begun.
-        return life if event.attempt == life.attempt else _begin_again(life, event.attempt)
     ranks = life.ranks
-    if isinstance(event, RankProgress | RankReady | RankLost | RankReplaced):
+    if isinstance(event, Replanned):
+        if event.attempt == life.attempt:
+            return life  # a repeated one: the attempt has begun
+        ranks = _without_places(life, event)
+    elif isinstance(event, RankProgress | RankReady | RankLost | RankReplaced):
         ranks = _with_rank(life, event)
     to = SETTLES.get((to, all(rank.ready for rank in ranks)), to)
-    if to is life.state and ranks is life.ranks:
+    if to is life.state and ranks is life.ranks and event.attempt == life.attempt:
         return life
-    return replace(life, state=to, ranks=ranks, error=event.error if isinstance(event, Failed) else "")
+    return Life(to, event.attempt, ranks, event.error if isinstance(event, Failed) else "")
 
 
-def _begin_again(life: Life, attempt: int) -> Life:
-    """Incarnations go on counting: a worker of the last attempt is late in this one."""
-    ranks = tuple(RankLife(incarnation=rank.incarnation) for rank in life.ranks)
-    return Life(LoadState.PLANNING, attempt, ranks)
+def _without_places(life: Life, event: Replanned) -> tuple[RankLife, ...]:
+    """Incarnations go on counting: a worker on a lost node is late in the new attempt."""
+    if not set(event.ranks) <= set(range(len(life.ranks))):
+        raise IllegalTransition("the load has no such ranks", ranks=event.ranks, ranks_total=len(life.ranks))
+    lost = set(event.ranks)
+    return tuple(
+        RankLife(life_of.incarnation, lost=True) if rank in lost else life_of for rank, life_of in enumerate(life.ranks)
+    )
 
 
 def _with_rank(life: Life, event: RankProgress | RankReady | RankLost | RankReplaced) -> tuple[RankLife, ...]:

@@ -32,7 +32,8 @@ attempts = st.integers(1, 3)
 ranks = st.integers(0, 2)
 incarnations = st.integers(0, 2)
 events: st.SearchStrategy[Event] = st.one_of(
-    *(st.builds(kind, attempt=attempts) for kind in (Planned, ResourcesMissing, ResourcesGranted, Started, Replanned)),
+    *(st.builds(kind, attempt=attempts) for kind in (Planned, ResourcesMissing, ResourcesGranted, Started)),
+    st.builds(Replanned, st.sets(ranks).map(tuple), attempt=attempts),
     *(st.builds(kind, ranks, incarnations, attempt=attempts) for kind in (RankReady, RankLost, RankReplaced)),
     st.builds(RankProgress, ranks, incarnations, st.integers(0, 100), attempt=attempts),
     st.builds(Failed, st.text(), attempt=attempts),
@@ -171,10 +172,28 @@ def test_a_rank_lost_when_ready_degrades_the_model_until_it_is_filled_again():
     assert run(LOADING, RankReady(0, 0), RankReady(1, 0), RankReplaced(0, 1)).state is LoadState.DEGRADED
 
 
-def test_a_new_attempt_keeps_counting_incarnations():
-    life = run(LOADING, RankReplaced(0, 3), RankReady(1, 0), Replanned(attempt=2))
-    assert (life.state, life.attempt, life.ranks_ready) == (LoadState.PLANNING, 2, 0)
+def test_a_new_attempt_keeps_counting_incarnations_and_what_other_ranks_have():
+    life = run(LOADING, RankReplaced(0, 3), RankProgress(0, 3, 10), RankReady(1, 0), Replanned((0,), attempt=2))
+    assert (life.state, life.attempt, life.ranks_ready, life.placed_bytes) == (LoadState.LOADING, 2, 1, 0)
     assert [rank.incarnation for rank in life.ranks] == [3, 0]
+    assert advance(life, RankReady(0, 3, attempt=2)) is life  # from the lost node
+    assert run(life, RankReplaced(0, 4, attempt=2), RankReady(0, 4, attempt=2)).is_ready
+
+
+def test_a_model_that_loses_a_node_is_degraded_until_its_ranks_are_filled_elsewhere():
+    ready = run(LOADING, RankReady(0, 0), RankReady(1, 0))
+    life = advance(ready, Replanned((1,), attempt=2))
+    assert (life.state, life.attempt, life.ranks_ready) == (LoadState.DEGRADED, 2, 1)
+    assert advance(life, Replanned((0, 1), attempt=2)) is life
+    assert run(life, RankReplaced(1, 1, attempt=2), RankReady(1, 1, attempt=2)).is_ready
+
+
+@given(lives, st.sets(ranks))
+def test_a_new_attempt_touches_only_the_ranks_it_is_for(life, lost):
+    after = run(life, Replanned(tuple(lost), attempt=life.attempt + 1))
+    for rank in set(range(3)) - lost:
+        assert after.ranks[rank] == life.ranks[rank]
+    assert life.is_over or all(after.ranks[rank].lost and not after.ranks[rank].ready for rank in lost)
 
 
 def test_why_it_failed_is_kept():
@@ -194,6 +213,7 @@ def test_why_it_failed_is_kept():
         (LOADING, RankReady(-1, 0)),
         (LOADING, RankReady(0, 1)),
         (LOADING, RankLost(0, 1)),
+        (LOADING, Replanned((2,), attempt=2)),
     ],
 )
 def test_what_cannot_be_is_said(life, event):
