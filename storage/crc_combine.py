@@ -2,9 +2,9 @@
 
     crc(A + B) = crc(A) * x^(8 * len(B))  xor  crc(B)      modulo the CRC's polynomial
 
-This holds for CRCs that begin with all ones and are inverted at the end, as all of S3's are. Numbers are reflected here,
-as the algorithms give them: the highest bit is the coefficient of x^0. So chunks can be hashed by different processes
-in any order, and the checksum that a store keeps of the whole object can be compared.
+This holds for CRCs that begin with all ones and end inverted, as all of S3's do. Numbers are reflected here, as the
+algorithms give them: the highest bit is the coefficient of x^0. So chunks can be hashed by different processes, in any
+order, and what comes out is compared with the checksum that a store keeps of the whole object.
 """
 
 from __future__ import annotations
