@@ -32,7 +32,7 @@ _DIRECT_NUMBERS = itertools.count(1)
 
 
 class ChunkFlow:
-    """See above. `cache` is shared with the node's other loads; the owner of slots is the load's id."""
+    """See above. `cache` is shared with the node's other loads; the owner of slots is `NodeJob.part`."""
 
     def __init__(self, job: NodeJob, cache: ChunkCache, now_s: float) -> None:
         tables = unpack_shared(job.shared)
@@ -81,7 +81,7 @@ class ChunkFlow:
         `place.short_of` says which.
         """
         place.short_of = "slots"
-        if place.process is None or not self._cache.reserve(self._job.load_id, self._job.min_slots):
+        if place.process is None or not self._cache.reserve(self._job.part, self._job.min_slots):
             return None  # (a load that was complete has given its minimum back, and queues for it again)
         while (chunk := self.queue.next_for(place.rank, now_s)) is not None:
             key = self.keys[chunk]
@@ -93,7 +93,7 @@ class ChunkFlow:
             deadline_s = now_s + self._job.lease_deadline_s
             if chunk in place.direct and not self.queue.failures(chunk):
                 return self._order(place, chunk, f"direct-{next(_DIRECT_NUMBERS)}", DIRECT)
-            lease = self._cache.lease(key, place.process, deadline_s, owner=self._job.load_id)
+            lease = self._cache.lease(key, place.process, deadline_s, owner=self._job.part)
             if lease is None:
                 return None
             return self._order(place, chunk, lease.lease_id, lease.slot)
@@ -121,7 +121,7 @@ class ChunkFlow:
         if cached is None:
             return False
         pinners = [self._user(rank, chunk) for rank in self.queue.needing(chunk)]
-        if not all(self._cache.pin(cached, pinner, owner=self._job.load_id) for pinner in pinners):
+        if not all(self._cache.pin(cached, pinner, owner=self._job.part) for pinner in pinners):
             for pinner in pinners:
                 self._cache.unpin(cached, pinner)
             return False
@@ -197,7 +197,7 @@ class ChunkFlow:
                 continue
             cached = self._cached[chunk]
             # Never refused: the rank's pin keeps the chunk there, on this load's account.
-            self._cache.hold(cached, place.process, self._user(place.rank, chunk), owner=self._job.load_id)
+            self._cache.hold(cached, place.process, self._user(place.rank, chunk), owner=self._job.part)
             place.granted[chunk] = cached
             told.append((chunk, cached.slot))
         return told
@@ -240,12 +240,12 @@ class ChunkFlow:
         """A new process has the rank and nothing placed: from the arena what is still there, the rest anew."""
         for chunk in self.queue.restart_rank(place.rank):
             # Another rank's pin keeps the chunk there, on this load's account: one more is never refused.
-            self._cache.pin(self._cached[chunk], self._user(place.rank, chunk), owner=self._job.load_id)
+            self._cache.pin(self._cached[chunk], self._user(place.rank, chunk), owner=self._job.part)
             place.grantable.append(chunk)
 
-    def _user(self, rank: int, chunk: int) -> tuple[str, int, int]:
+    def _user(self, rank: int, chunk: int) -> tuple[tuple[str, int], int, int]:
         """Who pins or reads a slot."""
-        return self._job.load_id, rank, chunk
+        return self._job.part, rank, chunk
 
 
 def _given_up(failure: FetchFailure, place: RankPlace, load_id: str) -> LongshoreError:

@@ -185,7 +185,7 @@ class NodeAgent:
                 arena_epoch=arena.epoch,
                 agent=self._incarnation,
                 stop=answer if isinstance(answer, LongshoreError) else None,
-                batch=self._ledger.batch(hello.load_id) if answer is True else 1,
+                batch=self._ledger.batch(hello) if answer is True else 1,
             )
 
     def exchange(self, update: RankUpdate) -> Orders:

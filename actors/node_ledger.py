@@ -1,10 +1,15 @@
 """All loads of one node over one cache: routes messages, wakes those that wait for each other. Pure.
 
+A load has one part here per attempt that brought ranks to this node (`NodeJob.part`): ranks that come from a lost node
+are a part of their own, which shares chunks with the first like any two loads do. So no rank that goes on is told of
+a new attempt, none of its messages is late, and nothing of it is fetched again.
+
 `actors.node_agent` adds the lock, the clock and the processes; tests drive this class without any of them.
 """
 
 from __future__ import annotations
 
+import functools
 import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
@@ -36,8 +41,9 @@ class NodeLedger:
         self._cache = cache
         self._slot_bytes = slot_bytes
         self._chance = chance or random.Random()
-        self._loads: dict[str, NodeLoad] = {}
-        self._ended: OrderedDict[tuple[str, int], NodeLoad] = OrderedDict()  # by load id and attempt
+        self._loads: dict[tuple[str, int], NodeLoad] = {}  # by load id and attempt
+        self._ended: OrderedDict[tuple[str, int], NodeLoad] = OrderedDict()
+        self._refused: set[tuple[str, int]] = set()  # parts that wait for their minimum of slots
         self._restored: defaultdict[ProcessId, list[str]] = defaultdict(list)
         for lease in restored:
             self._restored[lease.holder].append(lease.lease_id)
@@ -50,10 +56,9 @@ class NodeLedger:
         The same job again changes nothing. Raises ArenaTooSmall when the arena can never do, LoadCancelled when the
         load was ended before this message came.
         """
-        known = self._loads.get(job.load_id)
-        if known is not None and known.job.attempt >= job.attempt:
+        if job.part in self._loads:
             return True
-        ended = self._ended.get((job.load_id, job.attempt))
+        ended = self._ended.get(job.part)
         if ended is not None and ended.error is not None:
             raise ended.error
         largest = int(unpack_shared(job.shared).chunks.sizes_bytes().max(initial=0))
@@ -63,37 +68,35 @@ class NodeLedger:
                 hint="set LONGSHORE_SLOT_BYTES to at least that for the cluster, or publish with smaller chunks",
                 load=job.load_id,
             )
-        if known is not None:
-            self.end(job.load_id, now_s)
-        if not self._cache.reserve(job.load_id, job.min_slots):
+        if not self._cache.reserve(job.part, job.min_slots):
+            self._refused.add(job.part)
             return False
+        self._refused.discard(job.part)
         load = NodeLoad(job, self._cache, now_s)
         load.take_cached()
-        self._loads[job.load_id] = load
+        self._loads[job.part] = load
         return True
 
     def rank_lost(self, load_id: str, rank: int, incarnation: int, now_s: float) -> None:
         """The rank's worker is dead, or about to be; `incarnation` will say hello next."""
-        load = self._loads.get(load_id)
-        if load is not None:
+        for load in self._parts(load_id):
             self._wake(load.rank_lost(rank, incarnation, now_s))
 
     def keep_record(self, load_id: str, record: bytes) -> None:
         """The coordinator's notes on the load have changed."""
-        load = self._loads.get(load_id)
-        if load is not None:
+        for load in self._parts(load_id):
             load.record = record
 
     def end(self, load_id: str, now_s: float) -> None:
         """Forget the load. What its ranks still read or write stays fenced until they let go or are dead."""
-        load = self._loads.pop(load_id, None)
-        if load is not None:
-            self._ended[load_id, load.job.attempt] = load
+        for part in [part for part in self._refused if part[0] == load_id]:
+            self._refused.discard(part)
+            self._cache.end_owner(part, now_s)
+        for load in self._parts(load_id):
+            self._ended[load.job.part] = self._loads.pop(load.job.part)
             while len(self._ended) > ENDED_KEPT:
                 self._ended.popitem(last=False)
             self._wake(load.end(now_s))
-        else:
-            self._cache.end_owner(load_id, now_s)  # it may be waiting for its minimum
 
     def fail_all(self, error: LongshoreError) -> None:
         """The node cannot go on: every load on it ends with that error."""
@@ -102,17 +105,17 @@ class NodeLedger:
 
     def report(self, load_id: str, node_id: str, host: str) -> NodeReport:
         """The load's figures on this node. Raises LongshoreError when it is not known here."""
-        load = self._loads.get(load_id)
-        if load is None:
-            raise LongshoreError("this node does not know the load", load=load_id, node=node_id)
         arena_bytes = self._cache.slot_count * self._slot_bytes
-        return load.report(node_id, host, arena_bytes)
+        parts = [load.report(node_id, host, arena_bytes) for load in self._parts(load_id)]
+        if not parts:
+            raise LongshoreError("this node does not know the load", load=load_id, node=node_id)
+        return functools.reduce(NodeReport.plus, parts)
 
     # -- ranks -------------------------------------------------------------------------------------------------
 
-    def batch(self, load_id: str) -> int:
-        """Chunks of the load that are worth a message of a rank."""
-        return self._loads[load_id].batch
+    def batch(self, hello: RankHello) -> int:
+        """Chunks of its load that are worth a message of the rank."""
+        return self._loads[hello.load_id, hello.attempt].batch
 
     def join(self, hello: RankHello, now_s: float, *, settled: bool = True) -> bool | LongshoreError:
         """True: the rank goes on. False: the load is not known here yet. An error: it is over for this rank.
@@ -220,14 +223,17 @@ class NodeLedger:
             stats.leased_slots,
             stats.quarantined_slots,
         )
-        records = {load_id: self._loads[load_id].record for load_id in asked_for if load_id in self._loads}
+        records = {load_id: load.record for load_id in asked_for for load in self._parts(load_id)}
         return AgentBeat(node_id, host, incarnation, loads, ranks, use, records)
 
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _find(self, load_id: str, attempt: int) -> NodeLoad | None:
-        load = self._loads.get(load_id)
-        return load if load is not None and load.job.attempt == attempt else self._ended.get((load_id, attempt))
+        return self._loads.get((load_id, attempt)) or self._ended.get((load_id, attempt))
+
+    def _parts(self, load_id: str) -> list[NodeLoad]:
+        """Of one load, in the order of their attempts."""
+        return [self._loads[part] for part in sorted(self._loads) if part[0] == load_id]
 
     def _settle(self, process: ProcessId) -> None:
         self._cache.settled(process)
@@ -236,8 +242,9 @@ class NodeLedger:
 
     def _took_back(self, leases: list[Lease], now_s: float) -> bool:
         for lease in leases:
-            if lease.owner in self._loads:
-                self._loads[str(lease.owner)].expired(lease, now_s)
+            for load in self._loads.values():
+                if load.job.part == lease.owner:
+                    load.expired(lease, now_s)
         self._wake({lease.key for lease in leases})
         return bool(leases)
 

@@ -60,7 +60,7 @@ class NodeLoad:
             place.taken_back |= place.leases.keys()
             place.leases.clear()
             place.grantable.clear()
-        return {lease.key for lease in self._cache.end_owner(self.load_id, now_s)}
+        return {lease.key for lease in self._cache.end_owner(self.job.part, now_s)}
 
     @property
     def error(self) -> LongshoreError | None:
@@ -271,4 +271,4 @@ class NodeLoad:
     def _rest_if_complete(self) -> None:
         """A load that only stays resident must not keep others from the arena."""
         if self.complete:
-            self._cache.shares.end(self.load_id)
+            self._cache.shares.end(self.job.part)

@@ -60,6 +60,11 @@ class NodeJob:
     placement: str = "via_arena"  # see LoadRequest
     most_requests: int = 16  # in flight, of one rank
 
+    @property
+    def part(self) -> tuple[str, int]:
+        """(load, attempt). A node that takes ranks of a lost node over gets a part more: its first goes on as it is."""
+        return self.load_id, self.attempt
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankJob:

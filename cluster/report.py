@@ -6,7 +6,7 @@ Plain frozen data; `as_dict` of each is what `--json` prints.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field
+from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from cluster.bottleneck import LoadLimit, find_limit
@@ -25,6 +25,8 @@ __all__ = [
     "RankReport",
     "StageTimes",
 ]
+
+_OF_THE_AGENT = {"arena_bytes", "peak_host_bytes", "baseline_host_bytes"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -47,6 +49,18 @@ class NodeReport(Jsonable):
     baseline_host_bytes: int = 0  # and before the load
     overfetch_bytes: int = 0  # inside the needed chunks, wanted by no rank of the node
     direct_bytes: int = 0  # of store_bytes: received in the memory of ranks, past the arena
+
+    def plus(self, later: NodeReport) -> NodeReport:
+        """With another part of the load on the same node. A chunk that both parts need counts for each: one of them
+        found it in the arena.
+        """
+        sums = {
+            name: getattr(self, name) + getattr(later, name)
+            for name in (item.name for item in fields(self))
+            if isinstance(getattr(self, name), int) and name not in _OF_THE_AGENT
+        }
+        retries = dict(Counter(self.retries) + Counter(later.retries))
+        return replace(self, **sums, retries=retries)
 
 
 @dataclass(frozen=True, slots=True)

@@ -92,6 +92,7 @@ class SimLoad:
     needs: Mapping[int, Sequence[int]]
     begun: bool = False
     ended: bool = False
+    attempt: int = 1
     incarnations: dict[int, int] = field(default_factory=dict)
     seats: dict[int, SimRank] = field(default_factory=dict)  # the process it started last for each rank
     done: set[int] = field(default_factory=set)
@@ -99,7 +100,7 @@ class SimLoad:
     def job(self) -> NodeJob:
         return NodeJob(
             load_id=self.load_id,
-            attempt=1,
+            attempt=self.attempt,
             shared=self.model.shared(self.needs),
             store_identity="sim",
             ranks=tuple(self.needs),
@@ -212,7 +213,7 @@ class SimRank:
         self.joined = False
         hello = RankHello(
             self.load.load_id,
-            1,
+            self.load.attempt,
             self.rank,
             self.incarnation,
             self.process,
@@ -235,7 +236,7 @@ class SimRank:
             self.drain()
         update = RankUpdate(
             self.load.load_id,
-            1,
+            self.load.attempt,
             self.rank,
             self.incarnation,
             self.process,
@@ -291,7 +292,7 @@ class SimRank:
                 self.end_write()
             farewell = RankUpdate(
                 self.load.load_id,
-                1,
+                self.load.attempt,
                 self.rank,
                 self.incarnation,
                 self.process,
@@ -367,6 +368,14 @@ class NodeSimulation:
         self.loads[load.load_id] = load
         self.begin(load)
         return load
+
+    def add_part(self, load: SimLoad, needs: Mapping[int, Sequence[int]]) -> SimLoad:
+        """Ranks of the same load that a lost node had: a later attempt brings them here."""
+        part = SimLoad(load.load_id, load.model, needs, attempt=load.attempt + 1)
+        part.incarnations = dict.fromkeys(needs, 1)
+        self.loads[f"{load.load_id} again"] = part
+        self.begin(part)
+        return part
 
     def begin(self, load: SimLoad) -> None:
         if not load.begun and not load.ended:

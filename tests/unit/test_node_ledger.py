@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import random
 from collections import Counter
-from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -594,19 +593,46 @@ def test_an_agent_that_restarts_leaves_what_its_ranks_use_alone_until_they_say_h
     node.check_nothing_is_left()
 
 
-def test_begin_again_is_begun_once_and_a_newer_attempt_replaces_it():
+def test_begin_again_is_begun_once():
     node, (first, _) = node_with()
-    job = first.load.job()
     first.exchange(want=3)
-    assert node.ledger.begin(job, 0.0)
+    assert node.ledger.begin(first.load.job(), 0.0)
     assert node.cache.stats().leased_slots == 3
-    assert node.ledger.begin(replace(job, attempt=2), 0.0)
-    assert node.cache.stats().leased_slots == 0
+
+
+@pytest.mark.parametrize("digests", [True, False])
+def test_ranks_of_a_lost_node_come_to_a_node_that_has_some(digests):
+    """The ranks that were there are told nothing, close nothing, fetch nothing again; every chunk is fetched once."""
+    model = SimModel((1, 2, 3, 4), digests=digests, etag=None)
+    node = NodeSimulation(12)
+    load = node.add_load(model, {0: [0, 1, 2]})
+    node.start_rank(load, 0)
+    first = load.seats[0]
     first.exchange()
-    assert isinstance(first.error, LoadCancelled)
-    assert node.ledger.begin(job, 0.0)  # an old message changes nothing
-    node.ledger.end("load-0", 0.0)
+    first.exchange(want=2)
+    first.begin_write()
+    part = node.add_part(load, {1: [0, 1, 2, 3]})
+    node.start_rank(part, 1)
+    part.seats[1].exchange()
+    first.end_write()
+    first.exchange(want=0)
+    assert first.joined
+    assert first.error is None
+    node.settle()
+    assert (load.done, part.done) == ({0}, {1})
+    assert [node.fetched[model, chunk] for chunk in range(4)] == [1, 1, 1, 1]
+    report = node.ledger.report(load.load_id, "node", "host")
+    assert (report.store_chunks, report.needed_chunks, report.cached_chunks) == (4, 7, 3)
     node.check_nothing_is_left()
+
+
+def test_a_part_that_waits_for_its_minimum_ends_with_the_load():
+    node = NodeSimulation(5)
+    load = node.add_load(SimModel((1, 2)), {0: [0, 1], 1: [0, 1]})
+    part = node.add_part(load, {2: [0, 1]})
+    assert not part.begun
+    node.end_load(load)
+    assert node.cache.reserve("another", 5)
 
 
 def test_an_arena_that_can_never_do_is_refused_at_the_door():
