@@ -12,24 +12,14 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
+from actors.chunk_read import ChunkRead, StageClock
 from cluster.messages import Commit, FetchFailure, LeaseOrder
 from cluster.packed_plan import SharedTables
 from cluster.report import StageTimes
 from cluster.retry import Fail, cause_of, decide
-from storage.checksum import new_hasher
-from storage.errors import IntegrityError, LongshoreError
-from storage.object_store import ObjectStore, read_pieces
-
-
-@dataclass(slots=True)
-class StageClock:
-    """What one thread did, in seconds and bytes. Written by that thread only."""
-
-    busy_s: float = 0.0  # reading (fetch thread) or copying (place thread)
-    bytes: int = 0
-    verify_s: float = 0.0
-    verify_bytes: int = 0
-    wait_s: float = 0.0
+from storage.errors import LongshoreError, ReadEnded
+from storage.object_store import ObjectStore
+from storage.read_limit import ReadLimit, ReadLimits
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +41,8 @@ class ChunkFetcher:
         self._attempts = attempts
         self._stopped = threading.Event()
         self._closed: set[str] = set()
+        self._limits = ReadLimits()
+        self._running: dict[str, ReadLimit] = {}  # by lease id
         self._clocks: list[StageClock] = []
         # How a thread waits before another try: (cause, seconds). Ends early when the tries are stopped.
         self.pause: Callable[[str, float], object] = lambda _, delay_s: self._stopped.wait(delay_s)
@@ -61,72 +53,64 @@ class ChunkFetcher:
         self._clocks.append(clock)
         return clock
 
-    def stop(self) -> None:
-        """No new try begins; a read that is under way ends by itself."""
+    def stop(self, *, at_once: bool = False) -> None:
+        """No new try begins. A read that is under way ends by itself, or `at_once`."""
         self._stopped.set()
+        if at_once:
+            self._limits.end_all()
 
     def restart(self) -> None:
         self._stopped.clear()
 
+    def close(self) -> None:
+        """Deadlines are watched no more: call it when nothing is fetched any more. Idempotent."""
+        self._limits.close()
+
     def close_leases(self, lease_ids: set[str]) -> None:
-        """These leases are void: whoever works on one hands it back before its next try."""
+        """These leases are void: whoever works on one stops at once and hands it back."""
         self._closed |= lease_ids
+        for lease_id in lease_ids:
+            limit = self._running.get(lease_id)
+            if limit is not None:
+                limit.end()
 
     def fetch(self, lease: LeaseOrder, parts: Sequence[memoryview], clock: StageClock) -> FetchedChunk:
         """Fill `parts`, which together have the chunk's size. Never raises for what a store can do."""
         give_up_s = time.monotonic() + lease.deadline_s
-        retries: dict[str, int] = {}
-        tries = 0
-        while True:
-            tries += 1
-            if self._stopped.is_set() or lease.lease_id in self._closed:
-                return FetchedChunk(lease.lease_id, retries=retries)
+        with self._limits.begin(give_up_s) as limit:
+            self._running[lease.lease_id] = limit
             try:
-                self._read(lease.chunk, parts, clock)
+                return self._fetch(lease, ChunkRead(self._store, self._tables, lease.chunk, parts, limit, clock), limit)
+            finally:
+                del self._running[lease.lease_id]
+
+    def _fetch(self, lease: LeaseOrder, read: ChunkRead, limit: ReadLimit) -> FetchedChunk:
+        retries: dict[str, int] = {}
+        tries = in_vain = 0  # in vain: it brought no byte more
+        while not self._is_void(lease):
+            tries += 1
+            before_bytes = read.arrived_bytes
+            try:
+                read.read()
                 return FetchedChunk(lease.lease_id, Commit(lease.lease_id, lease.chunk), None, retries)
             except LongshoreError as failed:
                 error = failed
+            if isinstance(error, ReadEnded) and self._is_void(lease):
+                break
+            in_vain += read.arrived_bytes <= before_bytes
             cause = cause_of(error)
             retries[cause] = retries.get(cause, 0) + 1
             decision = decide(cause, retries[cause], random.random())
             # A deadline that passes after failures is a failure too: were the lease handed back, nobody would ever
             # count them, and a store that stalls would be asked for ever.
-            if tries >= self._attempts or isinstance(decision, Fail) or time.monotonic() > give_up_s:
+            if in_vain >= self._attempts or isinstance(decision, Fail) or time.monotonic() > limit.deadline_s:
                 failure = FetchFailure(lease.lease_id, lease.chunk, self._described(error, lease.chunk), tries)
                 return FetchedChunk(lease.lease_id, None, failure, retries)
             self.pause(cause, decision.delay_s)
+        return FetchedChunk(lease.lease_id, retries=retries)
 
-    def _read(self, chunk: int, parts: Sequence[memoryview], clock: StageClock) -> None:
-        """Read the chunk into `parts` and check its digest, each piece while it is warm. Raises what a read raises."""
-        chunks = self._tables.chunks
-        shard, byte_range = self._tables.shards[chunks.shard[chunk]], chunks.byte_range(chunk)
-        expected = chunks.digest(chunk) if chunks.hash_name is not None else None
-        hasher = new_hasher(str(chunks.hash_name)) if expected is not None else None
-        hashing_s = 0.0
-
-        def seen(piece: memoryview) -> None:
-            nonlocal hashing_s
-            begun_s = time.monotonic()
-            hasher.update(piece)  # type: ignore[union-attr]
-            hashing_s += time.monotonic() - begun_s
-
-        begun_s = time.monotonic()
-        try:
-            read_pieces(self._store, shard.key, byte_range, parts, seen if hasher else None, etag=shard.etag)
-        finally:
-            clock.busy_s += time.monotonic() - begun_s - hashing_s
-            clock.verify_s += hashing_s
-        clock.bytes += byte_range.size_bytes
-        if hasher is None or expected is None:
-            return
-        clock.verify_bytes += byte_range.size_bytes
-        if (found := hasher.digest()) != expected:
-            raise IntegrityError(
-                "bytes from the store are not the published ones",
-                hint="the object is damaged, or was replaced after it was published: longshore verify shows all of it",
-                expected=f"{chunks.hash_name}:{expected.hex()}",
-                found=f"{chunks.hash_name}:{found.hex()}",
-            )
+    def _is_void(self, lease: LeaseOrder) -> bool:
+        return self._stopped.is_set() or lease.lease_id in self._closed
 
     def _described(self, error: LongshoreError, chunk: int) -> LongshoreError:
         shard = self._tables.shards[self._tables.chunks.shard[chunk]]

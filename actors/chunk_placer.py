@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from actors.chunk_fetcher import StageClock
+from actors.chunk_read import StageClock
 from actors.device import Device
 from cluster.load_plan import RankPlan
 from cluster.packed_plan import SharedTables

@@ -247,6 +247,7 @@ class RankLoader:
         self._work.stop(LoadCancelled("the load is over"))
         for thread in self._threads:
             thread.join()
+        self._fetcher.close()
         try:
             if failed:
                 self._device.free()

@@ -241,7 +241,7 @@ class RankWork:
         """Everything that waits here ends; the first error counts."""
         with self._tell:
             self._error = self._error or error
-            self._fetcher.stop()
+            self._fetcher.stop(at_once=True)
             for condition in (self._fetch, self._again, self._place, self._tell):
                 condition.notify_all()
 

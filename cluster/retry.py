@@ -16,6 +16,7 @@ from storage.errors import (
     ObjectChanged,
     ObjectNotFound,
     RangeMismatch,
+    ReadEnded,
     ShortRead,
     StoreUnavailable,
     Throttled,
@@ -66,6 +67,7 @@ RETRIES: Mapping[str, Budget] = {
 _CAUSES: tuple[tuple[type[LongshoreError], str], ...] = (
     (Throttled, "throttled"),
     (ShortRead, "short_read"),
+    (ReadEnded, "lease_expired"),  # one that is closed earlier is handed back, and is no failure
     (StoreUnavailable, "unavailable"),
     (RangeMismatch, "range_mismatch"),
     (IntegrityError, "digest_mismatch"),

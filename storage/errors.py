@@ -7,6 +7,7 @@
     |  +- StoreUnavailable          refused, reset, timed out, name not resolved, 5xx        (worth a retry)
     |  |  +- Throttled              503 SlowDown, 429                                        (worth a slower retry)
     |  |  +- ShortRead              fewer bytes than the range asked for                     (worth a retry)
+    |  |  +- ReadEnded              the reader ended it: out of time, or not wanted any more (worth a retry)
     |  +- RangeMismatch             the answer is for other bytes than were asked for        (worth a retry)
     |  +- ObjectChanged             ETag or size differs from what the load pinned
     |  +- UnsupportedStore          no such scheme, or its package is not installed
@@ -85,6 +86,10 @@ class Throttled(StoreUnavailable):
 
 class ShortRead(StoreUnavailable):
     """The body ended before the range was filled."""
+
+
+class ReadEnded(StoreUnavailable):
+    """The reader itself ended the read: its time was over, or nobody wanted its bytes any more."""
 
 
 class RangeMismatch(StoreError):

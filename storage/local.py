@@ -27,6 +27,7 @@ from storage.errors import (
 )
 from storage.object_store import ObjectInfo, check_key, cut
 from storage.ranges import ByteRange
+from storage.read_limit import ReadLimit
 from storage.temporary_files import is_temporary, open_locked, remove_unless_locked
 
 _HINT_SAME_FILE = "was it replaced, or does this node see another copy? A path must be one shared file system"
@@ -67,7 +68,13 @@ class LocalStore:
         return self.read_pieces(key, byte_range, cut(buffer), etag=etag)
 
     def read_pieces(
-        self, key: str, byte_range: ByteRange, pieces: Iterable[memoryview], *, etag: str | None = None
+        self,
+        key: str,
+        byte_range: ByteRange,
+        pieces: Iterable[memoryview],
+        *,
+        etag: str | None = None,
+        limit: ReadLimit | None = None,
     ) -> str | None:
         """See ReadsPieces."""
         check_key(key)
@@ -84,6 +91,8 @@ class LocalStore:
                 raise RangeMismatch("range reaches past the file's end", size_bytes=before.size_bytes, **where)
             position = byte_range.start
             for piece in pieces:
+                if limit is not None:
+                    limit.check()
                 filled = 0
                 while filled < len(piece):
                     count = os.preadv(file, [piece[filled:] if filled else piece], position)

@@ -24,6 +24,7 @@ from typing import Protocol, runtime_checkable
 
 from storage.errors import ObjectChanged, ObjectNotFound, RangeMismatch, StoreError
 from storage.ranges import ByteRange
+from storage.read_limit import ReadLimit
 
 # What is hashed or copied next while it is still in a core's own cache (1 to 2 MiB on servers), and large enough that
 # the work between two receives does not count. Measured: docs/benchmarks.md.
@@ -38,6 +39,7 @@ class ObjectInfo:
     size_bytes: int
     etag: str | None  # opaque version tag without quotes; None where the store has none
     checksums: dict[str, str] = field(default_factory=dict)  # whole-object: {"crc64nvme" | "sha256" | "md5"...: hex}
+    composites: dict[str, str] = field(default_factory=dict)  # of the digests of its parts in a row (see KeepsParts)
 
 
 class Upload(Protocol):
@@ -103,13 +105,29 @@ class ReadsPieces(Protocol):
     """A store that can stop between two parts of a range, so that the caller works on each while it is warm."""
 
     def read_pieces(
-        self, key: str, byte_range: ByteRange, pieces: Iterable[memoryview], *, etag: str | None = None
+        self,
+        key: str,
+        byte_range: ByteRange,
+        pieces: Iterable[memoryview],
+        *,
+        etag: str | None = None,
+        limit: ReadLimit | None = None,
     ) -> str | None:
         """As `ObjectStore.read_into`, into `pieces` in their order; together they have the range's size.
 
         Each is filled whole before the next one is asked for, and after the last the end is asked for. An error may
-        come after any of them.
+        come after any of them; when it came in the body, its detail `received_bytes` says how many bytes of the range
+        stand in the pieces. Raises ReadEnded when `limit` was ended.
         """
+        ...
+
+
+@runtime_checkable
+class KeepsParts(Protocol):
+    """A store that knows in which parts an object was uploaded."""
+
+    def part_ends(self, key: str, etag: str | None) -> tuple[int, ...]:
+        """Where the parts end, the last one the object; () when the store does not know. Raises StoreError."""
         ...
 
 
@@ -127,11 +145,14 @@ def read_pieces(
     seen: Callable[[memoryview], object] | None = None,
     *,
     etag: str | None = None,
+    limit: ReadLimit | None = None,
 ) -> str | None:
     """Read a range into `parts`, which follow each other in the object; `seen` is called with every piece, in order.
 
     Pieces have `PIECE_BYTES` at most where the store is a `ReadsPieces`. Raises what `ObjectStore.read_into` raises,
-    ValueError when the parts do not fit the range; what was seen before an error is worth nothing.
+    ValueError when the parts do not fit the range. After an error, what was seen has arrived; what arrived beyond
+    that, the error's `received_bytes` says (see ReadsPieces). A store that reads whole ranges has brought nothing,
+    and cannot be ended in mid-read.
     """
     if sum(map(len, parts)) != byte_range.size_bytes:
         raise ValueError(f"parts have {sum(map(len, parts))} bytes, the range {byte_range.size_bytes}")
@@ -144,7 +165,7 @@ def read_pieces(
                     seen(piece)
 
     if isinstance(store, ReadsPieces):
-        return store.read_pieces(key, byte_range, pieces(), etag=etag)
+        return store.read_pieces(key, byte_range, pieces(), etag=etag, limit=limit)
     whole = parts[0] if len(parts) == 1 else memoryview(bytearray(byte_range.size_bytes))
     found = store.read_into(key, byte_range, whole, etag=etag)
     start = 0

@@ -24,6 +24,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from storage.errors import ObjectChanged, ObjectNotFound, RangeMismatch, StoreError
 from storage.object_store import ObjectInfo, check_key, cut
 from storage.ranges import ByteRange
+from storage.read_limit import ReadLimit
 from storage.s3_answer import normal_etag
 from storage.s3_errors import store_error
 from storage.s3_info import checksums_of_head, error_code, from_botocore_error, md5_header
@@ -131,7 +132,13 @@ class S3Store:
         return self.read_pieces(key, byte_range, cut(buffer), etag=etag)
 
     def read_pieces(
-        self, key: str, byte_range: ByteRange, pieces: Iterable[memoryview], *, etag: str | None = None
+        self,
+        key: str,
+        byte_range: ByteRange,
+        pieces: Iterable[memoryview],
+        *,
+        etag: str | None = None,
+        limit: ReadLimit | None = None,
     ) -> str | None:
         """See ReadsPieces; `read_into` for what is retried."""
         full_key = self._full_key(key)
@@ -146,7 +153,7 @@ class S3Store:
         except BotoCoreError as error:
             raise from_botocore_error(error, uri=self.uri, key=key) from error
         try:
-            return wire.read_range(path, signed, byte_range, pieces, key=key, etag=etag)
+            return wire.read_range(path, signed, byte_range, pieces, key=key, etag=etag, limit=limit)
         except RangeMismatch as error:
             # A server that ignores If-Match says "past the end" of an object that was replaced by a shorter one.
             if error.details.get("status") == 416 and etag is not None:

@@ -23,12 +23,13 @@ from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
-from storage.errors import StoreError, StoreUnavailable
+from storage.errors import ReadEnded, StoreError, StoreUnavailable
 from storage.ranges import ByteRange
+from storage.read_limit import ReadLimit
 from storage.s3_answer import check_answer, head_of, refusal
 from storage.s3_errors import MAX_ERROR_BODY_BYTES, connection_error
 from storage.tls import tls_context
-from storage.wire_body import receive, set_receive_timer
+from storage.wire_body import Received, receive, set_receive_timer
 
 _RECEIVE_BUFFER_BYTES = 4 << 20
 _MAX_IDLE_S = 15.0  # servers and NATs drop idle connections silently, S3 after some 20 s
@@ -80,24 +81,37 @@ class WireClient:
         *,
         key: str,
         etag: str | None,
+        limit: ReadLimit | None = None,
     ) -> str | None:
         """GET `path` (already percent-encoded) into `pieces` (see storage.object_store.ReadsPieces); the answer's ETag.
 
         Raises the errors of a read.
         """
         where: dict[str, Any] = {"uri": self._uri, "key": key, "range": str(byte_range)}
-        connection, response = self._request_translated(path, headers, key, byte_range)
+        limit = limit or ReadLimit()
+        received = Received()
         try:
-            found = self._check(response, byte_range, etag, key)
-            receive(connection, response, pieces, self._read_timeout_s, where)
-        except BaseException as error:
-            # Whatever is unread on it would be taken for the next answer. The response holds the socket too.
-            response.close()
-            connection.close()
-            if isinstance(error, (OSError, http.client.HTTPException)):
-                raise self._translated(error, key, byte_range) from error
-            raise
-        if response.will_close:
+            connection, sock, response = self._request(path, headers, limit)
+            try:
+                found = self._check(response, byte_range, etag, key)
+                receive(sock, response, pieces, self._read_timeout_s, received, where)
+            except BaseException:
+                # Whatever is unread on it would be taken for the next answer. The response holds the socket too.
+                limit.detach()
+                response.close()
+                connection.close()
+                raise
+        except (OSError, http.client.HTTPException, StoreUnavailable) as error:
+            if limit.ended:
+                raise ReadEnded(
+                    "the read was ended: its time was over, or its bytes were not wanted any more",
+                    received_bytes=received.bytes,
+                    **where,
+                ) from error
+            if isinstance(error, StoreUnavailable):
+                raise
+            raise self._translated(error, key, byte_range, received) from error
+        if limit.detach() or response.will_close:
             connection.close()
         else:
             self._give_back(connection)
@@ -111,40 +125,26 @@ class WireClient:
         for connection, _ in idle:
             connection.close()
 
-    def _request_translated(
-        self, path: str, headers: Mapping[str, str], key: str, byte_range: ByteRange
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
-        try:
-            return self._request(path, headers)
-        except (OSError, http.client.HTTPException) as error:
-            raise self._translated(error, key, byte_range) from error
-
-    def _translated(self, error: Exception, key: str, byte_range: ByteRange) -> StoreError:
+    def _translated(self, error: Exception, key: str, byte_range: ByteRange, received: Received) -> StoreError:
         endpoint = str(self.endpoint)
         found = connection_error(error, uri=self._uri, endpoint=endpoint, timeout_s=self._read_timeout_s)
+        if received.bytes:
+            found = found.with_details(received_bytes=received.bytes)
         return found.with_details(key=key, range=str(byte_range))
 
     def _request(
-        self, path: str, headers: Mapping[str, str]
-    ) -> tuple[http.client.HTTPConnection, http.client.HTTPResponse]:
+        self, path: str, headers: Mapping[str, str], limit: ReadLimit
+    ) -> tuple[http.client.HTTPConnection, socket.socket, http.client.HTTPResponse]:
         """Send a GET and read the head of its answer. The connection is closed on every error."""
         connection = self._take_idle()
         if connection is not None:
             try:
-                return connection, _exchange(connection, path, headers)
+                return _exchange(connection, path, headers, limit)
             except (ConnectionResetError, BrokenPipeError, ConnectionAbortedError):
-                connection.close()  # closed by the server while it was idle; a GET is safe to send again
-            except BaseException:
-                connection.close()
-                raise
-        connection = self._connect()
-        try:
-            return connection, _exchange(connection, path, headers)
-        except BaseException:
-            connection.close()
-            raise
+                pass  # closed by the server while it was idle; a GET is safe to send again
+        return _exchange(self._connect(limit), path, headers, limit)
 
-    def _connect(self) -> http.client.HTTPConnection:
+    def _connect(self, limit: ReadLimit) -> http.client.HTTPConnection:
         endpoint = self.endpoint
         connection: http.client.HTTPConnection
         if self._tls is not None:
@@ -153,6 +153,7 @@ class WireClient:
             connection = http.client.HTTPConnection(endpoint.host, endpoint.port)
         raw = socket.create_connection((endpoint.host, endpoint.port), timeout=self._connect_timeout_s)
         try:
+            limit.attach(raw)
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             if self._receive_buffer_bytes:
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._receive_buffer_bytes)
@@ -162,6 +163,7 @@ class WireClient:
                 sock = self._tls.wrap_socket(raw, server_hostname=endpoint.host)
             sock.settimeout(self._read_timeout_s)
         except BaseException:
+            limit.detach()
             raw.close()
             raise
         connection.sock = sock
@@ -212,13 +214,23 @@ class WireClient:
 
 
 def _exchange(
-    connection: http.client.HTTPConnection, path: str, headers: Mapping[str, str]
-) -> http.client.HTTPResponse:
-    connection.putrequest("GET", path, skip_host=True, skip_accept_encoding=True)
-    for name, value in headers.items():
-        connection.putheader(name, value)
-    connection.endheaders()
-    return connection.getresponse()
+    connection: http.client.HTTPConnection, path: str, headers: Mapping[str, str], limit: ReadLimit
+) -> tuple[http.client.HTTPConnection, socket.socket, http.client.HTTPResponse]:
+    """The connection is closed on every error. Its socket is handed out apart: an answer that ends with the
+    connection takes it over.
+    """
+    sock: socket.socket = connection.sock
+    try:
+        limit.attach(sock)
+        connection.putrequest("GET", path, skip_host=True, skip_accept_encoding=True)
+        for name, value in headers.items():
+            connection.putheader(name, value)
+        connection.endheaders()
+        return connection, sock, connection.getresponse()
+    except BaseException:
+        limit.detach()
+        connection.close()
+        raise
 
 
 def _has_more(response: http.client.HTTPResponse) -> bool:

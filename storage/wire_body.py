@@ -12,6 +12,7 @@ import ssl
 import struct
 import time
 from collections.abc import Iterable
+from dataclasses import dataclass
 from typing import Any
 
 from storage.errors import ShortRead, StoreUnavailable
@@ -25,41 +26,48 @@ def set_receive_timer(sock: socket.socket, timeout_s: float) -> None:
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", whole_s, int((timeout_s - whole_s) * 1e6)))
 
 
+@dataclass(slots=True)
+class Received:
+    """How far a body has come, also when it breaks off."""
+
+    bytes: int = 0
+
+
 def receive(
-    connection: http.client.HTTPConnection,
+    sock: socket.socket,
     response: http.client.HTTPResponse,
     pieces: Iterable[memoryview],
     timeout_s: float,
+    received: Received,
     where: dict[str, Any],
 ) -> None:
     """Fill the pieces, one after the other, from the body, whose length was checked to be theirs.
 
-    Raises ShortRead, StoreUnavailable for a body that drips, TimeoutError for one that stalls; OSError.
+    `sock` is what the answer comes through. Raises ShortRead, StoreUnavailable for a body that drips, TimeoutError for
+    one that stalls; OSError. `received` is right after each of them.
     """
     body = response.fp
-    sock: socket.socket | None = connection.sock  # None: the answer ends with the connection, and has taken it over
-    plain = sock is not None and not isinstance(sock, ssl.SSLSocket)
-    received = 0
+    plain = not isinstance(sock, ssl.SSLSocket)
     started_s = time.monotonic()
     ahead = len(body.peek())  # what the reader of the head has taken in beyond it comes first
-    if sock is not None and plain:
+    if plain:
         sock.settimeout(None)
     for piece in pieces:
         rest = piece
         while rest:
-            if ahead or sock is None:
-                count = body.readinto1(rest[:ahead] if ahead else rest)
-                ahead = max(0, ahead - count)
+            if ahead:
+                count = body.readinto1(rest[:ahead])
+                ahead -= count
             else:
                 count = _receive_all(sock, rest) if plain else sock.recv_into(rest)
             if not count:
-                raise ShortRead("the answer ended early", received_bytes=received, **where)
-            received += count
+                raise ShortRead("the answer ended early", received_bytes=received.bytes, **where)
+            received.bytes += count
             rest = rest[count:]
             took_s = time.monotonic() - started_s
-            if took_s > timeout_s and received < took_s * _MIN_RATE_BYTES_PER_S:
-                raise StoreUnavailable("the answer comes too slowly", received_bytes=received, **where)
-    if sock is not None and plain:
+            if took_s > timeout_s and received.bytes < took_s * _MIN_RATE_BYTES_PER_S:
+                raise StoreUnavailable("the answer comes too slowly", received_bytes=received.bytes, **where)
+    if plain:
         sock.settimeout(timeout_s)
     # Tells http.client that the body is over; without it the connection would refuse the next request.
     response.close()

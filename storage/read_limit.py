@@ -1,0 +1,114 @@
+"""How a read is ended from outside: its time is over, or nobody wants its bytes any more.
+
+    owner: limits.begin(deadline) --> ReadLimit --> store: attach(socket) ... detach()
+                                         ^
+    end(): by the owner, or by the thread of `ReadLimits` at the deadline. The socket is shut down, so whoever waits
+    on it, for the head, in TLS or for the next byte of a body that trickles, wakes at once
+
+The reader itself looks at no clock: its receives stay as large as they are.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import math
+import socket
+import threading
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+
+from storage.errors import ReadEnded
+
+
+class ReadLimit:
+    """One read, or several tries of one, that can be ended. Thread-safe."""
+
+    def __init__(self, deadline_s: float = math.inf) -> None:
+        """`deadline_s`, by the monotonic clock, is for whoever watches: see `ReadLimits`."""
+        self.deadline_s = deadline_s
+        self.ended = False
+        self._lock = threading.Lock()
+        self._socket: socket.socket | None = None
+
+    def end(self) -> None:
+        """End the read that is under way, and let none begin. Returns at once."""
+        with self._lock:
+            self.ended = True
+            if self._socket is not None:
+                with contextlib.suppress(OSError):
+                    # Not SSLSocket.shutdown: it takes the TLS away from under the reader, who would see ciphertext.
+                    socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+
+    def check(self) -> None:
+        """Raises ReadEnded when the read was ended."""
+        if self.ended:
+            raise ReadEnded("the read was ended: its time was over, or its bytes were not wanted any more")
+
+    def attach(self, sock: socket.socket) -> None:
+        """The read goes through this socket from now on. Raises ReadEnded."""
+        with self._lock:
+            self.check()
+            self._socket = sock
+
+    def detach(self) -> bool:
+        """The socket is left alone from now on; to be called before it is closed. True: the read was ended."""
+        with self._lock:
+            self._socket = None
+            return self.ended
+
+
+class ReadLimits:
+    """Ends reads at their deadlines, in one thread that begins with the first read. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._changed = threading.Condition()
+        self._running: set[ReadLimit] = set()
+        self._wakes_s = math.inf  # when the thread looks again
+        self._thread: threading.Thread | None = None
+        self._closed = False
+
+    @contextmanager
+    def begin(self, deadline_s: float) -> Iterator[ReadLimit]:
+        """A limit for the reads inside the block."""
+        limit = ReadLimit(deadline_s)
+        with self._changed:
+            self._running.add(limit)
+            if self._thread is None and not self._closed:
+                self._thread = threading.Thread(target=self._watch, name="read-limits", daemon=True)
+                self._thread.start()
+            # Deadlines mostly come in order: the thread sleeps through all but the first.
+            if deadline_s < self._wakes_s:
+                self._changed.notify()
+        try:
+            yield limit
+        finally:
+            with self._changed:
+                self._running.discard(limit)
+
+    def end_all(self) -> None:
+        """End every read that runs now."""
+        with self._changed:
+            running = list(self._running)
+        for limit in running:
+            limit.end()
+
+    def close(self) -> None:
+        """The thread is gone when this returns; deadlines are not watched any more. Idempotent."""
+        with self._changed:
+            self._closed = True
+            thread, self._thread = self._thread, None
+            self._changed.notify()
+        if thread is not None:
+            thread.join()
+
+    def _watch(self) -> None:
+        with self._changed:
+            while not self._closed:
+                now_s = time.monotonic()
+                for limit in self._running:
+                    if limit.deadline_s <= now_s:
+                        limit.end()
+                waiting = [limit.deadline_s for limit in self._running if not limit.ended]
+                self._wakes_s = min(waiting, default=math.inf)
+                self._changed.wait(None if math.isinf(self._wakes_s) else self._wakes_s - now_s)
