@@ -24,9 +24,11 @@
     +- IntegrityError               bytes arrived whole and are not the published ones
     +- PublishError                 a checkpoint could not be published safely
     +- ArenaError
-       +- ArenaTooSmall             fewer slots than a load needs to make progress
-       +- ArenaTooLarge             /dev/shm cannot hold it
-       +- ArenaCorrupt              the file is not an arena of ours
+    |  +- ArenaTooSmall             fewer slots than a load needs to make progress
+    |  +- ArenaTooLarge             /dev/shm cannot hold it
+    |  +- ArenaCorrupt              the file is not an arena of ours
+    +- DiskTierError                the folder for chunks on disk cannot be used
+       +- DiskChunkUnusable         a file in it is not, whole, the chunk that its name says
 
 Every error takes one message, an optional hint and keyword details, so all of them survive pickling between
 actors (an exception whose __init__ takes several positional arguments does not, ray-project/ray#20830).
@@ -166,3 +168,11 @@ class ArenaTooLarge(ArenaError):
 
 class ArenaCorrupt(ArenaError):
     """The file is not an arena of this version."""
+
+
+class DiskTierError(LongshoreError):
+    """The folder for chunks on disk cannot be used. Loads go on without it."""
+
+
+class DiskChunkUnusable(DiskTierError):
+    """A file of the disk tier is not, whole, the chunk that its name says; it is had from elsewhere."""

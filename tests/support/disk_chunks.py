@@ -1,0 +1,50 @@
+"""Chunks for the disk tier, made from a number, and what a folder of it holds."""
+
+from __future__ import annotations
+
+import os
+from pathlib import Path
+
+from storage.checksum import digest_of
+from storage.disk_folder import LOCK_NAME, DiskReader, key_of
+from storage.disk_tier import DiskTier, Written
+from storage.temporary_files import is_temporary
+
+
+def chunk_of(number: int, size_bytes: int = 1000) -> tuple[bytes, bytes]:
+    """(cache key, content) of chunk `number`."""
+    content = (number.to_bytes(4, "little") * (size_bytes // 4 + 1))[:size_bytes]
+    return digest_of("blake3", b"key" + content), content
+
+
+def write(tier: DiskTier, number: int, size_bytes: int = 1000) -> Written:
+    key, content = chunk_of(number, size_bytes)
+    return tier.write(key, "blake3", digest_of("blake3", content), memoryview(content))
+
+
+def read(reader: DiskReader, number: int, size_bytes: int = 1000) -> bytes:
+    """What the reader hands over as the chunk; raises what it raises."""
+    key, content = chunk_of(number, size_bytes)
+    buffer = bytearray(size_bytes)
+    reader.read(key, [memoryview(buffer)], ("blake3", digest_of("blake3", content)))
+    return bytes(buffer)
+
+
+def folder_bytes(path: str) -> int:
+    """Bytes of all chunks, finished or being written, as the file system has them."""
+    total = 0
+    for name in os.listdir(path):
+        if name != LOCK_NAME:
+            try:
+                total += os.lstat(os.path.join(path, name)).st_size
+            except FileNotFoundError:
+                continue
+    return total
+
+
+def chunks_in(path: str) -> set[bytes]:
+    return {key for name in os.listdir(path) if (key := key_of(name)) is not None}
+
+
+def temporaries_in(path: str) -> list[Path]:
+    return [Path(path, name) for name in os.listdir(path) if is_temporary(name)]
