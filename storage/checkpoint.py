@@ -32,7 +32,10 @@ from storage.problems import Problems, quote
 from storage.ranges import ByteRange
 from storage.retrying import RetryPolicy, with_retries
 
-NO_MANIFEST = "no manifest: structure and transport are checked, digests cannot be; see `longshore publish`"
+NO_MANIFEST = (
+    "no manifest: structure and transport are checked, and whole objects by the store's own checksums where it keeps"
+    " them; chunks have no digests; see `longshore publish`"
+)
 
 
 def split_model_uri(uri: str) -> tuple[str, str | None]:
@@ -70,7 +73,11 @@ def open_model(
             return _as_stored(index, inventory, store.uri)
         if any(shard.key == only_key for shard in index.shards):
             return _as_stored(_one_shard(index, only_key), inventory, store.uri)
-    checkpoint = scan_checkpoint(store, only_key=only_key, policy=policy, inventory=inventory)
+    if trusted_keys:
+        raise not_published(store.uri)
+    checkpoint = scan_checkpoint(
+        store, only_key=only_key, policy=policy, inventory=inventory, checksum_chunk_bytes=chunk_bytes
+    )
     return _derived(checkpoint, chunk_bytes, _versions_digest(store, inventory, only_key, policy))
 
 
@@ -117,8 +124,11 @@ def chunk_table(shard_ends: Sequence[Sequence[int]]) -> ChunkTable:
 
 def _derived(checkpoint: Checkpoint, chunk_bytes: int, revision: str) -> ModelIndex:
     ends = [
-        chunk_bounds(header, info.size_bytes, chunk_bytes)
-        for info, header in zip(checkpoint.shards, checkpoint.headers, strict=True)
+        # Only over the whole object in one piece can such a checksum be computed.
+        [shard.size_bytes]
+        if shard.checksum is not None and not shard.checksum.combines
+        else chunk_bounds(header, shard.size_bytes, chunk_bytes)
+        for shard, header in zip(shards, checkpoint.headers, strict=True)
     ]
     notes = [NO_MANIFEST]
     if checkpoint.skipped:
@@ -126,7 +136,7 @@ def _derived(checkpoint: Checkpoint, chunk_bytes: int, revision: str) -> ModelIn
     return ModelIndex(
         revision=revision,
         source="headers",
-        shards=tuple(Shard(info.key, info.size_bytes, info.etag) for info in checkpoint.shards),
+        shards=shards,
         tensors=checkpoint.tensors,
         chunks=chunk_table(ends),
         files=tuple(OtherFile(info.key, info.size_bytes, None) for info in checkpoint.files),
@@ -156,6 +166,10 @@ def _as_stored(index: ModelIndex, inventory: Inventory, uri: str) -> ModelIndex:
             uri=uri,
         )
     notes = []
+    shards = tuple(
+        Shard(info.key, info.size_bytes, info.etag, asked.checksum, asked.reason)
+        for info, asked in zip(checkpoint.shards, checkpoint.checksums, strict=True)
+    )
     if copied:
         notes.append(f"{copied} shards have another ETag than when they were published: the digests decide")
     changed = [f.key for f in index.files if f.key not in now or now[f.key].size_bytes != f.size_bytes]

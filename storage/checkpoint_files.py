@@ -24,11 +24,13 @@ from storage.inventory import MAX_LISTED, Inventory, map_threads
 from storage.manifest import MANIFEST_KEY
 from storage.manifest_fields import is_safe_path
 from storage.model_index import Tensor
+from storage.object_checksum import AskedChecksum, ask_checksum
 from storage.object_store import LeavesOut, ObjectInfo, ObjectStore, read_bytes
 from storage.problems import Problems, quote
 from storage.ranges import ByteRange
 from storage.retrying import RetryPolicy, with_retries
-from storage.safetensors_header import Header, read_header
+from storage.safetensors_header import Header, read_head
+from storage.signature import SIGNATURE_KEY
 
 JOURNAL_KEY = "longshore.publish.json"  # of a publish under way
 PROBE_KEY = "longshore.publish.probe"  # tells whether source and destination are one place; there for a moment
@@ -57,6 +59,7 @@ class Checkpoint:
     tensors: tuple[Tensor, ...]  # by shard, start, end, name
     files: tuple[ObjectInfo, ...]  # everything else that belongs to the model, by key
     skipped: tuple[str, ...]  # weights that are not part of it, and files with names that no manifest can have
+    checksums: tuple[AskedChecksum, ...] = ()  # of each shard, when they were asked for
 
 
 def scan_checkpoint(
@@ -65,8 +68,12 @@ def scan_checkpoint(
     only_key: str | None = None,
     policy: RetryPolicy | None = None,
     inventory: Inventory | None = None,
+    checksum_chunk_bytes: int = 0,
 ) -> Checkpoint:
-    """The checkpoint as the files themselves describe it, whether there is a manifest or not."""
+    """The checkpoint as the files themselves describe it, whether there is a manifest or not.
+
+    `checksum_chunk_bytes`: ask the store for its own checksums, by which chunks of that size can be checked.
+    """
     policy = policy or RetryPolicy()
     inventory = inventory or Inventory(store, policy)
     known = candidates(inventory, only_key)
@@ -82,7 +89,7 @@ def scan_checkpoint(
             weight_map = read_index(store, known[layout.index_key], policy)
             keys = tuple(sorted(set(weight_map.values())))
     shards = _all_there(inventory.find(keys), keys, store.uri)
-    headers = _read_headers(store, shards, policy)
+    headers, checksums = _read_headers(store, shards, policy, checksum_chunk_bytes)
     try:
         tensors = assign_tensors(keys, dict(zip(keys, headers, strict=True)), weight_map)
     except InvalidIndex as error:
@@ -94,7 +101,7 @@ def scan_checkpoint(
         if is_pickle(info.key) or (info.key.endswith(SUFFIX) and "/" not in info.key) or not is_safe_path(info.key)
     )
     files = sorted((i for i in others if i.key not in set(skipped)), key=lambda info: info.key)
-    return Checkpoint(shards, headers, tensors, tuple(files), tuple(skipped))
+    return Checkpoint(shards, headers, tensors, tuple(files), tuple(skipped), checksums)
 
 
 def candidates(inventory: Inventory, only_key: str | None) -> dict[str, ObjectInfo]:
@@ -142,14 +149,22 @@ def _all_there(found: Mapping[str, ObjectInfo], keys: Iterable[str], uri: str) -
     return tuple(found[key] for key in keys)
 
 
-def _read_headers(store: ObjectStore, shards: Sequence[ObjectInfo], policy: RetryPolicy) -> tuple[Header, ...]:
-    """Every header, in parallel. Raises one InvalidHeader for all that are broken."""
+def _read_headers(
+    store: ObjectStore, shards: Sequence[ObjectInfo], policy: RetryPolicy, checksum_chunk_bytes: int
+) -> tuple[tuple[Header, ...], tuple[AskedChecksum, ...]]:
+    """Every header, in parallel, and what the store says of each shard, if it is to be asked.
 
-    def read(info: ObjectInfo) -> Header | InvalidHeader:
+    Raises one InvalidHeader for all that are broken.
+    """
+
+    def read(info: ObjectInfo) -> tuple[Header, AskedChecksum | None] | InvalidHeader:
         try:
-            return with_retries(lambda: read_header(store, info.key, info.size_bytes, etag=info.etag), policy)
+            header, data = with_retries(lambda: read_head(store, info.key, info.size_bytes, etag=info.etag), policy)
         except InvalidHeader as error:
             return error
+        if not checksum_chunk_bytes:
+            return header, None
+        return header, ask_checksum(store, info, checksum_chunk_bytes, policy).knowing(data)
 
     results = map_threads(read, shards)
     errors = [result for result in results if isinstance(result, InvalidHeader)]
@@ -157,7 +172,9 @@ def _read_headers(store: ObjectStore, shards: Sequence[ObjectInfo], policy: Retr
         raise errors[0]
     if errors:
         raise InvalidHeader(f"{len(errors)} shards: {Problems(map(str, errors))}", uri=store.uri)
-    return tuple(result for result in results if isinstance(result, Header))
+    read_well = [result for result in results if not isinstance(result, InvalidHeader)]
+    asked = tuple(checksum for _, checksum in read_well if checksum is not None)
+    return tuple(header for header, _ in read_well), asked
 
 
 def read_whole(store: ObjectStore, info: ObjectInfo, policy: RetryPolicy) -> bytes:

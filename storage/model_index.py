@@ -12,6 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage.ranges import ByteRange
+from storage.store_checksum import StoreChecksum
 
 
 @dataclass(frozen=True, slots=True)
@@ -21,6 +22,8 @@ class Shard:
     key: str  # relative to the model's root
     size_bytes: int
     etag: str | None  # the version every read of this load is pinned to
+    checksum: StoreChecksum | None = None  # the store's own, of a model without a manifest
+    unchecked: str = ""  # why there is none
 
 
 @dataclass(frozen=True, slots=True)

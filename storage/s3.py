@@ -27,7 +27,8 @@ from storage.ranges import ByteRange
 from storage.read_limit import ReadLimit
 from storage.s3_answer import normal_etag
 from storage.s3_errors import store_error
-from storage.s3_info import checksums_of_head, error_code, from_botocore_error, md5_header
+from storage.s3_info import checksums_of_head, composites_of_head, error_code, from_botocore_error, md5_header
+from storage.s3_parts import part_ends
 from storage.s3_signing import Route, find_route, sign_get
 from storage.s3_upload import S3Upload
 from storage.s3_wire import Endpoint, WireClient
@@ -100,7 +101,15 @@ class S3Store:
             if isinstance(translated, ObjectNotFound):
                 raise self._which_is_missing(translated) from error
             raise translated from error
-        return ObjectInfo(key, head["ContentLength"], normal_etag(head.get("ETag")), checksums_of_head(head))
+        checksums, composites = checksums_of_head(head), composites_of_head(head)
+        return ObjectInfo(key, head["ContentLength"], normal_etag(head.get("ETag")), checksums, composites)
+
+    def part_ends(self, key: str, etag: str | None) -> tuple[int, ...]:
+        """See KeepsParts. One request per thousand parts; () also of another version than `etag`."""
+        try:
+            return part_ends(self._client, self._ref.bucket, self._full_key(key), etag)
+        except (ClientError, BotoCoreError) as error:
+            raise from_botocore_error(error, uri=self.uri, key=key) from error
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Objects in key order. Those no `check_key` lets through (folder markers, "..") cannot be read: left out."""

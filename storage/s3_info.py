@@ -6,7 +6,7 @@ import base64
 import binascii
 import hashlib
 import re
-from collections.abc import Mapping
+from collections.abc import Iterator, Mapping
 from typing import Any
 from urllib.parse import urlsplit
 
@@ -30,25 +30,36 @@ _CREDENTIALS_HINT = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile 
 def checksums_of_head(head: Mapping[str, Any]) -> dict[str, str]:
     """Whole-object checksums of a HEAD as {hash name: hex}.
 
-    Composite ones (checksums of the parts' checksums) say nothing about the bytes in a row and are left out. The
-    ETag of a single-part object is its MD5 on S3 and most servers, but not with SSE-KMS or SSE-C, and no server
+    The ETag of a single-part object is its MD5 on S3 and most servers, but not with SSE-KMS or SSE-C, and no server
     promises it: hence the own name `etag_md5`, a candidate. When it agrees the bytes are right; when it does not,
     that alone proves nothing.
     """
     found: dict[str, str] = {}
-    if head.get("ChecksumType", "FULL_OBJECT") == "FULL_OBJECT":
-        for field, name in _CHECKSUM_FIELDS.items():
-            try:
-                digest = base64.b64decode(head.get(field, ""), validate=True)
-            except (binascii.Error, ValueError):
-                continue  # "abc==-3": composite
-            if len(digest) == DIGEST_SIZES[name]:
-                found[name] = digest.hex()
     etag = str(head.get("ETag", "")).strip('"')
+    # Servers that do not say which kind it is give the composite one of an object that was uploaded in parts.
+    if head.get("ChecksumType", "COMPOSITE" if "-" in etag else "FULL_OBJECT") == "FULL_OBJECT":
+        found = {name: digest for name, digest, parts in _checksums(head) if not parts}
     keyed = str(head.get("ServerSideEncryption", "")).startswith("aws:kms") or "SSECustomerAlgorithm" in head
     if _MD5_HEX.fullmatch(etag) and not keyed:
         found["etag_md5"] = etag
     return found
+
+
+def composites_of_head(head: Mapping[str, Any]) -> dict[str, str]:
+    """Composite checksums of a HEAD, "abc==-3", as {hash name: hex}: hashes of the digests of the parts in a row."""
+    return {name: digest for name, digest, parts in _checksums(head) if parts}
+
+
+def _checksums(head: Mapping[str, Any]) -> Iterator[tuple[str, str, bool]]:
+    """(hash name, hex, whether it is of parts) of what can be read."""
+    for field, name in _CHECKSUM_FIELDS.items():
+        text, _, parts = str(head.get(field, "")).partition("-")
+        try:
+            digest = base64.b64decode(text, validate=True)
+        except (binascii.Error, ValueError):
+            continue
+        if len(digest) == DIGEST_SIZES[name]:
+            yield name, digest.hex(), bool(parts)
 
 
 def md5_header(data: bytes | bytearray | memoryview) -> str:

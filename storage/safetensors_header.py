@@ -86,12 +86,17 @@ def read_header(store: ObjectStore, key: str, size_bytes: int, *, etag: str | No
 
     Raises InvalidHeader (with the key in its details) and what `ObjectStore.read_into` raises.
     """
+    return read_head(store, key, size_bytes, etag=etag)[0]
+
+
+def read_head(store: ObjectStore, key: str, size_bytes: int, *, etag: str | None = None) -> tuple[Header, bytes]:
+    """As `read_header`, and the bytes that it was read from: `[0, data_start)` of the file."""
     try:
         data = read_bytes(store, key, ByteRange(0, min(FIRST_READ_BYTES, size_bytes)), etag=etag)
         needed = header_bytes(data, size_bytes)
         if needed > len(data):
             data += read_bytes(store, key, ByteRange(len(data), needed), etag=etag)
-        return parse_header(data, size_bytes)
+        return parse_header(data, size_bytes), data[:needed]
     except InvalidHeader as error:
         raise error.with_details(key=key, uri=store.uri) from error.__cause__
 
