@@ -5,7 +5,6 @@ from __future__ import annotations
 from dataclasses import dataclass
 
 from storage.checksum import DIGEST_SIZES
-from storage.crc_combine import COMBINABLE
 from storage.errors import AccessDenied, StoreError, UnsupportedStore
 from storage.object_store import KeepsParts, ObjectInfo, ObjectStore
 from storage.retrying import RetryPolicy, with_retries

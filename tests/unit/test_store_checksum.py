@@ -1,4 +1,4 @@
-"""A store's checksum, put together from chunks in any order, is that of the object; what is missing is never guessed."""
+"""A store's checksum, put together from chunks in any order, is the object's; what is missing is never guessed."""
 
 from __future__ import annotations
 
