@@ -103,7 +103,7 @@ class ChunkFetcher:
             decision = decide(cause, retries[cause], random.random())
             # A deadline that passes after failures is a failure too: were the lease handed back, nobody would ever
             # count them, and a store that stalls would be asked for ever.
-            if in_vain >= self._attempts or isinstance(decision, Fail) or time.monotonic() > limit.deadline_s:
+            if in_vain >= self._attempts or isinstance(decision, Fail) or time.monotonic() >= limit.deadline_s:
                 failure = FetchFailure(lease.lease_id, lease.chunk, self._described(error, lease.chunk), tries)
                 return FetchedChunk(lease.lease_id, None, failure, retries)
             self.pause(cause, decision.delay_s)

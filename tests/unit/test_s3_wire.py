@@ -7,7 +7,6 @@ import ipaddress
 import pickle
 import socket
 import ssl
-import threading
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -22,6 +21,7 @@ from storage.errors import (
     ObjectChanged,
     ObjectNotFound,
     RangeMismatch,
+    ReadEnded,
     ShortRead,
     StoreError,
     StoreUnavailable,
@@ -29,70 +29,15 @@ from storage.errors import (
 )
 from storage.object_store import read_bytes
 from storage.ranges import ByteRange
+from storage.read_limit import ReadLimit
 from storage.s3 import S3Store
 from storage.s3_answer import check_answer, normal_etag
 from storage.store_ref import Credentials, StoreRef
+from tests.support.scripted_server import Play, ScriptedServer, answer
 
 BODY = b"0123456789"
 WANTED = ByteRange(10, 20)
 GOOD = {"Content-Length": "10", "Content-Range": "bytes 10-19/100", "ETag": '"v1"'}
-
-Play = Callable[[socket.socket, int], None]  # one request was read; the number counts requests on the connection
-
-
-class ScriptedServer:
-    """Reads requests, plays what it is told, and remembers the requests."""
-
-    def __init__(self, play: Play, tls: ssl.SSLContext | None = None) -> None:
-        self._play = play
-        self._tls = tls
-        self._listener = socket.create_server(("127.0.0.1", 0))
-        self.port = self._listener.getsockname()[1]
-        self.heads: list[str] = []
-        self.connections = 0
-        self.over = threading.Event()
-        self._threads = [threading.Thread(target=self._accept, daemon=True)]
-        self._threads[0].start()
-
-    def close(self) -> None:
-        self.over.set()
-        self._listener.shutdown(socket.SHUT_RDWR)
-        self._listener.close()
-        for thread in self._threads:
-            thread.join(5)
-
-    def _accept(self) -> None:
-        while True:
-            try:
-                client, _ = self._listener.accept()
-            except OSError:
-                return
-            self.connections += 1
-            self._threads.append(threading.Thread(target=self._serve, args=(client,), daemon=True))
-            self._threads[-1].start()
-
-    def _serve(self, client: socket.socket) -> None:
-        try:
-            with self._tls.wrap_socket(client, server_side=True) if self._tls else client as sock:
-                sock.settimeout(5)
-                for number in range(100):
-                    head = b""
-                    while b"\r\n\r\n" not in head:
-                        data = sock.recv(65536)
-                        if not data:
-                            return
-                        head += data
-                    self.heads.append(head.decode("latin-1"))
-                    self._play(sock, number)
-        except OSError:
-            return
-        finally:
-            client.close()
-
-
-def answer(status: str, headers: dict[str, str], body: bytes = b"") -> bytes:
-    lines = [f"HTTP/1.1 {status}", *(f"{name}: {value}" for name, value in headers.items())]
-    return "\r\n".join([*lines, "", ""]).encode("latin-1") + body
 
 
 def plays(data: bytes, *, then_close: bool = False) -> Play:
@@ -461,3 +406,21 @@ class TestTls:
     def test_ca_file_that_is_none(self, server: ScriptedServer, tmp_path: Path) -> None:
         with pytest.raises(StoreError), closing(self._store(server, tmp_path / "none.pem")) as store:
             read_bytes(store, "key", WANTED)
+
+    def test_a_read_is_ended_from_outside(self, certificates: tuple[Path, Path]) -> None:
+        context = ssl.SSLContext(ssl.PROTOCOL_TLS_SERVER)
+        context.load_cert_chain(certificates[1])
+        limit, memory = ReadLimit(), bytearray(10)
+
+        def play(sock: socket.socket, _: int) -> None:
+            sock.sendall(answer("206 P", GOOD, BODY[:4]))
+            limit.end()
+            server.over.wait(60)
+
+        server = ScriptedServer(play, context)
+        with closing(server), closing(self._store(server, certificates[0])) as store:
+            with pytest.raises(ReadEnded) as caught:
+                store.read_pieces("key", WANTED, [memoryview(memory)], limit=limit)
+            # Whatever was taken over TLS is what was sent, never the ciphertext.
+            count = caught.value.details["received_bytes"]
+            assert bytes(memory) == BODY[:count] + bytes(10 - count)

@@ -1,0 +1,281 @@
+"""A chunk whose answers break off: it goes on from the byte it reached, and is right, or is begun anew."""
+
+from __future__ import annotations
+
+import itertools
+import re
+import socket
+import struct
+import threading
+from collections.abc import Callable, Iterator, Sequence
+from contextlib import closing, contextmanager
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.chunk_fetcher import ChunkFetcher, FetchedChunk
+from actors.chunk_read import StageClock
+from cluster.messages import LeaseOrder
+from cluster.packed_plan import SharedTables
+from storage.checksum import digest_of
+from storage.errors import IntegrityError, ReadEnded, StoreUnavailable
+from storage.model_index import ChunkTable, Shard
+from storage.object_store import PIECE_BYTES, MemoryStore, ObjectStore
+from storage.ranges import ByteRange
+from storage.s3 import S3Store
+from storage.store_ref import Credentials, StoreRef
+from tests.support.faulty_stores import FailingStore
+from tests.support.node_simulation import NO_TENSORS
+from tests.support.scripted_server import ScriptedServer, answer
+
+SIZE_BYTES = 2 * PIECE_BYTES + PIECE_BYTES // 2
+DATA = np.random.default_rng(1).integers(0, 256, SIZE_BYTES + 200, np.uint8).tobytes()
+CHUNK = ByteRange(100, 100 + SIZE_BYTES)
+ATTEMPTS = 4
+PATIENCE_S = 60.0
+NEVER_S = 1000.0
+
+Cut = Callable[[ByteRange], bytes]  # what is sent of the range before the connection ends
+
+
+def tables(etag: str | None = "v1", digest: bool = True) -> SharedTables:
+    found = digest_of("blake3", DATA[CHUNK.start : CHUNK.end])
+    table = ChunkTable(
+        np.zeros(1, np.int32),
+        np.array([CHUNK.start], np.int64),
+        np.array([CHUNK.end], np.int64),
+        "blake3" if digest else None,
+        np.frombuffer(found, np.uint8).reshape(1, -1) if digest else None,
+    )
+    return SharedTables((Shard("model", len(DATA), etag),), table, NO_TENSORS)
+
+
+class BreakingServer:
+    """Serves `DATA`; the n-th answer is what the n-th of `cuts` makes of it, the rest are whole."""
+
+    def __init__(self, cuts: Sequence[Cut] = (), reset: bool = False) -> None:
+        self._cuts, self._reset = list(cuts), reset
+        self.asked: list[ByteRange] = []
+        self.server = ScriptedServer(self._play)
+
+    def store(self) -> S3Store:
+        ref = StoreRef("s3", "bucket", "", endpoint_url=f"http://127.0.0.1:{self.server.port}", region="us-east-1")
+        return S3Store(ref, Credentials("AKIDTEST", "secret"), read_timeout_s=NEVER_S)
+
+    def close(self) -> None:
+        self.server.close()
+
+    def _play(self, sock: socket.socket, _: int) -> None:
+        found = re.search(r"Range: bytes=(\d+)-(\d+)", self.server.heads[-1])
+        assert found is not None
+        asked = ByteRange(int(found[1]), int(found[2]) + 1)
+        self.asked.append(asked)
+        sock.sendall(answer("206 P", head_of(asked)))
+        if not self._cuts:
+            sock.sendall(DATA[asked.start : asked.end])
+            return
+        body = self._cuts.pop(0)(asked)
+        sock.sendall(body)
+        if len(body) < asked.size_bytes:
+            if self._reset:  # closing with a zero linger time sends RST
+                sock.setsockopt(socket.SOL_SOCKET, socket.SO_LINGER, struct.pack("ii", 1, 0))
+            raise OSError
+
+
+def head_of(asked: ByteRange) -> dict[str, str]:
+    return {
+        "Content-Length": str(asked.size_bytes),
+        "Content-Range": f"bytes {asked.start}-{asked.end - 1}/{len(DATA)}",
+        "ETag": '"v1"',
+    }
+
+
+def first(count: int) -> Cut:
+    """So many bytes, or all but one."""
+    return lambda asked: DATA[asked.start : asked.start + min(count, asked.size_bytes - 1)]
+
+
+def flipped(count: int, at: int) -> Cut:
+    def cut(asked: ByteRange) -> bytes:
+        body = bytearray(DATA[asked.start : asked.start + count])
+        body[at] ^= 1
+        return bytes(body)
+
+    return cut
+
+
+@contextmanager
+def fetching(store: ObjectStore, shared: SharedTables) -> Iterator[ChunkFetcher]:
+    fetcher = ChunkFetcher(store, shared, ATTEMPTS)
+    fetcher.pause = lambda *_: None
+    try:
+        yield fetcher
+    finally:
+        fetcher.close()
+        store.close()
+
+
+def fetch(
+    store: ObjectStore, shared: SharedTables, splits: Sequence[int] = (), deadline_s: float = NEVER_S
+) -> tuple[FetchedChunk, bytes, StageClock]:
+    memory = bytearray(b"\xaa" * SIZE_BYTES)
+    ends = [0, *sorted(splits), SIZE_BYTES]
+    parts = [memoryview(memory)[start:end] for start, end in itertools.pairwise(ends)]
+    with fetching(store, shared) as fetcher:
+        clock = fetcher.clock()
+        result = fetcher.fetch(LeaseOrder("lease", 0, 0, deadline_s), parts, clock)
+    return result, bytes(memory), clock
+
+
+@settings(max_examples=25, deadline=None)
+@given(
+    cuts=st.lists(st.integers(1, SIZE_BYTES) | st.sampled_from([PIECE_BYTES, PIECE_BYTES + 1]), max_size=6),
+    splits=st.lists(st.integers(0, SIZE_BYTES), max_size=3),
+    reset=st.booleans(),
+)
+def test_what_arrived_is_not_asked_for_again(cuts: list[int], splits: list[int], reset: bool) -> None:
+    with closing(BreakingServer([first(count) for count in cuts], reset)) as server:
+        result, memory, clock = fetch(server.store(), tables(), splits)
+    assert result.commit is not None, result
+    assert memory == DATA[CHUNK.start : CHUNK.end]
+    starts = [asked.start for asked in server.asked]
+    assert starts == sorted(starts)
+    assert clock.bytes == clock.verify_bytes == SIZE_BYTES
+    assert all(asked.end == CHUNK.end for asked in server.asked)
+    if not reset:  # a reset may throw away what the reader had not taken yet
+        reached = CHUNK.start
+        for count, asked in zip([*cuts, 0], server.asked, strict=False):
+            assert asked.start == reached
+            reached += min(count, asked.size_bytes - 1)
+        assert sum(result.retries.values()) == len(server.asked) - 1
+
+
+def test_a_server_that_never_brings_anything_uses_up_the_attempts() -> None:
+    with closing(BreakingServer([first(0)] * 20)) as server:
+        result, _, _ = fetch(server.store(), tables())
+    assert result.failure is not None
+    assert result.failure.tries == len(server.asked) == ATTEMPTS
+
+
+def test_one_that_brings_a_byte_each_time_uses_up_the_budget_of_its_cause() -> None:
+    with closing(BreakingServer([first(1)] * 100)) as server:
+        result, _, _ = fetch(server.store(), tables())
+    assert result.failure is not None
+    assert ATTEMPTS < len(server.asked) == result.retries["short_read"] < 100
+
+
+@pytest.mark.parametrize("count", [1000, SIZE_BYTES])
+def test_wrong_bytes_are_dropped_with_all_that_followed(count: int) -> None:
+    """The flipped byte is in the part that was kept: only the digest of the whole can tell."""
+    with closing(BreakingServer([flipped(count, 500)])) as server:
+        result, memory, clock = fetch(server.store(), tables())
+    assert result.commit is not None
+    assert result.retries["digest_mismatch"] == 1
+    assert memory == DATA[CHUNK.start : CHUNK.end]
+    assert server.asked[-1] == CHUNK
+    assert clock.bytes == clock.verify_bytes == 2 * SIZE_BYTES
+
+
+def test_bytes_that_are_always_wrong_end_with_what_was_found() -> None:
+    with closing(BreakingServer([flipped(SIZE_BYTES, 9)] * 20)) as server:
+        result, _, _ = fetch(server.store(), tables())
+    assert result.failure is not None
+    assert isinstance(result.failure.error, IntegrityError)
+    assert {"expected", "found", "shard", "chunk", "range"} <= result.failure.error.details.keys()
+
+
+def test_without_version_and_digest_a_chunk_is_of_one_answer() -> None:
+    with closing(BreakingServer([first(PIECE_BYTES + 7)])) as server:
+        result, memory, _ = fetch(server.store(), tables(etag=None, digest=False))
+    assert result.commit is not None
+    assert memory == DATA[CHUNK.start : CHUNK.end]
+    assert server.asked == [CHUNK, CHUNK]
+
+
+def test_a_store_that_reads_whole_ranges_reads_them_again() -> None:
+    memory = MemoryStore()
+    version = memory.put("model", DATA).etag
+    store = FailingStore(memory, lambda *asked: asked[-1] < 3, lambda: StoreUnavailable("reset", received_bytes=0))
+    result, found, _ = fetch(store, tables(etag=version), [77])
+    assert result.commit is not None
+    assert found == DATA[CHUNK.start : CHUNK.end]
+    assert [byte_range for _, byte_range in store.reads] == [CHUNK] * 3
+
+
+# --- ended from outside -----------------------------------------------------------------------------------------
+
+
+def trickle(sock: socket.socket, over: threading.Event) -> None:
+    while not over.wait(0.01):
+        sock.sendall(b"x" * 1000)  # fast enough not to count as stuck
+
+
+STALLS: dict[str, Callable[[socket.socket, threading.Event], object]] = {
+    "no answer": lambda sock, over: over.wait(PATIENCE_S),
+    "in the head": lambda sock, over: (sock.sendall(b"HTTP/1.1 206 P\r\nContent-"), over.wait(PATIENCE_S)),
+    "before the body": lambda sock, over: (sock.sendall(answer("206 P", head_of(CHUNK))), over.wait(PATIENCE_S)),
+    "in the body": lambda sock, over: (
+        sock.sendall(answer("206 P", head_of(CHUNK), DATA[100:5000])),
+        over.wait(PATIENCE_S),
+    ),
+    "last answer": lambda sock, over: (
+        sock.sendall(answer("206 P", head_of(CHUNK) | {"Connection": "close"}, DATA[100:5000])),
+        over.wait(PATIENCE_S),
+    ),
+    "trickle": lambda sock, over: (sock.sendall(answer("206 P", head_of(CHUNK))), trickle(sock, over)),
+}
+
+
+@contextmanager
+def stalling(stall: Callable[[socket.socket, threading.Event], object]) -> Iterator[tuple[threading.Event, S3Store]]:
+    """(set when a request is there, the store)"""
+    asked = threading.Event()
+
+    def play(sock: socket.socket, _: int) -> None:
+        asked.set()
+        stall(sock, server.over)
+
+    server = ScriptedServer(play)
+    ref = StoreRef("s3", "bucket", "", endpoint_url=f"http://127.0.0.1:{server.port}", region="us-east-1")
+    try:
+        # Only the limit can end these reads.
+        yield asked, S3Store(ref, Credentials("AKIDTEST", "secret"), read_timeout_s=NEVER_S)
+    finally:
+        server.close()
+
+
+@pytest.mark.parametrize("stall", STALLS.values(), ids=STALLS.keys())
+def test_a_read_ends_at_the_deadline_of_its_lease(stall: Callable[[socket.socket, threading.Event], object]) -> None:
+    with stalling(stall) as (_, store):
+        result, _, _ = fetch(store, tables(), deadline_s=0.2)
+    assert result.failure is not None
+    assert isinstance(result.failure.error, ReadEnded)
+    assert result.retries == {"lease_expired": 1}
+
+
+@pytest.mark.parametrize("stall", STALLS.values(), ids=STALLS.keys())
+@pytest.mark.parametrize("how", ["closed", "stopped"])
+def test_a_read_ends_when_nobody_wants_it(stall: Callable[[socket.socket, threading.Event], object], how: str) -> None:
+    found: list[FetchedChunk] = []
+    with stalling(stall) as (asked, store), fetching(store, tables()) as fetcher:
+        lease, memory = LeaseOrder("lease", 0, 0, NEVER_S), memoryview(bytearray(SIZE_BYTES))
+        thread = threading.Thread(target=lambda: found.append(fetcher.fetch(lease, [memory], fetcher.clock())))
+        thread.start()
+        assert asked.wait(PATIENCE_S)
+        if how == "closed":
+            fetcher.close_leases({"another", "lease"})
+        else:
+            fetcher.stop(at_once=True)
+        thread.join(PATIENCE_S)
+        assert not thread.is_alive()
+    assert found == [FetchedChunk("lease")]  # handed back: nobody's failure
+
+
+def test_a_lease_that_was_closed_before_it_was_begun_asks_nothing() -> None:
+    with closing(BreakingServer()) as server, fetching(server.store(), tables()) as fetcher:
+        fetcher.close_leases({"lease"})
+        memory = memoryview(bytearray(SIZE_BYTES))
+        assert fetcher.fetch(LeaseOrder("lease", 0, 0, NEVER_S), [memory], fetcher.clock()) == FetchedChunk("lease")
+    assert server.asked == []
