@@ -19,7 +19,7 @@ import threading
 from collections.abc import Callable
 from dataclasses import dataclass
 from types import TracebackType
-from typing import Self
+from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
 
@@ -31,7 +31,29 @@ class Request:
     path: str  # decoded, without the query: "/bucket/key"
     range: tuple[int, int] | None  # half-open, as asked for
     status: int
-    body_bytes: int  # of the answer, as they passed
+    body_bytes: int  # of the answer, as they passed; fewer than promised when somebody broke off
+
+
+@dataclass(frozen=True, slots=True)
+class Answer:
+    """An answer of the server: its head is read, its body is still on the stream."""
+
+    head: bytes
+    fields: dict[str, str]  # the head's, by lower-case name
+    stream: Any
+    has_body: bool
+
+
+@dataclass(slots=True)
+class Passed:
+    """Counts the bytes of one body that were passed on."""
+
+    each: Callable[[int], None]
+    total_bytes: int = 0
+
+    def __call__(self, size_bytes: int) -> None:
+        self.each(size_bytes)
+        self.total_bytes += size_bytes
 
 
 class CountingProxy:
@@ -42,12 +64,19 @@ class CountingProxy:
         self._upstream = (parts.hostname or "", parts.port or 80)
         self._lock = threading.Lock()
         self._requests: list[Request] = []
+        self._connections: dict[threading.Thread, socket.socket] = {}
         proxy = self
 
         class Handler(socketserver.BaseRequestHandler):
             def handle(self) -> None:
-                with contextlib.suppress(OSError, EOFError):
-                    proxy._serve(self.request)
+                with proxy._lock:
+                    proxy._connections[threading.current_thread()] = self.request
+                try:
+                    with contextlib.suppress(OSError, EOFError):
+                        proxy._serve(self.request)
+                finally:
+                    with proxy._lock:
+                        del proxy._connections[threading.current_thread()]
 
         class Server(socketserver.ThreadingTCPServer):
             daemon_threads = True
@@ -61,7 +90,7 @@ class CountingProxy:
         self._thread.start()
 
     def requests(self, method: str = "GET") -> list[Request]:
-        """Answered requests so far, in the order in which their answers ended."""
+        """Requests so far, in the order in which their answers ended or broke off."""
         with self._lock:
             return [request for request in self._requests if request.method == method]
 
@@ -80,8 +109,14 @@ class CountingProxy:
         """An answer to give instead of the server's; for kinds of proxy that refuse."""
         return None
 
-    def passing(self, size_bytes: int) -> None:
+    def passing(self, path: str, size_bytes: int) -> None:
         """Called before so many bytes of an answer's body are passed on; for kinds of proxy that are slow."""
+
+    def pass_answer(self, answer: Answer, client: socket.socket, count: Callable[[int], None]) -> None:
+        """Pass an answer on, and say how many bytes of its body go; for kinds of proxy that damage it."""
+        client.sendall(answer.head)
+        if answer.has_body:
+            _pass_body(answer.stream, client, answer.fields, count)
 
     def after_request(self, method: str, path: str, byte_range: tuple[int, int] | None) -> None:
         """Called when a request that was not refused has been answered, or its connection was lost."""
@@ -92,10 +127,16 @@ class CountingProxy:
             self._requests.clear()
 
     def close(self) -> None:
-        """Stop listening; connections in use end with their clients."""
+        """Stop listening and end every connection; no thread is left."""
         self._server.shutdown()
         self._server.server_close()
         self._thread.join(5)
+        with self._lock:
+            connections = dict(self._connections)
+        for thread, client in connections.items():
+            with contextlib.suppress(OSError):
+                client.shutdown(socket.SHUT_RDWR)
+            thread.join(5)
 
     def __enter__(self) -> Self:
         return self
@@ -135,10 +176,12 @@ class CountingProxy:
                         _pass_body(from_client, server, fields)
                         answer, answer_fields = _read_head(from_server)
                         status = int(answer.split(b" ", 2)[1])
-                        client.sendall(answer)
                         has_body = method != "HEAD" and status not in (204, 304)
-                        passed = _pass_body(from_server, client, answer_fields, self.passing) if has_body else 0
-                        self._note(Request(method, path, byte_range, status, passed))
+                        passed = Passed(lambda size_bytes, path=path: self.passing(path, size_bytes))  # type: ignore[misc]
+                        try:
+                            self.pass_answer(Answer(answer, answer_fields, from_server, has_body), client, passed)
+                        finally:
+                            self._note(Request(method, path, byte_range, status, passed.total_bytes))
                     finally:
                         self.after_request(method, path, byte_range)
                     if "close" in (fields.get("connection", ""), answer_fields.get("connection", "")):

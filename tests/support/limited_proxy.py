@@ -40,7 +40,7 @@ class LimitedProxy(CountingProxy):
             with self._gate:
                 self._under_way -= 1
 
-    def passing(self, size_bytes: int) -> None:
+    def passing(self, path: str, size_bytes: int) -> None:
         if not self._bytes_per_s:
             return
         with self._gate:

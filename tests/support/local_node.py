@@ -37,6 +37,7 @@ from cluster.report import NodeReport, RankReport
 from storage.checkpoint import open_model
 from storage.checksum import digest_of
 from storage.errors import ArenaError
+from storage.model_index import ModelIndex
 from storage.object_store import MemoryStore, ObjectStore
 from storage.store_ref import StoreRef
 
@@ -51,15 +52,20 @@ def plan_of(
     store = MemoryStore(dict(objects))
     index = open_model(store, chunk_bytes=chunk_bytes)
     if digests:
-        chunks = index.chunks
-        found = []
-        for chunk in range(len(chunks)):
-            span = chunks.byte_range(chunk)
-            found.append(digest_of("blake3", objects[index.shards[chunks.shard[chunk]].key][span.start : span.end]))
-        table = np.frombuffer(b"".join(found), np.uint8).reshape(len(chunks), -1)
-        index = replace(index, chunks=replace(chunks, hash_name="blake3", digests=table))
+        index = with_digests(index, objects)
     config = read_model_config(store, index) if sizes[0] > 1 else None
     return build_load_plan(index, Layout(*sizes), rules_for(config, None), config)
+
+
+def with_digests(index: ModelIndex, objects: Mapping[str, bytes]) -> ModelIndex:
+    """The index with the chunks' digests, as a manifest would have them; chunks may be smaller than a manifest's."""
+    chunks = index.chunks
+    found = []
+    for chunk in range(len(chunks)):
+        span = chunks.byte_range(chunk)
+        found.append(digest_of("blake3", objects[index.shards[chunks.shard[chunk]].key][span.start : span.end]))
+    table = np.frombuffer(b"".join(found), np.uint8).reshape(len(chunks), -1)
+    return replace(index, chunks=replace(chunks, hash_name="blake3", digests=table))
 
 
 @dataclass

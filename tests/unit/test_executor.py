@@ -7,9 +7,7 @@ import time
 from collections.abc import Callable, Iterator
 from pathlib import Path
 
-import numpy as np
 import pytest
-import safetensors
 
 from actors.executor import RankLoader
 from cluster.errors import ChunkFailed, ClusterLost, DoesNotFit, LoadCancelled, RankLost
@@ -29,6 +27,7 @@ from storage.errors import (
 from storage.object_store import MemoryStore
 from storage.ranges import ByteRange
 from tests.support.checkpoints import flat_objects, odd_objects, read_objects, write_tiny_llama
+from tests.support.exact_ranks import check_exact, expected
 from tests.support.faulty_stores import FailingStore, FlipByteStore, WrappedStore
 from tests.support.local_node import (
     Belongings,
@@ -40,9 +39,6 @@ from tests.support.local_node import (
     run_all,
     start_all,
 )
-from tests.support.reference_slices import torch_share, tp_part
-
-KV_HEADS = 2  # of the tiny Llama
 
 
 @pytest.fixture(autouse=True)
@@ -57,33 +53,6 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
     folder = tmp_path_factory.mktemp("llama")
     write_tiny_llama(folder, shards=2)
     return read_objects(folder)
-
-
-def stored_tensors(objects: dict[str, bytes]) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """name -> (dtype, shape, bytes), read by the safetensors library."""
-    found = {}
-    for key, data in objects.items():
-        if key.endswith(".safetensors"):
-            for name, entry in safetensors.deserialize(data):
-                found[name] = (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"]))
-    return found
-
-
-def expected(objects: dict[str, bytes], rank: int, tp: int, fsdp: int) -> dict[str, tuple[tuple[int, ...], bytes]]:
-    """What the rank must hold. Tensor parallelism is for 2-byte elements only: the tiny Llama's."""
-    shares = {}
-    for name, (_, shape, data) in stored_tensors(objects).items():
-        if tp > 1:
-            part = tp_part(name, np.frombuffer(data, np.uint16).reshape(shape), tp, rank % tp, KV_HEADS)
-            shape, data = part.shape, np.ascontiguousarray(part).tobytes()
-        shares[name] = torch_share(shape, data, fsdp, rank // tp % fsdp)
-    return shares
-
-
-def check_exact(ranks: list[Rank], objects: dict[str, bytes], tp: int = 1, fsdp: int = 1) -> None:
-    for number, rank in enumerate(ranks):
-        assert isinstance(rank.outcome, RankReport), rank.outcome
-        assert rank.tensor_bytes() == expected(objects, number, tp, fsdp)
 
 
 # --- layouts ----------------------------------------------------------------------------------------------------
