@@ -33,6 +33,7 @@ from cluster.load_state import Life, LoadState
 from cluster.messages import AgentBeat, BeatReply, LoadRequest
 from cluster.report import ClusterStatus, LoadProgress, LoadReport
 from cluster.topology import resolve_device
+from cluster.trust import TrustPolicy
 from longshore.install_check import check_packages
 from longshore.version import PROTOCOL_VERSION, __version__
 from storage.errors import LongshoreError
@@ -47,8 +48,9 @@ class Coordinator:
     def __init__(self, config: Config) -> None:
         check_packages()
         self._config = config
+        self._trust = TrustPolicy.of(config)
         self._incarnation = uuid.uuid4().hex[:12]
-        self._planner = Planner(config.chunk_bytes, config.read_timeout_s)
+        self._planner = Planner(config.chunk_bytes, config.read_timeout_s, self._trust)
         self._models: dict[str, ModelRecord] = {}
         self._agents = AgentWatch(self._incarnation, config.stuck_after_s, self._models, self._run, self._load_run)
         self._gangs = Gangs(config.warm_workers_s)
@@ -70,6 +72,7 @@ class Coordinator:
 
     async def load(self, request: LoadRequest) -> tuple[str, bool]:
         """(model id, True when it was resident or under way already). The caller holds it from now on."""
+        self._trust.sources.check(request.store.ref, request.store.credentials)
         await self._ready()
         if request.device == "auto":
             infos = await asyncio.to_thread(nodes.cluster_nodes, (), self._config.cpu_ranks_per_node)

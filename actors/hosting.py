@@ -34,6 +34,7 @@ from cluster.packed_plan import pack_shared
 from cluster.prepare import prepare_plan
 from cluster.remote_errors import unwrapped
 from cluster.request import StoreOptions, make_request
+from cluster.trust import TrustPolicy
 from storage.store_ref import Credentials
 
 BEGIN_EVERY_S = 0.2  # between two requests for slots that other loads hold
@@ -75,7 +76,12 @@ def host_rank(
     )
     if not 0 <= rank < request.world_size:
         raise ConfigError(f"the layout has ranks 0 to {request.world_size - 1}, not {rank}")
-    _, plan = prepare_plan(request, chunk_bytes=config.chunk_bytes, read_timeout_s=config.read_timeout_s)
+    _, plan = prepare_plan(
+        request,
+        chunk_bytes=config.chunk_bytes,
+        read_timeout_s=config.read_timeout_s,
+        trust=TrustPolicy.of(config),
+    )
     shared = pack_shared(plan)
     # One load per rank: what ranks of a node have in common, they share through the arena.
     load_id = f"hosted-{uuid.uuid4().hex[:12]}-{rank}"

@@ -22,6 +22,7 @@ import longshore
 from cluster.errors import ClusterError
 from cluster.messages import LoadRequest
 from cluster.packed_plan import PackedPlan
+from cluster.trust import TrustPolicy
 from storage.errors import LongshoreError
 
 _LENGTH = struct.Struct("<Q")
@@ -33,20 +34,21 @@ _OURS = str(Path(longshore.__file__).resolve().parents[1])
 class Planner:
     """Runs `cluster.planning_process` requests, MOST_PROCESSES at once."""
 
-    def __init__(self, chunk_bytes: int, read_timeout_s: float) -> None:
+    def __init__(self, chunk_bytes: int, read_timeout_s: float, trust: TrustPolicy | None = None) -> None:
         self._settings = (chunk_bytes, read_timeout_s)
+        self._trust = trust or TrustPolicy()
         self._idle: list[Process] = []
         self._all: set[Process] = set()
         self._places = asyncio.Semaphore(MOST_PROCESSES)
 
     async def prepare(self, request: LoadRequest) -> PackedPlan:
         """Read the model's index and plan. Raises what that raises: StoreError, ManifestError, PlanError..."""
-        plan: PackedPlan = await self._ask("prepare", request)
+        plan: PackedPlan = await self._ask("prepare", request, self._trust)
         return plan
 
     async def is_current(self, request: LoadRequest, known: str) -> bool:
         """True while the stored model is still the revision `known`; one small request to the store."""
-        same: bool = await self._ask("is_current", request, known)
+        same: bool = await self._ask("is_current", request, known, self._trust)
         return same
 
     async def close(self) -> None:

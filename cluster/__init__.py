@@ -49,6 +49,9 @@ if TYPE_CHECKING:
     from cluster.report import ClusterStatus as ClusterStatus
     from cluster.report import LoadProgress as LoadProgress
     from cluster.report import LoadReport as LoadReport
+    from cluster.signing import asign as asign
+    from cluster.signing import generate_key as generate_key
+    from cluster.signing import sign as sign
     from longshore.install_check import PackageShadowed as PackageShadowed
     from longshore.version import __version__ as __version__
     from storage.errors import AccessDenied as AccessDenied
@@ -56,15 +59,18 @@ if TYPE_CHECKING:
     from storage.errors import ArenaError as ArenaError
     from storage.errors import ArenaTooLarge as ArenaTooLarge
     from storage.errors import ArenaTooSmall as ArenaTooSmall
+    from storage.errors import BadSignature as BadSignature
     from storage.errors import CheckpointError as CheckpointError
     from storage.errors import IntegrityError as IntegrityError
     from storage.errors import InvalidHeader as InvalidHeader
     from storage.errors import InvalidIndex as InvalidIndex
+    from storage.errors import InvalidKey as InvalidKey
     from storage.errors import InvalidManifest as InvalidManifest
     from storage.errors import InvalidUri as InvalidUri
     from storage.errors import LongshoreError as LongshoreError
     from storage.errors import ManifestError as ManifestError
     from storage.errors import ManifestMismatch as ManifestMismatch
+    from storage.errors import ManifestUnsigned as ManifestUnsigned
     from storage.errors import NewerManifest as NewerManifest
     from storage.errors import NotACheckpoint as NotACheckpoint
     from storage.errors import ObjectChanged as ObjectChanged
@@ -73,9 +79,13 @@ if TYPE_CHECKING:
     from storage.errors import PublishError as PublishError
     from storage.errors import RangeMismatch as RangeMismatch
     from storage.errors import ShortRead as ShortRead
+    from storage.errors import SignatureError as SignatureError
+    from storage.errors import SigningUnavailable as SigningUnavailable
+    from storage.errors import SourceRefused as SourceRefused
     from storage.errors import StoreError as StoreError
     from storage.errors import StoreUnavailable as StoreUnavailable
     from storage.errors import Throttled as Throttled
+    from storage.errors import UnknownSigner as UnknownSigner
     from storage.errors import UnsupportedStore as UnsupportedStore
     from storage.publish import PublishReport as PublishReport
     from storage.verify import VerifyReport as VerifyReport
@@ -92,13 +102,15 @@ _EXPORTS = {
     "cluster.model": "LoadedModel",
     "cluster.plan_summary": "PlanSummary",
     "cluster.report": "ClusterStatus LoadProgress LoadReport",
+    "cluster.signing": "asign generate_key sign",
     "longshore.install_check": "PackageShadowed",
     "longshore.version": "__version__",
     "storage.errors": (
-        "AccessDenied ArenaCorrupt ArenaError ArenaTooLarge ArenaTooSmall CheckpointError IntegrityError "
-        "InvalidHeader InvalidIndex InvalidManifest InvalidUri LongshoreError ManifestError ManifestMismatch "
-        "NewerManifest NotACheckpoint ObjectChanged ObjectNotFound PickleRefused PublishError RangeMismatch ShortRead "
-        "StoreError StoreUnavailable Throttled UnsupportedStore"
+        "AccessDenied ArenaCorrupt ArenaError ArenaTooLarge ArenaTooSmall BadSignature CheckpointError "
+        "IntegrityError InvalidHeader InvalidIndex InvalidKey InvalidManifest InvalidUri LongshoreError "
+        "ManifestError ManifestMismatch ManifestUnsigned NewerManifest NotACheckpoint ObjectChanged ObjectNotFound "
+        "PickleRefused PublishError RangeMismatch ShortRead SignatureError SigningUnavailable SourceRefused "
+        "StoreError StoreUnavailable Throttled UnknownSigner UnsupportedStore"
     ),
     "storage.publish": "PublishReport",
     "storage.verify": "VerifyReport",

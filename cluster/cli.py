@@ -87,12 +87,14 @@ def build_parser() -> argparse.ArgumentParser:
         help="chunks through the node's arena (cached), direct into a rank's host memory, or auto: direct when the "
         "arena is too small to keep them (default)",
     )
+    _add_trusted(load)
     load.add_argument("--timeout", type=_seconds, metavar="SECONDS", help="give up after that long")
     _add_address(load)
     _add_store(load)
 
     plan = _verb(verbs, "plan", commands.run_plan, "show what would be loaded where; moves no bytes", "URI")
     _add_sizes(plan)
+    _add_trusted(plan)
     plan.add_argument(
         "--ranks-per-node", type=_count, default=None, metavar="N", help="for the figures per node (default: all)"
     )
@@ -110,10 +112,18 @@ def build_parser() -> argparse.ArgumentParser:
         "--chunk-size", type=_size, default=None, metavar="BYTES", help="1MiB to 16MiB (default: 8MiB)"
     )
     publish.add_argument("--force", action="store_true", help="replace a manifest that is there already")
+    publish.add_argument("--sign-key", metavar="FILE", help="sign the manifest with this private key")
     _add_store(publish)
 
     verify = _verb(verbs, "verify", commands.run_verify, "read a published model and check every digest", "URI")
+    _add_trusted(verify)
     _add_store(verify)
+
+    sign = _verb(verbs, "sign", commands.run_sign, "sign the manifest of a published model", "URI")
+    sign.add_argument("--key", metavar="FILE", required=True, help="private key, as `longshore keygen` makes it")
+    _add_store(sign)
+
+    _verb(verbs, "keygen", commands.run_keygen, "make a key to sign manifests with: FILE and FILE.pub", "FILE")
 
     status = _verb(verbs, "status", commands.run_status, "show the cluster's models and nodes")
     _add_address(status)
@@ -156,6 +166,16 @@ def _add_sizes(verb: argparse.ArgumentParser) -> None:
         verb.add_argument(
             short, f"--{name.replace('_', '-')}", dest=name, type=_count, default=1, metavar="N", help=what
         )
+
+
+def _add_trusted(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "--trusted-key",
+        action="append",
+        metavar="KEY",
+        help="refuse a manifest that is not signed with this public key (base64 or a file; may be given again; "
+        "default: LONGSHORE_TRUSTED_KEYS)",
+    )
 
 
 def _add_address(verb: argparse.ArgumentParser) -> None:

@@ -10,7 +10,7 @@ from __future__ import annotations
 import contextlib
 import os
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
@@ -20,7 +20,8 @@ from cluster.connection import Connection, connect
 from cluster.errors import ClusterLost, ConfigError, LoadCancelled
 from cluster.model import LoadedModel
 from cluster.report import ClusterStatus, LoadProgress
-from cluster.request import StoreOptions, make_request, open_destination, open_uri
+from cluster.request import StoreOptions, make_request, open_destination, open_uri, read_keys
+from cluster.trust import TrustPolicy
 from cluster.wait import wait_until_ready
 from storage.errors import LongshoreError
 
@@ -31,8 +32,7 @@ if TYPE_CHECKING:
     from storage.verify import VerifyReport
 
 Progress = Callable[[LoadProgress], None]
-
-# Set by an async twin whose task was cancelled, for the thread that waits in its name.
+Keys = Sequence[str | os.PathLike[str]]
 
 
 def load(
@@ -55,6 +55,7 @@ def load(
     anonymous: bool = False,
     credentials: Credentials | None = None,
     layout_rules: dict[str, str] | None = None,
+    trusted_keys: Keys | None = None,
     config: Config | None = None,
 ) -> LoadedModel:
     """Load a model into the cluster's devices, every chunk verified; returns when every rank has its slices.
@@ -65,12 +66,15 @@ def load(
     `placement`: "via_arena" (chunks stay cached on the node), "direct" (what one rank alone wants goes into its host
     memory without a copy, uncached), "auto" (direct when the node's arena is smaller than its share).
     `placement_group`: rank i takes bundle i of yours. `progress` is called from this thread with every change. A second
-    load of the same model with the same options gets the resident one.
+    load of the same model with the same options gets the resident one. `trusted_keys`: public keys (base64, or files
+    with one) of which one must have signed the manifest; None: as the settings say.
 
-    Raises (all LongshoreError): StoreError, CheckpointError, ManifestError, PlanError (LayoutError, DoesNotFit),
-    NotEnoughResources, IntegrityError, ChunkFailed, RankLost, LoadTimeout, ClusterLost, VersionMismatch.
+    Raises (all LongshoreError): StoreError (SourceRefused: a place that the settings do not allow), CheckpointError,
+    ManifestError (SignatureError: unsigned, signed with another key, tampered with), PlanError (LayoutError,
+    DoesNotFit), NotEnoughResources, IntegrityError, ChunkFailed, RankLost, LoadTimeout, ClusterLost, VersionMismatch.
     """
     started_s = time.monotonic()
+    config = config or Config.from_env()
     request = make_request(
         model_uri,
         sizes=(tensor_parallel_size, fsdp_size, data_parallel_size),
@@ -82,8 +86,10 @@ def load(
         wait_for_resources_s=wait_for_resources_s,
         placement=placement,
         placement_group=placement_group,
+        trusted_keys=config.public_keys() if trusted_keys is None else trusted_keys,
     )
-    connection = connect(address, config or Config.from_env())
+    config.source_rules().check(request.store.ref, credentials)
+    connection = connect(address, config)
     if connection is None:
         raise ClusterLost("no cluster could be joined or started")
     model_id, shared = connection.call("load", replace(request, client_id=connection.client_id))
@@ -113,6 +119,7 @@ def plan(
     anonymous: bool = False,
     credentials: Credentials | None = None,
     layout_rules: dict[str, str] | None = None,
+    trusted_keys: Keys | None = None,
     config: Config | None = None,
 ) -> PlanSummary:
     """What a load would put where. Reads the manifest (or the headers), moves no weights, needs no cluster.
@@ -129,11 +136,15 @@ def plan(
         store_options=StoreOptions(endpoint_url, region, profile, anonymous),
         credentials=credentials,
         layout_rules=layout_rules,
+        trusted_keys=config.public_keys() if trusted_keys is None else trusted_keys,
     )
     per_node = request.world_size if ranks_per_node is None else ranks_per_node
     if per_node < 1:
         raise ConfigError(f"ranks_per_node must be at least 1, not {ranks_per_node}")
-    _, load_plan = prepare_plan(request, chunk_bytes=config.chunk_bytes, read_timeout_s=config.read_timeout_s)
+    trust = TrustPolicy(config.source_rules())  # the request says which keys
+    _, load_plan = prepare_plan(
+        request, chunk_bytes=config.chunk_bytes, read_timeout_s=config.read_timeout_s, trust=trust
+    )
     return summarize_plan(load_plan, spread_evenly(request.world_size, per_node))
 
 
@@ -144,6 +155,7 @@ def publish(
     hash_name: str = "blake3",
     chunk_bytes: int | None = None,
     force: bool = False,
+    sign_key: str | os.PathLike[str] | None = None,
     progress: Callable[..., None] | None = None,
     endpoint_url: str | None = None,
     region: str | None = None,
@@ -155,20 +167,22 @@ def publish(
     """Write the manifest of a checkpoint beside it, or copy the checkpoint to `dest` and write it there.
 
     What is read is checked against the store's own checksums, or read twice. An interrupted publish goes on where
-    it was. A manifest of a later Longshore is replaced only by `force`. Store options apply to both URIs. Raises
-    ConfigError (a destination inside the source or around it), PublishError, IntegrityError, CheckpointError,
-    NewerManifest, StoreError.
+    it was. A manifest of a later Longshore is replaced only by `force`. `sign_key`: file with the private key that
+    signs the manifest. Store options apply to both URIs. Raises ConfigError (a destination inside the source or around
+    it), PublishError, IntegrityError, CheckpointError, NewerManifest, InvalidKey, StoreError.
     """
     from storage.publish import publish as publish_store
+    from storage.signing_keys import SigningKey
 
     config = (config or Config.from_env()).changed(chunk_bytes=chunk_bytes)
     options = StoreOptions(endpoint_url, region, profile, anonymous)
+    rules = config.source_rules()
     with contextlib.ExitStack() as stack:
-        source, only_key = open_uri(uri_or_path, options, credentials, config.read_timeout_s)
+        source, only_key = open_uri(uri_or_path, options, credentials, config.read_timeout_s, rules)
         stack.callback(source.close)
         target = None
         if dest is not None:
-            target = open_destination(dest, uri_or_path, options, credentials, config.read_timeout_s)
+            target = open_destination(dest, uri_or_path, options, credentials, config.read_timeout_s, rules)
             stack.callback(target.close)
         return publish_store(
             source,
@@ -178,12 +192,14 @@ def publish(
             force=force,
             progress=_until_given_up(progress),
             only_key=only_key,
+            sign_key=None if sign_key is None else SigningKey.read(sign_key),
         )
 
 
 def verify(
     uri: str | os.PathLike[str],
     *,
+    trusted_keys: Keys | None = None,
     progress: Callable[..., None] | None = None,
     endpoint_url: str | None = None,
     region: str | None = None,
@@ -195,15 +211,17 @@ def verify(
     """Read everything the manifest names and compare digests and tensors. Damage is in the report, no exception.
 
     A model that was not published has nothing to compare with: its report is not ok, and its `source` is "headers".
-    Raises InvalidManifest, CheckpointError, ObjectChanged, StoreError.
+    `trusted_keys` as for `load`: SignatureError before anything else is read. Raises InvalidManifest, CheckpointError,
+    ObjectChanged, StoreError.
     """
     from storage.verify import verify as verify_store
 
     config = config or Config.from_env()
     options = StoreOptions(endpoint_url, region, profile, anonymous)
-    store, only_key = open_uri(uri, options, credentials, config.read_timeout_s)
+    store, only_key = open_uri(uri, options, credentials, config.read_timeout_s, config.source_rules())
+    keys = config.public_keys() if trusted_keys is None else read_keys(trusted_keys)
     with contextlib.closing(store):
-        return verify_store(store, progress=_until_given_up(progress), only_key=only_key)
+        return verify_store(store, progress=_until_given_up(progress), only_key=only_key, trusted_keys=keys)
 
 
 def status(address: str | None = None) -> ClusterStatus:

@@ -37,6 +37,7 @@ def run_load(args: argparse.Namespace) -> int:
             wait_for_resources_s=args.wait_for_resources,
             placement=args.placement,
             timeout_s=args.timeout,
+            trusted_keys=args.trusted_key,
             progress=lambda progress: display.show(moment_of_load(progress)),
         )
     with model:  # this command's hold on it ends here; `keep` is what makes it stay
@@ -56,7 +57,13 @@ def run_plan(args: argparse.Namespace) -> int:
     from cluster import client
     from cluster.tables import plan_table
 
-    plan = client.plan(args.uri, ranks_per_node=args.ranks_per_node, **_sizes(args), **_store(args))
+    plan = client.plan(
+        args.uri,
+        ranks_per_node=args.ranks_per_node,
+        trusted_keys=args.trusted_key,
+        **_sizes(args),
+        **_store(args),
+    )
     _answer(args, plan.as_dict(), lambda: plan_table(plan))
     return OK
 
@@ -73,6 +80,7 @@ def run_publish(args: argparse.Namespace) -> int:
             hash_name=args.hash,
             chunk_bytes=args.chunk_size,
             force=args.force,
+            sign_key=args.sign_key,
             progress=byte_counter(display, "publish"),
             **_store(args),
         )
@@ -86,12 +94,39 @@ def run_verify(args: argparse.Namespace) -> int:
     from cluster.tables import verify_table
 
     with display_on(sys.stderr) as display:
-        report = client.verify(args.uri, progress=byte_counter(display, "verify"), **_store(args))
+        report = client.verify(
+            args.uri, trusted_keys=args.trusted_key, progress=byte_counter(display, "verify"), **_store(args)
+        )
     _answer(args, report.as_dict(), lambda: verify_table(report))
     if report.source == "headers":
         say_on(sys.stderr, f"longshore: {report.uri} is {report.notes[0]}")
         return FAILED
     return OK if report.ok else INTEGRITY
+
+
+def run_sign(args: argparse.Namespace) -> int:
+    """Sign the manifest that is there."""
+    from cluster.signing import sign
+    from cluster.tables import cell
+
+    signed = sign(args.uri, args.key, **_store(args))
+    said = f"{signed.uri}: revision {signed.revision} is signed with key {signed.key_id}"
+    _answer(args, signed.as_dict(), lambda: cell(said))
+    return OK
+
+
+def run_keygen(args: argparse.Namespace) -> int:
+    """Make a pair of keys; the private one is only written."""
+    from cluster.signing import generate_key
+    from cluster.tables import cell
+
+    made = generate_key(args.file)
+    said = (
+        f"private key: {made.path} (keep it)\npublic key: {made.public_path}, or in one word {made.public_key}\n"
+        f"its id in signatures: {made.key_id}"
+    )
+    _answer(args, made.as_dict(), lambda: cell(said))
+    return OK
 
 
 def run_status(args: argparse.Namespace) -> int:

@@ -10,9 +10,13 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 
 from cluster.errors import ConfigError
 from cluster.units import parse_bytes
+from storage.errors import InvalidKey
+from storage.signing_keys import public_key
+from storage.source_rules import ANY, DEFAULT_SCHEMES, SourceRules
 
 ENV_PREFIX = "LONGSHORE_"
 MIB = 1 << 20
+NO_KEYS = "none"
 MAX_S = 1_000_000.0  # more than eleven days is a slip, and more than sockets and locks can be told to wait is a crash
 
 
@@ -43,6 +47,11 @@ class Config(BaseModel):
     host_reserve_bytes: int = Field(512 * MIB, ge=0)  # host memory a plan leaves free on each node
     device_reserve_bytes: int = Field(512 * MIB, ge=0)  # device memory a plan leaves free on each GPU
     pin_coordinator_to_head: bool = True
+    # Lists, separated by commas; storage.source_rules says what they mean.
+    allowed_schemes: str = DEFAULT_SCHEMES  # schemes that models may be read from; "any": all that are installed
+    allowed_endpoints: str = ANY  # servers that may be read from
+    allowed_buckets: str = ANY  # buckets that may be read from
+    trusted_keys: str = NO_KEYS  # public keys, or files with one: manifests must be signed with one of them
 
     @field_validator("*", mode="before")
     @classmethod
@@ -54,6 +63,30 @@ class Config(BaseModel):
             return parse_bytes(value)
         except ConfigError as error:
             raise ValueError(str(error)) from error
+
+    @field_validator("allowed_schemes", "allowed_endpoints", "allowed_buckets")
+    @classmethod
+    def _list(cls, value: str, info: ValidationInfo) -> str:
+        given = {"schemes": ANY, "endpoints": ANY, "buckets": ANY}
+        SourceRules.parse(**{**given, str(info.field_name).removeprefix("allowed_"): value})
+        return value
+
+    @field_validator("trusted_keys")
+    @classmethod
+    def _keys(cls, value: str) -> str:
+        """Files are read at once: settings travel to where they are not."""
+        try:
+            return value if value == NO_KEYS else ",".join(public_key(part.strip()) for part in value.split(","))
+        except InvalidKey as error:
+            raise ValueError(str(error)) from error
+
+    def source_rules(self) -> SourceRules:
+        """Which places may be read from."""
+        return SourceRules.parse(self.allowed_schemes, self.allowed_endpoints, self.allowed_buckets)
+
+    def public_keys(self) -> tuple[str, ...]:
+        """Keys that manifests must be signed with one of; none: they need no signature."""
+        return () if self.trusted_keys == NO_KEYS else tuple(self.trusted_keys.split(","))
 
     @classmethod
     def unknown_variables(cls, environ: Mapping[str, str] | None = None) -> list[str]:

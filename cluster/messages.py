@@ -265,6 +265,7 @@ class LoadRequest:
     wait_for_resources_s: float
     placement: str = "auto"  # "via_arena", "direct", or "auto": direct when the arena is smaller than the node's share
     placement_group: Any = None  # ray PlacementGroup of the caller's; rank i takes bundle i
+    trusted_keys: tuple[str, ...] = ()  # public keys, base64; empty: as the cluster's settings say
 
     @property
     def world_size(self) -> int:
@@ -284,5 +285,6 @@ class LoadRequest:
                 self.device,
                 rules,
                 None if group is None else group.hex(),
+                sorted(self.trusted_keys),  # who checks signatures never shares with who did not
             )
         )

@@ -22,6 +22,7 @@ from cluster.packed_plan import PackedPlan, pack_shared
 from cluster.prepare import prepare_plan, still_current
 from cluster.rank_plans import rank_facts
 from cluster.report import ProcessMemory
+from cluster.trust import TrustPolicy
 from storage.errors import LongshoreError
 from storage.own_memory import high_water_bytes, own_bytes, reset_high_water
 
@@ -45,11 +46,13 @@ class PlanningServer:
         self._chunk_bytes = chunk_bytes
         self._read_timeout_s = read_timeout_s
 
-    def prepare(self, request: LoadRequest) -> PackedPlan:
+    def prepare(self, request: LoadRequest, trust: TrustPolicy) -> PackedPlan:
         reset_high_water()
         baseline_bytes = own_bytes()
         with without_collector():
-            index, plan = prepare_plan(request, chunk_bytes=self._chunk_bytes, read_timeout_s=self._read_timeout_s)
+            index, plan = prepare_plan(
+                request, chunk_bytes=self._chunk_bytes, read_timeout_s=self._read_timeout_s, trust=trust
+            )
             packed = PackedPlan(
                 revision=plan.revision,
                 verified=plan.chunks.hash_name or "transport",
@@ -61,8 +64,8 @@ class PlanningServer:
         memory = ProcessMemory("planning", socket.gethostname(), baseline_bytes, high_water_bytes())
         return replace(packed, memory=memory)
 
-    def is_current(self, request: LoadRequest, revision: str) -> bool:
-        return still_current(request, revision, self._read_timeout_s)
+    def is_current(self, request: LoadRequest, revision: str, trust: TrustPolicy) -> bool:
+        return still_current(request, revision, self._read_timeout_s, trust)
 
     def answer(self, verb: str, args: tuple[Any, ...]) -> Any:
         verbs = {"prepare": self.prepare, "is_current": self.is_current}

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import math
 import os
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -15,6 +16,8 @@ from storage.checkpoint import split_model_uri
 from storage.errors import InvalidUri, StoreError, UnsupportedStore
 from storage.object_store import ObjectStore
 from storage.open_store import open_store
+from storage.signing_keys import public_key
+from storage.source_rules import SourceRules
 from storage.store_ref import Credentials, StoreRef, parse_uri
 
 DEVICES = ("auto", "cpu", "cuda")
@@ -73,10 +76,12 @@ def make_request(
     wait_for_resources_s: float = 0.0,
     placement: str = "auto",
     placement_group: Any = None,
+    trusted_keys: Sequence[str | os.PathLike[str]] = (),
 ) -> LoadRequest:
     """A request that can be meant; `sizes` = (tensor_parallel_size, fsdp_size, data_parallel_size).
 
-    Raises ConfigError for arguments, InvalidUri and UnsupportedStore for a URI that no store can have.
+    `trusted_keys`: public keys in base64, or files with one, read here. Raises ConfigError for arguments, InvalidKey,
+    InvalidUri and UnsupportedStore for a URI that no store can have.
     """
     Layout(*sizes)
     if device not in DEVICES:
@@ -102,14 +107,30 @@ def make_request(
         wait_for_resources_s=float(wait_for_resources_s),
         placement=placement,
         placement_group=placement_group,
+        trusted_keys=read_keys(trusted_keys),
     )
 
 
+def read_keys(sources: Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
+    """Public keys in base64, each once, from base64 or files. Raises ConfigError, InvalidKey."""
+    if isinstance(sources, str | bytes):
+        raise ConfigError("trusted_keys is a list of public keys, not one text")
+    return tuple(dict.fromkeys(public_key(source) for source in sources))
+
+
 def open_uri(
-    uri: str | os.PathLike[str], options: StoreOptions, credentials: Credentials | None, read_timeout_s: float
+    uri: str | os.PathLike[str],
+    options: StoreOptions,
+    credentials: Credentials | None,
+    read_timeout_s: float,
+    rules: SourceRules | None = None,
 ) -> tuple[ObjectStore, str | None]:
-    """An open store for `uri`, which the caller closes, and the one file in it when it names one."""
+    """An open store for `uri`, which the caller closes, and the one file in it when it names one.
+
+    Raises SourceRefused.
+    """
     ref, only_key = options.resolve(uri)
+    (rules or SourceRules()).check(ref, credentials)
     return open_store(ref, credentials, read_timeout_s=read_timeout_s), only_key
 
 
@@ -119,15 +140,17 @@ def open_destination(
     options: StoreOptions,
     credentials: Credentials | None,
     read_timeout_s: float,
+    rules: SourceRules | None = None,
 ) -> ObjectStore:
     """An open store for the folder that a copy of `source` goes to; a local one is made.
 
     Raises ConfigError for a file, and for a place inside the source or around it: the copy would become part of
-    what is copied. StoreError when a local folder cannot be made.
+    what is copied. SourceRefused, StoreError when a local folder cannot be made.
     """
     ref, only_key = options.resolve(uri)
     if only_key is not None:
         raise ConfigError("the destination must be a folder, not a file", dest=os.fspath(uri))
+    (rules or SourceRules()).check(ref, credentials)
     origin, _ = options.resolve(source)
     if is_nested(origin, ref) or is_nested(ref, origin):
         raise ConfigError(

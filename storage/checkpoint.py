@@ -1,6 +1,7 @@
 """From a store to a ModelIndex: the manifest if there is one, else the Hugging Face layout and its headers.
 
-    list the root ---- longshore.manifest.json? --yes--> one GET, sizes compared, current ETags pinned
+    list the root ---- longshore.manifest.json? --yes--> one GET, signature checked if keys are trusted,
+                  |                                      sizes compared, current ETags pinned
                   \\--no--> index or files chosen by name -> headers read in parallel -> chunks derived
 
 Nothing but names, headers and JSON is read here; no byte of weights moves.
@@ -19,9 +20,12 @@ from storage.checkpoint_files import OWN_KEYS, Checkpoint, candidates, read_inde
 from storage.chunking import DEFAULT_CHUNK_BYTES, chunk_bounds
 from storage.errors import (
     AccessDenied,
+    BadSignature,
     InvalidManifest,
     ManifestMismatch,
+    ManifestUnsigned,
     ObjectNotFound,
+    SignatureError,
 )
 from storage.hf_layout import INDEX_KEY, SUFFIX
 from storage.inventory import Inventory
@@ -31,6 +35,7 @@ from storage.object_store import ObjectInfo, ObjectStore, read_bytes
 from storage.problems import Problems, quote
 from storage.ranges import ByteRange
 from storage.retrying import RetryPolicy, with_retries
+from storage.signature import MAX_SIGNATURE_BYTES, SIGN_HINT, SIGNATURE_KEY, check_signature
 
 NO_MANIFEST = (
     "no manifest: structure and transport are checked, and whole objects by the store's own checksums where it keeps"
@@ -57,17 +62,19 @@ def open_model(
     chunk_bytes: int = DEFAULT_CHUNK_BYTES,
     only_key: str | None = None,
     policy: RetryPolicy | None = None,
+    trusted_keys: Sequence[str] = (),
 ) -> ModelIndex:
     """Everything a plan needs to know of the model at the store's root, or of the one file `only_key` in it.
 
-    `chunk_bytes` matters when there is no manifest. Raises NotACheckpoint, PickleRefused, InvalidHeader,
-    InvalidIndex, InvalidManifest, ManifestMismatch (each lists all it found) and the store's own errors.
+    `chunk_bytes` matters when there is no manifest. With `trusted_keys` (`signing_keys.public_key`) nothing but a
+    manifest that is signed with one of them will do: SignatureError. Raises NotACheckpoint, PickleRefused,
+    InvalidHeader, InvalidIndex, InvalidManifest, ManifestMismatch (each lists all it found) and the store's own errors.
     """
     policy = policy or RetryPolicy()
     inventory = Inventory(store, policy)
     found = inventory.find([MANIFEST_KEY]).get(MANIFEST_KEY)
     if found is not None:
-        manifest = read_manifest(store, found, policy)
+        manifest = read_manifest(store, found, policy, trusted_keys=trusted_keys, inventory=inventory)
         index = manifest.index()
         if only_key is None:
             return _as_stored(index, inventory, store.uri)
@@ -81,16 +88,49 @@ def open_model(
     return _derived(checkpoint, chunk_bytes, _versions_digest(store, inventory, only_key, policy))
 
 
-def read_manifest(store: ObjectStore, info: ObjectInfo, policy: RetryPolicy) -> Manifest:
-    """The checked manifest, in one request for the version that `info` describes. Raises InvalidManifest."""
-    if info.size_bytes > MAX_MANIFEST_BYTES:
-        raise InvalidManifest(
-            f"manifest of {info.size_bytes} bytes; at most {MAX_MANIFEST_BYTES} are read", uri=store.uri
-        )
+def not_published(uri: str) -> ManifestUnsigned:
+    """The error for a model without a manifest, where only signed ones are trusted."""
+    return ManifestUnsigned(
+        "not published, and only models with a signed manifest are trusted", hint=SIGN_HINT, uri=uri
+    )
+
+
+def read_manifest(
+    store: ObjectStore,
+    info: ObjectInfo,
+    policy: RetryPolicy,
+    *,
+    trusted_keys: Sequence[str] = (),
+    inventory: Inventory | None = None,
+) -> Manifest:
+    """The checked manifest, in one request for the version that `info` describes.
+
+    With `trusted_keys` its signature is checked before anything in it is looked at; `inventory` says whether there is
+    one. Raises InvalidManifest, SignatureError.
+    """
+    check_manifest_size(info, store.uri)
     try:
-        return parse_manifest(read_whole(store, info, policy))
-    except InvalidManifest as error:
+        data = read_whole(store, info, policy)
+        if trusted_keys:
+            check_signature(data, _read_signature(store, inventory or Inventory(store, policy), policy), trusted_keys)
+        return parse_manifest(data)
+    except (InvalidManifest, SignatureError) as error:
         raise error.with_details(uri=store.uri) from error.__cause__
+
+
+def check_manifest_size(info: ObjectInfo, uri: str) -> None:
+    """Raises InvalidManifest for an object that is too large to be one."""
+    if info.size_bytes > MAX_MANIFEST_BYTES:
+        raise InvalidManifest(f"manifest of {info.size_bytes} bytes; at most {MAX_MANIFEST_BYTES} are read", uri=uri)
+
+
+def _read_signature(store: ObjectStore, inventory: Inventory, policy: RetryPolicy) -> bytes | None:
+    info = inventory.find([SIGNATURE_KEY]).get(SIGNATURE_KEY)
+    if info is None:
+        return None
+    if info.size_bytes > MAX_SIGNATURE_BYTES:
+        raise BadSignature(f"a signature of {info.size_bytes} bytes; at most {MAX_SIGNATURE_BYTES} are read")
+    return read_whole(store, info, policy)
 
 
 def check_revision(store: ObjectStore, revision: str, *, only_key: str | None = None) -> bool:
@@ -123,6 +163,10 @@ def chunk_table(shard_ends: Sequence[Sequence[int]]) -> ChunkTable:
 
 
 def _derived(checkpoint: Checkpoint, chunk_bytes: int, revision: str) -> ModelIndex:
+    shards = tuple(
+        Shard(info.key, info.size_bytes, info.etag, asked.checksum, asked.reason)
+        for info, asked in zip(checkpoint.shards, checkpoint.checksums, strict=True)
+    )
     ends = [
         # Only over the whole object in one piece can such a checksum be computed.
         [shard.size_bytes]
@@ -166,10 +210,6 @@ def _as_stored(index: ModelIndex, inventory: Inventory, uri: str) -> ModelIndex:
             uri=uri,
         )
     notes = []
-    shards = tuple(
-        Shard(info.key, info.size_bytes, info.etag, asked.checksum, asked.reason)
-        for info, asked in zip(checkpoint.shards, checkpoint.checksums, strict=True)
-    )
     if copied:
         notes.append(f"{copied} shards have another ETag than when they were published: the digests decide")
     changed = [f.key for f in index.files if f.key not in now or now[f.key].size_bytes != f.size_bytes]

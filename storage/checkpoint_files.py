@@ -34,7 +34,7 @@ from storage.signature import SIGNATURE_KEY
 
 JOURNAL_KEY = "longshore.publish.json"  # of a publish under way
 PROBE_KEY = "longshore.publish.probe"  # tells whether source and destination are one place; there for a moment
-OWN_KEYS = frozenset({MANIFEST_KEY, JOURNAL_KEY, PROBE_KEY})
+OWN_KEYS = frozenset({MANIFEST_KEY, SIGNATURE_KEY, JOURNAL_KEY, PROBE_KEY})
 COMMON_FILES = (  # asked for by name where a store cannot list
     "config.json",
     "generation_config.json",

@@ -11,6 +11,7 @@
     |  +- RangeMismatch             the answer is for other bytes than were asked for        (worth a retry)
     |  +- ObjectChanged             ETag or size differs from what the load pinned
     |  +- UnsupportedStore          no such scheme, or its package is not installed
+    |  +- SourceRefused             a scheme, endpoint or bucket that the settings do not allow; nothing was asked
     |  +- InvalidUri                not a URI or endpoint that can be meant; nothing was asked of a store
     +- CheckpointError              the files are not a checkpoint that can be loaded
     |  +- NotACheckpoint            nothing loadable under the URI
@@ -21,8 +22,14 @@
     |  +- InvalidManifest           not a manifest, or it contradicts itself
    |  |  +- NewerManifest          of a later format than this version reads
     |  +- ManifestMismatch          a good manifest, for other bytes than are there
+    |  +- SignatureError            only signed manifests are trusted, and this is not one
+    |     +- ManifestUnsigned       without a signature, or without a manifest to sign
+    |     +- UnknownSigner          signed with a key that is not trusted
+    |     +- BadSignature           manifest or signature were changed, or the latter is none
     +- IntegrityError               bytes arrived whole and are not the published ones
     +- PublishError                 a checkpoint could not be published safely
+    +- InvalidKey                   not a key of the kind that is wanted, or one that cannot be read or written
+    +- SigningUnavailable           the package that signs and checks signatures is not installed
     +- ArenaError
     |  +- ArenaTooSmall             fewer slots than a load needs to make progress
     |  +- ArenaTooLarge             /dev/shm cannot hold it
@@ -106,6 +113,10 @@ class UnsupportedStore(StoreError):
     """No store for this URI scheme, or the package it needs is not installed."""
 
 
+class SourceRefused(StoreError):
+    """A place that the settings do not allow; no store was asked."""
+
+
 class InvalidUri(StoreError):
     """A URI, path or endpoint that cannot be meant; no store was asked."""
 
@@ -146,12 +157,36 @@ class ManifestMismatch(ManifestError):
     """A sound manifest, for other bytes than the ones stored."""
 
 
+class SignatureError(ManifestError):
+    """Only signed manifests are trusted, and this is not one."""
+
+
+class ManifestUnsigned(SignatureError):
+    """There is no signature, or not even a manifest."""
+
+
+class UnknownSigner(SignatureError):
+    """Signed with a key that is not trusted."""
+
+
+class BadSignature(SignatureError):
+    """The signature is not one for this manifest: tampered with, or no signature at all."""
+
+
 class IntegrityError(LongshoreError):
     """Bytes arrived whole and are not the ones that were published."""
 
 
 class PublishError(LongshoreError):
     """A checkpoint could not be published safely."""
+
+
+class InvalidKey(LongshoreError):
+    """Not a key of the kind that is wanted, or a file that cannot be read or written. Never quotes the key."""
+
+
+class SigningUnavailable(LongshoreError):
+    """The package that signs and checks signatures is not installed."""
 
 
 class ArenaError(LongshoreError):

@@ -4,7 +4,7 @@
         read, hash, compare with the store's checksum   or   read, hash, read again, compare
         copying: written while it is read, then read back from the destination and compared
         --> journal
-    --> sizes and ETags again --> manifest --> journal removed
+    --> sizes and ETags again --> manifest --> its signature --> journal removed
 
 A manifest says "these bytes are the model", so it must not bless a bad reading. Nothing of the model is held in
 memory but a few chunks.
@@ -19,7 +19,7 @@ from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
 from storage.checkpoint import read_manifest
-from storage.checkpoint_files import JOURNAL_KEY, Checkpoint, names_left_out, scan_checkpoint
+from storage.checkpoint_files import JOURNAL_KEY, OWN_KEYS, Checkpoint, names_left_out, scan_checkpoint
 from storage.checksum import MANIFEST_HASH_NAMES
 from storage.chunking import (
     DEFAULT_CHUNK_BYTES,
@@ -28,7 +28,7 @@ from storage.chunking import (
     chunk_bounds,
     fixed_bounds,
 )
-from storage.errors import IntegrityError, InvalidManifest, NewerManifest, PublishError, StoreError
+from storage.errors import IntegrityError, InvalidManifest, NewerManifest, PublishError, SignatureError, StoreError
 from storage.inventory import Inventory
 from storage.manifest import (
     MANIFEST_KEY,
@@ -46,6 +46,8 @@ from storage.publish_places import check_same, is_entry_of, same_place
 from storage.publish_report import PublishReport as PublishReport
 from storage.ranges import ByteRange
 from storage.retrying import RetryPolicy, with_retries
+from storage.signature import SIGNATURE_KEY, sign_manifest
+from storage.signing_keys import SigningKey, key_id
 from storage.streaming import RangeReader, run_readers
 
 
@@ -60,12 +62,14 @@ def publish(
     only_key: str | None = None,
     progress: Callable[[PublishProgress], None] | None = None,
     policy: RetryPolicy | None = None,
+    sign_key: SigningKey | None = None,
 ) -> PublishReport:
     """Publish the checkpoint at the root of `source`: in place, or copied to `dest`.
 
     `concurrency` is the number of reads in flight; memory is about that many chunks. What an interrupted publish
     finished is not read again; what is published and unchanged is not read at all, unless `force`. `progress` is
-    called from several threads, one at a time.
+    called from several threads, one at a time. With `sign_key` the manifest is signed, and then only this publish's own
+    readings count: neither a journal nor a manifest is believed that is not signed with the same key.
 
     Raises PublishError for arguments that cannot be meant, IntegrityError (shard and chunk in its details) when
     two readings, the store's checksum or the copy disagree, ObjectChanged when an object is replaced meanwhile,
@@ -82,7 +86,7 @@ def publish(
     policy = policy or RetryPolicy()
     if dest is not None and same_place(source, dest, policy):
         dest = None
-    run = _Publish(source, dest, hash_name, chunk_bytes, policy, progress)
+    run = _Publish(source, dest, hash_name, chunk_bytes, policy, progress, sign_key)
     return run.run(concurrency, force, only_key)
 
 
@@ -97,7 +101,9 @@ class _Publish:
         chunk_bytes: int,
         policy: RetryPolicy,
         progress: Callable[[PublishProgress], None] | None,
+        sign_key: SigningKey | None,
     ) -> None:
+        self._sign_key = sign_key
         self._source = source
         self._dest = dest if dest is not None else source
         self._copying = dest is not None
@@ -108,6 +114,7 @@ class _Publish:
         self._journal = Journal(self._dest, hash_name, chunk_bytes, policy)
         self._entries: dict[str, ManifestFile] = {}
         self._left_out: tuple[str, ...] = ()
+        self._signed_before = False  # there is a signature, of an older manifest
 
     def run(self, concurrency: int, force: bool, only_key: str | None) -> PublishReport:
         started_s = time.monotonic()
@@ -116,13 +123,11 @@ class _Publish:
         if inventory.listed is not None:
             self._left_out = names_left_out(self._source, self._policy)
         stored = Inventory(self._dest, self._policy) if self._copying else inventory
-        there = stored.find(
-            [MANIFEST_KEY, JOURNAL_KEY, *(info.key for info in (*checkpoint.shards, *checkpoint.files))]
-        )
-        old = self._old_manifest(there.get(MANIFEST_KEY), force)
+        there = stored.find([*OWN_KEYS, *(info.key for info in (*checkpoint.shards, *checkpoint.files))])
+        old = self._old_manifest(there.get(MANIFEST_KEY), force, stored)
         if old is not None and self._still_describes(old, checkpoint, there):
             return self._report(old, checkpoint, started_s, resumed=0, unchanged=True)
-        if not force:
+        if not force and self._sign_key is None:
             self._journal.load(there.get(JOURNAL_KEY))
         jobs = [
             *(
@@ -138,6 +143,7 @@ class _Publish:
         self._journal.start()
         if self._copying and MANIFEST_KEY in there and todo:
             with_retries(lambda: self._dest.delete(MANIFEST_KEY), self._policy)
+        self._signed_before = SIGNATURE_KEY in there
         self._publisher.foresee(todo)
         todo.sort(key=lambda job: -job.source.size_bytes)
         try:
@@ -157,15 +163,16 @@ class _Publish:
         self._journal.remove()
         return self._report(manifest, checkpoint, started_s, resumed=len(jobs) - len(todo), unchanged=False)
 
-    def _old_manifest(self, info: ObjectInfo | None, force: bool) -> Manifest | None:
+    def _old_manifest(self, info: ObjectInfo | None, force: bool, stored: Inventory) -> Manifest | None:
         """The one that is there; None for one that is to be replaced. Raises NewerManifest unless `force`."""
+        keys = () if self._sign_key is None else (self._sign_key.public,)
         if info is None or force:
             return None
         try:
-            return read_manifest(self._dest, info, self._policy)
+            return read_manifest(self._dest, info, self._policy, trusted_keys=keys, inventory=stored)
         except NewerManifest:
             raise
-        except InvalidManifest:
+        except (InvalidManifest, SignatureError):
             return None
 
     def _still_describes(self, manifest: Manifest, checkpoint: Checkpoint, there: Mapping[str, ObjectInfo]) -> bool:
@@ -231,11 +238,16 @@ class _Publish:
                 f"the manifest would have {len(data)} bytes; at most {MAX_MANIFEST_BYTES} are read",
                 hint="publish with larger chunks",
             )
+        if self._signed_before:  # it would call the new manifest tampered with
+            with_retries(lambda: self._dest.delete(SIGNATURE_KEY), self._policy)
         with_retries(lambda: self._dest.put(MANIFEST_KEY, data), self._policy)
         written = with_retries(lambda: read_bytes(self._dest, MANIFEST_KEY, ByteRange(0, len(data))), self._policy)
         if written != data:
             with_retries(lambda: self._dest.delete(MANIFEST_KEY), self._policy)
             raise IntegrityError("the manifest does not read as it was written", uri=self._dest.uri)
+        if self._sign_key is not None:
+            signature = sign_manifest(data, self._sign_key)
+            with_retries(lambda: self._dest.put(SIGNATURE_KEY, signature), self._policy)
         return manifest
 
     def _report(
@@ -258,6 +270,7 @@ class _Publish:
             checks=dict(Counter(entry.checked_by for entry in (*manifest.shards, *manifest.files))),
             skipped=(*checkpoint.skipped, *self._left_out),
             elapsed_s=time.monotonic() - started_s,
+            signed_by=None if self._sign_key is None else key_id(self._sign_key.public),
         )
 
 

@@ -24,7 +24,7 @@ AddressingStyle = Literal["auto", "path", "virtual"]
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)://")
 _BUCKET = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._\-]{1,254}$")  # wider than S3 allows: other servers take more
-_ALIASES = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "abfs": "az", "abfss": "az"}
+ALIASES = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "abfs": "az", "abfss": "az"}
 _WITHOUT_BUCKET = {"file", "memory"}  # the whole rest of the URI is a path
 
 
@@ -104,8 +104,11 @@ def parse_uri(
         raise UnsupportedStore(f"not a URI: {uri.split('://')[0]!r} is no scheme", hint="chained URIs are refused")
     if match is None:
         return _file_ref(os.path.expanduser(uri), uri)
-    scheme = _ALIASES.get(match[1].lower(), match[1].lower())
+    scheme = ALIASES.get(match[1].lower(), match[1].lower())
     rest = uri[match.end() :]
+    if "::" in rest and scheme not in ("s3", "file"):
+        # fsspec would take what stands behind it for a second file system, of any scheme.
+        raise UnsupportedStore("a URI with '::' in it", hint="chained URIs are refused", scheme=scheme)
     if scheme == "file":
         host, slash, path = rest.partition("/")
         if host not in ("", "localhost"):

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
 
-from storage.checkpoint import read_manifest
+from storage.checkpoint import not_published, read_manifest
 from storage.checkpoint_files import scan_checkpoint
 from storage.chunking import fixed_bounds
 from storage.errors import InvalidHeader, NotACheckpoint
@@ -77,21 +77,27 @@ def verify(
     only_key: str | None = None,
     progress: Callable[[VerifyProgress], None] | None = None,
     policy: RetryPolicy | None = None,
+    trusted_keys: Sequence[str] = (),
 ) -> VerifyReport:
     """Compare everything the manifest names, or the one shard `only_key`, with what is stored now.
 
     Damage is in the report, never an exception. Digests of chunks, shards and files are compared, and the tensors
     with each shard's header. Without a manifest the headers are checked, and the report is not ok: nothing says
-    which bytes are the right ones. `progress` is called from several threads, one at a time.
+    which bytes are the right ones. `progress` is called from several threads, one at a time. With `trusted_keys` the
+    manifest must be signed with one of them, else nothing is read.
 
-    Raises InvalidManifest, CheckpointError (without a manifest), ObjectChanged when an object is replaced
-    meanwhile, and StoreError when the store cannot be read.
+    Raises InvalidManifest, SignatureError, CheckpointError (without a manifest), ObjectChanged when an object is
+    replaced meanwhile, and StoreError when the store cannot be read.
     """
     started_s = time.monotonic()
     policy = policy or RetryPolicy()
     inventory = Inventory(store, policy)
     info = inventory.find([MANIFEST_KEY]).get(MANIFEST_KEY)
-    manifest = None if info is None else read_manifest(store, info, policy)
+    if info is None and trusted_keys:
+        raise not_published(store.uri)
+    manifest = None
+    if info is not None:
+        manifest = read_manifest(store, info, policy, trusted_keys=trusted_keys, inventory=inventory)
     if manifest is not None and only_key is not None:
         shards = tuple(shard for shard in manifest.shards if shard.path == only_key)
         if not shards:

@@ -128,6 +128,7 @@ def test_load_passes_every_option_to_the_client(run: Run, fake_load: SimpleNames
             "--no-keep",
         ],
         *["--address", "head:6379", "--wait-for-resources", "30", "--timeout", "600", "--placement", "direct"],
+        *["--trusted-key", "k1", "--trusted-key", "k2"],
         *["--endpoint-url", "http://store:9000", "--region", "r", "--profile", "p", "--anonymous"],
     )
     assert code == 0
@@ -143,6 +144,7 @@ def test_load_passes_every_option_to_the_client(run: Run, fake_load: SimpleNames
         "wait_for_resources_s": 30.0,
         "placement": "direct",
         "timeout_s": 600.0,
+        "trusted_keys": ["k1", "k2"],
         "endpoint_url": "http://store:9000",
         "region": "r",
         "profile": "p",

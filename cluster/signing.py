@@ -1,0 +1,95 @@
+"""The verbs of signatures: make a pair of keys, sign a manifest that is there."""
+
+from __future__ import annotations
+
+import os
+from contextlib import closing
+from dataclasses import asdict, dataclass
+from typing import Any
+
+from cluster.async_twins import in_thread
+from cluster.config import Config
+from cluster.request import StoreOptions, open_uri
+from storage.checkpoint import check_manifest_size
+from storage.checkpoint_files import read_whole
+from storage.errors import ObjectChanged
+from storage.manifest import MANIFEST_KEY, parse_manifest
+from storage.retrying import RetryPolicy, with_retries
+from storage.signature import SIGNATURE_KEY, sign_manifest
+from storage.signing_keys import SigningKey, key_id
+from storage.store_ref import Credentials
+
+
+@dataclass(frozen=True, slots=True)
+class SignReport:
+    """What was signed."""
+
+    uri: str
+    revision: str
+    key_id: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, ready for `json.dumps`."""
+        return asdict(self)
+
+
+@dataclass(frozen=True, slots=True)
+class KeyReport:
+    """A new pair of keys: where they are, and the public one."""
+
+    path: str  # of the private key
+    public_path: str
+    public_key: str  # base64, for LONGSHORE_TRUSTED_KEYS and `trusted_keys`
+    key_id: str
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, ready for `json.dumps`."""
+        return asdict(self)
+
+
+def sign(
+    uri: str | os.PathLike[str],
+    key: str | os.PathLike[str],
+    *,
+    endpoint_url: str | None = None,
+    region: str | None = None,
+    profile: str | None = None,
+    anonymous: bool = False,
+    credentials: Credentials | None = None,
+    config: Config | None = None,
+) -> SignReport:
+    """Sign the manifest of a published model as it is stored now, with the private key in the file `key`.
+
+    A signature there is replaced. What is signed is what the store answers: where others can write, publish with
+    `sign_key` instead, or compare the revision. Raises InvalidKey, SigningUnavailable, InvalidManifest, StoreError
+    (ObjectNotFound when the model was never published).
+    """
+    config = config or Config.from_env()
+    signing_key = SigningKey.read(key)
+    policy = RetryPolicy()
+    options = StoreOptions(endpoint_url, region, profile, anonymous)
+    store, _ = open_uri(uri, options, credentials, config.read_timeout_s, config.source_rules())
+    with closing(store):
+        info = with_retries(lambda: store.stat(MANIFEST_KEY), policy)
+        check_manifest_size(info, store.uri)
+        data = read_whole(store, info, policy)
+        manifest = parse_manifest(data)
+        signature = sign_manifest(data, signing_key)
+        with_retries(lambda: store.put(SIGNATURE_KEY, signature), policy)
+        now = with_retries(lambda: store.stat(MANIFEST_KEY), policy)
+        if (now.size_bytes, now.etag) != (info.size_bytes, info.etag):
+            raise ObjectChanged("the manifest was replaced while it was signed: sign it again", uri=store.uri)
+        return SignReport(store.uri, manifest.revision, key_id(signing_key.public))
+
+
+def generate_key(path: str | os.PathLike[str]) -> KeyReport:
+    """Write a new private key to `path` (mode 0600) and its public half to `path`.pub; nothing is overwritten.
+
+    Raises InvalidKey, SigningUnavailable.
+    """
+    key = SigningKey.generate()
+    public_path = key.save(path)
+    return KeyReport(os.fspath(path), public_path, key.public, key_id(key.public))
+
+
+asign = in_thread(sign)

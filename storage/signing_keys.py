@@ -1,0 +1,192 @@
+"""Ed25519 keys: public ones as text that may travel, private ones that may not.
+
+    longshore keygen FILE  -->  FILE      PKCS#8 PEM, mode 0600: stays where models are published
+                                FILE.pub  PEM: goes to whoever loads them, or its base64 into LONGSHORE_TRUSTED_KEYS
+
+Reading public keys takes the standard library; making keys, signing and checking take the package `cryptography`.
+"""
+
+from __future__ import annotations
+
+import base64
+import binascii
+import contextlib
+import hashlib
+import os
+import stat
+from typing import TYPE_CHECKING, NoReturn, Self
+
+from storage.errors import InvalidKey, SigningUnavailable
+
+if TYPE_CHECKING:
+    from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+
+KEY_BYTES = 32  # of a raw public key
+SIGNATURE_BYTES = 64
+MAX_KEY_FILE_BYTES = 16 << 10
+_SPKI_PREFIX = bytes.fromhex("302a300506032b6570032100")  # SubjectPublicKeyInfo of Ed25519, before the raw key
+_PUBLIC_HINT = "a public key is a PEM file (BEGIN PUBLIC KEY) or 32 bytes in base64, as `longshore keygen` prints it"
+
+
+def public_key(source: str | os.PathLike[str]) -> str:
+    """The public key that `source` is or, as a path, holds: 32 bytes in base64. Raises InvalidKey."""
+    text = os.fspath(source)
+    if isinstance(source, str):
+        with contextlib.suppress(InvalidKey):
+            return _from_base64(source)
+    data = _read_key_file(text)
+    if b"PRIVATE KEY" in data:
+        raise InvalidKey("a private key where a public one is wanted", hint=_PUBLIC_HINT, path=text)
+    lines = data.decode("ascii", "replace").split()
+    body = "".join(lines)
+    head, tail = "-----BEGINPUBLICKEY-----", "-----ENDPUBLICKEY-----"
+    if body.startswith(head) and body.endswith(tail):
+        der = _decoded(body[len(head) : -len(tail)])
+        if len(der) == len(_SPKI_PREFIX) + KEY_BYTES and der.startswith(_SPKI_PREFIX):
+            return base64.b64encode(der[len(_SPKI_PREFIX) :]).decode()
+        raise InvalidKey("not an Ed25519 public key", hint=_PUBLIC_HINT, path=text)
+    try:
+        return _from_base64(body)
+    except InvalidKey as error:
+        raise error.with_details(path=text) from None
+
+
+def key_id(public: str) -> str:
+    """The name under which signatures mention a public key: 32 hex digits of its SHA-256."""
+    return hashlib.sha256(_decoded(public)).hexdigest()[:32]
+
+
+def is_signed_by(public: str, signature: bytes, data: bytes) -> bool:
+    """Whether `signature` over exactly `data` was made with the private half of `public`. Raises SigningUnavailable."""
+    try:
+        from cryptography.exceptions import InvalidSignature
+        from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
+    except ImportError as error:
+        _unavailable(error)
+    try:
+        Ed25519PublicKey.from_public_bytes(_decoded(public)).verify(signature, data)
+    except (InvalidSignature, ValueError):
+        return False
+    return True
+
+
+class SigningKey:
+    """A private key. It shows in no repr, and neither pickles nor copies: it stays in the process that read it."""
+
+    __slots__ = ("_key", "public")
+
+    def __init__(self, key: Ed25519PrivateKey) -> None:
+        self._key = key
+        self.public = base64.b64encode(key.public_key().public_bytes_raw()).decode()
+
+    @classmethod
+    def generate(cls) -> Self:
+        """A new one. Raises SigningUnavailable."""
+        try:
+            from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+        except ImportError as error:
+            _unavailable(error)
+        return cls(Ed25519PrivateKey.generate())
+
+    @classmethod
+    def read(cls, path: str | os.PathLike[str]) -> Self:
+        """The key in a PEM file without a passphrase. Raises InvalidKey, SigningUnavailable."""
+        try:
+            from cryptography.exceptions import UnsupportedAlgorithm
+            from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
+            from cryptography.hazmat.primitives.serialization import load_pem_private_key
+        except ImportError as error:
+            _unavailable(error)
+        text = os.fspath(path)
+        data = _read_key_file(text)
+        try:
+            key = load_pem_private_key(data, password=None)
+        except (ValueError, TypeError, UnsupportedAlgorithm):
+            # `from None`: what a parser says of a private key may quote it.
+            raise InvalidKey(
+                "not a private key in PEM without a passphrase", hint="longshore keygen makes one", path=text
+            ) from None
+        if not isinstance(key, Ed25519PrivateKey):
+            raise InvalidKey("a private key of another kind than Ed25519", hint="longshore keygen makes one", path=text)
+        return cls(key)
+
+    def sign(self, data: bytes) -> bytes:
+        """64 bytes over exactly `data`."""
+        return self._key.sign(data)
+
+    def save(self, path: str | os.PathLike[str]) -> str:
+        """Write the private key to a new file that only its owner reads, the public one to `path`.pub beside it.
+
+        Returns the path of the latter. Raises InvalidKey when one of them is there already or cannot be written.
+        """
+        from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
+
+        text = os.fspath(path)
+        _write_new(text, self._key.private_bytes(Encoding.PEM, PrivateFormat.PKCS8, NoEncryption()), 0o600)
+        public_pem = self._key.public_key().public_bytes(Encoding.PEM, PublicFormat.SubjectPublicKeyInfo)
+        try:
+            _write_new(f"{text}.pub", public_pem, 0o644)
+        except InvalidKey:
+            os.unlink(text)  # ours, made just now
+            raise
+        return f"{text}.pub"
+
+    def __repr__(self) -> str:
+        return f"SigningKey(<private, redacted>, key_id={key_id(self.public)})"
+
+    def __reduce__(self) -> NoReturn:
+        raise TypeError("a private key does not travel")
+
+
+def _from_base64(text: str) -> str:
+    data = _decoded(text.strip())
+    if len(data) != KEY_BYTES:
+        raise InvalidKey("not a public key", hint=_PUBLIC_HINT)
+    return base64.b64encode(data).decode()
+
+
+def _decoded(text: str) -> bytes:
+    try:
+        return base64.b64decode(text, validate=True)
+    except (binascii.Error, ValueError):
+        raise InvalidKey("not base64", hint=_PUBLIC_HINT) from None
+
+
+def _read_key_file(path: str) -> bytes:
+    try:
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+    except (OSError, ValueError) as error:
+        what = error.strerror if isinstance(error, OSError) else "not a path"
+        raise InvalidKey(f"cannot read the key: {what}", path=path[:200]) from error
+    try:
+        if not stat.S_ISREG(os.fstat(descriptor).st_mode):
+            raise InvalidKey("the key is not a regular file", path=path)
+        data = os.read(descriptor, MAX_KEY_FILE_BYTES + 1)
+    except OSError as error:
+        raise InvalidKey(f"cannot read the key: {error.strerror}", path=path) from error
+    finally:
+        os.close(descriptor)
+    if len(data) > MAX_KEY_FILE_BYTES:
+        raise InvalidKey(f"more than {MAX_KEY_FILE_BYTES} bytes: not a key", path=path)
+    return data
+
+
+def _write_new(path: str, data: bytes, mode: int) -> None:
+    try:
+        descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
+    except FileExistsError as error:
+        raise InvalidKey("something is there already: no key is ever overwritten", path=path) from error
+    except OSError as error:
+        raise InvalidKey(f"cannot write the key: {error.strerror}", path=path) from error
+    try:
+        with os.fdopen(descriptor, "wb") as file:
+            file.write(data)
+    except OSError as error:
+        os.unlink(path)  # ours, made just now
+        raise InvalidKey(f"cannot write the key: {error.strerror}", path=path) from error
+
+
+def _unavailable(error: ImportError) -> NoReturn:
+    raise SigningUnavailable(
+        "signatures need the package cryptography", hint="pip install 'longshore[signing]'"
+    ) from error

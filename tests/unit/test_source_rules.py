@@ -1,0 +1,129 @@
+"""The operator's lists: what is not on them is refused before any store is asked, however it is spelled."""
+
+from __future__ import annotations
+
+import pytest
+
+from storage.errors import LongshoreError, SourceRefused, UnsupportedStore
+from storage.fsspec_store import FsspecStore
+from storage.source_rules import DEFAULT_SCHEMES, SourceRules, origin
+from storage.store_ref import Credentials, StoreRef, parse_uri
+
+
+def allowed(rules: SourceRules, uri: str, **options: object) -> bool:
+    try:
+        rules.check(parse_uri(uri, environ={}, **options))  # type: ignore[arg-type]
+    except (SourceRefused, UnsupportedStore):
+        return False
+    return True
+
+
+@pytest.mark.parametrize(
+    ("uri", "fine"),
+    [
+        ("/data/model", True),
+        ("s3://models/llama", True),
+        ("S3A://models/llama", True),
+        ("gcs://models/llama", True),
+        ("https://host/llama", True),
+        ("memory://llama", True),
+        ("local://etc/x", False),
+        ("LOCAL://etc/x", False),
+        ("reference://a/b", False),
+        ("zip://a.zip/b", False),
+        ("ssh://host/etc", False),
+        ("github://org/repo", False),
+        ("simplecache://a/b", False),
+        ("gs://bucket/a::file:///etc", False),
+        ("http://host/a::local:///etc", False),
+        ("memory://x::local:///etc", False),
+    ],
+)
+def test_schemes_without_any_setting(uri: str, fine: bool) -> None:
+    assert allowed(SourceRules(), uri) == fine
+
+
+def test_a_list_of_schemes_is_what_it_says() -> None:
+    rules = SourceRules.parse("S3A, gcs", "any", "any")
+    assert allowed(rules, "s3://models/llama")
+    assert allowed(rules, "gs://models/llama")
+    assert not allowed(rules, "/etc")
+    assert not allowed(rules, "file:///etc")
+    assert allowed(SourceRules.parse("any", "any", "any"), "ssh://host/etc")
+    assert SourceRules.parse(DEFAULT_SCHEMES, "any", "any") == SourceRules()
+
+
+@pytest.mark.parametrize(
+    ("endpoint", "fine"),
+    [
+        ("https://store.example", True),
+        ("https://STORE.example:443/", True),
+        ("https://store.example.", True),
+        ("http://127.0.0.1:9000", True),
+        ("http://store.example", False),  # without TLS it is another server
+        ("https://store.example:444", False),
+        ("https://store.example.evil.net", False),
+        ("http://127.0.0.1:9001", False),
+        ("http://localhost:9000", False),
+        ("http://169.254.169.254", False),
+        (None, False),
+    ],
+)
+def test_endpoints(endpoint: str | None, fine: bool) -> None:
+    rules = SourceRules.parse("s3", "https://store.example,http://127.0.0.1:9000/", "any")
+    assert allowed(rules, "s3://models/llama", endpoint_url=endpoint) == fine
+
+
+def test_endpoints_of_other_schemes_and_the_default_one() -> None:
+    rules = SourceRules.parse("any", "default,https://models.example", "any")
+    assert allowed(rules, "s3://models/llama")
+    assert allowed(rules, "gs://models/llama")
+    assert not allowed(rules, "gs://models/llama", endpoint_url="http://127.0.0.1:1")
+    assert allowed(rules, "https://models.example/llama")
+    assert not allowed(rules, "http://models.example/llama")
+    assert not allowed(rules, "https://models.example:8443/llama")
+    assert allowed(rules, "/data/llama")
+
+
+def test_buckets() -> None:
+    rules = SourceRules.parse("any", "any", "models,more-models")
+    assert allowed(rules, "s3://models/llama")
+    assert not allowed(rules, "s3://models2/llama")
+    assert not allowed(rules, "gs://secrets/llama")
+    assert allowed(rules, "/data/llama")
+
+
+def test_options_that_could_lead_elsewhere_are_refused_with_a_list_only() -> None:
+    ref = parse_uri("gs://models/llama", environ={})
+    plain, elsewhere = Credentials(fsspec_options={"token": "x"}), Credentials(fsspec_options={"endpoint_url": "x"})
+    rules = SourceRules.parse("gs", "default", "any")
+    rules.check(ref, plain)
+    SourceRules().check(ref, elsewhere)
+    for options in ({"endpoint_url": "http://x"}, {"client_kwargs": {}}, {"token": {"token_uri": "http://x"}}):
+        with pytest.raises(SourceRefused):
+            rules.check(ref, Credentials(fsspec_options=options))
+
+
+@pytest.mark.parametrize("text", ["", ",", "s3,", "s3,any"])
+def test_lists_that_cannot_be_meant(text: str) -> None:
+    for lists in ((text, "any", "any"), ("any", text, "any"), ("any", "any", text)):
+        with pytest.raises(ValueError, match=r"\w"):
+            SourceRules.parse(*lists)
+
+
+@pytest.mark.parametrize(
+    "text", ["store", "ftp://store", "https://", "https://u:p@store", "https://store/path", "https://store:99999"]
+)
+def test_endpoints_that_cannot_be_meant(text: str) -> None:
+    with pytest.raises(ValueError, match=r"\w"):
+        SourceRules.parse("s3", text, "any")
+
+
+def test_one_spelling_of_a_server() -> None:
+    assert origin("HTTPS://Host./x") == "https://host:443"
+    assert origin("http://[::1]:9000") == "http://[::1]:9000"
+
+
+def test_a_chain_is_refused_also_where_a_ref_was_made_by_hand() -> None:
+    with pytest.raises(LongshoreError, match="::"):
+        FsspecStore(StoreRef("memory", "", "x::file:///etc"))
