@@ -16,6 +16,7 @@ from storage.errors import IntegrityError, LongshoreError
 from storage.object_store import ObjectStore, cut, read_pieces
 from storage.ranges import ByteRange
 from storage.read_limit import ReadLimit
+from storage.store_checksum import Span, SpanHasher
 
 
 @dataclass(slots=True)
@@ -27,6 +28,8 @@ class StageClock:
     verify_s: float = 0.0
     verify_bytes: int = 0
     wait_s: float = 0.0
+    disk_s: float = 0.0  # reading and checking chunks on the node's disk
+    disk_bytes: int = 0
 
 
 class ChunkRead:
@@ -51,7 +54,7 @@ class ChunkRead:
         self._clock = clock
         self._hash_name = chunks.hash_name
         self._expected = chunks.digest(chunk) if chunks.hash_name is not None else None
-        self._hasher = self._new_hasher()
+        self._hasher = self._new_hasher()  # None: there is nothing to compare with
         # With neither a version nor a digest nobody would notice that the two halves are of different objects.
         self._resumes = self._shard.etag is not None or self._expected is not None
 
@@ -98,8 +101,12 @@ class ChunkRead:
                 missing_bytes -= len(piece)
                 self._seen(piece)
 
+    def spans(self) -> tuple[Span, ...]:
+        """Of a chunk without a digest, whole: what the store's checksum of its object is put together from."""
+        return self._hasher.spans() if isinstance(self._hasher, SpanHasher) else ()
+
     def _check(self) -> None:
-        if self._hasher is None or self._expected is None:
+        if self._hasher is None or isinstance(self._hasher, SpanHasher) or self._expected is None:
             return
         self._clock.verify_bytes += self._byte_range.size_bytes
         found = self._hasher.digest()
@@ -116,8 +123,10 @@ class ChunkRead:
         self.arrived_bytes = 0
         self._hasher = self._new_hasher()
 
-    def _new_hasher(self) -> Hasher | None:
-        return new_hasher(str(self._hash_name)) if self._expected is not None else None
+    def _new_hasher(self) -> Hasher | SpanHasher | None:
+        if self._expected is not None:
+            return new_hasher(str(self._hash_name))
+        return SpanHasher(self._shard.checksum, self._byte_range) if self._shard.checksum is not None else None
 
 
 def _after(parts: Sequence[memoryview], skipped_bytes: int) -> list[memoryview]:

@@ -17,12 +17,13 @@ hands out a slot that somebody may still touch.
 from __future__ import annotations
 
 import heapq
+import secrets
 from collections.abc import Hashable, Iterable
 
 from storage.cache_stats import CacheCounts, CacheStats, stats_of
 from storage.leases import Answer, CachedChunk, Lease
 from storage.processes import ProcessId
-from storage.slot_records import MemoryJournal, SlotJournal, SlotState
+from storage.slot_records import KEY_BYTES, MemoryJournal, SlotJournal, SlotState
 from storage.slot_restart import restore_slots, settle_survivor, slots_with_memory
 from storage.slot_shares import SlotShares
 from storage.slot_table import SlotTable
@@ -35,8 +36,7 @@ class ChunkCache:
         """`ready_slots`: slots that have memory by now, all when not given; `add_ready` brings more."""
         if slot_count < 1:
             raise ValueError("a cache has at least one slot")
-        self.slot_count = slot_count
-        self.shares = SlotShares(slot_count)
+        self.slot_count, self.shares = slot_count, SlotShares(slot_count)
         self._journal: SlotJournal = MemoryJournal(slot_count) if journal is None else journal
         self._table = SlotTable(slot_count, self._journal, self.shares)
         self._deadlines: list[tuple[float, int, int]] = []  # (deadline, slot, generation), a heap
@@ -116,8 +116,7 @@ class ChunkCache:
         slot = self._table.slots[index]
         if slot.state is SlotState.COMMITTED:
             return Answer.REPEATED
-        lease = slot.lease
-        if slot.state is not SlotState.LEASED or lease is None:
+        if slot.state is not SlotState.LEASED or (lease := slot.lease) is None:
             return Answer.LATE
         if slot.key in self._table.by_key:
             self._counts.duplicates += 1
@@ -258,6 +257,10 @@ class ChunkCache:
             return False
         self._table.release(chunk.slot, (process, reader))
         return True
+
+    def forget(self, key: bytes) -> None:
+        """What is committed under `key` turned out to be wrong: nobody finds it any more."""
+        self._table.rename(key, secrets.token_bytes(KEY_BYTES))
 
     # --- restart -------------------------------------------------------------------------------------------
 

@@ -140,6 +140,17 @@ class SlotTable:
         slot.length_bytes = 0
         return index, slot.key
 
+    def rename(self, key: bytes, new_key: bytes) -> None:
+        """The chunk that is committed under `key`, if any, goes by another: it stays while in use, then goes first."""
+        if key not in self.by_key:
+            return
+        index = self.by_key.pop(key)
+        self.slots[index].key = new_key
+        self._write(index)
+        self.by_key[new_key] = index
+        if index in self.evictable:
+            self.evictable.move_to_end(index, last=False)
+
     def restore_committed(self, index: int, record: SlotRecord) -> None:
         """A committed chunk that the journal remembers."""
         slot = self.slots[index]

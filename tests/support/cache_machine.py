@@ -107,6 +107,15 @@ class CacheMachine(RuleBasedStateMachine):
         self.cache.add_ready(ready_slots)
         self.ready_slots = max(self.ready_slots, min(ready_slots, self.slot_count))
 
+    @rule(key=keys)
+    def forget(self, key: bytes) -> None:
+        """Its bytes were found to be wrong. Who reads them goes on; nobody else is told of them."""
+        stats = self.cache.stats()
+        self.cache.forget(key)
+        assert key not in self.cache
+        assert self.cache.lookup(key) is None
+        assert self.cache.stats().used_bytes == stats.used_bytes
+
     # --- writing ---
 
     @rule(target=leases, key=keys, worker=workers, owner=owners, seconds=st.integers(1, 5))
@@ -124,7 +133,7 @@ class CacheMachine(RuleBasedStateMachine):
         assert lease.slot not in touched
         assert lease.lease_id not in self.open
         assert {key for key in KEYS if key in self.cache} == visible - {lease.evicted_key}
-        assert lease.evicted_key is None or lease.evicted_key in visible
+        assert lease.evicted_key is None or lease.evicted_key in visible or lease.evicted_key not in KEYS
         assert lease in self.cache.in_flight(key)
         self.open[lease.lease_id] = self.running[lease.lease_id] = lease
         self.memory[lease.slot] = None
@@ -316,7 +325,7 @@ class CacheMachine(RuleBasedStateMachine):
         for slot, record in enumerate(records):
             # Judged by the records, so it holds for an agent that would restart right now.
             if record.state is SlotState.COMMITTED:
-                assert self.memory[slot] == record.key
+                assert self.memory[slot] == record.key or record.key not in KEYS  # forgotten: nobody asks for it
                 assert slot not in late
         for lease in self.open.values():
             assert records[lease.slot].state in (SlotState.LEASED, SlotState.QUARANTINED)
