@@ -10,12 +10,15 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError
 from cluster.errors import ModelConfigError
 from storage.checksum import new_hasher
 from storage.errors import IntegrityError
+from storage.json_bounds import json_values
 from storage.model_index import ModelIndex, OtherFile
 from storage.object_store import ObjectStore, read_bytes
+from storage.problems import quote
 from storage.ranges import ByteRange
 
 CONFIG_KEY = "config.json"
 MAX_CONFIG_BYTES = 16 << 20  # config.json with the label names of a large classifier is about 1 MB
+MAX_JSON_VALUES = 1_000_000  # bounds the memory that parsing takes
 
 _Count = Annotated[int, Field(strict=True, ge=1, le=1 << 24)]
 
@@ -53,6 +56,9 @@ def parse_model_config(data: bytes) -> ModelConfig:
     has no `num_attention_heads`.
     """
     _check_size(len(data))
+    values = json_values(data)
+    if values > MAX_JSON_VALUES:
+        raise ModelConfigError(f"config.json has some {values} JSON values; at most {MAX_JSON_VALUES} are read")
     try:
         fields = json.loads(data)
     except (
@@ -66,7 +72,7 @@ def parse_model_config(data: bytes) -> ModelConfig:
         return ModelConfig.model_validate(_language_part(fields))
     except ValidationError as exc:
         problems = "; ".join(
-            f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {e['input']!r:.40}" for e in exc.errors()
+            f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {quote(e['input'])}" for e in exc.errors()
         )
         raise ModelConfigError(f"config.json cannot be used: {problems}") from exc
 

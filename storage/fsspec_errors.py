@@ -16,6 +16,8 @@ from storage.errors import (
 
 def translated(error: Exception, uri: str, key: str | None) -> StoreError:
     """Our error for whatever a file system raised. Its text is not quoted: URLs in it may carry tokens."""
+    if isinstance(error.__cause__, StoreError):
+        return error.__cause__  # of the limits that we set, with a file system's own error round it
     if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
         # fsspec's http says "not found" of every failure and keeps the true one as the cause.
         cause = translated(error.__cause__, uri, key)

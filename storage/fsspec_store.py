@@ -32,6 +32,7 @@ from storage.errors import (
 )
 from storage.fsspec_errors import translated
 from storage.fsspec_info import info_of, version_tag
+from storage.http_limits import bounded_session_options
 from storage.object_store import ObjectInfo, check_key
 from storage.ranges import ByteRange
 from storage.store_ref import Credentials, StoreRef
@@ -266,7 +267,7 @@ def _http_options(ref: StoreRef, read_timeout_s: float, connect_timeout_s: float
     timeout = aiohttp.ClientTimeout(total=None, connect=connect_timeout_s, sock_read=read_timeout_s)
     # Compressed answers have other bytes and lengths than the object.
     options: dict[str, Any] = {
-        "client_kwargs": {"timeout": timeout},
+        "client_kwargs": {"timeout": timeout, **bounded_session_options()},
         "headers": {"Accept-Encoding": "identity"},
         "encoded": True,  # by _path
     }

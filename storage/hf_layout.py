@@ -15,6 +15,7 @@ from collections.abc import Collection, Mapping
 from dataclasses import dataclass
 
 from storage.errors import InvalidIndex, NotACheckpoint, PickleRefused, StoreError
+from storage.json_bounds import json_values
 from storage.model_index import Tensor
 from storage.object_store import check_key
 from storage.problems import Problems, quote
@@ -26,6 +27,7 @@ SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 MAX_INDEX_BYTES = 64 << 20
+MAX_JSON_VALUES = 2_000_000  # bounds the memory that parsing takes
 MAX_SEEN = 10  # names listed when nothing can be loaded
 PICKLE_HINT = (
     "pickle files run code when they are opened; convert them once, with `safetensors.torch.save_file` or "
@@ -76,6 +78,9 @@ def parse_weight_map(data: bytes) -> dict[str, str]:
     """Tensor name -> shard key, from an index's JSON. Raises InvalidIndex that lists every problem."""
     if len(data) > MAX_INDEX_BYTES:
         raise InvalidIndex(f"index of {len(data)} bytes; at most {MAX_INDEX_BYTES} are read")
+    values = json_values(data)
+    if values > MAX_JSON_VALUES:
+        raise InvalidIndex(f"index has some {values} JSON values; at most {MAX_JSON_VALUES} are read")
     problems = Problems()
 
     def refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:

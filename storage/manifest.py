@@ -27,6 +27,7 @@ from storage.checksum import DIGEST_SIZES
 from storage.chunking import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
 from storage.dtypes import DTYPE_BITS, MAX_DIMENSIONS, tensor_bytes
 from storage.errors import InvalidManifest
+from storage.json_bounds import json_values
 from storage.manifest_fields import MANIFEST_VERSION, ETag, Hex, Path, Size
 from storage.manifest_refusal import newer, refusal, schema_problems
 from storage.model_index import ChunkTable, ModelIndex, OtherFile, Shard, Tensor
@@ -162,7 +163,7 @@ def parse_manifest(data: bytes) -> Manifest:
         raise newer(int(front[1]))
     if len(data) > MAX_MANIFEST_BYTES:
         raise InvalidManifest(f"manifest of {len(data)} bytes; at most {MAX_MANIFEST_BYTES} are read")
-    values = data.count(b",") + data.count(b"{") + data.count(b"[")
+    values = json_values(data)
     if values > MAX_JSON_VALUES:
         raise InvalidManifest(f"manifest has some {values} JSON values; at most {MAX_JSON_VALUES} are read")
     try:

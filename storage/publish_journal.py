@@ -13,7 +13,8 @@ from typing import Literal
 from pydantic import ValidationError
 
 from storage.checkpoint_files import JOURNAL_KEY, read_whole
-from storage.manifest import MAX_MANIFEST_BYTES, ManifestEntry, ManifestFile, ManifestShard
+from storage.json_bounds import json_values
+from storage.manifest import MAX_JSON_VALUES, MAX_MANIFEST_BYTES, ManifestEntry, ManifestFile, ManifestShard
 from storage.object_store import ObjectInfo, ObjectStore
 from storage.retrying import RetryPolicy, with_retries
 
@@ -30,6 +31,16 @@ class JournalContents(ManifestEntry):
     chunk_bytes: int
     shards: tuple[ManifestShard, ...]
     files: tuple[ManifestFile, ...]
+
+
+def parse_journal(data: bytes) -> JournalContents | None:
+    """The journal in those bytes; None for what is none, or too much of one."""
+    if len(data) > MAX_MANIFEST_BYTES or json_values(data) > MAX_JSON_VALUES:
+        return None
+    try:
+        return JournalContents.model_validate_json(data)
+    except ValidationError:
+        return None
 
 
 class Journal:
@@ -57,9 +68,8 @@ class Journal:
         """Take over what an earlier publish with the same hash and chunk size left; anything else is ignored."""
         if info is None or info.size_bytes > MAX_MANIFEST_BYTES:
             return
-        try:
-            found = JournalContents.model_validate_json(read_whole(self._store, info, self._policy))
-        except ValidationError:
+        found = parse_journal(read_whole(self._store, info, self._policy))
+        if found is None:
             return
         if (found.hash, found.chunk_bytes) == (self._hash_name, self._chunk_bytes):
             self._entries = {entry.path: entry for entry in (*found.shards, *found.files)}

@@ -17,6 +17,7 @@ from typing import Any
 
 from storage.dtypes import DTYPE_BITS, MAX_DIMENSIONS, MAX_ELEMENTS, tensor_bytes
 from storage.errors import InvalidHeader
+from storage.json_bounds import json_values
 from storage.object_store import ObjectStore, read_bytes
 from storage.problems import Problems, quote
 from storage.ranges import ByteRange
@@ -121,7 +122,7 @@ def encode_header(
 
 def _parse_json(raw: bytes, problems: Problems) -> dict[str, Any]:
     """The top-level object; repeated names are problems. Raises InvalidHeader when there is no object."""
-    values = raw.count(b",") + raw.count(b"{") + raw.count(b"[")
+    values = json_values(raw)
     if values > MAX_JSON_VALUES:
         raise InvalidHeader(f"header has some {values} JSON values; at most {MAX_JSON_VALUES} are read")
 
