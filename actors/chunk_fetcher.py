@@ -6,6 +6,7 @@ another worker or ends the load (`cluster.retry` has both budgets).
 
 from __future__ import annotations
 
+import contextlib
 import random
 import threading
 import time
@@ -13,11 +14,12 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
 from actors.chunk_read import ChunkRead, StageClock
-from cluster.messages import Commit, FetchFailure, LeaseOrder
+from cluster.messages import DISK_READ, DISK_UNUSABLE, Commit, FetchFailure, LeaseOrder
 from cluster.packed_plan import SharedTables
 from cluster.report import StageTimes
 from cluster.retry import Fail, cause_of, decide
-from storage.errors import LongshoreError, ReadEnded
+from storage.disk_folder import DiskReader
+from storage.errors import DiskChunkUnusable, DiskTierError, LongshoreError, ReadEnded
 from storage.object_store import ObjectStore
 from storage.read_limit import ReadLimit, ReadLimits
 
@@ -44,6 +46,7 @@ class ChunkFetcher:
         self._limits = ReadLimits()
         self._running: dict[str, ReadLimit] = {}  # by lease id
         self._clocks: list[StageClock] = []
+        self._disk: DiskReader | None = None
         # How a thread waits before another try: (cause, seconds). Ends early when the tries are stopped.
         self.pause: Callable[[str, float], object] = lambda _, delay_s: self._stopped.wait(delay_s)
 
@@ -65,6 +68,16 @@ class ChunkFetcher:
     def close(self) -> None:
         """Deadlines are watched no more: call it when nothing is fetched any more. Idempotent."""
         self._limits.close()
+        self.use_disk("")
+
+    def use_disk(self, path: str) -> None:
+        """Chunks that the agent says are on disk are in that folder, empty for none. Nothing is being fetched now."""
+        disk, self._disk = self._disk, None
+        if disk is not None:
+            disk.close()
+        if path:
+            with contextlib.suppress(DiskTierError):  # then they come from the store
+                self._disk = DiskReader(path)
 
     def close_leases(self, lease_ids: set[str]) -> None:
         """These leases are void: whoever works on one stops at once and hands it back."""
@@ -75,24 +88,46 @@ class ChunkFetcher:
                 limit.end()
 
     def fetch(self, lease: LeaseOrder, parts: Sequence[memoryview], clock: StageClock) -> FetchedChunk:
-        """Fill `parts`, which together have the chunk's size. Never raises for what a store can do."""
+        """Fill `parts`, which together have the chunk's size. Never raises for what a store or a disk can do."""
         give_up_s = time.monotonic() + lease.deadline_s
+        disk = self._from_disk(lease, parts, clock)
+        if disk == DISK_READ:
+            return FetchedChunk(lease.lease_id, Commit(lease.lease_id, lease.chunk, disk=disk))
         with self._limits.begin(give_up_s) as limit:
             self._running[lease.lease_id] = limit
             try:
-                return self._fetch(lease, ChunkRead(self._store, self._tables, lease.chunk, parts, limit, clock), limit)
+                read = ChunkRead(self._store, self._tables, lease.chunk, parts, limit, clock)
+                return self._fetch(lease, read, limit, disk)
             finally:
                 del self._running[lease.lease_id]
 
-    def _fetch(self, lease: LeaseOrder, read: ChunkRead, limit: ReadLimit) -> FetchedChunk:
-        retries: dict[str, int] = {}
+    def _from_disk(self, lease: LeaseOrder, parts: Sequence[memoryview], clock: StageClock) -> str:
+        """DISK_READ: the chunk stands in `parts`, verified. Else what to say of the disk; the store has it too."""
+        if not lease.on_disk or self._is_void(lease):
+            return ""
+        chunks, begun_s = self._tables.chunks, time.monotonic()
+        digest = chunks.digest(lease.chunk)
+        published = None if digest is None or chunks.hash_name is None else (chunks.hash_name, digest)
+        try:
+            if self._disk is None:
+                return DISK_UNUSABLE
+            self._disk.read(lease.on_disk, parts, published)
+        except DiskChunkUnusable:
+            return DISK_UNUSABLE
+        finally:
+            clock.disk_s += time.monotonic() - begun_s
+        clock.disk_bytes += sum(len(part) for part in parts)
+        return DISK_READ
+
+    def _fetch(self, lease: LeaseOrder, read: ChunkRead, limit: ReadLimit, disk: str) -> FetchedChunk:
+        retries = {"disk_unusable": 1} if disk == DISK_UNUSABLE else {}
         tries = in_vain = 0  # in vain: it brought no byte more
         while not self._is_void(lease):
             tries += 1
             before_bytes = read.arrived_bytes
             try:
                 read.read()
-                return FetchedChunk(lease.lease_id, Commit(lease.lease_id, lease.chunk), None, retries)
+                return FetchedChunk(lease.lease_id, Commit(lease.lease_id, lease.chunk, disk=disk), None, retries)
             except LongshoreError as failed:
                 error = failed
             if isinstance(error, ReadEnded) and self._is_void(lease):
@@ -127,4 +162,6 @@ class ChunkFetcher:
             place_s=place.busy_s,
             place_bytes=place.bytes,
             wait_chunk_s=place.wait_s,
+            disk_s=sum(clock.disk_s for clock in clocks),
+            disk_bytes=sum(clock.disk_bytes for clock in clocks),
         )

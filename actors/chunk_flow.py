@@ -16,10 +16,11 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable
 
+from actors.disk_backlog import DiskBacklog, DiskWrite
 from actors.rank_place import ChunkKeys, RankPlace
 from cluster.errors import ChunkFailed
 from cluster.lease_queue import LeaseQueue
-from cluster.messages import DIRECT, FetchFailure, LeaseOrder, NodeJob
+from cluster.messages import DIRECT, DISK_READ, DISK_UNUSABLE, Commit, FetchFailure, LeaseOrder, NodeJob
 from cluster.packed_plan import unpack_shared
 from cluster.retry import Fail, cause_of
 from storage.chunk_cache import ChunkCache
@@ -34,19 +35,20 @@ _DIRECT_NUMBERS = itertools.count(1)
 class ChunkFlow:
     """See above. `cache` is shared with the node's other loads; the owner of slots is `NodeJob.part`."""
 
-    def __init__(self, job: NodeJob, cache: ChunkCache, now_s: float) -> None:
+    def __init__(self, job: NodeJob, cache: ChunkCache, now_s: float, disk: DiskBacklog) -> None:
         tables = unpack_shared(job.shared)
         needs = {rank: tables.chunk_ids(rank) for rank in job.ranks}
         self.ranks = {rank: RankPlace(rank, heard_s=now_s) for rank in job.ranks}
         self.keys = ChunkKeys(tables, job.store_identity, job.load_id)
         self.queue = LeaseQueue(needs)
         self.error: LongshoreError | None = None  # a chunk's budget is spent
-        # Into the ranks' own memory, past the arena: when asked for, or when the arena could not keep the chunks.
+        # Into the ranks' own memory, past the arena: when asked for, or when neither arena nor disk could keep them.
         self.direct = job.placement == "direct" or (
-            job.placement == "auto" and len(self.queue.chunks()) > cache.slot_count
+            job.placement == "auto" and not disk.on and len(self.queue.chunks()) > cache.slot_count
         )
         self._job = job
         self._cache = cache
+        self._disk = disk
         self._chunks = self.keys.tables.chunks
         self._cached: dict[int, CachedChunk] = {}  # committed chunks of this load, while a rank needs them
         if self.direct:  # nobody helps out with these, or they would go through the arena
@@ -57,6 +59,8 @@ class ChunkFlow:
         self.cached_chunks: set[int] = set()
         self.store_bytes = 0
         self.direct_bytes = 0  # of those, what went past the arena
+        self.disk_chunks: set[int] = set()
+        self.disk_bytes = 0
         self.refetched_chunks = 0
         self.retries: Counter[str] = Counter()
         for rank in job.done:
@@ -100,11 +104,14 @@ class ChunkFlow:
         place.short_of = "chunks"
         return None
 
-    def _order(self, place: RankPlace, chunk: int, lease_id: str, slot: int) -> LeaseOrder:
+    def _order(
+        self, place: RankPlace, chunk: int, lease_id: str, slot: int, *, may_use_disk: bool = True
+    ) -> LeaseOrder:
         self.queue.leased(chunk, place.rank)
         place.leases[lease_id] = chunk
         place.short_of = ""
-        return LeaseOrder(lease_id, chunk, slot, self._job.lease_deadline_s)
+        on_disk = self.keys[chunk] if may_use_disk and self._disk.on_disk(self.keys[chunk]) else b""
+        return LeaseOrder(lease_id, chunk, slot, self._job.lease_deadline_s, on_disk)
 
     def assign_direct(self, place: RankPlace, chunks: Iterable[int]) -> None:
         """The rank can receive these in its own memory. What others of the node need too goes through the arena."""
@@ -126,16 +133,18 @@ class ChunkFlow:
                 self._cache.unpin(cached, pinner)
             return False
         self._readable(chunk, cached)
-        if chunk not in self.store_chunks:
+        if chunk not in self.store_chunks and chunk not in self.disk_chunks:
             self.cached_chunks.add(chunk)
         return True
 
-    def commit(self, place: RankPlace, lease_id: str, chunk: int, now_s: float) -> None:
+    def commit(self, place: RankPlace, commit: Commit, chunk: int, now_s: float) -> None:
         """The chunk stands verified in its slot: pinned, and to be told, for every rank that needs it."""
-        size_bytes = self._chunks.byte_range(chunk).size_bytes
+        lease_id, size_bytes = commit.lease_id, self._chunks.byte_range(chunk).size_bytes
+        if commit.disk == DISK_UNUSABLE:
+            self._disk.unusable(self.keys[chunk])
         if lease_id.startswith("direct-"):
-            self._count(chunk, size_bytes)
-            self.direct_bytes += size_bytes
+            self._count(chunk, size_bytes, commit.disk)
+            self.direct_bytes += size_bytes if commit.disk != DISK_READ else 0
             self.queue.committed(chunk)
             self.queue.placed(place.rank, chunk)
             return
@@ -144,14 +153,18 @@ class ChunkFlow:
         if answer not in (Answer.DONE, Answer.DUPLICATE):
             self.queue.requeue(chunk, None, "", now_s=now_s)
             return
-        self._count(chunk, size_bytes)
+        self._count(chunk, size_bytes, commit.disk)
         cached = self._cache.lookup(self.keys[chunk]) if answer is Answer.DONE else None
         if cached is not None:
             self._readable(chunk, cached)
         elif not self._take_from_cache(chunk):  # a duplicate: the other copy is the one to read
             self.queue.requeue(chunk, None, "", now_s=now_s)
 
-    def _count(self, chunk: int, size_bytes: int) -> None:
+    def _count(self, chunk: int, size_bytes: int, disk: str) -> None:
+        if disk == DISK_READ:
+            self.disk_chunks.add(chunk)
+            self.disk_bytes += size_bytes
+            return
         self.refetched_chunks += chunk in self.store_chunks
         self.store_chunks.add(chunk)
         self.store_bytes += size_bytes
@@ -183,6 +196,8 @@ class ChunkFlow:
 
     def _readable(self, chunk: int, cached: CachedChunk) -> None:
         ranks = self.queue.committed(chunk)
+        if self._disk.on and self.keys.lasting(chunk):
+            self._disk.keep(DiskWrite(cached, *self.keys.published(chunk)))
         if ranks:
             self._cached[chunk] = cached
         for rank in ranks:

@@ -114,6 +114,7 @@ class RankLoader:
                 raise lost
             self._work.sleep(0.1)
         self._work.batch = reply.batch
+        self._fetcher.use_disk(reply.disk_path)
         PROCESS_ARENAS.claim(id(self), reply.arena_path, reply.agent)
         if self._arena is None or self._arena.epoch != reply.arena_epoch:
             self._close_arena()

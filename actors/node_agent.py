@@ -17,6 +17,7 @@ import uuid
 from dataclasses import replace
 from typing import Protocol
 
+from actors.disk_writer import DiskWriter
 from actors.node_ledger import NodeLedger
 from actors.node_resources import gpu_memory_bytes, open_arena
 from cluster.config import Config
@@ -84,12 +85,13 @@ class NodeAgent:
             if restored:
                 survivors = [p for p in processes_mapping(self._arena.path) if p != ProcessId.current()]
                 leases = cache.restore(survivors, time.monotonic())
-            self._ledger = NodeLedger(cache, self._arena.slot_bytes, restored=leases)
+            self._disk = DiskWriter(config, self._arena, cache, self._changed, self._stopped)
+            self._ledger = NodeLedger(cache, self._arena.slot_bytes, restored=leases, disk=self._disk.backlog)
         except LongshoreError as error:
             # Raised from calls, not from here: an actor whose constructor fails loses its error's type.
             self._error = error
             return
-        for work in (self._touch, self._announce_ready, self._tick, self._beat):
+        for work in (self._touch, self._announce_ready, self._tick, self._beat, self._disk.disk_write):
             thread = threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -186,6 +188,7 @@ class NodeAgent:
                 agent=self._incarnation,
                 stop=answer if isinstance(answer, LongshoreError) else None,
                 batch=self._ledger.batch(hello) if answer is True else 1,
+                disk_path=self._disk.path,
             )
 
     def exchange(self, update: RankUpdate) -> Orders:

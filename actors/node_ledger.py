@@ -14,6 +14,7 @@ import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 
+from actors.disk_backlog import DiskBacklog
 from actors.node_load import NodeLoad
 from cluster.errors import RankLost
 from cluster.messages import AgentBeat, ArenaUse, LoadBeat, NodeJob, Orders, RankBeat, RankHello, RankUpdate
@@ -37,8 +38,10 @@ class NodeLedger:
         slot_bytes: int,
         chance: random.Random | None = None,
         restored: Iterable[Lease] = (),
+        disk: DiskBacklog | None = None,
     ) -> None:
         self._cache = cache
+        self._disk = DiskBacklog() if disk is None else disk
         self._slot_bytes = slot_bytes
         self._chance = chance or random.Random()
         self._loads: dict[tuple[str, int], NodeLoad] = {}  # by load id and attempt
@@ -72,7 +75,7 @@ class NodeLedger:
             self._refused.add(job.part)
             return False
         self._refused.discard(job.part)
-        load = NodeLoad(job, self._cache, now_s)
+        load = NodeLoad(job, self._cache, now_s, self._disk)
         load.take_cached()
         self._loads[job.part] = load
         return True

@@ -11,6 +11,7 @@ says so (in an update, or by a hello: then it has nothing in use) or is dead, ne
 from __future__ import annotations
 
 from actors.chunk_flow import ChunkFlow
+from actors.disk_backlog import DiskBacklog
 from actors.rank_place import RankPlace
 from cluster.concurrency import RequestLimit
 from cluster.errors import LoadCancelled
@@ -25,17 +26,17 @@ MAX_BATCH = 16
 
 
 class NodeLoad:
-    """See above. `cache` is shared with the node's other loads.
+    """See above. `cache` and `disk` are shared with the node's other loads.
 
     Methods that return keys: the fetches of these bytes have ended, well or not; other loads may wait for them.
     """
 
-    def __init__(self, job: NodeJob, cache: ChunkCache, now_s: float) -> None:
+    def __init__(self, job: NodeJob, cache: ChunkCache, now_s: float, disk: DiskBacklog) -> None:
         self.job = job
         self.load_id = job.load_id
         self.record = job.record  # replaced when the coordinator has something new to note
         self._cache = cache
-        self._flow = ChunkFlow(job, cache, now_s)
+        self._flow = ChunkFlow(job, cache, now_s, disk)
         self._ended: LongshoreError | None = None
         self._former: list[RankPlace] = []  # given up with something of the arena in use, by processes that may live
         self._corrupt_chunks = 0
@@ -123,6 +124,8 @@ class NodeLoad:
             store_chunks=len(flow.store_chunks),
             store_bytes=flow.store_bytes,
             direct_bytes=flow.direct_bytes,
+            disk_chunks=len(flow.disk_chunks),
+            disk_bytes=flow.disk_bytes,
             cached_chunks=len(flow.cached_chunks),
             cached_bytes=int(sizes[sorted(flow.cached_chunks)].sum()),
             refetched_chunks=flow.refetched_chunks,
@@ -190,6 +193,7 @@ class NodeLoad:
         place = self.ranks[update.rank]
         place.number, place.heard_s, place.placed_bytes = update.number, now_s, update.placed_bytes
         failures = {failure.lease_id: failure for failure in update.failed}
+        commits = {commit.lease_id: commit for commit in update.committed}
         ended: set[bytes] = set()
         for lease_id in update.lease_ids():
             chunk = place.leases.pop(lease_id, None)
@@ -205,7 +209,7 @@ class NodeLoad:
                 self._cache.abandon(lease_id)
                 self._flow.queue.requeue(chunk, None, "", now_s=now_s)
             else:
-                self._flow.commit(place, lease_id, chunk, now_s)
+                self._flow.commit(place, commits[lease_id], chunk, now_s)
         for chunk in update.placed:
             self._flow.placed(place, chunk)
         self._requests.ranks = sum(self.at_work(other) for other in self.ranks.values())

@@ -59,6 +59,15 @@ class ChunkKeys:
             key = self._keys[chunk] = self._make(chunk)
         return key
 
+    def published(self, chunk: int) -> tuple[str, bytes]:
+        """Hash name and digest of the chunk; both empty when it was published without."""
+        digest, hash_name = self.tables.chunks.digest(chunk), self.tables.chunks.hash_name
+        return ("", b"") if digest is None or hash_name is None else (hash_name, digest)
+
+    def lasting(self, chunk: int) -> bool:
+        """Whether the key means the same bytes for every load: not without a digest and without a version."""
+        return bool(self.published(chunk)[0] or self.tables.shards[self.tables.chunks.shard[chunk]].etag)
+
     def _make(self, chunk: int) -> bytes:
         chunks = self.tables.chunks
         digest, byte_range = chunks.digest(chunk), chunks.byte_range(chunk)

@@ -2,6 +2,7 @@
 
     start-up   planning and starting workers took longer than moving bytes
     store      requests waited for the store's bytes, or before another try
+    disk       reading chunks of the disk tier, and checking them
     verify     hashing
     place      copying to where tensors live; also when fetching waits because placing keeps the slots
     device     the device's own copies, likewise
@@ -54,8 +55,8 @@ def find_limit(
     host_busy, ours = _processors(ranks)
     stages = sum((rank.stages for rank in ranks), start=StageTimes())
     if host_busy >= FULL and ours >= OURS:
-        largest = max(("store", "verify", "place"), key=lambda stage: shares[stage])
-        doing = {"store": "reading", "verify": "hashing", "place": "placing"}[largest]
+        largest = max(("store", "disk", "verify", "place"), key=lambda stage: shares[stage])
+        doing = {"store": "reading", "disk": "reading from disk", "verify": "hashing", "place": "placing"}[largest]
         said = (
             f"cpu: the processors were {host_busy:.0%} busy, {ours:.0%} with this load's ranks; "
             f"the largest part of their time went into {doing} ({shares[largest]:.0%})"
@@ -70,11 +71,13 @@ def stage_shares(ranks: Sequence[RankReport]) -> dict[str, float]:
     stages = sum((rank.stages for rank in ranks), start=StageTimes())
     wall_s = sum(rank.load_s for rank in ranks)
     # What requests work on, divided as their threads' time is; the thread that only places is one of its own.
-    streaming_s = stages.fetch_s + stages.verify_s + stages.place_fetching_s
+    streaming_s = stages.fetch_s + stages.disk_s + stages.verify_s + stages.place_fetching_s
+    on_disk = stages.disk_s / streaming_s if streaming_s else 0.0
     verifying = stages.verify_s / streaming_s if streaming_s else 0.0
     placing = stages.place_fetching_s / streaming_s if streaming_s else 0.0
     seconds = {
-        "store": stages.working_s * (1 - verifying - placing) + stages.wait_retry_s,
+        "store": stages.working_s * (1 - on_disk - verifying - placing) + stages.wait_retry_s,
+        "disk": stages.working_s * on_disk,
         "verify": stages.working_s * verifying,
         "place": stages.working_s * placing + max(0.0, stages.place_s - stages.place_fetching_s),
         "device": stages.device_s,
@@ -111,6 +114,8 @@ def _sentence(stage: str, shares: dict[str, float], stages: StageTimes, ranks: S
         refused = f"; it asked for fewer requests {throttles} times" if throttles else ""
         rate = show_rate(stages.fetch_bytes, max((rank.load_s for rank in ranks), default=0.0))
         return f"store: requests waited for its bytes in {share}, {rate} with {requests} requests in flight{refused}"
+    if stage == "disk":
+        return f"disk: reading and checking chunks there took {share}, {show_bytes(stages.disk_bytes)} in all"
     if stage == "verify":
         return f"verify: hashing took {share}, {show_rate(stages.verify_bytes, stages.verify_s)} per thread"
     if stage == "place":

@@ -16,6 +16,7 @@ from storage.source_rules import ANY, DEFAULT_SCHEMES, SourceRules
 
 ENV_PREFIX = "LONGSHORE_"
 MIB = 1 << 20
+NO_FOLDER = "none"
 NO_KEYS = "none"
 MAX_S = 1_000_000.0  # more than eleven days is a slip, and more than sockets and locks can be told to wait is a crash
 
@@ -46,6 +47,8 @@ class Config(BaseModel):
     cpu_ranks_per_node: int = Field(8, ge=1)  # bound for device="cpu", which takes no Ray resource
     host_reserve_bytes: int = Field(512 * MIB, ge=0)  # host memory a plan leaves free on each node
     device_reserve_bytes: int = Field(512 * MIB, ge=0)  # device memory a plan leaves free on each GPU
+    disk_cache_dir: str = NO_FOLDER  # folder on each node in which verified chunks outlive the cluster
+    disk_cache_bytes: int = Field(0, ge=0)  # at most so many there; 0: half of what is free
     pin_coordinator_to_head: bool = True
     # Lists, separated by commas; storage.source_rules says what they mean.
     allowed_schemes: str = DEFAULT_SCHEMES  # schemes that models may be read from; "any": all that are installed
@@ -87,6 +90,19 @@ class Config(BaseModel):
     def public_keys(self) -> tuple[str, ...]:
         """Keys that manifests must be signed with one of; none: they need no signature."""
         return () if self.trusted_keys == NO_KEYS else tuple(self.trusted_keys.split(","))
+
+    @field_validator("disk_cache_dir")
+    @classmethod
+    def _folder(cls, value: str) -> str:
+        """Nodes have working folders of their own, so a relative path would mean another place on each."""
+        if value and value != NO_FOLDER and (not os.path.isabs(value) or "\0" in value):
+            raise ValueError("not an absolute path")
+        return value or NO_FOLDER
+
+    @property
+    def disk_folder(self) -> str | None:
+        """Where the disk tier is; None when there is none."""
+        return None if self.disk_cache_dir == NO_FOLDER else self.disk_cache_dir
 
     @classmethod
     def unknown_variables(cls, environ: Mapping[str, str] | None = None) -> list[str]:

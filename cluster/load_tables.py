@@ -30,6 +30,7 @@ def load_table(report: LoadReport) -> RenderableType:
             ("placed", show_bytes(report.placed_bytes)),
             ("from the store", show_bytes(report.store_bytes)),
             ("from the cache", show_bytes(report.cached_bytes)),
+            *((("from disk", show_bytes(report.disk_bytes)),) if report.disk_bytes else ()),
             ("overfetch", show_bytes(report.overfetch_bytes)),
             ("checked", how),
             ("chunks verified", report.verified_chunks),

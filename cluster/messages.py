@@ -105,9 +105,11 @@ class JoinReply:
     agent: str = ""  # the agent's incarnation
     stop: LongshoreError | None = None  # the load is over for this rank
     batch: int = 1  # chunks worth a message: many where messages cost more than the slots that they hold up
+    disk_path: str = ""  # the node's folder of chunks on disk; empty: none
 
 
 DIRECT = -1  # in place of a slot
+DISK_READ, DISK_UNUSABLE = "read", "unusable"  # what became of a chunk that the disk was said to have
 
 
 @dataclass(frozen=True, slots=True)
@@ -118,6 +120,7 @@ class LeaseOrder:
     chunk: int
     slot: int
     deadline_s: float  # seconds from now; a commit after that changes nothing
+    on_disk: bytes = b""  # the key under which the node's disk has it; empty: it has not
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,6 +129,7 @@ class Commit:
 
     lease_id: str
     chunk: int
+    disk: str = ""  # DISK_READ: it came from there; DISK_UNUSABLE: it could not, and came from the store
 
 
 @dataclass(frozen=True, slots=True)

@@ -29,6 +29,8 @@ class StageTimes(Jsonable):
     place_fetching_s: float = 0.0  # of place_s: by threads that placed at once what they had fetched
     device_s: float = 0.0  # after a copy, until the device had done it
     wait_chunk_s: float = 0.0  # placer idle: no committed chunk to copy
+    disk_s: float = 0.0  # reading and checking chunks on the node's disk
+    disk_bytes: int = 0
     # What the requests that a rank may have in flight did: seconds of the rank, divided among so many requests. The
     # rest of its load time there was nothing left to fetch.
     working_s: float = 0.0  # reading, verifying, and placing at once

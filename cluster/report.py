@@ -49,6 +49,8 @@ class NodeReport(Jsonable):
     baseline_host_bytes: int = 0  # and before the load
     overfetch_bytes: int = 0  # inside the needed chunks, wanted by no rank of the node
     direct_bytes: int = 0  # of store_bytes: received in the memory of ranks, past the arena
+    disk_chunks: int = 0  # read from the node's disk, verified and committed
+    disk_bytes: int = 0
 
     def plus(self, later: NodeReport) -> NodeReport:
         """With another part of the load on the same node. A chunk that both parts need counts for each: one of them
@@ -98,6 +100,7 @@ class LoadReport(Jsonable):
             "retries": self.retries,
             "store_bytes": self.store_bytes,
             "cached_bytes": self.cached_bytes,
+            "disk_bytes": self.disk_bytes,
             "verified_chunks": self.verified_chunks,
             "stages": self.stages.as_dict(),
             "processes": [process.as_dict() for process in self.processes],
@@ -126,6 +129,7 @@ class LoadReport(Jsonable):
             "store_via_arena": self.store_bytes - direct_bytes,
             "store_direct": direct_bytes,
             "arena": self.cached_bytes,
+            "disk": self.disk_bytes,
         }
 
     @property
@@ -146,9 +150,14 @@ class LoadReport(Jsonable):
         return sum(node.cached_bytes for node in self.nodes)
 
     @property
+    def disk_bytes(self) -> int:
+        """Bytes of committed chunks that were read from the nodes' disks."""
+        return sum(node.disk_bytes for node in self.nodes)
+
+    @property
     def verified_chunks(self) -> int:
         """Chunks whose digest was checked in this load."""
-        return 0 if self.verified == "transport" else sum(node.store_chunks for node in self.nodes)
+        return 0 if self.verified == "transport" else sum(node.store_chunks + node.disk_chunks for node in self.nodes)
 
     @property
     def stages(self) -> StageTimes:

@@ -139,6 +139,8 @@ def test_the_report_says_limit_sources_retries_and_memory():
         peak_host_bytes=70,
         baseline_host_bytes=50,
         direct_bytes=7,
+        disk_chunks=1,
+        disk_bytes=3,
     )
     report = LoadReport(
         model_id="m",
@@ -162,7 +164,7 @@ def test_the_report_says_limit_sources_retries_and_memory():
         nodes=(node,),
         control_plane=(ProcessMemory("planning", "h", 100, 130),),
     )
-    assert report.bytes_by_source == {"store_via_arena": GB - 7, "store_direct": 7, "arena": 5}
+    assert report.bytes_by_source == {"store_via_arena": GB - 7, "store_direct": 7, "arena": 5, "disk": 3}
     assert report.retries == {"throttled": 2}
     # Arena once, planning 30, agent 20, the rank 50 beside its tensors.
     assert report.host_bytes_beyond_destination == 1000 + 30 + 20 + 50

@@ -51,3 +51,13 @@ def test_what_is_no_size_is_named(text: str) -> None:
 def test_unknown_variables() -> None:
     environ = {"LONGSHORE_CHUNK_BYTES": "1", "LONGSHORE_CHUNK_SIZE": "1", "LONGSHORE_": "", "OTHER": "1"}
     assert Config.unknown_variables(environ) == ["LONGSHORE_", "LONGSHORE_CHUNK_SIZE"]
+
+
+def test_the_folder_for_chunks_on_disk() -> None:
+    assert Config().disk_folder is None
+    for off in ("", "none"):
+        assert Config.from_env({"LONGSHORE_DISK_CACHE_DIR": off}) == Config()
+    assert Config(disk_cache_dir="/mnt/nvme").disk_folder == "/mnt/nvme"
+    for wrong in ("nvme", "./nvme", "/mnt/\0"):
+        with pytest.raises(ConfigError, match="disk_cache_dir"):
+            Config().changed(disk_cache_dir=wrong)

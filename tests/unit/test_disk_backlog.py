@@ -1,0 +1,109 @@
+"""What waits to be written: held only when its turn comes, never in a load's way, and not for ever."""
+
+from __future__ import annotations
+
+from actors.disk_backlog import DiskBacklog, DiskWrite
+from storage.chunk_cache import ChunkCache
+from storage.leases import CachedChunk
+from storage.processes import ProcessId
+
+RANK, WRITER = ProcessId(1, 1), ProcessId(2, 1)
+
+
+class Shelf:
+    def __init__(self, *numbers: int) -> None:
+        self.keys = {key(number) for number in numbers}
+        self.touched: list[bytes] = []
+
+    def __contains__(self, found: object) -> bool:
+        return found in self.keys
+
+    def touch(self, found: bytes) -> None:
+        self.touched.append(found)
+
+
+def key(number: int) -> bytes:
+    return number.to_bytes(32, "little")
+
+
+def commit(cache: ChunkCache, number: int, owner: object = None, pinners: tuple[object, ...] = ()) -> CachedChunk:
+    lease = cache.lease(key(number), RANK, 10, owner=owner)
+    assert lease is not None
+    assert cache.commit(lease.lease_id, 1, pinners)
+    chunk = cache.lookup(key(number))
+    assert chunk is not None
+    return chunk
+
+
+def test_without_a_shelf_nothing_is_remembered() -> None:
+    backlog, cache = DiskBacklog(), ChunkCache(2)
+    backlog.keep(DiskWrite(commit(cache, 1)))
+    backlog.unusable(key(1))
+    assert not backlog.on
+    assert not backlog.on_disk(key(1))
+    assert len(backlog) == 0
+    assert backlog.next_unusable() is None
+    assert backlog.next(cache, WRITER) is None
+
+
+def test_a_slot_is_not_used_again_while_it_is_written_and_is_afterwards() -> None:
+    backlog, cache = DiskBacklog(Shelf()), ChunkCache(1)
+    backlog.keep(DiskWrite(commit(cache, 1)))
+    write = backlog.next(cache, WRITER)
+    assert write is not None
+    assert cache.lease(key(2), RANK, 10) is None
+    backlog.done(write, cache, WRITER)
+    assert cache.lease(key(2), RANK, 10) is not None
+    assert backlog.next(cache, WRITER) is None
+
+
+def test_what_was_evicted_before_its_turn_is_not_written() -> None:
+    backlog, cache = DiskBacklog(Shelf()), ChunkCache(2)
+    for number in (1, 2, 3):
+        backlog.keep(DiskWrite(commit(cache, number)))
+    first, second = backlog.next(cache, WRITER), backlog.next(cache, WRITER)
+    assert first is not None
+    assert second is not None
+    assert [write.chunk.key for write in (first, second)] == [key(2), key(3)]
+    assert backlog.evicted_chunks == 1
+
+
+def test_a_chunk_that_came_back_in_another_slot_is_written_from_there() -> None:
+    backlog, cache = DiskBacklog(Shelf()), ChunkCache(2)
+    for number in (1, 2, 3):
+        backlog.keep(DiskWrite(commit(cache, number)))
+    again = commit(cache, 1)
+    backlog.keep(DiskWrite(again))
+    write = backlog.next(cache, WRITER)
+    assert write is not None
+    assert write.chunk == again
+
+
+def test_a_load_that_may_have_all_slots_is_not_in_the_disks_way_nor_the_disk_in_its() -> None:
+    backlog, cache = DiskBacklog(Shelf()), ChunkCache(2)
+    assert cache.reserve("load", 2)
+    chunk = commit(cache, 1, owner="load")
+    backlog.keep(DiskWrite(chunk))
+    assert backlog.next(cache, WRITER) is None  # the load's minimum is all there is
+    assert len(backlog) == 1
+    cache.end_owner("load", 0)
+    assert backlog.next(cache, WRITER) == DiskWrite(chunk)
+
+
+def test_what_is_there_is_not_written_again_unless_it_is_no_good() -> None:
+    shelf = Shelf(1)
+    backlog, cache = DiskBacklog(shelf), ChunkCache(2)
+    chunk = commit(cache, 1)
+    backlog.keep(DiskWrite(chunk))
+    assert len(backlog) == 0
+    assert backlog.on_disk(key(1))
+    assert shelf.touched == [key(1)]
+    backlog.unusable(key(1))
+    backlog.unusable(key(2))  # never was there
+    assert not backlog.on_disk(key(1))
+    backlog.keep(DiskWrite(chunk))
+    assert backlog.next_unusable() == key(1)
+    shelf.keys.clear()
+    backlog.removed(key(1))
+    assert backlog.next_unusable() is None
+    assert backlog.next(cache, WRITER) == DiskWrite(chunk)
