@@ -44,7 +44,7 @@ class ChunkFetcher:
         self._stopped = threading.Event()
         self._closed: set[str] = set()
         self._limits = ReadLimits()
-        self._running: dict[str, ReadLimit] = {}  # by lease id
+        self._running: dict[str, tuple[int, ReadLimit]] = {}  # lease id -> chunk, and what ends its read
         self._clocks: list[StageClock] = []
         self._disk: DiskReader | None = None
         # How a thread waits before another try: (cause, seconds). Ends early when the tries are stopped.
@@ -83,7 +83,7 @@ class ChunkFetcher:
         """These leases are void: whoever works on one stops at once and hands it back."""
         self._closed |= lease_ids
         for lease_id in lease_ids:
-            limit = self._running.get(lease_id)
+            _, limit = self._running.get(lease_id, (0, None))
             if limit is not None:
                 limit.end()
 
@@ -94,7 +94,7 @@ class ChunkFetcher:
         if disk == DISK_READ:
             return FetchedChunk(lease.lease_id, Commit(lease.lease_id, lease.chunk, disk=disk))
         with self._limits.begin(give_up_s) as limit:
-            self._running[lease.lease_id] = limit
+            self._running[lease.lease_id] = lease.chunk, limit
             try:
                 read = ChunkRead(self._store, self._tables, lease.chunk, parts, limit, clock)
                 return self._fetch(lease, read, limit, disk)
@@ -127,6 +127,7 @@ class ChunkFetcher:
             before_bytes = read.arrived_bytes
             try:
                 read.read()
+                self._close_others(lease)
                 return FetchedChunk(lease.lease_id, Commit(lease.lease_id, lease.chunk, disk=disk), None, retries)
             except LongshoreError as failed:
                 error = failed
@@ -143,6 +144,11 @@ class ChunkFetcher:
                 return FetchedChunk(lease.lease_id, None, failure, retries)
             self.pause(cause, decision.delay_s)
         return FetchedChunk(lease.lease_id, retries=retries)
+
+    def _close_others(self, lease: LeaseOrder) -> None:
+        """The chunk is there by this lease: a slower one on it has nothing to bring, whatever the agent will say."""
+        running = self._running.copy()  # in one step
+        self.close_leases({other for other, (chunk, _) in running.items() if chunk == lease.chunk} - {lease.lease_id})
 
     def _is_void(self, lease: LeaseOrder) -> bool:
         return self._stopped.is_set() or lease.lease_id in self._closed

@@ -18,6 +18,7 @@ from collections.abc import Iterable
 
 from actors.disk_backlog import DiskBacklog, DiskWrite
 from actors.rank_place import ChunkKeys, RankPlace
+from actors.second_leases import SecondLeases
 from cluster.errors import ChunkFailed
 from cluster.lease_queue import LeaseQueue
 from cluster.messages import DIRECT, DISK_READ, DISK_UNUSABLE, Commit, FetchFailure, LeaseOrder, NodeJob
@@ -41,6 +42,7 @@ class ChunkFlow:
         self.ranks = {rank: RankPlace(rank, heard_s=now_s) for rank in job.ranks}
         self.keys = ChunkKeys(tables, job.store_identity, job.load_id)
         self.queue = LeaseQueue(needs)
+        self.hedges = SecondLeases(job, cache, self.keys, self.queue)
         self.error: LongshoreError | None = None  # a chunk's budget is spent
         # Into the ranks' own memory, past the arena: when asked for, or when neither arena nor disk could keep them.
         self.direct = job.placement == "direct" or (
@@ -100,9 +102,18 @@ class ChunkFlow:
             lease = self._cache.lease(key, place.process, deadline_s, owner=self._job.part)
             if lease is None:
                 return None
+            self.hedges.begun(lease.lease_id, chunk, now_s)
             return self._order(place, chunk, lease.lease_id, lease.slot)
         place.short_of = "chunks"
         return None
+
+    def second_lease(self, place: RankPlace, now_s: float) -> LeaseOrder | None:
+        """See `actors.second_leases`. From the store: the disk may be what is slow."""
+        found = self.hedges.lease(place, now_s)
+        if found is None:
+            return None
+        chunk, lease = found
+        return self._order(place, chunk, lease.lease_id, lease.slot, may_use_disk=False)
 
     def _order(
         self, place: RankPlace, chunk: int, lease_id: str, slot: int, *, may_use_disk: bool = True
@@ -150,6 +161,7 @@ class ChunkFlow:
             return
         pinners = [self._user(rank, chunk) for rank in self.queue.needing(chunk)]
         answer = self._cache.commit(lease_id, size_bytes, pinners)
+        self.hedges.ended(lease_id, now_s, brought=answer is Answer.DONE)
         if answer not in (Answer.DONE, Answer.DUPLICATE):
             self.queue.requeue(chunk, None, "", now_s=now_s)
             return

@@ -126,14 +126,14 @@ class RankLoader:
             if not self._work.idle:
                 self._work.wait(self._job.fetch.heartbeat_s)
             finished = self._work.finished
-            if finished:
-                self._work.drain()  # what it fetches for others is told, not left to a deadline
+            # What it fetches for others is told, not left to a deadline; the agent may say that it is not wanted.
+            leaving = finished and self._work.drain(self._job.fetch.heartbeat_s)
             try:
-                orders = self._link.exchange(self._update(self._work.take_results(), leaving=finished))
+                orders = self._link.exchange(self._update(self._work.take_results(), leaving=leaving))
                 agent_knows = not orders.rejoin
             except ClusterLost:
                 orders, agent_knows = Orders(), False
-            if finished:
+            if leaving:
                 if agent_knows or orders.stop is not None:
                     self._joined = False
                     return

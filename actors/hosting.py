@@ -101,6 +101,8 @@ def host_rank(
             record=b"",
             placement=request.placement,
             most_requests=config.fetch_threads,
+            hedge_factor=config.hedge_factor,
+            hedge_after_s=config.hedge_after_s,
         ),
     )
     job = RankJob(load_id, 1, rank, 0, shared, request.store, fetch_settings(config), request.placement)

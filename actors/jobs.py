@@ -28,6 +28,8 @@ def node_job(record: ModelRecord, node_id: str, config: Config) -> NodeJob:
         placement=record.request.placement,
         record=SavedLoad.of(record).pack(),
         most_requests=config.fetch_threads,
+        hedge_factor=config.hedge_factor,
+        hedge_after_s=config.hedge_after_s,
     )
 
 

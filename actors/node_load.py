@@ -105,6 +105,7 @@ class NodeLoad:
         for place in self.ranks.values():
             chunk = place.leases.pop(lease.lease_id, None)
             if chunk is not None:
+                self._flow.hedges.ended(lease.lease_id, now_s)
                 place.taken_back.add(lease.lease_id)
                 place.to_close.append(lease.lease_id)
                 self._flow.lease_lost(chunk, place.rank, "lease_expired", now_s)
@@ -131,6 +132,8 @@ class NodeLoad:
             refetched_chunks=flow.refetched_chunks,
             corrupt_chunks=self._corrupt_chunks,
             retries=dict(flow.retries),
+            hedges=flow.hedges.count,
+            hedges_won=flow.hedges.won,
             arena_bytes=arena_bytes,
         )
 
@@ -210,6 +213,8 @@ class NodeLoad:
                 self._flow.queue.requeue(chunk, None, "", now_s=now_s)
             else:
                 self._flow.commit(place, commits[lease_id], chunk, now_s)
+            self._flow.hedges.ended(lease_id, now_s)
+            self._flow.hedges.close_losers(self.ranks.values(), chunk, now_s)
         for chunk in update.placed:
             self._flow.placed(place, chunk)
         self._requests.ranks = sum(self.at_work(other) for other in self.ranks.values())
@@ -239,6 +244,9 @@ class NodeLoad:
         place.short_of = ""
         while len(leases) < update.want_leases and (order := self._flow.next_lease(place, now_s)) is not None:
             leases.append(order)
+        if place.short_of == "chunks" and len(leases) < update.want_leases and len(place.leases) < self._requests.limit:
+            second = self._flow.second_lease(place, now_s)
+            leases += [] if second is None else [second]
         readable = self._flow.grant(place)
         if not (closed or leases or readable):
             return None
@@ -251,7 +259,8 @@ class NodeLoad:
         ended = {self._flow.keys[chunk] for chunk in place.leases.values()}
         for lease_id in (*place.leases, *place.taken_back):
             self._cache.abandon(lease_id)
-        for chunk in place.leases.values():
+        for lease_id, chunk in place.leases.items():
+            self._flow.hedges.ended(lease_id, now_s)
             self._flow.queue.requeue(chunk, None, "", now_s=now_s)
         self._flow.stop_reading(place)
         place.leases.clear()
@@ -264,6 +273,7 @@ class NodeLoad:
         ended = {self._flow.keys[chunk] for chunk in place.leases.values()}
         for lease_id, chunk in place.leases.items():
             self._cache.revoke(lease_id, now_s)
+            self._flow.hedges.ended(lease_id, now_s)
             self._flow.lease_lost(chunk, place.rank, "worker_died", now_s)
         self._flow.forget_needs(place)
         place.taken_back |= place.leases.keys()

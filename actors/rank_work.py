@@ -216,9 +216,10 @@ class RankWork:
 
     # -- the end -----------------------------------------------------------------------------------------------
 
-    def drain(self) -> None:
+    def drain(self, timeout_s: float | None = None) -> bool:
         """Return when nothing of the arena is in use: leases not begun are given back, begun reads end by themselves,
-        readable chunks are placed. Raises `stop`'s error.
+        readable chunks are placed. False: there still is after `timeout_s`, and no new read begins before a later call
+        has returned True. Raises `stop`'s error.
         """
         with self._tell:
             while self._leases:
@@ -227,10 +228,14 @@ class RankWork:
             self._fetcher.stop()
             self._draining = True
             self._again.notify_all()
-            self._tell.wait_for(lambda: not (self._in_hand or self._unplaced) or self._error is not None)
+            done = self._tell.wait_for(
+                lambda: not (self._in_hand or self._unplaced) or self._error is not None, timeout_s
+            )
             self._raise_if_stopped()
-            self._draining = False
-            self._fetcher.restart()
+            if done:
+                self._draining = False
+                self._fetcher.restart()
+            return done
 
     def forget_leases(self) -> None:
         """A hello is about to say that nothing is in use; how single leases ended does not matter then."""

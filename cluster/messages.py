@@ -59,6 +59,8 @@ class NodeJob:
     record: bytes  # the coordinator's own notes, handed back to a coordinator that lost them
     placement: str = "via_arena"  # see LoadRequest
     most_requests: int = 16  # in flight, of one rank
+    hedge_factor: float = 0.0  # see cluster.hedging; 0: no chunk is fetched by two at once
+    hedge_after_s: float = 0.0
 
     @property
     def part(self) -> tuple[str, int]:

@@ -49,6 +49,8 @@ class NodeReport(Jsonable):
     baseline_host_bytes: int = 0  # and before the load
     overfetch_bytes: int = 0  # inside the needed chunks, wanted by no rank of the node
     direct_bytes: int = 0  # of store_bytes: received in the memory of ranks, past the arena
+    hedges: int = 0  # chunks that were fetched by two at once, because the first was far slower than others
+    hedges_won: int = 0  # of those, how often the second brought the chunk
     disk_chunks: int = 0  # read from the node's disk, verified and committed
     disk_bytes: int = 0
 
@@ -98,6 +100,7 @@ class LoadReport(Jsonable):
             "limit": asdict(self.limit),
             "bytes_by_source": self.bytes_by_source,
             "retries": self.retries,
+            "hedges": self.hedges,
             "store_bytes": self.store_bytes,
             "cached_bytes": self.cached_bytes,
             "disk_bytes": self.disk_bytes,
@@ -139,6 +142,11 @@ class LoadReport(Jsonable):
         for node in self.nodes:
             total.update(node.retries)
         return dict(total)
+
+    @property
+    def hedges(self) -> int:
+        """Chunks that were fetched by two at once."""
+        return sum(node.hedges for node in self.nodes)
 
     @property
     def store_bytes(self) -> int:

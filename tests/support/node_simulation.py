@@ -90,6 +90,7 @@ class SimLoad:
     load_id: str
     model: SimModel
     needs: Mapping[int, Sequence[int]]
+    hedge_after_s: float = 0.0  # 0: never
     begun: bool = False
     ended: bool = False
     attempt: int = 1
@@ -109,6 +110,8 @@ class SimLoad:
             chunk_attempts=CHUNK_ATTEMPTS,
             lease_deadline_s=DEADLINE_S,
             record=b"",
+            hedge_factor=2.0 if self.hedge_after_s else 0.0,
+            hedge_after_s=self.hedge_after_s,
         )
 
 
@@ -311,8 +314,11 @@ class SimRank:
 class NodeSimulation:
     """The node. `fates` of messages: arrives, lost (never), unanswered, late (unanswered, arrives later), twice."""
 
-    def __init__(self, slot_count: int, ready_slots: int | None = None, seed: int = 0) -> None:
+    def __init__(
+        self, slot_count: int, ready_slots: int | None = None, seed: int = 0, hedge_after_s: float = 0.0
+    ) -> None:
         self.slot_count = slot_count
+        self.hedge_after_s = hedge_after_s
         self.ready_slots = slot_count if ready_slots is None else ready_slots
         self.journal = MemoryJournal(slot_count)
         self.chance = random.Random(seed)
@@ -363,7 +369,7 @@ class NodeSimulation:
     # -- the coordinator ---------------------------------------------------------------------------------------
 
     def add_load(self, model: SimModel, needs: Mapping[int, Sequence[int]]) -> SimLoad:
-        load = SimLoad(f"load-{len(self.loads)}", model, needs)
+        load = SimLoad(f"load-{len(self.loads)}", model, needs, self.hedge_after_s)
         load.incarnations = dict.fromkeys(needs, 0)
         self.loads[load.load_id] = load
         self.begin(load)
@@ -489,6 +495,15 @@ class NodeSimulation:
         while rank.readable:
             rank.place()
         rank.exchange()
+
+    def check_leases(self) -> None:
+        """Nobody fetches what a third does; only a hedge is fetched by two, each in a slot of its own."""
+        for node_load in self.ledger._loads.values():
+            places = node_load.ranks.values()
+            running = Counter(chunk for place in places for chunk in place.leases.values())
+            assert max(running.values(), default=0) <= (2 if self.hedge_after_s else 1)
+            report = node_load.report("node", "host", 0)
+            assert report.hedges_won <= report.hedges <= report.needed_chunks
 
     def check_reports(self) -> None:
         """Counters add up, for every load that is complete."""

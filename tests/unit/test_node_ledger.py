@@ -72,9 +72,11 @@ def error_of(kind: type[LongshoreError], chunk: int) -> LongshoreError:
 class NodeMachine(RuleBasedStateMachine):
     """Every rule is one event in the life of a node."""
 
-    @initialize(extra_slots=st.integers(0, 8), ready=st.integers(0, 3), seed=st.integers(0, 9))
-    def start(self, extra_slots: int, ready: int, seed: int) -> None:
-        self.node = NodeSimulation(min_slots(3) + extra_slots, ready, seed)
+    @initialize(
+        extra_slots=st.integers(0, 8), ready=st.integers(0, 3), seed=st.integers(0, 9), hedge=st.sampled_from([0, 0.5])
+    )
+    def start(self, extra_slots: int, ready: int, seed: int, hedge: float) -> None:
+        self.node = NodeSimulation(min_slots(3) + extra_slots, ready, seed, hedge)
 
     def _rank(self, index: int) -> SimRank | None:
         living = [rank for rank in self.node.ranks if rank.works]
@@ -199,6 +201,11 @@ class NodeMachine(RuleBasedStateMachine):
             for error in self.node.errors().values():
                 assert is_named(error), error
 
+    @invariant()
+    def nobody_fetches_what_two_others_do(self) -> None:
+        if hasattr(self, "node"):
+            self.node.check_leases()
+
     def teardown(self) -> None:
         if hasattr(self, "node"):
             self.node.settle()
@@ -217,7 +224,7 @@ TestNodeMachine.settings = settings(
 def test_long_lives(seed: int) -> None:
     """The same events as above in long random orders, with probabilities that let loads get far before they break."""
     chance = random.Random(seed)
-    node = NodeSimulation(min_slots(3) + chance.randrange(6), chance.randrange(4), seed)
+    node = NodeSimulation(min_slots(3) + chance.randrange(6), chance.randrange(4), seed, chance.choice([0.0, 0.5]))
     models = [SimModel(tuple(chance.randrange(30) for _ in range(chance.randrange(1, 30)))) for _ in range(2)]
     for _ in range(chance.randrange(1, 4)):
         model = chance.choice(models)
@@ -240,6 +247,7 @@ def test_long_lives(seed: int) -> None:
             node.time_passes(chance.choice([0.5, 2.0]))
         if chance.random() < trouble:
             disturb(node, chance)
+        node.check_leases()
         node.end_failed_loads()
     node.settle()
     node.check_reports()
