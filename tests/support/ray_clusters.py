@@ -208,8 +208,8 @@ def eventually(
         time.sleep(every_s)
 
 
-@pytest.fixture(scope="session")
-def two_nodes() -> Iterator[Any]:
+@contextlib.contextmanager
+def ray_cluster_of_two() -> Iterator[Any]:
     """A `ray.cluster_utils.Cluster`; nobody is connected to it."""
     from ray.cluster_utils import Cluster
 
@@ -232,6 +232,13 @@ def two_nodes() -> Iterator[Any]:
                     os.environ.pop(name, None)
                 else:
                     os.environ[name] = value
+
+
+@pytest.fixture(scope="session")
+def two_nodes() -> Iterator[Any]:
+    """A `ray.cluster_utils.Cluster` for all tests of a session."""
+    with ray_cluster_of_two() as there:
+        yield there
 
 
 @pytest.fixture(scope="module")
