@@ -13,7 +13,7 @@ from collections.abc import Callable
 
 from ray.exceptions import RayError
 
-from actors import spawn
+from actors import nodes, spawn
 from actors.load_run import LoadRun
 from actors.model_record import ModelRecord
 from actors.saved_load import SavedLoad
@@ -21,6 +21,7 @@ from cluster.load_state import LoadState
 from cluster.messages import AgentBeat, BeatReply
 from cluster.report import NodeStatus
 
+SILENT_S = 5.0  # an agent that is well speaks more often
 REBUILD_S = 20.0  # an agent that has not told of its loads by then is gone
 
 
@@ -67,10 +68,21 @@ class AgentWatch:
             for beat, heard_s in self._beats.values()
         )
 
+    async def forget_dead_nodes(self) -> None:
+        """Leave nodes out that Ray knows to be dead. Asked only when somebody is silent."""
+        now_s = time.monotonic()
+        silent = [node_id for node_id, (_, heard_s) in self._beats.items() if now_s - heard_s > SILENT_S]
+        if silent:
+            living = await asyncio.to_thread(nodes.living_nodes)
+            for node_id in silent:
+                if node_id not in living:
+                    del self._beats[node_id]
+
     async def rebuild(self) -> None:
         """Wait for the agents that are there already: there are some when an earlier incarnation was killed."""
         try:
-            agents = await asyncio.to_thread(spawn.agent_node_ids)
+            living = await asyncio.to_thread(nodes.living_nodes)
+            agents = await asyncio.to_thread(spawn.agent_node_ids) & living.keys()
             async with self._heard:
                 all_told = self._heard.wait_for(lambda: agents <= self._told)
                 await asyncio.wait_for(all_told, REBUILD_S)
@@ -85,18 +97,19 @@ class AgentWatch:
         for load_id, packed in beat.records.items():
             if packed:  # else a load that no coordinator began (`actors.hosting`)
                 self._adopt(load_id, packed, beat)
-        unknown = tuple(load.load_id for load in beat.loads if load.load_id not in self._models)
+        unknown = tuple(dict.fromkeys(load.load_id for load in beat.loads if load.load_id not in self._models))
         if set(unknown) <= set(beat.records):
             self._told.add(beat.node_id)
             async with self._heard:
                 self._heard.notify_all()
-        ended = []
-        for load in beat.loads:
-            record = self._models.get(load.load_id)
-            if record is not None and record.life.is_over:
-                ended.append(load.load_id)
+        ended: list[str] = []
+        for load_id in dict.fromkeys(load.load_id for load in beat.loads):
+            record = self._models.get(load_id)
+            if record is not None and (record.life.is_over or beat.node_id not in record.nodes):
+                ended.append(load_id)  # over, or its ranks were moved from there: the node was taken for dead
             elif record is not None:
-                record.store_bytes[beat.node_id] = load.store_bytes
+                parts = [load.store_bytes for load in beat.loads if load.load_id == load_id]
+                record.store_bytes[beat.node_id] = sum(parts)
         await self._note_progress(beat)
         self._begin_again(beat)
         return BeatReply(self._coordinator, unknown, tuple(ended))
@@ -107,6 +120,8 @@ class AgentWatch:
             seat = record.seats.get(rank.rank) if record is not None else None
             if record is None or seat is None or seat.incarnation != rank.incarnation:
                 continue
+            if (seat.node_id, seat.attempt) != (beat.node_id, rank.attempt):
+                continue  # a node that was taken for dead
             moved = rank.placed_bytes != seat.placed_bytes
             seat.placed_bytes = rank.placed_bytes
             if rank.silent_s > self._stuck_after_s and seat.worker is not None:
@@ -122,10 +137,11 @@ class AgentWatch:
         self._go_on(record, {rank.rank: rank.incarnation for rank in beat.ranks if rank.load_id == load_id})
 
     def _begin_again(self, beat: AgentBeat) -> None:
-        known = {load.load_id for load in beat.loads}
+        known = {(load.load_id, load.attempt) for load in beat.loads}
         for record in self._models.values():
             begun = record.life.state in (LoadState.LOADING, LoadState.READY, LoadState.DEGRADED)
-            if begun and beat.node_id in record.nodes and record.model_id not in known:
+            parts = {(record.model_id, attempt) for attempt in record.attempts_on(beat.node_id)}
+            if begun and parts - known:
                 again = asyncio.get_running_loop().create_task(self._load_run(record).begin_on(beat.node_id))
                 self._tasks.add(again)
                 again.add_done_callback(self._tasks.discard)

@@ -254,6 +254,8 @@ class Coordinator:
         while True:
             await asyncio.sleep(min(1.0, self._config.holder_ttl_s / 4))
             now_s = time.monotonic()
+            with contextlib.suppress(RayError):
+                await self._agents.forget_dead_nodes()
             if now_s > strays_due_s:
                 strays_due_s = now_s + self._config.orphan_after_s / 4
                 known = {record.gang_id for record in self._models.values() if not record.life.is_over}

@@ -116,7 +116,15 @@ class Gangs:
             idle_since_s=time.monotonic(),
         )
         fresh = tuple(
-            Seat(seat.rank, seat.node_id, seat.host, seat.bundle, seat.incarnation, seat.worker, is_up=True)
+            Seat(
+                seat.rank,
+                seat.node_id,
+                seat.host,
+                seat.bundle,
+                incarnation=seat.incarnation,
+                worker=seat.worker,
+                is_up=True,
+            )
             for seat in seats
         )
         gang = Gang(idle, fresh, record.group)

@@ -12,12 +12,15 @@ from cluster.fit import min_slots
 from cluster.messages import FetchSettings, NodeJob, RankJob
 
 
-def node_job(record: ModelRecord, node_id: str, config: Config) -> NodeJob:
-    """One node's share; ranks that are ready are told as done, for an agent that was restarted."""
-    seats = [record.seats[rank] for rank in record.ranks_on(node_id)]
+def node_job(record: ModelRecord, node_id: str, attempt: int, config: Config) -> NodeJob:
+    """One part of a node's share: the ranks that this attempt brought there.
+
+    Those that are ready are told as done, for an agent that was restarted.
+    """
+    seats = [record.seats[rank] for rank in record.ranks_on(node_id, attempt)]
     return NodeJob(
         load_id=record.model_id,
-        attempt=record.life.attempt,
+        attempt=attempt,
         shared=b"",
         store_identity=record.request.store.ref.identity(),
         ranks=tuple(seat.rank for seat in seats),
@@ -37,7 +40,7 @@ def rank_job(record: ModelRecord, seat: Seat, config: Config) -> RankJob:
     """One rank's share, for the worker that sits there now."""
     return RankJob(
         load_id=record.model_id,
-        attempt=record.life.attempt,
+        attempt=seat.attempt,
         rank=seat.rank,
         incarnation=seat.incarnation,
         shared=b"",

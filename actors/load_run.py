@@ -2,7 +2,8 @@
 
     run:     plan (planning process) -> seats, in an idle gang or new -> agents, fit, begin on every node -> tend
                                                                       `-> workers start meanwhile
-    tend:    one task per rank waits for its worker's outcome, then for its end; a death makes a new incarnation
+    tend:    one task per rank waits for its worker's outcome, then for its end; a death makes a new incarnation, the
+             death of a node new places (`actors.reseating`)
     resume:  the same from "tend" on, for a load whose coordinator was killed
 
 What happens next is decided by the pure `cluster.load_state`; this file carries it out.
@@ -11,9 +12,11 @@ What happens next is decided by the pure `cluster.load_state`; this file carries
 from __future__ import annotations
 
 import asyncio
+import functools
 import time
+from typing import Any
 
-from ray.exceptions import RayActorError
+from ray.exceptions import RayError
 
 from actors import nodes, spawn
 from actors.admission import fit_in
@@ -22,14 +25,16 @@ from actors.gangs import Gangs
 from actors.jobs import node_job, rank_job
 from actors.load_report import make_report
 from actors.model_record import ModelRecord, Seat
-from actors.node_agents import NodeAgents
+from actors.node_agents import ACTOR_GONE, NodeAgents
 from actors.plan_source import PlanSource
 from actors.planner import Planner
-from actors.saved_load import SavedLoad, find_workers_again
+from actors.reseating import Reseating
+from actors.saved_load import find_workers_again, save
 from actors.seating import take_seats
+from actors.tending import tend_all
 from cluster import load_events, load_state
 from cluster.config import Config
-from cluster.errors import ClusterError, LoadCancelled, RankLost
+from cluster.errors import ClusterError, ClusterLost, LoadCancelled, NodeLost, RankLost
 from cluster.layout import Layout
 from cluster.packed_plan import PackedPlan
 from cluster.remote_errors import unwrapped
@@ -60,6 +65,7 @@ class LoadRun:
         self._gangs = gangs
         self._source = PlanSource(record, planner, config.holder_ttl_s)
         self._agents = NodeAgents(record, config)
+        self._reseating = Reseating(record, config, models, admission, gangs, self._agents, self._source, self.begin_on)
 
     # -- the two ways in ---------------------------------------------------------------------------------------
 
@@ -68,8 +74,15 @@ class LoadRun:
         try:
             plan = await self._plan()
             gang = await self._take_seats()
-            await alongside(self._start_workers(), self._begin(plan, gang))
-            await self._tend_all()
+            while True:
+                try:
+                    await alongside(self._start_workers(), self._begin(plan, gang))
+                    break
+                except (NodeLost, ClusterLost, RayError, TimeoutError) as error:
+                    if not await self._reseating.is_needed(error):
+                        raise
+                    await self._reseating.run()
+            await tend_all(self._record.seats, self._tend, self._reseating.run)
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -83,7 +96,7 @@ class LoadRun:
             await find_workers_again(self._record, incarnations)
             for seat in self._record.seats.values():
                 await self._rank_event(load_events.RankReplaced, seat)
-            await self._tend_all()
+            await tend_all(self._record.seats, self._tend, self._reseating.run)
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -161,26 +174,20 @@ class LoadRun:
     async def begin_on(self, node_id: str) -> None:
         """Tell one agent; again after it was restarted, with what its ranks have already."""
         record, shared = self._record, await self._source.shared()
-        while not await self._agents.ask(
-            node_id, lambda agent: agent.begin.remote(node_job(record, node_id, self._config), shared)
-        ):
-            await record.touch("waiting for arena slots that other loads hold")
-            await asyncio.sleep(0.2)
+
+        def begin(agent: Any, attempt: int) -> Any:
+            return agent.begin.remote(node_job(record, node_id, attempt, self._config), shared)
+
+        for attempt in record.attempts_on(node_id):
+            while not await self._agents.ask(node_id, functools.partial(begin, attempt=attempt)):
+                await record.touch("waiting for arena slots that other loads hold")
+                await asyncio.sleep(0.2)
         if record.message:
             await record.touch("")
 
     async def save(self) -> None:
         """What agents keep for a coordinator that is killed has changed."""
-        record = self._record
-        agents = [await asyncio.to_thread(spawn.find_agent, node_id) for node_id in record.nodes]
-        packed = SavedLoad.of(record).pack()
-        for agent in agents:
-            if agent is not None:
-                agent.keep_record.remote(record.model_id, packed)
-
-    async def _tend_all(self) -> None:
-        """Runs for as long as the model lives."""
-        await alongside(*(self._tend(seat) for seat in self._record.seats.values()))
+        await save(self._record)
 
     async def _tend(self, seat: Seat) -> None:
         """Keep one rank alive: a worker that dies is replaced, `rank_restarts` times in a row before it has loaded."""
@@ -201,9 +208,10 @@ class LoadRun:
                     await record.touch()
                 await seat.worker.lifetime.options(concurrency_group="wait").remote(record.model_id)
                 return
-            except RayActorError as error:
+            except ACTOR_GONE as error:
                 seat.report = None
                 await self._rank_event(load_events.RankLost, seat)
+                await self._vacate(seat)
                 restarts += 1
                 if restarts > self._config.rank_restarts:
                     raise RankLost(
@@ -213,7 +221,7 @@ class LoadRun:
                         host=seat.host,
                         cause=str(error).splitlines()[0][:300],
                     ) from error
-                await self._replace(seat)
+                await self._rank_event(load_events.RankReplaced, seat)
 
     async def _give_job(self, seat: Seat) -> None:
         shared = await self._source.shared()
@@ -238,14 +246,16 @@ class LoadRun:
             )
         )
 
-    async def _replace(self, seat: Seat) -> None:
-        """A new incarnation for a rank whose worker is gone; only its own slices are loaded again."""
+    async def _vacate(self, seat: Seat) -> None:
+        """The rank's worker is gone: a new incarnation is to come, and loads only the rank's own slices again.
+
+        Raises NodeLost when it went with its node.
+        """
         await asyncio.to_thread(spawn.end_actor, seat.worker)
         seat.worker, seat.is_up, seat.started, seat.placed_bytes = None, False, False, 0
         seat.incarnation += 1
         model_id, rank, incarnation = self._record.model_id, seat.rank, seat.incarnation
         await self._agents.ask(seat.node_id, lambda agent: agent.rank_lost.remote(model_id, rank, incarnation))
-        await self._rank_event(load_events.RankReplaced, seat)
 
     async def _report(self) -> LoadReport:
         record = self._record

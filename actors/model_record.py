@@ -24,6 +24,7 @@ class Seat:
     node_id: str
     host: str
     bundle: tuple[Any, int] | None  # (placement group, bundle index)
+    attempt: int = 1  # that brought the rank to the node: its messages carry it
     incarnation: int = 0  # of its worker; in a gang that was taken over it goes on counting
     worker: Any = None
     is_up: bool = False  # the worker's process has answered
@@ -69,8 +70,15 @@ class ModelRecord:
         """node id -> host, of the nodes that have ranks."""
         return {seat.node_id: seat.host for seat in self.seats.values()}
 
-    def ranks_on(self, node_id: str) -> tuple[int, ...]:
-        return tuple(sorted(seat.rank for seat in self.seats.values() if seat.node_id == node_id))
+    def attempts_on(self, node_id: str) -> tuple[int, ...]:
+        """Attempts that brought ranks to the node, ascending: each is a part of the load there."""
+        return tuple(sorted({seat.attempt for seat in self.seats.values() if seat.node_id == node_id}))
+
+    def ranks_on(self, node_id: str, attempt: int) -> tuple[int, ...]:
+        """Those that this attempt brought there."""
+        return tuple(
+            sorted(seat.rank for seat in self.seats.values() if (seat.node_id, seat.attempt) == (node_id, attempt))
+        )
 
     async def touch(self, message: str | None = None) -> None:
         """Wake whoever waits for this model."""

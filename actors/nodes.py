@@ -46,6 +46,11 @@ def cluster_nodes(cpu_seats: Iterable[str], cpu_ranks_per_node: int) -> list[Nod
     return found
 
 
+def living_nodes() -> dict[str, str]:
+    """node id -> host of the nodes that Ray takes for living. A dead one is among them until Ray has found out."""
+    return {node["NodeID"]: node["NodeManagerHostname"] for node in _ray_nodes() if node["Alive"]}
+
+
 async def facts_of(agents: dict[str, Any], timeout_s: float) -> dict[str, NodeInfo]:
     """What each agent says of its node. Raises what an agent raised: ArenaTooLarge...
 
@@ -89,6 +94,25 @@ def places_in_own_group(group: PlacementGroup, bundle_of_rank: Iterable[int]) ->
     hosts = {node["NodeID"]: node["NodeManagerHostname"] for node in _ray_nodes()}
     where = placement_group_table(group)["bundles_to_node_id"]
     return [(where[bundle], hosts.get(where[bundle], ""), (group, bundle)) for bundle in bundle_of_rank]
+
+
+def places_again(group: PlacementGroup, bundle_of_rank: dict[int, int]) -> dict[int, Place]:
+    """Where Ray has put bundles again whose node was lost: it moves these and leaves the others where they are.
+
+    Raises NotEnoughResources while it has not.
+    """
+    table, living = placement_group_table(group), living_nodes()
+    where = table.get("bundles_to_node_id") or {}
+    missing = sorted(rank for rank, bundle in bundle_of_rank.items() if where.get(bundle) not in living)
+    if table.get("state") in (None, "REMOVED"):
+        raise ClusterError("the placement group does not exist any more", group=group.id.hex())
+    if missing or table.get("state") != "CREATED":
+        raise NotEnoughResources(
+            f"{len(missing) or len(bundle_of_rank)} bundles of the placement group have no node",
+            group=group.id.hex(),
+            state=table.get("state"),
+        )
+    return {rank: (where[bundle], living[where[bundle]], (group, bundle)) for rank, bundle in bundle_of_rank.items()}
 
 
 def places_in_group(group: PlacementGroup, request: LoadRequest) -> list[Place]:

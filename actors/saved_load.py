@@ -16,6 +16,7 @@ from cluster import load_state
 from cluster.holders import Holders
 from cluster.messages import LoadRequest
 
+SAVED_S = 5.0  # an agent that has not answered by then is not well, and is told all when it begins again
 ANSWER_S = 60.0  # a worker that is well answers at once
 
 
@@ -27,7 +28,7 @@ class SavedLoad:
     attempt: int
     revision: str
     total_bytes: int
-    seats: tuple[tuple[int, str, str], ...]  # (rank, node id, host)
+    seats: tuple[tuple[int, str, str, int], ...]  # (rank, node id, host, attempt that brought it there)
     gang_id: str  # its workers are named by it
     group: Any  # our own placement group, or None
     has_credentials: bool  # the client passed some; they are not kept here
@@ -39,7 +40,7 @@ class SavedLoad:
             record.life.attempt,
             record.revision,
             record.total_bytes,
-            tuple((seat.rank, seat.node_id, seat.host) for seat in record.seats.values()),
+            tuple((seat.rank, seat.node_id, seat.host, seat.attempt) for seat in record.seats.values()),
             record.gang_id,
             record.group,
             record.request.store.credentials is not None or record.credentials_missing,
@@ -58,7 +59,7 @@ class SavedLoad:
         record = ModelRecord(
             model_id=load_id,
             request=self.request,
-            life=load_state.Life.new(self.request.world_size),
+            life=replace(load_state.Life.new(self.request.world_size), attempt=self.attempt),
             holders=Holders().hold(self.request.client_id, now_s, keep=self.request.keep),
             total_bytes=self.total_bytes,
             revision=self.revision,
@@ -69,9 +70,22 @@ class SavedLoad:
         group = self.group or self.request.placement_group
         bundles = _bundles(group, self.request) if group is not None else None
         record.seats = {
-            rank: Seat(rank, node_id, host, bundles[rank] if bundles else None) for rank, node_id, host in self.seats
+            rank: Seat(rank, node_id, host, bundles[rank] if bundles else None, attempt)
+            for rank, node_id, host, attempt in self.seats
         }
         return record
+
+
+async def save(record: ModelRecord) -> None:
+    """Tell the agents what to keep. Returns when those that are well have it."""
+    packed = SavedLoad.of(record).pack()
+
+    async def tell(node_id: str) -> None:
+        agent = await asyncio.to_thread(spawn.find_agent, node_id)
+        if agent is not None:
+            await asyncio.wait_for(agent.keep_record.remote(record.model_id, packed), SAVED_S)
+
+    await asyncio.gather(*(tell(node_id) for node_id in record.nodes), return_exceptions=True)
 
 
 async def find_workers_again(record: ModelRecord, incarnations: dict[int, int]) -> None:

@@ -38,6 +38,7 @@ if TYPE_CHECKING:
     from cluster.errors import LoadTimeout as LoadTimeout
     from cluster.errors import ModelConfigError as ModelConfigError
     from cluster.errors import ModelNotFound as ModelNotFound
+    from cluster.errors import NodeLost as NodeLost
     from cluster.errors import NotEnoughResources as NotEnoughResources
     from cluster.errors import PackageMissing as PackageMissing
     from cluster.errors import PlanError as PlanError
@@ -96,7 +97,7 @@ _EXPORTS = {
     "cluster.config": "Config",
     "cluster.errors": (
         "ChunkFailed ClusterError ClusterLost ConfigError DeviceUnavailable DoesNotFit IllegalTransition LayoutError "
-        "LoadCancelled LoadError LoadTimeout ModelConfigError ModelNotFound NotEnoughResources "
+        "LoadCancelled LoadError LoadTimeout ModelConfigError ModelNotFound NodeLost NotEnoughResources "
         "PackageMissing PlanError RankLost RemoteCallFailed VersionMismatch"
     ),
     "cluster.model": "LoadedModel",

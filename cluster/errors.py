@@ -15,6 +15,7 @@ LongshoreError
 +- LoadError
 |  +- ChunkFailed               a chunk could not be had from any worker within its budget
 |  +- RankLost                  a worker died or stopped answering more often than allowed
+|  +- NodeLost                  a node died, and its ranks found no other place; names both
 |  +- LoadTimeout               timeout_s passed
 |  +- LoadCancelled             released or cancelled before it was ready
 |  +- IllegalTransition         a load was told what cannot happen in its state: a bug of ours
@@ -81,6 +82,10 @@ class ChunkFailed(LoadError):
 
 class RankLost(LoadError):
     """A worker died or stopped answering."""
+
+
+class NodeLost(LoadError):
+    """A node died, and its ranks found no other place."""
 
 
 class LoadTimeout(LoadError):

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from typing import Protocol
 
 from cluster.config import Config
@@ -40,13 +40,17 @@ class PlannedRanks(Protocol):
 
 
 def check_fit(
-    plan: PlannedRanks, rank_nodes: Sequence[int], nodes: Sequence[NodeInfo], config: Config, device: str
+    plan: PlannedRanks,
+    rank_nodes: Sequence[int] | Mapping[int, int],
+    nodes: Sequence[NodeInfo],
+    config: Config,
+    device: str,
 ) -> DoesNotFit | None:
     """The error to raise, listing every device and host that lacks memory for its ranks; None when all fit.
 
-    `rank_nodes[i]` is the index into `nodes` of rank i, `device` "cuda" or "cpu". Ranks in CPU memory count
-    against their host, ranks on GPUs against the smallest GPU of their node (not checked when its memory is
-    unknown). An arena that is still to be made counts against its host and /dev/shm, and must have
+    `rank_nodes[i]` is the index into `nodes` of rank i (a mapping: of the ranks that come), `device` "cuda" or "cpu".
+    Ranks in CPU memory count against their host, ranks on GPUs against the smallest GPU of their node (not checked when
+    its memory is unknown). An arena that is still to be made counts against its host and /dev/shm, and must have
     `min_slots` slots.
     """
     problems: list[str] = []

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.errors import ConfigError, NotEnoughResources
@@ -47,7 +47,7 @@ def assign_ranks(
     nodes as that allows, so that chunks are shared. `device` is "cuda" or "cpu" (see `resolve_device`).
     `holders` are the ids of models that hold resources, for the message. Raises NotEnoughResources.
     """
-    free = [_places_free(node, device, cpu_ranks_per_node) for node in nodes]
+    free = [places_free(node, device, cpu_ranks_per_node) for node in nodes]
     have = sum(free)
     if layout.ranks > have:
         raise _not_enough(nodes, free, layout, device, cpu_ranks_per_node, holders)
@@ -68,9 +68,10 @@ def assign_ranks(
     return tuple(assigned)
 
 
-def ranks_by_node(rank_nodes: Sequence[int]) -> dict[int, tuple[int, ...]]:
-    """Ranks of each node that has any, by node index; both ascending."""
-    return {node: tuple(rank for rank, at in enumerate(rank_nodes) if at == node) for node in sorted(set(rank_nodes))}
+def ranks_by_node(rank_nodes: Sequence[int] | Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+    """Ranks of each node that has any, by node index; both ascending. `rank_nodes`: of all, or of some by rank."""
+    found = rank_nodes if isinstance(rank_nodes, Mapping) else dict(enumerate(rank_nodes))
+    return {node: tuple(rank for rank in sorted(found) if found[rank] == node) for node in sorted(set(found.values()))}
 
 
 def bundles_for(layout: Layout, gpus_per_node: Sequence[int]) -> list[int]:
@@ -91,7 +92,8 @@ def bundle_of_ranks(bundles: Sequence[int]) -> tuple[int, ...]:
     return tuple(index for index, gpus in enumerate(bundles) for _ in range(gpus))
 
 
-def _places_free(node: NodeInfo, device: str, cpu_ranks_per_node: int) -> int:
+def places_free(node: NodeInfo, device: str, cpu_ranks_per_node: int) -> int:
+    """Ranks that the node can take now."""
     if not node.alive:
         return 0
     return max(node.gpus_free if device == "cuda" else min(node.cpu_ranks_free, cpu_ranks_per_node), 0)

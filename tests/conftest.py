@@ -14,4 +14,5 @@ pytest_plugins = [
     "tests.support.s3_servers",
     "tests.support.stored_models",
     "tests.support.ray_clusters",
+    "tests.support.losable_nodes",
 ]

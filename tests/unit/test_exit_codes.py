@@ -20,7 +20,8 @@ README = Path(__file__).resolve().parents[2] / "README.md"
 @pytest.mark.parametrize(
     ("code", "kinds"),
     [
-        (1, "LongshoreError LoadError ChunkFailed RankLost LoadTimeout LoadCancelled RemoteCallFailed PublishError"),
+        (1, "LongshoreError LoadError ChunkFailed RankLost NodeLost LoadTimeout LoadCancelled PublishError"),
+        (1, "RemoteCallFailed"),
         (2, "ConfigError ModelNotFound InvalidUri"),
         (
             3,

@@ -34,6 +34,7 @@ AT_MODULE_LEVEL = {
         "actors/launch",
         "actors/load_run",
         "actors/node_agents",
+        "actors/reseating",
         "actors/nodes",
         "actors/plan_source",
         "actors/saved_load",

@@ -1,0 +1,115 @@
+"""A Ray cluster whose nodes can be lost: a head, and nodes that a test adds and kills.
+
+    def test_something(losable: LosableNodes) -> None:
+        losable.configure(cpu_ranks_per_node=1)
+        losable.want(2)                             # so many nodes beside the head
+        ...
+        losable.kill_node(losable.node_of("worker-llama-1-0"))
+
+Ray finds a dead node in about a second here, not in its usual half a minute.
+"""
+
+from __future__ import annotations
+
+import os
+import tempfile
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+from cluster.connection import disconnect
+from storage.arena_files import sweep
+from tests.support.ray_clusters import ENVIRONMENT, OBJECT_STORE_BYTES, Longshore, eventually
+
+FAST_DEATH = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 2000,
+    "health_check_failure_threshold": 3,
+}
+NODE = {"num_cpus": 2, "object_store_memory": OBJECT_STORE_BYTES}
+
+
+class LosableNodes(Longshore):
+    """`Longshore` on nodes of its own."""
+
+    def __init__(self, ray_cluster: Any) -> None:
+        super().__init__(ray_cluster)
+        self._nodes: dict[str, Any] = {}  # node id -> handle, of those beside the head
+
+    def want(self, count: int) -> None:
+        """Add nodes until there are so many beside the head; take those away that are too many."""
+        for node_id in list(self._nodes)[count:]:
+            self.kill_node(node_id)
+        added = [self.ray_cluster.add_node(**NODE, wait=False) for _ in range(count - len(self._nodes))]
+        self.ray_cluster.wait_for_nodes()
+        self._nodes.update({node.node_id: node for node in added})
+
+    def add_node(self) -> str:
+        """One more; its id."""
+        self.want(len(self._nodes) + 1)
+        return list(self._nodes)[-1]
+
+    def node_of(self, name: str) -> str:
+        """Id of the node where a living actor is."""
+        from ray._private.state import actors
+
+        for actor in actors().values():  # type: ignore[no-untyped-call]
+            if actor["Name"] == name and actor["State"] == "ALIVE":
+                return str(actor["Address"]["NodeID"])
+        raise LookupError(f"no living actor {name}")
+
+    def is_head(self, node_id: str) -> bool:
+        """Whether it is the node that cannot be lost."""
+        return node_id not in self._nodes
+
+    def kill_node(self, node_id: str) -> None:
+        """SIGKILL to all of the node. Returns when Ray knows it."""
+        self.ray_cluster.remove_node(self._nodes.pop(node_id), allow_graceful=False)
+        eventually(lambda: node_id not in self.living(), "the node is still taken for living", 60)
+
+    def living(self) -> set[str]:
+        """Ids of the nodes that Ray takes for living."""
+        import ray
+
+        return {node["NodeID"] for node in ray.nodes() if node["Alive"]}  # type: ignore[no-untyped-call]
+
+    def assert_nothing_left(self) -> None:
+        sweep()  # the arenas of nodes that were killed
+        super().assert_nothing_left()
+
+
+@pytest.fixture(scope="module")
+def losable_cluster() -> Iterator[LosableNodes]:
+    """This process is connected to it for the tests of one file."""
+    import ray
+    from ray.cluster_utils import Cluster
+
+    before = {name: os.environ.get(name) for name in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
+    with tempfile.TemporaryDirectory(prefix="ln-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+        head = {**NODE, "include_dashboard": False, "temp_dir": folder, "_system_config": FAST_DEATH}
+        ray_cluster = Cluster(initialize_head=True, head_node_args=head)
+        there = LosableNodes(ray_cluster)
+        try:
+            ray.init(address=ray_cluster.address, log_to_driver=False, configure_logging=False)
+            yield there
+            there.end_longshore()
+        finally:
+            disconnect()
+            ray.shutdown()
+            ray_cluster.shutdown()
+            sweep()
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
+
+
+@pytest.fixture
+def losable(losable_cluster: LosableNodes) -> Iterator[LosableNodes]:
+    """The cluster without a model; the same after the test, or it fails."""
+    yield losable_cluster
+    losable_cluster.clean()
