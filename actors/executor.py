@@ -238,8 +238,8 @@ class RankLoader:
             if not chunks or self._arena is None:
                 return
             clock.wait_s += time.monotonic() - waited_s
-            moved_bytes = self._placer.place(self._arena, chunks, clock)
-            self._work.placed([chunk for chunk, _ in chunks], moved_bytes)
+            self._placer.place(self._arena, chunks, clock)
+            self._work.placed({chunk: self._placer.wanted_bytes(chunk) for chunk, _ in chunks})
 
     # -- the end -----------------------------------------------------------------------------------------------
 

@@ -13,6 +13,7 @@ from __future__ import annotations
 import threading
 import time
 from collections import Counter, deque
+from collections.abc import Iterable, Mapping
 from dataclasses import dataclass, field
 
 from actors.chunk_fetcher import ChunkFetcher, FetchedChunk
@@ -135,11 +136,13 @@ class RankWork:
                 return []
             return [self._readable.popleft() for _ in range(min(most, len(self._readable)))]
 
-    def placed(self, chunks: list[int], moved_bytes: int) -> None:
-        """These chunks are on the device; nothing reads their slots any more."""
+    def placed(self, sizes_bytes: Mapping[int, int]) -> None:
+        """These chunks are on the device, with so many bytes of each; nothing reads their slots any more."""
         with self._place:
-            self._unplaced -= len(chunks)
-            self._note_placed(chunks, moved_bytes)
+            self._unplaced -= len(sizes_bytes)
+            # One may have come in two ways: told by the agent, while a fetch of its own brought it too.
+            moved_bytes = sum(size_bytes for chunk, size_bytes in sizes_bytes.items() if chunk not in self._placed)
+            self._note_placed(sizes_bytes, moved_bytes)
             self._tell.notify_all()
 
     # -- the conversation with the agent -----------------------------------------------------------------------
@@ -280,7 +283,7 @@ class RankWork:
         starved = not self._leases and self._working + self._pausing < self.requests
         return results >= (1 if starved else self._batch())
 
-    def _note_placed(self, chunks: list[int], moved_bytes: int) -> None:
+    def _note_placed(self, chunks: Iterable[int], moved_bytes: int) -> None:
         self._placed.update(chunks)
         self._results.placed.extend(chunks)
         self.placed_bytes += moved_bytes

@@ -3,14 +3,16 @@
 from __future__ import annotations
 
 import threading
-from collections.abc import Callable, Iterator
+import time
+from collections.abc import Callable, Iterable, Iterator
 from contextlib import AbstractContextManager
 from dataclasses import replace
 
 from storage.checksum import digest_of
-from storage.errors import AccessDenied, LongshoreError, StoreUnavailable
+from storage.errors import AccessDenied, LongshoreError, ReadEnded, StoreUnavailable
 from storage.object_store import ObjectInfo, ObjectStore, Upload
 from storage.ranges import ByteRange
+from storage.read_limit import ReadLimit
 
 
 class WrappedStore:
@@ -101,6 +103,40 @@ class FailingStore(WrappedStore):
         if self.fails(key, byte_range, number):
             buffer[:] = b"\xaa" * len(buffer)
             raise self.error()
+        return found
+
+
+class HangingStore(WrappedStore):
+    """The n-th read of the store brings nothing until it is ended from outside."""
+
+    def __init__(self, inner: ObjectStore, number: int) -> None:
+        super().__init__(inner)
+        self.number = number
+        self.ended = threading.Event()  # the read that stalled
+
+    def read_pieces(
+        self,
+        key: str,
+        byte_range: ByteRange,
+        pieces: Iterable[memoryview],
+        *,
+        etag: str | None = None,
+        limit: ReadLimit | None = None,
+    ) -> str | None:
+        with self.lock:
+            self.reads.append((key, byte_range))
+            stalls = len(self.reads) == self.number
+        while stalls and limit is not None:
+            try:
+                limit.check()
+            except ReadEnded:
+                self.ended.set()
+                raise
+            time.sleep(0.005)
+        start = byte_range.start
+        for piece in pieces:
+            found = self.inner.read_into(key, ByteRange(start, start + len(piece)), piece, etag=etag)
+            start += len(piece)
         return found
 
 

@@ -100,7 +100,13 @@ class LocalNode:
     def __init__(self, folder: Path, slots: int, placement: str = "via_arena", **settings: object) -> None:
         self.folder = folder
         self.placement = placement
-        values = {"arena_bytes": slots * SLOT_BYTES, "slot_bytes": SLOT_BYTES, "heartbeat_s": HEARTBEAT_S, **settings}
+        values = {
+            "arena_bytes": slots * SLOT_BYTES,
+            "slot_bytes": SLOT_BYTES,
+            "heartbeat_s": HEARTBEAT_S,
+            "hedge_factor": 0.0,  # a slow machine is no reason to ask twice, where requests are counted
+            **settings,
+        }
         self.config = Config.model_validate(values)
         self.agent = self.start_agent()
         self.loads = 0
@@ -126,6 +132,8 @@ class LocalNode:
             record=b"",
             placement=self.placement,
             most_requests=self.config.fetch_threads,
+            hedge_factor=self.config.hedge_factor,
+            hedge_after_s=self.config.hedge_after_s,
         )
         while not self.agent.begin(job):
             time.sleep(0.01)
