@@ -128,7 +128,8 @@ class ChunkFetcher:
             try:
                 read.read()
                 self._close_others(lease)
-                return FetchedChunk(lease.lease_id, Commit(lease.lease_id, lease.chunk, disk=disk), None, retries)
+                commit = Commit(lease.lease_id, lease.chunk, read.spans(), disk)
+                return FetchedChunk(lease.lease_id, commit, None, retries)
             except LongshoreError as failed:
                 error = failed
             if isinstance(error, ReadEnded) and self._is_void(lease):

@@ -69,6 +69,12 @@ class DiskBacklog:
         if self._shelf is not None and key in self._shelf:
             self._unusable.add(key)
 
+    def forget(self, key: bytes) -> None:
+        """The bytes that are kept under `key`, waiting, being written or on disk, turned out to be wrong."""
+        if self._shelf is not None:
+            self._waiting.pop(key, None)
+            self._unusable.add(key)
+
     # -- the writing thread ------------------------------------------------------------------------------------
 
     def next_unusable(self) -> bytes | None:

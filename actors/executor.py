@@ -33,7 +33,7 @@ from cluster.messages import DIRECT, Orders, RankHello, RankJob, RankUpdate
 from cluster.packed_plan import unpack_shared
 from cluster.report import RankReport
 from storage.arena import Arena
-from storage.errors import LongshoreError
+from storage.errors import IntegrityError, LongshoreError
 from storage.object_store import ObjectStore
 from storage.open_store import open_store
 from storage.processes import ProcessId
@@ -136,11 +136,15 @@ class RankLoader:
             if leaving:
                 if agent_knows or orders.stop is not None:
                     self._joined = False
+                    if isinstance(orders.stop, IntegrityError):
+                        raise orders.stop  # the last chunk of an object told that it is damaged
                     return
                 # A restarted agent must learn that this rank needs nothing, or it keeps chunks for it. But the bytes
                 # are placed, so a load does not fail for it.
                 try:
                     self._join(patience_s=AGENT_BACK_S)
+                except IntegrityError:
+                    raise
                 except LongshoreError:
                     return
                 continue

@@ -7,6 +7,7 @@ import time
 from collections.abc import Sequence
 
 from actors.model_record import ModelRecord
+from cluster.object_check import join_checks, verified_by
 from cluster.packed_plan import PackedPlan
 from cluster.report import LoadReport, NodeReport, ProcessMemory
 
@@ -14,6 +15,7 @@ from cluster.report import LoadReport, NodeReport, ProcessMemory
 def make_report(record: ModelRecord, plan: PackedPlan, answers: Sequence[NodeReport]) -> LoadReport:
     """What the load did; `answers` per node, in the order of `record.nodes`."""
     request = record.request
+    objects = join_checks(check for node in answers for check in node.objects)
     ranks = tuple(seat.report for _, seat in sorted(record.seats.items()) if seat.report is not None)
     total_s = time.monotonic() - record.created_s
     # Clocks are not compared across hosts: what a rank measured is counted from when it was given its job.
@@ -25,7 +27,7 @@ def make_report(record: ModelRecord, plan: PackedPlan, answers: Sequence[NodeRep
         model_id=record.model_id,
         uri=request.uri,
         revision=record.revision,
-        verified=plan.verified,
+        verified=plan.verified if plan.verified != "transport" else verified_by(objects),
         placement_mode="direct" if any(node.direct_bytes for node in answers) else "via_arena",
         resident=False,
         tensor_parallel_size=request.tensor_parallel_size,

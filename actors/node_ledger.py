@@ -16,6 +16,7 @@ from collections.abc import Iterable
 
 from actors.disk_backlog import DiskBacklog
 from actors.node_load import NodeLoad
+from actors.object_checks import KeptSpans
 from cluster.errors import RankLost
 from cluster.messages import AgentBeat, ArenaUse, LoadBeat, NodeJob, Orders, RankBeat, RankHello, RankUpdate
 from cluster.packed_plan import unpack_shared
@@ -26,6 +27,7 @@ from storage.leases import Lease
 from storage.processes import ProcessId
 
 QUARANTINE_GRACE_S = 30.0  # a holder that neither lets go of a taken-back slot nor dies within this is killed
+KEPT_PER_SLOT = 4  # chunks whose checksums are remembered: more than the arena can have
 ENDED_KEPT = 16  # ended loads whose ranks can still be told to stop, and can say what they let go of
 
 
@@ -43,6 +45,7 @@ class NodeLedger:
         self._cache = cache
         self._disk = DiskBacklog() if disk is None else disk
         self._slot_bytes = slot_bytes
+        self._kept = KeptSpans(KEPT_PER_SLOT * cache.slot_count)
         self._chance = chance or random.Random()
         self._loads: dict[tuple[str, int], NodeLoad] = {}  # by load id and attempt
         self._ended: OrderedDict[tuple[str, int], NodeLoad] = OrderedDict()
@@ -75,7 +78,7 @@ class NodeLedger:
             self._refused.add(job.part)
             return False
         self._refused.discard(job.part)
-        load = NodeLoad(job, self._cache, now_s, self._disk)
+        load = NodeLoad(job, self._cache, now_s, self._kept, self._disk)
         load.take_cached()
         self._loads[job.part] = load
         return True

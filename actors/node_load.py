@@ -12,6 +12,7 @@ from __future__ import annotations
 
 from actors.chunk_flow import ChunkFlow
 from actors.disk_backlog import DiskBacklog
+from actors.object_checks import KeptSpans, ObjectChecks
 from actors.rank_place import RankPlace
 from cluster.concurrency import RequestLimit
 from cluster.errors import LoadCancelled
@@ -31,12 +32,13 @@ class NodeLoad:
     Methods that return keys: the fetches of these bytes have ended, well or not; other loads may wait for them.
     """
 
-    def __init__(self, job: NodeJob, cache: ChunkCache, now_s: float, disk: DiskBacklog) -> None:
+    def __init__(self, job: NodeJob, cache: ChunkCache, now_s: float, kept: KeptSpans, disk: DiskBacklog) -> None:
         self.job = job
         self.load_id = job.load_id
         self.record = job.record  # replaced when the coordinator has something new to note
         self._cache = cache
         self._flow = ChunkFlow(job, cache, now_s, disk)
+        self._checks = ObjectChecks(self._flow.keys, self._flow.queue.chunks(), kept, (cache.forget, disk.forget))
         self._ended: LongshoreError | None = None
         self._former: list[RankPlace] = []  # given up with something of the arena in use, by processes that may live
         self._corrupt_chunks = 0
@@ -57,6 +59,7 @@ class NodeLoad:
     def end(self, now_s: float) -> set[bytes]:
         """Nothing more is needed; what ranks still read or write stays fenced until they let go. Keys."""
         self.fail(LoadCancelled("the load was ended", load=self.load_id))
+        self._checks.forget_damaged()  # what was on its way when it was found
         for place in self.ranks.values():
             place.taken_back |= place.leases.keys()
             place.leases.clear()
@@ -66,7 +69,7 @@ class NodeLoad:
     @property
     def error(self) -> LongshoreError | None:
         """Why the load cannot go on."""
-        return self._flow.error or self._ended
+        return self._flow.error or self._checks.error or self._ended
 
     @property
     def ranks(self) -> dict[int, RankPlace]:
@@ -134,6 +137,7 @@ class NodeLoad:
             retries=dict(flow.retries),
             hedges=flow.hedges.count,
             hedges_won=flow.hedges.won,
+            objects=self._checks.report(),
             arena_bytes=arena_bytes,
         )
 
@@ -198,6 +202,7 @@ class NodeLoad:
         failures = {failure.lease_id: failure for failure in update.failed}
         commits = {commit.lease_id: commit for commit in update.committed}
         ended: set[bytes] = set()
+        self._checks.fetched(update.committed)
         for lease_id in update.lease_ids():
             chunk = place.leases.pop(lease_id, None)
             if chunk is None:  # taken back meanwhile; now the rank says that it does not write there any more
@@ -236,7 +241,7 @@ class NodeLoad:
         """Work for the rank, or None when there is none now."""
         place = self.ranks[update.rank]
         if place.left:
-            return Orders()
+            return Orders(stop=self._checks.error)  # it holds what has been found to be damaged
         if self.error is not None:
             return Orders(stop=self.error)
         closed, place.to_close = tuple(place.to_close), []
@@ -285,4 +290,6 @@ class NodeLoad:
     def _rest_if_complete(self) -> None:
         """A load that only stays resident must not keep others from the arena."""
         if self.complete:
+            self._checks.settle()
             self._cache.shares.end(self.job.part)
+        self._checks.forget_damaged()

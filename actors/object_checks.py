@@ -10,10 +10,11 @@ Here the last chunk of an object decides, so a load's error comes after bytes we
 from __future__ import annotations
 
 from collections import OrderedDict
-from collections.abc import Iterable
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
 from actors.rank_place import ChunkKeys
+from cluster.messages import Commit
 from cluster.object_check import ObjectCheck
 from storage.errors import IntegrityError
 from storage.model_index import Shard
@@ -57,14 +58,24 @@ class _Object:
 
 
 class ObjectChecks:
-    """One load's objects on one node. `kept` is shared with the node's other loads."""
+    """One load's objects on one node. `kept` is shared with the node's other loads.
 
-    def __init__(self, keys: ChunkKeys, needed: Iterable[int], kept: KeptSpans) -> None:
+    `forget`: each lets go of what the node keeps under a key.
+    """
+
+    def __init__(
+        self,
+        keys: ChunkKeys,
+        needed: Iterable[int],
+        kept: KeptSpans,
+        forget: Iterable[Callable[[bytes], object]] = (),
+    ) -> None:
         tables = keys.tables
         self.error: IntegrityError | None = None  # an object does not have its checksum
-        self.damaged: tuple[int, ...] = ()  # chunks of that object: what the arena has of them is worth nothing
         self._keys = keys
         self._kept = kept
+        self._forget = tuple(forget)
+        self._damaged: tuple[int, ...] = ()  # chunks of the object that has not its checksum
         self._objects: dict[int, _Object] = {}
         if tables.chunks.hash_name is not None:
             return
@@ -77,8 +88,34 @@ class ObjectChecks:
             if shard.checksum is None:
                 made.outcome = ObjectCheck(shard.key, reason=shard.unchecked or NO_CHECKSUM)
 
-    def fetched(self, chunk: int, spans: Spans) -> None:
-        """A rank has these bytes from the store. Every fetch counts, also one that came too late or twice."""
+    def fetched(self, commits: Iterable[Commit]) -> None:
+        """A rank has these chunks. Every fetch counts, also one that came too late or twice."""
+        for commit in commits:
+            self._fetched(commit.chunk, commit.spans)
+
+    def settle(self) -> None:
+        """Every rank has all it needs: what was not fetched was found in the arena."""
+        for found in self._objects.values():
+            if (checksum := found.shard.checksum) is None:
+                continue
+            for chunk in sorted(found.missing):
+                spans = self._kept.get(self._keys[chunk], checksum.hash_name)
+                if spans is not None:
+                    self._take(found, chunk, spans)
+
+    def forget_damaged(self) -> None:
+        """Or the next load would find the same bytes on this node, and fail as this one does."""
+        for chunk in self._damaged:
+            for forget in self._forget:
+                forget(self._keys[chunk])
+
+    def report(self) -> tuple[ObjectCheck, ...]:
+        """What can be said now of every object; none when chunks have digests."""
+        return tuple(
+            found.outcome or ObjectCheck(found.shard.key, reason=NOT_KNOWN) for found in self._objects.values()
+        )
+
+    def _fetched(self, chunk: int, spans: Spans) -> None:
         found = self._objects.get(int(self._keys.tables.chunks.shard[chunk]))
         if found is None or found.shard.checksum is None or not spans:
             return
@@ -95,22 +132,6 @@ class ObjectChecks:
                 range=str(byte_range),
             )
         self._take(found, chunk, spans)
-
-    def settle(self) -> None:
-        """Every rank has all it needs: what was not fetched was found in the arena."""
-        for found in self._objects.values():
-            if (checksum := found.shard.checksum) is None:
-                continue
-            for chunk in sorted(found.missing):
-                spans = self._kept.get(self._keys[chunk], checksum.hash_name)
-                if spans is not None:
-                    self._take(found, chunk, spans)
-
-    def report(self) -> tuple[ObjectCheck, ...]:
-        """What can be said now of every object; none when chunks have digests."""
-        return tuple(
-            found.outcome or ObjectCheck(found.shard.key, reason=NOT_KNOWN) for found in self._objects.values()
-        )
 
     def _take(self, found: _Object, chunk: int, spans: Spans) -> None:
         found.spans[chunk] = spans
@@ -138,8 +159,8 @@ class ObjectChecks:
     def _fail(self, damaged: _Object, message: str, **details: object) -> None:
         if self.error is not None:
             return
-        self.damaged = damaged.chunks
-        self.error = IntegrityError(message, hint=_HINT, shard=damaged.shard.key, **details)
+        self._damaged = damaged.chunks
+        self.error = IntegrityError(message, hint=_HINT, shard=damaged.shard.key, load=self._keys.load_id, **details)
 
 
 def _shown(spans: Spans) -> str:

@@ -50,7 +50,7 @@ class ChunkKeys:
     def __init__(self, tables: SharedTables, store_identity: str, load_id: str) -> None:
         self.tables = tables
         self._store_identity = store_identity
-        self._load_id = load_id
+        self.load_id = load_id
         self._keys: dict[int, bytes] = {}
 
     def __getitem__(self, chunk: int) -> bytes:
@@ -75,5 +75,5 @@ class ChunkKeys:
             return digest_key(chunks.hash_name, digest, byte_range.size_bytes)
         shard = self.tables.shards[chunks.shard[chunk]]
         # Without an ETag nobody can tell versions apart: such chunks are shared inside this load only.
-        version = shard.etag or f"load {self._load_id}"
+        version = shard.etag or f"load {self.load_id}"
         return location_key(self._store_identity, shard.key, version, byte_range)

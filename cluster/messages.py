@@ -18,6 +18,7 @@ from typing import Any
 
 from storage.errors import LongshoreError
 from storage.processes import ProcessId
+from storage.store_checksum import Span
 from storage.store_ref import Credentials, StoreRef
 
 
@@ -131,6 +132,7 @@ class Commit:
 
     lease_id: str
     chunk: int
+    spans: tuple[Span, ...] = ()  # of a chunk without a digest, where the store has a checksum of the whole object
     disk: str = ""  # DISK_READ: it came from there; DISK_UNUSABLE: it could not, and came from the store
 
 

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, field, fields, replace
 from typing import Any
 
 from cluster.bottleneck import LoadLimit, find_limit
+from cluster.object_check import ObjectCheck, join_checks, unchecked_counts
 from cluster.rank_report import Jsonable, ProcessMemory, RankReport, StageTimes
 
 __all__ = [
@@ -21,6 +22,7 @@ __all__ = [
     "ModelStatus",
     "NodeReport",
     "NodeStatus",
+    "ObjectCheck",
     "ProcessMemory",
     "RankReport",
     "StageTimes",
@@ -53,6 +55,7 @@ class NodeReport(Jsonable):
     hedges_won: int = 0  # of those, how often the second brought the chunk
     disk_chunks: int = 0  # read from the node's disk, verified and committed
     disk_bytes: int = 0
+    objects: tuple[ObjectCheck, ...] = ()  # that any rank of the node touches, when there is no manifest
 
     def plus(self, later: NodeReport) -> NodeReport:
         """With another part of the load on the same node. A chunk that both parts need counts for each: one of them
@@ -64,7 +67,7 @@ class NodeReport(Jsonable):
             if isinstance(getattr(self, name), int) and name not in _OF_THE_AGENT
         }
         retries = dict(Counter(self.retries) + Counter(later.retries))
-        return replace(self, **sums, retries=retries)
+        return replace(self, **sums, retries=retries, objects=join_checks((*self.objects, *later.objects)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +77,9 @@ class LoadReport(Jsonable):
     model_id: str
     uri: str
     revision: str
-    verified: str  # "blake3" / "xxh3_128": every chunk by digest; "transport": length, range and ETag only
+    # "blake3" / "xxh3_128": every chunk by digest. "store:crc64nvme": every object by the checksum that the store keeps
+    # of it. "transport": length, range and ETag only, for some objects at least (see `objects`)
+    verified: str
     placement_mode: str  # "via_arena"; "direct": chunks that one rank wanted whole went past the arena
     resident: bool  # True when an already loaded model was handed out: nothing moved
     tensor_parallel_size: int
@@ -105,6 +110,8 @@ class LoadReport(Jsonable):
             "cached_bytes": self.cached_bytes,
             "disk_bytes": self.disk_bytes,
             "verified_chunks": self.verified_chunks,
+            "checked_objects": self.checked_objects,
+            "unchecked_objects": self.unchecked_objects,
             "stages": self.stages.as_dict(),
             "processes": [process.as_dict() for process in self.processes],
             "peak_host_bytes": self.peak_host_bytes,
@@ -165,7 +172,24 @@ class LoadReport(Jsonable):
     @property
     def verified_chunks(self) -> int:
         """Chunks whose digest was checked in this load."""
-        return 0 if self.verified == "transport" else sum(node.store_chunks + node.disk_chunks for node in self.nodes)
+        if self.verified == "transport" or self.verified.startswith("store:"):
+            return 0
+        return sum(node.store_chunks + node.disk_chunks for node in self.nodes)
+
+    @property
+    def objects(self) -> tuple[ObjectCheck, ...]:
+        """Of a load without a manifest: what was checked of each stored object, by key."""
+        return join_checks(check for node in self.nodes for check in node.objects)
+
+    @property
+    def checked_objects(self) -> int:
+        """Objects that have the checksum which the store keeps of them."""
+        return sum(bool(check.checked_by) for check in self.objects)
+
+    @property
+    def unchecked_objects(self) -> dict[str, int]:
+        """Objects of which that cannot be said, by reason."""
+        return unchecked_counts(self.objects)
 
     @property
     def stages(self) -> StageTimes:

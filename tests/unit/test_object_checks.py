@@ -1,0 +1,182 @@
+"""Loads without a manifest against checksums that the store keeps: ranks in threads over a real agent and arena."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from actors.object_checks import NO_MD5, NOT_KNOWN, ONLY_PART
+from cluster.layout import Layout
+from cluster.load_plan import LoadPlan
+from cluster.object_check import ObjectCheck, join_checks, unchecked_counts, verified_by
+from cluster.planning import build_load_plan
+from cluster.report import RankReport
+from storage.checkpoint import open_model
+from storage.errors import IntegrityError
+from storage.object_checksum import NO_CHECKSUM, NOT_COMBINABLE
+from tests.support.checkpoints import flat_objects, sharded_objects
+from tests.support.exact_ranks import check_exact
+from tests.support.local_node import Belongings, LocalNode, local_node, run_all
+from tests.support.summed_store import SummedStore
+
+CHUNK_BYTES = 4096
+FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"
+OBJECTS = sharded_objects(
+    [
+        [(f"first.{number}", "F32", (64, 4 + number)) for number in range(12)],
+        [(f"second.{number}", "F32", (48, 4 + number)) for number in range(12)],
+    ]
+)
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    before = Belongings()
+    yield
+    before.check()
+
+
+def _plan(store: SummedStore, fsdp: int = 1, chunk_bytes: int = CHUNK_BYTES) -> LoadPlan:
+    return build_load_plan(open_model(store, chunk_bytes=chunk_bytes), Layout(1, fsdp, 1))
+
+
+def _crash(node: LocalNode) -> None:
+    """What a SIGKILL leaves: an arena that nobody unlinked."""
+    agent = node.agent
+    agent._stopped.set()
+    for thread in agent._threads:
+        thread.join()
+    arena = agent._arena
+    assert arena is not None
+    arena.close()
+
+
+def _outcomes(objects: tuple[ObjectCheck, ...]) -> dict[str, str]:
+    return {check.key: check.checked_by or check.reason for check in objects}
+
+
+@pytest.mark.parametrize("placement", ["via_arena", "direct"])
+@pytest.mark.parametrize("part_bytes", [0, 5000], ids=["whole", "composite"])
+@pytest.mark.parametrize("hash_name", ["crc64nvme", "crc32c", "crc32"])
+def test_every_object_is_checked(shm_dir: Path, hash_name: str, part_bytes: int, placement: str) -> None:
+    store = SummedStore(OBJECTS, hash_name, part_bytes)
+    with local_node(shm_dir, slots=8, placement=placement) as node:
+        ranks, report = node.load(_plan(store, fsdp=2), store)
+        check_exact(ranks, OBJECTS, fsdp=2)
+        assert _outcomes(report.objects) == {FIRST: hash_name, SECOND: hash_name}
+        assert verified_by(report.objects) == f"store:{hash_name}"
+
+
+@pytest.mark.parametrize("placement", ["via_arena", "direct"])
+@pytest.mark.parametrize("part_bytes", [0, 5000], ids=["whole", "composite"])
+@pytest.mark.parametrize("fsdp", [1, 2])
+def test_a_flipped_bit_fails_the_load_and_the_next_one_is_not_poisoned(
+    shm_dir: Path, fsdp: int, part_bytes: int, placement: str
+) -> None:
+    store = SummedStore(OBJECTS, "crc64nvme", part_bytes)
+    plan = _plan(store, fsdp)
+    store.damage = (SECOND, len(OBJECTS[SECOND]) - 4001)
+    with local_node(shm_dir, slots=60, placement=placement) as node:
+        load_id = node.begin(plan)
+        ranks = node.ranks(plan, store, load_id)
+        run_all(ranks)
+        errors = [rank.outcome for rank in ranks if isinstance(rank.outcome, IntegrityError)]
+        assert errors, "somebody must be told, or the load would be READY"
+        for error in errors:
+            assert error.details["shard"] == SECOND
+            assert error.details["expected"] != error.details["found"]
+            assert error.details["expected"].startswith("crc64nvme:")
+        node.agent.end(load_id)
+        # What was wrong is not in the arena any more; what was right is.
+        store.damage = None
+        store.reads.clear()
+        again, report = node.load(plan, store)
+        check_exact(again, OBJECTS, fsdp=fsdp)
+        assert verified_by(report.objects) == "store:crc64nvme"
+        if placement == "via_arena":
+            assert {key for key, _ in store.reads} == {SECOND}
+
+
+def test_what_comes_from_the_arena_was_checked_when_it_came(shm_dir: Path) -> None:
+    store = SummedStore(OBJECTS, "crc32c")
+    with local_node(shm_dir, slots=60) as node:
+        node.load(_plan(store, fsdp=2), store)
+        _, report = node.load(_plan(store), store)
+        assert report.store_chunks == 0
+        assert verified_by(report.objects) == "store:crc32c"
+
+
+def test_an_agent_that_was_restarted_says_that_it_does_not_know(shm_dir: Path) -> None:
+    store = SummedStore(OBJECTS, "crc32c")
+    with local_node(shm_dir, slots=60) as node:
+        node.load(_plan(store), store)
+        _crash(node)
+        node.agent = node.start_agent()
+        ranks, report = node.load(_plan(store), store)
+        check_exact(ranks, OBJECTS)
+        assert report.store_chunks == 0
+        assert _outcomes(report.objects) == {FIRST: NOT_KNOWN, SECOND: NOT_KNOWN}
+        assert verified_by(report.objects) == "transport"
+
+
+def test_a_node_that_needs_only_part_of_an_object_says_so(shm_dir: Path) -> None:
+    objects = flat_objects(tensors=3, rows=2048)  # 32 KiB each: a rank's half is whole chunks
+    store = SummedStore(objects, "crc64nvme")
+    plan = _plan(store, fsdp=2)
+    with local_node(shm_dir, slots=60) as node:
+        load_id = node.begin(plan, ranks=[1])
+        rank = node.rank(plan, store, load_id, 1)
+        run_all([rank])
+        assert isinstance(rank.outcome, RankReport)
+        assert _outcomes(node.agent.report(load_id).objects) == {"model.safetensors": ONLY_PART}
+
+
+def test_objects_without_a_usable_checksum(shm_dir: Path) -> None:
+    with local_node(shm_dir, slots=60) as node:
+        store = SummedStore(OBJECTS, "crc32c", without=frozenset({FIRST}))
+        _, report = node.load(_plan(store), store)
+        assert _outcomes(report.objects) == {FIRST: NO_CHECKSUM, SECOND: "crc32c"}
+        assert verified_by(report.objects) == "transport"
+        store = SummedStore(OBJECTS, "sha256")
+        _, report = node.load(_plan(store), store)
+        assert _outcomes(report.objects) == {FIRST: NOT_COMBINABLE, SECOND: NOT_COMBINABLE}
+
+
+@pytest.mark.parametrize("hash_name", ["sha256", "md5", "etag_md5"])
+def test_a_small_object_is_one_chunk_for_a_checksum_that_does_not_combine(shm_dir: Path, hash_name: str) -> None:
+    objects = flat_objects(tensors=5)
+    store = SummedStore(objects, hash_name)
+    plan = _plan(store, chunk_bytes=1 << 16)
+    assert len(plan.chunks) == 1
+    with local_node(shm_dir, slots=60) as node:
+        ranks, report = node.load(plan, store)
+        check_exact(ranks, objects)
+        assert _outcomes(report.objects) == {"model.safetensors": hash_name.removeprefix("etag_")}
+
+
+def test_an_etag_that_differs_proves_nothing_and_a_checksum_that_differs_does(shm_dir: Path) -> None:
+    objects = flat_objects(tensors=5)
+    for hash_name in ("etag_md5", "sha256"):
+        store = SummedStore(objects, hash_name)
+        plan = _plan(store, chunk_bytes=1 << 16)
+        store.damage = ("model.safetensors", len(objects["model.safetensors"]) - 1)
+        with local_node(shm_dir, slots=60) as node:
+            if hash_name == "sha256":
+                with pytest.raises(IntegrityError):
+                    node.load(plan, store)
+            else:
+                _, report = node.load(plan, store)
+                assert _outcomes(report.objects) == {"model.safetensors": NO_MD5}
+
+
+def test_nodes_together() -> None:
+    here = (ObjectCheck("a", "crc32c"), ObjectCheck("b", "crc64nvme"), ObjectCheck("c", reason=ONLY_PART))
+    there = (ObjectCheck("a", "crc32c"), ObjectCheck("b", reason=NOT_KNOWN), ObjectCheck("c", "crc32c"))
+    joined = join_checks((*here, *there))
+    assert _outcomes(joined) == {"a": "crc32c", "b": NOT_KNOWN, "c": ONLY_PART}
+    assert unchecked_counts(joined) == {NOT_KNOWN: 1, ONLY_PART: 1}
+    assert verified_by(joined) == "transport"
+    assert verified_by(()) == "transport"
+    assert verified_by(here[:2]) == "store:crc32c+crc64nvme"
