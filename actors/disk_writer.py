@@ -50,6 +50,7 @@ class DiskWriter:
         if tier is None:
             return
         try:
+            tier.trim()
             while not self._stopped.is_set():
                 with self._lock:
                     unusable = self.backlog.next_unusable()

@@ -1,6 +1,7 @@
 """`longshore doctor`: what a person would check by hand, each check on its own.
 
     run_checks -> doctor_host    packages, memory, /dev/shm and the arena, GPUs and drivers of this machine
+               -> doctor_disk    the folder for chunks on disk
                -> doctor_cluster Ray, its authentication, every node's packages and versions, resources
                -> doctor_store   the store answers with these credentials, clocks agree
 
@@ -13,7 +14,7 @@ from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
 
-from cluster import doctor_cluster, doctor_host, doctor_store
+from cluster import doctor_cluster, doctor_disk, doctor_host, doctor_store
 from cluster.config import Config
 from cluster.doctor_check import Check
 from storage.errors import LongshoreError
@@ -32,6 +33,7 @@ def run_checks(uri: str | None = None, *, address: str | None = None, **store_ar
         ("memory", doctor_host.check_memory),
         ("/dev/shm", partial(doctor_host.check_arena, config)),
         ("stale arenas", doctor_host.check_stale_arenas),
+        (doctor_disk.NAME, partial(doctor_disk.check_disk_tier, config)),
         ("gpu driver", doctor_host.check_driver),
         ("torch", doctor_host.check_torch),
         ("ray", partial(doctor_cluster.check_cluster, address)),

@@ -58,7 +58,6 @@ class DiskTier:
             with self._changing():
                 if not budget_bytes:
                     self._index.budget_bytes = (free_bytes(self.path) + self._index.used_bytes) // 2
-                self._evict(0)
         except OSError as exc:
             self.close()
             raise DiskTierError(
@@ -103,6 +102,11 @@ class DiskTier:
             self.last_error = f"{exc.strerror or exc}"
         self.counts[written] += 1
         return written
+
+    def trim(self) -> None:
+        """Take out what is over the budget; a tier that only looks leaves it there. Never raises for the disk."""
+        with contextlib.suppress(OSError), self._changing():
+            self._evict(0)
 
     def discard(self, key: bytes) -> None:
         """The file is not what its name says: it goes. Never raises for what a disk can do."""

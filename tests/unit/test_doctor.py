@@ -17,7 +17,7 @@ from typing import Any
 
 import pytest
 
-from cluster import doctor_cluster, doctor_host, doctor_store
+from cluster import doctor_cluster, doctor_disk, doctor_host, doctor_store
 from cluster.cli import main
 from cluster.config import Config
 from cluster.doctor import guarded, run_checks
@@ -74,14 +74,15 @@ def test_an_error_of_ours_keeps_its_hint() -> None:
 
 
 def test_every_group_is_run_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (doctor_host, doctor_cluster, doctor_store):
+    for module in (doctor_host, doctor_disk, doctor_cluster, doctor_store):
         for name in [name for name in vars(module) if name.startswith("check_")]:
             monkeypatch.setattr(module, name, lambda *_: 1 / 0)
     checks = run_checks()
     assert outcomes(checks) == {
         "settings": "ok",
         **dict.fromkeys(
-            ("packages", "memory", "/dev/shm", "stale arenas", "gpu driver", "torch", "ray", "store"), "fail"
+            ("packages", "memory", "/dev/shm", "stale arenas", "disk tier", "gpu driver", "torch", "ray", "store"),
+            "fail",
         ),
     }
 

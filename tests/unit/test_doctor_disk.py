@@ -1,0 +1,81 @@
+"""What `longshore doctor` says of the disk tier."""
+
+from __future__ import annotations
+
+import tempfile
+from pathlib import Path
+
+import pytest
+
+from cluster import doctor_cluster, doctor_disk, doctor_host
+from cluster.config import MIB, Config
+from cluster.doctor import run_checks
+from cluster.doctor_check import Check
+from storage.disk_tier import DiskTier
+from tests.support.disk_chunks import write
+
+
+def check(folder: Path | str, budget_bytes: int = 100 * MIB) -> Check:
+    config = Config(disk_cache_dir=str(folder), disk_cache_bytes=budget_bytes)
+    (found,) = doctor_disk.check_disk_tier(config)
+    return found
+
+
+@pytest.fixture
+def on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
+    """A folder that passes for one on a disk with 10 GB free."""
+    monkeypatch.setattr(doctor_disk, "is_memory_backed", lambda _: False)
+    monkeypatch.setattr(doctor_disk, "free_bytes", lambda _: 10**10)
+    return tmp_path
+
+
+def test_off() -> None:
+    assert check("").outcome == "skip"
+
+
+def test_what_is_there_is_said_and_stays(on_disk: Path) -> None:
+    tier = DiskTier(str(on_disk), 100 * MIB)
+    write(tier, 1)
+    tier.close()
+    found = check(on_disk)
+    assert found.outcome == "ok"
+    assert "1 chunks" in found.detail
+    tier = DiskTier(str(on_disk), 100 * MIB)
+    assert len(tier) == 1
+    tier.close()
+
+
+def test_budgets_that_cannot_be_meant(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert "no chunk fits" in check(on_disk, MIB).hint
+    monkeypatch.setattr(doctor_disk, "free_bytes", lambda _: MIB)
+    assert "full before the budget" in check(on_disk).hint
+
+
+def test_memory_is_no_disk() -> None:
+    with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
+        found = check(folder, 8 * MIB)
+    assert found.outcome == "warn"
+    assert "memory" in found.detail
+
+
+def test_a_folder_that_cannot_be_used_fails_its_check_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    for name in ("check_stale_arenas", "check_torch", "check_driver"):
+        monkeypatch.setattr(doctor_host, name, list)
+    monkeypatch.setattr(doctor_cluster, "check_cluster", lambda _: [])
+    (tmp_path / "file").write_text("x")
+    monkeypatch.setenv("LONGSHORE_DISK_CACHE_DIR", str(tmp_path / "file"))
+    found = {check.name: check for check in run_checks()}
+    assert found[doctor_disk.NAME].outcome == "fail"
+    assert "cannot make the folder" in found[doctor_disk.NAME].detail
+    assert found["python"].outcome == "ok"
+
+
+def test_looking_takes_nothing_out(on_disk: Path) -> None:
+    tier = DiskTier(str(on_disk), 100 * MIB)
+    for number in range(3):
+        write(tier, number)
+    tier.close()
+    check(on_disk, 1)
+    tier = DiskTier(str(on_disk), 100 * MIB)
+    assert len(tier) == 3
+    tier.close()
