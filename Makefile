@@ -5,6 +5,7 @@
 #   PIP_ARGS=...        more arguments for every `pip install`
 #   DEMO_ARGS=...       arguments for `longshore demo`
 #   TEST_ARGS=...       arguments for pytest
+#   FUZZ_ARGS=...       arguments for fuzz: --seconds 60, --only 'manifest*'
 #   BENCH_LINK_ARGS=... arguments for bench-link: --size 2GB, --mbit 1000 2000, --rounds 5
 #   BENCH_ARGS=...      arguments for the benchmark: --size 4GB, --rounds 5, --only 'longshore_*', --small...
 
@@ -13,6 +14,7 @@ VENV ?= .venv
 PIP_ARGS ?=
 DEMO_ARGS ?=
 TEST_ARGS ?=
+FUZZ_ARGS ?=
 BENCH_ARGS ?=
 
 BIN := $(VENV)/bin
@@ -28,7 +30,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 CODE := storage cluster actors longshore bench
 
 .DEFAULT_GOAL := help
-.PHONY: help venv check lint test test-fast demo bench bench-link peers clean other-torch
+.PHONY: help venv check lint test test-fast fuzz demo chaos bench bench-link peers clean other-torch
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -76,6 +78,11 @@ test-fast: $(STAMP)  ## tests that start no server and no Ray (under a minute)
 test: $(STAMP) $(WEIGHTS)  ## every test that needs no GPU, with coverage of storage/ and cluster/
 	$(BIN)/python -m pytest -m "not gpu" --cov --cov-report=term $(TEST_ARGS)
 
+fuzz: $(STAMP)  ## parsers of foreign bytes under atheris, FUZZ_ARGS='--seconds 60' each; skipped where it cannot be installed
+	@$(PIP) install $(PIP_ARGS) -q --only-binary :all: -r tests/fuzz/requirements.txt \
+	  || echo "skipped: atheris cannot be installed for this Python and platform"
+	$(BIN)/python -m tests.fuzz.run $(FUZZ_ARGS)
+
 demo: $(STAMP)  ## a 1 GB model, a real S3 server and 4 ranks on this machine
 	$(BIN)/longshore demo $(DEMO_ARGS)
 
@@ -89,5 +96,5 @@ bench-link: $(STAMP)  ## verified beside unverified over a rate-limited link; as
 
 clean:  ## remove the virtual environment and everything that tools left
 	rm -rf $(VENV) .venv-base build dist htmlcov .coverage .coverage.* *.egg-info
-	rm -rf bench/out .pytest_cache .mypy_cache .ruff_cache .hypothesis
+	rm -rf bench/out .fuzz .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(CODE) tests -name __pycache__ -type d -prune -exec rm -rf {} +

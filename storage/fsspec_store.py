@@ -62,7 +62,7 @@ class FsspecStore:
         self._seen: dict[str, tuple[ObjectInfo, float]] = {}  # per key: its last look-up, and when
         options: dict[str, Any] = dict(credentials.fsspec_options) if credentials else {}
         if "::" in self.uri:
-            raise UnsupportedStore("a URI with '::' in it", hint="chained URIs are refused", scheme=ref.scheme)
+            raise UnsupportedStore("a URI with '::' in it", hint="chained URIs are refused", scheme=ref.scheme[:40])
         if ref.scheme not in known_implementations and ref.scheme not in fsspec.registry:
             raise UnsupportedStore(f"no store for the scheme {ref.scheme!r}", uri=self.uri)
         if ref.scheme in ("http", "https"):

@@ -1,7 +1,7 @@
 """What an HTTP server may make us do: no redirect to another place, no answer larger than what was asked for.
 
     ask --> redirect? --on_request_redirect--> same host, and not from https to http: followed; else StoreError
-        --> body      --BoundedResponse.read--> the bytes of the range at most (MAX_PAGE_BYTES without one); else RangeMismatch
+        --> body      --BoundedResponse.read--> the range's bytes at most (MAX_PAGE_BYTES without one); or RangeMismatch
 
 aiohttp is imported where it is needed: few loads come over plain HTTP.
 """

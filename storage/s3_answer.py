@@ -12,7 +12,7 @@ from typing import Any
 
 from storage.errors import ObjectChanged, RangeMismatch, StoreError
 from storage.ranges import ByteRange
-from storage.s3_errors import parse_error_body, store_error
+from storage.s3_errors import one_line, parse_error_body, store_error
 
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)\s*", re.ASCII)
 # The last: stored by mistake by old SDKs, the body is as uploaded.
@@ -45,10 +45,10 @@ def check_answer(
     """
     found = normal_etag(headers.get("etag"))
     if etag is not None and found != etag:
-        raise ObjectChanged("object is not the pinned version", expected=etag, found=found, **where)
+        raise ObjectChanged("object is not the pinned version", expected=etag, found=found and one_line(found), **where)
     encoding = headers.get("content-encoding", "").strip().lower()
     if encoding not in _PLAIN_ENCODINGS:
-        raise RangeMismatch("the answer is encoded, so its bytes are others", encoding=encoding[:40], **where)
+        raise RangeMismatch("the answer is encoded, so its bytes are others", encoding=one_line(encoding)[:40], **where)
     length = headers.get("content-length", "").strip()
     if not re.fullmatch(r"[0-9]{1,19}", length) or "chunked" in headers.get("transfer-encoding", "").lower():
         raise RangeMismatch("the answer does not say its length", **where)
@@ -77,5 +77,7 @@ def refusal(status: int, headers: Mapping[str, str], body: bytes, etag: str | No
     error = store_error(status, code, message, headers, **where)
     found = normal_etag(headers.get("etag"))
     if isinstance(error, RangeMismatch) and etag is not None and found not in (None, etag):
-        return ObjectChanged("object is not the pinned version", expected=etag, found=found, **where)
+        return ObjectChanged(
+            "object is not the pinned version", expected=etag, found=found and one_line(found), **where
+        )
     return error

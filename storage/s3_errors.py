@@ -56,12 +56,12 @@ def store_error(
 ) -> StoreError:
     """The error for one refused request. `headers` has lower-case names; only the region in them is quoted."""
     where: dict[str, Any] = {"uri": uri, "key": key, "range": range, "status": status, "code": code or None}
-    said = _clean(message)
+    said = one_line(message)
     region = headers.get(_REGION_HEADER)
     if status in (301, 302, 307, 308) or code in ("PermanentRedirect", "AuthorizationHeaderMalformed"):
         return StoreError(
             "the store sends this bucket's requests elsewhere",
-            hint=f"the bucket is in region {_clean(region)}: set region or AWS_REGION to it"
+            hint=f"the bucket is in region {one_line(region)}: set region or AWS_REGION to it"
             if region
             else "check the endpoint URL, the region and the addressing style",
             **where,
@@ -94,7 +94,7 @@ def connection_error(error: Exception, *, uri: str, endpoint: str, timeout_s: fl
     where: dict[str, Any] = {"uri": uri, "endpoint": endpoint}
     if isinstance(error, ssl.SSLCertVerificationError):
         return StoreError(
-            f"the store's certificate is not trusted: {_clean(error.verify_message)}",
+            f"the store's certificate is not trusted: {one_line(error.verify_message)}",
             hint="name your CA's PEM file in AWS_CA_BUNDLE or ca_bundle",
             **where,
         )
@@ -110,6 +110,6 @@ def connection_error(error: Exception, *, uri: str, endpoint: str, timeout_s: fl
     return StoreUnavailable("the connection to the store failed", cause=kind, **where)
 
 
-def _clean(text: str | None) -> str:
+def one_line(text: str | None) -> str:
     """A foreign text made fit for one line of a message."""
     return re.sub(r"[^\x20-\x7e]+", " ", text or "")[:200].strip()

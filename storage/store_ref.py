@@ -19,10 +19,11 @@ from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
 from storage.errors import StoreError, UnsupportedStore
+from storage.problems import quote
 
 AddressingStyle = Literal["auto", "path", "virtual"]
 
-_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]*)://")
+_SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]{0,40})://")
 _BUCKET = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._\-]{1,254}$")  # wider than S3 allows: other servers take more
 ALIASES = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "abfs": "az", "abfss": "az"}
 _WITHOUT_BUCKET = {"file", "memory"}  # the whole rest of the URI is a path
@@ -57,7 +58,7 @@ class StoreRef:
     def child(self, path: str) -> StoreRef:
         """The ref of a folder below this one; `path` is relative and checked like a URI's."""
         if path.startswith("/"):
-            raise StoreError(f"not a relative path: {path!r}")
+            raise StoreError(f"not a relative path: {quote(path)}")
         _refuse_climbing(path, path)
         return replace(self, prefix="/".join(part for part in (self.prefix.rstrip("/"), path.strip("/")) if part))
 
@@ -101,31 +102,34 @@ def parse_uri(
     if not uri or "\0" in uri:
         raise StoreError("an empty or broken URI")
     if match is None and "://" in uri:
-        raise UnsupportedStore(f"not a URI: {uri.split('://')[0]!r} is no scheme", hint="chained URIs are refused")
+        raise UnsupportedStore(f"not a URI: {quote(uri.split('://')[0])} is no scheme", hint="chained URIs are refused")
     if match is None:
         return _file_ref(os.path.expanduser(uri), uri)
     scheme = ALIASES.get(match[1].lower(), match[1].lower())
     rest = uri[match.end() :]
     if "::" in rest and scheme not in ("s3", "file"):
         # fsspec would take what stands behind it for a second file system, of any scheme.
-        raise UnsupportedStore("a URI with '::' in it", hint="chained URIs are refused", scheme=scheme)
+        raise UnsupportedStore("a URI with '::' in it", hint="chained URIs are refused", scheme=scheme[:40])
     if scheme == "file":
         host, slash, path = rest.partition("/")
         if host not in ("", "localhost"):
-            raise StoreError(f"a file URI names another host: {host!r}", hint="write file:///absolute/path")
+            raise StoreError(f"a file URI names another host: {quote(host)}", hint="write file:///absolute/path")
         return _file_ref(unquote(slash + path), uri)
     bucket, _, prefix = rest.partition("/")
     if "@" in bucket and scheme != "az":  # az://container@account is how Azure writes its places, without secrets
         raise StoreError(
             "a URI may not carry a user or password",
             hint="pass credentials apart, or use the store's credential chain",
-            scheme=scheme,
+            scheme=scheme[:40],
         )
     _refuse_climbing(prefix if scheme not in _WITHOUT_BUCKET else rest, f"{scheme}://{rest}")
     if scheme in _WITHOUT_BUCKET:
         return StoreRef(scheme, "", rest.strip("/"))
     if scheme in ("http", "https"):
-        parts = urlsplit(uri)
+        try:
+            parts = urlsplit(uri)
+        except ValueError:  # "http://[host"
+            parts = urlsplit("")
         if not parts.hostname or parts.query or parts.fragment:
             raise StoreError(
                 "an http URI must be a folder: host and path, without query or fragment",
@@ -133,11 +137,11 @@ def parse_uri(
             )
         return StoreRef(scheme, bucket, prefix.strip("/"), ca_bundle=ca_bundle)
     if not bucket:
-        raise StoreError(f"no bucket in the URI {uri!r}", hint=f"write {scheme}://bucket/prefix")
+        raise StoreError(f"no bucket in the URI {quote(uri)}", hint=f"write {scheme}://bucket/prefix")
     if scheme != "s3":
         return StoreRef(scheme, bucket, prefix.strip("/"), endpoint_url=endpoint_url, anonymous=anonymous)
     if not _BUCKET.match(bucket):
-        raise StoreError(f"not a bucket name: {bucket!r}")
+        raise StoreError(f"not a bucket name: {quote(bucket)}")
     if "?" in prefix or "#" in prefix:
         # Both are legal in keys, but in a model's URI they are nearly always a pasted presigned URL.
         raise StoreError("an s3 URI has no query or fragment", hint="write s3://bucket/prefix")
@@ -164,7 +168,7 @@ def _file_ref(path: str, written: str) -> StoreRef:
 def _refuse_climbing(path: str, written: str) -> None:
     """Refuse '..' as it stands and percent-encoded: a server may decode what we would not."""
     if ".." in re.split(r"[/\\]", path) or ".." in re.split(r"[/\\]", unquote(path)):
-        raise StoreError(f"'..' in {written!r}", hint="write the path without it")
+        raise StoreError(f"'..' in {quote(written)}", hint="write the path without it")
 
 
 def _check_endpoint(endpoint_url: str) -> str:

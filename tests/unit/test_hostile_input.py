@@ -1,0 +1,115 @@
+"""Whatever a bucket or a server says: a typed, short refusal, no crash, and memory in proportion to the input."""
+
+from __future__ import annotations
+
+import random
+import tracemalloc
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster import model_config
+from storage import hf_layout, manifest, safetensors_header
+from storage.errors import StoreError
+from tests.support.hostile_parsers import PARSERS, Parser
+from tests.support.mutations import changed_bytes, changed_json
+
+BY_NAME = pytest.mark.parametrize("parser", PARSERS, ids=[parser.name for parser in PARSERS])
+JSON = pytest.mark.parametrize(
+    "parser",
+    [parser for parser in PARSERS if parser.is_json],
+    ids=[parser.name for parser in PARSERS if parser.is_json],
+)
+MIB = 1 << 20
+PER_BYTE = 400  # of memory for a byte of input: "[],[],..." makes an object of every third byte
+# As many values as no input may have, in as few bytes as that takes.
+MOST_VALUES = max(
+    manifest.MAX_JSON_VALUES,
+    safetensors_header.MAX_JSON_VALUES,
+    hf_layout.MAX_JSON_VALUES,
+    model_config.MAX_JSON_VALUES,
+)
+
+
+def peak_bytes(parser: Parser, data: bytes) -> int:
+    tracemalloc.start()
+    try:
+        parser.check(data)
+        return tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+
+
+@BY_NAME
+def test_the_examples_are_good(parser: Parser) -> None:
+    taken = [parser.check(seed) for seed in parser.seeds()]
+    assert any(taken) or parser.name in ("s3_error", "uri")  # these only refuse, or want two good halves
+
+
+@BY_NAME
+@given(data=st.data())
+def test_changed_bytes(parser: Parser, data: st.DataObject) -> None:
+    seed = data.draw(st.sampled_from(parser.seeds()))
+    parser.check(data.draw(changed_bytes(seed)))
+
+
+@JSON
+@given(data=st.data())
+def test_changed_meaning(parser: Parser, data: st.DataObject) -> None:
+    seed = data.draw(st.sampled_from(parser.seeds()))
+    parser.check(data.draw(changed_json(seed)))
+
+
+@BY_NAME
+@given(data=st.binary(max_size=400))
+def test_any_bytes(parser: Parser, data: bytes) -> None:
+    parser.check(data)
+
+
+@BY_NAME
+@pytest.mark.parametrize("opening", [b"[", b'{"a":', b'{"weight_map":', b'{"text_config":', b"<Code>", b"\xff", b"9"])
+def test_deep_or_long(parser: Parser, opening: bytes) -> None:
+    for prefix in (b"", (8 * 100_000).to_bytes(8, "little")):
+        parser.check(prefix + opening * 100_000)
+
+
+@BY_NAME
+def test_memory_is_in_proportion(parser: Parser) -> None:
+    rng = random.Random(7)
+    inputs = [b"[" + b"[]," * 30_000 + b"0]", b"{" + b'"a":[],' * 20_000 + b'"b":0}', rng.randbytes(100_000)]
+    inputs += [seed * 20 for seed in parser.seeds()]
+    for data in inputs:
+        assert peak_bytes(parser, data) < PER_BYTE * len(data) + 4 * MIB
+
+
+@JSON
+def test_too_many_values_are_not_even_parsed(parser: Parser) -> None:
+    dense = b"[" + b"," * MOST_VALUES + b"]"
+    assert peak_bytes(parser, dense) < len(dense) + MIB
+
+
+FOUND = [  # by these tests, once
+    ("s3_answer", b"206\netag:\x00 v1\ncontent-encoding:\x1b gzip"),
+    ("s3_answer", b'206\ncontent-length: 20\netag:\x9b "v1"'),
+    ("uri", b"http://[[/m"),
+    ("uri", b"file:///m" + b"9" * 20_000 + b"/.."),
+    ("config", b'{"model_type": ' + b"[" * 900 + b"]" * 900 + b"}"),
+]
+
+
+@pytest.mark.parametrize(("name", "data"), FOUND)
+def test_what_was_found_once(name: str, data: bytes) -> None:
+    assert not next(parser for parser in PARSERS if parser.name == name).check(data)
+
+
+def test_the_check_would_notice() -> None:
+    def broken(data: bytes) -> None:
+        raise StoreError(data.decode("latin-1"))
+
+    parser = Parser("broken", broken, (StoreError,), list)
+    for data in (b"\x1b[2J", b"x" * 20_000):
+        with pytest.raises(ValueError, match="broken"):
+            parser.check(data)
+    with pytest.raises(ZeroDivisionError):
+        Parser("broken", lambda data: 1 // len(data), (StoreError,), list).check(b"")
