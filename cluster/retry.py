@@ -11,6 +11,7 @@ from dataclasses import dataclass
 from cluster.errors import RankLost
 from storage.errors import (
     AccessDenied,
+    CredentialsExpired,
     IntegrityError,
     LongshoreError,
     ObjectChanged,
@@ -57,6 +58,8 @@ RETRIES: Mapping[str, Budget] = {
     "digest_mismatch": Budget(failures=3, base_s=0.05, cap_s=1.0, same_worker=2),
     "lease_expired": Budget(failures=4, same_worker=0),
     "worker_died": Budget(failures=6, same_worker=0),
+    # Whoever was refused has renewed them; what was told when they end is renewed before that, and costs no try.
+    "credentials_expired": Budget(failures=3, base_s=0.5, cap_s=5.0, same_worker=3),
     "object_changed": Budget(failures=0),
     "not_found": Budget(failures=0),
     "access_denied": Budget(failures=0),
@@ -73,6 +76,7 @@ _CAUSES: tuple[tuple[type[LongshoreError], str], ...] = (
     (IntegrityError, "digest_mismatch"),
     (ObjectChanged, "object_changed"),
     (ObjectNotFound, "not_found"),
+    (CredentialsExpired, "credentials_expired"),
     (AccessDenied, "access_denied"),
     (RankLost, "worker_died"),
 )

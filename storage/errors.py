@@ -4,6 +4,7 @@
     +- StoreError                   an object store did not do what was asked
     |  +- ObjectNotFound            no such bucket, key or path
     |  +- AccessDenied              credentials missing, wrong or not allowed
+    |  |  +- CredentialsExpired     they were good, and are not any more: renewed, if they can be (worth a retry)
     |  +- StoreUnavailable          refused, reset, timed out, name not resolved, 5xx        (worth a retry)
     |  |  +- Throttled              503 SlowDown, 429                                        (worth a slower retry)
     |  |  +- ShortRead              fewer bytes than the range asked for                     (worth a retry)
@@ -83,6 +84,10 @@ class ObjectNotFound(StoreError):
 
 class AccessDenied(StoreError):
     """Credentials are missing, wrong or not allowed to do this."""
+
+
+class CredentialsExpired(AccessDenied):
+    """The credentials or the signature are not good any more; others may be had."""
 
 
 class StoreUnavailable(StoreError):

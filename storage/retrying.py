@@ -8,7 +8,7 @@ from collections.abc import Callable
 from dataclasses import dataclass
 from typing import TypeVar
 
-from storage.errors import RangeMismatch, StoreError, StoreUnavailable
+from storage.errors import CredentialsExpired, RangeMismatch, StoreError, StoreUnavailable
 
 T = TypeVar("T")
 
@@ -27,8 +27,8 @@ class RetryPolicy:
 
 
 def worth_a_retry(error: StoreError) -> bool:
-    """True for what may pass by itself: unreachable, throttled, cut short, or an answer for other bytes."""
-    return isinstance(error, StoreUnavailable | RangeMismatch)
+    """True for what may pass by itself (unreachable, throttled, cut short, other bytes), or was mended meanwhile."""
+    return isinstance(error, StoreUnavailable | RangeMismatch | CredentialsExpired)
 
 
 def with_retries(

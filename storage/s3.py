@@ -15,13 +15,9 @@ from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
 
-import boto3
-import botocore.session
-from botocore import UNSIGNED
-from botocore.config import Config
 from botocore.exceptions import BotoCoreError, ClientError
 
-from storage.errors import ObjectChanged, ObjectNotFound, RangeMismatch, StoreError
+from storage.errors import AccessDenied, CredentialsExpired, ObjectChanged, ObjectNotFound, RangeMismatch, StoreError
 from storage.object_store import ObjectInfo, check_key, cut
 from storage.ranges import ByteRange
 from storage.read_limit import ReadLimit
@@ -29,6 +25,7 @@ from storage.s3_answer import normal_etag
 from storage.s3_errors import store_error
 from storage.s3_info import checksums_of_head, composites_of_head, error_code, from_botocore_error, md5_header
 from storage.s3_parts import part_ends
+from storage.s3_session import S3Sessions
 from storage.s3_signing import Route, find_route, sign_get
 from storage.s3_upload import S3Upload
 from storage.s3_wire import Endpoint, WireClient
@@ -68,29 +65,11 @@ class S3Store:
         self._lock = threading.Lock()
         self._wire: WireClient | None = None
         self._route: Route | None = None
-        try:
-            core = botocore.session.Session(profile=ref.profile)
-            core.register_component("data_loader", _service_models())
-            if credentials is not None and credentials.access_key_id:
-                core.set_credentials(
-                    credentials.access_key_id,
-                    credentials.secret_access_key or "",
-                    credentials.session_token,
-                )
-            self._ca_bundle = ref.ca_bundle or core.get_config_variable("ca_bundle")
-            self._credentials = None if ref.anonymous else core.get_credentials()
-            self._client: S3Client = boto3.Session(botocore_session=core).client(
-                "s3",
-                endpoint_url=ref.endpoint_url,
-                # A server with an endpoint of its own rarely cares for the region, but the signature has one.
-                region_name=ref.region
-                or core.get_config_variable("region")
-                or ("us-east-1" if ref.endpoint_url else None),
-                verify=self._ca_bundle,
-                config=_client_config(ref, read_timeout_s, connect_timeout_s),
-            )
-        except (BotoCoreError, ValueError) as error:
-            raise from_botocore_error(error, uri=self.uri) from error
+        self._sessions = S3Sessions(ref, credentials, read_timeout_s, connect_timeout_s)
+
+    @property
+    def _client(self) -> S3Client:
+        return self._sessions.now.client
 
     def stat(self, key: str) -> ObjectInfo:
         """Size, ETag and the checksums the server gives for the whole object. One request when the object exists."""
@@ -154,15 +133,20 @@ class S3Store:
         if not byte_range.size_bytes:
             return etag
         wire, route = self._open_wire()
+        session = self._sessions.now
         try:
             headers = {"Range": byte_range.http_header()}
             if etag is not None:
                 headers["If-Match"] = f'"{etag}"'
-            path, signed = sign_get(route, self._credentials, full_key, headers)
+            path, signed = sign_get(route, session.credentials, full_key, headers, session.clock_offset_s)
         except BotoCoreError as error:
             raise from_botocore_error(error, uri=self.uri, key=key) from error
         try:
             return wire.read_range(path, signed, byte_range, pieces, key=key, etag=etag, limit=limit)
+        except CredentialsExpired as error:
+            if self._sessions.renew(session, error):
+                raise
+            raise AccessDenied(error.message, hint=error.hint, **error.details) from error
         except RangeMismatch as error:
             # A server that ignores If-Match says "past the end" of an object that was replaced by a shorter one.
             if error.details.get("status") == 416 and etag is not None:
@@ -227,7 +211,7 @@ class S3Store:
                     uri=self.uri,
                     read_timeout_s=self._read_timeout_s,
                     connect_timeout_s=self._connect_timeout_s,
-                    ca_bundle=self._ca_bundle or self._route.default_ca_bundle,
+                    ca_bundle=self._sessions.now.ca_bundle or self._route.default_ca_bundle,
                 )
             return self._wire, self._route
 

@@ -10,6 +10,7 @@ from typing import Any
 
 from storage.errors import (
     AccessDenied,
+    CredentialsExpired,
     ObjectChanged,
     ObjectNotFound,
     RangeMismatch,
@@ -29,6 +30,7 @@ _DENIALS = {
     "InvalidToken": "the session token is not valid there",
     "RequestTimeTooSkewed": "this machine's clock is off by more than 15 minutes",
 }
+_EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestTimeTooSkewed"}
 _WORTH_A_RETRY = {"RequestTimeout", "InternalError", "ServiceUnavailable", "OperationAborted"}
 _REGION_HEADER = "x-amz-bucket-region"
 
@@ -75,7 +77,10 @@ def store_error(
     if status == 416 or code == "InvalidRange":
         return RangeMismatch("range reaches past the object's end", **where)
     if status in (401, 403) or code in _DENIALS:
-        return AccessDenied(
+        expired = code in _EXPIRED
+        if code == "RequestTimeTooSkewed":
+            where["server_time"] = re.sub(r"[^\x20-\x7e]+", " ", headers.get("date", ""))[:40]
+        return (CredentialsExpired if expired else AccessDenied)(
             "the store refused access" + (f": {said}" if said else ""),
             hint=_DENIALS.get(
                 code,

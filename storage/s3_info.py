@@ -14,7 +14,7 @@ from botocore import exceptions as boto
 from botocore.exceptions import ClientError
 
 from storage.checksum import DIGEST_SIZES
-from storage.errors import AccessDenied, StoreError, StoreUnavailable
+from storage.errors import AccessDenied, CredentialsExpired, StoreError, StoreUnavailable
 from storage.s3_errors import store_error
 
 _CHECKSUM_FIELDS = {
@@ -90,7 +90,9 @@ def from_botocore_error(error: Exception, *, uri: str, key: str | None = None) -
             uri=uri,
             key=key,
         )
-    if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError | boto.CredentialRetrievalError):
+    if isinstance(error, boto.CredentialRetrievalError):
+        return CredentialsExpired("the credentials could not be renewed", hint=_CREDENTIALS_HINT, **where)
+    if isinstance(error, boto.NoCredentialsError | boto.PartialCredentialsError):
         return AccessDenied("no credentials for this store", hint=_CREDENTIALS_HINT, **where)
     if isinstance(error, boto.ProfileNotFound):
         return AccessDenied("the named AWS profile is not configured here", hint=_CREDENTIALS_HINT, **where)

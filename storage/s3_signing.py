@@ -4,10 +4,11 @@ from __future__ import annotations
 
 import re
 from dataclasses import dataclass
+from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
-from botocore.auth import S3SigV4Auth
+from botocore.auth import SIGV4_TIMESTAMP, S3SigV4Auth
 from botocore.awsrequest import AWSRequest, AWSResponse
 from botocore.compat import HTTPHeaders
 from botocore.exceptions import NoCredentialsError
@@ -89,10 +90,15 @@ def find_route(client: S3Client, bucket: str) -> Route:
 
 
 def sign_get(
-    route: Route, credentials: BotoCredentials | None, key: str, headers: dict[str, str]
+    route: Route,
+    credentials: BotoCredentials | None,
+    key: str,
+    headers: dict[str, str],
+    clock_offset_s: float = 0.0,
 ) -> tuple[str, dict[str, str]]:
     """(path, headers) of a GET for `key`, signed with the credentials as they are now (they may be refreshed).
 
+    `clock_offset_s`: how far the store's clock, which the signature is for, is ahead of ours.
     The signature is in the headers, not in the URL: not every server takes presigned URLs.
     """
     path = route.path_of(key)
@@ -103,8 +109,22 @@ def sign_get(
         raise NoCredentialsError()
     request = AWSRequest("GET", f"{'https' if route.tls else 'http'}://{route.host_header}{path}", headers=headers)
     frozen = credentials.get_frozen_credentials()
-    S3SigV4Auth(frozen, route.signing_name, route.signing_region).add_auth(request)
+    _OffsetAuth(frozen, route.signing_name, route.signing_region, clock_offset_s).add_auth(request)
     return path, dict(request.headers.items())
+
+
+class _OffsetAuth(S3SigV4Auth):
+    """SigV4 by another clock than this machine's."""
+
+    def __init__(self, credentials: Any, service_name: str, region_name: str, clock_offset_s: float) -> None:
+        super().__init__(credentials, service_name, region_name)
+        self._clock_offset_s = clock_offset_s
+
+    def _modify_request_before_signing(self, request: AWSRequest) -> None:
+        if self._clock_offset_s:
+            now = datetime.now(UTC) + timedelta(seconds=self._clock_offset_s)
+            request.context["timestamp"] = now.strftime(SIGV4_TIMESTAMP)
+        super()._modify_request_before_signing(request)  # type: ignore[misc]
 
 
 class _NoBody:
