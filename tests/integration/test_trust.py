@@ -1,0 +1,69 @@
+"""Signatures and allowed places through the whole stack: the coordinator decides, whatever a client sends."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from pathlib import Path
+
+import pytest
+
+import cluster
+from cluster.config import Config
+from storage.manifest import MANIFEST_KEY
+from storage.signature import SIGNATURE_KEY
+from tests.support.ray_clusters import Longshore
+from tests.support.stored_models import StoredModel
+
+pytestmark = pytest.mark.slow
+
+
+def test_only_what_the_cluster_and_the_client_trust_is_loaded(
+    longshore: Longshore, llama: StoredModel, copy_of: Callable[[StoredModel], StoredModel], tmp_path: Path
+) -> None:
+    ours, theirs = cluster.generate_key(tmp_path / "ours"), cluster.generate_key(tmp_path / "theirs")
+    model = copy_of(llama)
+    longshore.configure()
+    with pytest.raises(cluster.ManifestUnsigned):
+        cluster.load(model.uri, device="cpu", trusted_keys=[ours.public_path], **model.options)
+    cluster.sign(model.uri, ours.path, **model.options)
+    with cluster.load(model.uri, device="cpu", **model.options) as unchecked:
+        with cluster.load(model.uri, device="cpu", trusted_keys=[ours.public_key], **model.options) as checked:
+            assert checked.report.revision == unchecked.report.revision
+            assert checked.model_id != unchecked.model_id  # who checks never shares with who did not
+        with pytest.raises(cluster.UnknownSigner):
+            cluster.load(model.uri, device="cpu", trusted_keys=[theirs.public_key], **model.options)
+
+    # From here on the cluster itself wants signatures; the client's settings ask for nothing.
+    longshore.configure(trusted_keys=ours.public_key)
+    cluster.load(model.uri, device="cpu", config=Config(), **model.options).release()
+    with pytest.raises(cluster.UnknownSigner):
+        cluster.load(model.uri, device="cpu", config=Config(), trusted_keys=[theirs.public_key], **model.options)
+    cluster.sign(model.uri, theirs.path, **model.options)
+    with pytest.raises(cluster.UnknownSigner):
+        cluster.load(model.uri, device="cpu", config=Config(), **model.options)
+    cluster.sign(model.uri, ours.path, **model.options)
+    with (model.in_bucket / MANIFEST_KEY).open("ab") as manifest:
+        manifest.write(b"\n")
+    model.server.refresh()
+    with pytest.raises(cluster.BadSignature):
+        cluster.load(model.uri, device="cpu", config=Config(), **model.options)
+    for name in (SIGNATURE_KEY, MANIFEST_KEY):
+        (model.in_bucket / name).unlink()
+        model.server.refresh()
+        with pytest.raises(cluster.ManifestUnsigned):
+            cluster.load(model.uri, device="cpu", config=Config(), **model.options)
+    assert not longshore.models()
+
+
+def test_the_coordinator_refuses_what_a_client_would_allow(longshore: Longshore, llama: StoredModel) -> None:
+    longshore.configure(allowed_schemes="s3", allowed_endpoints=llama.server.endpoint_url, allowed_buckets="models")
+    cluster.load(llama.uri, device="cpu", config=Config(), **llama.options).release()
+    refused = [
+        (str(llama.folder), {}),
+        ("s3://other/llama", llama.options),
+        (llama.uri, {**llama.options, "endpoint_url": "http://169.254.169.254"}),
+    ]
+    for uri, options in refused:
+        with pytest.raises(cluster.SourceRefused):
+            cluster.load(uri, device="cpu", config=Config(), **options)
+    assert not longshore.models()
