@@ -9,7 +9,6 @@ not retried here, the layer above knows better when; the other calls have botoco
 
 from __future__ import annotations
 
-import functools
 import threading
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
@@ -225,27 +224,6 @@ class S3Store:
         except BotoCoreError:
             return error
         return store_error(404, "NoSuchKey", "", {}, uri=self.uri, key=error.details.get("key"))
-
-
-@functools.cache
-def _service_models() -> Any:
-    """botocore's descriptions of S3, parsed once per process: by far the most of what a client costs to make."""
-    return botocore.session.get_session().get_component("data_loader")
-
-
-def _client_config(ref: StoreRef, read_timeout_s: float, connect_timeout_s: float) -> Config:
-    options: dict[str, Any] = {"signature_version": UNSIGNED} if ref.anonymous else {}
-    return Config(
-        connect_timeout=connect_timeout_s,
-        read_timeout=read_timeout_s,
-        retries={"mode": "standard", "total_max_attempts": 3},
-        max_pool_connections=32,
-        s3={"addressing_style": ref.addressing_style},
-        # Servers that send whole-object checksums with ranges, or refuse trailing ones, exist.
-        response_checksum_validation="when_required",
-        request_checksum_calculation="when_required",
-        **options,
-    )
 
 
 def _is_safe(key: str) -> bool:
