@@ -17,6 +17,7 @@ from actors import nodes, spawn
 from actors.load_run import LoadRun
 from actors.model_record import ModelRecord
 from actors.saved_load import SavedLoad
+from actors.strays import end_strays
 from cluster.load_state import LoadState
 from cluster.messages import AgentBeat, BeatReply
 from cluster.report import NodeStatus
@@ -86,6 +87,9 @@ class AgentWatch:
             async with self._heard:
                 all_told = self._heard.wait_for(lambda: agents <= self._told)
                 await asyncio.wait_for(all_told, REBUILD_S)
+            # Nobody was answered yet, so whatever is not known by now was forgotten: it must not hold its places.
+            known = {record.gang_id for record in self._models.values() if not record.life.is_over}
+            await asyncio.to_thread(lambda: end_strays(known, end_strays(known, set())))
         except (TimeoutError, RayError):
             pass  # an agent that has not told by now is gone
         finally:

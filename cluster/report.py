@@ -64,7 +64,7 @@ class NodeReport(Jsonable):
         sums = {
             name: getattr(self, name) + getattr(later, name)
             for name in (item.name for item in fields(self))
-            if isinstance(getattr(self, name), int) and name not in _OF_THE_AGENT
+            if isinstance(getattr(self, name), int | tuple) and name not in _OF_THE_AGENT
         }
         retries = dict(Counter(self.retries) + Counter(later.retries))
         return replace(self, **sums, retries=retries, objects=join_checks((*self.objects, *later.objects)))

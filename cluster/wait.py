@@ -10,7 +10,12 @@ from cluster.connection import Connection
 from cluster.errors import ClusterLost, LoadCancelled, LoadTimeout, ModelNotFound
 from cluster.report import LoadProgress, LoadReport
 
+EARLY = ("", "planning", "waiting", "starting")  # nothing moves yet: to ask anew costs nothing
 REBUILD_GRACE_S = 20.0  # a restarted coordinator has heard every agent again by then
+
+
+class LoadForgotten(ClusterLost):
+    """The coordinator was killed before agents kept the load for it: ask again."""
 
 
 def wait_until_ready(
@@ -22,9 +27,10 @@ def wait_until_ready(
 ) -> tuple[LoadReport, bool]:
     """(the report, whether there was anything to wait for). `deadline_s` is on the monotonic clock.
 
-    Raises the load's error, LoadTimeout at the deadline, LoadCancelled when `given_up` is set, ClusterLost.
+    Raises the load's error, LoadTimeout at the deadline, LoadCancelled when `given_up` is set, ClusterLost;
+    LoadForgotten when it had not begun to move.
     """
-    seen, waited = -1, False
+    seen, waited, state = -1, False, ""
     unknown_since_s: float | None = None
     while True:
         left_s = 1.0 if deadline_s is None else min(1.0, max(0.0, deadline_s - time.monotonic()))
@@ -33,6 +39,12 @@ def wait_until_ready(
             unknown_since_s = None
         except ModelNotFound as error:
             # A restarted coordinator does not know the load before the agents have told it.
+            if state in EARLY:
+                raise LoadForgotten(
+                    "the coordinator was lost before the load had begun, and again when it was asked anew",
+                    hint="see the coordinator's log in Ray's session folder; out of memory is the usual cause",
+                    model=model_id,
+                ) from error
             unknown_since_s = unknown_since_s or time.monotonic()
             if time.monotonic() - unknown_since_s > REBUILD_GRACE_S:
                 raise ClusterLost(
@@ -42,6 +54,7 @@ def wait_until_ready(
                 ) from error
             time.sleep(0.2)
             continue
+        state = now.state
         if progress is not None:
             progress(now)
         if error is not None:

@@ -22,11 +22,13 @@ class GatedProxy(CountingProxy):
         self._left = ranges
         self._held = 0
         self._open = False
+        self._all = False
         super().__init__(upstream_url)
 
     def before_request(self, method: str, path: str, byte_range: tuple[int, int] | None) -> None:
-        # Headers, the manifest and the index pass: only weights are held.
-        if method != "GET" or byte_range is None or not path.endswith(".safetensors"):
+        # Headers, the manifest and the index pass: only weights are held, unless all is.
+        weights = byte_range is not None and path.endswith(".safetensors")
+        if method != "GET" or not (weights or self._all):
             return
         with self._gate:
             if self._left > 0 or self._open:
@@ -46,6 +48,11 @@ class GatedProxy(CountingProxy):
         with self._gate:
             if not self._gate.wait_for(lambda: self._held >= requests, timeout_s):
                 raise AssertionError(f"only {self._held} of {requests} requests came to the gate")
+
+    def hold_all(self) -> None:
+        """From here on every object is held, the manifest too, until `open`."""
+        with self._gate:
+            self._open, self._all, self._left, self._held = False, True, 0, 0
 
     def open(self) -> None:
         """Everything passes from here on."""

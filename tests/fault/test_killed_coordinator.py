@@ -1,0 +1,142 @@
+"""SIGKILL of the coordinator in every state that a load can be in: it goes on, and its client notices nothing."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import signal
+from collections.abc import Callable, Iterator
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import cluster
+from actors.names import COORDINATOR
+from cluster import LoadedModel
+from cluster.load_state import LoadState
+from tests.support.gated_proxy import GatedProxy
+from tests.support.ray_clusters import Longshore, eventually
+from tests.support.reference_slices import shard_differs
+from tests.support.stored_models import KV_HEADS, StoredModel
+
+pytestmark = pytest.mark.slow
+
+
+class Case:
+    """One load of two ranks, brought to a state and held there."""
+
+    def __init__(self, longshore: Longshore, model: StoredModel, proxy: GatedProxy, pool: ThreadPoolExecutor) -> None:
+        self.longshore, self.stored, self.proxy, self._pool = longshore, model, proxy, pool
+        self.loading: Future[LoadedModel] | None = None
+        self.let_go: Callable[[], None] = proxy.open
+
+    def begin(self, **options: Any) -> None:
+        options = {**self.stored.options, "endpoint_url": self.proxy.endpoint_url, **options}
+        self.loading = self._pool.submit(
+            cluster.load, self.stored.uri, tensor_parallel_size=2, device="cpu", keep=True, **options
+        )
+
+    def wait_for(self, state: LoadState) -> None:
+        def is_there() -> bool:
+            assert self.loading is not None
+            if self.loading.done():
+                self.loading.result()
+            return state.value in [model.progress.state for model in self.longshore.models()]
+
+        eventually(is_there, lambda: f"not {state.value}: {self.longshore.models()}", 60)
+
+
+def planning(case: Case) -> None:
+    """The store does not hand out the manifest."""
+    case.proxy.hold_all()
+    case.begin()
+    case.proxy.wait_until_held()
+
+
+def waiting(case: Case) -> None:
+    """Another model has the places, until the coordinator was killed."""
+    model = cluster.load(case.stored.uri, tensor_parallel_size=4, device="cpu", **case.stored.options)
+    case.begin(wait_for_resources_s=120)
+    case.wait_for(LoadState.WAITING)
+
+    def let_go() -> None:
+        model.release()
+        case.proxy.open()
+
+    case.let_go = let_go
+
+
+def starting(case: Case) -> None:
+    """An agent does not answer: it is stopped."""
+    cluster.load(case.stored.uri, device="cpu", **case.stored.options).release()
+    pids = [case.longshore.kill(name, signal.SIGSTOP) for name in case.longshore.actor_names("agent-")]
+
+    def let_go() -> None:
+        for pid in pids:
+            with contextlib.suppress(ProcessLookupError):
+                os.kill(pid, signal.SIGCONT)
+        case.proxy.open()
+
+    case.let_go = let_go
+    case.begin()
+    case.wait_for(LoadState.STARTING)
+
+
+def loading(case: Case) -> None:
+    case.begin()
+    case.proxy.wait_until_held(4)
+
+
+def ready(case: Case) -> None:
+    case.proxy.open()
+    case.begin()
+    case.wait_for(LoadState.READY)
+
+
+def degraded(case: Case) -> None:
+    """A rank was lost, and finds neither store nor cache to be filled again."""
+    case.proxy.open()
+    case.begin()
+    case.wait_for(LoadState.READY)
+    case.proxy.hold_all()
+    case.longshore.kill(sorted(case.longshore.worker_pids())[1])
+    case.wait_for(LoadState.DEGRADED)
+
+
+STATES = {
+    LoadState.PLANNING: planning,
+    LoadState.WAITING: waiting,
+    LoadState.STARTING: starting,
+    LoadState.LOADING: loading,
+    LoadState.READY: ready,
+    LoadState.DEGRADED: degraded,
+}
+
+
+@pytest.fixture
+def case(longshore: Longshore, llama: StoredModel) -> Iterator[Case]:
+    longshore.configure(cpu_ranks_per_node=2, arena_bytes=16 << 20)
+    with ThreadPoolExecutor(1) as pool, GatedProxy(llama.server.endpoint_url, ranges=10) as proxy:
+        case = Case(longshore, llama, proxy, pool)
+        try:
+            yield case
+        finally:
+            case.let_go()
+
+
+def test_every_state_that_can_be_left_is_tried() -> None:
+    assert set(STATES) == {state for state in LoadState if not state.is_terminal}
+
+
+@pytest.mark.parametrize("state", STATES, ids=lambda state: state.value)
+def test_a_coordinator_killed_in_any_state_is_not_missed(case: Case, state: LoadState) -> None:
+    longshore = case.longshore
+    STATES[state](case)
+    longshore.wait_restarted(COORDINATOR, longshore.kill(COORDINATOR))
+    case.let_go()
+    assert case.loading is not None
+    model = case.loading.result(120)
+    eventually(lambda: [m.progress.state for m in longshore.models()] == ["ready"], "it is not ready", 60)
+    assert model.call(shard_differs, str(case.stored.folder), 2, 1, KV_HEADS) == [[], []]
+    assert [m.progress.model_id for m in longshore.models()] == [model.model_id]
