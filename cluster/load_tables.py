@@ -34,6 +34,7 @@ def load_table(report: LoadReport) -> RenderableType:
             ("overfetch", show_bytes(report.overfetch_bytes)),
             ("checked", how),
             ("chunks verified", report.verified_chunks),
+            *([("objects checked", _objects(report))] if report.objects else []),
             (
                 "plan / start / load",
                 f"{report.plan_s:.2f} s / {report.start_s:.2f} s / {report.load_s:.2f} s",
@@ -81,6 +82,12 @@ def load_table(report: LoadReport) -> RenderableType:
         ],
     )
     return Group(overall, Text(), ranks)
+
+
+def _objects(report: LoadReport) -> str:
+    """Of a load without a manifest: how many objects have the store's checksum, and why others were not compared."""
+    whole = f"{report.checked_objects} of {len(report.objects)} by the store's own checksums"
+    return "; ".join([whole, *(f"{count} not: {reason}" for reason, count in report.unchecked_objects.items())])
 
 
 def _counts(counts: Mapping[str, int]) -> str:

@@ -219,4 +219,6 @@ def digests(verified: str) -> str:
     """What `verified` of a report or plan means."""
     if verified == "transport":
         return "no digests: length, range and ETag only (`longshore publish` writes a manifest with digests)"
+    if verified.startswith("store:"):
+        return f"every object by the store's own {verified.removeprefix('store:').replace('+', ' or ')}; no digests"
     return f"each with its {verified} digest"

@@ -8,6 +8,7 @@ import os
 import subprocess
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -25,6 +26,7 @@ from cluster.report import (
     ModelStatus,
     NodeReport,
     NodeStatus,
+    ObjectCheck,
     RankReport,
     StageTimes,
 )
@@ -224,6 +226,24 @@ def test_load_without_digests_says_so(run: Run, fake_load: SimpleNamespace) -> N
     _, out, _ = run("load", "s3://models/llama")
     assert "no digests" in out
     assert "longshore publish" in out
+
+
+def test_load_says_which_objects_have_the_checksum_of_the_store(run: Run, fake_load: SimpleNamespace) -> None:
+    objects = (ObjectCheck("a", "crc64nvme"), ObjectCheck("b", "crc64nvme"))
+    loaded = load_report(verified="store:crc64nvme")
+    fake_load.report = replace(loaded, nodes=(replace(loaded.nodes[0], objects=objects),))
+    _, out, _ = run("load", "s3://models/llama")
+    assert "every object by the store's own crc64nvme" in out
+    assert "2 of 2 by the store's own checksums" in out
+    nodes = (replace(loaded.nodes[0], objects=(*objects, ObjectCheck("c", reason="nobody knows it"))),)
+    fake_load.report = replace(loaded, verified="transport", nodes=nodes)
+    _, out, _ = run("load", "s3://models/llama")
+    assert "2 of 3 by the store's own checksums; 1 not: nobody knows it" in out
+    _, out, _ = run("load", "s3://models/llama", "--json")
+    document = json.loads(out)
+    assert (document["checked_objects"], document["unchecked_objects"]) == (2, {"nobody knows it": 1})
+    assert document["nodes"][0]["objects"][2] == {"key": "c", "checked_by": "", "reason": "nobody knows it"}
+    assert document["verified_chunks"] == 0
 
 
 def test_json_is_one_document_on_stdout(run: Run, fake_load: SimpleNamespace) -> None:

@@ -1,0 +1,56 @@
+"""ministack as a server of its own: an S3 emulator that keeps composite checksums and tells the parts of an object.
+
+It pins an older botocore, so it is no dependency: `pip install ministack` into another environment and have its program
+on PATH. Tests that want it are skipped without.
+"""
+
+from __future__ import annotations
+
+import os
+import shutil
+import socket
+import subprocess
+import time
+from pathlib import Path
+from typing import Self
+
+import pytest
+
+START_TIMEOUT_S = 60.0
+
+
+class MinistackServer:
+    """On a free port of 127.0.0.1; starts in about 3 s. Any keys will do."""
+
+    def __init__(self, folder: Path) -> None:
+        program = shutil.which("ministack")
+        if program is None:
+            pytest.skip("ministack is not installed")
+        self.access_key_id, self.secret_access_key = "anybody", "any-secret"
+        with socket.create_server(("127.0.0.1", 0)) as listener:
+            self._port = listener.getsockname()[1]
+        self.endpoint_url = f"http://127.0.0.1:{self._port}"
+        environ = {**os.environ, "BIND_HOST": "127.0.0.1", "GATEWAY_PORT": str(self._port)}
+        with open(folder / "ministack.log", "wb") as log:
+            self._child = subprocess.Popen(
+                [program], env=environ, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+
+    def __enter__(self) -> Self:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while self._child.poll() is None and time.monotonic() < deadline_s:
+            try:
+                socket.create_connection(("127.0.0.1", self._port), timeout=1).close()
+                return self
+            except OSError:
+                time.sleep(0.1)
+        self.__exit__()
+        raise RuntimeError("ministack did not start")
+
+    def __exit__(self, *_: object) -> None:
+        self._child.terminate()
+        try:
+            self._child.wait(10)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
