@@ -1,0 +1,97 @@
+"""A connection that hangs or trickles in mid-load, through the whole path: S3 server, proxy, socket, slot, ranks."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from pathlib import Path
+
+import pytest
+
+from storage.embedded_s3 import EmbeddedS3
+from tests.support.exact_ranks import check_exact
+from tests.support.fault_proxy import FaultProxy
+from tests.support.faults import Asked, Cut, Fault, Stall, Trickle, only
+from tests.support.faulty_bucket import CHUNK_BYTES, FSDP, OBJECTS, TENSORS, Bucket, check_at_rest, run
+from tests.support.local_node import Belongings, local_node
+
+pytestmark = pytest.mark.slow
+
+NEVER_S = 10_000.0
+HALF = CHUNK_BYTES // 2
+
+
+@pytest.fixture(scope="module")
+def bucket(rclone: EmbeddedS3) -> Bucket:
+    return Bucket(rclone, "stuck-connections")
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind(rclone: EmbeddedS3) -> Iterator[None]:
+    before = Belongings()
+    yield
+    before.check()
+
+
+def late(asked: Asked) -> bool:
+    """One of the last chunks to be asked for, when others have told how long a fetch takes."""
+    return asked.number == TENSORS - 1
+
+
+@pytest.mark.parametrize("fault", [Stall(0), Stall(HALF), Trickle(50.0)], ids=["silent", "stalled", "trickling"])
+def test_another_fetch_brings_what_hangs_and_neither_timeout_nor_deadline_is_waited_for(
+    shm_dir: Path, bucket: Bucket, fault: Fault
+) -> None:
+    settings = {"hedge_factor": 1.0, "hedge_after_s": 0.3, "lease_deadline_s": NEVER_S, "stuck_after_s": NEVER_S}
+    with (
+        FaultProxy(bucket.server.endpoint_url, only(fault, where=late)) as proxy,
+        bucket.store(proxy.endpoint_url, NEVER_S) as store,
+        local_node(shm_dir, slots=40, **settings) as node,
+    ):
+        ranks, report = run(node, bucket.plan(), store)
+        check_exact(ranks, OBJECTS, fsdp=FSDP)
+        check_at_rest(node)
+        assert len(proxy.struck) == 1
+        assert report.hedges >= 1
+        assert report.hedges_won >= 1
+        assert report.retries == {}
+        assert report.store_bytes == report.needed_bytes
+        assert proxy.weights_bytes() <= report.needed_bytes + CHUNK_BYTES * report.hedges
+
+
+@pytest.mark.parametrize("placement", ["via_arena", "direct"])
+def test_without_a_hedge_a_trickle_costs_the_deadline_of_its_lease(
+    shm_dir: Path, bucket: Bucket, placement: str
+) -> None:
+    """And not the read timeout, which it would never meet: bytes do come."""
+    settings = {"lease_deadline_s": 3.0, "stuck_after_s": NEVER_S}
+    with (
+        FaultProxy(bucket.server.endpoint_url, only(Trickle(50.0))) as proxy,
+        bucket.store(proxy.endpoint_url, NEVER_S) as store,
+        local_node(shm_dir, slots=40, placement=placement, **settings) as node,
+    ):
+        ranks, report = run(node, bucket.plan(), store)
+        check_exact(ranks, OBJECTS, fsdp=FSDP)
+        check_at_rest(node)
+        assert report.retries["lease_expired"] >= 1
+
+
+@pytest.mark.parametrize("placement", ["via_arena", "direct"])
+def test_a_connection_that_breaks_again_and_again_goes_on_from_where_it_broke(
+    shm_dir: Path, bucket: Bucket, placement: str
+) -> None:
+    """More often than a chunk has tries: each brought something."""
+    pieces = 4
+
+    def script(asked: Asked) -> tuple[Fault, ...]:
+        return (Cut(CHUNK_BYTES // pieces),) if asked.size_bytes > CHUNK_BYTES // pieces else ()
+
+    with (
+        FaultProxy(bucket.server.endpoint_url, script) as proxy,
+        bucket.store(proxy.endpoint_url) as store,
+        local_node(shm_dir, slots=40, placement=placement, fetch_attempts=2, chunk_attempts=1) as node,
+    ):
+        ranks, report = run(node, bucket.plan(), store)
+        check_exact(ranks, OBJECTS, fsdp=FSDP)
+        check_at_rest(node)
+        assert report.retries == {"short_read": TENSORS * (pieces - 1)}
+        assert proxy.weights_bytes() == report.needed_bytes  # no byte twice
