@@ -56,7 +56,8 @@ class DiskWriter:
                     unusable = self.backlog.next_unusable()
                     write = None if unusable is not None else self.backlog.next(self._cache, self._me)
                     if unusable is None and write is None:
-                        self._lock.wait()
+                        if not self._stopped.is_set():  # (asked under the lock, or its notification could be missed)
+                            self._lock.wait()
                         continue
                 if unusable is not None:
                     tier.discard(unusable)

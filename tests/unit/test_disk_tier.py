@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import errno
+import fcntl
 import os
 import subprocess
 import sys
@@ -15,6 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from storage import disk_folder
 from storage.disk_folder import LOCK_NAME, SUBFOLDER, DiskReader, chunk_name
 from storage.disk_format import HEADER_BYTES
 from storage.disk_tier import DiskTier, Written
@@ -163,6 +165,23 @@ def test_killed_at_any_step(tmp_path: Path, call: str, count: int) -> None:
         assert folder_bytes(tier.path) == tier.used_bytes <= tier.budget_bytes
 
 
+def test_bytes_are_on_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Or a loss of power could leave a whole file of nothing under the name."""
+    calls: list[str] = []
+    for name in ("pwrite", "fsync", "rename"):
+        real = getattr(os, name)
+
+        def noted(*arguments: Any, name: str = name, real: Callable[..., Any] = real, **options: Any) -> Any:
+            if name != "pwrite" or len(arguments[1]) >= HEADER_BYTES:
+                calls.append(name)
+            return real(*arguments, **options)
+
+        monkeypatch.setattr(os, name, noted)
+    with tier_in(tmp_path, 1) as tier:
+        assert write(tier, 1) is Written.DONE
+    assert calls == ["pwrite", "pwrite", "fsync", "rename"]
+
+
 def test_files_that_are_being_written_count_and_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tier_in(tmp_path, 2) as tier, tier_in(tmp_path, 2) as other:
         real = os.fsync
@@ -179,6 +198,20 @@ def test_files_that_are_being_written_count_and_stay(tmp_path: Path, monkeypatch
         monkeypatch.setattr(os, "fsync", in_between)
         assert write(tier, 1) is Written.DONE
         assert chunks_in(tier.path) == set(keys(1, 3)) == set(tier.keys())
+
+
+def test_what_this_process_is_writing_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    with tier_in(tmp_path, 1) as tier:
+        real = os.fsync
+
+        def in_between(file: int) -> None:
+            assert write(tier, 2) is Written.NO_ROOM
+            assert folder_bytes(tier.path) == tier.used_bytes == FILE_BYTES
+            real(file)
+
+        monkeypatch.setattr(os, "fsync", in_between)
+        assert write(tier, 1) is Written.DONE
+        assert tier.used_bytes == FILE_BYTES
 
 
 # -- several processes ---------------------------------------------------------------------------------------------
@@ -212,6 +245,18 @@ def test_several_processes_in_one_folder(tmp_path: Path) -> None:
         for number in range(20):
             if chunk_of(number)[0] in tier:
                 assert read(reader, number) == chunk_of(number)[1]
+
+
+def test_nobody_changes_the_folder_while_another_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(disk_folder, "LOCK_PATIENCE_S", 0.0)  # of a process that is stopped while it holds the lock
+    with tier_in(tmp_path, 2) as tier:
+        write(tier, 1)
+        with Path(tier.path, LOCK_NAME).open("rb") as lock:
+            fcntl.flock(lock, fcntl.LOCK_EX)
+            assert write(tier, 2) is Written.FAILED
+            tier.discard(chunk_of(1)[0])
+            assert chunks_in(tier.path) == set(keys(1))
+        assert write(tier, 2) is Written.DONE
 
 
 def test_what_others_did_is_seen(tmp_path: Path) -> None:
