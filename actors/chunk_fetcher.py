@@ -13,7 +13,7 @@ import time
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field
 
-from actors.chunk_read import ChunkRead, StageClock
+from actors.chunk_read import ChunkRead, StageClock, spans_of
 from cluster.messages import DISK_READ, DISK_UNUSABLE, Commit, FetchFailure, LeaseOrder
 from cluster.packed_plan import SharedTables
 from cluster.report import StageTimes
@@ -92,7 +92,8 @@ class ChunkFetcher:
         give_up_s = time.monotonic() + lease.deadline_s
         disk = self._from_disk(lease, parts, clock)
         if disk == DISK_READ:
-            return FetchedChunk(lease.lease_id, Commit(lease.lease_id, lease.chunk, disk=disk))
+            spans = spans_of(self._tables, lease.chunk, parts)
+            return FetchedChunk(lease.lease_id, Commit(lease.lease_id, lease.chunk, spans, disk))
         with self._limits.begin(give_up_s) as limit:
             self._running[lease.lease_id] = lease.chunk, limit
             try:

@@ -129,6 +129,17 @@ class ChunkRead:
         return SpanHasher(self._shard.checksum, self._byte_range) if self._shard.checksum is not None else None
 
 
+def spans_of(tables: SharedTables, chunk: int, parts: Sequence[memoryview]) -> tuple[Span, ...]:
+    """As `ChunkRead.spans`, of a chunk that stands in `parts` by another way."""
+    checksum = tables.shards[tables.chunks.shard[chunk]].checksum
+    if tables.chunks.hash_name is not None or checksum is None:
+        return ()
+    hasher = SpanHasher(checksum, tables.chunks.byte_range(chunk))
+    for part in parts:
+        hasher.update(part)
+    return hasher.spans()
+
+
 def _after(parts: Sequence[memoryview], skipped_bytes: int) -> list[memoryview]:
     """The parts without their first `skipped_bytes`."""
     rest = []

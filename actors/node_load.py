@@ -59,12 +59,13 @@ class NodeLoad:
     def end(self, now_s: float) -> set[bytes]:
         """Nothing more is needed; what ranks still read or write stays fenced until they let go. Keys."""
         self.fail(LoadCancelled("the load was ended", load=self.load_id))
-        self._checks.forget_damaged()  # what was on its way when it was found
         for place in self.ranks.values():
             place.taken_back |= place.leases.keys()
             place.leases.clear()
             place.grantable.clear()
-        return {lease.key for lease in self._cache.end_owner(self.job.part, now_s)}
+        ended = {lease.key for lease in self._cache.end_owner(self.job.part, now_s)}
+        self._checks.forget_damaged(last=True)
+        return ended
 
     @property
     def error(self) -> LongshoreError | None:

@@ -103,11 +103,15 @@ class ObjectChecks:
                 if spans is not None:
                     self._take(found, chunk, spans)
 
-    def forget_damaged(self) -> None:
-        """Or the next load would find the same bytes on this node, and fail as this one does."""
+    def forget_damaged(self, *, last: bool = False) -> None:
+        """Or the next load would find the same bytes on this node, and fail as this one does.
+
+        `last`: nothing of this load is committed any more; from now on the keys may stand for good bytes.
+        """
         for chunk in self._damaged:
             for forget in self._forget:
                 forget(self._keys[chunk])
+        self._damaged = () if last else self._damaged
 
     def report(self) -> tuple[ObjectCheck, ...]:
         """What can be said now of every object; none when chunks have digests."""

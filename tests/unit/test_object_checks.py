@@ -14,11 +14,14 @@ from cluster.object_check import ObjectCheck, join_checks, unchecked_counts, ver
 from cluster.planning import build_load_plan
 from cluster.report import RankReport
 from storage.checkpoint import open_model
+from storage.disk_folder import SUBFOLDER
 from storage.errors import IntegrityError
 from storage.object_checksum import NO_CHECKSUM, NOT_COMBINABLE
 from tests.support.checkpoints import flat_objects, sharded_objects
+from tests.support.disk_chunks import chunks_in
 from tests.support.exact_ranks import check_exact
 from tests.support.local_node import Belongings, LocalNode, local_node, run_all
+from tests.support.ray_clusters import eventually
 from tests.support.summed_store import SummedStore
 
 CHUNK_BYTES = 4096
@@ -119,6 +122,39 @@ def test_an_agent_that_was_restarted_says_that_it_does_not_know(shm_dir: Path) -
         assert report.store_chunks == 0
         assert _outcomes(report.objects) == {FIRST: NOT_KNOWN, SECOND: NOT_KNOWN}
         assert verified_by(report.objects) == "transport"
+
+
+def test_what_comes_from_disk_is_checked_again_and_what_is_damaged_does_not_stay_there(
+    shm_dir: Path, tmp_path: Path
+) -> None:
+    store = SummedStore(OBJECTS, "crc64nvme")
+    plan = _plan(store)
+    disk = {"disk_cache_dir": str(tmp_path), "disk_cache_bytes": 1 << 24}
+    needed = plan.ranks[0].chunk_ids
+    of_first = sum(plan.shards[plan.chunks.shard[chunk]].key == FIRST for chunk in needed)
+
+    def on_disk() -> int:
+        return len(chunks_in(str(tmp_path / SUBFOLDER)))
+
+    store.damage = (SECOND, len(OBJECTS[SECOND]) - 4001)
+    with local_node(shm_dir, slots=60, **disk) as node:
+        load_id = node.begin(plan)
+        (rank,) = node.ranks(plan, store, load_id)
+        run_all([rank])
+        assert isinstance(rank.outcome, IntegrityError)
+        node.agent.end(load_id)
+        eventually(lambda: on_disk() == of_first, lambda: f"{on_disk()} chunks on disk, not {of_first}")
+        store.damage = None
+        ranks, _ = node.load(plan, store)
+        check_exact(ranks, OBJECTS)
+        eventually(lambda: on_disk() == len(needed), lambda: f"{on_disk()} chunks on disk, not {len(needed)}")
+    store.reads.clear()
+    with local_node(shm_dir, slots=60, **disk) as node:
+        ranks, report = node.load(plan, store)
+        check_exact(ranks, OBJECTS)
+        assert not store.reads
+        assert report.disk_chunks == len(needed)
+        assert verified_by(report.objects) == "store:crc64nvme"
 
 
 def test_a_node_that_needs_only_part_of_an_object_says_so(shm_dir: Path) -> None:
