@@ -23,6 +23,7 @@ from botocore.exceptions import BotoCoreError
 
 from storage.errors import CredentialsExpired
 from storage.s3_info import from_botocore_error
+from storage.s3_redirects import bound_redirects
 from storage.store_ref import Credentials, StoreRef
 
 if TYPE_CHECKING:
@@ -96,6 +97,7 @@ class S3Sessions:
                 verify=ca_bundle,
                 config=self._config,
             )
+            bound_redirects(client, own_endpoint=ref.endpoint_url is not None)
             return S3Session(client, None if ref.anonymous else core.get_credentials(), ca_bundle)
         except (BotoCoreError, ValueError) as error:
             raise from_botocore_error(error, uri=ref.uri) from error

@@ -1,0 +1,95 @@
+"""A hostile S3 server that sends requests elsewhere: nobody else is asked, neither by our reads nor by boto3."""
+
+from __future__ import annotations
+
+import contextlib
+import threading
+from collections.abc import Iterator
+from contextlib import closing, contextmanager
+from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+
+import pytest
+
+from storage.errors import StoreError
+from storage.object_store import read_bytes
+from storage.ranges import ByteRange
+from storage.s3 import S3Store
+from storage.store_ref import Credentials, parse_uri
+
+pytestmark = pytest.mark.slow
+KEYS = Credentials(access_key_id="id", secret_access_key="secret")
+
+
+class Handler(BaseHTTPRequestHandler):
+    """Refuses everything in the way that its server was told."""
+
+    protocol_version = "HTTP/1.1"
+
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)  # type: ignore[attr-defined]
+        status, headers, body = self.server.answer  # type: ignore[attr-defined]
+        self.rfile.read(int(self.headers.get("Content-Length") or 0))
+        self.send_response(status)
+        for name, value in headers.items():
+            self.send_header(name, value)
+        self.send_header("Content-Length", str(len(body)))
+        self.end_headers()
+        if self.command != "HEAD":
+            self.wfile.write(body)
+
+    do_HEAD = do_PUT = do_DELETE = do_POST = do_GET
+
+    def finish(self) -> None:
+        with contextlib.suppress(OSError):  # who has read enough hangs up
+            super().finish()
+
+    def handle_one_request(self) -> None:
+        try:
+            super().handle_one_request()
+        except ConnectionError:
+            self.close_connection = True
+
+    def log_message(self, *_: object) -> None:
+        pass
+
+
+@contextmanager
+def serving() -> Iterator[ThreadingHTTPServer]:
+    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
+    server.asked = []  # type: ignore[attr-defined]
+    server.answer = (500, {}, b"")  # type: ignore[attr-defined]
+    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
+    thread.start()
+    try:
+        yield server
+    finally:
+        server.shutdown()
+        server.server_close()
+        thread.join()
+
+
+def place(server: ThreadingHTTPServer) -> str:
+    return f"http://127.0.0.1:{server.server_address[1]}"
+
+
+@pytest.mark.parametrize("status", [301, 302, 307, 308])
+@pytest.mark.parametrize("region", ["", "eu-west-9", "x.evil.example/"])
+def test_nobody_else_is_asked(status: int, region: str) -> None:
+    with serving() as home, serving() as other:
+        elsewhere = place(other)
+        error = f"<Error><Code>PermanentRedirect</Code><Endpoint>{elsewhere[7:]}</Endpoint></Error>".encode()
+        headers = {"Location": f"{elsewhere}/x"} | ({"x-amz-bucket-region": region} if region else {})
+        home.answer = (status, headers, error)  # type: ignore[attr-defined]
+        ref = parse_uri("s3://bucket/model", endpoint_url=place(home), region="us-east-1", environ={})
+        with closing(S3Store(ref, KEYS, read_timeout_s=5)) as store:
+            for request in (
+                lambda: read_bytes(store, "key", ByteRange(0, 10)),
+                lambda: store.stat("key"),
+                lambda: list(store.list()),
+                lambda: store.put("key", b"x"),
+                lambda: store.delete("key"),
+            ):
+                with pytest.raises(StoreError):
+                    request()
+        assert 5 <= len(home.asked) <= 20  # type: ignore[attr-defined]  # boto3 alone would go round and round
+        assert not other.asked  # type: ignore[attr-defined]
