@@ -11,6 +11,7 @@ from email.utils import parsedate_to_datetime
 from itertools import islice
 from typing import Any
 
+from cluster.config import Config
 from cluster.doctor_check import Check
 from cluster.request import StoreOptions
 from cluster.units import show_bytes
@@ -31,6 +32,7 @@ def check_store(uri: str | None, store_args: dict[str, Any]) -> Iterator[Check]:
         yield Check("store", "skip", "no URI was given: longshore doctor s3://bucket/model")
         return
     ref, _ = StoreOptions(**store_args).resolve(uri)
+    Config.from_env().source_rules().check(ref)
     if ref.scheme == "s3" and ref.endpoint_url:
         yield check_clock(ref.endpoint_url)
     with closing(open_store(ref, read_timeout_s=READ_TIMEOUT_S)) as store:

@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from cluster import client
 from cluster.cli import main
 from cluster.config import Config
+from cluster.doctor_store import check_store
 from cluster.errors import ConfigError
 from cluster.messages import LoadRequest
 from cluster.prepare import prepare_plan, still_current
@@ -110,6 +111,12 @@ def test_a_place_that_is_not_allowed_is_never_opened(model: Path) -> None:
         sign(model, model.parent / "signer", config=config)
     with pytest.raises(SourceRefused):
         client.publish("s3://bucket/model", model / "copy", config=Config(allowed_schemes="file"))
+
+
+def test_the_doctor_says_what_is_not_allowed(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setenv("LONGSHORE_ALLOWED_SCHEMES", "s3")
+    with pytest.raises(SourceRefused):
+        list(check_store(str(model), {}))
 
 
 def test_settings_say_whom_and_where_to_trust(key: Path) -> None:
