@@ -19,7 +19,10 @@ _OWNER = "disk"  # in the cache's books: without a minimum, so it takes no slot 
 
 
 class DiskShelf(Protocol):
-    """What is on disk (`storage.disk_tier.DiskTier`). Neither call waits for the disk."""
+    """What is on disk (`storage.disk_tier.DiskTier`). Nothing here waits for the disk."""
+
+    @property
+    def unkept_chunks(self) -> int: ...
 
     def __contains__(self, key: object) -> bool: ...
 
@@ -47,6 +50,11 @@ class DiskBacklog:
     @property
     def on(self) -> bool:
         return self._shelf is not None
+
+    @property
+    def unkept_chunks(self) -> int:
+        """Chunks that should be on disk and are not: evicted too soon, refused by the disk or by the budget."""
+        return self.evicted_chunks + (0 if self._shelf is None else self._shelf.unkept_chunks)
 
     def __len__(self) -> int:
         return len(self._waiting)

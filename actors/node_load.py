@@ -37,6 +37,7 @@ class NodeLoad:
         self.load_id = job.load_id
         self.record = job.record  # replaced when the coordinator has something new to note
         self._cache = cache
+        self._disk = disk
         self._flow = ChunkFlow(job, cache, now_s, disk)
         self._checks = ObjectChecks(self._flow.keys, self._flow.queue.chunks(), kept, (cache.forget, disk.forget))
         self._ended: LongshoreError | None = None
@@ -131,6 +132,7 @@ class NodeLoad:
             direct_bytes=flow.direct_bytes,
             disk_chunks=len(flow.disk_chunks),
             disk_bytes=flow.disk_bytes,
+            disk_unkept_chunks=self._disk.unkept_chunks,
             cached_chunks=len(flow.cached_chunks),
             cached_bytes=int(sizes[sorted(flow.cached_chunks)].sum()),
             refetched_chunks=flow.refetched_chunks,

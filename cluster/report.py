@@ -28,7 +28,7 @@ __all__ = [
     "StageTimes",
 ]
 
-_OF_THE_AGENT = {"arena_bytes", "peak_host_bytes", "baseline_host_bytes"}
+_OF_THE_AGENT = {"arena_bytes", "peak_host_bytes", "baseline_host_bytes", "disk_unkept_chunks"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,6 +55,7 @@ class NodeReport(Jsonable):
     hedges_won: int = 0  # of those, how often the second brought the chunk
     disk_chunks: int = 0  # read from the node's disk, verified and committed
     disk_bytes: int = 0
+    disk_unkept_chunks: int = 0  # not written there for want of room or by a fault, of any load since the agent began
     objects: tuple[ObjectCheck, ...] = ()  # that any rank of the node touches, when there is no manifest
 
     def plus(self, later: NodeReport) -> NodeReport:
@@ -64,7 +65,7 @@ class NodeReport(Jsonable):
         sums = {
             name: getattr(self, name) + getattr(later, name)
             for name in (item.name for item in fields(self))
-            if isinstance(getattr(self, name), int | tuple) and name not in _OF_THE_AGENT
+            if isinstance(getattr(self, name), int) and name not in _OF_THE_AGENT
         }
         retries = dict(Counter(self.retries) + Counter(later.retries))
         return replace(self, **sums, retries=retries, objects=join_checks((*self.objects, *later.objects)))

@@ -73,6 +73,11 @@ class DiskTier:
         """Bytes of all files, those being written included, as far as this process knows."""
         return self._index.used_bytes
 
+    @property
+    def unkept_chunks(self) -> int:
+        """Writes that came to nothing."""
+        return self.counts[Written.NO_ROOM] + self.counts[Written.FULL] + self.counts[Written.FAILED]
+
     def __len__(self) -> int:
         return len(self._index)
 

@@ -24,7 +24,7 @@ from tests.support.gated_proxy import GatedProxy
 from tests.support.ray_clusters import ENVIRONMENT, REPOSITORY, TEST_SETTINGS, eventually
 from tests.support.stored_models import KV_HEADS, StoredModel
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 RANGES = 7  # that pass before the first cluster is killed
 WAIT_S = 400.0  # until something is seen that must come, on however slow a machine

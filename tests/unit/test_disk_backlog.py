@@ -11,6 +11,8 @@ RANK, WRITER = ProcessId(1, 1), ProcessId(2, 1)
 
 
 class Shelf:
+    unkept_chunks = 0
+
     def __init__(self, *numbers: int) -> None:
         self.keys = {key(number) for number in numbers}
         self.touched: list[bytes] = []
@@ -65,7 +67,7 @@ def test_what_was_evicted_before_its_turn_is_not_written() -> None:
     assert first is not None
     assert second is not None
     assert [write.chunk.key for write in (first, second)] == [key(2), key(3)]
-    assert backlog.evicted_chunks == 1
+    assert backlog.unkept_chunks == 1
 
 
 def test_a_chunk_that_came_back_in_another_slot_is_written_from_there() -> None:
