@@ -62,6 +62,9 @@ if TYPE_CHECKING:
     from storage.errors import ArenaTooSmall as ArenaTooSmall
     from storage.errors import BadSignature as BadSignature
     from storage.errors import CheckpointError as CheckpointError
+    from storage.errors import CredentialsExpired as CredentialsExpired
+    from storage.errors import DiskChunkUnusable as DiskChunkUnusable
+    from storage.errors import DiskTierError as DiskTierError
     from storage.errors import IntegrityError as IntegrityError
     from storage.errors import InvalidHeader as InvalidHeader
     from storage.errors import InvalidIndex as InvalidIndex
@@ -79,6 +82,7 @@ if TYPE_CHECKING:
     from storage.errors import PickleRefused as PickleRefused
     from storage.errors import PublishError as PublishError
     from storage.errors import RangeMismatch as RangeMismatch
+    from storage.errors import ReadEnded as ReadEnded
     from storage.errors import ShortRead as ShortRead
     from storage.errors import SignatureError as SignatureError
     from storage.errors import SigningUnavailable as SigningUnavailable
@@ -108,10 +112,11 @@ _EXPORTS = {
     "longshore.version": "__version__",
     "storage.errors": (
         "AccessDenied ArenaCorrupt ArenaError ArenaTooLarge ArenaTooSmall BadSignature CheckpointError "
-        "IntegrityError InvalidHeader InvalidIndex InvalidKey InvalidManifest InvalidUri LongshoreError "
-        "ManifestError ManifestMismatch ManifestUnsigned NewerManifest NotACheckpoint ObjectChanged ObjectNotFound "
-        "PickleRefused PublishError RangeMismatch ShortRead SignatureError SigningUnavailable SourceRefused "
-        "StoreError StoreUnavailable Throttled UnknownSigner UnsupportedStore"
+        "CredentialsExpired DiskChunkUnusable DiskTierError IntegrityError InvalidHeader InvalidIndex InvalidKey "
+        "InvalidManifest InvalidUri LongshoreError ManifestError ManifestMismatch ManifestUnsigned NewerManifest "
+        "NotACheckpoint ObjectChanged ObjectNotFound PickleRefused PublishError RangeMismatch ReadEnded ShortRead "
+        "SignatureError SigningUnavailable SourceRefused StoreError StoreUnavailable Throttled UnknownSigner "
+        "UnsupportedStore"
     ),
     "storage.publish": "PublishReport",
     "storage.verify": "VerifyReport",
