@@ -148,6 +148,12 @@ class RankLoader:
                 except LongshoreError:
                     return
                 continue
+            if finished:  # it only waits for what it fetches for others
+                if orders.stop is not None:
+                    self._fetcher.stop(at_once=True)  # nobody wants that; the last message will be told so again
+                elif agent_knows:
+                    self._take(orders)
+                continue
             if orders.stop is not None:
                 raise orders.stop
             if agent_knows:

@@ -107,12 +107,13 @@ class FailingStore(WrappedStore):
 
 
 class HangingStore(WrappedStore):
-    """The n-th read of the store brings nothing until it is ended from outside."""
+    """Reads for which `hangs(range, number of the read)` is true bring nothing until they are ended from outside."""
 
-    def __init__(self, inner: ObjectStore, number: int) -> None:
+    def __init__(self, inner: ObjectStore, hangs: Callable[[ByteRange, int], bool]) -> None:
         super().__init__(inner)
-        self.number = number
-        self.ended = threading.Event()  # the read that stalled
+        self.hangs = hangs
+        self.hanging = threading.Event()
+        self.ended = threading.Event()
 
     def read_pieces(
         self,
@@ -125,8 +126,9 @@ class HangingStore(WrappedStore):
     ) -> str | None:
         with self.lock:
             self.reads.append((key, byte_range))
-            stalls = len(self.reads) == self.number
-        while stalls and limit is not None:
+            hangs = self.hangs(byte_range, len(self.reads))
+        while hangs and limit is not None:
+            self.hanging.set()
             try:
                 limit.check()
             except ReadEnded:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import time
 from collections.abc import Iterator
 from pathlib import Path
 
@@ -9,10 +10,12 @@ import pytest
 import safetensors
 
 from cluster.packed_plan import pack_shared, unpack_shared
+from cluster.report import RankReport
 from storage.object_store import MemoryStore
+from storage.ranges import ByteRange
 from tests.support.checkpoints import flat_objects
 from tests.support.faulty_stores import HangingStore
-from tests.support.local_node import Belongings, local_node, plan_of
+from tests.support.local_node import Belongings, local_node, plan_of, start_all
 from tests.support.reference_slices import torch_share
 
 TENSORS = 24
@@ -33,7 +36,7 @@ def test_a_read_that_hangs_costs_no_deadline(shm_dir: Path, sizes: tuple[int, in
     plan = plan_of(objects, sizes, 1024)
     tables = unpack_shared(pack_shared(plan))
     needed = set().union(*(tables.chunk_ids(rank).tolist() for rank in range(len(plan.ranks))))
-    store = HangingStore(MemoryStore(objects), int(where * len(needed)))
+    store = HangingStore(MemoryStore(objects), lambda _, number: number == int(where * len(needed)))
     settings = {"hedge_factor": 0.01, "hedge_after_s": 0.05, "lease_deadline_s": NEVER_S, "stuck_after_s": NEVER_S}
     with local_node(shm_dir, slots=2 * len(plan.chunks), **settings) as node:
         ranks, report = node.load(plan, store)  # no deadline helps here: it ends because the chunk is fetched twice
@@ -51,6 +54,38 @@ def test_a_read_that_hangs_costs_no_deadline(shm_dir: Path, sizes: tuple[int, in
             assert rank.loader._work.placed_bytes == sum(len(data) for _, data in held.values())
         stats = node.agent._ledger._cache.stats()
         assert (stats.leased_slots, stats.quarantined_slots, stats.in_use_slots) == (0, 0, 0)
+
+
+def test_a_rank_that_has_all_is_not_held_up_by_what_it_fetches_for_others(shm_dir: Path) -> None:
+    """Its help hangs, and nobody hedges it: the load is ended, and the rank with it, with all that it has."""
+    objects = flat_objects(tensors=TENSORS)
+    plan = plan_of(objects, (1, 2, 1), 256)
+    tables = unpack_shared(pack_shared(plan))
+    mine = {tables.chunks.byte_range(chunk) for chunk in tables.chunk_ids(0).tolist()}
+    hung: list[ByteRange] = []
+
+    def hangs(byte_range: ByteRange, _: int) -> bool:
+        """The first that the other rank needs; more would take all of its places for requests."""
+        if byte_range not in mine and not hung:
+            hung.append(byte_range)
+        return byte_range in hung
+
+    store = HangingStore(MemoryStore(objects), hangs)
+    with local_node(shm_dir, slots=2 * len(plan.chunks), lease_deadline_s=NEVER_S, stuck_after_s=NEVER_S) as node:
+        load_id = node.begin(plan)
+        first = node.ranks(plan, store, load_id)[0]
+        (thread,) = start_all([first])
+        assert store.hanging.wait(60)
+        give_up_s = time.monotonic() + 60
+        while not first.loader._work.finished and time.monotonic() < give_up_s:
+            time.sleep(0.005)
+        node.agent.end(load_id)
+        thread.join(60)
+        assert not thread.is_alive()
+        assert isinstance(first.outcome, RankReport), first.outcome
+        assert store.ended.is_set()
+        stats = node.agent._ledger._cache.stats()
+        assert (stats.leased_slots, stats.quarantined_slots) == (0, 0)
 
 
 def whole_tensors(objects: dict[str, bytes]) -> dict[str, tuple[tuple[int, ...], bytes]]:
