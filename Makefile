@@ -5,6 +5,7 @@
 #   PIP_ARGS=...        more arguments for every `pip install`
 #   DEMO_ARGS=...       arguments for `longshore demo`
 #   TEST_ARGS=...       arguments for pytest
+#   N=200 SEED=7        how many loads `make chaos` runs, and of which seed; none: made up, and printed
 #   FUZZ_ARGS=...       arguments for fuzz: --seconds 60, --only 'manifest*'
 #   BENCH_LINK_ARGS=... arguments for bench-link: --size 2GB, --mbit 1000 2000, --rounds 5
 #   BENCH_ARGS=...      arguments for the benchmark: --size 4GB, --rounds 5, --only 'longshore_*', --small...
@@ -16,6 +17,8 @@ DEMO_ARGS ?=
 TEST_ARGS ?=
 FUZZ_ARGS ?=
 BENCH_ARGS ?=
+N ?= 200
+SEED ?=
 
 BIN := $(VENV)/bin
 STAMP := $(VENV)/.installed
@@ -85,6 +88,9 @@ fuzz: $(STAMP)  ## parsers of foreign bytes under atheris, FUZZ_ARGS='--seconds 
 
 demo: $(STAMP)  ## a 1 GB model, a real S3 server and 4 ranks on this machine
 	$(BIN)/longshore demo $(DEMO_ARGS)
+
+chaos: $(STAMP)  ## N random loads under random faults; fails unless each is byte-exact or rightly refused
+	$(BIN)/python -m tests.chaos --loads $(N) $(if $(SEED),--seed $(SEED))
 
 peers: $(PEERS)  ## what `make bench` compares with, into .venv
 

@@ -5,8 +5,6 @@ from __future__ import annotations
 import contextlib
 import os
 import shutil
-import signal
-import threading
 import time
 from collections.abc import Iterator, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
@@ -17,13 +15,15 @@ from typing import Any
 import psutil
 
 import cluster
-from actors.names import COORDINATOR, gang_of_worker
+from actors.names import gang_of_worker
+from cluster import client
 from cluster.sample_checkpoint import write_llama_checkpoint
 from storage.embedded_s3 import EmbeddedS3
 from storage.errors import LongshoreError
-from tests.chaos.cases import Case, Strike
+from tests.chaos.cases import Case
+from tests.chaos.store_script import store_script
+from tests.chaos.strikes import Strikes
 from tests.support.fault_proxy import FaultProxy
-from tests.support.faults import Asked, Before, Fault, Flip, Refuse, Script, Stall, merged, random_faults
 from tests.support.ray_clusters import Longshore, eventually
 from tests.support.reference_slices import shard_differs
 
@@ -71,10 +71,10 @@ class Bench:
         self.longshore.configure(**SETTINGS)
         if any(strike.name == "coordinator killed" for strike in case.strikes):
             # Idle workers are nobody's after it, and wait for `orphan_after_s`: so would every such case.
-            cluster.release_warm(address=self.longshore.address)
+            client.release_warm(address=self.longshore.address)
         with self._model(case) as (folder, size_bytes), FaultProxy(self.server.endpoint_url) as proxy:
-            struck = _Strikes(self.longshore, case.strikes, proxy, size_bytes)
-            proxy.script = self._script(case, size_bytes)
+            struck = Strikes(self.longshore, case.strikes, proxy, size_bytes)
+            proxy.script = store_script(case, size_bytes, lambda: self._replace(case))
             with ThreadPoolExecutor(len(case.layouts)) as pool:
                 loads = [pool.submit(self._load, case, layout, proxy) for layout in case.layouts]
                 struck.begin()
@@ -154,7 +154,7 @@ class Bench:
         loads: Sequence[Future[cluster.LoadedModel]],
         folder: Path,
         proxy: FaultProxy,
-        struck: _Strikes,
+        struck: Strikes,
     ) -> tuple[str, str, int]:
         """(kind, what was said, extra bytes): the worst of the loads; all are released."""
         verdicts: list[tuple[str, str]] = []
@@ -204,40 +204,6 @@ class Bench:
                 continue
             return (WRONG, f"other bytes: {differing}"[:300]) if any(differing) else (EXACT, "")
 
-    def _script(self, case: Case, size_bytes: int) -> Script:
-        passing = random_faults(case.seed, case.passing, case.share) if case.passing else lambda asked: ()
-        return merged(self._staying(case, size_bytes), passing)
-
-    def _staying(self, case: Case, size_bytes: int) -> Script:
-        at = int(case.staying_at * size_bytes / 2)  # of either of two shards
-
-        def of_chunk(asked: Asked) -> bool:
-            return asked.start <= at < asked.end
-
-        replaced = threading.Event()
-
-        def replace_once() -> None:
-            if not replaced.is_set():
-                replaced.set()
-                self._replace(case)
-
-        faults: dict[str, Fault] = {
-            "refuses one chunk": Refuse(500, "InternalError"),
-            "throttles one chunk": Refuse(503, "SlowDown"),
-            "denies from now on": Refuse(403, "ExpiredToken"),
-            "has lost one chunk": Refuse(404, "NoSuchKey"),
-            "damages one chunk": Flip(int(case.staying_at * 8000)),
-            "stalls one chunk": Stall(int(case.staying_at * 1000)),
-            "replaced the object": Before(replace_once),
-        }
-
-        def script(asked: Asked) -> Sequence[Fault]:
-            if case.staying in ("denies from now on", "replaced the object"):
-                return (faults[case.staying],) if asked.number > 12 * case.staying_at else ()
-            return (faults[case.staying],) if case.staying and of_chunk(asked) else ()
-
-        return script
-
     def _replace(self, case: Case) -> None:
         """Other bytes of the same length, in both shards."""
         for path in (self.server.folder / "chaos" / str(case.seed)).glob("*.safetensors"):
@@ -286,55 +252,3 @@ def _verdict(case: Case, error: LongshoreError) -> tuple[str, str]:
     cause = str(error.details.get("cause", "")).partition(" (")[0]
     known = f"{name} {cause}" if name == "ChunkFailed" else name
     return (REFUSED, known) if case.justifies(known) else (WRONG, f"{known} is not justified: {error}"[:400])
-
-
-class _Strikes:
-    """Signals to processes, each at its byte of the load or its second after the call."""
-
-    def __init__(self, longshore: Longshore, strikes: Sequence[Strike], proxy: FaultProxy, size_bytes: int) -> None:
-        self.count = 0
-        self._longshore = longshore
-        self._strikes = strikes
-        self._over = threading.Event()
-        self._lock = threading.Lock()
-        self._stopped: list[psutil.Process] = []
-        self._timers: list[threading.Timer] = []
-        for strike in strikes:
-            if strike.at >= 0:
-                proxy.at_bytes(int(strike.at * size_bytes), lambda strike=strike: self._strike(strike))  # type: ignore[misc]
-
-    def begin(self) -> None:
-        """The calls are made."""
-        for strike in self._strikes:
-            if strike.at < 0:
-                self._after(-strike.at, lambda strike=strike: self._strike(strike))  # type: ignore[misc]
-
-    def end(self) -> None:
-        """No more strikes. Those who were stopped are woken at their time, or now when that was for good."""
-        self._over.set()
-
-    def _after(self, seconds: float, call: Any) -> None:
-        timer = threading.Timer(seconds, call)
-        timer.daemon = True
-        timer.start()
-
-    def _strike(self, strike: Strike) -> None:
-        if self._over.is_set():
-            return
-        with self._lock, contextlib.suppress(LookupError, psutil.Error, ValueError):
-            prefix = COORDINATOR if strike.who == "coordinator" else f"{strike.who}-"
-            names = self._longshore.actor_names(prefix)
-            if not names:
-                return
-            process = psutil.Process(self._longshore.pid(names[strike.victim % len(names)]))
-            self.count += 1
-            if not strike.stopped_s:
-                process.kill()
-                return
-            process.send_signal(signal.SIGSTOP)
-            self._after(strike.stopped_s, lambda: _wake(process))
-
-
-def _wake(process: psutil.Process) -> None:
-    with contextlib.suppress(psutil.Error):  # (never another process that got its number)
-        process.send_signal(signal.SIGCONT)
