@@ -1,0 +1,60 @@
+"""Two loads in an arena that has just their minimum of slots, and a rank that dies or stops: both come to their end."""
+
+from __future__ import annotations
+
+import signal
+from collections.abc import Iterator
+from concurrent.futures import ThreadPoolExecutor
+from typing import Any
+
+import pytest
+
+import cluster
+from cluster.fit import min_slots
+from tests.support.gated_proxy import GatedProxy
+from tests.support.ray_clusters import MIB, Longshore, eventually
+from tests.support.reference_slices import shard_differs
+from tests.support.stored_models import KV_HEADS, StoredModel
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture
+def one_node(longshore: Longshore) -> Iterator[Any]:
+    """Places for two ranks, all on one node; CPU ranks take nothing of them, so several loads can use them."""
+    from ray.util import placement_group, remove_placement_group
+
+    group = placement_group([{"CPU": 1}] * 2, strategy="STRICT_PACK")
+    try:
+        yield group
+    finally:
+        remove_placement_group(group)
+
+
+@pytest.mark.parametrize(
+    ("loads", "strike"),
+    [(1, signal.SIGKILL), (2, signal.SIGKILL), (2, signal.SIGSTOP)],
+    ids=["queued-killed", "beside-each-other-killed", "beside-each-other-stopped"],
+)
+def test_a_rank_that_dies_or_stops_holds_nobody_up(
+    longshore: Longshore, llama: StoredModel, one_node: Any, strike: int, loads: int
+) -> None:
+    """`loads`: so many have their minimum at once."""
+    longshore.configure(empty=True, arena_bytes=loads * min_slots(2) * MIB, stuck_after_s=8)
+    layouts = [(2, 1), (1, 2)]  # the same chunks: one load waits for what the other fetches
+    with ThreadPoolExecutor(2) as pool, GatedProxy(llama.server.endpoint_url, ranges=6) as proxy:
+        options = {**llama.options, "endpoint_url": proxy.endpoint_url, "placement_group": one_node, "device": "cpu"}
+        loading = [
+            pool.submit(
+                cluster.load, llama.uri, tensor_parallel_size=tensor_parallel, fsdp_size=fsdp, keep=True, **options
+            )
+            for tensor_parallel, fsdp in layouts
+        ]
+        proxy.wait_until_held(2)
+        eventually(lambda: len(longshore.models()) == 2, "there are not two loads")
+        longshore.kill(longshore.actor_names("worker-")[0], strike)
+        proxy.open()
+        for (tensor_parallel, fsdp), future in zip(layouts, loading, strict=True):
+            model = future.result(180)
+            differs = model.call(shard_differs, str(llama.folder), tensor_parallel, fsdp, KV_HEADS)
+            assert differs == [[], []]
