@@ -185,7 +185,7 @@ class Bench:
     def _in_flight(self, case: Case) -> int:
         """Chunks that may be fetched again for what struck processes had in flight."""
         tp, fsdp, dp = case.layouts[0]
-        threads = int(SETTINGS["fetch_threads"])
+        threads = 2 * int(SETTINGS["fetch_threads"])  # being read, and read but not yet told to the agent
         ranks = {"worker": 1, "agent": tp * fsdp * dp, "coordinator": 0}
         return sum(threads * ranks[strike.who] for strike in case.strikes)
 
