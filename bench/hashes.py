@@ -46,7 +46,7 @@ class HashCost:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.hashes", description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=0.5, help="of one measurement (default: %(default)s)")
+    parser.add_argument("--seconds", type=float, default=0.2, help="of one measurement (default: %(default)s)")
     parser.add_argument("--rounds", type=int, default=5, help="of which the median counts (default: %(default)s)")
     parser.add_argument("--json", type=Path, help="write the figures there too")
     options = parser.parse_args(arguments)

@@ -86,8 +86,9 @@ def test_files_are_compared_with_those_who_keep_their_tensors_too() -> None:
     views = line("safetensors_clone", [0.1], name="views", source="file", memory="none", keeps=False)
     clone = line("safetensors_clone", [1.5], name="clone", source="file")
     goals = {goal.what: goal for goal in find_goals(results(ours, views, clone))}
-    found = goals["local files, fresh memory, verified, over safetensors and clone"]
+    found = goals["local files, fresh memory, verified by blake3, over safetensors and clone"]
     assert (found.found, found.verdict) == ("1.50", "reached")
+    assert goals["local files, fresh memory, verified by xxh3_128, over safetensors and clone"].verdict == ""
 
 
 def test_memory_beyond_tensors_and_arena_is_per_rank() -> None:
