@@ -57,7 +57,7 @@ class ChunkFlow:
         self.cached_chunks: set[int] = set()
         self.store_bytes = 0
         self.direct_bytes = 0  # of those, what went past the arena
-        self.refetched_chunks = 0
+        self.refetched_chunks = self.refetched_bytes = 0
         self.retries: Counter[str] = Counter()
         for rank in job.done:
             for chunk in needs[rank].tolist():
@@ -152,7 +152,9 @@ class ChunkFlow:
             self.queue.requeue(chunk, None, "", now_s=now_s)
 
     def _count(self, chunk: int, size_bytes: int) -> None:
-        self.refetched_chunks += chunk in self.store_chunks
+        if chunk in self.store_chunks or chunk in self.cached_chunks:
+            self.refetched_chunks += 1
+            self.refetched_bytes += size_bytes
         self.store_chunks.add(chunk)
         self.store_bytes += size_bytes
 

@@ -63,6 +63,8 @@ class Segment:
         self._memory = memory
         self._huge = huge  # None when the memory was used before: its pages are there
         self._advised = False
+        self._adding = threading.Lock()
+        self.fresh_s = 0.0  # thread-seconds for which its pages were made present
         # Blocks that nobody touched yet.
         self._absent = bytearray(b"\1" * (0 if huge is None else -(-(self._origin + len(data)) // _BLOCK_BYTES)))
 
@@ -82,10 +84,12 @@ class Segment:
                 self._memory.madvise(mmap.MADV_HUGEPAGE if huge.pay else mmap.MADV_NOHUGEPAGE)
         begin = max(0, block * _BLOCK_BYTES - self._origin)
         end = min(len(self.data), (block + 1) * _BLOCK_BYTES - self._origin)
-        since_s = time.thread_time()
+        since_s, since_cpu_s = time.monotonic(), time.thread_time()
         populate(self._address + begin, end - begin)
+        with self._adding:
+            self.fresh_s += time.monotonic() - since_s
         if end - begin == _BLOCK_BYTES:
-            huge.note(time.thread_time() - since_s, huge=self._advised)
+            huge.note(time.thread_time() - since_cpu_s, huge=self._advised)
 
 
 class SegmentMemory:

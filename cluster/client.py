@@ -86,6 +86,7 @@ def load(
     connection = connect(address, config or Config.from_env())
     if connection is None:
         raise ClusterLost("no cluster could be joined or started")
+    connect_s = time.monotonic() - started_s
     model_id, shared = connection.call("load", replace(request, client_id=connection.client_id))
     connection.hold(model_id, credentials)
     try:
@@ -96,7 +97,13 @@ def load(
             if connection.drop(model_id):
                 connection.call("release", model_id, connection.client_id)
         raise
-    report = replace(report, resident=shared and not waited, total_s=time.monotonic() - started_s)
+    total_s = time.monotonic() - started_s
+    if shared:  # the other times are those of who asked first
+        report = replace(report, resident=not waited, total_s=total_s)
+    else:
+        told_s = max(0.0, total_s - connect_s - report.total_s)
+        after_s = report.ready_after_last_byte_s + told_s
+        report = replace(report, total_s=total_s, connect_s=connect_s, ready_after_last_byte_s=after_s)
     return LoadedModel(connection, model_id, report)
 
 

@@ -34,8 +34,8 @@ def load_table(report: LoadReport) -> RenderableType:
             ("checked", how),
             ("chunks verified", report.verified_chunks),
             (
-                "plan / start / load",
-                f"{report.plan_s:.2f} s / {report.start_s:.2f} s / {report.load_s:.2f} s",
+                "connect / plan / start / load",
+                f"{report.connect_s:.2f} s / {report.plan_s:.2f} s / {report.start_s:.2f} s / {report.load_s:.2f} s",
             ),
             (
                 "to the first byte / READY after the last",

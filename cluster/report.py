@@ -39,7 +39,7 @@ class NodeReport(Jsonable):
     store_bytes: int
     cached_chunks: int  # found in the arena
     cached_bytes: int
-    refetched_chunks: int  # fetched again because they had been evicted or their holder died
+    refetched_chunks: int  # fetched, though had before: they had been evicted, or their holder died
     corrupt_chunks: int  # fetched and thrown away: digest mismatch
     retries: dict[str, int] = field(default_factory=dict)  # by cause
     arena_bytes: int = 0
@@ -47,6 +47,7 @@ class NodeReport(Jsonable):
     baseline_host_bytes: int = 0  # and before the load
     overfetch_bytes: int = 0  # inside the needed chunks, wanted by no rank of the node
     direct_bytes: int = 0  # of store_bytes: received in the memory of ranks, past the arena
+    refetched_bytes: int = 0  # of store_bytes: needed_bytes = store_bytes + cached_bytes - refetched_bytes
 
 
 @dataclass(frozen=True, slots=True)
@@ -66,14 +67,15 @@ class LoadReport(Jsonable):
     placed_bytes: int  # slices of all ranks
     overfetch_bytes: int  # inside needed chunks, wanted by no rank of the node
     plan_s: float  # manifest read, checked and planned
-    start_s: float  # actors started, until a rank had its first chunk to fetch or to copy
-    load_s: float  # of the slowest rank, from there to its last byte placed
-    total_s: float  # from the client's call
+    start_s: float  # from there until a rank had its first chunk to fetch or to copy: workers started, memory checked
+    load_s: float  # from there to the last byte placed, replaced workers included
+    total_s: float  # from the client's call to READY: connect_s + first_byte_s + load_s + ready_after_last_byte_s
     attempts: int
     ranks: tuple[RankReport, ...]
     nodes: tuple[NodeReport, ...]
-    first_byte_s: float = 0.0  # from the call at the coordinator until a rank asked for its first bytes, or copied them
-    ready_after_last_byte_s: float = 0.0  # from the last byte placed until the model was READY
+    connect_s: float = 0.0  # from the client's call until the coordinator had it: a cluster started or joined
+    first_byte_s: float = 0.0  # from there until a rank asked for its first bytes, or copied them: plan_s + start_s
+    ready_after_last_byte_s: float = 0.0  # from the last byte placed until the client knew that the model was READY
     control_plane: tuple[ProcessMemory, ...] = ()  # coordinator and planning process
 
     def as_dict(self) -> dict[str, Any]:
@@ -97,6 +99,7 @@ class LoadReport(Jsonable):
         """Which stage limited the load."""
         return find_limit(
             self.ranks,
+            connect_s=self.connect_s,
             plan_s=self.plan_s,
             start_s=self.start_s,
             load_s=self.load_s,
@@ -106,7 +109,7 @@ class LoadReport(Jsonable):
 
     @property
     def bytes_by_source(self) -> dict[str, int]:
-        """Bytes of needed chunks, by where the nodes had them from."""
+        """Bytes of needed chunks, by where the nodes had them from; what was fetched again is counted again."""
         direct_bytes = sum(node.direct_bytes for node in self.nodes)
         return {
             "store_via_arena": self.store_bytes - direct_bytes,
