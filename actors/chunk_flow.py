@@ -255,11 +255,8 @@ def _given_up(failure: FetchFailure, place: RankPlace, load_id: str) -> Longshor
     where = {"rank": place.rank, "pid": place.process.pid if place.process else None, "tries": failure.tries}
     if isinstance(failure.error, IntegrityError):
         return failure.error.with_details(**where)
-    details = {**failure.error.details, **where}
-    return ChunkFailed(
-        f"a chunk could not be had: {failure.error.message}",
-        hint=failure.error.hint,
-        cause=type(failure.error).__name__,
-        load=load_id,
-        **details,
-    )
+    cause = type(failure.error).__name__
+    if deeper := failure.error.details.get("cause"):  # of a connection: what the socket said
+        cause = f"{cause} ({deeper})"
+    details = {**failure.error.details, **where, "cause": cause, "load": load_id}
+    return ChunkFailed(f"a chunk could not be had: {failure.error.message}", hint=failure.error.hint, **details)
