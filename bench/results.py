@@ -25,6 +25,7 @@ class Run:
     touched_before_bytes: int = 0
     baseline_bytes: int = 0
     peak_bytes: int = 0
+    peak_shared_bytes: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property

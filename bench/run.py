@@ -15,7 +15,7 @@ import json
 import pkgutil
 import sys
 import time
-from collections.abc import Mapping, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,7 @@ from bench.contender import NotRunnable, read_contender
 from bench.goals import find_goals
 from bench.machine import describe_machine, describe_versions
 from bench.one_run import REPOSITORY, RunFailed, run_once
+from bench.our_cluster import main_model_name
 from bench.range_server import NoRangeServer, RangeServer
 from bench.results import CEILING, HAND_WRITTEN, OURS, Line, Results, Run, lines_of
 from bench.run_folder import NGINX, run_folder
@@ -72,6 +73,7 @@ def main(arguments: Sequence[str] | None = None) -> int:
                 results = Results(describe_machine(), describe_versions(), model, rounds, lines, tuned)
                 # In so small a model ranks share every chunk, which then goes through the arena.
                 bench_run = _Benchmark(_specs(models, server), lines, tune=tuned, any_mode=options.small)
+                bench_run.served_bytes = server.served_bytes
                 bench_run.run(rounds)
     except (NoRangeServer, NoRoom) as error:
         print(f"bench: {error}", file=sys.stderr)
@@ -163,6 +165,7 @@ class _Benchmark:
         self._lines = lines
         self._tune = tune
         self._any_mode = any_mode
+        self.served_bytes: Callable[[str], int] | None = None  # of the store so far, below a path
 
     def run(self, rounds: int) -> None:
         """Find settings, then all lines in each round, the next one starting where this one did not."""
@@ -203,7 +206,7 @@ class _Benchmark:
         if line.absent or line.failure:
             return None
         try:
-            run = run_once(line, setting, self._specs[line.source], TIMEOUT_S)
+            run = self._run_once(line, setting)
             if (other := line.other_mode(run)) and not self._any_mode:
                 raise RunFailed(f"asked for {line.case.options['placement']}, ran {other}: is the model too small?")
             return run
@@ -213,6 +216,17 @@ class _Benchmark:
             line.failure = str(error)
         print(f"{line.id}: {line.absent or line.failure}", flush=True)
         return None
+
+    def _run_once(self, line: Line, setting: Mapping[str, Any]) -> Run:
+        """Raises as `run_once` does. What the store sent is in the `extra` of ours."""
+        spec = self._specs[line.source]
+        if self.served_bytes is None or line.source == "file" or not line.contender.startswith(OURS):
+            return run_once(line, setting, spec, TIMEOUT_S)
+        # Nothing but what is measured reads that model: what is loaded before is another one.
+        prefix = f"/{spec.bucket}/{main_model_name(spec.with_options(**line.case.options))}/"
+        before_bytes = self.served_bytes(prefix)
+        run = run_once(line, setting, spec, TIMEOUT_S)
+        return replace(run, extra={**run.extra, "served_bytes": self.served_bytes(prefix) - before_bytes})
 
 
 class _Over(Exception):
