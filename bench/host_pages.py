@@ -23,7 +23,7 @@ for at in range(0, len(memory), mmap.PAGESIZE):
 
 
 def fetch_host_pages(size_bytes: int) -> None:
-    """Touch and free `size_bytes`, or what there is. In small pages: huge ones would leave those out that are not whole."""
+    """Touch and free `size_bytes`, or what there is; in small pages: huge ones leave out those that are not whole."""
     size_bytes = min(size_bytes, psutil.virtual_memory().available - _SPARE_BYTES)
     if size_bytes > 0:
         subprocess.run([sys.executable, "-S", "-c", _TOUCH, str(size_bytes)], check=False)
