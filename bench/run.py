@@ -31,7 +31,7 @@ from bench.our_cluster import main_model_name
 from bench.range_server import NoRangeServer, RangeServer
 from bench.results import CEILING, HAND_WRITTEN, OURS, Line, Results, Run, lines_of
 from bench.run_folder import NGINX, run_folder
-from bench.sample import Models, NoRoom, make_models
+from bench.sample import TUNING_BUCKET, Models, NoRoom, make_models
 from bench.spec import Source, Spec
 from bench.tables import check_docs, markdown, rewrite_docs, terminal
 from bench.tuning import find_best
@@ -39,6 +39,7 @@ from cluster.demo_sandbox import sandbox
 from cluster.interrupts import sigterm_interrupts
 
 SIZE, SMALL_SIZE = "2GB", "40MB"
+TUNING_PART = 4  # settings are searched on models of that part of the size: some hundred runs
 ROUNDS = 3
 TMPFS = "/dev/shm"
 SOURCES: tuple[Source, ...] = ("http", "https", "file")
@@ -67,13 +68,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
         with sigterm_interrupts(), run_folder(options.tmpfs, "longshore-bench-") as folder, sandbox():
             print(f"making the models ({size_bytes / 1e9:.2f} GB) in {options.tmpfs}", flush=True)
             models = make_models(folder / "www", size_bytes)
+            smaller = make_models(folder / "www", size_bytes // TUNING_PART, TUNING_BUCKET) if tuned else models
             with RangeServer(folder / "www", folder / NGINX) as server:
                 lines = _chosen(_patterns(options.only), _sources(server))
                 model = {"bytes": models.size_bytes, "files": len(models.files)}
                 results = Results(describe_machine(), describe_versions(), model, rounds, lines, tuned)
                 # In so small a model ranks share every chunk, which then goes through the arena.
-                bench_run = _Benchmark(_specs(models, server), lines, tune=tuned, any_mode=options.small)
+                bench_run = _Benchmark(_specs(models, server), lines, any_mode=options.small)
                 bench_run.served_bytes = server.served_bytes
+                if tuned:
+                    bench_run.tune(_specs(smaller, server))
                 bench_run.run(rounds)
     except (NoRangeServer, NoRoom) as error:
         print(f"bench: {error}", file=sys.stderr)
@@ -157,29 +161,28 @@ def _chosen(patterns: Sequence[str], sources: Sequence[Source]) -> list[Line]:
 class _Benchmark:
     """The runs, one after the other."""
 
-    def __init__(
-        self, specs: Mapping[Source, Spec], lines: Sequence[Line], *, tune: bool, any_mode: bool = False
-    ) -> None:
+    def __init__(self, specs: Mapping[Source, Spec], lines: Sequence[Line], *, any_mode: bool = False) -> None:
         """`any_mode`: a run in another mode than was asked for is none that failed."""
         self._specs = specs
         self._lines = lines
-        self._tune = tune
         self._any_mode = any_mode
         self.served_bytes: Callable[[str], int] | None = None  # of the store so far, below a path
 
     def run(self, rounds: int) -> None:
-        """Find settings, then all lines in each round, the next one starting where this one did not."""
-        if self._tune:
-            for line in self._lines:
-                self._find_setting(line)
+        """All lines in each round, the next one starting where this one did not."""
         for number in range(rounds):
             first = number * len(self._lines) // max(1, rounds)
             for line in [*self._lines[first:], *self._lines[:first]]:
                 self._one_round(line, number)
 
-    def _find_setting(self, line: Line) -> None:
+    def tune(self, specs: Mapping[Source, Spec]) -> None:
+        """Find every line's best setting, on other models than those of the rounds."""
+        for line in self._lines:
+            self._find_setting(line, specs)
+
+    def _find_setting(self, line: Line, specs: Mapping[Source, Spec]) -> None:
         def gb_per_s(setting: Mapping[str, Any]) -> float:
-            run = self._attempt(line, setting)
+            run = self._attempt(line, setting, specs)
             if run is None:
                 raise _Over
             return run.gb_per_s
@@ -192,7 +195,7 @@ class _Benchmark:
             print(f"{line.id}: best of {len(line.settings)} settings: {json.dumps(dict(line.setting))}", flush=True)
 
     def _one_round(self, line: Line, number: int) -> None:
-        run = self._attempt(line, line.setting)
+        run = self._attempt(line, line.setting, self._specs)
         if run is not None:
             line.runs.append(run)
             print(
@@ -201,12 +204,12 @@ class _Benchmark:
                 flush=True,
             )
 
-    def _attempt(self, line: Line, setting: Mapping[str, Any]) -> Run | None:
+    def _attempt(self, line: Line, setting: Mapping[str, Any], specs: Mapping[Source, Spec]) -> Run | None:
         """One run; None, and no more of that line, when it cannot be or failed."""
         if line.absent or line.failure:
             return None
         try:
-            run = self._run_once(line, setting)
+            run = self._run_once(line, setting, specs[line.source])
             if (other := line.other_mode(run)) and not self._any_mode:
                 raise RunFailed(f"asked for {line.case.options['placement']}, ran {other}: is the model too small?")
             return run
@@ -217,9 +220,8 @@ class _Benchmark:
         print(f"{line.id}: {line.absent or line.failure}", flush=True)
         return None
 
-    def _run_once(self, line: Line, setting: Mapping[str, Any]) -> Run:
+    def _run_once(self, line: Line, setting: Mapping[str, Any], spec: Spec) -> Run:
         """Raises as `run_once` does. What the store sent is in the `extra` of ours."""
-        spec = self._specs[line.source]
         if self.served_bytes is None or line.source == "file" or not line.contender.startswith(OURS):
             return run_once(line, setting, spec, TIMEOUT_S)
         # Nothing but what is measured reads that model: what is loaded before is another one.
