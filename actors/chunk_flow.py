@@ -63,7 +63,7 @@ class ChunkFlow:
         self.direct_bytes = 0  # of those, what went past the arena
         self.disk_chunks: set[int] = set()
         self.disk_bytes = 0
-        self.refetched_chunks = 0
+        self.refetched_chunks = self.refetched_bytes = 0
         self.retries: Counter[str] = Counter()
         for rank in job.done:
             for chunk in needs[rank].tolist():
@@ -173,11 +173,14 @@ class ChunkFlow:
             self.queue.requeue(chunk, None, "", now_s=now_s)
 
     def _count(self, chunk: int, size_bytes: int, disk: str) -> None:
+        had = chunk in self.store_chunks or chunk in self.cached_chunks or chunk in self.disk_chunks
+        if had:
+            self.refetched_chunks += 1
+            self.refetched_bytes += size_bytes
         if disk == DISK_READ:
             self.disk_chunks.add(chunk)
             self.disk_bytes += size_bytes
             return
-        self.refetched_chunks += chunk in self.store_chunks
         self.store_chunks.add(chunk)
         self.store_bytes += size_bytes
 

@@ -63,9 +63,17 @@ class ChunkPlacer:
             return ()
         return tuple(whole_chunks(self._items, self._chunks, MAX_PARTS).tolist())
 
-    def direct_parts(self, chunk: int) -> list[memoryview]:
-        """The memory in which one of `direct_chunks` belongs, in the chunk's order."""
-        return self._device.parts(self._items, self._items.for_chunk(chunk))
+    def direct_parts(self, chunk: int, clock: StageClock) -> list[memoryview]:
+        """The memory in which one of `direct_chunks` belongs, in the chunk's order; present, which can take time."""
+        begun_s = time.monotonic()
+        parts = self._device.parts(self._items, self._items.for_chunk(chunk))
+        clock.busy_s += time.monotonic() - begun_s
+        return parts
+
+    @property
+    def fresh_s(self) -> float:
+        """Of the time for which all threads placed: until fresh memory was present."""
+        return self._device.fresh_s
 
     def place(self, arena: Arena, chunks: list[tuple[int, int]], clock: StageClock) -> int:
         """Copy what the rank wants of these (chunk, slot); bytes copied. Nothing reads the slots afterwards."""

@@ -33,6 +33,10 @@ class CpuDevice:
                 "the rank's host memory could not be taken", need_bytes=sum(segment_bytes), cause=str(error)
             ) from error
 
+    @property
+    def fresh_s(self) -> float:
+        return sum(segment.fresh_s for segment in self._segments)
+
     def attach_arena(self, arena: memoryview) -> None:
         pass
 

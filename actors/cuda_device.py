@@ -22,6 +22,7 @@ class CudaDevice:
     """
 
     receives = False
+    fresh_s = 0.0
 
     def __init__(self, index: int = 0) -> None:
         if not torch.cuda.is_available():

@@ -26,6 +26,11 @@ class Device(Protocol):
         """ "cpu" or "cuda:0"."""
         ...
 
+    @property
+    def fresh_s(self) -> float:
+        """Thread-seconds, inside `place` and `parts`, for which memory that nobody had used was made present."""
+        ...
+
     def allocate(self, segment_bytes: tuple[int, ...]) -> None:
         """Take the memory. Raises DoesNotFit."""
         ...

@@ -228,7 +228,7 @@ class RankLoader:
             chunk, begun_s = lease.chunk, time.monotonic()
             size_bytes = self._placer.chunk_bytes(chunk)
             direct = lease.slot == DIRECT
-            parts = self._placer.direct_parts(chunk) if direct else [self._arena.slot(lease.slot)[:size_bytes]]
+            parts = self._placer.direct_parts(chunk, placing) if direct else [self._arena.slot(lease.slot)[:size_bytes]]
             result = self._fetcher.fetch(lease, parts, clock)
             for part in parts:
                 part.release()

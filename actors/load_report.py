@@ -22,7 +22,12 @@ def make_report(record: ModelRecord, plan: PackedPlan, answers: Sequence[NodeRep
     told = [(seat.told_s - record.created_s, seat.report) for seat in record.seats.values() if seat.told_s]
     first_s = [told_s + rank.start_s for told_s, rank in told if rank is not None]
     last_s = [told_s + rank.start_s + rank.load_s for told_s, rank in told if rank is not None]
-    load_s = max((rank.load_s for rank in ranks), default=0.0)
+    planned_s = record.planned_s - record.created_s
+    if told:
+        start_s, load_s = max(0.0, min(first_s) - planned_s), max(last_s) - min(first_s)
+    else:  # the coordinator was killed meanwhile, and knows only what the ranks say
+        load_s = max((rank.load_s for rank in ranks), default=0.0)
+        start_s = max(0.0, total_s - planned_s - load_s)
     return LoadReport(
         model_id=record.model_id,
         uri=request.uri,
@@ -36,8 +41,8 @@ def make_report(record: ModelRecord, plan: PackedPlan, answers: Sequence[NodeRep
         model_bytes=plan.model_bytes,
         placed_bytes=sum(rank.size_bytes for rank in ranks),
         overfetch_bytes=sum(node.overfetch_bytes for node in answers),
-        plan_s=record.planned_s - record.created_s,
-        start_s=max(0.0, record.created_s + total_s - record.planned_s - load_s),
+        plan_s=planned_s,
+        start_s=start_s,
         load_s=load_s,
         total_s=total_s,
         attempts=record.life.attempt,

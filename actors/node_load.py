@@ -136,6 +136,7 @@ class NodeLoad:
             cached_chunks=len(flow.cached_chunks),
             cached_bytes=int(sizes[sorted(flow.cached_chunks)].sum()),
             refetched_chunks=flow.refetched_chunks,
+            refetched_bytes=flow.refetched_bytes,
             corrupt_chunks=self._corrupt_chunks,
             retries=dict(flow.retries),
             hedges=flow.hedges.count,

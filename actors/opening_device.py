@@ -37,6 +37,10 @@ class OpeningDevice:
         """Of the real device."""
         return self._ready().name
 
+    @property
+    def fresh_s(self) -> float:
+        return self._ready().fresh_s
+
     def allocate(self, segment_bytes: tuple[int, ...]) -> None:
         """Begins to take the memory; a DoesNotFit comes out of `place`."""
         self._submit(lambda device: device.allocate(segment_bytes))

@@ -59,6 +59,7 @@ class RankMeter:
                 fetcher.stage_times(placer.total),
                 place_fetching_s=placer.fetching_s,
                 device_s=placer.device_s,
+                fresh_s=placer.fresh_s,
                 working_s=spent.working_s,
                 wait_slot_s=spent.wait_slot_s,
                 wait_lease_s=spent.wait_lease_s,

@@ -28,20 +28,29 @@ _DEAR_S = 1e-3  # of CPU for a block: twice what its 512 small pages cost. (Huge
 
 
 class _HugePages:
-    """Whether huge pages pay: they do not where the kernel must first move memory about to make room for one, nor in
-    a virtual machine whose host has taken its free memory back."""
+    """Whether huge pages pay: they do not where the kernel must first move memory about to make room for one.
+
+    When the first of them are dear, as many blocks of small pages are tried, and the cheaper kind is kept: where it is
+    not the kernel that makes them dear but a host that has taken the memory back, small ones are no better.
+    """
 
     def __init__(self) -> None:
         self.pay = hasattr(mmap, "MADV_HUGEPAGE")
-        self._blocks = 0
-        self._cpu_s = 0.0
+        self._blocks = {True: 0, False: 0}  # by whether they were huge
+        self._cpu_s = {True: 0.0, False: 0.0}
 
-    def note(self, cpu_s: float) -> None:
+    def note(self, cpu_s: float, *, huge: bool) -> None:
         """A block took so long. Two threads here at once lose a count, which changes nothing."""
-        self._blocks += 1
-        self._cpu_s += cpu_s
-        if self._blocks >= _TRIAL_BLOCKS and self._cpu_s > _DEAR_S * self._blocks:
-            self.pay = False
+        if self._blocks[huge] >= _TRIAL_BLOCKS:
+            return
+        self._blocks[huge] += 1
+        self._cpu_s[huge] += cpu_s
+        if self._blocks[huge] < _TRIAL_BLOCKS:
+            return
+        if huge:
+            self.pay = self._cpu_s[True] <= _DEAR_S * _TRIAL_BLOCKS
+        else:
+            self.pay = self._cpu_s[True] <= 2 * self._cpu_s[False]
 
 
 class Segment:
@@ -54,6 +63,8 @@ class Segment:
         self._memory = memory
         self._huge = huge  # None when the memory was used before: its pages are there
         self._advised = False
+        self._adding = threading.Lock()
+        self.fresh_s = 0.0  # thread-seconds for which its pages were made present
         # Blocks that nobody touched yet.
         self._absent = bytearray(b"\1" * (0 if huge is None else -(-(self._origin + len(data)) // _BLOCK_BYTES)))
 
@@ -73,10 +84,12 @@ class Segment:
                 self._memory.madvise(mmap.MADV_HUGEPAGE if huge.pay else mmap.MADV_NOHUGEPAGE)
         begin = max(0, block * _BLOCK_BYTES - self._origin)
         end = min(len(self.data), (block + 1) * _BLOCK_BYTES - self._origin)
-        since_s = time.thread_time()
+        since_s, since_cpu_s = time.monotonic(), time.thread_time()
         populate(self._address + begin, end - begin)
-        if end - begin == _BLOCK_BYTES and self._advised:
-            huge.note(time.thread_time() - since_s)
+        with self._adding:
+            self.fresh_s += time.monotonic() - since_s
+        if end - begin == _BLOCK_BYTES:
+            huge.note(time.thread_time() - since_cpu_s, huge=self._advised)
 
 
 class SegmentMemory:

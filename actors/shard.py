@@ -16,7 +16,8 @@ class RankShard(Mapping[str, "torch.Tensor"]):
     """The tensors of one rank by name, on its device, plus where they belong.
 
     `shard["model.norm.weight"]` is the rank's own slice. Tensors are views into the rank's memory: what you keep of
-    them stays valid after the model is released, and keeps that memory.
+    them stays valid after the model is released, and keeps that memory: the whole segment that the tensor is in, a
+    layer of the model as a rule.
     """
 
     def __init__(self, plan: RankPlan, device: Device) -> None:

@@ -31,6 +31,7 @@ class Case:
     sources: tuple[Source, ...] = ("http",)
     options: Mapping[str, Any] = field(default_factory=dict)  # in spec.options, besides those of the setting
     limit: str = ""  # "contender:case" of the hand-written limit that does the same work
+    hash_name: str = "blake3"  # of a case that checks
 
 
 @dataclass(frozen=True, slots=True)

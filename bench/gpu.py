@@ -10,7 +10,6 @@ from __future__ import annotations
 import argparse
 import importlib.metadata
 import json
-import shutil
 import subprocess
 import sys
 import tempfile
@@ -19,15 +18,17 @@ from pathlib import Path
 from typing import Any
 
 from bench.accelerator import open_accelerator
+from bench.arguments import output_folder, positive_int, size, writable_folder
 from bench.contender import EXIT_NOT_RUNNABLE, Case, NotRunnable
 from bench.gpu_case import CONTENDERS
 from bench.one_run import REPOSITORY, RunFailed
 from bench.results import Line, Run
+from bench.run_folder import run_folder
 from bench.sample import NoRoom, make_models
 from bench.spec import Spec
 from bench.tuning import find_best
-from cluster.errors import ConfigError
-from cluster.units import parse_bytes
+from cluster.demo_sandbox import sandbox
+from cluster.interrupts import sigterm_interrupts
 
 _TIMEOUT_S = 300.0
 _CEILING = "pinned_copy"
@@ -41,36 +42,32 @@ class _Over(Exception):
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.gpu", description=(__doc__ or "").splitlines()[0])
     parser.add_argument("--device", choices=("cuda", "cpu"), default="cuda", help="cpu: a dry run (default: cuda)")
-    parser.add_argument("--size", default="8GB", help="of the model (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="runs of each contender (default: %(default)s)")
+    parser.add_argument("--size", type=size, default="8GB", help="of the model (default: %(default)s)")
+    parser.add_argument("--rounds", type=positive_int, default=3, help="runs of each contender (default: %(default)s)")
     parser.add_argument("--only", help="names with commas, of " + ", ".join(CONTENDERS))
     parser.add_argument("--no-tuning", action="store_true", help="take the first setting of each contender")
-    parser.add_argument("--folder", default="/dev/shm", help="where the model is made (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "bench" / "out", help="folder for gpu.json")
+    parser.add_argument(
+        "--folder", type=writable_folder, default="/dev/shm", help="where the model is made (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--out", type=output_folder, default=str(REPOSITORY / "bench" / "out"), help="folder for gpu.json"
+    )
     options = parser.parse_args(arguments)
     names = options.only.split(",") if options.only else list(CONTENDERS)
     if unknown := set(names) - set(CONTENDERS):
         parser.error(f"no contender {', '.join(sorted(unknown))}")
     try:
-        size_bytes = parse_bytes(options.size)
-    except ConfigError as error:
-        parser.error(str(error))
-    try:
         machine = open_accelerator(options.device).describe()
-        folder = Path(tempfile.mkdtemp(prefix="longshore-gpu-", dir=options.folder))
-        try:
-            spec = make_models(folder, size_bytes).spec("file").with_options(device=options.device)
+        with sigterm_interrupts(), run_folder(options.folder, "longshore-gpu-") as folder, sandbox():
+            spec = make_models(folder / "www", options.size).spec("file").with_options(device=options.device)
             lines = [_line(name) for name in names]
             _measure(lines, spec, options.rounds, tune=not options.no_tuning)
-        finally:
-            shutil.rmtree(folder, ignore_errors=True)
     except (NotRunnable, NoRoom, ImportError) as error:
         print(f"bench.gpu: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     print(table(lines))
-    options.out.mkdir(parents=True, exist_ok=True)
     found = {
         "machine": machine,
         "versions": _versions(),

@@ -22,6 +22,7 @@ from pathlib import Path
 
 import numpy as np
 
+from bench.arguments import output_file, positive_float, positive_int
 from storage.checksum import HASH_NAMES, MANIFEST_HASH_NAMES, new_hasher
 
 WARM_PIECE_BYTES = 1 << 20
@@ -46,11 +47,11 @@ class HashCost:
 
 def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.hashes", description=__doc__.splitlines()[0])
-    parser.add_argument("--seconds", type=float, default=0.5, help="of one measurement (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=5, help="of which the median counts (default: %(default)s)")
-    parser.add_argument("--json", type=Path, help="write the figures there too")
+    parser.add_argument("--seconds", type=positive_float, default=0.2, help="of one measurement (default: %(default)s)")
+    parser.add_argument("--rounds", type=positive_int, default=5, help="whose median counts (default: %(default)s)")
+    parser.add_argument("--json", type=output_file, help="write the figures there too")
     options = parser.parse_args(arguments)
-    costs = measure_hashes(options.seconds, options.rounds)
+    costs = measure_hashes(options.seconds, options.rounds, lambda text: print(text, file=sys.stderr, flush=True))
     print(table(costs))
     if options.json:
         found = {"cpu_count": os.cpu_count(), "hashes": [asdict(cost) for cost in costs]}
@@ -58,8 +59,11 @@ def main(arguments: list[str] | None = None) -> int:
     return 0
 
 
-def measure_hashes(seconds: float, rounds: int) -> list[HashCost]:
-    """Every hash in every case, rounds interleaved so that a busy moment hits all of them; medians."""
+def measure_hashes(seconds: float, rounds: int, say: Callable[[str], None] = lambda _: None) -> list[HashCost]:
+    """Every hash in every case, rounds interleaved so that a busy moment hits all of them; medians.
+
+    `say` is told of every round that begins.
+    """
     cold_bytes = _cold_bytes()
     random = np.random.default_rng(1)
     chunk = random.integers(0, 256, COLD_CHUNK_BYTES, np.uint8)
@@ -80,7 +84,8 @@ def measure_hashes(seconds: float, rounds: int) -> list[HashCost]:
         for threads in _THREADS
     ]
     found: list[list[HashCost]] = [[] for _ in cases]
-    for _ in range(rounds):
+    for number in range(rounds):
+        say(f"round {number + 1} of {rounds}: {len(cases)} measurements of {seconds:g} s")
         for (name, memory, pieces, threads), costs in zip(cases, found, strict=True):
             costs.append(_measure(name, memory, pieces, threads, seconds))
     return [

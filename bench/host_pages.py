@@ -17,15 +17,13 @@ _SPARE_BYTES = 1 << 30  # for what else runs
 _TOUCH = """
 import mmap, sys
 memory = mmap.mmap(-1, int(sys.argv[1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-if hasattr(mmap, "MADV_HUGEPAGE"):
-    memory.madvise(mmap.MADV_HUGEPAGE)
 for at in range(0, len(memory), mmap.PAGESIZE):
     memory[at] = 1
 """
 
 
 def fetch_host_pages(size_bytes: int) -> None:
-    """Touch and free `size_bytes`, or what there is. The kernel hands out last what was free for longest."""
+    """Touch and free `size_bytes`, or what there is; in small pages: huge ones leave out those that are not whole."""
     size_bytes = min(size_bytes, psutil.virtual_memory().available - _SPARE_BYTES)
     if size_bytes > 0:
         subprocess.run([sys.executable, "-S", "-c", _TOUCH, str(size_bytes)], check=False)

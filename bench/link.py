@@ -18,25 +18,26 @@ import shutil
 import signal
 import subprocess
 import sys
-import tempfile
 from collections.abc import Iterator, Sequence
 from pathlib import Path
 
-from bench.contender import Case, NotRunnable
+from bench.arguments import output_folder, positive_int, size, writable_folder
+from bench.contender import NotRunnable, read_contender
 from bench.one_run import REPOSITORY, RunFailed, run_once
 from bench.range_server import NoRangeServer, RangeServer
 from bench.results import Line
-from bench.sample import MODEL, XXH3, NoRoom, make_models
+from bench.run_folder import NGINX, run_folder
+from bench.sample import NoRoom, make_models
 from bench.spec import Spec
-from cluster.errors import ConfigError
-from cluster.units import parse_bytes
 
 RATES_MBIT = (1000, 2000)
 WANTED_RATIO = 0.98
 _TIMEOUT_S = 300.0  # of one load
 _TOOLS = ("ip", "tc", "nginx")
 _PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/sbin"])
-_UNVERIFIED = "unverified"
+_UNVERIFIED = "direct_fresh_unverified"
+_OURS = ("direct_fresh", "direct_fresh_xxh3", _UNVERIFIED)  # cases of longshore_load
+_RAW = {"processes": 1, "connections": 2, "piece_bytes": 1 << 20}
 
 
 class NoLink(Exception):
@@ -87,29 +88,28 @@ class RateLimitedLink:
 
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.link", description=(__doc__ or "").splitlines()[0])
-    parser.add_argument("--size", default="1GB", help="of the model (default: %(default)s)")
-    parser.add_argument("--rounds", type=int, default=3, help="loads of each kind at each rate (default: %(default)s)")
+    parser.add_argument("--size", type=size, default="1GB", help="of the model (default: %(default)s)")
+    parser.add_argument("--rounds", type=positive_int, default=3, help="loads of each kind at each rate (default: 3)")
     parser.add_argument(
-        "--mbit", type=int, nargs="+", default=RATES_MBIT, help="rates of the link (default: 1000 2000)"
+        "--mbit", type=positive_int, nargs="+", default=RATES_MBIT, help="rates of the link (default: 1000 2000)"
     )
-    parser.add_argument("--tmpfs", default="/dev/shm", help="where the model is made (default: %(default)s)")
-    parser.add_argument("--out", type=Path, default=REPOSITORY / "bench" / "out", help="folder for link.json")
+    parser.add_argument(
+        "--tmpfs", type=writable_folder, default="/dev/shm", help="where the model is made (default: %(default)s)"
+    )
+    parser.add_argument(
+        "--out", type=output_folder, default=str(REPOSITORY / "bench" / "out"), help="folder for link.json"
+    )
     options = parser.parse_args(arguments)
-    try:
-        size_bytes = parse_bytes(options.size)
-    except ConfigError as error:
-        parser.error(str(error))
     try:
         with _ended_in_order():
             check_tools()
-            lines = _measure(size_bytes, options.rounds, options.mbit, Path(options.tmpfs))
+            lines = _measure(options.size, options.rounds, options.mbit, options.tmpfs)
     except (NoLink, NoRangeServer, NoRoom) as error:
         print(f"bench-link: {error}", file=sys.stderr)
         return 2
     except KeyboardInterrupt:
         return 130
     print(table(lines))
-    options.out.mkdir(parents=True, exist_ok=True)
     found = {str(rate): [line.as_dict() for line in at_rate] for rate, at_rate in lines.items()}
     (options.out / "link.json").write_text(json.dumps(found, indent=1) + "\n")
     return 1 if any(line.failure for at_rate in lines.values() for line in at_rate) else 0
@@ -144,37 +144,28 @@ def table(lines: dict[int, list[Line]]) -> str:
 
 
 def _measure(size_bytes: int, rounds: int, rates: Sequence[int], tmpfs: Path) -> dict[int, list[Line]]:
-    folder = Path(tempfile.mkdtemp(prefix="longshore-link-", dir=tmpfs))
-    prefix = ["ip", "netns", "exec"]
-    try:
-        with RateLimitedLink() as link:
-            models = make_models(folder / "www", size_bytes)
-            with RangeServer(
-                folder / "www",
-                folder / "nginx",
-                host=link.address,
-                command_prefix=[*prefix, link.namespace],
-            ) as server:
-                spec = models.spec("http", server.endpoint)
-                found = {}
-                for rate in rates:
-                    link.limit(rate)
-                    found[rate] = _rounds(rate, spec, rounds)
-                return found
-    finally:
-        shutil.rmtree(folder, ignore_errors=True)
+    with run_folder(tmpfs, "longshore-link-") as folder, RateLimitedLink() as link:
+        models = make_models(folder / "www", size_bytes)
+        prefix = ["ip", "netns", "exec", link.namespace]
+        with RangeServer(folder / "www", folder / NGINX, host=link.address, command_prefix=prefix) as server:
+            spec = models.spec("http", server.endpoint)
+            found = {}
+            for rate in rates:
+                link.limit(rate)
+                found[rate] = _rounds(rate, spec, rounds)
+            return found
 
 
 def _rounds(rate: int, spec: Spec, rounds: int) -> list[Line]:
     """Interleaved: all kinds in each round, the next one starting where this one did not."""
-    lines = _lines()
+    lines = make_lines()
     for number in range(rounds):
         first = number % len(lines)
         for line in [*lines[first:], *lines[:first]]:
             if line.absent or line.failure:
                 continue
             try:
-                run = run_once(line, {}, spec, _TIMEOUT_S)
+                run = run_once(line, line.setting, spec, _TIMEOUT_S)
             except NotRunnable as error:
                 line.absent = str(error)
             except RunFailed as error:
@@ -188,25 +179,14 @@ def _rounds(rate: int, spec: Spec, rounds: int) -> list[Line]:
     return lines
 
 
-def _lines() -> list[Line]:
-    cases = (
-        ("blake3", "verified, BLAKE3", True, {"verify": True, "model": MODEL}),
-        ("xxh3", "verified, XXH3-128", True, {"verify": True, "model": XXH3}),
-        (_UNVERIFIED, "not verified", False, {"verify": False}),
-    )
-    ours = [
-        Line(
-            "longshore_load",
-            "Longshore",
-            Case(name, title, checks, True, options={"memory": "fresh", **options}),
-            "http",
-            ({},),
-        )
-        for name, title, checks, options in cases
+def make_lines() -> list[Line]:
+    """The raw reader, and ours as the contender's own module describes it: verified by each hash and not verified."""
+    raw, ours = read_contender("ceiling_raw"), read_contender("longshore_load")
+    cases = {case.name: case for case in ours.cases}
+    return [
+        Line(raw.name, raw.title, raw.cases[0], "http", (_RAW,), _RAW),
+        *(Line(ours.name, ours.title, cases[name], "http", ours.settings, ours.settings[0]) for name in _OURS),
     ]
-    raw_options = {"processes": 1, "connections": 2, "piece_bytes": 1 << 20}
-    raw = Line("ceiling_raw", "raw range GETs", Case("", "", False, False, "none", options=raw_options), "http", ({},))
-    return [raw, *ours]
 
 
 @contextlib.contextmanager

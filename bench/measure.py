@@ -41,6 +41,7 @@ class Measured:
     cpu_s: float = 0.0
     baseline_bytes: int = 0  # PSS of the process tree just before
     peak_bytes: int = 0  # highest PSS of the process tree over that
+    peak_shared_bytes: int = 0  # what of it is shared memory: slots of an arena that were mapped meanwhile
     extra: dict[str, Any] = field(default_factory=dict)
     _clock: _Clock | None = None
 
@@ -75,6 +76,7 @@ class _MemoryWatch:
     def __init__(self, apart: Callable[[int], bool] | None) -> None:
         self._apart = apart
         self.highest_bytes = 0
+        self.shared_bytes = 0  # of the highest
         self.cpu_s = 0.0  # used by the watch
         self._ended = threading.Event()
         self._thread = threading.Thread(target=self._run, name="memory-watch", daemon=True)
@@ -86,10 +88,10 @@ class _MemoryWatch:
         self._ended.set()
         self._thread.join()
 
-    def look(self, pids: list[int] | None = None) -> int:
-        found = pss_bytes(pids if pids is not None else list(own_tree(self._apart)))
-        self.highest_bytes = max(self.highest_bytes, found)
-        return found
+    def look(self, pids: list[int] | None = None) -> None:
+        found, shared = pss_bytes(pids if pids is not None else list(own_tree(self._apart)))
+        if found > self.highest_bytes:
+            self.highest_bytes, self.shared_bytes = found, shared
 
     def _run(self) -> None:
         pids: list[int] = []
@@ -117,7 +119,8 @@ def measured(
     if not touched_before_bytes:
         fetch_host_pages(2 * spec.model_bytes)
     watch = _MemoryWatch(memory_apart)
-    result.baseline_bytes = watch.look()
+    watch.look()
+    result.baseline_bytes, baseline_shared = watch.highest_bytes, watch.shared_bytes
     watch.start()
 
     result._clock = _Clock(watch)
@@ -128,5 +131,6 @@ def measured(
         watch.end()
     watch.look()
     result.peak_bytes = watch.highest_bytes - result.baseline_bytes
+    result.peak_shared_bytes = watch.shared_bytes - baseline_shared
     sys.stdout.flush()
     os.write(1, f"{result.as_json()}\n".encode())

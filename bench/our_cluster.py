@@ -47,8 +47,12 @@ def model_uri(spec: Spec, name: str) -> str:
 
 def main_model(spec: Spec) -> str:
     """The URI of what is loaded under the clock: published, or the same files without a manifest."""
-    published = spec.options.get("model", MODEL)
-    return model_uri(spec, published if spec.options.get("verify", True) else PLAIN)
+    return model_uri(spec, main_model_name(spec))
+
+
+def main_model_name(spec: Spec) -> str:
+    """Of that model (`bench.sample`)."""
+    return str(spec.options.get("model", MODEL)) if spec.options.get("verify", True) else PLAIN
 
 
 @contextlib.contextmanager

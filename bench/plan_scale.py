@@ -14,15 +14,17 @@ from __future__ import annotations
 import argparse
 import json
 import pickle
+import re
 import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
+from bench.arguments import first_line, output_file, positive_int
 from bench.huge_model import MOE_RULES, MoeShape, moe_manifest
 
 DEFAULT_LAYOUTS = ("8x16x8", "8x128x1", "1x1024x1")
@@ -154,7 +156,7 @@ def messages(folder: Path, layout: str, ranks_per_node: int) -> dict[str, Any]:
     node_id = record.seats[0].node_id
     sizes = {
         "shared_bytes": len(packed.shared),
-        "node_job_bytes": len(pickle.dumps(node_job(record, node_id, Config()))),
+        "node_job_bytes": len(pickle.dumps(node_job(record, node_id, record.life.attempt, Config()))),
         "rank_job_bytes": len(pickle.dumps(rank_job(record, record.seats[0], Config()))),
         "nodes": len(record.nodes),
     }
@@ -217,21 +219,46 @@ def _wanted_share(agent_part: dict[str, Any]) -> float:
     return 1 - float(agent_part["overfetch_bytes"]) / max(float(agent_part["needed_bytes"]), 1.0)
 
 
-def main() -> None:
-    parser = argparse.ArgumentParser(description=__doc__.splitlines()[0] if __doc__ else "")
+def check_layout(text: str) -> None:
+    """TPxFSDPxDP, by which a model of that shape can be cut. Raises argparse.ArgumentTypeError."""
+    from cluster.errors import ConfigError, PlanError
+    from cluster.layout import Layout
+    from cluster.layout_rules import parse_rules
+    from cluster.model_config import ModelConfig
+    from cluster.planning import build_load_plan
+
+    if re.fullmatch(r"\d{1,6}x\d{1,6}x\d{1,6}", text, re.ASCII) is None:
+        raise argparse.ArgumentTypeError(f"not TPxFSDPxDP, as in 8x16x8: {text!r}")
+    shape = MoeShape(layers=1, experts=1, shards=1)  # every tensor of the whole has its like here, but for the router
+    config = ModelConfig.model_validate(shape.config())
+    try:
+        build_load_plan(moe_manifest(shape).index(), Layout(*_sizes(text)), parse_rules(MOE_RULES), config)
+    except (ConfigError, PlanError) as error:
+        raise argparse.ArgumentTypeError(f"{text}: {first_line(error)}") from None
+
+
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.plan_scale", description=__doc__.splitlines()[0] if __doc__ else ""
+    )
     parser.add_argument("--layout", action="append", help="tp x fsdp x dp, as in 8x16x8; may be repeated")
-    parser.add_argument("--ranks-per-node", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=MoeShape.layers, help="fewer make a smaller model")
-    parser.add_argument("--shards", type=int, default=MoeShape.shards)
-    parser.add_argument("--chunk-mib", type=int, default=16)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
+    parser.add_argument("--ranks-per-node", type=positive_int, default=8)
+    parser.add_argument("--layers", type=positive_int, default=MoeShape.layers, help="fewer make a smaller model")
+    parser.add_argument("--shards", type=positive_int, default=MoeShape.shards)
+    parser.add_argument("--chunk-mib", type=positive_int, default=16)
+    parser.add_argument("--json", type=output_file, help="write the figures to this file")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
-    args = parser.parse_args()
+    args = parser.parse_args(arguments)
     layouts = args.layout or list(DEFAULT_LAYOUTS)
     if args.part:
         print(json.dumps(PARTS[args.part](args.folder, layouts[0], args.ranks_per_node)))
         return
+    for layout in layouts:  # not by a part: it would count what this imports
+        try:
+            check_layout(layout)
+        except argparse.ArgumentTypeError as error:
+            parser.error(f"argument --layout: {error}")
     shape = MoeShape(layers=args.layers, shards=args.shards)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)

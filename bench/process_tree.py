@@ -47,16 +47,18 @@ def tree_cpu_s() -> float:
     return total
 
 
-def pss_bytes(pids: Collection[int]) -> int:
-    """Memory of these processes together, each page they share counted once."""
-    total = 0
+def pss_bytes(pids: Collection[int]) -> tuple[int, int]:
+    """(memory of these processes together, each page they share counted once; what of that is shared memory)."""
+    total = shared = 0
     for pid in pids:
         with contextlib.suppress(OSError), open(f"/proc/{pid}/smaps_rollup", "rb") as rollup:
             for line in rollup:
                 if line.startswith(b"Pss:"):
                     total += int(line.split()[1]) << 10
+                elif line.startswith(b"Pss_Shmem:"):
+                    shared += int(line.split()[1]) << 10
                     break
-    return total
+    return total, shared
 
 
 def is_ray_daemon(pid: int) -> bool:

@@ -22,6 +22,8 @@ from types import TracebackType
 from typing import Self
 
 _START_TIMEOUT_S = 10.0
+_SERVED = "served.log"
+_FLUSH_S = 0.3  # three times what is set below
 _TRIES = 5  # a free port may be taken before nginx has it
 _PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin"])  # Debian: /usr/sbin
 
@@ -100,6 +102,17 @@ class RangeServer:
     ) -> None:
         self._end()
 
+    def served_bytes(self, prefix: str) -> int:
+        """Bytes of bodies sent so far of everything below that path, "/bench/model/": what really left the store."""
+        time.sleep(_FLUSH_S)  # it writes its log that often, and not for every request
+        total = 0
+        with contextlib.suppress(FileNotFoundError), (self._state / _SERVED).open() as log:
+            for line in log:
+                sent, _, path = line.rstrip("\n").partition(" ")
+                if path.startswith(prefix):
+                    total += int(sent)
+        return total
+
     def _answers(self, port: int) -> bool:
         give_up_s = time.monotonic() + _START_TIMEOUT_S
         while self._process is not None and self._process.poll() is None and time.monotonic() < give_up_s:
@@ -140,7 +153,8 @@ pid {state}/nginx.pid;
 error_log {state}/error.log warn;
 events {{ worker_connections 1024; }}
 http {{
-  access_log off;
+  log_format served '$body_bytes_sent $uri';
+  access_log {state}/{_SERVED} served buffer=64k flush=100ms;
   {temps} uwsgi_temp_path {state}/tmp-uwsgi; scgi_temp_path {state}/tmp-scgi;
   default_type application/octet-stream;
   sendfile on;

@@ -25,6 +25,7 @@ class Run:
     touched_before_bytes: int = 0
     baseline_bytes: int = 0
     peak_bytes: int = 0
+    peak_shared_bytes: int = 0
     extra: Mapping[str, Any] = field(default_factory=dict)
 
     @property
@@ -68,7 +69,14 @@ class Line:
 
     @property
     def title(self) -> str:
-        return f"{self.contender_title}, {self.case.title}" if self.case.title else self.contender_title
+        title = f"{self.contender_title}, {self.case.title}" if self.case.title else self.contender_title
+        others = sorted({other for run in self.runs if (other := self.other_mode(run))})
+        return f"{title} (ran {', '.join(others)})" if others else title
+
+    def other_mode(self, run: Run) -> str:
+        """The placement that the run had, when it is another one than this line asked for; else ""."""
+        asked, had = self.case.options.get("placement"), run.extra.get("placement")
+        return str(had) if asked and had and had != asked else ""
 
     @property
     def gb_per_s(self) -> float:
@@ -127,6 +135,8 @@ class Results:
     model: Mapping[str, Any]  # bytes, shards, tensors, hash
     rounds: int
     lines: Sequence[Line]
+    tuned: bool = True  # settings were found by trying
+    partial: bool = False  # interrupted: not every line has all its runs
 
     def line(self, wanted: str) -> Line | None:
         """The line of that id, when it has runs."""
@@ -148,6 +158,8 @@ class Results:
             "versions": dict(self.versions),
             "model": dict(self.model),
             "rounds": self.rounds,
+            "tuned": self.tuned,
+            "partial": self.partial,
             "lines": [line.as_dict() for line in self.lines],
         }
 

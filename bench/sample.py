@@ -20,7 +20,7 @@ from cluster.client import publish
 from cluster.sample_checkpoint import llama_tensors, write_llama_checkpoint
 from storage.dtypes import tensor_bytes
 
-BUCKET = "bench"
+BUCKET, TUNING_BUCKET = "bench", "tuning"
 MODEL, PLAIN, XXH3, TWIN, SMALL = "model", "plain", "xxh3", "twin", "small"
 _SMALL_BYTES = 8 << 20
 _SHARD_BYTES = 512 << 20  # about; the shards of real checkpoints have 1 to 5 GB
@@ -37,6 +37,7 @@ class Models:
 
     root: Path  # the folder of buckets
     files: tuple[BenchFile, ...]  # of the model; those of its hard links differ in their prefix only
+    bucket: str = BUCKET
 
     @property
     def size_bytes(self) -> int:
@@ -44,18 +45,18 @@ class Models:
 
     def spec(self, source: Source, endpoint: str = "", ca_bundle: str = "") -> Spec:
         """What a contender is told, without options."""
-        folder = str(self.root / BUCKET / MODEL)
-        return Spec(source, endpoint, BUCKET, MODEL, folder, self.files, self.size_bytes, ca_bundle)
+        folder = str(self.root / self.bucket / MODEL)
+        return Spec(source, endpoint, self.bucket, MODEL, folder, self.files, self.size_bytes, ca_bundle)
 
 
-def make_models(root: Path, size_bytes: int) -> Models:
+def make_models(root: Path, size_bytes: int, bucket_name: str = BUCKET) -> Models:
     """Write and publish them below `root`, which must be in tmpfs to mean something. Raises NoRoom."""
     root.mkdir(parents=True, exist_ok=True)
     need_bytes = 2 * size_bytes + _SPARE_BYTES if size_bytes > _SPARE_BYTES else 2 * size_bytes + size_bytes
     free_bytes = shutil.disk_usage(root).free
     if free_bytes < need_bytes:
         raise NoRoom(f"{root} has {free_bytes / 1e9:.1f} GB free; the models and arenas need {need_bytes / 1e9:.1f} GB")
-    bucket = root / BUCKET
+    bucket = root / bucket_name
     for name, size, seed in ((MODEL, size_bytes, 1), (TWIN, size_bytes, 2), (SMALL, _SMALL_BYTES, 3)):
         _write(bucket / name, size, seed)
         for linked in (PLAIN, XXH3) if name == MODEL else ():
@@ -64,7 +65,7 @@ def make_models(root: Path, size_bytes: int) -> Models:
     publish(bucket / XXH3, hash_name="xxh3_128")
     shards = sorted((bucket / MODEL).glob("*.safetensors"))
     files = tuple(BenchFile(f"{MODEL}/{path.name}", str(path), path.stat().st_size) for path in shards)
-    return Models(root, files)
+    return Models(root, files, bucket_name)
 
 
 def _link(folder: Path, to: Path) -> None:

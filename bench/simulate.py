@@ -16,12 +16,14 @@ import random
 import time
 from collections.abc import Sequence
 from dataclasses import asdict, dataclass, replace
-from pathlib import Path
 from typing import Any
 
+from bench.arguments import first_line, float_from_zero, output_file, positive_float, positive_int
 from bench.huge_model import DenseShape, dense_index
 from bench.sim_flows import Network
 from bench.sim_node import NodeRates, SimNode, place_bytes
+from cluster.errors import ConfigError, PlanError
+from cluster.fit import min_slots
 from cluster.layout import Layout
 from cluster.load_plan import LoadPlan
 from cluster.planning import build_load_plan, needed_chunks
@@ -205,29 +207,47 @@ def table(rows: Sequence[tuple[str, Result]]) -> str:
     return "\n".join(lines)
 
 
-def main() -> None:
+def main(arguments: Sequence[str] | None = None) -> None:
     summary = (__doc__ or "").splitlines()[0]
-    parser = argparse.ArgumentParser(description=summary, formatter_class=argparse.ArgumentDefaultsHelpFormatter)
-    parser.add_argument("--nodes", type=int, nargs="+", default=[1, 4, 16, 64, 256, 1024])
-    parser.add_argument("--ranks-per-node", type=int, default=8)
+    parser = argparse.ArgumentParser(
+        prog="python -m bench.simulate",
+        description=summary,
+        formatter_class=argparse.ArgumentDefaultsHelpFormatter,
+    )
+    parser.add_argument("--nodes", type=positive_int, nargs="+", default=[1, 4, 16, 64, 256, 1024])
+    parser.add_argument("--ranks-per-node", type=positive_int, default=8)
     parser.add_argument("--spread", choices=("replicas", "fsdp"), default="replicas")
-    parser.add_argument("--nic", type=float, default=Rates.nic_bytes_s / GB, help="GB/s of a node")
-    parser.add_argument("--store", type=float, default=Rates.store_bytes_s / GB, help="GB/s of the store")
-    parser.add_argument("--connection", type=float, default=Rates.connection_bytes_s / GB, help="GB/s of a connection")
-    parser.add_argument("--worker", type=float, default=Rates.worker_bytes_s / GB, help="GB/s that a worker verifies")
-    parser.add_argument("--pcie", type=float, default=Rates.pcie_bytes_s / GB, help="GB/s to each device")
-    parser.add_argument("--latency-ms", type=float, default=Rates.latency_s * 1e3, help="to the first byte")
-    parser.add_argument("--exchange-ms", type=float, default=Rates.exchange_s * 1e3, help="rank to agent and back")
-    parser.add_argument("--threads", type=int, default=Case.threads, help="requests at once, per rank")
-    parser.add_argument("--arena-slots", type=int, default=Case.arena_slots)
-    parser.add_argument("--chunk-mib", type=int, default=8)
-    parser.add_argument("--layers", type=int, default=DenseShape.layers, help="of a model shaped like Llama 70B")
-    parser.add_argument("--slow", type=float, default=4.0, help="how many times slower the slow NIC or worker is")
-    parser.add_argument("--jitter", type=float, default=0.0, help="of the latency, as a fraction")
-    parser.add_argument("--sample", type=int, default=Case.sample, help="nodes that stand in for all, with fsdp")
+    parser.add_argument("--nic", type=positive_float, default=Rates.nic_bytes_s / GB, help="GB/s of a node")
+    parser.add_argument("--store", type=positive_float, default=Rates.store_bytes_s / GB, help="GB/s of the store")
+    parser.add_argument(
+        "--connection", type=positive_float, default=Rates.connection_bytes_s / GB, help="GB/s of a connection"
+    )
+    parser.add_argument(
+        "--worker", type=positive_float, default=Rates.worker_bytes_s / GB, help="GB/s that a worker verifies"
+    )
+    parser.add_argument("--pcie", type=positive_float, default=Rates.pcie_bytes_s / GB, help="GB/s to each device")
+    parser.add_argument("--latency-ms", type=float_from_zero, default=Rates.latency_s * 1e3, help="to the first byte")
+    parser.add_argument(
+        "--exchange-ms", type=float_from_zero, default=Rates.exchange_s * 1e3, help="rank to agent and back"
+    )
+    parser.add_argument("--threads", type=positive_int, default=Case.threads, help="requests at once, per rank")
+    parser.add_argument("--arena-slots", type=positive_int, default=Case.arena_slots)
+    parser.add_argument("--chunk-mib", type=positive_int, default=8)
+    parser.add_argument(
+        "--layers", type=positive_int, default=DenseShape.layers, help="of a model shaped like Llama 70B"
+    )
+    parser.add_argument(
+        "--slow", type=positive_float, default=4.0, help="how many times slower the slow NIC or worker is"
+    )
+    parser.add_argument("--jitter", type=float_from_zero, default=0.0, help="of the latency, as a fraction")
+    parser.add_argument(
+        "--sample", type=positive_int, default=Case.sample, help="nodes that stand in for all, with fsdp"
+    )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=Path, help="write the figures to this file")
-    args = parser.parse_args()
+    parser.add_argument("--json", type=output_file, help="write the figures to this file")
+    args = parser.parse_args(arguments)
+    if args.arena_slots < (least := min_slots(args.ranks_per_node)):
+        parser.error(f"argument --arena-slots: {args.ranks_per_node} ranks on a node need {least} or more")
     rates = Rates(
         nic_bytes_s=args.nic * GB,
         store_bytes_s=args.store * GB,
@@ -256,7 +276,10 @@ def main() -> None:
         (f"one worker {args.slow:g}x slower", {"slow_worker": args.slow}),
     ):
         for nodes in args.nodes:
-            rows.append((name, simulate(model, replace(even, nodes=nodes, **change), rates)))
+            try:
+                rows.append((name, simulate(model, replace(even, nodes=nodes, **change), rates)))
+            except (ConfigError, PlanError) as error:  # a model of that shape cannot be cut that way
+                parser.error(f"{nodes} nodes of {args.ranks_per_node} ranks: {first_line(error)}")
     print(f"{model.index.size_bytes / GB:.1f} GB in {len(model.index.chunks):,} chunks, {args.spread}\n")
     print(table(rows))
     print(f"\nsimulated in {time.perf_counter() - begun_s:.0f} s")

@@ -1,4 +1,4 @@
-"""How long a load takes that moves few bytes: `python bench/startup.py [--rounds N] [--json FILE]`.
+"""How long a load takes that moves few bytes: `python -m bench.startup [--rounds N] [--json FILE]`.
 
     cold         new worker processes; coordinator and agent run
     warm         the workers of the model before take it over (`Config.warm_workers_s`)
@@ -18,6 +18,7 @@ import platform
 import statistics
 import tempfile
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -25,6 +26,7 @@ from typing import Any
 import numpy as np
 
 import cluster
+from bench.arguments import output_file, positive_int
 from cluster.client import release_warm
 from cluster.connection import disconnect
 from cluster.sample_checkpoint import write_llama_checkpoint
@@ -53,12 +55,12 @@ CASES = ("cold", "warm", "arena fresh", "arena kept", "resident")
 FIELDS = ("total_s", "plan_s", "first_byte_s", "load_s", "ready_after_last_byte_s")
 
 
-def main() -> None:
-    arguments = argparse.ArgumentParser(description=__doc__.splitlines()[0])
-    arguments.add_argument("--rounds", type=int, default=7)
-    arguments.add_argument("--ranks", type=int, default=2)
-    arguments.add_argument("--json", type=Path)
-    options = arguments.parse_args()
+def main(arguments: Sequence[str] | None = None) -> None:
+    parser = argparse.ArgumentParser(prog="python -m bench.startup", description=__doc__.splitlines()[0])
+    parser.add_argument("--rounds", type=positive_int, default=7)
+    parser.add_argument("--ranks", type=positive_int, default=2)
+    parser.add_argument("--json", type=output_file)
+    options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="longshore-startup-") as folder:
         found = measure(Path(folder), options.rounds, options.ranks)
     show(found)

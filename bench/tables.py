@@ -101,8 +101,10 @@ def markdown(results: Results, goals: Sequence[Goal], command: str) -> str:
         goal_rows = [("goal", "wanted", "found", ""), *((g.what, g.wanted, g.found, g.verdict) for g in goals)]
         parts.append("\n".join(_markdown_rows(goal_rows)))
     settings = [(f"`{line.id}`", f"`{json.dumps(dict(line.setting))}`") for line in ordered(results.lines) if line.runs]
-    parts.append("### Settings\n\nFound by trying those that `bench/contenders/` lists, before the rounds.")
-    parts.append("\n".join(_markdown_rows([("line", "best setting"), *settings])))
+    how = "Found by trying those" if results.tuned else "Not tuned: the first of those"
+    when = ", before the rounds." if results.tuned else "; none was tried."
+    parts.append(f"### Settings\n\n{how} that `bench/contenders/` lists{when}")
+    parts.append("\n".join(_markdown_rows([("line", "best setting" if results.tuned else "setting"), *settings])))
     return "\n\n".join(parts)
 
 
@@ -132,11 +134,18 @@ def _pairs(values: object) -> str:
     return ", ".join(f"{name} {value}" for name, value in dict(values).items())  # type: ignore[call-overload]
 
 
-def rewrite_docs(path: Path, text: str) -> None:
-    """Put `text` between the markers of that file. Raises ValueError when it has not both, once each."""
-    whole = path.read_text()
+def check_docs(path: Path) -> str:
+    """What that file has. Raises ValueError when it has not both markers, once each, OSError when it is not there."""
+    with path.open("r+") as opened:
+        whole = opened.read()
     if whole.count(BEGIN) != 1 or whole.count(END) != 1 or whole.index(BEGIN) > whole.index(END):
         raise ValueError(f"{path} has not the markers {BEGIN!r} and {END!r}, once each and in this order")
+    return whole
+
+
+def rewrite_docs(path: Path, text: str) -> None:
+    """Put `text` between the markers of that file. Raises as `check_docs` does."""
+    whole = check_docs(path)
     before, _, rest = whole.partition(BEGIN)
     path.write_text(f"{before}{BEGIN}\n\n{text}\n\n{END}{rest.partition(END)[2]}")
 

@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from cluster.errors import LayoutError as LayoutError
     from cluster.errors import LoadCancelled as LoadCancelled
     from cluster.errors import LoadError as LoadError
+    from cluster.errors import LoadForgotten as LoadForgotten
     from cluster.errors import LoadTimeout as LoadTimeout
     from cluster.errors import ModelConfigError as ModelConfigError
     from cluster.errors import ModelNotFound as ModelNotFound
@@ -101,7 +102,7 @@ _EXPORTS = {
     "cluster.config": "Config",
     "cluster.errors": (
         "ChunkFailed ClusterError ClusterLost ConfigError DeviceUnavailable DoesNotFit IllegalTransition LayoutError "
-        "LoadCancelled LoadError LoadTimeout ModelConfigError ModelNotFound NodeLost NotEnoughResources "
+        "LoadCancelled LoadError LoadForgotten LoadTimeout ModelConfigError ModelNotFound NodeLost NotEnoughResources "
         "PackageMissing PlanError RankLost RemoteCallFailed VersionMismatch"
     ),
     "cluster.model": "LoadedModel",

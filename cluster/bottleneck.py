@@ -4,6 +4,7 @@
     store      requests waited for the store's bytes, or before another try
     disk       reading chunks of the disk tier, and checking them
     verify     hashing
+    memory     making host memory present that tensors are the first to use
     place      copying to where tensors live; also when fetching waits because placing keeps the slots
     device     the device's own copies, likewise
     slots      fetching waited for slots of the arena though nothing keeps them for long: the arena is small
@@ -27,6 +28,14 @@ BUSY = 0.6  # of the load time at work while slots were waited for: that is what
 FULL = 0.9  # of the host's processor time in use
 OURS = 0.4  # of it in use by the load's own ranks
 
+_DOING = {
+    "store": "reading",
+    "disk": "reading from disk",
+    "verify": "hashing",
+    "memory": "mapping fresh memory",
+    "place": "placing",
+}
+
 
 @dataclass(frozen=True, slots=True)
 class LoadLimit:
@@ -39,24 +48,31 @@ class LoadLimit:
 
 
 def find_limit(
-    ranks: Sequence[RankReport], *, plan_s: float, start_s: float, load_s: float, total_s: float, resident: bool
+    ranks: Sequence[RankReport],
+    *,
+    connect_s: float = 0.0,
+    plan_s: float,
+    start_s: float,
+    load_s: float,
+    total_s: float,
+    resident: bool,
 ) -> LoadLimit:
     """What limited a load of these ranks; the times are those of `LoadReport`."""
     if resident:
         return LoadLimit("resident", 0.0, "the model was there already: nothing had to move")
     shares = stage_shares(ranks)
-    before_s = max(0.0, total_s - load_s)
+    before_s = connect_s + plan_s + start_s
     if before_s > load_s:
         said = (
             f"start-up: {before_s:.2f} of {total_s:.2f} s had passed before bytes moved "
-            f"(planning {plan_s:.2f} s, workers {start_s:.2f} s)"
+            f"(cluster {connect_s:.2f} s, planning {plan_s:.2f} s, workers {start_s:.2f} s)"
         )
-        return LoadLimit("start-up", before_s / total_s, said, shares)
+        return LoadLimit("start-up", min(1.0, before_s / total_s), said, shares)
     host_busy, ours = _processors(ranks)
     stages = sum((rank.stages for rank in ranks), start=StageTimes())
     if host_busy >= FULL and ours >= OURS:
-        largest = max(("store", "disk", "verify", "place"), key=lambda stage: shares[stage])
-        doing = {"store": "reading", "disk": "reading from disk", "verify": "hashing", "place": "placing"}[largest]
+        largest = max(_DOING, key=lambda stage: shares[stage])
+        doing = _DOING[largest]
         said = (
             f"cpu: the processors were {host_busy:.0%} busy, {ours:.0%} with this load's ranks; "
             f"the largest part of their time went into {doing} ({shares[largest]:.0%})"
@@ -75,11 +91,14 @@ def stage_shares(ranks: Sequence[RankReport]) -> dict[str, float]:
     on_disk = stages.disk_s / streaming_s if streaming_s else 0.0
     verifying = stages.verify_s / streaming_s if streaming_s else 0.0
     placing = stages.place_fetching_s / streaming_s if streaming_s else 0.0
+    placing_s = stages.working_s * placing + max(0.0, stages.place_s - stages.place_fetching_s)
+    fresh = min(1.0, stages.fresh_s / stages.place_s) if stages.place_s else 0.0
     seconds = {
         "store": stages.working_s * (1 - on_disk - verifying - placing) + stages.wait_retry_s,
         "disk": stages.working_s * on_disk,
         "verify": stages.working_s * verifying,
-        "place": stages.working_s * placing + max(0.0, stages.place_s - stages.place_fetching_s),
+        "memory": placing_s * fresh,
+        "place": placing_s * (1 - fresh),
         "device": stages.device_s,
         "slots": stages.wait_slot_s,
         "control": stages.wait_lease_s,
@@ -89,9 +108,9 @@ def stage_shares(ranks: Sequence[RankReport]) -> dict[str, float]:
 
 def _busiest(shares: dict[str, float]) -> str:
     if shares["slots"] >= MUCH:
-        keeper = "device" if shares["device"] > shares["place"] else "place"
-        if shares["place"] + shares["device"] >= BUSY:
-            return keeper
+        keepers = ("device", "place", "memory")
+        if sum(shares[keeper] for keeper in keepers) >= BUSY:
+            return max(keepers, key=lambda keeper: shares[keeper])
     return max(shares, key=lambda stage: shares[stage])
 
 
@@ -120,6 +139,11 @@ def _sentence(stage: str, shares: dict[str, float], stages: StageTimes, ranks: S
         return f"verify: hashing took {share}, {show_rate(stages.verify_bytes, stages.verify_s)} per thread"
     if stage == "place":
         return f"place: copying to the tensors' memory took {share}, {show_rate(stages.place_bytes, stages.place_s)}"
+    if stage == "memory":
+        return (
+            f"memory: mapping fresh host memory took {share}; workers that are kept warm reuse theirs "
+            "(LONGSHORE_WARM_WORKERS_S)"
+        )
     if stage == "device":
         return f"device: its copies took {share}, {show_bytes(stages.place_bytes)} in all"
     if stage == "slots":

@@ -11,7 +11,6 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
 from typing import TYPE_CHECKING, Any
 
 from cluster.async_twins import GIVEN_UP, in_thread
@@ -22,16 +21,13 @@ from cluster.model import LoadedModel
 from cluster.report import ClusterStatus, LoadProgress
 from cluster.request import StoreOptions, make_request, open_destination, open_uri, read_keys
 from cluster.trust import TrustPolicy
-from cluster.wait import LoadForgotten, wait_until_ready
-from storage.errors import LongshoreError
+from cluster.wait import load_on
 
 if TYPE_CHECKING:
     from cluster.plan_summary import PlanSummary
     from storage.publish import PublishReport
     from storage.store_ref import Credentials
     from storage.verify import VerifyReport
-
-TRIES_OF_A_LOAD = 5  # each is one coordinator's
 
 Progress = Callable[[LoadProgress], None]
 Keys = Sequence[str | os.PathLike[str]]
@@ -94,24 +90,7 @@ def load(
     connection = connect(address, config)
     if connection is None:
         raise ClusterLost("no cluster could be joined or started")
-    request = replace(request, client_id=connection.client_id)
-    deadline_s = None if timeout_s is None else started_s + timeout_s
-    for tries_left in reversed(range(TRIES_OF_A_LOAD)):
-        model_id, shared = connection.call("load", request)
-        connection.hold(model_id, credentials)
-        try:
-            report, waited = wait_until_ready(connection, model_id, progress, deadline_s, GIVEN_UP.get())
-            break
-        except LoadForgotten:  # by a coordinator that was killed before any agent knew of it
-            connection.drop(model_id)
-            if not tries_left:
-                raise
-        except BaseException:
-            with contextlib.suppress(LongshoreError):
-                if connection.drop(model_id):
-                    connection.call("release", model_id, connection.client_id)
-            raise
-    report = replace(report, resident=shared and not waited, total_s=time.monotonic() - started_s)
+    model_id, report = load_on(connection, request, progress, GIVEN_UP.get(), called_s=started_s, timeout_s=timeout_s)
     return LoadedModel(connection, model_id, report)
 
 

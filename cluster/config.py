@@ -35,7 +35,7 @@ class Config(BaseModel):
     fetch_attempts: int = Field(4, ge=1)  # tries of one chunk by one worker before another gets it
     chunk_attempts: int = Field(3, ge=1)  # workers a chunk is tried by before the load fails
     hedge_factor: float = Field(4.0, ge=0)  # a fetch so many times as old as usual is begun once more; 0: never
-    hedge_after_s: float = Field(2.0, ge=0, le=MAX_S)  # and it is at least so old
+    hedge_after_s: float = Field(2.0, gt=0, le=MAX_S)  # and it is at least so old
     rank_restarts: int = Field(3, ge=0)  # replacements of one rank's worker before the load fails
     node_wait_s: float = Field(0.0, ge=0, le=MAX_S)  # ranks of a lost node wait that long for room; 0: not at all
     heartbeat_s: float = Field(0.5, gt=0, le=MAX_S)  # worker to agent, agent to coordinator

@@ -8,6 +8,7 @@ LongshoreError
 |  +- DoesNotFit                a device or host lacks the memory; says need and have for each
 +- ClusterError
 |  +- ClusterLost               no coordinator, or Ray itself cannot be reached
+|  |  +- LoadForgotten          coordinators were killed, again and again, before the load had begun
 |  +- NotEnoughResources        more ranks than GPUs (or CPU ranks) free; says who holds them
 |  +- VersionMismatch           client and cluster run different Longshore versions
 |  +- PackageMissing            a node does not have longshore installed
@@ -54,6 +55,10 @@ class ClusterError(LongshoreError):
 
 class ClusterLost(ClusterError):
     """No coordinator answers, or Ray itself cannot be reached."""
+
+
+class LoadForgotten(ClusterLost):
+    """The coordinator was killed before agents kept the load for it; so were those that were asked anew."""
 
 
 class NotEnoughResources(ClusterError):

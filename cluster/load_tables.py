@@ -38,8 +38,8 @@ def load_table(report: LoadReport) -> RenderableType:
             ("chunks verified", report.verified_chunks),
             *([("objects checked", _objects(report))] if report.objects else []),
             (
-                "plan / start / load",
-                f"{report.plan_s:.2f} s / {report.start_s:.2f} s / {report.load_s:.2f} s",
+                "connect / plan / start / load",
+                f"{report.connect_s:.2f} s / {report.plan_s:.2f} s / {report.start_s:.2f} s / {report.load_s:.2f} s",
             ),
             (
                 "to the first byte / READY after the last",

@@ -21,12 +21,13 @@ class StageTimes(Jsonable):
     """Thread-seconds spent and bytes handled by the stages of one or more ranks."""
 
     fetch_s: float = 0.0  # inside the store's reads
-    fetch_bytes: int = 0  # bytes that left the store, failed attempts included
+    fetch_bytes: int = 0  # of reads that came to their end, those with a wrong digest included
     verify_s: float = 0.0  # hashing
     verify_bytes: int = 0
-    place_s: float = 0.0  # copying from the arena to the device
+    place_s: float = 0.0  # copying from the arena to the device, and what `fresh_s` has
     place_bytes: int = 0
     place_fetching_s: float = 0.0  # of place_s: by threads that placed at once what they had fetched
+    fresh_s: float = 0.0  # of place_s: until host memory that was never used was present
     device_s: float = 0.0  # after a copy, until the device had done it
     wait_chunk_s: float = 0.0  # placer idle: no committed chunk to copy
     disk_s: float = 0.0  # reading and checking chunks on the node's disk

@@ -6,10 +6,11 @@ Plain frozen data; `as_dict` of each is what `--json` prints.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, field, fields, replace
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cluster.bottleneck import LoadLimit, find_limit
+from cluster.node_report import NodeReport
 from cluster.object_check import ObjectCheck, join_checks, unchecked_counts
 from cluster.rank_report import Jsonable, ProcessMemory, RankReport, StageTimes
 
@@ -27,48 +28,6 @@ __all__ = [
     "RankReport",
     "StageTimes",
 ]
-
-_OF_THE_AGENT = {"arena_bytes", "peak_host_bytes", "baseline_host_bytes", "disk_unkept_chunks"}
-
-
-@dataclass(frozen=True, slots=True)
-class NodeReport(Jsonable):
-    """One node's share of a load."""
-
-    node: str
-    host: str
-    needed_chunks: int  # chunks that any rank of the node touches
-    needed_bytes: int
-    store_chunks: int  # fetched from the store and committed
-    store_bytes: int
-    cached_chunks: int  # found in the arena
-    cached_bytes: int
-    refetched_chunks: int  # fetched again because they had been evicted or their holder died
-    corrupt_chunks: int  # fetched and thrown away: digest mismatch
-    retries: dict[str, int] = field(default_factory=dict)  # by cause
-    arena_bytes: int = 0
-    peak_host_bytes: int = 0  # the agent's own memory at its highest, the arena not counted
-    baseline_host_bytes: int = 0  # and before the load
-    overfetch_bytes: int = 0  # inside the needed chunks, wanted by no rank of the node
-    direct_bytes: int = 0  # of store_bytes: received in the memory of ranks, past the arena
-    hedges: int = 0  # chunks that were fetched by two at once, because the first was far slower than others
-    hedges_won: int = 0  # of those, how often the second brought the chunk
-    disk_chunks: int = 0  # read from the node's disk, verified and committed
-    disk_bytes: int = 0
-    disk_unkept_chunks: int = 0  # not written there for want of room or by a fault, of any load since the agent began
-    objects: tuple[ObjectCheck, ...] = ()  # that any rank of the node touches, when there is no manifest
-
-    def plus(self, later: NodeReport) -> NodeReport:
-        """With another part of the load on the same node. A chunk that both parts need counts for each: one of them
-        found it in the arena.
-        """
-        sums = {
-            name: getattr(self, name) + getattr(later, name)
-            for name in (item.name for item in fields(self))
-            if isinstance(getattr(self, name), int) and name not in _OF_THE_AGENT
-        }
-        retries = dict(Counter(self.retries) + Counter(later.retries))
-        return replace(self, **sums, retries=retries, objects=join_checks((*self.objects, *later.objects)))
 
 
 @dataclass(frozen=True, slots=True)
@@ -90,14 +49,15 @@ class LoadReport(Jsonable):
     placed_bytes: int  # slices of all ranks
     overfetch_bytes: int  # inside needed chunks, wanted by no rank of the node
     plan_s: float  # manifest read, checked and planned
-    start_s: float  # actors started, until a rank had its first chunk to fetch or to copy
-    load_s: float  # of the slowest rank, from there to its last byte placed
-    total_s: float  # from the client's call
+    start_s: float  # from there until a rank had its first chunk to fetch or to copy: workers started, memory checked
+    load_s: float  # from there to the last byte placed, replaced workers included
+    total_s: float  # from the client's call to READY: connect_s + first_byte_s + load_s + ready_after_last_byte_s
     attempts: int
     ranks: tuple[RankReport, ...]
     nodes: tuple[NodeReport, ...]
-    first_byte_s: float = 0.0  # from the call at the coordinator until a rank asked for its first bytes, or copied them
-    ready_after_last_byte_s: float = 0.0  # from the last byte placed until the model was READY
+    connect_s: float = 0.0  # from the client's call until the coordinator had it: a cluster started or joined
+    first_byte_s: float = 0.0  # from there until a rank asked for its first bytes, or copied them: plan_s + start_s
+    ready_after_last_byte_s: float = 0.0  # from the last byte placed until the client knew that the model was READY
     control_plane: tuple[ProcessMemory, ...] = ()  # coordinator and planning process
 
     def as_dict(self) -> dict[str, Any]:
@@ -120,11 +80,20 @@ class LoadReport(Jsonable):
         }
         return {**asdict(self), **derived}
 
+    def as_seen(self, total_s: float, connect_s: float, *, shared: bool, waited: bool) -> LoadReport:
+        """By a client whose call took so long, and so long to be heard. `shared`: somebody else had asked before."""
+        if shared:
+            return replace(self, resident=not waited, total_s=total_s)
+        told_s = max(0.0, total_s - connect_s - self.total_s)
+        after_s = self.ready_after_last_byte_s + told_s
+        return replace(self, total_s=total_s, connect_s=connect_s, ready_after_last_byte_s=after_s)
+
     @property
     def limit(self) -> LoadLimit:
         """Which stage limited the load."""
         return find_limit(
             self.ranks,
+            connect_s=self.connect_s,
             plan_s=self.plan_s,
             start_s=self.start_s,
             load_s=self.load_s,
@@ -134,7 +103,7 @@ class LoadReport(Jsonable):
 
     @property
     def bytes_by_source(self) -> dict[str, int]:
-        """Bytes of needed chunks, by where the nodes had them from."""
+        """Bytes of needed chunks, by where the nodes had them from; what was fetched again is counted again."""
         direct_bytes = sum(node.direct_bytes for node in self.nodes)
         return {
             "store_via_arena": self.store_bytes - direct_bytes,

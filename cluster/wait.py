@@ -2,20 +2,58 @@
 
 from __future__ import annotations
 
+import contextlib
 import threading
 import time
 from collections.abc import Callable
+from dataclasses import replace
 
 from cluster.connection import Connection
-from cluster.errors import ClusterLost, LoadCancelled, LoadTimeout, ModelNotFound
+from cluster.errors import ClusterLost, LoadCancelled, LoadForgotten, LoadTimeout, ModelNotFound
+from cluster.messages import LoadRequest
 from cluster.report import LoadProgress, LoadReport
+from storage.errors import LongshoreError
 
 EARLY = ("", "planning", "waiting", "starting")  # nothing moves yet: to ask anew costs nothing
+TRIES = 5  # of a load that was forgotten; each is one coordinator's
 REBUILD_GRACE_S = 20.0  # a restarted coordinator has heard every agent again by then
 
 
-class LoadForgotten(ClusterLost):
-    """The coordinator was killed before agents kept the load for it: ask again."""
+def load_on(
+    connection: Connection,
+    request: LoadRequest,
+    progress: Callable[[LoadProgress], None] | None,
+    given_up: threading.Event | None,
+    *,
+    called_s: float,
+    timeout_s: float | None,
+) -> tuple[str, LoadReport]:
+    """(the model's id, the load's report): ask for a load and wait until it is ready; this client holds it then.
+
+    `called_s`: when the user asked, on the monotonic clock. Raises as `wait_until_ready` does; nothing is held or asked
+    for any more then.
+    """
+    connect_s = time.monotonic() - called_s
+    deadline_s = None if timeout_s is None else called_s + timeout_s
+    request = replace(request, client_id=connection.client_id)
+    tries_left = TRIES
+    while True:
+        tries_left -= 1
+        model_id, shared = connection.call("load", request)
+        connection.hold(model_id, request.store.credentials)
+        try:
+            report, waited = wait_until_ready(connection, model_id, progress, deadline_s, given_up)
+            total_s = time.monotonic() - called_s
+            return model_id, report.as_seen(total_s, connect_s, shared=shared, waited=waited)
+        except LoadForgotten:  # by a coordinator that was killed before any agent knew of it
+            connection.drop(model_id)
+            if not tries_left:
+                raise
+        except BaseException:
+            with contextlib.suppress(LongshoreError):
+                if connection.drop(model_id):
+                    connection.call("release", model_id, connection.client_id)
+            raise
 
 
 def wait_until_ready(

@@ -40,12 +40,12 @@ def reset_high_water() -> None:
 
 
 class PeakMemory:
-    """The calling process's memory since now. `kept_bytes` of it are no part of the baseline: memory to be reused."""
+    """The calling process's memory since now. `kept_bytes` of it, to be reused or given back, are not counted before
+    the first `sample`.
+    """
 
     def __init__(self, kept_bytes: int = 0) -> None:
-        now_bytes = own_bytes()
-        self.baseline_bytes = max(0, now_bytes - kept_bytes)
-        self.peak_bytes = now_bytes
+        self.baseline_bytes = self.peak_bytes = max(0, own_bytes() - kept_bytes)
 
     def sample(self) -> None:
         """Look now. Whoever wants the peak of something calls this while it goes on."""

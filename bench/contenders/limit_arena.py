@@ -12,7 +12,16 @@ CHECKS = True
 KEEPS = False
 CASES = (
     Case("verified", "verified", True, False, "arena", ("http", "https", "file"), {"verify": True}),
-    Case("xxh3", "verified by XXH3-128", True, False, "arena", ("http",), {"verify": True, "model": XXH3}),
+    Case(
+        "xxh3",
+        "verified by XXH3-128",
+        True,
+        False,
+        "arena",
+        ("http",),
+        {"verify": True, "model": XXH3},
+        hash_name="xxh3_128",
+    ),
     Case("unverified", "not verified", False, False, "arena", ("http",), {"verify": False}),
 )
 __all__ = ["CASES", "CHECKS", "KEEPS", "SETTINGS", "TITLE", "main"]

@@ -41,6 +41,7 @@ CASES = (
         keeps=False,
         memory="arena",
         options={"verify": True, "model": XXH3},
+        hash_name="xxh3_128",
         limit="limit_arena:xxh3",
     ),
     Case(

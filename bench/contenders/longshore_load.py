@@ -18,7 +18,7 @@ from bench.our_cluster import (
     store_arguments,
 )
 from bench.process_tree import is_ray_daemon
-from bench.sample import SMALL, TWIN
+from bench.sample import SMALL, TWIN, XXH3
 from bench.spec import Spec
 
 TITLE = "Longshore, whole load into CPU memory"
@@ -42,6 +42,17 @@ def _cases() -> Iterator[Case]:
                     options={"placement": placement, "memory": memory, "verify": verify},
                     limit=f"{limit}:{memory}" + ("" if verify else "_unverified"),
                 )
+    for memory in memories:
+        yield Case(
+            f"direct_{memory}_xxh3",
+            "direct, verified with XXH3-128",
+            checks=True,
+            keeps=True,
+            memory=memory,
+            sources=("http", "file"),
+            options={"placement": "direct", "memory": memory, "verify": True, "model": XXH3},
+            hash_name="xxh3_128",
+        )
 
 
 CASES = tuple(_cases())

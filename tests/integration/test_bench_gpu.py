@@ -42,3 +42,27 @@ def test_dry_run_loads_and_compares_every_tensor(tmp_path: Path) -> None:
     lines = json.loads((tmp_path / "out" / "gpu.json").read_text())["lines"]
     assert [len(line["runs"]) for line in lines] == [1] * len(wanted)
     assert list(tmp_path.glob("longshore-gpu-*")) == []
+
+
+@pytest.mark.slow
+def test_sigterm_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
+    place, state = tmp_path / "place", tmp_path / "tmp"
+    place.mkdir()
+    state.mkdir()
+    arguments = ["--device", "cpu", "--size", "20MB", "--rounds", "1000", "--no-tuning", "--only", "safetensors"]
+    process = subprocess.Popen(
+        [sys.executable, "-u", "-m", "bench.gpu", *arguments, "--folder", str(place), "--out", str(tmp_path / "out")],
+        cwd=REPOSITORY,
+        env={**os.environ, "TMPDIR": str(state)},
+        stdout=subprocess.PIPE,
+        text=True,
+    )
+    with process:
+        assert process.stdout is not None
+        assert process.stdout.readline()  # a run is over, the next one goes on
+        assert len(list(place.iterdir())) == 1
+        process.terminate()
+        process.stdout.read()
+    assert process.returncode == 130
+    assert list(place.iterdir()) == []
+    assert list(state.iterdir()) == []

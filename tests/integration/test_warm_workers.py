@@ -74,6 +74,9 @@ def test_the_next_load_has_the_same_processes(warm: Longshore, llama: StoredMode
         assert warm.worker_pids() == pids
         report = second.report
         assert 0 < report.first_byte_s < report.total_s
+        assert report.first_byte_s == pytest.approx(report.plan_s + report.start_s)
+        parts_s = (report.connect_s, report.first_byte_s, report.load_s, report.ready_after_last_byte_s)
+        assert sum(parts_s) == pytest.approx(report.total_s)
         assert 0 < report.ready_after_last_byte_s < report.total_s
         with pytest.raises(cluster.LoadCancelled, match="released"):
             first.call(len)

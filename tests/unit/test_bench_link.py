@@ -8,8 +8,8 @@ import subprocess
 import pytest
 
 from bench import link
-from bench.contender import Case
-from bench.link import NoLink, RateLimitedLink, check_tools, main, table
+from bench.contender import Case, read_contender
+from bench.link import NoLink, RateLimitedLink, check_tools, main, make_lines, table
 from bench.results import Line, Run
 
 
@@ -21,9 +21,28 @@ def line(name: str, *speeds: float) -> Line:
 def test_ratio_is_to_the_unverified_load_at_the_same_rate() -> None:
     failed = line("xxh3")
     failed.failure = "exit code 1"
-    rows = table({1000: [line("blake3", 0.1, 0.099, 0.2), failed, line("unverified", 0.1)]}).splitlines()
+    rows = table({1000: [line("blake3", 0.1, 0.099, 0.2), failed, line("direct_fresh_unverified", 0.1)]}).splitlines()
     assert rows[2] == "| 1000 Mbit/s | Longshore, blake3 | 0.800 | 1.000 | - | 0.50 |"
     assert rows[3] == "| 1000 Mbit/s | Longshore, xxh3 | exit code 1 | | | |"
+
+
+def test_every_contender_is_given_all_that_it_reads() -> None:
+    for made in make_lines():
+        contender = read_contender(made.contender)
+        given = {**made.case.options, **made.setting}
+        assert made.case in contender.cases
+        assert made.setting in contender.settings
+        for case in contender.cases:  # of its own lines, what each of them has
+            everywhere = {**case.options, **contender.settings[0]}.keys()
+            assert everywhere - {"model"} <= given.keys(), made.id
+
+
+def test_kinds_of_loads_are_told_apart_with_their_mode() -> None:
+    titles = [made.title for made in make_lines()]
+    assert len(set(titles)) == 4
+    assert all("direct" in title for title in titles[1:])
+    assert [made.case.checks for made in make_lines()] == [False, True, True, False]
+    assert [made.case.hash_name for made in make_lines()[1:3]] == ["blake3", "xxh3_128"]
 
 
 def test_without_root_it_refuses_in_one_line(

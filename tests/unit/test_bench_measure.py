@@ -95,6 +95,19 @@ def test_memory_over_the_baseline_is_seen_at_the_end_and_in_children(tmp_path: P
     assert figures(tmp_path, code)["peak_bytes"] >= 40e6
 
 
+def test_shared_memory_of_the_peak_is_named_apart(tmp_path: Path) -> None:
+    code = """
+    import mmap
+    with measured(spec) as m:
+        private = b'1' * 30_000_000
+        shared = mmap.mmap(-1, 20_000_000)
+        shared.write(b'1' * 20_000_000)
+    """
+    found = figures(tmp_path, code)
+    assert 20e6 <= found["peak_shared_bytes"] < 21e6
+    assert found["peak_bytes"] >= 50e6
+
+
 def test_a_run_that_raises_prints_no_figures(tmp_path: Path) -> None:
     done = run(tmp_path, "with measured(spec):\n    raise OSError('gone')")
     assert done.returncode == 1

@@ -32,7 +32,7 @@ def line(
     case = Case(name, name, checks, keeps, memory, limit=limit)
     found = Line(contender, contender, case, source, ({},), absent=absent)
     ours = (
-        {"stream_s": walls_s[0] / 2, "store_bytes": GB, "arena_bytes": 0, "ranks": 1}
+        {"stream_s": walls_s[0] / 2, "served_bytes": GB, "arena_bytes": 0, "ranks": 1}
         if contender.startswith("longshore") and walls_s
         else {}
     )
@@ -86,16 +86,45 @@ def test_files_are_compared_with_those_who_keep_their_tensors_too() -> None:
     views = line("safetensors_clone", [0.1], name="views", source="file", memory="none", keeps=False)
     clone = line("safetensors_clone", [1.5], name="clone", source="file")
     goals = {goal.what: goal for goal in find_goals(results(ours, views, clone))}
-    found = goals["local files, fresh memory, verified, over safetensors and clone"]
+    found = goals["local files, fresh memory, verified by blake3, over safetensors and clone"]
     assert (found.found, found.verdict) == ("1.50", "reached")
+    assert goals["local files, fresh memory, verified by xxh3_128, over safetensors and clone"].verdict == ""
 
 
-def test_memory_beyond_tensors_and_arena_is_per_rank() -> None:
+@pytest.mark.parametrize(
+    ("peak_mib", "shared_mib", "found", "verdict"),
+    [
+        (550, 250, "150.00", "missed"),
+        (450, 250, "100.00", "reached"),
+        (250, 0, "125.00", "missed"),  # nothing of the arena was mapped: nothing is taken off
+        (550, 400, "150.00", "missed"),  # shared memory that cannot be the arena's counts
+        (240, 250, "-5.00", "reached"),
+    ],
+)
+def test_memory_beyond_tensors_and_arena_is_per_rank(peak_mib: int, shared_mib: int, found: str, verdict: str) -> None:
     ours = line("longshore_load", [1.0], name="recycled", memory="recycled", checks=True)
-    ours.runs = [Run(GB, 1.0, 1.0, GB, 0, 550 << 20, {"arena_bytes": 250 << 20, "ranks": 2})]
+    extra = {"arena_bytes": 250 << 20, "ranks": 2}
+    ours.runs = [Run(GB, 1.0, 1.0, GB, 0, peak_mib << 20, shared_mib << 20, extra)]
     goals = {goal.what: goal for goal in find_goals(results(ours))}
-    assert goals["MiB per rank beyond tensors and arena, the most of any run"].found == "150.00"
-    assert goals["MiB per rank beyond tensors and arena, the most of any run"].verdict == "missed"
+    goal = goals["MiB per rank beyond tensors and arena, the most of any run"]
+    assert (goal.found, goal.verdict) == (found, verdict)
+
+
+@pytest.mark.parametrize(("served", "verdict"), [(1.01, "reached"), (1.5, "missed")])
+def test_bytes_out_of_the_store_are_those_that_it_sent(served: float, verdict: str) -> None:
+    ours = line("longshore_load", [1.0], checks=True)
+    ours.runs = [Run(GB, 1.0, 1.0, extra={"store_bytes": GB, "served_bytes": round(served * GB)})]
+    goals = {goal.what: goal for goal in find_goals(results(ours))}
+    goal = goals["bytes out of the store over the model's, the most of any run"]
+    assert (goal.found, goal.verdict) == (f"{served:.2f}", verdict)
+
+
+def test_what_we_are_after_is_shown_and_not_judged() -> None:
+    ours = line("longshore_load", [0.5], name="direct_recycled", memory="recycled", checks=True, cpu_s=1.5)
+    plain = line("longshore_load", [0.4], name="direct_recycled_unverified", memory="recycled")
+    rival = line("obstore_ranges", [1.0], name="recycled", memory="recycled", cpu_s=2.0)
+    after = [goal for goal in find_goals(results(ours, plain, rival)) if goal.wanted.startswith("what we are after")]
+    assert [(goal.found, goal.verdict) for goal in after] == [("2.00 at 0.75", ""), ("0.80", "")]
 
 
 def test_what_checks_nothing_is_no_figure_of_ours() -> None:

@@ -65,6 +65,12 @@ READING = {"fetch_s": 38.0, "verify_s": 2.0, "working_s": 9.9, "place_s": 1.0, "
         ("slots", 0.6, [rank(fetch_s=9.0, working_s=3.0, wait_slot_s=6.0, place_s=3.0)]),
         # Threads place what they have fetched: reading is little of their time.
         ("place", 0.8, [rank(fetch_s=6.0, verify_s=2.0, place_s=32.0, place_fetching_s=32.0, working_s=10.0)]),
+        # ...and most of what they call placing is fresh memory, in place or on the way there.
+        (
+            "memory",
+            0.6,
+            [rank(fetch_s=6.0, verify_s=2.0, place_s=32.0, place_fetching_s=32.0, fresh_s=24.0, working_s=10.0)],
+        ),
         # All from the arena: there is nothing to fetch.
         ("place", 0.9, [rank(place_s=9.0)]),
         ("control", 0.7, [rank(fetch_s=9.0, working_s=2.0, wait_lease_s=7.0, place_s=1.0)]),
@@ -85,6 +91,12 @@ def test_start_up_and_resident():
     found = limit_of(rank(load_s=1.0, working_s=1.0, fetch_s=4.0), plan_s=1.0, start_s=3.0)
     assert (found.stage, found.share) == ("start-up", 0.8)
     assert "4.00 of 5.00 s" in found.sentence
+    found = limit_of(rank(load_s=1.0), connect_s=10.0, total_s=11.3)
+    assert found.sentence == (
+        "start-up: 10.30 of 11.30 s had passed before bytes moved (cluster 10.00 s, planning 0.10 s, workers 0.20 s)"
+    )
+    # A worker that was replaced began late; bytes moved meanwhile.
+    assert limit_of(rank(load_s=1.0, fetch_s=4.0, working_s=1.0), load_s=4.0, total_s=4.3).stage == "store"
     assert limit_of(rank(), resident=True).stage == "resident"
     assert limit_of().stage in ("start-up", "store")  # nobody had anything to load
 
@@ -96,7 +108,7 @@ def test_throttling_is_said():
 
 @given(
     load_s=st.floats(0, 1e4),
-    times=st.lists(st.floats(0, 1e5), min_size=9, max_size=9),
+    times=st.lists(st.floats(0, 1e5), min_size=10, max_size=10),
     cpu_s=st.floats(0, 1e5),
     host_busy=st.floats(0, 1),
 )
@@ -113,6 +125,7 @@ def test_any_report_has_a_limit_and_shares_are_shares(
         "wait_slot_s",
         "wait_lease_s",
         "wait_retry_s",
+        "fresh_s",
     ]
     some = rank(load_s=load_s, cpu_s=cpu_s, host_busy=host_busy, **dict(zip(names, times, strict=True)))
     assert all(0 <= share <= 1 for share in stage_shares([some]).values())

@@ -103,6 +103,6 @@ def test_jobs_do_not_grow_with_the_model() -> None:
     for rank in range(request.world_size):
         record.seats[rank] = Seat(rank, f"node-{rank // 4}", f"host-{rank // 4}", None)
     # Neither takes a plan: whatever the model is, this is all that goes through the coordinator for a node or a rank.
-    assert node_job(record, "node-1", Config()).ranks == (4, 5, 6, 7)
-    assert len(pickle.dumps(node_job(record, "node-1", Config()))) < 4 * KIB
+    assert node_job(record, "node-1", record.life.attempt, Config()).ranks == (4, 5, 6, 7)
+    assert len(pickle.dumps(node_job(record, "node-1", record.life.attempt, Config()))) < 4 * KIB
     assert len(pickle.dumps(rank_job(record, record.seats[0], Config()))) < 2 * KIB

@@ -1,0 +1,140 @@
+"""bench.run: what counts as whole, what is kept of a run that was interrupted, what is no figure of its line."""
+
+from __future__ import annotations
+
+import contextlib
+import json
+from collections.abc import Callable, Iterator, Mapping
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+import bench.run
+from bench.contender import Case
+from bench.results import Line, Results, Run
+from bench.run import _parser, is_whole, main
+from bench.spec import Spec
+from bench.tables import BEGIN, END, markdown
+
+FIGURES = Run(10**9, 2.0, 1.0)
+Once = Callable[[Line, Mapping[str, Any], Spec, float], Run]
+
+
+class NoServer:
+    """Stands where nginx would: no run of these tests reads a byte."""
+
+    def __init__(self, *_: object) -> None:
+        self.endpoint = self.tls_endpoint = self.ca_bundle = ""
+
+    def __enter__(self) -> NoServer:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        pass
+
+    def served_bytes(self, prefix: str) -> int:
+        return 0
+
+
+@contextlib.contextmanager
+def no_sandbox() -> Iterator[None]:
+    yield
+
+
+@pytest.fixture
+def run_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
+    """The driver with another `run_once`, no server and no models."""
+    models = SimpleNamespace(size_bytes=10**9, files=(), spec=lambda *_: Spec("http", "", "b", "m", "", (), 10**9))
+    monkeypatch.setattr(bench.run, "RangeServer", NoServer)
+    monkeypatch.setattr(bench.run, "sandbox", no_sandbox)
+    monkeypatch.setattr(bench.run, "make_models", lambda *_: models)
+    docs = tmp_path / "docs.md"
+    docs.write_text(f"{BEGIN}\nold\n{END}\n")
+
+    def run(once: Once, *arguments: str) -> int:
+        monkeypatch.setattr(bench.run, "run_once", once)
+        places = ["--out", str(tmp_path / "out"), "--docs", str(docs), "--tmpfs", str(tmp_path)]
+        return main([*places, *arguments])
+
+    return run
+
+
+@pytest.mark.parametrize(
+    ("arguments", "whole"),
+    [
+        ("", True),
+        ("--rounds 3", True),
+        ("--rounds 9 --out OUT", True),
+        ("--rounds 2", False),
+        ("--small", False),
+        ("--no-tuning", False),
+        ("--size 2GB", False),
+        ("--only ceiling*", False),
+        ("--tmpfs OUT", False),
+    ],
+)
+def test_only_a_whole_run_may_rewrite_the_docs(arguments: str, whole: bool, tmp_path: Path) -> None:
+    assert is_whole(_parser().parse_args(arguments.replace("OUT", str(tmp_path)).split())) == whole
+
+
+def test_what_was_found_before_ctrl_c_is_kept_and_marked(run_bench: Callable[..., int], tmp_path: Path) -> None:
+    runs = iter([FIGURES, FIGURES])
+
+    def once(*_: object) -> Run:
+        found = next(runs, None)
+        if found is None:
+            raise KeyboardInterrupt
+        return found
+
+    assert run_bench(once, "--only", "ceiling_raw,limit_arena:verified@http", "--no-tuning") == 130
+    found = json.loads((tmp_path / "out" / "results.json").read_text())
+    assert found["partial"] is True
+    assert sum(len(line["runs"]) for line in found["lines"]) == 2
+    assert (tmp_path / "docs.md").read_text() == f"{BEGIN}\nold\n{END}\n"
+    assert sorted(path.name for path in tmp_path.iterdir()) == ["docs.md", "out"]
+
+
+def test_an_interrupted_run_that_found_nothing_takes_no_results_away(
+    run_bench: Callable[..., int], tmp_path: Path
+) -> None:
+    def once(*_: object) -> Run:
+        raise KeyboardInterrupt
+
+    (tmp_path / "out").mkdir()
+    (tmp_path / "out" / "results.json").write_text("before")
+    assert run_bench(once, "--only", "ceiling_raw@http", "--no-tuning") == 130
+    assert (tmp_path / "out" / "results.json").read_text() == "before"
+
+
+def test_a_run_in_another_mode_than_asked_fails_but_in_a_small_one(
+    run_bench: Callable[..., int], tmp_path: Path
+) -> None:
+    def once(*_: object) -> Run:
+        return Run(10**9, 2.0, 1.0, extra={"placement": "via_arena"})
+
+    wanted = ("--only", "longshore_load:direct_fresh@http", "--rounds", "1")
+    assert run_bench(once, *wanted, "--no-tuning") == 1
+    (line,) = json.loads((tmp_path / "out" / "results.json").read_text())["lines"]
+    assert line["failure"] == "asked for direct, ran via_arena: is the model too small?"
+    assert run_bench(once, *wanted, "--small") == 0
+    (line,) = json.loads((tmp_path / "out" / "results.json").read_text())["lines"]
+    assert line["title"].endswith("direct, verified (ran via_arena)")
+
+
+def test_docs_without_markers_are_refused_before_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    (tmp_path / "docs.md").write_text("no markers")
+    with pytest.raises(SystemExit) as ended:
+        main(["--docs", str(tmp_path / "docs.md"), "--out", str(tmp_path)])
+    assert ended.value.code == 2
+    assert "has not the markers" in capsys.readouterr().err
+
+
+@pytest.mark.parametrize("tuned", [True, False])
+def test_settings_are_said_to_be_tried_only_when_they_were(tuned: bool) -> None:
+    line = Line("ceiling_raw", "ceiling", Case("", "", False, False, "none"), "http", ({},), runs=[FIGURES])
+    results = Results({"cores": "2"}, {"nginx": "1"}, {"bytes": 1, "files": 1}, 1, [line], tuned)
+    text = markdown(results, [], "make bench")
+    assert ("Found by trying" in text, "best setting" in text) == (tuned, tuned)
+    assert ("none was tried" in text) == (not tuned)
