@@ -39,7 +39,11 @@ class ChunkFlow:
     def __init__(self, job: NodeJob, cache: ChunkCache, now_s: float, disk: DiskBacklog) -> None:
         tables = unpack_shared(job.shared)
         needs = {rank: tables.chunk_ids(rank) for rank in job.ranks}
-        self.ranks = {rank: RankPlace(rank, heard_s=now_s) for rank in job.ranks}
+        incarnations = job.incarnations or (0,) * len(job.ranks)
+        self.ranks = {
+            rank: RankPlace(rank, incarnation, heard_s=now_s)
+            for rank, incarnation in zip(job.ranks, incarnations, strict=True)
+        }
         self.keys = ChunkKeys(tables, job.store_identity, job.load_id)
         self.queue = LeaseQueue(needs)
         self.hedges = SecondLeases(job, cache, self.keys, self.queue)

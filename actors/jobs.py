@@ -33,6 +33,7 @@ def node_job(record: ModelRecord, node_id: str, attempt: int, config: Config) ->
         most_requests=config.fetch_threads,
         hedge_factor=config.hedge_factor,
         hedge_after_s=config.hedge_after_s,
+        incarnations=tuple(seat.incarnation for seat in seats),
     )
 
 

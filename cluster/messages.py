@@ -62,6 +62,7 @@ class NodeJob:
     most_requests: int = 16  # in flight, of one rank
     hedge_factor: float = 0.0  # see cluster.hedging; 0: no chunk is fetched by two at once
     hedge_after_s: float = 0.0
+    incarnations: tuple[int, ...] = ()  # of `ranks`: earlier ones have nothing to say, also to an agent that is new
 
     @property
     def part(self) -> tuple[str, int]:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-PROTOCOL_VERSION = 2  # of the messages between client, coordinator, agents and workers: +1 when they change
+PROTOCOL_VERSION = 3  # of the messages between client, coordinator, agents and workers: +1 when they change
 
 
 def _installed_version() -> str:

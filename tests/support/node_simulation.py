@@ -112,6 +112,7 @@ class SimLoad:
             record=b"",
             hedge_factor=2.0 if self.hedge_after_s else 0.0,
             hedge_after_s=self.hedge_after_s,
+            incarnations=tuple(self.incarnations.get(rank, 0) for rank in self.needs),
         )
 
 
