@@ -42,6 +42,8 @@ from cluster.report import LoadReport, NodeReport
 from cluster.warm_pool import IdleGang
 from storage.errors import LongshoreError
 
+PROCESS_START_S = 120.0  # of a worker, on a machine that is busy with something else
+
 RankEvent = load_events.RankReady | load_events.RankLost | load_events.RankReplaced
 
 
@@ -208,7 +210,7 @@ class LoadRun:
                     await record.touch()
                 await seat.worker.lifetime.options(concurrency_group="wait").remote(record.model_id)
                 return
-            except ACTOR_GONE as error:
+            except (*ACTOR_GONE, TimeoutError) as error:
                 seat.report = None
                 await self._rank_event(load_events.RankLost, seat)
                 await self._vacate(seat)
@@ -219,7 +221,7 @@ class LoadRun:
                         hint="see the worker's log in Ray's session folder; out of memory is the usual cause",
                         rank=seat.rank,
                         host=seat.host,
-                        cause=str(error).splitlines()[0][:300],
+                        cause=(str(error) or "its worker did not answer").splitlines()[0][:300],
                     ) from error
                 await self._rank_event(load_events.RankReplaced, seat)
 
@@ -227,10 +229,13 @@ class LoadRun:
         shared = await self._source.shared()
         job = rank_job(self._record, seat, self._config)
         if not seat.is_up:
-            await seat.worker.ping.options(concurrency_group="control").remote()  # the process is being started
+            ping = seat.worker.ping.options(concurrency_group="control").remote()  # the process is being started
+            await asyncio.wait_for(ping, PROCESS_START_S + self._config.stuck_after_s)
             seat.is_up = True
         seat.told_s = time.monotonic()
-        await seat.worker.start.options(concurrency_group="control").remote(job, shared)
+        # Until a worker has said hello to its agent, nobody else would notice that it is stuck.
+        start = seat.worker.start.options(concurrency_group="control").remote(job, shared)
+        await asyncio.wait_for(start, self._config.stuck_after_s)
         seat.started = True
 
     async def _start_worker(self, seat: Seat) -> None:

@@ -33,8 +33,8 @@ def one_node(longshore: Longshore) -> Iterator[Any]:
 
 @pytest.mark.parametrize(
     ("loads", "strike"),
-    [(1, signal.SIGKILL), (2, signal.SIGKILL), (2, signal.SIGSTOP)],
-    ids=["queued-killed", "beside-each-other-killed", "beside-each-other-stopped"],
+    [(1, signal.SIGKILL), (1, signal.SIGSTOP), (2, signal.SIGKILL), (2, signal.SIGSTOP)],
+    ids=["queued-killed", "queued-stopped", "beside-each-other-killed", "beside-each-other-stopped"],
 )
 def test_a_rank_that_dies_or_stops_holds_nobody_up(
     longshore: Longshore, llama: StoredModel, one_node: Any, strike: int, loads: int
