@@ -23,7 +23,7 @@ def make_report(record: ModelRecord, plan: PackedPlan, answers: Sequence[NodeRep
     first_s = [told_s + rank.start_s for told_s, rank in told if rank is not None]
     last_s = [told_s + rank.start_s + rank.load_s for told_s, rank in told if rank is not None]
     planned_s = record.planned_s - record.created_s
-    if told:
+    if first_s:
         start_s, load_s = max(0.0, min(first_s) - planned_s), max(last_s) - min(first_s)
     else:  # the coordinator was killed meanwhile, and knows only what the ranks say
         load_s = max((rank.load_s for rank in ranks), default=0.0)

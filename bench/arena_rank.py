@@ -6,6 +6,7 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
+from actors.arena_maps import PROCESS_ARENAS
 from actors.cpu_device import CpuDevice
 from actors.executor import RankLoader
 from bench.our_cluster import RANKS
@@ -33,6 +34,7 @@ class ArenaRank:
     """An actor in a process of its own that hosts a rank, as a worker of ours does."""
 
     def __init__(self) -> None:
+        PROCESS_ARENAS.keep(True)  # as a worker that is kept warm
         self._loader: RankLoader | None = None
 
     def prepare(self, node_id: str, job: RankJob) -> None:

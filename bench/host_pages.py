@@ -16,14 +16,19 @@ import psutil
 _SPARE_BYTES = 1 << 30  # for what else runs
 _TOUCH = """
 import mmap, sys
-memory = mmap.mmap(-1, int(sys.argv[1]), flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
-for at in range(0, len(memory), mmap.PAGESIZE):
-    memory[at] = 1
+kept = []
+for huge in (True, False):  # the kernel keeps what was freed of either kind apart for a while
+    memory = mmap.mmap(-1, int(sys.argv[1]) // 2, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+    if huge and hasattr(mmap, "MADV_HUGEPAGE"):
+        memory.madvise(mmap.MADV_HUGEPAGE)
+    for at in range(0, len(memory), mmap.PAGESIZE):
+        memory[at] = 1
+    kept.append(memory)
 """
 
 
 def fetch_host_pages(size_bytes: int) -> None:
-    """Touch and free `size_bytes`, or what there is; in small pages: huge ones leave out those that are not whole."""
+    """Touch and free `size_bytes`, or what there is: half of it in huge pages, half in small ones."""
     size_bytes = min(size_bytes, psutil.virtual_memory().available - _SPARE_BYTES)
     if size_bytes > 0:
         subprocess.run([sys.executable, "-S", "-c", _TOUCH, str(size_bytes)], check=False)

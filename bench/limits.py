@@ -54,7 +54,7 @@ KEEPING_CASES = tuple(
 # connections are of each process
 SETTINGS = tuple(
     {"connections": connections, "piece_bytes": piece_bytes}
-    for connections in (2, 4, 1)
+    for connections in (2, 4)
     for piece_bytes in (512 << 10, 8 << 20)
 )
 

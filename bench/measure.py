@@ -117,7 +117,7 @@ def measured(
     """
     result = Measured(spec.model_bytes, touched_before_bytes)
     if not touched_before_bytes:
-        fetch_host_pages(2 * spec.model_bytes)
+        fetch_host_pages(5 * spec.model_bytes // 2)
     watch = _MemoryWatch(memory_apart)
     watch.look()
     result.baseline_bytes, baseline_shared = watch.highest_bytes, watch.shared_bytes

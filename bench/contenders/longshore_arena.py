@@ -17,7 +17,7 @@ from bench.our_cluster import (
     store_arguments,
 )
 from bench.process_tree import is_ray_daemon
-from bench.sample import SMALL, XXH3
+from bench.sample import TWIN, XXH3
 from bench.spec import Spec
 
 TITLE = "Longshore, into the arena"
@@ -65,8 +65,8 @@ def main(spec: Spec) -> None:
     config = our_config(spec)
     with our_cluster(spec, config):
         load = ArenaLoad(config, store_arguments(spec))
-        load.prepare(model_uri(spec, SMALL))
-        load.run()  # so that agent and ranks are warm
+        load.prepare(model_uri(spec, TWIN))
+        load.run()  # so that agent and ranks are warm, and every slot was used
         load.prepare(main_model(spec))
         settle()
         with measured(spec, memory_apart=is_ray_daemon) as m:
