@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from storage.host_memory import available_host_bytes, free_bytes, is_memory_backed
+from storage.host_memory import available_host_bytes, free_bytes, is_memory_backed, memory_pools
 
 
 @pytest.fixture
@@ -38,6 +38,62 @@ def test_a_container_limit_counts_its_page_cache_as_free(proc, tmp_path, names, 
     assert available_host_bytes(str(proc), str(tmp_path / "cgroup")) == 0
     (cgroup / limit).write_text("max\n")
     assert available_host_bytes(str(proc), str(tmp_path / "cgroup")) == 3000 * 1024
+
+
+def limited(folder, names, limit, used, cache):
+    folder.mkdir(parents=True, exist_ok=True)
+    limit_name, used_name, cache_name = names
+    (folder / limit_name).write_text(f"{limit}\n")
+    (folder / used_name).write_text(f"{used}\n")
+    (folder / "memory.stat").write_text(f"anon 5\n{cache_name} {cache}\n")
+
+
+V2 = ("memory.max", "memory.current", "inactive_file")
+V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
+
+
+@pytest.mark.parametrize(
+    ("names", "root", "said"),
+    [
+        (V2, "", "0::/pod/container\n"),
+        (V2, "unified", "4:memory:/\n0::/pod/container\n"),
+        (V1, "memory", "5:cpu,cpuacct:/other\n4:memory:/pod/container\n0::/\n"),
+    ],
+)
+def test_every_group_around_the_process_counts(proc, tmp_path, names, root, said):
+    (proc / "self").mkdir()
+    (proc / "self/cgroup").write_text(said)
+    top = tmp_path / "cgroup" / root
+    limited(top, names, "max", 900_000, 0)
+    limited(top / "pod", names, 800_000, 500_000, 0)
+    limited(top / "pod/container", names, 600_000, 100_000, 20_000)
+    host, container, pod = memory_pools(str(proc), str(tmp_path / "cgroup"))
+    assert (host.free_bytes, host.total_bytes) == (3000 * 1024, 4000 * 1024)
+    assert (container.free_bytes, container.total_bytes) == (520_000, 600_000)
+    assert (pod.free_bytes, pod.total_bytes) == (300_000, 800_000)
+    assert len({host.pool_id, container.pool_id, pod.pool_id}) == 3
+    assert available_host_bytes(str(proc), str(tmp_path / "cgroup")) == 300_000  # the tightest is one further out
+
+
+@pytest.mark.parametrize("path", ["/system.slice/docker-4711.scope", "/../../kubepods/pod1"])
+def test_a_path_of_another_namespace_leads_to_the_root_of_what_is_mounted(proc, tmp_path, path):
+    (proc / "self").mkdir()
+    (proc / "self/cgroup").write_text(f"0::{path}\n")
+    limited(tmp_path / "cgroup", V2, 1_000_000, 400_000, 0)
+    assert available_host_bytes(str(proc), str(tmp_path / "cgroup")) == 600_000
+
+
+def test_what_would_only_throttle_is_a_limit_too(proc, tmp_path):
+    limited(tmp_path / "cgroup", V2, 1_000_000, 400_000, 0)
+    (tmp_path / "cgroup/memory.high").write_text("700000\n")
+    assert available_host_bytes(str(proc), str(tmp_path / "cgroup")) == 300_000
+    (tmp_path / "cgroup/memory.high").write_text("max\n")
+    assert available_host_bytes(str(proc), str(tmp_path / "cgroup")) == 600_000
+
+
+def test_a_limit_beyond_the_hosts_memory_is_none(proc, tmp_path):
+    limited(tmp_path / "cgroup/memory", V1, 9_223_372_036_854_771_712, 400_000, 0)
+    assert len(memory_pools(str(proc), str(tmp_path / "cgroup"))) == 1
 
 
 def test_a_kernel_that_does_not_tell(proc, tmp_path):
