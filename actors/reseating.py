@@ -32,6 +32,7 @@ from cluster.errors import ClusterLost, DoesNotFit, NodeLost, NotEnoughResources
 from cluster.fit import check_fit
 from cluster.packed_plan import PackedPlan
 from cluster.replan import lost_ranks, no_place, seat_again
+from storage.errors import LongshoreError
 
 TRY_AGAIN_S = 0.5
 
@@ -63,6 +64,9 @@ class Reseating:
         """Whether the error came from the death of a node. Takes as long as Ray takes to find that out."""
         if isinstance(error, NodeLost):
             return True
+        said = getattr(error, "cause", None)
+        if isinstance(said, LongshoreError) and not isinstance(said, ClusterLost):
+            return False  # an agent that has answered; to ask it again could start one anew that was just ended
         try:
             await self._agents.check_nodes()
         except NodeLost:
