@@ -64,7 +64,7 @@ def _groups(proc: Path, cgroup: Path) -> Iterator[tuple[Path, int]]:
             own[1] = path
     for root, version in ((cgroup, 2), (cgroup / "unified", 2), (cgroup / "memory", 1)):
         parts = [part for part in own.get(version, "").split("/") if part]
-        # In a namespace of its own, or with only its own part mounted, the path leads nowhere here: the root is its own.
+        # In a namespace of its own, or with its own part mounted only, the path leads nowhere: the root is its own then.
         if ".." in parts or not root.joinpath(*parts).is_dir():
             parts = []
         for depth in range(len(parts), -1, -1):
