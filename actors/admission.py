@@ -4,25 +4,24 @@ from __future__ import annotations
 
 import asyncio
 import time
-from typing import Any
 
 from actors import nodes
 from actors.finished import finished
 from actors.gangs import Gangs
 from actors.model_record import ModelRecord
+from actors.node_agents import NodeAgents
 from cluster.config import Config
 from cluster.fit import check_fit
 from cluster.packed_plan import PackedPlan
 from cluster.warm_pool import IdleGang, in_the_way, with_kept_memory
 
-FACTS_TIMEOUT_S = 60.0
 FREED_S = 5.0  # the memory of a process that was killed is free again by then
 
 
 async def fit_in(
     record: ModelRecord,
     plan: PackedPlan,
-    agents: dict[str, Any],
+    agents: NodeAgents,
     config: Config,
     gangs: Gangs,
     taken: IdleGang | None,
@@ -31,11 +30,11 @@ async def fit_in(
 
     Raises DoesNotFit, and what an agent raises: ArenaTooLarge...
     """
-    order = sorted(agents)
+    order = sorted(await agents.all())
     rank_nodes = [order.index(record.seats[rank].node_id) for rank in sorted(record.seats)]
     give_up_s = 0.0
     while True:
-        facts = await nodes.facts_of(agents, FACTS_TIMEOUT_S)
+        facts = await nodes.facts_of(order, agents.ask)
         infos = with_kept_memory([facts[node_id] for node_id in order], taken)
         misfit = check_fit(plan, rank_nodes, infos, config, record.request.device)
         if misfit is None:

@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import asyncio
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Awaitable, Callable, Iterable
 from typing import Any
 
 import ray
@@ -51,18 +51,21 @@ def living_nodes() -> dict[str, str]:
     return {node["NodeID"]: node["NodeManagerHostname"] for node in _ray_nodes() if node["Alive"]}
 
 
-async def facts_of(agents: dict[str, Any], timeout_s: float) -> dict[str, NodeInfo]:
-    """What each agent says of its node. Raises what an agent raised: ArenaTooLarge...
+async def facts_of(
+    node_ids: Iterable[str], ask: Callable[[str, Callable[[Any], Any]], Awaitable[Any]]
+) -> dict[str, NodeInfo]:
+    """What each agent says of its node; `ask` is `NodeAgents.ask`. Raises what an agent raised: ArenaTooLarge...
 
     An agent that cannot have its arena is ended, so that the next load tries anew.
     """
-    node_ids = list(agents)
-    asked = [asyncio.wait_for(agents[node_id].facts.remote(), timeout_s) for node_id in node_ids]
+    node_ids = list(node_ids)
+    asked = (ask(node_id, lambda agent: agent.facts.remote()) for node_id in node_ids)
     answers: list[NodeFacts | BaseException] = await asyncio.gather(*asked, return_exceptions=True)
     failures = [answer for answer in answers if isinstance(answer, BaseException)]
     for node_id, answer in zip(node_ids, answers, strict=True):
-        if isinstance(getattr(answer, "cause", answer), ArenaError):
-            await asyncio.to_thread(spawn.end_actor, agents[node_id])
+        cannot = isinstance(getattr(answer, "cause", answer), ArenaError)
+        if cannot and (agent := await asyncio.to_thread(spawn.find_agent, node_id)) is not None:
+            await asyncio.to_thread(spawn.end_actor, agent)
     if failures:
         raise failures[0]
     return {

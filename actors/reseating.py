@@ -19,7 +19,6 @@ from typing import Any
 from ray.exceptions import RayError
 
 from actors import nodes, spawn
-from actors.admission import FACTS_TIMEOUT_S
 from actors.finished import alongside, finished
 from actors.gangs import Gangs
 from actors.model_record import ModelRecord, Seat
@@ -156,8 +155,7 @@ class Reseating:
         """The ranks sit there from now on. Raises DoesNotFit, and what agents raise."""
         record = self._record
         hosts = {node_id: host for node_id, host, _ in places.values()}
-        agents = await self._agents.of(hosts)
-        facts = await nodes.facts_of(agents, FACTS_TIMEOUT_S)
+        facts = await nodes.facts_of(await self._agents.of(hosts), self._agents.ask)
         order = sorted(hosts)
         rank_nodes = {rank: order.index(node_id) for rank, (node_id, _, _) in places.items()}
         infos = [facts[node_id] for node_id in order]
