@@ -10,19 +10,17 @@ not retried here, the layer above knows better when; the other calls have botoco
 from __future__ import annotations
 
 import threading
+import time
 from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING, Any
-
-from botocore.exceptions import BotoCoreError, ClientError
 
 from storage.errors import AccessDenied, CredentialsExpired, ObjectChanged, ObjectNotFound, RangeMismatch, StoreError
 from storage.object_store import ObjectInfo, check_key, cut
 from storage.ranges import ByteRange
 from storage.read_limit import ReadLimit
-from storage.s3_answer import normal_etag
 from storage.s3_errors import store_error
-from storage.s3_info import checksums_of_head, composites_of_head, error_code, from_botocore_error, md5_header
+from storage.s3_info import asking, checksums_of_head, composites_of_head, md5_header, object_info
 from storage.s3_parts import part_ends
 from storage.s3_session import S3Sessions
 from storage.s3_signing import Route, find_route, sign_get
@@ -35,6 +33,9 @@ if TYPE_CHECKING:
 
 _PART_BYTES = 32 << 20  # of a multipart upload: 10,000 parts make 312 GiB
 _MAX_LIST_PAGE = 1000
+MAX_LISTED_KEYS = 1_000_000  # below one root: a model has a thousand
+MAX_EMPTY_PAGES = 1000
+MAX_LISTING_S = 600.0  # waited for all pages of one listing
 
 
 class S3Store:
@@ -73,45 +74,53 @@ class S3Store:
     def stat(self, key: str) -> ObjectInfo:
         """Size, ETag and the checksums the server gives for the whole object. One request when the object exists."""
         try:
-            head = self._client.head_object(Bucket=self._ref.bucket, Key=self._full_key(key), ChecksumMode="ENABLED")
-        except (ClientError, BotoCoreError) as error:
-            translated = from_botocore_error(error, uri=self.uri, key=key)
-            if isinstance(translated, ObjectNotFound):
-                raise self._which_is_missing(translated) from error
-            raise translated from error
-        checksums, composites = checksums_of_head(head), composites_of_head(head)
-        return ObjectInfo(key, head["ContentLength"], normal_etag(head.get("ETag")), checksums, composites)
+            with asking(uri=self.uri, key=key):
+                head = self._client.head_object(
+                    Bucket=self._ref.bucket, Key=self._full_key(key), ChecksumMode="ENABLED"
+                )
+                checksums, composites = checksums_of_head(head), composites_of_head(head)
+                return object_info(key, head["ContentLength"], head.get("ETag"), checksums, composites)
+        except ObjectNotFound as error:
+            raise self._which_is_missing(error) from error
 
     def part_ends(self, key: str, etag: str | None) -> tuple[int, ...]:
         """See KeepsParts. One request per thousand parts; () also of another version than `etag`."""
-        try:
+        with asking(uri=self.uri, key=key):
             return part_ends(self._client, self._ref.bucket, self._full_key(key), etag)
-        except (ClientError, BotoCoreError) as error:
-            raise from_botocore_error(error, uri=self.uri, key=key) from error
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
         """Objects in key order. Those no `check_key` lets through (folder markers, "..") cannot be read: left out."""
-        for key, found in self._listed(prefix):
-            if _is_safe(key):
-                yield ObjectInfo(key, found["Size"], normal_etag(found.get("ETag")))
+        return (info for info in self._listed(prefix) if _is_safe(info.key))
 
     def left_out(self) -> Iterator[str]:
         """Objects that `list` leaves out, but for the empty ones that stand for folders."""
-        return (key for key, _ in self._listed("") if key and not key.endswith("/") and not _is_safe(key))
+        keys = (info.key for info in self._listed(""))
+        return (key for key in keys if key and not key.endswith("/") and not _is_safe(key))
 
-    def _listed(self, prefix: str) -> Iterator[tuple[str, Any]]:
-        """Every key below the root that begins with `prefix`, and what the listing says of it."""
-        try:
-            pages = self._client.get_paginator("list_objects_v2").paginate(
-                Bucket=self._ref.bucket,
-                Prefix=self._prefix + prefix,
-                PaginationConfig={"PageSize": self._page_size},
+    def _listed(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Every key below the root that begins with `prefix`. Raises StoreError for a listing that does not end."""
+        asked_s, pages, keys = 0.0, 0, 0
+        with asking(uri=self.uri, key=prefix or None):
+            answers = iter(
+                self._client.get_paginator("list_objects_v2").paginate(
+                    Bucket=self._ref.bucket,
+                    Prefix=self._prefix + prefix,
+                    PaginationConfig={"PageSize": self._page_size},
+                )
             )
-            for page in pages:
-                for found in page.get("Contents", []):
-                    yield found["Key"].removeprefix(self._prefix), found
-        except (ClientError, BotoCoreError) as error:
-            raise from_botocore_error(error, uri=self.uri, key=prefix or None) from error
+            while True:
+                since_s = time.monotonic()
+                page: Any = next(answers, None)
+                asked_s += time.monotonic() - since_s
+                if page is None:
+                    return
+                pages, found = pages + 1, page.get("Contents", [])
+                keys += len(found)
+                # Pages may be empty, of what was deleted in a bucket with versions; but not all of them.
+                if keys > MAX_LISTED_KEYS or pages > MAX_EMPTY_PAGES + keys or asked_s > MAX_LISTING_S:
+                    raise StoreError("the listing does not end", uri=self.uri, keys=keys, pages=pages)
+                for entry in found:
+                    yield object_info(entry["Key"].removeprefix(self._prefix), entry["Size"], entry.get("ETag"))
 
     def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
         """See ObjectStore. One GET, never retried but on a connection that the server had closed while it was idle."""
@@ -133,13 +142,11 @@ class S3Store:
             return etag
         wire, route = self._open_wire()
         session = self._sessions.now
-        try:
+        with asking(uri=self.uri, key=key):
             headers = {"Range": byte_range.http_header()}
             if etag is not None:
                 headers["If-Match"] = f'"{etag}"'
             path, signed = sign_get(route, session.credentials, full_key, headers, session.clock_offset_s)
-        except BotoCoreError as error:
-            raise from_botocore_error(error, uri=self.uri, key=key) from error
         try:
             return wire.read_range(path, signed, byte_range, pieces, key=key, etag=etag, limit=limit)
         except CredentialsExpired as error:
@@ -158,13 +165,11 @@ class S3Store:
 
     def put(self, key: str, data: bytes) -> ObjectInfo:
         """One PUT; the server checks the MD5 that goes with it."""
-        try:
+        with asking(uri=self.uri, key=key):
             answer = self._client.put_object(
                 Bucket=self._ref.bucket, Key=self._full_key(key), Body=data, ContentMD5=md5_header(data)
             )
-        except (ClientError, BotoCoreError) as error:
-            raise from_botocore_error(error, uri=self.uri, key=key) from error
-        return ObjectInfo(key, len(data), normal_etag(answer.get("ETag")))
+            return object_info(key, len(data), answer.get("ETag"))
 
     @contextmanager
     def upload(self, key: str) -> Iterator[S3Upload]:
@@ -180,12 +185,11 @@ class S3Store:
     def delete(self, key: str) -> None:
         """One DELETE. In a bucket with versioning this hides the object and keeps its bytes."""
         try:
-            self._client.delete_object(Bucket=self._ref.bucket, Key=self._full_key(key))
-        except (ClientError, BotoCoreError) as error:
-            translated = from_botocore_error(error, uri=self.uri, key=key)
-            if error_code(error) == "NoSuchKey":  # S3 itself does not say so, others do
-                return
-            raise translated from error
+            with asking(uri=self.uri, key=key):
+                self._client.delete_object(Bucket=self._ref.bucket, Key=self._full_key(key))
+        except ObjectNotFound as error:
+            if error.details.get("code") != "NoSuchKey":  # S3 itself does not say so, others do
+                raise
 
     def close(self) -> None:
         """Close every connection. Idempotent."""
@@ -201,10 +205,8 @@ class S3Store:
     def _open_wire(self) -> tuple[WireClient, Route]:
         with self._lock:
             if self._wire is None or self._route is None:
-                try:
+                with asking(uri=self.uri):
                     self._route = find_route(self._client, self._ref.bucket)
-                except (ClientError, BotoCoreError) as error:
-                    raise from_botocore_error(error, uri=self.uri) from error
                 self._wire = WireClient(
                     Endpoint(self._route.host, self._route.port, self._route.tls),
                     uri=self.uri,
@@ -217,11 +219,13 @@ class S3Store:
     def _which_is_missing(self, error: StoreError) -> StoreError:
         """A HEAD's 404 has no body to say whether the key or the bucket is missing: ask."""
         try:
-            self._client.head_bucket(Bucket=self._ref.bucket)
-        except ClientError as asked:
-            if asked.response["ResponseMetadata"]["HTTPStatusCode"] == 404:
-                return store_error(404, "NoSuchBucket", "", {}, uri=self.uri)
-        except BotoCoreError:
+            with asking(uri=self.uri):
+                self._client.head_bucket(Bucket=self._ref.bucket)
+        except ObjectNotFound:
+            return store_error(404, "NoSuchBucket", "", {}, uri=self.uri)
+        except AccessDenied:
+            pass
+        except StoreError:
             return error
         return store_error(404, "NoSuchKey", "", {}, uri=self.uri, key=error.details.get("key"))
 

@@ -1,4 +1,4 @@
-"""boto3's answers and exceptions in our words: checksums of a HEAD, errors. Pure."""
+"""boto3's answers and exceptions in our words: what is said of an object, checksums of a HEAD, errors. Pure."""
 
 from __future__ import annotations
 
@@ -7,14 +7,18 @@ import binascii
 import hashlib
 import re
 from collections.abc import Iterator, Mapping
+from contextlib import contextmanager
 from typing import Any
 from urllib.parse import urlsplit
 
 from botocore import exceptions as boto
-from botocore.exceptions import ClientError
+from botocore.exceptions import BotoCoreError, ClientError
+from botocore.parsers import ResponseParserError
 
 from storage.checksum import DIGEST_SIZES
-from storage.errors import AccessDenied, CredentialsExpired, StoreError, StoreUnavailable
+from storage.errors import AccessDenied, CredentialsExpired, LongshoreError, StoreError, StoreUnavailable
+from storage.object_store import ObjectInfo
+from storage.s3_answer import normal_etag
 from storage.s3_errors import store_error
 
 _CHECKSUM_FIELDS = {
@@ -24,7 +28,36 @@ _CHECKSUM_FIELDS = {
     "ChecksumSHA256": "sha256",
 }
 _MD5_HEX = re.compile(r"[0-9a-f]{32}")
+_ETAG = re.compile(r"[\x20-\x7e]{1,256}")  # it goes into headers of ours
 _CREDENTIALS_HINT = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or a role, or ask for anonymous access"
+
+
+@contextmanager
+def asking(*, uri: str, key: str | None = None) -> Iterator[None]:
+    """For a block that asks with boto3 and reads the answer: whatever is raised becomes an error of ours."""
+    try:
+        yield
+    except LongshoreError:
+        raise
+    except (ClientError, BotoCoreError) as error:
+        raise from_botocore_error(error, uri=uri, key=key) from error
+    except (ResponseParserError, LookupError, ValueError, TypeError, AttributeError) as error:
+        # No XML, none of S3, without what has to be there, or with a number or a date that is none.
+        raise StoreError("the store's answer cannot be read", uri=uri, key=key, cause=type(error).__name__) from error
+
+
+def object_info(
+    key: str,
+    size_bytes: int,
+    etag: str | None,
+    checksums: dict[str, str] | None = None,
+    composites: dict[str, str] | None = None,
+) -> ObjectInfo:
+    """What an answer said of an object. Raises ValueError for what no object has."""
+    tag = normal_etag(etag)
+    if not 0 <= size_bytes < 1 << 63 or (tag is not None and not _ETAG.fullmatch(tag)):
+        raise ValueError("no size, or no ETag")
+    return ObjectInfo(key, size_bytes, tag, checksums or {}, composites or {})
 
 
 def checksums_of_head(head: Mapping[str, Any]) -> dict[str, str]:

@@ -22,6 +22,7 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError
 
 from storage.errors import CredentialsExpired
+from storage.s3_bounds import bound_answers
 from storage.s3_info import from_botocore_error
 from storage.s3_redirects import bound_redirects
 from storage.store_ref import Credentials, StoreRef
@@ -55,6 +56,7 @@ class S3Sessions:
         """
         self._ref = ref
         self._passed = credentials if credentials is not None and credentials.access_key_id else None
+        self._answer_s = 2 * read_timeout_s
         self._config = _client_config(ref, read_timeout_s, connect_timeout_s)
         self._lock = threading.Lock()
         self.now = self._open()
@@ -98,6 +100,7 @@ class S3Sessions:
                 config=self._config,
             )
             bound_redirects(client, own_endpoint=ref.endpoint_url is not None)
+            bound_answers(client, uri=ref.uri, answer_s=self._answer_s)
             return S3Session(client, None if ref.anonymous else core.get_credentials(), ca_bundle)
         except (BotoCoreError, ValueError) as error:
             raise from_botocore_error(error, uri=ref.uri) from error

@@ -6,12 +6,9 @@ import contextlib
 from collections.abc import Callable
 from typing import TYPE_CHECKING
 
-from botocore.exceptions import BotoCoreError, ClientError
-
 from storage.errors import StoreError
 from storage.object_store import ObjectInfo
-from storage.s3_answer import normal_etag
-from storage.s3_info import from_botocore_error, md5_header
+from storage.s3_info import asking, md5_header, object_info
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
@@ -65,7 +62,7 @@ class S3Upload:
         """Make the object visible. Raises the errors of a write; nothing is visible then."""
         if self._over:
             raise StoreError("the upload is over", uri=self._uri, key=self._key)
-        try:
+        with asking(uri=self._uri, key=self._key):
             etag = None
             if self._upload_id is None:
                 body = bytes(self._pending)
@@ -82,11 +79,9 @@ class S3Upload:
                     UploadId=self._upload_id,
                     MultipartUpload={"Parts": self._parts},
                 )
-        except (ClientError, BotoCoreError) as error:
-            raise from_botocore_error(error, uri=self._uri, key=self._key) from error
         self._over = True
         if self._upload_id is None:
-            return ObjectInfo(self._key, self._size_bytes, normal_etag(etag))
+            return object_info(self._key, self._size_bytes, etag)
         info = self._stat(self._key)  # some servers answer the completion with another ETag than they serve later
         if info.size_bytes != self._size_bytes:
             raise StoreError(
@@ -105,14 +100,14 @@ class S3Upload:
         self._over = True
         self._pending = bytearray()
         if self._upload_id is not None:
-            with contextlib.suppress(ClientError, BotoCoreError):
+            with contextlib.suppress(StoreError), asking(uri=self._uri, key=self._key):
                 self._client.abort_multipart_upload(Bucket=self._bucket, Key=self._full_key, UploadId=self._upload_id)
 
     def _send_part(self) -> None:
         number = len(self._parts) + 1
         if number > _MAX_PARTS:
             raise StoreError("the object has too many parts for S3", uri=self._uri, key=self._key)
-        try:
+        with asking(uri=self._uri, key=self._key):
             if self._upload_id is None:
                 begun = self._client.create_multipart_upload(Bucket=self._bucket, Key=self._full_key)
                 self._upload_id = begun["UploadId"]
@@ -125,7 +120,5 @@ class S3Upload:
                 Body=body,
                 ContentMD5=md5_header(body),
             )
-        except (ClientError, BotoCoreError) as error:
-            raise from_botocore_error(error, uri=self._uri, key=self._key) from error
-        self._parts.append({"PartNumber": number, "ETag": answer["ETag"]})
+            self._parts.append({"PartNumber": number, "ETag": answer["ETag"]})
         self._pending.clear()

@@ -1,0 +1,280 @@
+"""A hostile S3 server over a socket: what boto3 lists and looks up with ends soon, small, and in an error of ours."""
+
+from __future__ import annotations
+
+import socket
+import threading
+import time
+import tracemalloc
+from collections.abc import Callable, Iterator
+from contextlib import closing, contextmanager, suppress
+
+import pytest
+
+from storage import s3, s3_bounds
+from storage.errors import AccessDenied, ObjectNotFound, StoreError, StoreUnavailable
+from storage.s3 import S3Store
+from storage.s3_bounds import MAX_ANSWER_BYTES, MAX_MARKS, check_document
+from storage.s3_errors import MAX_ERROR_BODY_BYTES
+from storage.store_ref import Credentials, StoreRef
+from tests.support.scripted_server import Play, ScriptedServer, answer
+
+pytestmark = pytest.mark.slow
+KEYS = Credentials("id", "secret")
+MIB = 1 << 20
+
+
+@contextmanager
+def store_behind(play: Play, read_timeout_s: float = 5.0) -> Iterator[tuple[S3Store, ScriptedServer]]:
+    server = ScriptedServer(play)
+    ref = StoreRef("s3", "bucket", "", endpoint_url=f"http://127.0.0.1:{server.port}", region="us-east-1")
+    with closing(server), closing(S3Store(ref, KEYS, read_timeout_s=read_timeout_s)) as store:
+        yield store, server
+
+
+def refusal(ask: Callable[[], object], kind: type[StoreError] = StoreError) -> str:
+    """What is said."""
+    with pytest.raises(kind) as caught:
+        ask()
+    assert len(str(caught.value)) < 1000
+    return str(caught.value)
+
+
+def listed(store: S3Store) -> Callable[[], object]:
+    return lambda: list(store.list())
+
+
+def whole(status: str, body: bytes, **headers: str) -> Play:
+    """Every request is answered with this."""
+    head = {"Content-Length": str(len(body))} | {name.replace("_", "-"): value for name, value in headers.items()}
+    return lambda sock, _: sock.sendall(answer(status, head, body))
+
+
+def listing(entries: str, more: str = "") -> bytes:
+    truncated = f"<IsTruncated>true</IsTruncated><NextContinuationToken>{more}</NextContinuationToken>" if more else ""
+    return f"<ListBucketResult>{truncated}{entries}</ListBucketResult>".encode()
+
+
+def entry(key: str = "a", size: str = "5", etag: str = '"v"') -> str:
+    return f"<Contents><Key>{key}</Key><Size>{size}</Size><ETag>{etag}</ETag></Contents>"
+
+
+def endless(head: str, piece: bytes) -> Play:
+    """Gigabytes, for as long as somebody listens."""
+
+    def play(sock: socket.socket, _: int) -> None:
+        sock.sendall(head.encode())
+        while True:
+            sock.sendall(piece)
+
+    return play
+
+
+LAUGHS = b"<!DOCTYPE a [<!ENTITY a 'ha'>" + b"".join(
+    b"<!ENTITY %c '&%c;&%c;&%c;&%c;'>" % (i + 1, i, i, i, i) for i in range(97, 120)
+)
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"",
+        b"hello",
+        b"\xff\xfe<\0a\0>\0",
+        b"<html><body>It works!</body></html>"[:20],
+        LAUGHS + b"]><ListBucketResult>&x;</ListBucketResult>",
+        b"<?xml version='1.0'?><!DOCTYPE a SYSTEM 'file:///etc/passwd'><a/>",
+        b"<a>" * (MAX_MARKS + 1),
+        b"<a " + b" ".join(b"b%d=''" % n for n in range(MAX_MARKS + 1)) + b"/>",
+        listing(entry(size="many")),
+        listing(entry(size="-5")),
+        listing(entry(size="9" * 30)),
+        listing(entry(size="9" * 5000)),
+        listing("<Contents><Size>5</Size></Contents>"),
+        listing("<Contents><Key>a</Key></Contents>"),
+        listing(entry(etag="v&#13;&#10;X-Evil: 1")),
+        listing(entry(etag="v" * 1000)),
+        listing("<Contents><Key>a</Key><Size>5</Size><LastModified>yesterday</LastModified></Contents>"),
+    ],
+    ids=range(17),
+)
+def test_a_listing_that_is_none(body: bytes) -> None:
+    with store_behind(whole("200 OK", body)) as (store, server):
+        if body in (b"",):
+            assert list(store.list()) == []  # botocore takes nothing for an empty listing
+        else:
+            assert refusal(listed(store))
+    assert len(server.heads) <= 3  # botocore asks again for some
+
+
+def test_a_good_listing() -> None:
+    with store_behind(whole("200 OK", listing(entry("a") + entry("b/c") + entry("..") + entry("d/")))) as (store, _):
+        assert [info.key for info in store.list()] == ["a", "b/c"]
+    with store_behind(whole("200 OK", listing(entry("a") + entry("b/c") + entry("..") + entry("d/")))) as (store, _):
+        assert list(store.left_out()) == [".."]
+
+
+@pytest.mark.parametrize("head", ["", "Content-Length: 9999999999999\r\n", "Content-Length: x\r\n"])
+def test_gigabytes_of_a_listing(head: str) -> None:
+    piece = entry().encode() * 1000
+    with store_behind(endless(f"HTTP/1.1 200 OK\r\n{head}\r\n<ListBucketResult>", piece)) as (store, server):
+        tracemalloc.start()
+        try:
+            assert "bytes" in refusal(listed(store), StoreError)
+            assert tracemalloc.get_traced_memory()[1] < 3 * MAX_ANSWER_BYTES
+        finally:
+            tracemalloc.stop()
+    assert server.connections == 1
+
+
+def test_gigabytes_of_chunks() -> None:
+    piece = b"10000\r\n" + b"x" * 0x10000 + b"\r\n"
+    with store_behind(endless("HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", piece)) as (store, _):
+        assert "bytes" in refusal(listed(store), StoreError)
+
+
+@pytest.mark.parametrize(("status", "kind"), [("403 F", AccessDenied), ("404 N", ObjectNotFound)])
+def test_gigabytes_of_a_refusal_are_not_read_and_its_status_counts(status: str, kind: type[StoreError]) -> None:
+    sent: list[int] = []
+
+    def play(sock: socket.socket, _: int) -> None:
+        sock.sendall(f"HTTP/1.1 {status}\r\n\r\n<Error><Code>".encode())
+        for _ in range(1000):
+            sock.sendall(b"x" * MIB)
+            sent.append(MIB)
+
+    with store_behind(play) as (store, _):
+        assert refusal(listed(store), kind)
+    assert sum(sent) < 100 * MIB + MAX_ERROR_BODY_BYTES  # what stood in the socket's buffers
+
+
+def test_a_refusal_that_is_a_page_for_people() -> None:
+    page = b"<!DOCTYPE html><html><body>Bad gateway</body></html>"
+    with store_behind(whole("502 Bad Gateway", page)) as (store, _):
+        assert refusal(listed(store), StoreUnavailable)
+
+
+@pytest.mark.parametrize(
+    "head",
+    [
+        b"HTTP/1.1 200 OK\r\n" + b"x: y\r\n" * 500 + b"\r\n",
+        b"HTTP/1.1 200 OK\r\nx: " + b"y" * 100_000 + b"\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: five\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\nContent-Length: -5\r\n\r\n",
+        b"HTTP/1.1 200 OK\r\n\r\n",
+        b'HTTP/1.1 200 OK\r\nContent-Length: 5\r\nETag: "\x1b[2J"\r\n\r\n',
+        b"HTTP/1.1 200 OK\r\nContent-Length: 5\r\nLast-Modified: yesterday\r\n\r\n",
+        b"HTTP/1.1 999 What\r\n\r\n",
+        b"HTTP/3 \xff\r\n\r\n",
+        b"\x16\x03\x01\0\0",
+    ],
+    ids=range(10),
+)
+def test_a_look_up_that_says_nonsense(head: bytes) -> None:
+    def play(sock: socket.socket, _: int) -> None:
+        sock.sendall(head)
+        sock.shutdown(socket.SHUT_WR)
+
+    with store_behind(play) as (store, server):
+        assert refusal(lambda: store.stat("key"))
+    assert len(server.heads) <= 4
+
+
+def drip(first: bytes, piece: bytes) -> Play:
+    """A piece every 50 ms: no read of it ever takes long."""
+
+    def play(sock: socket.socket, _: int) -> None:
+        sock.sendall(first)
+        with suppress(OSError):
+            while not over.wait(0.05):
+                sock.sendall(piece)
+
+    over = threading.Event()
+    return play
+
+
+@pytest.mark.parametrize(
+    ("first", "piece"),
+    [
+        (b"", b"H"),
+        (b"HTTP/1.1 200 OK\r\nx: ", b"y"),
+        (b"", b"HTTP/1.1 100 Continue\r\n\r\n"),
+        (b"HTTP/1.1 200 OK\r\nContent-Length: 100000\r\n\r\n<", b"a"),
+        (b"HTTP/1.1 200 OK\r\nTransfer-Encoding: chunked\r\n\r\n", b"1\r\n<\r\n"),
+    ],
+    ids=["status", "head", "continue", "body", "chunks"],
+)
+def test_an_answer_that_trickles_ends(first: bytes, piece: bytes) -> None:
+    with store_behind(drip(first, piece), read_timeout_s=0.5) as (store, server):
+        before_s = time.monotonic()
+        assert "in time" in refusal(listed(store), StoreUnavailable)
+        assert time.monotonic() - before_s >= 0.9  # twice the read timeout, and once
+    assert server.connections == 1
+
+
+def test_an_answer_that_was_cut_short_is_no_shorter_listing() -> None:
+    body = listing(entry("a") + entry("b"))
+
+    def play(sock: socket.socket, _: int) -> None:
+        sock.sendall(answer("200 OK", {"Content-Length": str(len(body) + 1000)}, body))
+        sock.shutdown(socket.SHUT_WR)
+
+    with store_behind(play) as (store, _):
+        assert "early" in refusal(listed(store), StoreUnavailable)
+
+
+@pytest.mark.parametrize("entries", ["", entry("a") * 10], ids=["empty pages", "keys"])
+def test_a_listing_that_never_ends(entries: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3, "MAX_LISTED_KEYS", 100)
+    monkeypatch.setattr(s3, "MAX_EMPTY_PAGES", 20)
+    pages: list[int] = []
+
+    def play(sock: socket.socket, _: int) -> None:
+        pages.append(1)
+        body = listing(entries, more=f"token-{len(pages)}")
+        sock.sendall(answer("200 OK", {"Content-Length": str(len(body))}, body))
+
+    with store_behind(play) as (store, _):
+        assert "does not end" in refusal(listed(store), StoreError)
+    assert len(pages) <= 21
+
+
+def test_listings_that_take_too_long_together(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3, "MAX_LISTING_S", 0.2)
+    pages: list[int] = []
+
+    def play(sock: socket.socket, _: int) -> None:
+        pages.append(1)
+        time.sleep(0.1)
+        body = listing(entry("a"), more=f"token-{len(pages)}")
+        sock.sendall(answer("200 OK", {"Content-Length": str(len(body))}, body))
+
+    with store_behind(play) as (store, _):
+        assert "does not end" in refusal(listed(store), StoreError)
+    assert len(pages) <= 3
+
+
+def test_uploads_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(s3_bounds, "_CHANGES_TAKE", 1)
+    with store_behind(drip(b"HTTP/1.1 200 OK\r\nx: ", b"y"), read_timeout_s=0.3) as (store, _):
+        assert "in time" in refusal(lambda: store.put("key", b"x"), StoreUnavailable)
+    with store_behind(endless("HTTP/1.1 200 OK\r\n\r\n", b"x" * MIB)) as (store, _):
+        assert "bytes" in refusal(lambda: store.put("key", b"x"), StoreError)
+
+
+def test_no_thread_is_left() -> None:
+    before = set(threading.enumerate())
+    with store_behind(whole("200 OK", listing(entry()))) as (store, _):
+        for _ in range(20):
+            list(store.list())
+    for thread in set(threading.enumerate()) - before:
+        thread.join(5)
+        assert not thread.is_alive()
+
+
+def test_documents() -> None:
+    for good in (b"", b"<a/>", b"<a b='c'>&amp;</a>"):
+        check_document(good)
+    for bad in (b"<" * (MAX_MARKS + 1), b"<!DOCTYPE a>", b"<a>\0</a>", b" " * (MAX_ANSWER_BYTES + 1)):
+        with pytest.raises(ValueError, match=r"\w"):
+            check_document(bad)
