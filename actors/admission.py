@@ -1,21 +1,52 @@
-"""Whether a load's plan fits where its ranks sit; idle gangs give way where it does not."""
+"""Whether a load's plan fits where its ranks sit, beside what others were promised; idle gangs give way."""
 
 from __future__ import annotations
 
 import asyncio
 import time
+from collections.abc import Collection, Mapping
 
 from actors import nodes
 from actors.finished import finished
 from actors.gangs import Gangs
-from actors.model_record import ModelRecord
+from actors.model_record import ModelRecord, Seat
 from actors.node_agents import NodeAgents
+from actors.promised import claims_of, new_workers, promise
 from cluster.config import Config
+from cluster.errors import DoesNotFit
 from cluster.fit import check_fit
+from cluster.host_room import larger_claims
 from cluster.packed_plan import PackedPlan
 from cluster.warm_pool import IdleGang, in_the_way, with_kept_memory
 
 FREED_S = 5.0  # the memory of a process that was killed is free again by then
+
+
+async def fit_on(
+    record: ModelRecord,
+    seats: Mapping[int, Seat],
+    plan: PackedPlan,
+    agents: NodeAgents,
+    config: Config,
+    others: Collection[ModelRecord],
+    taken: IdleGang | None = None,
+) -> DoesNotFit | None:
+    """Whether the ranks that are to sit there fit; if so, what they take is theirs from here on. Else the error.
+
+    Raises what an agent raises: ArenaTooLarge...
+    """
+    order = sorted(await agents.of({seat.node_id: seat.host for seat in seats.values()}))
+    before = claims_of(others, record)
+    facts = await nodes.facts_of(order, agents.ask)
+    # From here to the promise nothing else runs, or two loads could be promised the same memory.
+    claims = larger_claims(before, claims_of(others, record))
+    infos = with_kept_memory([facts[node_id] for node_id in order], taken)
+    device = record.request.device
+    rank_nodes = {rank: order.index(seat.node_id) for rank, seat in seats.items()}
+    misfit = check_fit(plan, rank_nodes, infos, config, device, claims, new_workers(seats))
+    if misfit is None:
+        promise(record, {rank: plan.ranks[rank].device_bytes if device == "cpu" else 0 for rank in seats}, infos)
+    return misfit
 
 
 async def fit_in(
@@ -24,19 +55,17 @@ async def fit_in(
     agents: NodeAgents,
     config: Config,
     gangs: Gangs,
+    others: Collection[ModelRecord],
     taken: IdleGang | None,
 ) -> None:
     """Returns when every device and host has the memory. `taken`: the gang whose workers the load has.
 
     Raises DoesNotFit, and what an agent raises: ArenaTooLarge...
     """
-    order = sorted(await agents.all())
-    rank_nodes = [order.index(record.seats[rank].node_id) for rank in sorted(record.seats)]
-    give_up_s = 0.0
+    # Models that have just ended may not have given all back yet.
+    give_up_s = max((other.ended_s + FREED_S for other in others if other.life.is_over), default=0.0)
     while True:
-        facts = await nodes.facts_of(order, agents.ask)
-        infos = with_kept_memory([facts[node_id] for node_id in order], taken)
-        misfit = check_fit(plan, rank_nodes, infos, config, record.request.device)
+        misfit = await fit_on(record, record.seats, plan, agents, config, others, taken)
         if misfit is None:
             return
         if ending := in_the_way(gangs.idle(), record.nodes):

@@ -169,7 +169,8 @@ class LoadRun:
 
     async def _begin(self, plan: PackedPlan, gang: IdleGang | None) -> None:
         """See that the plan fits, and tell every agent what its node needs; then the workers can have their jobs."""
-        await fit_in(self._record, plan, self._agents, self._config, self._gangs, gang)
+        others = self._models.values()
+        await fit_in(self._record, plan, self._agents, self._config, self._gangs, others, gang)
         await asyncio.gather(*(self.begin_on(node_id) for node_id in self._record.nodes))
         await self._event(load_events.Started)
 

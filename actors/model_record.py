@@ -51,6 +51,9 @@ class ModelRecord:
     total_bytes: int = 0
     revision: str = ""
     seats: dict[int, Seat] = field(default_factory=dict)
+    host_bytes: dict[int, int] = field(default_factory=dict)  # by rank: of its host's memory, as was found to fit
+    pools: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by node: ids of what its memory comes out of
+    kept_bytes: dict[str, int] = field(default_factory=dict)  # by node: that the gang taken over had there
     gang_id: str = ""  # its workers and its placement group are named by it: the model's id, or that of an earlier one
     group: Any = None  # the placement group, when it is ours
     store_bytes: dict[str, int] = field(default_factory=dict)  # by node

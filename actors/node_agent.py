@@ -19,7 +19,7 @@ from typing import Protocol
 
 from actors.disk_writer import DiskWriter
 from actors.node_ledger import NodeLedger
-from actors.node_resources import gpu_memory_bytes, open_arena
+from actors.node_resources import gpu_memory_bytes, host_pools, open_arena, room_for_slots
 from cluster.config import Config
 from cluster.messages import (
     AgentBeat,
@@ -38,7 +38,6 @@ from storage.arena import Arena
 from storage.arena_files import SHM_DIRECTORY, arena_path
 from storage.chunk_cache import ChunkCache
 from storage.errors import ArenaError, LongshoreError
-from storage.host_memory import available_host_bytes
 from storage.leases import Lease
 from storage.own_memory import PeakMemory
 from storage.processes import ProcessId, processes_mapping
@@ -102,12 +101,11 @@ class NodeAgent:
         """What a plan needs to know. Raises ArenaTooLarge when this node cannot have its arena."""
         with self._changed:
             arena = self._usable()
-            untouched = (arena.slot_count - arena.ready_slots) * arena.slot_bytes
         return NodeFacts(
             node_id=self._node_id,
             host=self._host,
             arena_bytes=arena.slot_count * arena.slot_bytes,
-            memory_free_bytes=max(0, available_host_bytes() - untouched),
+            pools=host_pools(os.path.dirname(arena.path)),
             gpu_total_bytes=gpu_memory_bytes(),
             version=__version__,
         )
@@ -222,7 +220,7 @@ class NodeAgent:
         if arena is None:
             return
         try:
-            arena.reserve(self._stopped.is_set)
+            arena.reserve(self._stopped.is_set, room_for_slots(self._config))
         except LongshoreError as error:
             self._error = error
             with self._changed:

@@ -72,7 +72,8 @@ async def facts_of(
         node_id: NodeInfo(
             node_id=node_id,
             host=facts.host,
-            memory_free_bytes=facts.memory_free_bytes,
+            memory_free_bytes=min(pool.free_bytes for pool in facts.pools),
+            pools=facts.pools,
             gpu_memory_bytes=min(facts.gpu_total_bytes, default=None),
             arena_bytes=facts.arena_bytes,
         )

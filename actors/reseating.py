@@ -19,6 +19,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from actors import nodes, spawn
+from actors.admission import fit_on
 from actors.finished import alongside, finished
 from actors.gangs import Gangs
 from actors.model_record import ModelRecord, Seat
@@ -28,7 +29,6 @@ from actors.saved_load import save
 from cluster import load_events, load_state
 from cluster.config import Config
 from cluster.errors import ClusterLost, DoesNotFit, NodeLost, NotEnoughResources
-from cluster.fit import check_fit
 from cluster.packed_plan import PackedPlan
 from cluster.replan import lost_ranks, no_place, seat_again
 from storage.errors import LongshoreError
@@ -154,20 +154,16 @@ class Reseating:
     async def _take(self, places: dict[int, nodes.Place], plan: PackedPlan) -> None:
         """The ranks sit there from now on. Raises DoesNotFit, and what agents raise."""
         record = self._record
-        hosts = {node_id: host for node_id, host, _ in places.values()}
-        facts = await nodes.facts_of(await self._agents.of(hosts), self._agents.ask)
-        order = sorted(hosts)
-        rank_nodes = {rank: order.index(node_id) for rank, (node_id, _, _) in places.items()}
-        infos = [facts[node_id] for node_id in order]
-        misfit = check_fit(plan, rank_nodes, infos, self._config, record.request.device)
+        attempt = record.life.attempt + 1
+        seats = {
+            rank: Seat(rank, node_id, host, bundle, attempt, incarnation=record.seats[rank].incarnation + 1)
+            for rank, (node_id, host, bundle) in places.items()
+        }
+        misfit = await fit_on(record, seats, plan, self._agents, self._config, self._models.values())
         if misfit is not None:
             raise misfit
-        attempt = record.life.attempt + 1
-        gone: list[Any] = []
-        for rank, (node_id, host, bundle) in places.items():
-            old = record.seats[rank]
-            gone.append(old.worker)
-            record.seats[rank] = Seat(rank, node_id, host, bundle, attempt, incarnation=old.incarnation + 1)
+        gone: list[Any] = [record.seats[rank].worker for rank in seats]
+        record.seats.update(seats)
         life = load_state.advance(record.life, load_events.Replanned(tuple(sorted(places)), attempt=attempt))
         for rank in places:
             again = load_events.RankReplaced(rank, record.seats[rank].incarnation, attempt=attempt)

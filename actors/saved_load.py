@@ -32,6 +32,8 @@ class SavedLoad:
     gang_id: str  # its workers are named by it
     group: Any  # our own placement group, or None
     has_credentials: bool  # the client passed some; they are not kept here
+    host_bytes: dict[int, int]
+    pools: dict[str, tuple[str, ...]]
 
     @staticmethod
     def of(record: ModelRecord) -> SavedLoad:
@@ -44,6 +46,8 @@ class SavedLoad:
             record.gang_id,
             record.group,
             record.request.store.credentials is not None or record.credentials_missing,
+            dict(record.host_bytes),
+            dict(record.pools),
         )
 
     def pack(self) -> bytes:
@@ -66,6 +70,8 @@ class SavedLoad:
             gang_id=self.gang_id,
             group=self.group,
             credentials_missing=self.has_credentials,
+            host_bytes=self.host_bytes,
+            pools=self.pools,
         )
         group = self.group or self.request.placement_group
         bundles = _bundles(group, self.request) if group is not None else None

@@ -2,11 +2,12 @@
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
+from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from cluster.config import Config
 from cluster.errors import DoesNotFit
+from cluster.host_room import Claim, NodeNeed, room_problems
 from cluster.topology import NodeInfo, ranks_by_node
 from cluster.units import show_bytes
 from storage.arena_files import default_arena_bytes
@@ -45,16 +46,19 @@ def check_fit(
     nodes: Sequence[NodeInfo],
     config: Config,
     device: str,
+    claims: Collection[Claim] = (),
+    new_workers: Collection[int] = (),
 ) -> DoesNotFit | None:
     """The error to raise, listing every device and host that lacks memory for its ranks; None when all fit.
 
     `rank_nodes[i]` is the index into `nodes` of rank i (a mapping: of the ranks that come), `device` "cuda" or "cpu".
     Ranks in CPU memory count against their host, ranks on GPUs against the smallest GPU of their node (not checked when
     its memory is unknown). An arena that is still to be made counts against its host and /dev/shm, and must have
-    `min_slots` slots.
+    `min_slots` slots. `claims`: what other loads were promised; `new_workers`: ranks whose processes are still to come.
     """
     problems: list[str] = []
     hints: list[str] = []
+    needs: dict[int, NodeNeed] = {}
     for index, ranks in ranks_by_node(rank_nodes).items():
         node = nodes[index]
         device_bytes = [plan.ranks[rank].device_bytes for rank in ranks]
@@ -73,16 +77,9 @@ def check_fit(
                 f"{show_bytes(node.shm_free_bytes)} are free"
             )
             hints.append("Enlarge /dev/shm (docker --shm-size, in Kubernetes an emptyDir in memory there)")
-        ranks_need = sum(device_bytes) if device == "cpu" else 0
-        host_have = node.memory_free_bytes - config.host_reserve_bytes
-        host_need = ranks_need + new_arena_bytes
-        if host_need > host_have:
-            problems.append(
-                f"{node.host}: needs {show_bytes(host_need)} of host memory ({show_bytes(ranks_need)} for "
-                f"{len(ranks)} ranks, {show_bytes(new_arena_bytes)} for the arena), "
-                f"has {show_bytes(max(host_have, 0))} beyond the reserve"
-            )
-            hints.append("Spread the model over more nodes, or use a smaller arena")
+        tensor_bytes = sum(device_bytes) if device == "cpu" else 0
+        starting = sum(rank in new_workers for rank in ranks)
+        needs[index] = NodeNeed(len(ranks), tensor_bytes, starting, new_arena_bytes)
         if device == "cuda" and node.gpu_memory_bytes is not None:
             gpu_have = node.gpu_memory_bytes - config.device_reserve_bytes
             tight = [rank for rank, need in zip(ranks, device_bytes, strict=True) if need > gpu_have]
@@ -93,6 +90,9 @@ def check_fit(
                     f"a GPU has {show_bytes(max(gpu_have, 0))} beyond the reserve"
                 )
                 hints.append("Raise tensor_parallel_size or fsdp_size")
+    if missing := room_problems(nodes, needs, claims, config):
+        problems += missing
+        hints.append("Spread the model over more nodes, release another one, or use a smaller arena")
     if not problems:
         return None
     shown = "; ".join(problems[:20]) + (f"; and {len(problems) - 20} more" if len(problems) > 20 else "")

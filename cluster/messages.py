@@ -17,6 +17,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from storage.errors import LongshoreError
+from storage.host_memory import MemoryPool
 from storage.processes import ProcessId
 from storage.store_checksum import Span
 from storage.store_ref import Credentials, StoreRef
@@ -209,7 +210,7 @@ class NodeFacts:
     node_id: str
     host: str
     arena_bytes: int
-    memory_free_bytes: int  # MemAvailable, the arena's untouched pages taken off
+    pools: tuple[MemoryPool, ...]  # its memory comes out of them; untouched pages of arenas are taken off
     gpu_total_bytes: tuple[int, ...]  # per GPU, in the order of the driver; empty where unknown
     version: str
 

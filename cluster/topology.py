@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from cluster.errors import ConfigError, NotEnoughResources
 from cluster.layout import Layout
+from storage.host_memory import MemoryPool
 
 
 @dataclass(frozen=True, slots=True)
@@ -23,6 +24,8 @@ class NodeInfo:
     alive: bool = True
     gpu_memory_bytes: int | None = None  # of its smallest GPU; None when unknown
     arena_bytes: int = 0  # of the arena that its agent already has; 0: none yet
+    pools: tuple[MemoryPool, ...] = ()  # that its memory comes out of; empty: only `memory_free_bytes` is known
+    kept_bytes: int = 0  # host memory that workers on it keep for the load that takes them over
 
 
 def resolve_device(nodes: Sequence[NodeInfo], device: str) -> str:

@@ -192,8 +192,9 @@ class Arena:
         """All slots as one block, slot after slot: for registering pinned memory once, not per slot."""
         return self._view[self._data_offset :]
 
-    def reserve(self, stop: Callable[[], bool] = lambda: False) -> int:
-        """Get memory for every slot, in order; returns how many are ready. `stop` is asked before each.
+    def reserve(self, stop: Callable[[], bool] = lambda: False, room: Callable[[], bool] = lambda: True) -> int:
+        """Get memory for every slot, in order; returns how many are ready. `stop` is asked before each, and `room`
+        whether the host still has memory: the kernel might end somebody sooner than refuse.
 
         Meant for a background thread: `ready_slots` grows as it goes. Writing to a slot that is not ready
         could end the process with SIGBUS. When memory runs out, what no slot in use has is given back, the
@@ -204,13 +205,15 @@ class Arena:
                 if self._closed or stop():
                     return index
                 try:
+                    if not room():
+                        raise OSError(errno.ENOMEM, "the host's memory is nearly used up")
                     self._reserve_slot(index)
                 except OSError as exc:
                     if exc.errno not in (errno.ENOSPC, errno.ENOMEM):
                         raise ArenaError(f"cannot reserve the arena: {exc.strerror}", path=self.path) from exc
                     self.unlink()
                     raise ArenaTooLarge(
-                        "shared memory ran out while the arena was being reserved",
+                        "shared memory, or the memory behind it, ran out while the arena was being reserved",
                         hint=TOO_LARGE_HINT,
                         path=self.path,
                         reserved_bytes=index * self.slot_bytes,

@@ -8,6 +8,8 @@ import hashlib
 import os
 import re
 import stat
+import time
+from collections.abc import Iterator
 from dataclasses import dataclass
 
 from storage.arena_format import TOO_LARGE_HINT, is_at
@@ -17,6 +19,7 @@ from storage.host_memory import available_host_bytes, free_bytes, is_memory_back
 SHM_DIRECTORY = "/dev/shm"
 ARENA_PREFIX = "longshore-arena-"
 DEFAULT_MAX_BYTES = 8 << 30
+LOCK_PATIENCE_S = 10.0  # whoever makes an arena is quick; one that is stopped must not stop us
 
 
 def arena_path(cluster_id: str, node_id: str, directory: str = SHM_DIRECTORY) -> str:
@@ -44,15 +47,48 @@ def default_arena_bytes(
     return max(0, min(free // 4, max_bytes)) // slot_bytes * slot_bytes
 
 
-def check_room(directory: str, size_bytes: int) -> None:
+@contextlib.contextmanager
+def one_at_a_time(directory: str) -> Iterator[None]:
+    """Around looking for room in `directory` and taking it: agents of several nodes may be on one host."""
+    try:
+        folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        yield  # whoever looks for room there says what is wrong
+        return
+    try:
+        give_up_s = time.monotonic() + LOCK_PATIENCE_S
+        while time.monotonic() < give_up_s:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(folder)
+
+
+def untouched_bytes(directory: str = SHM_DIRECTORY) -> int:
+    """Memory that the arenas in `directory` are still to take: they have their size at once, their pages in time."""
+    total = 0
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                if entry.name.startswith(ARENA_PREFIX) and entry.is_file(follow_symlinks=False):
+                    info = entry.stat(follow_symlinks=False)
+                    total += max(0, info.st_size - info.st_blocks * 512)
+    return total
+
+
+def check_room(directory: str, size_bytes: int, *, promised_bytes: int = 0, reserve_bytes: int = 0) -> None:
     """Refuse an arena that cannot fit, before a byte of it is made.
 
+    `promised_bytes`: what other arenas there are still to take; `reserve_bytes`: memory that is to be left.
     Raises ArenaTooLarge when the file system of `directory`, or the memory behind it, has less than
     `size_bytes`.
     """
     try:
-        free = free_bytes(directory)
-        available = available_host_bytes() if is_memory_backed(directory) else None
+        free = free_bytes(directory) - promised_bytes
+        available = available_host_bytes() - promised_bytes if is_memory_backed(directory) else None
     except OSError as exc:
         raise ArenaTooLarge(f"cannot use {directory}: {exc.strerror or exc}", hint=TOO_LARGE_HINT) from exc
     if size_bytes > free:
@@ -60,14 +96,15 @@ def check_room(directory: str, size_bytes: int) -> None:
             f"{directory} has no room for the arena",
             hint=TOO_LARGE_HINT,
             wanted_bytes=size_bytes,
-            free_bytes=free,
+            free_bytes=max(0, free),
         )
-    if available is not None and size_bytes > available:
+    if available is not None and size_bytes + reserve_bytes > available:
         raise ArenaTooLarge(
             "the host has too little free memory for the arena",
             hint="set LONGSHORE_ARENA_BYTES to less, or give the host or container more memory",
             wanted_bytes=size_bytes,
-            available_bytes=available,
+            reserve_bytes=reserve_bytes,
+            available_bytes=max(0, available),
         )
 
 

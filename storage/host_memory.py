@@ -20,6 +20,7 @@ class MemoryPool:
     pool_id: str
     free_bytes: int  # that can be taken without swapping
     total_bytes: int
+    reserve_bytes: int = 0  # of the free ones, to be left by whoever asked: above that it would be ended
 
 
 def memory_pools(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> tuple[MemoryPool, ...]:
@@ -64,7 +65,7 @@ def _groups(proc: Path, cgroup: Path) -> Iterator[tuple[Path, int]]:
             own[1] = path
     for root, version in ((cgroup, 2), (cgroup / "unified", 2), (cgroup / "memory", 1)):
         parts = [part for part in own.get(version, "").split("/") if part]
-        # In a namespace of its own, or with its own part mounted only, the path leads nowhere: the root is its own then.
+        # In a namespace of its own, or where only its own part is mounted, the path leads nowhere: the root is it.
         if ".." in parts or not root.joinpath(*parts).is_dir():
             parts = []
         for depth in range(len(parts), -1, -1):

@@ -116,7 +116,7 @@ def test_kept_memory_counts_for_who_takes_it_over_and_for_nobody_else() -> None:
     nodes = [NodeInfo("n0", "h0", memory_free_bytes=10), NodeInfo("n1", "h1", memory_free_bytes=20)]
     assert with_kept_memory(nodes, None) == nodes
     found = with_kept_memory(nodes, gang("g", "n1", "n1", kept=5))
-    assert [node.memory_free_bytes for node in found] == [10, 25]
+    assert [node.kept_bytes for node in found] == [0, 5]
 
 
 def test_only_gangs_on_the_nodes_of_the_load_are_in_its_way() -> None:

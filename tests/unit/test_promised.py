@@ -1,0 +1,65 @@
+"""What the coordinator's notes say of memory that loads were promised and have not taken yet."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+from actors.model_record import ModelRecord, Seat
+from actors.promised import claims_of, new_workers, promise
+from actors.saved_load import SavedLoad
+from cluster import load_events, load_state
+from cluster.holders import Holders
+from cluster.host_room import WORKER_BYTES
+from cluster.messages import LoadRequest, StoreAccess
+from cluster.report import RankReport, StageTimes
+from cluster.topology import NodeInfo
+from storage.host_memory import MemoryPool
+from storage.store_ref import StoreRef
+
+REQUEST = LoadRequest("s3://b/m", StoreAccess(StoreRef("file", "", "/m")), None, 1, 2, 1, "cpu", None, False, "me", 0.0)
+
+
+def model(*, up: bool = True) -> ModelRecord:
+    record = ModelRecord("m", REQUEST, load_state.Life.new(2), Holders())
+    record.seats = {rank: Seat(rank, f"n{rank}", "h", None, is_up=up) for rank in range(2)}
+    nodes = [NodeInfo(f"n{i}", "h", pools=(MemoryPool("host", 1, 1),), kept_bytes=10 * i) for i in range(2)]
+    promise(record, {0: 100, 1: 100}, nodes)
+    return record
+
+
+def claimed(record: ModelRecord) -> dict[str, int]:
+    return {claim.node_id: claim.size_bytes for claim in claims_of([record], model())}
+
+
+def test_a_promise_shrinks_with_what_is_placed() -> None:
+    record = model()
+    assert claimed(record) == {"n0": 100, "n1": 90}  # workers that were taken over had kept 10
+    assert {claim.pool_ids for claim in claims_of([record], model())} == {("host",)}
+    record.seats[0].placed_bytes, record.seats[1].placed_bytes = 60, 5
+    assert claimed(record) == {"n0": 40, "n1": 90}
+    record.seats[0].placed_bytes = 100
+    assert claimed(record) == {"n1": 90}
+    record.seats[0].placed_bytes = 0  # its worker was lost, and a new one takes it all again
+    assert claimed(record) == {"n0": 100, "n1": 90}
+    assert claims_of([record], record) == []
+
+
+def test_processes_to_be_started_are_promised_too() -> None:
+    assert claimed(model(up=False)) == {"n0": 100 + WORKER_BYTES, "n1": 90 + WORKER_BYTES}
+    assert new_workers(model(up=False).seats) == {0, 1}
+    assert new_workers(model().seats) == set()
+
+
+def test_models_that_are_ready_or_over_take_nothing_more() -> None:
+    record = model()
+    for seat in record.seats.values():
+        seat.report = RankReport(seat.rank, "n", "h", 1, "cpu", 0, 100, 100, StageTimes(), 1, 0.5, 1.0)
+    assert claimed(record) == {}
+    record = model()
+    record.life = load_state.advance(record.life, load_events.Failed("so", attempt=record.life.attempt))
+    assert claimed(record) == {}
+
+
+def test_a_coordinator_that_was_restarted_knows_what_was_promised() -> None:
+    again = SavedLoad.unpack(SavedLoad.of(model()).pack()).restore("m", 0.0)
+    assert claimed(again) == claimed(replace(model(up=False), kept_bytes={}))
