@@ -74,27 +74,6 @@ def test_a_worker_that_dies_too_often_ends_the_load(longshore: Longshore, half: 
     longshore.assert_nothing_left()
 
 
-def test_a_killed_coordinator_kills_no_worker(longshore: Longshore, half: HalfLoad) -> None:
-    longshore.configure(empty=True)
-    loading = half.begin()
-    pids = longshore.worker_pids()
-    longshore.wait_restarted(COORDINATOR, longshore.kill(COORDINATOR))
-    half.proxy.open()
-    with loading.result(120) as model:
-        assert longshore.worker_pids() == pids
-        assert half.is_exact(model)
-        assert [m.progress.model_id for m in longshore.models()] == [model.model_id]
-        assert model.report.verified == "blake3"
-        assert model.report.model_bytes == model.report.placed_bytes - _replicated_bytes(model)
-    longshore.assert_nothing_left()
-
-
-def _replicated_bytes(model: LoadedModel) -> int:
-    """Norms: what both ranks hold of a Llama."""
-    (norms, _) = model.call(lambda shard: sum(t.nbytes for name, t in shard.items() if "norm" in name))
-    return int(norms)
-
-
 def test_a_coordinator_killed_after_ready_is_not_missed(longshore: Longshore, half: HalfLoad) -> None:
     half.proxy.open()
     options = {**half.stored.options, "tensor_parallel_size": 2, "device": "cpu"}
@@ -128,19 +107,6 @@ def test_a_kept_model_stays_kept_when_the_coordinator_was_killed(longshore: Long
     longshore.wait_restarted(COORDINATOR, longshore.kill(COORDINATOR))
     eventually(lambda: [m.keep for m in longshore.models()] == [True], "keep was forgotten")
     cluster.release(first.model_id)
-    longshore.assert_nothing_left()
-
-
-def test_a_killed_agent_is_restarted_under_its_ranks(longshore: Longshore, half: HalfLoad) -> None:
-    longshore.configure(empty=True)
-    loading = half.begin()
-    pids = longshore.worker_pids()
-    (agent,) = longshore.actor_names("agent-")
-    longshore.wait_restarted(agent, longshore.kill(agent))
-    half.proxy.open()
-    with loading.result(120) as model:
-        assert longshore.worker_pids() == pids
-        assert half.is_exact(model)
     longshore.assert_nothing_left()
 
 

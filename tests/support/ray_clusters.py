@@ -166,8 +166,18 @@ class Longshore:
             disconnect()
 
     def worker_pids(self) -> dict[str, int]:
-        """Process id of every living worker, by actor name."""
+        """Process id of every worker, by actor name. LookupError when one is not up yet."""
         return {name: self.pid(name) for name in self.actor_names("worker-")}
+
+    def living_workers(self) -> dict[str, int]:
+        """As `worker_pids`, of those whose processes are up."""
+        from ray._private.state import actors
+
+        return {
+            actor["Name"]: int(actor["Address"].get("Pid") or actor["Pid"])
+            for actor in actors().values()  # type: ignore[no-untyped-call]
+            if actor["Name"].startswith("worker-") and actor["State"] == "ALIVE"
+        }
 
     def wait_restarted(self, name: str, old_pid: int) -> int:
         """The process id of the actor that took the killed one's place."""

@@ -1,4 +1,4 @@
-"""SIGKILL of the coordinator in every state that a load can be in: it goes on, and its client notices nothing."""
+"""SIGKILL of the coordinator, an agent or a worker in every state that a load can be in while there is one of them."""
 
 from __future__ import annotations
 
@@ -114,6 +114,30 @@ STATES = {
 }
 
 
+def kill_coordinator(case: Case) -> None:
+    case.longshore.wait_restarted(COORDINATOR, case.longshore.kill(COORDINATOR))
+
+
+def kill_agents(case: Case) -> None:
+    killed = {name: case.longshore.kill(name) for name in case.longshore.actor_names("agent-")}
+    for name, pid in killed.items():
+        case.longshore.wait_restarted(name, pid)
+
+
+def kill_worker(case: Case) -> None:
+    """That of rank 0."""
+    eventually(case.longshore.living_workers, "there is no worker", 60)
+    case.longshore.kill(min(case.longshore.living_workers()))
+
+
+WITH_WORKERS = [LoadState.STARTING, LoadState.LOADING, LoadState.READY, LoadState.DEGRADED]
+STRIKES = [
+    *[(kill_coordinator, state) for state in STATES],
+    *[(kill_agents, state) for state in [LoadState.WAITING, *WITH_WORKERS]],  # WAITING: it has those of the other model
+    *[(kill_worker, state) for state in WITH_WORKERS],
+]
+
+
 @pytest.fixture
 def case(longshore: Longshore, llama: StoredModel) -> Iterator[Case]:
     longshore.configure(cpu_ranks_per_node=2, arena_bytes=16 << 20)
@@ -129,14 +153,27 @@ def test_every_state_that_can_be_left_is_tried() -> None:
     assert set(STATES) == {state for state in LoadState if not state.is_terminal}
 
 
-@pytest.mark.parametrize("state", STATES, ids=lambda state: state.value)
-def test_a_coordinator_killed_in_any_state_is_not_missed(case: Case, state: LoadState) -> None:
+@pytest.mark.parametrize(("kill", "state"), STRIKES, ids=lambda part: getattr(part, "value", None) or part.__name__)
+def test_a_kill_is_made_good(case: Case, kill: Callable[[Case], None], state: LoadState) -> None:
     longshore = case.longshore
     STATES[state](case)
-    longshore.wait_restarted(COORDINATOR, longshore.kill(COORDINATOR))
+    workers = longshore.living_workers()
+    kill(case)
     case.let_go()
+    if kill is kill_worker:
+        eventually(lambda: [n for n in longshore.actor_names("worker-") if n.endswith("-0-1")], "no replacement", 60)
     assert case.loading is not None
     model = case.loading.result(120)
     eventually(lambda: [m.progress.state for m in longshore.models()] == ["ready"], "it is not ready", 60)
     assert model.call(shard_differs, str(case.stored.folder), 2, 1, KV_HEADS) == [[], []]
     assert [m.progress.model_id for m in longshore.models()] == [model.model_id]
+    if kill is not kill_worker and state in (LoadState.LOADING, LoadState.READY):
+        assert longshore.living_workers() == workers  # they noticed nothing
+        assert model.report.verified == "blake3"
+        assert model.report.model_bytes == model.report.placed_bytes - _replicated_bytes(model)
+
+
+def _replicated_bytes(model: LoadedModel) -> int:
+    """Norms: what both ranks hold of a Llama."""
+    (norms, _) = model.call(lambda shard: sum(t.nbytes for name, t in shard.items() if "norm" in name))
+    return int(norms)
