@@ -34,7 +34,7 @@ from actors.seating import take_seats
 from actors.tending import tend_all
 from cluster import load_events, load_state
 from cluster.config import Config
-from cluster.errors import ClusterError, ClusterLost, LoadCancelled, NodeLost, RankLost
+from cluster.errors import ClusterError, ClusterLost, LoadCancelled, ModelNotFound, NodeLost, RankLost
 from cluster.layout import Layout
 from cluster.packed_plan import PackedPlan
 from cluster.remote_errors import unwrapped
@@ -266,9 +266,18 @@ class LoadRun:
     async def _report(self) -> LoadReport:
         record = self._record
         plan = await self._source.plan()
-        asked = (self._agents.ask(node, lambda agent: agent.report.remote(record.model_id)) for node in record.nodes)
-        answers: list[NodeReport] = await asyncio.gather(*asked)
+        answers = await asyncio.gather(*(self._node_report(node_id) for node_id in record.nodes))
         return make_report(record, plan, answers)
+
+    async def _node_report(self, node_id: str) -> NodeReport:
+        while True:
+            try:
+                report: NodeReport = await self._agents.ask(
+                    node_id, lambda agent: agent.report.remote(self._record.model_id)
+                )
+                return report
+            except ModelNotFound:  # the agent was restarted just now, and its ranks need nothing of it
+                await self.begin_on(node_id)
 
     # -- small things ------------------------------------------------------------------------------------------
 

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from actors.disk_backlog import DiskBacklog
 from actors.node_load import NodeLoad
 from actors.object_checks import KeptSpans
-from cluster.errors import RankLost
+from cluster.errors import ModelNotFound, RankLost
 from cluster.messages import AgentBeat, ArenaUse, LoadBeat, NodeJob, Orders, RankBeat, RankHello, RankUpdate
 from cluster.packed_plan import unpack_shared
 from cluster.report import NodeReport
@@ -110,11 +110,11 @@ class NodeLedger:
             load.fail(error)
 
     def report(self, load_id: str, node_id: str, host: str) -> NodeReport:
-        """The load's figures on this node. Raises LongshoreError when it is not known here."""
+        """The load's figures on this node. Raises ModelNotFound when it is not known here."""
         arena_bytes = self._cache.slot_count * self._slot_bytes
         parts = [load.report(node_id, host, arena_bytes) for load in self._parts(load_id)]
         if not parts:
-            raise LongshoreError("this node does not know the load", load=load_id, node=node_id)
+            raise ModelNotFound("this node does not know the load", load=load_id, node=node_id)
         return functools.reduce(NodeReport.plus, parts)
 
     # -- ranks -------------------------------------------------------------------------------------------------
