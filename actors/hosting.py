@@ -11,9 +11,10 @@ process, and `cluster.status` does not list them.
 from __future__ import annotations
 
 import contextlib
+import os
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import ray
@@ -56,13 +57,15 @@ def host_rank(
     anonymous: bool = False,
     credentials: Credentials | None = None,
     layout_rules: dict[str, str] | None = None,
+    trusted_keys: Sequence[str | os.PathLike[str]] | None = None,
     config: Config | None = None,
 ) -> Iterator[RankShard]:
     """Load the slices of one rank, verified, into the calling process; blocks until all are there.
 
     `device`: "cpu", or "cuda" for the first GPU that is visible here. The memory is given up at the end of the block;
     tensors taken out of `shard` stay valid and keep theirs. The process must have joined Ray; coordinator and agent
-    are started when there are none. Raises ConfigError for a rank that the layout has not got, else as `cluster.load`
+    are started when there are none. `trusted_keys` as for `cluster.load`, where the settings of this very process are
+    the cluster's. Raises ConfigError for a rank that the layout has not got, else as `cluster.load`
     does.
     """
     config = config or Config.from_env()
@@ -73,6 +76,7 @@ def host_rank(
         credentials=credentials,
         layout_rules=layout_rules,
         device=device,
+        trusted_keys=config.public_keys() if trusted_keys is None else trusted_keys,
     )
     if not 0 <= rank < request.world_size:
         raise ConfigError(f"the layout has ranks 0 to {request.world_size - 1}, not {rank}")

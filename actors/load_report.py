@@ -33,6 +33,7 @@ def make_report(record: ModelRecord, plan: PackedPlan, answers: Sequence[NodeRep
         uri=request.uri,
         revision=record.revision,
         verified=plan.verified if plan.verified != "transport" else verified_by(objects),
+        signed_by=record.signed_by,
         placement_mode="direct" if any(node.direct_bytes for node in answers) else "via_arena",
         resident=False,
         tensor_parallel_size=request.tensor_parallel_size,

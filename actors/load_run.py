@@ -130,7 +130,7 @@ class LoadRun:
     async def _plan(self) -> PackedPlan:
         record = self._record
         plan = await self._planner.prepare(record.request)
-        record.plan, record.revision = plan, plan.revision
+        record.plan, record.revision, record.signed_by = plan, plan.revision, plan.signed_by
         record.total_bytes = sum(rank.size_bytes for rank in plan.ranks)
         record.planned_s = time.monotonic()
         await self._event(load_events.Planned)

@@ -50,6 +50,7 @@ class ModelRecord:
     shared: Any = None  # the plan's tables in Ray's object store, for agents and workers
     total_bytes: int = 0
     revision: str = ""
+    signed_by: str = ""  # id of the trusted key that signed its manifest
     seats: dict[int, Seat] = field(default_factory=dict)
     host_bytes: dict[int, int] = field(default_factory=dict)  # by rank: of its host's memory, as was found to fit
     pools: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by node: ids of what its memory comes out of
@@ -122,4 +123,5 @@ class ModelRecord:
             holders=len(self.holders),
             rank_hosts=tuple(self.seats[rank].host for rank in sorted(self.seats)),
             error=str(self.error) if self.error else "",
+            signed_by=self.signed_by,
         )

@@ -15,13 +15,12 @@ from dataclasses import dataclass, field
 
 from actors.rank_place import ChunkKeys
 from cluster.messages import Commit
-from cluster.object_check import ObjectCheck
+from cluster.object_check import ONLY_PART, ObjectCheck
 from storage.errors import IntegrityError
 from storage.model_index import Shard
 from storage.object_checksum import NO_CHECKSUM
 from storage.store_checksum import Span
 
-ONLY_PART = "only part of it was needed on the node"
 NOT_KNOWN = "parts of it had been fetched before, and what was fetched then is not known any more"
 NO_MD5 = "its ETag is not the MD5 of its bytes"
 _HINT = "the object is damaged where it is stored, or was on its way; of a published model every chunk is checked"

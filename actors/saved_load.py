@@ -27,6 +27,7 @@ class SavedLoad:
     request: LoadRequest
     attempt: int
     revision: str
+    signed_by: str
     total_bytes: int
     seats: tuple[tuple[int, str, str, int], ...]  # (rank, node id, host, attempt that brought it there)
     gang_id: str  # its workers are named by it
@@ -41,6 +42,7 @@ class SavedLoad:
             replace(record.request, store=record.request.store.without_credentials(), keep=record.holders.keep),
             record.life.attempt,
             record.revision,
+            record.signed_by,
             record.total_bytes,
             tuple((seat.rank, seat.node_id, seat.host, seat.attempt) for seat in record.seats.values()),
             record.gang_id,
@@ -67,6 +69,7 @@ class SavedLoad:
             holders=Holders().hold(self.request.client_id, now_s, keep=self.request.keep),
             total_bytes=self.total_bytes,
             revision=self.revision,
+            signed_by=self.signed_by,
             gang_id=self.gang_id,
             group=self.group,
             credentials_missing=self.has_credentials,

@@ -130,10 +130,10 @@ def plan(
     if per_node < 1:
         raise ConfigError(f"ranks_per_node must be at least 1, not {ranks_per_node}")
     trust = TrustPolicy(config.source_rules())  # the request says which keys
-    _, load_plan = prepare_plan(
+    index, load_plan = prepare_plan(
         request, chunk_bytes=config.chunk_bytes, read_timeout_s=config.read_timeout_s, trust=trust
     )
-    return summarize_plan(load_plan, spread_evenly(request.world_size, per_node))
+    return summarize_plan(load_plan, spread_evenly(request.world_size, per_node), signed_by=index.signed_by)
 
 
 def publish(

@@ -9,7 +9,7 @@ from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cluster.report import LoadReport
-from cluster.tables import cell, digests, facts, table_of
+from cluster.tables import NOT_ASKED, cell, digests, facts, table_of
 from cluster.units import show_bytes, show_rate
 
 if TYPE_CHECKING:
@@ -35,6 +35,7 @@ def load_table(report: LoadReport) -> RenderableType:
             *((("not kept on disk", f"{unkept} chunks"),) if unkept else ()),
             ("overfetch", show_bytes(report.overfetch_bytes)),
             ("checked", how),
+            ("signed by", report.signed_by or NOT_ASKED),
             ("chunks verified", report.verified_chunks),
             *([("objects checked", _objects(report))] if report.objects else []),
             (

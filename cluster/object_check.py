@@ -6,6 +6,8 @@ from collections import Counter
 from collections.abc import Iterable
 from dataclasses import dataclass
 
+ONLY_PART = "only part of it is needed on the node"
+
 
 @dataclass(frozen=True, slots=True)
 class ObjectCheck:

@@ -51,6 +51,7 @@ class PackedPlan:
     model_bytes: int
     ranks: tuple[RankFacts, ...]
     shared: bytes = field(repr=False)  # SharedTables, packed
+    signed_by: str = ""  # id of the trusted key that signed the manifest
     memory: ProcessMemory | None = None  # of the process that planned
 
 

@@ -3,14 +3,18 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from dataclasses import asdict, dataclass
 from typing import Any
 
+import numpy as np
+
 from cluster.load_plan import LoadPlan
+from cluster.object_check import ONLY_PART, ObjectCheck, join_checks, verified_by
 from cluster.planning import needed_chunks
 from cluster.rank_plans import memory_map, rank_chunks, rank_facts
 from cluster.topology import ranks_by_node
+from storage.object_checksum import NO_CHECKSUM
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,7 +50,10 @@ class PlanSummary:
     """What would be loaded where. Moves nothing."""
 
     revision: str
-    verified: str  # "blake3" / "xxh3_128": chunks have digests; "transport": they have none
+    # "blake3" / "xxh3_128": chunks have digests. Without them, "store:crc64nvme": every object has a checksum that the
+    # store keeps; "transport": some have none that can be compared (see `objects`)
+    verified: str
+    signed_by: str  # id of the trusted key that signed the manifest; "" where no key is trusted
     tensor_parallel_size: int
     fsdp_size: int
     data_parallel_size: int
@@ -60,6 +67,7 @@ class PlanSummary:
     overfetch_bytes: int
     ranks: tuple[RankSummary, ...]
     nodes: tuple[NodeSummary, ...]
+    objects: tuple[ObjectCheck, ...] = ()  # of a model without a manifest: by what each will be checked, or why not
 
     def as_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, numbers and strings, ready for `json.dumps`."""
@@ -67,7 +75,11 @@ class PlanSummary:
 
 
 def summarize_plan(
-    plan: LoadPlan, rank_nodes: Sequence[int] | None = None, node_names: Sequence[str] = ()
+    plan: LoadPlan,
+    rank_nodes: Sequence[int] | None = None,
+    node_names: Sequence[str] = (),
+    *,
+    signed_by: str = "",
 ) -> PlanSummary:
     """Numbers of `plan` with rank i on node `rank_nodes[i]`; all on one node when nobody knows the nodes.
 
@@ -79,9 +91,11 @@ def summarize_plan(
     ranks = tuple(summarize_rank(rank, names[node]) for rank, node in enumerate(rank_nodes))
     nodes = tuple(_summarize_node(plan, names[node], here) for node, here in ranks_by_node(rank_nodes).items())
     layout = plan.cut.layout
+    objects = join_checks(check for here in ranks_by_node(rank_nodes).values() for check in _planned_checks(plan, here))
     return PlanSummary(
         revision=plan.revision,
-        verified=plan.chunks.hash_name or "transport",
+        verified=plan.chunks.hash_name or verified_by(objects),
+        signed_by=signed_by,
         tensor_parallel_size=layout.tensor_parallel_size,
         fsdp_size=layout.fsdp_size,
         data_parallel_size=layout.data_parallel_size,
@@ -95,12 +109,30 @@ def summarize_plan(
         overfetch_bytes=sum(node.overfetch_bytes for node in nodes),
         ranks=ranks,
         nodes=nodes,
+        objects=objects,
     )
 
 
 def spread_evenly(ranks: int, ranks_per_node: int) -> tuple[int, ...]:
     """Node of each rank when only the number of ranks per node is known: filled one after the other."""
     return tuple(rank // ranks_per_node for rank in range(ranks))
+
+
+def _planned_checks(plan: LoadPlan, ranks: tuple[int, ...]) -> Iterator[ObjectCheck]:
+    """What a node with those ranks can say of each object that it needs something of, when chunks have no digests."""
+    if plan.chunks.hash_name is not None:
+        return
+    needed = np.bincount(plan.chunks.shard[needed_chunks(plan, ranks)], minlength=len(plan.shards))
+    whole = np.bincount(plan.chunks.shard, minlength=len(plan.shards))
+    for shard, here, all_chunks in zip(plan.shards, needed, whole, strict=True):
+        if not here:
+            continue
+        if shard.checksum is None:
+            yield ObjectCheck(shard.key, reason=shard.unchecked or NO_CHECKSUM)
+        elif here < all_chunks:
+            yield ObjectCheck(shard.key, reason=ONLY_PART)
+        else:
+            yield ObjectCheck(shard.key, shard.checksum.hash_name)
 
 
 def _summarize_node(plan: LoadPlan, name: str, ranks: tuple[int, ...]) -> NodeSummary:

@@ -59,6 +59,7 @@ class PlanningServer:
                 model_bytes=index.size_bytes,
                 ranks=rank_facts(plan.cut),
                 shared=pack_shared(plan),
+                signed_by=index.signed_by,
             )
         # It shares no memory, so the kernel's own mark will do.
         memory = ProcessMemory("planning", socket.gethostname(), baseline_bytes, high_water_bytes())

@@ -59,6 +59,8 @@ class LoadReport(Jsonable):
     first_byte_s: float = 0.0  # from there until a rank asked for its first bytes, or copied them: plan_s + start_s
     ready_after_last_byte_s: float = 0.0  # from the last byte placed until the client knew that the model was READY
     control_plane: tuple[ProcessMemory, ...] = ()  # coordinator and planning process
+    # Id of the trusted key that signed the manifest; empty where no key is trusted: nobody asked whose it is.
+    signed_by: str = ""
 
     def as_dict(self) -> dict[str, Any]:
         """With what follows from the rest."""
@@ -226,6 +228,7 @@ class ModelStatus(Jsonable):
     holders: int
     rank_hosts: tuple[str, ...]  # host of rank i
     error: str = ""
+    signed_by: str = ""  # id of the trusted key that signed its manifest
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,6 +13,7 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
+from cluster.object_check import unchecked_counts
 from cluster.plan_summary import PlanSummary
 from cluster.report import ClusterStatus
 from cluster.units import printable, show_bytes
@@ -22,6 +23,7 @@ if TYPE_CHECKING:
     from storage.publish import PublishReport
     from storage.verify import VerifyReport
 
+NOT_ASKED = "not asked: no key is trusted"  # of a signature
 PLAIN_WIDTH = 160  # columns of a table that goes to a file or a log
 _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 
@@ -65,6 +67,8 @@ def plan_table(plan: PlanSummary) -> RenderableType:
             ("layout", f"{len(plan.ranks)} ranks ({mesh}) on {len(plan.nodes)} nodes"),
             ("model", f"{plan.tensors} tensors in {plan.shards} shards, {show_bytes(plan.stored_bytes)}"),
             ("chunks", f"{plan.chunks}, {digests(plan.verified)}"),
+            *([("objects", _planned_checks(plan))] if plan.objects else []),
+            ("signed by", plan.signed_by or NOT_ASKED),
             ("would leave the store", show_bytes(plan.needed_bytes)),
             ("of that overfetch", show_bytes(plan.overfetch_bytes)),
             ("would be placed", show_bytes(plan.placed_bytes)),
@@ -92,6 +96,13 @@ def plan_table(plan: PlanSummary) -> RenderableType:
     return Group(overall, Text(), ranks)
 
 
+def _planned_checks(plan: PlanSummary) -> str:
+    """Of a model without a manifest: what the load will compare, and what it cannot."""
+    unchecked = unchecked_counts(plan.objects)
+    whole = f"{len(plan.objects) - sum(unchecked.values())} of {len(plan.objects)} by the store's own checksums"
+    return "; ".join([whole, *(f"{count} not: {reason}" for reason, count in unchecked.items())])
+
+
 def status_table(status: ClusterStatus) -> RenderableType:
     """Models and nodes of a cluster."""
     models = table_of(
@@ -106,6 +117,7 @@ def status_table(status: ClusterStatus) -> RenderableType:
             "size >",
             "holders >",
             "keep",
+            "signed by",
             "uri",
         ),
         [
@@ -120,6 +132,7 @@ def status_table(status: ClusterStatus) -> RenderableType:
                 show_bytes(model.progress.total_bytes),
                 model.holders,
                 "yes" if model.keep else "no",
+                model.signed_by[:12] or "-",
                 model.progress.uri,
             )
             for model in status.models

@@ -74,8 +74,8 @@ def open_model(
     inventory = Inventory(store, policy)
     found = inventory.find([MANIFEST_KEY]).get(MANIFEST_KEY)
     if found is not None:
-        manifest = read_manifest(store, found, policy, trusted_keys=trusted_keys, inventory=inventory)
-        index = manifest.index()
+        manifest, signed_by = _read_manifest(store, found, policy, trusted_keys, inventory)
+        index = replace(manifest.index(), signed_by=signed_by)
         if only_key is None:
             return _as_stored(index, inventory, store.uri)
         if any(shard.key == only_key for shard in index.shards):
@@ -108,12 +108,25 @@ def read_manifest(
     With `trusted_keys` its signature is checked before anything in it is looked at; `inventory` says whether there is
     one. Raises InvalidManifest, SignatureError.
     """
+    return _read_manifest(store, info, policy, trusted_keys, inventory)[0]
+
+
+def _read_manifest(
+    store: ObjectStore,
+    info: ObjectInfo,
+    policy: RetryPolicy,
+    trusted_keys: Sequence[str],
+    inventory: Inventory | None,
+) -> tuple[Manifest, str]:
+    """With the id of the key that signed it, "" when no key is trusted."""
     check_manifest_size(info, store.uri)
+    signed_by = ""
     try:
         data = read_whole(store, info, policy)
         if trusted_keys:
-            check_signature(data, _read_signature(store, inventory or Inventory(store, policy), policy), trusted_keys)
-        return parse_manifest(data)
+            signature = _read_signature(store, inventory or Inventory(store, policy), policy)
+            signed_by = check_signature(data, signature, trusted_keys)
+        return parse_manifest(data), signed_by
     except (InvalidManifest, SignatureError) as error:
         raise error.with_details(uri=store.uri) from error.__cause__
 

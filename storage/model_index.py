@@ -85,6 +85,7 @@ class ModelIndex:
     tensors: tuple[Tensor, ...]  # in manifest order: by shard, then by start, then by name
     chunks: ChunkTable
     files: tuple[OtherFile, ...]
+    signed_by: str = ""  # id of the trusted key that signed the manifest; empty where no signature was asked for
     notes: tuple[str, ...] = ()  # for people: what was skipped, what could not be checked
 
     @property

@@ -8,6 +8,7 @@ from pathlib import Path
 import pytest
 
 import cluster
+from actors.hosting import host_rank
 from cluster.config import Config
 from storage.manifest import MANIFEST_KEY
 from storage.signature import SIGNATURE_KEY
@@ -30,8 +31,16 @@ def test_only_what_the_cluster_and_the_client_trust_is_loaded(
         with cluster.load(model.uri, device="cpu", trusted_keys=[ours.public_key], **model.options) as checked:
             assert checked.report.revision == unchecked.report.revision
             assert checked.model_id != unchecked.model_id  # who checks never shares with who did not
+            assert (checked.report.signed_by, unchecked.report.signed_by) == (ours.key_id, "")
+            shown = {status.progress.model_id: status.signed_by for status in longshore.models()}
+            assert shown == {checked.model_id: ours.key_id, unchecked.model_id: ""}
+        planned = cluster.plan(model.uri, trusted_keys=[ours.public_key], **model.options)
+        assert (planned.signed_by, planned.verified) == (ours.key_id, checked.report.verified)
         with pytest.raises(cluster.UnknownSigner):
             cluster.load(model.uri, device="cpu", trusted_keys=[theirs.public_key], **model.options)
+        for keys in ({"trusted_keys": [theirs.public_key]}, {"config": Config(trusted_keys=theirs.public_key)}):
+            with pytest.raises(cluster.UnknownSigner), host_rank(model.uri, 0, **keys, **model.options):
+                pass
 
     # From here on the cluster itself wants signatures; the client's settings ask for nothing.
     longshore.configure(trusted_keys=ours.public_key)

@@ -3,14 +3,20 @@
 from __future__ import annotations
 
 import json
+from dataclasses import replace
 
 import numpy as np
 from numpy.typing import NDArray
+from rich.console import Console
 
 from cluster.layout import Layout
 from cluster.load_plan import LoadPlan
+from cluster.object_check import ONLY_PART, ObjectCheck, unchecked_counts
 from cluster.plan_summary import spread_evenly, summarize_plan
 from cluster.planning import build_load_plan, needed_chunks
+from cluster.tables import plan_table
+from storage.object_checksum import NO_CHECKSUM
+from storage.store_checksum import StoreChecksum
 from tests.support.planned_models import store_arrays
 
 
@@ -59,6 +65,27 @@ def test_ranks_of_one_node_share_chunks() -> None:
     assert [part.ranks for part in apart.nodes] == [(0, 1), (2, 3)]
     assert apart.needed_bytes == 2 * together.needed_bytes
     assert apart.placed_bytes == together.placed_bytes == 2 * 1408
+
+
+def test_what_a_store_can_check_is_told_before_the_load() -> None:
+    plan = small_plan(Layout(1, 2))
+    assert [(check.key, check.checked_by) for check in summarize_plan(plan).objects] == [(plan.shards[0].key, "")]
+    assert unchecked_counts(summarize_plan(plan).objects) == {NO_CHECKSUM: 1}
+    kept = replace(plan, shards=(replace(plan.shards[0], checksum=StoreChecksum("crc64nvme", bytes(8))),))
+    together = summarize_plan(kept)
+    assert (together.verified, together.objects) == ("store:crc64nvme", (ObjectCheck(plan.shards[0].key, "crc64nvme"),))
+    apart = summarize_plan(kept, (0, 1))  # no node needs all of it
+    assert (apart.verified, unchecked_counts(apart.objects)) == ("transport", {ONLY_PART: 1})
+    console = Console(width=160)
+    for summary, said in (
+        (together, "1 of 1 by the store's own"),
+        (apart, f"0 of 1 by the store's own checksums; 1 not: {ONLY_PART}"),
+    ):
+        with console.capture() as captured:
+            console.print(plan_table(summary))
+        assert said in captured.get()
+    published = replace(plan, chunks=replace(plan.chunks, hash_name="blake3"))
+    assert (summarize_plan(published, signed_by="k1").objects, summarize_plan(published).verified) == ((), "blake3")
 
 
 def test_as_dict_is_json() -> None:
