@@ -41,7 +41,7 @@ def asking(*, uri: str, key: str | None = None) -> Iterator[None]:
         raise
     except (ClientError, BotoCoreError) as error:
         raise from_botocore_error(error, uri=uri, key=key) from error
-    except (ResponseParserError, LookupError, ValueError, TypeError, AttributeError) as error:
+    except (ResponseParserError, LookupError, ValueError, TypeError, AttributeError, OverflowError) as error:
         # No XML, none of S3, without what has to be there, or with a number or a date that is none.
         raise StoreError("the store's answer cannot be read", uri=uri, key=key, cause=type(error).__name__) from error
 

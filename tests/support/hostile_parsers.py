@@ -15,9 +15,11 @@ from cluster.errors import ModelConfigError
 from cluster.model_config import parse_model_config
 from storage.arena_format import CHECKSUM, GEOMETRY, RECORDS_AT, arena_size_bytes, map_checked, pack_geometry
 from storage.checkpoint import open_model
+from storage.disk_folder import chunk_name
 from storage.errors import (
     ArenaError,
     BadSignature,
+    DiskChunkUnusable,
     InvalidHeader,
     InvalidIndex,
     InvalidManifest,
@@ -38,6 +40,7 @@ from storage.signature import parse_signature, sign_manifest
 from storage.signing_keys import SigningKey
 from storage.source_rules import SourceRules
 from storage.store_ref import parse_uri
+from tests.support import hostile_files as files
 from tests.support.checkpoints import flat_objects, odd_objects
 
 MAX_MESSAGE_CHARACTERS = 10_000
@@ -209,6 +212,14 @@ PARSERS = (
     Parser("header", _header, (InvalidHeader,), lambda: [flat_objects(tensors=3, rows=2)["model.safetensors"]], False),
     Parser("s3_error", _s3_error, (StoreError,), _s3_error_seeds, False),
     Parser("s3_answer", _s3_answer, (StoreError,), _s3_answer_seeds, False),
+    Parser("s3_listing", files.s3_listing, (StoreError,), files.s3_listing_seeds, False),
+    Parser("s3_head", files.s3_head, (StoreError,), files.s3_head_seeds, False),
+    Parser("disk_file", files.disk_file, (DiskChunkUnusable,), files.disk_seeds, False),
+    Parser("disk_file_checksummed", files.disk_file_checksummed, (DiskChunkUnusable,), files.disk_seeds, False),
+    Parser("disk_header", files.disk_header, (DiskChunkUnusable,), files.disk_seeds, False),
+    Parser("disk_name", files.disk_name, (), lambda: [chunk_name(files.KEY).encode()], False),
+    Parser("slot_record", files.slot_record, (), files.slot_record_seeds, False),
+    Parser("slot_record_checksummed", files.slot_record_checksummed, (), files.slot_record_seeds, False),
     Parser("arena", _arena, (ArenaError,), _arena_seeds, False),
     Parser("arena_checksummed", _arena_checksummed, (ArenaError,), _arena_seeds, False),
     Parser(
