@@ -13,7 +13,6 @@ from urllib.parse import urlsplit
 
 from botocore import exceptions as boto
 from botocore.exceptions import BotoCoreError, ClientError
-from botocore.parsers import ResponseParserError
 
 from storage.checksum import DIGEST_SIZES
 from storage.errors import AccessDenied, CredentialsExpired, LongshoreError, StoreError, StoreUnavailable
@@ -41,7 +40,7 @@ def asking(*, uri: str, key: str | None = None) -> Iterator[None]:
         raise
     except (ClientError, BotoCoreError) as error:
         raise from_botocore_error(error, uri=uri, key=key) from error
-    except (ResponseParserError, LookupError, ValueError, TypeError, AttributeError, OverflowError) as error:
+    except Exception as error:  # by the library: a date that is none is a RuntimeError to it, or an OverflowError
         # No XML, none of S3, without what has to be there, or with a number or a date that is none.
         raise StoreError("the store's answer cannot be read", uri=uri, key=key, cause=type(error).__name__) from error
 
