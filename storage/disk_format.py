@@ -23,6 +23,7 @@ from dataclasses import dataclass
 from storage.checksum import DIGEST_SIZES, MANIFEST_HASH_NAMES, new_hasher
 from storage.errors import DiskChunkUnusable
 from storage.object_store import cut
+from storage.problems import quote
 
 HEADER_BYTES = 128
 KEY_BYTES = 32
@@ -63,7 +64,7 @@ def unpack_header(data: bytes) -> ChunkHeader:
         raise DiskChunkUnusable("the header is damaged")
     hash_name = name.rstrip(b"\0").decode("ascii", "replace")
     if hash_name not in MANIFEST_HASH_NAMES:
-        raise DiskChunkUnusable("a hash that is not known here", hash=hash_name)
+        raise DiskChunkUnusable("a hash that is not known here", hash=quote(hash_name))
     return ChunkHeader(key, length_bytes, hash_name, digest[: DIGEST_SIZES[hash_name]])
 
 

@@ -94,6 +94,7 @@ FOUND = [  # by these tests, once
     ("s3_answer", b'206\ncontent-length: 20\netag:\x9b "v1"'),
     ("uri", b"http://[[/m"),
     ("uri", b"file:///m" + b"9" * 20_000 + b"/.."),
+    ("disk_file_checksummed", b"LSCHUNK\x01" + b"_".ljust(40, b"\0") + b"xxh3\xaf\x1b".ljust(175, b"\0")),
     ("s3_listing", b"<a><Contents><LastModified>2026-01-01T00:00:" + b"4" * 100 + b"</LastModified></Contents></a>"),
     ("config", b'{"model_type": ' + b"[" * 900 + b"]" * 900 + b"}"),
 ]
