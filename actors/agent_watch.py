@@ -65,6 +65,7 @@ class AgentWatch:
                 leased_slots=beat.arena.leased_slots,
                 quarantined_slots=beat.arena.quarantined_slots,
                 heartbeat_age_s=now_s - heard_s,
+                disk_unkept_chunks=beat.arena.disk_unkept_chunks,
             )
             for beat, heard_s in self._beats.values()
         )

@@ -18,7 +18,8 @@ from actors.disk_backlog import DiskBacklog
 from actors.node_load import NodeLoad
 from actors.object_checks import KeptSpans
 from cluster.errors import ModelNotFound, RankLost
-from cluster.messages import AgentBeat, ArenaUse, LoadBeat, NodeJob, Orders, RankBeat, RankHello, RankUpdate
+from cluster.messages import AgentBeat, LoadBeat, NodeJob, Orders, RankBeat, RankHello, RankUpdate
+from cluster.node_report import ArenaUse
 from cluster.packed_plan import unpack_shared
 from cluster.report import NodeReport
 from storage.chunk_cache import ChunkCache
@@ -228,6 +229,7 @@ class NodeLedger:
             stats.used_bytes,
             stats.leased_slots,
             stats.quarantined_slots,
+            self._disk.unkept_chunks,
         )
         records = {load_id: load.record for load_id in asked_for for load in self._parts(load_id)}
         return AgentBeat(node_id, host, incarnation, loads, ranks, use, records)

@@ -16,6 +16,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.node_report import ArenaUse
 from storage.errors import LongshoreError
 from storage.host_memory import MemoryPool
 from storage.processes import ProcessId
@@ -213,16 +214,6 @@ class NodeFacts:
     pools: tuple[MemoryPool, ...]  # its memory comes out of them; untouched pages of arenas are taken off
     gpu_total_bytes: tuple[int, ...]  # per GPU, in the order of the driver; empty where unknown
     version: str
-
-
-@dataclass(frozen=True, slots=True)
-class ArenaUse:
-    """An arena at a moment."""
-
-    arena_bytes: int
-    committed_bytes: int
-    leased_slots: int
-    quarantined_slots: int
 
 
 @dataclass(frozen=True, slots=True)

@@ -1,4 +1,4 @@
-"""What one node did in a load. Plain frozen data."""
+"""What one node did in a load, and has. Plain frozen data."""
 
 from __future__ import annotations
 
@@ -9,6 +9,17 @@ from cluster.object_check import ObjectCheck, join_checks
 from cluster.rank_report import Jsonable
 
 _OF_THE_AGENT = {"arena_bytes", "peak_host_bytes", "baseline_host_bytes", "disk_unkept_chunks"}
+
+
+@dataclass(frozen=True, slots=True)
+class ArenaUse:
+    """A node's arena and its disk tier at a moment."""
+
+    arena_bytes: int
+    committed_bytes: int
+    leased_slots: int
+    quarantined_slots: int
+    disk_unkept_chunks: int = 0  # as in NodeReport
 
 
 @dataclass(frozen=True, slots=True)

@@ -242,6 +242,7 @@ class NodeStatus(Jsonable):
     leased_slots: int
     quarantined_slots: int
     heartbeat_age_s: float
+    disk_unkept_chunks: int = 0  # that its disk tier should have and has not, since the agent began
 
 
 @dataclass(frozen=True, slots=True)

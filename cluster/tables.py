@@ -139,7 +139,7 @@ def status_table(status: ClusterStatus) -> RenderableType:
         ],
     )
     nodes = table_of(
-        ("node", "host", "arena >", "used >", "leased >", "quarantined >", "heard >"),
+        ("node", "host", "arena >", "used >", "leased >", "quarantined >", "not on disk >", "heard >"),
         [
             (
                 node.node[:12],
@@ -148,6 +148,7 @@ def status_table(status: ClusterStatus) -> RenderableType:
                 show_bytes(node.used_bytes),
                 node.leased_slots,
                 node.quarantined_slots,
+                node.disk_unkept_chunks or "-",
                 f"{node.heartbeat_age_s:.1f} s ago",
             )
             for node in status.nodes

@@ -262,7 +262,7 @@ def test_status(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         ModelStatus(progress, "r1", 4, 1, 1, "cuda", True, 2, ("a", "a", "b", "b")),
         ModelStatus(broken, "r2", 1, 1, 1, "cpu", False, 0, (), "chunk 7 could not be had"),
     )
-    node = NodeStatus("0123456789abcdef", "a", 1 << 30, 1 << 29, 1, 0, 0.3)
+    node = NodeStatus("0123456789abcdef", "a", 1 << 30, 1 << 29, 1, 0, 0.3, disk_unkept_chunks=17)
     gang = GangStatus("m0-12ab", "cuda", ("a", "a", "b"), 1 << 20, 12.0)
     status = ClusterStatus("0.1.0", "c1", models, (node,), (gang,))
     monkeypatch.setattr(client, "status", lambda address: status)
@@ -271,6 +271,7 @@ def test_status(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "4/4" in out
     assert "m2: chunk 7 could not be had" in out
     assert "537 MB" in out
+    assert "17" in next(line for line in out.splitlines() if "537 MB" in line)
     assert "a: 2, b: 1" in out
     assert "3 cuda workers of m0-12ab idle for 12 s" in out
     code, out, _ = run("status", "--json")

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 from actors.disk_backlog import DiskBacklog, DiskWrite
+from actors.node_ledger import NodeLedger
 from storage.chunk_cache import ChunkCache
 from storage.leases import CachedChunk
 from storage.processes import ProcessId
@@ -109,3 +110,13 @@ def test_what_is_there_is_not_written_again_unless_it_is_no_good() -> None:
     backlog.removed(key(1))
     assert backlog.next_unusable() is None
     assert backlog.next(cache, WRITER) == DiskWrite(chunk)
+
+
+def test_heartbeats_say_what_should_be_on_disk_and_is_not() -> None:
+    shelf, cache = Shelf(), ChunkCache(1)
+    ledger = NodeLedger(cache, 10, disk=(backlog := DiskBacklog(shelf)))
+    backlog.keep(DiskWrite(commit(cache, 1)))
+    assert cache.lease(key(2), RANK, 10) is not None  # evicts it
+    assert backlog.next(cache, WRITER) is None
+    shelf.unkept_chunks = 4
+    assert ledger.beat("node", "host", "0", 0.0, ()).arena.disk_unkept_chunks == 5
