@@ -12,7 +12,7 @@ from __future__ import annotations
 import threading
 import time
 from collections.abc import Iterable, Iterator
-from contextlib import contextmanager
+from contextlib import contextmanager, suppress
 from typing import TYPE_CHECKING, Any
 
 from storage.errors import AccessDenied, CredentialsExpired, ObjectChanged, ObjectNotFound, RangeMismatch, StoreError
@@ -22,7 +22,7 @@ from storage.read_limit import ReadLimit
 from storage.s3_errors import store_error
 from storage.s3_info import asking, checksums_of_head, composites_of_head, md5_header, object_info
 from storage.s3_parts import part_ends
-from storage.s3_session import S3Sessions
+from storage.s3_session import S3Session, S3Sessions
 from storage.s3_signing import Route, find_route, sign_get
 from storage.s3_upload import S3Upload
 from storage.s3_wire import Endpoint, WireClient
@@ -74,7 +74,7 @@ class S3Store:
     def stat(self, key: str) -> ObjectInfo:
         """Size, ETag and the checksums the server gives for the whole object. One request when the object exists."""
         try:
-            with asking(uri=self.uri, key=key):
+            with self._asking(key):
                 head = self._client.head_object(
                     Bucket=self._ref.bucket, Key=self._full_key(key), ChecksumMode="ENABLED"
                 )
@@ -82,10 +82,16 @@ class S3Store:
                 return object_info(key, head["ContentLength"], head.get("ETag"), checksums, composites)
         except ObjectNotFound as error:
             raise self._which_is_missing(error) from error
+        except AccessDenied as error:
+            # The answer to a HEAD has no body, and so no code: a read is told why.
+            if error.details.get("code") is None and not isinstance(error, CredentialsExpired):
+                with suppress(RangeMismatch):
+                    self.read_into(key, ByteRange(0, 1), memoryview(bytearray(1)))
+            raise
 
     def part_ends(self, key: str, etag: str | None) -> tuple[int, ...]:
         """See KeepsParts. One request per thousand parts; () also of another version than `etag`."""
-        with asking(uri=self.uri, key=key):
+        with self._asking(key):
             return part_ends(self._client, self._ref.bucket, self._full_key(key), etag)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
@@ -100,7 +106,7 @@ class S3Store:
     def _listed(self, prefix: str) -> Iterator[ObjectInfo]:
         """Every key below the root that begins with `prefix`. Raises StoreError for a listing that does not end."""
         asked_s, pages, keys = 0.0, 0, 0
-        with asking(uri=self.uri, key=prefix or None):
+        with self._asking(prefix or None):
             answers = iter(
                 self._client.get_paginator("list_objects_v2").paginate(
                     Bucket=self._ref.bucket,
@@ -142,17 +148,14 @@ class S3Store:
             return etag
         wire, route = self._open_wire()
         session = self._sessions.now
-        with asking(uri=self.uri, key=key):
+        with self._asking(key):
             headers = {"Range": byte_range.http_header()}
             if etag is not None:
                 headers["If-Match"] = f'"{etag}"'
             path, signed = sign_get(route, session.credentials, full_key, headers, session.clock_offset_s)
         try:
-            return wire.read_range(path, signed, byte_range, pieces, key=key, etag=etag, limit=limit)
-        except CredentialsExpired as error:
-            if self._sessions.renew(session, error):
-                raise
-            raise AccessDenied(error.message, hint=error.hint, **error.details) from error
+            with self._renewing(session):
+                return wire.read_range(path, signed, byte_range, pieces, key=key, etag=etag, limit=limit)
         except RangeMismatch as error:
             # A server that ignores If-Match says "past the end" of an object that was replaced by a shorter one.
             if error.details.get("status") == 416 and etag is not None:
@@ -165,7 +168,7 @@ class S3Store:
 
     def put(self, key: str, data: bytes) -> ObjectInfo:
         """One PUT; the server checks the MD5 that goes with it."""
-        with asking(uri=self.uri, key=key):
+        with self._asking(key):
             answer = self._client.put_object(
                 Bucket=self._ref.bucket, Key=self._full_key(key), Body=data, ContentMD5=md5_header(data)
             )
@@ -185,7 +188,7 @@ class S3Store:
     def delete(self, key: str) -> None:
         """One DELETE. In a bucket with versioning this hides the object and keeps its bytes."""
         try:
-            with asking(uri=self.uri, key=key):
+            with self._asking(key):
                 self._client.delete_object(Bucket=self._ref.bucket, Key=self._full_key(key))
         except ObjectNotFound as error:
             if error.details.get("code") != "NoSuchKey":  # S3 itself does not say so, others do
@@ -198,6 +201,22 @@ class S3Store:
         if wire is not None:
             wire.close()
         self._client.close()
+
+    @contextmanager
+    def _asking(self, key: str | None = None) -> Iterator[None]:
+        """For a block that asks with boto3; raises the errors of a store."""
+        with self._renewing(self._sessions.now), asking(uri=self.uri, key=key):
+            yield
+
+    @contextmanager
+    def _renewing(self, session: S3Session) -> Iterator[None]:
+        """CredentialsExpired comes out of the block when another try is made with others; else AccessDenied."""
+        try:
+            yield
+        except CredentialsExpired as error:
+            if self._sessions.renew(session, error):
+                raise
+            raise AccessDenied(error.message, hint=error.hint, **error.details) from error
 
     def _full_key(self, key: str) -> str:
         return self._prefix + check_key(key)

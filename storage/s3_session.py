@@ -25,6 +25,7 @@ from storage.errors import CredentialsExpired
 from storage.s3_bounds import bound_answers
 from storage.s3_info import from_botocore_error
 from storage.s3_redirects import bound_redirects
+from storage.s3_signing import sign_by_clock
 from storage.store_ref import Credentials, StoreRef
 
 if TYPE_CHECKING:
@@ -59,6 +60,7 @@ class S3Sessions:
         self._answer_s = 2 * read_timeout_s
         self._config = _client_config(ref, read_timeout_s, connect_timeout_s)
         self._lock = threading.Lock()
+        self._clock_offset_s = 0.0
         self.now = self._open()
 
     def renew(self, used: S3Session, error: CredentialsExpired) -> bool:
@@ -73,6 +75,7 @@ class S3Sessions:
                 offset_s = clock_offset_s(error.details.get("server_time"), time.time())
                 if offset_s is None or abs(offset_s - used.clock_offset_s) < CLOCK_SLACK_S:
                     return False
+                self._clock_offset_s = offset_s
                 self.now = replace(used, clock_offset_s=offset_s)
                 return True
             if self._passed is not None or used.credentials is None:
@@ -99,9 +102,11 @@ class S3Sessions:
                 verify=ca_bundle,
                 config=self._config,
             )
+            credentials = None if ref.anonymous else core.get_credentials()
             bound_redirects(client, own_endpoint=ref.endpoint_url is not None)
+            sign_by_clock(client, credentials, lambda: self._clock_offset_s)
             bound_answers(client, uri=ref.uri, answer_s=self._answer_s)
-            return S3Session(client, None if ref.anonymous else core.get_credentials(), ca_bundle)
+            return S3Session(client, credentials, ca_bundle)
         except (BotoCoreError, ValueError) as error:
             raise from_botocore_error(error, uri=ref.uri) from error
 

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import re
+from collections.abc import Callable
 from dataclasses import dataclass
 from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
@@ -111,6 +112,24 @@ def sign_get(
     frozen = credentials.get_frozen_credentials()
     _OffsetAuth(frozen, route.signing_name, route.signing_region, clock_offset_s).add_auth(request)
     return path, dict(request.headers.items())
+
+
+def sign_by_clock(client: S3Client, credentials: BotoCredentials | None, clock_offset_s: Callable[[], float]) -> None:
+    """Requests of this client are signed by the store's clock: botocore knows only this machine's.
+
+    What is `clock_offset_s()` ahead of ours is signed again, after botocore has.
+    """
+    if credentials is None:
+        return
+
+    def sign_again(request: AWSRequest, **_: Any) -> None:
+        signing = request.context.get("signing", {})
+        if (offset_s := clock_offset_s()) and "Authorization" in request.headers:
+            region = signing.get("region") or client.meta.region_name
+            frozen = credentials.get_frozen_credentials()
+            _OffsetAuth(frozen, signing.get("signing_name", "s3"), region, offset_s).add_auth(request)
+
+    client.meta.events.register_last("request-created.s3", sign_again)
 
 
 class _OffsetAuth(S3SigV4Auth):

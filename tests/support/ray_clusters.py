@@ -43,7 +43,13 @@ TEST_SETTINGS: dict[str, Any] = {
     "hedge_factor": 0.0,  # a slow machine is no reason to ask twice, where requests are counted
     "host_reserve_bytes": 64 * MIB,
 }
-ENVIRONMENT = {"RAY_AUTH_MODE": "disabled", "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0"}
+# Where the actors of these clusters look for credentials that nobody passed them; not there unless a test writes it.
+CREDENTIALS_FILE = Path(tempfile.gettempdir()) / f"longshore-test-credentials-{os.getpid()}"
+ENVIRONMENT = {
+    "RAY_AUTH_MODE": "disabled",
+    "RAY_ACCEL_ENV_VAR_OVERRIDE_ON_ZERO": "0",
+    "AWS_SHARED_CREDENTIALS_FILE": str(CREDENTIALS_FILE),
+}
 
 
 class Longshore:
