@@ -15,14 +15,15 @@ from ray.exceptions import RayError
 
 from actors import nodes, spawn
 from actors.load_run import LoadRun
-from actors.model_record import ModelRecord
+from actors.model_record import ModelRecord, Seat
 from actors.saved_load import SavedLoad
 from actors.strays import end_strays
 from cluster.load_state import LoadState
-from cluster.messages import AgentBeat, BeatReply
+from cluster.messages import AgentBeat, BeatReply, RankBeat
 from cluster.report import NodeStatus
 
 SILENT_S = 5.0  # an agent that is well speaks more often
+HELLO_S = 60.0  # a worker that is well has opened its device and its store by then, and speaks
 REBUILD_S = 20.0  # an agent that has not told of its loads by then is gone
 
 
@@ -129,10 +130,17 @@ class AgentWatch:
                 continue  # a node that was taken for dead
             moved = rank.placed_bytes != seat.placed_bytes
             seat.placed_bytes = rank.placed_bytes
-            if rank.silent_s > self._stuck_after_s and seat.worker is not None:
+            if self._is_stuck(rank, seat) and seat.worker is not None:
                 spawn.end_actor(seat.worker)  # whoever tends the rank learns it from the pending call, and replaces it
             if moved:
                 await record.touch()
+
+    def _is_stuck(self, rank: RankBeat, seat: Seat) -> bool:
+        if rank.pid:
+            return rank.silent_s > self._stuck_after_s
+        # It has its job and has not said hello to its agent; that may have been restarted in between.
+        silent_s = min(rank.silent_s, time.monotonic() - seat.told_s)
+        return seat.started and seat.report is None and silent_s > self._stuck_after_s + HELLO_S
 
     def _adopt(self, load_id: str, packed: bytes, beat: AgentBeat) -> None:
         if load_id in self._models:

@@ -215,7 +215,7 @@ class NodeLedger:
                 place.incarnation,
                 place.process.pid if place.process else 0,
                 place.placed_bytes,
-                silent_s=now_s - place.heard_s if load.at_work(place) else 0.0,
+                silent_s=now_s - place.heard_s if load.awaited(place) else 0.0,
             )
             for load in self._loads.values()
             for place in load.ranks.values()

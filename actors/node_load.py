@@ -97,9 +97,9 @@ class NodeLoad:
         """The rank has placed all it needs."""
         return not self._flow.queue.left(rank)
 
-    def at_work(self, place: RankPlace) -> bool:
-        """Whether there is a process that should be heard of, because the load needs it."""
-        return place.process is not None and not place.left and not self.done(place.rank)
+    def awaited(self, place: RankPlace) -> bool:
+        """Whether its process, or the one that is to come, should be heard of, because the load needs it."""
+        return place.lost or not (place.left or self.done(place.rank))
 
     def wake(self, keys: set[bytes]) -> None:
         """Fetches of these bytes by others have ended: take them from the cache, or fetch them after all."""
@@ -226,7 +226,7 @@ class NodeLoad:
             self._flow.hedges.close_losers(self.ranks.values(), chunk, now_s)
         for chunk in update.placed:
             self._flow.placed(place, chunk)
-        self._requests.ranks = sum(self.at_work(other) for other in self.ranks.values())
+        self._requests.ranks = sum(bool(other.process) and self.awaited(other) for other in self.ranks.values())
         for size_bytes, took_s, ago_s in update.requests:
             self._requests.finished(size_bytes, took_s, now_s - ago_s)
         for _ in range(update.throttled):

@@ -199,9 +199,9 @@ class RankBeat:
     attempt: int
     rank: int
     incarnation: int
-    pid: int
+    pid: int  # 0: its worker has not said hello yet
     placed_bytes: int
-    silent_s: float  # since it last spoke; 0 when it has everything, or its worker is still starting
+    silent_s: float  # since it last spoke, or was expected to; 0 when it has everything
 
 
 @dataclass(frozen=True, slots=True)
