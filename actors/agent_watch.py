@@ -3,11 +3,15 @@
 beat.records --adopt--> a load that an earlier incarnation of the coordinator began goes on
 beat.loads lacks a load that runs there --begin_on--> an agent that was restarted is told again
 beat.ranks --> progress of each rank; one that is alive and silent for too long is killed, and thereby replaced
+
+An agent whose node Ray has given up, and which a partition that healed lets speak again, changes nothing: it is told
+to end itself. Its loads have gone on without it, and its record of them is older than theirs.
 """
 
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from collections.abc import Callable
 
@@ -24,6 +28,7 @@ from cluster.report import NodeStatus
 
 SILENT_S = 5.0  # an agent that is well speaks more often
 HELLO_S = 60.0  # a worker that is well has opened its device and its store by then, and speaks
+ASKED_S = 1.0  # what Ray said of the nodes is that old at most: all agents of a new coordinator speak at once
 REBUILD_S = 20.0  # an agent that has not told of its loads by then is gone
 
 
@@ -48,6 +53,8 @@ class AgentWatch:
         self._beats: dict[str, tuple[AgentBeat, float]] = {}  # node id -> (the last one, when)
         self._told: set[str] = set()  # nodes whose agents have told of all their loads
         self._heard = asyncio.Condition()
+        self._asking = asyncio.Lock()
+        self._living: tuple[set[str], float] = set(), -math.inf  # nodes, and when Ray was asked
         self._tasks: set[asyncio.Task[None]] = set()
 
     @property
@@ -99,6 +106,9 @@ class AgentWatch:
 
     async def heard(self, beat: AgentBeat) -> BeatReply:
         """Take a heartbeat in; the answer says what the agent should report again or forget."""
+        if await self._is_given_up(beat.node_id):
+            self._beats.pop(beat.node_id, None)
+            return BeatReply(self._coordinator, node_dead=True)
         self._beats[beat.node_id] = (beat, time.monotonic())
         for load_id, packed in beat.records.items():
             if packed:  # else a load that no coordinator began (`actors.hosting`)
@@ -119,6 +129,20 @@ class AgentWatch:
         await self._note_progress(beat)
         self._begin_again(beat)
         return BeatReply(self._coordinator, unknown, tuple(ended))
+
+    async def _is_given_up(self, node_id: str) -> bool:
+        """Whether Ray takes the node for dead; asked when its agent speaks for the first time or after a silence."""
+        _, heard_s = self._beats.get(node_id, (None, -math.inf))
+        if time.monotonic() - heard_s < SILENT_S:
+            return False
+        async with self._asking:
+            living, asked_s = self._living
+            if node_id not in living or time.monotonic() - asked_s > ASKED_S:
+                try:
+                    self._living = set(await asyncio.to_thread(nodes.living_nodes)), time.monotonic()
+                except RayError:
+                    return False  # nobody says so
+            return node_id not in self._living[0]
 
     async def _note_progress(self, beat: AgentBeat) -> None:
         for rank in beat.ranks:

@@ -8,6 +8,7 @@ Every decision is the ledger's; this class adds the lock, the clock, the waiting
 
 from __future__ import annotations
 
+import contextlib
 import os
 import pickle
 import socket
@@ -269,12 +270,14 @@ class NodeAgent:
                 beat = self._ledger.beat(
                     self._node_id, self._host, self._incarnation, time.monotonic(), self._asked_for
                 )
-            try:
+            reply = None
+            with contextlib.suppress(Exception):  # a thread that died of it would make this node look dead
                 reply = self._coordinator.heartbeat(beat)
-            except Exception:  # whatever ails the coordinator, a thread that died of it would make this node look dead
-                if time.monotonic() - self._heard_s > self._config.orphan_after_s:
-                    self.shutdown()
-                    os._exit(1)
+            silent_s = 0.0 if reply else time.monotonic() - self._heard_s
+            if (reply and reply.node_dead) or silent_s > self._config.orphan_after_s:
+                self.shutdown()  # in order: a SIGKILL, as of Ray on a node that it gave up, would leave the arena
+                os._exit(1)
+            if reply is None:
                 continue
             self._heard_s = time.monotonic()
             self._asked_for = reply.unknown_loads

@@ -60,8 +60,10 @@ def room_for_slots(config: Config) -> Callable[[], bool]:
 
 def host_pools(directory: str, environ: Mapping[str, str] = os.environ) -> tuple[MemoryPool, ...]:
     """What this node's memory comes out of. What its arenas are still to take is not free any more, and what Ray
-    would kill workers for is a reserve.
+    would kill workers for is a reserve. Arenas that were left since this agent began are swept: those of a node that
+    was given up and came back under another id.
     """
+    sweep(directory)
     promised, share = untouched_bytes(directory), ray_kills_above(environ)
     return tuple(
         replace(

@@ -5,10 +5,9 @@
     worker --RankHello, RankUpdate--> agent --JoinReply, Orders--> worker
     agent --AgentBeat--> coordinator --BeatReply--> agent
 
-Every message of a load carries its attempt and, where a rank speaks, the rank's incarnation: late and repeated
-messages are told apart by these numbers, never by arrival.
-The tables that all of a load have in common (`shared`) stay packed, so that no event loop unpacks what it does not use.
-They go beside the jobs, put into Ray's object store once per load: nodes get them from each other, once each.
+Every message of a load carries its attempt and, where a rank speaks, the rank's incarnation: by these numbers late and
+repeated messages are told apart, never by arrival. The tables that all of a load have in common (`shared`) stay packed,
+as no event loop needs them, and go into Ray's object store once per load: nodes get them from each other, once each.
 """
 
 from __future__ import annotations
@@ -247,6 +246,7 @@ class BeatReply:
     coordinator: str  # its incarnation
     unknown_loads: tuple[str, ...] = ()  # send their records next time
     ended_loads: tuple[str, ...] = ()  # forget them
+    node_dead: bool = False  # Ray has given the node up, and all on it: end yourself
 
 
 @dataclass(frozen=True, slots=True)
