@@ -15,4 +15,5 @@ pytest_plugins = [
     "tests.support.stored_models",
     "tests.support.ray_clusters",
     "tests.support.losable_nodes",
+    "tests.support.net_cluster",
 ]

@@ -57,9 +57,9 @@ class Passed:
 
 
 class CountingProxy:
-    """Listens on a free port of 127.0.0.1; every client connection gets one to the server."""
+    """Listens on a free port of 127.0.0.1, or of another address; every client connection gets one to the server."""
 
-    def __init__(self, upstream_url: str) -> None:
+    def __init__(self, upstream_url: str, address: str = "127.0.0.1") -> None:
         parts = urlsplit(upstream_url)
         self._upstream = (parts.hostname or "", parts.port or 80)
         self._lock = threading.Lock()
@@ -84,8 +84,8 @@ class CountingProxy:
             allow_reuse_address = True
             request_queue_size = 128
 
-        self._server = Server(("127.0.0.1", 0), Handler)
-        self.endpoint_url = f"http://127.0.0.1:{self._server.server_address[1]}"
+        self._server = Server((address, 0), Handler)
+        self.endpoint_url = f"http://{address}:{self._server.server_address[1]}"
         self._thread = threading.Thread(target=self._server.serve_forever, args=(0.05,), daemon=True)
         self._thread.start()
 

@@ -49,7 +49,7 @@ AnyFault = TypeVar("AnyFault", bound=Fault)
 class FaultProxy(CountingProxy):
     """`script` may be exchanged at any time; it holds for requests that come after."""
 
-    def __init__(self, upstream_url: str, script: Script = no_faults) -> None:
+    def __init__(self, upstream_url: str, script: Script = no_faults, address: str = "127.0.0.1") -> None:
         self.script = script
         self.struck: list[tuple[Asked, Fault]] = []
         self._guard = threading.Lock()
@@ -59,7 +59,7 @@ class FaultProxy(CountingProxy):
         self._passed_bytes = 0
         self._calls: list[tuple[int, Callable[[], object]]] = []
         self._current = threading.local()  # a connection is a thread
-        super().__init__(upstream_url)
+        super().__init__(upstream_url, address)
 
     def at_bytes(self, passed_bytes: int, call: Callable[[], object]) -> None:
         """Call, once, in the thread that passes the byte of weights with this number (counted from 0)."""

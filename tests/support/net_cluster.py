@@ -1,0 +1,163 @@
+"""A Ray cluster over a network of its own: the head on this machine, workers on hosts whose links a test can cut.
+
+    def test_something(net_cluster: NetCluster) -> None:
+        with FaultProxy(server.endpoint_url, address=net_cluster.network.address) as proxy: ...
+        host = net_cluster.host_of("worker-llama-1-0")
+        net_cluster.cut(host)                       until `heal`, or the end of the test
+
+Ray takes a node for dead after some ten seconds without an answer here.
+"""
+
+from __future__ import annotations
+
+import os
+import subprocess
+import sys
+import tempfile
+from collections.abc import Callable, Iterator, Sequence
+from pathlib import Path
+from typing import Any
+
+import psutil
+import pytest
+
+from cluster.connection import disconnect
+from storage.arena_files import ARENA_PREFIX, sweep
+from tests.support.losable_nodes import NODE, LosableNodes
+from tests.support.net_hosts import Host, Network, why_not
+from tests.support.ray_clusters import ENVIRONMENT, OBJECT_STORE_BYTES, eventually
+
+HOST_RESOURCE = "host"  # of which this machine has none
+HOSTS = ("left", "right")
+SLOW_DEATH = {
+    "health_check_initial_delay_ms": 0,
+    "health_check_period_ms": 500,
+    "health_check_timeout_ms": 2000,
+    "health_check_failure_threshold": 4,
+}
+START_S = 120.0
+END_S = 60.0
+
+
+class NetCluster(LosableNodes):
+    """`Longshore` on a head and two hosts."""
+
+    def __init__(self, ray_cluster: Any, network: Network, folder: Path, shown: Path) -> None:
+        super().__init__(ray_cluster)
+        self.network = network
+        self._folder = folder
+        self._raylets: dict[str, psutil.Process] = {}  # node id -> of nodes on hosts
+        self._starts: dict[str, subprocess.Popen[bytes]] = {}  # host name -> `ray start` there
+        for name in HOSTS:
+            self.start_node(network.add_host(name, [shown]), wait=False)
+        for host in network.hosts:
+            self._wait_node(host)
+
+    # -- nodes -------------------------------------------------------------------------------------------------
+
+    def start_node(self, host: Host, *, wait: bool = True) -> None:
+        """Ray's processes, on a host where none are or where only those of a dead node are left."""
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={self.address}"]
+        command += [f"--node-ip-address={host.address}", f"--object-store-memory={OBJECT_STORE_BYTES}"]
+        command += ["--block", "--num-cpus=2", "--num-gpus=0", f'--resources={{"{HOST_RESOURCE}": 2}}']
+        self._starts[host.name] = host.start(command, {**os.environ, **ENVIRONMENT}, self._log(host))
+        if wait:
+            self._wait_node(host)
+
+    def host_of(self, actor_name: str) -> Host | None:
+        """The host where a living actor is; None: on this machine."""
+        address = self._addresses().get(self.node_of(actor_name))
+        return next((host for host in self.network.hosts if host.address == address), None)
+
+    def node_on(self, host: Host) -> str | None:
+        """Id of the node on this host that Ray takes for living."""
+        living = self.living()
+        return next((node for node, at in self._addresses().items() if at == host.address and node in living), None)
+
+    def raylet(self, node_id: str) -> psutil.Process:
+        """The process that leads a node on one of the hosts."""
+        return self._raylets[node_id]
+
+    # -- after a test ------------------------------------------------------------------------------------------
+
+    def arenas_on(self, host: Host) -> list[str]:
+        return [name for name in host.shared_memory() if name.startswith(ARENA_PREFIX)]
+
+    def assert_nothing_left(self) -> None:
+        """Also on the hosts: no more arenas than living agents, and no process of a node that Ray does not count."""
+        super().assert_nothing_left()
+        for host in self.network.hosts:
+            agents = [name for name in self.actor_names("agent-") if name.endswith(self.node_on(host) or "no node")]
+            self._eventually_at_most(len(agents), host, self.arenas_on)
+            self._eventually_at_most(len(agents), host, self.ours_on)
+
+    def ours_on(self, host: Host, kind: str = "") -> list[psutil.Process]:
+        """Processes of Longshore's actors on a host: of agents or workers (`NodeAgent`, `GpuWorker`), or both."""
+        found = []
+        for process in host.processes():
+            try:
+                title = " ".join(process.cmdline())
+            except psutil.Error:
+                continue
+            if any(name in title for name in ("NodeAgent", "GpuWorker")) and kind in title:
+                found.append(process)
+        return found
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _eventually_at_most(self, count: int, host: Host, there: Callable[[Host], Sequence[object]]) -> None:
+        eventually(lambda: len(there(host)) <= count, lambda: f"on {host.name}, {count} agents: {there(host)}", END_S)
+
+    def _addresses(self) -> dict[str, str]:
+        import ray
+
+        return {node["NodeID"]: node["NodeManagerAddress"] for node in ray.nodes()}  # type: ignore[no-untyped-call]
+
+    def _log(self, host: Host) -> Path:
+        return self._folder / f"{host.name}.log"
+
+    def _wait_node(self, host: Host) -> None:
+        starting = self._starts[host.name]
+        eventually(
+            lambda: self.node_on(host) or starting.poll() is not None,
+            lambda: f"no node came up on {host.name}: {self._log(host).read_text()[-2000:]}",
+            START_S,
+            0.2,
+        )
+        node = self.node_on(host)
+        if node is None:
+            raise AssertionError(f"ray start failed on {host.name}: {self._log(host).read_text()[-2000:]}")
+        known = set(self._raylets.values())
+        self._nodes[node] = host
+        self._raylets[node] = next(p for p in host.processes() if p.name() == "raylet" and p not in known)
+
+
+@pytest.fixture(scope="module")
+def net_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetCluster]:
+    """This process is connected to it for the tests of one file, as a driver on the head."""
+    if reason := why_not():
+        pytest.skip(reason)
+    import ray
+    from ray.cluster_utils import Cluster
+
+    before = {name: os.environ.get(name) for name in ENVIRONMENT}
+    os.environ.update(ENVIRONMENT)
+    with tempfile.TemporaryDirectory(prefix="lh-", dir="/tmp", ignore_cleanup_errors=True) as folder, Network() as net:
+        head = {**NODE, "include_dashboard": False, "temp_dir": folder, "node_ip_address": net.address}
+        head["_system_config"] = SLOW_DEATH
+        ray_cluster = Cluster(initialize_head=True, head_node_args=head)
+        try:
+            ray.init(address=ray_cluster.address, log_to_driver=False, configure_logging=False)
+            there = NetCluster(ray_cluster, net, Path(folder), tmp_path_factory.getbasetemp())
+            yield there
+            there.end_longshore()
+        finally:
+            disconnect()
+            ray.shutdown()
+            ray_cluster.shutdown()
+            sweep()
+            for name, value in before.items():
+                if value is None:
+                    os.environ.pop(name, None)
+                else:
+                    os.environ[name] = value
