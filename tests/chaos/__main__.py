@@ -10,46 +10,38 @@ import argparse
 import os
 import platform
 import random
+import signal
 import sys
-import tempfile
 import time
 from collections import Counter
-from collections.abc import Iterator, Sequence
-from contextlib import contextmanager
-from pathlib import Path
+from collections.abc import Sequence
+from types import FrameType
+from typing import Any
 
-from storage.embedded_s3 import EmbeddedS3
-from tests.chaos.cases import make_case
-from tests.chaos.run_case import BAD, EXACT, HUNG, LEAKED, REFUSED, WRONG, Bench, Outcome
-from tests.support.ray_clusters import ENVIRONMENT, Longshore, ray_cluster_of_two
+import ray._private.worker
+
+from tests.chaos.bench import bench
+from tests.chaos.cases import Case, make_case
+from tests.chaos.judge import BAD, KINDS
+from tests.chaos.run_case import CaseRunner, Outcome
 
 CASES_PER_SEED = 100_000
-KINDS = (EXACT, REFUSED, WRONG, HUNG, LEAKED)
+ray_worker: Any = ray._private.worker
 
 
-@contextmanager
-def bench() -> Iterator[Bench]:
-    """A cluster of two nodes and a store, for as long as the block."""
-    import ray
+class Interrupted(BaseException):
+    """A signal asks for the end; what is there is taken down in its order."""
 
-    os.environ.update(ENVIRONMENT)
-    with tempfile.TemporaryDirectory(prefix="chaos-") as folder, ray_cluster_of_two() as there:
-        (Path(folder) / "bucket").mkdir()
-        ray.init(address=there.address, log_to_driver=False, configure_logging=False)
-        longshore = Longshore(there)
-        try:
-            with EmbeddedS3(Path(folder) / "bucket") as server:
-                yield Bench(longshore, server, Path(folder))
-        finally:
-            longshore.end_longshore()
-            ray.shutdown()
+    def __init__(self, number: int) -> None:
+        super().__init__(number)
+        self.number = number
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
-    """One row per fault; a load under several faults counts in each of their rows."""
+    """One row per fault that struck; a load that several struck counts in each of their rows."""
     rows: dict[str, Counter[str]] = {}
     for outcome in outcomes:
-        for name in outcome.case.fault_names:
+        for name in outcome.struck or ("none",):
             rows.setdefault(name, Counter())[outcome.kind] += 1
     lines = [f"| fault | loads | {' | '.join(KINDS)} |", f"|---|---|{'---|' * len(KINDS)}"]
     total = Counter(outcome.kind for outcome in outcomes)
@@ -65,6 +57,11 @@ def line(outcome: Outcome) -> str:
     return f"{outcome.case.seed}: {outcome.kind}{said}, {outcome.took_s:.1f} s{extra} | {outcome.case}"
 
 
+def in_order(cases: Sequence[Case]) -> list[Case]:
+    """Cases with the same settings one after another: each change of them costs a start of everything."""
+    return sorted(cases, key=lambda case: (case.own_cluster, case.arena))
+
+
 def main(arguments: Sequence[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m tests.chaos", description=__doc__.split("\n", 1)[0])
     parser.add_argument("--loads", type=int, default=50, help="how many cases")
@@ -73,24 +70,51 @@ def main(arguments: Sequence[str] | None = None) -> int:
     options = parser.parse_args(arguments)
     seed = random.SystemRandom().randrange(10_000) if options.seed is None else options.seed
     numbers = options.only or [seed * CASES_PER_SEED + number for number in range(options.loads)]
-    begun_s = time.monotonic()
+    cases = in_order([make_case(number) for number in numbers])
+    ray_worker.print_to_stdstream = lambda *said, **options: None  # a thousand characters for each worker that dies
     outcomes: list[Outcome] = []
-    with bench() as there:
-        for number in numbers:
-            outcomes.append(there.run(make_case(number)))
-            print(line(outcomes[-1]), flush=True)
-        left = there.leaks()
+    begun_s = time.monotonic()
+    print(f"{len(cases)} loads{'' if options.only else f', seed {seed}'}", flush=True)
+    try:
+        left, watched = _run(cases, outcomes)
+    except Interrupted as interrupted:
+        print(f"interrupted after {len(outcomes)} of {len(cases)} loads", flush=True)
+        return 128 + interrupted.number
     bad = [outcome for outcome in outcomes if outcome.kind in BAD]
+    code = 1 if bad or left else 0
     print(f"\n{table(outcomes)}\n")
     which = "" if options.only else f"seed {seed}, "
     host = f"{os.cpu_count()} cores, {platform.machine()}, Python {platform.python_version()}"
-    print(f"{len(outcomes)} loads, {which}{(time.monotonic() - begun_s) / 60:.1f} min, {host}")
-    print(f"{sum(outcome.struck for outcome in outcomes)} faults struck")
+    struck = sum(sum(outcome.struck.values()) for outcome in outcomes)
+    minutes = (time.monotonic() - begun_s) / 60
+    print(f"{len(outcomes)} loads, {which}{struck} faults struck, {minutes:.1f} min, {host}, exit code {code}")
+    print(watched)
     for outcome in bad:
         print(f"again alone: python -m tests.chaos --only {outcome.case.seed}    # {outcome.kind}")
     if left:
         print(f"left behind in the end: {left}")
-    return 1 if bad or left else 0
+    return code
+
+
+def _run(cases: Sequence[Case], outcomes: list[Outcome]) -> tuple[str, str]:
+    """Run them all; (what is left in the end, what was watched). Raises Interrupted when everything is taken down."""
+    signal.signal(signal.SIGINT, _interrupt)  # the cluster's processes are started with it, and end by our hand
+    signal.signal(signal.SIGTERM, _interrupt)
+    with bench() as there:
+        for number in (signal.SIGINT, signal.SIGTERM):
+            signal.signal(number, _interrupt)  # again: ray.init sets its own
+        runner = CaseRunner(there)
+        width = len(str(len(cases)))
+        for case in cases:
+            outcomes.append(runner.run(case))
+            print(f"[{len(outcomes):{width}}/{len(cases)}] {line(outcomes[-1])}", flush=True)
+        return runner.leaks.found(), runner.leaks.watched
+
+
+def _interrupt(number: int, frame: FrameType | None) -> None:
+    for each in (signal.SIGINT, signal.SIGTERM):
+        signal.signal(each, signal.SIG_IGN)  # once is enough: taking down must not be cut short
+    raise Interrupted(number)
 
 
 if __name__ == "__main__":

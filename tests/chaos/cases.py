@@ -1,7 +1,7 @@
 """One random load under random faults, from a number: the same number gives the same case. Pure.
 
-Bytes are damaged and connections broken by `faults`, processes struck when so many bytes of weights have passed. A
-case says itself which errors its faults justify: any other outcome than exact bytes is a defect.
+Bytes are damaged and connections broken by `faults`, processes and nodes struck when so many bytes of weights have
+passed. `tests.chaos.judge` says which errors the faults of a case justify.
 """
 
 from __future__ import annotations
@@ -15,31 +15,39 @@ PASSING = (
     *("shorten", "wrong-range"),
 )
 DAMAGING = ("flip", "zeros")  # found by digests, so only where there are any
-# Faults of the store that stay, with the errors that may end a load for them.
-STAYING = {
-    "refuses one chunk": ("ChunkFailed StoreUnavailable",),
-    "throttles one chunk": ("ChunkFailed Throttled",),
-    "denies from now on": ("ChunkFailed AccessDenied",),
-    "has lost one chunk": ("ChunkFailed ObjectNotFound",),
-    "damages one chunk": ("IntegrityError",),
-    "stalls one chunk": ("ChunkFailed StoreUnavailable", "ChunkFailed lease_expired"),
-    "replaced the object": ("ChunkFailed ObjectChanged", "IntegrityError", "ObjectChanged"),
-}
+# Faults of the store that stay.
+STAYING = (
+    "refuses one chunk",
+    "throttles one chunk",
+    "denies from now on",
+    "has lost one chunk",
+    "damages one chunk",
+    "stalls one chunk",
+    "replaced the object",
+    "changed the manifest",
+)
 LAYOUTS = ((1, 1, 1), (2, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1))  # tensor parallel, fully sharded, copies
+WIDE_LAYOUTS = ((2, 2, 1), (1, 4, 1), (1, 2, 2), (2, 1, 2))  # more than a node has room for
+RANKS_PER_NODE = 3
+BUCKET = "chaos"
 PLACEMENTS = ("auto", "via_arena", "via_arena", "direct")
+# What READY says of the bytes: digests of a manifest, of a signed one, the store's own checksums, nothing.
+PROOFS = ("manifest",) * 5 + ("signed",) + ("checksums",) * 2 + ("nothing",)
 
 
 @dataclass(frozen=True, slots=True)
 class Strike:
-    """A signal to a process of Longshore."""
+    """A signal to a process of Longshore, or the end of a node with all that is on it."""
 
-    who: str  # "worker", "agent", "coordinator"
+    who: str  # "worker", "agent", "coordinator", "node", "client" (a process beside this one, that loads the same)
     at: float  # part of the model's bytes that has left the store; below 0: so many seconds after the call, negated
-    victim: int  # which of them, modulo how many there are
+    victim: int = 0  # which of them, modulo how many there are
     stopped_s: float = 0.0  # 0: SIGKILL; else SIGSTOP, and SIGCONT after so long
 
     @property
     def name(self) -> str:
+        if self.who == "node":
+            return "node lost"
         return f"{self.who} {'stopped' if self.stopped_s else 'killed'}"
 
     def __str__(self) -> str:
@@ -52,64 +60,120 @@ class Case:
     """One or two loads of one model, and what befalls them."""
 
     seed: int
-    published: bool  # with a manifest, so with digests
+    proof: str  # one of PROOFS
     layouts: tuple[tuple[int, int, int], ...]  # of the loads, which begin together
     placement: str
-    passing: tuple[str, ...]  # kinds of `tests.support.faults.TRANSIENT`
-    share: float  # of reads that meet one of them
-    staying: str  # "" or one of STAYING
-    staying_at: float  # where in the load, or in the object, it strikes
-    strikes: tuple[Strike, ...]
+    passing: tuple[str, ...] = ()  # kinds of `tests.support.faults.TRANSIENT`
+    share: float = 0.0  # of reads that meet one of them
+    staying: str = ""  # or one of STAYING
+    staying_at: float = 0.0  # where in the load, or in the object, it strikes
+    strikes: tuple[Strike, ...] = ()
+    replaced: bool = True  # another node comes for one that is lost
+    given_up: str = ""  # how the caller of the first load ends it early: "cancelled", "timed out", "released"
+    given_up_at: float = 0.0  # as `Strike.at`; seconds for "timed out"
+    client_alone: bool = False  # the loads begin when the client that is killed is dead, not beside it
+    renewals: tuple[float, ...] = ()  # credentials are those of the nodes, and end at these parts of the bytes
+    arena: str = "large"  # "smallest": just the slots without which a load cannot begin
+    disk: str = ""  # state of the disk tier at the start: "kept" chunks of an earlier cluster, "damaged" ones, "full"
 
     @property
-    def fault_names(self) -> tuple[str, ...]:
-        """Rows of the table that this case counts in."""
-        store = [f"store: {kind}" for kind in self.passing]
-        staying = [f"store {self.staying}"] if self.staying else []
-        return (*store, *staying, *sorted({strike.name for strike in self.strikes})) or ("none",)
+    def uri(self) -> str:
+        return f"s3://{BUCKET}/{self.seed}"
+
+    @property
+    def published(self) -> bool:
+        return self.proof in ("manifest", "signed")
+
+    @property
+    def ranks(self) -> int:
+        return sum(world(layout) for layout in self.layouts)
+
+    @property
+    def own_cluster(self) -> bool:
+        """Whether it needs agents and arenas that no case had before, and none can have after it."""
+        return bool(self.disk)
 
     def __str__(self) -> str:
         loads = " and ".join("x".join(map(str, layout)) for layout in self.layouts)
         store = [f"{self.share:.0%} of reads {'/'.join(self.passing)}"] if self.passing else []
-        staying = [f"store {self.staying} ({self.staying_at:.0%})"] if self.staying else []
-        digests = "" if self.published else " without digests"
-        what = "; ".join([*store, *staying, *map(str, self.strikes)]) or "no fault"
-        return f"{loads} {self.placement}{digests}: {what}"
+        store += [f"store {self.staying} ({self.staying_at:.0%})"] if self.staying else []
+        store += [f"credentials end at {' and '.join(f'{at:.0%}' for at in self.renewals)}"] if self.renewals else []
+        store += [f"disk tier {self.disk}"] if self.disk else []
+        strikes = [str(strike) for strike in self.strikes]
+        if any(strike.who == "client" for strike in self.strikes):
+            strikes.append("loaded after it" if self.client_alone else "loaded beside it")
+        if any(strike.who == "node" for strike in self.strikes) and not self.replaced:
+            strikes.append("no other node comes")
+        if self.given_up:
+            when = f"after {self.given_up_at:.1f} s" if self.given_up == "timed out" else f"at {self.given_up_at:.0%}"
+            strikes.append(f"{self.given_up} {when}")
+        arena = ", smallest arena" if self.arena == "smallest" else ""
+        return f"{loads} {self.placement}{arena}, {self.proof}: {'; '.join([*store, *strikes]) or 'no fault'}"
 
-    def justifies(self, error: str) -> bool:
-        """Whether this error (its class, and its cause when it has one) may end a load under these faults."""
-        if self.staying and error in STAYING[self.staying]:
-            return True
-        killed = {strike.who for strike in self.strikes if not strike.stopped_s}
-        early = any(strike.who == "coordinator" and strike.at < 0 for strike in self.strikes)
-        # Who knows of a load: the coordinator alone until agents were told, then the agents too.
-        return error == "ClusterLost" and (early or {"coordinator", "agent"} <= killed)
+
+def world(layout: tuple[int, int, int]) -> int:
+    """Ranks of a layout."""
+    tensor_parallel, fully_sharded, copies = layout
+    return tensor_parallel * fully_sharded * copies
 
 
 def make_case(seed: int) -> Case:
     """The case of a number."""
     rng = random.Random(seed)
-    published = rng.random() < 0.85
-    passing: tuple[str, ...] = ()
-    if rng.random() < 0.65:
-        kinds = PASSING + (DAMAGING if published else ())
-        passing = tuple(sorted(rng.sample(kinds, rng.randint(1, 3))))
-    staying = ""
-    if rng.random() < 0.2:
-        staying = rng.choice(sorted(STAYING if published else set(STAYING) - {"damages one chunk"}))
-    strikes = tuple(_make_strike(rng) for _ in range(rng.choice((0, 0, 1, 1, 1, 2, 3))))
+    proof = rng.choice(PROOFS)
+    node_lost, client_killed = rng.random() < 0.08, rng.random() < 0.08
     layouts = tuple(rng.choice(LAYOUTS) for _ in range(rng.choice((1, 1, 1, 2))))
+    if node_lost:
+        layouts = (rng.choice(WIDE_LAYOUTS), *layouts[1:])
+    strikes = [_make_strike(rng) for _ in range(rng.choice((0, 0, 1, 1, 1, 2, 3)))]
+    if node_lost:
+        strikes = [*strikes[:1], Strike("node", rng.uniform(0.05, 0.95), rng.randrange(8))]
+    if client_killed:
+        strikes = [*strikes[:1], Strike("client", rng.random())]
+    given_up = rng.choice(("cancelled", "timed out", "released")) if rng.random() < 0.12 else ""
+    arena = "smallest" if rng.random() < 0.1 else "large"
+    disk = rng.choice(("kept", "damaged", "full")) if rng.random() < 0.07 else ""
     return Case(
         seed=seed,
-        published=published,
+        proof=proof,
         layouts=layouts,
         placement=rng.choice(PLACEMENTS),
-        passing=passing,
+        passing=_passing(rng, proof, strikes, layouts),
         share=rng.uniform(0.1, 0.5),
-        staying=staying,
+        staying=_staying(rng, proof) if rng.random() < 0.15 else "",
         staying_at=rng.random(),
-        strikes=strikes,
+        strikes=tuple(strikes),
+        replaced=rng.random() < 0.7,
+        given_up=given_up,
+        given_up_at=rng.uniform(0.02, 3.0) if given_up == "timed out" else rng.random(),
+        client_alone=rng.random() < 0.5,
+        renewals=tuple(sorted(rng.random() for _ in range(rng.randint(1, 2)))) if rng.random() < 0.12 else (),
+        arena=arena,
+        disk=disk,
     )
+
+
+def _passing(
+    rng: random.Random, proof: str, strikes: list[Strike], layouts: tuple[tuple[int, int, int], ...]
+) -> tuple[str, ...]:
+    kinds: tuple[str, ...] = PASSING
+    if proof in ("manifest", "signed"):
+        kinds += DAMAGING
+    # The store's checksum is of a whole object: who has not had all of it cannot say.
+    if proof == "checksums" and not strikes and layouts == ((1, 1, 1),):
+        kinds = DAMAGING * 4 + PASSING
+    if rng.random() >= 0.6:
+        return ()
+    return tuple(sorted(set(rng.sample(kinds, rng.randint(1, 3)))))
+
+
+def _staying(rng: random.Random, proof: str) -> str:
+    kinds = set(STAYING)
+    if proof not in ("manifest", "signed"):
+        kinds.discard("damages one chunk")
+    if proof != "signed":
+        kinds.discard("changed the manifest")
+    return rng.choice(sorted(kinds))
 
 
 def _make_strike(rng: random.Random) -> Strike:

@@ -3,47 +3,40 @@
 from __future__ import annotations
 
 import contextlib
-import os
-import shutil
+import random
 import time
-from collections.abc import Iterator, Sequence
+from collections import Counter
+from collections.abc import Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
-from dataclasses import dataclass
+from dataclasses import dataclass, field
 from pathlib import Path
-from typing import Any
-
-import psutil
 
 import cluster
-from actors.names import gang_of_worker
-from cluster import client
-from cluster.sample_checkpoint import write_llama_checkpoint
-from storage.embedded_s3 import EmbeddedS3
 from storage.errors import LongshoreError
+from tests.chaos.bench import CHUNK_BYTES, KV_HEADS, SETTINGS, Bench
 from tests.chaos.cases import Case
-from tests.chaos.store_script import store_script
+from tests.chaos.judge import (
+    BAD,
+    EXACT,
+    HUNG,
+    LEAKED,
+    REFUSED,
+    WRONG,
+    bytes_again,
+    in_flight_bytes,
+    justifies,
+    kind_of,
+    wasted_bytes,
+)
+from tests.chaos.leaks import Leaks
+from tests.chaos.loads import LOAD_TIMEOUT_S, Running, load, other_client, wait_for_end
+from tests.chaos.proxy import ChaosProxy
+from tests.chaos.store_script import StoreScript
 from tests.chaos.strikes import Strikes
-from tests.support.fault_proxy import FaultProxy
-from tests.support.ray_clusters import Longshore, eventually
 from tests.support.reference_slices import shard_differs
 
-KV_HEADS = 2
-CHUNK_BYTES = 1 << 20
-LOAD_TIMEOUT_S = 120.0  # a load that has not ended by then hangs
 REFILL_TIMEOUT_S = 60.0
-# Deadlines short enough that every one of them strikes within a case.
-SETTINGS: dict[str, Any] = {
-    "read_timeout_s": 1.5,
-    "lease_deadline_s": 5.0,
-    "stuck_after_s": 8.0,
-    "holder_ttl_s": 20.0,
-    "orphan_after_s": 15.0,
-    "warm_workers_s": 600.0,
-    "fetch_threads": 3,  # few, so that a load has a beginning, a middle and an end
-}
-
-EXACT, REFUSED, WRONG, HUNG, LEAKED = "byte-exact", "correctly refused", "WRONG", "HUNG", "LEAKED"
-BAD = (WRONG, HUNG, LEAKED)
+KEPT_S = 1.0  # a disk tier that has written nothing for so long is done
 
 
 @dataclass(frozen=True, slots=True)
@@ -54,140 +47,103 @@ class Outcome:
     kind: str
     said: str  # the error, or what is wrong
     took_s: float
-    struck: int  # faults that did strike
-    extra_bytes: int  # left the store beyond what the loads needed; 0 when unknown
+    extra_bytes: int = 0  # left the store beyond what the loads needed; 0 when unknown
+    struck: Counter[str] = field(default_factory=Counter)  # faults that did strike, by the names of the table's rows
 
 
-class Bench:
-    """What all cases of a run share: a cluster, a store, a folder."""
+class CaseRunner:
+    """Runs cases one after another on a bench."""
 
-    def __init__(self, longshore: Longshore, server: EmbeddedS3, folder: Path) -> None:
-        self.longshore, self.server, self.folder = longshore, server, folder
-        server.make_bucket("chaos")
+    def __init__(self, bench: Bench) -> None:
+        self.bench, self.longshore = bench, bench.longshore
+        self.leaks = Leaks(bench.longshore, bench.folder)
 
     def run(self, case: Case) -> Outcome:
         """Never raises for what a case does."""
         begun_s = time.monotonic()
-        self.longshore.configure(**SETTINGS)
-        if any(strike.name == "coordinator killed" for strike in case.strikes):
-            # Idle workers are nobody's after it, and wait for `orphan_after_s`: so would every such case.
-            client.release_warm(address=self.longshore.address)
-        with self._model(case) as (folder, size_bytes), FaultProxy(self.server.endpoint_url) as proxy:
-            struck = Strikes(self.longshore, case.strikes, proxy, size_bytes)
-            proxy.script = store_script(case, size_bytes, lambda: self._replace(case))
-            with ThreadPoolExecutor(len(case.layouts)) as pool:
-                loads = [pool.submit(self._load, case, layout, proxy) for layout in case.layouts]
-                struck.begin()
-                kind, said, extra_bytes = self._judge(case, loads, folder, proxy, struck)
-            took_s = time.monotonic() - begun_s
-            number = len(proxy.struck) + struck.count
-        if kind in (EXACT, REFUSED) and (left := self.leaks()):
-            kind, said = LEAKED, left
-        if kind in BAD:  # the next case begins with a cluster that is in order
-            with contextlib.suppress(Exception):
-                self.longshore.end_longshore()
-        return Outcome(case, kind, said, took_s, number, extra_bytes)
-
-    def leaks(self) -> str:
-        """What is left that nothing uses any more; "" when there is nothing, at once or soon."""
-        found = ""
-
-        def nothing() -> bool:
-            nonlocal found
-            found = self._leaks_now()
-            return not found
-
-        try:
-            eventually(nothing, "", timeout_s=40.0, every_s=0.1)
-        except AssertionError:
-            return found
-        return ""
+        with self.bench.disk(case) as disk:
+            try:
+                kind, said, extra_bytes, struck = self._run(case, disk)
+                took_s = time.monotonic() - begun_s
+                if kind in (EXACT, REFUSED) and (left := self.leaks.found()):
+                    kind, said = LEAKED, left
+            except Exception as error:  # before a load could begin, or when it was over
+                kind, said, extra_bytes, struck = WRONG, f"{type(error).__name__}: {error}"[:400], 0, Counter()
+                took_s = time.monotonic() - begun_s
+            except BaseException:  # interrupted
+                self.bench.kill_everything()
+                raise
+            if kind in BAD or case.own_cluster:  # the next case begins with a cluster that is in order
+                with contextlib.suppress(Exception):
+                    self.longshore.end_longshore()
+        return Outcome(case, kind, said, took_s, extra_bytes, struck)
 
     # -- inside ------------------------------------------------------------------------------------------------
 
-    @contextlib.contextmanager
-    def _model(self, case: Case) -> Iterator[tuple[Path, int]]:
-        """A checkpoint of about 7 MB that no other case has, in the bucket; its folder and its tensors' bytes."""
-        folder = self.folder / str(case.seed)
-        in_bucket = self.server.folder / "chaos" / str(case.seed)
-        write_llama_checkpoint(
-            folder, hidden=256, layers=2, intermediate=704, heads=8, kv_heads=KV_HEADS, vocab=4096, shards=2,
-            seed=case.seed,
-        )  # fmt: skip
-        try:
-            if case.published:
-                target = f"s3://chaos/{case.seed}"
-                cluster.publish(str(folder), target, chunk_bytes=CHUNK_BYTES, **self._options(self.server.endpoint_url))
-            else:
-                shutil.copytree(folder, in_bucket)
-                self.server.refresh()
-            yield folder, sum(path.stat().st_size for path in folder.glob("*.safetensors"))
-        finally:
-            shutil.rmtree(in_bucket, ignore_errors=True)
-            shutil.rmtree(folder, ignore_errors=True)
-            self.server.refresh()
+    def _run(self, case: Case, disk: Path) -> tuple[str, str, int, Counter[str]]:
+        bench = self.bench
+        bench.configure(case, disk)
+        with (
+            bench.model(case) as (folder, size_bytes),
+            ChaosProxy(bench.server.endpoint_url) as proxy,
+            contextlib.ExitStack() as stack,
+        ):
+            if case.renewals:
+                proxy.require(bench.credentials.token)
+            if case.disk in ("kept", "damaged") and case.staying != "changed the manifest":
+                self._fill_disk(case, proxy, disk)
+            script = StoreScript(case, size_bytes, lambda: bench.replace_objects(case))
+            proxy.script = script.script
+            strikes = Strikes(self.longshore, case, proxy, size_bytes, bench.credentials)
+            stack.callback(strikes.close)
+            running = Running(bench, case, proxy, strikes, folder, size_bytes)
+            if any(strike.who == "client" for strike in case.strikes):
+                strikes.client = stack.enter_context(other_client(running))
+            pool = ThreadPoolExecutor(len(case.layouts))
+            stack.callback(pool.shutdown, wait=False)  # (a load that was interrupted ends with its cluster)
+            strikes.begin()
+            if strikes.client is not None and case.client_alone:
+                wait_for_end(strikes.client)
+            loads = [pool.submit(load, running, number) for number in range(len(case.layouts))]
+            kind, said, extra_bytes = self._judge(running, loads)
+            return kind, said, extra_bytes, _struck(running, script)
 
-    def _options(self, endpoint_url: str) -> dict[str, Any]:
-        return {
-            "endpoint_url": endpoint_url,
-            "region": self.server.region,
-            "credentials": self.server.credentials(),
-        }
-
-    def _load(self, case: Case, layout: tuple[int, int, int], proxy: FaultProxy) -> cluster.LoadedModel:
-        tp, fsdp, dp = layout
-        return cluster.load(
-            f"s3://chaos/{case.seed}",
-            tensor_parallel_size=tp,
-            fsdp_size=fsdp,
-            data_parallel_size=dp,
-            device="cpu",
-            placement=case.placement,
-            address=self.longshore.address,
-            timeout_s=LOAD_TIMEOUT_S,
-            **self._options(proxy.endpoint_url),
-        )
-
-    def _judge(
-        self,
-        case: Case,
-        loads: Sequence[Future[cluster.LoadedModel]],
-        folder: Path,
-        proxy: FaultProxy,
-        struck: Strikes,
-    ) -> tuple[str, str, int]:
+    def _judge(self, running: Running, loads: Sequence[Future[cluster.LoadedModel | str]]) -> tuple[str, str, int]:
         """(kind, what was said, extra bytes): the worst of the loads; all are released."""
+        case, proxy, strikes = running.case, running.proxy, running.strikes
         verdicts: list[tuple[str, str]] = []
         needed_bytes: dict[str, int] = {}  # by node: what two loads of a node need leaves the store once
+        again_bytes = 0
         for future in loads:
             try:
-                with future.result(LOAD_TIMEOUT_S + 60) as model:
-                    struck.end()  # what has not struck by now strikes no more
+                loaded = strikes.attend(future, LOAD_TIMEOUT_S + 60)
+                if isinstance(loaded, str):
+                    verdicts.append((REFUSED, loaded))
+                    continue
+                with loaded as model:
+                    strikes.end()  # what has not struck by now strikes no more
                     for node in model.report.nodes:
-                        needed_bytes[node.node] = max(node.needed_bytes, needed_bytes.get(node.node, 0))
-                    verdicts.append(self._compare(model, folder))
+                        store_bytes = node.needed_bytes - node.disk_bytes
+                        needed_bytes[node.node] = max(store_bytes, needed_bytes.get(node.node, 0))
+                    again_bytes += bytes_again(model.report, CHUNK_BYTES)
+                    verdicts.append(self._compare(model, running.folder))
             except LongshoreError as error:
                 verdicts.append(_verdict(case, error))
             except TimeoutError:
                 verdicts.append((HUNG, "the call did not come back"))
             except Exception as error:
                 verdicts.append((WRONG, f"{type(error).__name__}: {error}"[:300]))
-        struck.end()
+        strikes.end()
         kind, said = min(verdicts, key=lambda verdict: (HUNG, WRONG, REFUSED, EXACT).index(verdict[0]))
-        if kind != EXACT:
+        if any(kind != EXACT for kind, _ in verdicts):
             return kind, said, 0
         extra_bytes = max(0, proxy.weights_bytes() - sum(needed_bytes.values()))
-        in_flight_bytes = (len(proxy.struck) + self._in_flight(case)) * CHUNK_BYTES
-        if len(loads) == 1 and case.placement != "direct" and extra_bytes > in_flight_bytes:
-            return WRONG, f"{extra_bytes} bytes fetched again, at most {in_flight_bytes} were in flight", extra_bytes
+        threads = int(SETTINGS["fetch_threads"])
+        may_bytes = again_bytes + wasted_bytes(proxy.struck, CHUNK_BYTES)
+        may_bytes += in_flight_bytes(case, strikes.struck, threads, CHUNK_BYTES, running.size_bytes)
+        if len(loads) == 1 and case.placement != "direct" and extra_bytes > may_bytes:
+            return WRONG, f"{extra_bytes} bytes fetched again, the faults account for {may_bytes}", extra_bytes
         return kind, said, extra_bytes
-
-    def _in_flight(self, case: Case) -> int:
-        """Chunks that may be fetched again for what struck processes had in flight."""
-        tp, fsdp, dp = case.layouts[0]
-        threads = 2 * int(SETTINGS["fetch_threads"])  # being read, and read but not yet told to the agent
-        ranks = {"worker": 1, "agent": tp * fsdp * dp, "coordinator": 0}
-        return sum(threads * ranks[strike.who] for strike in case.strikes)
 
     def _compare(self, model: cluster.LoadedModel, folder: Path) -> tuple[str, str]:
         report = model.report
@@ -204,45 +160,49 @@ class Bench:
                 continue
             return (WRONG, f"other bytes: {differing}"[:300]) if any(differing) else (EXACT, "")
 
-    def _replace(self, case: Case) -> None:
-        """Other bytes of the same length, in both shards."""
-        for path in (self.server.folder / "chaos" / str(case.seed)).glob("*.safetensors"):
-            data = bytearray(path.read_bytes())
-            data[len(data) // 2 :] = bytes(byte ^ 0x5A for byte in data[len(data) // 2 :])
-            fresh = path.with_suffix(".new")
-            fresh.write_bytes(data)
-            os.replace(fresh, path)
-        self.server.refresh()
-
-    def _leaks_now(self) -> str:
-        status = self.longshore.status()
-        used = [node for node in status.nodes if node.leased_slots or node.quarantined_slots]
-        if used:
-            return f"slots in use: {[(n.leased_slots, n.quarantined_slots) for n in used]}"
-        if models := self.longshore.models():
-            return f"models: {[(m.progress.model_id, m.progress.state) for m in models]}"
-        warm = {gang.gang_id for gang in status.gangs}
-        workers = [name for name in self.longshore.actor_names("worker-") if gang_of_worker(name) not in warm]
-        if workers:
-            return f"workers: {workers}"
-        if groups := self.longshore.placement_groups():
-            return f"placement groups: {groups}"
-        agents, arenas = self.longshore.actor_names("agent-"), self.longshore.arenas()
-        if len(arenas) > len(agents):
-            return f"{len(agents)} agents and arenas {arenas}"
-        if stopped := stopped_processes():
-            return f"stopped processes: {stopped}"
-        return ""
+    def _fill_disk(self, case: Case, proxy: ChaosProxy, disk: Path) -> None:
+        """A cluster before this one has loaded the model, and was killed; bits of what it kept may have changed."""
+        options = self.bench.options(case, proxy.endpoint_url, (1, 1, 1))
+        credentials = None if case.renewals else self.bench.server.credentials()
+        with cluster.load(case.uri, credentials=credentials, timeout_s=LOAD_TIMEOUT_S, **options) as m:
+            _wait_until_kept(disk, sum(node.needed_chunks for node in m.report.nodes))
+        self.bench.kill_everything()
+        if case.disk == "damaged":
+            rng = random.Random(case.seed)
+            for path in sorted(disk.glob("*/*.chunk")):
+                data = bytearray(path.read_bytes())
+                if rng.random() < 0.4:
+                    data[rng.randrange(len(data))] ^= 1 << rng.randrange(8)
+                elif rng.random() < 0.2:
+                    del data[rng.randrange(len(data)) :]
+                path.write_bytes(data)
+        proxy.forget()
+        self.bench.configure(case, disk)
 
 
-def stopped_processes() -> list[str]:
-    """Descendants of this process that somebody stopped and nobody woke."""
-    found = []
-    for process in psutil.Process().children(recursive=True):
-        with contextlib.suppress(psutil.Error):
-            if process.status() == psutil.STATUS_STOPPED:
-                found.append(f"{process.pid} {process.name()}")
-    return found
+def _wait_until_kept(disk: Path, chunks: int) -> None:
+    """Until the folder has so many, or gets no more: a chunk that is evicted before its turn is not kept."""
+    kept, since_s = -1, time.monotonic()
+    while kept < chunks and time.monotonic() < since_s + KEPT_S:
+        now = len(list(disk.glob("*/*.chunk")))
+        if now != kept:
+            kept, since_s = now, time.monotonic()
+        time.sleep(0.02)
+
+
+def _struck(running: Running, script: StoreScript) -> Counter[str]:
+    """Rows of the table that the case counts in, and how often each struck."""
+    case, found = running.case, Counter(running.strikes.struck)
+    for _, fault in running.proxy.struck:
+        if (kind := kind_of(fault)) in case.passing:
+            found[f"store: {kind}"] += 1
+    found["store: credentials ended and were renewed"] = running.proxy.expired
+    found[f"store {case.staying}"] = script.stayed or case.staying == "changed the manifest"
+    found[f"disk tier: {case.disk}"] = bool(case.disk)
+    found["smallest arena"] = case.arena == "smallest"
+    found["two loads at once"] = len(case.layouts) > 1
+    found["timed out"] += case.given_up == "timed out"
+    return +found
 
 
 def _verdict(case: Case, error: LongshoreError) -> tuple[str, str]:
@@ -251,4 +211,4 @@ def _verdict(case: Case, error: LongshoreError) -> tuple[str, str]:
         return HUNG, f"{error}"[:300]
     cause = str(error.details.get("cause", "")).partition(" (")[0]
     known = f"{name} {cause}" if name == "ChunkFailed" else name
-    return (REFUSED, known) if case.justifies(known) else (WRONG, f"{known} is not justified: {error}"[:400])
+    return (REFUSED, known) if justifies(case, known) else (WRONG, f"{known} is not justified: {error}"[:400])

@@ -1,64 +1,153 @@
-"""Signals to processes of a running load."""
+"""What befalls a running load from outside its store, each at its byte of the load or its second after the call."""
 
 from __future__ import annotations
 
 import contextlib
 import signal
+import subprocess
 import threading
-from collections.abc import Callable, Sequence
+import time
+from collections import Counter
+from collections.abc import Callable
+from concurrent.futures import Future, wait
 from functools import partial
+from typing import TypeVar
 
 import psutil
 
 from actors.names import COORDINATOR
-from tests.chaos.cases import Strike
-from tests.support.fault_proxy import FaultProxy
-from tests.support.ray_clusters import Longshore
+from tests.chaos.cases import Case, Strike
+from tests.chaos.proxy import ChaosProxy, CredentialsFile
+from tests.support.losable_nodes import LosableNodes
+
+NODES = 2  # beside the head
+ATTEND_EVERY_S = 0.1
+
+Answer = TypeVar("Answer")
 
 
 class Strikes:
-    """Signals to processes, each at its byte of the load or its second after the call."""
+    """`struck` counts by name. `give_up`: what the caller of the first load does; `client`: the process beside us."""
 
-    def __init__(self, longshore: Longshore, strikes: Sequence[Strike], proxy: FaultProxy, size_bytes: int) -> None:
-        self.count = 0
-        self._longshore = longshore
-        self._strikes = strikes
-        self._over = threading.Event()
+    def __init__(
+        self, longshore: LosableNodes, case: Case, proxy: ChaosProxy, size_bytes: int, credentials: CredentialsFile
+    ) -> None:
+        self.struck: Counter[str] = Counter()
+        self.give_up: Callable[[], object] | None = None
+        self.client: subprocess.Popen[str] | None = None
+        self._longshore, self._case, self._proxy, self._credentials = longshore, case, proxy, credentials
+        self._over, self._node_wanted = threading.Event(), threading.Event()
         self._lock = threading.Lock()
-        for strike in strikes:
-            if strike.at >= 0:
-                proxy.at_bytes(int(strike.at * size_bytes), partial(self._strike, strike))
+        self._stopped: list[psutil.Process] = []
+        self._threads: list[threading.Thread] = []
+        calls: list[tuple[float, Callable[[], object]]] = [
+            (strike.at, partial(self._strike, strike)) for strike in case.strikes if strike.at >= 0
+        ]
+        if case.given_up and case.given_up != "timed out":
+            calls.append((case.given_up_at, self._give_up))
+        calls += [(at, self._renew) for at in case.renewals]
+        for at, call in calls:
+            proxy.at_bytes(int(at * size_bytes), call)
 
     def begin(self) -> None:
         """The calls are made."""
-        for strike in self._strikes:
+        for strike in self._case.strikes:
             if strike.at < 0:
                 self._after(-strike.at, partial(self._strike, strike))
 
     def end(self) -> None:
-        """No more strikes; those who were stopped are woken at their time."""
+        """No more strikes; those who were stopped are woken at their time, and other nodes come."""
         self._over.set()
+
+    def close(self) -> None:
+        """Nothing of it is left: nobody stopped, as many nodes as before."""
+        self.end()
+        for thread in self._threads:
+            thread.join()
+        with self._lock:
+            for process in self._stopped:
+                _wake(process)
+        if any(strike.who == "node" for strike in self._case.strikes):
+            self._bring_nodes()
+
+    def attend(self, future: Future[Answer], timeout_s: float) -> Answer:
+        """What the future brings; meanwhile nodes come for those that are lost. Raises TimeoutError, and as it does.
+
+        By the main thread only: Ray starts nodes nowhere else.
+        """
+        give_up_s = time.monotonic() + timeout_s
+        while not wait([future], ATTEND_EVERY_S).done:
+            if self._node_wanted.is_set():
+                self._node_wanted.clear()
+                self._bring_nodes()
+            if time.monotonic() > give_up_s:
+                raise TimeoutError
+        return future.result()
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _bring_nodes(self) -> None:
+        before = signal.getsignal(signal.SIGTERM)
+        self._longshore.want(NODES)
+        signal.signal(signal.SIGTERM, before)  # a node that is started takes it
 
     def _after(self, seconds: float, call: Callable[[], object]) -> None:
         timer = threading.Timer(seconds, call)
         timer.daemon = True
         timer.start()
 
+    def _apart(self, work: Callable[[], object]) -> None:
+        """What takes longer than a connection of the proxy should stand still."""
+        thread = threading.Thread(target=work, daemon=True)
+        self._threads.append(thread)
+        thread.start()
+
     def _strike(self, strike: Strike) -> None:
         if self._over.is_set():
             return
         with self._lock, contextlib.suppress(LookupError, psutil.Error, ValueError):
-            prefix = COORDINATOR if strike.who == "coordinator" else f"{strike.who}-"
-            names = self._longshore.actor_names(prefix)
-            if not names:
-                return
-            process = psutil.Process(self._longshore.pid(names[strike.victim % len(names)]))
-            self.count += 1
-            if not strike.stopped_s:
-                process.kill()
-                return
-            process.send_signal(signal.SIGSTOP)
-            self._after(strike.stopped_s, partial(_wake, process))
+            if strike.who == "client":
+                if self.client is not None and self.client.poll() is None:
+                    self.client.kill()
+                    self.struck[strike.name] += 1
+            elif strike.who == "node":
+                self._apart(partial(self._lose_node, strike))
+            else:
+                self._signal(strike)
+
+    def _signal(self, strike: Strike) -> None:
+        names = self._longshore.actor_names(COORDINATOR if strike.who == "coordinator" else f"{strike.who}-")
+        if not names:
+            return
+        process = psutil.Process(self._longshore.pid(names[strike.victim % len(names)]))
+        self.struck[strike.name] += 1
+        if not strike.stopped_s:
+            process.kill()
+            return
+        process.send_signal(signal.SIGSTOP)
+        self._stopped.append(process)
+        self._after(strike.stopped_s, partial(_wake, process))
+
+    def _lose_node(self, strike: Strike) -> None:
+        """One with ranks, where there is one; the head cannot be lost."""
+        longshore, busy = self._longshore, set()
+        for name in longshore.actor_names("worker-"):
+            with contextlib.suppress(LookupError):
+                busy.add(longshore.node_of(name))
+        candidates = sorted(busy & set(longshore.node_ids)) or sorted(longshore.node_ids)
+        self.struck[strike.name] += 1
+        longshore.kill_node(candidates[strike.victim % len(candidates)])
+        if self._case.replaced:
+            self._node_wanted.set()
+
+    def _give_up(self) -> None:
+        if not self._over.is_set() and self.give_up is not None:
+            self._apart(self.give_up)
+
+    def _renew(self) -> None:
+        """The file first: who is refused finds other credentials there."""
+        if not self._over.is_set():
+            self._proxy.require(self._credentials.renew())
 
 
 def _wake(process: psutil.Process) -> None:

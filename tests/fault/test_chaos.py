@@ -2,62 +2,122 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Iterator
+from dataclasses import replace
+from itertools import pairwise
 
 import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.embedded_s3 import EmbeddedS3
-from tests.chaos.__main__ import table
-from tests.chaos.cases import STAYING, make_case
-from tests.chaos.run_case import EXACT, HUNG, REFUSED, Bench, Outcome
-from tests.support.ray_clusters import Longshore
+from tests.chaos.__main__ import in_order, table
+from tests.chaos.bench import bench
+from tests.chaos.cases import RANKS_PER_NODE, Case, Strike, make_case, world
+from tests.chaos.judge import (
+    EXACT,
+    GIVEN_UP_ERRORS,
+    HUNG,
+    REFUSED,
+    STAYING_ERRORS,
+    in_flight_bytes,
+    justifies,
+    wasted_bytes,
+)
+from tests.chaos.run_case import CaseRunner, Outcome
+from tests.support.faults import Asked, Cut, Delay, Drop, Flip, Refuse, Shorten, Stall
 
-# A number, and what is in it.
+TWO = (2, 1, 1)
+PLAIN = Case(seed=0, proof="manifest", layouts=(TWO,), placement="via_arena")
 CASES = {
-    "two loads, a worker killed and one stopped": 100006,
-    "agent and worker killed": 100000,
-    "a worker killed": 100002,
-    "bits flipped in half of the reads": 100003,
+    "two-loads-a-worker-killed-and-one-stopped": replace(
+        PLAIN, seed=1, layouts=(TWO, (1, 1, 2)), strikes=(Strike("worker", 0.4), Strike("worker", 0.6, 1, 2.0))
+    ),
+    "agent-and-worker-killed": replace(PLAIN, seed=2, strikes=(Strike("agent", 0.3), Strike("worker", 0.7, 1))),
+    "bits-flipped": replace(PLAIN, seed=3, proof="signed", passing=("flip",), share=0.5),
+    "bits-flipped-without-digests": replace(
+        PLAIN, seed=4, proof="checksums", layouts=((1, 1, 1),), passing=("flip",), share=0.9
+    ),
+    "credentials-end": replace(PLAIN, seed=5, renewals=(0.3, 0.6)),
+    "client-killed": replace(PLAIN, seed=6, strikes=(Strike("client", 0.5),), client_alone=True),
+    "cancelled": replace(PLAIN, seed=7, given_up="cancelled", given_up_at=0.3),
+    "node-lost": replace(PLAIN, seed=8, layouts=((2, 2, 1),), strikes=(Strike("node", 0.5),)),
+    "disk-damaged": replace(PLAIN, seed=9, disk="damaged", arena="smallest"),
 }
 
 
 @pytest.fixture(scope="module")
-def bench(connected: Longshore, s3_server: EmbeddedS3, tmp_path_factory: pytest.TempPathFactory) -> Iterator[Bench]:
-    yield Bench(connected, s3_server, tmp_path_factory.mktemp("chaos"))
-    connected.end_longshore()
+def runner() -> Iterator[CaseRunner]:
+    with bench() as there:
+        yield CaseRunner(there)
 
 
 @pytest.mark.slow
 @pytest.mark.parametrize("name", CASES)
-def test_a_load_under_faults_is_exact_or_rightly_refused_and_leaves_nothing(bench: Bench, name: str) -> None:
-    outcome = bench.run(make_case(CASES[name]))
+def test_a_load_under_faults_is_exact_or_rightly_refused_and_leaves_nothing(runner: CaseRunner, name: str) -> None:
+    case = CASES[name]
+    outcome = runner.run(case)
     assert outcome.kind in (EXACT, REFUSED), f"{outcome.said}: {outcome.case}"
+    for strike in case.strikes:
+        assert outcome.struck[strike.name]
+    if case.renewals:
+        assert outcome.struck["store: credentials ended and were renewed"]
+    if name == "bits-flipped-without-digests":
+        assert (outcome.kind, outcome.said) == (REFUSED, "IntegrityError")
+    elif not case.given_up:
+        assert outcome.kind == EXACT
 
 
 @given(st.integers(0, 10**9))
 def test_the_same_number_is_the_same_case(number: int) -> None:
     case = make_case(number)
     assert case == make_case(number)
-    assert case.fault_names
-    assert case.published or not {"flip", "zeros"} & set(case.passing)
+    assert not {"flip", "zeros"} & set(case.passing) or case.proof != "nothing"
+    if any(strike.who == "node" for strike in case.strikes):
+        assert world(case.layouts[0]) > RANKS_PER_NODE
 
 
 @given(st.integers(0, 10**9))
 def test_only_its_own_faults_justify_an_error(number: int) -> None:
     case = make_case(number)
-    errors = {error for justified in STAYING.values() for error in justified}
-    own = set(STAYING[case.staying]) if case.staying else set()
-    assert {error for error in errors if case.justifies(error)} == own
-    assert not case.justifies("RankLost")
-    assert not case.justifies("LoadTimeout")
-    assert case.strikes or not case.justifies("ClusterLost")
+    errors = {
+        error for table in (STAYING_ERRORS, GIVEN_UP_ERRORS) for justified in table.values() for error in justified
+    }
+    own = set(STAYING_ERRORS[case.staying] if case.staying else ())
+    own |= set(GIVEN_UP_ERRORS[case.given_up] if case.given_up else ())
+    if not case.published and {"flip", "zeros"} & set(case.passing):
+        own.add("IntegrityError")
+    assert {error for error in errors if justifies(case, error)} == own
+    assert not justifies(case, "RankLost")
+    assert case.strikes or not justifies(case, "ClusterLost")
+    assert any(strike.who == "node" for strike in case.strikes) or not justifies(case, "NodeLost")
 
 
-def test_the_table_counts_a_load_in_the_row_of_each_of_its_faults() -> None:
+@given(st.lists(st.integers(0, 10**9)))
+def test_cases_with_the_same_settings_come_one_after_another(numbers: list[int]) -> None:
+    cases = [make_case(number) for number in numbers]
+    ordered = in_order(cases)
+    assert Counter(ordered) == Counter(cases)
+    settings_of = [(case.own_cluster, case.arena) for case in ordered]
+    changes = sum(a != b for a, b in pairwise(settings_of))
+    assert changes <= max(0, len(set(settings_of)) - 1)
+
+
+def test_what_breaks_off_is_no_excuse_for_bytes_fetched_again() -> None:
+    """Reads go on where they were; only what was damaged, refused by its head or lost with its process counts."""
+    asked = Asked("/bucket/key", 100, 1100, 1, 1)
+    free = (Refuse(500), Drop(), Delay(0.1), Cut(10), Stall(10))
+    assert wasted_bytes([(asked, fault) for fault in free], 1 << 20) == 0
+    assert wasted_bytes([(asked, Flip(1))], 1 << 20) == 1 << 20
+    assert wasted_bytes([(asked, Shorten(10)), (asked, Cut(10, reset=True))], 1 << 20) == 2000
+    assert in_flight_bytes(PLAIN, {"coordinator killed": 3, "client killed": 1}, 2, 100, 10_000) == 0
+    assert in_flight_bytes(PLAIN, {"worker killed": 1}, 2, 100, 10_000) == 400
+
+
+def test_the_table_counts_a_load_in_the_row_of_each_fault_that_struck_it() -> None:
     case = make_case(100006)
-    text = table([Outcome(case, EXACT, "", 1.0, 3, 0), Outcome(case, HUNG, "", 9.0, 3, 0)])
+    struck = Counter({"agent killed": 1, "store: 500": 7})
+    text = table([Outcome(case, EXACT, "", 1.0, 0, struck), Outcome(case, HUNG, "", 9.0, 0, struck)])
     rows = [line for line in text.splitlines() if line.startswith("|")]
-    assert len(rows) == 2 + len(case.fault_names) + 1
+    assert len(rows) == 2 + 2 + 1
     assert all(line.endswith("| 2 | 1 | 0 | 0 | 1 | 0 |") for line in rows[2:])

@@ -65,6 +65,7 @@ class CountingProxy:
         self._lock = threading.Lock()
         self._requests: list[Request] = []
         self._connections: dict[threading.Thread, socket.socket] = {}
+        self.heads = threading.local()  # `fields`: headers of this connection's request, by lower-case name
         proxy = self
 
         class Handler(socketserver.BaseRequestHandler):
@@ -157,6 +158,7 @@ class CountingProxy:
             with client.makefile("rb") as from_client, server.makefile("rb") as from_server:
                 while True:
                     head, fields = _read_head(from_client)
+                    self.heads.fields = fields
                     method, target, _ = head.split(b"\r\n", 1)[0].decode("latin-1").split(" ", 2)
                     expects = fields.get("expect", "").lower() == "100-continue"
                     if expects:  # answered here, so that the body follows at once

@@ -11,6 +11,7 @@ Ray finds a dead node in about a second here, not in its usual half a minute.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import tempfile
 from collections.abc import Iterator
@@ -46,6 +47,11 @@ class LosableNodes(Longshore):
         self.ray_cluster.wait_for_nodes()
         self._nodes.update({node.node_id: node for node in added})
 
+    @property
+    def node_ids(self) -> list[str]:
+        """Nodes beside the head."""
+        return list(self._nodes)
+
     def add_node(self) -> str:
         """One more; its id."""
         self.want(len(self._nodes) + 1)
@@ -80,9 +86,9 @@ class LosableNodes(Longshore):
         super().assert_nothing_left()
 
 
-@pytest.fixture(scope="module")
-def losable_cluster() -> Iterator[LosableNodes]:
-    """This process is connected to it for the tests of one file."""
+@contextlib.contextmanager
+def losable_nodes() -> Iterator[LosableNodes]:
+    """A head without other nodes; this process is connected to it."""
     import ray
     from ray.cluster_utils import Cluster
 
@@ -106,6 +112,13 @@ def losable_cluster() -> Iterator[LosableNodes]:
                     os.environ.pop(name, None)
                 else:
                     os.environ[name] = value
+
+
+@pytest.fixture(scope="module")
+def losable_cluster() -> Iterator[LosableNodes]:
+    """This process is connected to it for the tests of one file."""
+    with losable_nodes() as there:
+        yield there
 
 
 @pytest.fixture

@@ -1,0 +1,218 @@
+"""What all cases of a run share: a cluster that can lose nodes, a store, keys, folders."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+import subprocess
+import tempfile
+from collections.abc import Iterator
+from contextlib import contextmanager
+from pathlib import Path
+from typing import Any
+
+import boto3
+import ray
+from botocore.config import Config as BotoConfig
+
+import cluster
+from actors.names import NAMESPACE
+from cluster import client
+from cluster.fit import min_slots
+from cluster.sample_checkpoint import write_llama_checkpoint
+from storage.arena_files import sweep
+from storage.embedded_s3 import EmbeddedS3
+from storage.manifest import MANIFEST_KEY
+from tests.chaos.cases import BUCKET, RANKS_PER_NODE, Case
+from tests.chaos.proxy import CredentialsFile
+from tests.chaos.strikes import NODES
+from tests.support.losable_nodes import LosableNodes, losable_nodes
+from tests.support.ray_clusters import MIB, eventually
+
+KV_HEADS = 2
+CHUNK_BYTES = MIB
+DISK_BYTES = 4 * MIB  # of a disk that is full: about a third of a model
+# Deadlines short enough that every one of them strikes within a case.
+SETTINGS: dict[str, Any] = {
+    "read_timeout_s": 1.5,
+    "lease_deadline_s": 5.0,
+    "stuck_after_s": 8.0,
+    "hedge_factor": 4.0,
+    "hedge_after_s": 1.0,
+    "holder_ttl_s": 8.0,
+    "orphan_after_s": 15.0,
+    "warm_workers_s": 600.0,
+    "node_wait_s": 15.0,
+    "cpu_ranks_per_node": RANKS_PER_NODE,
+    "fetch_threads": 2,  # few, so that a load has a beginning, a middle and an end
+}
+
+
+class Bench:
+    """See above; `bench()` makes one."""
+
+    def __init__(self, longshore: LosableNodes, server: EmbeddedS3, folder: Path, credentials: CredentialsFile) -> None:
+        self.longshore, self.server, self.folder, self.credentials = longshore, server, folder, credentials
+        self.keys = cluster.generate_key(folder / "signer")
+        server.make_bucket(BUCKET)
+        self._s3: Any = boto3.client(
+            "s3",
+            endpoint_url=server.endpoint_url,
+            aws_access_key_id=server.access_key_id,
+            aws_secret_access_key=server.secret_access_key,
+            region_name=server.region,
+            config=BotoConfig(response_checksum_validation="when_required"),
+        )
+
+    def configure(self, case: Case, disk: Path) -> None:
+        """A coordinator with the settings of the case; the last one where they are the same."""
+        settings = dict(SETTINGS)
+        if case.arena == "smallest":
+            settings["arena_bytes"] = min_slots(RANKS_PER_NODE) * MIB
+        if case.disk:
+            settings |= {"disk_cache_dir": str(disk), "disk_cache_bytes": 64 * MIB}
+        if case.disk == "full" and not os.path.ismount(disk):
+            settings["disk_cache_bytes"] = DISK_BYTES
+        self.longshore.configure(**settings)
+        if any(strike.name in ("coordinator killed", "node lost") for strike in case.strikes):
+            # Idle workers are nobody's after it, and wait for `orphan_after_s`: so would every such case.
+            client.release_warm(address=self.longshore.address)
+
+    def kill_everything(self) -> None:
+        """Coordinator, agents and workers die at once, and what they had in shared memory is gone."""
+        for name in self.longshore.actor_names():
+            with contextlib.suppress(ValueError):
+                ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
+
+        def swept() -> bool:  # what a dying process still has is left alone
+            sweep()
+            return not self.longshore.arenas()
+
+        eventually(swept, "arenas are left", 60.0)
+        self.longshore.end_longshore()
+
+    @contextmanager
+    def model(self, case: Case) -> Iterator[tuple[Path, int]]:
+        """A checkpoint of about 11 MB that no other case has, in the bucket; its folder and its tensors' bytes."""
+        folder = self.folder / str(case.seed)
+        in_bucket = self.server.folder / BUCKET / str(case.seed)
+        write_llama_checkpoint(
+            folder, hidden=256, layers=2, intermediate=704, heads=8, kv_heads=KV_HEADS, vocab=8192, shards=2,
+            seed=case.seed,
+        )  # fmt: skip
+        try:
+            self._upload(case, folder, in_bucket)
+            yield folder, sum(path.stat().st_size for path in folder.glob("*.safetensors"))
+        finally:
+            shutil.rmtree(in_bucket, ignore_errors=True)
+            shutil.rmtree(folder, ignore_errors=True)
+            self.server.refresh()
+
+    def options(self, case: Case, endpoint_url: str, layout: tuple[int, int, int]) -> dict[str, Any]:
+        """Arguments of `cluster.load`, credentials apart."""
+        tensor_parallel, fully_sharded, copies = layout
+        return {
+            "tensor_parallel_size": tensor_parallel,
+            "fsdp_size": fully_sharded,
+            "data_parallel_size": copies,
+            "endpoint_url": endpoint_url,
+            "region": self.server.region,
+            "device": "cpu",
+            "placement": case.placement,
+            "address": self.longshore.address,
+            "wait_for_resources_s": 30.0,  # idle gangs and nodes that were lost may be in the way
+            "trusted_keys": [self.keys.public_key] if case.proof == "signed" else None,
+        }
+
+    def replace_objects(self, case: Case) -> None:
+        """Other bytes of the same length, in both shards."""
+        for path in (self.server.folder / BUCKET / str(case.seed)).glob("*.safetensors"):
+            data = bytearray(path.read_bytes())
+            data[len(data) // 2 :] = bytes(byte ^ 0x5A for byte in data[len(data) // 2 :])
+            fresh = path.with_suffix(".new")
+            fresh.write_bytes(data)
+            os.replace(fresh, path)
+        self.server.refresh()
+
+    @contextmanager
+    def disk(self, case: Case) -> Iterator[Path]:
+        """The folder of the disk tier; a small file system of its own for one that is full, where we may mount one."""
+        folder = self.folder / f"disk-{case.seed}"
+        folder.mkdir()
+        mount = ["mount", "-t", "tmpfs", "-o", f"size={DISK_BYTES}", "tmpfs", str(folder)]
+        mounted = (
+            case.disk == "full" and os.geteuid() == 0 and not subprocess.run(mount, capture_output=True).returncode
+        )
+        try:
+            yield folder
+        finally:
+            if mounted:
+                subprocess.run(["umount", "-l", str(folder)], check=True)
+            shutil.rmtree(folder, ignore_errors=True)
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _upload(self, case: Case, folder: Path, in_bucket: Path) -> None:
+        if case.published:
+            cluster.publish(
+                str(folder),
+                case.uri,
+                chunk_bytes=CHUNK_BYTES,
+                sign_key=self.keys.path if case.proof == "signed" else None,
+                endpoint_url=self.server.endpoint_url,
+                region=self.server.region,
+                credentials=self.server.credentials(),
+            )
+        elif case.proof == "checksums":
+            for path in sorted(folder.iterdir()):
+                self._s3.put_object(
+                    Bucket=BUCKET, Key=f"{case.seed}/{path.name}", Body=path.read_bytes(), ChecksumAlgorithm="CRC64NVME"
+                )
+        else:
+            shutil.copytree(folder, in_bucket)
+        if case.staying == "changed the manifest":
+            with (in_bucket / MANIFEST_KEY).open("ab") as manifest:
+                manifest.write(b"\n")
+        self.server.refresh()
+
+
+@contextmanager
+def bench() -> Iterator[Bench]:
+    """A head, two nodes that can be lost, and a store, for as long as the block."""
+    with (
+        tempfile.TemporaryDirectory(prefix="chaos-", ignore_cleanup_errors=True) as name,
+        contextlib.ExitStack() as stack,
+    ):
+        folder = Path(name)
+        for part in ("bucket", "tmp/ray"):
+            (folder / part).mkdir(parents=True)
+        # No keys on the nodes but those of the file, and a folder for temporary files that nobody else uses.
+        ours = {
+            "AWS_SHARED_CREDENTIALS_FILE": str(folder / "credentials"),
+            "AWS_EC2_METADATA_DISABLED": "true",
+            "TMPDIR": str(folder / "tmp"),
+        }
+        stack.enter_context(_environment(ours, ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE")))
+        longshore = stack.enter_context(losable_nodes())
+        server = stack.enter_context(EmbeddedS3(folder / "bucket"))
+        longshore.want(NODES)
+        there = Bench(longshore, server, folder, CredentialsFile(folder / "credentials", server))
+        stack.callback(there.kill_everything)
+        yield there
+
+
+@contextmanager
+def _environment(ours: dict[str, str], without: tuple[str, ...]) -> Iterator[None]:
+    before = {name: os.environ.get(name) for name in (*ours, *without)}
+    for name in without:
+        os.environ.pop(name, None)
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value

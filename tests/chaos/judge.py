@@ -1,0 +1,107 @@
+"""What the faults of a case justify: which errors, and how many bytes fetched again. Pure."""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping
+
+from cluster.report import LoadReport
+from tests.chaos.cases import DAMAGING, Case, world
+from tests.support.faults import (
+    Asked,
+    Cut,
+    Delay,
+    Drop,
+    Fault,
+    Flip,
+    Instead,
+    Refuse,
+    Rewrite,
+    Shorten,
+    Stall,
+    Trickle,
+)
+
+EXACT, REFUSED, WRONG, HUNG, LEAKED = "byte-exact", "correctly refused", "WRONG", "HUNG", "LEAKED"
+KINDS = (EXACT, REFUSED, WRONG, HUNG, LEAKED)
+BAD = (WRONG, HUNG, LEAKED)
+
+# Errors that may end a load for a fault of the store that stays.
+STAYING_ERRORS = {
+    "refuses one chunk": ("ChunkFailed StoreUnavailable",),
+    "throttles one chunk": ("ChunkFailed Throttled",),
+    "denies from now on": ("ChunkFailed AccessDenied", "ChunkFailed CredentialsExpired"),
+    "has lost one chunk": ("ChunkFailed ObjectNotFound",),
+    "damages one chunk": ("IntegrityError",),
+    # The read's own timeout, the end of its lease, or what is left of it when the last try began.
+    "stalls one chunk": ("ChunkFailed StoreUnavailable", "ChunkFailed ReadEnded", "ChunkFailed lease_expired"),
+    "replaced the object": ("ChunkFailed ObjectChanged", "IntegrityError", "ObjectChanged"),
+    "changed the manifest": ("BadSignature",),
+}
+# What a client hears of a load that somebody gave up.
+GIVEN_UP_ERRORS = {"released": ("LoadCancelled",), "timed out": ("LoadTimeout",), "cancelled": ("cancelled",)}
+
+
+def justifies(case: Case, error: str) -> bool:
+    """Whether this error (its class, and its cause when it has one) may end a load under these faults."""
+    if case.staying and error in STAYING_ERRORS[case.staying]:
+        return True
+    if case.given_up and error in GIVEN_UP_ERRORS[case.given_up]:
+        return True
+    if error == "IntegrityError":  # without digests damage is found when all has come, too late for another try
+        return not case.published and bool(set(DAMAGING) & set(case.passing))
+    killed = {"agent" if strike.who == "node" else strike.who for strike in case.strikes if not strike.stopped_s}
+    if error == "NodeLost":
+        return not case.replaced and any(strike.who == "node" for strike in case.strikes)
+    early = any(strike.who == "coordinator" and strike.at < 0 for strike in case.strikes)
+    # Who knows of a load: the coordinator alone until agents were told, then the agents too.
+    return error == "ClusterLost" and (early or {"coordinator", "agent"} <= killed)
+
+
+def wasted_bytes(struck: Iterable[tuple[Asked, Fault]], chunk_bytes: int) -> int:
+    """Bytes that have left the store for nothing because of faults of single answers, at most.
+
+    Answers that broke off are none of them: the read goes on where it was. What was damaged is fetched again whole,
+    and of an answer that was refused by its head, reset or given up for its slowness all of it may have been sent.
+    """
+    total = 0
+    for asked, fault in struck:
+        if isinstance(fault, Flip | Instead):
+            total += chunk_bytes
+        elif isinstance(fault, Rewrite | Shorten | Trickle) or (isinstance(fault, Cut) and fault.reset):
+            total += asked.size_bytes
+    return total
+
+
+def kind_of(fault: Fault) -> str:
+    """Which of `PASSING` and `DAMAGING` it is; "" for none."""
+    match fault:
+        case Refuse(status=status):
+            return str(status)
+        case Drop(reset=reset):
+            return "drop-reset" if reset else "drop"
+        case Cut(reset=reset):
+            return "reset" if reset else "cut"
+        case Trickle(bytes_per_s=speed):
+            return "throttle" if speed >= 1e6 else "trickle"
+    names = {Delay: "delay", Stall: "stall", Flip: "flip", Instead: "zeros", Shorten: "shorten", Rewrite: "wrong-range"}
+    return names.get(type(fault), "")
+
+
+def in_flight_bytes(
+    case: Case, struck: Mapping[str, int], fetch_threads: int, chunk_bytes: int, size_bytes: int
+) -> int:
+    """Bytes that struck processes may have had in flight, of what is fetched through the arena.
+
+    A request of theirs is being read, or has been and the agent does not know. `struck`: how often, by name.
+    """
+    ranks = world(case.layouts[0])
+    each = 2 * fetch_threads * chunk_bytes
+    lost = struck.get("node lost", 0) * size_bytes  # and what its arena had
+    workers = struck.get("worker killed", 0) + struck.get("worker stopped", 0)
+    agents = struck.get("agent killed", 0) + struck.get("agent stopped", 0)
+    return lost + (workers + agents * ranks) * each
+
+
+def bytes_again(report: LoadReport, chunk_bytes: int) -> int:
+    """What a load has fetched twice by its own account: hedges, and leases that were over before their reads."""
+    return (report.hedges + report.retries.get("lease_expired", 0)) * chunk_bytes

@@ -1,0 +1,119 @@
+"""The calls of a case: loads that may be given up, and those of another client, which is killed."""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import json
+import subprocess
+import sys
+import time
+from collections.abc import Iterator
+from contextlib import contextmanager
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+import cluster
+from cluster import client
+from storage.errors import LongshoreError
+from tests.chaos.bench import Bench
+from tests.chaos.cases import Case
+from tests.chaos.proxy import ChaosProxy
+from tests.chaos.strikes import Strikes
+from tests.support.ray_clusters import REPOSITORY
+
+LOAD_TIMEOUT_S = 120.0  # a load that has not ended by then hangs
+GIVE_UP_TIMEOUT_S = 30.0  # and so does a call that returns later than so long after it was given up
+
+
+@dataclass(frozen=True, slots=True)
+class Running:
+    """A case with what it goes on with."""
+
+    bench: Bench
+    case: Case
+    proxy: ChaosProxy
+    strikes: Strikes
+    folder: Path  # the checkpoint
+    size_bytes: int
+
+
+def load(running: Running, number: int) -> cluster.LoadedModel | str:
+    """The model of the load with this number, or how its caller gave it up."""
+    case, bench = running.case, running.bench
+    given_up = case.given_up if number == 0 else ""
+    options: dict[str, Any] = {
+        **bench.options(case, running.proxy.endpoint_url, case.layouts[number]),
+        "credentials": None if case.renewals else bench.server.credentials(),
+        "timeout_s": case.given_up_at if given_up == "timed out" else LOAD_TIMEOUT_S,
+    }
+    if given_up == "cancelled":
+        return asyncio.run(_cancelled(running.strikes, case.uri, options))
+    if given_up == "released":
+        running.strikes.give_up = lambda: _release(bench, case.uri)
+    called_s = time.monotonic()
+    try:
+        return cluster.load(case.uri, **options)
+    except cluster.LoadTimeout:
+        if given_up == "timed out" and time.monotonic() - called_s < case.given_up_at + GIVE_UP_TIMEOUT_S:
+            return "LoadTimeout"
+        raise
+
+
+@contextmanager
+def other_client(running: Running) -> Iterator[subprocess.Popen[str]]:
+    """A process that has begun the first load; killed in the end, if not before."""
+    bench, case = running.bench, running.case
+    options = {**bench.options(case, running.proxy.endpoint_url, case.layouts[0]), "timeout_s": LOAD_TIMEOUT_S}
+    keys = None if case.renewals else [bench.server.access_key_id, bench.server.secret_access_key]
+    process = subprocess.Popen(
+        [
+            *(sys.executable, "-m", "tests.chaos.client"),
+            json.dumps({"uri": case.uri, "options": options, "keys": keys}),
+        ],
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.DEVNULL,
+        text=True,
+        cwd=REPOSITORY,
+        start_new_session=True,  # a Ctrl-C is for us, who end it
+    )
+    with process:
+        try:
+            if process.stdout is not None:
+                process.stdout.readline()  # it calls
+            yield process
+        finally:
+            process.kill()
+
+
+def wait_for_end(process: subprocess.Popen[str]) -> None:
+    """Until the client is dead; one that was not killed in time is killed when it has its model."""
+    for line in process.stdout or ():
+        if line.strip() == "ready":
+            process.kill()
+    process.wait()
+
+
+async def _cancelled(strikes: Strikes, uri: str, options: dict[str, Any]) -> cluster.LoadedModel | str:
+    """A load whose task is cancelled at its byte, or the model when it was ready before."""
+    task = asyncio.ensure_future(cluster.aload(uri, **options))
+    loop = asyncio.get_running_loop()
+
+    def cancel() -> None:
+        with contextlib.suppress(RuntimeError):  # the loop is over: the model was ready
+            loop.call_soon_threadsafe(task.cancel)
+
+    strikes.give_up = cancel
+    try:
+        return await task
+    except asyncio.CancelledError:
+        return "cancelled"
+
+
+def _release(bench: Bench, uri: str) -> None:
+    with contextlib.suppress(LongshoreError):
+        for model in bench.longshore.models():
+            if model.progress.uri == uri:
+                client.release(model.progress.model_id, force=True, address=bench.longshore.address)

@@ -1,0 +1,65 @@
+"""The store of a case: its faults, and credentials that end and are renewed in a file of the nodes."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+
+from storage.embedded_s3 import EmbeddedS3
+from tests.support.fault_proxy import FaultProxy
+
+_EXPIRED = b"<?xml version='1.0'?><Error><Code>ExpiredToken</Code><Message>as the case has it</Message></Error>"
+_REFUSAL = b"HTTP/1.1 403 Forbidden\r\nContent-Type: application/xml\r\nContent-Length: %d\r\n\r\n" % len(_EXPIRED)
+
+
+class ChaosProxy(FaultProxy):
+    """`expired`: requests that were refused because their credentials had ended."""
+
+    def __init__(self, upstream_url: str) -> None:
+        self.expired = 0
+        self._token = ""
+        self._counting = threading.Lock()
+        super().__init__(upstream_url)
+
+    def require(self, token: str) -> None:
+        """From here on reads must be signed with this session token."""
+        self._token = token
+
+    def forget(self) -> None:
+        """Count anew: what was asked for until now was another load."""
+        with self._guard:
+            self._asked.clear()
+            self.struck.clear()
+            self._number = self._passed_bytes = 0
+
+    def refusal(self, method: str, path: str, byte_range: tuple[int, int] | None) -> bytes | None:
+        if self._token and method == "GET" and self.heads.fields.get("x-amz-security-token") != self._token:
+            with self._counting:
+                self.expired += 1
+            return _REFUSAL + _EXPIRED
+        return super().refusal(method, path, byte_range)
+
+
+class CredentialsFile:
+    """Where all processes of the nodes find the keys of the store; each `renew` gives them another session token."""
+
+    def __init__(self, path: Path, server: EmbeddedS3) -> None:
+        self.path, self._server = path, server
+        self._number = 0
+        self.renew()
+
+    @property
+    def token(self) -> str:
+        return f"token-{self._number}"
+
+    def renew(self) -> str:
+        """The token that counts from now on."""
+        self._number += 1
+        fresh = self.path.with_suffix(".new")
+        fresh.write_text(
+            f"[default]\naws_access_key_id = {self._server.access_key_id}\n"
+            f"aws_secret_access_key = {self._server.secret_access_key}\naws_session_token = {self.token}\n"
+        )
+        os.replace(fresh, self.path)
+        return self.token
