@@ -1,0 +1,47 @@
+"""One connection far slower than its peers, over real Ray: a second request brings its chunk, and the first lets go."""
+
+from __future__ import annotations
+
+import pytest
+
+import cluster
+from tests.support.fault_proxy import FaultProxy
+from tests.support.faults import Asked, Fault, Stall, Trickle
+from tests.support.ray_clusters import Longshore, eventually
+from tests.support.reference_slices import shard_differs
+from tests.support.stored_models import CHUNK_BYTES, KV_HEADS, StoredModel
+
+pytestmark = pytest.mark.slow
+
+NEVER_S = 10_000.0
+LATE = 15  # this request for weights hangs, when others have told how long one takes
+RANKS = 2
+
+
+@pytest.mark.parametrize("fault", [Stall(CHUNK_BYTES // 2), Trickle(50.0)], ids=["stalled", "trickling"])
+def test_a_second_request_wins_and_the_slot_of_the_first_comes_back(
+    longshore: Longshore, llama: StoredModel, fault: Fault
+) -> None:
+    """Nothing else would end it: neither a deadline nor a timeout comes in this test."""
+    waits = dict.fromkeys(("read_timeout_s", "lease_deadline_s", "stuck_after_s"), NEVER_S)
+    longshore.configure(empty=True, fetch_threads=4, hedge_factor=2.0, hedge_after_s=0.3, **waits)
+
+    def script(asked: Asked) -> tuple[Fault, ...]:
+        return (fault,) if asked.number == LATE else ()
+
+    with FaultProxy(llama.server.endpoint_url, script) as proxy:
+        options = {**llama.options, "endpoint_url": proxy.endpoint_url, "placement": "via_arena"}
+        with cluster.load(llama.uri, tensor_parallel_size=RANKS, device="cpu", **options) as model:
+            report = model.report
+            assert [asked.number for asked, _ in proxy.struck] == [LATE]
+            assert report.hedges >= report.nodes[0].hedges_won >= 1
+            assert report.retries == {}
+            assert report.store_bytes == report.nodes[0].needed_bytes
+            assert report.store_bytes <= proxy.weights_bytes() <= report.store_bytes + CHUNK_BYTES * report.hedges
+            eventually(lambda: not slots_in_use(longshore), lambda: f"slots in use: {longshore.status().nodes}")
+            assert model.call(shard_differs, str(llama.folder), RANKS, 1, KV_HEADS) == [[]] * RANKS
+    longshore.assert_nothing_left()
+
+
+def slots_in_use(longshore: Longshore) -> int:
+    return sum(node.leased_slots + node.quarantined_slots for node in longshore.status().nodes)
