@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+import time
+from collections import defaultdict
+from collections.abc import Iterator, Sequence
 from pathlib import Path
 
 import pytest
@@ -18,6 +20,8 @@ pytestmark = pytest.mark.slow
 
 NEVER_S = 10_000.0
 HALF = CHUNK_BYTES // 2
+DEADLINE_S = 3.0
+LATE_S = 20.0  # of a machine that is busy with something else; the timeouts are never
 
 
 @pytest.fixture(scope="module")
@@ -58,14 +62,23 @@ def test_another_fetch_brings_what_hangs_and_neither_timeout_nor_deadline_is_wai
         assert proxy.weights_bytes() <= report.needed_bytes + CHUNK_BYTES * report.hedges
 
 
-@pytest.mark.parametrize("placement", ["via_arena", "direct"])
-def test_without_a_hedge_a_trickle_costs_the_deadline_of_its_lease(
-    shm_dir: Path, bucket: Bucket, placement: str
+@pytest.mark.parametrize(
+    ("placement", "fault"), [("via_arena", Trickle(50.0)), ("via_arena", Stall(HALF)), ("direct", Trickle(50.0))]
+)
+def test_without_a_hedge_a_stuck_connection_costs_the_deadline_of_its_lease(
+    shm_dir: Path, bucket: Bucket, placement: str, fault: Fault
 ) -> None:
-    """And not the read timeout, which it would never meet: bytes do come."""
-    settings = {"lease_deadline_s": 3.0, "stuck_after_s": NEVER_S}
+    """And not the read timeout, which a trickle would never meet: bytes do come."""
+    settings = {"lease_deadline_s": DEADLINE_S, "stuck_after_s": NEVER_S}
+    asked_s: dict[int, list[float]] = defaultdict(list)  # by the end of the range
+    strike = only(fault)
+
+    def script(asked: Asked) -> Sequence[Fault]:
+        asked_s[asked.end].append(time.monotonic())
+        return strike(asked)
+
     with (
-        FaultProxy(bucket.server.endpoint_url, only(Trickle(50.0))) as proxy,
+        FaultProxy(bucket.server.endpoint_url, script) as proxy,
         bucket.store(proxy.endpoint_url, NEVER_S) as store,
         local_node(shm_dir, slots=40, placement=placement, **settings) as node,
     ):
@@ -73,6 +86,10 @@ def test_without_a_hedge_a_trickle_costs_the_deadline_of_its_lease(
         check_exact(ranks, OBJECTS, fsdp=FSDP)
         check_at_rest(node)
         assert report.retries["lease_expired"] >= 1
+        ((stuck, _),) = proxy.struck
+        first_s, second_s, *more = asked_s[stuck.end]
+        assert DEADLINE_S / 2 < second_s - first_s < DEADLINE_S + LATE_S
+        assert not more or report.retries["lease_expired"] > 1  # (a machine that stood still for a whole deadline)
 
 
 @pytest.mark.parametrize("placement", ["via_arena", "direct"])
