@@ -45,6 +45,9 @@ class Config(BaseModel):
     orphan_after_s: float = Field(
         120.0, gt=0, le=MAX_S
     )  # agents and workers end themselves after this long without coordinator
+    cluster_lost_after_s: float = Field(
+        0.0, ge=0, le=MAX_S
+    )  # clients wait that long for the head; 0: 3/4 of Ray's limit
     holder_ttl_s: float = Field(30.0, gt=0, le=MAX_S)  # a client not heard of for this long no longer holds its models
     warm_workers_s: float = Field(0.0, ge=0, le=MAX_S)  # workers of a released model wait that long for the next load
     cpu_ranks_per_node: int = Field(8, ge=1)  # bound for device="cpu", which takes no Ray resource

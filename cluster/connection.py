@@ -1,7 +1,7 @@
 """How a client reaches Ray and the coordinator: join, start a local cluster, find again after a loss.
 
 connect(address)  -> Connection(coordinator, ...)     one per process and cluster
-Connection.call() -> the coordinator's answer; waits for a restarted coordinator, raises ClusterLost at a deadline
+Connection.call() -> the coordinator's answer; waits for a restarted coordinator or head, ClusterLost at a deadline
 """
 
 from __future__ import annotations
@@ -9,6 +9,7 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
+import math
 import os
 import threading
 import time
@@ -18,6 +19,7 @@ from typing import Any
 
 from cluster.config import Config
 from cluster.errors import ClusterLost, PackageMissing, VersionMismatch
+from cluster.head_watch import HeadWatch, lost_after_s
 from cluster.interrupts import sigterm_kept
 from cluster.ray_address import check_ray_address
 from cluster.remote_errors import unwrapped
@@ -25,7 +27,9 @@ from longshore.version import PROTOCOL_VERSION, __version__
 from storage.errors import LongshoreError
 from storage.store_ref import Credentials
 
-COORDINATOR_GONE_S = 60.0  # a coordinator that has not come back after this long is taken for lost
+COORDINATOR_GONE_S = 60.0  # a coordinator that has not come back after this long, while Ray lives, is taken for lost
+LOCAL_HEAD_S = 1.0  # nobody starts the head of a local cluster again
+LOOK_S = 1.0  # at the head, while an answer does not come
 CLOSE_TIMEOUT_S = 20.0
 LOCAL_OBJECT_STORE_BYTES = 100 << 20  # weights never pass through Ray's object store; results of `call` do
 
@@ -40,7 +44,8 @@ class Connection:
         self.client_id = uuid.uuid4().hex
         self.local = local  # we started the Ray cluster, so we end it
         self._config = config
-        self._gcs_address = gcs_address
+        self.address = gcs_address
+        self.head = HeadWatch(gcs_address, lost_after_s(LOCAL_HEAD_S if local else config.cluster_lost_after_s))
         self._coordinator: Any = None
         self._held: dict[str, int] = {}  # model id -> how often this process holds it
         self._credentials: dict[str, Credentials] = {}  # model id -> what a restarted coordinator must be told again
@@ -51,6 +56,7 @@ class Connection:
 
     def find(self, *, start: bool, any_version: bool = False) -> bool:
         """Find the coordinator, or `start` one. False when there is none. Raises VersionMismatch, ClusterLost..."""
+        self.head.wait()  # without it Ray's own calls do not come back, and end the process
         launch = _launch()
         coordinator = launch.find_coordinator()
         if coordinator is None:
@@ -73,8 +79,8 @@ class Connection:
     def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
         """One answer of the coordinator. A killed one is restarted by Ray: the call is made again until then.
 
-        Raises what the coordinator raised, LoadTimeout's caller deals with `timeout_s`; ClusterLost when nobody
-        answers for COORDINATOR_GONE_S.
+        Raises what the coordinator raised; ClusterLost when nobody answers for COORDINATOR_GONE_S (or `timeout_s`), or
+        when the head is away for too long.
         """
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -82,15 +88,18 @@ class Connection:
         give_up_s = time.monotonic() + COORDINATOR_GONE_S
         while True:
             try:
-                reference = getattr(self._coordinator, method).remote(*args, **kwargs)
-                return ray.get(reference, timeout=timeout_s or COORDINATOR_GONE_S)
+                return self.answer(
+                    getattr(self._coordinator, method).remote(*args, **kwargs), timeout_s or COORDINATOR_GONE_S
+                )
             except RayTaskError as error:
                 raise unwrapped(error) from None
             except GetTimeoutError as error:
                 raise ClusterLost("the coordinator does not answer", method=method) from error
             except RayActorError as error:
-                lives = self._ray_lives()
-                if time.monotonic() > give_up_s or not ray.is_initialized() or (self.local and not lives):
+                lives = self.head.check()
+                if not lives:
+                    give_up_s = time.monotonic() + COORDINATOR_GONE_S  # it comes back after the head does
+                if time.monotonic() > give_up_s or not ray.is_initialized():
                     raise ClusterLost(
                         "the coordinator is gone and did not come back", cause=type(error).__name__
                     ) from error
@@ -99,6 +108,19 @@ class Connection:
                     self._find_again()
             except RayError as error:
                 raise ClusterLost("Ray cannot be reached", cause=str(error)[:300]) from error
+
+    def answer(self, reference: Any, timeout_s: float | None = None) -> Any:
+        """What a call to an actor returned. Raises what `ray.get` does; ClusterLost when the head is lost meanwhile."""
+        import ray
+
+        timeout_s = math.inf if timeout_s is None else timeout_s
+        give_up_s = time.monotonic() + timeout_s
+        while not ray.wait([reference], timeout=max(0.0, min(LOOK_S, give_up_s - time.monotonic())))[0]:
+            if not self.head.check():
+                give_up_s = time.monotonic() + timeout_s  # whoever is asked may come back with the head
+            elif time.monotonic() >= give_up_s:
+                raise ray.exceptions.GetTimeoutError
+        return ray.get(reference)
 
     def end_coordinator(self) -> None:
         """Kill the coordinator for good; it has freed what it had."""
@@ -134,6 +156,7 @@ class Connection:
         if self._closed.is_set():
             return
         self._closed.set()
+        self.head.close()
         with self._held_lock:
             held = list(self._held)
             self._held.clear()
@@ -161,15 +184,8 @@ class Connection:
         thread = threading.Thread(target=work, name="longshore-close", daemon=True)
         thread.start()
         give_up_s = time.monotonic() + CLOSE_TIMEOUT_S
-        while thread.is_alive() and time.monotonic() < give_up_s and self._ray_lives():
+        while thread.is_alive() and time.monotonic() < give_up_s and self.head.is_there():
             thread.join(0.1)
-
-    def _ray_lives(self) -> bool:
-        try:
-            check_ray_address(self._gcs_address, timeout_s=1.0)
-        except LongshoreError:
-            return False
-        return True
 
     def _find_again(self) -> None:
         launch = _launch()
@@ -197,7 +213,7 @@ def connect(address: str | None, config: Config, *, start: bool = True, any_vers
     global _connection
     with _lock:
         ray = _import_ray()
-        if _connection is not None and ray.is_initialized():
+        if _connection is not None and ray.is_initialized() and _connection.address == _address_of(ray):
             return _connection if _connection.find(start=start, any_version=any_version) else None
         local = False
         if not ray.is_initialized():
@@ -206,11 +222,13 @@ def connect(address: str | None, config: Config, *, start: bool = True, any_vers
             if joined is None:
                 return None
             local = joined == "local"
-        connection = Connection(config, ray.get_runtime_context().gcs_address, local=local)
+        connection = Connection(config, _address_of(ray), local=local)
         try:
             if not connection.find(start=start, any_version=any_version):
+                connection.head.close()
                 return None
         except BaseException:
+            connection.head.close()
             if local:
                 ray.shutdown()
             raise
@@ -243,6 +261,10 @@ def _import_ray() -> Any:
         ) from error
 
 
+def _address_of(ray: Any) -> str:
+    return str(ray.get_runtime_context().gcs_address)
+
+
 def _join(ray: Any, address: str | None, *, start: bool) -> str | None:
     """Connect this process to a Ray cluster: "joined", "local" for a new one, None for none."""
     address = address or os.environ.get("RAY_ADDRESS") or None
@@ -273,9 +295,4 @@ def _join(ray: Any, address: str | None, *, start: bool) -> str | None:
 
 
 def _start_local(ray: Any, quiet: dict[str, Any]) -> None:
-    ray.init(
-        address="local",
-        include_dashboard=False,
-        object_store_memory=LOCAL_OBJECT_STORE_BYTES,
-        **quiet,
-    )
+    ray.init(address="local", include_dashboard=False, object_store_memory=LOCAL_OBJECT_STORE_BYTES, **quiet)

@@ -126,11 +126,10 @@ class LoadedModel:
         return workers
 
     def _get(self, reference: Any, rank: int) -> Any:
-        import ray
         from ray.exceptions import RayActorError, RayError, RayTaskError, UnserializableException
 
         try:
-            return ray.get(reference)
+            return self._connection.answer(reference)
         except RayTaskError as error:
             cause = unwrapped(error)
             if isinstance(getattr(error, "cause", None), LongshoreError):
