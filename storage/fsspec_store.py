@@ -13,7 +13,7 @@ import contextlib
 import tempfile
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Iterable, Iterator
 from contextlib import contextmanager
 from typing import Any
 from urllib.parse import quote, unquote
@@ -32,11 +32,11 @@ from storage.errors import (
 )
 from storage.fsspec_errors import translated
 from storage.fsspec_info import info_of, version_tag
-from storage.http_limits import bounded_session_options
+from storage.http_limits import http_options
 from storage.object_store import ObjectInfo, check_key
 from storage.ranges import ByteRange
+from storage.read_limit import ReadLimit, outlived
 from storage.store_ref import Credentials, StoreRef
-from storage.tls import tls_context
 
 _PACKAGES = {"gs": "gcsfs", "az": "adlfs", "hf": "huggingface_hub", "http": "aiohttp", "https": "aiohttp"}
 _READ_ONLY = {"http", "https"}
@@ -66,7 +66,7 @@ class FsspecStore:
         if ref.scheme not in known_implementations and ref.scheme not in fsspec.registry:
             raise UnsupportedStore(f"no store for the scheme {ref.scheme!r}", uri=self.uri)
         if ref.scheme in ("http", "https"):
-            options = _http_options(ref, read_timeout_s, connect_timeout_s) | options
+            options = http_options(ref, read_timeout_s, connect_timeout_s) | options
         if ref.endpoint_url:
             options.setdefault("endpoint_url", ref.endpoint_url)
         if ref.anonymous and ref.scheme == "gs":
@@ -107,9 +107,36 @@ class FsspecStore:
     def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
         """See ObjectStore; how versions are checked is said at the top of this file."""
         byte_range.check_buffer(buffer)
+        return self.read_pieces(key, byte_range, [buffer], etag=etag)
+
+    def read_pieces(
+        self,
+        key: str,
+        byte_range: ByteRange,
+        pieces: Iterable[memoryview],
+        *,
+        etag: str | None = None,
+        limit: ReadLimit | None = None,
+    ) -> str | None:
+        """See ReadsPieces. Nobody can end a read of fsspec's: one whose time is over is left to itself, in a thread of
+        its own, and what it still brings is dropped. Only the calling thread writes to `pieces`.
+        """
+
+        def read() -> tuple[bytes, str | None]:
+            return self._read(key, byte_range, etag)
+
+        data, found = read() if limit is None else outlived(read, limit, f"fsspec-{self._scheme}"[:15])
+        at = 0
+        for piece in pieces:
+            piece[:] = data[at : at + len(piece)]
+            at += len(piece)
+        return found
+
+    def _read(self, key: str, byte_range: ByteRange, etag: str | None) -> tuple[bytes, str | None]:
+        """Exactly those bytes, and their version."""
         path = self._path(check_key(key))
         if not byte_range.size_bytes:
-            return etag
+            return b"", etag
         where: dict[str, Any] = {"uri": self.uri, "key": key, "range": str(byte_range)}
         info = self._known(key, etag)
         if byte_range.end > info.size_bytes:
@@ -125,8 +152,7 @@ class FsspecStore:
             raise ShortRead("the answer ended early", received_bytes=len(data), **where)
         if len(data) != byte_range.size_bytes:
             raise RangeMismatch("the answer is longer than the range", found_bytes=len(data), **where)
-        buffer[:] = data
-        return info.etag
+        return data, info.etag
 
     def put(self, key: str, data: bytes) -> ObjectInfo:
         """Write a small object whole."""
@@ -257,20 +283,3 @@ class _FsspecUpload:
     def _check_open(self) -> None:
         if self.over:
             raise StoreError("the upload is over", uri=self._store.uri, key=self._key)
-
-
-def _http_options(ref: StoreRef, read_timeout_s: float, connect_timeout_s: float) -> dict[str, Any]:
-    try:
-        import aiohttp
-    except ImportError:
-        return {}  # url_to_fs says what is missing
-    timeout = aiohttp.ClientTimeout(total=None, connect=connect_timeout_s, sock_read=read_timeout_s)
-    # Compressed answers have other bytes and lengths than the object.
-    options: dict[str, Any] = {
-        "client_kwargs": {"timeout": timeout, **bounded_session_options()},
-        "headers": {"Accept-Encoding": "identity"},
-        "encoded": True,  # by _path
-    }
-    if ref.ca_bundle:
-        options["ssl"] = tls_context(ref.ca_bundle, ref.uri)
-    return options

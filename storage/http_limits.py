@@ -14,6 +14,8 @@ from urllib.parse import urljoin
 
 from storage.errors import RangeMismatch, StoreError
 from storage.source_rules import origin
+from storage.store_ref import StoreRef
+from storage.tls import tls_context
 
 MAX_PAGE_BYTES = 64 << 20  # of an answer to a request without a range: a folder's page of links
 MAX_ERROR_BYTES = 64 << 10  # of a refusal's body
@@ -68,3 +70,21 @@ def bounded_session_options() -> dict[str, Any]:
     trace.on_request_redirect.append(refuse_others)
     # Nobody asked for compressed bytes, and a few of them can stand for any number.
     return {"response_class": BoundedResponse, "trace_configs": [trace], "auto_decompress": False}
+
+
+def http_options(ref: StoreRef, read_timeout_s: float, connect_timeout_s: float) -> dict[str, Any]:
+    """What fsspec's HTTP file system takes to keep these rules and times."""
+    try:
+        import aiohttp
+    except ImportError:
+        return {}  # url_to_fs says what is missing
+    timeout = aiohttp.ClientTimeout(total=None, connect=connect_timeout_s, sock_read=read_timeout_s)
+    # Compressed answers have other bytes and lengths than the object.
+    options: dict[str, Any] = {
+        "client_kwargs": {"timeout": timeout, **bounded_session_options()},
+        "headers": {"Accept-Encoding": "identity"},
+        "encoded": True,  # by _path
+    }
+    if ref.ca_bundle:
+        options["ssl"] = tls_context(ref.ca_bundle, ref.uri)
+    return options

@@ -12,13 +12,17 @@ from __future__ import annotations
 
 import contextlib
 import math
+import queue
 import socket
 import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import contextmanager
+from typing import TypeVar
 
 from storage.errors import ReadEnded
+
+T = TypeVar("T")
 
 
 class ReadLimit:
@@ -30,6 +34,7 @@ class ReadLimit:
         self.ended = False
         self._lock = threading.Lock()
         self._socket: socket.socket | None = None
+        self._call: Callable[[], object] | None = None
 
     def end(self) -> None:
         """End the read that is under way, and let none begin. Returns at once."""
@@ -39,6 +44,22 @@ class ReadLimit:
                 with contextlib.suppress(OSError):
                     # Not SSLSocket.shutdown: it takes the TLS away from under the reader, who would see ciphertext.
                     socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
+            if self._call is not None:
+                self._call()
+
+    @contextmanager
+    def calling(self, call: Callable[[], object]) -> Iterator[None]:
+        """For a read that has no socket of ours: `call`, which must not wait, is made when the read is ended inside of
+        the block. Raises ReadEnded.
+        """
+        with self._lock:
+            self.check()
+            self._call = call
+        try:
+            yield
+        finally:
+            with self._lock:
+                self._call = None
 
     def check(self) -> None:
         """Raises ReadEnded when the read was ended."""
@@ -112,3 +133,27 @@ class ReadLimits:
                 waiting = [limit.deadline_s for limit in self._running if not limit.ended]
                 self._wakes_s = min(waiting, default=math.inf)
                 self._changed.wait(None if math.isinf(self._wakes_s) else self._wakes_s - now_s)
+
+
+def outlived(read: Callable[[], T], limit: ReadLimit, name: str) -> T:
+    """What `read` returns, in a thread of its own; once `limit` was ended, ReadEnded, and the thread is left alone.
+
+    It must touch nothing that anybody else uses by then. It ends with the process at the latest.
+    """
+    answers: queue.SimpleQueue[tuple[T | None, BaseException | None] | None] = queue.SimpleQueue()
+
+    def work() -> None:
+        try:
+            answers.put((read(), None))
+        except BaseException as error:
+            answers.put((None, error))
+
+    with limit.calling(lambda: answers.put(None)):
+        threading.Thread(target=work, name=name, daemon=True).start()
+        answer = answers.get()
+    if answer is None:
+        raise ReadEnded("the read was ended: its time was over, or its bytes were not wanted any more")
+    found, error = answer
+    if error is not None:
+        raise error
+    return found  # type: ignore[return-value]

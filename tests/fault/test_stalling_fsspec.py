@@ -1,0 +1,104 @@
+"""A file system of fsspec's that hangs in mid-load: nobody can end its reads, and no load waits for them."""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Iterator
+from contextlib import closing
+from pathlib import Path
+
+import pytest
+
+from cluster.errors import ChunkFailed
+from cluster.load_plan import LoadPlan
+from storage.errors import ReadEnded, StoreError
+from storage.object_store import read_pieces
+from storage.ranges import ByteRange
+from storage.read_limit import ReadLimit, ReadLimits
+from tests.support.exact_ranks import check_exact
+from tests.support.faulty_bucket import CHUNK_BYTES, FSDP, KEY, OBJECTS, TENSORS, check_at_rest, refused_with, run
+from tests.support.local_node import Belongings, local_node, plan_of
+from tests.support.stalling_fs import Stalls
+
+NEVER_S = 10_000.0
+
+
+@pytest.fixture(autouse=True)
+def nothing_left_behind() -> Iterator[None]:
+    before = Belongings()
+    yield
+    give_up_s = time.monotonic() + 20
+    while time.monotonic() < give_up_s and len(before.threads) < len(Belongings().threads):
+        time.sleep(0.01)  # until reads that were let go have come back
+    before.check()
+
+
+@pytest.fixture
+def plan() -> LoadPlan:
+    return plan_of(OBJECTS, (1, FSDP, 1), CHUNK_BYTES)
+
+
+@pytest.mark.parametrize("placement", ["via_arena", "direct"])
+def test_a_read_that_hangs_costs_its_deadline_and_no_more(shm_dir: Path, placement: str) -> None:
+    """It still hangs when the load is over and exact; what it brings in the end goes nowhere."""
+    fsdp = FSDP if placement == "via_arena" else 1  # what two ranks need goes through the arena
+    plan = plan_of(OBJECTS, (1, fsdp, 1), CHUNK_BYTES)
+    stalls = Stalls(OBJECTS, lambda number: number == 3)
+    with (
+        closing(stalls.store()) as store,
+        local_node(shm_dir, slots=40, placement=placement, lease_deadline_s=1.0, stuck_after_s=NEVER_S) as node,
+    ):
+        ranks, report = run(node, plan, store)
+        assert stalls.hanging == 1
+        check_exact(ranks, OBJECTS, fsdp=fsdp)
+        check_at_rest(node)
+        assert (report.direct_bytes > 0) == (placement == "direct")
+        assert set(report.retries) == {"lease_expired"}
+        assert stalls.reads > TENSORS
+        stalls.go.set()
+        again, _ = run(node, plan, store)
+        for one in (ranks, again):
+            check_exact(one, OBJECTS, fsdp=fsdp)
+
+
+def test_a_hedge_does_not_wait_for_the_deadline(shm_dir: Path, plan: LoadPlan) -> None:
+    stalls = Stalls(OBJECTS, lambda number: number == TENSORS - 1)
+    settings = {"hedge_factor": 1.0, "hedge_after_s": 0.3, "lease_deadline_s": NEVER_S, "stuck_after_s": NEVER_S}
+    with closing(stalls.store()) as store, local_node(shm_dir, slots=40, **settings) as node:
+        ranks, report = run(node, plan, store)
+        assert stalls.hanging == 1
+        check_exact(ranks, OBJECTS, fsdp=FSDP)
+        check_at_rest(node)
+        assert report.hedges_won >= 1
+        stalls.go.set()
+
+
+def test_a_file_system_that_hangs_for_good_ends_in_one_typed_error(shm_dir: Path, plan: LoadPlan) -> None:
+    stalls = Stalls(OBJECTS, lambda number: number > 3)
+    settings = {"lease_deadline_s": 0.3, "chunk_attempts": 2, "fetch_attempts": 1, "stuck_after_s": NEVER_S}
+    with closing(stalls.store()) as store, local_node(shm_dir, slots=40, **settings) as node:
+        error = refused_with(run(node, plan, store)[0])
+        assert isinstance(error, ChunkFailed)
+        assert error.details["shard"] == KEY
+        assert stalls.hanging
+        check_at_rest(node)
+        stalls.go.set()
+
+
+def test_what_comes_after_the_end_is_not_written() -> None:
+    stalls = Stalls(OBJECTS, lambda number: True)
+    buffer = bytearray(10)
+    with closing(stalls.store()) as store:
+        limits = ReadLimits()
+        with closing(limits), limits.begin(time.monotonic() + 0.1) as limit, pytest.raises(ReadEnded):
+            read_pieces(store, KEY, ByteRange(0, 10), [memoryview(buffer)], limit=limit)
+        stalls.go.set()
+        assert buffer == bytes(10)
+        ended = ReadLimit()
+        ended.end()
+        with pytest.raises(ReadEnded):
+            read_pieces(store, KEY, ByteRange(0, 10), [memoryview(buffer)], limit=ended)
+        stalls.objects.clear()
+        with pytest.raises(StoreError) as caught:  # what the file system raises in its own thread
+            read_pieces(store, "other", ByteRange(0, 10), [memoryview(buffer)], limit=ReadLimit())
+        assert not isinstance(caught.value, ReadEnded)
