@@ -1,0 +1,213 @@
+"""A Ray cluster whose head can be lost and started again: `ray start` on two addresses of this host.
+
+    with HeadCluster() as there:                    # without GCS fault tolerance
+        there.lose_head()
+    with Redis() as redis, HeadCluster(redis) as there:
+        there.lose_head()
+        there.start_head()                          # the same cluster
+
+Clients are processes of their own (`client`), joined through the worker node: they outlive the head.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import shutil
+import socket
+import subprocess
+import sys
+import tempfile
+from pathlib import Path
+from types import TracebackType
+from typing import Any, Self
+
+import psutil
+
+from storage.arena_files import SHM_DIRECTORY, arena_path, sweep
+from tests.support.job_cluster import free_ports
+from tests.support.losable_nodes import FAST_DEATH
+from tests.support.ray_clusters import ENVIRONMENT, OBJECT_STORE_BYTES, REPOSITORY, eventually
+
+HEAD_IP, WORKER_IP = "127.0.0.2", "127.0.0.3"  # Ray takes nodes of one address for one host, and 127.0.0.1 for none
+WAIT_S = 240.0  # for what must come, on however slow a machine
+STARTED = "Ray runtime started"
+
+
+class Redis:
+    """A `redis-server` that keeps nothing on disk."""
+
+    def __init__(self) -> None:
+        (self.port,) = free_ports(1)
+        self._process = subprocess.Popen(
+            ["redis-server", "--port", str(self.port), "--bind", "127.0.0.1", "--save", "", "--appendonly", "no"],
+            stdin=subprocess.DEVNULL,
+            stdout=subprocess.DEVNULL,
+        )
+        eventually(self._answers, "redis-server does not answer", WAIT_S)
+
+    @staticmethod
+    def is_installed() -> bool:
+        return shutil.which("redis-server") is not None
+
+    def _answers(self) -> bool:
+        with contextlib.suppress(OSError):
+            socket.create_connection(("127.0.0.1", self.port), 1).close()
+            return True
+        return False
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self._process.kill()
+        self._process.wait(30)
+
+
+class HeadCluster:
+    """A head and one worker node. `environ`: for nodes and clients."""
+
+    def __init__(self, redis: Redis | None = None, **environ: str) -> None:
+        self._folder = Path(tempfile.mkdtemp(prefix="lh-", dir="/tmp"))
+        (self._port,) = free_ports(1)
+        self.address = f"{HEAD_IP}:{self._port}"
+        kept = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
+        self._environ = {**kept, **ENVIRONMENT, **environ, "RAY_TMPDIR": str(self._folder)}
+        self._at_head = {}
+        if redis is not None:
+            self._at_head = {
+                "RAY_REDIS_ADDRESS": f"127.0.0.1:{redis.port}",
+                "RAY_external_storage_namespace": self._folder.name,
+            }
+        self._started: list[subprocess.Popen[str]] = []
+        self._head: subprocess.Popen[str] | None = None
+        self._worker: subprocess.Popen[str] | None = None
+        try:
+            self.start_head()
+            self.start_worker()
+        except BaseException:
+            self.close()
+            raise
+
+    def start_head(self) -> None:
+        """At the address of the one before."""
+        (self._folder / "r" / "ray_current_cluster").unlink(missing_ok=True)  # on the lost machine it would be gone
+        self._head = self._start_node(
+            "head",
+            *("--head", f"--port={self._port}", f"--node-ip-address={HEAD_IP}", "--include-dashboard=false"),
+            *(f"--temp-dir={self._folder}/r", f"--system-config={json.dumps(FAST_DEATH)}"),
+            **self._at_head,
+        )
+
+    def start_worker(self) -> None:
+        self._worker = self._start_node("worker", f"--address={self.address}", f"--node-ip-address={WORKER_IP}")
+
+    def lose_head(self) -> None:
+        """SIGKILL to every process of the head's node."""
+        if self._head is not None:
+            end_tree(self._head.pid)
+
+    @property
+    def worker_is_up(self) -> bool:
+        """Whether its node still runs; Ray ends it some time after the head."""
+        return self._worker is not None and self._worker.poll() is None
+
+    def client(self, code: str, *arguments: str) -> subprocess.Popen[str]:
+        """A Python process joined through the worker node; it is talked to by lines."""
+        return self._popen(
+            [sys.executable, "-c", JOIN + code, self.address, WORKER_IP, *arguments],
+            stdin=subprocess.PIPE,
+            stdout=subprocess.PIPE,
+            cwd=REPOSITORY,
+            env={**self._environ, "PYTHONPATH": str(REPOSITORY)},
+        )
+
+    def arenas(self) -> list[str]:
+        """Files in shared memory, of this cluster and of those that were here before."""
+        path = arena_path(self.address, "")
+        prefix = os.path.basename(path)[: -len("-" + path.rsplit("-", 1)[1])]
+        return sorted(name for name in os.listdir(SHM_DIRECTORY) if name.startswith(prefix))
+
+    def close(self) -> None:
+        """End every process that was started here, and theirs."""
+        for process in reversed(self._started):
+            end_tree(process.pid)
+            process.wait(30)
+            for pipe in (process.stdin, process.stdout):
+                if pipe is not None:
+                    pipe.close()
+        for process in psutil.process_iter():  # detached from its parent or not: what runs on our folder is ours
+            with contextlib.suppress(psutil.Error):
+                if process.environ().get("RAY_TMPDIR") == str(self._folder):
+                    process.kill()
+        sweep()
+        shutil.rmtree(self._folder, ignore_errors=True)
+
+    def _start_node(self, name: str, *arguments: str, **environ: str) -> subprocess.Popen[str]:
+        number = len(self._started)
+        path = self._folder / f"{number}-{name}.log"
+        command = [sys.executable, "-m", "ray.scripts.scripts", "start", *arguments, "--block", "--disable-usage-stats"]
+        command += ["--num-cpus=2", "--num-gpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}"]
+        with open(path, "w") as log:
+            node = self._popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=log,
+                stderr=log,
+                cwd=self._folder,
+                env={**self._environ, **environ, "PYTHONPATH": str(REPOSITORY)},
+            )
+
+        def is_up() -> bool:
+            if node.poll() is not None:
+                raise RuntimeError(f"ray start failed: {path.read_text()[-2000:]}")
+            return STARTED in path.read_text()
+
+        eventually(is_up, lambda: f"ray start does not end: {path.read_text()[-2000:]}", WAIT_S)
+        return node
+
+    def _popen(self, command: list[str], **options: Any) -> subprocess.Popen[str]:
+        process: subprocess.Popen[str] = subprocess.Popen(command, text=True, start_new_session=True, **options)
+        self._started.append(process)
+        return process
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(
+        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
+    ) -> None:
+        self.close()
+
+
+JOIN = f"""
+import sys, ray
+address, ip = sys.argv[1:3]
+del sys.argv[1:3]
+ray.init(address=address, _node_ip_address=ip, namespace="test", log_to_driver=False, configure_logging=False)
+NODE = "node:{WORKER_IP}"
+"""
+
+
+def end_tree(pid: int) -> None:
+    """SIGKILL to a process and all below it, the oldest first: nobody restarts or tidies anything."""
+    with contextlib.suppress(psutil.NoSuchProcess):
+        parent = psutil.Process(pid)
+        everything = [parent, *parent.children(recursive=True)]
+        for process in everything:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                process.kill()
+        psutil.wait_procs(everything, timeout=30)
+
+
+def said(client: subprocess.Popen[str], word: str) -> str:
+    """What a client says behind this word. AssertionError when it ends before."""
+    if client.stdout is None:
+        raise ValueError("not a client of HeadCluster")
+    for line in client.stdout:
+        if line.startswith(word):
+            return line.removeprefix(word).strip()
+    raise AssertionError(f"the client ended with {client.wait()} and did not say {word}")
