@@ -29,8 +29,27 @@ class DiskIndex:
         """Finished ones, least recently used first."""
         return tuple(self._chunks)
 
-    def replace(self, chunks: Iterable[tuple[bytes, int]], reserved: Iterable[tuple[str, int]]) -> None:
-        """What a look at the folder has shown; `chunks` least recently used first."""
+    def replace(
+        self,
+        chunks: Iterable[tuple[bytes, int]],
+        reserved: Iterable[tuple[str, int]],
+        *,
+        kept: bool = False,
+        gone: Iterable[bytes] = (),
+    ) -> None:
+        """What a look at the folder has shown; `chunks` least recently used first. `kept`: it was a look for what is
+        new, and what was known is still there but for what is `gone`.
+        """
+        if kept:
+            for key in gone:
+                self.remove(key)
+            for key, size_bytes in chunks:
+                self.add(key, size_bytes)
+            for name in tuple(self._reserved):
+                self.release(name)
+            for name, size_bytes in reserved:
+                self.reserve(name, size_bytes)
+            return
         self._chunks = OrderedDict(chunks)
         self._reserved = dict(reserved)
         self.used_bytes = sum(self._chunks.values()) + sum(self._reserved.values())

@@ -14,6 +14,7 @@ import contextlib
 import enum
 import errno
 import os
+import stat
 import threading
 import time
 from collections import Counter
@@ -26,6 +27,8 @@ from storage.errors import DiskTierError
 from storage.host_memory import free_bytes
 from storage.temporary_files import is_temporary, open_locked, remove_unless_locked
 
+LOOK_SHARE = 100  # of the time, at most one part in so many goes into looking at every file of a large folder
+LARGE = 1000  # files
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
@@ -52,6 +55,7 @@ class DiskTier:
         self._books = threading.Lock()  # around the index, never around the disk
         self._writing = threading.Lock()  # one change at a time in this process
         self._stamp_ns = 0
+        self._look_again_s = 0.0  # at every file
         self._eviction_helps = True  # when the disk is full
         try:
             self._lock = FolderLock(self._folder)
@@ -170,28 +174,41 @@ class DiskTier:
             yield
 
     def _look(self) -> None:
-        """What is in the folder; what killed writers left is removed."""
+        """What is in the folder; what killed writers left is removed.
+
+        Where several processes write to a large folder, each looks after each write of another: then only at names that
+        are new, as the files of known ones never change. Their order of use is looked at once in a while.
+        """
+        begun_s = time.monotonic()
+        names = set(os.listdir(self._folder))
+        known: dict[str, bytes] = {}
+        if len(self) > LARGE and begun_s < self._look_again_s:
+            known = {chunk_name(key): key for key in self.keys()}
         chunks: list[tuple[int, str, bytes, int]] = []
         reserved: list[tuple[str, int]] = []
-        with os.scandir(self._folder) as entries:
-            for entry in entries:
-                key, temporary = key_of(entry.name), is_temporary(entry.name)
-                if temporary:
-                    remove_unless_locked(entry.name, dir_fd=self._folder)
-                if key is None and not temporary:
-                    continue
-                try:
-                    info = os.stat(entry.name, dir_fd=self._folder, follow_symlinks=False)
-                except FileNotFoundError:
-                    continue
-                if not entry.is_file(follow_symlinks=False):
-                    continue
-                if key is None:
-                    reserved.append((entry.name, info.st_size))
-                else:
-                    chunks.append((info.st_mtime_ns, entry.name, key, info.st_size))
+        for name in names - known.keys():
+            key, temporary = key_of(name), is_temporary(name)
+            if temporary:
+                remove_unless_locked(name, dir_fd=self._folder)
+            if key is None and not temporary:
+                continue
+            try:
+                info = os.stat(name, dir_fd=self._folder, follow_symlinks=False)
+            except FileNotFoundError:
+                continue
+            if not stat.S_ISREG(info.st_mode):
+                continue
+            if key is None:
+                reserved.append((name, info.st_size))
+            else:
+                chunks.append((info.st_mtime_ns, name, key, info.st_size))
+        gone = [known[name] for name in known.keys() - names]
         with self._books:
-            self._index.replace(((key, size_bytes) for _, _, key, size_bytes in sorted(chunks)), reserved)
+            found = ((key, size_bytes) for _, _, key, size_bytes in sorted(chunks))
+            self._index.replace(found, reserved, kept=bool(known), gone=gone)
+        if not known:
+            now_s = time.monotonic()
+            self._look_again_s = now_s + LOOK_SHARE * (now_s - begun_s)
 
     def _evict(self, size_bytes: int) -> bool:
         """Make room for so many bytes more. False, and nothing is gone, when that cannot be."""

@@ -16,7 +16,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage import disk_folder
+from storage import disk_folder, disk_tier
 from storage.disk_folder import LOCK_NAME, SUBFOLDER, DiskReader, chunk_name
 from storage.disk_format import HEADER_BYTES
 from storage.disk_tier import DiskTier, Written
@@ -283,6 +283,33 @@ def failing(real: Callable[..., Any], code: int, times: int) -> Callable[..., An
         return real(*arguments, **options)
 
     return call
+
+
+def test_of_a_large_folder_only_what_is_new_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents of one host may share it: after each write of one the other looked at every file."""
+    monkeypatch.setattr(disk_tier, "LARGE", 2)
+    monkeypatch.setattr(disk_tier, "LOOK_SHARE", 10**9)
+    with tier_in(tmp_path, 6) as one, tier_in(tmp_path, 6) as two, reader_of(one) as reader:
+        for number in range(4):
+            write(one, number)
+        two.trim()
+        looked, real = [], os.stat
+        monkeypatch.setattr(os, "stat", lambda *args, **named: (looked.append(args[0]), real(*args, **named))[1])
+        write(one, 4)
+        two.trim()
+        assert looked == [chunk_name(keys(4)[0])]
+        write(one, 5)
+        write(one, 6)
+        two.trim()
+        assert two.keys() == one.keys() == keys(1, 2, 3, 4, 5, 6)
+        assert two.used_bytes == one.used_bytes == 6 * FILE_BYTES
+        read(reader, 1)
+        two._look_again_s = 0.0  # the time has come to look at the order of use
+        two.discard(keys(6)[0])
+        write(one, 7)
+        assert write(two, 8) is Written.DONE
+        assert chunks_in(two.path) == {keys(number)[0] for number in (1, 3, 4, 5, 7, 8)}
+        assert folder_bytes(two.path) == two.used_bytes == 6 * FILE_BYTES
 
 
 def test_a_full_disk_takes_the_place_of_older_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
