@@ -1,0 +1,49 @@
+"""When a load asks whether its nodes are still there: after what the death of one can cause, and after nothing else."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, cast
+
+import pytest
+from ray.exceptions import RayError
+
+from actors.reseating import Reseating
+from cluster.errors import ClusterLost, NodeLost
+from storage.errors import ArenaTooLarge, LongshoreError
+
+
+class Agents:
+    """All of them answer."""
+
+    def __init__(self) -> None:
+        self.asked = 0
+
+    async def check_nodes(self) -> None:
+        self.asked += 1
+
+
+class TaskError(RayError):
+    """As Ray hands over what an actor raised."""
+
+    def __init__(self, cause: LongshoreError) -> None:
+        super().__init__("a traceback")
+        self.cause = cause
+
+
+@pytest.mark.parametrize(
+    ("error", "needed", "asked"),
+    [
+        (NodeLost("a node died"), True, 0),
+        (TaskError(ArenaTooLarge("no room")), False, 0),  # to ask its agent, which has been ended, would start it anew
+        (TaskError(ClusterLost("no agent")), False, 1),
+        (RayError("an actor died"), False, 1),
+        (TimeoutError(), False, 1),
+    ],
+)
+def test_who_has_answered_is_not_asked_whether_it_lives(error: BaseException, needed: bool, asked: int) -> None:
+    agents = Agents()
+    nothing = cast("Any", None)
+    reseating = Reseating(*[nothing] * 5, cast("Any", agents), *[nothing] * 2)
+    assert asyncio.run(reseating.is_needed(error)) == needed
+    assert agents.asked == asked
