@@ -1,6 +1,7 @@
 """What to do after a failure: one table from cause to budget, and one pure function over it.
 
-A new kind of failure is an error class, a row in `_CAUSES` and a row in `RETRIES`.
+A new kind of failure is an error class, a row in `_CAUSES` and a row in `RETRIES`. A store that is unavailable is one
+class for whoever catches it, and has a row for each way of being so: its status or the socket's error says which.
 """
 
 from __future__ import annotations
@@ -51,7 +52,12 @@ class Fail:
 
 # Budgets of one chunk over all workers of a node; a worker's own tries (Config.fetch_attempts) come before.
 RETRIES: Mapping[str, Budget] = {
-    "unavailable": Budget(failures=12, base_s=0.1, cap_s=5.0, same_worker=4),
+    "connect": Budget(failures=12, base_s=0.1, cap_s=5.0, same_worker=4),
+    "dns": Budget(failures=12, base_s=0.2, cap_s=10.0, same_worker=12),  # workers of a node ask the same resolver
+    "reset": Budget(failures=12, base_s=0.05, cap_s=2.0, same_worker=4),
+    "stalled": Budget(failures=8, base_s=0.05, cap_s=2.0, same_worker=2),  # each has cost a timeout already
+    "server_error": Budget(failures=12, base_s=0.1, cap_s=5.0, same_worker=12),
+    "unavailable": Budget(failures=12, base_s=0.1, cap_s=5.0, same_worker=4),  # in no way that has a name
     "throttled": Budget(failures=20, base_s=0.5, cap_s=20.0, same_worker=20),  # no worker is luckier than others
     "short_read": Budget(failures=12, base_s=0.05, cap_s=2.0, same_worker=4),
     "range_mismatch": Budget(failures=6, base_s=0.1, cap_s=2.0, same_worker=2),
@@ -81,10 +87,28 @@ _CAUSES: tuple[tuple[type[LongshoreError], str], ...] = (
     (RankLost, "worker_died"),
 )
 
+# How a store was unavailable, by the name of what Python's sockets, http.client or aiohttp raised.
+_WAYS: Mapping[str, tuple[str, ...]] = {
+    "dns": ("gaierror", "ClientConnectorDNSError"),
+    "connect": ("ConnectionRefusedError", "ClientConnectorError", "ConnectionTimeoutError"),
+    "reset": (
+        *("ConnectionResetError", "ConnectionAbortedError", "BrokenPipeError", "RemoteDisconnected", "EOFError"),
+        *("BadStatusLine", "IncompleteRead", "ServerDisconnectedError", "ClientOSError", "ClientPayloadError"),
+    ),
+    "stalled": ("TimeoutError", "FSTimeoutError", "ServerTimeoutError", "SocketTimeoutError"),
+}
+_WAY_OF = {name: way for way, names in _WAYS.items() for name in names}
+
 
 def cause_of(error: LongshoreError) -> str:
     """The row of RETRIES that an error belongs to; "unexpected" for all that no retry can help."""
-    return next((cause for kind, cause in _CAUSES if isinstance(error, kind)), "unexpected")
+    cause = next((cause for kind, cause in _CAUSES if isinstance(error, kind)), "unexpected")
+    if cause != "unavailable":
+        return cause
+    status = error.details.get("status")
+    if isinstance(status, int) and status >= 400:
+        return "server_error"
+    return _WAY_OF.get(str(error.details.get("cause")), "unavailable")
 
 
 def decide(cause: str, failures: int, fraction: float, *, budgets: Mapping[str, Budget] = RETRIES) -> Retry | Fail:

@@ -40,7 +40,7 @@ def translated(error: Exception, uri: str, key: str | None) -> StoreError:
     # aiohttp's payload and disconnect errors are no OSErrors
     is_transport = isinstance(error, OSError | EOFError) or type(error).__module__.startswith("aiohttp")
     if is_transport or (isinstance(status, int) and status >= 500):
-        return StoreUnavailable("the store could not be reached or failed", **where)
+        return StoreUnavailable("the store could not be reached or failed", status=status, **where)
     if isinstance(error, NotImplementedError):
         return StoreError("this kind of store cannot do that", **where)
     return StoreError("the store refused the request", **where)

@@ -96,6 +96,7 @@ def store_error(
 
 def connection_error(error: Exception, *, uri: str, endpoint: str, timeout_s: float | None = None) -> StoreError:
     """The error for a request that got no whole answer. Raise it from `error`."""
+    kind = type(error).__name__
     where: dict[str, Any] = {"uri": uri, "endpoint": endpoint}
     if isinstance(error, ssl.SSLCertVerificationError):
         return StoreError(
@@ -104,14 +105,18 @@ def connection_error(error: Exception, *, uri: str, endpoint: str, timeout_s: fl
             **where,
         )
     if isinstance(error, TimeoutError):
-        return StoreUnavailable("the store did not answer in time", timeout_s=timeout_s, **where)
+        return StoreUnavailable("the store did not answer in time", timeout_s=timeout_s, cause=kind, **where)
     if isinstance(error, ConnectionRefusedError):
         return StoreUnavailable(
-            "the store refused the connection", hint="is the endpoint URL right, and the server up?", **where
+            "the store refused the connection",
+            hint="is the endpoint URL right, and the server up?",
+            cause=kind,
+            **where,
         )
-    kind = type(error).__name__
     if kind == "gaierror":
-        return StoreUnavailable("the store's host name is not known", hint="check the endpoint URL", **where)
+        return StoreUnavailable(
+            "the store's host name is not known", hint="check the endpoint URL", cause=kind, **where
+        )
     return StoreUnavailable("the connection to the store failed", cause=kind, **where)
 
 

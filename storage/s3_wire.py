@@ -203,7 +203,7 @@ class WireClient:
         if response.status in (200, 206):
             if ("content-length" not in headers or "etag" not in headers) and not _has_more(response):
                 # http.client takes the end of the stream for the end of the head: what is missing was cut off.
-                raise StoreUnavailable("the answer ended in its head", uri=self._uri, key=key)
+                raise StoreUnavailable("the answer ended in its head", cause="EOFError", uri=self._uri, key=key)
             return check_answer(
                 response.status, headers, byte_range, etag, uri=self._uri, key=key, range=str(byte_range)
             )

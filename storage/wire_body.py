@@ -66,7 +66,9 @@ def receive(
             rest = rest[count:]
             took_s = time.monotonic() - started_s
             if took_s > timeout_s and received.bytes < took_s * _MIN_RATE_BYTES_PER_S:
-                raise StoreUnavailable("the answer comes too slowly", received_bytes=received.bytes, **where)
+                raise StoreUnavailable(
+                    "the answer comes too slowly", cause="TimeoutError", received_bytes=received.bytes, **where
+                )
     if plain:
         sock.settimeout(timeout_s)
     # Tells http.client that the body is over; without it the connection would refuse the next request.

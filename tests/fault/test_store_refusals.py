@@ -134,7 +134,7 @@ def test_a_store_that_is_not_there(shm_dir: Path, bucket: Bucket) -> None:
     with bucket.store(nobody_there) as store, local_node(shm_dir, slots=32, **IMPATIENT) as node:
         error = refused_with(run(node, plan, store)[0])
         assert isinstance(error, ChunkFailed)
-        assert error.details["cause"] == "StoreUnavailable"
+        assert error.details["cause"] == "StoreUnavailable (ConnectionRefusedError)"
         check_at_rest(node)
 
 

@@ -35,6 +35,26 @@ def test_causes(kind, cause):
     assert cause_of(kind("m")) == cause
 
 
+@pytest.mark.parametrize(
+    ("details", "cause"),
+    [
+        ({"status": 500}, "server_error"),
+        ({"status": 400, "code": "RequestTimeout"}, "server_error"),
+        ({"cause": "gaierror"}, "dns"),
+        ({"cause": "ConnectionRefusedError"}, "connect"),
+        ({"cause": "ConnectionResetError"}, "reset"),
+        ({"cause": "RemoteDisconnected"}, "reset"),
+        ({"cause": "TimeoutError"}, "stalled"),
+        ({"cause": "SSLError"}, "unavailable"),
+        ({"cause": None, "status": None}, "unavailable"),
+    ],
+)
+def test_a_store_is_unavailable_in_many_ways(details, cause):
+    assert cause_of(storage_errors.StoreUnavailable("m", **details)) == cause
+    assert RETRIES[cause].failures > 0
+    assert cause_of(storage_errors.Throttled("m", **details)) == "throttled"
+
+
 def _every_error(kind=LongshoreError):
     yield kind
     for derived in kind.__subclasses__():

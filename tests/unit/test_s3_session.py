@@ -201,4 +201,4 @@ def test_a_name_that_cannot_be_resolved_is_an_unavailable_store() -> None:
         for ask in (lambda: read_bytes(store, "key", ByteRange(0, 10)), lambda: store.stat("key")):
             with pytest.raises(StoreUnavailable) as caught:
                 ask()
-            assert cause_of(caught.value) == "unavailable"
+            assert cause_of(caught.value) in ("dns", "unavailable")  # boto3 does not say why it got nowhere
