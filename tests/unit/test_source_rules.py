@@ -2,10 +2,13 @@
 
 from __future__ import annotations
 
+from contextlib import closing
+
 import pytest
 
 from storage.errors import LongshoreError, SourceRefused, UnsupportedStore
 from storage.fsspec_store import FsspecStore
+from storage.s3 import S3Store
 from storage.source_rules import DEFAULT_SCHEMES, SourceRules, origin
 from storage.store_ref import Credentials, StoreRef, parse_uri
 
@@ -127,3 +130,68 @@ def test_one_spelling_of_a_server() -> None:
 def test_a_chain_is_refused_also_where_a_ref_was_made_by_hand() -> None:
     with pytest.raises(LongshoreError, match="::"):
         FsspecStore(StoreRef("memory", "", "x::file:///etc"))
+
+
+@pytest.mark.parametrize(
+    "uri",
+    [
+        "file:///data/../etc",
+        "file:///data/%2e%2e/etc",
+        "file:///data/%2E./etc",
+        "file://host/etc",
+        "/data/../etc",
+        "memory://a/../b",
+        "memory://a/%2e%2e/b",
+        "http://host/a/../b",
+        "http://host/%2e%2e/b",
+        "gs://bucket/a\\..\\b",
+        "hf://owner/model/../other",
+        "az://box@account/a/%2e%2e/b",
+        "http://allowed@evil/m",
+        "http://allowed\\@evil/m",
+        "simplecache::s3://bucket/m",
+        "http::file:///etc",
+    ],
+)
+def test_uris_that_climb_or_chain_name_no_place(uri: str) -> None:
+    with pytest.raises(LongshoreError):
+        SourceRules.parse("any", "http://allowed", "any").check(parse_uri(uri, environ={}))
+
+
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
+def test_an_endpoint_of_the_environment_is_one_like_any_other(name: str) -> None:
+    """Of the client's environment: it goes into the request. The coordinator's own is what `default` stands for."""
+    ref = parse_uri("s3://models/llama", environ={name: "http://169.254.169.254"})
+    assert ref.endpoint_url == "http://169.254.169.254"
+    for listed in ("default", "https://store.example"):
+        with pytest.raises(SourceRefused):
+            SourceRules.parse("s3", listed, "any").check(ref)
+    SourceRules.parse("s3", "http://169.254.169.254", "any").check(ref)
+    ignored = parse_uri("s3://models/x", environ={name: "http://h", "AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "true"})
+    assert ignored.endpoint_url is None
+    with pytest.raises(SourceRefused):  # without `default`, what the node's configuration says is not asked
+        SourceRules.parse("s3", "https://store.example", "any").check(ignored)
+
+
+@pytest.mark.parametrize("region", ["evil.example/", "x@evil.example", "evil.example#", "a b", "x.evil.example:80"])
+def test_a_region_is_no_way_to_another_host(region: str) -> None:
+    with pytest.raises(LongshoreError), closing(S3Store(parse_uri("s3://b/m", region=region, environ={}))) as store:
+        store.stat("key")
+
+
+@pytest.mark.parametrize(
+    "ref",
+    [
+        StoreRef("FILE", "", "/etc"),
+        StoreRef("local", "", "/etc"),
+        StoreRef("http", "allowed@evil", "m"),
+        StoreRef("http", "evil\\.allowed", "m"),
+        StoreRef("s3", "bucket", "m", endpoint_url="http://allowed@evil"),
+        StoreRef("s3", "bucket", "m", endpoint_url="http://evil#allowed"),
+        StoreRef("s3", "bucket", "m", endpoint_url="file:///etc"),
+    ],
+    ids=range(7),
+)
+def test_a_request_that_was_made_by_hand_is_held_to_the_same(ref: StoreRef) -> None:
+    with pytest.raises(SourceRefused):
+        SourceRules.parse("file,s3,http", "http://allowed", "any").check(ref)
