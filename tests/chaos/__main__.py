@@ -10,31 +10,22 @@ import argparse
 import os
 import platform
 import random
-import signal
 import sys
 import time
 from collections import Counter
 from collections.abc import Sequence
-from types import FrameType
 from typing import Any
 
 import ray._private.worker
 
 from tests.chaos.bench import bench
 from tests.chaos.cases import Case, make_case
+from tests.chaos.interrupts import Interrupted, check_interrupted, listen
 from tests.chaos.judge import BAD, KINDS
 from tests.chaos.run_case import CaseRunner, Outcome
 
 CASES_PER_SEED = 100_000
 ray_worker: Any = ray._private.worker
-
-
-class Interrupted(BaseException):
-    """A signal asks for the end; what is there is taken down in its order."""
-
-    def __init__(self, number: int) -> None:
-        super().__init__(number)
-        self.number = number
 
 
 def table(outcomes: Sequence[Outcome]) -> str:
@@ -98,23 +89,16 @@ def main(arguments: Sequence[str] | None = None) -> int:
 
 def _run(cases: Sequence[Case], outcomes: list[Outcome]) -> tuple[str, str]:
     """Run them all; (what is left in the end, what was watched). Raises Interrupted when everything is taken down."""
-    signal.signal(signal.SIGINT, _interrupt)  # the cluster's processes are started with it, and end by our hand
-    signal.signal(signal.SIGTERM, _interrupt)
+    listen()
     with bench() as there:
-        for number in (signal.SIGINT, signal.SIGTERM):
-            signal.signal(number, _interrupt)  # again: ray.init sets its own
+        listen()
         runner = CaseRunner(there)
         width = len(str(len(cases)))
         for case in cases:
+            check_interrupted()
             outcomes.append(runner.run(case))
             print(f"[{len(outcomes):{width}}/{len(cases)}] {line(outcomes[-1])}", flush=True)
         return runner.leaks.found(), runner.leaks.watched
-
-
-def _interrupt(number: int, frame: FrameType | None) -> None:
-    for each in (signal.SIGINT, signal.SIGTERM):
-        signal.signal(each, signal.SIG_IGN)  # once is enough: taking down must not be cut short
-    raise Interrupted(number)
 
 
 if __name__ == "__main__":

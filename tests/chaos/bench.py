@@ -28,7 +28,7 @@ from tests.chaos.cases import BUCKET, RANKS_PER_NODE, Case
 from tests.chaos.proxy import CredentialsFile
 from tests.chaos.strikes import NODES
 from tests.support.losable_nodes import LosableNodes, losable_nodes
-from tests.support.ray_clusters import MIB, eventually
+from tests.support.ray_clusters import CREDENTIALS_FILE, MIB, eventually
 
 KV_HEADS = 2
 CHUNK_BYTES = MIB
@@ -187,9 +187,8 @@ def bench() -> Iterator[Bench]:
         folder = Path(name)
         for part in ("bucket", "tmp/ray"):
             (folder / part).mkdir(parents=True)
-        # No keys on the nodes but those of the file, and a folder for temporary files that nobody else uses.
+        # No keys in the environment of the nodes, and a folder for temporary files that nobody else uses.
         ours = {
-            "AWS_SHARED_CREDENTIALS_FILE": str(folder / "credentials"),
             "AWS_EC2_METADATA_DISABLED": "true",
             "TMPDIR": str(folder / "tmp"),
         }
@@ -197,7 +196,8 @@ def bench() -> Iterator[Bench]:
         longshore = stack.enter_context(losable_nodes())
         server = stack.enter_context(EmbeddedS3(folder / "bucket"))
         longshore.want(NODES)
-        there = Bench(longshore, server, folder, CredentialsFile(folder / "credentials", server))
+        there = Bench(longshore, server, folder, CredentialsFile(CREDENTIALS_FILE, server))
+        stack.callback(CREDENTIALS_FILE.unlink, missing_ok=True)
         stack.callback(there.kill_everything)
         yield there
 

@@ -11,6 +11,7 @@ import psutil
 from actors.names import COORDINATOR, gang_of_worker
 from storage.arena_files import sweep
 from storage.temporary_files import is_temporary
+from tests.chaos.interrupts import check_interrupted
 from tests.support.losable_nodes import LosableNodes
 from tests.support.ray_clusters import eventually
 
@@ -46,6 +47,7 @@ class Leaks:
 
         def nothing() -> bool:
             nonlocal last
+            check_interrupted()
             last = self._cluster() or self._processes() or self._files()
             return not last
 

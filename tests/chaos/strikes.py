@@ -17,6 +17,7 @@ import psutil
 
 from actors.names import COORDINATOR
 from tests.chaos.cases import Case, Strike
+from tests.chaos.interrupts import check_interrupted
 from tests.chaos.proxy import ChaosProxy, CredentialsFile
 from tests.support.losable_nodes import LosableNodes
 
@@ -77,6 +78,7 @@ class Strikes:
         """
         give_up_s = time.monotonic() + timeout_s
         while not wait([future], ATTEND_EVERY_S).done:
+            check_interrupted()
             if self._node_wanted.is_set():
                 self._node_wanted.clear()
                 self._bring_nodes()
