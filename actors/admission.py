@@ -62,8 +62,9 @@ async def fit_in(
 
     Raises DoesNotFit, and what an agent raises: ArenaTooLarge...
     """
-    # Models that have just ended may not have given all back yet.
-    give_up_s = max((other.ended_s + FREED_S for other in others if other.life.is_over), default=0.0)
+    # Models that have just ended may not have given back yet what they had.
+    ended_s = [other.ended_s for other in others if other.life.is_over and other.host_bytes]
+    give_up_s = max(ended_s, default=0.0) + FREED_S
     while True:
         misfit = await fit_on(record, record.seats, plan, agents, config, others, taken)
         if misfit is None:
