@@ -1,0 +1,637 @@
+"""A whole cluster in one thread, on a clock of its own: the real coordinator and the real ledger of every node.
+
+    SimClient -- load, wait, renew, release --> Coordinator (real: actors.coordinator and all that it drives)
+                                                  |  Ray as far as it is used: tests.support.simulated_ray
+    SimAgent (round the real NodeLedger) <--------+------> SimWorker (one step of a rank at a time)
+
+Everything is an event of one clock, and chance comes from one seed. Messages take a while, overtake each other, are
+lost, come late or twice; processes are killed, stopped and woken; nodes die, are cut off, join. `check` states what
+must hold at any moment, `settle` and `end` what must be true when nothing goes wrong any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import itertools
+import re
+from collections.abc import Callable, Coroutine
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+from unittest.mock import patch
+
+from ray.exceptions import RayActorError
+
+from actors import (
+    admission,
+    agent_watch,
+    coordinator,
+    gangs,
+    load_report,
+    load_run,
+    model_record,
+    node_agents,
+    nodes,
+    plan_source,
+    reseating,
+    spawn,
+    strays,
+)
+from actors.coordinator import Coordinator
+from actors.model_record import ModelRecord
+from actors.names import agent_name, worker_name
+from cluster import load_state
+from cluster.config import Config
+from cluster.errors import (
+    ChunkFailed,
+    ClusterLost,
+    IllegalTransition,
+    LoadCancelled,
+    LoadForgotten,
+    LoadTimeout,
+    ModelNotFound,
+    NodeLost,
+    NotEnoughResources,
+    RankLost,
+)
+from cluster.load_state import LoadState
+from cluster.messages import AgentBeat, LoadRequest, StoreAccess
+from cluster.packed_plan import PackedPlan
+from cluster.rank_plans import RankFacts
+from storage.errors import IntegrityError, LongshoreError, ShortRead, StoreUnavailable, Throttled
+from storage.own_memory import PeakMemory
+from storage.store_ref import StoreRef
+from tests.support.node_simulation import CHUNK_BYTES, SimModel
+from tests.support.simulated_ray import NODE_DETECTED_S, Handle, Host, SimActor, SimRay
+from tests.support.simulated_workers import TROUBLES, SimAgent, SimHost, SimWorker
+from tests.support.virtual_time import Clock, VirtualLoop
+
+ON_THE_CLOCK = (
+    admission, agent_watch, coordinator, gangs, load_report, load_run, model_record, node_agents, reseating,
+)  # fmt: skip
+ASKS_RAY = (nodes, plan_source, spawn, strays)
+COORDINATOR_GONE_S = 60.0  # see cluster.connection
+REBUILD_GRACE_S = 20.0  # see cluster.wait
+EARLY = ("", "planning", "waiting", "starting")
+STORE_FAULTS = (StoreUnavailable, Throttled, ShortRead, IntegrityError)
+ENDS_WITHIN_S = 400.0  # of a load, when nothing goes wrong any more
+GONE_WITHIN_S = 200.0
+
+# An error that a load may end with -> the faults that justify it; without any of them it has to be READY.
+JUSTIFIED: dict[type[LongshoreError], set[str]] = {
+    ChunkFailed: {"slow", "store", "worker", "message", "agent", "node"},
+    IntegrityError: {"store"},
+    RankLost: {"worker", "agent", "message", "node"},
+    NodeLost: {"node"},
+    ClusterLost: {"agent", "coordinator", "node"},
+    LoadForgotten: {"coordinator"},
+    LoadCancelled: {"client"},
+    LoadTimeout: {"client"},
+    NotEnoughResources: {"places"},
+}
+
+
+def _arrows() -> set[tuple[str, str]]:
+    """What docs/load_states.md allows."""
+    text = (Path(__file__).resolve().parents[2] / "docs" / "load_states.md").read_text()
+    found = re.findall(r"^ +([A-Z]+) --> ([A-Z]+):", text, re.MULTILINE)
+    return {(before.lower(), after.lower()) for before, after in found}
+
+
+ARROWS = _arrows()
+_advance = load_state.advance
+
+
+class SimPlanner:
+    """Plans at once, after a while."""
+
+    def __init__(self, cluster: ClusterSimulation) -> None:
+        self._cluster = cluster
+
+    async def prepare(self, request: LoadRequest) -> PackedPlan:
+        await asyncio.sleep(self._cluster.clock.chance.uniform(0.01, 1.0))
+        model = self._cluster.models[request.uri]
+        needs = needs_of(model, request)
+        shared = model.shared(needs)
+        self._cluster.planned[shared] = model
+        ranks = tuple(RankFacts(CHUNK_BYTES * len(chunks), CHUNK_BYTES * len(chunks)) for chunks in needs.values())
+        return PackedPlan("v1", "blake3", CHUNK_BYTES * len(model.contents), ranks, shared)
+
+    async def is_current(self, request: LoadRequest, known: str) -> bool:
+        await asyncio.sleep(0.01)
+        return known == "v1"
+
+    async def close(self) -> None:
+        return None
+
+
+def needs_of(model: SimModel, request: LoadRequest) -> dict[int, list[int]]:
+    """Tensor parallel ranks share chunk 0 and have the rest in turns; replicas need the same."""
+    tp = request.tensor_parallel_size
+    count = len(model.contents)
+    return {rank: sorted({0, *range(rank % tp, count, tp)}) for rank in range(request.world_size)}
+
+
+class SimClient:
+    """A program that loads one model and keeps it until it is told to let go."""
+
+    def __init__(self, cluster: ClusterSimulation, request: LoadRequest, timeout_s: float | None) -> None:
+        self.cluster, self.request, self.timeout_s = cluster, request, timeout_s
+        self.model_id = ""
+        self.state = ""
+        self.ready = False
+        self.error: LongshoreError | None = None
+        self.given_up = False
+        self.released = False
+        self.dead = False
+        self._held = ""
+        self._task = cluster.client_loop.create_task(self._live())
+        self._renewing = cluster.client_loop.create_task(self._renew())
+
+    @property
+    def waits(self) -> bool:
+        return not (self.dead or self.ready or self.error is not None)
+
+    @property
+    def holds(self) -> bool:
+        return bool(self._held) and not self.dead and not self.released
+
+    def kill(self) -> None:
+        self.dead = True
+        self._task.cancel()
+        self._renewing.cancel()
+
+    def release(self) -> None:
+        """Its own doing: it waits no more, and holds nothing."""
+        if not self.released and not self.dead:
+            self.released = True
+            self.given_up = True
+            if self.ready and self._held:
+                self.cluster.client_loop.create_task(self._let_go())
+
+    async def _live(self) -> None:
+        try:
+            for tries_left in range(4, -1, -1):
+                self.model_id, _ = await self.cluster.ask("load", self.request)
+                self._held = self.model_id
+                try:
+                    await self._until_ready()
+                    self.ready = True
+                    if self.released:
+                        await self._let_go()
+                    return
+                except LoadForgotten:
+                    self._held = ""
+                    if not tries_left:
+                        raise
+        except LongshoreError as error:
+            self.error = error
+            await self._let_go()
+
+    async def _let_go(self) -> None:
+        held, self._held = self._held, ""
+        if held:
+            with contextlib.suppress(LongshoreError):
+                await self.cluster.ask("release", held, self.request.client_id)
+
+    async def _until_ready(self) -> None:
+        """`cluster.wait.wait_until_ready`, on the loop."""
+        clock = self.cluster.clock
+        began_s, seen, unknown_since_s = clock.now_s, -1, None
+        self.state = ""
+        while True:
+            try:
+                seen, now, report, error = await self.cluster.ask("wait", self.model_id, seen, 1.0)
+                unknown_since_s = None
+            except ModelNotFound as missing:
+                if self.state in EARLY:
+                    raise LoadForgotten("forgotten", model=self.model_id) from missing
+                unknown_since_s = unknown_since_s or clock.now_s
+                if clock.now_s - unknown_since_s > REBUILD_GRACE_S:
+                    raise ClusterLost("the cluster has forgotten the load", model=self.model_id) from missing
+                await asyncio.sleep(0.2)
+                continue
+            self.state = now.state
+            if error is not None:
+                raise error
+            if report is not None and now.state == "ready":
+                return
+            if self.given_up:
+                raise LoadCancelled("the caller gave the load up")
+            if self.timeout_s is not None and clock.now_s - began_s > self.timeout_s:
+                raise LoadTimeout("the load did not end in time")
+
+    async def _renew(self) -> None:
+        while not self.dead:
+            await asyncio.sleep(self.cluster.config.holder_ttl_s / 4)
+            if self._held:
+                with contextlib.suppress(LongshoreError):
+                    await self.cluster.ask("renew", self.request.client_id, [self._held])
+
+
+class ClusterSimulation:
+    """See above. `slots`: of every arena; `roomy`: nothing is ever evicted, so what is fetched can be counted."""
+
+    def __init__(self, seed: int, *, hosts: int, slots: int, roomy: bool, node_wait_s: float = 0.0) -> None:
+        self.clock = Clock(seed)
+        self.roomy, self.slots = roomy, slots
+        self.config = Config.from_env(
+            {},
+            heartbeat_s=1.0,
+            lease_deadline_s=10.0,
+            stuck_after_s=12.0,
+            orphan_after_s=30.0,
+            holder_ttl_s=8.0,
+            node_wait_s=node_wait_s,
+            cpu_ranks_per_node=2,
+            host_reserve_bytes=0,
+            hedge_factor=0.0 if roomy else 4.0,  # a second fetch of a chunk is not counted then
+        )
+        self.ray = SimRay(self.clock)
+        self.models: dict[str, SimModel] = {}
+        self.planned: dict[bytes, SimModel] = {}
+        self.hosts: list[SimHost] = []
+        self.clients: list[SimClient] = []
+        self.faults: set[str] = set()  # kinds that there have been
+        self.trouble = 0.0  # how often a message does not simply arrive
+        self.store_trouble = 0.0
+        self.problems: list[str] = []
+        self.coordinators = 0
+        self._ids = itertools.count(1)
+        self._coordinator: Coordinator | None = None
+        self._loop: VirtualLoop | None = None
+        self._asked: dict[asyncio.Future[Any], int] = {}
+        self._patches = contextlib.ExitStack()
+        self._patch()
+        self.client_loop = VirtualLoop(self.clock, self._unforeseen)
+        for _ in range(hosts):
+            self.add_host()
+        self.start_coordinator()
+
+    def close(self) -> None:
+        self.ray.silent = True
+        if self._loop is not None:
+            self._loop.kill()
+        self.client_loop.kill()
+        self._patches.close()
+
+    def unique(self) -> str:
+        return f"{next(self._ids):08x}" * 4
+
+    # -- events ------------------------------------------------------------------------------------------------
+
+    def run(self, seconds: float) -> None:
+        self.clock.run(seconds)
+        self.check()
+
+    def add_host(self) -> None:
+        host = Host(f"n{len(self.hosts)}")
+        self.ray.hosts[host.node_id] = host
+        self.hosts.append(SimHost(self, host, self.slots))
+
+    def load(self, uri: str, tensor_parallel_size: int, replicas: int, **options: Any) -> SimClient:
+        """A new client that wants the model."""
+        timeout_s = options.pop("timeout_s", None)
+        request = LoadRequest(
+            uri=uri,
+            store=StoreAccess(StoreRef("s3", "models", uri)),
+            only_key=None,
+            tensor_parallel_size=tensor_parallel_size,
+            fsdp_size=1,
+            data_parallel_size=replicas,
+            device="cpu",
+            layout_rules=None,
+            keep=options.pop("keep", False),
+            client_id=self.unique(),
+            wait_for_resources_s=options.pop("wait_for_resources_s", 0.0),
+            placement="via_arena",
+        )
+        if timeout_s is not None:
+            self.faults.add("client")
+        client = SimClient(self, request, timeout_s)
+        self.clients.append(client)
+        return client
+
+    def workers(self) -> list[SimWorker]:
+        """Processes of ranks that live, also those that nobody knows any more."""
+        found = [actor.process for actor in self.ray.actors.values() if isinstance(actor.process, SimWorker)]
+        known = {id(worker) for worker in found}
+        old = [worker for node in self.hosts for worker in node.workers.values() if id(worker) not in known]
+        return found + [worker for worker in old if worker.rank is not None and worker.rank.alive]
+
+    def kill_worker(self, worker: SimWorker) -> None:
+        self.faults.add("worker")
+        worker.actor.process = None
+        worker.killed()
+
+    def stop_worker(self, worker: SimWorker) -> None:
+        self.faults.add("worker")
+        worker.stop_process()
+
+    def kill_agent(self, node: SimHost) -> None:
+        """Ray starts it again."""
+        if node.agent is not None:
+            self.faults.add("agent")
+            agent = node.agent
+            agent.killed()
+            self.ray.died(agent.actor)
+            if not agent.actor.dead:
+                delay_s = self.clock.chance.uniform(0.2, 3.0)
+                self.clock.after(delay_s, lambda: self.ray.start(agent.actor, lambda: SimAgent(node, agent.actor)))
+
+    def kill_node(self, node: SimHost) -> None:
+        if node.host.lives:
+            self.faults.add("node")
+            node.host.lives = False
+            self._end_processes(node)
+            self.clock.after(self.clock.chance.uniform(0.5, NODE_DETECTED_S), lambda: self.ray.lose_host(node.host))
+
+    def cut_off(self, node: SimHost, seconds: float) -> None:
+        """A partition, which heals. A node that Ray took for dead meanwhile hears of that, and ends itself."""
+        if not node.host.lives or node.host.cut_off:
+            return
+        self.faults.add("node")
+        node.host.cut_off = True
+        detected_s = self.clock.chance.uniform(3.0, 3.0 + NODE_DETECTED_S)
+        if seconds > detected_s:
+            self.clock.after(detected_s, lambda: self.ray.lose_host(node.host))
+        self.clock.after(seconds, lambda: self._heal(node))
+
+    def kill_coordinator(self) -> None:
+        """Ray starts it again, with nothing."""
+        if self._loop is None:
+            return
+        self.faults.add("coordinator")
+        loop, self._loop, self._coordinator = self._loop, None, None
+        self.ray.silent = True
+        loop.kill()
+        self.ray.silent = False
+        for answer in list(self._asked):
+            self._reply(answer, RayActorError(), 0.3)
+        self.clock.after(self.clock.chance.uniform(0.3, 3.0), self.start_coordinator)
+
+    def start_coordinator(self) -> None:
+        if self._loop is None:
+            self.coordinators += 1
+            self._coordinator = Coordinator(self.config)
+            self._loop = VirtualLoop(self.clock, self._unforeseen)
+
+    # -- who asks whom -----------------------------------------------------------------------------------------
+
+    async def ask(self, method: str, *args: Any) -> Any:
+        """A client's call: `cluster.connection.Connection.call`, on the loop."""
+        give_up_s = self.clock.now_s + COORDINATOR_GONE_S
+        while True:
+            answer = asyncio.get_running_loop().create_future()
+            self._asked[answer] = 0
+            self.clock.soon(lambda answer=answer: self._call(method, args, answer))  # type: ignore[misc]
+            try:
+                return await asyncio.wait_for(answer, COORDINATOR_GONE_S)
+            except TimeoutError as error:
+                raise ClusterLost("the coordinator does not answer", method=method) from error
+            except RayActorError as error:
+                if self.clock.now_s > give_up_s:
+                    raise ClusterLost("the coordinator is gone") from error
+            finally:
+                self._asked.pop(answer, None)
+            await asyncio.sleep(0.5)
+
+    def heartbeat(self, agent: SimAgent, beat: AgentBeat, *, answered: bool) -> None:
+        """An agent's."""
+        coordinator, loop = self._coordinator, self._loop
+        if coordinator is None or loop is None or agent.node.host.cut_off:
+            return
+
+        def reply(task: asyncio.Task[Any]) -> None:
+            if not answered or task.cancelled() or task.exception() is not None:
+                return
+            said = task.result()
+            self.clock.soon(lambda: take(said))
+
+        def take(said: Any) -> None:
+            if agent.up and not agent.node.host.cut_off:
+                agent.asked_for = said.unknown_loads
+                for load_id in said.ended_loads:
+                    agent.end(load_id)
+
+        self.clock.soon(lambda: self._begin(loop, coordinator.heartbeat(beat), reply))
+
+    def fate(self) -> str:
+        """Of a message."""
+        if self.trouble and self.clock.chance.random() < self.trouble:
+            self.faults.add("message")
+            return self.clock.chance.choice(TROUBLES)
+        return "arrives"
+
+    def store_fault(self) -> LongshoreError | None:
+        """Of a chunk that a rank has tried as often as it may."""
+        if self.store_trouble and self.clock.chance.random() < self.store_trouble:
+            self.faults.add("store")
+            return self.clock.chance.choice(STORE_FAULTS)("a fault of the test", shard="model.safetensors", chunk=0)
+        return None
+
+    # -- what must hold ----------------------------------------------------------------------------------------
+
+    def records(self) -> list[ModelRecord]:
+        return [] if self._coordinator is None else list(self._coordinator._models.values())
+
+    def check(self) -> None:
+        """At any moment."""
+        assert not self.problems, self.problems[0]
+        for node in self.hosts:
+            node.check()
+            if self.roomy:
+                node.check_fetched()
+        for record in self.records():
+            if record.life.state is LoadState.READY:
+                for seat in record.seats.values():
+                    self._check_holds_all(record, seat.rank, seat.worker)
+        for client in self.clients:
+            if client.error is not None:
+                self.check_error(client.error)
+
+    def check_error(self, error: LongshoreError) -> None:
+        """A load fails with a typed error only, and only when there was a fault that justifies that very one."""
+        causes = JUSTIFIED.get(type(error))
+        assert causes is not None, f"nobody foresaw {error!r} {error.details}"
+        assert causes & self.faults, f"nothing that went wrong ({self.faults}) justifies {error!r}"
+
+    def _check_holds_all(self, record: ModelRecord, rank: int, worker: Handle) -> None:
+        process = worker.actor.process if worker is not None else None
+        if isinstance(process, SimWorker) and process.rank is not None and process.rank.alive:
+            held = process.rank
+            assert held.load.load_id == record.model_id
+            assert held.rank == rank
+            needed = set(needs_of(self.models[record.request.uri], record.request)[rank])
+            assert held.placed == needed, f"rank {rank} is READY, and has {held.placed} of {needed}"
+
+    def settle(self) -> None:
+        """No more faults: every load that is wanted ends READY, or in an error that is justified."""
+        self.trouble = self.store_trouble = 0.0
+        for node in self.hosts:
+            if node.host.cut_off:
+                self._heal(node)
+        for worker in self.workers():
+            if self.clock.chance.random() < 0.5:  # others never wake, and are found to be stuck
+                worker.continue_process()
+        self._run_until(ENDS_WITHIN_S, self._is_settled, "a load does not end, though nothing goes wrong any more")
+
+    def _is_settled(self) -> bool:
+        states = {record.life.state for record in self.records() if not record.life.is_over}
+        return (
+            not any(client.waits for client in self.clients) and self._loop is not None and states <= {LoadState.READY}
+        )
+
+    def end(self) -> None:
+        """Nobody wants anything any more: nothing is left."""
+        self.faults.add("client")
+        for client in self.clients:
+            client.release()
+        self._run_until(GONE_WITHIN_S, self._unkept_and_empty, "something is left of what nobody wants")
+        for node in self.hosts:
+            if node.agent is not None:
+                node.sync()
+                node.check_nothing_is_left()
+
+    def _unkept_and_empty(self) -> bool:
+        for record in self.records():
+            if (
+                record.holders.keep
+                and not record.life.is_over
+                and self._coordinator is not None
+                and self._loop is not None
+            ):
+                self._begin(self._loop, self._coordinator.unkeep(record.model_id), lambda task: task.exception())
+        return self._is_empty()
+
+    def _is_empty(self) -> bool:
+        if self._coordinator is None or not all(record.life.is_over for record in self.records()):
+            return False
+        for node in self.hosts:
+            if node.agent is not None:
+                stats = node.cache.stats()
+                if node.ledger._loads or stats.leased_slots or stats.quarantined_slots or stats.in_use_slots:
+                    return False
+        return not self.workers()
+
+    def left(self) -> list[str]:
+        """For the message of a test that fails."""
+        found = [f"{record.model_id} {record.life} {record.message}" for record in self.records()]
+        found += [f"{client.model_id} {client.state} waits={client.waits}" for client in self.clients]
+        found += [f"{worker.actor.name} stopped={worker.stopped} {worker.at_work}" for worker in self.workers()]
+        for node in self.hosts:
+            if node.agent is not None:
+                found.append(f"{node.host} {list(node.ledger._loads)} {node.cache.stats()}")
+            else:
+                found.append(f"{node.host} has no agent")
+        return found
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _run_until(self, most_s: float, done: Callable[[], bool], problem: str) -> None:
+        end_s = self.clock.now_s + most_s
+        while not done():
+            assert self.clock.now_s < end_s, "\n".join([problem, *self.left()])
+            self.run(1.0)
+
+    def _call(self, method: str, args: tuple[Any, ...], answer: asyncio.Future[Any]) -> None:
+        if answer.done():
+            return
+        if self._coordinator is None or self._loop is None:
+            self._reply(answer, RayActorError(), 0.3)
+            return
+
+        def reply(task: asyncio.Task[Any]) -> None:
+            if not task.cancelled():
+                error = task.exception()
+                self._reply(answer, error if error is not None else task.result(), 0.1)
+
+        self._begin(self._loop, getattr(self._coordinator, method)(*args), reply)
+
+    def _reply(self, answer: asyncio.Future[Any], result: Any, most_s: float) -> None:
+        def give() -> None:
+            if not answer.done() and not answer.get_loop().is_closed():
+                if isinstance(result, BaseException):
+                    answer.set_exception(result)
+                else:
+                    answer.set_result(result)
+
+        self.clock.soon(give, most_s)
+
+    def _begin(
+        self, loop: VirtualLoop, work: Coroutine[Any, Any, Any], done: Callable[[asyncio.Task[Any]], object]
+    ) -> None:
+        if loop.is_closed():
+            work.close()
+        else:
+            loop.create_task(work).add_done_callback(done)
+
+    def _heal(self, node: SimHost) -> None:
+        node.host.cut_off = False
+        if not node.host.listed:
+            self.clock.after(self.clock.chance.uniform(0.5, 3.0), lambda: self._node_ends(node))
+
+    def _node_ends(self, node: SimHost) -> None:
+        if node.host.lives:
+            node.host.lives = False
+            self._end_processes(node)
+
+    def _end_processes(self, node: SimHost) -> None:
+        for worker in self.workers():
+            if worker.node is node:
+                worker.actor.process = None
+                worker.killed()
+        if node.agent is not None:
+            agent = node.agent
+            agent.killed()
+            agent.actor.process = None
+
+    def _unforeseen(self, error: BaseException) -> None:
+        """What no task was asked about."""
+        if not isinstance(error, LongshoreError | RayActorError | TimeoutError) or isinstance(error, IllegalTransition):
+            self.problems.append(f"in a task of its own: {error!r}")
+
+    def _start_agent(self, node_id: str, host: str, config: Config) -> Handle:
+        with contextlib.suppress(ValueError):
+            return self.ray.get_actor(agent_name(node_id), "")
+        node = next(node for node in self.hosts if node.host.node_id == node_id)
+        made: list[SimActor] = []
+        handle = self.ray.create(agent_name(node_id), node_id, lambda: SimAgent(node, made[0]), restarts=True)
+        made.append(handle.actor)
+        return handle
+
+    def _start_worker(self, gang_id: str, rank: int, incarnation: int, *, node_id: str, **_: Any) -> Handle:
+        node = next(node for node in self.hosts if node.host.node_id == node_id)
+        made: list[SimActor] = []
+        name = worker_name(gang_id, rank, incarnation)
+        handle = self.ray.create(name, node_id, lambda: SimWorker(node, made[0]), restarts=False)
+        made.append(handle.actor)
+        return handle
+
+    def _advance(self, life: load_state.Life, event: Any) -> load_state.Life:
+        try:
+            after = _advance(life, event)
+        except IllegalTransition as error:
+            self.problems.append(f"{error} {error.details}")
+            raise
+        if after.state is not life.state and (life.state.value, after.state.value) not in ARROWS:
+            self.problems.append(f"{life.state} --> {after.state} is not in docs/load_states.md")
+        return after
+
+    def _patch(self) -> None:
+        """Ray, the clock and planning are other ones; nothing that decides is."""
+        enter = self._patches.enter_context
+        for module in ON_THE_CLOCK:
+            enter(patch.object(module, "time", SimpleNamespace(monotonic=self.clock.monotonic)))
+        for module in ASKS_RAY:
+            enter(patch.object(module, "ray", self.ray))
+        enter(patch.object(nodes, "available_resources_per_node", dict))
+        enter(patch.object(strays, "_groups", dict))
+        enter(patch.object(spawn, "start_agent", self._start_agent))
+        enter(patch.object(spawn, "start_worker", self._start_worker))
+        enter(patch.object(coordinator, "Planner", lambda *args: SimPlanner(self)))
+        enter(patch.object(coordinator, "uuid", SimpleNamespace(uuid4=lambda: SimpleNamespace(hex=self.unique()))))
+        enter(patch.object(coordinator, "check_packages", lambda: None))
+        enter(patch.object(PeakMemory, "sample", lambda memory: None))
+        enter(patch.object(load_state, "advance", self._advance))

@@ -1,0 +1,355 @@
+"""A node of a simulated cluster: an arena, an agent whose decisions are the real ledger's, workers that can be killed.
+
+    SimHost (tests.support.node_simulation, on a clock) -- agent --> SimAgent: what `actors.node_agent` does
+                                                        -- rank ---> SimWorker: what `actors.gpu_worker` does
+
+What must always hold is asserted where it could break: see `SimHost.write` and `SimHost._hand_in`.
+"""
+
+from __future__ import annotations
+
+import random
+from collections.abc import Callable
+from dataclasses import replace
+from typing import TYPE_CHECKING
+
+from actors.node_ledger import NodeLedger
+from cluster.errors import ClusterLost, LoadCancelled
+from cluster.messages import NodeFacts, NodeJob, RankHello, RankJob, RankUpdate, StoreAccess
+from cluster.packed_plan import unpack_shared
+from cluster.rank_report import RankReport, StageTimes
+from cluster.report import NodeReport
+from storage.host_memory import MemoryPool
+from storage.processes import ProcessId
+from storage.slot_records import SlotState
+from tests.support.node_simulation import CHUNK_BYTES, NodeSimulation, SimLoad, SimModel, SimRank, SimTables
+from tests.support.simulated_ray import Host, Later, SimActor
+
+if TYPE_CHECKING:
+    from tests.support.cluster_simulation import ClusterSimulation
+
+AGENT_GONE_S = 60.0  # see actors.executor
+PACES_S = (0.05, 0.2, 0.2, 1.0)  # a rank does something so often
+TROUBLES = ("twice", "unanswered", "late", "lost")
+
+
+class SimHost(NodeSimulation):
+    """A node whose ranks, agent and messages live by the cluster's clock."""
+
+    def __init__(self, cluster: ClusterSimulation, host: Host, slot_count: int) -> None:
+        super().__init__(slot_count, hedge_after_s=cluster.config.hedge_after_s if cluster.config.hedge_factor else 0.0)
+        self.cluster, self.host = cluster, host
+        self.journal.epoch = host.node_id  # the same in every life of the same seed
+        self.agent: SimAgent | None = None
+        self.workers: dict[ProcessId, SimWorker] = {}
+        self.spare_fetches = 0  # what was in flight at faults may be fetched once more
+        self.needed: set[object] = set()
+
+    def sync(self) -> None:
+        self.now_s = self.cluster.clock.now_s
+
+    def in_flight_at_fault(self, rank: SimRank) -> None:
+        self.spare_fetches += len(rank.leases) + len(rank.committed)
+
+    def kill(self, rank: SimRank) -> None:
+        """SIGKILL."""
+        if rank.alive:
+            self.in_flight_at_fault(rank)
+            super().kill(rank)
+            worker = self.workers[rank.process]
+            self.cluster.ray.died(worker.actor)
+
+    def write(self, who: SimRank, slot: int, content: object) -> None:
+        """A slot is written by its holder only, and never after it was given to somebody else, not even late."""
+        super().write(who, slot, content)
+        record = self.journal.records()[slot]
+        assert record.state in (SlotState.LEASED, SlotState.QUARANTINED), f"a write into a slot that is {record.state}"
+        assert record.holder == who.process, "a write into the slot of somebody else"
+
+    def deliver(self, message: RankHello | RankUpdate, fate: str) -> object:
+        if fate != "arrives":
+            rank = next(rank for rank in self.ranks if rank.process == message.process)
+            self.spare_fetches += len(rank.leases)
+            if isinstance(message, RankUpdate):
+                self.spare_fetches += len(message.committed)
+        if fate == "late":
+            clock = self.cluster.clock
+            clock.after(clock.chance.uniform(0.5, 20.0), self.late_message_arrives)
+        return super().deliver(message, fate)
+
+    def late_message_arrives(self, index: int = 0) -> None:
+        super().late_message_arrives(self.cluster.clock.chance.randrange(8))
+
+    def _hand_in(self, message: RankHello | RankUpdate) -> object:
+        """Whoever speaks for an incarnation that is over changes nothing, but for slots that it gives back."""
+        if self.agent is None:
+            return None
+        self.sync()
+        if not self._is_old(message):
+            return super()._hand_in(message)
+        before = self._facts()
+        answer = super()._hand_in(message)
+        assert self._facts() == before, f"a message of an old incarnation had an effect: {message}"
+        return answer
+
+    def _is_old(self, message: RankHello | RankUpdate) -> bool:
+        load = self.ledger._find(message.load_id, message.attempt)
+        place = None if load is None else load.ranks.get(message.rank)
+        return place is not None and message.incarnation < place.incarnation
+
+    def _facts(self) -> object:
+        beat = self.ledger.beat("node", "host", "0", self.now_s, ())
+        ranks = [(r.load_id, r.attempt, r.rank, r.incarnation, r.pid, r.placed_bytes) for r in beat.ranks]
+        loads = [(load.load_id, load.attempt, load.store_bytes, str(load.error), load.complete) for load in beat.loads]
+        return ranks, loads, self.cache.stats().committed_slots
+
+    def check(self) -> None:
+        """After every event: whoever is to read a slot finds there what it was told of."""
+        for rank in self.ranks:
+            if rank.alive:
+                for chunk, slot in rank.readable:
+                    assert self.memory[slot] == rank.load.model.content(chunk), "a rank would read other bytes"
+        if self.agent is not None:
+            self.check_leases()
+
+    def check_fetched(self) -> None:
+        """Nothing was fetched twice but what was in flight at a fault."""
+        most = len(self.needed) + self.spare_fetches
+        fetched = sum(self.fetched.values())
+        assert fetched <= most, f"{fetched} chunks were fetched, {len(self.needed)} are needed, {most} are explained"
+
+
+class SimAgent:
+    """The process of an agent."""
+
+    stopped = False
+
+    def __init__(self, node: SimHost, actor: SimActor) -> None:
+        self.node, self.actor = node, actor
+        self.cluster = node.cluster
+        self.incarnation = self.cluster.unique()
+        self.asked_for: tuple[str, ...] = ()
+        node.sync()
+        node.restart_agent()
+        node.agent = self
+        self.cluster.clock.after(self.cluster.config.heartbeat_s, self._beat)
+        self.cluster.clock.after(self.cluster.config.heartbeat_s / 2, self._tick)
+
+    @property
+    def ledger(self) -> NodeLedger:
+        self.node.sync()
+        return self.node.ledger
+
+    @property
+    def up(self) -> bool:
+        return self.node.agent is self
+
+    # -- what the coordinator calls ----------------------------------------------------------------------------
+
+    def facts(self) -> NodeFacts:
+        slots = self.node.slot_count * self.cluster.config.slot_bytes
+        return NodeFacts(self.node.host.node_id, self._host, slots, (MemoryPool("host", 1 << 40, 1 << 40),), (), "")
+
+    def begin(self, job: NodeJob, shared: bytes) -> bool:
+        tables = unpack_shared(shared)
+        model = self.cluster.planned[shared]
+        begun = self.ledger.begin(replace(job, shared=shared), self.node.now_s)
+        if begun:
+            chunks = {int(chunk) for rank in job.ranks for chunk in tables.chunk_ids(rank)}
+            self.node.needed |= {model.content(chunk) for chunk in chunks}
+        return begun
+
+    def rank_lost(self, load_id: str, rank: int, incarnation: int) -> None:
+        for seat in self.node.ranks:
+            if seat.alive and (seat.load.load_id, seat.rank) == (load_id, rank):
+                self.node.in_flight_at_fault(seat)
+        self.ledger.rank_lost(load_id, rank, incarnation, self.node.now_s)
+
+    def keep_record(self, load_id: str, record: bytes) -> None:
+        self.ledger.keep_record(load_id, record)
+
+    def report(self, load_id: str) -> NodeReport:
+        return self.ledger.report(load_id, self.node.host.node_id, self._host)
+
+    def end(self, load_id: str) -> None:
+        for seat in self.node.ranks:
+            if seat.alive and seat.load.load_id == load_id:
+                self.node.in_flight_at_fault(seat)
+        self.ledger.end(load_id, self.node.now_s)
+
+    def coordinator_age_s(self) -> float:
+        return 0.0
+
+    # -- its threads -------------------------------------------------------------------------------------------
+
+    def killed(self) -> None:
+        """SIGKILL: what it knew is gone, what it wrote down is not."""
+        for rank in self.node.ranks:
+            if rank.alive:
+                self.node.in_flight_at_fault(rank)
+        self.node.agent = None
+        self.node.late.clear()
+
+    def _tick(self) -> None:
+        if self.up:
+            before = self.node.cache.stats().quarantined_slots
+            self.node.sync()
+            self.node.tick()
+            self.node.spare_fetches += max(0, self.node.cache.stats().quarantined_slots - before)
+            self.cluster.clock.after(self.cluster.config.heartbeat_s / 2, self._tick)
+
+    def _beat(self) -> None:
+        if not self.up:
+            return
+        self.cluster.clock.after(self.cluster.config.heartbeat_s, self._beat)
+        beat = self.ledger.beat(self.node.host.node_id, self._host, self.incarnation, self.node.now_s, self.asked_for)
+        fate = self.cluster.fate()
+        times = {"lost": 0, "twice": 2}.get(fate, 1)
+        for _ in range(times):
+            delay_s = self.cluster.clock.chance.uniform(0.5, 5.0) if fate == "late" else 0.0
+            self.cluster.clock.after(delay_s, lambda: self.cluster.heartbeat(self, beat, answered=fate != "unanswered"))
+
+    @property
+    def _host(self) -> str:
+        return f"host-{self.node.host.node_id}"
+
+
+class SimWorker:
+    """The process of a rank."""
+
+    def __init__(self, node: SimHost, actor: SimActor) -> None:
+        self.node, self.actor = node, actor
+        self.cluster = node.cluster
+        self.rank: SimRank | None = None
+        self.store: StoreAccess | None = None
+        self.stopped = False  # SIGSTOP
+        self.dead = False
+        self._outcome, self._lifetime = Later(), Later()
+        self._heard_s = 0.0
+        self._pace_s = self.cluster.clock.chance.choice(PACES_S)
+        if self._pace_s == max(PACES_S):
+            self.cluster.faults.add("slow")  # leases may run out
+
+    @property
+    def at_work(self) -> bool:
+        return self.rank is not None and not self.dead and not self.rank.left
+
+    def stop_process(self) -> None:
+        """SIGSTOP."""
+        self.stopped = True
+        if self.rank is not None:
+            self.rank.asleep = True
+            self.node.in_flight_at_fault(self.rank)
+
+    def continue_process(self) -> None:
+        """SIGCONT."""
+        self.stopped = False
+        if self.rank is not None:
+            self.rank.asleep = False
+
+    def killed(self) -> None:
+        """SIGKILL."""
+        self.dead = True
+        if self.rank is not None and self.rank.alive:
+            self.node.kill(self.rank)
+        else:
+            self.cluster.ray.died(self.actor)
+
+    # -- what the coordinator calls ----------------------------------------------------------------------------
+
+    def ping(self) -> None:
+        return None
+
+    def start(self, job: RankJob, shared: bytes) -> None:
+        if self.rank is not None:
+            return
+        model: SimModel = self.cluster.planned[shared]
+        tables = unpack_shared(shared)
+        assert isinstance(tables, SimTables)
+        needs = {job.rank: tables.wanted[job.rank].tolist()}
+        load = SimLoad(job.load_id, model, needs, attempt=job.attempt)
+        self.rank = load.seats[job.rank] = SimRank(self.node, load, job.rank, job.incarnation)
+        self.store = job.store
+        self.node.ranks.append(self.rank)
+        self.node.workers[self.rank.process] = self
+        self._heard_s = self.cluster.clock.now_s
+        self._later()
+
+    def assignment(self) -> tuple[str, StoreAccess] | None:
+        return None if self.rank is None or self.store is None else (self.rank.load.load_id, self.store)
+
+    def stop(self) -> None:
+        if self.rank is not None and not self.rank.left:
+            self.node.in_flight_at_fault(self.rank)
+            self.rank._end(LoadCancelled("stopped"))
+
+    def outcome(self, load_id: str) -> Later:
+        self._check(load_id)
+        return self._outcome
+
+    def lifetime(self, load_id: str) -> Later:
+        return self._lifetime
+
+    # -- its threads -------------------------------------------------------------------------------------------
+
+    def _check(self, load_id: str) -> None:
+        if self.rank is None or self.rank.load.load_id != load_id:
+            raise LoadCancelled("this worker does not work on the load (any more)", model=load_id)
+
+    def _later(self) -> None:
+        clock = self.cluster.clock
+        clock.after(clock.chance.uniform(0.02, 2 * self._pace_s), self._act)
+
+    def _act(self) -> None:
+        """One thing that a rank does."""
+        rank, chance = self.rank, self.cluster.clock.chance
+        if rank is None or not self.at_work or not rank.alive:
+            return
+        self._later()
+        if rank.asleep:
+            return
+        rank.give_back_closed()
+        choices: list[Callable[[], None]] = [lambda: self._speak(rank, chance)]
+        if len(rank.leases) > len(rank.writing):
+            choices.append(lambda: rank.begin_write(chance.randrange(8)))
+        if rank.writing:
+            choices.append(lambda: rank.end_write(self.cluster.store_fault(), chance.randrange(8)))
+        if rank.readable:
+            choices.append(lambda: rank.place(chance.randrange(8)))
+        for _ in range(1 + chance.randrange(3)):
+            chance.choice(choices)()
+        if rank.left:
+            self._end(rank)
+
+    def _speak(self, rank: SimRank, chance: random.Random) -> None:
+        if rank.left:
+            return
+        if self.node.agent is not None:
+            self._heard_s = self.cluster.clock.now_s
+        elif self.cluster.clock.now_s - self._heard_s > AGENT_GONE_S:
+            rank._end(ClusterLost("the node's agent does not answer"))
+            return
+        rank.exchange(self.cluster.fate(), chance.randrange(1, 5))
+
+    def _end(self, rank: SimRank) -> None:
+        if rank.error is not None:
+            self._outcome.known(rank.error)
+            return
+        assert rank.finished, "a rank says that it has everything, and has not"
+        size_bytes = CHUNK_BYTES * len(rank.needed)
+        self._outcome.known(
+            RankReport(
+                rank=rank.rank,
+                node=self.node.host.node_id,
+                host=f"host-{self.node.host.node_id}",
+                pid=rank.process.pid,
+                device="cpu",
+                incarnation=rank.incarnation,
+                size_bytes=size_bytes,
+                device_bytes=size_bytes,
+                stages=StageTimes(),
+                peak_host_bytes=0,
+                start_s=0.0,
+                load_s=0.0,
+            )
+        )

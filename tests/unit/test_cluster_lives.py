@@ -1,0 +1,301 @@
+"""Coordinator, agents and ranks of a whole cluster, whatever happens to them: exact, or one error that is justified.
+
+The coordinator and the agents' ledgers are the real ones; Ray, the clock and the bytes are simulated
+(`tests.support.cluster_simulation`). `--hypothesis-profile=thorough` runs ten times as many lives.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+from typing import Any
+from unittest.mock import patch
+
+import pytest
+from hypothesis import HealthCheck, given, settings
+from hypothesis import strategies as st
+from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+
+from actors.agent_watch import AgentWatch
+from actors.rank_place import RankPlace
+from cluster.fit import min_slots
+from storage.chunk_cache import ChunkCache
+from storage.slot_table import SlotTable
+from tests.support.cluster_simulation import ClusterSimulation, SimClient
+from tests.support.node_simulation import SimModel
+from tests.support.simulated_workers import SimHost, SimWorker
+
+MODELS = {"a": SimModel(tuple(range(12))), "b": SimModel((3, 4, 5, 50, 51, 52, 53)), "c": SimModel((90,))}
+LAYOUTS = ((1, 1), (2, 1), (1, 2), (3, 1))  # (tensor parallel, replicas)
+ROOMY_SLOTS = 200
+SCALE = settings().max_examples // 40  # 1 in the usual profile
+
+
+def cluster_of(seed: int, hosts: int, roomy: bool, node_wait_s: float) -> ClusterSimulation:
+    slots = ROOMY_SLOTS if roomy else min_slots(2) + 2
+    cluster = ClusterSimulation(seed, hosts=hosts, slots=slots, roomy=roomy, node_wait_s=node_wait_s)
+    cluster.models.update(MODELS)
+    cluster.faults.add("places")  # loads that ask for more than there is are refused
+    return cluster
+
+
+class ClusterMachine(RuleBasedStateMachine):
+    """Every rule is one fault or one wish, and some time."""
+
+    cluster: ClusterSimulation | None = None
+
+    @initialize(
+        seed=st.integers(0, 2**32),
+        hosts=st.integers(2, 3),
+        roomy=st.booleans(),
+        node_wait_s=st.sampled_from([0.0, 20.0]),
+        uri=st.sampled_from(sorted(MODELS)),
+        layout=st.sampled_from(LAYOUTS),
+    )
+    def start(self, seed: int, hosts: int, roomy: bool, node_wait_s: float, uri: str, layout: tuple[int, int]) -> None:
+        self.cluster = cluster_of(seed, hosts, roomy, node_wait_s)
+        self.cluster.load(uri, *layout, wait_for_resources_s=30.0)
+
+    @property
+    def the_cluster(self) -> ClusterSimulation:
+        assert self.cluster is not None
+        return self.cluster
+
+    def _worker(self, index: int) -> SimWorker | None:
+        workers = self.the_cluster.workers()
+        return workers[index % len(workers)] if workers else None
+
+    def _host(self, index: int) -> SimHost | None:
+        hosts = [node for node in self.the_cluster.hosts if node.host.lives]
+        return hosts[index % len(hosts)] if hosts else None
+
+    def _client(self, index: int) -> SimClient | None:
+        clients = [client for client in self.the_cluster.clients if not (client.dead or client.released)]
+        return clients[index % len(clients)] if clients else None
+
+    @rule(seconds=st.sampled_from([0.05, 0.3, 1.0, 3.0, 8.0]))
+    def time_passes(self, seconds: float) -> None:
+        self.the_cluster.run(seconds)
+
+    @precondition(lambda self: self.cluster is not None and len(self.cluster.clients) < 5)
+    @rule(
+        uri=st.sampled_from(sorted(MODELS)),
+        layout=st.sampled_from(LAYOUTS),
+        wait_s=st.sampled_from([0.0, 30.0]),
+        timeout_s=st.sampled_from([None, None, None, 3.0, 10.0]),
+        keep=st.sampled_from([False, False, False, True]),
+    )
+    def load(self, uri: str, layout: tuple[int, int], wait_s: float, timeout_s: float | None, keep: bool) -> None:
+        self.the_cluster.load(uri, *layout, wait_for_resources_s=wait_s, timeout_s=timeout_s, keep=keep)
+
+    @precondition(lambda self: self.cluster is not None and 0 < len(self.cluster.clients) < 5)
+    @rule(index=st.integers(0, 4))
+    def same_load_again(self, index: int) -> None:
+        request = self.the_cluster.clients[index % len(self.the_cluster.clients)].request
+        self.the_cluster.load(request.uri, request.tensor_parallel_size, request.data_parallel_size)
+
+    @rule(index=st.integers(0, 9), seconds=st.sampled_from([0.0, 0.5]))
+    def worker_is_killed(self, index: int, seconds: float) -> None:
+        worker = self._worker(index)
+        if worker is not None:
+            self.the_cluster.kill_worker(worker)
+            self.the_cluster.run(seconds)
+
+    @rule(index=st.integers(0, 9), seconds=st.sampled_from([0.0, 1.0, 11.0]))
+    def worker_is_stopped(self, index: int, seconds: float) -> None:
+        worker = self._worker(index)
+        if worker is not None:
+            self.the_cluster.stop_worker(worker)
+            self.the_cluster.run(seconds)
+
+    @rule(index=st.integers(0, 9))
+    def worker_goes_on(self, index: int) -> None:
+        stopped = [worker for worker in self.the_cluster.workers() if worker.stopped]
+        if stopped:
+            stopped[index % len(stopped)].continue_process()
+
+    @rule(index=st.integers(0, 3), seconds=st.sampled_from([0.0, 0.5]))
+    def agent_is_killed(self, index: int, seconds: float) -> None:
+        host = self._host(index)
+        if host is not None:
+            self.the_cluster.kill_agent(host)
+            self.the_cluster.run(seconds)
+
+    @rule(seconds=st.sampled_from([0.0, 0.5, 3.0]))
+    def coordinator_is_killed(self, seconds: float) -> None:
+        self.the_cluster.kill_coordinator()
+        self.the_cluster.run(seconds)
+
+    @rule(index=st.integers(0, 3))
+    def node_dies(self, index: int) -> None:
+        host = self._host(index)
+        if host is not None:
+            self.the_cluster.kill_node(host)
+
+    @rule(index=st.integers(0, 3), seconds=st.sampled_from([1.0, 6.0, 15.0]))
+    def node_is_cut_off(self, index: int, seconds: float) -> None:
+        host = self._host(index)
+        if host is not None:
+            self.the_cluster.cut_off(host, seconds)
+
+    @precondition(lambda self: self.cluster is not None and len(self.cluster.hosts) < 5)
+    @rule()
+    def node_joins(self) -> None:
+        self.the_cluster.add_host()
+
+    @rule(trouble=st.sampled_from([0.0, 0.1, 0.4]))
+    def messages_go_astray(self, trouble: float) -> None:
+        self.the_cluster.trouble = trouble
+
+    @rule(trouble=st.sampled_from([0.0, 0.1, 0.4]))
+    def reads_fail(self, trouble: float) -> None:
+        self.the_cluster.store_trouble = trouble
+
+    @rule(index=st.integers(0, 4))
+    def client_gives_up_or_releases(self, index: int) -> None:
+        client = self._client(index)
+        if client is not None:
+            self.the_cluster.faults.add("client")
+            client.release()
+
+    @rule(index=st.integers(0, 4))
+    def client_is_killed(self, index: int) -> None:
+        client = self._client(index)
+        if client is not None:
+            self.the_cluster.faults.add("client")
+            client.kill()
+
+    def teardown(self) -> None:
+        if self.cluster is not None:
+            try:
+                self.cluster.settle()
+                self.cluster.end()
+            finally:
+                self.cluster.close()
+
+
+TestClusterMachine = ClusterMachine.TestCase
+TestClusterMachine.settings = settings(
+    max_examples=80 * SCALE, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+)
+
+
+def live(seed: int) -> ClusterSimulation:
+    """The same events as above in long random orders, with probabilities that let loads get far before they break."""
+    chance = random.Random(seed)
+    cluster = cluster_of(seed, chance.randrange(2, 4), chance.random() < 0.5, chance.choice([0.0, 20.0]))
+    try:
+        trouble = chance.choice([0.03, 0.1, 0.3])
+        cluster.trouble = chance.choice([0.0, 0.0, 0.1, 0.3])
+        for _ in range(chance.randrange(10, 60)):
+            if len(cluster.clients) < 4 and (not cluster.clients or chance.random() < 0.1):
+                wish(cluster, chance)
+            if chance.random() < trouble:
+                disturb(cluster, chance)
+            cluster.run(chance.choice([0.1, 0.5, 1.0]))
+        cluster.settle()
+        cluster.end()
+    finally:
+        cluster.close()
+    return cluster
+
+
+def wish(cluster: ClusterSimulation, chance: random.Random) -> None:
+    cluster.load(
+        chance.choice(sorted(MODELS)),
+        *chance.choice(LAYOUTS),
+        wait_for_resources_s=chance.choice([0.0, 30.0]),
+        timeout_s=chance.choice([None, None, None, 10.0]),
+        keep=chance.random() < 0.2,
+    )
+
+
+def disturb(cluster: ClusterSimulation, chance: random.Random) -> None:
+    """One fault."""
+    workers, living = cluster.workers(), [node for node in cluster.hosts if node.host.lives]
+    action = chance.randrange(14)
+    if action < 2 and workers:
+        cluster.kill_worker(chance.choice(workers))
+    elif action < 4 and workers:
+        cluster.stop_worker(chance.choice(workers))
+    elif action == 4:
+        for worker in workers:
+            worker.continue_process()
+    elif action == 5 and living:
+        cluster.kill_agent(chance.choice(living))
+    elif action < 8:
+        cluster.kill_coordinator()
+    elif action == 8 and living and chance.random() < 0.5:
+        cluster.kill_node(chance.choice(living))
+    elif action == 9 and living:
+        cluster.cut_off(chance.choice(living), chance.choice([1.0, 6.0, 15.0]))
+    elif action == 10 and len(cluster.hosts) < 5:
+        cluster.add_host()
+    elif action == 11:
+        cluster.trouble = chance.choice([0.0, 0.1, 0.4])
+    elif action == 12:
+        cluster.store_trouble = chance.choice([0.0, 0.1, 0.3])
+    elif cluster.clients:
+        client = chance.choice(cluster.clients)
+        cluster.faults.add("client")
+        if chance.random() < 0.3:
+            client.kill()
+        else:
+            client.release()
+
+
+@settings(max_examples=120 * SCALE, deadline=None, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32))
+def test_long_lives(seed: int) -> None:
+    live(seed)
+
+
+@pytest.mark.parametrize("layout", LAYOUTS)
+def test_without_faults_every_load_is_ready_and_each_chunk_is_fetched_once_by_a_node(layout: tuple[int, int]) -> None:
+    cluster = cluster_of(7, 2, True, 0.0)
+    try:
+        clients = [cluster.load("a", *layout), cluster.load("a", *layout)]
+        cluster.settle()
+        assert all(client.ready for client in clients)
+        assert len({client.model_id for client in clients}) == 1
+        assert all(node.spare_fetches == 0 for node in cluster.hosts)
+        cluster.end()
+    finally:
+        cluster.close()
+
+
+# --- it can fail ------------------------------------------------------------------------------------------------
+
+
+async def _wait_for_nobody(watch: AgentWatch) -> None:
+    watch.rebuilt.set()
+
+
+BROKEN: dict[str, list[tuple[type, str, Any]]] = {
+    "old incarnations are heard": [
+        (RankPlace, "expects", lambda place, hello: True),
+        (RankPlace, "is_late", lambda place, update: False),
+    ],
+    "a deadline returns the slot": [(SlotTable, "to_quarantine", lambda table, slot, now_s: table.to_free(slot))],
+    "a restarted agent forgets its arena": [(ChunkCache, "restore", lambda cache, survivors, now_s: [])],
+    "a restarted coordinator forgets what agents report": [
+        (AgentWatch, "rebuild", _wait_for_nobody),
+        (AgentWatch, "_adopt", lambda watch, load_id, packed, beat: None),
+    ],
+    "a restarted agent is not told its loads": [(AgentWatch, "_begin_again", lambda watch, beat: None)],
+    "a stuck worker is not noticed": [(AgentWatch, "_is_stuck", lambda watch, rank, seat: False)],
+}
+
+
+@pytest.mark.parametrize("broken", BROKEN)
+def test_what_is_broken_is_found(broken: str) -> None:
+    with contextlib.ExitStack() as stack:
+        for owner, name, worse in BROKEN[broken]:
+            stack.enter_context(patch.object(owner, name, worse))
+        with pytest.raises(AssertionError):
+            _lives(300)
+
+
+def _lives(count: int) -> None:
+    for seed in range(count):
+        live(seed)
