@@ -9,11 +9,13 @@ from typing import Any
 
 import pytest
 
+from storage.disk_folder import SUBFOLDER
 from tests.support.counting_proxy import CountingProxy
+from tests.support.disk_chunks import chunks_in
 from tests.support.gated_proxy import GatedProxy
 from tests.support.head_cluster import WAIT_S, HeadCluster, Redis, said
 from tests.support.ray_clusters import TEST_SETTINGS, eventually
-from tests.support.stored_models import CHUNK_BYTES, KV_HEADS, StoredModel
+from tests.support.stored_models import KV_HEADS, StoredModel
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
@@ -23,15 +25,17 @@ from ray.util import get_placement_group, placement_group
 from storage.store_ref import Credentials
 from tests.support.reference_slices import shard_differs
 given = json.loads(sys.argv[1])
-try:
-    group = get_placement_group("ranks")
-except ValueError:
-    group = placement_group([{NODE: 0.01}] * 2, name="ranks", lifetime="detached")
+group = None
+if given["grouped"]:
+    try:
+        group = get_placement_group("ranks")
+    except ValueError:
+        group = placement_group([{NODE: 0.01}] * 2, name="ranks", lifetime="detached")
 model = cluster.load(given["uri"], tensor_parallel_size=2, device="cpu", endpoint_url=given["endpoint"], keep=True,
                      region="us-east-1", credentials=Credentials(*given["keys"]), placement_group=group,
                      config=cluster.Config(**given["settings"]))
-result = {"model": model.model_id, "node": model.report.as_dict()["nodes"][0],
-        "incarnations": [rank.incarnation for rank in model.report.ranks],
+result = {"model": model.model_id, "nodes": model.report.as_dict()["nodes"],
+        "ranks": model.report.as_dict()["ranks"],
         "different": model.call(shard_differs, given["folder"], 2, 1, given["kv_heads"])}
 print("LOADED " + json.dumps(result), flush=True)
 """
@@ -55,7 +59,7 @@ group = ray.util.placement_group([{NODE: 0.01}])
 loading = pool.submit(raised, cluster.load, given["uri"], endpoint_url=given["endpoint"], placement_group=group,
                       **options)
 calling = pool.submit(raised, model.call, lambda shard: time.sleep(3600))
-print("READY", flush=True)
+print("READY", model.report.nodes[0].needed_chunks, flush=True)
 sys.stdin.readline()
 said = {"load": loading.result(), "call": calling.result(), "next call": raised(model.call, len),
         "status": raised(cluster.status)}
@@ -65,7 +69,8 @@ print("SHUT", flush=True)
 """
 
 
-def arguments(model: StoredModel, proxy: CountingProxy, **settings: Any) -> str:
+def arguments(model: StoredModel, proxy: CountingProxy, *, grouped: bool = True, **settings: Any) -> str:
+    """`grouped`: all ranks are on the worker node."""
     given = {
         "uri": model.uri,
         "folder": str(model.folder),
@@ -73,6 +78,7 @@ def arguments(model: StoredModel, proxy: CountingProxy, **settings: Any) -> str:
         "endpoint": proxy.endpoint_url,
         "open": model.server.endpoint_url,
         "keys": [model.server.access_key_id, model.server.secret_access_key],
+        "grouped": grouped,
         "settings": {**TEST_SETTINGS, **settings},
     }
     return json.dumps(given)
@@ -91,22 +97,24 @@ def weights_bytes(proxy: CountingProxy) -> int:
 
 @pytest.mark.skipif(not Redis.is_installed(), reason="there is no redis-server (Debian: apt-get install redis-server)")
 def test_with_gcs_fault_tolerance_a_load_goes_on(llama: StoredModel) -> None:
-    with Redis() as redis, HeadCluster(redis) as there, GatedProxy(llama.server.endpoint_url, ranges=10) as proxy:
-        asked = arguments(llama, proxy)
+    """A rank beside the head goes on without it; one that was lost with it begins anew on the next."""
+    patience = {"node_wait_s": 2 * WAIT_S, "orphan_after_s": 4 * WAIT_S}  # a head may take long to start
+    with Redis() as redis, HeadCluster(redis) as there, GatedProxy(llama.server.endpoint_url, ranges=4) as proxy:
+        asked = arguments(llama, proxy, grouped=False, cpu_ranks_per_node=1, **patience)
         first = there.client(LOAD, asked)
         proxy.wait_until_held(4, WAIT_S)
         there.lose_head()
         proxy.open()
         size_bytes = sum(path.stat().st_size for path in llama.folder.glob("*.safetensors"))
-        eventually(lambda: weights_bytes(proxy) > 0.99 * size_bytes, "ranks do not go on without the head", WAIT_S)
+        eventually(lambda: weights_bytes(proxy) > 0.45 * size_bytes, "the rank does not go on without the head", WAIT_S)
         there.start_head()
         results = [loaded(first), loaded(there.client(LOAD, asked))]
         assert results[0]["model"] == results[1]["model"]
-        for result in results:
-            assert result["incarnations"] == [0, 0]
-            assert result["node"]["store_chunks"] == result["node"]["needed_chunks"]
-            assert result["node"]["refetched_chunks"] == 0
-        assert weights_bytes(proxy) < size_bytes + CHUNK_BYTES  # headers may have been read again
+        kept, lost = sorted(results[0]["ranks"], key=lambda rank: int(rank["incarnation"]))
+        assert kept["incarnation"] == 0 < lost["incarnation"]
+        nodes = {node["node"]: node for node in results[0]["nodes"]}
+        assert nodes[kept["node"]]["store_chunks"] == nodes[kept["node"]]["needed_chunks"]
+        assert nodes[kept["node"]]["refetched_chunks"] == 0
 
 
 def test_without_it_clients_hear_of_the_loss_and_the_next_cluster_reads_the_disk(
@@ -117,7 +125,9 @@ def test_without_it_clients_hear_of_the_loss_and_the_next_cluster_reads_the_disk
         with GatedProxy(llama.server.endpoint_url, ranges=0) as proxy:
             proxy.hold_all()  # the chunks will be in the arena
             client = there.client(OUTLIVE, arguments(llama, proxy, cluster_lost_after_s=4, **disk))
-            said(client, "READY")
+            chunks = int(said(client, "READY"))
+            on_disk = str(tmp_path / SUBFOLDER)
+            eventually(lambda: len(chunks_in(on_disk)) == chunks, "chunks do not come to disk", WAIT_S)
             proxy.wait_until_held(1, WAIT_S)
             there.lose_head()
             print("lost", file=client.stdin, flush=True)
@@ -130,7 +140,7 @@ def test_without_it_clients_hear_of_the_loss_and_the_next_cluster_reads_the_disk
         eventually(lambda: not there.worker_is_up, "the worker node stays with the lost head", WAIT_S)
         there.start_worker()
         with CountingProxy(llama.server.endpoint_url) as proxy:
-            node = loaded(there.client(LOAD, arguments(llama, proxy, **disk)))["node"]
+            node = loaded(there.client(LOAD, arguments(llama, proxy, **disk)))["nodes"][0]
             assert (node["disk_chunks"], node["disk_bytes"]) == (node["needed_chunks"], node["needed_bytes"])
             assert weights_bytes(proxy) == 0
         assert len(before) == len(there.arenas()) == 1

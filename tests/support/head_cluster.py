@@ -32,7 +32,10 @@ from tests.support.ray_clusters import ENVIRONMENT, OBJECT_STORE_BYTES, REPOSITO
 
 HEAD_IP, WORKER_IP = "127.0.0.2", "127.0.0.3"  # Ray takes nodes of one address for one host, and 127.0.0.1 for none
 WAIT_S = 240.0  # for what must come, on however slow a machine
+NODE_VARIABLE = "LOST_HEAD_TEST_NODE"  # all processes of a node have it
 STARTED = "Ray runtime started"
+START_TRIES = 5  # `ray start` gives up after 30 s
+PATIENT = {"RAY_gcs_rpc_server_reconnect_timeout_s": f"{2 * WAIT_S:.0f}"}  # a head takes long to start, too
 
 
 class Redis:
@@ -78,6 +81,7 @@ class HeadCluster:
         self._environ = {**kept, **ENVIRONMENT, **environ, "RAY_TMPDIR": str(self._folder)}
         self._at_head = {}
         if redis is not None:
+            self._environ |= PATIENT
             self._at_head = {
                 "RAY_REDIS_ADDRESS": f"127.0.0.1:{redis.port}",
                 "RAY_external_storage_namespace": self._folder.name,
@@ -139,16 +143,23 @@ class HeadCluster:
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     pipe.close()
-        for process in psutil.process_iter():  # detached from its parent or not: what runs on our folder is ours
-            with contextlib.suppress(psutil.Error):
-                if process.environ().get("RAY_TMPDIR") == str(self._folder):
-                    process.kill()
+        end_all_with("RAY_TMPDIR", str(self._folder))
         sweep()
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start_node(self, name: str, *arguments: str, **environ: str) -> subprocess.Popen[str]:
-        number = len(self._started)
-        path = self._folder / f"{number}-{name}.log"
+        tries_left = START_TRIES
+        while True:
+            tries_left -= 1
+            path = self._folder / f"{name}-{len(self._started)}.log"
+            try:
+                return self._try_to_start(path, arguments, {**environ, NODE_VARIABLE: str(path)})
+            except RuntimeError:
+                end_all_with(NODE_VARIABLE, str(path))
+                if not tries_left:
+                    raise
+
+    def _try_to_start(self, path: Path, arguments: tuple[str, ...], environ: dict[str, str]) -> subprocess.Popen[str]:
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", *arguments, "--block", "--disable-usage-stats"]
         command += ["--num-cpus=2", "--num-gpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}"]
         with open(path, "w") as log:
@@ -190,6 +201,14 @@ del sys.argv[1:3]
 ray.init(address=address, _node_ip_address=ip, namespace="test", log_to_driver=False, configure_logging=False)
 NODE = "node:{WORKER_IP}"
 """
+
+
+def end_all_with(variable: str, value: str) -> None:
+    """SIGKILL to every process with this in its environment, whoever its parent is."""
+    for process in psutil.process_iter():
+        with contextlib.suppress(psutil.Error):
+            if process.environ().get(variable) == value:
+                process.kill()
 
 
 def end_tree(pid: int) -> None:
