@@ -19,7 +19,7 @@ class Stalls:
 
     def __init__(self, objects: dict[str, bytes], hangs: Callable[[int], bool]) -> None:
         """`hangs` is asked with the number of each read of data (from 1)."""
-        self.objects = objects
+        self.objects = dict(objects)
         self.go = threading.Event()
         self.reads = 0
         self.hanging = 0
