@@ -158,7 +158,8 @@ class NodeLoad:
             place = self.ranks[hello.rank]
         if place.lost or len(hello.placed) < self._flow.queue.placed_chunks(hello.rank):
             self._flow.forget_needs(place)
-            self._flow.refill(place)
+            if self.error is None:  # else it is told to stop, and pins for it would stay for ever
+                self._flow.refill(place)
         place.incarnation, place.process, place.number = hello.incarnation, hello.process, hello.number
         place.lost = place.left = False
         place.heard_s = now_s

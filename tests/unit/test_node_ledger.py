@@ -692,3 +692,19 @@ def test_a_node_that_cannot_go_on_ends_every_load_on_it():
     node.ledger.fail_all(out_of_memory)
     first.exchange(want=1)
     assert first.error is out_of_memory
+
+
+def test_a_hello_after_the_end_keeps_no_slot_though_its_process_dies_at_once():
+    node, (first, _) = node_with(chunks=2)
+    first.exchange(want=2)
+    while first.leases:
+        first.begin_write()
+        first.end_write()
+    first.exchange(want=0)
+    node.give_up_rank(first.load, 1)
+    node.end_load(first.load)
+    late = RankHello(first.load.load_id, 1, 1, 1, ProcessId(999, 1), number=1)
+    assert isinstance(node.ledger.join(late, node.now_s), LoadCancelled)
+    node.kill(first)
+    node.tick()
+    assert node.cache.stats().in_use_slots == 0
