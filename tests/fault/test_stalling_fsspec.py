@@ -20,6 +20,7 @@ from tests.support.faulty_bucket import CHUNK_BYTES, FSDP, KEY, OBJECTS, TENSORS
 from tests.support.local_node import Belongings, local_node, plan_of
 from tests.support.stalling_fs import Stalls
 
+pytestmark = pytest.mark.slow
 NEVER_S = 10_000.0
 
 
