@@ -31,7 +31,7 @@ import psutil
 REPOSITORY = Path(__file__).parents[2]
 _TOOLS = ("ip", "mount", "nsenter", "setpriv", "unshare")
 _BRIDGE = "lsb"  # and the process id of who made it
-_SUBNETS = ipaddress.ip_network("198.18.0.0/15").subnets(new_prefix=24)  # for tests of networks, by RFC 2544
+_TEST_NETWORK = ipaddress.IPv4Network("198.18.0.0/15")  # for tests of networks, by RFC 2544
 _SHM = "size=512m,mode=1777"
 _NAMESPACES = ("--net", "--mount", "--uts", "--ipc", "--pid")
 
@@ -43,12 +43,15 @@ def why_not() -> str:
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
     if missing:
         return f"hosts of their own need {', '.join(missing)} (iproute2, util-linux)"
-    bridge = f"{_BRIDGE}t{os.getpid()}"
-    for command in (["unshare", *_NAMESPACES, "--fork", "true"], ["ip", "link", "add", bridge, "type", "bridge"]):
+    tried = f"{_BRIDGE}t{os.getpid()}"
+    commands = [["unshare", *_NAMESPACES, "--fork", "--mount-proc", "mount", "-t", "tmpfs", "shm", "/dev/shm"]]
+    commands += [["ip", "link", "add", tried, "type", kind] for kind in ("bridge", "veth")]
+    for command in commands:
         done = subprocess.run(command, capture_output=True, text=True)
         if done.returncode:
-            return f"{shlex.join(command)}: {done.stderr.strip()}"
-    _ip("link", "delete", bridge)
+            return f"hosts of their own cannot be made here: {shlex.join(command)}: {done.stderr.strip()}"
+        if command[0] == "ip":
+            _ip("link", "delete", tried)
     return ""
 
 
@@ -150,8 +153,9 @@ class Network:
     def __init__(self) -> None:
         self.hosts: list[Host] = []
         _remove_stale_bridges()
-        taken = {ipaddress.ip_interface(word).network for word in _addresses()}
-        self._subnet = next(subnet for subnet in _SUBNETS if not any(subnet.overlaps(other) for other in taken))
+        taken = {ipaddress.IPv4Interface(word).network for word in _addresses()}
+        subnets = _TEST_NETWORK.subnets(new_prefix=24)
+        self._subnet = next(subnet for subnet in subnets if not any(subnet.overlaps(other) for other in taken))
         self._bridge = f"{_BRIDGE}{os.getpid()}"
         self.address = str(self._subnet[1])
         _ip("link", "add", self._bridge, "type", "bridge")
