@@ -78,7 +78,8 @@ class CutLoad:
 @pytest.fixture
 def cut_load(net_cluster: NetCluster, llama: StoredModel) -> Iterator[CutLoad]:
     net = net_cluster
-    net.configure(empty=True, cpu_ranks_per_node=1, node_wait_s=120, lease_deadline_s=LEASE_S, fetch_threads=2)
+    settings = {"cpu_ranks_per_node": 1, "node_wait_s": 120, "lease_deadline_s": LEASE_S, "fetch_threads": 2}
+    net.configure(empty=True, orphan_after_s=600, **settings)  # nobody ends for want of a coordinator
     with (
         ThreadPoolExecutor(1) as pool,
         CuttingProxy(llama.server.endpoint_url, net.network.address) as proxy,

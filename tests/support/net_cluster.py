@@ -34,6 +34,7 @@ SLOW_DEATH = {
     "health_check_period_ms": 500,
     "health_check_timeout_ms": 2000,
     "health_check_failure_threshold": 4,
+    "gcs_rpc_server_reconnect_timeout_s": 600,  # what hears nothing of the head for so long ends itself
 }
 START_S = 120.0
 END_S = 60.0
