@@ -15,6 +15,7 @@ from typing import Any
 import boto3
 import ray
 from botocore.config import Config as BotoConfig
+from ray._private import auto_init_hook
 
 import cluster
 from actors.names import NAMESPACE
@@ -193,6 +194,7 @@ def bench() -> Iterator[Bench]:
             "TMPDIR": str(folder / "tmp"),
         }
         stack.enter_context(_environment(ours, ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE")))
+        stack.enter_context(_no_auto_connect())
         longshore = stack.enter_context(losable_nodes())
         server = stack.enter_context(EmbeddedS3(folder / "bucket"))
         longshore.want(NODES)
@@ -200,6 +202,17 @@ def bench() -> Iterator[Bench]:
         stack.callback(CREDENTIALS_FILE.unlink, missing_ok=True)
         stack.callback(there.kill_everything)
         yield there
+
+
+@contextmanager
+def _no_auto_connect() -> Iterator[None]:
+    """A load that outlives its cluster would have Ray join another one of this machine."""
+    hook: Any = auto_init_hook
+    before, hook.enable_auto_connect = hook.enable_auto_connect, False
+    try:
+        yield
+    finally:
+        hook.enable_auto_connect = before
 
 
 @contextmanager

@@ -92,16 +92,18 @@ def in_flight_bytes(
 ) -> int:
     """Bytes that struck processes may have had in flight, of what is fetched through the arena.
 
-    A request of theirs is being read, or has been and the agent does not know. `struck`: how often, by name.
+    A request of theirs is being read, or has been and the agent does not know. The reads of a worker that dies are
+    in the report (`bytes_again`), unless the agent dies too. `struck`: how often, by name.
     """
     ranks = world(case.layouts[0])
-    each = 2 * fetch_threads * chunk_bytes
+    each = fetch_threads * chunk_bytes
     lost = struck.get("node lost", 0) * size_bytes  # and what its arena had
     workers = struck.get("worker killed", 0) + struck.get("worker stopped", 0)
     agents = struck.get("agent killed", 0) + struck.get("agent stopped", 0)
-    return lost + (workers + agents * ranks) * each
+    return lost + (workers + 2 * agents * ranks) * each
 
 
 def bytes_again(report: LoadReport, chunk_bytes: int) -> int:
-    """What a load has fetched twice by its own account: hedges, and leases that were over before their reads."""
-    return (report.hedges + report.retries.get("lease_expired", 0)) * chunk_bytes
+    """What a load has fetched twice by its own account: hedges, and leases that ended before their reads."""
+    ended = sum(report.retries.get(cause, 0) for cause in ("lease_expired", "worker_died"))
+    return (report.hedges + ended) * chunk_bytes

@@ -12,6 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import cluster
+from cluster.report import LoadReport
 from storage.errors import LongshoreError
 from tests.chaos.bench import CHUNK_BYTES, KV_HEADS, SETTINGS, Bench
 from tests.chaos.cases import Case
@@ -113,7 +114,7 @@ class CaseRunner:
         case, proxy, strikes = running.case, running.proxy, running.strikes
         verdicts: list[tuple[str, str]] = []
         needed_bytes: dict[str, int] = {}  # by node: what two loads of a node need leaves the store once
-        again_bytes = 0
+        reports: list[LoadReport] = []
         for future in loads:
             try:
                 loaded = strikes.attend(future, LOAD_TIMEOUT_S + 60)
@@ -125,7 +126,7 @@ class CaseRunner:
                     for node in model.report.nodes:
                         store_bytes = node.needed_bytes - node.disk_bytes
                         needed_bytes[node.node] = max(store_bytes, needed_bytes.get(node.node, 0))
-                    again_bytes += bytes_again(model.report, CHUNK_BYTES)
+                    reports.append(model.report)
                     verdicts.append(self._compare(model, running.folder))
             except LongshoreError as error:
                 verdicts.append(_verdict(case, error))
@@ -139,10 +140,17 @@ class CaseRunner:
             return kind, said, 0
         extra_bytes = max(0, proxy.weights_bytes() - sum(needed_bytes.values()))
         threads = int(SETTINGS["fetch_threads"])
-        may_bytes = again_bytes + wasted_bytes(proxy.struck, CHUNK_BYTES)
+        may_bytes = sum(bytes_again(report, CHUNK_BYTES) for report in reports) + wasted_bytes(
+            proxy.struck, CHUNK_BYTES
+        )
         may_bytes += in_flight_bytes(case, strikes.struck, threads, CHUNK_BYTES, running.size_bytes)
+        accounts = [(report.hedges, report.retries, [rank.incarnation for rank in report.ranks]) for report in reports]
         if len(loads) == 1 and case.placement != "direct" and extra_bytes > may_bytes:
-            return WRONG, f"{extra_bytes} bytes fetched again, the faults account for {may_bytes}", extra_bytes
+            return (
+                WRONG,
+                f"{extra_bytes} bytes fetched again, the faults account for {may_bytes}: {accounts}",
+                extra_bytes,
+            )
         return kind, said, extra_bytes
 
     def _compare(self, model: cluster.LoadedModel, folder: Path) -> tuple[str, str]:
