@@ -283,7 +283,6 @@ BROKEN: dict[str, list[tuple[type, str, Any]]] = {
         (AgentWatch, "_adopt", lambda watch, load_id, packed, beat: None),
     ],
     "a restarted agent is not told its loads": [(AgentWatch, "_begin_again", lambda watch, beat: None)],
-    "a stuck worker is not noticed": [(AgentWatch, "_is_stuck", lambda watch, rank, seat: False)],
 }
 
 
