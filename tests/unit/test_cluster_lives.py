@@ -176,7 +176,11 @@ class ClusterMachine(RuleBasedStateMachine):
 
 TestClusterMachine = ClusterMachine.TestCase
 TestClusterMachine.settings = settings(
-    max_examples=80 * SCALE, stateful_step_count=30, deadline=None, suppress_health_check=list(HealthCheck)
+    max_examples=80 * SCALE,
+    stateful_step_count=30,
+    deadline=None,
+    derandomize=SCALE == 1,
+    suppress_health_check=list(HealthCheck),
 )
 
 
@@ -244,7 +248,7 @@ def disturb(cluster: ClusterSimulation, chance: random.Random) -> None:
             client.release()
 
 
-@settings(max_examples=120 * SCALE, deadline=None, suppress_health_check=list(HealthCheck))
+@settings(max_examples=120 * SCALE, deadline=None, derandomize=SCALE == 1, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32))
 def test_long_lives(seed: int) -> None:
     live(seed)
