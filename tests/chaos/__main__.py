@@ -98,7 +98,10 @@ def _run(cases: Sequence[Case], outcomes: list[Outcome]) -> tuple[str, str]:
             check_interrupted()
             outcomes.append(runner.run(case))
             print(f"[{len(outcomes):{width}}/{len(cases)}] {line(outcomes[-1])}", flush=True)
-        return runner.leaks.found(), runner.leaks.watched
+        watched = (
+            f"{runner.leaks.watched}; ranks asked in mid-load gave {runner.early_reads} times, each time what is right"
+        )
+        return runner.leaks.found(), watched
 
 
 if __name__ == "__main__":

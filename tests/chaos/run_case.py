@@ -16,6 +16,7 @@ from cluster.report import LoadReport
 from storage.errors import LongshoreError
 from tests.chaos.bench import CHUNK_BYTES, KV_HEADS, SETTINGS, Bench
 from tests.chaos.cases import Case
+from tests.chaos.early_reader import EarlyReader
 from tests.chaos.judge import (
     BAD,
     EXACT,
@@ -58,6 +59,7 @@ class CaseRunner:
     def __init__(self, bench: Bench) -> None:
         self.bench, self.longshore = bench, bench.longshore
         self.leaks = Leaks(bench.longshore, bench.folder)
+        self.early_reads = 0  # times that ranks handed out tensors while their loads ran
 
     def run(self, case: Case) -> Outcome:
         """Never raises for what a case does."""
@@ -105,8 +107,13 @@ class CaseRunner:
             strikes.begin()
             if strikes.client is not None and case.client_alone:
                 wait_for_end(strikes.client)
+            reader = stack.enter_context(EarlyReader(self.longshore, case, folder))
             loads = [pool.submit(load, running, number) for number in range(len(case.layouts))]
             kind, said, extra_bytes = self._judge(running, loads)
+            reader.end()
+            self.early_reads += reader.read
+            if reader.wrong:
+                kind, said = WRONG, f"before it was verified {', '.join(reader.wrong)}"[:400]
             return kind, said, extra_bytes, _struck(running, script)
 
     def _judge(self, running: Running, loads: Sequence[Future[cluster.LoadedModel | str]]) -> tuple[str, str, int]:

@@ -78,6 +78,11 @@ def shard_differs(shard: Any, folder: str, tp: int, fsdp: int, kv_heads: int) ->
     return differing_slices(shard, shard.rank, folder, tp, fsdp, kv_heads)
 
 
+def fits_no_layout(shard: Any, folder: str, layouts: tuple[tuple[int, int, int], ...], kv_heads: int) -> list[str]:
+    """Names of tensors that differ from what this rank holds in the closest of the layouts (tp, fsdp, copies)."""
+    return min((shard_differs(shard, folder, tp, fsdp, kv_heads) for tp, fsdp, _ in layouts), key=len)
+
+
 def stored_bytes(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
     """name -> (dtype, shape, bytes) of every tensor in a folder, read by the format's few rules."""
     found = {}
