@@ -24,7 +24,7 @@ def end_strays(known_gangs: set[str], suspects: set[str]) -> set[str]:
     """
     found = _workers() | _groups()
     strays = {name: (gang_id, end) for name, (gang_id, end) in found.items() if gang_id not in known_gangs}
-    for name in strays.keys() & suspects:
+    for name in sorted(strays.keys() & suspects):
         _end(name, strays[name][1])
     return set(strays)
 

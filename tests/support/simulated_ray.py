@@ -61,7 +61,7 @@ class SimActor:
     restarts: bool
     process: Any = None  # None: it is not up
     dead: bool = False  # for good, by Ray's word
-    pending: set[Call] = field(default_factory=set)
+    pending: dict[Call, None] = field(default_factory=dict)  # in their order
 
 
 class SimRay:
@@ -149,8 +149,8 @@ class SimRay:
         self.fail_calls(actor)
 
     def fail_calls(self, actor: SimActor) -> None:
-        calls, actor.pending = actor.pending, set()
-        for call in sorted(calls, key=lambda call: call.method):
+        calls, actor.pending = actor.pending, {}
+        for call in calls:
             self.clock.soon(lambda call=call: call.fail(RayActorError()), CALLS_FAIL_S)  # type: ignore[misc]
 
     def call(self, actor: SimActor, method: str, args: tuple[Any, ...]) -> asyncio.Future[Any]:
@@ -158,7 +158,7 @@ class SimRay:
         if self.silent:
             call.fail(RayActorError())
             return call.answer
-        actor.pending.add(call)
+        actor.pending[call] = None
         self.clock.soon(lambda: self._deliver(actor, call))
         return call.answer
 
@@ -194,7 +194,7 @@ class SimRay:
         if call not in actor.pending:
             return
         if actor.dead:
-            actor.pending.discard(call)
+            del actor.pending[call]
             call.fail(RayActorError())
             return
         process = actor.process
@@ -220,7 +220,7 @@ class SimRay:
                 if actor.host.cut_off:
                     self.clock.after(0.5, arrive)
                     return
-                actor.pending.discard(call)
+                del actor.pending[call]
                 give()
 
         self.clock.soon(arrive)

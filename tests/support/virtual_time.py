@@ -105,7 +105,7 @@ class VirtualLoop(asyncio.SelectorEventLoop):
         self.set_exception_handler(lambda loop, context: None)
         self._clock.loops.remove(self)
         for _ in range(rounds):
-            tasks = asyncio.all_tasks(self)
+            tasks = sorted(asyncio.all_tasks(self), key=lambda task: int(task.get_name().rpartition("-")[2]))
             if not tasks:
                 break
             for task in tasks:
