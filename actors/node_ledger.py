@@ -29,6 +29,7 @@ from storage.processes import ProcessId
 
 QUARANTINE_GRACE_S = 30.0  # a holder that neither lets go of a taken-back slot nor dies within this is killed
 KEPT_PER_SLOT = 4  # chunks whose checksums are remembered: more than the arena can have
+ASKS_AGAIN_S = 15.0  # a load that waits for slots asks far more often
 ENDED_KEPT = 16  # ended loads whose ranks can still be told to stop, and can say what they let go of
 
 
@@ -50,7 +51,7 @@ class NodeLedger:
         self._chance = chance or random.Random()
         self._loads: dict[tuple[str, int], NodeLoad] = {}  # by load id and attempt
         self._ended: OrderedDict[tuple[str, int], NodeLoad] = OrderedDict()
-        self._refused: set[tuple[str, int]] = set()  # parts that wait for their minimum of slots
+        self._refused: dict[tuple[str, int], float] = {}  # parts that wait for their minimum: when they asked last
         self._restored: defaultdict[ProcessId, list[str]] = defaultdict(list)
         for lease in restored:
             self._restored[lease.holder].append(lease.lease_id)
@@ -76,9 +77,9 @@ class NodeLedger:
                 load=job.load_id,
             )
         if not self._cache.reserve(job.part, job.min_slots):
-            self._refused.add(job.part)
+            self._refused[job.part] = now_s
             return False
-        self._refused.discard(job.part)
+        self._refused.pop(job.part, None)
         load = NodeLoad(job, self._cache, now_s, self._kept, self._disk)
         load.take_cached()
         self._loads[job.part] = load
@@ -96,9 +97,7 @@ class NodeLedger:
 
     def end(self, load_id: str, now_s: float) -> None:
         """Forget the load. What its ranks still read or write stays fenced until they let go or are dead."""
-        for part in [part for part in self._refused if part[0] == load_id]:
-            self._refused.discard(part)
-            self._cache.end_owner(part, now_s)
+        self._give_up([part for part in self._refused if part[0] == load_id], now_s)
         for load in self._parts(load_id):
             self._ended[load.job.part] = self._loads.pop(load.job.part)
             while len(self._ended) > ENDED_KEPT:
@@ -180,7 +179,10 @@ class NodeLedger:
         self._cache.add_ready(ready_slots)
 
     def expire(self, now_s: float) -> bool:
-        """Take back overdue leases. True when there were any."""
+        """Take back overdue leases. True when there were any. Who asks for slots no more, waits for them no more: its
+        coordinator was killed, or has ended the load, and those behind it wait too.
+        """
+        self._give_up([part for part, asked_s in self._refused.items() if now_s - asked_s > ASKS_AGAIN_S], now_s)
         return self._took_back(self._cache.expire(now_s), now_s)
 
     def process_dead(self, process: ProcessId, now_s: float) -> None:
@@ -247,6 +249,11 @@ class NodeLedger:
         self._cache.settled(process)
         for lease_id in self._restored.pop(process, ()):
             self._cache.abandon(lease_id)
+
+    def _give_up(self, refused: list[tuple[str, int]], now_s: float) -> None:
+        for part in refused:
+            del self._refused[part]
+            self._cache.end_owner(part, now_s)
 
     def _took_back(self, leases: list[Lease], now_s: float) -> bool:
         for lease in leases:

@@ -513,6 +513,8 @@ class ClusterSimulation:
                 stats = node.cache.stats()
                 if node.ledger._loads or stats.leased_slots or stats.quarantined_slots or stats.in_use_slots:
                     return False
+                if node.cache.shares.waiting:
+                    return False
         return not self.workers()
 
     def left(self) -> list[str]:

@@ -609,6 +609,20 @@ def test_begin_again_is_begun_once():
 
 
 @pytest.mark.parametrize("digests", [True, False])
+def test_a_load_that_asks_for_slots_no_more_keeps_nobody_waiting():
+    """Its coordinator was killed before any agent had the load: nobody can end it."""
+    node, (first,) = node_with(ranks=1, slots=7)
+    forgotten = node.add_load(SimModel((7,)), {0: [0], 1: [0]})
+    node.end_load(first.load)
+    behind = node.add_load(SimModel((8,)), {0: [0]})
+    assert not forgotten.begun
+    assert not behind.begun
+    for _ in range(20):
+        node.time_passes(1.0)
+        node.begin(behind)
+    assert behind.begun
+
+
 def test_ranks_of_a_lost_node_come_to_a_node_that_has_some(digests):
     """The ranks that were there are told nothing, close nothing, fetch nothing again; every chunk is fetched once."""
     model = SimModel((1, 2, 3, 4), digests=digests, etag=None)
