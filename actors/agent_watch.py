@@ -161,6 +161,10 @@ class AgentWatch:
 
     def _is_stuck(self, rank: RankBeat, seat: Seat) -> bool:
         if rank.pid:
+        if rank.done:
+            # What is left is to say so to us: a worker that was stopped before it could, is not awaited by its agent.
+            silent_s = min(rank.silent_s, time.monotonic() - seat.asked_s)
+            return seat.report is None and silent_s > self._stuck_after_s
             return rank.silent_s > self._stuck_after_s
         # It has its job and has not said hello to its agent; that may have been restarted in between.
         silent_s = min(rank.silent_s, time.monotonic() - seat.told_s)

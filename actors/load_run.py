@@ -13,6 +13,7 @@ from __future__ import annotations
 
 import asyncio
 import functools
+import math
 import time
 from typing import Any
 
@@ -202,6 +203,7 @@ class LoadRun:
                     await finished(self._start_worker(seat))
                 if not seat.started:
                     await self._give_job(seat)
+                seat.asked_s = time.monotonic()
                 outcome = seat.worker.outcome.options(concurrency_group="wait").remote(record.model_id)
                 seat.report, restarts = await outcome, 0
                 await self._rank_event(load_events.RankReady, seat)
@@ -259,7 +261,7 @@ class LoadRun:
         """
         await asyncio.to_thread(spawn.end_actor, seat.worker)
         seat.worker, seat.is_up, seat.started, seat.placed_bytes = None, False, False, 0
-        seat.incarnation += 1
+        seat.asked_s, seat.incarnation = math.inf, seat.incarnation + 1
         model_id, rank, incarnation = self._record.model_id, seat.rank, seat.incarnation
         await self._agents.ask(seat.node_id, lambda agent: agent.rank_lost.remote(model_id, rank, incarnation))
 

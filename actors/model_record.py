@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import asyncio
+import math
 import time
 from dataclasses import dataclass, field
 from typing import Any
@@ -30,6 +31,7 @@ class Seat:
     is_up: bool = False  # the worker's process has answered
     started: bool = False  # the worker has its job
     told_s: float = 0.0  # when it was given it
+    asked_s: float = math.inf  # when it was asked for its outcome
     placed_bytes: int = 0
     report: RankReport | None = None
 

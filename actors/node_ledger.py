@@ -217,7 +217,8 @@ class NodeLedger:
                 place.incarnation,
                 place.process.pid if place.process else 0,
                 place.placed_bytes,
-                silent_s=now_s - place.heard_s if load.awaited(place) else 0.0,
+                silent_s=now_s - place.heard_s,
+                done=not load.awaited(place),
             )
             for load in self._loads.values()
             for place in load.ranks.values()

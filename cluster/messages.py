@@ -200,7 +200,8 @@ class RankBeat:
     incarnation: int
     pid: int  # 0: its worker has not said hello yet
     placed_bytes: int
-    silent_s: float  # since it last spoke, or was expected to; 0 when it has everything
+    silent_s: float  # since it last spoke, or was expected to
+    done: bool = False  # it has everything: nothing more is expected of it here
 
 
 @dataclass(frozen=True, slots=True)

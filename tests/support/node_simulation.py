@@ -523,7 +523,7 @@ class NodeSimulation:
             first_bytes = report.store_bytes + report.cached_bytes - report.refetched_bytes
             # An agent that was restarted knows nothing of what was placed before.
             assert first_bytes == report.needed_bytes or (self.restarted and first_bytes < report.needed_bytes)
-        assert all(rank.silent_s == 0 for rank in beat.ranks)
+        assert all(rank.done for rank in beat.ranks)
 
     def check_nothing_is_left(self) -> None:
         """Every load ended, every process gone or idle: the whole arena is there for the next load."""

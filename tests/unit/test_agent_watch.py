@@ -3,16 +3,21 @@
 from __future__ import annotations
 
 import asyncio
+import time
 from collections.abc import Sequence
+from dataclasses import replace
 from typing import Any
 
 import pytest
 from ray.exceptions import RayError
 
-from actors import agent_watch, nodes
+from actors import agent_watch, nodes, spawn
 from actors.agent_watch import AgentWatch
-from actors.model_record import ModelRecord
-from cluster.messages import AgentBeat, ArenaUse, BeatReply, LoadBeat
+from actors.model_record import ModelRecord, Seat
+from cluster.holders import Holders
+from cluster.load_state import Life, LoadState
+from cluster.messages import AgentBeat, ArenaUse, BeatReply, LoadBeat, LoadRequest, RankBeat, StoreAccess
+from storage.store_ref import StoreRef
 
 
 class Ray:
@@ -98,3 +103,74 @@ def test_no_node_is_given_up_because_ray_does_not_answer(ray_of: Ray) -> None:
     (reply,), watch, _ = hear(beat("anybody"))
     assert not reply.node_dead
     assert watch.node_ids == {"anybody"}
+
+
+REQUEST = LoadRequest(
+    uri="s3://models/llama",
+    store=StoreAccess(StoreRef("s3", "models", "llama")),
+    only_key=None,
+    tensor_parallel_size=1,
+    fsdp_size=1,
+    data_parallel_size=1,
+    device="cpu",
+    layout_rules=None,
+    keep=False,
+    client_id="me",
+    wait_for_resources_s=0.0,
+)
+RANK = RankBeat("llama-1", 1, 0, 0, pid=7, placed_bytes=0, silent_s=0.0)
+
+
+class Run:
+    """Stands for the LoadRun of the model."""
+
+    def __init__(self) -> None:
+        self.begun: list[str] = []
+
+    async def begin_on(self, node_id: str) -> None:
+        self.begun.append(node_id)
+
+
+def hear_of(rank: RankBeat, monkeypatch: pytest.MonkeyPatch, **seat: Any) -> tuple[list[Any], list[str]]:
+    """(workers that were ended, nodes whose agents were told the load again), when an agent says that of its rank."""
+    ended: list[Any] = []
+    monkeypatch.setattr(spawn, "end_actor", ended.append)
+    run = Run()
+
+    async def listen() -> None:
+        record = ModelRecord("llama-1", REQUEST, replace(Life.new(1), state=LoadState.LOADING), Holders())
+        record.seats = {0: Seat(0, "living", "host", None, worker="its worker", started=True, **seat)}
+        watch = AgentWatch("coordinator", 60.0, {"llama-1": record}, lambda *_: None, lambda _: run)  # type: ignore[arg-type, return-value]
+        loads = (LoadBeat("llama-1", 1, 0, None, rank.done),)
+        await watch.heard(AgentBeat("living", "host", "agent", loads, (rank,), ArenaUse(0, 0, 0, 0)))
+        await asyncio.sleep(0)
+
+    asyncio.run(listen())
+    return ended, run.begun
+
+
+@pytest.mark.parametrize(
+    ("silent_s", "asked_before_s", "report", "ended"),
+    [
+        (100.0, 100.0, None, True),
+        (100.0, 10.0, None, False),  # by a coordinator that was restarted just now
+        (10.0, 100.0, None, False),
+        (100.0, 100.0, "it said so", False),  # the model is ready: nobody waits
+    ],
+)
+def test_a_worker_that_stops_between_its_last_chunk_and_its_report_is_replaced(
+    ray_of: Ray,
+    monkeypatch: pytest.MonkeyPatch,
+    silent_s: float,
+    asked_before_s: float,
+    report: Any,
+    ended: bool,
+) -> None:
+    """Its agent awaits nothing of it any more."""
+    done = replace(RANK, silent_s=silent_s, done=True)
+    asked_s = time.monotonic() - asked_before_s
+    assert hear_of(done, monkeypatch, report=report, asked_s=asked_s) == (["its worker"] * ended, [])
+
+
+def test_nobody_is_stuck_who_was_not_asked(ray_of: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    assert hear_of(replace(RANK, silent_s=100.0, done=True), monkeypatch) == ([], [])
