@@ -1,7 +1,8 @@
 """What the coordinator hears from agents: progress, loads that it does not know (any more), agents that forgot theirs.
 
 beat.records --adopt--> a load that an earlier incarnation of the coordinator began goes on
-beat.loads lacks a load that runs there --begin_on--> an agent that was restarted is told again
+beat.loads lacks a load that runs there --begin_on--> an agent that was restarted is told again; so is one that waits
+                                                      for a rank whose worker had all before that, and is silent since
 beat.ranks --> progress of each rank; one that is alive and silent for too long is killed, and thereby replaced
 
 An agent whose node Ray has given up, and which a partition that healed lets speak again, changes nothing: it is told
@@ -160,11 +161,11 @@ class AgentWatch:
                 await record.touch()
 
     def _is_stuck(self, rank: RankBeat, seat: Seat) -> bool:
-        if rank.pid:
         if rank.done:
             # What is left is to say so to us: a worker that was stopped before it could, is not awaited by its agent.
             silent_s = min(rank.silent_s, time.monotonic() - seat.asked_s)
             return seat.report is None and silent_s > self._stuck_after_s
+        if rank.pid:
             return rank.silent_s > self._stuck_after_s
         # It has its job and has not said hello to its agent; that may have been restarted in between.
         silent_s = min(rank.silent_s, time.monotonic() - seat.told_s)
@@ -179,10 +180,19 @@ class AgentWatch:
 
     def _begin_again(self, beat: AgentBeat) -> None:
         known = {(load.load_id, load.attempt) for load in beat.loads}
+        waits = {(rank.load_id, rank.attempt) for rank in beat.ranks if self._waits_in_vain(rank)}
         for record in self._models.values():
             begun = record.life.state in (LoadState.LOADING, LoadState.READY, LoadState.DEGRADED)
             parts = {(record.model_id, attempt) for attempt in record.attempts_on(beat.node_id)}
-            if begun and parts - known:
+            if begun and (parts - known or parts & waits):
                 again = asyncio.get_running_loop().create_task(self._load_run(record).begin_on(beat.node_id))
                 self._tasks.add(again)
                 again.add_done_callback(self._tasks.discard)
+
+    def _waits_in_vain(self, rank: RankBeat) -> bool:
+        """Whether the rank was done before its agent was restarted, and we did not know that when we told the agent."""
+        record = self._models.get(rank.load_id)
+        seat = record.seats.get(rank.rank) if record is not None else None
+        if rank.pid or rank.done or seat is None or seat.report is None:
+            return False
+        return (seat.incarnation, seat.attempt) == (rank.incarnation, rank.attempt)

@@ -69,9 +69,7 @@ class ChunkFlow:
         self.disk_bytes = 0
         self.refetched_chunks = self.refetched_bytes = 0
         self.retries: Counter[str] = Counter()
-        for rank in job.done:
-            for chunk in needs[rank].tolist():
-                self.queue.placed(rank, chunk)
+        self.ranks_done(job)
 
     def take_cached(self) -> None:
         """Pin what the arena has already, as far as this load's share allows, before anything evicts it."""
@@ -252,6 +250,14 @@ class ChunkFlow:
                 del self._cached[chunk]
 
     # -- ranks come and go -------------------------------------------------------------------------------------
+
+    def ranks_done(self, job: NodeJob) -> None:
+        """Ranks that have everything, by the coordinator's word, and no process that says so here."""
+        for rank, incarnation in zip(job.ranks, job.incarnations or (0,) * len(job.ranks), strict=True):
+            place = self.ranks[rank]
+            if rank in job.done and place.process is None and not place.lost and place.incarnation == incarnation:
+                for chunk in self.queue.outstanding(rank):
+                    self.placed(place, chunk)
 
     def stop_reading(self, place: RankPlace) -> None:
         """The rank reads nothing now: what it was told of is to be told again."""

@@ -61,10 +61,11 @@ class NodeLedger:
     def begin(self, job: NodeJob, now_s: float) -> bool:
         """True when the load has its minimum of slots; False: other loads have them, ask again.
 
-        The same job again changes nothing. Raises ArenaTooSmall when the arena can never do, LoadCancelled when the
-        load was ended before this message came.
+        The same job again only says which ranks are done by now. Raises ArenaTooSmall when the arena can never do,
+        LoadCancelled when the load was ended before this message came.
         """
         if job.part in self._loads:
+            self._loads[job.part].told_again(job)
             return True
         ended = self._ended.get(job.part)
         if ended is not None and ended.error is not None:
@@ -80,9 +81,7 @@ class NodeLedger:
             self._refused[job.part] = now_s
             return False
         self._refused.pop(job.part, None)
-        load = NodeLoad(job, self._cache, now_s, self._kept, self._disk)
-        load.take_cached()
-        self._loads[job.part] = load
+        self._loads[job.part] = NodeLoad(job, self._cache, now_s, self._kept, self._disk)
         return True
 
     def rank_lost(self, load_id: str, rank: int, incarnation: int, now_s: float) -> None:

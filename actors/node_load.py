@@ -44,13 +44,15 @@ class NodeLoad:
         self._former: list[RankPlace] = []  # given up with something of the arena in use, by processes that may live
         self._corrupt_chunks = 0
         self._requests = RequestLimit(job.most_requests)
+        self._flow.take_cached()
         self._rest_if_complete()
 
     # -- the life of the load ----------------------------------------------------------------------------------
 
-    def take_cached(self) -> None:
-        """Pin what the arena has already, as far as this load's share allows, before anything evicts it."""
-        self._flow.take_cached()
+    def told_again(self, job: NodeJob) -> None:
+        """Other ranks than before may be done: one that had ended before this agent began does not say so here."""
+        self._flow.ranks_done(job)
+        self._rest_if_complete()
 
     def fail(self, error: LongshoreError) -> None:
         """The load ends with this error, unless it has one."""
@@ -161,8 +163,7 @@ class NodeLoad:
             if self.error is None:  # else it is told to stop, and pins for it would stay for ever
                 self._flow.refill(place)
         place.incarnation, place.process, place.number = hello.incarnation, hello.process, hello.number
-        place.lost = place.left = False
-        place.heard_s = now_s
+        place.lost, place.left, place.heard_s = False, False, now_s
         for chunk in hello.placed:
             self._flow.placed(place, chunk)
         self._flow.assign_direct(place, hello.direct)
@@ -192,9 +193,8 @@ class NodeLoad:
     def process_dead(self, process: ProcessId, now_s: float) -> set[bytes]:
         """The process is dead for certain; the coordinator says which incarnation comes next. Keys."""
         ended: set[bytes] = set()
-        for place in list(self.ranks.values()):
-            if place.process == process:
-                ended |= self._vacate(place, place.incarnation, now_s)
+        for place in [place for place in self.ranks.values() if place.process == process]:
+            ended |= self._vacate(place, place.incarnation, now_s)
         self._former = [place for place in self._former if place.process != process]
         return ended
 

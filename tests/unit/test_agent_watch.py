@@ -174,3 +174,21 @@ def test_a_worker_that_stops_between_its_last_chunk_and_its_report_is_replaced(
 
 def test_nobody_is_stuck_who_was_not_asked(ray_of: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hear_of(replace(RANK, silent_s=100.0, done=True), monkeypatch) == ([], [])
+
+
+@pytest.mark.parametrize(
+    ("pid", "done", "incarnation", "report", "told"),
+    [
+        (0, False, 0, "it said so", True),
+        (0, False, 0, None, False),  # it is still to come
+        (7, False, 0, "it said so", False),  # it is there and will say so
+        (0, True, 0, "it said so", False),
+        (0, False, 1, "of another one", False),
+    ],
+)
+def test_an_agent_that_waits_for_a_rank_that_is_done_is_told(
+    ray_of: Ray, monkeypatch: pytest.MonkeyPatch, pid: int, done: bool, incarnation: int, report: Any, told: bool
+) -> None:
+    """It was restarted after the rank had ended, and was told the load before the coordinator knew of that."""
+    rank = replace(RANK, pid=pid, done=done, incarnation=incarnation)
+    assert hear_of(rank, monkeypatch, report=report) == ([], ["living"] * told)

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from dataclasses import replace
 
 import pytest
 from hypothesis import HealthCheck, given, settings
@@ -608,7 +609,40 @@ def test_begin_again_is_begun_once():
     assert node.cache.stats().leased_slots == 3
 
 
-@pytest.mark.parametrize("digests", [True, False])
+def test_a_rank_that_was_done_before_its_agent_began_keeps_no_slots_from_others():
+    """The coordinator told the new agent the load before it knew that, so it tells it again."""
+    node, (only,) = node_with(ranks=1, slots=4)
+    while not only.left:
+        node.take_turn(only)
+    load = only.load
+    node.restart_agent()
+    load.done.clear()
+    node.begin(load)
+    other = node.add_load(SimModel((7,)), {0: [0]})
+    assert not other.begun
+    load.done.add(0)
+    assert node.ledger.begin(load.job(), node.now_s)
+    node.begin(other)
+    assert other.begun
+    beat = node.ledger.beat("node", "host", "0", node.now_s, ())
+    assert {(rank.load_id, rank.done) for rank in beat.ranks} == {(load.load_id, True), (other.load_id, False)}
+
+
+def test_that_a_rank_is_done_is_said_of_one_incarnation_only():
+    node, (only,) = node_with(ranks=1)
+    load = only.load
+    node.restart_agent()
+    node.begin(load)
+    late = replace(load.job(), done=frozenset({0}))
+    node.kill(only)
+    node.give_up_rank(load, 0)
+    node.ledger.begin(late, node.now_s)
+    (rank,) = node.ledger.beat("node", "host", "0", node.now_s, ()).ranks
+    assert (rank.incarnation, rank.done) == (1, False)
+    node.settle()
+    node.check_reports()
+
+
 def test_a_load_that_asks_for_slots_no_more_keeps_nobody_waiting():
     """Its coordinator was killed before any agent had the load: nobody can end it."""
     node, (first,) = node_with(ranks=1, slots=7)
@@ -623,6 +657,7 @@ def test_a_load_that_asks_for_slots_no_more_keeps_nobody_waiting():
     assert behind.begun
 
 
+@pytest.mark.parametrize("digests", [True, False])
 def test_ranks_of_a_lost_node_come_to_a_node_that_has_some(digests):
     """The ranks that were there are told nothing, close nothing, fetch nothing again; every chunk is fetched once."""
     model = SimModel((1, 2, 3, 4), digests=digests, etag=None)
