@@ -42,13 +42,14 @@ class ChunkFetcher:
         self._tables = tables
         self._attempts = attempts
         self._stopped = threading.Event()
+        self._finishes = False  # after `stop`, chunks of which something has arrived are fetched to their end
         self._closed: set[str] = set()
         self._limits = ReadLimits()
         self._running: dict[str, tuple[int, ReadLimit]] = {}  # lease id -> chunk, and what ends its read
         self._clocks: list[StageClock] = []
         self._disk: DiskReader | None = None
-        # How a thread waits before another try: (cause, seconds). Ends early when the tries are stopped.
-        self.pause: Callable[[str, float], object] = lambda _, delay_s: self._stopped.wait(delay_s)
+        # How a thread waits for another try: (cause, seconds, something has arrived). Ends early when none is to come.
+        self.pause: Callable[[str, float, bool], object] = lambda _, delay_s, begun: self._stopped.wait(delay_s)
 
     def clock(self) -> StageClock:
         """A clock for the calling thread."""
@@ -56,8 +57,12 @@ class ChunkFetcher:
         self._clocks.append(clock)
         return clock
 
-    def stop(self, *, at_once: bool = False) -> None:
-        """No new try begins. A read that is under way ends by itself, or `at_once`."""
+    def stop(self, *, at_once: bool = False, finish: bool = False) -> None:
+        """No new try begins. A read that is under way ends by itself, or `at_once`.
+
+        `finish`: tries go on for chunks of which something has arrived, so that nobody fetches that again.
+        """
+        self._finishes = finish
         self._stopped.set()
         if at_once:
             self._limits.end_all()
@@ -123,7 +128,7 @@ class ChunkFetcher:
     def _fetch(self, lease: LeaseOrder, read: ChunkRead, limit: ReadLimit, disk: str) -> FetchedChunk:
         retries = {"disk_unusable": 1} if disk == DISK_UNUSABLE else {}
         tries = in_vain = 0  # in vain: it brought no byte more
-        while not self._is_void(lease):
+        while not self._is_void(lease, read):
             tries += 1
             before_bytes = read.arrived_bytes
             try:
@@ -133,7 +138,7 @@ class ChunkFetcher:
                 return FetchedChunk(lease.lease_id, commit, None, retries)
             except LongshoreError as failed:
                 error = failed
-            if isinstance(error, ReadEnded) and self._is_void(lease):
+            if isinstance(error, ReadEnded) and self._is_void(lease, read):
                 break
             in_vain += read.arrived_bytes <= before_bytes
             cause = cause_of(error)
@@ -144,7 +149,7 @@ class ChunkFetcher:
             if in_vain >= self._attempts or isinstance(decision, Fail) or time.monotonic() >= limit.deadline_s:
                 failure = FetchFailure(lease.lease_id, lease.chunk, self._described(error, lease.chunk), tries)
                 return FetchedChunk(lease.lease_id, None, failure, retries)
-            self.pause(cause, decision.delay_s)
+            self.pause(cause, decision.delay_s, read.arrived_bytes > 0)
         return FetchedChunk(lease.lease_id, retries=retries)
 
     def _close_others(self, lease: LeaseOrder) -> None:
@@ -152,8 +157,9 @@ class ChunkFetcher:
         running = self._running.copy()  # in one step
         self.close_leases({other for other, (chunk, _) in running.items() if chunk == lease.chunk} - {lease.lease_id})
 
-    def _is_void(self, lease: LeaseOrder) -> bool:
-        return self._stopped.is_set() or lease.lease_id in self._closed
+    def _is_void(self, lease: LeaseOrder, read: ChunkRead | None = None) -> bool:
+        goes_on = self._finishes and read is not None and read.arrived_bytes > 0
+        return lease.lease_id in self._closed or (self._stopped.is_set() and not goes_on)
 
     def _described(self, error: LongshoreError, chunk: int) -> LongshoreError:
         shard = self._tables.shards[self._tables.chunks.shard[chunk]]

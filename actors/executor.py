@@ -27,7 +27,8 @@ from actors.chunk_placer import ChunkPlacer
 from actors.device import Device
 from actors.rank_link import AgentLink
 from actors.rank_meter import RankMeter
-from actors.rank_work import RankWork, Results
+from actors.rank_results import Results
+from actors.rank_work import RankWork
 from cluster.errors import ClusterLost, LoadCancelled
 from cluster.messages import DIRECT, Orders, RankHello, RankJob, RankUpdate
 from cluster.packed_plan import unpack_shared
@@ -127,7 +128,7 @@ class RankLoader:
                 self._work.wait(self._job.fetch.heartbeat_s)
             finished = self._work.finished
             # What it fetches for others is told, not left to a deadline; the agent may say that it is not wanted.
-            leaving = finished and self._work.drain(self._job.fetch.heartbeat_s)
+            leaving = finished and self._work.drain(self._job.fetch.heartbeat_s, finish=True)
             try:
                 orders = self._link.exchange(self._update(self._work.take_results(), leaving=leaving))
                 agent_knows = not orders.rejoin
@@ -150,7 +151,7 @@ class RankLoader:
                 continue
             if finished:  # it only waits for what it fetches for others
                 if orders.stop is not None:
-                    self._fetcher.stop(at_once=True)  # nobody wants that; the last message will be told so again
+                    self._work.abandon()  # nobody wants that; the last message will be told so again
                 elif agent_knows:
                     self._take(orders)
                 continue

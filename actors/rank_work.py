@@ -12,33 +12,18 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import Counter, deque
+from collections import deque
 from collections.abc import Iterable, Mapping
-from dataclasses import dataclass, field
 
 from actors.chunk_fetcher import ChunkFetcher, FetchedChunk
 from actors.fetch_time import FetchTime
+from actors.rank_results import Results
 from cluster.concurrency import START
 from cluster.messages import LeaseOrder, Orders
 from cluster.retry import cause_of
 from storage.errors import LongshoreError
 
 TELL_S = 0.05  # no chunk is kept from the node's other ranks for longer
-
-
-@dataclass(slots=True)
-class Results:
-    """What happened since the agent was last told."""
-
-    fetched: list[FetchedChunk] = field(default_factory=list)
-    placed: list[int] = field(default_factory=list)
-    retries: Counter[str] = field(default_factory=Counter)  # by cause
-    requests: list[tuple[int, float, float]] = field(default_factory=list)  # bytes, seconds, when it ended
-    throttled: int = 0
-
-    def __len__(self) -> int:
-        """Chunks that there is something to tell of; most are fetched and placed at once."""
-        return max(len(self.fetched), len(self.placed))
 
 
 class RankWork:
@@ -72,7 +57,7 @@ class RankWork:
         self._unplaced = 0  # readable chunks queued or being copied
         self._short_of = ""  # why the agent gave fewer leases than were wanted
         self._told_requests = 0
-        self._draining = False
+        self._draining = self._finishing = False  # see `drain`
         self._error: LongshoreError | None = None
 
     # -- fetch threads -----------------------------------------------------------------------------------------
@@ -108,8 +93,15 @@ class RankWork:
                 self._again.notify_all()
             self._tell.notify_all()
 
-    def _pause(self, cause: str, delay_s: float) -> None:
-        """A try of the calling thread has failed: returns when it may try again, or is to stop."""
+    def _pause(self, cause: str, delay_s: float, begun: bool = False) -> None:
+        """A try of the calling thread has failed: returns when it may try again, or is to stop.
+
+        `begun`: a part of the chunk has arrived.
+        """
+
+        def is_to_stop() -> bool:
+            return self._error is not None or (self._draining and not (begun and self._finishing))
+
         with self._again:
             self._account()
             self._working -= 1
@@ -118,9 +110,9 @@ class RankWork:
                 self._was_throttled()
             self._fetch.notify()  # somebody else may use the place
             self._tell.notify_all()
-            self._again.wait_for(lambda: self._error is not None or self._draining, delay_s)
+            self._again.wait_for(is_to_stop, delay_s)
             self._returning += 1
-            self._again.wait_for(lambda: self._working < self.requests or self._error is not None or self._draining)
+            self._again.wait_for(lambda: self._working < self.requests or is_to_stop())
             self._account()
             self._returning -= 1
             self._pausing -= 1
@@ -219,17 +211,19 @@ class RankWork:
 
     # -- the end -----------------------------------------------------------------------------------------------
 
-    def drain(self, timeout_s: float | None = None) -> bool:
+    def drain(self, timeout_s: float | None = None, *, finish: bool = False) -> bool:
         """Return when nothing of the arena is in use: leases not begun are given back, begun reads end by themselves,
         readable chunks are placed. False: there still is after `timeout_s`, and no new read begins before a later call
         has returned True. Raises `stop`'s error.
+
+        `finish`: chunks of which a part has arrived are fetched to their end, with further tries if need be.
         """
         with self._tell:
             while self._leases:
                 self._in_hand -= 1
                 self._add(FetchedChunk(self._leases.popleft().lease_id))
-            self._fetcher.stop()
-            self._draining = True
+            self._fetcher.stop(finish=finish)
+            self._draining, self._finishing = True, finish
             self._again.notify_all()
             done = self._tell.wait_for(
                 lambda: not (self._in_hand or self._unplaced) or self._error is not None, timeout_s
@@ -239,6 +233,13 @@ class RankWork:
                 self._draining = False
                 self._fetcher.restart()
             return done
+
+    def abandon(self) -> None:
+        """What a drain waits for is not wanted: reads end at once, and no further try begins."""
+        with self._tell:
+            self._fetcher.stop(at_once=True)
+            self._finishing = False
+            self._again.notify_all()
 
     def forget_leases(self) -> None:
         """A hello is about to say that nothing is in use; how single leases ended does not matter then."""

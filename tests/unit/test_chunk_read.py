@@ -129,6 +129,20 @@ def fetch(
     return result, bytes(memory), clock
 
 
+@pytest.mark.parametrize("arrived_bytes", [0, 12_345])
+def test_stopped_while_it_waits_for_another_try_it_finishes_only_what_has_begun_to_arrive(arrived_bytes: int) -> None:
+    """A rank that has all its own leaves with what it fetches for others: nobody should fetch that part again."""
+    memory = bytearray(SIZE_BYTES)
+    cuts: list[Cut] = [lambda asked: DATA[asked.start : asked.start + arrived_bytes]]
+    with closing(BreakingServer(cuts)) as server, fetching(server.store(), tables()) as fetcher:
+        fetcher.pause = lambda *_: fetcher.stop(finish=True)
+        result = fetcher.fetch(LeaseOrder("lease", 0, 0, NEVER_S), [memoryview(memory)], fetcher.clock())
+    assert (result.commit is not None) == bool(arrived_bytes)
+    assert result.failure is None
+    starts = [asked.start - CHUNK.start for asked in server.asked]
+    assert starts == ([0, arrived_bytes] if arrived_bytes else [0])
+
+
 @settings(max_examples=25, deadline=None)
 @given(
     points=st.sets(st.integers(1, SIZE_BYTES - 1) | st.sampled_from([PIECE_BYTES, 2 * PIECE_BYTES + 1]), max_size=6),

@@ -174,6 +174,25 @@ def test_drain_gives_back_what_was_not_begun_and_ends_the_waits(work: RankWork):
     assert results.throttled == 0
 
 
+def test_who_leaves_finishes_what_has_begun_to_arrive_unless_nobody_wants_it(work: RankWork):
+    work.take(Orders(leases=leases(0), requests=1))
+    assert work.next_lease() is not None
+    returned = threading.Event()
+
+    def fetch() -> None:
+        work._fetcher.pause("short_read", 60.0, True)
+        returned.set()
+
+    thread = threading.Thread(target=fetch, daemon=True)
+    thread.start()
+    eventually(lambda: work._pausing == 1)
+    assert not work.drain(0.05, finish=True)
+    assert not returned.wait(0.05)
+    work.abandon()
+    assert returned.wait(PATIENCE_S)
+    thread.join(PATIENCE_S)
+
+
 def test_stop_ends_every_wait(work: RankWork):
     waits: list[Callable[[], object]] = [
         work.next_lease,
