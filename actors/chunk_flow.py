@@ -16,16 +16,17 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable
 
+from actors.chunk_errors import given_up, never_brought
+from actors.chunk_sources import ChunkSources, source_of
 from actors.disk_backlog import DiskBacklog, DiskWrite
 from actors.rank_place import ChunkKeys, RankPlace
 from actors.second_leases import SecondLeases
-from cluster.errors import ChunkFailed
 from cluster.lease_queue import LeaseQueue
-from cluster.messages import DIRECT, DISK_READ, DISK_UNUSABLE, Commit, FetchFailure, LeaseOrder, NodeJob
+from cluster.messages import DIRECT, DISK_UNUSABLE, Commit, FetchFailure, LeaseOrder, NodeJob
 from cluster.packed_plan import unpack_shared
 from cluster.retry import Fail, cause_of
 from storage.chunk_cache import ChunkCache
-from storage.errors import IntegrityError, LongshoreError
+from storage.errors import LongshoreError
 from storage.leases import Answer, CachedChunk
 
 GRANT_BATCH = 64  # readable chunks told in one answer
@@ -61,13 +62,7 @@ class ChunkFlow:
             for rank in job.ranks:
                 self.queue.assign(rank, self._wanted_alone(rank))
         # What the report counts.
-        self.store_chunks: set[int] = set()
-        self.cached_chunks: set[int] = set()
-        self.store_bytes = 0
-        self.direct_bytes = 0  # of those, what went past the arena
-        self.disk_chunks: set[int] = set()
-        self.disk_bytes = 0
-        self.refetched_chunks = self.refetched_bytes = 0
+        self.sources = ChunkSources(job, self._chunks)
         self.retries: Counter[str] = Counter()
         self.ranks_done(job)
 
@@ -146,8 +141,7 @@ class ChunkFlow:
                 self._cache.unpin(cached, pinner)
             return False
         self._readable(chunk, cached)
-        if chunk not in self.store_chunks and chunk not in self.disk_chunks:
-            self.cached_chunks.add(chunk)
+        self.sources.in_arena(chunk)
         return True
 
     def commit(self, place: RankPlace, commit: Commit, chunk: int, now_s: float) -> None:
@@ -156,8 +150,7 @@ class ChunkFlow:
         if commit.disk == DISK_UNUSABLE:
             self._disk.unusable(self.keys[chunk])
         if lease_id.startswith("direct-"):
-            self._count(chunk, size_bytes, commit.disk)
-            self.direct_bytes += size_bytes if commit.disk != DISK_READ else 0
+            self.sources.fetched(chunk, source_of(lease_id, commit.disk))
             self.queue.committed(chunk)
             self.queue.placed(place.rank, chunk)
             return
@@ -167,47 +160,26 @@ class ChunkFlow:
         if answer not in (Answer.DONE, Answer.DUPLICATE):
             self.queue.requeue(chunk, None, "", now_s=now_s)
             return
-        self._count(chunk, size_bytes, commit.disk)
+        self.sources.fetched(chunk, source_of(lease_id, commit.disk))
         cached = self._cache.lookup(self.keys[chunk]) if answer is Answer.DONE else None
         if cached is not None:
             self._readable(chunk, cached)
         elif not self._take_from_cache(chunk):  # a duplicate: the other copy is the one to read
             self.queue.requeue(chunk, None, "", now_s=now_s)
 
-    def _count(self, chunk: int, size_bytes: int, disk: str) -> None:
-        had = chunk in self.store_chunks or chunk in self.cached_chunks or chunk in self.disk_chunks
-        if had:
-            self.refetched_chunks += 1
-            self.refetched_bytes += size_bytes
-        if disk == DISK_READ:
-            self.disk_chunks.add(chunk)
-            self.disk_bytes += size_bytes
-            return
-        self.store_chunks.add(chunk)
-        self.store_bytes += size_bytes
-
     def failed(self, place: RankPlace, chunk: int, failure: FetchFailure, now_s: float, chance: float) -> None:
         """A worker gave the chunk up. The load's error is set when the chunk's budget is spent."""
         cause = cause_of(failure.error)
         decision = self.queue.failed(chunk, place.rank, cause, self._job.chunk_attempts, now_s=now_s, fraction=chance)
         if isinstance(decision, Fail) and self.error is None:
-            self.error = _given_up(failure, place, self._job.load_id)
+            self.error = given_up(failure, place, self._job.load_id)
 
     def lease_lost(self, chunk: int, rank: int, cause: str, now_s: float) -> None:
         """A lease ended by death or by time, not by a report."""
         self.retries[cause] += 1
         decision = self.queue.requeue(chunk, rank, cause, now_s=now_s)
         if isinstance(decision, Fail) and self.error is None:
-            shard = self.keys.tables.shards[self._chunks.shard[chunk]]
-            self.error = ChunkFailed(
-                f"a chunk could not be had: {decision.reason}",
-                shard=shard.key,
-                chunk=chunk,
-                range=str(self._chunks.byte_range(chunk)),
-                rank=rank,
-                cause=cause,
-                load=self._job.load_id,
-            )
+            self.error = never_brought(decision.reason, self.keys.tables, chunk, rank, cause, self._job.load_id)
 
     # -- committed chunks ----------------------------------------------------------------------------------------
 
@@ -286,15 +258,3 @@ class ChunkFlow:
     def _user(self, rank: int, chunk: int) -> tuple[tuple[str, int], int, int]:
         """Who pins or reads a slot."""
         return self._job.part, rank, chunk
-
-
-def _given_up(failure: FetchFailure, place: RankPlace, load_id: str) -> LongshoreError:
-    """The load's error: names shard, chunk, worker and cause."""
-    where = {"rank": place.rank, "pid": place.process.pid if place.process else None, "tries": failure.tries}
-    if isinstance(failure.error, IntegrityError):
-        return failure.error.with_details(**where)
-    cause = type(failure.error).__name__
-    if deeper := failure.error.details.get("cause"):  # of a connection: what the socket said
-        cause = f"{cause} ({deeper})"
-    details = {**failure.error.details, **where, "cause": cause, "load": load_id}
-    return ChunkFailed(f"a chunk could not be had: {failure.error.message}", hint=failure.error.hint, **details)

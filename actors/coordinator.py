@@ -68,6 +68,7 @@ class Coordinator:
             "protocol": PROTOCOL_VERSION,
             "incarnation": self._incarnation,
             "holder_ttl_s": self._config.holder_ttl_s,
+            "settings": self._config.model_dump(),
         }
 
     async def load(self, request: LoadRequest) -> tuple[str, bool]:

@@ -7,10 +7,11 @@ imported when a verb runs, so `longshore --help` needs neither Ray nor a network
 from __future__ import annotations
 
 import argparse
+import contextlib
 import json
 import os
 import sys
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from typing import TYPE_CHECKING, Any
 
 from cluster.errors import ConfigError
@@ -20,13 +21,22 @@ from cluster.progress import StagedDisplay, byte_counter, display_on, moment_of_
 if TYPE_CHECKING:
     from rich.console import RenderableType
 
+    from cluster.report import LoadProgress
+
 
 def run_load(args: argparse.Namespace) -> int:
     """Load, report; the model stays in the cluster unless --no-keep."""
     from cluster import client
     from cluster.load_tables import load_table
 
-    with display_on(sys.stderr) as display:
+    seen = ""
+
+    def show(progress: LoadProgress) -> None:
+        nonlocal seen
+        seen = progress.model_id
+        display.show(moment_of_load(progress))
+
+    with display_on(sys.stderr) as display, _says_what_stays(lambda: seen if args.keep else ""):
         model = client.load(
             args.uri,
             **_sizes(args),
@@ -38,7 +48,7 @@ def run_load(args: argparse.Namespace) -> int:
             placement=args.placement,
             timeout_s=args.timeout,
             trusted_keys=args.trusted_key,
-            progress=lambda progress: display.show(moment_of_load(progress)),
+            progress=show,
         )
     with model:  # this command's hold on it ends here; `keep` is what makes it stay
         report = model.report
@@ -50,6 +60,17 @@ def run_load(args: argparse.Namespace) -> int:
                 "(ray start --head starts one that stays)",
             )
     return OK
+
+
+@contextlib.contextmanager
+def _says_what_stays(model_id: Callable[[], str]) -> Iterator[None]:
+    """When the block is interrupted: that the load goes on, where it was to stay."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if model_id():
+            say_on(sys.stderr, f"longshore: the load goes on in the cluster; longshore release {model_id()} ends it")
+        raise
 
 
 def run_plan(args: argparse.Namespace) -> int:

@@ -129,6 +129,11 @@ class Config(BaseModel):
         values.update({name: value for name, value in overrides.items() if value is not None})
         return cls._checked(values, ENV_PREFIX)
 
+    def differences(self, running: Mapping[str, Any]) -> list[str]:
+        """`name=value` of each setting that a cluster with these settings has otherwise; its value."""
+        own = self.model_dump()
+        return [f"{name}={value!r}" for name, value in running.items() if name in own and own[name] != value]
+
     def changed(self, **overrides: Any) -> Config:
         """These settings with other values where `overrides` are not None. Raises ConfigError."""
         given = {name: value for name, value in overrides.items() if value is not None}

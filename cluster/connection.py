@@ -9,8 +9,8 @@ from __future__ import annotations
 import atexit
 import contextlib
 import importlib
+import logging
 import math
-import os
 import threading
 import time
 import uuid
@@ -18,10 +18,10 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.config import Config
-from cluster.errors import ClusterLost, PackageMissing, VersionMismatch
+from cluster.errors import ClusterLost, VersionMismatch
 from cluster.head_watch import HeadWatch, lost_after_s
 from cluster.interrupts import sigterm_kept
-from cluster.ray_address import check_ray_address
+from cluster.ray_join import address_of, import_ray, join
 from cluster.remote_errors import unwrapped
 from longshore.version import PROTOCOL_VERSION, __version__
 from storage.errors import LongshoreError
@@ -31,8 +31,8 @@ COORDINATOR_GONE_S = 60.0  # a coordinator that has not come back after this lon
 LOCAL_HEAD_S = 1.0  # nobody starts the head of a local cluster again
 LOOK_S = 1.0  # at the head, while an answer does not come
 CLOSE_TIMEOUT_S = 20.0
-LOCAL_OBJECT_STORE_BYTES = 100 << 20  # weights never pass through Ray's object store; results of `call` do
 
+_LOG = logging.getLogger("longshore")
 _lock = threading.Lock()
 _connection: Connection | None = None
 
@@ -43,7 +43,7 @@ class Connection:
     def __init__(self, config: Config, gcs_address: str, *, local: bool) -> None:
         self.client_id = uuid.uuid4().hex
         self.local = local  # we started the Ray cluster, so we end it
-        self._config = config
+        self._told: list[str] = []  # settings of the running coordinator that the log has named
         self.address = gcs_address
         self.head = HeadWatch(gcs_address, lost_after_s(LOCAL_HEAD_S if local else config.cluster_lost_after_s))
         self._coordinator: Any = None
@@ -54,15 +54,17 @@ class Connection:
         self._renewer: threading.Thread | None = None
         self._holder_ttl_s = config.holder_ttl_s
 
-    def find(self, *, start: bool, any_version: bool = False) -> bool:
-        """Find the coordinator, or `start` one. False when there is none. Raises VersionMismatch, ClusterLost..."""
+    def find(self, config: Config, *, start: bool, any_version: bool = False) -> bool:
+        """Find the coordinator, or `start` one with these settings. False when there is none. One that runs keeps its
+        own: the log says which differ. Raises VersionMismatch, ClusterLost...
+        """
         self.head.wait()  # without it Ray's own calls do not come back, and end the process
         launch = _launch()
         coordinator = launch.find_coordinator()
         if coordinator is None:
             if not start:
                 return False
-            coordinator = launch.ensure_coordinator(self._config)
+            coordinator = launch.ensure_coordinator(config)
         self._coordinator = coordinator
         hello = self.call("ping")
         if not any_version and (hello["version"], hello["protocol"]) != (__version__, PROTOCOL_VERSION):
@@ -74,6 +76,15 @@ class Connection:
                 "`longshore release --shutdown`",
             )
         self._holder_ttl_s = float(hello["holder_ttl_s"])
+        # Those of the cluster's own environment are no news.
+        others = config.differences(hello.get("settings", {})) if config != Config.from_env() else []
+        if others and others != self._told:
+            self._told = others
+            _LOG.warning(
+                "the cluster was started with other settings, which stay in force: %s "
+                "(`longshore release --shutdown` ends it; the next load starts it with its own)",
+                ", ".join(others),
+            )
         return True
 
     def call(self, method: str, *args: Any, timeout_s: float | None = None, **kwargs: Any) -> Any:
@@ -212,19 +223,19 @@ def connect(address: str | None, config: Config, *, start: bool = True, any_vers
     """
     global _connection
     with _lock:
-        ray = _import_ray()
-        if _connection is not None and ray.is_initialized() and _connection.address == _address_of(ray):
-            return _connection if _connection.find(start=start, any_version=any_version) else None
+        ray = import_ray()
+        if _connection is not None and ray.is_initialized() and _connection.address == address_of(ray):
+            return _connection if _connection.find(config, start=start, any_version=any_version) else None
         local = False
         if not ray.is_initialized():
             with sigterm_kept():
-                joined = _join(ray, address, start=start)
+                joined = join(ray, address, start=start)
             if joined is None:
                 return None
             local = joined == "local"
-        connection = Connection(config, _address_of(ray), local=local)
+        connection = Connection(config, address_of(ray), local=local)
         try:
-            if not connection.find(start=start, any_version=any_version):
+            if not connection.find(config, start=start, any_version=any_version):
                 connection.head.close()
                 return None
         except BaseException:
@@ -250,49 +261,3 @@ def disconnect() -> None:
 def _launch() -> Any:
     """`actors.launch`: the one seam that points upward, by name."""
     return importlib.import_module("actors.launch")
-
-
-def _import_ray() -> Any:
-    try:
-        return importlib.import_module("ray")
-    except ImportError as error:
-        raise PackageMissing(
-            "ray is not installed here", hint='pip install "longshore[cluster]"', package="ray"
-        ) from error
-
-
-def _address_of(ray: Any) -> str:
-    return str(ray.get_runtime_context().gcs_address)
-
-
-def _join(ray: Any, address: str | None, *, start: bool) -> str | None:
-    """Connect this process to a Ray cluster: "joined", "local" for a new one, None for none."""
-    address = address or os.environ.get("RAY_ADDRESS") or None
-    check_ray_address(address)
-    quiet = {"log_to_driver": False, "configure_logging": False}
-    try:
-        if address == "local":
-            if not start:
-                return None
-            _start_local(ray, quiet)
-            return "local"
-        if address is not None:
-            ray.init(address=address, **quiet)
-            return "joined"
-        try:
-            ray.init(address="auto", **quiet)
-            return "joined"
-        except ConnectionError:
-            if not start:
-                return None
-        _start_local(ray, quiet)
-        return "local"
-    except (ConnectionError, TimeoutError, RuntimeError, ValueError, OSError) as error:
-        raise ClusterLost(
-            "cannot join the Ray cluster", hint="check the address and RAY_AUTH_MODE", address=address,
-            cause=str(error)[:500],
-        ) from error  # fmt: skip
-
-
-def _start_local(ray: Any, quiet: dict[str, Any]) -> None:
-    ray.init(address="local", include_dashboard=False, object_store_memory=LOCAL_OBJECT_STORE_BYTES, **quiet)

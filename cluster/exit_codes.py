@@ -22,6 +22,7 @@ from storage.errors import (
     ArenaError,
     CheckpointError,
     IntegrityError,
+    InvalidKey,
     InvalidUri,
     LongshoreError,
     ManifestError,
@@ -49,11 +50,13 @@ EXIT_CODES = (
     ExitCode(OK, "done"),
     ExitCode(FAILED, "the load, publish, check or call failed", (LongshoreError, Exception)),
     ExitCode(
-        USAGE, "wrong arguments or settings, or no such model in the cluster", (ConfigError, ModelNotFound, InvalidUri)
+        USAGE,
+        "wrong arguments or settings, or no such model in the cluster",
+        (ConfigError, ModelNotFound, InvalidUri, InvalidKey),
     ),
     ExitCode(
         3,
-        "refused before anything moved: not a loadable checkpoint, does not fit, cannot be cut as asked",
+        "refused before anything moved: no loadable checkpoint there, does not fit, cannot be cut as asked",
         (PlanError, CheckpointError, ModelConfigError),
     ),
     ExitCode(
@@ -61,14 +64,18 @@ EXIT_CODES = (
         "not enough GPUs, shared memory or other resources",
         (NotEnoughResources, DeviceUnavailable, ArenaError),
     ),
-    ExitCode(5, "the store: unreachable, refused, no such bucket or object", (StoreError,)),
+    ExitCode(
+        5, "the store: unreachable, refused, no such bucket, an object that is missing or has changed", (StoreError,)
+    ),
     ExitCode(INTEGRITY, "integrity: bytes or manifest are not the published ones", (IntegrityError, ManifestError)),
     ExitCode(
         7,
         "the cluster: lost, without the package, of another version, or our packages are shadowed",
         (ClusterError, ClusterLost, VersionMismatch, PackageMissing, PackageShadowed),
     ),
-    ExitCode(INTERRUPTED, "interrupted with Ctrl-C", (KeyboardInterrupt,)),
+    ExitCode(
+        INTERRUPTED, "interrupted with Ctrl-C; a load that was to stay goes on in the cluster", (KeyboardInterrupt,)
+    ),
     ExitCode(TERMINATED, "ended with SIGTERM", (Terminated,)),
 )
 _CODE_OF = {kind: row.code for row in EXIT_CODES for kind in row.errors}

@@ -126,7 +126,7 @@ class LoadedModel:
         return workers
 
     def _get(self, reference: Any, rank: int) -> Any:
-        from ray.exceptions import RayActorError, RayError, RayTaskError, UnserializableException
+        from ray.exceptions import RayActorError, RayError, RaySystemError, RayTaskError, UnserializableException
 
         try:
             return self._connection.answer(reference)
@@ -140,6 +140,13 @@ class LoadedModel:
         except UnserializableException as error:  # an exception of the user's that pickle cannot make again
             said = _COLOURS.sub("", str(error))
             raise RemoteCallFailed(f"the function raised on rank {rank}:\n{said}", rank=rank) from error
+        except RaySystemError as error:  # how Ray says that pickle could not make the result again
+            raise RemoteCallFailed(
+                f"the result of rank {rank} cannot be read here",
+                hint="return numbers, strings or numpy arrays, or copy tensors out with iter_tensors",
+                rank=rank,
+                cause=_COLOURS.sub("", str(error)).splitlines()[0][:300],
+            ) from error
         except RayActorError as error:
             raise RankLost(
                 f"rank {rank} died during the call",

@@ -24,6 +24,7 @@ if TYPE_CHECKING:
 KEY_BYTES = 32  # of a raw public key
 SIGNATURE_BYTES = 64
 MAX_KEY_FILE_BYTES = 16 << 10
+_READ_HINT = "name a file that `longshore keygen` made: FILE to sign with, FILE.pub to load with"
 _SPKI_PREFIX = bytes.fromhex("302a300506032b6570032100")  # SubjectPublicKeyInfo of Ed25519, before the raw key
 _PUBLIC_HINT = "a public key is a PEM file (BEGIN PUBLIC KEY) or 32 bytes in base64, as `longshore keygen` prints it"
 
@@ -157,17 +158,17 @@ def _read_key_file(path: str) -> bytes:
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
     except (OSError, ValueError) as error:
         what = error.strerror if isinstance(error, OSError) else "not a path"
-        raise InvalidKey(f"cannot read the key: {what}", path=path[:200]) from error
+        raise InvalidKey(f"cannot read the key: {what}", hint=_READ_HINT, path=path[:200]) from error
     try:
         if not stat.S_ISREG(os.fstat(descriptor).st_mode):
-            raise InvalidKey("the key is not a regular file", path=path)
+            raise InvalidKey("the key is not a regular file", hint=_READ_HINT, path=path)
         data = os.read(descriptor, MAX_KEY_FILE_BYTES + 1)
     except OSError as error:
-        raise InvalidKey(f"cannot read the key: {error.strerror}", path=path) from error
+        raise InvalidKey(f"cannot read the key: {error.strerror}", hint=_READ_HINT, path=path) from error
     finally:
         os.close(descriptor)
     if len(data) > MAX_KEY_FILE_BYTES:
-        raise InvalidKey(f"more than {MAX_KEY_FILE_BYTES} bytes: not a key", path=path)
+        raise InvalidKey(f"more than {MAX_KEY_FILE_BYTES} bytes: not a key", hint=_READ_HINT, path=path)
     return data
 
 

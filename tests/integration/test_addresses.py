@@ -5,10 +5,14 @@ from __future__ import annotations
 import os
 import subprocess
 import sys
+from pathlib import Path
 
 import pytest
 
-from tests.support.ray_clusters import ENVIRONMENT, REPOSITORY, Longshore
+import cluster
+from cluster import client
+from cluster.config import Config
+from tests.support.ray_clusters import ENVIRONMENT, REPOSITORY, TEST_SETTINGS, Longshore, eventually
 from tests.support.stored_models import StoredModel
 
 pytestmark = pytest.mark.slow
@@ -52,6 +56,22 @@ def test_status_starts_no_cluster() -> None:
 
 def test_another_process_finds_the_coordinator(longshore: Longshore) -> None:
     assert said(longshore.address).startswith(longshore.status().version)
+
+
+def test_whoever_starts_the_cluster_anew_brings_the_settings_and_others_hear_which_are_in_force(
+    longshore: Longshore, odd: StoredModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
+) -> None:
+    options = {**odd.options, "device": "cpu"}
+    cluster.load(odd.uri, **options, config=Config(**TEST_SETTINGS)).release()
+    client.shutdown(longshore.address)
+    eventually(lambda: not longshore.actor_names(), "the cluster does not end")
+    settings = {**TEST_SETTINGS, "disk_cache_dir": str(tmp_path), "disk_cache_bytes": 64 << 20}
+    cluster.load(odd.uri, **options, config=Config(**settings)).release()
+    eventually(lambda: list(tmp_path.glob("*/*.chunk")), "the second coordinator has no disk tier")
+    assert not caplog.records
+    cluster.load(odd.uri, **options, config=Config(**TEST_SETTINGS)).release()
+    assert f"disk_cache_dir='{tmp_path}'" in caplog.text
+    longshore.end_longshore()
 
 
 INSIDE_RAY = """

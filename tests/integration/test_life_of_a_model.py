@@ -250,3 +250,17 @@ def test_the_coordinator_never_imports_torch(longshore: Longshore, llama: Stored
         for name, expected in (("coordinator", False), *((n, True) for n in longshore.actor_names("worker-"))):
             with open(f"/proc/{longshore.pid(name)}/maps") as maps:
                 assert any("libtorch" in line for line in maps) == expected, name
+
+
+class NotForDrivers:
+    """Pickles, and cannot be made again."""
+
+    def __reduce__(self) -> tuple[Any, ...]:
+        return int, ("not a number",)
+
+
+def test_a_result_that_cannot_be_read_here_says_so_and_loses_no_cluster(longshore: Longshore, odd: StoredModel) -> None:
+    with cluster.load(odd.uri, device="cpu", **odd.options) as model:
+        with pytest.raises(cluster.RemoteCallFailed, match="result of rank 0 cannot be read"):
+            model.call(lambda shard: NotForDrivers())
+        assert model.call(len)[0] > 0

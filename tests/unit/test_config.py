@@ -61,3 +61,10 @@ def test_the_folder_for_chunks_on_disk() -> None:
     for wrong in ("nvme", "./nvme", "/mnt/\0"):
         with pytest.raises(ConfigError, match="disk_cache_dir"):
             Config().changed(disk_cache_dir=wrong)
+
+
+def test_settings_that_a_running_cluster_has_otherwise_are_named() -> None:
+    running = Config(heartbeat_s=0.25).model_dump()
+    assert Config(heartbeat_s=0.25).differences(running) == []
+    assert Config(heartbeat_s=0.25, fetch_threads=3).differences(running) == ["fetch_threads=16"]
+    assert Config().differences({**running, "of_another_version": 1}) == ["heartbeat_s=0.25"]

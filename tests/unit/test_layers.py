@@ -44,7 +44,7 @@ AT_MODULE_LEVEL = {
     "torch": {"actors/cuda_device", "actors/tensor_views"},  # imported by those below, when there are tensors
 }
 IN_FUNCTIONS = {
-    "ray": {"cluster/connection", "cluster/doctor_cluster", "cluster/model"},
+    "ray": {"cluster/connection", "cluster/doctor_cluster", "cluster/model", "cluster/ray_join"},
     "torch": {"actors/cpu_device", "actors/gpu_worker", "cluster/demo", "cluster/model"},
 }
 # the one seam that points upward: these may name a module of `actors` in a string, in one function each
