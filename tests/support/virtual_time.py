@@ -15,6 +15,8 @@ import random
 from collections.abc import Callable
 from typing import Any
 
+MOST_ROUNDS = 10_000  # of its loops at one moment
+
 
 class Clock:
     """Time, and what is to happen. Same seed, same life."""
@@ -50,9 +52,15 @@ class Clock:
         self.now_s = end_s
 
     def _settle(self) -> None:
-        while any(loop.has_work for loop in self.loops):
+        for _ in range(MOST_ROUNDS):
+            if not any(loop.has_work for loop in self.loops):
+                return
             for loop in list(self.loops):
                 loop.step()
+        raise AssertionError(f"a process is busy for ever, and no time passes: {self._busy()}")
+
+    def _busy(self) -> list[str]:
+        return [str(task) for loop in self.loops if loop.has_work for task in asyncio.all_tasks(loop)]
 
 
 class VirtualLoop(asyncio.SelectorEventLoop):

@@ -8,6 +8,7 @@ from __future__ import annotations
 
 import contextlib
 import random
+from collections.abc import Callable
 from typing import Any
 from unittest.mock import patch
 
@@ -20,6 +21,7 @@ from actors.agent_watch import AgentWatch
 from actors.rank_place import RankPlace
 from cluster.fit import min_slots
 from storage.chunk_cache import ChunkCache
+from storage.leases import Lease
 from storage.slot_table import SlotTable
 from tests.support.cluster_simulation import ClusterSimulation, SimClient
 from tests.support.node_simulation import SimModel
@@ -248,10 +250,48 @@ def disturb(cluster: ClusterSimulation, chance: random.Random) -> None:
             client.release()
 
 
+def close_call(seed: int) -> ClusterSimulation:
+    """Workers that stop while they read the arena, for a while or for good; an agent that begins anew meanwhile; others
+    that want the slots. Nothing else goes wrong, and so nothing else ends these workers.
+    """
+    chance = random.Random(seed)
+    cluster = cluster_of(seed, 1, False, 0.0)
+    try:
+        for uri in ("a", "b"):
+            cluster.load(uri, *chance.choice(LAYOUTS[:2]), wait_for_resources_s=30.0)
+        cluster.run(chance.uniform(1.0, 4.0))
+        for _ in range(4):
+            for _ in range(20):
+                cluster.run(0.1)
+                reading = [worker for worker in cluster.workers() if worker.rank is not None and worker.rank.readable]
+                if reading:
+                    break
+            stopped = [worker for worker in reading or cluster.workers() if chance.random() < 0.7]
+            for worker in stopped:
+                cluster.stop_worker(worker)
+            if chance.random() < 0.8:
+                cluster.kill_agent(cluster.hosts[0])
+            cluster.run(chance.uniform(0.0, 10.0))
+            for worker in stopped:
+                if chance.random() < 0.8:
+                    worker.continue_process()
+        cluster.settle()
+        cluster.end()
+    finally:
+        cluster.close()
+    return cluster
+
+
 @settings(max_examples=120 * SCALE, deadline=None, derandomize=SCALE == 1, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32))
 def test_long_lives(seed: int) -> None:
     live(seed)
+
+
+@settings(max_examples=20 * SCALE, deadline=None, derandomize=SCALE == 1, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32))
+def test_close_calls(seed: int) -> None:
+    close_call(seed)
 
 
 @pytest.mark.parametrize("layout", LAYOUTS)
@@ -275,6 +315,12 @@ async def _wait_for_nobody(watch: AgentWatch) -> None:
     watch.rebuilt.set()
 
 
+def _forget_readers(cache: ChunkCache, survivors: object, now_s: float) -> list[Lease]:
+    return _restore(cache, (), now_s)
+
+
+_restore = ChunkCache.restore
+
 BROKEN: dict[str, list[tuple[type, str, Any]]] = {
     "old incarnations are heard": [
         (RankPlace, "expects", lambda place, hello: True),
@@ -296,9 +342,14 @@ def test_what_is_broken_is_found(broken: str) -> None:
         for owner, name, worse in BROKEN[broken]:
             stack.enter_context(patch.object(owner, name, worse))
         with pytest.raises(AssertionError):
-            _lives(300)
+            _lives(live, 300)
 
 
-def _lives(count: int) -> None:
+def test_that_readers_are_forgotten_is_found() -> None:
+    with patch.object(ChunkCache, "restore", _forget_readers), pytest.raises(AssertionError):
+        _lives(close_call, 100)
+
+
+def _lives(kind: Callable[[int], ClusterSimulation], count: int) -> None:
     for seed in range(count):
-        live(seed)
+        kind(seed)
