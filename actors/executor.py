@@ -24,6 +24,7 @@ from collections.abc import Callable
 from actors.arena_maps import PROCESS_ARENAS
 from actors.chunk_fetcher import ChunkFetcher
 from actors.chunk_placer import ChunkPlacer
+from actors.chunk_sources import by_source, source_of
 from actors.device import Device
 from actors.rank_link import AgentLink
 from actors.rank_meter import RankMeter
@@ -62,6 +63,7 @@ class RankLoader:
         self._direct = () if job.placement == "via_arena" else self._placer.direct_chunks()
         self._fetcher = ChunkFetcher(self._store, self._tables, job.fetch.attempts)
         self._work = RankWork(self._fetcher, len(self.plan.chunk_ids), job.fetch.threads)
+        self._sources: dict[int, str] = {}  # of each chunk that was fetched here
         self._threads: list[threading.Thread] = []  # the place thread and the fetch threads
         self._arena: Arena | None = None
         self._joined = False  # the agent may hold slots for this rank
@@ -180,6 +182,7 @@ class RankLoader:
             self._process,
             placed=self._work.placed_chunks(),
             direct=self._direct,
+            fetched=by_source(self._sources),
             number=next(_MESSAGE_NUMBERS),
             others=PROCESS_ARENAS.others(id(self)),
         )
@@ -233,6 +236,8 @@ class RankLoader:
             result = self._fetcher.fetch(lease, parts, clock)
             for part in parts:
                 part.release()
+            if result.commit is not None:
+                self._sources[chunk] = source_of(lease.lease_id, result.commit.disk)
             placed_bytes = 0
             if result.commit is not None and direct:
                 placed_bytes = self._placer.wanted_bytes(chunk)

@@ -34,6 +34,8 @@ def node_job(record: ModelRecord, node_id: str, attempt: int, config: Config) ->
         hedge_factor=config.hedge_factor,
         hedge_after_s=config.hedge_after_s,
         incarnations=tuple(seat.incarnation for seat in seats),
+        again=(node_id, attempt) in record.begun,
+        replaced=any(seat.replaced for seat in seats),
     )
 
 

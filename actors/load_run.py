@@ -186,6 +186,7 @@ class LoadRun:
             while not await self._agents.ask(node_id, functools.partial(begin, attempt=attempt)):
                 await record.touch("waiting for arena slots that other loads hold")
                 await asyncio.sleep(0.2)
+            record.begun.add((node_id, attempt))
         if record.message:
             await record.touch("")
 
@@ -261,7 +262,7 @@ class LoadRun:
         """
         await asyncio.to_thread(spawn.end_actor, seat.worker)
         seat.worker, seat.is_up, seat.started, seat.placed_bytes = None, False, False, 0
-        seat.asked_s, seat.incarnation = math.inf, seat.incarnation + 1
+        seat.asked_s, seat.incarnation, seat.replaced = math.inf, seat.incarnation + 1, True
         model_id, rank, incarnation = self._record.model_id, seat.rank, seat.incarnation
         await self._agents.ask(seat.node_id, lambda agent: agent.rank_lost.remote(model_id, rank, incarnation))
 

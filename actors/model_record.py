@@ -34,6 +34,7 @@ class Seat:
     asked_s: float = math.inf  # when it was asked for its outcome
     placed_bytes: int = 0
     report: RankReport | None = None
+    replaced: bool = False  # its worker is not the load's first one, or may be another
 
 
 @dataclass(slots=True)
@@ -59,6 +60,7 @@ class ModelRecord:
     kept_bytes: dict[str, int] = field(default_factory=dict)  # by node: that the gang taken over had there
     gang_id: str = ""  # its workers and its placement group are named by it: the model's id, or that of an earlier one
     group: Any = None  # the placement group, when it is ours
+    begun: set[tuple[str, int]] = field(default_factory=set)  # (node, attempt): parts that agents were told
     store_bytes: dict[str, int] = field(default_factory=dict)  # by node
     report: LoadReport | None = None
     error: LongshoreError | None = None

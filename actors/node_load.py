@@ -11,6 +11,7 @@ says so (in an update, or by a hello: then it has nothing in use) or is dead, ne
 from __future__ import annotations
 
 from actors.chunk_flow import ChunkFlow
+from actors.chunk_sources import source_of
 from actors.disk_backlog import DiskBacklog
 from actors.object_checks import KeptSpans, ObjectChecks
 from actors.rank_place import RankPlace
@@ -81,7 +82,7 @@ class NodeLoad:
 
     @property
     def store_bytes(self) -> int:
-        return self._flow.store_bytes
+        return self._flow.sources.store_bytes
 
     @property
     def complete(self) -> bool:
@@ -129,16 +130,8 @@ class NodeLoad:
             needed_chunks=len(needed),
             needed_bytes=needed_bytes,
             overfetch_bytes=needed_bytes - flow.keys.tables.wanted_bytes(self.job.ranks),
-            store_chunks=len(flow.store_chunks),
-            store_bytes=flow.store_bytes,
-            direct_bytes=flow.direct_bytes,
-            disk_chunks=len(flow.disk_chunks),
-            disk_bytes=flow.disk_bytes,
+            **flow.sources.figures(needed),
             disk_unkept_chunks=self._disk.unkept_chunks,
-            cached_chunks=len(flow.cached_chunks),
-            cached_bytes=int(sizes[sorted(flow.cached_chunks)].sum()),
-            refetched_chunks=flow.refetched_chunks,
-            refetched_bytes=flow.refetched_bytes,
             corrupt_chunks=self._corrupt_chunks,
             retries=dict(flow.retries),
             hedges=flow.hedges.count,
@@ -164,6 +157,7 @@ class NodeLoad:
                 self._flow.refill(place)
         place.incarnation, place.process, place.number = hello.incarnation, hello.process, hello.number
         place.lost, place.left, place.heard_s = False, False, now_s
+        self._flow.sources.hello(hello)
         for chunk in hello.placed:
             self._flow.placed(place, chunk)
         self._flow.assign_direct(place, hello.direct)
@@ -213,6 +207,9 @@ class NodeLoad:
             if chunk is None:  # taken back meanwhile; now the rank says that it does not write there any more
                 place.taken_back.discard(lease_id)
                 self._cache.abandon(lease_id)
+                if lease_id in commits:
+                    late = commits[lease_id]
+                    self._flow.sources.said({source_of(lease_id, late.disk): (late.chunk,)})
                 continue
             ended.add(self._flow.keys[chunk])
             if lease_id in failures:

@@ -79,9 +79,10 @@ class SavedLoad:
         group = self.group or self.request.placement_group
         bundles = _bundles(group, self.request) if group is not None else None
         record.seats = {
-            rank: Seat(rank, node_id, host, bundles[rank] if bundles else None, attempt)
+            rank: Seat(rank, node_id, host, bundles[rank] if bundles else None, attempt, replaced=True)
             for rank, node_id, host, attempt in self.seats
         }
+        record.begun = {(seat.node_id, seat.attempt) for seat in record.seats.values()}
         return record
 
 

@@ -21,6 +21,7 @@ def load_table(report: LoadReport) -> RenderableType:
     mesh = f"tp {report.tensor_parallel_size}, fsdp {report.fsdp_size}, dp {report.data_parallel_size}"
     how = "when it was loaded; it was resident, nothing moved" if report.resident else digests(report.verified)
     unkept = sum(node.disk_unkept_chunks for node in report.nodes)
+    unknown_bytes = sum(node.unknown_bytes for node in report.nodes)
     overall = facts(
         [
             ("model", report.model_id),
@@ -32,6 +33,7 @@ def load_table(report: LoadReport) -> RenderableType:
             ("from the store", show_bytes(report.store_bytes)),
             ("from the cache", show_bytes(report.cached_bytes)),
             *((("from disk", show_bytes(report.disk_bytes)),) if report.disk_bytes else ()),
+            *((("from store or cache, not known", show_bytes(unknown_bytes)),) if unknown_bytes else ()),
             *((("not kept on disk", f"{unkept} chunks"),) if unkept else ()),
             ("overfetch", show_bytes(report.overfetch_bytes)),
             ("checked", how),

@@ -64,6 +64,8 @@ class NodeJob:
     hedge_factor: float = 0.0  # see cluster.hedging; 0: no chunk is fetched by two at once
     hedge_after_s: float = 0.0
     incarnations: tuple[int, ...] = ()  # of `ranks`: earlier ones have nothing to say, also to an agent that is new
+    again: bool = False  # an agent was told this before, and was restarted
+    replaced: bool = False  # before that, some rank's process was replaced
 
     @property
     def part(self) -> tuple[str, int]:
@@ -98,6 +100,7 @@ class RankHello:
     number: int = 0  # counts the messages of one process: an older one that arrives late changes nothing
     others: tuple[tuple[str, str], ...] = ()  # (arena path, agent) by whose word other ranks of the process use it
     direct: tuple[int, ...] = ()  # chunks that it can receive in its own memory
+    fetched: dict[str, tuple[int, ...]] = field(default_factory=dict)  # chunks that it has fetched, by source
 
 
 @dataclass(frozen=True, slots=True)

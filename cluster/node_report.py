@@ -42,12 +42,14 @@ class NodeReport(Jsonable):
     baseline_host_bytes: int = 0  # and before the load
     overfetch_bytes: int = 0  # inside the needed chunks, wanted by no rank of the node
     direct_bytes: int = 0  # of store_bytes: received in the memory of ranks, past the arena
-    refetched_bytes: int = 0  # had before: needed_bytes = store + disk + cached - refetched bytes
+    refetched_bytes: int = 0  # had before: needed_bytes = store + disk + cached + unknown - refetched bytes
     hedges: int = 0  # chunks that were fetched by two at once, because the first was far slower than others
     hedges_won: int = 0  # of those, how often the second brought the chunk
     disk_chunks: int = 0  # read from the node's disk, verified and committed
     disk_bytes: int = 0
     disk_unkept_chunks: int = 0  # not written there for want of room or by a fault, of any load since the agent began
+    unknown_chunks: int = 0  # had before the agent was restarted: fetched by a rank that is gone, or found in the arena
+    unknown_bytes: int = 0
     objects: tuple[ObjectCheck, ...] = ()  # that any rank of the node touches, when there is no manifest
 
     def plus(self, later: NodeReport) -> NodeReport:

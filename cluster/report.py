@@ -112,6 +112,7 @@ class LoadReport(Jsonable):
             "store_direct": direct_bytes,
             "arena": self.cached_bytes,
             "disk": self.disk_bytes,
+            "unknown": sum(node.unknown_bytes for node in self.nodes),
         }
 
     @property

@@ -20,12 +20,14 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
+from actors.chunk_sources import STORE, by_source
 from actors.node_ledger import NodeLedger
 from cluster.cut_model import CutModel
 from cluster.errors import LoadCancelled, RankLost
 from cluster.fit import min_slots
 from cluster.layout import Layout
 from cluster.messages import Commit, FetchFailure, LeaseOrder, NodeJob, Orders, RankHello, RankUpdate
+from cluster.node_report import NodeReport
 from cluster.packed_plan import SharedTables
 from storage.chunk_cache import ChunkCache
 from storage.errors import LongshoreError
@@ -92,6 +94,9 @@ class SimLoad:
     needs: Mapping[int, Sequence[int]]
     hedge_after_s: float = 0.0  # 0: never
     begun: bool = False
+    begun_before: bool = False
+    replaced: bool = False  # some rank
+    left_before: bool = False  # some rank, before the agent was restarted
     ended: bool = False
     attempt: int = 1
     incarnations: dict[int, int] = field(default_factory=dict)
@@ -113,6 +118,8 @@ class SimLoad:
             hedge_factor=2.0 if self.hedge_after_s else 0.0,
             hedge_after_s=self.hedge_after_s,
             incarnations=tuple(self.incarnations.get(rank, 0) for rank in self.needs),
+            again=self.begun_before,
+            replaced=self.replaced,
         )
 
 
@@ -134,6 +141,7 @@ class SimRank:
         self.closed: set[str] = set()
         self.readable: list[tuple[int, int]] = []
         self.placed: set[int] = set()
+        self.sources: dict[int, str] = {}
         self.committed: list[Commit] = []
         self.failed: list[FetchFailure] = []
         self.returned: list[str] = []
@@ -173,6 +181,7 @@ class SimRank:
             self.node.write(self, lease.slot, self.load.model.content(lease.chunk))
             self.node.fetched[self.load.model, lease.chunk] += 1
             self.committed.append(Commit(lease.lease_id, lease.chunk))
+            self.sources[lease.chunk] = STORE
         else:
             self.node.write(self, lease.slot, ("rubbish of", lease.lease_id))
             self.failed.append(FetchFailure(lease.lease_id, lease.chunk, error, 1))
@@ -223,6 +232,7 @@ class SimRank:
             self.process,
             tuple(sorted(self.placed)),
             next(self.numbers),
+            fetched=by_source(self.sources),
         )
         answer = self.node.deliver(hello, fate)
         if isinstance(answer, LongshoreError):
@@ -388,6 +398,7 @@ class NodeSimulation:
     def begin(self, load: SimLoad) -> None:
         if not load.begun and not load.ended:
             load.begun = self.ledger.begin(load.job(), self.now_s)
+            load.begun_before |= load.begun
 
     def start_rank(self, load: SimLoad, rank: int) -> None:
         """A process for the rank, when it has none."""
@@ -402,6 +413,7 @@ class NodeSimulation:
             load.seats.pop(rank)
             load.done.discard(rank)
             load.incarnations[rank] += 1
+            load.replaced = True
             self.ledger.rank_lost(load.load_id, rank, load.incarnations[rank], self.now_s)
 
     def end_load(self, load: SimLoad) -> None:
@@ -423,6 +435,7 @@ class NodeSimulation:
         self.ledger = NodeLedger(self.cache, CHUNK_BYTES, self.chance, restored=restored)
         for load in self.loads.values():
             load.begun = False
+            load.left_before |= bool(load.done)
         for rank in self.ranks:
             rank.waits_with = None
             if rank.alive and rank.joined:
@@ -520,9 +533,9 @@ class NodeSimulation:
             assert report.needed_chunks == len(set().union(*load.needs.values()))
             assert report.store_chunks <= report.needed_chunks
             assert report.refetched_bytes == CHUNK_BYTES * report.refetched_chunks
-            first_bytes = report.store_bytes + report.cached_bytes - report.refetched_bytes
-            # An agent that was restarted knows nothing of what was placed before.
-            assert first_bytes == report.needed_bytes or (self.restarted and first_bytes < report.needed_bytes)
+            check_sources(report)
+            if not (self.restarted and (load.replaced or load.left_before)):
+                assert report.unknown_bytes == 0
         assert all(rank.done for rank in beat.ranks)
 
     def check_nothing_is_left(self) -> None:
@@ -537,6 +550,14 @@ class NodeSimulation:
         nobody = ProcessId(1, 1)
         for number in range(self.slot_count):
             assert self.cache.lease(bytes([99, number]) * 16, nobody, 1e9, owner="last") is not None
+
+
+def check_sources(report: NodeReport) -> None:
+    """What was needed came from somewhere, by the bytes and by the number of chunks."""
+    chunks = report.store_chunks + report.disk_chunks + report.cached_chunks + report.unknown_chunks
+    assert report.needed_chunks == chunks or report.refetched_chunks >= chunks - report.needed_chunks > 0, report
+    size_bytes = report.store_bytes + report.disk_bytes + report.cached_bytes + report.unknown_bytes
+    assert report.needed_bytes == size_bytes - report.refetched_bytes, report
 
 
 def is_named(error: LongshoreError) -> bool:
