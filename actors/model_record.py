@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.holders import Holders
-from cluster.load_state import Life
+from cluster.load_state import Life, LoadState
 from cluster.messages import LoadRequest
 from cluster.packed_plan import PackedPlan
 from cluster.report import LoadProgress, LoadReport, ModelStatus, RankReport
@@ -101,13 +101,16 @@ class ModelRecord:
     def progress(self) -> LoadProgress:
         placed = sum(seat.report.size_bytes if seat.report else seat.placed_bytes for seat in self.seats.values())
         end_s = self.ended_s or time.monotonic()
+        store_bytes = sum(self.store_bytes.values())
+        if self.report is not None and self.life.state is LoadState.READY:
+            store_bytes = self.report.store_bytes  # the last heartbeat is older
         return LoadProgress(
             model_id=self.model_id,
             uri=self.request.uri,
             state=self.life.state.value,
             placed_bytes=placed,
             total_bytes=self.total_bytes,
-            store_bytes=sum(self.store_bytes.values()),
+            store_bytes=store_bytes,
             ranks_ready=sum(seat.report is not None for seat in self.seats.values()),
             ranks_total=self.request.world_size,
             elapsed_s=max(0.0, end_s - self.created_s),

@@ -62,7 +62,7 @@ from cluster.rank_plans import RankFacts
 from storage.errors import IntegrityError, LongshoreError, ShortRead, StoreUnavailable, Throttled
 from storage.own_memory import PeakMemory
 from storage.store_ref import StoreRef
-from tests.support.node_simulation import CHUNK_BYTES, SimModel
+from tests.support.node_simulation import CHUNK_BYTES, SimModel, check_sources
 from tests.support.simulated_ray import NODE_DETECTED_S, Handle, Host, SimActor, SimRay
 from tests.support.simulated_workers import TROUBLES, SimAgent, SimHost, SimWorker
 from tests.support.virtual_time import Clock, VirtualLoop
@@ -216,6 +216,9 @@ class SimClient:
             if error is not None:
                 raise error
             if report is not None and now.state == "ready":
+                for node in report.nodes:
+                    check_sources(node)
+                assert now.store_bytes == report.store_bytes
                 return
             if self.given_up:
                 raise LoadCancelled("the caller gave the load up")

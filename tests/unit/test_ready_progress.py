@@ -1,0 +1,51 @@
+"""What a client is shown when its load is READY: the report's figures, not those of an older heartbeat."""
+
+from __future__ import annotations
+
+from types import SimpleNamespace
+from typing import Any
+
+from actors.model_record import ModelRecord
+from cluster import load_events, load_state
+from cluster.holders import Holders
+from cluster.messages import LoadRequest, StoreAccess
+from cluster.report import LoadProgress
+from cluster.wait import wait_until_ready
+from storage.store_ref import StoreRef
+
+REQUEST = LoadRequest("s3://b/m", StoreAccess(StoreRef("file", "", "/m")), None, 1, 1, 1, "cpu", None, False, "me", 0.0)
+
+
+def record_in(*events: Any) -> ModelRecord:
+    record = ModelRecord("m", REQUEST, load_state.Life.new(1), Holders())
+    for event in events:
+        record.life = load_state.advance(record.life, event)
+    record.store_bytes = {"n": 25}
+    return record
+
+
+def loaded() -> tuple[Any, ...]:
+    attempt = load_state.Life.new(1).attempt
+    begun = (load_events.Planned, load_events.ResourcesGranted, load_events.Started)
+    return (*(kind(attempt=attempt) for kind in begun), load_events.RankReady(0, 0, attempt=attempt))
+
+
+def test_the_progress_of_a_ready_load_has_the_reports_figures() -> None:
+    record = record_in(*loaded()[:-1])
+    assert record.progress().store_bytes == 25
+    record = record_in(*loaded())
+    assert record.life.is_ready
+    record.report = SimpleNamespace(store_bytes=40)  # type: ignore[assignment]
+    assert record.progress().store_bytes == 40
+
+
+def test_ready_is_shown_with_the_report_only() -> None:
+    report, shown = object(), []
+
+    def moment(state: str, store_bytes: int) -> LoadProgress:
+        return LoadProgress("m", "s3://b/m", state, 40, 40, store_bytes, 1, 1, 1.0)
+
+    answers = iter([(1, moment("loading", 25), None), (2, moment("ready", 25), None), (3, moment("ready", 40), report)])
+    connection: Any = SimpleNamespace(call=lambda *_: (*next(answers), None))
+    assert wait_until_ready(connection, "m", shown.append, None, None) == (report, True)
+    assert [(now.state, now.store_bytes) for now in shown] == [("loading", 25), ("ready", 40)]
