@@ -13,7 +13,7 @@ import pytest
 
 import cluster
 from actors.names import COORDINATOR
-from cluster import LoadedModel
+from cluster import LoadedModel, LoadReport
 from cluster.load_state import LoadState
 from tests.support.gated_proxy import GatedProxy
 from tests.support.ray_clusters import Longshore, eventually
@@ -171,6 +171,16 @@ def test_a_kill_is_made_good(case: Case, kill: Callable[[Case], None], state: Lo
         assert longshore.living_workers() == workers  # they noticed nothing
         assert model.report.verified == "blake3"
         assert model.report.model_bytes == model.report.placed_bytes - _replicated_bytes(model)
+        check_sources(model.report, fetched=state is LoadState.LOADING)
+
+
+def check_sources(report: LoadReport, *, fetched: bool) -> None:
+    """Every byte that a node needed came from somewhere; `fetched`: from the store, and that is known."""
+    for node in report.nodes:
+        first_bytes = node.store_bytes - node.refetched_bytes
+        assert first_bytes + node.disk_bytes + node.cached_bytes + node.unknown_bytes == node.needed_bytes, node
+        if fetched:
+            assert (node.store_chunks, first_bytes) == (node.needed_chunks, node.needed_bytes), node
 
 
 def _replicated_bytes(model: LoadedModel) -> int:
