@@ -12,6 +12,7 @@ to end itself. Its loads have gone on without it, and its record of them is olde
 from __future__ import annotations
 
 import asyncio
+import functools
 import math
 import time
 from collections.abc import Callable
@@ -56,7 +57,9 @@ class AgentWatch:
         self._heard = asyncio.Condition()
         self._asking = asyncio.Lock()
         self._living: tuple[set[str], float] = set(), -math.inf  # nodes, and when Ray was asked
-        self._tasks: set[asyncio.Task[None]] = set()
+        self._telling: dict[
+            tuple[str, str], asyncio.Task[None]
+        ] = {}  # (model id, node id) -> an agent is told it again
 
     @property
     def node_ids(self) -> set[str]:
@@ -184,10 +187,15 @@ class AgentWatch:
         for record in self._models.values():
             begun = record.life.state in (LoadState.LOADING, LoadState.READY, LoadState.DEGRADED)
             parts = {(record.model_id, attempt) for attempt in record.attempts_on(beat.node_id)}
-            if begun and (parts - known or parts & waits):
+            told = record.model_id, beat.node_id
+            if begun and (parts - known or parts & waits) and told not in self._telling:
+                # One at a time: an agent that has no free slots refuses for as long as others hold them.
                 again = asyncio.get_running_loop().create_task(self._load_run(record).begin_on(beat.node_id))
-                self._tasks.add(again)
-                again.add_done_callback(self._tasks.discard)
+                self._telling[told] = again
+                again.add_done_callback(functools.partial(self._was_told, told))
+
+    def _was_told(self, told: tuple[str, str], task: asyncio.Task[None]) -> None:
+        del self._telling[told]
 
     def _waits_in_vain(self, rank: RankBeat) -> bool:
         """Whether the rank was done before its agent was restarted, and we did not know that when we told the agent."""
