@@ -158,6 +158,7 @@ class ChunkFlow:
         answer = self._cache.commit(lease_id, size_bytes, pinners)
         self.hedges.ended(lease_id, now_s, brought=answer is Answer.DONE)
         if answer not in (Answer.DONE, Answer.DUPLICATE):
+            self.sources.said({source_of(lease_id, commit.disk): (chunk,)})  # the rank may have placed it all the same
             self.queue.requeue(chunk, None, "", now_s=now_s)
             return
         self.sources.fetched(chunk, source_of(lease_id, commit.disk))
