@@ -102,7 +102,7 @@ class Leaks:
         found = {}
         names = [*self._longshore.actor_names("agent-"), *self._longshore.actor_names(COORDINATOR)]
         for pid in (os.getpid(), *(_pid(self._longshore, name) for name in names)):
-            with contextlib.suppress(psutil.Error):
+            with contextlib.suppress(psutil.Error, ValueError):  # ValueError: it is being restarted
                 process = psutil.Process(pid)
                 found[process] = (process.num_fds(), process.num_threads())
         return found
