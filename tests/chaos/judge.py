@@ -4,6 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
+from actors.node_load import MAX_BATCH
 from cluster.report import LoadReport
 from tests.chaos.cases import DAMAGING, Case, world
 from tests.support.faults import (
@@ -93,14 +94,16 @@ def in_flight_bytes(
     """Bytes that struck processes may have had in flight, of what is fetched through the arena.
 
     A request of theirs is being read, or has been and the agent does not know. The reads of a worker that dies are
-    in the report (`bytes_again`), unless the agent dies too. `struck`: how often, by name.
+    in the report (`bytes_again`), unless the agent dies too. A rank whose agent dies goes on with the leases that it has
+    in hand until Ray says so, and the next agent knows nothing of them. `struck`: how often, by name.
     """
     ranks = world(case.layouts[0])
     each = fetch_threads * chunk_bytes
+    in_hand = min(size_bytes, ranks * (fetch_threads + MAX_BATCH) * chunk_bytes)
     lost = struck.get("node lost", 0) * size_bytes  # and what its arena had
     workers = struck.get("worker killed", 0) + struck.get("worker stopped", 0)
     agents = struck.get("agent killed", 0) + struck.get("agent stopped", 0)
-    return lost + (workers + 2 * agents * ranks) * each
+    return lost + workers * each + agents * in_hand
 
 
 def bytes_again(report: LoadReport, chunk_bytes: int) -> int:

@@ -112,6 +112,7 @@ def test_what_breaks_off_is_no_excuse_for_bytes_fetched_again() -> None:
     assert wasted_bytes([(asked, Shorten(10)), (asked, Cut(10, reset=True))], 1 << 20) == 2000
     assert in_flight_bytes(PLAIN, {"coordinator killed": 3, "client killed": 1}, 2, 100, 10_000) == 0
     assert in_flight_bytes(PLAIN, {"worker killed": 1}, 2, 100, 10_000) == 200
+    assert in_flight_bytes(PLAIN, {"agent killed": 2}, 2, 100, 500) == 1000  # all that its ranks were about to read
 
 
 def test_the_table_counts_a_load_in_the_row_of_each_fault_that_struck_it() -> None:
