@@ -94,7 +94,7 @@ def in_flight_bytes(
     """Bytes that struck processes may have had in flight, of what is fetched through the arena.
 
     A request of theirs is being read, or has been and the agent does not know. The reads of a worker that dies are
-    in the report (`bytes_again`), unless the agent dies too. A rank whose agent dies goes on with the leases in its hand
+    in the report (`bytes_again`), unless the agent dies too. A rank whose agent dies goes on with all its leases
     until Ray says so, and the next agent knows nothing of them. `struck`: how often, by name.
     """
     ranks = world(case.layouts[0])
