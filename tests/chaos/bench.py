@@ -29,7 +29,7 @@ from tests.chaos.cases import BUCKET, RANKS_PER_NODE, Case
 from tests.chaos.proxy import CredentialsFile
 from tests.chaos.strikes import NODES
 from tests.support.losable_nodes import LosableNodes, losable_nodes
-from tests.support.ray_clusters import CREDENTIALS_FILE, MIB, eventually
+from tests.support.ray_clusters import CREDENTIALS_FILE, MIB, environment, eventually
 
 KV_HEADS = 2
 CHUNK_BYTES = MIB
@@ -194,7 +194,7 @@ def bench() -> Iterator[Bench]:
             "TMPDIR": str(folder / "tmp"),
             "RAY_IGNORE_UNHANDLED_ERRORS": "1",  # answers of workers that were asked while they were stopped
         }
-        stack.enter_context(_environment(ours, ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE")))
+        stack.enter_context(environment(ours, ("AWS_ACCESS_KEY_ID", "AWS_SECRET_ACCESS_KEY", "AWS_PROFILE")))
         stack.enter_context(_no_auto_connect())
         longshore = stack.enter_context(losable_nodes())
         server = stack.enter_context(EmbeddedS3(folder / "bucket"))
@@ -214,19 +214,3 @@ def _no_auto_connect() -> Iterator[None]:
         yield
     finally:
         hook.enable_auto_connect = before
-
-
-@contextmanager
-def _environment(ours: dict[str, str], without: tuple[str, ...]) -> Iterator[None]:
-    before = {name: os.environ.get(name) for name in (*ours, *without)}
-    for name in without:
-        os.environ.pop(name, None)
-    os.environ.update(ours)
-    try:
-        yield
-    finally:
-        for name, value in before.items():
-            if value is None:
-                os.environ.pop(name, None)
-            else:
-                os.environ[name] = value

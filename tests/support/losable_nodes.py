@@ -12,7 +12,6 @@ Ray finds a dead node in about a second here, not in its usual half a minute.
 from __future__ import annotations
 
 import contextlib
-import os
 import tempfile
 from collections.abc import Iterator
 from typing import Any
@@ -21,7 +20,7 @@ import pytest
 
 from cluster.connection import disconnect
 from storage.arena_files import sweep
-from tests.support.ray_clusters import ENVIRONMENT, OBJECT_STORE_BYTES, Longshore, eventually
+from tests.support.ray_clusters import ENVIRONMENT, OBJECT_STORE_BYTES, Longshore, environment, eventually
 
 FAST_DEATH = {
     "health_check_initial_delay_ms": 0,
@@ -92,9 +91,8 @@ def losable_nodes() -> Iterator[LosableNodes]:
     import ray
     from ray.cluster_utils import Cluster
 
-    before = {name: os.environ.get(name) for name in ENVIRONMENT}
-    os.environ.update(ENVIRONMENT)
-    with tempfile.TemporaryDirectory(prefix="ln-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+    temporary = tempfile.TemporaryDirectory(prefix="ln-", dir="/tmp", ignore_cleanup_errors=True)
+    with environment(ENVIRONMENT), temporary as folder:
         head = {**NODE, "include_dashboard": False, "temp_dir": folder, "_system_config": FAST_DEATH}
         ray_cluster = Cluster(initialize_head=True, head_node_args=head)
         there = LosableNodes(ray_cluster)
@@ -107,11 +105,6 @@ def losable_nodes() -> Iterator[LosableNodes]:
             ray.shutdown()
             ray_cluster.shutdown()
             sweep()
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
 
 
 @pytest.fixture(scope="module")

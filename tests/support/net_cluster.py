@@ -25,7 +25,7 @@ from cluster.connection import disconnect
 from storage.arena_files import ARENA_PREFIX, sweep
 from tests.support.losable_nodes import NODE, LosableNodes
 from tests.support.net_hosts import Host, Network, why_not
-from tests.support.ray_clusters import ENVIRONMENT, OBJECT_STORE_BYTES, eventually
+from tests.support.ray_clusters import ENVIRONMENT, OBJECT_STORE_BYTES, environment, eventually
 
 HOST_RESOURCE = "host"  # of which this machine has none
 HOSTS = ("left", "right")
@@ -141,9 +141,8 @@ def net_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetCluster
     import ray
     from ray.cluster_utils import Cluster
 
-    before = {name: os.environ.get(name) for name in ENVIRONMENT}
-    os.environ.update(ENVIRONMENT)
-    with tempfile.TemporaryDirectory(prefix="lh-", dir="/tmp", ignore_cleanup_errors=True) as folder, Network() as net:
+    temporary = tempfile.TemporaryDirectory(prefix="lh-", dir="/tmp", ignore_cleanup_errors=True)
+    with environment(ENVIRONMENT), temporary as folder, Network() as net:
         head = {**NODE, "include_dashboard": False, "temp_dir": folder, "node_ip_address": net.address}
         head["_system_config"] = SLOW_DEATH
         ray_cluster = Cluster(initialize_head=True, head_node_args=head)
@@ -157,8 +156,3 @@ def net_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetCluster
             ray.shutdown()
             ray_cluster.shutdown()
             sweep()
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value

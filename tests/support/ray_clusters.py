@@ -17,7 +17,7 @@ import subprocess
 import sys
 import tempfile
 import time
-from collections.abc import Callable, Iterator
+from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
@@ -226,14 +226,30 @@ def eventually(
 
 
 @contextlib.contextmanager
+def environment(ours: Mapping[str, str], without: Sequence[str] = ()) -> Iterator[None]:
+    """The process's environment has these inside, and none of `without`; what it was before after it."""
+    before = {name: os.environ.get(name) for name in (*ours, *without)}
+    for name in without:
+        os.environ.pop(name, None)
+    os.environ.update(ours)
+    try:
+        yield
+    finally:
+        for name, value in before.items():
+            if value is None:
+                os.environ.pop(name, None)
+            else:
+                os.environ[name] = value
+
+
+@contextlib.contextmanager
 def ray_cluster_of_two() -> Iterator[Any]:
     """A `ray.cluster_utils.Cluster`; nobody is connected to it."""
     from ray.cluster_utils import Cluster
 
-    before = {name: os.environ.get(name) for name in ENVIRONMENT}
-    os.environ.update(ENVIRONMENT)
     node = {"num_cpus": 4, "num_gpus": GPUS_PER_NODE, "object_store_memory": OBJECT_STORE_BYTES}
-    with tempfile.TemporaryDirectory(prefix="ls-", dir="/tmp", ignore_cleanup_errors=True) as folder:
+    temporary = tempfile.TemporaryDirectory(prefix="ls-", dir="/tmp", ignore_cleanup_errors=True)
+    with environment(ENVIRONMENT), temporary as folder:
         ray_cluster = Cluster(
             initialize_head=True, head_node_args={**node, "include_dashboard": False, "temp_dir": folder}
         )
@@ -244,11 +260,6 @@ def ray_cluster_of_two() -> Iterator[Any]:
         finally:
             ray_cluster.shutdown()
             sweep()
-            for name, value in before.items():
-                if value is None:
-                    os.environ.pop(name, None)
-                else:
-                    os.environ[name] = value
 
 
 @pytest.fixture(scope="session")
