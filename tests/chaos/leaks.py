@@ -104,7 +104,8 @@ class Leaks:
         for pid in (os.getpid(), *(_pid(self._longshore, name) for name in names)):
             with contextlib.suppress(psutil.Error, ValueError):  # ValueError: it is being restarted
                 process = psutil.Process(pid)
-                found[process] = (process.num_fds(), process.num_threads())
+                not_ours = self._longshore.added if pid == os.getpid() else 0
+                found[process] = (process.num_fds(), process.num_threads() - not_ours)
         return found
 
 

@@ -37,6 +37,7 @@ class LosableNodes(Longshore):
     def __init__(self, ray_cluster: Any) -> None:
         super().__init__(ray_cluster)
         self._nodes: dict[str, Any] = {}  # node id -> handle, of those beside the head
+        self.added = 0  # ever. Each costs this process one thread of Ray's that stays: `cluster_utils` polls the head
 
     def want(self, count: int) -> None:
         """Add nodes until there are so many beside the head; take those away that are too many."""
@@ -44,6 +45,7 @@ class LosableNodes(Longshore):
             self.kill_node(node_id)
         added = [self.ray_cluster.add_node(**NODE, wait=False) for _ in range(count - len(self._nodes))]
         self.ray_cluster.wait_for_nodes()
+        self.added += len(added)
         self._nodes.update({node.node_id: node for node in added})
 
     @property

@@ -194,7 +194,7 @@ def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) ->
     assert stat.S_IMODE(Path(key).stat().st_mode) == 0o600
     secret = Path(key).read_text().split("\n")[1]
     assert secret not in json.dumps(made)
-    assert main(["keygen", key]) == 1  # nothing is overwritten
+    assert main(["keygen", key]) == 2  # nothing is overwritten
     assert main(["publish", model]) == 0
     assert main(["verify", model, "--trusted-key", made["public_key"]]) == 6
     assert main(["sign", model, "--key", key]) == 0
