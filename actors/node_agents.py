@@ -86,7 +86,11 @@ class NodeAgents:
     async def _handle(self, node_id: str) -> Any:
         if node_id not in self._handles:
             host = self._host(node_id)
-            self._handles[node_id] = await asyncio.to_thread(spawn.start_agent, node_id, host, self._config)
+            try:
+                self._handles[node_id] = await asyncio.to_thread(spawn.start_agent, node_id, host, self._config)
+            except ClusterLost:
+                await self._check_lives(node_id)
+                raise
         return self._handles[node_id]
 
     def _host(self, node_id: str) -> str:

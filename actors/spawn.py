@@ -25,13 +25,29 @@ from actors.gpu_worker import CONCURRENCY_GROUPS, GpuWorker
 from actors.names import NAMESPACE, agent_name, gang_of_worker, group_name, worker_name
 from actors.node_agent import NodeAgent
 from cluster.config import Config
+from cluster.errors import ClusterLost
 
 REMOVE_TRIES = 10
+NAME_FREE_S = 5.0  # Ray gives the name of a dead actor back within moments, of one on a dead node when it knows that
 AGENT_CALLS = 256  # calls an agent answers at once: every rank of the node may be waiting for orders
 
 
 def start_agent(node_id: str, host: str, config: Config) -> Any:
-    """The agent of a node; makes one when there is none. Returns at once."""
+    """The agent of a node; makes one when there is none. Returns at once, but for one that is just dying.
+
+    Raises ClusterLost when the name stays taken by nobody who can be found: the node died, as a rule.
+    """
+    give_up_s = time.monotonic() + NAME_FREE_S
+    while True:
+        try:
+            return _find_or_make_agent(node_id, host, config)
+        except ValueError as error:  # Ray found the name taken, and when it looked whose it is, that one was dead
+            if time.monotonic() > give_up_s:
+                raise ClusterLost("a node's agent can neither be found nor made", host=host or node_id) from error
+            time.sleep(0.1)
+
+
+def _find_or_make_agent(node_id: str, host: str, config: Config) -> Any:
     return (
         ray.remote(NodeAgent)
         .options(

@@ -103,6 +103,8 @@ def in_flight_bytes(
     lost = struck.get("node lost", 0) * size_bytes  # and what its arena had
     workers = struck.get("worker killed", 0) + struck.get("worker stopped", 0)
     agents = struck.get("agent killed", 0) + struck.get("agent stopped", 0)
+    if case.arena == "smallest":
+        each += size_bytes  # what a replaced worker had placed, its arena has long given to other chunks
     return lost + workers * each + agents * in_hand
 
 
