@@ -1,4 +1,4 @@
-"""Finding or making a node's agent while Ray gives its name to nobody: neither to the one that dies nor to a new one."""
+"""A node's agent while Ray gives its name to nobody: neither to the one that dies nor to a new one."""
 
 from __future__ import annotations
 
