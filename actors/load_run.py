@@ -36,7 +36,7 @@ from actors.tending import tend_all
 from cluster import load_events, load_state
 from cluster.config import Config
 from cluster.errors import ClusterError, ClusterLost, LoadCancelled, ModelNotFound, NodeLost, RankLost
-from cluster.layout import Layout
+from cluster.mesh import Layout
 from cluster.packed_plan import PackedPlan
 from cluster.remote_errors import unwrapped
 from cluster.report import LoadReport, NodeReport

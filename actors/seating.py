@@ -13,7 +13,7 @@ from actors import nodes, spawn
 from actors.finished import finished
 from actors.gangs import Gang, Gangs
 from actors.model_record import ModelRecord, Seat
-from cluster.layout import Layout
+from cluster.mesh import Layout
 from cluster.topology import assign_ranks, bundle_of_ranks, bundles_for
 from cluster.warm_pool import IdleGang, choose
 

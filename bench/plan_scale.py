@@ -56,8 +56,8 @@ def _peak_bytes() -> int:
 
 
 def planning(folder: Path, layout: str, _: int) -> dict[str, Any]:
-    from cluster.layout import Layout
     from cluster.layout_rules import parse_rules
+    from cluster.mesh import Layout
     from cluster.model_config import ModelConfig
     from cluster.packed_plan import PackedPlan, pack_shared
     from cluster.planning import build_load_plan
@@ -222,8 +222,8 @@ def _wanted_share(agent_part: dict[str, Any]) -> float:
 def check_layout(text: str) -> None:
     """TPxFSDPxDP, by which a model of that shape can be cut. Raises argparse.ArgumentTypeError."""
     from cluster.errors import ConfigError, PlanError
-    from cluster.layout import Layout
     from cluster.layout_rules import parse_rules
+    from cluster.mesh import Layout
     from cluster.model_config import ModelConfig
     from cluster.planning import build_load_plan
 

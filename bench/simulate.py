@@ -24,8 +24,8 @@ from bench.sim_flows import Network
 from bench.sim_node import NodeRates, SimNode, place_bytes
 from cluster.errors import ConfigError, PlanError
 from cluster.fit import min_slots
-from cluster.layout import Layout
 from cluster.load_plan import LoadPlan
+from cluster.mesh import Layout
 from cluster.planning import build_load_plan, needed_chunks
 from cluster.topology import NodeInfo, assign_ranks, ranks_by_node
 

@@ -1,8 +1,8 @@
 """A model as a layout cuts it, in columns: small enough to travel, and all that any rank's plan is worked out from.
 
-Tensors of one element type, shape and tensor-parallel cut are of one *kind*. A rank's boxes differ by kind, not by
-tensor, so the work per rank is that of a few kinds, and arrays do the rest: a model of 130,000 tensors in experts and
-layers has about a dozen kinds.
+Tensors of one element type, shape and cut are of one *kind*; tensors that the same ranks have are of one *holder*. A
+rank's regions differ by kind, not by tensor, so the work per rank is that of a few kinds, and arrays do the rest: a
+model of 130,000 tensors in experts and layers has about a dozen kinds.
 """
 
 from __future__ import annotations
@@ -15,8 +15,12 @@ from typing import TYPE_CHECKING
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.layout import Box, Layout, RankCoords, TensorCut, cut_box, decide_cuts
+from cluster.box import element_bits
+from cluster.layout import Holder, decide_layout
 from cluster.layout_rules import Rules
+from cluster.mesh import Layout, RankCoords
+from cluster.region import Box, Region
+from cluster.tensor_cut import TensorCut, region_of
 from storage.model_index import ModelIndex
 
 if TYPE_CHECKING:
@@ -32,67 +36,92 @@ class TensorKind:
     size_bytes: int  # of the whole tensor
     cut: TensorCut
 
+    def part_bytes(self, elements: int) -> int:
+        """Bytes of so many elements."""
+        return elements * (element_bits(self.shape, self.size_bytes) or 0) // 8
+
 
 @dataclass(frozen=True, slots=True)
 class KindSlice:
-    """What one rank holds of every tensor of one kind."""
+    """What one rank holds of every tensor of one kind that it has."""
 
-    box: Box  # (offsets, sizes)
-    size_bytes: int
+    region: Region
+    size_bytes: int  # of the rank's own tensor, padding included
+    filled_bytes: int  # of them, from the store
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class CutModel:
-    """Columns of n tensors in manifest order, their k kinds, and the layout."""
+    """Columns of n tensors in manifest order, their k kinds and h holders, and the layout."""
 
     layout: Layout
     names: tuple[str, ...]
     kinds: tuple[TensorKind, ...]
+    holders: tuple[Holder, ...]
     kind: NDArray[np.int32]  # (n,) index into kinds
+    holder: NDArray[np.int32]  # (n,) index into holders
     shard: NDArray[np.int32]  # (n,) index into the shards
     start: NDArray[np.int64]  # (n,) first byte of the whole tensor in the shard's file
 
     def __len__(self) -> int:
         return len(self.names)
 
-    def kind_counts(self) -> list[int]:
-        """Tensors of each kind."""
-        return [int(count) for count in np.bincount(self.kind, minlength=len(self.kinds))]
+    def tensors_of(self, coords: RankCoords) -> NDArray[np.int64]:
+        """Numbers of the tensors that the rank has, ascending."""
+        has = np.array([holder.has(coords) for holder in self.holders], bool)
+        return np.flatnonzero(has[self.holder]) if len(self) else np.empty(0, np.int64)
+
+    def kind_counts(self, coords: RankCoords) -> list[int]:
+        """Tensors of each kind that the rank has."""
+        counts = np.bincount(self.kind[self.tensors_of(coords)], minlength=len(self.kinds))
+        return [int(count) for count in counts]
 
     def slices(self, coords: RankCoords) -> list[KindSlice]:
-        """By kind, what the rank at `coords` holds of such a tensor."""
+        """By kind, what the rank at `coords` holds of such a tensor when it has it."""
         found = []
         for kind in self.kinds:
-            offsets, sizes = cut_box(kind.shape, kind.cut, coords, self.layout)
-            size_bytes = kind.size_bytes * math.prod(sizes) // max(math.prod(kind.shape), 1)
-            found.append(KindSlice((offsets, sizes), size_bytes))
+            region = region_of(kind.shape, kind.cut, coords, self.layout)
+            found.append(KindSlice(region, kind.part_bytes(math.prod(region.sizes)), kind.part_bytes(region.elements)))
         return found
+
+    def places(self, ranks: Iterable[int]) -> list[RankCoords]:
+        """Of ranks that hold the same, the first; in order."""
+        return list(dict.fromkeys(self.layout.place(self.layout.rank_coords(rank)) for rank in ranks))
 
     def wanted_bytes(self, ranks: Iterable[int]) -> int:
         """Bytes of the model that at least one of `ranks` holds, each counted once."""
-        places = {(coords.fsdp, coords.tensor): coords for coords in map(self.layout.rank_coords, ranks)}
+        # Tensors of one kind and one holder: whoever has one has a part of all.
+        pairs, counts = np.unique(np.stack((self.kind, self.holder)), axis=1, return_counts=True)
         # Boxes of one tensor are parts of one grid: equal or disjoint. So each different box counts once.
-        different: list[dict[tuple[int, ...], int]] = [{} for _ in self.kinds]
-        for coords in places.values():
-            for boxes, piece in zip(different, self.slices(coords), strict=True):
-                if piece.size_bytes:
-                    boxes[piece.box[0]] = piece.size_bytes
-        return sum(count * sum(boxes.values()) for count, boxes in zip(self.kind_counts(), different, strict=True))
+        different: list[dict[Box, int]] = [{} for _ in counts]
+        for coords in self.places(ranks):
+            boxes_of = [
+                [(box, kind.part_bytes(math.prod(box[1]))) for box, _ in piece.region.boxes()]
+                for kind, piece in zip(self.kinds, self.slices(coords), strict=True)
+            ]
+            for (kind_number, holder), boxes in zip(pairs.T.tolist(), different, strict=True):
+                if self.holders[holder].has(coords):
+                    boxes.update(boxes_of[kind_number])
+        return sum(int(count) * sum(boxes.values()) for count, boxes in zip(counts, different, strict=True))
 
 
 def cut_model(index: ModelIndex, layout: Layout, rules: Rules, config: ModelConfig | None = None) -> CutModel:
-    """The model's tensors, each with its cut. Raises LayoutError listing every tensor that cannot be cut."""
-    cuts = decide_cuts(index.tensors, layout, rules, config)
-    numbers: dict[TensorKind, int] = {}
+    """The model's tensors, each with its cut. Raises LayoutError listing every tensor that cannot be placed."""
+    placed = decide_layout(index.tensors, layout, rules, config)
+    kinds: dict[TensorKind, int] = {}
+    holders: dict[Holder, int] = {}
     kind = [
-        numbers.setdefault(TensorKind(tensor.dtype, tensor.shape, tensor.size_bytes, cut), len(numbers))
-        for tensor, cut in zip(index.tensors, cuts, strict=True)
+        kinds.setdefault(TensorKind(tensor.dtype, tensor.shape, tensor.size_bytes, place.cut), len(kinds))
+        for tensor, place in zip(index.tensors, placed, strict=True)
     ]
+    holder = [holders.setdefault(place.holder, len(holders)) for place in placed]
     return CutModel(
         layout=layout,
         names=tuple(tensor.name for tensor in index.tensors),
-        kinds=tuple(numbers),
+        kinds=tuple(kinds),
+        holders=tuple(holders),
         kind=np.array(kind, np.int32),
+        holder=np.array(holder, np.int32),
         shard=np.array([tensor.shard for tensor in index.tensors], np.int32),
         start=np.array([tensor.start for tensor in index.tensors], np.int64),
     )

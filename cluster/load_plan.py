@@ -17,27 +17,38 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.cut_model import CutModel
-from cluster.layout import RankCoords
+from cluster.mesh import RankCoords
+from cluster.region import Region
 from storage.model_index import ChunkTable, Shard
 
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """The box of one tensor that one rank holds, and its place in the rank's memory.
+    """What one rank holds of one tensor, and its place in the rank's memory.
 
-    For a (4, 6) tensor, `offsets=(0, 3), sizes=(4, 3)` is the right half: a (4, 3) tensor for the rank.
+    For a (4, 6) tensor, the region ((0, 4),), ((3, 6),) is the right half: a (4, 3) tensor for the rank.
     """
 
     name: str
     dtype: str  # safetensors name
     shape: tuple[int, ...]  # global shape
-    offsets: tuple[int, ...]  # first index of the box, per dimension
-    sizes: tuple[int, ...]  # shape of the rank's own tensor
+    region: Region
     shard: int  # index into LoadPlan.shards
     start: int  # first byte of the whole tensor in the shard's file
     segment: int  # index into RankPlan.segment_bytes
     segment_offset: int  # first byte inside that segment, a multiple of 256
-    size_bytes: int  # bytes of the slice
+    size_bytes: int  # bytes of the slice, padding included
+    filled_bytes: int  # of them, from the store; zeros follow
+
+    @property
+    def offsets(self) -> tuple[int, ...]:
+        """First index that is held, per dimension."""
+        return self.region.offsets
+
+    @property
+    def sizes(self) -> tuple[int, ...]:
+        """Shape of the rank's own tensor."""
+        return self.region.sizes
 
 
 @dataclass(frozen=True, slots=True, eq=False)

@@ -33,6 +33,8 @@ class ModelConfig(BaseModel):
     num_key_value_heads: _Count | None = None  # None: as many as attention heads
     head_dim: _Count | None = None  # None: hidden_size / num_attention_heads
     hidden_size: _Count | None = None
+    qk_nope_head_dim: _Count | None = None  # DeepSeek's latent attention: heads of two lengths, no head_dim
+    vision_heads: _Count | None = None  # of a vision tower, `vision_config.num_heads`
 
     @property
     def kv_heads(self) -> int | None:
@@ -41,7 +43,9 @@ class ModelConfig(BaseModel):
 
     @property
     def head_rows(self) -> int | None:
-        """Rows of one head in a query, key or value projection; None when the file does not say."""
+        """Rows of one head in a query, key or value projection; None when the file does not say, or they differ."""
+        if self.qk_nope_head_dim is not None:
+            return None
         if self.head_dim is not None:
             return self.head_dim
         if self.hidden_size is None or not self.num_attention_heads:
@@ -107,7 +111,12 @@ def _check_digest(file: OtherFile, data: bytes) -> None:
 
 
 def _language_part(fields: dict[str, Any]) -> dict[str, Any]:
-    nested = fields.get("text_config")
+    nested, vision = fields.get("text_config"), fields.get("vision_config")
+    fields = dict(fields)
+    fields.pop("vision_heads", None)
+    if isinstance(vision, dict):
+        heads = vision.get("num_heads", vision.get("num_attention_heads"))
+        fields["vision_heads"] = heads if isinstance(heads, int) else None
     if isinstance(nested, dict) and fields.get("num_attention_heads") is None:
-        return {"model_type": fields.get("model_type"), **nested}
+        return {**fields, **nested, "model_type": fields.get("model_type") or nested.get("model_type")}
     return fields

@@ -4,12 +4,13 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 import numpy as np
 
 from cluster.load_plan import LoadPlan
+from cluster.mesh import RankCoords
 from cluster.object_check import ONLY_PART, ObjectCheck, join_checks, verified_by
 from cluster.planning import needed_chunks
 from cluster.rank_plans import memory_map, rank_chunks, rank_facts
@@ -24,6 +25,8 @@ class RankSummary:
     rank: int
     node: str  # name of its node
     tensor: int  # its place in its tensor-parallel group
+    stage: int  # of the pipeline
+    expert: int  # its place among the experts
     fsdp: int  # its place in its fully sharded group
     data: int  # its replica
     tensors: int  # slices with at least one byte
@@ -152,33 +155,36 @@ class _RankSummaries:
 
     def __init__(self, plan: LoadPlan) -> None:
         self._plan = plan
-        self._counts = plan.cut.kind_counts()
         self._facts = rank_facts(plan.cut)
-        self._segments: dict[tuple[int, ...], int] = {}  # by the sizes of each kind's slice
-        self._chunks: dict[tuple[int, int], int] = {}  # by place in the replica
+        self._of_place: dict[RankCoords, RankSummary] = {}
 
     def __call__(self, rank: int, node: str) -> RankSummary:
+        layout = self._plan.cut.layout
+        coords = layout.rank_coords(rank)
+        place = layout.place(coords)
+        if place not in self._of_place:
+            self._of_place[place] = self._summarize(rank, place)
+        return replace(self._of_place[place], rank=rank, node=node, data=coords.data)
+
+    def _summarize(self, rank: int, coords: RankCoords) -> RankSummary:
         cut = self._plan.cut
-        coords = cut.layout.rank_coords(rank)
+        counts = cut.kind_counts(coords)
         sizes = tuple(piece.size_bytes for piece in cut.slices(coords))
         by_dtype: Counter[str] = Counter()
-        for kind, size_bytes, count in zip(cut.kinds, sizes, self._counts, strict=True):
+        for kind, size_bytes, count in zip(cut.kinds, sizes, counts, strict=True):
             by_dtype[kind.dtype] += size_bytes * count
-        if sizes not in self._segments:
-            self._segments[sizes] = len(memory_map(cut, sizes).segment_bytes)
-        place = coords.fsdp, coords.tensor
-        if place not in self._chunks:
-            self._chunks[place] = len(rank_chunks(cut, self._plan.chunks, coords))
         return RankSummary(
             rank=rank,
-            node=node,
+            node="",
             tensor=coords.tensor,
+            stage=coords.stage,
+            expert=coords.expert,
             fsdp=coords.fsdp,
             data=coords.data,
-            tensors=sum(count for size_bytes, count in zip(sizes, self._counts, strict=True) if size_bytes),
-            bytes_by_dtype=dict(sorted(by_dtype.items())),
+            tensors=sum(count for size_bytes, count in zip(sizes, counts, strict=True) if size_bytes),
+            bytes_by_dtype={dtype: size_bytes for dtype, size_bytes in sorted(by_dtype.items()) if size_bytes},
             size_bytes=self._facts[rank].size_bytes,
             device_bytes=self._facts[rank].device_bytes,
-            segments=self._segments[sizes],
-            chunks=self._chunks[place],
+            segments=len(memory_map(cut, coords, sizes).segment_bytes),
+            chunks=len(rank_chunks(cut, self._plan.chunks, coords)),
         )

@@ -2,18 +2,19 @@
 
 from __future__ import annotations
 
+import math
 from collections.abc import Iterable, Iterator, Sequence
 from itertools import pairwise
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.box import CutsInsideByte, element_bits
+from cluster.box import CutsInsideByte
 from cluster.cut_model import cut_model
 from cluster.errors import PlanError
-from cluster.layout import Layout
 from cluster.layout_rules import Rules, rules_for
 from cluster.load_plan import LoadPlan, RankPlan, TensorSlice
+from cluster.mesh import Layout
 from cluster.model_config import ModelConfig
 from cluster.rank_plans import RankPlans, node_chunks
 from cluster.read_items import ReadItems, expand_read_items
@@ -127,18 +128,19 @@ def _rank_problems(rank: RankPlan, plan: LoadPlan) -> Iterator[str]:
         yield "chunk_ids are not the chunks its slices touch, ascending"
     written = _bytes_per_segment_place(items, filled)
     for piece, size_bytes in zip(filled, written, strict=True):
-        if size_bytes != piece.size_bytes:
-            yield f"{piece.name!r:.200} has {piece.size_bytes} bytes, of which the chunks hold {size_bytes}"
+        if size_bytes != piece.filled_bytes:
+            yield f"{piece.name!r:.200} has {piece.filled_bytes} bytes, of which the chunks hold {size_bytes}"
 
 
 def _slice_problem(piece: TensorSlice, segment_bytes: tuple[int, ...], shards: int) -> str | None:
-    if not len(piece.shape) == len(piece.offsets) == len(piece.sizes):
-        return "has a box of another rank than its shape"
-    box = zip(piece.offsets, piece.sizes, piece.shape, strict=True)
-    if any(offset < 0 or size < 0 or offset + size > full for offset, size, full in box):
-        return f"has a box at {piece.offsets} of {piece.sizes} outside its shape {piece.shape}"
-    if element_bits(piece.sizes, piece.size_bytes) is None:
-        return f"has {piece.size_bytes} bytes for {piece.sizes}"
+    if len(piece.shape) != len(piece.region.ranges):
+        return "has a region of another rank than its shape"
+    for full, ranges in zip(piece.shape, piece.region.ranges, strict=True):
+        bounds = [bound for one in ranges for bound in one]
+        if bounds != sorted(bounds) or (bounds and (bounds[0] < 0 or bounds[-1] > full)):
+            return f"has the ranges {ranges} outside its shape {piece.shape}, or not in order"
+    if not 0 <= piece.filled_bytes <= piece.size_bytes or not _fits(piece):
+        return f"has {piece.filled_bytes} of {piece.size_bytes} bytes for {piece.sizes}"
     if not 0 <= piece.shard < shards or piece.start < 0:
         return "lies in no shard"
     if not 0 <= piece.segment < len(segment_bytes) or piece.segment_offset < 0:
@@ -148,6 +150,15 @@ def _slice_problem(piece: TensorSlice, segment_bytes: tuple[int, ...], shards: i
     if piece.segment_offset + piece.size_bytes > segment_bytes[piece.segment]:
         return "reaches beyond its segment"
     return None
+
+
+def _fits(piece: TensorSlice) -> bool:
+    """Whether the bytes are so many elements, all of one size."""
+    held, all_of_it = piece.region.elements, math.prod(piece.sizes)
+    if not held:
+        return piece.filled_bytes == 0 and bool(all_of_it) == bool(piece.size_bytes)
+    bits, rest = divmod(piece.filled_bytes * 8, held)
+    return bits > 0 and not rest and all_of_it * bits == piece.size_bytes * 8
 
 
 def _bytes_per_segment_place(items: ReadItems, filled: Sequence[TensorSlice]) -> list[int]:

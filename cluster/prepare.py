@@ -7,9 +7,9 @@ from __future__ import annotations
 
 from contextlib import closing
 
-from cluster.layout import Layout
 from cluster.layout_rules import parse_rules, rules_for
 from cluster.load_plan import LoadPlan
+from cluster.mesh import Layout
 from cluster.messages import LoadRequest
 from cluster.model_config import read_model_config
 from cluster.planning import build_load_plan

@@ -14,8 +14,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.cut_model import CutModel
-from cluster.layout import RankCoords
 from cluster.load_plan import RankPlan, TensorSlice
+from cluster.mesh import RankCoords
 from cluster.segments import ALIGNMENT_BYTES, MemoryMap, place_in_segments
 from cluster.slice_patterns import source_patterns, touched_chunks
 from storage.model_index import ChunkTable
@@ -33,22 +33,21 @@ class RankFacts:
 
 def rank_facts(cut: CutModel) -> tuple[RankFacts, ...]:
     """Of every rank, in order."""
-    counts = cut.kind_counts()
-    one_replica = cut.layout.tensor_parallel_size * cut.layout.fsdp_size
-    found: list[RankFacts] = []
-    for rank in range(cut.layout.ranks):
-        if rank >= one_replica:
-            found.append(found[rank - one_replica])
+    found: dict[RankCoords, RankFacts] = {}
+    places = [cut.layout.place(cut.layout.rank_coords(rank)) for rank in range(cut.layout.ranks)]
+    counts_of: dict[tuple[int, int], list[int]] = {}
+    for coords in places:
+        if coords in found:
             continue
-        sizes = [piece.size_bytes for piece in cut.slices(cut.layout.rank_coords(rank))]
+        who = coords.stage, coords.expert
+        counts = counts_of[who] if who in counts_of else counts_of.setdefault(who, cut.kind_counts(coords))
+        sizes = [piece.size_bytes for piece in cut.slices(coords)]
         padded = [-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes]
-        found.append(
-            RankFacts(
-                sum(count * size for count, size in zip(counts, sizes, strict=True)),
-                sum(count * size for count, size in zip(counts, padded, strict=True)),
-            )
+        found[coords] = RankFacts(
+            sum(count * size for count, size in zip(counts, sizes, strict=True)),
+            sum(count * size for count, size in zip(counts, padded, strict=True)),
         )
-    return tuple(found)
+    return tuple(found[coords] for coords in places)
 
 
 def rank_chunks(cut: CutModel, chunks: ChunkTable, coords: RankCoords) -> NDArray[np.int64]:
@@ -59,37 +58,39 @@ def rank_chunks(cut: CutModel, chunks: ChunkTable, coords: RankCoords) -> NDArra
 def node_chunks(cut: CutModel, chunks: ChunkTable, ranks: Iterable[int]) -> NDArray[np.int64]:
     """Chunks that any of `ranks` touches, ascending: what a node hosting those ranks fetches once."""
     needed = np.zeros(len(chunks), bool)
-    for coords in {replace(cut.layout.rank_coords(rank), data=0) for rank in ranks}:
+    for coords in cut.places(ranks):
         needed[rank_chunks(cut, chunks, coords)] = True
     return np.flatnonzero(needed)
 
 
-def memory_map(cut: CutModel, sizes_bytes: Sequence[int]) -> MemoryMap:
+def memory_map(cut: CutModel, coords: RankCoords, sizes_bytes: Sequence[int]) -> MemoryMap:
     """Where a rank puts its slices; `sizes_bytes` of a slice of each kind."""
-    return place_in_segments((name, sizes_bytes[kind]) for name, kind in zip(cut.names, cut.kind.tolist(), strict=True))
+    kinds = cut.kind.tolist()
+    return place_in_segments((cut.names[at], sizes_bytes[kinds[at]]) for at in cut.tensors_of(coords).tolist())
 
 
 def plan_rank(cut: CutModel, chunks: ChunkTable, rank: int) -> RankPlan:
     """All that one rank has to do."""
     coords = cut.layout.rank_coords(rank)
     pieces = cut.slices(coords)
-    kinds = cut.kind.tolist()
-    places = memory_map(cut, [piece.size_bytes for piece in pieces])
+    here = cut.tensors_of(coords)
+    places = memory_map(cut, coords, [piece.size_bytes for piece in pieces])
+    columns = (cut.kind[here].tolist(), cut.shard[here].tolist(), cut.start[here].tolist())
     slices = tuple(
         TensorSlice(
-            name,
+            cut.names[at],
             cut.kinds[kind].dtype,
             cut.kinds[kind].shape,
-            pieces[kind].box[0],
-            pieces[kind].box[1],
+            pieces[kind].region,
             shard,
             start,
             segment,
             segment_offset,
             pieces[kind].size_bytes,
+            pieces[kind].filled_bytes,
         )
-        for name, kind, shard, start, segment, segment_offset in zip(
-            cut.names, kinds, cut.shard.tolist(), cut.start.tolist(), places.segment, places.offset, strict=True
+        for at, kind, shard, start, segment, segment_offset in zip(
+            here.tolist(), *columns, places.segment, places.offset, strict=True
         )
     )
     return RankPlan(rank, coords, slices, places.segment_bytes, rank_chunks(cut, chunks, coords))
@@ -101,7 +102,7 @@ class RankPlans(Sequence[RankPlan]):
     def __init__(self, cut: CutModel, chunks: ChunkTable) -> None:
         self._cut = cut
         self._chunks = chunks
-        self._kept: OrderedDict[tuple[int, int], RankPlan] = OrderedDict()
+        self._kept: OrderedDict[RankCoords, RankPlan] = OrderedDict()
 
     def __len__(self) -> int:
         return self._cut.layout.ranks
@@ -120,7 +121,7 @@ class RankPlans(Sequence[RankPlan]):
 
     def _plan(self, rank: int) -> RankPlan:
         coords = self._cut.layout.rank_coords(rank)
-        key = coords.fsdp, coords.tensor  # a replica holds what the first one does
+        key = self._cut.layout.place(coords)  # a replica holds what the first one does
         plan = self._kept.pop(key, None) or plan_rank(self._cut, self._chunks, rank)
         self._kept[key] = plan
         while len(self._kept) > KEPT_PLANS:

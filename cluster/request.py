@@ -9,8 +9,8 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.errors import ConfigError
-from cluster.layout import Layout
 from cluster.layout_rules import parse_rules
+from cluster.mesh import Layout
 from cluster.messages import LoadRequest, StoreAccess
 from storage.checkpoint import split_model_uri
 from storage.errors import InvalidUri, StoreError, UnsupportedStore

@@ -12,10 +12,11 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.box import BoxRuns, element_bits, find_runs
+from cluster.box import BoxRuns, find_runs
 from cluster.cut_model import CutModel
-from cluster.layout import RankCoords
 from cluster.load_plan import TensorSlice
+from cluster.mesh import RankCoords
+from cluster.region import Region
 from storage.model_index import ChunkTable
 
 _Column = NDArray[np.int64]
@@ -47,12 +48,12 @@ def find_patterns(slices: Sequence[TensorSlice]) -> Patterns:
     known: dict[tuple[object, ...], list[_Part]] = {}  # slices that are cut alike have the same parts
     rows: list[tuple[int, ...]] = []
     for piece in slices:
-        if piece.size_bytes == 0:
+        if piece.filled_bytes == 0:
             continue
-        alike = (piece.shape, piece.offsets, piece.sizes, piece.size_bytes)
+        alike = (piece.shape, piece.region, piece.filled_bytes)
         parts = known.get(alike)
         if parts is None:
-            parts = known[alike] = _parts(piece.shape, piece.offsets, piece.sizes, piece.size_bytes)
+            parts = known[alike] = _parts(piece.shape, piece.region, piece.filled_bytes)
         for src, run, count, src_stride, dest, dest_stride in parts:
             rows.append(
                 (
@@ -73,15 +74,16 @@ def find_patterns(slices: Sequence[TensorSlice]) -> Patterns:
 def source_patterns(cut: CutModel, coords: RankCoords) -> SourcePatterns:
     """The same patterns as `find_patterns` gives for the slices of the rank at `coords`, without making slices."""
     parts_of_kind = [
-        _parts(kind.shape, *piece.box, piece.size_bytes) if piece.size_bytes else []
+        _parts(kind.shape, piece.region, piece.filled_bytes) if piece.filled_bytes else []
         for kind, piece in zip(cut.kinds, cut.slices(coords), strict=True)
     ]
     counts = np.array([len(parts) for parts in parts_of_kind], np.int64)
     first = np.cumsum(counts) - counts
     table = np.array([part for parts in parts_of_kind for part in parts], np.int64).reshape(-1, 6)
-    repeats = counts[cut.kind] if len(cut) else np.empty(0, np.int64)
-    tensor = np.repeat(np.arange(len(cut)), repeats)
-    within = np.arange(len(tensor)) - (np.cumsum(repeats) - repeats)[tensor]
+    here = cut.tensors_of(coords)
+    repeats = counts[cut.kind[here]] if len(here) else np.empty(0, np.int64)
+    tensor = np.repeat(here, repeats)
+    within = np.arange(len(tensor)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
     src, run, count, src_stride, _, _ = table[first[cut.kind[tensor]] + within].T
     return SourcePatterns(
         cut.shard[tensor].astype(np.int64),
@@ -135,32 +137,31 @@ def touched_chunks(patterns: SourcePatterns, chunks: ChunkTable) -> _Column:
     return np.flatnonzero(found).astype(np.int64, copy=False)
 
 
-def _parts(shape: tuple[int, ...], offsets: tuple[int, ...], sizes: tuple[int, ...], size_bytes: int) -> list[_Part]:
-    """The patterns of one box, from the tensor's first byte and the slice's own."""
-    bits = element_bits(sizes, size_bytes)
-    if bits is None:
-        raise ValueError(f"{size_bytes} bytes do not fit the sizes {sizes}")
-    runs = find_runs(shape, offsets, sizes, bits)
-    start, run = runs.start_bytes, runs.run_bytes
-    if not runs.repeats:
-        return [(start, run, 1, run, 0, run)]
-    return [
-        (start + src, run, count, src_stride, dest, dest_stride)
-        for src, dest, count, src_stride, dest_stride in _two_dimensional(runs)
-    ]
+def _parts(shape: tuple[int, ...], region: Region, filled_bytes: int) -> list[_Part]:
+    """The patterns of one region, from the tensor's first byte and the slice's own."""
+    bits, rest = divmod(filled_bytes * 8, region.elements)
+    if rest or not bits:
+        raise ValueError(f"{filled_bytes} bytes do not fit {region.elements} elements")
+    parts: list[_Part] = []
+    for (offsets, sizes), place in region.boxes():
+        runs = find_runs(shape, offsets, sizes, bits, region.sizes, place)
+        run = runs.run_bytes
+        parts += [
+            (runs.start_bytes + src, run, count, src_stride, runs.dest_bytes + dest, dest_stride)
+            for src, dest, count, src_stride, dest_stride in _two_dimensional(runs)
+        ]
+    return parts
 
 
 def _two_dimensional(runs: BoxRuns) -> list[tuple[int, int, int, int, int]]:
     """Nested repetitions as (src, dest, count, src_stride, dest_stride): one level kept, others enumerated.
 
-    The level with the most runs is kept. Layouts of today make one level; two need cuts in two dimensions,
-    neither of them dim 0.
+    The level with the most runs is kept. A box that is cut in one dimension has one level at most; stacked experts
+    that are cut in their columns have two.
     """
-    levels = []  # (count, src_stride, dest_stride), innermost first
-    dest_stride = runs.run_bytes
-    for count, src_stride in reversed(runs.repeats):
-        levels.append((count, src_stride, dest_stride))
-        dest_stride *= count
+    if not runs.repeats:
+        return [(0, 0, 1, runs.run_bytes, runs.run_bytes)]
+    levels = list(runs.repeats)
     kept = levels.pop(max(range(len(levels)), key=lambda level: levels[level][0]))
     return [
         (

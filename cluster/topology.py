@@ -6,7 +6,7 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.errors import ConfigError, NotEnoughResources
-from cluster.layout import Layout
+from cluster.mesh import Layout
 from storage.host_memory import MemoryPool
 
 

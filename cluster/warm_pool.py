@@ -12,7 +12,7 @@ from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
-from cluster.layout import Layout
+from cluster.mesh import Layout
 from cluster.topology import NodeInfo, assign_ranks
 
 

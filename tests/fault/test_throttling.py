@@ -12,9 +12,9 @@ import pytest
 from actors.cpu_device import CpuDevice
 from actors.executor import RankLoader
 from cluster.bottleneck import find_limit
-from cluster.layout import Layout
 from cluster.layout_rules import rules_for
 from cluster.load_plan import LoadPlan
+from cluster.mesh import Layout
 from cluster.planning import build_load_plan
 from cluster.read_items import ReadItems
 from cluster.report import RankReport

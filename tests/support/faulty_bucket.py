@@ -7,9 +7,9 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
-from cluster.layout import Layout
 from cluster.layout_rules import rules_for
 from cluster.load_plan import LoadPlan
+from cluster.mesh import Layout
 from cluster.planning import build_load_plan
 from cluster.report import NodeReport
 from storage.checkpoint import open_model

@@ -26,9 +26,9 @@ from actors.rank_link import AgentLink
 from cluster.config import Config
 from cluster.errors import ClusterLost
 from cluster.fit import min_slots
-from cluster.layout import Layout
 from cluster.layout_rules import rules_for
 from cluster.load_plan import LoadPlan
+from cluster.mesh import Layout
 from cluster.messages import FetchSettings, JoinReply, NodeJob, Orders, RankHello, RankJob, RankUpdate, StoreAccess
 from cluster.model_config import read_model_config
 from cluster.packed_plan import pack_shared

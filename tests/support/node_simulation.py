@@ -25,7 +25,7 @@ from actors.node_ledger import NodeLedger
 from cluster.cut_model import CutModel
 from cluster.errors import LoadCancelled, RankLost
 from cluster.fit import min_slots
-from cluster.layout import Layout
+from cluster.mesh import Layout
 from cluster.messages import Commit, FetchFailure, LeaseOrder, NodeJob, Orders, RankHello, RankUpdate
 from cluster.node_report import NodeReport
 from cluster.packed_plan import SharedTables
@@ -40,7 +40,8 @@ DEADLINE_S = 10.0
 CHUNK_ATTEMPTS = 3
 
 
-NO_TENSORS = CutModel(Layout(), (), (), np.empty(0, np.int32), np.empty(0, np.int32), np.empty(0, np.int64))
+NOTHING = np.empty(0, np.int32)
+NO_TENSORS = CutModel(Layout(), (), (), (), NOTHING, NOTHING, NOTHING, np.empty(0, np.int64))
 
 
 @dataclass(frozen=True, slots=True, eq=False)

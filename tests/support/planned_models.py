@@ -96,8 +96,10 @@ def carry_out(plan: LoadPlan, rank: RankPlan, files: Sequence[Bytes]) -> tuple[d
                 copied += run
     tensors = {}
     for piece in rank.slices:
+        end = piece.segment_offset + piece.filled_bytes
+        assert (written[piece.segment][piece.segment_offset : end] == 1).all(), f"{piece.name}: not written once"
         place = slice(piece.segment_offset, piece.segment_offset + piece.size_bytes)
-        assert (written[piece.segment][place] == 1).all(), f"{piece.name}: not written exactly once"
+        assert not written[piece.segment][end : place.stop].any(), f"{piece.name}: its padding was written"
         tensors[piece.name] = segments[piece.segment][place]
     return tensors, copied
 

@@ -28,7 +28,7 @@ def boxes(draw: st.DrawFn) -> tuple[tuple[int, ...], tuple[int, ...], tuple[int,
 
 
 def enumerate_bytes(runs: BoxRuns) -> list[int]:
-    steps = itertools.product(*(range(0, count * stride, stride) for count, stride in runs.repeats))
+    steps = itertools.product(*(range(0, count * stride, stride) for count, stride, _ in runs.repeats))
     return [runs.start_bytes + sum(step) + byte for step in steps for byte in range(runs.run_bytes)]
 
 
@@ -49,20 +49,27 @@ def test_runs_are_as_long_as_can_be(box: tuple[tuple[int, ...], tuple[int, ...],
     selected = enumerate_bytes(runs)
     breaks = sum(1 for before, after in itertools.pairwise(selected) if after != before + 1)
     assert runs.count == (breaks + 1 if selected else 1)
-    assert all(count > 1 for count, _ in runs.repeats)
+    assert all(count > 1 for count, _, _ in runs.repeats)
     assert sum(size < full for size, full in zip(box[2], box[0], strict=True)) >= len(runs.repeats)
 
 
 def test_two_dimensions_cut() -> None:
-    assert find_runs((3, 6), (0, 2), (3, 2), 16) == BoxRuns(4, 4, ((3, 12),))
-    assert find_runs((4, 6), (2, 3), (2, 3), 8) == BoxRuns(15, 3, ((2, 6),))
-    assert find_runs((), (), (), 32) == BoxRuns(0, 4, ())
-    assert find_runs((2, 3, 6), (0, 0, 1), (2, 3, 2), 8) == BoxRuns(1, 2, ((6, 6),))  # two dimensions, one distance
-    assert find_runs((2, 3, 6), (0, 1, 1), (2, 2, 2), 8) == BoxRuns(7, 2, ((2, 18), (2, 6)))
+    assert find_runs((3, 6), (0, 2), (3, 2), 16) == BoxRuns(4, 0, 4, ((3, 12, 4),))
+    assert find_runs((4, 6), (2, 3), (2, 3), 8) == BoxRuns(15, 0, 3, ((2, 6, 3),))
+    assert find_runs((), (), (), 32) == BoxRuns(0, 0, 4, ())
+    assert find_runs((2, 3, 6), (0, 0, 1), (2, 3, 2), 8) == BoxRuns(1, 0, 2, ((6, 6, 2),))
+    assert find_runs((2, 3, 6), (0, 1, 1), (2, 2, 2), 8) == BoxRuns(7, 0, 2, ((2, 18, 4), (2, 6, 2)))
+
+
+def test_a_box_that_is_copied_into_a_larger_tensor() -> None:
+    # Rows 1..3 of a (4, 2) tensor, to rows 4..6 of an (8, 2) one: one run.
+    assert find_runs((4, 2), (1, 0), (2, 2), 8, (8, 2), (4, 0)) == BoxRuns(2, 8, 4, ())
+    assert find_runs((2, 4, 2), (0, 1, 0), (2, 2, 2), 8, (2, 8, 2), (0, 4, 0)) == BoxRuns(2, 8, 4, ((2, 8, 16),))
+    assert find_runs((4, 2), (0, 1), (4, 1), 8, (4, 3), (0, 2)) == BoxRuns(1, 2, 1, ((4, 2, 3),))
 
 
 def test_half_byte_elements() -> None:
-    assert find_runs((3, 6), (0, 2), (3, 2), 4) == BoxRuns(1, 1, ((3, 3),))
+    assert find_runs((3, 6), (0, 2), (3, 2), 4) == BoxRuns(1, 0, 1, ((3, 3, 1),))
     for offsets, sizes in [((0, 1), (3, 2)), ((0, 2), (3, 3))]:
         with pytest.raises(CutsInsideByte):
             find_runs((3, 6), offsets, sizes, 4)

@@ -10,8 +10,8 @@ import pytest
 from cluster.config import Config
 from cluster.errors import DoesNotFit
 from cluster.fit import check_fit, min_slots, planned_arena_bytes
-from cluster.layout import Layout
 from cluster.load_plan import LoadPlan
+from cluster.mesh import Layout
 from cluster.planning import build_load_plan
 from cluster.topology import NodeInfo
 from storage.model_index import ModelIndex, Shard, Tensor

@@ -13,9 +13,9 @@ from bench.sim_node import LOAD, NodeRates, SimNode
 from bench.simulate import Model
 from cluster.config import Config
 from cluster.holders import Holders
-from cluster.layout import Layout
 from cluster.load_plan import LoadPlan
 from cluster.load_state import Life
+from cluster.mesh import Layout
 from cluster.messages import AgentBeat
 from cluster.packed_plan import pack_shared
 from cluster.rank_plans import rank_facts

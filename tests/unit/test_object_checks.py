@@ -8,8 +8,8 @@ from pathlib import Path
 import pytest
 
 from actors.object_checks import NO_MD5, NOT_KNOWN
-from cluster.layout import Layout
 from cluster.load_plan import LoadPlan
+from cluster.mesh import Layout
 from cluster.object_check import ONLY_PART, ObjectCheck, join_checks, unchecked_counts, verified_by
 from cluster.planning import build_load_plan
 from cluster.report import RankReport

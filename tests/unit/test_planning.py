@@ -12,11 +12,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cluster.errors import LayoutError, PlanError
-from cluster.layout import Layout
 from cluster.layout_rules import Rules, parse_rules
 from cluster.load_plan import LoadPlan, RankPlan
+from cluster.mesh import Layout
 from cluster.model_config import ModelConfig
 from cluster.planning import build_load_plan, check_plan, needed_bytes, needed_chunks, overfetch_bytes
+from cluster.region import Region
 from tests.support.planned_models import (
     StoredModel,
     as_bf16,
@@ -181,9 +182,11 @@ def sound_plan() -> LoadPlan:
         ({"segment": 5}, "in no segment"),
         ({"shard": 1}, "in no shard"),
         ({"start": -1}, "in no shard"),
-        ({"offsets": (4, 0)}, "outside its shape"),
-        ({"offsets": (0,)}, "box of another rank"),
-        ({"size_bytes": 7}, "7 bytes for"),
+        ({"region": Region((((4, 7),), ((0, 4),)))}, "outside its shape"),
+        ({"region": Region((((3, 4), (0, 2)), ((0, 4),)))}, "not in order"),
+        ({"region": Region((((0, 3),),))}, "region of another rank"),
+        ({"size_bytes": 7}, "of 7 bytes for"),
+        ({"filled_bytes": 23}, "has 23 of 24 bytes for"),
         ({"start": 1 << 30}, "of which the chunks hold 0"),
         ({"name": "b"}, "appears twice"),
         ({"segment_offset": 256}, "overlap"),
@@ -201,7 +204,7 @@ def test_check_plan_finds_a_broken_slice(change: dict[str, object], says: str) -
 def test_check_plan_finds_a_slice_cut_inside_a_byte() -> None:
     plan = sound_plan()
     rank = plan.ranks[0]
-    half_bytes = replace(rank.slices[0], offsets=(0, 1), sizes=(3, 2), size_bytes=3)
+    half_bytes = replace(rank.slices[0], region=Region((((0, 3),), ((1, 3),))), size_bytes=3, filled_bytes=3)
     broken = replace(rank, slices=(half_bytes, *rank.slices[1:]))
     assert any("inside a byte" in problem for problem in check_plan(replace(plan, ranks=(broken, plan.ranks[1]))))
 

@@ -7,7 +7,7 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from cluster.layout import Layout
+from cluster.mesh import Layout
 from cluster.model_config import ModelConfig
 from cluster.planning import build_load_plan, check_plan
 from tests.support.planned_models import as_bf16, carry_out, llama_shapes, random_arrays, store_arrays

@@ -6,9 +6,9 @@ import numpy as np
 import pytest
 
 from cluster.cut_model import CutModel
-from cluster.layout import Layout
 from cluster.layout_rules import parse_rules
 from cluster.load_plan import LoadPlan
+from cluster.mesh import Layout
 from cluster.model_config import ModelConfig
 from cluster.packed_plan import pack_shared, unpack_shared
 from cluster.planning import build_load_plan, check_plan, needed_chunks
@@ -90,4 +90,4 @@ def test_tensors_that_are_alike_are_one_kind() -> None:
     shapes = {f"layers.{layer}.{name}": (8, 6) for layer in range(50) for name in ("up", "gate")}
     model = store_arrays(as_bf16(random_arrays(shapes)))
     cut: CutModel = build_load_plan(model.index, Layout(2), parse_rules({"**": "column"})).cut
-    assert (len(cut), len(cut.kinds), cut.kind_counts()) == (100, 1, [100])
+    assert (len(cut), len(cut.kinds), cut.kind_counts(cut.layout.rank_coords(0))) == (100, 1, [100])

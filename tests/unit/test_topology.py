@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import ConfigError, NotEnoughResources
-from cluster.layout import Layout
+from cluster.mesh import Layout
 from cluster.topology import (
     NodeInfo,
     assign_ranks,

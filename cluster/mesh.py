@@ -1,0 +1,106 @@
+"""How many ways a model is cut and copied, and where each rank stands in that mesh.
+
+Ranks count with tensor parallelism fastest, then fully sharded, pipeline, data: rank =
+((data * pipeline_parallel_size + stage) * fsdp_size + fsdp) * tensor_parallel_size + tensor.
+
+Expert parallelism takes no ranks of its own. It lies over the plane of data and tensor ranks, as in Megatron, vLLM and
+transformers: with tensor_parallel_size=4, data_parallel_size=2 the plane has 8 ranks (p = data * 4 + tensor), and
+
+    expert_parallel_size   8            4             2             2
+    expert_tensor_...      1 (default)  1 (default)   2 (default)   4 (given)
+    expert group of p      0 1 2 3 4.7  0 1 2 3 0..3  0 0 1 1 0011  0 0 0 0 1 1 1 1
+"""
+
+from __future__ import annotations
+
+import math
+from dataclasses import dataclass, replace
+
+from cluster.errors import ConfigError
+
+MAX_RANKS = 1 << 16
+MAX_VOCABULARY_MULTIPLE = 1 << 16
+_SIZES = ("tensor_parallel_size", "fsdp_size", "data_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
+
+
+@dataclass(frozen=True, slots=True)
+class RankCoords:
+    """Where a rank stands in the mesh."""
+
+    data: int
+    fsdp: int
+    tensor: int
+    stage: int = 0  # of the pipeline
+    expert: int = 0  # which part of the experts it has
+    expert_tensor: int = 0  # which part of each of those
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """How many ways a model is cut and copied. Raises ConfigError for sizes that cannot be meant."""
+
+    tensor_parallel_size: int = 1
+    fsdp_size: int = 1
+    data_parallel_size: int = 1
+    pipeline_parallel_size: int = 1
+    expert_parallel_size: int = 1
+    expert_tensor_parallel_size: int = 0  # ways each expert is cut; 0: tensor / expert_parallel_size, at least 1
+    vocabulary_multiple: int = 1  # the vocabulary is padded with zeros to a multiple of this, and of the ranks
+
+    def __post_init__(self) -> None:
+        for name in _SIZES:
+            _check_count(name, getattr(self, name), 1, MAX_RANKS)
+        _check_count("expert_tensor_parallel_size", self.expert_tensor_parallel_size, 0, MAX_RANKS)
+        _check_count("vocabulary_multiple", self.vocabulary_multiple, 1, MAX_VOCABULARY_MULTIPLE)
+        if self.ranks > MAX_RANKS:
+            raise ConfigError(f"a layout of {self.ranks} ranks is larger than {MAX_RANKS}")
+        plane = self.tensor_parallel_size * self.data_parallel_size
+        if plane % (self.expert_parallel_size * self.expert_cuts):
+            raise ConfigError(
+                f"expert_parallel_size={self.expert_parallel_size} with each expert cut {self.expert_cuts} ways does "
+                f"not fit {plane} ranks (tensor_parallel_size x data_parallel_size)",
+                hint="experts are spread over the ranks of tensor and data parallelism: their product must be a "
+                "multiple of expert_parallel_size x expert_tensor_parallel_size",
+            )
+
+    @property
+    def ranks(self) -> int:
+        return self.one_replica * self.data_parallel_size
+
+    @property
+    def one_replica(self) -> int:
+        """Ranks that hold the model once, as far as experts are not spread further."""
+        return self.tensor_parallel_size * self.fsdp_size * self.pipeline_parallel_size
+
+    @property
+    def expert_cuts(self) -> int:
+        """Ways each expert is cut."""
+        return self.expert_tensor_parallel_size or max(1, self.tensor_parallel_size // self.expert_parallel_size)
+
+    @property
+    def cuts_tensors(self) -> bool:
+        """Rules are needed: something is cut by what it is."""
+        return any(size > 1 for size in (self.tensor_parallel_size, self.expert_parallel_size, self.expert_cuts)) or (
+            self.vocabulary_multiple > 1
+        )
+
+    def rank_coords(self, rank: int) -> RankCoords:
+        """Where rank 0 .. ranks - 1 stands in the mesh; tp varies fastest."""
+        if not 0 <= rank < self.ranks:
+            raise ConfigError(f"no rank {rank} in a layout of {self.ranks} ranks")
+        rest, tensor = divmod(rank, self.tensor_parallel_size)
+        rest, fsdp = divmod(rest, self.fsdp_size)
+        data, stage = divmod(rest, self.pipeline_parallel_size)
+        expert, expert_tensor = divmod(data * self.tensor_parallel_size + tensor, self.expert_cuts)
+        return RankCoords(data, fsdp, tensor, stage, expert % self.expert_parallel_size, expert_tensor)
+
+    def place(self, coords: RankCoords) -> RankCoords:
+        """The same for ranks that hold the same: the coordinates of the first of them."""
+        spread = self.expert_parallel_size * self.expert_cuts
+        period = math.lcm(spread, self.tensor_parallel_size) // self.tensor_parallel_size
+        return replace(coords, data=coords.data % period)
+
+
+def _check_count(name: str, value: object, least: int, most: int) -> None:
+    if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
+        raise ConfigError(f"{name} must be a whole number from {least} to {most}, not {value!r:.40}")
