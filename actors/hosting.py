@@ -30,6 +30,7 @@ from actors.shard import RankShard
 from cluster.config import Config
 from cluster.errors import ClusterLost, ConfigError
 from cluster.fit import min_slots
+from cluster.mesh import Layout
 from cluster.messages import JoinReply, NodeJob, RankHello, RankJob
 from cluster.packed_plan import pack_shared
 from cluster.prepare import prepare_plan
@@ -50,6 +51,10 @@ def host_rank(
     tensor_parallel_size: int = 1,
     fsdp_size: int = 1,
     data_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+    expert_parallel_size: int = 1,
+    expert_tensor_parallel_size: int = 0,
+    vocabulary_multiple: int = 1,
     device: str = "cpu",
     endpoint_url: str | None = None,
     region: str | None = None,
@@ -71,7 +76,15 @@ def host_rank(
     config = config or Config.from_env()
     request = make_request(
         model_uri,
-        sizes=(tensor_parallel_size, fsdp_size, data_parallel_size),
+        layout=Layout(
+            tensor_parallel_size,
+            fsdp_size,
+            data_parallel_size,
+            pipeline_parallel_size,
+            expert_parallel_size,
+            expert_tensor_parallel_size,
+            vocabulary_multiple,
+        ),
         store_options=StoreOptions(endpoint_url, region, profile, anonymous),
         credentials=credentials,
         layout_rules=layout_rules,

@@ -36,7 +36,6 @@ from actors.tending import tend_all
 from cluster import load_events, load_state
 from cluster.config import Config
 from cluster.errors import ClusterError, ClusterLost, LoadCancelled, ModelNotFound, NodeLost, RankLost
-from cluster.mesh import Layout
 from cluster.packed_plan import PackedPlan
 from cluster.remote_errors import unwrapped
 from cluster.report import LoadReport, NodeReport
@@ -140,13 +139,12 @@ class LoadRun:
     async def _take_seats(self) -> IdleGang | None:
         """Decide which rank sits where. One load at a time, or two would take the same places. The gang taken over."""
         record, request = self._record, self._record.request
-        layout = Layout(request.tensor_parallel_size, request.fsdp_size, request.data_parallel_size)
         deadline_s = time.monotonic() + request.wait_for_resources_s
         while True:
             async with self._admission:
                 try:
                     others = [o for o in self._models.values() if o is not record and not o.life.is_over]
-                    gang = await take_seats(record, layout, others, self._gangs, self._config.cpu_ranks_per_node)
+                    gang = await take_seats(record, others, self._gangs, self._config.cpu_ranks_per_node)
                     break
                 except ClusterError as error:
                     if time.monotonic() >= deadline_s or not nodes.may_resolve(error):

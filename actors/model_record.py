@@ -122,9 +122,7 @@ class ModelRecord:
         return ModelStatus(
             progress=self.progress(),
             revision=self.revision,
-            tensor_parallel_size=request.tensor_parallel_size,
-            fsdp_size=request.fsdp_size,
-            data_parallel_size=request.data_parallel_size,
+            layout=request.layout,
             device=request.device,
             keep=self.holders.keep,
             holders=len(self.holders),

@@ -142,7 +142,7 @@ class Reseating:
                     infos,
                     _node_ids(record.seats),
                     list(lost),
-                    record.request.tensor_parallel_size,
+                    record.request.layout.tensor_parallel_size,
                     record.request.device,
                     self._config.cpu_ranks_per_node,
                 )

@@ -13,19 +13,18 @@ from actors import nodes, spawn
 from actors.finished import finished
 from actors.gangs import Gang, Gangs
 from actors.model_record import ModelRecord, Seat
-from cluster.mesh import Layout
 from cluster.topology import assign_ranks, bundle_of_ranks, bundles_for
 from cluster.warm_pool import IdleGang, choose
 
 
 async def take_seats(
-    record: ModelRecord, layout: Layout, others: Sequence[ModelRecord], gangs: Gangs, cpu_ranks_per_node: int
+    record: ModelRecord, others: Sequence[ModelRecord], gangs: Gangs, cpu_ranks_per_node: int
 ) -> IdleGang | None:
     """Fill `record.seats` (and `record.group`). `others` are the models that are not over. The gang taken over, if any.
 
     Raises NotEnoughResources naming who holds what, ClusterError for a placement group that is gone.
     """
-    request = record.request
+    request, layout = record.request, record.request.layout
     holders = [other.model_id for other in others if other.request.device == request.device and other.seats]
     if request.placement_group is not None:
         places = await asyncio.to_thread(nodes.places_in_group, request.placement_group, request)

@@ -77,6 +77,7 @@ class ArenaLoad:
 
         from actors.jobs import fetch_settings
         from cluster.fit import min_slots
+        from cluster.mesh import Layout
         from cluster.messages import NodeJob, RankJob
         from cluster.packed_plan import pack_shared
         from cluster.prepare import prepare_plan
@@ -85,7 +86,7 @@ class ArenaLoad:
         config = self._config
         request = make_request(
             uri,
-            sizes=(1, RANKS, 1),
+            layout=Layout(fsdp_size=RANKS),
             store_options=StoreOptions(**self._store),
             credentials=self._credentials,
             layout_rules=None,

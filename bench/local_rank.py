@@ -11,6 +11,7 @@ from actors.executor import RankLoader
 from actors.node_agent import NodeAgent
 from cluster.config import Config
 from cluster.fit import min_slots
+from cluster.mesh import Layout
 from cluster.messages import FetchSettings, NodeJob, RankJob
 from cluster.packed_plan import pack_shared
 from cluster.prepare import prepare_plan
@@ -40,7 +41,7 @@ def load_rank(
     """All of a model, planned, fetched, verified where it can be, and on the device. Raises LongshoreError."""
     request = make_request(
         model_uri,
-        sizes=(1, 1, 1),
+        layout=Layout(),
         store_options=StoreOptions(),
         credentials=None,
         layout_rules=None,

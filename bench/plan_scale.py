@@ -138,12 +138,13 @@ def messages(folder: Path, layout: str, ranks_per_node: int) -> dict[str, Any]:
     from cluster.config import Config
     from cluster.holders import Holders
     from cluster.load_state import Life
+    from cluster.mesh import Layout
     from cluster.request import StoreOptions, make_request
 
     packed = _packed(folder, layout)
     request = make_request(
         str(folder),
-        sizes=_sizes(layout),
+        layout=Layout(*_sizes(layout)),
         store_options=StoreOptions(),
         credentials=None,
         layout_rules=MOE_RULES,

@@ -27,8 +27,8 @@ import numpy as np
 
 import cluster
 from bench.arguments import output_file, positive_int
-from cluster.client import release_warm
 from cluster.connection import disconnect
+from cluster.residents import release_warm
 from cluster.sample_checkpoint import write_llama_checkpoint
 
 MIB = 1 << 20

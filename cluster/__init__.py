@@ -15,14 +15,10 @@ if TYPE_CHECKING:
     from cluster.client import aload as aload
     from cluster.client import aplan as aplan
     from cluster.client import apublish as apublish
-    from cluster.client import arelease as arelease
-    from cluster.client import astatus as astatus
     from cluster.client import averify as averify
     from cluster.client import load as load
     from cluster.client import plan as plan
     from cluster.client import publish as publish
-    from cluster.client import release as release
-    from cluster.client import status as status
     from cluster.client import verify as verify
     from cluster.config import Config as Config
     from cluster.errors import ChunkFailed as ChunkFailed
@@ -51,6 +47,10 @@ if TYPE_CHECKING:
     from cluster.report import ClusterStatus as ClusterStatus
     from cluster.report import LoadProgress as LoadProgress
     from cluster.report import LoadReport as LoadReport
+    from cluster.residents import arelease as arelease
+    from cluster.residents import astatus as astatus
+    from cluster.residents import release as release
+    from cluster.residents import status as status
     from cluster.signing import asign as asign
     from cluster.signing import generate_key as generate_key
     from cluster.signing import sign as sign
@@ -98,7 +98,7 @@ if TYPE_CHECKING:
 
 # module -> public names that live there; the block above tells type checkers the same (a test compares them)
 _EXPORTS = {
-    "cluster.client": ("aload aplan apublish arelease astatus averify load plan publish release status verify"),
+    "cluster.client": "aload aplan apublish averify load plan publish verify",
     "cluster.config": "Config",
     "cluster.errors": (
         "ChunkFailed ClusterError ClusterLost ConfigError DeviceUnavailable DoesNotFit IllegalTransition LayoutError "
@@ -108,6 +108,7 @@ _EXPORTS = {
     "cluster.model": "LoadedModel",
     "cluster.plan_summary": "PlanSummary",
     "cluster.report": "ClusterStatus LoadProgress LoadReport",
+    "cluster.residents": "arelease astatus release status",
     "cluster.signing": "asign generate_key sign",
     "longshore.install_check": "PackageShadowed",
     "longshore.version": "__version__",

@@ -162,10 +162,22 @@ def _add_sizes(verb: argparse.ArgumentParser) -> None:
         ("--tp", "tensor_parallel_size", "ranks that share every layer"),
         ("--fsdp", "fsdp_size", "ranks that hold a part of dimension 0 of every tensor"),
         ("--dp", "data_parallel_size", "replicas"),
+        ("--pp", "pipeline_parallel_size", "stages of consecutive layers"),
+        ("--ep", "expert_parallel_size", "parts of the experts, spread over the ranks of --tp and --dp"),
+        ("--vocabulary-multiple", "", "pad embedding and head with zeros to a multiple of this"),
     ):
-        verb.add_argument(
-            short, f"--{name.replace('_', '-')}", dest=name, type=_count, default=1, metavar="N", help=what
-        )
+        flags = [short, f"--{name.replace('_', '-')}"] if name else [short]
+        dest = name or "vocabulary_multiple"
+        verb.add_argument(*flags, dest=dest, type=_count, default=1, metavar="N", help=what)
+    verb.add_argument(
+        "--etp",
+        "--expert-tensor-parallel-size",
+        dest="expert_tensor_parallel_size",
+        type=_count,
+        default=0,
+        metavar="N",
+        help="ways in which each expert is cut (default: --tp divided by --ep)",
+    )
 
 
 def _add_trusted(verb: argparse.ArgumentParser) -> None:

@@ -1,4 +1,4 @@
-"""The verbs: load, plan, publish, verify, status, release. Each has an async twin with an `a` in front.
+"""The verbs about one checkpoint: load, plan, publish, verify. Each has an async twin with an `a` in front.
 
     load --LoadRequest--> coordinator; wait for READY while showing progress --> LoadedModel
 
@@ -15,10 +15,11 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.async_twins import GIVEN_UP, in_thread
 from cluster.config import Config
-from cluster.connection import Connection, connect
+from cluster.connection import connect
 from cluster.errors import ClusterLost, ConfigError, LoadCancelled
+from cluster.mesh import Layout
 from cluster.model import LoadedModel
-from cluster.report import ClusterStatus, LoadProgress
+from cluster.report import LoadProgress
 from cluster.request import StoreOptions, make_request, open_destination, open_uri, read_keys
 from cluster.trust import TrustPolicy
 from cluster.wait import load_on
@@ -39,6 +40,10 @@ def load(
     tensor_parallel_size: int = 1,
     fsdp_size: int = 1,
     data_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+    expert_parallel_size: int = 1,
+    expert_tensor_parallel_size: int = 0,
+    vocabulary_multiple: int = 1,
     device: str = "auto",
     keep: bool = False,
     address: str | None = None,
@@ -58,7 +63,9 @@ def load(
 ) -> LoadedModel:
     """Load a model into the cluster's devices, every chunk verified; returns when every rank has its slices.
 
-    World size is tensor_parallel_size x fsdp_size x data_parallel_size, one worker per rank. `device`: "cuda" (one
+    World size is tensor_parallel_size x fsdp_size x pipeline_parallel_size x data_parallel_size, one worker per rank;
+    experts are spread over tensor and data ranks, each of them cut `expert_tensor_parallel_size` ways (0: as many as
+    are left). `vocabulary_multiple`: embedding and head get rows of zeros up to a multiple of it. `device`: "cuda" (one
     GPU per rank), "cpu" (host memory), "auto" (cuda when the cluster has GPUs). `keep=True` leaves the model resident
     when nobody holds it any more. `wait_for_resources_s=0` refuses within seconds when too few GPUs are free.
     `placement`: "via_arena" (chunks stay cached on the node), "direct" (what one rank alone wants goes into its host
@@ -75,7 +82,15 @@ def load(
     config = config or Config.from_env()
     request = make_request(
         model_uri,
-        sizes=(tensor_parallel_size, fsdp_size, data_parallel_size),
+        layout=Layout(
+            tensor_parallel_size,
+            fsdp_size,
+            data_parallel_size,
+            pipeline_parallel_size,
+            expert_parallel_size,
+            expert_tensor_parallel_size,
+            vocabulary_multiple,
+        ),
         store_options=StoreOptions(endpoint_url, region, profile, anonymous),
         credentials=credentials,
         layout_rules=layout_rules,
@@ -100,6 +115,10 @@ def plan(
     tensor_parallel_size: int = 1,
     fsdp_size: int = 1,
     data_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+    expert_parallel_size: int = 1,
+    expert_tensor_parallel_size: int = 0,
+    vocabulary_multiple: int = 1,
     ranks_per_node: int | None = None,
     endpoint_url: str | None = None,
     region: str | None = None,
@@ -120,7 +139,15 @@ def plan(
     config = config or Config.from_env()
     request = make_request(
         model_uri,
-        sizes=(tensor_parallel_size, fsdp_size, data_parallel_size),
+        layout=Layout(
+            tensor_parallel_size,
+            fsdp_size,
+            data_parallel_size,
+            pipeline_parallel_size,
+            expert_parallel_size,
+            expert_tensor_parallel_size,
+            vocabulary_multiple,
+        ),
         store_options=StoreOptions(endpoint_url, region, profile, anonymous),
         credentials=credentials,
         layout_rules=layout_rules,
@@ -212,40 +239,6 @@ def verify(
         return verify_store(store, progress=_until_given_up(progress), only_key=only_key, trusted_keys=keys)
 
 
-def status(address: str | None = None) -> ClusterStatus:
-    """Models, ranks, arenas. Raises ClusterLost when no coordinator runs."""
-    found: ClusterStatus = _running(address).call("status")
-    return found
-
-
-def release(model_id: str, *, force: bool = False, address: str | None = None) -> None:
-    """Take the keep flag from a model; it is freed when nobody holds it. With `force`, whoever holds it.
-
-    Raises ModelNotFound, ClusterLost.
-    """
-    connection = _running(address)
-    if force:
-        connection.call("release", model_id, None, force=True)
-    else:
-        connection.call("unkeep", model_id)
-
-
-def release_warm(*, address: str | None = None) -> int:
-    """End the workers of released models that wait for the next load; how many models' they were. Raises ClusterLost.
-
-    They give way by themselves to a load that needs their place; other users of the GPUs need this.
-    """
-    ended: int = _running(address).call("release_warm")
-    return ended
-
-
-def shutdown(address: str | None = None) -> None:
-    """End every model, agent and arena, and the coordinator. The Ray cluster stays. Raises ClusterLost."""
-    connection = _running(address, any_version=True)  # it is how one gets rid of another version
-    connection.call("shutdown")
-    connection.end_coordinator()
-
-
 def _until_given_up(progress: Callable[..., None] | None) -> Callable[..., None] | None:
     """`progress` that ends the work it is told of, once the task of an async twin was cancelled."""
     given_up = GIVEN_UP.get()
@@ -261,19 +254,7 @@ def _until_given_up(progress: Callable[..., None] | None) -> Callable[..., None]
     return told
 
 
-def _running(address: str | None, *, any_version: bool = False) -> Connection:
-    connection = connect(address, Config.from_env(), start=False, any_version=any_version)
-    if connection is None:
-        raise ClusterLost(
-            "no Longshore coordinator runs in this cluster",
-            hint="the first load starts one; --address or RAY_ADDRESS says which cluster is meant",
-        )
-    return connection
-
-
 aload = in_thread(load)
 aplan = in_thread(plan)
 apublish = in_thread(publish)
 averify = in_thread(verify)
-astatus = in_thread(status)
-arelease = in_thread(release)

@@ -12,10 +12,12 @@ import json
 import os
 import sys
 from collections.abc import Callable, Iterator
+from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from cluster.errors import ConfigError
 from cluster.exit_codes import FAILED, INTEGRITY, OK
+from cluster.mesh import Layout
 from cluster.progress import StagedDisplay, byte_counter, display_on, moment_of_load, say_on
 
 if TYPE_CHECKING:
@@ -152,29 +154,29 @@ def run_keygen(args: argparse.Namespace) -> int:
 
 def run_status(args: argparse.Namespace) -> int:
     """Show the models and nodes of a cluster."""
-    from cluster import client
+    from cluster import residents
     from cluster.tables import status_table
 
-    status = client.status(args.address)
+    status = residents.status(args.address)
     _answer(args, status.as_dict(), lambda: status_table(status))
     return OK
 
 
 def run_release(args: argparse.Namespace) -> int:
     """Free one model or --all, end idle workers with --warm; --shutdown ends coordinator, agents and arenas too."""
-    from cluster import client
+    from cluster import residents
     from cluster.tables import cell
 
     if (args.model_id is None) != (args.all or args.warm or args.shutdown):
         raise ConfigError("name one model, or say --all", hint="`longshore status` lists the models")
     wanted = [args.model_id] if args.model_id is not None else []
     if args.all:
-        wanted = [model.progress.model_id for model in client.status(args.address).models]
+        wanted = [model.progress.model_id for model in residents.status(args.address).models]
     for model_id in wanted:
-        client.release(model_id, force=args.force, address=args.address)
-    warm = client.release_warm(address=args.address) if args.warm else 0
+        residents.release(model_id, force=args.force, address=args.address)
+    warm = residents.release_warm(address=args.address) if args.warm else 0
     if args.shutdown:
-        client.shutdown(args.address)
+        residents.shutdown(args.address)
     said = f"released {', '.join(wanted) or 'nothing'}" + f"; {warm} idle gangs ended" * args.warm
     said += "; longshore ended in this cluster" * args.shutdown
     _answer(args, {"released": wanted, "gangs_ended": warm, "shutdown": args.shutdown}, lambda: cell(said))
@@ -249,11 +251,7 @@ def _forget_stdout() -> None:
 
 
 def _sizes(args: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "tensor_parallel_size": args.tensor_parallel_size,
-        "fsdp_size": args.fsdp_size,
-        "data_parallel_size": args.data_parallel_size,
-    }
+    return {field.name: getattr(args, field.name) for field in fields(Layout)}
 
 
 def _store(args: argparse.Namespace) -> dict[str, Any]:

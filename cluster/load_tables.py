@@ -18,7 +18,6 @@ if TYPE_CHECKING:
 
 def load_table(report: LoadReport) -> RenderableType:
     """What a load did: where the bytes came from, how fast, and each rank."""
-    mesh = f"tp {report.tensor_parallel_size}, fsdp {report.fsdp_size}, dp {report.data_parallel_size}"
     how = "when it was loaded; it was resident, nothing moved" if report.resident else digests(report.verified)
     unkept = sum(node.disk_unkept_chunks for node in report.nodes)
     unknown_bytes = sum(node.unknown_bytes for node in report.nodes)
@@ -27,7 +26,7 @@ def load_table(report: LoadReport) -> RenderableType:
             ("model", report.model_id),
             ("uri", report.uri),
             ("revision", report.revision),
-            ("layout", f"{len(report.ranks)} ranks ({mesh}), {report.placement_mode}"),
+            ("layout", f"{len(report.ranks)} ranks ({report.layout}), {report.placement_mode}"),
             ("model size", show_bytes(report.model_bytes)),
             ("placed", show_bytes(report.placed_bytes)),
             ("from the store", show_bytes(report.store_bytes)),

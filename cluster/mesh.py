@@ -63,6 +63,21 @@ class Layout:
                 "multiple of expert_parallel_size x expert_tensor_parallel_size",
             )
 
+    def __str__(self) -> str:
+        named = {
+            "tp": self.tensor_parallel_size,
+            "fsdp": self.fsdp_size,
+            "dp": self.data_parallel_size,
+            "pp": self.pipeline_parallel_size,
+            "ep": self.expert_parallel_size,
+        }
+        shown = {name: size for name, size in named.items() if size > 1 or name in ("tp", "fsdp", "dp")}
+        if self.expert_tensor_parallel_size:
+            shown["etp"] = self.expert_tensor_parallel_size
+        if self.vocabulary_multiple > 1:
+            shown["vocabulary multiple"] = self.vocabulary_multiple
+        return ", ".join(f"{name} {size}" for name, size in shown.items())
+
     @property
     def ranks(self) -> int:
         return self.one_replica * self.data_parallel_size

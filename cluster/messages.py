@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.mesh import Layout
 from cluster.node_report import ArenaUse
 from storage.errors import LongshoreError
 from storage.host_memory import MemoryPool
@@ -260,9 +261,7 @@ class LoadRequest:
     uri: str  # as given, without secrets
     store: StoreAccess
     only_key: str | None  # the URI named one file under the root
-    tensor_parallel_size: int
-    fsdp_size: int
-    data_parallel_size: int
+    layout: Layout
     device: str  # "cpu" or "cuda"
     layout_rules: dict[str, str] | None
     keep: bool
@@ -274,7 +273,7 @@ class LoadRequest:
 
     @property
     def world_size(self) -> int:
-        return self.tensor_parallel_size * self.fsdp_size * self.data_parallel_size
+        return self.layout.ranks
 
     def identity(self) -> str:
         """Equal for requests that can share one resident model, whatever its revision."""
@@ -284,9 +283,7 @@ class LoadRequest:
             (
                 self.store.ref.identity(),
                 self.only_key,
-                self.tensor_parallel_size,
-                self.fsdp_size,
-                self.data_parallel_size,
+                self.layout,
                 self.device,
                 rules,
                 None if group is None else group.hex(),

@@ -43,7 +43,7 @@ class LoadedModel:
     def ranks(self) -> range:
         """Rank numbers: 0 .. world size - 1."""
         report = self.report
-        return range(report.tensor_parallel_size * report.fsdp_size * report.data_parallel_size)
+        return range(report.layout.ranks)
 
     def call(self, fn: Callable[..., Any], *args: Any, ranks: list[int] | None = None, **kwargs: Any) -> list[Any]:
         """`fn(shard, *args, **kwargs)` inside every worker (or those of `ranks`); the results in that order.

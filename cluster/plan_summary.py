@@ -10,7 +10,7 @@ from typing import Any
 import numpy as np
 
 from cluster.load_plan import LoadPlan
-from cluster.mesh import RankCoords
+from cluster.mesh import Layout, RankCoords
 from cluster.object_check import ONLY_PART, ObjectCheck, join_checks, verified_by
 from cluster.planning import needed_chunks
 from cluster.rank_plans import memory_map, rank_chunks, rank_facts
@@ -57,9 +57,7 @@ class PlanSummary:
     # store keeps; "transport": some have none that can be compared (see `objects`)
     verified: str
     signed_by: str  # id of the trusted key that signed the manifest; "" where no key is trusted
-    tensor_parallel_size: int
-    fsdp_size: int
-    data_parallel_size: int
+    layout: Layout
     shards: int
     tensors: int
     chunks: int  # of the model
@@ -93,15 +91,12 @@ def summarize_plan(
     summarize_rank = _RankSummaries(plan)
     ranks = tuple(summarize_rank(rank, names[node]) for rank, node in enumerate(rank_nodes))
     nodes = tuple(_summarize_node(plan, names[node], here) for node, here in ranks_by_node(rank_nodes).items())
-    layout = plan.cut.layout
     objects = join_checks(check for here in ranks_by_node(rank_nodes).values() for check in _planned_checks(plan, here))
     return PlanSummary(
         revision=plan.revision,
         verified=plan.chunks.hash_name or verified_by(objects),
         signed_by=signed_by,
-        tensor_parallel_size=layout.tensor_parallel_size,
-        fsdp_size=layout.fsdp_size,
-        data_parallel_size=layout.data_parallel_size,
+        layout=plan.cut.layout,
         shards=len(plan.shards),
         tensors=len(plan.cut),
         chunks=len(plan.chunks),

@@ -9,7 +9,6 @@ from contextlib import closing
 
 from cluster.layout_rules import parse_rules, rules_for
 from cluster.load_plan import LoadPlan
-from cluster.mesh import Layout
 from cluster.messages import LoadRequest
 from cluster.model_config import read_model_config
 from cluster.planning import build_load_plan
@@ -32,12 +31,11 @@ def prepare_plan(
     keys = trust.keys_for(request.trusted_keys)
     with closing(open_store(request.store.ref, request.store.credentials, read_timeout_s=read_timeout_s)) as store:
         index = open_model(store, chunk_bytes=chunk_bytes, only_key=request.only_key, trusted_keys=keys)
-        # Without tensor parallelism nothing in it matters, so a broken one must not stand in the way.
-        config = read_model_config(store, index) if request.tensor_parallel_size > 1 else None
-    layout = Layout(request.tensor_parallel_size, request.fsdp_size, request.data_parallel_size)
+        # Where no tensor is cut by what it is nothing in it matters, so a broken one must not stand in the way.
+        config = read_model_config(store, index) if request.layout.cuts_tensors else None
     own = None if request.layout_rules is None else parse_rules(request.layout_rules)
     rules = rules_for(config, own)
-    return index, build_load_plan(index, layout, rules, config)
+    return index, build_load_plan(index, request.layout, rules, config)
 
 
 def still_current(request: LoadRequest, revision: str, read_timeout_s: float, trust: TrustPolicy | None = None) -> bool:

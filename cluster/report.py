@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cluster.bottleneck import LoadLimit, find_limit
+from cluster.mesh import Layout
 from cluster.node_report import NodeReport
 from cluster.object_check import ObjectCheck, join_checks, unchecked_counts
 from cluster.rank_report import Jsonable, ProcessMemory, RankReport, StageTimes
@@ -42,9 +43,7 @@ class LoadReport(Jsonable):
     verified: str
     placement_mode: str  # "via_arena"; "direct": chunks that one rank wanted whole went past the arena
     resident: bool  # True when an already loaded model was handed out: nothing moved
-    tensor_parallel_size: int
-    fsdp_size: int
-    data_parallel_size: int
+    layout: Layout
     model_bytes: int  # all tensors of the checkpoint
     placed_bytes: int  # slices of all ranks
     overfetch_bytes: int  # inside needed chunks, wanted by no rank of the node
@@ -221,9 +220,7 @@ class ModelStatus(Jsonable):
 
     progress: LoadProgress
     revision: str
-    tensor_parallel_size: int
-    fsdp_size: int
-    data_parallel_size: int
+    layout: Layout
     device: str
     keep: bool
     holders: int

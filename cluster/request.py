@@ -67,7 +67,7 @@ def as_text(uri: object) -> str:
 def make_request(
     uri: str | os.PathLike[str],
     *,
-    sizes: tuple[int, int, int],
+    layout: Layout,
     store_options: StoreOptions,
     credentials: Credentials | None,
     layout_rules: dict[str, str] | None,
@@ -78,12 +78,11 @@ def make_request(
     placement_group: Any = None,
     trusted_keys: Sequence[str | os.PathLike[str]] = (),
 ) -> LoadRequest:
-    """A request that can be meant; `sizes` = (tensor_parallel_size, fsdp_size, data_parallel_size).
+    """A request that can be meant.
 
     `trusted_keys`: public keys in base64, or files with one, read here. Raises ConfigError for arguments, InvalidKey,
     InvalidUri and UnsupportedStore for a URI that no store can have.
     """
-    Layout(*sizes)
     if device not in DEVICES:
         raise ConfigError(f"device must be one of {', '.join(DEVICES)}, not {device!r:.40}")
     if placement not in PLACEMENTS:
@@ -97,9 +96,7 @@ def make_request(
         uri=f"{ref.uri}/{only_key}" if only_key else ref.uri,
         store=StoreAccess(ref, credentials),
         only_key=only_key,
-        tensor_parallel_size=sizes[0],
-        fsdp_size=sizes[1],
-        data_parallel_size=sizes[2],
+        layout=layout,
         device=device,
         layout_rules=layout_rules,
         keep=keep,

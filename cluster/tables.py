@@ -60,11 +60,10 @@ def facts(pairs: Iterable[tuple[str, object]], title: str = "") -> Table:
 
 def plan_table(plan: PlanSummary) -> RenderableType:
     """What would be loaded where."""
-    mesh = f"tp {plan.tensor_parallel_size}, fsdp {plan.fsdp_size}, dp {plan.data_parallel_size}"
     overall = facts(
         [
             ("revision", plan.revision),
-            ("layout", f"{len(plan.ranks)} ranks ({mesh}) on {len(plan.nodes)} nodes"),
+            ("layout", f"{len(plan.ranks)} ranks ({plan.layout}) on {len(plan.nodes)} nodes"),
             ("model", f"{plan.tensors} tensors in {plan.shards} shards, {show_bytes(plan.stored_bytes)}"),
             ("chunks", f"{plan.chunks}, {digests(plan.verified)}"),
             *([("objects", _planned_checks(plan))] if plan.objects else []),
@@ -110,9 +109,7 @@ def status_table(status: ClusterStatus) -> RenderableType:
             "model",
             "state",
             "ranks >",
-            "tp >",
-            "fsdp >",
-            "dp >",
+            "layout",
             "device",
             "size >",
             "holders >",
@@ -125,9 +122,7 @@ def status_table(status: ClusterStatus) -> RenderableType:
                 model.progress.model_id,
                 model.progress.state,
                 f"{model.progress.ranks_ready}/{model.progress.ranks_total}",
-                model.tensor_parallel_size,
-                model.fsdp_size,
-                model.data_parallel_size,
+                str(model.layout),
                 model.device,
                 show_bytes(model.progress.total_bytes),
                 model.holders,

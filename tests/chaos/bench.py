@@ -19,7 +19,7 @@ from ray._private import auto_init_hook
 
 import cluster
 from actors.names import NAMESPACE
-from cluster import client
+from cluster import residents
 from cluster.fit import min_slots
 from cluster.sample_checkpoint import write_llama_checkpoint
 from storage.arena_files import sweep
@@ -78,7 +78,7 @@ class Bench:
         self.longshore.configure(**settings)
         if any(strike.name in ("coordinator killed", "node lost") for strike in case.strikes):
             # Idle workers are nobody's after it, and wait for `orphan_after_s`: so would every such case.
-            client.release_warm(address=self.longshore.address)
+            residents.release_warm(address=self.longshore.address)
 
     def kill_everything(self) -> None:
         """Coordinator, agents and workers die at once, and what they had in shared memory is gone."""

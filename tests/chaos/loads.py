@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import cluster
-from cluster import client
+from cluster import residents
 from storage.errors import LongshoreError
 from tests.chaos.bench import Bench
 from tests.chaos.cases import Case
@@ -116,4 +116,4 @@ def _release(bench: Bench, uri: str) -> None:
     with contextlib.suppress(LongshoreError):
         for model in bench.longshore.models():
             if model.progress.uri == uri:
-                client.release(model.progress.model_id, force=True, address=bench.longshore.address)
+                residents.release(model.progress.model_id, force=True, address=bench.longshore.address)

@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 import cluster
-from cluster import client
+from cluster import residents
 from cluster.config import Config
 from tests.support.ray_clusters import ENVIRONMENT, REPOSITORY, TEST_SETTINGS, Longshore, eventually
 from tests.support.stored_models import StoredModel
@@ -63,7 +63,7 @@ def test_whoever_starts_the_cluster_anew_brings_the_settings_and_others_hear_whi
 ) -> None:
     options = {**odd.options, "device": "cpu"}
     cluster.load(odd.uri, **options, config=Config(**TEST_SETTINGS)).release()
-    client.shutdown(longshore.address)
+    residents.shutdown(longshore.address)
     eventually(lambda: not longshore.actor_names(), "the cluster does not end")
     settings = {**TEST_SETTINGS, "disk_cache_dir": str(tmp_path), "disk_cache_bytes": 64 << 20}
     cluster.load(odd.uri, **options, config=Config(**settings)).release()

@@ -24,7 +24,7 @@ from typing import Any
 import pytest
 
 from actors.names import COORDINATOR, NAMESPACE
-from cluster import client
+from cluster import residents
 from cluster.config import Config
 from cluster.connection import Connection, connect, disconnect
 from cluster.report import ClusterStatus, ModelStatus
@@ -82,7 +82,7 @@ class Longshore:
         import ray
 
         try:
-            client.shutdown(self.address)
+            residents.shutdown(self.address)
         except LongshoreError:
             for name in self.actor_names():
                 with contextlib.suppress(ValueError):
@@ -94,7 +94,7 @@ class Longshore:
         eventually(lambda: not self.arenas(), "arenas are left")
 
     def status(self) -> ClusterStatus:
-        return client.status(self.address)
+        return residents.status(self.address)
 
     def models(self) -> list[ModelStatus]:
         """Those that are not over."""
@@ -163,7 +163,7 @@ class Longshore:
                 self.assert_nothing_left()
                 return
             for model in self.models():
-                client.release(model.progress.model_id, force=True, address=self.address)
+                residents.release(model.progress.model_id, force=True, address=self.address)
             self.assert_nothing_left()
         except BaseException:
             self.end_longshore()
