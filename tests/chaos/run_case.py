@@ -166,7 +166,7 @@ class CaseRunner:
         while True:
             try:
                 differing = model.call(
-                    shard_differs, str(folder), report.tensor_parallel_size, report.fsdp_size, KV_HEADS
+                    shard_differs, str(folder), report.layout.tensor_parallel_size, report.layout.fsdp_size, KV_HEADS
                 )
             except cluster.RankLost as error:  # struck at the very end: it is being filled again
                 if time.monotonic() > give_up_s:

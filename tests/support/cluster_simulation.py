@@ -56,6 +56,7 @@ from cluster.errors import (
     RankLost,
 )
 from cluster.load_state import LoadState
+from cluster.mesh import Layout
 from cluster.messages import AgentBeat, LoadRequest, StoreAccess
 from cluster.packed_plan import PackedPlan
 from cluster.rank_plans import RankFacts
@@ -128,7 +129,7 @@ class SimPlanner:
 
 def needs_of(model: SimModel, request: LoadRequest) -> dict[int, list[int]]:
     """Tensor parallel ranks share chunk 0 and have the rest in turns; replicas need the same."""
-    tp = request.tensor_parallel_size
+    tp = request.layout.tensor_parallel_size
     count = len(model.contents)
     return {rank: sorted({0, *range(rank % tp, count, tp)}) for rank in range(request.world_size)}
 
@@ -300,9 +301,7 @@ class ClusterSimulation:
             uri=uri,
             store=StoreAccess(StoreRef("s3", "models", uri)),
             only_key=None,
-            tensor_parallel_size=tensor_parallel_size,
-            fsdp_size=1,
-            data_parallel_size=replicas,
+            layout=Layout(tensor_parallel_size, 1, replicas),
             device="cpu",
             layout_rules=None,
             keep=options.pop("keep", False),

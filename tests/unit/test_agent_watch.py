@@ -16,6 +16,7 @@ from actors.agent_watch import AgentWatch
 from actors.model_record import ModelRecord, Seat
 from cluster.holders import Holders
 from cluster.load_state import Life, LoadState
+from cluster.mesh import Layout
 from cluster.messages import AgentBeat, ArenaUse, BeatReply, LoadBeat, LoadRequest, RankBeat, StoreAccess
 from storage.store_ref import StoreRef
 
@@ -109,9 +110,7 @@ REQUEST = LoadRequest(
     uri="s3://models/llama",
     store=StoreAccess(StoreRef("s3", "models", "llama")),
     only_key=None,
-    tensor_parallel_size=1,
-    fsdp_size=1,
-    data_parallel_size=1,
+    layout=Layout(),
     device="cpu",
     layout_rules=None,
     keep=False,

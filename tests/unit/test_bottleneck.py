@@ -10,6 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.bottleneck import LoadLimit, find_limit, stage_shares
+from cluster.mesh import Layout
 from cluster.report import LoadReport, NodeReport, ProcessMemory, RankReport, StageTimes
 
 GB = 1_000_000_000
@@ -162,9 +163,7 @@ def test_the_report_says_limit_sources_retries_and_memory():
         verified="blake3",
         placement_mode="via_arena",
         resident=False,
-        tensor_parallel_size=1,
-        fsdp_size=1,
-        data_parallel_size=1,
+        layout=Layout(),
         model_bytes=GB,
         placed_bytes=GB,
         overfetch_bytes=0,

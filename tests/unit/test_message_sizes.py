@@ -97,7 +97,7 @@ def test_jobs_do_not_grow_with_the_model() -> None:
     from actors.model_record import ModelRecord, Seat
 
     request = make_request(
-        "s3://bucket/model", sizes=(4, 1, 2), store_options=StoreOptions(), credentials=None, layout_rules=None
+        "s3://bucket/model", layout=Layout(4, 1, 2), store_options=StoreOptions(), credentials=None, layout_rules=None
     )
     record = ModelRecord("load", request, Life.new(request.world_size), Holders())
     for rank in range(request.world_size):

@@ -51,7 +51,7 @@ def test_numbers_of_two_ranks_on_two_nodes() -> None:
         assert node.needed_bytes == node.overfetch_bytes + rank.size_bytes
     assert summary.needed_bytes == sum(node.needed_bytes for node in summary.nodes)
     assert summary.overfetch_bytes > 0
-    assert (summary.tensor_parallel_size, summary.fsdp_size, summary.data_parallel_size) == (1, 2, 1)
+    assert summary.layout == Layout(1, 2)
 
 
 def test_ranks_of_one_node_share_chunks() -> None:

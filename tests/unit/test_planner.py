@@ -16,6 +16,7 @@ import pytest
 from actors import planner as planner_module
 from actors.planner import MOST_PROCESSES, Planner
 from cluster.errors import ClusterError
+from cluster.mesh import Layout
 from cluster.messages import LoadRequest
 from cluster.packed_plan import unpack_shared
 from cluster.prepare import prepare_plan
@@ -31,7 +32,7 @@ pytestmark = pytest.mark.slow  # each starts processes
 
 def request(folder: Path, fsdp: int = 2) -> LoadRequest:
     return make_request(
-        str(folder), sizes=(1, fsdp, 1), store_options=StoreOptions(), credentials=None, layout_rules=None
+        str(folder), layout=Layout(fsdp_size=fsdp), store_options=StoreOptions(), credentials=None, layout_rules=None
     )
 
 
@@ -151,11 +152,12 @@ def test_a_child_ends_when_its_parent_is_killed(model: Path):
     code = """
 import asyncio, sys
 from actors.planner import Planner
+from cluster.mesh import Layout
 from cluster.request import StoreOptions, make_request
 
 async def main():
     planner = Planner(1 << 20, 5.0)
-    await planner.prepare(make_request(sys.argv[1], sizes=(1, 1, 1), store_options=StoreOptions(), credentials=None,
+    await planner.prepare(make_request(sys.argv[1], layout=Layout(), store_options=StoreOptions(), credentials=None,
                                        layout_rules=None))
     print(*(process.pid for process in planner._all), flush=True)
     await asyncio.sleep(600)

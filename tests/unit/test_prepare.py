@@ -22,7 +22,7 @@ MIB = 1 << 20
 def request(folder: Path, *sizes: int, **other: Any) -> LoadRequest:
     return make_request(
         str(folder),
-        sizes=(*sizes, *(1,) * (3 - len(sizes))),
+        layout=Layout(*sizes),
         store_options=StoreOptions(),
         credentials=None,
         **{"layout_rules": None, **other},

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import ConfigError, PlanError
+from cluster.mesh import Layout
 from cluster.messages import LoadRequest, StoreAccess
 from cluster.request import StoreOptions, is_nested, make_request, open_uri
 from storage.errors import InvalidUri, LongshoreError, StoreError, UnsupportedStore
@@ -17,7 +18,7 @@ from storage.store_ref import Credentials
 
 def request(uri: str = "s3://bucket/model", sizes: tuple[int, int, int] = (1, 1, 1), **other: Any) -> LoadRequest:
     options = {"store_options": StoreOptions(region="eu-1"), "credentials": None, "layout_rules": None, **other}
-    return make_request(uri, sizes=sizes, **options)
+    return make_request(uri, layout=Layout(*sizes), **options)
 
 
 def test_what_a_request_says():

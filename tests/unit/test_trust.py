@@ -16,6 +16,7 @@ from cluster.cli import main
 from cluster.config import Config
 from cluster.doctor_store import check_store
 from cluster.errors import ConfigError
+from cluster.mesh import Layout
 from cluster.messages import LoadRequest
 from cluster.prepare import prepare_plan, still_current
 from cluster.request import StoreOptions, make_request
@@ -50,7 +51,7 @@ def model(tmp_path: Path, key: Path) -> Path:
 def request(uri: Path, trusted: tuple[Any, ...] = ()) -> LoadRequest:
     return make_request(
         uri,
-        sizes=(1, 1, 1),
+        layout=Layout(),
         store_options=StoreOptions(),
         credentials=None,
         layout_rules=None,
