@@ -15,9 +15,10 @@ from typing import Any
 
 import pytest
 
-from cluster import client
+from cluster import client, residents
 from cluster.cli import build_parser, main
 from cluster.errors import ClusterLost, ConfigError, NotEnoughResources
+from cluster.mesh import Layout
 from cluster.report import (
     ClusterStatus,
     GangStatus,
@@ -63,13 +64,7 @@ def load_report(**changes: Any) -> LoadReport:
         "verified": "blake3",
         "placement_mode": "via_arena",
         "resident": False,
-        "tensor_parallel_size": 1,
-        "fsdp_size": 1,
-        "data_parallel_size": 1,
-        "pipeline_parallel_size": 1,
-        "expert_parallel_size": 1,
-        "expert_tensor_parallel_size": 0,
-        "vocabulary_multiple": 1,
+        "layout": Layout(),
         "model_bytes": 2_000_000,
         "placed_bytes": 2_000_000,
         "overfetch_bytes": 100_000,
@@ -267,13 +262,13 @@ def test_status(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     progress = LoadProgress("m1", "s3://b/m", "ready", 10, 10, 10, 4, 4, 1.0)
     broken = LoadProgress("m2", "s3://b/n", "failed", 0, 10, 0, 0, 1, 1.0)
     models = (
-        ModelStatus(progress, "r1", 4, 1, 1, "cuda", True, 2, ("a", "a", "b", "b")),
-        ModelStatus(broken, "r2", 1, 1, 1, "cpu", False, 0, (), "chunk 7 could not be had"),
+        ModelStatus(progress, "r1", Layout(4), "cuda", True, 2, ("a", "a", "b", "b")),
+        ModelStatus(broken, "r2", Layout(), "cpu", False, 0, (), "chunk 7 could not be had"),
     )
     node = NodeStatus("0123456789abcdef", "a", 1 << 30, 1 << 29, 1, 0, 0.3, disk_unkept_chunks=17)
     gang = GangStatus("m0-12ab", "cuda", ("a", "a", "b"), 1 << 20, 12.0)
     status = ClusterStatus("0.1.0", "c1", models, (node,), (gang,))
-    monkeypatch.setattr(client, "status", lambda address: status)
+    monkeypatch.setattr(residents, "status", lambda address: status)
     code, out, _ = run("status")
     assert code == 0
     assert "4/4" in out
@@ -300,13 +295,13 @@ def test_status(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 def test_release(run: Run, monkeypatch: pytest.MonkeyPatch, argv: list[str], calls: list[tuple[Any, ...]]) -> None:
     done: list[tuple[Any, ...]] = []
     models = tuple(
-        ModelStatus(LoadProgress(m, "u", "ready", 1, 1, 1, 1, 1, 1.0), "r", 1, 1, 1, "cpu", True, 0, ("a",))
+        ModelStatus(LoadProgress(m, "u", "ready", 1, 1, 1, 1, 1, 1.0), "r", Layout(), "cpu", True, 0, ("a",))
         for m in ("m1", "m2")
     )
-    monkeypatch.setattr(client, "status", lambda address: ClusterStatus("v", "c", models, ()))
-    monkeypatch.setattr(client, "release", lambda m, force, address: done.append(("release", m, force)))
-    monkeypatch.setattr(client, "shutdown", lambda address: done.append(("shutdown",)))
-    monkeypatch.setattr(client, "release_warm", lambda address: done.append(("release_warm",)) or 1)
+    monkeypatch.setattr(residents, "status", lambda address: ClusterStatus("v", "c", models, ()))
+    monkeypatch.setattr(residents, "release", lambda m, force, address: done.append(("release", m, force)))
+    monkeypatch.setattr(residents, "shutdown", lambda address: done.append(("shutdown",)))
+    monkeypatch.setattr(residents, "release_warm", lambda address: done.append(("release_warm",)) or 1)
     code, out, _ = run("release", *argv, "--json")
     assert code == 0
     assert done == calls

@@ -10,13 +10,16 @@ from actors.saved_load import SavedLoad
 from cluster import load_events, load_state
 from cluster.holders import Holders
 from cluster.host_room import WORKER_BYTES
+from cluster.mesh import Layout
 from cluster.messages import LoadRequest, StoreAccess
 from cluster.report import RankReport, StageTimes
 from cluster.topology import NodeInfo
 from storage.host_memory import MemoryPool
 from storage.store_ref import StoreRef
 
-REQUEST = LoadRequest("s3://b/m", StoreAccess(StoreRef("file", "", "/m")), None, 1, 2, 1, "cpu", None, False, "me", 0.0)
+REQUEST = LoadRequest(
+    "s3://b/m", StoreAccess(StoreRef("file", "", "/m")), None, Layout(1, 2), "cpu", None, False, "me", 0.0
+)
 
 
 def model(*, up: bool = True) -> ModelRecord:

@@ -8,6 +8,7 @@ from hypothesis import strategies as st
 
 from cluster.load_plan import TensorSlice
 from cluster.read_items import expand_read_items
+from cluster.region import Region
 from storage.model_index import ChunkTable
 from tests.support.planned_models import cut_into_chunks
 
@@ -21,7 +22,9 @@ def make_slice(
     shard: int = 0,
 ) -> TensorSlice:
     """A slice of one-byte elements."""
-    return TensorSlice("t", "U8", shape, offsets, sizes, shard, start, 0, place, int(np.prod(sizes)))
+    region = Region(tuple(((offset, offset + size),) for offset, size in zip(offsets, sizes, strict=True)))
+    size_bytes = int(np.prod(sizes))
+    return TensorSlice("t", "U8", shape, region, shard, start, 0, place, size_bytes, size_bytes)
 
 
 def rows(slices: list[TensorSlice], chunks: ChunkTable) -> list[tuple[int, ...]]:

@@ -8,12 +8,15 @@ from typing import Any
 from actors.model_record import ModelRecord
 from cluster import load_events, load_state
 from cluster.holders import Holders
+from cluster.mesh import Layout
 from cluster.messages import LoadRequest, StoreAccess
 from cluster.report import LoadProgress
 from cluster.wait import wait_until_ready
 from storage.store_ref import StoreRef
 
-REQUEST = LoadRequest("s3://b/m", StoreAccess(StoreRef("file", "", "/m")), None, 1, 1, 1, "cpu", None, False, "me", 0.0)
+REQUEST = LoadRequest(
+    "s3://b/m", StoreAccess(StoreRef("file", "", "/m")), None, Layout(), "cpu", None, False, "me", 0.0
+)
 
 
 def record_in(*events: Any) -> ModelRecord:
