@@ -9,12 +9,14 @@ from storage.dtypes import tensor_bytes
 
 
 def tensor_views(segments: list[torch.Tensor], slices: tuple[TensorSlice, ...]) -> dict[str, torch.Tensor]:
-    """Tensors by name. `segments` are blocks of uint8."""
+    """Tensors by name, the padding of those that have some set to zero. `segments` are blocks of uint8."""
     views = {}
     for piece in slices:
         dtype, shape = torch_dtype(piece.dtype, piece.sizes)
         segment = segments[piece.segment]
         data = segment[piece.segment_offset : piece.segment_offset + piece.size_bytes]
+        if piece.filled_bytes < piece.size_bytes:  # the memory may be that of an earlier load
+            data[piece.filled_bytes :].zero_()
         views[piece.name] = data.view(dtype).reshape(shape)
     return views
 
