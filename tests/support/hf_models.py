@@ -1,0 +1,189 @@
+"""Tiny transformers models of each family, with random weights: made from a config, nothing is downloaded.
+
+Sizes are such that four ranks can share every dimension that is cut, with two key/value heads: with four ranks those
+are copied. Every weight of a family is there that its checkpoints have: biases, norms of heads, experts, a tower.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from dataclasses import dataclass, field
+from pathlib import Path
+from types import MappingProxyType
+from typing import Any
+
+SHARD_BYTES = 160_000  # some three to ten files
+
+
+@dataclass(frozen=True)
+class TinyFamily:
+    """Names of classes in transformers, and the sizes of a model of four layers."""
+
+    config_class: str
+    model_class: str
+    sizes: Mapping[str, Any]
+    text_sizes: Mapping[str, Any] = field(default_factory=dict)  # of the language model inside a multimodal one
+
+
+_DENSE: dict[str, Any] = {
+    "vocab_size": 96,
+    "hidden_size": 64,
+    "intermediate_size": 96,
+    "num_hidden_layers": 4,
+    "num_attention_heads": 8,
+    "num_key_value_heads": 2,
+    "max_position_embeddings": 64,
+    "tie_word_embeddings": False,
+    "pad_token_id": 0,
+    "bos_token_id": 1,
+    "eos_token_id": 2,
+}
+_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+_HEADS_OF_16 = {"head_dim": 16}  # more rows than the model is wide: only the config knows
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0}
+_GLM_VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "num_heads": 4,
+    "intermediate_size": 48,
+    "out_hidden_size": 64,
+    "image_size": 28,
+    "patch_size": 14,
+    "in_channels": 3,
+    "spatial_merge_size": 2,
+}
+_QWEN2_VISION: dict[str, Any] = {
+    "depth": 2,
+    "embed_dim": 32,
+    "hidden_size": 64,  # of the language model: what the merger makes
+    "num_heads": 4,
+    "mlp_ratio": 2,
+    "patch_size": 4,
+}
+_QWEN2_5_VISION: dict[str, Any] = {
+    "depth": 2,
+    "hidden_size": 32,
+    "out_hidden_size": 64,
+    "intermediate_size": 48,
+    "num_heads": 4,
+    "patch_size": 4,
+    "fullatt_block_indexes": [1],
+}
+_SIGLIP: dict[str, Any] = {
+    "hidden_size": 32,
+    "intermediate_size": 48,
+    "num_hidden_layers": 2,
+    "num_attention_heads": 4,
+    "image_size": 32,
+    "patch_size": 8,
+}
+
+# The issue's families; gemma3_text is the language model of gemma3 on its own.
+FAMILIES: Mapping[str, TinyFamily] = MappingProxyType(
+    {
+        "llama": TinyFamily("LlamaConfig", "LlamaForCausalLM", _DENSE),
+        "mistral": TinyFamily("MistralConfig", "MistralForCausalLM", _DENSE | _HEADS_OF_16),
+        "qwen2": TinyFamily("Qwen2Config", "Qwen2ForCausalLM", _DENSE),
+        "qwen3": TinyFamily("Qwen3Config", "Qwen3ForCausalLM", _DENSE | _HEADS_OF_16),
+        "qwen3_moe": TinyFamily(
+            "Qwen3MoeConfig",
+            "Qwen3MoeForCausalLM",
+            _DENSE | _EXPERTS | _HEADS_OF_16 | {"num_experts": 8, "decoder_sparse_step": 1, "mlp_only_layers": [1]},
+        ),
+        "mixtral": TinyFamily(
+            "MixtralConfig", "MixtralForCausalLM", _DENSE | {"num_local_experts": 8, "num_experts_per_tok": 2}
+        ),
+        "gemma2": TinyFamily(
+            "Gemma2Config", "Gemma2ForCausalLM", _DENSE | _HEADS_OF_16 | {"tie_word_embeddings": True}
+        ),
+        "gemma3_text": TinyFamily(
+            "Gemma3TextConfig", "Gemma3ForCausalLM", _DENSE | _HEADS_OF_16 | {"tie_word_embeddings": True}
+        ),
+        "gemma3": TinyFamily(
+            "Gemma3Config",
+            "Gemma3ForConditionalGeneration",
+            {"vision_config": _SIGLIP, "mm_tokens_per_image": 4, "tie_word_embeddings": True},
+            _DENSE | _HEADS_OF_16 | {"tie_word_embeddings": True},
+        ),
+        "phi3": TinyFamily("Phi3Config", "Phi3ForCausalLM", _DENSE),
+        "glm4": TinyFamily("Glm4Config", "Glm4ForCausalLM", _DENSE | _HEADS_OF_16 | {"attention_bias": True}),
+        "glm4v": TinyFamily(
+            "Glm4vConfig",
+            "Glm4vForConditionalGeneration",
+            {"vision_config": _GLM_VISION, "tie_word_embeddings": False},
+            _DENSE
+            | _HEADS_OF_16
+            | {"rope_parameters": _MROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},
+        ),
+        "deepseek_v3": TinyFamily(
+            "DeepseekV3Config",
+            "DeepseekV3ForCausalLM",
+            _DENSE
+            | _EXPERTS
+            | {
+                "num_key_value_heads": 8,
+                "first_k_dense_replace": 1,
+                "n_routed_experts": 8,
+                "n_shared_experts": 1,
+                "n_group": 2,
+                "topk_group": 1,
+                "q_lora_rank": 24,
+                "kv_lora_rank": 16,
+                "qk_nope_head_dim": 16,
+                "qk_rope_head_dim": 8,
+                "v_head_dim": 16,
+            },
+        ),
+        "qwen2_vl": TinyFamily(
+            "Qwen2VLConfig",
+            "Qwen2VLForConditionalGeneration",
+            {"vision_config": _QWEN2_VISION, "tie_word_embeddings": False},
+            _DENSE | {"rope_parameters": _MROPE | {"mrope_section": [1, 1, 2]}},
+        ),
+        "qwen2_5_vl": TinyFamily(
+            "Qwen2_5_VLConfig",
+            "Qwen2_5_VLForConditionalGeneration",
+            {"vision_config": _QWEN2_5_VISION, "tie_word_embeddings": False},
+            _DENSE | {"rope_parameters": _MROPE | {"mrope_section": [1, 1, 2]}},
+        ),
+    }
+)
+
+MOE_FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
+
+
+def make_tiny(family: str, *, seed: int = 0, **changes: Any) -> Any:
+    """A model of the family in bfloat16; `changes` go into its config (the language model's, in a multimodal one)."""
+    import torch
+    import transformers
+
+    tiny = FAMILIES[family]
+    if tiny.text_sizes:
+        config = getattr(transformers, tiny.config_class)(**tiny.sizes, text_config={**tiny.text_sizes, **changes})
+    else:
+        config = getattr(transformers, tiny.config_class)(**{**tiny.sizes, **changes})
+    model_class = getattr(transformers, tiny.model_class)
+    with torch.random.fork_rng(devices=[]):
+        torch.manual_seed(seed)
+        model = model_class(config).to(torch.bfloat16)
+        with torch.no_grad():
+            # Biases are zero and norms one when a model is made: as such they could be mixed up unseen.
+            for tensor in [*model.parameters(), *_saved_buffers(model)]:
+                tensor.copy_(torch.randn(tensor.shape) * 0.05)
+    return model.eval()
+
+
+def save_tiny(family: str, folder: Path, *, seed: int = 0, hub_names: bool = True, **changes: Any) -> Path:
+    """A checkpoint of `make_tiny`'s model: several safetensors files, index and config. Returns the folder.
+
+    `hub_names`: tensors are named and stored as the family's checkpoints on the hub are (one tensor for each expert,
+    older prefixes), which transformers does unless told not to. Otherwise as its modules are: stacked experts.
+    """
+    model = make_tiny(family, seed=seed, **changes)
+    model.save_pretrained(folder, max_shard_size=SHARD_BYTES, save_original_format=hub_names)
+    return folder
+
+
+def _saved_buffers(model: Any) -> list[Any]:
+    saved = model.state_dict()
+    return [buffer for name, buffer in model.named_buffers() if name in saved and buffer.is_floating_point()]
