@@ -1,25 +1,24 @@
-"""Which way tensor parallelism cuts each tensor, as data: one table of patterns per model family.
+"""Which way tensor parallelism cuts each tensor, as data: patterns of names, each with a rule.
 
 A pattern is a dotted tensor name. In it `*` stands for any characters of one part and `**`, as a whole part,
 for any number of parts: `model.layers.*.mlp.up_proj.weight`, `**.norm.weight`. The first pattern that matches
 decides.
 
-The tables agree with the tensor-parallel plans that transformers ships for these families (colwise is
-`column`, rowwise is `row`). Where transformers leaves a tensor out of its plan, engines such as vLLM decide:
-embedding and head are cut by vocabulary, and key/value heads are replicated when there are fewer of them than
-ranks.
+The tables of the model families are in `cluster.families`.
 """
 
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Iterable, Mapping
+from collections.abc import Callable, Mapping
 from dataclasses import dataclass
-from enum import StrEnum
 from functools import lru_cache
 from typing import TYPE_CHECKING
 
 from cluster.errors import ConfigError
+from cluster.families import TABLES
+from cluster.rule import Rows
+from cluster.rule import Rule as Rule
 
 if TYPE_CHECKING:
     from cluster.model_config import ModelConfig  # brings pydantic
@@ -28,35 +27,11 @@ MAX_RULES = 1000  # of one request
 MAX_PATTERN_CHARS = 256
 
 
-class Rule(StrEnum):
-    """What tensor and expert parallelism do to one tensor; dimensions as stored, a linear weight is (out, in)."""
-
-    COLUMN = "column"  # dim 0 (the outputs) in equal parts
-    ROW = "row"  # dim 1 (the inputs) in equal parts
-    VOCABULARY = "vocabulary"  # dim 0 (one row per token) in equal parts, the last ones padded with zeros
-    HEADS = "heads"  # dim 0 in whole attention heads
-    KV_HEADS = "kv_heads"  # dim 0 in whole key/value heads; fewer heads than ranks: neighbours share a head
-    QKV = "qkv"  # dim 0 is the heads of q, of k and of v, one after the other; each is cut like q_proj, k_proj, v_proj
-    EQUAL_HEADS = "equal_heads"  # QKV with as many heads each, as towers of vision models have
-    GATE_UP = "gate_up"  # dim 0 is two matrices of one size, gate and up; each is cut like COLUMN
-    REPLICATE = "replicate"  # every rank has all of it
-    # One expert's own tensor; the last number in its name is the expert's.
-    EXPERT = "expert"  # whole, on the ranks that have the expert
-    EXPERT_COLUMN = "expert_column"
-    EXPERT_ROW = "expert_row"
-    EXPERT_GATE_UP = "expert_gate_up"
-    # All experts in one tensor, dim 0: (expert, out, in), and biases (expert, out).
-    EXPERTS = "experts"
-    EXPERTS_COLUMN = "experts_column"
-    EXPERTS_ROW = "experts_row"
-    EXPERTS_GATE_UP = "experts_gate_up"
-
-
 @dataclass(frozen=True, slots=True)
 class Rules:
     """Patterns in order of precedence, each with its rule. Empty rules name no tensor."""
 
-    entries: tuple[tuple[str, Rule], ...] = ()
+    entries: Rows = ()
 
     def rule_for(self, name: str) -> Rule | None:
         """The rule of the first pattern that matches the whole name, or None."""
@@ -156,51 +131,9 @@ _NUMBER = re.compile("[0-9]+")
 
 
 @lru_cache(maxsize=64)
-def _compile_all(entries: tuple[tuple[str, Rule], ...]) -> re.Pattern[str]:
+def _compile_all(entries: Rows) -> re.Pattern[str]:
     return re.compile("|".join(f"({_to_regex(pattern)})" for pattern, _ in entries), re.DOTALL)
 
 
-def _table(base: Iterable[tuple[str, Rule]], head: Iterable[tuple[str, Rule]]) -> Rules:
-    """Rules of a family. `base` holds below `model.`, and without it: how a bare base model is saved."""
-    rows = tuple(base)
-    return Rules((*((f"model.{name}", rule) for name, rule in rows), *rows, *head))
-
-
-# Llama and the families with the same modules. Which of them have biases differs (Qwen2: q, k, v; Llama: by
-# its config), so every bias is named. The bias of a row-parallel layer is replicated on purpose: it is added
-# once, after the partial sums of all ranks; an engine adds it on one rank only.
-_DENSE_DECODER = _table(
-    base=(
-        ("embed_tokens.weight", Rule.VOCABULARY),
-        ("layers.*.self_attn.q_proj.weight", Rule.HEADS),
-        ("layers.*.self_attn.q_proj.bias", Rule.HEADS),
-        ("layers.*.self_attn.k_proj.weight", Rule.KV_HEADS),
-        ("layers.*.self_attn.k_proj.bias", Rule.KV_HEADS),
-        ("layers.*.self_attn.v_proj.weight", Rule.KV_HEADS),
-        ("layers.*.self_attn.v_proj.bias", Rule.KV_HEADS),
-        ("layers.*.self_attn.o_proj.weight", Rule.ROW),
-        ("layers.*.self_attn.o_proj.bias", Rule.REPLICATE),
-        ("layers.*.mlp.gate_proj.weight", Rule.COLUMN),
-        ("layers.*.mlp.gate_proj.bias", Rule.COLUMN),
-        ("layers.*.mlp.up_proj.weight", Rule.COLUMN),
-        ("layers.*.mlp.up_proj.bias", Rule.COLUMN),
-        ("layers.*.mlp.down_proj.weight", Rule.ROW),
-        ("layers.*.mlp.down_proj.bias", Rule.REPLICATE),
-        ("layers.*.input_layernorm.weight", Rule.REPLICATE),
-        ("layers.*.post_attention_layernorm.weight", Rule.REPLICATE),
-        ("norm.weight", Rule.REPLICATE),
-        # Buffers that early checkpoints of these families kept, per layer or once.
-        ("layers.*.self_attn.rotary_emb.inv_freq", Rule.REPLICATE),
-        ("layers.*.self_attn.rotary_emb.cos_cached", Rule.REPLICATE),
-        ("layers.*.self_attn.rotary_emb.sin_cached", Rule.REPLICATE),
-        ("rotary_emb.inv_freq", Rule.REPLICATE),
-    ),
-    head=(("lm_head.weight", Rule.VOCABULARY),),
-)
-
-# `model_type` of config.json -> rules. A new family is a new row.
-FAMILIES: Mapping[str, Rules] = {
-    "llama": _DENSE_DECODER,
-    "mistral": _DENSE_DECODER,
-    "qwen2": _DENSE_DECODER,
-}
+# `model_type` of config.json -> rules.
+FAMILIES: Mapping[str, Rules] = {family: Rules(rows) for family, rows in TABLES.items()}
