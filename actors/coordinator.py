@@ -29,8 +29,9 @@ from actors.strays import end_strays
 from cluster.config import Config
 from cluster.errors import LoadCancelled, ModelNotFound, RankLost
 from cluster.holders import Holders
+from cluster.load_request import LoadRequest
 from cluster.load_state import Life, LoadState
-from cluster.messages import AgentBeat, BeatReply, LoadRequest
+from cluster.messages import AgentBeat, BeatReply
 from cluster.report import ClusterStatus, LoadProgress, LoadReport
 from cluster.topology import resolve_device
 from cluster.trust import TrustPolicy

@@ -28,7 +28,8 @@ from actors.hosted_load import HostedLoad
 from actors.rank_link import AgentLink
 from actors.segment_memory import PROCESS_MEMORY
 from cluster.errors import LoadCancelled, ModelNotFound, RemoteCallFailed
-from cluster.messages import RankJob, StoreAccess
+from cluster.load_request import StoreAccess
+from cluster.messages import RankJob
 from cluster.report import RankReport
 from longshore.install_check import check_packages
 from storage.errors import LongshoreError

@@ -9,8 +9,8 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.holders import Holders
+from cluster.load_request import LoadRequest
 from cluster.load_state import Life, LoadState
-from cluster.messages import LoadRequest
 from cluster.packed_plan import PackedPlan
 from cluster.report import LoadProgress, LoadReport, ModelStatus, RankReport
 from storage.errors import LongshoreError

@@ -20,7 +20,7 @@ from typing import Protocol
 
 from actors.disk_writer import DiskWriter
 from actors.node_ledger import NodeLedger
-from actors.node_resources import gpu_memory_bytes, host_pools, open_arena, room_for_slots
+from actors.node_resources import host_pools, open_arena, room_for_slots
 from cluster.config import Config
 from cluster.messages import (
     AgentBeat,
@@ -39,6 +39,7 @@ from storage.arena import Arena
 from storage.arena_files import SHM_DIRECTORY, arena_path
 from storage.chunk_cache import ChunkCache
 from storage.errors import ArenaError, LongshoreError
+from storage.gpu_memory import gpu_memory
 from storage.leases import Lease
 from storage.own_memory import PeakMemory
 from storage.processes import ProcessId, processes_mapping
@@ -107,7 +108,7 @@ class NodeAgent:
             host=self._host,
             arena_bytes=arena.slot_count * arena.slot_bytes,
             pools=host_pools(os.path.dirname(arena.path)),
-            gpu_total_bytes=gpu_memory_bytes(),
+            gpus=gpu_memory(),
             version=__version__,
         )
 

@@ -1,11 +1,9 @@
-"""What a node agent takes from its host: the arena's shared memory; and what the host's GPUs have."""
+"""What a node agent takes from its host: the arena's shared memory."""
 
 from __future__ import annotations
 
-import functools
 import itertools
 import os
-import subprocess
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
@@ -84,22 +82,3 @@ def ray_kills_above(environ: Mapping[str, str]) -> float:
     except ValueError:
         return RAY_KILLS_ABOVE
     return share if 0 < share <= 1 else RAY_KILLS_ABOVE
-
-
-@functools.cache
-def gpu_memory_bytes() -> tuple[int, ...]:
-    """Memory of each GPU of the node, asked of the driver's own tool: this process must not open a CUDA context.
-
-    Asked once in a process: it takes a good part of a second, and GPUs do not grow.
-    """
-    try:
-        answer = subprocess.run(
-            ["nvidia-smi", "--query-gpu=memory.total", "--format=csv,noheader,nounits"],
-            capture_output=True,
-            text=True,
-            timeout=10,
-            check=True,
-        )
-        return tuple(int(line) * (1 << 20) for line in answer.stdout.split())
-    except (OSError, subprocess.SubprocessError, ValueError):
-        return ()

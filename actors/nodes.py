@@ -16,7 +16,8 @@ from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from actors import spawn
 from cluster.errors import ClusterError, NotEnoughResources
-from cluster.messages import LoadRequest, NodeFacts
+from cluster.load_request import LoadRequest
+from cluster.messages import NodeFacts
 from cluster.topology import NodeInfo
 from storage.errors import ArenaError
 
@@ -74,7 +75,7 @@ async def facts_of(
             host=facts.host,
             memory_free_bytes=min(pool.free_bytes for pool in facts.pools),
             pools=facts.pools,
-            gpu_memory_bytes=min(facts.gpu_total_bytes, default=None),
+            gpus=facts.gpus,
             arena_bytes=facts.arena_bytes,
         )
         for node_id, facts in zip(node_ids, answers, strict=True)

@@ -20,7 +20,7 @@ from typing import Any
 
 import longshore
 from cluster.errors import ClusterError
-from cluster.messages import LoadRequest
+from cluster.load_request import LoadRequest
 from cluster.packed_plan import PackedPlan
 from cluster.trust import TrustPolicy
 from storage.errors import LongshoreError

@@ -14,7 +14,7 @@ from actors import nodes, spawn
 from actors.model_record import ModelRecord, Seat
 from cluster import load_state
 from cluster.holders import Holders
-from cluster.messages import LoadRequest
+from cluster.load_request import LoadRequest
 
 SAVED_S = 5.0  # an agent that has not answered by then is not well, and is told all when it begins again
 ANSWER_S = 60.0  # a worker that is well answers at once

@@ -6,11 +6,16 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from cluster.config import Config
+from cluster.device_fit import device_problem, room_on
 from cluster.errors import DoesNotFit
+from cluster.fit_options import FitOptions
 from cluster.host_room import Claim, NodeNeed, room_problems
 from cluster.topology import NodeInfo, ranks_by_node
 from cluster.units import show_bytes
 from storage.arena_files import default_arena_bytes
+
+SHOWN = 4  # problems in one message: it is to be read on one screen
+ANY_FIT = FitOptions()
 
 
 def min_slots(ranks_on_node: int) -> int:
@@ -48,13 +53,15 @@ def check_fit(
     device: str,
     claims: Collection[Claim] = (),
     new_workers: Collection[int] = (),
+    options: FitOptions = ANY_FIT,
 ) -> DoesNotFit | None:
     """The error to raise, listing every device and host that lacks memory for its ranks; None when all fit.
 
     `rank_nodes[i]` is the index into `nodes` of rank i (a mapping: of the ranks that come), `device` "cuda" or "cpu".
-    Ranks in CPU memory count against their host, ranks on GPUs against the smallest GPU of their node (not checked when
-    its memory is unknown). An arena that is still to be made counts against its host and /dev/shm, and must have
-    `min_slots` slots. `claims`: what other loads were promised; `new_workers`: ranks whose processes are still to come.
+    Ranks in CPU memory count against their host, ranks on GPUs against those of their node (`cluster.device_fit`; not
+    checked when their memory is unknown). An arena that is still to be made counts against its host and /dev/shm, and
+    must have `min_slots` slots. `claims`: what other loads were promised; `new_workers`: ranks whose processes are
+    still to come; `options`: what was asked to stay free.
     """
     problems: list[str] = []
     hints: list[str] = []
@@ -80,20 +87,18 @@ def check_fit(
         tensor_bytes = sum(device_bytes) if device == "cpu" else 0
         starting = sum(rank in new_workers for rank in ranks)
         needs[index] = NodeNeed(len(ranks), tensor_bytes, starting, new_arena_bytes)
-        if device == "cuda" and node.gpu_memory_bytes is not None:
-            gpu_have = node.gpu_memory_bytes - config.device_reserve_bytes
-            tight = [rank for rank, need in zip(ranks, device_bytes, strict=True) if need > gpu_have]
-            if tight:
-                problems.append(
-                    f"{node.host}: ranks {', '.join(map(str, tight[:20]))} need up to "
-                    f"{show_bytes(max(device_bytes))} of device memory, "
-                    f"a GPU has {show_bytes(max(gpu_have, 0))} beyond the reserve"
-                )
+        if device == "cuda":
+            rooms = [room_on(gpu, options, config) for gpu in node.gpus]
+            if problem := device_problem(node.host, dict(zip(ranks, device_bytes, strict=True)), rooms):
+                problems.append(problem)
                 hints.append("Raise tensor_parallel_size or fsdp_size")
+    if device == "cpu":
+        config = config.model_copy(update={"host_reserve_bytes": options.host_reserve_bytes(config)})
     if missing := room_problems(nodes, needs, claims, config):
         problems += missing
         hints.append("Spread the model over more nodes, release another one, or use a smaller arena")
     if not problems:
         return None
-    shown = "; ".join(problems[:20]) + (f"; and {len(problems) - 20} more" if len(problems) > 20 else "")
+    more = len(problems) - SHOWN
+    shown = "; ".join(problems[:SHOWN]) + (f"; and {more} more" if more > 0 else "")
     return DoesNotFit(f"the load does not fit: {shown}", hint=". ".join(dict.fromkeys(hints)), problems=len(problems))

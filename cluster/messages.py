@@ -13,27 +13,14 @@ as no event loop needs them, and go into Ray's object store once per load: nodes
 from __future__ import annotations
 
 from dataclasses import dataclass, field
-from typing import Any
 
-from cluster.mesh import Layout
+from cluster.load_request import StoreAccess
 from cluster.node_report import ArenaUse
 from storage.errors import LongshoreError
+from storage.gpu_memory import GpuMemory
 from storage.host_memory import MemoryPool
 from storage.processes import ProcessId
 from storage.store_checksum import Span
-from storage.store_ref import Credentials, StoreRef
-
-
-@dataclass(frozen=True, slots=True)
-class StoreAccess:
-    """Where a model is and how to read it. The repr of credentials is redacted by their own class."""
-
-    ref: StoreRef
-    credentials: Credentials | None = None  # None: the node's own (environment, profile, instance role)
-
-    def without_credentials(self) -> StoreAccess:
-        """For whatever is kept: credentials that a client passed live in messages only."""
-        return StoreAccess(self.ref)
 
 
 @dataclass(frozen=True, slots=True)
@@ -216,7 +203,7 @@ class NodeFacts:
     host: str
     arena_bytes: int
     pools: tuple[MemoryPool, ...]  # its memory comes out of them; untouched pages of arenas are taken off
-    gpu_total_bytes: tuple[int, ...]  # per GPU, in the order of the driver; empty where unknown
+    gpus: tuple[GpuMemory, ...]  # in the order of the driver; empty where unknown
     version: str
 
 
@@ -252,41 +239,3 @@ class BeatReply:
     unknown_loads: tuple[str, ...] = ()  # send their records next time
     ended_loads: tuple[str, ...] = ()  # forget them
     node_dead: bool = False  # Ray has given the node up, and all on it: end yourself
-
-
-@dataclass(frozen=True, slots=True)
-class LoadRequest:
-    """What a client asks for."""
-
-    uri: str  # as given, without secrets
-    store: StoreAccess
-    only_key: str | None  # the URI named one file under the root
-    layout: Layout
-    device: str  # "cpu" or "cuda"
-    layout_rules: dict[str, str] | None
-    keep: bool
-    client_id: str
-    wait_for_resources_s: float
-    placement: str = "auto"  # "via_arena", "direct", or "auto": direct when the arena is smaller than the node's share
-    placement_group: Any = None  # ray PlacementGroup of the caller's; rank i takes bundle i
-    trusted_keys: tuple[str, ...] = ()  # public keys, base64; empty: as the cluster's settings say
-
-    @property
-    def world_size(self) -> int:
-        return self.layout.ranks
-
-    def identity(self) -> str:
-        """Equal for requests that can share one resident model, whatever its revision."""
-        rules = list((self.layout_rules or {}).items())  # in their order: the first match wins
-        group = getattr(self.placement_group, "id", None)
-        return repr(
-            (
-                self.store.ref.identity(),
-                self.only_key,
-                self.layout,
-                self.device,
-                rules,
-                None if group is None else group.hex(),
-                sorted(self.trusted_keys),  # who checks signatures never shares with who did not
-            )
-        )

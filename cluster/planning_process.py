@@ -17,7 +17,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, BinaryIO
 
-from cluster.messages import LoadRequest
+from cluster.load_request import LoadRequest
 from cluster.packed_plan import PackedPlan, pack_shared
 from cluster.prepare import prepare_plan, still_current
 from cluster.rank_plans import rank_facts

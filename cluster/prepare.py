@@ -9,7 +9,7 @@ from contextlib import closing
 
 from cluster.layout_rules import parse_rules, rules_for
 from cluster.load_plan import LoadPlan
-from cluster.messages import LoadRequest
+from cluster.load_request import LoadRequest
 from cluster.model_config import read_model_config
 from cluster.planning import build_load_plan
 from cluster.trust import TrustPolicy

@@ -10,8 +10,8 @@ from typing import Any
 
 from cluster.errors import ConfigError
 from cluster.layout_rules import parse_rules
+from cluster.load_request import LoadRequest, StoreAccess
 from cluster.mesh import Layout
-from cluster.messages import LoadRequest, StoreAccess
 from storage.checkpoint import split_model_uri
 from storage.errors import InvalidUri, StoreError, UnsupportedStore
 from storage.object_store import ObjectStore

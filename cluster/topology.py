@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from cluster.errors import ConfigError, NotEnoughResources
 from cluster.mesh import Layout
+from storage.gpu_memory import GpuMemory
 from storage.host_memory import MemoryPool
 
 
@@ -22,7 +23,7 @@ class NodeInfo:
     memory_free_bytes: int = 0  # host memory that can still be taken
     shm_free_bytes: int = 0  # of /dev/shm
     alive: bool = True
-    gpu_memory_bytes: int | None = None  # of its smallest GPU; None when unknown
+    gpus: tuple[GpuMemory, ...] = ()  # all that it has; empty: what they have is not known
     arena_bytes: int = 0  # of the arena that its agent already has; 0: none yet
     pools: tuple[MemoryPool, ...] = ()  # that its memory comes out of; empty: only `memory_free_bytes` is known
     kept_bytes: int = 0  # host memory that workers on it keep for the load that takes them over

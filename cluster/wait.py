@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from cluster.connection import Connection
 from cluster.errors import ClusterLost, LoadCancelled, LoadForgotten, LoadTimeout, ModelNotFound
-from cluster.messages import LoadRequest
+from cluster.load_request import LoadRequest
 from cluster.report import LoadProgress, LoadReport
 from storage.errors import LongshoreError
 

@@ -55,9 +55,10 @@ from cluster.errors import (
     NotEnoughResources,
     RankLost,
 )
+from cluster.load_request import LoadRequest, StoreAccess
 from cluster.load_state import LoadState
 from cluster.mesh import Layout
-from cluster.messages import AgentBeat, LoadRequest, StoreAccess
+from cluster.messages import AgentBeat
 from cluster.packed_plan import PackedPlan
 from cluster.rank_plans import RankFacts
 from storage.errors import IntegrityError, LongshoreError, ShortRead, StoreUnavailable, Throttled
@@ -116,7 +117,7 @@ class SimPlanner:
         needs = needs_of(model, request)
         shared = model.shared(needs)
         self._cluster.planned[shared] = model
-        ranks = tuple(RankFacts(CHUNK_BYTES * len(chunks), CHUNK_BYTES * len(chunks)) for chunks in needs.values())
+        ranks = tuple(RankFacts(*[CHUNK_BYTES * len(chunks)] * 3) for chunks in needs.values())
         return PackedPlan("v1", "blake3", CHUNK_BYTES * len(model.contents), ranks, shared)
 
     async def is_current(self, request: LoadRequest, known: str) -> bool:

@@ -28,8 +28,9 @@ from cluster.errors import ClusterLost
 from cluster.fit import min_slots
 from cluster.layout_rules import rules_for
 from cluster.load_plan import LoadPlan
+from cluster.load_request import StoreAccess
 from cluster.mesh import Layout
-from cluster.messages import FetchSettings, JoinReply, NodeJob, Orders, RankHello, RankJob, RankUpdate, StoreAccess
+from cluster.messages import FetchSettings, JoinReply, NodeJob, Orders, RankHello, RankJob, RankUpdate
 from cluster.model_config import read_model_config
 from cluster.packed_plan import pack_shared
 from cluster.planning import build_load_plan

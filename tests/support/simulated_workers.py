@@ -15,7 +15,8 @@ from typing import TYPE_CHECKING
 
 from actors.node_ledger import NodeLedger
 from cluster.errors import ClusterLost, LoadCancelled
-from cluster.messages import NodeFacts, NodeJob, RankHello, RankJob, RankUpdate, StoreAccess
+from cluster.load_request import StoreAccess
+from cluster.messages import NodeFacts, NodeJob, RankHello, RankJob, RankUpdate
 from cluster.packed_plan import unpack_shared
 from cluster.rank_report import RankReport, StageTimes
 from cluster.report import NodeReport

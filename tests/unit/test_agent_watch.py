@@ -15,9 +15,10 @@ from actors import agent_watch, nodes, spawn
 from actors.agent_watch import AgentWatch
 from actors.model_record import ModelRecord, Seat
 from cluster.holders import Holders
+from cluster.load_request import LoadRequest, StoreAccess
 from cluster.load_state import Life, LoadState
 from cluster.mesh import Layout
-from cluster.messages import AgentBeat, ArenaUse, BeatReply, LoadBeat, LoadRequest, RankBeat, StoreAccess
+from cluster.messages import AgentBeat, ArenaUse, BeatReply, LoadBeat, RankBeat
 from storage.store_ref import StoreRef
 
 

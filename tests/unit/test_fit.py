@@ -14,13 +14,14 @@ from cluster.load_plan import LoadPlan
 from cluster.mesh import Layout
 from cluster.planning import build_load_plan
 from cluster.topology import NodeInfo
+from storage.gpu_memory import GpuMemory
 from storage.model_index import ModelIndex, Shard, Tensor
 from tests.support.planned_models import cut_into_chunks
 
 MIB = 1 << 20
 GIB = 1 << 30
 CONFIG = Config(arena_bytes=GIB, slot_bytes=16 * MIB, host_reserve_bytes=GIB, device_reserve_bytes=GIB)
-ROOMY = NodeInfo("id", "host", memory_free_bytes=64 * GIB, shm_free_bytes=8 * GIB, gpu_memory_bytes=16 * GIB)
+ROOMY = NodeInfo("id", "host", memory_free_bytes=64 * GIB, shm_free_bytes=8 * GIB, gpus=(GpuMemory(16 * GIB),))
 
 
 def four_gib_plan(fsdp_size: int = 2) -> LoadPlan:
@@ -47,9 +48,9 @@ def test_limits_are_exact() -> None:
     cpu = replace(ROOMY, memory_free_bytes=4 * GIB + GIB + GIB)  # ranks, arena, reserve
     assert check_fit(plan, (0, 0), [cpu], CONFIG, "cpu") is None
     assert check_fit(plan, (0, 0), [replace(cpu, memory_free_bytes=6 * GIB - 1)], CONFIG, "cpu") is not None
-    gpu = replace(ROOMY, gpu_memory_bytes=3 * GIB)
+    gpu = replace(ROOMY, gpus=(GpuMemory(3 * GIB),) * 2)
     assert check_fit(plan, (0, 0), [gpu], CONFIG, "cuda") is None
-    assert check_fit(plan, (0, 0), [replace(gpu, gpu_memory_bytes=3 * GIB - 1)], CONFIG, "cuda") is not None
+    assert check_fit(plan, (0, 0), [replace(gpu, gpus=(GpuMemory(3 * GIB - 1),))], CONFIG, "cuda") is not None
 
 
 def test_host_memory_counts_cpu_ranks_and_a_new_arena() -> None:
@@ -61,12 +62,12 @@ def test_host_memory_counts_cpu_ranks_and_a_new_arena() -> None:
 
 
 def test_device_memory_only_when_known_and_asked_for() -> None:
-    small = replace(ROOMY, gpu_memory_bytes=2 * GIB)
+    small = replace(ROOMY, gpus=(GpuMemory(2 * GIB),))
     text = refusal(small, "cuda")
-    assert "ranks 0, 1 need up to 2.15 GB of device memory, a GPU has 1.07 GB" in text
+    assert "ranks 0, 1 need up to 2.15 GB of device memory, a GPU has 1.07 GB (of 2.15 GB; 1.07 GB kept free)" in text
     assert "tensor_parallel_size" in text
     assert check_fit(four_gib_plan(), (0, 0), [small], CONFIG, "cpu") is None
-    assert check_fit(four_gib_plan(), (0, 0), [replace(small, gpu_memory_bytes=None)], CONFIG, "cuda") is None
+    assert check_fit(four_gib_plan(), (0, 0), [replace(small, gpus=())], CONFIG, "cuda") is None
 
 
 def test_the_arena_needs_slots_and_shared_memory() -> None:

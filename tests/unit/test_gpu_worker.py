@@ -19,7 +19,8 @@ from actors.segment_memory import PROCESS_MEMORY
 from actors.shard import RankShard
 from cluster.errors import LoadCancelled, ModelNotFound, RemoteCallFailed
 from cluster.load_plan import LoadPlan
-from cluster.messages import Orders, RankJob, RankUpdate, StoreAccess
+from cluster.load_request import StoreAccess
+from cluster.messages import Orders, RankJob, RankUpdate
 from cluster.report import RankReport
 from storage.errors import LongshoreError
 from storage.local import LocalStore

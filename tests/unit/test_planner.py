@@ -16,8 +16,8 @@ import pytest
 from actors import planner as planner_module
 from actors.planner import MOST_PROCESSES, Planner
 from cluster.errors import ClusterError
+from cluster.load_request import LoadRequest
 from cluster.mesh import Layout
-from cluster.messages import LoadRequest
 from cluster.packed_plan import unpack_shared
 from cluster.prepare import prepare_plan
 from cluster.request import StoreOptions, make_request

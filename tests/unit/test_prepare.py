@@ -8,8 +8,8 @@ from typing import Any
 import pytest
 
 from cluster.errors import LayoutError, PlanError
+from cluster.load_request import LoadRequest
 from cluster.mesh import Layout
-from cluster.messages import LoadRequest
 from cluster.prepare import prepare_plan, still_current
 from cluster.request import StoreOptions, make_request
 from storage.errors import CheckpointError, NotACheckpoint, ObjectNotFound, PickleRefused, StoreError

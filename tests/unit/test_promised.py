@@ -10,8 +10,8 @@ from actors.saved_load import SavedLoad
 from cluster import load_events, load_state
 from cluster.holders import Holders
 from cluster.host_room import WORKER_BYTES
+from cluster.load_request import LoadRequest, StoreAccess
 from cluster.mesh import Layout
-from cluster.messages import LoadRequest, StoreAccess
 from cluster.report import RankReport, StageTimes
 from cluster.topology import NodeInfo
 from storage.host_memory import MemoryPool

@@ -8,8 +8,8 @@ from typing import Any
 from actors.model_record import ModelRecord
 from cluster import load_events, load_state
 from cluster.holders import Holders
+from cluster.load_request import LoadRequest, StoreAccess
 from cluster.mesh import Layout
-from cluster.messages import LoadRequest, StoreAccess
 from cluster.report import LoadProgress
 from cluster.wait import wait_until_ready
 from storage.store_ref import StoreRef

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 
 from cluster.errors import ConfigError, PlanError
+from cluster.load_request import LoadRequest, StoreAccess
 from cluster.mesh import Layout
-from cluster.messages import LoadRequest, StoreAccess
 from cluster.request import StoreOptions, is_nested, make_request, open_uri
 from storage.errors import InvalidUri, LongshoreError, StoreError, UnsupportedStore
 from storage.store_ref import Credentials

@@ -16,8 +16,8 @@ from cluster.cli import main
 from cluster.config import Config
 from cluster.doctor_store import check_store
 from cluster.errors import ConfigError
+from cluster.load_request import LoadRequest
 from cluster.mesh import Layout
-from cluster.messages import LoadRequest
 from cluster.prepare import prepare_plan, still_current
 from cluster.request import StoreOptions, make_request
 from cluster.signing import generate_key, sign

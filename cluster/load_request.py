@@ -1,0 +1,66 @@
+"""What a client asks for, and where the model is. It travels to the coordinator and to its planning process."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.fit_options import FitOptions
+from cluster.mesh import Layout
+from storage.store_ref import Credentials, StoreRef
+
+
+@dataclass(frozen=True, slots=True)
+class StoreAccess:
+    """Where a model is and how to read it. The repr of credentials is redacted by their own class."""
+
+    ref: StoreRef
+    credentials: Credentials | None = None  # None: the node's own (environment, profile, instance role)
+
+    def without_credentials(self) -> StoreAccess:
+        """For whatever is kept: credentials that a client passed live in messages only."""
+        return StoreAccess(self.ref)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadRequest:
+    """What a client asks for."""
+
+    uri: str  # as given, without secrets
+    store: StoreAccess
+    only_key: str | None  # the URI named one file under the root
+    layout: Layout
+    device: str  # "cpu" or "cuda"
+    layout_rules: dict[str, str] | None
+    keep: bool
+    client_id: str
+    wait_for_resources_s: float
+    placement: str = "auto"  # "via_arena", "direct", or "auto": direct when the arena is smaller than the node's share
+    placement_group: Any = None  # ray PlacementGroup of the caller's; rank i takes bundle i
+    trusted_keys: tuple[str, ...] = ()  # public keys, base64; empty: as the cluster's settings say
+    fit: FitOptions = field(default_factory=FitOptions)
+    taken: str = ""  # of fit="auto": what was changed so that it fits, once that is decided
+    auto_identity: str = ""  # of fit="auto", once decided: that of the request as it was asked
+
+    @property
+    def world_size(self) -> int:
+        return self.layout.ranks
+
+    def identity(self) -> str:
+        """Equal for requests that can share one resident model, whatever its revision."""
+        if self.auto_identity:
+            return self.auto_identity
+        rules = list((self.layout_rules or {}).items())  # in their order: the first match wins
+        group = getattr(self.placement_group, "id", None)
+        return repr(
+            (
+                self.store.ref.identity(),
+                self.only_key,
+                self.layout,
+                self.device,
+                rules,
+                None if group is None else group.hex(),
+                sorted(self.trusted_keys),  # who checks signatures never shares with who did not
+                self.fit.identity(),  # nor who takes what fits with who takes nothing else
+            )
+        )
