@@ -131,7 +131,7 @@ class LoadRun:
         record = self._record
         plan = await self._planner.prepare(record.request)
         record.plan, record.revision, record.signed_by = plan, plan.revision, plan.signed_by
-        record.total_bytes = sum(rank.size_bytes for rank in plan.ranks)
+        record.total_bytes = sum(rank.read_bytes for rank in plan.ranks)
         record.planned_s = time.monotonic()
         await self._event(load_events.Planned)
         return plan

@@ -8,7 +8,7 @@ model of 130,000 tensors in experts and layers has about a dozen kinds.
 from __future__ import annotations
 
 import math
-from collections.abc import Iterable
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -16,15 +16,20 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.box import element_bits
+from cluster.errors import LayoutError
 from cluster.layout import Holder, decide_layout
 from cluster.layout_rules import Rules
 from cluster.mesh import Layout, RankCoords
+from cluster.precision import Output, Precision, Recipe, cut_problem, decide_recipes, outputs_of, read_region
 from cluster.region import Box, Region
 from cluster.tensor_cut import TensorCut, region_of
 from storage.model_index import ModelIndex
 
 if TYPE_CHECKING:
     from cluster.model_config import ModelConfig  # brings pydantic
+
+
+AS_STORED = Precision()
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,6 +40,7 @@ class TensorKind:
     shape: tuple[int, ...]
     size_bytes: int  # of the whole tensor
     cut: TensorCut
+    recipe: Recipe | None = None  # what it becomes; None: it stays as stored
 
     def part_bytes(self, elements: int) -> int:
         """Bytes of so many elements."""
@@ -43,11 +49,19 @@ class TensorKind:
 
 @dataclass(frozen=True, slots=True)
 class KindSlice:
-    """What one rank holds of every tensor of one kind that it has."""
+    """What one rank holds of every tensor of one kind that it has, and what it reads for it."""
 
-    region: Region
-    size_bytes: int  # of the rank's own tensor, padding included
+    region: Region  # of the tensor, that the rank holds
+    reads: Region  # that it reads: more, where the scales of what it holds depend on more
+    read_bytes: int  # padding included
     filled_bytes: int  # of them, from the store
+    outputs: tuple[Output, ...]  # the tensors that the rank holds: one, unless it is quantised
+    sizes_bytes: tuple[int, ...]  # of each of them
+
+    @property
+    def size_bytes(self) -> int:
+        """Of all that the rank holds."""
+        return sum(self.sizes_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -81,7 +95,11 @@ class CutModel:
         found = []
         for kind in self.kinds:
             region = region_of(kind.shape, kind.cut, coords, self.layout)
-            found.append(KindSlice(region, kind.part_bytes(math.prod(region.sizes)), kind.part_bytes(region.elements)))
+            reads = read_region(kind.recipe, kind.shape, region)
+            read_bytes, filled_bytes = kind.part_bytes(math.prod(reads.sizes)), kind.part_bytes(reads.elements)
+            outputs = outputs_of(kind.recipe, kind.dtype, kind.shape, region)
+            sizes = (read_bytes,) if kind.recipe is None else tuple(output.size_bytes for output in outputs)
+            found.append(KindSlice(region, reads, read_bytes, filled_bytes, outputs, sizes))
         return found
 
     def places(self, ranks: Iterable[int]) -> list[RankCoords]:
@@ -89,14 +107,14 @@ class CutModel:
         return list(dict.fromkeys(self.layout.place(self.layout.rank_coords(rank)) for rank in ranks))
 
     def wanted_bytes(self, ranks: Iterable[int]) -> int:
-        """Bytes of the model that at least one of `ranks` holds, each counted once."""
+        """Bytes of the model that at least one of `ranks` reads, each counted once."""
         # Tensors of one kind and one holder: whoever has one has a part of all.
         pairs, counts = np.unique(np.stack((self.kind, self.holder)), axis=1, return_counts=True)
         # Boxes of one tensor are parts of one grid: equal or disjoint. So each different box counts once.
         different: list[dict[Box, int]] = [{} for _ in counts]
         for coords in self.places(ranks):
             boxes_of = [
-                [(box, kind.part_bytes(math.prod(box[1]))) for box, _ in piece.region.boxes()]
+                [(box, kind.part_bytes(math.prod(box[1]))) for box, _ in piece.reads.boxes()]
                 for kind, piece in zip(self.kinds, self.slices(coords), strict=True)
             ]
             for (kind_number, holder), boxes in zip(pairs.T.tolist(), different, strict=True):
@@ -105,15 +123,26 @@ class CutModel:
         return sum(int(count) * sum(boxes.values()) for count, boxes in zip(counts, different, strict=True))
 
 
-def cut_model(index: ModelIndex, layout: Layout, rules: Rules, config: ModelConfig | None = None) -> CutModel:
-    """The model's tensors, each with its cut. Raises LayoutError listing every tensor that cannot be placed."""
+def cut_model(
+    index: ModelIndex,
+    layout: Layout,
+    rules: Rules,
+    config: ModelConfig | None = None,
+    precision: Precision = AS_STORED,
+) -> CutModel:
+    """The model's tensors, each with its cut. Raises LayoutError listing every tensor that cannot be placed, and
+    ConfigError for a precision that the model cannot have.
+    """
     placed = decide_layout(index.tensors, layout, rules, config)
+    recipes = decide_recipes(index.tensors, precision)
     kinds: dict[TensorKind, int] = {}
     holders: dict[Holder, int] = {}
     kind = [
-        kinds.setdefault(TensorKind(tensor.dtype, tensor.shape, tensor.size_bytes, place.cut), len(kinds))
-        for tensor, place in zip(index.tensors, placed, strict=True)
+        kinds.setdefault(TensorKind(tensor.dtype, tensor.shape, tensor.size_bytes, place.cut, recipe), len(kinds))
+        for tensor, place, recipe in zip(index.tensors, placed, recipes, strict=True)
     ]
+    if any(each.recipe is not None and each.recipe.scheme for each in kinds):
+        _check_recipes(index, layout, tuple(kinds), kind)
     holder = [holders.setdefault(place.holder, len(holders)) for place in placed]
     return CutModel(
         layout=layout,
@@ -125,3 +154,25 @@ def cut_model(index: ModelIndex, layout: Layout, rules: Rules, config: ModelConf
         shard=np.array([tensor.shard for tensor in index.tensors], np.int32),
         start=np.array([tensor.start for tensor in index.tensors], np.int64),
     )
+
+
+def _check_recipes(index: ModelIndex, layout: Layout, kinds: Sequence[TensorKind], kind: Sequence[int]) -> None:
+    """Raises LayoutError when a rank's slice cannot be quantised on its own."""
+    problems: dict[int, str] = {}
+    for coords in {layout.place(layout.rank_coords(rank)) for rank in range(layout.ranks)}:
+        for number, each in enumerate(kinds):
+            region = region_of(each.shape, each.cut, coords, layout)
+            if number not in problems and (problem := cut_problem(each.recipe, each.shape, region)):
+                problems[number] = problem
+    named = [
+        f"{tensor.name!r:.200}: {problems[of]}"
+        for tensor, of in zip(index.tensors, kind, strict=True)
+        if of in problems
+    ]
+    if named:
+        more = f" and {len(named) - 20} more" if len(named) > 20 else ""
+        raise LayoutError(
+            f"{len(named)} tensors cannot be quantised in these cuts: {', '.join(named[:20])}{more}",
+            hint="leave them as they are with skip_quantization, cut the rows less often, or use fp8",
+            uncuttable=len(named),
+        )

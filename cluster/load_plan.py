@@ -18,6 +18,7 @@ from numpy.typing import NDArray
 
 from cluster.cut_model import CutModel
 from cluster.mesh import RankCoords
+from cluster.precision import Recipe
 from cluster.region import Region
 from storage.model_index import ChunkTable, Shard
 
@@ -38,7 +39,8 @@ class TensorSlice:
     segment: int  # index into RankPlan.segment_bytes
     segment_offset: int  # first byte inside that segment, a multiple of 256
     size_bytes: int  # bytes of the slice, padding included
-    filled_bytes: int  # of them, from the store; zeros follow
+    filled_bytes: int  # of them, from the store; zeros follow. 0 when it is made from another tensor
+    made_from: str = ""  # name of the stored tensor that it is made from on its way in; "": it is stored so
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -51,6 +53,17 @@ class TensorSlice:
         return self.region.sizes
 
 
+@dataclass(frozen=True, slots=True)
+class StagedTensor:
+    """A stored tensor that is converted on its way in: read into memory of its own, which is given up then."""
+
+    source: TensorSlice  # what is read; its segment is none of RankPlan.segment_bytes, but a number after them
+    recipe: Recipe
+    region: Region  # what the rank holds of it
+    first: int  # the tensors that are made from it: RankPlan.slices[first:end]
+    end: int
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class RankPlan:
     """All that one rank has to do."""
@@ -59,7 +72,16 @@ class RankPlan:
     coords: RankCoords
     slices: tuple[TensorSlice, ...]
     segment_bytes: tuple[int, ...]  # sizes of the device memory blocks to allocate
-    chunk_ids: NDArray[np.int64]  # chunks any slice touches, ascending
+    chunk_ids: NDArray[np.int64]  # chunks that anything is read from, ascending
+    staged: tuple[StagedTensor, ...] = ()  # staged[i].source.segment == len(segment_bytes) + i
+
+    @property
+    def sources(self) -> tuple[TensorSlice, ...]:
+        """What is read: slices that are held as they are stored, and tensors to convert."""
+        if not self.staged:
+            return self.slices
+        stored = (piece for piece in self.slices if not piece.made_from)
+        return (*stored, *(each.source for each in self.staged))
 
     @property
     def size_bytes(self) -> int:

@@ -33,6 +33,7 @@ class RankSummary:
     bytes_by_dtype: dict[str, int]  # safetensors dtype names, sorted
     size_bytes: int  # of its slices
     device_bytes: int  # memory they take, alignment included
+    staging_bytes: int  # of the largest tensor that is converted on its way in, held beside them for a while
     segments: int  # device memory blocks
     chunks: int  # that its slices touch
 
@@ -164,10 +165,13 @@ class _RankSummaries:
     def _summarize(self, rank: int, coords: RankCoords) -> RankSummary:
         cut = self._plan.cut
         counts = cut.kind_counts(coords)
-        sizes = tuple(piece.size_bytes for piece in cut.slices(coords))
+        pieces = cut.slices(coords)
         by_dtype: Counter[str] = Counter()
-        for kind, size_bytes, count in zip(cut.kinds, sizes, counts, strict=True):
-            by_dtype[kind.dtype] += size_bytes * count
+        tensors = 0
+        for piece, count in zip(pieces, counts, strict=True):
+            for output, size_bytes in zip(piece.outputs, piece.sizes_bytes, strict=True):
+                by_dtype[output.dtype] += size_bytes * count
+                tensors += count if size_bytes else 0
         return RankSummary(
             rank=rank,
             node="",
@@ -176,10 +180,11 @@ class _RankSummaries:
             expert=coords.expert,
             fsdp=coords.fsdp,
             data=coords.data,
-            tensors=sum(count for size_bytes, count in zip(sizes, counts, strict=True) if size_bytes),
+            tensors=tensors,
             bytes_by_dtype={dtype: size_bytes for dtype, size_bytes in sorted(by_dtype.items()) if size_bytes},
             size_bytes=self._facts[rank].size_bytes,
             device_bytes=self._facts[rank].device_bytes,
-            segments=len(memory_map(cut, coords, sizes).segment_bytes),
+            staging_bytes=self._facts[rank].staging_bytes,
+            segments=len(memory_map(cut, coords, pieces).segment_bytes),
             chunks=len(rank_chunks(cut, self._plan.chunks, coords)),
         )

@@ -10,12 +10,13 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.box import CutsInsideByte
-from cluster.cut_model import cut_model
+from cluster.cut_model import AS_STORED, cut_model
 from cluster.errors import PlanError
 from cluster.layout_rules import Rules, rules_for
 from cluster.load_plan import LoadPlan, RankPlan, TensorSlice
 from cluster.mesh import Layout
 from cluster.model_config import ModelConfig
+from cluster.precision import Precision, region_bytes
 from cluster.rank_plans import RankPlans, node_chunks
 from cluster.read_items import ReadItems, expand_read_items
 from cluster.segments import ALIGNMENT_BYTES
@@ -28,14 +29,15 @@ def build_load_plan(
     layout: Layout,
     rules: Rules | None = None,
     config: ModelConfig | None = None,
+    precision: Precision = AS_STORED,
 ) -> LoadPlan:
     """What each rank of `layout` holds of the model, where, and from which chunks. Same input, same plan.
 
     `rules` as `rules_for` makes them (the default: those of the family that `config` names); without tensor
-    parallelism neither is needed. Raises LayoutError listing every tensor that cannot be cut, and PlanError
-    when the model's chunks do not hold all bytes of its tensors.
+    parallelism neither is needed. Raises LayoutError listing every tensor that cannot be cut, ConfigError for a
+    precision that the model cannot have, and PlanError when the model's chunks do not hold all bytes of its tensors.
     """
-    cut = cut_model(index, layout, rules_for(config) if rules is None else rules, config)
+    cut = cut_model(index, layout, rules_for(config) if rules is None else rules, config, precision)
     _check_coverage(index)
     return LoadPlan(index.revision, index.shards, index.chunks, cut, RankPlans(cut, index.chunks))
 
@@ -120,14 +122,15 @@ def _rank_problems(rank: RankPlan, plan: LoadPlan) -> Iterator[str]:
     if len(sound) < len(rank.slices):
         return
     try:
-        items = expand_read_items(rank.slices, plan.chunks)
+        items = expand_read_items(rank.sources, plan.chunks)
     except CutsInsideByte as exc:
         yield f"a slice is cut inside a byte: {exc}"
         return
     if not np.array_equal(items.chunk_ids(), rank.chunk_ids):
         yield "chunk_ids are not the chunks its slices touch, ascending"
-    written = _bytes_per_segment_place(items, filled)
-    for piece, size_bytes in zip(filled, written, strict=True):
+    read = sorted((piece for piece in rank.sources if piece.size_bytes), key=lambda p: (p.segment, p.segment_offset))
+    written = _bytes_per_segment_place(items, read)
+    for piece, size_bytes in zip(read, written, strict=True):
         if size_bytes != piece.filled_bytes:
             yield f"{piece.name!r:.200} has {piece.filled_bytes} bytes, of which the chunks hold {size_bytes}"
 
@@ -155,6 +158,8 @@ def _slice_problem(piece: TensorSlice, segment_bytes: tuple[int, ...], shards: i
 def _fits(piece: TensorSlice) -> bool:
     """Whether the bytes are so many elements, all of one size."""
     held, all_of_it = piece.region.elements, math.prod(piece.sizes)
+    if piece.made_from:
+        return piece.filled_bytes == 0 and piece.size_bytes == region_bytes(piece.region, piece.dtype)
     if not held:
         return piece.filled_bytes == 0 and bool(all_of_it) == bool(piece.size_bytes)
     bits, rest = divmod(piece.filled_bytes * 8, held)

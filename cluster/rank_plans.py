@@ -13,8 +13,8 @@ from typing import overload
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.cut_model import CutModel
-from cluster.load_plan import RankPlan, TensorSlice
+from cluster.cut_model import CutModel, KindSlice
+from cluster.load_plan import RankPlan, StagedTensor, TensorSlice
 from cluster.mesh import RankCoords
 from cluster.segments import ALIGNMENT_BYTES, MemoryMap, place_in_segments
 from cluster.slice_patterns import source_patterns, touched_chunks
@@ -29,6 +29,8 @@ class RankFacts:
 
     size_bytes: int  # of the rank's slices
     device_bytes: int  # memory that they take, alignment included
+    read_bytes: int  # that it places, of chunks; more or less than it holds, when tensors are converted
+    staging_bytes: int = 0  # of the largest tensor that is converted: held beside the slices for a while
 
 
 def rank_facts(cut: CutModel) -> tuple[RankFacts, ...]:
@@ -41,17 +43,24 @@ def rank_facts(cut: CutModel) -> tuple[RankFacts, ...]:
             continue
         who = coords.stage, coords.expert
         counts = counts_of[who] if who in counts_of else counts_of.setdefault(who, cut.kind_counts(coords))
-        sizes = [piece.size_bytes for piece in cut.slices(coords)]
-        padded = [-(-size // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for size in sizes]
+        pieces = cut.slices(coords)
+        padded = [sum(-(-size // ALIGNMENT_BYTES) for size in piece.sizes_bytes) * ALIGNMENT_BYTES for piece in pieces]
+        staged = (
+            piece.read_bytes
+            for kind, piece, count in zip(cut.kinds, pieces, counts, strict=True)
+            if kind.recipe is not None and count
+        )
         found[coords] = RankFacts(
-            sum(count * size for count, size in zip(counts, sizes, strict=True)),
+            sum(count * piece.size_bytes for count, piece in zip(counts, pieces, strict=True)),
             sum(count * size for count, size in zip(counts, padded, strict=True)),
+            sum(count * piece.filled_bytes for count, piece in zip(counts, pieces, strict=True)),
+            max(staged, default=0),
         )
     return tuple(found[coords] for coords in places)
 
 
 def rank_chunks(cut: CutModel, chunks: ChunkTable, coords: RankCoords) -> NDArray[np.int64]:
-    """Ids of the chunks that any slice of the rank touches, ascending."""
+    """Ids of the chunks that the rank reads anything from, ascending."""
     return touched_chunks(source_patterns(cut, coords), chunks)
 
 
@@ -63,10 +72,14 @@ def node_chunks(cut: CutModel, chunks: ChunkTable, ranks: Iterable[int]) -> NDAr
     return np.flatnonzero(needed)
 
 
-def memory_map(cut: CutModel, coords: RankCoords, sizes_bytes: Sequence[int]) -> MemoryMap:
-    """Where a rank puts its slices; `sizes_bytes` of a slice of each kind."""
+def memory_map(cut: CutModel, coords: RankCoords, pieces: Sequence[KindSlice]) -> MemoryMap:
+    """Where a rank puts its slices, in order; `pieces` by kind."""
     kinds = cut.kind.tolist()
-    return place_in_segments((cut.names[at], sizes_bytes[kinds[at]]) for at in cut.tensors_of(coords).tolist())
+    return place_in_segments(
+        (cut.names[at], size_bytes)
+        for at in cut.tensors_of(coords).tolist()
+        for size_bytes in pieces[kinds[at]].sizes_bytes
+    )
 
 
 def plan_rank(cut: CutModel, chunks: ChunkTable, rank: int) -> RankPlan:
@@ -74,26 +87,25 @@ def plan_rank(cut: CutModel, chunks: ChunkTable, rank: int) -> RankPlan:
     coords = cut.layout.rank_coords(rank)
     pieces = cut.slices(coords)
     here = cut.tensors_of(coords)
-    places = memory_map(cut, coords, [piece.size_bytes for piece in pieces])
+    memory = memory_map(cut, coords, pieces)
+    places = zip(memory.segment, memory.offset, strict=True)
     columns = (cut.kind[here].tolist(), cut.shard[here].tolist(), cut.start[here].tolist())
-    slices = tuple(
-        TensorSlice(
-            cut.names[at],
-            cut.kinds[kind].dtype,
-            cut.kinds[kind].shape,
-            pieces[kind].region,
-            shard,
-            start,
-            segment,
-            segment_offset,
-            pieces[kind].size_bytes,
-            pieces[kind].filled_bytes,
-        )
-        for at, kind, shard, start, segment, segment_offset in zip(
-            here.tolist(), *columns, places.segment, places.offset, strict=True
-        )
-    )
-    return RankPlan(rank, coords, slices, places.segment_bytes, rank_chunks(cut, chunks, coords))
+    slices: list[TensorSlice] = []
+    staged: list[StagedTensor] = []
+    for at, number, shard, start in zip(here.tolist(), *columns, strict=True):
+        name, kind, piece = cut.names[at], cut.kinds[number], pieces[number]
+        first, made_from = len(slices), name if kind.recipe else ""
+        filled_bytes = 0 if kind.recipe else piece.filled_bytes
+        for output, size_bytes in zip(piece.outputs, piece.sizes_bytes, strict=True):
+            shape, region, dtype = output.shape, output.region, output.dtype
+            where = (shard, start, *next(places), size_bytes, filled_bytes)
+            slices.append(TensorSlice(name + output.suffix, dtype, shape, region, *where, made_from))
+        if kind.recipe is not None:
+            where = (shard, start, len(memory.segment_bytes) + len(staged), 0, piece.read_bytes, piece.filled_bytes)
+            source = TensorSlice(name, kind.dtype, kind.shape, piece.reads, *where)
+            staged.append(StagedTensor(source, kind.recipe, piece.region, first, len(slices)))
+    touched = rank_chunks(cut, chunks, coords)
+    return RankPlan(rank, coords, tuple(slices), memory.segment_bytes, touched, tuple(staged))
 
 
 class RankPlans(Sequence[RankPlan]):

@@ -74,7 +74,7 @@ def find_patterns(slices: Sequence[TensorSlice]) -> Patterns:
 def source_patterns(cut: CutModel, coords: RankCoords) -> SourcePatterns:
     """The same patterns as `find_patterns` gives for the slices of the rank at `coords`, without making slices."""
     parts_of_kind = [
-        _parts(kind.shape, piece.region, piece.filled_bytes) if piece.filled_bytes else []
+        _parts(kind.shape, piece.reads, piece.filled_bytes) if piece.filled_bytes else []
         for kind, piece in zip(cut.kinds, cut.slices(coords), strict=True)
     ]
     counts = np.array([len(parts) for parts in parts_of_kind], np.int64)
