@@ -2,14 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING
 
 from actors.device import Device
+from actors.tensor_names import Rename
 from cluster.load_plan import RankPlan, TensorSlice
 
 if TYPE_CHECKING:
     import torch
+    from torch.distributed.device_mesh import DeviceMesh
+    from torch.distributed.tensor import DTensor
+    from torch.distributed.tensor.placement_types import Placement
+
+    from actors.handover import Filled
 
 
 class RankShard(Mapping[str, "torch.Tensor"]):
@@ -17,7 +23,8 @@ class RankShard(Mapping[str, "torch.Tensor"]):
 
     `shard["model.norm.weight"]` is the rank's own slice. Tensors are views into the rank's memory: what you keep of
     them stays valid after the model is released, and keeps that memory: the whole segment that the tensor is in, a
-    layer of the model as a rule.
+    layer of the model as a rule. So does a module that `into` filled. Whoever writes to them writes to the model that
+    later calls see.
     """
 
     def __init__(self, plan: RankPlan, device: Device) -> None:
@@ -26,6 +33,52 @@ class RankShard(Mapping[str, "torch.Tensor"]):
         self.device = device.name
         self.slices: dict[str, TensorSlice] = {piece.name: piece for piece in plan.slices}
         self._tensors = device.tensors(plan.slices)
+
+    def into(
+        self,
+        module: torch.nn.Module,
+        *,
+        prefix: str = "",
+        rename: Rename = None,
+        convert: bool = False,
+        strict: bool = True,
+        requires_grad: bool | None = None,
+    ) -> Filled:
+        """Fill a module made on the meta device: its parameters and saved buffers become the rank's tensors, no copy.
+
+        DTensor parameters (`fully_shard`, models that transformers cuts) take the rank's slice as their local part; it
+        must be the part that the process's place in the mesh holds. Names that the module ties share one tensor.
+        Buffers that no checkpoint has must be there for real, but for models of transformers, which make theirs here.
+
+        `prefix`: only tensors whose names begin so, without it. `rename`: their names -> the module's, a function or a
+        mapping of names or of what they begin with; None leaves a tensor out. `convert`: names and stacking as
+        transformers' own loader does them; what is stacked is copied. `strict`: every name must be on both sides;
+        otherwise the result says which were not. `requires_grad`: of the parameters; None: as they have it. Raises
+        ModuleMismatch, with the module as it was.
+        """
+        from actors.handover import fill_module
+
+        return fill_module(
+            module,
+            self._tensors,
+            self.slices,
+            device=self.device,
+            prefix=prefix,
+            rename=rename,
+            convert=convert,
+            strict=strict,
+            requires_grad=requires_grad,
+        )
+
+    def dtensor(self, name: str, mesh: DeviceMesh, placements: Sequence[Placement] | None = None) -> DTensor:
+        """The tensor as a DTensor whose local part is the rank's slice, no copy.
+
+        `placements`: by default those of FSDP2, `Shard(0)` on a mesh of one dimension. Raises ModuleMismatch when the
+        rank's slice is not what this process's place in the mesh holds.
+        """
+        from actors.dtensors import slice_as_dtensor
+
+        return slice_as_dtensor(self._tensors[name], self.slices[name], mesh, placements)
 
     def __getitem__(self, name: str) -> torch.Tensor:
         return self._tensors[name]

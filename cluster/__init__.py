@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from cluster.errors import LoadTimeout as LoadTimeout
     from cluster.errors import ModelConfigError as ModelConfigError
     from cluster.errors import ModelNotFound as ModelNotFound
+    from cluster.errors import ModuleMismatch as ModuleMismatch
     from cluster.errors import NodeLost as NodeLost
     from cluster.errors import NotEnoughResources as NotEnoughResources
     from cluster.errors import PackageMissing as PackageMissing
@@ -102,8 +103,8 @@ _EXPORTS = {
     "cluster.config": "Config",
     "cluster.errors": (
         "ChunkFailed ClusterError ClusterLost ConfigError DeviceUnavailable DoesNotFit IllegalTransition LayoutError "
-        "LoadCancelled LoadError LoadForgotten LoadTimeout ModelConfigError ModelNotFound NodeLost NotEnoughResources "
-        "PackageMissing PlanError RankLost RemoteCallFailed VersionMismatch"
+        "LoadCancelled LoadError LoadForgotten LoadTimeout ModelConfigError ModelNotFound ModuleMismatch NodeLost "
+        "NotEnoughResources PackageMissing PlanError RankLost RemoteCallFailed VersionMismatch"
     ),
     "cluster.model": "LoadedModel",
     "cluster.plan_summary": "PlanSummary",

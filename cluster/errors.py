@@ -21,6 +21,7 @@ LongshoreError
 |  +- LoadCancelled             released or cancelled before it was ready
 |  +- IllegalTransition         a load was told what cannot happen in its state: a bug of ours
 +- ModelNotFound                no such model in this cluster
++- ModuleMismatch               a rank's tensors and a torch module do not go together; lists every name
 +- RemoteCallFailed             a function sent by LoadedModel.call raised
 """
 
@@ -107,6 +108,10 @@ class IllegalTransition(LoadError):
 
 class ModelNotFound(LongshoreError):
     """No such model in this cluster."""
+
+
+class ModuleMismatch(LongshoreError):
+    """A torch module cannot be filled with a rank's tensors; the message lists every name, the module is as it was."""
 
 
 class RemoteCallFailed(LongshoreError):

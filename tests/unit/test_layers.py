@@ -41,7 +41,14 @@ AT_MODULE_LEVEL = {
         "actors/spawn",
         "actors/strays",
     },
-    "torch": {"actors/cuda_device", "actors/tensor_views"},  # imported by those below, when there are tensors
+    "torch": {  # imported by those below, when there are tensors
+        "actors/cuda_device",
+        "actors/dtensors",
+        "actors/handover",
+        "actors/module_places",
+        "actors/tensor_views",
+        "actors/transformers_models",
+    },
 }
 IN_FUNCTIONS = {
     "ray": {"cluster/connection", "cluster/doctor_cluster", "cluster/model", "cluster/ray_join"},

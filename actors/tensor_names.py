@@ -1,0 +1,49 @@
+"""From the names of a checkpoint to those of a module. Plain text: no torch."""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterable, Mapping
+
+from cluster.errors import ModuleMismatch
+
+Rename = Mapping[str, str | None] | Callable[[str], str | None] | None
+
+
+def new_names(names: Iterable[str], prefix: str = "", rename: Rename = None) -> dict[str, str]:
+    """New name -> name, of those that begin with `prefix`, which is taken off, then renamed.
+
+    A mapping is of whole names, or of what names begin with up to a dot; the longest that fits counts:
+    {"model": "model.language_model", "visual": "model.visual"}, {"model": ""} takes `model.` away. None, from a mapping
+    or a function, leaves a tensor out. Raises ModuleMismatch when two names become one.
+    """
+    prefix = f"{prefix}." if prefix and not prefix.endswith(".") else prefix
+    found: dict[str, str] = {}
+    twice: list[str] = []
+    for name in names:
+        if not name.startswith(prefix):
+            continue
+        new = _renamed(name[len(prefix) :], rename)
+        if new is None:
+            continue
+        if new in found:
+            twice.append(f"{found[new]} and {name} -> {new}")
+        found[new] = name
+    if twice:
+        raise ModuleMismatch(f"rename makes one name of several: {', '.join(twice[:20])}", clashes=len(twice))
+    return found
+
+
+def _renamed(name: str, rename: Rename) -> str | None:
+    if rename is None:
+        return name
+    if not isinstance(rename, Mapping):
+        return rename(name)
+    if name in rename:
+        return rename[name]
+    at = name.rfind(".")
+    while at > 0:
+        if name[:at] in rename:
+            target = rename[name[:at]]
+            return f"{target}{name[at:]}" if target else target if target is None else name[at + 1 :]
+        at = name.rfind(".", 0, at)
+    return name

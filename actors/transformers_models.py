@@ -1,0 +1,113 @@
+"""What models of transformers need to be filled: their names for a checkpoint's tensors, and their rotary buffers.
+
+transformers 5 keeps experts stacked that checkpoints keep one by one, and renames the parts of some models; it says how
+in a mapping that its own loader works by. So that is asked, whatever version is installed, and nothing is known here.
+"""
+
+from __future__ import annotations
+
+import re
+import sys
+from collections.abc import Iterable, Mapping
+from copy import deepcopy
+from dataclasses import dataclass
+from typing import Any
+
+import torch
+
+from cluster.errors import ConfigError
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A tensor under the module's name."""
+
+    tensor: torch.Tensor
+    sources: tuple[str, ...]  # names that it was made of
+    copied: bool  # it has memory of its own
+
+
+def is_one(module: torch.nn.Module) -> bool:
+    """Whether it is a model of transformers, which is imported then."""
+    transformers: Any = sys.modules.get("transformers")
+    return transformers is not None and isinstance(module, transformers.PreTrainedModel)
+
+
+def convert(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, Converted]:
+    """The tensors as transformers' loader would put them, by the module's names.
+
+    Raises ConfigError when the installed transformers has no such mapping, or cannot convert what a rank holds.
+    """
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    except ImportError as error:
+        raise ConfigError(
+            "convert=True needs transformers 5.10 or newer", hint="or pass rename=", cause=str(error)
+        ) from error
+    model: Any = module
+    mapping = get_model_conversion_mapping(model)
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    there = model.state_dict()
+    found: dict[str, Converted] = {}
+    collected: dict[str, Any] = {}
+    sources: dict[str, list[str]] = {}
+    for name in sorted(tensors, key=dot_natural_key):
+        new, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, there)
+        if new not in there and name in there:
+            new, pattern = name, None
+        if pattern is None or new not in there:
+            found[new if new in there else name] = Converted(tensors[name], (name,), copied=False)
+            continue
+        if new not in collected:
+            collected[new] = deepcopy(of_pattern[pattern])
+        collected[new].add_tensor(new, name, pattern, tensors[name])
+        sources.setdefault(new, []).append(name)
+    for first, converter in collected.items():
+        for name, made in _made(model, first, converter).items():
+            storages = {tensors[source].untyped_storage().data_ptr() for source in sources[first]}
+            copied = made.untyped_storage().data_ptr() not in storages
+            found[name] = Converted(made, tuple(sources[first]), copied)
+    return found
+
+
+def _made(model: Any, first: str, converter: Any) -> dict[str, torch.Tensor]:
+    try:
+        with torch.no_grad():
+            made = converter.convert(first, model=model, config=model.config)
+    except Exception as error:  # transformers raises what it likes
+        raise ConfigError(f"transformers cannot make {first} of this rank's tensors", cause=str(error)[:300]) from error
+    return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
+
+
+def without_ignored(
+    module: torch.nn.Module, missing: Iterable[str], unexpected: Iterable[str]
+) -> tuple[list[str], list[str]]:
+    """The names that count: a model says which it can do without, and which in checkpoints it does not want."""
+    ignored_missing = _patterns(module, "_keys_to_ignore_on_load_missing")
+    ignored = _patterns(module, "_keys_to_ignore_on_load_unexpected")
+    if any(name.endswith("rotary_emb.inv_freq") for name, _ in module.named_buffers()):
+        ignored.append(re.compile(r"rotary_emb\.inv_freq"))  # that of each layer, in early checkpoints
+    return (
+        [name for name in missing if not any(pattern.search(name) for pattern in ignored_missing)],
+        [name for name in unexpected if not any(pattern.search(name) for pattern in ignored)],
+    )
+
+
+def make_buffers(module: torch.nn.Module, buffers: Iterable[tuple[torch.nn.Module, str]], device: str) -> None:
+    """Make buffers that no checkpoint has, on the device, by the model's own initialisation; nothing else changes."""
+    done: Any
+    for done in (*module.modules(), *module.parameters(), *module.buffers()):
+        done._is_hf_initialized = True  # transformers leaves these as they are
+    for owner, name in buffers:
+        setattr(owner, name, torch.empty_like(getattr(owner, name), device=device))
+        done = owner
+        done._is_hf_initialized = False
+    model: Any = module
+    model.initialize_weights()
+
+
+def _patterns(module: torch.nn.Module, attribute: str) -> list[re.Pattern[str]]:
+    return [re.compile(pattern) for pattern in getattr(module, attribute, None) or ()]

@@ -1,0 +1,45 @@
+"""Shards of every rank of a checkpoint in a folder, without a cluster: each chunk is placed once by the real device."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from pathlib import Path
+
+import numpy as np
+
+from actors.cpu_device import CpuDevice
+from actors.shard import RankShard
+from cluster.layout_rules import rules_for
+from cluster.load_plan import LoadPlan
+from cluster.mesh import Layout
+from cluster.model_config import read_model_config
+from cluster.planning import build_load_plan
+from cluster.read_items import expand_read_items
+from storage.checkpoint import open_model
+from storage.local import LocalStore
+
+ONE_RANK = Layout()
+CHUNK_BYTES = 1 << 14
+
+
+def shards_of(folder: Path, layout: Layout = ONE_RANK, rules: Mapping[str, str] | None = None) -> list[RankShard]:
+    """What each rank would hold after a load. `rules`: the user's own, before those of the family."""
+    store = LocalStore(folder)
+    index = open_model(store, chunk_bytes=CHUNK_BYTES)
+    config = read_model_config(store, index)
+    plan = build_load_plan(index, layout, rules_for(config, rules), config)
+    files = [np.fromfile(folder / shard.key, np.uint8) for shard in index.shards]
+    return [shard_of(plan, rank, files) for rank in range(layout.ranks)]
+
+
+def shard_of(plan: LoadPlan, rank: int, files: list[np.ndarray]) -> RankShard:
+    """One rank's, from the bytes of the checkpoint's files."""
+    mine = plan.ranks[rank]
+    device = CpuDevice()
+    device.allocate(mine.segment_bytes)
+    items = expand_read_items(mine.slices, plan.chunks)
+    for chunk in mine.chunk_ids.tolist():
+        span = plan.chunks.byte_range(chunk)
+        data = files[plan.chunks.shard[chunk]][span.start : span.end]
+        device.place(data.data, items, items.for_chunk(chunk))
+    return RankShard(mine, device)
