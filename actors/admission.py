@@ -13,7 +13,7 @@ from actors.model_record import ModelRecord, Seat
 from actors.node_agents import NodeAgents
 from actors.promised import claims_of, new_workers, promise
 from cluster.config import Config
-from cluster.errors import DoesNotFit
+from cluster.errors import DoesNotFit, DoesNotFitNow
 from cluster.fit import check_fit
 from cluster.host_room import larger_claims
 from cluster.packed_plan import PackedPlan
@@ -43,7 +43,7 @@ async def fit_on(
     infos = with_kept_memory([facts[node_id] for node_id in order], taken)
     device = record.request.device
     rank_nodes = {rank: order.index(seat.node_id) for rank, seat in seats.items()}
-    misfit = check_fit(plan, rank_nodes, infos, config, device, claims, new_workers(seats))
+    misfit = check_fit(plan, rank_nodes, infos, config, device, claims, new_workers(seats), record.request.fit)
     if misfit is None:
         promise(record, {rank: plan.ranks[rank].device_bytes if device == "cpu" else 0 for rank in seats}, infos)
     return misfit
@@ -63,6 +63,7 @@ async def fit_in(
     Raises DoesNotFit, and what an agent raises: ArenaTooLarge...
     """
     # Models that have just ended may not have given back yet what they had.
+    freed_s = time.monotonic() + FREED_S  # nor other processes that have just ended
     ended_s = [other.ended_s for other in others if other.life.is_over and other.host_bytes]
     give_up_s = max(ended_s, default=0.0) + FREED_S
     while True:
@@ -72,7 +73,7 @@ async def fit_in(
         if ending := in_the_way(gangs.idle(), record.nodes):
             await finished(gangs.end(ending))
             give_up_s = time.monotonic() + FREED_S
-        elif time.monotonic() >= give_up_s:
+        elif time.monotonic() >= (max(give_up_s, freed_s) if isinstance(misfit, DoesNotFitNow) else give_up_s):
             raise misfit
         else:
             await asyncio.sleep(0.1)

@@ -79,6 +79,7 @@ class Coordinator:
         if request.device == "auto":
             infos = await asyncio.to_thread(nodes.cluster_nodes, (), self._config.cpu_ranks_per_node)
             request = replace(request, device=resolve_device(infos, "auto"))
+        request.fit.check_device(request.device)
         for record in list(self._models.values()):
             if record.request.identity() != request.identity() or record.life.is_over:
                 continue

@@ -27,6 +27,7 @@ if TYPE_CHECKING:
     from cluster.errors import ConfigError as ConfigError
     from cluster.errors import DeviceUnavailable as DeviceUnavailable
     from cluster.errors import DoesNotFit as DoesNotFit
+    from cluster.errors import DoesNotFitNow as DoesNotFitNow
     from cluster.errors import IllegalTransition as IllegalTransition
     from cluster.errors import LayoutError as LayoutError
     from cluster.errors import LoadCancelled as LoadCancelled
@@ -102,9 +103,10 @@ _EXPORTS = {
     "cluster.client": "aload aplan apublish averify load plan publish verify",
     "cluster.config": "Config",
     "cluster.errors": (
-        "ChunkFailed ClusterError ClusterLost ConfigError DeviceUnavailable DoesNotFit IllegalTransition LayoutError "
-        "LoadCancelled LoadError LoadForgotten LoadTimeout ModelConfigError ModelNotFound ModuleMismatch NodeLost "
-        "NotEnoughResources PackageMissing PlanError RankLost RemoteCallFailed VersionMismatch"
+        "ChunkFailed ClusterError ClusterLost ConfigError DeviceUnavailable DoesNotFit DoesNotFitNow "
+        "IllegalTransition LayoutError LoadCancelled LoadError LoadForgotten LoadTimeout ModelConfigError "
+        "ModelNotFound ModuleMismatch NodeLost NotEnoughResources PackageMissing PlanError RankLost "
+        "RemoteCallFailed VersionMismatch"
     ),
     "cluster.model": "LoadedModel",
     "cluster.plan_summary": "PlanSummary",

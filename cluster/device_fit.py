@@ -10,7 +10,7 @@ so that each has room.
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 from cluster.config import Config
 from cluster.fit_options import FitOptions
@@ -33,6 +33,10 @@ class DeviceRoom:
         """Bytes that ranks can take."""
         free_bytes = self.total_bytes if self.free_bytes is None else self.free_bytes
         return max(0, free_bytes - self.kept_free_bytes)
+
+    def emptied(self) -> DeviceRoom:
+        """The same without what others have in use."""
+        return replace(self, free_bytes=None)
 
 
 def room_on(gpu: GpuMemory, options: FitOptions, config: Config) -> DeviceRoom:

@@ -6,6 +6,7 @@ LongshoreError
 |  +- LayoutError               a tensor cannot be cut as asked; lists every such tensor
 |  +- ModelConfigError          config.json is broken or contradicts what cutting needs of it
 |  +- DoesNotFit                a device or host lacks the memory; says need and have for each
+|     +- DoesNotFitNow          only because other processes have memory of the GPUs in use
 +- ClusterError
 |  +- ClusterLost               no coordinator, or Ray itself cannot be reached
 |  |  +- LoadForgotten          coordinators were killed, again and again, before the load had begun
@@ -48,6 +49,10 @@ class ModelConfigError(PlanError):
 
 class DoesNotFit(PlanError):
     """A device or a host lacks the memory; the message says need and have for each."""
+
+
+class DoesNotFitNow(DoesNotFit):
+    """Only because other processes have memory of the GPUs in use."""
 
 
 class ClusterError(LongshoreError):

@@ -7,7 +7,7 @@ from typing import Protocol
 
 from cluster.config import Config
 from cluster.device_fit import device_problem, room_on
-from cluster.errors import DoesNotFit
+from cluster.errors import DoesNotFit, DoesNotFitNow
 from cluster.fit_options import FitOptions
 from cluster.host_room import Claim, NodeNeed, room_problems
 from cluster.topology import NodeInfo, ranks_by_node
@@ -65,6 +65,7 @@ def check_fit(
     """
     problems: list[str] = []
     hints: list[str] = []
+    in_use: list[bool] = []  # of each problem with devices: only because others have their memory in use
     needs: dict[int, NodeNeed] = {}
     for index, ranks in ranks_by_node(rank_nodes).items():
         node = nodes[index]
@@ -89,9 +90,11 @@ def check_fit(
         needs[index] = NodeNeed(len(ranks), tensor_bytes, starting, new_arena_bytes)
         if device == "cuda":
             rooms = [room_on(gpu, options, config) for gpu in node.gpus]
-            if problem := device_problem(node.host, dict(zip(ranks, device_bytes, strict=True)), rooms):
+            on_devices = dict(zip(ranks, device_bytes, strict=True))
+            if problem := device_problem(node.host, on_devices, rooms):
                 problems.append(problem)
-                hints.append("Raise tensor_parallel_size or fsdp_size")
+                in_use.append(not device_problem(node.host, on_devices, [room.emptied() for room in rooms]))
+                hints.append("End what else runs on the GPUs" if in_use[-1] else "Raise tensor_parallel_size")
     if device == "cpu":
         config = config.model_copy(update={"host_reserve_bytes": options.host_reserve_bytes(config)})
     if missing := room_problems(nodes, needs, claims, config):
@@ -101,4 +104,5 @@ def check_fit(
         return None
     more = len(problems) - SHOWN
     shown = "; ".join(problems[:SHOWN]) + (f"; and {more} more" if more > 0 else "")
-    return DoesNotFit(f"the load does not fit: {shown}", hint=". ".join(dict.fromkeys(hints)), problems=len(problems))
+    kind = DoesNotFitNow if len(problems) == sum(in_use) else DoesNotFit
+    return kind(f"the load does not fit: {shown}", hint=". ".join(dict.fromkeys(hints)), problems=len(problems))

@@ -9,9 +9,11 @@ from dataclasses import dataclass, replace
 from typing import Any
 
 from cluster.errors import ConfigError
+from cluster.fit_options import FitOptions
 from cluster.layout_rules import parse_rules
 from cluster.load_request import LoadRequest, StoreAccess
 from cluster.mesh import Layout
+from cluster.precision import Precision
 from storage.checkpoint import split_model_uri
 from storage.errors import InvalidUri, StoreError, UnsupportedStore
 from storage.object_store import ObjectStore
@@ -77,6 +79,8 @@ def make_request(
     placement: str = "auto",
     placement_group: Any = None,
     trusted_keys: Sequence[str | os.PathLike[str]] = (),
+    fit: FitOptions | None = None,
+    precision: Precision | None = None,
 ) -> LoadRequest:
     """A request that can be meant.
 
@@ -91,6 +95,8 @@ def make_request(
         raise ConfigError(f"wait_for_resources_s must be 0 or more seconds, not {wait_for_resources_s!r:.40}")
     if layout_rules is not None:
         parse_rules(layout_rules)
+    fit = fit or FitOptions()
+    fit.check_device(device)
     ref, only_key = store_options.resolve(uri)
     return LoadRequest(
         uri=f"{ref.uri}/{only_key}" if only_key else ref.uri,
@@ -105,6 +111,8 @@ def make_request(
         placement=placement,
         placement_group=placement_group,
         trusted_keys=read_keys(trusted_keys),
+        precision=precision or Precision(),
+        fit=fit,
     )
 
 

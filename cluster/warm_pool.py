@@ -71,7 +71,15 @@ def with_kept_memory(nodes: Sequence[NodeInfo], gang: IdleGang | None) -> list[N
     """The nodes as the load that takes `gang` over sees them: what its workers keep is its to use."""
     if gang is None:
         return list(nodes)
-    return [replace(node, kept_bytes=gang.kept_bytes.get(node.node_id, 0)) for node in nodes]
+    return [
+        replace(
+            node,
+            kept_bytes=gang.kept_bytes.get(node.node_id, 0),
+            # Part of what is in use on GPUs is its own workers': all that can be said is what there is.
+            gpus=tuple(replace(gpu, free_bytes=None) for gpu in node.gpus) if gang.device == "cuda" else node.gpus,
+        )
+        for node in nodes
+    ]
 
 
 def in_the_way(gangs: Iterable[IdleGang], node_ids: Iterable[str]) -> list[str]:

@@ -94,7 +94,7 @@ class ClusterMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 4))
     def same_load_again(self, index: int) -> None:
         request = self.the_cluster.clients[index % len(self.the_cluster.clients)].request
-        self.the_cluster.load(request.uri, request.tensor_parallel_size, request.data_parallel_size)
+        self.the_cluster.load(request.uri, request.layout.tensor_parallel_size, request.layout.data_parallel_size)
 
     @rule(index=st.integers(0, 9), seconds=st.sampled_from([0.0, 0.5]))
     def worker_is_killed(self, index: int, seconds: float) -> None:
