@@ -11,12 +11,13 @@ copies. A (4, 6) weight under a `row` rule, tensor_parallel_size=2, fsdp_size=2 
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from cluster.errors import LayoutError
+from cluster.errors import ConfigError, LayoutError
 from cluster.layout_rules import FAMILIES, Rule, Rules
 from cluster.mesh import Layout, RankCoords
+from cluster.quantized_rules import Part, cut_part, find_parts, find_rule, why_unnamed
 from cluster.stages import decide_stages
 from cluster.tensor_cut import TensorCut, cut_tensor, experts_of
 from storage.model_index import Tensor
@@ -51,25 +52,28 @@ def decide_layout(
     tensors: Sequence[Tensor], layout: Layout, rules: Rules, config: ModelConfig | None = None
 ) -> list[PlacedTensor]:
     """Of each tensor, in order. Raises one LayoutError for all that cannot be placed."""
-    found = _find_rules(tensors, layout, rules)
+    found, parts = _find_rules(tensors, layout, rules, config)
     unnamed = [tensor.name for tensor, rule in zip(tensors, found, strict=True) if rule is None]
     problems: list[str] = []
     cuts: list[TensorCut] = []
     known: dict[tuple[object, ...], TensorCut | str] = {}  # tensors alike are cut alike
-    for tensor, rule in zip(tensors, found, strict=True):
+    refused: dict[tuple[object, ...], tuple[Tensor, Rule, Part | None]] = {}
+    for tensor, rule, part in zip(tensors, found, parts, strict=True):
         if rule is None:
             continue
-        alike = (rule, tensor.dtype, tensor.shape, tensor.size_bytes)
+        alike = (rule, part and part.storage, tensor.dtype, tensor.shape, tensor.size_bytes)
         cut = known.get(alike)
         if cut is None:
-            cut = known[alike] = cut_tensor(tensor, rule, layout, config)
+            cut = known[alike] = _cut(tensor, rule, part, layout, config)
         if isinstance(cut, str):
             problems.append(f"{tensor.name!r:.200}: {cut}")
+            refused.setdefault(alike, (tensor, rule, part))
         else:
             cuts.append(cut)
     experts = _expert_places(tensors, found, layout, problems)
     if unnamed or problems:
-        raise _layout_error(unnamed, problems, layout, config)
+        hint = _sizes_that_do(list(refused.values()), layout, config)
+        raise _layout_error(unnamed, problems, layout, config, hint)
     stages = decide_stages(tensors, layout)
     holders: dict[tuple[tuple[int, ...], int | None], Holder] = {}
     return [
@@ -78,11 +82,36 @@ def decide_layout(
     ]
 
 
-def _find_rules(tensors: Sequence[Tensor], layout: Layout, rules: Rules) -> list[Rule | None]:
+def _find_rules(
+    tensors: Sequence[Tensor], layout: Layout, rules: Rules, config: ModelConfig | None
+) -> tuple[list[Rule | None], list[Part | None]]:
     if not layout.cuts_tensors:
-        return [Rule.REPLICATE] * len(tensors)
+        return [Rule.REPLICATE] * len(tensors), [None] * len(tensors)
     rule_for = rules.finder()
-    return [rule_for(tensor.name) for tensor in tensors]
+    parts = find_parts(tensors, config.quantization if config is not None else None)
+    found = [find_rule(tensor.name, parts.get(number), rule_for) for number, tensor in enumerate(tensors)]
+    return [rule for rule, _ in found], [part for _, part in found]
+
+
+def _cut(tensor: Tensor, rule: Rule, part: Part | None, layout: Layout, config: ModelConfig | None) -> TensorCut | str:
+    if part is not None:
+        return cut_part(tensor, part.storage, rule, layout, config)
+    return cut_tensor(tensor, rule, layout, config)
+
+
+def _sizes_that_do(refused: list[tuple[Tensor, Rule, Part | None]], layout: Layout, config: ModelConfig | None) -> str:
+    """Which smaller tensor_parallel_size none of the refused tensors stands in the way of, as a hint."""
+    sizes = []
+    for size in range(1, layout.tensor_parallel_size):
+        if layout.tensor_parallel_size % size or not refused:
+            continue
+        try:
+            smaller = replace(layout, tensor_parallel_size=size)
+        except ConfigError:  # the experts do not fit it
+            continue
+        if not any(isinstance(_cut(*one, smaller, config), str) for one in refused):
+            sizes.append(str(size))
+    return f"these tensors can be cut with tensor_parallel_size={' or '.join(sizes)}" if sizes else ""
 
 
 def _expert_places(
@@ -112,9 +141,11 @@ def expert_number(name: str) -> int | None:
     return next((int(part) for part in reversed(name.split(".")) if part.isdecimal() and len(part) < 8), None)
 
 
-def _layout_error(unnamed: list[str], problems: list[str], layout: Layout, config: ModelConfig | None) -> LayoutError:
+def _layout_error(
+    unnamed: list[str], problems: list[str], layout: Layout, config: ModelConfig | None, sizes: str
+) -> LayoutError:
     parts = []
-    hints = []
+    hints = [sizes] if sizes else []
     if unnamed:
         names = [f"{name!r:.200}" for name in unnamed]
         size = (
@@ -123,6 +154,8 @@ def _layout_error(unnamed: list[str], problems: list[str], layout: Layout, confi
             else f"expert_parallel_size={layout.expert_parallel_size}"
         )
         parts.append(f"{len(unnamed)} tensors are named by no rule for {size}: {_some(names)}")
+        if why := why_unnamed(unnamed, config.quantization if config else None):
+            parts.append(why)
         family = config.model_type if config else None
         known = ", ".join(FAMILIES)
         if family not in FAMILIES:

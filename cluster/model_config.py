@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cluster.errors import ModelConfigError
+from cluster.quantization_config import QuantizationConfig, find_quantization
 from storage.checksum import new_hasher
 from storage.errors import IntegrityError
 from storage.json_bounds import json_values
@@ -35,6 +36,7 @@ class ModelConfig(BaseModel):
     hidden_size: _Count | None = None
     qk_nope_head_dim: _Count | None = None  # DeepSeek's latent attention: heads of two lengths, no head_dim
     vision_heads: _Count | None = None  # of a vision tower, `vision_config.num_heads`
+    quantization: QuantizationConfig | None = None  # of a checkpoint that is quantised, `quantization_config`
 
     @property
     def kv_heads(self) -> int | None:
@@ -73,7 +75,7 @@ def parse_model_config(data: bytes) -> ModelConfig:
     if not isinstance(fields, dict):
         raise ModelConfigError(f"config.json is a JSON {type(fields).__name__}, not an object")
     try:
-        return ModelConfig.model_validate(_language_part(fields))
+        return ModelConfig.model_validate({**_language_part(fields), "quantization": find_quantization(fields)})
     except ValidationError as exc:
         problems = "; ".join(
             f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {quote(e['input'])}" for e in exc.errors()

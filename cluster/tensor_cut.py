@@ -84,19 +84,22 @@ def region_of(shape: tuple[int, ...], cut: TensorCut, coords: RankCoords, layout
 
 def cut_tensor(tensor: Tensor, rule: Rule, layout: Layout, config: ModelConfig | None) -> TensorCut | str:
     """The cut of one tensor, or why there is none."""
+    cut = cut_shape(tensor.shape, rule, layout, config)
+    return cut if isinstance(cut, str) else byte_problem(tensor, cut, layout) or cut
+
+
+def cut_shape(shape: tuple[int, ...], rule: Rule, layout: Layout, config: ModelConfig | None) -> TensorCut | str:
+    """The same for a tensor of that shape, however many bits an element has."""
     experts, plain = _EXPERT_RULES.get(rule, ("", rule))
     ways = layout.expert_cuts if experts else layout.tensor_parallel_size
     first = 1 if experts == "all" else 0
-    if experts == "all" and (not tensor.shape or tensor.shape[0] % layout.expert_parallel_size):
+    if experts == "all" and (not shape or shape[0] % layout.expert_parallel_size):
         return (
             f"the rule {rule} spreads dim 0 over expert_parallel_size={layout.expert_parallel_size}, "
-            f"but the shape is {tensor.shape}"
+            f"but the shape is {shape}"
         )
-    cut = _cut_by_rule(tensor.shape, plain, first, ways, layout, config)
-    if isinstance(cut, str):
-        return cut
-    cut = TensorCut(cut.dim, cut.blocks, experts)
-    return _byte_problem(tensor, cut, layout) or cut
+    cut = _cut_by_rule(shape, plain, first, ways, layout, config)
+    return cut if isinstance(cut, str) else TensorCut(cut.dim, cut.blocks, experts)
 
 
 def _cut_by_rule(
@@ -173,7 +176,7 @@ _FIELDS = {
 }
 
 
-def _byte_problem(tensor: Tensor, cut: TensorCut, layout: Layout) -> str | None:
+def byte_problem(tensor: Tensor, cut: TensorCut, layout: Layout) -> str | None:
     """Why the cut does not fall on whole bytes, if so: only possible for packed types (F4, F6)."""
     bits = element_bits(tensor.shape, tensor.size_bytes)
     if bits is None:

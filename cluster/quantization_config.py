@@ -1,0 +1,164 @@
+"""How a checkpoint says that it is quantised: `quantization_config` of config.json. From a bucket: not trusted.
+
+Only what decides cuts is read: sizes of groups and blocks, bits, the format's name. Which modules are quantised is
+seen from the tensors that are there, never from the patterns (regular expressions) that such a config may hold.
+"""
+
+from __future__ import annotations
+
+from enum import StrEnum
+from typing import Annotated, Any
+
+from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+
+MAX_SCHEMES = 64  # config_groups of compressed-tensors
+MAX_UNIT = 1 << 20  # indices in a group or block
+
+_Name = Annotated[str, Field(strict=True, max_length=100)]
+_Bits = Annotated[int, Field(strict=True, ge=1, le=64)]
+_Unit = Annotated[int, Field(strict=True, ge=1, le=MAX_UNIT)]
+_GroupSize = Annotated[int, Field(strict=True, ge=-1, le=MAX_UNIT)]  # -1 and 0: no groups, a scale per output
+_Block = tuple[_Unit, _Unit]  # (outputs, inputs)
+
+
+class Family(StrEnum):
+    """Formats that lie in tensors alike."""
+
+    GPTQ = "gptq"
+    AWQ = "awq"
+    SCALED = "scaled"  # `weight` as it is cut elsewhere, with scales next to it
+    COMPRESSED = "compressed-tensors"
+
+
+# quant_method -> family
+METHODS = {
+    "gptq": Family.GPTQ,
+    "awq": Family.AWQ,
+    "fp8": Family.SCALED,
+    "fbgemm_fp8": Family.SCALED,
+    "compressed-tensors": Family.COMPRESSED,
+}
+_GPTQ_FORMATS = ("", "gptq", "gptq_v2")
+_AWQ_FORMATS = ("", "gemm")
+_COMPRESSED_FORMATS = (
+    "",
+    "dense",
+    "naive-quantized",
+    "int-quantized",
+    "float-quantized",
+    "pack-quantized",
+    "mixed-precision",
+    "nvfp4-pack-quantized",
+    "mxfp4-pack-quantized",
+    "mxfp8-quantized",
+)
+
+
+class WeightScheme(BaseModel):
+    """How the weights of one of compressed-tensors' `config_groups` are quantised."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    num_bits: _Bits = 8
+    strategy: _Name | None = None
+    group_size: _GroupSize | None = None
+    block_structure: _Block | None = None
+
+    @property
+    def units(self) -> tuple[int, int]:
+        """Outputs and inputs that share a scale; 0: all of them."""
+        if self.block_structure is not None:
+            return self.block_structure
+        if self.group_size is not None and self.group_size > 0:
+            return (1, self.group_size)
+        return (0, 0) if self.strategy == "tensor" else (1, 0)
+
+
+class QuantizationConfig(BaseModel):
+    """What cutting needs of it. Fields that the file lacks have the defaults of the formats."""
+
+    model_config = ConfigDict(frozen=True, extra="ignore")
+
+    quant_method: _Name = ""
+    bits: Annotated[_Bits | None, Field(validation_alias=AliasChoices("bits", "w_bit"))] = None
+    group_size: Annotated[_GroupSize | None, Field(validation_alias=AliasChoices("group_size", "q_group_size"))] = None
+    desc_act: Annotated[bool, Field(strict=True)] = False
+    zero_point: Annotated[bool, Field(strict=True)] = True
+    weight_block_size: _Block | None = None
+    format: _Name = ""
+    schemes: Annotated[tuple[WeightScheme, ...], Field(max_length=MAX_SCHEMES)] = ()
+
+    @model_validator(mode="before")
+    @classmethod
+    def _read(cls, fields: Any) -> Any:
+        if not isinstance(fields, dict):
+            return fields
+        fields = {name: value for name, value in fields.items() if value is not None}
+        groups = fields.pop("config_groups", None)
+        fields["schemes"] = groups if groups is not None and not isinstance(groups, dict) else _weights(groups or {})
+        if "quant_method" not in fields and groups is not None:
+            fields["quant_method"] = "compressed-tensors"
+        method = fields.get("quant_method")
+        if method in ("gptq", "awq"):
+            names = ("checkpoint_format",) if method == "gptq" else ("version",)
+            fields["format"] = next((fields[name] for name in names if name in fields), "")
+        elif method in ("auto-round", "intel/auto-round"):
+            # "auto_round:auto_gptq" and the like: the tensors are those of GPTQ or AWQ.
+            packing = fields.get("packing_format")
+            named = [family for family in ("gptq", "awq") if isinstance(packing, str) and family in packing]
+            fields |= {"quant_method": named[0], "format": ""} if len(named) == 1 else {}
+        if _own_activation_order(fields.get("dynamic")):
+            fields["desc_act"] = True
+        return fields
+
+    @property
+    def family(self) -> Family | None:
+        """Which rules cut its tensors; None: none that we have, see `trouble`."""
+        return None if self.trouble else METHODS[self.quant_method]
+
+    @property
+    def trouble(self) -> str:
+        """Why no rules cut its tensors, or ""."""
+        if self.quant_method not in METHODS:
+            named = repr(self.quant_method) if self.quant_method else "not named"
+            return (
+                f"the quant_method in config.json is {named}, which tensor parallelism cannot cut "
+                f"(it can: {', '.join(METHODS)})"
+            )
+        formats = {
+            Family.GPTQ: _GPTQ_FORMATS,
+            Family.AWQ: _AWQ_FORMATS,
+            Family.COMPRESSED: _COMPRESSED_FORMATS,
+        }.get(METHODS[self.quant_method])
+        if formats is not None and self.format.lower() not in formats:
+            return (
+                f"the {self.quant_method} format in config.json is {self.format!r}, which tensor parallelism "
+                f"cannot cut (it can: {', '.join(filter(None, formats))})"
+            )
+        return ""
+
+
+def find_quantization(fields: dict[str, Any]) -> object:
+    """The part of a config.json's fields that `QuantizationConfig` checks; None where there is none.
+
+    A multimodal model may keep it in `text_config`; early releases of compressed-tensors named it otherwise.
+    """
+    nested = fields.get("text_config")
+    for part in (fields, nested if isinstance(nested, dict) else {}):
+        for name in ("quantization_config", "compression_config"):
+            if part.get(name) is not None:
+                found: object = part[name]
+                return found
+    return None
+
+
+def _weights(groups: dict[str, Any]) -> list[Any]:
+    """Of each group, what it says of weights; a group may quantise activations only."""
+    return [group["weights"] for group in groups.values() if isinstance(group, dict) and group.get("weights")]
+
+
+def _own_activation_order(dynamic: object) -> bool:
+    """GPTQModel: settings of single modules, by pattern. One with desc_act makes us take g_idx seriously everywhere."""
+    return isinstance(dynamic, dict) and any(
+        isinstance(settings, dict) and settings.get("desc_act") is True for settings in dynamic.values()
+    )
