@@ -16,6 +16,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.box import element_bits
+from cluster.device_map import DeviceMap
 from cluster.errors import LayoutError
 from cluster.layout import Holder, decide_layout
 from cluster.layout_rules import Rules
@@ -76,6 +77,7 @@ class CutModel:
     holder: NDArray[np.int32]  # (n,) index into holders
     shard: NDArray[np.int32]  # (n,) index into the shards
     start: NDArray[np.int64]  # (n,) first byte of the whole tensor in the shard's file
+    device_map: DeviceMap | None = None  # of the one rank, when it has several devices
 
     def __len__(self) -> int:
         return len(self.names)

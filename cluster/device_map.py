@@ -12,7 +12,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, field
 
+from cluster.errors import LayoutError
 from cluster.module_tree import Module
+from storage.problems import MAX_LISTED, quote
 
 CPU, DISK = "cpu", "disk"
 DeviceKey = int | str
@@ -38,6 +40,20 @@ class DeviceMap:
         """Of each tensor; None where no module of the map holds it."""
         known = dict(self.modules)
         return [_find(known, name) for name in names]
+
+    def assign(self, names: Iterable[str]) -> list[DeviceKey]:
+        """Of each tensor. Raises LayoutError listing those that no module of the map holds."""
+        names = list(names)
+        devices = self.devices_of(names)
+        unnamed = [quote(name) for name, device in zip(names, devices, strict=True) if device is None]
+        if unnamed:
+            more = f" and {len(unnamed) - MAX_LISTED} more" if len(unnamed) > MAX_LISTED else ""
+            raise LayoutError(
+                f"the device map names no module for {len(unnamed)} tensors: {', '.join(unnamed[:MAX_LISTED])}{more}",
+                hint='name their modules, or the whole model with {"": "cpu"}; what is inside a module goes with it',
+                unnamed=len(unnamed),
+            )
+        return [device for device in devices if device is not None]
 
 
 def device_order(device: DeviceKey) -> tuple[int, int]:

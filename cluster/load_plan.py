@@ -17,6 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.cut_model import CutModel
+from cluster.device_map import DeviceKey, DeviceMap
 from cluster.mesh import RankCoords
 from cluster.precision import Recipe
 from cluster.region import Region
@@ -74,6 +75,8 @@ class RankPlan:
     segment_bytes: tuple[int, ...]  # sizes of the device memory blocks to allocate
     chunk_ids: NDArray[np.int64]  # chunks that anything is read from, ascending
     staged: tuple[StagedTensor, ...] = ()  # staged[i].source.segment == len(segment_bytes) + i
+    segment_devices: tuple[DeviceKey, ...] = ()  # of each segment, with a device map; none is on two
+    device_map: DeviceMap | None = None
 
     @property
     def sources(self) -> tuple[TensorSlice, ...]:

@@ -11,9 +11,11 @@ from numpy.typing import NDArray
 
 from cluster.box import CutsInsideByte
 from cluster.cut_model import AS_STORED, cut_model
+from cluster.device_map_options import DeviceMapOptions
 from cluster.errors import PlanError
 from cluster.layout_rules import Rules, rules_for
 from cluster.load_plan import LoadPlan, RankPlan, TensorSlice
+from cluster.mapped_model import with_device_map
 from cluster.mesh import Layout
 from cluster.model_config import ModelConfig
 from cluster.precision import Precision, region_bytes
@@ -30,14 +32,18 @@ def build_load_plan(
     rules: Rules | None = None,
     config: ModelConfig | None = None,
     precision: Precision = AS_STORED,
+    device_map: DeviceMapOptions | None = None,
 ) -> LoadPlan:
     """What each rank of `layout` holds of the model, where, and from which chunks. Same input, same plan.
 
     `rules` as `rules_for` makes them (the default: those of the family that `config` names); without tensor
     parallelism neither is needed. Raises LayoutError listing every tensor that cannot be cut, ConfigError for a
-    precision that the model cannot have, and PlanError when the model's chunks do not hold all bytes of its tensors.
+    precision that the model cannot have, what `with_device_map` raises, and PlanError when the model's chunks do not
+    hold all bytes of its tensors.
     """
     cut = cut_model(index, layout, rules_for(config) if rules is None else rules, config, precision)
+    if device_map is not None:
+        cut = with_device_map(cut, device_map, config)
     _check_coverage(index)
     return LoadPlan(index.revision, index.shards, index.chunks, cut, RankPlans(cut, index.chunks))
 

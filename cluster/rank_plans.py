@@ -5,7 +5,7 @@ So no plan of a rank ever travels, and nobody holds the plans of a thousand rank
 
 from __future__ import annotations
 
-from collections import OrderedDict
+from collections import Counter, OrderedDict
 from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import overload
@@ -14,9 +14,10 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.cut_model import CutModel, KindSlice
+from cluster.device_map import DeviceKey, device_order
 from cluster.load_plan import RankPlan, StagedTensor, TensorSlice
 from cluster.mesh import RankCoords
-from cluster.segments import ALIGNMENT_BYTES, MemoryMap, place_in_segments
+from cluster.segments import ALIGNMENT_BYTES, MemoryMap, place_in_segments, place_on_devices
 from cluster.slice_patterns import source_patterns, touched_chunks
 from storage.model_index import ChunkTable
 
@@ -31,6 +32,7 @@ class RankFacts:
     device_bytes: int  # memory that they take, alignment included
     read_bytes: int  # that it places, of chunks; more or less than it holds, when tensors are converted
     staging_bytes: int = 0  # of the largest tensor that is converted: held beside the slices for a while
+    devices: tuple[tuple[DeviceKey, int], ...] = ()  # of device_bytes, with a device map: what each device has
 
 
 def rank_facts(cut: CutModel) -> tuple[RankFacts, ...]:
@@ -50,11 +52,13 @@ def rank_facts(cut: CutModel) -> tuple[RankFacts, ...]:
             for kind, piece, count in zip(cut.kinds, pieces, counts, strict=True)
             if kind.recipe is not None and count
         )
+        devices = () if cut.device_map is None else _bytes_by_device(memory_map(cut, coords, pieces))
         found[coords] = RankFacts(
             sum(count * piece.size_bytes for count, piece in zip(counts, pieces, strict=True)),
-            sum(count * size for count, size in zip(counts, padded, strict=True)),
+            sum(size for _, size in devices) or sum(count * size for count, size in zip(counts, padded, strict=True)),
             sum(count * piece.filled_bytes for count, piece in zip(counts, pieces, strict=True)),
             max(staged, default=0),
+            devices,
         )
     return tuple(found[coords] for coords in places)
 
@@ -75,11 +79,21 @@ def node_chunks(cut: CutModel, chunks: ChunkTable, ranks: Iterable[int]) -> NDAr
 def memory_map(cut: CutModel, coords: RankCoords, pieces: Sequence[KindSlice]) -> MemoryMap:
     """Where a rank puts its slices, in order; `pieces` by kind."""
     kinds = cut.kind.tolist()
-    return place_in_segments(
+    slices = [
         (cut.names[at], size_bytes)
         for at in cut.tensors_of(coords).tolist()
         for size_bytes in pieces[kinds[at]].sizes_bytes
-    )
+    ]
+    if cut.device_map is None:
+        return place_in_segments(slices)
+    return place_on_devices(slices, cut.device_map.assign([name for name, _ in slices]))
+
+
+def _bytes_by_device(memory: MemoryMap) -> tuple[tuple[DeviceKey, int], ...]:
+    total: Counter[DeviceKey] = Counter()
+    for device, size_bytes in zip(memory.segment_devices, memory.segment_bytes, strict=True):
+        total[device] += size_bytes
+    return tuple(sorted(total.items(), key=lambda each: device_order(each[0])))
 
 
 def plan_rank(cut: CutModel, chunks: ChunkTable, rank: int) -> RankPlan:
@@ -105,7 +119,16 @@ def plan_rank(cut: CutModel, chunks: ChunkTable, rank: int) -> RankPlan:
             source = TensorSlice(name, kind.dtype, kind.shape, piece.reads, *where)
             staged.append(StagedTensor(source, kind.recipe, piece.region, first, len(slices)))
     touched = rank_chunks(cut, chunks, coords)
-    return RankPlan(rank, coords, tuple(slices), memory.segment_bytes, touched, tuple(staged))
+    return RankPlan(
+        rank,
+        coords,
+        tuple(slices),
+        memory.segment_bytes,
+        touched,
+        tuple(staged),
+        memory.segment_devices,
+        cut.device_map,
+    )
 
 
 class RankPlans(Sequence[RankPlan]):
