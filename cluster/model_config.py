@@ -8,6 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cluster.errors import ModelConfigError
+from cluster.families.defaults import CONFIG_DEFAULTS
 from cluster.quantization_config import QuantizationConfig, find_quantization
 from storage.checksum import new_hasher
 from storage.errors import IntegrityError
@@ -21,6 +22,7 @@ CONFIG_KEY = "config.json"
 MAX_CONFIG_BYTES = 16 << 20  # config.json with the label names of a large classifier is about 1 MB
 MAX_JSON_VALUES = 1_000_000  # bounds the memory that parsing takes
 
+_Name = Annotated[str, Field(strict=True, max_length=100)]
 _Count = Annotated[int, Field(strict=True, ge=1, le=1 << 24)]
 
 
@@ -29,7 +31,8 @@ class ModelConfig(BaseModel):
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
-    model_type: Annotated[str, Field(strict=True, max_length=100)] | None = None  # the family: "llama"...
+    model_type: _Name | None = None  # the family: "llama"...
+    text_model_type: _Name | None = None  # of the language model inside a multimodal one
     num_attention_heads: _Count | None = None
     num_key_value_heads: _Count | None = None  # None: as many as attention heads
     head_dim: _Count | None = None  # None: hidden_size / num_attention_heads
@@ -114,12 +117,16 @@ def _check_digest(file: OtherFile, data: bytes) -> None:
 
 
 def _language_part(fields: dict[str, Any]) -> dict[str, Any]:
+    """The language model's numbers, with what the family means by fields that are missing."""
     nested, vision = fields.get("text_config"), fields.get("vision_config")
-    fields = dict(fields)
-    fields.pop("vision_heads", None)
+    fields = {name: value for name, value in fields.items() if name not in ("vision_heads", "text_model_type")}
+    family = fields.get("model_type")
     if isinstance(vision, dict):
         heads = vision.get("num_heads", vision.get("num_attention_heads"))
         fields["vision_heads"] = heads if isinstance(heads, int) else None
-    if isinstance(nested, dict) and fields.get("num_attention_heads") is None:
-        return {**fields, **nested, "model_type": fields.get("model_type") or nested.get("model_type")}
-    return fields
+    if isinstance(nested, dict):
+        fields["text_model_type"] = nested.get("model_type")
+        if fields.get("num_attention_heads") is None:
+            fields = {**fields, **nested, "model_type": family or nested.get("model_type")}
+    defaults = CONFIG_DEFAULTS.get(family, {}) if isinstance(family, str) else {}
+    return {**defaults, **{name: value for name, value in fields.items() if value is not None}}

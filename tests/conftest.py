@@ -13,6 +13,7 @@ pytest_plugins = [
     "tests.support.checkpoint_fixtures",
     "tests.support.s3_servers",
     "tests.support.stored_models",
+    "tests.support.family_checkpoints",
     "tests.support.ray_clusters",
     "tests.support.losable_nodes",
     "tests.support.net_cluster",

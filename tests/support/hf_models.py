@@ -112,7 +112,7 @@ FAMILIES: Mapping[str, TinyFamily] = MappingProxyType(
             "Glm4vForConditionalGeneration",
             {"vision_config": _GLM_VISION, "tie_word_embeddings": False},
             _DENSE
-            | _HEADS_OF_16
+            | {"num_attention_heads": 4}
             | {"rope_parameters": _MROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},
         ),
         "deepseek_v3": TinyFamily(

@@ -51,6 +51,24 @@ def test_multimodal_nesting() -> None:
     assert parse_model_config(b'{"text_config": 7}').num_attention_heads is None
 
 
+# What the published config.json of Gemma 3's 4B model says of its language model.
+GEMMA3_4B = {
+    "model_type": "gemma3",
+    "text_config": {"hidden_size": 2560, "model_type": "gemma3_text", "num_hidden_layers": 34},
+    "vision_config": {"num_attention_heads": 16, "model_type": "siglip_vision_model"},
+}
+
+
+def test_families_that_leave_numbers_out() -> None:
+    config = parse_model_config(json.dumps(GEMMA3_4B).encode())
+    assert (config.num_attention_heads, config.kv_heads, config.head_rows) == (8, 4, 256)
+    assert (config.model_type, config.text_model_type, config.vision_heads) == ("gemma3", "gemma3_text", 16)
+    larger = {**GEMMA3_4B, "text_config": {"num_attention_heads": 32, "num_key_value_heads": 16, "head_dim": 128}}
+    config = parse_model_config(json.dumps(larger).encode())
+    assert (config.num_attention_heads, config.kv_heads, config.head_rows) == (32, 16, 128)
+    assert parse_model_config(b'{"model_type": "llama"}').num_attention_heads is None
+
+
 @pytest.mark.parametrize(
     "data",
     [

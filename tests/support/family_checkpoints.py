@@ -1,0 +1,111 @@
+"""Checkpoints of every model family, and loads of them put together again: without Ray, without a server."""
+
+from __future__ import annotations
+
+import json
+from collections.abc import Iterator, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+
+import numpy as np
+import pytest
+from numpy.typing import NDArray
+
+from cluster.layout_rules import Rules, rules_for
+from cluster.load_plan import LoadPlan, RankPlan
+from cluster.mesh import Layout
+from cluster.model_config import ModelConfig, read_model_config
+from cluster.planning import build_load_plan
+from storage.checkpoint import open_model
+from storage.local import LocalStore
+from storage.model_index import ModelIndex
+from tests.support.hf_models import FAMILIES, save_tiny
+from tests.support.planned_models import Bytes, carry_out
+
+CHUNK_BYTES = 1 << 20
+NAMINGS = ("hub", "modules")
+Arrays = Mapping[str, NDArray[np.uint16]]
+
+
+@dataclass(frozen=True, eq=False)
+class SavedFamily:
+    """A checkpoint in a folder, as it is read here and by anybody."""
+
+    folder: Path
+    index: ModelIndex
+    config: ModelConfig
+    rules: Rules
+    files: tuple[Bytes, ...]
+
+    @classmethod
+    def open(cls, folder: Path, own: Mapping[str, str] | None = None) -> SavedFamily:
+        """What `folder` has, and the rules for it: `own` ones, then the family's."""
+        store = LocalStore(str(folder))
+        index = open_model(store, chunk_bytes=CHUNK_BYTES)
+        config = read_model_config(store, index)
+        assert config is not None
+        files = tuple(np.fromfile(folder / shard.key, np.uint8) for shard in index.shards)
+        return cls(folder, index, config, rules_for(config, own), files)
+
+    def stored(self) -> dict[str, NDArray[np.uint16]]:
+        """Every tensor as it is stored; all have 16 bits."""
+        return {
+            tensor.name: self.files[tensor.shard][tensor.start : tensor.end].view(np.uint16).reshape(tensor.shape)
+            for tensor in self.index.tensors
+        }
+
+    def plan(self, layout: Layout) -> LoadPlan:
+        return build_load_plan(self.index, layout, self.rules, self.config)
+
+    def load(self, layout: Layout) -> tuple[LoadPlan, list[Arrays]]:
+        """Every rank's tensors."""
+        plan = self.plan(layout)
+        loaded = []
+        for rank in plan.ranks:
+            raw, _ = carry_out(plan, rank, self.files)
+            loaded.append({one.name: raw[one.name].view(np.uint16).reshape(one.sizes) for one in rank.slices})
+        return plan, loaded
+
+
+def reassemble(plan: LoadPlan, loaded: list[Arrays]) -> dict[str, NDArray[np.uint16]]:
+    """Every tensor, from the parts that ranks hold. Parts must be equal where they overlap, padding zero."""
+    shapes = {piece.name: piece.shape for rank in plan.ranks for piece in rank.slices}
+    whole = {name: np.zeros(shape, np.uint16) for name, shape in shapes.items()}
+    known = {name: np.zeros(shape, bool) for name, shape in shapes.items()}
+    for rank, arrays in zip(plan.ranks, loaded, strict=True):
+        for name, place, part, rest in _parts(rank, arrays):
+            assert (whole[name][place][known[name][place]] == part[known[name][place]]).all(), name
+            whole[name][place] = part
+            known[name][place] = True
+            assert not rest.any(), f"{name}: padding is not zero"
+    assert not [name for name, found in known.items() if not found.all()]
+    return whole
+
+
+def _parts(
+    rank: RankPlan, arrays: Arrays
+) -> Iterator[tuple[str, tuple[slice, ...], NDArray[np.uint16], NDArray[np.uint16]]]:
+    for piece in rank.slices:
+        array = arrays[piece.name]
+        rest = array[len(array) - piece.region.padding :] if array.ndim else array[...][None][:0]
+        for (offsets, sizes), start in piece.region.boxes():
+            place = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+            own = tuple(slice(first, first + size) for first, size in zip(start, sizes, strict=True))
+            yield piece.name, place, array[own], rest
+
+
+@pytest.fixture(scope="session")
+def saved_families(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, str], SavedFamily]:
+    """(family, naming) -> a checkpoint of it."""
+    root = tmp_path_factory.mktemp("families")
+    return {
+        (family, naming): SavedFamily.open(save_tiny(family, root / family / naming, hub_names=naming == "hub"))
+        for family in FAMILIES
+        for naming in NAMINGS
+    }
+
+
+def read_config(folder: Path) -> dict[str, object]:
+    """config.json as it is."""
+    data: dict[str, object] = json.loads((folder / "config.json").read_text())
+    return data
