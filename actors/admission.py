@@ -14,7 +14,7 @@ from actors.node_agents import NodeAgents
 from actors.promised import claims_of, new_workers, promise
 from cluster.config import Config
 from cluster.errors import DoesNotFit, DoesNotFitNow
-from cluster.fit import check_fit
+from cluster.fit import PlannedRanks, check_fit, host_bytes
 from cluster.host_room import larger_claims
 from cluster.packed_plan import PackedPlan
 from cluster.warm_pool import IdleGang, in_the_way, with_kept_memory
@@ -25,7 +25,7 @@ FREED_S = 5.0  # the memory of a process that was killed is free again by then
 async def fit_on(
     record: ModelRecord,
     seats: Mapping[int, Seat],
-    plan: PackedPlan,
+    plan: PlannedRanks,
     agents: NodeAgents,
     config: Config,
     others: Collection[ModelRecord],
@@ -45,7 +45,7 @@ async def fit_on(
     rank_nodes = {rank: order.index(seat.node_id) for rank, seat in seats.items()}
     misfit = check_fit(plan, rank_nodes, infos, config, device, claims, new_workers(seats), record.request.fit)
     if misfit is None:
-        promise(record, {rank: plan.ranks[rank].device_bytes if device == "cpu" else 0 for rank in seats}, infos)
+        promise(record, {rank: host_bytes(plan.ranks[rank], device) for rank in seats}, infos)
     return misfit
 
 

@@ -44,28 +44,37 @@ def room_on(gpu: GpuMemory, options: FitOptions, config: Config) -> DeviceRoom:
     return DeviceRoom(gpu.total_bytes, gpu.free_bytes, options.kept_free_bytes(gpu.total_bytes, config))
 
 
-def seat_on_devices(needs: Mapping[int, int], rooms: Sequence[DeviceRoom]) -> dict[int, DeviceRoom]:
-    """A GPU for each rank, the largest need on the roomiest. `needs`: bytes by rank, of one node.
+Place = tuple[int, int]  # (rank, number of the GPU among the rank's own)
 
-    If there is any way that all fit, they do so. Ranks beyond the number of GPUs get the least roomy one.
+
+def seat_on_devices(needs: Mapping[Place, int], rooms: Sequence[DeviceRoom]) -> dict[Place, DeviceRoom]:
+    """A GPU for each place, the largest need on the roomiest. `needs`: bytes, of one node; `rooms`: its GPUs.
+
+    If there is any way that all fit, they do so. Places beyond the number of GPUs get the least roomy one.
     """
     roomiest = sorted(rooms, key=lambda room: room.have_bytes, reverse=True)
-    largest = sorted(needs, key=lambda rank: (-needs[rank], rank))
-    return {rank: roomiest[min(at, len(roomiest) - 1)] for at, rank in enumerate(largest)} if roomiest else {}
+    largest = sorted(needs, key=lambda place: (-needs[place], place))
+    return {place: roomiest[min(at, len(roomiest) - 1)] for at, place in enumerate(largest)} if roomiest else {}
 
 
-def device_problem(host: str, needs: Mapping[int, int], rooms: Sequence[DeviceRoom]) -> str:
+def device_problem(host: str, needs: Mapping[Place, int], rooms: Sequence[DeviceRoom]) -> str:
     """Which ranks lack memory on the GPUs of a node, with need and have; "" when all have it, or nobody knows."""
-    seats = seat_on_devices(needs, rooms)
-    tight = sorted(rank for rank, room in seats.items() if needs[rank] > room.have_bytes)
+    return misfit_text(host, needs, seat_on_devices(needs, rooms))
+
+
+def misfit_text(host: str, needs: Mapping[Place, int], seats: Mapping[Place, DeviceRoom]) -> str:
+    """The same for places that have their GPUs."""
+    tight = [place for place, room in seats.items() if needs[place] > room.have_bytes]
     if not tight:
         return ""
-    worst = max(tight, key=lambda rank: needs[rank] - seats[rank].have_bytes)
-    more = f" and {len(tight) - _SHOWN_RANKS} more" if len(tight) > _SHOWN_RANKS else ""
-    ranks = ", ".join(map(str, tight[:_SHOWN_RANKS])) + more
+    worst = max(sorted(tight), key=lambda place: needs[place] - seats[place].have_bytes)
+    ranks = sorted({rank for rank, _ in tight})
+    more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
+    many = len(tight) > 1
     return (
-        f"{host}: rank{'s' * (len(tight) > 1)} {ranks} need{'s' * (len(tight) == 1)} "
-        f"{'up to ' * (len(tight) > 1)}{show_bytes(needs[worst])} of device memory, {show_room(seats[worst])}"
+        f"{host}: rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_SHOWN_RANKS]))}{more} "
+        f"need{'s' * (len(ranks) == 1)} {'up to ' * many}{show_bytes(needs[worst])} of device memory, "
+        f"{show_room(seats[worst])}"
     )
 
 

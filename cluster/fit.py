@@ -7,9 +7,11 @@ from typing import Protocol
 
 from cluster.config import Config
 from cluster.device_fit import device_problem, room_on
+from cluster.device_map import CPU
 from cluster.errors import DoesNotFit, DoesNotFitNow
 from cluster.fit_options import FitOptions
 from cluster.host_room import Claim, NodeNeed, room_problems
+from cluster.rank_plans import RankFacts
 from cluster.topology import NodeInfo, ranks_by_node
 from cluster.units import show_bytes
 from storage.arena_files import default_arena_bytes
@@ -33,16 +35,27 @@ def planned_arena_bytes(shm_free_bytes: int, config: Config) -> int:
     return default_arena_bytes(shm_free_bytes, slot_bytes=config.slot_bytes)
 
 
-class _Rank(Protocol):
-    @property
-    def device_bytes(self) -> int: ...
-
-
 class PlannedRanks(Protocol):
-    """What fitting needs of a plan: a LoadPlan has it, and so has the digest of one that travels."""
+    """What fitting needs of a plan: the digest of one that travels has it."""
 
     @property
-    def ranks(self) -> Sequence[_Rank]: ...
+    def ranks(self) -> Sequence[RankFacts]: ...
+
+
+def gpu_bytes(rank: RankFacts, device: str) -> dict[int, int]:
+    """What a rank takes of GPUs, by their number among its own; the tensor that is just converted included."""
+    if rank.devices:
+        sizes = {on: size_bytes for on, size_bytes in rank.devices if isinstance(on, int)}
+    else:
+        sizes = {0: rank.device_bytes} if device == "cuda" else {}
+    return {on: size_bytes + rank.staging_bytes for on, size_bytes in sizes.items()}
+
+
+def host_bytes(rank: RankFacts, device: str) -> int:
+    """What a rank takes of its host's memory, beside its process; the tensor that is just converted included."""
+    alone = rank.device_bytes if device == "cpu" else 0
+    size_bytes = dict(rank.devices).get(CPU, 0) if rank.devices else alone
+    return size_bytes + (rank.staging_bytes if size_bytes else 0)
 
 
 def check_fit(
@@ -58,10 +71,10 @@ def check_fit(
     """The error to raise, listing every device and host that lacks memory for its ranks; None when all fit.
 
     `rank_nodes[i]` is the index into `nodes` of rank i (a mapping: of the ranks that come), `device` "cuda" or "cpu".
-    Ranks in CPU memory count against their host, ranks on GPUs against those of their node (`cluster.device_fit`; not
-    checked when their memory is unknown). An arena that is still to be made counts against its host and /dev/shm, and
-    must have `min_slots` slots. `claims`: what other loads were promised; `new_workers`: ranks whose processes are
-    still to come; `options`: what was asked to stay free.
+    What ranks have in host memory counts against their host, what they have on GPUs against those of their node
+    (`cluster.device_fit`; not checked when their memory is unknown). An arena that is still to be made counts against
+    its host and /dev/shm, and must have `min_slots` slots. `claims`: what other loads were promised; `new_workers`:
+    ranks whose processes are still to come; `options`: what was asked to stay free.
     """
     problems: list[str] = []
     hints: list[str] = []
@@ -69,7 +82,6 @@ def check_fit(
     needs: dict[int, NodeNeed] = {}
     for index, ranks in ranks_by_node(rank_nodes).items():
         node = nodes[index]
-        device_bytes = [plan.ranks[rank].device_bytes for rank in ranks]
         arena_bytes = node.arena_bytes or planned_arena_bytes(node.shm_free_bytes, config)
         slots, need_slots = arena_bytes // config.slot_bytes, min_slots(len(ranks))
         if slots < need_slots:
@@ -85,16 +97,15 @@ def check_fit(
                 f"{show_bytes(node.shm_free_bytes)} are free"
             )
             hints.append("Enlarge /dev/shm (docker --shm-size, in Kubernetes an emptyDir in memory there)")
-        tensor_bytes = sum(device_bytes) if device == "cpu" else 0
+        tensor_bytes = sum(host_bytes(plan.ranks[rank], device) for rank in ranks)
         starting = sum(rank in new_workers for rank in ranks)
         needs[index] = NodeNeed(len(ranks), tensor_bytes, starting, new_arena_bytes)
-        if device == "cuda":
-            rooms = [room_on(gpu, options, config) for gpu in node.gpus]
-            on_devices = dict(zip(ranks, device_bytes, strict=True))
-            if problem := device_problem(node.host, on_devices, rooms):
-                problems.append(problem)
-                in_use.append(not device_problem(node.host, on_devices, [room.emptied() for room in rooms]))
-                hints.append("End what else runs on the GPUs" if in_use[-1] else "Raise tensor_parallel_size")
+        rooms = [room_on(gpu, options, config) for gpu in node.gpus]
+        on_gpus = {(rank, gpu): size for rank in ranks for gpu, size in gpu_bytes(plan.ranks[rank], device).items()}
+        if problem := device_problem(node.host, on_gpus, rooms):
+            problems.append(problem)
+            in_use.append(not device_problem(node.host, on_gpus, [room.emptied() for room in rooms]))
+            hints.append("End what else runs on the GPUs" if in_use[-1] else "Raise tensor_parallel_size")
     if device == "cpu":
         config = config.model_copy(update={"host_reserve_bytes": options.host_reserve_bytes(config)})
     if missing := room_problems(nodes, needs, claims, config):

@@ -3,16 +3,16 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 import pytest
 
 from cluster.config import Config
 from cluster.errors import DoesNotFit
 from cluster.fit import check_fit, min_slots, planned_arena_bytes
-from cluster.load_plan import LoadPlan
 from cluster.mesh import Layout
 from cluster.planning import build_load_plan
+from cluster.rank_plans import RankFacts, rank_facts
 from cluster.topology import NodeInfo
 from storage.gpu_memory import GpuMemory
 from storage.model_index import ModelIndex, Shard, Tensor
@@ -24,12 +24,17 @@ CONFIG = Config(arena_bytes=GIB, slot_bytes=16 * MIB, host_reserve_bytes=GIB, de
 ROOMY = NodeInfo("id", "host", memory_free_bytes=64 * GIB, shm_free_bytes=8 * GIB, gpus=(GpuMemory(16 * GIB),))
 
 
-def four_gib_plan(fsdp_size: int = 2) -> LoadPlan:
+@dataclass(frozen=True)
+class Facts:
+    ranks: tuple[RankFacts, ...]
+
+
+def four_gib_plan(fsdp_size: int = 2) -> Facts:
     tensor = Tensor("w", "BF16", (2048, MIB), 0, 0, 4 * GIB)
     chunks = cut_into_chunks([4 * GIB], [range(0, 4 * GIB, 8 * MIB)])
     shard = Shard("model.safetensors", 4 * GIB, None)
     index = ModelIndex("r", "headers", (shard,), (tensor,), chunks, ())
-    return build_load_plan(index, Layout(fsdp_size=fsdp_size))
+    return Facts(rank_facts(build_load_plan(index, Layout(fsdp_size=fsdp_size)).cut))
 
 
 def refusal(node: NodeInfo, device: str, config: Config = CONFIG) -> str:
