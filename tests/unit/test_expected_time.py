@@ -1,0 +1,92 @@
+"""Times that follow from bytes and rates."""
+
+from __future__ import annotations
+
+from typing import Any
+
+import pytest
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.errors import ConfigError
+from cluster.expected_time import STAGES, Rates, expect, measured_rates, parse_rate, show_rates
+
+rates = st.builds(Rates, *(st.none() | st.floats(1e3, 1e12) for _ in STAGES), start_s=st.floats(0, 100))
+sizes = st.integers(0, 1 << 45)
+
+
+@given(sizes, sizes, sizes, rates)
+def test_the_slowest_stage_is_the_time(store: int, node: int, rank: int, given_rates: Rates) -> None:
+    found = expect(store, node, rank, given_rates)
+    if found is None:
+        assert not given_rates.known
+        return
+    by_hand = {
+        stage: size / rate
+        for stage, size in zip(STAGES, (store, node, rank), strict=True)
+        if (rate := getattr(given_rates, stage)) is not None
+    }
+    assert found.stages_s == by_hand
+    assert found.total_s == max(by_hand.values()) + given_rates.start_s
+    assert by_hand[found.limit] == max(by_hand.values())
+    assert {*found.unknown, *by_hand} == set(STAGES)
+    assert found.limit in found.sentence
+
+
+def test_a_sentence() -> None:
+    found = expect(
+        140 * 10**9, 70 * 10**9, 17 * 10**9, Rates(store=parse_rate("40Gbit/s"), place=parse_rate("20 GB/s"))
+    )
+    assert found is not None
+    assert found.sentence == "28 s, limit: store (store 28 s, place 0.85 s; rates given; no rate of network is known)"
+
+
+@pytest.mark.parametrize(
+    ("given", "meant"),
+    [("5GB/s", 5e9), ("40Gbit/s", 5e9), ("5 GB / s", 5e9), (5e9, 5e9), ("1MiB/s", 2**20), ("5GB", 5e9)],
+)
+def test_rates(given: Any, meant: float) -> None:
+    assert parse_rate(given) == pytest.approx(meant)
+
+
+@pytest.mark.parametrize("given", ["", "fast", "0GB/s", 0, -1.0, float("nan"), float("inf"), True, None, "GB/s"])
+def test_what_is_no_rate(given: Any) -> None:
+    with pytest.raises(ConfigError, match="not a rate"):
+        parse_rate(given)
+
+
+REPORT: dict[str, Any] = {
+    "load_s": 2.0,
+    "plan_s": 0.5,
+    "start_s": 1.5,
+    "ranks": [{}, {}],
+    "placed_bytes": 4_000,
+    "bytes_by_source": {"store_via_arena": 1_500, "store_direct": 500, "arena": 7, "disk": 0, "unknown": 0},
+    "limit": {"shares": {"store": 0.5, "verify": 0.1, "place": 0.1, "memory": 0.0, "device": 0.0}},
+}
+
+
+def test_what_a_load_measured() -> None:
+    found = measured_rates(REPORT)
+    assert (found.store, found.network, found.start_s, found.source) == (2_000, None, 2.0, "measured")
+    assert found.place == pytest.approx(5_000)  # 2,000 per rank and 2 s, busy for a fifth of it
+    assert show_rates(found) == "store 2.00 kB/s, place 5.00 kB/s"
+    again = expect(2_000, 2_000, 2_000, found)
+    assert again is not None
+    assert again.stages_s["store"] == pytest.approx(1.0)  # half of the measured time: it was busy for half of it
+    mixed = Rates(store=1e6).over(found)
+    assert (mixed.store, mixed.place, mixed.source) == (1e6, found.place, "given and measured")
+
+
+def test_a_stage_that_did_nothing_says_nothing() -> None:
+    idle = {**REPORT, "limit": {"shares": {"store": 0.01, "place": 0.9}}}
+    assert measured_rates(idle).store is None
+
+
+@pytest.mark.parametrize(
+    "broken",
+    [{}, {**REPORT, "load_s": 0.0}, {**REPORT, "resident": True}, {**REPORT, "limit": None}, {**REPORT, "ranks": 3}],
+)
+def test_what_is_no_measurement(broken: dict[str, Any]) -> None:
+    with pytest.raises(ConfigError, match="report"):
+        measured_rates(broken)
