@@ -16,6 +16,15 @@ MODES = (STRICT, AUTO)
 
 
 @dataclass(frozen=True, slots=True)
+class FitTry:
+    """One step of fit="auto"."""
+
+    what: str  # "as given", 'quantization="int8"'
+    need_bytes: int  # of the largest rank; 0: it could not be planned
+    why_not: str = ""  # it does not fit, or cannot be; "": this is what was taken
+
+
+@dataclass(frozen=True, slots=True)
 class FitOptions:
     """How a load has to fit. Raises ConfigError for what cannot be meant.
 

@@ -5,8 +5,9 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 from typing import Any
 
-from cluster.fit_options import FitOptions
+from cluster.fit_options import FitOptions, FitTry
 from cluster.mesh import Layout
+from cluster.precision import Precision
 from storage.store_ref import Credentials, StoreRef
 
 
@@ -39,7 +40,8 @@ class LoadRequest:
     placement_group: Any = None  # ray PlacementGroup of the caller's; rank i takes bundle i
     trusted_keys: tuple[str, ...] = ()  # public keys, base64; empty: as the cluster's settings say
     fit: FitOptions = field(default_factory=FitOptions)
-    taken: str = ""  # of fit="auto": what was changed so that it fits, once that is decided
+    precision: Precision = field(default_factory=Precision)
+    tried: tuple[FitTry, ...] = ()  # of fit="auto", once decided: its steps, the last of them taken
     auto_identity: str = ""  # of fit="auto", once decided: that of the request as it was asked
 
     @property
@@ -61,6 +63,7 @@ class LoadRequest:
                 rules,
                 None if group is None else group.hex(),
                 sorted(self.trusted_keys),  # who checks signatures never shares with who did not
+                self.precision,
                 self.fit.identity(),  # nor who takes what fits with who takes nothing else
             )
         )

@@ -5,13 +5,18 @@ The one place where planning touches the network; `cluster.planning` and everyth
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from contextlib import closing
 
+from cluster.changes import Change
+from cluster.errors import ConfigError, ModelConfigError, PlanError
+from cluster.fit_search import PlannedChange
 from cluster.layout_rules import parse_rules, rules_for
 from cluster.load_plan import LoadPlan
 from cluster.load_request import LoadRequest
-from cluster.model_config import read_model_config
+from cluster.model_config import ModelConfig, read_model_config
 from cluster.planning import build_load_plan
+from cluster.rank_plans import rank_facts
 from cluster.trust import TrustPolicy
 from storage.checkpoint import check_revision, open_model
 from storage.model_index import ModelIndex
@@ -26,16 +31,73 @@ def prepare_plan(
     `trust` is of the process that plans; what the request trusts narrows it. Raises StoreError (SourceRefused before
     anything is asked), CheckpointError, ManifestError (SignatureError) or PlanError.
     """
+    # Where no tensor is cut by what it is nothing in the config matters, so a broken one must not stand in the way.
+    index, config = read_model(
+        request,
+        chunk_bytes=chunk_bytes,
+        read_timeout_s=read_timeout_s,
+        trust=trust,
+        with_config=request.layout.cuts_tensors,
+    )
+    return index, plan_model(request, index, config)
+
+
+def read_model(
+    request: LoadRequest,
+    *,
+    chunk_bytes: int,
+    read_timeout_s: float,
+    trust: TrustPolicy | None = None,
+    with_config: bool = True,
+) -> tuple[ModelIndex, ModelConfig | None]:
+    """What is stored; raises as `prepare_plan` does."""
     trust = trust or TrustPolicy()
     trust.sources.check(request.store.ref, request.store.credentials)
     keys = trust.keys_for(request.trusted_keys)
     with closing(open_store(request.store.ref, request.store.credentials, read_timeout_s=read_timeout_s)) as store:
         index = open_model(store, chunk_bytes=chunk_bytes, only_key=request.only_key, trusted_keys=keys)
-        # Where no tensor is cut by what it is nothing in it matters, so a broken one must not stand in the way.
-        config = read_model_config(store, index) if request.layout.cuts_tensors else None
+        return index, read_model_config(store, index) if with_config else None
+
+
+def plan_model(request: LoadRequest, index: ModelIndex, config: ModelConfig | None) -> LoadPlan:
+    """What each rank of the request gets of a model that was read. Raises PlanError, ConfigError."""
     own = None if request.layout_rules is None else parse_rules(request.layout_rules)
-    rules = rules_for(config, own)
-    return index, build_load_plan(index, request.layout, rules, config)
+    return build_load_plan(index, request.layout, rules_for(config, own), config, request.precision)
+
+
+def prepare_changes(
+    request: LoadRequest,
+    changes: Sequence[Change],
+    *,
+    chunk_bytes: int,
+    read_timeout_s: float,
+    trust: TrustPolicy | None = None,
+) -> tuple[str, list[PlannedChange]]:
+    """(revision, each change planned): the model is read once. Raises what reading raises."""
+    with_config = True
+    while True:
+        try:
+            index, config = read_model(
+                request, chunk_bytes=chunk_bytes, read_timeout_s=read_timeout_s, trust=trust, with_config=with_config
+            )
+            break
+        except ModelConfigError:
+            if not with_config:
+                raise
+            with_config = False  # changes that need nothing of it may help all the same
+    return index.revision, plan_changes(index, config, changes)
+
+
+def plan_changes(index: ModelIndex, config: ModelConfig | None, changes: Sequence[Change]) -> list[PlannedChange]:
+    """Each change as it would be loaded; or why it cannot be."""
+    planned = []
+    for change in changes:
+        try:
+            plan = plan_model(change.request, index, config if change.request.layout.cuts_tensors else None)
+            planned.append(PlannedChange(change, rank_facts(plan.cut)))
+        except (PlanError, ConfigError) as error:
+            planned.append(PlannedChange(change, problem=error.message))
+    return planned
 
 
 def still_current(request: LoadRequest, revision: str, read_timeout_s: float, trust: TrustPolicy | None = None) -> bool:
