@@ -6,6 +6,7 @@ import time
 
 from actors.chunk_read import StageClock
 from actors.device import Device
+from actors.staging import Staging
 from cluster.load_plan import RankPlan
 from cluster.packed_plan import SharedTables
 from cluster.read_items import expand_read_items, whole_chunks
@@ -20,7 +21,8 @@ class ChunkPlacer:
     def __init__(self, device: Device, plan: RankPlan, tables: SharedTables) -> None:
         self._device = device
         self._chunks = tables.chunks
-        self._items = expand_read_items(plan.slices, tables.chunks)
+        self._items = expand_read_items(plan.sources, tables.chunks)
+        self.staging = Staging(device, plan, self._items)
         self._wanted_bytes = self._items.chunk_bytes()
         self._clocks: list[StageClock] = []
         self._fetching: list[StageClock] = []  # those of fetch threads
@@ -58,10 +60,15 @@ class ChunkPlacer:
         return self._wanted_bytes.get(chunk, 0)
 
     def direct_chunks(self) -> tuple[int, ...]:
-        """Chunks that can be received in the rank's own memory, ascending: those wanted whole, if the device can."""
+        """Chunks that can be received in the rank's own memory, ascending: those wanted whole, if the device can, and
+        of tensors that are held as they are stored.
+        """
         if not self._device.receives:
             return ()
-        return tuple(whole_chunks(self._items, self._chunks, MAX_PARTS).tolist())
+        staged = self.staging.chunks
+        return tuple(
+            chunk for chunk in whole_chunks(self._items, self._chunks, MAX_PARTS).tolist() if chunk not in staged
+        )
 
     def direct_parts(self, chunk: int, clock: StageClock) -> list[memoryview]:
         """The memory in which one of `direct_chunks` belongs, in the chunk's order; present, which can take time."""
@@ -80,8 +87,7 @@ class ChunkPlacer:
         begun_s = time.monotonic()
         moved_bytes = 0
         for chunk, slot in chunks:
-            data = arena.slot(slot)[: self.chunk_bytes(chunk)]
-            self._device.place(data, self._items, self._items.for_chunk(chunk))
+            self._place(arena.slot(slot)[: self.chunk_bytes(chunk)], chunk)
             moved_bytes += self.wanted_bytes(chunk)
         copied_s = time.monotonic()
         self._device.synchronize()
@@ -89,3 +95,17 @@ class ChunkPlacer:
         clock.bytes += moved_bytes
         self.device_s += time.monotonic() - copied_s
         return moved_bytes
+
+    def finish(self) -> None:
+        """Every chunk is placed: returns when every tensor is what it is to be."""
+        self.staging.finish()
+        self._device.synchronize()
+
+    def _place(self, data: memoryview, chunk: int) -> None:
+        try:
+            if self.staging.begin(chunk):
+                self._device.place(data, self._items, self._items.for_chunk(chunk))
+                self.staging.end(chunk)
+        except BaseException:
+            self.staging.failed()
+            raise

@@ -1,15 +1,18 @@
-"""Host memory of the rank's own process as its device. Places with numpy, so that a load needs no torch."""
+"""Host memory of the rank's own process as its device. Places with numpy, so that a load that converts nothing needs
+no torch.
+"""
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.segment_memory import PROCESS_MEMORY, Segment
+from actors.segment_memory import PROCESS_MEMORY, Segment, SegmentMemory
 from cluster.errors import DoesNotFit
-from cluster.load_plan import TensorSlice
+from cluster.load_plan import StagedTensor, TensorSlice
 from cluster.read_items import ReadItems
 
 if TYPE_CHECKING:
@@ -24,6 +27,8 @@ class CpuDevice:
 
     def __init__(self) -> None:
         self._segments: list[Segment] = []
+        self._staged: dict[int, Segment] = {}  # memory of tensors that are still to be converted, by segment
+        self._staging = SegmentMemory()  # what one of them leaves, the next one takes
 
     def allocate(self, segment_bytes: tuple[int, ...]) -> None:
         try:
@@ -41,13 +46,41 @@ class CpuDevice:
         pass
 
     def detach_arena(self) -> None:
-        pass
+        self._staging.keep(False)
+
+    def stage(self, staged: StagedTensor) -> None:
+        source = staged.source
+        self._staging.keep(True)
+        try:
+            (segment,) = self._staging.take((source.size_bytes,))
+        except OSError as error:
+            raise DoesNotFit(
+                "memory for a tensor that is to be converted could not be taken",
+                need_bytes=source.size_bytes,
+                tensor=source.name,
+                cause=str(error),
+            ) from error
+        segment.data[source.filled_bytes :] = 0  # padding; the memory may be that of another tensor
+        self._staged[source.segment] = segment
+
+    def convert(self, staged: StagedTensor, slices: Sequence[TensorSlice]) -> None:
+        import torch
+
+        from actors.convert import convert
+
+        made = []
+        for piece in slices:
+            segment, end = self._segments[piece.segment], piece.segment_offset + piece.size_bytes
+            segment.touch(piece.segment_offset, end)
+            made.append(torch.from_numpy(segment.data)[piece.segment_offset : end])
+        source = self._staged.pop(staged.source.segment)
+        convert(staged, torch.from_numpy(source.data), slices, made)
 
     def place(self, chunk: memoryview, items: ReadItems, rows: slice) -> None:
         for row in range(rows.start, rows.stop):
             run, count = int(items.run_bytes[row]), int(items.count[row])
             begin, stride = int(items.dest_offset[row]), int(items.dest_stride[row])
-            segment = self._segments[items.segment[row]]
+            segment = self._segment(int(items.segment[row]))
             segment.touch(begin, begin + (count - 1) * stride + run)
             target: NDArray[np.uint8] = np.ndarray((count, run), np.uint8, segment.data.data, begin, (stride, 1))
             source: NDArray[np.uint8] = np.ndarray(
@@ -67,6 +100,9 @@ class CpuDevice:
     def synchronize(self) -> None:
         pass
 
+    def finish(self) -> None:
+        pass
+
     def tensors(self, slices: tuple[TensorSlice, ...]) -> dict[str, torch.Tensor]:
         import torch
 
@@ -76,3 +112,8 @@ class CpuDevice:
 
     def free(self) -> None:
         self._segments = []
+        self._staged = {}
+        self._staging.keep(False)
+
+    def _segment(self, number: int) -> Segment:
+        return self._segments[number] if number < len(self._segments) else self._staged[number]

@@ -3,15 +3,19 @@
 from __future__ import annotations
 
 import contextlib
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 import torch
 
+from actors.convert import convert
 from actors.tensor_views import tensor_views
 from cluster.errors import DeviceUnavailable, DoesNotFit
-from cluster.load_plan import TensorSlice
+from cluster.load_plan import StagedTensor, TensorSlice
 from cluster.read_items import ReadItems
+
+PORTABLE = 1  # cudaHostRegisterPortable
 
 
 class CudaDevice:
@@ -39,6 +43,7 @@ class CudaDevice:
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
         self._segments: list[torch.Tensor] = []
         self._staging: torch.Tensor | None = None
+        self._staged: dict[int, torch.Tensor] = {}  # tensors that are still to be converted, by segment
         self._pinned: int | None = None
 
     def allocate(self, segment_bytes: tuple[int, ...]) -> None:
@@ -60,7 +65,8 @@ class CudaDevice:
         address = np.frombuffer(arena, np.uint8).ctypes.data
         with torch.cuda.device(self._device):  # the calling thread's device may be another
             # One registration for the whole arena: registering each slot or view is a thousand times slower.
-            if int(self._cudart().cudaHostRegister(address, len(arena), 0)) == 0:
+            # Portable: pinned for every GPU of the process. The second to ask is told that it is so already.
+            if int(self._cudart().cudaHostRegister(address, len(arena), PORTABLE)) == 0:
                 self._pinned = address
                 return
             # Without it copies are slower, no more. But CUDA keeps the error for whoever launches a kernel next.
@@ -74,6 +80,32 @@ class CudaDevice:
                 self._cudart().cudaHostUnregister(self._pinned)
             self._pinned = None
         self._staging = None
+        self._torch.cuda.empty_cache()  # what was staged is no tensor's memory
+
+    def stage(self, staged: StagedTensor) -> None:
+        torch, source = self._torch, staged.source
+        try:
+            # Of the stream that copies and converts: what is given up is taken again in the order of its work.
+            with torch.cuda.stream(self._stream):
+                data = torch.empty(source.size_bytes, dtype=torch.uint8, device=self._device)
+                data[source.filled_bytes :].zero_()
+        except torch.cuda.OutOfMemoryError as error:
+            raise DoesNotFit(
+                "memory for a tensor that is to be converted could not be taken",
+                need_bytes=source.size_bytes,
+                free_bytes=torch.cuda.mem_get_info(self._device)[0],
+                tensor=source.name,
+            ) from error
+        self._staged[source.segment] = data
+
+    def convert(self, staged: StagedTensor, slices: Sequence[TensorSlice]) -> None:
+        source = self._staged.pop(staged.source.segment)
+        made = [
+            self._segments[piece.segment][piece.segment_offset : piece.segment_offset + piece.size_bytes]
+            for piece in slices
+        ]
+        with self._torch.cuda.stream(self._stream):
+            convert(staged, source, slices, made)
 
     def place(self, chunk: memoryview, items: ReadItems, rows: slice) -> None:
         torch = self._torch
@@ -83,7 +115,8 @@ class CudaDevice:
             for row in range(rows.start, rows.stop):
                 run, count = int(items.run_bytes[row]), int(items.count[row])
                 begin, dest = int(items.src_offset[row]), int(items.dest_offset[row])
-                segment = self._segments[items.segment[row]]
+                number = int(items.segment[row])
+                segment = self._segments[number] if number < len(self._segments) else self._staged[number]
                 if count == 1:
                     segment[dest : dest + run].copy_(source[begin : begin + run], non_blocking=True)
                     continue
@@ -108,10 +141,14 @@ class CudaDevice:
     def synchronize(self) -> None:
         self._stream.synchronize()
 
+    def finish(self) -> None:
+        pass
+
     def tensors(self, slices: tuple[TensorSlice, ...]) -> dict[str, torch.Tensor]:
         return tensor_views(self._segments, slices)
 
     def free(self) -> None:
         self.detach_arena()
         self._segments = []
+        self._staged = {}
         self._torch.cuda.empty_cache()  # torch keeps freed memory for itself, and this process may live on

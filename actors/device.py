@@ -7,9 +7,10 @@ alive: memory that was handed out is never written again.
 
 from __future__ import annotations
 
+from collections.abc import Sequence
 from typing import TYPE_CHECKING, Protocol
 
-from cluster.load_plan import TensorSlice
+from cluster.load_plan import StagedTensor, TensorSlice
 from cluster.read_items import ReadItems
 
 if TYPE_CHECKING:
@@ -51,8 +52,20 @@ class Device(Protocol):
         """The memory that contiguous read items fill, for whoever receives a chunk in it. Only where it `receives`."""
         ...
 
+    def stage(self, staged: StagedTensor) -> None:
+        """Take memory for a tensor that is to be converted; `place` finds it by its segment. Raises DoesNotFit."""
+        ...
+
+    def convert(self, staged: StagedTensor, slices: Sequence[TensorSlice]) -> None:
+        """Make `slices` of it, after all that was placed in it, and let go of its memory."""
+        ...
+
     def synchronize(self) -> None:
         """Return when no copy reads a chunk any more."""
+        ...
+
+    def finish(self) -> None:
+        """Everything is placed. Returns when it will stay: what is on disk is there for good."""
         ...
 
     def tensors(self, slices: tuple[TensorSlice, ...]) -> dict[str, torch.Tensor]:

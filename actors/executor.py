@@ -31,6 +31,7 @@ from actors.rank_meter import RankMeter
 from actors.rank_results import Results
 from actors.rank_work import RankWork
 from cluster.errors import ClusterLost, LoadCancelled
+from cluster.load_plan import RankPlan
 from cluster.messages import DIRECT, Orders, RankHello, RankJob, RankUpdate
 from cluster.packed_plan import unpack_shared
 from cluster.report import RankReport
@@ -50,16 +51,24 @@ _MESSAGE_NUMBERS = itertools.count(1)  # of this process: an agent tells by them
 class RankLoader:
     """Loads one rank's slices. `run` blocks until they are all placed, or raises one typed error."""
 
-    def __init__(self, link: AgentLink, job: RankJob, device: Device, *, store: ObjectStore | None = None) -> None:
+    def __init__(
+        self,
+        link: AgentLink,
+        job: RankJob,
+        device: Device | Callable[[RankPlan], Device],
+        *,
+        store: ObjectStore | None = None,
+    ) -> None:
+        """`device`: the rank's, or what makes it when the plan is there."""
         self._link = link
         self._job = job
-        self._device = device
         self._process = ProcessId.current()
         self._store = store or open_store(job.store.ref, job.store.credentials, read_timeout_s=job.fetch.read_timeout_s)
         self._meter = RankMeter()
         self._tables = unpack_shared(job.shared)
         self.plan = self._tables.rank_plan(job.rank)
-        self._placer = ChunkPlacer(device, self.plan, self._tables)
+        self._device = device(self.plan) if callable(device) else device
+        self._placer = ChunkPlacer(self._device, self.plan, self._tables)
         self._direct = () if job.placement == "via_arena" else self._placer.direct_chunks()
         self._fetcher = ChunkFetcher(self._store, self._tables, job.fetch.attempts)
         self._work = RankWork(self._fetcher, len(self.plan.chunk_ids), job.fetch.threads)
@@ -83,6 +92,7 @@ class RankLoader:
             self._join()
             self._start_thread(self._place_loop, "place")
             self._exchange_loop()
+            self._placer.finish()
             report = self._meter.report(
                 self._job, self.plan, self._device.name, self._work, self._fetcher, self._placer
             )

@@ -33,6 +33,7 @@ from cluster.fit import min_slots
 from cluster.mesh import Layout
 from cluster.messages import JoinReply, NodeJob, RankHello, RankJob
 from cluster.packed_plan import pack_shared
+from cluster.precision import make_precision
 from cluster.prepare import prepare_plan
 from cluster.remote_errors import unwrapped
 from cluster.request import StoreOptions, make_request
@@ -62,6 +63,9 @@ def host_rank(
     anonymous: bool = False,
     credentials: Credentials | None = None,
     layout_rules: dict[str, str] | None = None,
+    dtype: str = "auto",
+    quantization: str | None = None,
+    skip_quantization: Sequence[str] | None = None,
     trusted_keys: Sequence[str | os.PathLike[str]] | None = None,
     config: Config | None = None,
 ) -> Iterator[RankShard]:
@@ -90,6 +94,7 @@ def host_rank(
         layout_rules=layout_rules,
         device=device,
         trusted_keys=config.public_keys() if trusted_keys is None else trusted_keys,
+        precision=make_precision(dtype, quantization, skip_quantization),
     )
     if not 0 <= rank < request.world_size:
         raise ConfigError(f"the layout has ranks 0 to {request.world_size - 1}, not {rank}")

@@ -9,12 +9,12 @@ What goes wrong in the thread comes out of the next call that waits.
 
 from __future__ import annotations
 
-from collections.abc import Callable
+from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING
 
 from actors.device import Device
-from cluster.load_plan import TensorSlice
+from cluster.load_plan import StagedTensor, TensorSlice
 from cluster.read_items import ReadItems
 
 if TYPE_CHECKING:
@@ -62,8 +62,17 @@ class OpeningDevice:
     def parts(self, items: ReadItems, rows: slice) -> list[memoryview]:
         return self._ready().parts(items, rows)
 
+    def stage(self, staged: StagedTensor) -> None:
+        self._ready().stage(staged)
+
+    def convert(self, staged: StagedTensor, slices: Sequence[TensorSlice]) -> None:
+        self._ready().convert(staged, slices)
+
     def synchronize(self) -> None:
         self._ready().synchronize()
+
+    def finish(self) -> None:
+        self._ready().finish()
 
     def tensors(self, slices: tuple[TensorSlice, ...]) -> dict[str, torch.Tensor]:
         return self._ready().tensors(slices)

@@ -75,4 +75,8 @@ class RankMeter:
             requests=work.requests,
             peak_requests=work.peak_requests,
             throttles=work.throttles,
+            converted_tensors=placer.staging.converted,
+            converted_bytes=sum(each.source.filled_bytes for each in plan.staged),
+            peak_staging_bytes=placer.staging.peak_bytes,
+            convert_s=placer.staging.convert_s,
         )

@@ -15,7 +15,7 @@ def tensor_views(segments: list[torch.Tensor], slices: tuple[TensorSlice, ...]) 
         dtype, shape = torch_dtype(piece.dtype, piece.sizes)
         segment = segments[piece.segment]
         data = segment[piece.segment_offset : piece.segment_offset + piece.size_bytes]
-        if piece.filled_bytes < piece.size_bytes:  # the memory may be that of an earlier load
+        if piece.filled_bytes < piece.size_bytes and not piece.made_from:  # the memory may be that of an earlier load
             data[piece.filled_bytes :].zero_()
         views[piece.name] = data.view(dtype).reshape(shape)
     return views

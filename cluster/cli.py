@@ -18,6 +18,7 @@ from cluster import commands
 from cluster.errors import ConfigError
 from cluster.exit_codes import EXIT_CODES, USAGE, exit_code
 from cluster.interrupts import Terminated, sigterm_interrupts
+from cluster.precision import DTYPES, SCHEMES
 from cluster.progress import say_on
 from cluster.request import PLACEMENTS
 from cluster.units import parse_bytes
@@ -61,6 +62,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     load = _verb(verbs, "load", commands.run_load, "load a model into the cluster and keep it there", "URI")
     _add_sizes(load)
+    _add_precision(load)
     load.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),
@@ -94,6 +96,7 @@ def build_parser() -> argparse.ArgumentParser:
 
     plan = _verb(verbs, "plan", commands.run_plan, "show what would be loaded where; moves no bytes", "URI")
     _add_sizes(plan)
+    _add_precision(plan)
     _add_trusted(plan)
     plan.add_argument(
         "--ranks-per-node", type=_count, default=None, metavar="N", help="for the figures per node (default: all)"
@@ -177,6 +180,24 @@ def _add_sizes(verb: argparse.ArgumentParser) -> None:
         default=0,
         metavar="N",
         help="ways in which each expert is cut (default: --tp divided by --ep)",
+    )
+
+
+def _add_precision(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument(
+        "--dtype", choices=DTYPES, default="auto", help="cast floating-point tensors on their way in (auto: as stored)"
+    )
+    verb.add_argument(
+        "--quantization",
+        choices=tuple(SCHEMES),
+        help="quantise linear layers and experts on their way in (fp8, int8: a scale per row; int4: per 128 weights)",
+    )
+    verb.add_argument(
+        "--skip-quantization",
+        action="append",
+        metavar="PATTERN",
+        help="leave these tensors as they are; 'default' stands for embeddings, heads, routers and towers (may be "
+        "given again; default: default)",
     )
 
 

@@ -19,6 +19,7 @@ from cluster.connection import connect
 from cluster.errors import ClusterLost, ConfigError, LoadCancelled
 from cluster.mesh import Layout
 from cluster.model import LoadedModel
+from cluster.precision import make_precision
 from cluster.report import LoadProgress
 from cluster.request import StoreOptions, make_request, open_destination, open_uri, read_keys
 from cluster.trust import TrustPolicy
@@ -58,6 +59,9 @@ def load(
     anonymous: bool = False,
     credentials: Credentials | None = None,
     layout_rules: dict[str, str] | None = None,
+    dtype: str = "auto",
+    quantization: str | None = None,
+    skip_quantization: Sequence[str] | None = None,
     trusted_keys: Keys | None = None,
     config: Config | None = None,
 ) -> LoadedModel:
@@ -70,9 +74,13 @@ def load(
     when nobody holds it any more. `wait_for_resources_s=0` refuses within seconds when too few GPUs are free.
     `placement`: "via_arena" (chunks stay cached on the node), "direct" (what one rank alone wants goes into its host
     memory without a copy, uncached), "auto" (direct when the node's arena is smaller than its share).
-    `placement_group`: rank i takes bundle i of yours. `progress` is called from this thread with every change. A second
-    load of the same model with the same options gets the resident one. `trusted_keys`: public keys (base64, or files
-    with one) of which one must have signed the manifest; None: as the settings say.
+    `dtype`: what floating-point tensors are cast to ("bfloat16", "float16", "float32"; "auto": as stored).
+    `quantization`: "fp8" (a scale per row), "fp8_tensor", "int8" or "int4" of linear layers and experts, on the way in,
+    but for those whose names match `skip_quantization` (patterns; "default" among them, and alone when None, stands for
+    embeddings, heads, routers and towers). `placement_group`: rank i takes bundle i of yours. `progress` is called from
+    this thread with every change. A second load of the same model with the same options gets the resident one.
+    `trusted_keys`: public keys (base64, or files with one) of which one must have signed the manifest; None: as the
+    settings say.
 
     Raises (all LongshoreError): StoreError (SourceRefused: a place that the settings do not allow), CheckpointError,
     ManifestError (SignatureError: unsigned, signed with another key, tampered with), PlanError (LayoutError,
@@ -100,6 +108,7 @@ def load(
         placement=placement,
         placement_group=placement_group,
         trusted_keys=config.public_keys() if trusted_keys is None else trusted_keys,
+        precision=make_precision(dtype, quantization, skip_quantization),
     )
     config.source_rules().check(request.store.ref, credentials)
     connection = connect(address, config)
@@ -126,6 +135,9 @@ def plan(
     anonymous: bool = False,
     credentials: Credentials | None = None,
     layout_rules: dict[str, str] | None = None,
+    dtype: str = "auto",
+    quantization: str | None = None,
+    skip_quantization: Sequence[str] | None = None,
     trusted_keys: Keys | None = None,
     config: Config | None = None,
 ) -> PlanSummary:
@@ -152,6 +164,7 @@ def plan(
         credentials=credentials,
         layout_rules=layout_rules,
         trusted_keys=config.public_keys() if trusted_keys is None else trusted_keys,
+        precision=make_precision(dtype, quantization, skip_quantization),
     )
     per_node = request.world_size if ranks_per_node is None else ranks_per_node
     if per_node < 1:

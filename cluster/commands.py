@@ -42,6 +42,7 @@ def run_load(args: argparse.Namespace) -> int:
         model = client.load(
             args.uri,
             **_sizes(args),
+            **_precision(args),
             **_store(args),
             device=args.device,
             keep=args.keep,
@@ -85,6 +86,7 @@ def run_plan(args: argparse.Namespace) -> int:
         ranks_per_node=args.ranks_per_node,
         trusted_keys=args.trusted_key,
         **_sizes(args),
+        **_precision(args),
         **_store(args),
     )
     _answer(args, plan.as_dict(), lambda: plan_table(plan))
@@ -248,6 +250,10 @@ def _forget_stdout() -> None:
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
+
+
+def _precision(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in ("dtype", "quantization", "skip_quantization")}
 
 
 def _sizes(args: argparse.Namespace) -> dict[str, Any]:

@@ -10,10 +10,10 @@ from typing import Any
 
 from cluster.errors import ConfigError
 from cluster.fit_options import FitOptions
-from cluster.layout_rules import parse_rules
 from cluster.load_request import LoadRequest, StoreAccess
 from cluster.mesh import Layout
 from cluster.precision import Precision
+from cluster.rules_file import LayoutRules, read_rules
 from storage.checkpoint import split_model_uri
 from storage.errors import InvalidUri, StoreError, UnsupportedStore
 from storage.object_store import ObjectStore
@@ -72,7 +72,7 @@ def make_request(
     layout: Layout,
     store_options: StoreOptions,
     credentials: Credentials | None,
-    layout_rules: dict[str, str] | None,
+    layout_rules: LayoutRules | None,
     device: str = "auto",
     keep: bool = False,
     wait_for_resources_s: float = 0.0,
@@ -84,7 +84,7 @@ def make_request(
 ) -> LoadRequest:
     """A request that can be meant.
 
-    `trusted_keys`: public keys in base64, or files with one, read here. Raises ConfigError for arguments, InvalidKey,
+    `trusted_keys`: public keys in base64, or files with one, read here; so is a file of `layout_rules`. Raises ConfigError for arguments, InvalidKey,
     InvalidUri and UnsupportedStore for a URI that no store can have.
     """
     if device not in DEVICES:
@@ -93,8 +93,7 @@ def make_request(
         raise ConfigError(f"placement must be one of {', '.join(PLACEMENTS)}, not {placement!r:.40}")
     if not (math.isfinite(wait_for_resources_s) and wait_for_resources_s >= 0):
         raise ConfigError(f"wait_for_resources_s must be 0 or more seconds, not {wait_for_resources_s!r:.40}")
-    if layout_rules is not None:
-        parse_rules(layout_rules)
+    rules = read_rules(layout_rules)
     fit = fit or FitOptions()
     fit.check_device(device)
     ref, only_key = store_options.resolve(uri)
@@ -104,7 +103,7 @@ def make_request(
         only_key=only_key,
         layout=layout,
         device=device,
-        layout_rules=layout_rules,
+        layout_rules=rules,
         keep=keep,
         client_id="",
         wait_for_resources_s=float(wait_for_resources_s),

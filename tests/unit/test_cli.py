@@ -130,6 +130,8 @@ def test_load_passes_every_option_to_the_client(run: Run, fake_load: SimpleNames
         ],
         *["--address", "head:6379", "--wait-for-resources", "30", "--timeout", "600", "--placement", "direct"],
         *["--trusted-key", "k1", "--trusted-key", "k2"],
+        *["--dtype", "bfloat16", "--quantization", "int4"],
+        *["--skip-quantization", "default", "--skip-quantization", "**.down_proj.weight"],
         *["--endpoint-url", "http://store:9000", "--region", "r", "--profile", "p", "--anonymous"],
     )
     assert code == 0
@@ -143,6 +145,9 @@ def test_load_passes_every_option_to_the_client(run: Run, fake_load: SimpleNames
         "expert_parallel_size": 1,
         "expert_tensor_parallel_size": 0,
         "vocabulary_multiple": 1,
+        "dtype": "bfloat16",
+        "quantization": "int4",
+        "skip_quantization": ["default", "**.down_proj.weight"],
         "device": "cuda",
         "keep": False,
         "address": "head:6379",

@@ -42,6 +42,7 @@ AT_MODULE_LEVEL = {
         "actors/strays",
     },
     "torch": {  # imported by those below, when there are tensors
+        "actors/convert",
         "actors/cuda_device",
         "actors/dtensors",
         "actors/handover",

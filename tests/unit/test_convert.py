@@ -1,0 +1,179 @@
+"""Conversion, bit for bit against torch's casts and compressed-tensors' quantisation of whole tensors."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors import convert as convert_module
+from actors.convert import convert
+from actors.tensor_views import torch_dtype
+from cluster.load_plan import StagedTensor, TensorSlice
+from cluster.precision import SCHEMES, Recipe, outputs_of, read_region
+from cluster.region import Region, whole
+from storage.dtypes import DTYPE_BITS
+from tests.support.reference_quantised import quantised, restored
+
+NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
+FLOATS = [torch.bfloat16, torch.float16, torch.float32]
+
+
+def held(tensor: torch.Tensor, region: Region) -> torch.Tensor:
+    """What a region holds of a tensor, padding included."""
+    for dim, ranges in enumerate(region.ranges):
+        tensor = torch.cat([tensor.narrow(dim, start, end - start) for start, end in ranges], dim)
+    padding = torch.zeros(region.padding, *tensor.shape[1:], dtype=tensor.dtype)
+    return torch.cat([tensor, padding]) if region.padding else tensor
+
+
+def converted(weight: torch.Tensor, recipe: Recipe, region: Region, source_dtype: str = "") -> dict[str, torch.Tensor]:
+    """The tensors of one rank, by suffix."""
+    shape = tuple(weight.shape)
+    reads = read_region(recipe, shape, region)
+    source = held(weight, reads).contiguous()
+    dtype = source_dtype or NAMES[weight.dtype]
+    piece = TensorSlice("w", dtype, shape, reads, 0, 0, 9, 0, source.nbytes, source.nbytes)
+    outputs = outputs_of(recipe, dtype, shape, region)
+    slices = [TensorSlice("w", o.dtype, o.shape, o.region, 0, 0, 0, 0, o.size_bytes, 0, "w") for o in outputs]
+    made = [torch.full((o.size_bytes,), 0xEE, dtype=torch.uint8) for o in outputs]
+    convert(StagedTensor(piece, recipe, region, 0, len(slices)), source.reshape(-1).view(torch.uint8), slices, made)
+    return {
+        o.suffix: data.view(torch_dtype(o.dtype, ())[0]).reshape(o.region.sizes)
+        for o, data in zip(outputs, made, strict=True)
+    }
+
+
+def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
+    assert found.keys() == expected.keys()
+    for suffix, tensor in expected.items():
+        assert found[suffix].dtype == tensor.dtype, suffix
+        assert found[suffix].shape == tensor.shape, suffix
+        assert torch.equal(found[suffix].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), suffix
+
+
+def random_weight(rows: int, columns: int, dtype: torch.dtype, seed: int, spread: float = 1.0) -> torch.Tensor:
+    generator = torch.Generator().manual_seed(seed)
+    weight = torch.randn(rows, columns, generator=generator) * spread
+    weight[torch.rand(rows, columns, generator=generator) < 0.05] = 0.0
+    weight[torch.rand(rows, columns, generator=generator) < 0.05] = -0.0
+    if rows > 2:
+        weight[1] = 0.0  # a row whose scale would be nothing
+        weight[2] *= 1e-6
+    return weight.to(dtype)
+
+
+@given(
+    st.sampled_from(sorted(SCHEMES)),
+    st.sampled_from(FLOATS),
+    st.integers(1, 9),
+    st.integers(1, 3),
+    st.sampled_from([1e-7, 1e-3, 1.0, 1e3]),
+    st.integers(0, 1000),
+    st.sampled_from([64, 300, 1 << 19]),
+)
+@settings(max_examples=80, deadline=None)
+def test_whole_tensors_are_the_librarys_bit_for_bit(
+    scheme: str, dtype: torch.dtype, rows: int, groups: int, spread: float, seed: int, block: int
+) -> None:
+    columns = groups * 128 if scheme == "int4" else groups * 37 - 1
+    weight = random_weight(rows, columns, dtype, seed, spread)
+    before = convert_module.BLOCK_ELEMENTS
+    convert_module.BLOCK_ELEMENTS = block
+    try:
+        found = converted(weight, Recipe(NAMES[dtype], scheme), whole((rows, columns)))
+    finally:
+        convert_module.BLOCK_ELEMENTS = before
+    assert_same(found, quantised(weight, scheme))
+
+
+@pytest.mark.parametrize("scheme", sorted(SCHEMES))
+@pytest.mark.parametrize(("stored", "computed"), [(torch.float32, torch.bfloat16), (torch.float64, torch.float32)])
+def test_a_cast_comes_before_quantising(scheme: str, stored: torch.dtype, computed: torch.dtype) -> None:
+    weight = random_weight(5, 256, torch.float32, 3).to(stored)
+    found = converted(weight, Recipe(NAMES[computed], scheme), whole((5, 256)))
+    assert_same(found, quantised(weight.to(computed), scheme))
+
+
+@pytest.mark.parametrize("scheme", sorted(SCHEMES))
+def test_the_library_restores_the_weight(scheme: str) -> None:
+    weight = random_weight(16, 256, torch.float32, 5)
+    again = restored(converted(weight, Recipe("F32", scheme), whole((16, 256))), scheme)
+    step = {"fp8": 0.07, "fp8_tensor": 0.07, "int8": 0.005, "int4": 0.075}[scheme]
+    assert (again - weight).abs().max() <= step * weight.abs().max()
+
+
+@pytest.mark.parametrize("scheme", sorted(SCHEMES))
+def test_slices_have_the_bytes_of_the_whole(scheme: str) -> None:
+    """Rows and columns of a fused tensor that a rank holds, in the places that they have in the library's result."""
+    weight = random_weight(12, 512, torch.bfloat16, 8)
+    expected = quantised(weight, scheme)
+    region = Region((((1, 3), (7, 9), (11, 12)), ((128, 256), (384, 512))))
+    recipe = Recipe("BF16", scheme)
+    found = converted(weight, recipe, region)
+    for output in outputs_of(recipe, "BF16", (12, 512), region):
+        part = held(
+            expected[output.suffix].view(torch.uint8 if output.dtype == "F8_E4M3" else found[output.suffix].dtype),
+            output.region,
+        )
+        assert torch.equal(found[output.suffix].view(part.dtype), part), output.suffix
+
+
+@pytest.mark.parametrize("scheme", sorted(SCHEMES))
+def test_experts_are_matrices_of_their_own(scheme: str) -> None:
+    weight = torch.stack([random_weight(6, 256, torch.bfloat16, seed, 10.0**seed) for seed in range(3)])
+    recipe = Recipe("BF16", scheme)
+    found = converted(weight, recipe, Region((((1, 3),), ((0, 6),), ((0, 256),))))
+    for place, expert in enumerate((1, 2)):
+        for suffix, tensor in quantised(weight[expert], scheme).items():
+            if suffix == "_shape":
+                assert found[suffix].tolist() == [3, 6, 256]
+            else:
+                mine = found[suffix][place].reshape(tensor.shape)
+                assert torch.equal(mine.view(torch.uint8), tensor.view(torch.uint8)), suffix
+
+
+@pytest.mark.parametrize("scheme", sorted(SCHEMES))
+def test_padding_is_what_rows_of_zeros_become(scheme: str) -> None:
+    weight = random_weight(5, 128, torch.bfloat16, 2)
+    found = converted(weight, Recipe("BF16", scheme), Region((((3, 5),), ((0, 128),)), padding=2))
+    padded = quantised(torch.cat([weight, torch.zeros(2, 128, dtype=torch.bfloat16)]), scheme)
+    for suffix, tensor in padded.items():
+        rows = tensor[3:] if tensor.ndim == 2 else tensor
+        if suffix == "_shape":
+            rows = torch.tensor([5, 128])
+        assert torch.equal(found[suffix].view(torch.uint8), rows.view(torch.uint8)), suffix
+
+
+@pytest.mark.parametrize("target", FLOATS)
+@pytest.mark.parametrize(
+    "stored", [*FLOATS, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2], ids=lambda dtype: str(dtype)[6:]
+)
+def test_casts_are_torchs_own(stored: torch.dtype, target: torch.dtype) -> None:
+    values = torch.tensor(
+        [0.0, -0.0, 1.0, -2.5, 1e-8, 3.14159, 65504.0, 1e6, float("inf"), float("-inf"), float("nan")]
+    )
+    weight = values.to(stored).reshape(1, -1).repeat(3, 1)
+    name = {torch.float8_e4m3fn: "F8_E4M3", torch.float8_e5m2: "F8_E5M2"}.get(stored) or NAMES[stored]
+    found = converted(weight, Recipe(NAMES[target]), whole(tuple(weight.shape)), name)
+    expected = weight.to(target)
+    assert torch.equal(found[""].view(torch.uint8), expected.view(torch.uint8))
+
+
+def test_nothing_becomes_nothing() -> None:
+    for scheme in ("", "fp8", "int8", "int4"):
+        empty = Region((((4, 4),), ((0, 128),)))
+        found = converted(torch.ones(4, 128), Recipe("BF16", scheme), empty)
+        assert all(tensor.numel() == 0 or suffix == "_shape" for suffix, tensor in found.items())
+    found = converted(torch.ones(4, 128), Recipe("F32", "fp8_tensor"), Region((((4, 4),), ((0, 128),))))
+    assert found[""].shape == (0, 128)
+    assert found["_scale"].tolist() == [
+        pytest.approx(1 / 448)
+    ]  # a rank without rows has the matrix's scale all the same
+
+
+def test_sizes_are_what_the_plan_says() -> None:
+    for scheme in SCHEMES:
+        for output in outputs_of(Recipe("BF16", scheme), "BF16", (6, 256), whole((6, 256))):
+            assert output.size_bytes * 8 == torch.Size(output.shape).numel() * DTYPE_BITS[output.dtype]
