@@ -15,7 +15,7 @@ from storage.errors import IntegrityError
 from storage.json_bounds import json_values
 from storage.model_index import ModelIndex, OtherFile
 from storage.object_store import ObjectStore, read_bytes
-from storage.problems import quote
+from storage.problems import Problems, quote
 from storage.ranges import ByteRange
 
 CONFIG_KEY = "config.json"
@@ -81,7 +81,7 @@ def parse_model_config(data: bytes) -> ModelConfig:
     try:
         return ModelConfig.model_validate({**_language_part(fields), "quantization": find_quantization(fields)})
     except ValidationError as exc:
-        problems = "; ".join(
+        problems = Problems(
             f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {quote(e['input'])}" for e in exc.errors()
         )
         raise ModelConfigError(f"config.json cannot be used: {problems}") from exc

@@ -118,13 +118,22 @@ def _index(data: bytes) -> None:
 
 def _config(data: bytes) -> None:
     config = parse_model_config(data)
-    _ = config.kv_heads, config.head_rows
+    _ = config.kv_heads, config.head_rows, config.quantization and config.quantization.trouble
 
 
 def _config_seeds() -> list[bytes]:
     numbers = {"num_attention_heads": 32, "num_key_value_heads": 8, "hidden_size": 4096, "head_dim": 128}
     nested = {"model_type": "gemma3", "text_config": {"model_type": "gemma3_text", **numbers}}
-    return [json.dumps({"model_type": "llama", **numbers}).encode(), json.dumps(nested).encode()]
+    grouped = {"quant_method": "gptq", "bits": 4, "group_size": 128, "desc_act": True, "dynamic": {"x": {"bits": 8}}}
+    weights = {"num_bits": 8, "strategy": "block", "block_structure": [128, 128], "group_size": None}
+    schemes = {"format": "pack-quantized", "config_groups": {"group_0": {"weights": weights}}}
+    fields = [
+        {"model_type": "llama", **numbers},
+        nested,
+        {**numbers, "quantization_config": grouped},
+        {"text_config": {**numbers, "quantization_config": schemes}},
+    ]
+    return [json.dumps(each).encode() for each in fields]
 
 
 def _s3_error(data: bytes) -> None:
