@@ -7,6 +7,7 @@ from typing import TYPE_CHECKING
 
 from actors.device import Device
 from actors.tensor_names import Rename
+from cluster.device_map import CPU, DISK, device_name
 from cluster.load_plan import RankPlan, TensorSlice
 
 if TYPE_CHECKING:
@@ -27,10 +28,14 @@ class RankShard(Mapping[str, "torch.Tensor"]):
     later calls see.
     """
 
+    device_map: dict[str, int | str] | None  # modules and their devices, as Accelerate has it; None: all on `device`
+    device: str  # "cpu" or "cuda:0": with a device map, the first one that has something
+
     def __init__(self, plan: RankPlan, device: Device) -> None:
         self.rank = plan.rank
         self.coords = plan.coords
-        self.device = device.name
+        self.device_map = plan.device_map.as_dict() if plan.device_map else None
+        self.device = main_device(plan) or device.name
         self.slices: dict[str, TensorSlice] = {piece.name: piece for piece in plan.slices}
         self._tensors = device.tensors(plan.slices)
 
@@ -91,3 +96,9 @@ class RankShard(Mapping[str, "torch.Tensor"]):
 
     def __repr__(self) -> str:
         return f"RankShard(rank={self.rank}, tensors={len(self)}, device={self.device!r})"
+
+
+def main_device(plan: RankPlan) -> str | None:
+    """Of a rank with a device map, where it begins: its first GPU, else the CPU."""
+    devices = plan.device_map.devices if plan.device_map else ()
+    return None if not devices else (CPU if devices[0] == DISK else device_name(devices[0]))

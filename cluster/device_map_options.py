@@ -134,7 +134,7 @@ def _modules(given: Mapping[str, int | str]) -> tuple[tuple[str, DeviceKey], ...
     wrong = [name for name in given if not isinstance(name, str)]
     if wrong:
         raise ConfigError(f"device_map must name modules by dotted names, not {quote(wrong[0])}")
-    return tuple((name.strip("."), parse_device(device)) for name, device in given.items())
+    return tuple((name, parse_device(device)) for name, device in given.items())
 
 
 def _limits(given: GivenMemory) -> tuple[tuple[DeviceKey, int], ...]:

@@ -1,0 +1,263 @@
+"""A rank with several devices: each tensor is on its own, and Accelerate reads what went to disk."""
+
+from __future__ import annotations
+
+import json
+import os
+import stat
+from collections.abc import Mapping
+from pathlib import Path
+from typing import Any
+
+import numpy as np
+import pytest
+
+from actors.cpu_device import CpuDevice
+from actors.mapped_device import MappedDevice, open_mapped
+from actors.offload_folder import OWNER_NAME, OffloadFolder
+from cluster.device_map_options import parse_device_map
+from cluster.errors import ConfigError, DoesNotFit, LayoutError, PlanError
+from cluster.load_plan import LoadPlan
+from cluster.mesh import Layout
+from cluster.planning import build_load_plan, check_plan
+from cluster.read_items import expand_read_items
+from tests.support.planned_models import StoredModel, as_bf16, llama_shapes, random_arrays, store_arrays
+
+torch = pytest.importorskip("torch")
+
+ARRAYS = random_arrays(llama_shapes(3, 32, 48, 4, 2, 40))
+BYTES = sum(array.nbytes for array in ARRAYS.values())
+SPREAD = {"model.embed_tokens": 0, "model.layers.0": 1, "model.layers.1": "cpu", "model.layers.2": "disk"} | {
+    "model.norm": "disk",
+    "lm_head": 0,
+}
+
+
+def planned(stored: StoredModel, device_map: Any, folder: Path | None, **limits: Any) -> LoadPlan:
+    options = parse_device_map(device_map, limits or None, folder, Layout(), "auto")
+    plan = build_load_plan(stored.index, Layout(), device_map=options)
+    assert check_plan(plan) == []
+    return plan
+
+
+class FakeGpu(CpuDevice):
+    """Host memory under the name of a GPU; a socket cannot write to it."""
+
+    receives = False
+
+    def __init__(self, index: int) -> None:
+        super().__init__()
+        self.name = f"cuda:{index}"
+
+
+def place_all(device: MappedDevice, plan: LoadPlan, stored: StoredModel) -> None:
+    """What a rank does with a device, but for the arena."""
+    rank = plan.ranks[0]
+    items = expand_read_items(rank.sources, plan.chunks)
+    device.allocate(rank.segment_bytes)
+    for chunk in rank.chunk_ids.tolist():
+        where = plan.chunks.byte_range(chunk)
+        data = stored.files[int(plan.chunks.shard[chunk])][where.start : where.end]
+        device.place(memoryview(data), items, items.for_chunk(chunk))
+        device.synchronize()
+    device.finish()
+
+
+def as_numbers(tensors: Mapping[str, Any]) -> dict[str, list[int]]:
+    return {name: tensor.view(torch.int16).reshape(-1).tolist() for name, tensor in tensors.items()}
+
+
+WANTED = {name: array.view(np.int16).reshape(-1).tolist() for name, array in ARRAYS.items()}
+
+
+@pytest.mark.parametrize("chunk_bytes", [700, 1 << 20])
+def test_each_tensor_is_on_its_device(tmp_path: Path, chunk_bytes: int) -> None:
+    stored = store_arrays(as_bf16(ARRAYS), shards=2, chunk_bytes=chunk_bytes)
+    plan = planned(stored, SPREAD, tmp_path / "offload")
+    gpus: dict[int, FakeGpu] = {}
+    device = open_mapped(
+        plan.ranks[0], str(tmp_path / "offload"), "load 0", 0, lambda index: gpus.setdefault(index, FakeGpu(index))
+    )
+    assert (device.name, device.receives) == ("cuda:0+cuda:1+cpu+disk", False)
+    place_all(device, plan, stored)
+    tensors = device.tensors(plan.ranks[0].slices)
+    assert list(tensors) == [piece.name for piece in plan.ranks[0].slices]
+    assert as_numbers(tensors) == WANTED
+    for index, wanted in ((0, ("model.embed_tokens", "lm_head")), (1, ("model.layers.0",))):
+        memory = {segment.data.ctypes.data: len(segment.data) for segment in gpus[index]._segments}
+        inside = {
+            name
+            for name, tensor in tensors.items()
+            if any(start <= tensor.data_ptr() < start + size for start, size in memory.items())
+        }
+        assert inside == {name for name in ARRAYS if name.startswith(wanted)}
+    device.free()
+
+
+def test_accelerate_reads_what_is_on_disk(tmp_path: Path) -> None:
+    offload = pytest.importorskip("accelerate.utils.offload")
+    arrays: dict[str, tuple[str, Any]] = {
+        "a.weight": ("BF16", np.arange(12, dtype=np.uint16).reshape(3, 4)),
+        "a.half": ("F16", np.linspace(-1, 1, 7, dtype=np.float16)),
+        "a.single": ("F32", np.float32(2.5).reshape(())),
+        "a.small": ("F8_E4M3", np.arange(10, dtype=np.uint8).reshape(2, 5)),
+        "a.number": ("I64", np.arange(3)),
+        "a.true": ("BOOL", np.array([True, False])),
+    }
+    stored = store_arrays(arrays, chunk_bytes=11)
+    folder = tmp_path / "offload"
+    plan = planned(stored, "disk", folder)
+    device = open_mapped(plan.ranks[0], str(folder), "load 0", 0)
+    place_all(device, plan, stored)
+    ours = device.tensors(plan.ranks[0].slices)
+    theirs = offload.OffloadedWeightsLoader(save_folder=str(folder))
+    assert set(theirs) == set(arrays)
+    for name, (_, array) in arrays.items():
+        assert theirs[name].dtype == ours[name].dtype
+        assert theirs[name].shape == ours[name].shape
+        for tensor in (theirs[name], ours[name]):
+            assert tensor.reshape(-1).view(torch.uint8).numpy().tobytes() == array.tobytes()
+    ours["a.half"].fill_(0)
+    assert theirs["a.half"].any(), "the file is not written through a tensor"
+    files = {path.name: path for path in folder.iterdir()}
+    assert set(files) == {OWNER_NAME, "index.json", *(f"{name}.dat" for name in arrays)}
+    assert {stat.S_IMODE(path.stat().st_mode) for path in files.values()} == {0o600}
+    assert files["a.weight.dat"].stat().st_size == 24
+    device.free()
+    assert len(list(folder.iterdir())) == len(files), "they stay for whoever runs the model"
+
+
+def test_tensors_that_are_converted(tmp_path: Path) -> None:
+    from actors.staging import Staging
+    from cluster.precision import Precision
+
+    stored = store_arrays(as_bf16({name: array & 0x3FFF for name, array in ARRAYS.items()}), chunk_bytes=700)
+    folder = tmp_path / "offload"
+    options = parse_device_map(SPREAD, None, folder, Layout(), "auto")
+    precision = Precision("float32", "")
+    plan = build_load_plan(stored.index, Layout(), precision=precision, device_map=options)
+    rank = plan.ranks[0]
+    device = open_mapped(rank, str(folder), "load 0", 0, FakeGpu)
+    items = expand_read_items(rank.sources, plan.chunks)
+    staging = Staging(device, rank, items)
+    device.allocate(rank.segment_bytes)
+    for chunk in rank.chunk_ids.tolist():
+        where = plan.chunks.byte_range(chunk)
+        assert staging.begin(chunk)
+        device.place(memoryview(stored.files[0][where.start : where.end]), items, items.for_chunk(chunk))
+        staging.end(chunk)
+    staging.finish()
+    device.finish()
+    wanted = {
+        name: torch.from_numpy((array & 0x3FFF).view(np.int16)).view(torch.bfloat16) for name, array in ARRAYS.items()
+    }
+    for name, tensor in device.tensors(rank.slices).items():
+        assert torch.equal(tensor, wanted[name].float()), name
+    assert json.loads((folder / "index.json").read_text())["model.norm.weight"] == {"dtype": "float32", "shape": [32]}
+    device.free()
+
+
+def test_in_host_memory_alone_chunks_can_be_received() -> None:
+    stored = store_arrays(as_bf16(ARRAYS), chunk_bytes=700)
+    plan = planned(stored, "cpu", None)
+    device = open_mapped(plan.ranks[0], "", "load 0", 0)
+    assert device.receives
+    items = expand_read_items(plan.ranks[0].sources, plan.chunks)
+    device.allocate(plan.ranks[0].segment_bytes)
+    for chunk in plan.ranks[0].chunk_ids.tolist():
+        where = plan.chunks.byte_range(chunk)
+        rows = items.for_chunk(chunk)
+        for row, view in zip(range(rows.start, rows.stop), device.parts(items, rows), strict=True):
+            start = where.start + int(items.src_offset[row])
+            view[:] = memoryview(stored.files[0][start : start + len(view)])
+    assert as_numbers(device.tensors(plan.ranks[0].slices)) == WANTED
+
+
+def disk_device(
+    tmp_path: Path, owner: str = "load 0", incarnation: int = 0
+) -> tuple[MappedDevice, LoadPlan, StoredModel]:
+    stored = store_arrays(as_bf16(ARRAYS), chunk_bytes=700)
+    plan = planned(stored, SPREAD, tmp_path / "offload")
+    return open_mapped(plan.ranks[0], str(tmp_path / "offload"), owner, incarnation, FakeGpu), plan, stored
+
+
+def test_a_load_that_fails_leaves_nothing(tmp_path: Path) -> None:
+    device, plan, stored = disk_device(tmp_path)
+    device.allocate(plan.ranks[0].segment_bytes)
+    assert list((tmp_path / "offload").iterdir())
+    device.free()
+    assert list(tmp_path.iterdir()) == []
+    (tmp_path / "offload").mkdir()
+    device, plan, _stored = disk_device(tmp_path)
+    device.allocate(plan.ranks[0].segment_bytes)
+    device.free()
+    device.free()
+    assert list((tmp_path / "offload").iterdir()) == [], "a folder that was there stays, empty as it was"
+
+
+def test_a_worker_that_takes_the_place_of_another_begins_anew(tmp_path: Path) -> None:
+    first, plan, stored = disk_device(tmp_path)
+    first.allocate(plan.ranks[0].segment_bytes)
+    second, _, _ = disk_device(tmp_path, incarnation=1)
+    place_all(second, plan, stored)
+    first.free()  # it lived on, and is told to go
+    assert as_numbers(second.tensors(plan.ranks[0].slices)) == WANTED
+    assert (tmp_path / "offload" / "index.json").exists()
+
+
+@pytest.mark.parametrize("found", ["a file", "another load"])
+def test_a_folder_in_use_is_refused_and_left_alone(tmp_path: Path, found: str) -> None:
+    folder = tmp_path / "offload"
+    folder.mkdir()
+    (folder / ("mine.dat" if found == "a file" else OWNER_NAME)).write_text("load 1 0")
+    device, plan, _ = disk_device(tmp_path)
+    with pytest.raises(ConfigError, match="offload folder") as refused:
+        device.allocate(plan.ranks[0].segment_bytes)
+    assert refused.value.details["path"] == str(folder)
+    device.free()
+    assert len(list(folder.iterdir())) == 1
+
+
+def test_a_folder_that_cannot_be_had(tmp_path: Path) -> None:
+    with pytest.raises(ConfigError, match="cannot be used") as missing:
+        OffloadFolder(str(tmp_path / "no" / "such"), "load").open(1)
+    assert missing.value.details["cause"] == os.strerror(2)
+    (tmp_path / "file").write_text("")
+    with pytest.raises(ConfigError, match="cannot be used"):
+        OffloadFolder(str(tmp_path / "file"), "load").open(1)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        OffloadFolder("/proc/longshore", "load").open(1)
+    folder = OffloadFolder(str(tmp_path / "new"), "load")
+    with pytest.raises(DoesNotFit, match="too small") as small:
+        folder.open(1 << 60)
+    assert small.value.details["need_bytes"] == 1 << 60
+    assert small.value.details["free_bytes"] > 0
+    folder.remove()
+    assert not (tmp_path / "new").exists()
+
+
+def test_nothing_outside_the_folder_is_touched(tmp_path: Path) -> None:
+    victim = tmp_path / "victim.dat"
+    victim.write_text("before")
+    folder = OffloadFolder(str(tmp_path / "offload"), "load")
+    folder.open(0)
+    for name in ("../victim", "a/b", "a\0b", "", "x" * 300, "a\nb"):
+        with pytest.raises(PlanError, match="no file can have"):
+            folder.create(name, 1)
+    (tmp_path / "offload" / "linked.dat").symlink_to(victim)
+    with pytest.raises(ConfigError, match="cannot be used"):
+        folder.create("linked", 1)
+    assert victim.read_text() == "before"
+    folder.remove()
+    assert victim.read_text() == "before"
+
+
+def test_hostile_names_are_refused_before_a_byte_moves(tmp_path: Path) -> None:
+    stored = store_arrays(
+        as_bf16({"../../up.weight": ARRAYS["model.norm.weight"], "fine.weight": ARRAYS["lm_head.weight"]})
+    )
+    with pytest.raises(
+        LayoutError, match=r"1 tensors on disk have names that no file can have: '\.\./\.\./up\.weight'"
+    ):
+        planned(stored, "disk", tmp_path / "offload")
+    planned(stored, {"": "disk", "../../up": "cpu"}, tmp_path / "offload")
