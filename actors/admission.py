@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import time
 from collections.abc import Collection, Mapping
+from dataclasses import dataclass
 
 from actors import nodes
 from actors.finished import finished
@@ -15,11 +16,52 @@ from actors.promised import claims_of, new_workers, promise
 from cluster.config import Config
 from cluster.errors import DoesNotFit, DoesNotFitNow
 from cluster.fit import PlannedRanks, check_fit, host_bytes
-from cluster.host_room import larger_claims
+from cluster.host_room import Claim, larger_claims
+from cluster.load_request import LoadRequest
 from cluster.packed_plan import PackedPlan
+from cluster.topology import NodeInfo
 from cluster.warm_pool import IdleGang, in_the_way, with_kept_memory
 
 FREED_S = 5.0  # the memory of a process that was killed is free again by then
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Where a load's ranks are to sit, and what there is for them at this moment."""
+
+    rank_nodes: dict[int, int]  # rank -> index into `infos`
+    infos: list[NodeInfo]
+    claims: tuple[Claim, ...]  # of other loads
+    new_workers: set[int]
+
+    def misfit(self, plan: PlannedRanks, request: LoadRequest, config: Config) -> DoesNotFit | None:
+        """The error, if the ranks do not fit there."""
+        return check_fit(
+            plan,
+            self.rank_nodes,
+            self.infos,
+            config,
+            request.device,
+            self.claims,
+            self.new_workers,
+            request.fit,
+        )
+
+
+async def room_of(
+    record: ModelRecord,
+    seats: Mapping[int, Seat],
+    agents: NodeAgents,
+    others: Collection[ModelRecord],
+    taken: IdleGang | None = None,
+) -> Room:
+    """As the agents say. It holds until somebody else runs: a promise is made at once."""
+    order = sorted(await agents.of({seat.node_id: seat.host for seat in seats.values()}))
+    before = claims_of(others, record)
+    facts = await nodes.facts_of(order, agents.ask)
+    claims = larger_claims(before, claims_of(others, record))
+    infos = with_kept_memory([facts[node_id] for node_id in order], taken)
+    return Room({rank: order.index(seat.node_id) for rank, seat in seats.items()}, infos, claims, new_workers(seats))
 
 
 async def fit_on(
@@ -35,17 +77,12 @@ async def fit_on(
 
     Raises what an agent raises: ArenaTooLarge...
     """
-    order = sorted(await agents.of({seat.node_id: seat.host for seat in seats.values()}))
-    before = claims_of(others, record)
-    facts = await nodes.facts_of(order, agents.ask)
-    # From here to the promise nothing else runs, or two loads could be promised the same memory.
-    claims = larger_claims(before, claims_of(others, record))
-    infos = with_kept_memory([facts[node_id] for node_id in order], taken)
-    device = record.request.device
-    rank_nodes = {rank: order.index(seat.node_id) for rank, seat in seats.items()}
-    misfit = check_fit(plan, rank_nodes, infos, config, device, claims, new_workers(seats), record.request.fit)
+    room = await room_of(record, seats, agents, others, taken)
+    # From there to the promise nothing else runs, or two loads could be promised the same memory.
+    misfit = room.misfit(plan, record.request, config)
     if misfit is None:
-        promise(record, {rank: host_bytes(plan.ranks[rank], device) for rank in seats}, infos)
+        device = record.request.device
+        promise(record, {rank: host_bytes(plan.ranks[rank], device) for rank in seats}, room.infos)
     return misfit
 
 

@@ -20,8 +20,8 @@ from typing import Any
 from ray.exceptions import RayError
 
 from actors import nodes, spawn
-from actors.admission import fit_in
 from actors.finished import alongside, finished, settled
+from actors.fit_choice import FitChoice
 from actors.gangs import Gangs
 from actors.jobs import node_job, rank_job
 from actors.load_report import make_report
@@ -169,7 +169,7 @@ class LoadRun:
     async def _begin(self, plan: PackedPlan, gang: IdleGang | None) -> None:
         """See that the plan fits, and tell every agent what its node needs; then the workers can have their jobs."""
         others = self._models.values()
-        await fit_in(self._record, plan, self._agents, self._config, self._gangs, others, gang)
+        await FitChoice(self._record, self._planner, self._agents, self._config, self._gangs).choose(plan, others, gang)
         await asyncio.gather(*(self.begin_on(node_id) for node_id in self._record.nodes))
         await self._event(load_events.Started)
 

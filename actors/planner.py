@@ -20,6 +20,7 @@ from typing import Any
 
 import longshore
 from cluster.errors import ClusterError
+from cluster.fit_search import PlannedChange
 from cluster.load_request import LoadRequest
 from cluster.packed_plan import PackedPlan
 from cluster.trust import TrustPolicy
@@ -45,6 +46,11 @@ class Planner:
         """Read the model's index and plan. Raises what that raises: StoreError, ManifestError, PlanError..."""
         plan: PackedPlan = await self._ask("prepare", request, self._trust)
         return plan
+
+    async def changes(self, request: LoadRequest, purpose: str) -> tuple[str, list[PlannedChange]]:
+        """(revision, changes planned): the steps of fit "auto", or ("strict") what a refused load is offered."""
+        found: tuple[str, list[PlannedChange]] = await self._ask("changes", request, self._trust, purpose)
+        return found
 
     async def is_current(self, request: LoadRequest, known: str) -> bool:
         """True while the stored model is still the revision `known`; one small request to the store."""

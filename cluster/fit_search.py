@@ -14,7 +14,7 @@ from cluster.rank_plans import RankFacts
 from cluster.units import show_bytes
 
 OFFERED = 4  # changes that one message names
-_WHY_CHARS = 160  # of a reason, where several are told
+_WHY_CHARS = 90  # of a reason, where several are told
 
 
 @dataclass(frozen=True, slots=True)

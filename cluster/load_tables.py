@@ -8,6 +8,7 @@ from typing import TYPE_CHECKING
 from rich.console import Group, RenderableType
 from rich.text import Text
 
+from cluster.fit_search import steps_text
 from cluster.report import LoadReport
 from cluster.tables import NOT_ASKED, cell, digests, facts, table_of
 from cluster.units import show_bytes, show_rate
@@ -27,6 +28,7 @@ def load_table(report: LoadReport) -> RenderableType:
             ("uri", report.uri),
             ("revision", report.revision),
             ("layout", f"{len(report.ranks)} ranks ({report.layout}), {report.placement_mode}"),
+            *([("fit", steps_text(report.fit))] if report.fit else []),
             ("model size", show_bytes(report.model_bytes)),
             ("placed", show_bytes(report.placed_bytes)),
             ("from the store", show_bytes(report.store_bytes)),

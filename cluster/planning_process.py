@@ -13,19 +13,24 @@ import pickle
 import socket
 import struct
 import sys
+import time
 from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, BinaryIO
 
+from cluster.changes import changes_to_offer, steps_of_auto
+from cluster.fit_options import AUTO
+from cluster.fit_search import PlannedChange
 from cluster.load_request import LoadRequest
 from cluster.packed_plan import PackedPlan, pack_shared
-from cluster.prepare import prepare_plan, still_current
+from cluster.prepare import prepare_changes, prepare_plan, still_current
 from cluster.rank_plans import rank_facts
 from cluster.report import ProcessMemory
 from cluster.trust import TrustPolicy
 from storage.errors import LongshoreError
 from storage.own_memory import high_water_bytes, own_bytes, reset_high_water
 
+CHANGES_S = 10.0  # a refusal does not wait longer for what else could be offered
 _LENGTH = struct.Struct("<Q")
 
 
@@ -65,11 +70,25 @@ class PlanningServer:
         memory = ProcessMemory("planning", socket.gethostname(), baseline_bytes, high_water_bytes())
         return replace(packed, memory=memory)
 
+    def changes(self, request: LoadRequest, trust: TrustPolicy, purpose: str) -> tuple[str, list[PlannedChange]]:
+        """(revision, changes planned): the steps of fit="auto", or what a refused load is offered."""
+        wanted = steps_of_auto(request)[1:] if purpose == AUTO else changes_to_offer(request)
+        until_s = time.monotonic() + CHANGES_S
+        with without_collector():
+            return prepare_changes(
+                request,
+                wanted,
+                chunk_bytes=self._chunk_bytes,
+                read_timeout_s=self._read_timeout_s,
+                trust=trust,
+                enough=lambda: purpose != AUTO and time.monotonic() > until_s,
+            )
+
     def is_current(self, request: LoadRequest, revision: str, trust: TrustPolicy) -> bool:
         return still_current(request, revision, self._read_timeout_s, trust)
 
     def answer(self, verb: str, args: tuple[Any, ...]) -> Any:
-        verbs = {"prepare": self.prepare, "is_current": self.is_current}
+        verbs = {"prepare": self.prepare, "changes": self.changes, "is_current": self.is_current}
         try:
             return verbs[verb](*args)  # type: ignore[operator]
         except LongshoreError as error:

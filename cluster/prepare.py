@@ -5,7 +5,7 @@ The one place where planning touches the network; `cluster.planning` and everyth
 
 from __future__ import annotations
 
-from collections.abc import Sequence
+from collections.abc import Callable, Sequence
 from contextlib import closing
 
 from cluster.changes import Change
@@ -72,8 +72,9 @@ def prepare_changes(
     chunk_bytes: int,
     read_timeout_s: float,
     trust: TrustPolicy | None = None,
+    enough: Callable[[], bool] = lambda: False,
 ) -> tuple[str, list[PlannedChange]]:
-    """(revision, each change planned): the model is read once. Raises what reading raises."""
+    """(revision, each change planned, until there are `enough`): the model is read once. Raises what reading raises."""
     with_config = True
     while True:
         try:
@@ -85,13 +86,20 @@ def prepare_changes(
             if not with_config:
                 raise
             with_config = False  # changes that need nothing of it may help all the same
-    return index.revision, plan_changes(index, config, changes)
+    return index.revision, plan_changes(index, config, changes, enough)
 
 
-def plan_changes(index: ModelIndex, config: ModelConfig | None, changes: Sequence[Change]) -> list[PlannedChange]:
-    """Each change as it would be loaded; or why it cannot be."""
-    planned = []
+def plan_changes(
+    index: ModelIndex,
+    config: ModelConfig | None,
+    changes: Sequence[Change],
+    enough: Callable[[], bool] = lambda: False,
+) -> list[PlannedChange]:
+    """Each change as it would be loaded, or why it cannot be; one at least, then until there are `enough`."""
+    planned: list[PlannedChange] = []
     for change in changes:
+        if planned and enough():
+            break
         try:
             plan = plan_model(change.request, index, config if change.request.layout.cuts_tensors else None)
             planned.append(PlannedChange(change, rank_facts(plan.cut)))

@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from typing import Any
 
 from cluster.bottleneck import LoadLimit, find_limit
+from cluster.fit_options import FitTry
 from cluster.mesh import Layout
 from cluster.node_report import NodeReport
 from cluster.object_check import ObjectCheck, join_checks, unchecked_counts
@@ -60,10 +61,12 @@ class LoadReport(Jsonable):
     control_plane: tuple[ProcessMemory, ...] = ()  # coordinator and planning process
     # Id of the trusted key that signed the manifest; empty where no key is trusted: nobody asked whose it is.
     signed_by: str = ""
+    fit: tuple[FitTry, ...] = ()  # of fit="auto": what was tried, the last of it taken
 
     def as_dict(self) -> dict[str, Any]:
         """With what follows from the rest."""
         derived = {
+            "taken": self.taken,
             "limit": asdict(self.limit),
             "bytes_by_source": self.bytes_by_source,
             "retries": self.retries,
@@ -88,6 +91,11 @@ class LoadReport(Jsonable):
         told_s = max(0.0, total_s - connect_s - self.total_s)
         after_s = self.ready_after_last_byte_s + told_s
         return replace(self, total_s=total_s, connect_s=connect_s, ready_after_last_byte_s=after_s)
+
+    @property
+    def taken(self) -> str:
+        """What fit="auto" changed: 'quantization="int8"'; "" when the model is as it was asked for."""
+        return self.fit[-1].what if len(self.fit) > 1 else ""
 
     @property
     def limit(self) -> LoadLimit:
