@@ -161,7 +161,7 @@ def cut_model(
 def _check_recipes(index: ModelIndex, layout: Layout, kinds: Sequence[TensorKind], kind: Sequence[int]) -> None:
     """Raises LayoutError when a rank's slice cannot be quantised on its own."""
     problems: dict[int, str] = {}
-    for coords in {layout.place(layout.rank_coords(rank)) for rank in range(layout.ranks)}:
+    for coords in dict.fromkeys(layout.place(layout.rank_coords(rank)) for rank in range(layout.ranks)):
         for number, each in enumerate(kinds):
             region = region_of(each.shape, each.cut, coords, layout)
             if number not in problems and (problem := cut_problem(each.recipe, each.shape, region)):

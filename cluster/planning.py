@@ -119,6 +119,10 @@ def _rank_problems(rank: RankPlan, plan: LoadPlan) -> Iterator[str]:
             yield f"{piece.name!r:.200} {problem}"
         else:
             sound.append(piece)
+    for number, staged in enumerate(rank.staged, len(rank.segment_bytes)):
+        if staged.source.segment != number or not _fits(staged.source) or staged.source.segment_offset:
+            yield f"{staged.source.name!r:.200} is staged in a place that does not fit it"
+            return
     if len({piece.name for piece in rank.slices}) != len(rank.slices):
         yield "a tensor appears twice"
     filled = sorted((piece for piece in sound if piece.size_bytes), key=lambda p: (p.segment, p.segment_offset))

@@ -3,14 +3,15 @@
 from __future__ import annotations
 
 import math
-from collections.abc import Mapping, Sequence
+from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.load_plan import LoadPlan, RankPlan
+from cluster.load_plan import LoadPlan, RankPlan, TensorSlice
 from cluster.read_items import expand_read_items
+from storage.dtypes import DTYPE_BITS
 from storage.model_index import ChunkTable, ModelIndex, Shard, Tensor
 
 Bytes = NDArray[np.uint8]
@@ -74,9 +75,10 @@ def carry_out(plan: LoadPlan, rank: RankPlan, files: Sequence[Bytes]) -> tuple[d
 
     Checks on the way that no byte of a segment is written twice and that no copy leaves its chunk.
     """
-    segments = [np.zeros(size, np.uint8) for size in rank.segment_bytes]
-    written = [np.zeros(size, np.uint8) for size in rank.segment_bytes]
-    items = expand_read_items(rank.slices, plan.chunks)
+    sizes = (*rank.segment_bytes, *(each.source.size_bytes for each in rank.staged))
+    segments = [np.zeros(size, np.uint8) for size in sizes]
+    written = [np.zeros(size, np.uint8) for size in sizes]
+    items = expand_read_items(rank.sources, plan.chunks)
     copied = 0
     for chunk_id in rank.chunk_ids:
         chunk = plan.chunks.byte_range(int(chunk_id))
@@ -94,14 +96,59 @@ def carry_out(plan: LoadPlan, rank: RankPlan, files: Sequence[Bytes]) -> tuple[d
                 segments[segment][dest : dest + run] = data[src : src + run]
                 written[segment][dest : dest + run] += 1
                 copied += run
-    tensors = {}
-    for piece in rank.slices:
+    for piece in rank.sources:
         end = piece.segment_offset + piece.filled_bytes
         assert (written[piece.segment][piece.segment_offset : end] == 1).all(), f"{piece.name}: not written once"
         place = slice(piece.segment_offset, piece.segment_offset + piece.size_bytes)
         assert not written[piece.segment][end : place.stop].any(), f"{piece.name}: its padding was written"
-        tensors[piece.name] = segments[piece.segment][place]
-    return tensors, copied
+    _convert(rank, segments)
+    places = {piece.name: (piece.segment, piece.segment_offset, piece.size_bytes) for piece in rank.slices}
+    return {name: segments[at][begin : begin + size] for name, (at, begin, size) in places.items()}, copied
+
+
+def _convert(rank: RankPlan, segments: Sequence[Bytes]) -> None:
+    """What is made of staged tensors."""
+    if not rank.staged:
+        return
+    import torch
+
+    from actors.convert import convert
+
+    for staged in rank.staged:
+        slices = rank.slices[staged.first : staged.end]
+        made = [
+            torch.from_numpy(segments[piece.segment])[piece.segment_offset : piece.segment_offset + piece.size_bytes]
+            for piece in slices
+        ]
+        convert(staged, torch.from_numpy(segments[staged.source.segment]), slices, made)
+
+
+def assemble(pieces: Iterable[tuple[TensorSlice, Bytes]]) -> dict[str, tuple[str, tuple[int, ...], Bytes]]:
+    """Whole tensors, as (dtype, shape, bytes), from what ranks hold of them: each byte of them, all ranks agreeing.
+
+    Padding is left out. For elements of whole bytes.
+    """
+    tensors: dict[str, tuple[str, tuple[int, ...], Bytes]] = {}
+    known: dict[str, Bytes] = {}
+    for piece, data in pieces:
+        width = DTYPE_BITS[piece.dtype] // 8
+        shape = (*piece.shape, width)
+        if piece.name not in tensors:
+            tensors[piece.name] = (piece.dtype, piece.shape, np.zeros(shape, np.uint8))
+            known[piece.name] = np.zeros(shape, np.uint8)
+        dtype, full, whole = tensors[piece.name]
+        assert (dtype, full) == (piece.dtype, piece.shape)
+        mine = data.reshape(*piece.sizes, width)
+        for (offsets, sizes), place in piece.region.boxes():
+            there = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
+            here = tuple(slice(offset, offset + size) for offset, size in zip(place, sizes, strict=True))
+            held = known[piece.name][there].astype(bool)
+            assert (whole[there][held] == mine[here][held]).all(), f"{piece.name}: ranks differ"
+            whole[there] = mine[here]
+            known[piece.name][there] = 1
+    missing = [name for name, written in known.items() if not written.all()]
+    assert not missing, f"held by no rank: {missing}"
+    return tensors
 
 
 def llama_shapes(

@@ -1,0 +1,270 @@
+"""What becomes of each tensor, and plans of it: every rank's result is its part of the whole tensor's."""
+
+from __future__ import annotations
+
+import pickle
+from dataclasses import replace
+
+import numpy as np
+import pytest
+import torch
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from cluster.errors import ConfigError, LayoutError
+from cluster.layout_rules import parse_rules
+from cluster.load_plan import LoadPlan
+from cluster.mesh import Layout
+from cluster.model_config import ModelConfig
+from cluster.planning import build_load_plan, check_plan, overfetch_bytes
+from cluster.precision import SCHEMES, Precision, Recipe, decide_recipes, make_precision
+from cluster.rank_plans import rank_facts
+from cluster.segments import ALIGNMENT_BYTES
+from storage.model_index import Tensor
+from tests.support.planned_models import StoredModel, assemble, carry_out, llama_shapes, store_arrays
+from tests.support.reference_quantised import quantised
+
+CONFIG = ModelConfig(model_type="llama", num_attention_heads=8, num_key_value_heads=4, head_dim=32)
+WORDS = {torch.bfloat16: np.uint16, torch.float32: np.uint32}
+
+
+def tensor(name: str, shape: tuple[int, ...], dtype: str = "BF16") -> Tensor:
+    width = {"BF16": 2, "F16": 2, "F32": 4, "F64": 8, "I64": 8}.get(dtype, 1)
+    return Tensor(name, dtype, shape, 0, 0, int(np.prod(shape)) * width)
+
+
+def random_weights(seed: int = 0, layers: int = 1) -> dict[str, torch.Tensor]:
+    generator = torch.Generator().manual_seed(seed)
+    shapes = llama_shapes(layers, 256, 512, 8, 4, 50)
+    return {name: torch.randn(shape, generator=generator).to(torch.bfloat16) for name, shape in shapes.items()}
+
+
+def stored(weights: dict[str, torch.Tensor], chunk_bytes: int) -> StoredModel:
+    names = {torch.bfloat16: "BF16", torch.float32: "F32"}
+    arrays = {n: (names[w.dtype], w.view(torch.uint8).numpy().view(WORDS[w.dtype])) for n, w in weights.items()}
+    return store_arrays(arrays, 2, chunk_bytes)
+
+
+def whole_results(plan: LoadPlan, model: StoredModel) -> dict[str, tuple[str, tuple[int, ...], np.ndarray]]:
+    """All ranks' tensors put together again."""
+    pieces = []
+    for rank in plan.ranks:
+        tensors, _ = carry_out(plan, rank, model.files)
+        pieces += [(piece, tensors[piece.name]) for piece in rank.slices]
+    return assemble(pieces)
+
+
+def expected_results(weights: dict[str, torch.Tensor], scheme: str) -> dict[str, torch.Tensor]:
+    """What the library makes of a Llama: matrices of its layers, no more."""
+    found = {}
+    for name, weight in weights.items():
+        if weight.ndim == 2 and "embed" not in name and "lm_head" not in name:
+            found |= {f"{name}{suffix}": made for suffix, made in quantised(weight, scheme).items()}
+        else:
+            found[name] = weight
+    return found
+
+
+@given(
+    st.sampled_from(sorted(SCHEMES)),
+    st.sampled_from([(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 3, 1), (2, 2, 1), (2, 1, 2), (4, 5, 1)]),
+    st.sampled_from([1000, 4099, 65536, 1 << 20]),
+)
+@settings(max_examples=8, deadline=None)
+def test_results_are_those_of_the_whole_tensor_on_any_number_of_ranks(
+    scheme: str, sizes: tuple[int, int, int], chunk_bytes: int
+) -> None:
+    """Compared with the library over whole tensors; chunks end inside elements."""
+    weights = random_weights()
+    model = stored(weights, chunk_bytes)
+    tp, fsdp, dp = sizes
+    layout = Layout(tp, fsdp, dp, vocabulary_multiple=7)
+    if scheme == "int4" and tp == 4:  # 256 columns of o_proj: cut by TP only
+        layout = Layout(2, fsdp, dp, vocabulary_multiple=7)
+    plan = build_load_plan(model.index, layout, None, CONFIG, Precision("auto", scheme))
+    assert check_plan(plan) == []
+    found = whole_results(plan, model)
+    expected = expected_results(weights, scheme)
+    assert found.keys() == expected.keys()
+    for name, made in expected.items():
+        _, shape, data = found[name]
+        assert (shape, data.tobytes()) == (
+            tuple(made.shape),
+            made.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
+        )
+    check_facts(plan)
+
+
+def check_facts(plan: LoadPlan) -> None:
+    facts = rank_facts(plan.cut)
+    for rank, fact in zip(plan.ranks, facts, strict=True):
+        padded = sum(-(-piece.size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES for piece in rank.slices)
+        assert (fact.size_bytes, fact.device_bytes) == (rank.size_bytes, rank.device_bytes)
+        assert rank.device_bytes == padded
+        assert fact.read_bytes == sum(piece.filled_bytes for piece in rank.sources)
+        assert fact.staging_bytes == max((staged.source.size_bytes for staged in rank.staged), default=0)
+    assert overfetch_bytes(plan, range(len(facts))) >= 0
+
+
+@pytest.mark.parametrize("dtype", ["float16", "float32", "bfloat16"])
+@pytest.mark.parametrize("sizes", [(1, 1, 1), (2, 2, 1), (4, 1, 2)])
+def test_casts_on_any_number_of_ranks(dtype: str, sizes: tuple[int, int, int]) -> None:
+    weights = random_weights() | {"model.norm.weight": torch.randn(256)}
+    model = stored(weights, 5001)
+    plan = build_load_plan(model.index, Layout(*sizes), None, CONFIG, Precision(dtype))
+    assert check_plan(plan) == []
+    target = getattr(torch, dtype)
+    for name, (_, shape, data) in whole_results(plan, model).items():
+        made = weights[name].to(target)
+        assert (shape, data.tobytes()) == (tuple(made.shape), made.view(torch.uint8).numpy().tobytes())
+    check_facts(plan)
+    if dtype == "bfloat16":
+        assert {staged.source.name for staged in plan.ranks[0].staged} == {"model.norm.weight"}
+
+
+def test_a_scale_that_needs_the_whole_tensor_is_read_for() -> None:
+    """A row cut with a scale per row reads whole rows, a scale per tensor all of it; groups and casts only what is
+    held."""
+    weights = random_weights()
+    model = stored(weights, 1 << 20)
+    held = {}
+    for precision in ("fp8", "fp8_tensor", "int4", ""):
+        plan = build_load_plan(model.index, Layout(2), None, CONFIG, Precision("float16", precision))
+        held[precision] = {staged.source.name: staged.source.sizes for staged in plan.ranks[1].staged}
+    down, up = "model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.up_proj.weight"
+    assert [held[precision][down] for precision in held] == [(256, 512), (256, 512), (256, 256), (256, 256)]
+    assert [held[precision][up] for precision in held] == [(256, 256), (512, 256), (256, 256), (256, 256)]
+
+
+def test_groups_are_not_cut() -> None:
+    model = stored(random_weights(), 1 << 20)
+    with pytest.raises(LayoutError, match=r"down_proj.*int4 keeps 128 weights of a row together.*cut at 64") as caught:
+        build_load_plan(
+            model.index,
+            Layout(8),
+            parse_rules({"**.down_proj.weight": "row", "**": "replicate"}),
+            CONFIG,
+            Precision(quantization="int4"),
+        )
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_what_is_quantised_and_what_is_not() -> None:
+    names = {
+        "model.embed_tokens.weight": (100, 128),
+        "model.layers.0.self_attn.q_proj.weight": (64, 128),
+        "model.layers.0.self_attn.q_proj.bias": (64,),
+        "model.layers.0.input_layernorm.weight": (128,),
+        "model.layers.0.mlp.gate.weight": (8, 128),
+        "model.layers.0.mlp.gate_proj.weight": (64, 128),
+        "model.layers.0.mlp.odd_proj.weight": (64, 100),  # no multiple of 128
+        "model.layers.0.mlp.experts.3.down_proj.weight": (64, 128),
+        "model.layers.0.mlp.experts.gate_up_proj": (8, 64, 128),
+        "model.layers.0.mlp.experts.gate_up_proj_bias": (8, 128),
+        "model.layers.0.mixer.conv1d.weight": (64, 1, 128),
+        "model.layers.0.mlp.nothing.weight": (0, 128),
+        "model.visual.blocks.0.mlp.fc1.weight": (64, 128),
+        "lm_head.weight": (100, 128),
+    }
+    tensors = [tensor(name, shape) for name, shape in names.items()] + [tensor("model.ids.weight", (4, 128), "I64")]
+
+    def chosen(precision: Precision) -> set[str]:
+        recipes = decide_recipes(tensors, precision)
+        return {each.name for each, recipe in zip(tensors, recipes, strict=True) if recipe and recipe.scheme}
+
+    usual = {
+        "model.layers.0.self_attn.q_proj.weight",
+        "model.layers.0.mlp.gate_proj.weight",
+        "model.layers.0.mlp.experts.3.down_proj.weight",
+        "model.layers.0.mlp.experts.gate_up_proj",
+    }
+    assert chosen(Precision(quantization="int4")) == usual
+    assert chosen(Precision(quantization="fp8")) == usual | {"model.layers.0.mlp.odd_proj.weight"}
+    assert chosen(Precision(quantization="int4", skip=("default", "**.q_proj.weight"))) == usual - {
+        "model.layers.0.self_attn.q_proj.weight"
+    }
+    everything = chosen(Precision(quantization="int4", skip=()))
+    assert everything - usual == {
+        "model.embed_tokens.weight",
+        "model.layers.0.mlp.gate.weight",
+        "model.visual.blocks.0.mlp.fc1.weight",
+        "lm_head.weight",
+    }
+    with pytest.raises(ConfigError, match="finds no weight"):
+        chosen(Precision(quantization="int4", skip=("**",)))
+
+
+def test_what_is_cast_and_what_is_not() -> None:
+    tensors = [
+        tensor("a.weight", (2, 2), "F32"),
+        tensor("b.weight", (2, 2), "F64"),
+        tensor("c.weight", (2, 2), "F8_E4M3"),
+        tensor("d.weight", (2, 2), "BF16"),
+        tensor("e.position_ids", (2, 2), "I64"),
+        tensor("f.e_score_correction_bias", (4,), "F32"),
+    ]
+    as_bf16 = [Recipe("BF16"), Recipe("BF16"), Recipe("BF16"), None, None, None]
+    assert decide_recipes(tensors, Precision("bfloat16")) == as_bf16
+    assert decide_recipes(tensors, Precision()) == [None] * 6
+    # Of a quantised checkpoint, numbers that mean nothing without their scales stay as they are, and so do the scales.
+    scaled = [*tensors, tensor("c.weight_scale", (1,), "F32")]
+    assert decide_recipes(scaled, Precision("bfloat16")) == [
+        Recipe("BF16"),
+        Recipe("BF16"),
+        None,
+        None,
+        None,
+        None,
+        None,
+    ]
+
+
+def test_quantisation_is_computed_in_the_dtype_that_is_asked_for_else_in_the_stored_one() -> None:
+    tensors = [tensor(f"{dtype}.weight", (2, 2), dtype) for dtype in ("BF16", "F16", "F32", "F64")]
+    stored_so = decide_recipes(tensors, Precision(quantization="fp8"))
+    assert [recipe and recipe.dtype for recipe in stored_so] == ["BF16", "F16", "F32", "F32"]
+    asked = decide_recipes(tensors, Precision("float16", "fp8"))
+    assert [recipe and recipe.dtype for recipe in asked] == ["F16"] * 4
+
+
+@pytest.mark.parametrize(
+    "name",
+    ["a.qweight", "a.weight_scale", "a.weight_scale_inv", "a.weight_packed", "experts.gate_up_proj_blocks", "a.SCB"],
+)
+def test_a_quantised_model_is_not_quantised_again(name: str) -> None:
+    tensors = [tensor("b.weight", (2, 128)), tensor(name, (2,), "F32")]
+    with pytest.raises(ConfigError, match=r"quantised already: it has .*" + name.replace(".", r"\.")):
+        decide_recipes(tensors, Precision(quantization="int8"))
+    with pytest.raises(ConfigError, match="quantised already"):
+        decide_recipes([tensor("b.weight", (2, 128), "F8_E4M3")], Precision(quantization="int8"))
+
+
+@pytest.mark.parametrize(
+    ("arguments", "says"),
+    [
+        (("int3", None, None), "dtype must be one of auto, bfloat16, float16, float32, not 'int3'"),
+        (("auto", "int3", None), "quantization must be one of fp8, fp8_tensor, int8, int4, not 'int3'"),
+        (("float32", "int4", None), "contradict each other"),
+        (("auto", None, ["**.a"]), "there is no quantization"),
+        (("auto", "fp8", "**.a"), "a list of patterns, not one text"),
+        (("auto", "fp8", ["*a*b*"]), "more wildcards"),
+    ],
+)
+def test_what_cannot_be_meant(arguments: tuple[str, str | None, list[str] | None], says: str) -> None:
+    with pytest.raises(ConfigError, match=says.replace("*", r"\*")) as caught:
+        make_precision(*arguments)
+    assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
+
+
+def test_problems_of_a_plan_of_converted_tensors_are_found() -> None:
+    plan = build_load_plan(stored(random_weights(), 4096).index, Layout(), None, CONFIG, Precision(quantization="int8"))
+    rank = plan.ranks[0]
+    made = next(number for number, piece in enumerate(rank.slices) if piece.made_from)
+    for change in ({"size_bytes": rank.slices[made].size_bytes - 1}, {"filled_bytes": 4}):
+        slices = (*rank.slices[:made], replace(rank.slices[made], **change), *rank.slices[made + 1 :])
+        assert any(
+            "bytes for" in problem for problem in check_plan(replace(plan, ranks=[replace(rank, slices=slices)]))
+        )
+    source = replace(rank.staged[0].source, filled_bytes=2)
+    staged = (replace(rank.staged[0], source=source), *rank.staged[1:])
+    assert check_plan(replace(plan, ranks=[replace(rank, staged=staged)]))
