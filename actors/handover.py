@@ -8,7 +8,7 @@ module ----------------------find_places--> places, and which names are tied
 from __future__ import annotations
 
 from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import torch
 
@@ -31,7 +31,7 @@ class Filled:
     missing: tuple[str, ...] = ()  # left as they were; only with strict=False
     unexpected: tuple[str, ...] = ()  # not put anywhere; only with strict=False
     tied: tuple[tuple[str, ...], ...] = ()  # names that share one tensor
-    copied: tuple[str, ...] = ()  # new memory, made of several tensors; only with convert=True
+    copied: tuple[str, ...] = ()  # new memory, stacked or cast as transformers does; only with convert=True
 
 
 @dataclass(frozen=True, slots=True)
@@ -51,6 +51,7 @@ class _Problems:
     untied: list[str] = field(default_factory=list)
     unmade: list[str] = field(default_factory=list)  # buffers on the meta device that no checkpoint has
     dtypes: set[tuple[torch.dtype, torch.dtype]] = field(default_factory=set)  # wanted, had
+    float32: frozenset[str] = frozenset()  # no problem: names that are right in this dtype too
 
 
 def fill_module(
@@ -77,6 +78,11 @@ def fill_module(
     places = find_places(module)
     tied = tied_names(module, places.values())
     problems = _Problems()
+    if known:
+        halves = (name for name, place in places.items() if place.tensor.dtype in (torch.float16, torch.bfloat16))
+        problems.float32 = transformers_models.kept_in_float32(module, halves)
+    if convert:
+        copied += _cast(offers, problems.float32)
     chosen = _choose(places, tied, offers, problems)
     if known:
         problems.missing, problems.unexpected = transformers_models.without_ignored(
@@ -114,6 +120,14 @@ def _converted(module: torch.nn.Module, offers: Mapping[str, Offer]) -> tuple[di
     return new, tuple(sorted(name for name, one in made.items() if one.copied))
 
 
+def _cast(offers: dict[str, Offer], names: frozenset[str]) -> tuple[str, ...]:
+    """Make those tensors float32 that are not; their names."""
+    halves = sorted(name for name in names & offers.keys() if offers[name].tensor.dtype != torch.float32)
+    for name in halves:
+        offers[name] = replace(offers[name], tensor=offers[name].tensor.float())
+    return tuple(halves)
+
+
 def _choose(
     places: Mapping[str, Place], tied: Mapping[str, tuple[str, ...]], offers: Mapping[str, Offer], problems: _Problems
 ) -> dict[str, Offer]:
@@ -140,7 +154,8 @@ def _choose(
 def _difference(place: Place, offer: Offer, problems: _Problems) -> str:
     """Why the tensor cannot be put there; "" when it can."""
     wanted, tensor = place.tensor, offer.tensor
-    if wanted.dtype != tensor.dtype:
+    alike = wanted.dtype == tensor.dtype or (place.name in problems.float32 and tensor.dtype == torch.float32)
+    if not alike:
         problems.dtypes.add((wanted.dtype, tensor.dtype))
     distributed = as_dtensor(wanted)
     shape = tuple(wanted.shape)
@@ -153,12 +168,12 @@ def _difference(place: Place, offer: Offer, problems: _Problems) -> str:
         if distributed.device_mesh.device_type != tensor.device.type:
             return f"the module's mesh is of {distributed.device_mesh.device_type}, the rank has {tensor.device}"
         piece = offer.piece
-        if piece is not None and wanted.dtype == tensor.dtype and shape in (tuple(tensor.shape), piece.region.filled):
+        if piece is not None and alike and shape in (tuple(tensor.shape), piece.region.filled):
             if tuple(wanted.shape) != piece.shape:
                 return f"a DTensor of {_form(wanted)}, the checkpoint has {tuple(piece.shape)}"
             if not same_part(part, piece.region):
                 return f"this process's place in the mesh holds {part.ranges}, the rank has {piece.region.ranges}"
-    if wanted.dtype != tensor.dtype or shape not in (tuple(tensor.shape), _unpadded(offer)):
+    if not alike or shape not in (tuple(tensor.shape), _unpadded(offer)):
         local = " here of a DTensor" if distributed is not None else ""
         return f"expected {wanted.dtype} {shape}{local}, got {_form(tensor)}"
     return ""

@@ -43,7 +43,7 @@ def convert(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dic
         from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
     except ImportError as error:
         raise ConfigError(
-            "convert=True needs transformers 5.10 or newer", hint="or pass rename=", cause=str(error)
+            "convert=True needs transformers 5 with a conversion mapping", hint="or pass rename=", cause=str(error)
         ) from error
     model: Any = module
     mapping = get_model_conversion_mapping(model)
@@ -86,14 +86,22 @@ def without_ignored(
     module: torch.nn.Module, missing: Iterable[str], unexpected: Iterable[str]
 ) -> tuple[list[str], list[str]]:
     """The names that count: a model says which it can do without, and which in checkpoints it does not want."""
-    ignored_missing = _patterns(module, "_keys_to_ignore_on_load_missing")
-    ignored = _patterns(module, "_keys_to_ignore_on_load_unexpected")
+    ignored_missing = _regexes(module, "_keys_to_ignore_on_load_missing")
+    ignored = _regexes(module, "_keys_to_ignore_on_load_unexpected")
     if any(name.endswith("rotary_emb.inv_freq") for name, _ in module.named_buffers()):
         ignored.append(re.compile(r"rotary_emb\.inv_freq"))  # that of each layer, in early checkpoints
     return (
         [name for name in missing if not any(pattern.search(name) for pattern in ignored_missing)],
         [name for name in unexpected if not any(pattern.search(name) for pattern in ignored)],
     )
+
+
+def kept_in_float32(module: torch.nn.Module, halves: Iterable[str]) -> frozenset[str]:
+    """Of the names of tensors in 16 bits, those that the model wants in 32 whatever its own dtype is."""
+    always = _patterns(module, "_keep_in_fp32_modules_strict")
+    not_float16 = _patterns(module, "_keep_in_fp32_modules") if getattr(module, "dtype", None) == torch.float16 else []
+    patterns = (*always, *not_float16)
+    return frozenset(name for name in halves if any(pattern.search(name) for pattern in patterns))
 
 
 def make_buffers(module: torch.nn.Module, buffers: Iterable[tuple[torch.nn.Module, str]], device: str) -> None:
@@ -109,5 +117,10 @@ def make_buffers(module: torch.nn.Module, buffers: Iterable[tuple[torch.nn.Modul
     model.initialize_weights()
 
 
-def _patterns(module: torch.nn.Module, attribute: str) -> list[re.Pattern[str]]:
+def _regexes(module: torch.nn.Module, attribute: str) -> list[re.Pattern[str]]:
     return [re.compile(pattern) for pattern in getattr(module, attribute, None) or ()]
+
+
+def _patterns(module: torch.nn.Module, attribute: str) -> list[re.Pattern[str]]:
+    """Of text in which `*` stands for anything."""
+    return [re.compile(pattern.replace("*", ".*")) for pattern in getattr(module, attribute, None) or ()]

@@ -1,0 +1,66 @@
+"""Models of transformers filled from Longshore's slices compute what `from_pretrained`'s do, bit for bit."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.mesh import Layout
+from tests.support.hf_models import FAMILIES, MOE_FAMILIES, save_tiny
+from tests.support.shards import shards_of
+from tests.support.stages import chained_logits, cut_to_stage
+
+pytestmark = pytest.mark.slow
+
+IDS = torch.arange(3, 19)[None]
+
+
+def classes(family: str) -> tuple[Any, Any]:
+    """(of the config, of the model)."""
+    import transformers
+
+    return getattr(transformers, FAMILIES[family].config_class), getattr(transformers, FAMILIES[family].model_class)
+
+
+def on_meta(family: str, folder: Path) -> Any:
+    config_class, model_class = classes(family)
+    with torch.device("meta"):
+        return model_class._from_config(config_class.from_pretrained(folder)).eval()
+
+
+@pytest.fixture(params=FAMILIES)
+def saved(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, Path, Any]:
+    """(family, folder with the checkpoint as the hub has it, the model that `from_pretrained` makes of it)."""
+    save_tiny(request.param, tmp_path)
+    return request.param, tmp_path, classes(request.param)[1].from_pretrained(tmp_path).eval()
+
+
+def test_logits_of_one_rank_and_of_two_stages(saved: tuple[str, Path, Any]) -> None:
+    family, folder, wanted = saved
+    with torch.no_grad():
+        expected = wanted(input_ids=IDS).logits
+    (shard,) = shards_of(folder)
+    model = on_meta(family, folder)
+    done = shard.into(model, convert=True)
+    own = {tensor.untyped_storage().data_ptr() for tensor in shard.values()}
+    copied = {name for name, tensor in model.state_dict().items() if tensor.untyped_storage().data_ptr() not in own}
+    assert copied == set(done.copied)
+    assert bool(copied) == (family in MOE_FAMILIES)  # experts that transformers stacks
+    assert all("experts" in name or name.endswith("e_score_correction_bias") for name in copied)  # float32 to it
+    for of in (torch.nn.Module.named_parameters, torch.nn.Module.named_buffers):  # a tower's too, and rotary ones
+        found, there = dict(of(model)), dict(of(wanted))
+        assert found.keys() == there.keys()
+        assert not [name for name in there if not torch.equal(found[name], there[name])]
+        assert not [name for name in there if found[name].dtype != there[name].dtype]
+    with torch.no_grad():
+        assert torch.equal(model(input_ids=IDS).logits, expected)
+
+    stages = []
+    for rank in shards_of(folder, Layout(pipeline_parallel_size=2)):
+        stage = cut_to_stage(on_meta(family, folder), rank, first=rank.coords.stage == 0)
+        rank.into(stage, convert=True)  # strict: a stage has all that its part of the model needs, and no more
+        stages.append(stage)
+    assert torch.equal(chained_logits(stages, IDS), expected)
