@@ -30,6 +30,7 @@ from actors.shard import RankShard
 from cluster.config import Config
 from cluster.errors import ClusterLost, ConfigError
 from cluster.fit import min_slots
+from cluster.live_rules import with_live_rules
 from cluster.mesh import Layout
 from cluster.messages import JoinReply, NodeJob, RankHello, RankJob
 from cluster.packed_plan import pack_shared
@@ -37,6 +38,7 @@ from cluster.precision import make_precision
 from cluster.prepare import prepare_plan
 from cluster.remote_errors import unwrapped
 from cluster.request import StoreOptions, make_request
+from cluster.rules_file import LayoutRules
 from cluster.trust import TrustPolicy
 from storage.store_ref import Credentials
 
@@ -62,7 +64,7 @@ def host_rank(
     profile: str | None = None,
     anonymous: bool = False,
     credentials: Credentials | None = None,
-    layout_rules: dict[str, str] | None = None,
+    layout_rules: LayoutRules | None = None,
     dtype: str = "auto",
     quantization: str | None = None,
     skip_quantization: Sequence[str] | None = None,
@@ -98,11 +100,11 @@ def host_rank(
     )
     if not 0 <= rank < request.world_size:
         raise ConfigError(f"the layout has ranks 0 to {request.world_size - 1}, not {rank}")
-    _, plan = prepare_plan(
+    trust = TrustPolicy.of(config)
+    chunk_bytes, read_timeout_s = config.chunk_bytes, config.read_timeout_s
+    _, plan = with_live_rules(
         request,
-        chunk_bytes=config.chunk_bytes,
-        read_timeout_s=config.read_timeout_s,
-        trust=TrustPolicy.of(config),
+        lambda asked: prepare_plan(asked, chunk_bytes=chunk_bytes, read_timeout_s=read_timeout_s, trust=trust),
     )
     shared = pack_shared(plan)
     # One load per rank: what ranks of a node have in common, they share through the arena.

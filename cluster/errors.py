@@ -4,6 +4,7 @@ LongshoreError
 +- ConfigError                  a setting or argument that cannot be meant
 +- PlanError                    the request and the model do not go together
 |  +- LayoutError               a tensor cannot be cut as asked; lists every such tensor
+|  |  +- UnknownFamily          nor is the model's family one whose rules we have; names it
 |  +- ModelConfigError          config.json is broken or contradicts what cutting needs of it
 |  +- DoesNotFit                a device or host lacks the memory; says need and have for each
 |     +- DoesNotFitNow          only because other processes have memory of the GPUs in use
@@ -41,6 +42,10 @@ class PlanError(LongshoreError):
 
 class LayoutError(PlanError):
     """A tensor cannot be cut as asked; the message lists every such tensor."""
+
+
+class UnknownFamily(LayoutError):
+    """Rules are missing, and config.json names a family that we have none for: `details` say which."""
 
 
 class ModelConfigError(PlanError):

@@ -14,7 +14,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING
 
-from cluster.errors import ConfigError, LayoutError
+from cluster.errors import ConfigError, LayoutError, UnknownFamily
 from cluster.layout_rules import FAMILIES, Rule, Rules
 from cluster.mesh import Layout, RankCoords
 from cluster.quantized_rules import Part, cut_part, find_parts, find_rule, why_unnamed
@@ -146,6 +146,7 @@ def _layout_error(
 ) -> LayoutError:
     parts = []
     hints = [sizes] if sizes else []
+    kind = LayoutError
     if unnamed:
         names = [f"{name!r:.200}" for name in unnamed]
         size = (
@@ -160,16 +161,20 @@ def _layout_error(
         known = ", ".join(FAMILIES)
         if family not in FAMILIES:
             hints.append(f"Built-in rules exist for {known}; config.json says {family or 'nothing'}")
+            kind = UnknownFamily
         hints.append('Name them with layout_rules={"a.pattern.*.of.names": "replicate"} or ' + ", ".join(Rule))
     if problems:
         parts.append(f"{len(problems)} tensors cannot be cut: {_some(problems)}")
         hints.append("fsdp_size and pipeline_parallel_size need no rules and take any whole-byte dtype")
-    return LayoutError(
+    error = kind(
         "; ".join(parts),
         hint=". ".join(hints),
         unnamed=len(unnamed) or None,
         uncuttable=len(problems) or None,
     )
+    if kind is UnknownFamily and config is not None:
+        error.with_details(family=config.model_type, text_family=config.text_model_type)
+    return error
 
 
 def _some(texts: list[str]) -> str:

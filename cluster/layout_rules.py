@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING
 
 from cluster.errors import ConfigError
 from cluster.families import TABLES
+from cluster.families.unlisted import nested_rows
 from cluster.rule import Rows
 from cluster.rule import Rule as Rule
 
@@ -93,9 +94,12 @@ def parse_rules(data: object) -> Rules:
 def rules_for(config: ModelConfig | None, own: Rules | Mapping[str, str] | None = None) -> Rules:
     """The user's own rules (a mapping is parsed), then those of the model's family when it is one we know.
 
-    Raises ConfigError for a mapping that holds no rules.
+    Of a multimodal family that we do not know it may be the language model's. Raises ConfigError for a mapping that
+    holds no rules.
     """
-    family = FAMILIES.get(config.model_type or "") if config else None
+    family = None
+    if config is not None:
+        family = FAMILIES.get(config.model_type or "") or _NESTED.get(config.text_model_type or "")
     return (own if isinstance(own, Rules) else parse_rules(own)).then(family or Rules())
 
 
@@ -137,3 +141,4 @@ def _compile_all(entries: Rows) -> re.Pattern[str]:
 
 # `model_type` of config.json -> rules.
 FAMILIES: Mapping[str, Rules] = {family: Rules(rows) for family, rows in TABLES.items()}
+_NESTED: Mapping[str, Rules] = {family: Rules(nested_rows(rows)) for family, rows in TABLES.items()}

@@ -25,7 +25,7 @@ class TinyFamily:
     text_sizes: Mapping[str, Any] = field(default_factory=dict)  # of the language model inside a multimodal one
 
 
-_DENSE: dict[str, Any] = {
+DENSE_SIZES: dict[str, Any] = {
     "vocab_size": 96,
     "hidden_size": 64,
     "intermediate_size": 96,
@@ -81,44 +81,47 @@ _SIGLIP: dict[str, Any] = {
 # The issue's families; gemma3_text is the language model of gemma3 on its own.
 FAMILIES: Mapping[str, TinyFamily] = MappingProxyType(
     {
-        "llama": TinyFamily("LlamaConfig", "LlamaForCausalLM", _DENSE),
-        "mistral": TinyFamily("MistralConfig", "MistralForCausalLM", _DENSE | _HEADS_OF_16),
-        "qwen2": TinyFamily("Qwen2Config", "Qwen2ForCausalLM", _DENSE),
-        "qwen3": TinyFamily("Qwen3Config", "Qwen3ForCausalLM", _DENSE | _HEADS_OF_16),
+        "llama": TinyFamily("LlamaConfig", "LlamaForCausalLM", DENSE_SIZES),
+        "mistral": TinyFamily("MistralConfig", "MistralForCausalLM", DENSE_SIZES | _HEADS_OF_16),
+        "qwen2": TinyFamily("Qwen2Config", "Qwen2ForCausalLM", DENSE_SIZES),
+        "qwen3": TinyFamily("Qwen3Config", "Qwen3ForCausalLM", DENSE_SIZES | _HEADS_OF_16),
         "qwen3_moe": TinyFamily(
             "Qwen3MoeConfig",
             "Qwen3MoeForCausalLM",
-            _DENSE | _EXPERTS | _HEADS_OF_16 | {"num_experts": 8, "decoder_sparse_step": 1, "mlp_only_layers": [1]},
+            DENSE_SIZES
+            | _EXPERTS
+            | _HEADS_OF_16
+            | {"num_experts": 8, "decoder_sparse_step": 1, "mlp_only_layers": [1]},
         ),
         "mixtral": TinyFamily(
-            "MixtralConfig", "MixtralForCausalLM", _DENSE | {"num_local_experts": 8, "num_experts_per_tok": 2}
+            "MixtralConfig", "MixtralForCausalLM", DENSE_SIZES | {"num_local_experts": 8, "num_experts_per_tok": 2}
         ),
         "gemma2": TinyFamily(
-            "Gemma2Config", "Gemma2ForCausalLM", _DENSE | _HEADS_OF_16 | {"tie_word_embeddings": True}
+            "Gemma2Config", "Gemma2ForCausalLM", DENSE_SIZES | _HEADS_OF_16 | {"tie_word_embeddings": True}
         ),
         "gemma3_text": TinyFamily(
-            "Gemma3TextConfig", "Gemma3ForCausalLM", _DENSE | _HEADS_OF_16 | {"tie_word_embeddings": True}
+            "Gemma3TextConfig", "Gemma3ForCausalLM", DENSE_SIZES | _HEADS_OF_16 | {"tie_word_embeddings": True}
         ),
         "gemma3": TinyFamily(
             "Gemma3Config",
             "Gemma3ForConditionalGeneration",
             {"vision_config": _SIGLIP, "mm_tokens_per_image": 4, "tie_word_embeddings": True},
-            _DENSE | _HEADS_OF_16 | {"tie_word_embeddings": True},
+            DENSE_SIZES | _HEADS_OF_16 | {"tie_word_embeddings": True},
         ),
-        "phi3": TinyFamily("Phi3Config", "Phi3ForCausalLM", _DENSE),
-        "glm4": TinyFamily("Glm4Config", "Glm4ForCausalLM", _DENSE | _HEADS_OF_16 | {"attention_bias": True}),
+        "phi3": TinyFamily("Phi3Config", "Phi3ForCausalLM", DENSE_SIZES),
+        "glm4": TinyFamily("Glm4Config", "Glm4ForCausalLM", DENSE_SIZES | _HEADS_OF_16 | {"attention_bias": True}),
         "glm4v": TinyFamily(
             "Glm4vConfig",
             "Glm4vForConditionalGeneration",
             {"vision_config": _GLM_VISION, "tie_word_embeddings": False},
-            _DENSE
+            DENSE_SIZES
             | {"num_attention_heads": 4}
             | {"rope_parameters": _MROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},
         ),
         "deepseek_v3": TinyFamily(
             "DeepseekV3Config",
             "DeepseekV3ForCausalLM",
-            _DENSE
+            DENSE_SIZES
             | _EXPERTS
             | {
                 "num_key_value_heads": 8,
@@ -138,13 +141,13 @@ FAMILIES: Mapping[str, TinyFamily] = MappingProxyType(
             "Qwen2VLConfig",
             "Qwen2VLForConditionalGeneration",
             {"vision_config": _QWEN2_VISION, "tie_word_embeddings": False},
-            _DENSE | {"rope_parameters": _MROPE | {"mrope_section": [1, 1, 2]}},
+            DENSE_SIZES | {"rope_parameters": _MROPE | {"mrope_section": [1, 1, 2]}},
         ),
         "qwen2_5_vl": TinyFamily(
             "Qwen2_5_VLConfig",
             "Qwen2_5_VLForConditionalGeneration",
             {"vision_config": _QWEN2_5_VISION, "tie_word_embeddings": False},
-            _DENSE | {"rope_parameters": _MROPE | {"mrope_section": [1, 1, 2]}},
+            DENSE_SIZES | {"rope_parameters": _MROPE | {"mrope_section": [1, 1, 2]}},
         ),
     }
 )
@@ -154,10 +157,14 @@ MOE_FAMILIES = ("qwen3_moe", "mixtral", "deepseek_v3")
 
 def make_tiny(family: str, *, seed: int = 0, **changes: Any) -> Any:
     """A model of the family in bfloat16; `changes` go into its config (the language model's, in a multimodal one)."""
+    return make_model(FAMILIES[family], seed=seed, **changes)
+
+
+def make_model(tiny: TinyFamily, *, seed: int = 0, **changes: Any) -> Any:
+    """The same for a family that is not listed here."""
     import torch
     import transformers
 
-    tiny = FAMILIES[family]
     if tiny.text_sizes:
         config = getattr(transformers, tiny.config_class)(**tiny.sizes, text_config={**tiny.text_sizes, **changes})
     else:
@@ -179,7 +186,12 @@ def save_tiny(family: str, folder: Path, *, seed: int = 0, hub_names: bool = Tru
     `hub_names`: tensors are named and stored as the family's checkpoints on the hub are (one tensor for each expert,
     older prefixes), which transformers does unless told not to. Otherwise as its modules are: stacked experts.
     """
-    model = make_tiny(family, seed=seed, **changes)
+    return save_model(FAMILIES[family], folder, seed=seed, hub_names=hub_names, **changes)
+
+
+def save_model(tiny: TinyFamily, folder: Path, *, seed: int = 0, hub_names: bool = True, **changes: Any) -> Path:
+    """The same for a family that is not listed here."""
+    model = make_model(tiny, seed=seed, **changes)
     model.save_pretrained(folder, max_shard_size=SHARD_BYTES, save_original_format=hub_names)
     return folder
 

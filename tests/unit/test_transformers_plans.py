@@ -1,0 +1,138 @@
+"""The families' tables against the plans that transformers itself has for them, module by module.
+
+Both are read as the same thing: which dimension of a linear weight is cut, and into how many matrices side by side it
+falls. Where we mean to differ the row is listed with its reason; a row that no longer differs is an error too.
+"""
+
+from __future__ import annotations
+
+import re
+from importlib.util import find_spec
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.families.defaults import CONFIG_DEFAULTS
+from cluster.layout_rules import FAMILIES as TABLES
+from cluster.layout_rules import Rule
+from cluster.tensor_cut import experts_of
+from tests.support.hf_models import FAMILIES, make_tiny
+
+pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+
+COMPARED_WITH = "5.23.0"  # what the reasons below were written for
+
+WHOLE = (None, 1)
+Cut = tuple[int | None, int]  # dimension of the matrix, matrices side by side
+
+OURS: dict[Rule, Cut] = {
+    Rule.COLUMN: (0, 1),
+    Rule.HEADS: (0, 1),
+    Rule.KV_HEADS: (0, 1),
+    Rule.VOCABULARY: (0, 1),
+    Rule.ROW: (1, 1),
+    Rule.GATE_UP: (0, 2),
+    Rule.QKV: (0, 3),
+    Rule.REPLICATE: WHOLE,
+    Rule.EXPERTS_COLUMN: (0, 1),
+    Rule.EXPERTS_ROW: (1, 1),
+    Rule.EXPERTS_GATE_UP: (0, 2),
+}
+
+FUSED = "transformers cuts across the fused matrices and gathers what comes out; we cut each, so nothing is gathered"
+LATENT = "transformers leaves latent attention whole; it is most of a layer outside its experts: cut by heads, as vLLM"
+BY_VOCABULARY = "every engine cuts the embedding by vocabulary; transformers leaves it whole"
+DIFFERENCES: dict[tuple[str, str], str] = {
+    **{(family, "embed_tokens.weight"): BY_VOCABULARY for family in FAMILIES},
+    ("phi3", "layers.*.self_attn.qkv_proj.weight"): FUSED,
+    ("phi3", "layers.*.mlp.gate_up_proj.weight"): FUSED,
+    ("glm4", "layers.*.mlp.gate_up_proj.weight"): FUSED,
+    ("glm4v", "layers.*.mlp.gate_up_proj.weight"): FUSED,
+    ("deepseek_v3", "layers.*.self_attn.q_b_proj.weight"): LATENT,
+    ("deepseek_v3", "layers.*.self_attn.kv_b_proj.weight"): LATENT,
+    ("deepseek_v3", "layers.*.self_attn.o_proj.weight"): LATENT,
+}
+
+
+def their_cut(style: str | None, name: str) -> Cut:
+    """What a parallel style does to a parameter; `transformers.distributed.tensor_parallel` has the classes."""
+    if style is None or style in ("replicated_with_grad_allreduce", "sequence_parallel", "mla_kv_a_proj", "replicate"):
+        return WHOLE
+    if style in ("colwise", "colwise_rep", "colwise_gather_output"):
+        return (0, 1)
+    if style == "packed_colwise":
+        return (0, 2)
+    if style in ("rowwise", "rowwise_rep", "rowwise_split_input"):
+        return WHOLE if name.endswith(".bias") else (1, 1)
+    raise AssertionError(f"{name}: {style} is new here")
+
+
+def parameters(family: str) -> list[tuple[str, str]]:
+    """(name as transformers' modules have it, name below the decoder) of the language model's parameters, once each."""
+    found: dict[str, str] = {}
+    for name in make_tiny(family).state_dict():
+        below = re.sub(r"^(model\.language_model\.|model\.)", "", name)
+        if not below.startswith(("visual.", "vision_tower.", "multi_modal_projector.")):
+            found.setdefault(re.sub(r"\.\d+\.", ".*.", below), name)
+    return [(name, below) for below, name in found.items()]
+
+
+def plans(family: str) -> tuple[dict[str, str], dict[str, str]]:
+    """The language model's plans: of tensor parallelism (with that of its head), of expert parallelism."""
+    import transformers
+
+    tiny = FAMILIES[family]
+    config: Any = getattr(transformers, tiny.config_class)().get_text_config()
+    head = getattr(transformers, tiny.model_class)._tp_plan or {}
+    return {**(config.base_model_tp_plan or {}), **head}, dict(config.base_model_ep_plan or {})
+
+
+def style_of(below: str, plan: dict[str, str]) -> str | None:
+    """A module's entry is for its weight and bias, a bare parameter has its own."""
+    return plan.get(below) or plan.get(below.rpartition(".")[0] if below.endswith((".weight", ".bias")) else "")
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_table_agrees_with_transformers_but_where_it_says_so(family: str) -> None:
+    plan, expert_plan = plans(family)
+    differing = set()
+    for name, below in parameters(family):
+        rule = TABLES[family].rule_for(name)
+        assert rule is not None, name
+        if OURS[rule] != their_cut(style_of(below, plan), below):
+            differing.add((family, below))
+        # Experts are spread over ranks where their plan spreads them, and nowhere else.
+        assert (experts_of(rule) == "all") == (expert_plan.get(below) == "grouped_gemm"), name
+    assert differing == {row for row in DIFFERENCES if row[0] == family}
+
+
+@pytest.mark.parametrize("family", FAMILIES)
+def test_no_entry_of_their_plan_is_left_out(family: str) -> None:
+    """So the comparison above is of the whole plan. What an entry for a module's input or output does is not ours."""
+    plan, _ = plans(family)
+    compared = {below for _, below in parameters(family)}
+    unseen = [
+        module
+        for module, style in plan.items()
+        if style != "moe_tp_experts" and not compared & {module, f"{module}.weight"}
+    ]
+    assert unseen == []
+
+
+def test_the_version_compared_with_is_the_pinned_one() -> None:
+    import transformers
+
+    root = Path(__file__).resolve().parents[2]
+    assert f"transformers=={COMPARED_WITH}\n" in (root / "constraints.txt").read_text()
+    assert f"transformers {COMPARED_WITH}" in (root / "docs" / "layouts.md").read_text()
+    if transformers.__version__ != COMPARED_WITH:
+        pytest.skip(f"transformers {transformers.__version__} is installed; the comparison above was made with it")
+
+
+@pytest.mark.parametrize("family", CONFIG_DEFAULTS)
+def test_missing_fields_mean_what_the_config_class_says(family: str) -> None:
+    from transformers import AutoConfig
+
+    config = AutoConfig.for_model(family).get_text_config()
+    assert {name: getattr(config, name) for name in CONFIG_DEFAULTS[family]} == CONFIG_DEFAULTS[family]
