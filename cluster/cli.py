@@ -181,6 +181,11 @@ def _add_sizes(verb: argparse.ArgumentParser) -> None:
         metavar="N",
         help="ways in which each expert is cut (default: --tp divided by --ep)",
     )
+    verb.add_argument(
+        "--layout-rules",
+        metavar="FILE",
+        help='JSON of patterns of tensor names to rules, {"**.gate.weight": "replicate"}; before the family\'s own',
+    )
 
 
 def _add_precision(verb: argparse.ArgumentParser) -> None:

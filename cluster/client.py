@@ -17,11 +17,13 @@ from cluster.async_twins import GIVEN_UP, in_thread
 from cluster.config import Config
 from cluster.connection import connect
 from cluster.errors import ClusterLost, ConfigError, LoadCancelled
+from cluster.live_rules import with_live_rules
 from cluster.mesh import Layout
 from cluster.model import LoadedModel
 from cluster.precision import make_precision
 from cluster.report import LoadProgress
 from cluster.request import StoreOptions, make_request, open_destination, open_uri, read_keys
+from cluster.rules_file import LayoutRules
 from cluster.trust import TrustPolicy
 from cluster.wait import load_on
 
@@ -58,7 +60,7 @@ def load(
     profile: str | None = None,
     anonymous: bool = False,
     credentials: Credentials | None = None,
-    layout_rules: dict[str, str] | None = None,
+    layout_rules: LayoutRules | None = None,
     dtype: str = "auto",
     quantization: str | None = None,
     skip_quantization: Sequence[str] | None = None,
@@ -72,9 +74,10 @@ def load(
     are left). `vocabulary_multiple`: embedding and head get rows of zeros up to a multiple of it. `device`: "cuda" (one
     GPU per rank), "cpu" (host memory), "auto" (cuda when the cluster has GPUs). `keep=True` leaves the model resident
     when nobody holds it any more. `wait_for_resources_s=0` refuses within seconds when too few GPUs are free.
-    `placement`: "via_arena" (chunks stay cached on the node), "direct" (what one rank alone wants goes into its host
-    memory without a copy, uncached), "auto" (direct when the node's arena is smaller than its share).
-    `dtype`: what floating-point tensors are cast to ("bfloat16", "float16", "float32"; "auto": as stored).
+    `layout_rules`: a pattern of tensor names to a rule, or a JSON file of that: they come before the model family's own
+    (docs/layouts.md). `placement`: "via_arena" (chunks stay cached on the node), "direct" (what one rank alone wants
+    goes into its host memory without a copy, uncached), "auto" (direct when the node's arena is smaller than its
+    share). `dtype`: what floating-point tensors are cast to ("bfloat16", "float16", "float32"; "auto": as stored).
     `quantization`: "fp8" (a scale per row), "fp8_tensor", "int8" or "int4" of linear layers and experts, on the way in,
     but for those whose names match `skip_quantization` (patterns; "default" among them, and alone when None, stands for
     embeddings, heads, routers and towers). `placement_group`: rank i takes bundle i of yours. `progress` is called from
@@ -114,7 +117,10 @@ def load(
     connection = connect(address, config)
     if connection is None:
         raise ClusterLost("no cluster could be joined or started")
-    model_id, report = load_on(connection, request, progress, GIVEN_UP.get(), called_s=started_s, timeout_s=timeout_s)
+    given_up = GIVEN_UP.get()
+    model_id, report = with_live_rules(
+        request, lambda asked: load_on(connection, asked, progress, given_up, called_s=started_s, timeout_s=timeout_s)
+    )
     return LoadedModel(connection, model_id, report)
 
 
@@ -134,7 +140,7 @@ def plan(
     profile: str | None = None,
     anonymous: bool = False,
     credentials: Credentials | None = None,
-    layout_rules: dict[str, str] | None = None,
+    layout_rules: LayoutRules | None = None,
     dtype: str = "auto",
     quantization: str | None = None,
     skip_quantization: Sequence[str] | None = None,
@@ -170,8 +176,10 @@ def plan(
     if per_node < 1:
         raise ConfigError(f"ranks_per_node must be at least 1, not {ranks_per_node}")
     trust = TrustPolicy(config.source_rules())  # the request says which keys
-    index, load_plan = prepare_plan(
-        request, chunk_bytes=config.chunk_bytes, read_timeout_s=config.read_timeout_s, trust=trust
+    chunk_bytes, read_timeout_s = config.chunk_bytes, config.read_timeout_s
+    index, load_plan = with_live_rules(
+        request,
+        lambda asked: prepare_plan(asked, chunk_bytes=chunk_bytes, read_timeout_s=read_timeout_s, trust=trust),
     )
     return summarize_plan(load_plan, spread_evenly(request.world_size, per_node), signed_by=index.signed_by)
 

@@ -257,7 +257,8 @@ def _precision(args: argparse.Namespace) -> dict[str, Any]:
 
 
 def _sizes(args: argparse.Namespace) -> dict[str, Any]:
-    return {field.name: getattr(args, field.name) for field in fields(Layout)}
+    sizes = {field.name: getattr(args, field.name) for field in fields(Layout)}
+    return {**sizes, "layout_rules": args.layout_rules}
 
 
 def _store(args: argparse.Namespace) -> dict[str, Any]:

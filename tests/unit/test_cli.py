@@ -130,7 +130,7 @@ def test_load_passes_every_option_to_the_client(run: Run, fake_load: SimpleNames
         ],
         *["--address", "head:6379", "--wait-for-resources", "30", "--timeout", "600", "--placement", "direct"],
         *["--trusted-key", "k1", "--trusted-key", "k2"],
-        *["--dtype", "bfloat16", "--quantization", "int4"],
+        *["--layout-rules", "rules.json", "--dtype", "bfloat16", "--quantization", "int4"],
         *["--skip-quantization", "default", "--skip-quantization", "**.down_proj.weight"],
         *["--endpoint-url", "http://store:9000", "--region", "r", "--profile", "p", "--anonymous"],
     )
@@ -145,6 +145,7 @@ def test_load_passes_every_option_to_the_client(run: Run, fake_load: SimpleNames
         "expert_parallel_size": 1,
         "expert_tensor_parallel_size": 0,
         "vocabulary_multiple": 1,
+        "layout_rules": "rules.json",
         "dtype": "bfloat16",
         "quantization": "int4",
         "skip_quantization": ["default", "**.down_proj.weight"],
