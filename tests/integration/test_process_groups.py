@@ -1,0 +1,71 @@
+"""Two processes over Gloo: models of FSDP2 and tensor-parallel ones of transformers, filled from Longshore's slices."""
+
+from __future__ import annotations
+
+import subprocess
+import sys
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.gloo_rank import CASES, IDS, RANKS
+from tests.support.hf_models import SHARD_BYTES, make_tiny
+from tests.support.ray_clusters import REPOSITORY
+
+pytestmark = pytest.mark.slow
+
+TIMEOUT_S = 150
+
+
+@pytest.fixture(scope="module")
+def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[torch.Tensor, list[dict[str, Any]]]]:
+    """Of each case: the logits of the model in one process, and what each of the two wrote."""
+    folder = tmp_path_factory.mktemp("gloo")
+    expected = {}
+    for case, (_, family, changes) in CASES.items():
+        model = make_tiny(family, **changes).float()  # in 32 bits a sum in another order shows only in the last ones
+        model.save_pretrained(folder / case, max_shard_size=2 * SHARD_BYTES)
+        again = type(model).from_pretrained(folder / case).eval()
+        with torch.no_grad():
+            expected[case] = again(input_ids=IDS).logits
+    ranks = [
+        subprocess.Popen(
+            [sys.executable, "-m", "tests.support.gloo_rank", str(rank), str(folder)],
+            cwd=REPOSITORY,
+            stdout=subprocess.PIPE,
+            stderr=subprocess.STDOUT,
+            text=True,
+        )
+        for rank in range(RANKS)
+    ]
+    try:
+        said = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in ranks]
+    finally:
+        for rank in ranks:
+            rank.kill()
+            rank.wait()
+    assert [rank.returncode for rank in ranks] == [0] * RANKS, "\n".join(text[-3000:] for text in said)
+    return {
+        case: (expected[case], [torch.load(folder / f"{case}-{rank}.pt") for rank in range(RANKS)]) for case in CASES
+    }
+
+
+Outcomes = dict[str, tuple[torch.Tensor, list[dict[str, Any]]]]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("fsdp")])
+def test_fully_sharded_models_compute_the_same_bit_for_bit(outcomes: Outcomes, case: str) -> None:
+    expected, ranks = outcomes[case]
+    for found in ranks:
+        assert torch.equal(found["logits"], expected)
+        assert found["shared"] == found["filled"]
+
+
+@pytest.mark.parametrize("case", [case for case in CASES if case.startswith("tp")])
+def test_transformers_tensor_parallel_models_agree(outcomes: Outcomes, case: str) -> None:
+    expected, ranks = outcomes[case]
+    for found in ranks:
+        torch.testing.assert_close(found["logits"], expected, rtol=1e-4, atol=1e-5 * float(expected.abs().max()))
+        assert found["shared"] == found["filled"] - found["copied"]
+        assert bool(found["copied"]) == (case == "tp-mixtral")
