@@ -18,6 +18,11 @@ from cluster.read_items import ReadItems
 PORTABLE = 1  # cudaHostRegisterPortable
 
 
+def free_memory() -> list[tuple[int, int]]:
+    """(free, all) bytes of each GPU that this process sees."""
+    return [torch.cuda.mem_get_info(index) for index in range(torch.cuda.device_count())]
+
+
 class CudaDevice:
     """The one GPU that Ray gave this process. The arena is registered as pinned memory once; copies are asynchronous.
 

@@ -92,7 +92,9 @@ class Gangs:
             self._parting.discard(record.gang_id)
 
     def _may_keep(self, record: ModelRecord, seats: Sequence[Seat]) -> bool:
-        """Places in the user's own placement group are the user's to free."""
+        """Places in the user's own placement group are the user's to free. Workers with several GPUs fit few loads."""
+        if record.request.gpus_per_rank > 1:
+            return False
         return bool(self._keep_s) and record.request.placement_group is None and len(seats) == len(record.seats) > 0
 
     async def _recycled(self, record: ModelRecord, seats: Sequence[Seat]) -> list[int] | None:

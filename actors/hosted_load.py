@@ -15,6 +15,7 @@ from dataclasses import replace
 
 from actors.device import Device, open_device
 from actors.executor import RankLoader
+from actors.mapped_device import open_mapped_rank
 from actors.opening_device import OpeningDevice
 from actors.rank_link import AgentLink
 from actors.shard import RankShard
@@ -91,10 +92,16 @@ class HostedLoad:
                 self._device.free()
             return not self._in_use
 
+    def _open_mapped(self, plan: RankPlan) -> Device:
+        """Devices of a device map, which only the plan names."""
+        self._device = open_mapped_rank(plan, self.job)
+        return self._device
+
     def _run(self, link: AgentLink, device: str) -> None:
         try:
-            self._device = _device(device)
-            loader = RankLoader(link, self.job, self._device)
+            if not self.job.mapped:
+                self._device = _device(device)
+            loader = RankLoader(link, self.job, self._device or self._open_mapped)
             with self._lock:
                 self._plan, self._loader = loader.plan, loader
                 if self.let_go_of.is_set():

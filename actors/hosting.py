@@ -15,6 +15,7 @@ import os
 import time
 import uuid
 from collections.abc import Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 import ray
@@ -25,9 +26,12 @@ from actors.agent_link import RayAgentLink
 from actors.device import open_device
 from actors.executor import RankLoader
 from actors.jobs import fetch_settings
+from actors.mapped_device import open_mapped_rank
 from actors.names import NAMESPACE, agent_name
+from actors.node_limits import own_limits
 from actors.shard import RankShard
 from cluster.config import Config
+from cluster.device_map_options import GivenMap, GivenMemory
 from cluster.errors import ClusterLost, ConfigError
 from cluster.fit import min_slots
 from cluster.live_rules import with_live_rules
@@ -68,12 +72,16 @@ def host_rank(
     dtype: str = "auto",
     quantization: str | None = None,
     skip_quantization: Sequence[str] | None = None,
+    device_map: GivenMap | None = None,
+    max_memory: GivenMemory | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
     trusted_keys: Sequence[str | os.PathLike[str]] | None = None,
     config: Config | None = None,
 ) -> Iterator[RankShard]:
     """Load the slices of one rank, verified, into the calling process; blocks until all are there.
 
-    `device`: "cpu", or "cuda" for the first GPU that is visible here. The memory is given up at the end of the block;
+    `device`: "cpu", or "cuda" for the first GPU that is visible here; with a `device_map`, "cuda" for all of them. The
+    memory is given up at the end of the block;
     tensors taken out of `shard` stay valid and keep theirs. The process must have joined Ray; coordinator and agent
     are started when there are none. `trusted_keys` as for `cluster.load`, where the settings of this very process are
     the cluster's. Raises ConfigError for a rank that the layout has not got, else as `cluster.load`
@@ -97,7 +105,13 @@ def host_rank(
         device=device,
         trusted_keys=config.public_keys() if trusted_keys is None else trusted_keys,
         precision=make_precision(dtype, quantization, skip_quantization),
+        device_map=device_map,
+        max_memory=max_memory,
+        offload_folder=offload_folder,
     )
+    if request.device_map is not None:
+        limits = own_limits(request.device_map, device, request.fit, config)
+        request = replace(request, node_memory=limits)
     if not 0 <= rank < request.world_size:
         raise ConfigError(f"the layout has ranks 0 to {request.world_size - 1}, not {rank}")
     trust = TrustPolicy.of(config)
@@ -130,7 +144,10 @@ def host_rank(
         ),
     )
     job = RankJob(load_id, 1, rank, 0, shared, request.store, fetch_settings(config), request.placement)
-    memory = open_device(device)
+    if request.device_map is None:
+        memory = open_device(device)
+    else:
+        memory = open_mapped_rank(plan.ranks[rank], replace(job, offload_folder=request.device_map.offload_folder))
     try:
         try:
             link.begin()

@@ -50,6 +50,8 @@ def rank_job(record: ModelRecord, seat: Seat, config: Config) -> RankJob:
         store=record.request.store,
         fetch=fetch_settings(config),
         placement=record.request.placement,
+        mapped=record.request.device_map is not None,
+        offload_folder=record.request.device_map.offload_folder if record.request.device_map else "",
     )
 
 

@@ -15,6 +15,7 @@ import asyncio
 import functools
 import math
 import time
+from dataclasses import replace
 from typing import Any
 
 from ray.exceptions import RayError
@@ -27,6 +28,7 @@ from actors.jobs import node_job, rank_job
 from actors.load_report import make_report
 from actors.model_record import ModelRecord, Seat
 from actors.node_agents import ACTOR_GONE, NodeAgents
+from actors.node_limits import node_memory
 from actors.plan_source import PlanSource
 from actors.planner import Planner
 from actors.reseating import Reseating
@@ -129,6 +131,8 @@ class LoadRun:
 
     async def _plan(self) -> PackedPlan:
         record = self._record
+        if limits := await node_memory(record, self._agents, self._config):
+            record.request = replace(record.request, node_memory=limits)
         plan = await self._planner.prepare(record.request)
         record.plan, record.revision, record.signed_by = plan, plan.revision, plan.signed_by
         record.total_bytes = sum(rank.read_bytes for rank in plan.ranks)
@@ -250,6 +254,7 @@ class LoadRun:
                 device=self._record.request.device,
                 bundle=seat.bundle,
                 orphan_after_s=self._config.orphan_after_s,
+                gpus=self._record.request.gpus_per_rank,
             )
         )
 

@@ -15,8 +15,10 @@ from typing import TYPE_CHECKING
 import numpy as np
 
 from actors.device import Device
+from actors.opening_device import OpeningDevice
 from cluster.device_map import CPU, DISK, DeviceKey, device_name, device_order
 from cluster.load_plan import RankPlan, StagedTensor, TensorSlice
+from cluster.messages import RankJob
 from cluster.read_items import ReadItems
 
 if TYPE_CHECKING:
@@ -139,6 +141,14 @@ def open_mapped(
         elif isinstance(key, int):
             parts[key] = (open_gpu or _open_gpu)(key)
     return MappedDevice(plan, parts)
+
+
+def open_mapped_rank(plan: RankPlan, job: RankJob) -> Device:
+    """The same for a rank's job: host memory and files at once, GPUs while the first chunks are fetched."""
+    owner = f"{job.load_id} {job.rank}"
+    if not any(isinstance(key, int) for key in plan.segment_devices):
+        return open_mapped(plan, job.offload_folder, owner, job.incarnation)
+    return OpeningDevice(lambda: open_mapped(plan, job.offload_folder, owner, job.incarnation))
 
 
 def _open_gpu(index: int) -> Device:

@@ -127,12 +127,13 @@ def places_in_group(group: PlacementGroup, request: LoadRequest) -> list[Place]:
         if table.get("state") in (None, "REMOVED"):
             raise ClusterError("the placement group does not exist any more", group=group.id.hex())
         raise NotEnoughResources("the placement group has no resources yet", group=group.id.hex())
-    per_bundle = [int(bundle.get("GPU", 0)) if request.device == "cuda" else 1 for bundle in group.bundle_specs]
+    gpus = request.gpus_per_rank
+    per_bundle = [int(bundle.get("GPU", 0)) // gpus if request.device == "cuda" else 1 for bundle in group.bundle_specs]
     bundles = [index for index, ranks in enumerate(per_bundle) for _ in range(ranks)]
     if len(bundles) < request.world_size:
         raise NotEnoughResources(
             f"the placement group has room for {len(bundles)} ranks, the layout has {request.world_size}",
-            hint="give one bundle per rank, with a GPU in each for device='cuda'",
+            hint=f"give one bundle per rank, with {gpus} GPUs in each for device='cuda'",
             state="too small",
         )
     return places_in_own_group(group, bundles[: request.world_size])

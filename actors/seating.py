@@ -13,7 +13,7 @@ from actors import nodes, spawn
 from actors.finished import finished
 from actors.gangs import Gang, Gangs
 from actors.model_record import ModelRecord, Seat
-from cluster.topology import assign_ranks, bundle_of_ranks, bundles_for
+from cluster.topology import assign_gpus, assign_ranks, bundle_of_ranks, bundles_for
 from cluster.warm_pool import IdleGang, choose
 
 
@@ -33,16 +33,22 @@ async def take_seats(
     taken = [seat.node_id for other in others if other.request.device == "cpu" for seat in other.seats.values()]
     taken += [node_id for gang in gangs.idle() if gang.device == "cpu" for node_id in gang.node_ids]
     infos = await asyncio.to_thread(nodes.cluster_nodes, taken, cpu_ranks_per_node)
-    choice = choose(gangs.idle(), infos, layout, request.device, cpu_ranks_per_node, holders)
+    several = request.gpus_per_rank > 1
+    choice = choose(gangs.idle(), infos, layout, request.device, cpu_ranks_per_node, holders, request.gpus_per_rank)
     if choice.take is not None:
         gang = gangs.take(choice.take)
         _join(record, gang)
         return gang.idle
     await finished(gangs.end(choice.end))
     # Proves that there is room, and says who holds it when there is none; Ray decides where the bundles go.
-    assigned = assign_ranks(choice.nodes, layout, request.device, cpu_ranks_per_node, holders)
+    assigned = (
+        assign_gpus(choice.nodes, request.gpus_per_rank, holders)
+        if several
+        else assign_ranks(choice.nodes, layout, request.device, cpu_ranks_per_node, holders)
+    )
     if request.device == "cuda":
-        sizes = bundles_for(layout, [info.gpus_free for info in choice.nodes])
+        sizes = [request.gpus_per_rank] if several else bundles_for(layout, [info.gpus_free for info in choice.nodes])
+        bundles = (0,) if several else bundle_of_ranks(sizes)
         await finished(_create_group(record, sizes))
         try:
             await nodes.group_ready(record.group, request, holders)
@@ -50,7 +56,7 @@ async def take_seats(
             group, record.group = record.group, None
             await asyncio.to_thread(spawn.remove_group, group)
             raise
-        places = await asyncio.to_thread(nodes.places_in_own_group, record.group, bundle_of_ranks(sizes))
+        places = await asyncio.to_thread(nodes.places_in_own_group, record.group, bundles)
     else:
         places = [(infos[index].node_id, infos[index].host, None) for index in assigned]
     _sit(record, places)

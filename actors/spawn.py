@@ -87,8 +87,9 @@ def start_worker(
     device: str,
     bundle: tuple[PlacementGroup, int] | None,
     orphan_after_s: float,
+    gpus: int = 1,
 ) -> Any:
-    """A new worker process for a rank. Returns at once; its first answer says whether it could start."""
+    """A new worker process with so many GPUs. Returns at once; its first answer says whether it could start."""
     strategy: Any = (
         PlacementGroupSchedulingStrategy(bundle[0], placement_group_bundle_index=bundle[1])
         if bundle
@@ -101,7 +102,7 @@ def start_worker(
             namespace=NAMESPACE,
             lifetime="detached",
             num_cpus=0,
-            num_gpus=1 if device == "cuda" else 0,
+            num_gpus=gpus if device == "cuda" else 0,
             max_restarts=0,  # a replacement is a new incarnation under a new name, made by the coordinator
             scheduling_strategy=strategy,
         )

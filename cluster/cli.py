@@ -15,6 +15,7 @@ from collections.abc import Sequence
 from typing import Any
 
 from cluster import commands
+from cluster.device_map_arguments import add_device_map
 from cluster.errors import ConfigError
 from cluster.exit_codes import EXIT_CODES, USAGE, exit_code
 from cluster.interrupts import Terminated, sigterm_interrupts
@@ -63,6 +64,7 @@ def build_parser() -> argparse.ArgumentParser:
     load = _verb(verbs, "load", commands.run_load, "load a model into the cluster and keep it there", "URI")
     _add_sizes(load)
     _add_precision(load)
+    add_device_map(load)
     load.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),
@@ -97,6 +99,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan = _verb(verbs, "plan", commands.run_plan, "show what would be loaded where; moves no bytes", "URI")
     _add_sizes(plan)
     _add_precision(plan)
+    add_device_map(plan)
     _add_trusted(plan)
     plan.add_argument(
         "--ranks-per-node", type=_count, default=None, metavar="N", help="for the figures per node (default: all)"

@@ -16,6 +16,7 @@ from typing import TYPE_CHECKING, Any
 from cluster.async_twins import GIVEN_UP, in_thread
 from cluster.config import Config
 from cluster.connection import connect
+from cluster.device_map_options import GivenMap, GivenMemory
 from cluster.errors import ClusterLost, ConfigError, LoadCancelled
 from cluster.live_rules import with_live_rules
 from cluster.mesh import Layout
@@ -64,6 +65,9 @@ def load(
     dtype: str = "auto",
     quantization: str | None = None,
     skip_quantization: Sequence[str] | None = None,
+    device_map: GivenMap | None = None,
+    max_memory: GivenMemory | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
     trusted_keys: Keys | None = None,
     config: Config | None = None,
 ) -> LoadedModel:
@@ -112,6 +116,9 @@ def load(
         placement_group=placement_group,
         trusted_keys=config.public_keys() if trusted_keys is None else trusted_keys,
         precision=make_precision(dtype, quantization, skip_quantization),
+        device_map=device_map,
+        max_memory=max_memory,
+        offload_folder=offload_folder,
     )
     config.source_rules().check(request.store.ref, credentials)
     connection = connect(address, config)
@@ -144,6 +151,9 @@ def plan(
     dtype: str = "auto",
     quantization: str | None = None,
     skip_quantization: Sequence[str] | None = None,
+    device_map: GivenMap | None = None,
+    max_memory: GivenMemory | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
     trusted_keys: Keys | None = None,
     config: Config | None = None,
 ) -> PlanSummary:
@@ -171,6 +181,9 @@ def plan(
         layout_rules=layout_rules,
         trusted_keys=config.public_keys() if trusted_keys is None else trusted_keys,
         precision=make_precision(dtype, quantization, skip_quantization),
+        device_map=device_map,
+        max_memory=max_memory,
+        offload_folder=offload_folder,
     )
     per_node = request.world_size if ranks_per_node is None else ranks_per_node
     if per_node < 1:

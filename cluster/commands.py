@@ -15,6 +15,7 @@ from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from cluster.device_map_arguments import device_map_options
 from cluster.errors import ConfigError
 from cluster.exit_codes import FAILED, INTEGRITY, OK
 from cluster.mesh import Layout
@@ -43,6 +44,7 @@ def run_load(args: argparse.Namespace) -> int:
             args.uri,
             **_sizes(args),
             **_precision(args),
+            **device_map_options(args),
             **_store(args),
             device=args.device,
             keep=args.keep,
@@ -87,6 +89,7 @@ def run_plan(args: argparse.Namespace) -> int:
         trusted_keys=args.trusted_key,
         **_sizes(args),
         **_precision(args),
+        **device_map_options(args),
         **_store(args),
     )
     _answer(args, plan.as_dict(), lambda: plan_table(plan))

@@ -118,7 +118,9 @@ def parse_device(given: object, others: str = "") -> DeviceKey:
 def _agreeing(options: DeviceMapOptions, device: str) -> DeviceMapOptions:
     """Raises ConfigError for options that contradict each other."""
     if device == "cpu" and options.gpus:
-        raise ConfigError(f"device='cpu' has no GPUs, and the device map asks for {options.gpus}")
+        raise ConfigError(
+            f"device='cpu' has no GPUs, and the device map asks for {options.gpus}", hint="device='cuda' has them"
+        )
     if device == "cuda" and options.gpus == 0:
         raise ConfigError("device='cuda' with a device map that names no GPU", hint="leave device out, or name GPU 0")
     if any(where == DISK for _, where in options.modules) and not options.offload_folder:

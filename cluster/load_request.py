@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from cluster.device_map import DeviceKey
+from cluster.device_map_options import DeviceMapOptions
 from cluster.fit_options import FitOptions, FitTry
 from cluster.mesh import Layout
 from cluster.precision import Precision
@@ -41,12 +43,26 @@ class LoadRequest:
     trusted_keys: tuple[str, ...] = ()  # public keys, base64; empty: as the cluster's settings say
     fit: FitOptions = field(default_factory=FitOptions)
     precision: Precision = field(default_factory=Precision)
+    device_map: DeviceMapOptions | None = None  # one rank with several devices
+    node_memory: tuple[tuple[DeviceKey, int], ...] = ()  # limits of that map where none were given, once they are known
     tried: tuple[FitTry, ...] = ()  # of fit="auto", once decided: its steps, the last of them taken
     auto_identity: str = ""  # of fit="auto", once decided: that of the request as it was asked
 
     @property
     def world_size(self) -> int:
         return self.layout.ranks
+
+    @property
+    def mapping(self) -> DeviceMapOptions | None:
+        """The device map with the limits that are known by now."""
+        if self.device_map is None or not self.node_memory:
+            return self.device_map
+        return replace(self.device_map, max_memory=self.node_memory)
+
+    @property
+    def gpus_per_rank(self) -> int:
+        """GPUs that a rank's worker has when its device is "cuda"."""
+        return max(1, (self.mapping.gpus or 0) if self.mapping else 0)
 
     def identity(self) -> str:
         """Equal for requests that can share one resident model, whatever its revision."""
@@ -64,6 +80,7 @@ class LoadRequest:
                 None if group is None else group.hex(),
                 sorted(self.trusted_keys),  # who checks signatures never shares with who did not
                 self.precision,
+                self.device_map,
                 self.fit.identity(),  # nor who takes what fits with who takes nothing else
             )
         )

@@ -73,6 +73,8 @@ class RankJob:
     store: StoreAccess
     fetch: FetchSettings
     placement: str = "via_arena"  # see LoadRequest
+    mapped: bool = False  # the plan has a device map
+    offload_folder: str = ""  # of the device map
 
 
 @dataclass(frozen=True, slots=True)

@@ -31,14 +31,19 @@ def prepare_plan(
     `trust` is of the process that plans; what the request trusts narrows it. Raises StoreError (SourceRefused before
     anything is asked), CheckpointError, ManifestError (SignatureError) or PlanError.
     """
-    # Where no tensor is cut by what it is nothing in the config matters, so a broken one must not stand in the way.
-    index, config = read_model(
-        request,
-        chunk_bytes=chunk_bytes,
-        read_timeout_s=read_timeout_s,
-        trust=trust,
-        with_config=request.layout.cuts_tensors,
-    )
+    # Where no tensor is cut by what it is nothing in the config matters, so a broken one must not stand in the way. A
+    # device map asks whether the head is the embedding, and can do without an answer.
+    with_config = request.layout.cuts_tensors or request.device_map is not None
+    try:
+        index, config = read_model(
+            request, chunk_bytes=chunk_bytes, read_timeout_s=read_timeout_s, trust=trust, with_config=with_config
+        )
+    except ModelConfigError:
+        if request.layout.cuts_tensors:
+            raise
+        index, config = read_model(
+            request, chunk_bytes=chunk_bytes, read_timeout_s=read_timeout_s, trust=trust, with_config=False
+        )
     return index, plan_model(request, index, config)
 
 
@@ -62,7 +67,7 @@ def read_model(
 def plan_model(request: LoadRequest, index: ModelIndex, config: ModelConfig | None) -> LoadPlan:
     """What each rank of the request gets of a model that was read. Raises PlanError, ConfigError."""
     own = None if request.layout_rules is None else parse_rules(request.layout_rules)
-    return build_load_plan(index, request.layout, rules_for(config, own), config, request.precision)
+    return build_load_plan(index, request.layout, rules_for(config, own), config, request.precision, request.mapping)
 
 
 def prepare_changes(

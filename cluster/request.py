@@ -8,6 +8,7 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
+from cluster.device_map_options import GivenMap, GivenMemory, parse_device_map
 from cluster.errors import ConfigError
 from cluster.fit_options import FitOptions
 from cluster.load_request import LoadRequest, StoreAccess
@@ -81,11 +82,14 @@ def make_request(
     trusted_keys: Sequence[str | os.PathLike[str]] = (),
     fit: FitOptions | None = None,
     precision: Precision | None = None,
+    device_map: GivenMap | None = None,
+    max_memory: GivenMemory | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
 ) -> LoadRequest:
     """A request that can be meant.
 
-    `trusted_keys`: public keys in base64, or files with one, read here; so is a file of `layout_rules`. Raises ConfigError for arguments, InvalidKey,
-    InvalidUri and UnsupportedStore for a URI that no store can have.
+    `trusted_keys`: public keys in base64, or files with one, read here; so is a file of `layout_rules`. Raises
+    ConfigError for arguments, InvalidKey, InvalidUri and UnsupportedStore for a URI that no store can have.
     """
     if device not in DEVICES:
         raise ConfigError(f"device must be one of {', '.join(DEVICES)}, not {device!r:.40}")
@@ -96,6 +100,9 @@ def make_request(
     rules = read_rules(layout_rules)
     fit = fit or FitOptions()
     fit.check_device(device)
+    mapping = parse_device_map(device_map, max_memory, offload_folder, layout, device)
+    if mapping is not None and mapping.gpus is not None:
+        device = "cuda" if mapping.gpus else "cpu"
     ref, only_key = store_options.resolve(uri)
     return LoadRequest(
         uri=f"{ref.uri}/{only_key}" if only_key else ref.uri,
@@ -111,6 +118,7 @@ def make_request(
         placement_group=placement_group,
         trusted_keys=read_keys(trusted_keys),
         precision=precision or Precision(),
+        device_map=mapping,
         fit=fit,
     )
 

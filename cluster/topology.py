@@ -72,6 +72,24 @@ def assign_ranks(
     return tuple(assigned)
 
 
+def assign_gpus(nodes: Sequence[NodeInfo], gpus: int, holders: Sequence[str] = ()) -> tuple[int, ...]:
+    """The same for one rank with so many GPUs: the roomiest node, the first of equals. Raises NotEnoughResources."""
+    rooms = {index: node.gpus_free for index, node in enumerate(nodes) if node.alive}
+    best = max(rooms, key=lambda index: rooms[index], default=None)
+    if best is None or rooms[best] < gpus:
+        per_node = ", ".join(f"{nodes[at].host}: {free} of {nodes[at].gpus_total}" for at, free in rooms.items())
+        message = f"the rank needs {gpus} free GPUs on one node ({per_node[:1000] or 'there is none'})"
+        if holders:
+            message += f"; models that hold some: {', '.join(holders[:20])}"
+        raise NotEnoughResources(
+            message,
+            hint="Release a model, wait with wait_for_resources_s, or map modules to fewer GPUs",
+            need=gpus,
+            have=0 if best is None else rooms[best],
+        )
+    return (best,)
+
+
 def ranks_by_node(rank_nodes: Sequence[int] | Mapping[int, int]) -> dict[int, tuple[int, ...]]:
     """Ranks of each node that has any, by node index; both ascending. `rank_nodes`: of all, or of some by rank."""
     found = rank_nodes if isinstance(rank_nodes, Mapping) else dict(enumerate(rank_nodes))

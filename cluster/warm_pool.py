@@ -13,7 +13,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cluster.mesh import Layout
-from cluster.topology import NodeInfo, assign_ranks
+from cluster.topology import NodeInfo, assign_gpus, assign_ranks
 
 
 @dataclass(frozen=True, slots=True)
@@ -43,26 +43,30 @@ def choose(
     device: str,
     cpu_ranks_per_node: int,
     holders: Sequence[str] = (),
+    gpus_per_rank: int = 1,
 ) -> Choice:
     """See above. `nodes` as they are now: places of idle gangs are taken.
 
     The load gets the spread over nodes that it would get if no gang were there. A gang spread like that is taken
     over, the one that was released last; else as few gangs end as give room for that spread, the longest idle first.
-    Raises NotEnoughResources, naming `holders`, when ending all of them would not do.
+    Raises NotEnoughResources, naming `holders`, when ending all of them would not do. A rank with several GPUs
+    (`gpus_per_rank`) takes no gang over: their workers have one each.
     """
     rivals = sorted((gang for gang in gangs if gang.device == device), key=lambda gang: gang.idle_since_s)
 
     def spread(free: Sequence[NodeInfo]) -> tuple[int, ...]:
+        if gpus_per_rank > 1:
+            return packing(assign_gpus(free, gpus_per_rank, holders))
         return packing(assign_ranks(free, layout, device, cpu_ranks_per_node, holders))
 
     wanted = spread(_freed(nodes, rivals))
     alive = {node.node_id for node in nodes if node.alive}
     for gang in reversed(rivals):
-        if packing(gang.node_ids) == wanted and alive.issuperset(gang.node_ids):
+        if gpus_per_rank == 1 and packing(gang.node_ids) == wanted and alive.issuperset(gang.node_ids):
             return Choice(gang.gang_id, (), tuple(nodes))
     for count in range(len(rivals)):
         free = _freed(nodes, rivals[:count])
-        if _has_room(free, layout, device, cpu_ranks_per_node) and spread(free) == wanted:
+        if _has_room(free, layout, device, cpu_ranks_per_node, gpus_per_rank) and spread(free) == wanted:
             return Choice(None, tuple(gang.gang_id for gang in rivals[:count]), free)
     return Choice(None, tuple(gang.gang_id for gang in rivals), _freed(nodes, rivals))
 
@@ -111,9 +115,11 @@ def _freed(nodes: Sequence[NodeInfo], gangs: Iterable[IdleGang]) -> tuple[NodeIn
     )
 
 
-def _has_room(nodes: Sequence[NodeInfo], layout: Layout, device: str, cpu_ranks_per_node: int) -> bool:
+def _has_room(
+    nodes: Sequence[NodeInfo], layout: Layout, device: str, cpu_ranks_per_node: int, gpus_per_rank: int
+) -> bool:
     free = [
-        node.gpus_free if device == "cuda" else min(node.cpu_ranks_free, cpu_ranks_per_node)
+        node.gpus_free // gpus_per_rank if device == "cuda" else min(node.cpu_ranks_free, cpu_ranks_per_node)
         for node in nodes
         if node.alive
     ]
