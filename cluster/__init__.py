@@ -43,6 +43,7 @@ if TYPE_CHECKING:
     from cluster.errors import PlanError as PlanError
     from cluster.errors import RankLost as RankLost
     from cluster.errors import RemoteCallFailed as RemoteCallFailed
+    from cluster.errors import UnknownFamily as UnknownFamily
     from cluster.errors import VersionMismatch as VersionMismatch
     from cluster.model import LoadedModel as LoadedModel
     from cluster.plan_summary import PlanSummary as PlanSummary
@@ -106,7 +107,7 @@ _EXPORTS = {
         "ChunkFailed ClusterError ClusterLost ConfigError DeviceUnavailable DoesNotFit DoesNotFitNow "
         "IllegalTransition LayoutError LoadCancelled LoadError LoadForgotten LoadTimeout ModelConfigError "
         "ModelNotFound ModuleMismatch NodeLost NotEnoughResources PackageMissing PlanError RankLost "
-        "RemoteCallFailed VersionMismatch"
+        "RemoteCallFailed UnknownFamily VersionMismatch"
     ),
     "cluster.model": "LoadedModel",
     "cluster.plan_summary": "PlanSummary",

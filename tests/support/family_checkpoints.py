@@ -2,9 +2,9 @@
 
 from __future__ import annotations
 
-import json
 from collections.abc import Iterator, Mapping
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 
 import numpy as np
@@ -21,6 +21,8 @@ from storage.local import LocalStore
 from storage.model_index import ModelIndex
 from tests.support.hf_models import FAMILIES, save_tiny
 from tests.support.planned_models import Bytes, carry_out
+
+needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
 CHUNK_BYTES = 1 << 20
 NAMINGS = ("hub", "modules")
@@ -103,9 +105,3 @@ def saved_families(tmp_path_factory: pytest.TempPathFactory) -> dict[tuple[str, 
         for family in FAMILIES
         for naming in NAMINGS
     }
-
-
-def read_config(folder: Path) -> dict[str, object]:
-    """config.json as it is."""
-    data: dict[str, object] = json.loads((folder / "config.json").read_text())
-    return data

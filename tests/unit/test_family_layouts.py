@@ -5,7 +5,6 @@ model again, and each rank has the part that its tensor-parallel layer computes 
 from __future__ import annotations
 
 from collections.abc import Callable
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -16,10 +15,10 @@ from numpy.typing import NDArray
 from cluster.layout_rules import FAMILIES as TABLES
 from cluster.layout_rules import Rule
 from cluster.mesh import Layout
-from tests.support.family_checkpoints import NAMINGS, SavedFamily, reassemble
+from tests.support.family_checkpoints import NAMINGS, SavedFamily, needs_transformers, reassemble
 from tests.support.hf_models import FAMILIES, MOE_FAMILIES, save_tiny
 
-pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+pytestmark = needs_transformers
 
 Array = NDArray[np.uint16]
 Saved = dict[tuple[str, str], SavedFamily]

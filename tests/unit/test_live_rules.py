@@ -6,7 +6,6 @@ import json
 import pickle
 import sys
 from dataclasses import dataclass
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -23,10 +22,8 @@ from cluster.load_request import LoadRequest
 from cluster.mesh import Layout
 from cluster.model_config import ModelConfig
 from cluster.request import StoreOptions, make_request
-from tests.support.family_checkpoints import SavedFamily, reassemble
+from tests.support.family_checkpoints import SavedFamily, needs_transformers, reassemble
 from tests.support.hf_models import DENSE_SIZES, TinyFamily, save_model
-
-needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
 UNLISTED = {
     # Queries and keys are normed over all heads together.

@@ -7,7 +7,6 @@ falls. Where we mean to differ the row is listed with its reason; a row that no 
 from __future__ import annotations
 
 import re
-from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -17,9 +16,10 @@ from cluster.families.defaults import CONFIG_DEFAULTS
 from cluster.layout_rules import FAMILIES as TABLES
 from cluster.layout_rules import Rule
 from cluster.tensor_cut import experts_of
+from tests.support.family_checkpoints import needs_transformers
 from tests.support.hf_models import FAMILIES, make_tiny
 
-pytestmark = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
+pytestmark = needs_transformers
 
 COMPARED_WITH = "5.23.0"  # what the reasons below were written for
 
