@@ -7,6 +7,7 @@ Whatever belongs to one load only is in here, so that nothing of it can be taken
 
 from __future__ import annotations
 
+import gc
 import threading
 import time
 from collections.abc import Iterator
@@ -87,10 +88,14 @@ class HostedLoad:
             thread.join()
         self._over.set()
         with self._lock:
+            kept = self._shard is not None and bool(self._shard.kept)
             self._shard = None
             if self._device is not None:
                 self._device.free()
-            return not self._in_use
+            free = not self._in_use
+        if kept:  # modules hold themselves, as a rule, and with themselves the memory
+            gc.collect()
+        return free
 
     def _open_mapped(self, plan: RankPlan) -> Device:
         """Devices of a device map, which only the plan names."""

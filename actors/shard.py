@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Iterator, Mapping, Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 from actors.device import Device
 from actors.tensor_names import Rename
@@ -24,8 +24,9 @@ class RankShard(Mapping[str, "torch.Tensor"]):
 
     `shard["model.norm.weight"]` is the rank's own slice. Tensors are views into the rank's memory: what you keep of
     them stays valid after the model is released, and keeps that memory: the whole segment that the tensor is in, a
-    layer of the model as a rule. So does a module that `into` filled. Whoever writes to them writes to the model that
-    later calls see.
+    layer of the model as a rule. So does a module that `into` filled: what is to stay between calls belongs in `kept`,
+    which is given up with the model, not in a global. Whoever writes to tensors writes to the model that later calls
+    see.
     """
 
     device_map: dict[str, int | str] | None  # modules and their devices, as Accelerate has it; None: all on `device`
@@ -37,6 +38,7 @@ class RankShard(Mapping[str, "torch.Tensor"]):
         self.device_map = plan.device_map.as_dict() if plan.device_map else None
         self.device = main_device(plan) or device.name
         self.slices: dict[str, TensorSlice] = {piece.name: piece for piece in plan.slices}
+        self.kept: dict[Any, Any] = {}  # yours: what a call makes for later ones, such as a module; goes with the model
         self._tensors = device.tensors(plan.slices)
 
     def into(

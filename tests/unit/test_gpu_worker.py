@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import mmap
 import pickle
 import subprocess
 import sys
@@ -13,6 +14,7 @@ from typing import Any
 
 import pytest
 import safetensors
+import torch
 
 from actors.gpu_worker import GpuWorker
 from actors.segment_memory import PROCESS_MEMORY
@@ -203,6 +205,24 @@ def test_a_recycled_worker_is_as_new(worker: GpuWorker, node: LocalNode, plan: L
         assert worker.tensor_copy(second_load.load_id, name)[2].tobytes() == data
     assert worker.recycle(LOAD) is None  # it has another load by now
     assert worker.tensor_names(second_load.load_id)
+
+
+def test_what_calls_kept_goes_with_the_model(worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path):
+    """Also what holds itself, as modules do; its memory is there for the next load."""
+    worker.start(job(node, plan, tmp_path))
+    worker.outcome(LOAD)
+
+    def keep(shard: RankShard) -> int:
+        module = torch.nn.ParameterDict({name.replace(".", "_"): tensor for name, tensor in shard.items()})
+        module.forward = module.items  # it holds itself
+        shard.kept["module"] = module
+        return len(shard.kept)
+
+    assert worker.call(LOAD, keep, (), {}) == 1
+    assert worker.call(LOAD, lambda shard: list(shard.kept), (), {}) == ["module"]
+    assert worker.recycle(LOAD) == sum(
+        -(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in plan.ranks[0].segment_bytes
+    )
 
 
 def test_recycled_after_a_load_that_failed(worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path):
