@@ -111,7 +111,7 @@ def cut_part(
         return f"the vocabulary would be padded, but it lies along dim {dim} of shape {tensor.shape}: only dim 0 can be"
     blocks = []
     for block in cut.blocks:
-        scaled = _in_units(block, axis, storage.weight[axis.dim], tensor.shape[dim])
+        scaled = _in_units(block, axis, tensor.shape[dim])
         if scaled is None:
             return (
                 f"parts of {block.part_size} of dim {axis.dim} of its weight {storage.weight} do not fall on "
@@ -130,12 +130,12 @@ def why_unnamed(names: Sequence[str], config: QuantizationConfig | None) -> str:
     return "they look quantised, but config.json has no quantization_config" if names[0].endswith(ends) else ""
 
 
-def _in_units(block: Block, axis: Axis, size: int, stored_size: int) -> Block | None:
-    """The same block of the weight's dimension, of `size`, in the stored one; None: it does not fall on units."""
+def _in_units(block: Block, axis: Axis, stored_size: int) -> Block | None:
+    """The same block of the weight's dimension in the stored one, of `stored_size`; None: it does not fall on units."""
     values = axis.values
-    end = block.start + block.size
     one_part = block.parts == 1 and block.part_size == block.size
-    if block.start % values or (end % values and end != size) or (not one_part and block.part_size % values):
+    # Where a block ends the next one starts, or the dimension does.
+    if block.start % values or (not one_part and block.part_size % values):
         return None
     start = block.start // values * axis.stored
     stored = min(-(-block.size // values) * axis.stored, stored_size - start)  # the last unit may be cut short

@@ -31,6 +31,7 @@ SCHEMES: dict[str, tuple[str, dict[str, Any]]] = {
     "int4 channels": ("pack-quantized", {"num_bits": 4, "type": "int", "strategy": "channel"}),
     "int8 groups, packed": ("pack-quantized", INT4 | {"num_bits": 8}),
     "int3 groups": ("pack-quantized", INT4 | {"num_bits": 3}),
+    "int3 groups and zero points": ("pack-quantized", INT4 | {"num_bits": 3, "symmetric": False}),
     "int8 channels": ("int-quantized", {"num_bits": 8, "type": "int", "strategy": "channel"}),
     "int8 channels and zero points": (
         "int-quantized",
@@ -144,6 +145,33 @@ def test_the_library_reads_a_ranks_part_as_that_part_of_the_weight(name: str, ru
                 mine["weight_shape"] = torch.tensor(region.sizes)
             found = decompress(form, weights, mine).float().numpy()
             np.testing.assert_array_equal(found, take_region(whole, region))
+
+
+@pytest.mark.parametrize("name", ["int4 groups and zero points", "int3 groups and zero points", "int8 channels"])
+def test_a_padded_vocabulary(name: str) -> None:
+    form, weights = SCHEMES[name]
+    state = compress(form, weights, 40, 64)  # the last packed words hold less than fits into them
+    whole = decompress(form, weights, state).float().numpy()
+    stored, config = to_stored(state), config_of(form, weights)
+    layout, rules = Layout(2, vocabulary_multiple=64), parse_rules({"x.weight": "vocabulary"})
+    for rank, part in enumerate(load_parts(named(stored, "x."), layout, rules, config)):
+        mine = to_state(ends_of(part, "x."), stored)
+        if "weight_shape" in mine:
+            mine["weight_shape"] = torch.tensor([32, 64])
+        found = decompress(form, weights, mine).float().numpy()
+        expected = np.concatenate([whole, np.zeros((24, 64), np.float32)])[rank * 32 : rank * 32 + 32]
+        np.testing.assert_array_equal(found, expected)
+
+
+def test_of_several_groups_the_one_without_a_rest_is_meant() -> None:
+    groups = {str(size): {"weights": {"num_bits": 8, "strategy": "group", "group_size": size}} for size in (96, 64)}
+    config = ModelConfig(quantization=QuantizationConfig.model_validate({"config_groups": groups}))
+    stored: Stored = {
+        "x.weight": ("I8", np.zeros((8, 128), np.int8)),
+        "x.weight_scale": ("F32", np.arange(16, dtype=np.float32).reshape(8, 2)),
+    }
+    for rank, part in enumerate(load_parts(stored, Layout(2), parse_rules({"x.weight": "row"}), config)):
+        np.testing.assert_array_equal(part["x.weight_scale"], stored["x.weight_scale"][1][:, rank : rank + 1])
 
 
 def test_groups_in_any_order_keep_their_scales_whole() -> None:

@@ -142,6 +142,21 @@ def test_heads_and_fused_tensors(rule: str, shape: tuple[int, int], ways: int) -
     same_as_the_weight(fp8_blocks(shape, 16), "x.weight", lambda part: fp8_weight(part, 16), layout, rule, blocks)
 
 
+def test_a_head_that_all_ranks_share_needs_no_whole_blocks_unless_something_follows() -> None:
+    config = config_of(
+        {"quant_method": "fp8", "weight_block_size": [8, 8]},
+        num_attention_heads=8,
+        num_key_value_heads=1,
+        head_dim=12,
+    )
+    key = fp8_blocks((12, 16), 8)
+    same_as_the_weight(key, "x.weight", lambda part: fp8_weight(part, 8), Layout(2), "kv_heads", config)
+    fused = fp8_blocks((96 + 12 + 12, 16), 8)
+    text = refused(fused, "x.weight", Layout(2), "qkv", config)
+    assert text
+    assert "parts of 12 of dim 0 of its weight (120, 16) do not fall on blocks of 8" in text
+
+
 @pytest.mark.parametrize("shape", [(), (1,), (1, 1), (64, 1), (64,)])
 @pytest.mark.parametrize("rule", ["column", "row"])
 def test_scales_of_a_tensor_and_of_its_outputs(shape: tuple[int, ...], rule: str) -> None:
@@ -263,6 +278,18 @@ def test_stacked_experts(rule: str, cut: int | None) -> None:
         np.testing.assert_array_equal(fp8_weight(ends_of(part, name), 8), take_region(weight, region))
         coords = layout.rank_coords(rank)
         assert part[f"{name}_activation_scale"].tolist() == [2 * coords.expert, 2 * coords.expert + 1]
+
+
+def test_stacked_experts_with_one_scale_for_all() -> None:
+    stored: Stored = {
+        "": ("F8_E4M3", np.zeros((4, 32, 64), np.uint8)),
+        "_scale": ("F32", np.float32(2).reshape(())),
+        "_global_scale": ("F32", np.ones(1, np.float32)),
+    }
+    layout, rules = Layout(4, expert_parallel_size=2), parse_rules({"x.down_proj": "experts_row"})
+    for part in load_parts(named(stored, "x.down_proj"), layout, rules, config_of({"quant_method": "fp8"})):
+        assert part["x.down_proj"].shape == (2, 32, 32)
+        assert (part["x.down_proj_scale"].shape, part["x.down_proj_global_scale"].shape) == ((), (1,))
 
 
 def test_fully_sharded_alone_needs_neither_rules_nor_units() -> None:
