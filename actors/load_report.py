@@ -50,6 +50,8 @@ def make_report(record: ModelRecord, plan: PackedPlan, answers: Sequence[NodeRep
         first_byte_s=min(first_s, default=0.0),
         ready_after_last_byte_s=max(0.0, total_s - max(last_s, default=total_s)),
         control_plane=_control_plane(record, plan),
+        precision=request.precision,
+        quantization_config=plan.quantization_config,
         fit=request.tried,
     )
 

@@ -31,6 +31,7 @@ def load_table(report: LoadReport) -> RenderableType:
             *([("fit", steps_text(report.fit))] if report.fit else []),
             ("model size", show_bytes(report.model_bytes)),
             ("placed", show_bytes(report.placed_bytes)),
+            *([("converted", _converted(report))] if report.converted_tensors else []),
             ("from the store", show_bytes(report.store_bytes)),
             ("from the cache", show_bytes(report.cached_bytes)),
             *((("from disk", show_bytes(report.disk_bytes)),) if report.disk_bytes else ()),
@@ -88,6 +89,12 @@ def load_table(report: LoadReport) -> RenderableType:
         ],
     )
     return Group(overall, Text(), ranks)
+
+
+def _converted(report: LoadReport) -> str:
+    seconds = max(rank.convert_s for rank in report.ranks)
+    staged = f"at most {show_bytes(report.peak_staging_bytes)} staged on a rank"
+    return f"{report.converted_tensors} tensors ({report.precision}), {staged}, up to {seconds:.2f} s"
 
 
 def _objects(report: LoadReport) -> str:

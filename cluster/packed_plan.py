@@ -10,6 +10,7 @@ from __future__ import annotations
 import pickle
 from collections.abc import Iterable
 from dataclasses import dataclass, field
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -53,6 +54,7 @@ class PackedPlan:
     shared: bytes = field(repr=False)  # SharedTables, packed
     signed_by: str = ""  # id of the trusted key that signed the manifest
     memory: ProcessMemory | None = None  # of the process that planned
+    quantization_config: dict[str, Any] | None = None  # see cluster.written_quantization
 
 
 def pack_shared(plan: LoadPlan) -> bytes:

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterator, Sequence
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
 
+from cluster.device_map import device_name
 from cluster.load_plan import LoadPlan
 from cluster.mesh import Layout, RankCoords
 from cluster.object_check import ONLY_PART, ObjectCheck, join_checks, verified_by
 from cluster.planning import needed_chunks
 from cluster.rank_plans import memory_map, rank_chunks, rank_facts
 from cluster.topology import ranks_by_node
+from cluster.written_quantization import precision_of, quantization_config
 from storage.object_checksum import NO_CHECKSUM
 
 
@@ -36,6 +38,7 @@ class RankSummary:
     staging_bytes: int  # of the largest tensor that is converted on its way in, held beside them for a while
     segments: int  # device memory blocks
     chunks: int  # that its slices touch
+    bytes_by_device: dict[str, int] = field(default_factory=dict)  # of device_bytes, with a device map
 
 
 @dataclass(frozen=True, slots=True)
@@ -69,7 +72,10 @@ class PlanSummary:
     overfetch_bytes: int
     ranks: tuple[RankSummary, ...]
     nodes: tuple[NodeSummary, ...]
+    precision: str = ""  # what tensors are cast to, or quantised
+    quantization_config: dict[str, Any] | None = None  # of config.json for an engine that takes the quantised weights
     objects: tuple[ObjectCheck, ...] = ()  # of a model without a manifest: by what each will be checked, or why not
+    device_map: dict[str, int | str] | None = None  # modules and their devices, when the one rank has several
 
     def as_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, numbers and strings, ready for `json.dumps`."""
@@ -108,7 +114,10 @@ def summarize_plan(
         overfetch_bytes=sum(node.overfetch_bytes for node in nodes),
         ranks=ranks,
         nodes=nodes,
+        precision=precision_of(plan.cut),
+        quantization_config=quantization_config(plan.cut),
         objects=objects,
+        device_map=plan.cut.device_map.as_dict() if plan.cut.device_map else None,
     )
 
 
@@ -187,4 +196,5 @@ class _RankSummaries:
             staging_bytes=self._facts[rank].staging_bytes,
             segments=len(memory_map(cut, coords, pieces).segment_bytes),
             chunks=len(rank_chunks(cut, self._plan.chunks, coords)),
+            bytes_by_device={device_name(device): size for device, size in self._facts[rank].devices},
         )

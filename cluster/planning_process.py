@@ -27,6 +27,7 @@ from cluster.prepare import prepare_changes, prepare_plan, still_current
 from cluster.rank_plans import rank_facts
 from cluster.report import ProcessMemory
 from cluster.trust import TrustPolicy
+from cluster.written_quantization import quantization_config
 from storage.errors import LongshoreError
 from storage.own_memory import high_water_bytes, own_bytes, reset_high_water
 
@@ -65,6 +66,7 @@ class PlanningServer:
                 ranks=rank_facts(plan.cut),
                 shared=pack_shared(plan),
                 signed_by=index.signed_by,
+                quantization_config=quantization_config(plan.cut),
             )
         # It shares no memory, so the kernel's own mark will do.
         memory = ProcessMemory("planning", socket.gethostname(), baseline_bytes, high_water_bytes())

@@ -6,7 +6,7 @@ Plain frozen data; `as_dict` of each is what `--json` prints.
 from __future__ import annotations
 
 from collections import Counter
-from dataclasses import asdict, dataclass, replace
+from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from cluster.bottleneck import LoadLimit, find_limit
@@ -14,6 +14,7 @@ from cluster.fit_options import FitTry
 from cluster.mesh import Layout
 from cluster.node_report import NodeReport
 from cluster.object_check import ObjectCheck, join_checks, unchecked_counts
+from cluster.precision import Precision
 from cluster.rank_report import Jsonable, ProcessMemory, RankReport, StageTimes
 
 __all__ = [
@@ -62,6 +63,8 @@ class LoadReport(Jsonable):
     # Id of the trusted key that signed the manifest; empty where no key is trusted: nobody asked whose it is.
     signed_by: str = ""
     fit: tuple[FitTry, ...] = ()  # of fit="auto": what was tried, the last of it taken
+    precision: Precision = field(default_factory=Precision)  # what tensors were cast to, or quantised
+    quantization_config: dict[str, Any] | None = None  # of config.json for an engine that takes the quantised weights
 
     def as_dict(self) -> dict[str, Any]:
         """With what follows from the rest."""
@@ -79,6 +82,8 @@ class LoadReport(Jsonable):
             "unchecked_objects": self.unchecked_objects,
             "stages": self.stages.as_dict(),
             "processes": [process.as_dict() for process in self.processes],
+            "converted_tensors": self.converted_tensors,
+            "peak_staging_bytes": self.peak_staging_bytes,
             "peak_host_bytes": self.peak_host_bytes,
             "host_bytes_beyond_destination": self.host_bytes_beyond_destination,
         }
@@ -174,6 +179,16 @@ class LoadReport(Jsonable):
     @property
     def stages(self) -> StageTimes:
         return sum((rank.stages for rank in self.ranks), StageTimes())
+
+    @property
+    def converted_tensors(self) -> int:
+        """Stored tensors that were cast or quantised on their way in, of all ranks."""
+        return sum(rank.converted_tensors for rank in self.ranks)
+
+    @property
+    def peak_staging_bytes(self) -> int:
+        """Of the rank that had most: memory for tensors that were still to be converted."""
+        return max((rank.peak_staging_bytes for rank in self.ranks), default=0)
 
     @property
     def peak_host_bytes(self) -> int:

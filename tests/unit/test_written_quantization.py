@@ -1,0 +1,51 @@
+"""The quantization_config of a quantised load, as the library reads it."""
+
+from __future__ import annotations
+
+import pytest
+import torch
+from compressed_tensors.compressors.format import infer_module_format
+from compressed_tensors.quantization import QuantizationConfig
+
+from cluster.mesh import Layout
+from cluster.planning import build_load_plan
+from cluster.precision import SCHEMES, Precision
+from cluster.written_quantization import precision_of, quantization_config
+from tests.support.planned_models import as_bf16, llama_shapes, random_arrays, store_arrays
+from tests.support.reference_quantised import scheme_args
+
+MODEL = store_arrays(as_bf16(random_arrays(llama_shapes(2, 128, 128, 4, 2, 50))))
+
+
+@pytest.mark.parametrize("scheme", sorted(SCHEMES))
+def test_the_library_reads_it_as_what_was_done(scheme: str) -> None:
+    plan = build_load_plan(MODEL.index, Layout(), None, None, Precision("auto", scheme))
+    config = quantization_config(plan.cut)
+    assert config is not None
+    read = QuantizationConfig.model_validate(config)
+    group = read.config_groups["group_0"]
+    expected = scheme_args(scheme)
+    for field in ("num_bits", "type", "strategy", "group_size", "symmetric", "dynamic"):
+        assert getattr(group.weights, field) == getattr(expected, field)
+    # The format is the one that the library itself would choose, so the names of the tensors are what it looks for.
+    assert infer_module_format(torch.nn.Linear, group).value == config["format"] == read.format
+    assert config["ignore"] == ["model.embed_tokens", "lm_head"]
+    assert precision_of(plan.cut) == f"{scheme}: 14 tensors"
+
+
+def test_what_is_skipped_is_ignored() -> None:
+    skip = ("default", "**.down_proj.weight")
+    plan = build_load_plan(MODEL.index, Layout(), None, None, Precision("float16", "int8", skip))
+    config = quantization_config(plan.cut)
+    assert config is not None
+    assert [name for name in config["ignore"] if "down_proj" in name] == [
+        f"model.layers.{n}.mlp.down_proj" for n in (0, 1)
+    ]
+    assert precision_of(plan.cut) == "cast to F16: 9 tensors, int8: 12 tensors"
+
+
+def test_nothing_is_said_of_a_model_that_is_not_quantised() -> None:
+    for precision, said in ((Precision(), "as stored"), (Precision("float16"), "cast to F16: 21 tensors")):
+        plan = build_load_plan(MODEL.index, Layout(), None, None, precision)
+        assert quantization_config(plan.cut) is None
+        assert precision_of(plan.cut) == said
