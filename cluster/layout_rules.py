@@ -43,9 +43,9 @@ class Rules:
         if not self.entries:
             return lambda name: None
         pattern = _compile_all(self.entries)
-        # Where no pattern has a digit, a number matches whatever another number does: layer 7, expert 41 is looked up
+        # Where no pattern asks for a number, one number matches whatever another does: layer 7, expert 41 is looked up
         # as layer 0, expert 0. Large models have 100,000 names and a dozen of these.
-        numbers_alike = not any(_NUMBER.search(pattern) for pattern, _ in self.entries)
+        numbers_alike = not any(_ASKS_FOR_NUMBER.search(pattern) for pattern, _ in self.entries)
         found: dict[str, Rule | None] = {}
 
         def find(name: str) -> Rule | None:
@@ -131,7 +131,8 @@ def _part_regex(part: str) -> str:
     return re.escape(part).replace(r"\*", "[^.]*")
 
 
-_NUMBER = re.compile("[0-9]+")
+_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a whole part of a name
+_ASKS_FOR_NUMBER = re.compile(r"(?<![^.])[*]?[0-9]+[*]?[0-9]*(?![^.])")  # 7, 7*, *7, 7*7; w1 and fc* do not
 
 
 @lru_cache(maxsize=64)

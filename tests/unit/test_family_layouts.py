@@ -234,6 +234,14 @@ def test_ties_make_both_ends_have_the_embedding(tmp_path: Path) -> None:
     assert first.keys() & last.keys() == {"model.embed_tokens.weight"}
 
 
+@pytest.mark.parametrize("naming", NAMINGS)
+@pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gemma3"])
+def test_families_that_tie_their_head(family: str, naming: str, saved_families: Saved) -> None:
+    _, (first, last) = saved_families[family, naming].load(Layout(pipeline_parallel_size=2))
+    (embedding,) = (name for name in first if name.endswith("embed_tokens.weight"))
+    assert first.keys() & last.keys() == {embedding}
+
+
 # The last layers of DeepSeek's checkpoints, which transformers does not load.
 GUESSING_LAYER = {
     "enorm.weight": Rule.REPLICATE,

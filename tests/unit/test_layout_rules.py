@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import ConfigError
-from cluster.layout_rules import FAMILIES, MAX_RULES, Rule, Rules, parse_rules, rules_for
+from cluster.layout_rules import FAMILIES, MAX_RULES, Rule, Rules, _to_regex, parse_rules, rules_for
 from cluster.model_config import ModelConfig
 
 # base_model_tp_plan of Llama, Mistral and Qwen2 (one and the same) in huggingface/transformers at 008e574.
@@ -108,6 +108,25 @@ def test_matching_is_what_a_plain_reading_of_the_pattern_says(pattern: list[str]
 
     found = parse_rules({".".join(pattern): "row"}).rule_for(".".join(name))
     assert (found is Rule.ROW) == matches(pattern, name)
+
+
+_numbered = st.sampled_from(["*", "a", "7", "1*", "*2", "1*2", "w1", "w*", "*w", "w1*", "**"])
+
+
+@given(st.lists(st.lists(_numbered, min_size=1, max_size=3), min_size=1, max_size=4))
+def test_numbers_are_told_apart_where_a_pattern_asks_for_one(patterns: list[list[str]]) -> None:
+    rules = {".".join(parts): list(Rule)[n] for n, parts in enumerate(patterns) if parts.count("**") < 2}
+    names = ["7", "1", "12", "112", "w1", "w2", "7.w1", "8.w1", "a.7", "a.1.w1", "a.41.b.41", "a.12.w2", "12.12"]
+    together = parse_rules(rules).finder()
+    one_by_one = [(name, parse_rules(rules).finder()(name)) for name in names]
+    assert [(name, together(name)) for name in names] == one_by_one
+    for name, rule in one_by_one:
+        each = (found for pattern, found in rules.items() if _to_regex_match(pattern, name))
+        assert rule is next(each, None)
+
+
+def _to_regex_match(pattern: str, name: str) -> bool:
+    return re.fullmatch(_to_regex(pattern), name) is not None
 
 
 def test_the_first_match_decides_and_own_rules_come_first() -> None:

@@ -9,11 +9,13 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from cluster.cli import main
 from cluster.errors import ConfigError
 from cluster.layout_rules import MAX_RULES, Rule
 from cluster.mesh import Layout
 from cluster.request import StoreOptions, make_request
 from cluster.rules_file import MAX_RULES_FILE_BYTES, read_rules
+from tests.support.checkpoints import safetensors_bytes
 
 RULES = {"model.b.*.weight": "row", "model.a.weight": "column", "**": "replicate"}
 
@@ -36,6 +38,18 @@ def test_a_request_has_the_rules_themselves(tmp_path: Path) -> None:
     )
     path.unlink()  # whoever plans cannot read it
     assert request.layout_rules == RULES
+
+
+def test_the_command_takes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    tensors = [("blocks.0.proj.weight", "BF16", (4, 4)), ("blocks.0.norm.weight", "BF16", (4,))]
+    (tmp_path / "model.safetensors").write_bytes(safetensors_bytes(tensors))
+    (tmp_path / "config.json").write_text("{}")
+    path = tmp_path / "rules.json"
+    path.write_text('{"**.proj.weight": "row", "**.norm.weight": "replicate"}')
+    assert main(["plan", str(tmp_path), "--tp", "2", "--layout-rules", str(path), "--json"]) == 0
+    assert [rank["size_bytes"] for rank in json.loads(capsys.readouterr().out)["ranks"]] == [24, 24]
+    assert main(["plan", str(tmp_path), "--tp", "2", "--layout-rules", str(tmp_path / "no.json")]) == 2
+    assert "no.json" in capsys.readouterr().err
 
 
 @pytest.mark.parametrize(
