@@ -55,6 +55,7 @@ class RankMeter:
             incarnation=job.incarnation,
             size_bytes=plan.size_bytes,
             device_bytes=plan.device_bytes,
+            bytes_by_device=plan.bytes_by_device,
             stages=replace(
                 fetcher.stage_times(placer.total),
                 place_fetching_s=placer.fetching_s,

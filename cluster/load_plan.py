@@ -17,7 +17,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.cut_model import CutModel
-from cluster.device_map import DeviceKey, DeviceMap
+from cluster.device_map import DeviceKey, DeviceMap, device_name
 from cluster.mesh import RankCoords
 from cluster.precision import Recipe
 from cluster.region import Region
@@ -92,8 +92,16 @@ class RankPlan:
         return sum(piece.size_bytes for piece in self.slices)
 
     @property
+    def bytes_by_device(self) -> dict[str, int]:
+        """With a device map: what each device has of it, by torch's names and "disk". Else none."""
+        total: dict[str, int] = {}
+        for device, size_bytes in zip(self.segment_devices, self.segment_bytes, strict=False):
+            total[device_name(device)] = total.get(device_name(device), 0) + size_bytes
+        return total
+
+    @property
     def device_bytes(self) -> int:
-        """Bytes of device memory the rank takes, alignment included."""
+        """Bytes of device memory the rank takes, alignment included; of files too, with a device map."""
         return sum(self.segment_bytes)
 
 

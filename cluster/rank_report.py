@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from dataclasses import asdict, dataclass
+from dataclasses import asdict, dataclass, field
 from typing import Any
 
 
@@ -68,7 +68,7 @@ class RankReport(Jsonable):
     node: str  # node id
     host: str
     pid: int
-    device: str  # "cpu" or "cuda:0"
+    device: str  # "cpu" or "cuda:0"; "cuda:0+cpu+disk" with a device map
     incarnation: int  # 0 for the first worker of the rank, one more for each replacement
     size_bytes: int  # bytes of its slices
     device_bytes: int  # memory taken for them, alignment included
@@ -87,8 +87,11 @@ class RankReport(Jsonable):
     converted_bytes: int = 0  # what was read for them
     peak_staging_bytes: int = 0  # of device memory beside the slices, for tensors that were still to be converted
     convert_s: float = 0.0  # until they were
+    bytes_by_device: dict[str, int] = field(default_factory=dict)  # of device_bytes, with a device map
 
     @property
     def destination_host_bytes(self) -> int:
         """Host memory that the tensors take."""
+        if self.bytes_by_device:
+            return self.bytes_by_device.get("cpu", 0)
         return self.device_bytes if self.device == "cpu" else 0
