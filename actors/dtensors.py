@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import sys
 from collections.abc import Sequence
-from typing import TYPE_CHECKING
+from typing import TYPE_CHECKING, Any
 
 import torch
 
@@ -19,12 +20,9 @@ if TYPE_CHECKING:
 
 
 def as_dtensor(tensor: torch.Tensor) -> DTensor | None:
-    """The same when it is a DTensor, else None. Works where torch is built without `torch.distributed`."""
-    if not torch.distributed.is_available():
-        return None
-    from torch.distributed.tensor import DTensor
-
-    return tensor if isinstance(tensor, DTensor) else None
+    """The same when it is a DTensor, else None. Imports nothing: where there is one, its module is imported."""
+    kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
+    return tensor if kind is not None and isinstance(tensor, kind) else None
 
 
 def wanted_part(tensor: DTensor) -> Region:

@@ -49,6 +49,7 @@ class LoadedModel:
         """`fn(shard, *args, **kwargs)` inside every worker (or those of `ranks`); the results in that order.
 
         `shard` maps tensor names to the rank's own tensors on its device, and has `.rank`, `.coords`, `.slices`.
+        `shard.into(module)` fills a torch module with them; what is to stay for later calls goes into `shard.kept`.
         Raises RemoteCallFailed with the function's traceback, RankLost when a worker died.
         """
         wanted = list(self.ranks) if ranks is None else [self._checked_rank(rank) for rank in ranks]
