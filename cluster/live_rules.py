@@ -41,7 +41,11 @@ def with_live_rules(request: LoadRequest, do: Callable[[LoadRequest], Answer]) -
             raise _with_hint(
                 error, "its rules are read from transformers where that is installed: pip install transformers"
             ) from None
-        rows = live_rows(family, text_family)
+        try:
+            rows = live_rows(family, text_family)
+        except Exception as problem:  # whatever an import of a library may raise
+            hint = f"transformers is installed, but its plan cannot be read ({type(problem).__name__}: {problem})"
+            raise _with_hint(error, hint) from problem
         if not rows:
             raise _with_hint(error, f"transformers {_version()} has no tensor-parallel plan for it") from None
         own = request.layout_rules or {}

@@ -6,11 +6,14 @@ are copied. Every weight of a family is there that its checkpoints have: biases,
 
 from __future__ import annotations
 
+import os
 from collections.abc import Mapping
 from dataclasses import dataclass, field
 from pathlib import Path
 from types import MappingProxyType
 from typing import Any
+
+os.environ.setdefault("HF_HUB_OFFLINE", "1")  # before the library is imported: nothing here asks a server
 
 SHARD_BYTES = 160_000  # some three to ten files
 

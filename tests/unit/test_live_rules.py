@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster import client, live_rules
+from cluster import live_rules, plan_ahead
 from cluster.errors import LayoutError, UnknownFamily
 from cluster.families.unlisted import rows_of_plan
 from cluster.layout_rules import FAMILIES as TABLES
@@ -167,12 +167,28 @@ def test_without_transformers_the_error_says_how(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(live_rules, "find_spec", lambda name: None)
     before = set(sys.modules)
     with pytest.raises(UnknownFamily) as caught:
-        client.plan(unknown(tmp_path, "olmo2"), tensor_parallel_size=2)
+        plan_ahead.plan(unknown(tmp_path, "olmo2"), tensor_parallel_size=2)
     assert "pip install transformers" in caught.value.hint
     assert "layout_rules={" in caught.value.hint
     assert caught.value.details["family"] == "olmo2"
     assert "blocks.0.proj.weight" in caught.value.message
     assert "transformers" not in set(sys.modules) - before
+
+
+def test_a_transformers_that_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def broken(*names: str) -> None:
+        raise ImportError("tokenizers is too old")
+
+    monkeypatch.setattr(live_rules, "find_spec", lambda name: True)
+    monkeypatch.setattr(live_rules, "live_rows", broken)
+    with pytest.raises(UnknownFamily, match=r"cannot be read \(ImportError: tokenizers is too old"):
+        plan_ahead.plan(unknown(tmp_path, "olmo2"), tensor_parallel_size=2)
+
+
+def test_names_of_families_that_cannot_be_shown(tmp_path: Path) -> None:
+    with pytest.raises(UnknownFamily) as caught:
+        plan_ahead.plan(unknown(tmp_path, "\x1b[2Jolmo2"), tensor_parallel_size=2)
+    assert "family" not in caught.value.details
 
 
 @needs_transformers
@@ -181,9 +197,9 @@ def test_without_transformers_the_error_says_how(tmp_path: Path, monkeypatch: py
 )
 def test_what_transformers_could_not_help_with(family: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(UnknownFamily, match=says) as caught:
-        client.plan(unknown(tmp_path, family), tensor_parallel_size=2)
+        plan_ahead.plan(unknown(tmp_path, family), tensor_parallel_size=2)
     assert "blocks.0.proj.weight" in caught.value.message
-    plan = client.plan(tmp_path, tensor_parallel_size=2, layout_rules={"blocks.*.proj.weight": "row"})
+    plan = plan_ahead.plan(tmp_path, tensor_parallel_size=2, layout_rules={"blocks.*.proj.weight": "row"})
     assert len(plan.ranks) == 2
 
 
@@ -220,5 +236,5 @@ def test_no_code_of_the_repository_runs(tmp_path: Path) -> None:
     )
     (folder / "evil.py").write_text("import pathlib; pathlib.Path(__file__).with_suffix('.ran').touch()")
     with pytest.raises(UnknownFamily):
-        client.plan(folder, tensor_parallel_size=2)
+        plan_ahead.plan(folder, tensor_parallel_size=2)
     assert not (folder / "evil.ran").exists()
