@@ -1,9 +1,9 @@
 """What a staged tensor becomes: a cast, or a quantised weight and its scales. Torch; the plan says into which memory.
 
 Numerics are those of compressed-tensors with symmetric scales from the smallest and largest weight (its
-`calculate_qparams`, `quantize`, `pack_to_int32`), operation by operation in the same dtype, so the bytes are the same:
+`calculate_qparams`, `quantize`, `pack_to_int32`), each step rounded to the same dtype, so the bytes are the same:
 
-    scale = max(|min|, |max|) / half the range        in the dtype of the weights; 0 becomes the dtype's epsilon
+    scale = max |w| / half the range        in the dtype of the weights; 0 becomes the dtype's epsilon
     q     = round(clamp(w / scale, range))            fp8: the nearest e4m3 to clamp(w / scale, -448, 448)
 
 Rows are done a few at a time: the working memory is a few MiB beside the staged tensor, whatever its size.
@@ -20,7 +20,7 @@ from cluster.load_plan import StagedTensor, TensorSlice
 from cluster.precision import GROUP, SCHEMES, Scheme
 from cluster.region import Range, Region
 
-BLOCK_ELEMENTS = 1 << 19  # converted at once
+BLOCK_ELEMENTS = 1 << 18  # converted at once
 _RANGES = {4: (-8.0, 7.0), 8: (-128.0, 127.0)}
 _FP8_RANGE = (-448.0, 448.0)
 
@@ -54,11 +54,15 @@ def _matrix(
     weight: torch.Tensor, scheme: Scheme, dtype: torch.dtype, held: Region, made: torch.Tensor, scale: torch.Tensor
 ) -> None:
     """One (out, in) matrix. `held` says which columns of it are wanted; which rows, too, when all of it is there."""
-    low, high = _bounds(scheme, dtype, weight.device)
+    low, high = _RANGES[scheme.bits] if scheme.packed else _FP8_RANGE
+    # A tensor, not a number: a GPU divides by a number as it multiplies with the inverse, which rounds differently.
+    half = torch.tensor((high - low) / 2, dtype=dtype, device=weight.device)
     columns: Sequence[Range] = ((0, weight.shape[1]),) if scheme.scale == "group" else held.ranges[1]
     starts: Sequence[Range] = ((0, weight.shape[0]),)
     if scheme.scale == "tensor":
-        scale.fill_(_scale(*_extremes(weight, dtype), low, high).reshape(()))
+        blocks = _blocks(starts, weight.shape[1])
+        largest = torch.stack([weight[first:end].to(dtype).abs().amax() for first, end in blocks]).amax()
+        scale.fill_(_scale(largest, half))
         starts = held.ranges[0]
     place = 0
     for first, end in _blocks(starts, weight.shape[1]):
@@ -66,55 +70,34 @@ def _matrix(
         here = slice(place, place + end - first)
         place = here.stop
         if scheme.scale == "channel":
-            scale[here] = _scale(block.amin(-1, keepdim=True), block.amax(-1, keepdim=True), low, high)
-        wanted = _columns(block, columns)
+            scale[here] = _scale(block.abs().amax(-1, keepdim=True), half)
+        wanted, by = _columns(block, columns), scale if scheme.scale == "tensor" else scale[here]
         if scheme.scale == "group":
-            groups = wanted.reshape(len(wanted), -1, GROUP)
-            scale[here] = _scale(groups.amin(-1), groups.amax(-1), low, high)
-            quantised = _quantise(groups, scale[here].unsqueeze(-1), low, high).flatten(-2)
-        else:
-            quantised = _quantise(wanted, scale if scheme.scale == "tensor" else scale[here], low, high)
+            wanted = wanted.reshape(len(wanted), -1, GROUP)
+            scale[here] = _scale(wanted.abs().amax(-1), half)
+            by = scale[here].unsqueeze(-1)
+        scaled = (wanted / by).clamp_(low, high).reshape(len(block), -1)
         if scheme.packed:
-            _pack(quantised, scheme.bits, made[here])
+            _pack(scaled.round_().add_(-low).to(torch.uint8), scheme.bits, made[here].view(torch.uint8))
         else:
-            made[here] = quantised.to(made.dtype)
+            made[here] = scaled.add_(0).to(made.dtype)  # the zero point: -0 becomes 0
     made[place:].zero_()  # padding, where the staged tensor has none
 
 
-def _bounds(scheme: Scheme, dtype: torch.dtype, device: torch.device) -> tuple[torch.Tensor, torch.Tensor]:
-    low, high = _RANGES[scheme.bits] if scheme.packed else _FP8_RANGE
-    # Tensors, not numbers: a GPU divides by a number as it multiplies with the inverse, which rounds differently.
-    return torch.tensor(low, dtype=dtype, device=device), torch.tensor(high, dtype=dtype, device=device)
-
-
-def _extremes(weight: torch.Tensor, dtype: torch.dtype) -> tuple[torch.Tensor, torch.Tensor]:
-    found = [torch.aminmax(weight[a:b].to(dtype)) for a, b in _blocks(((0, weight.shape[0]),), weight.shape[1])]
-    return torch.stack([each[0] for each in found]).amin(), torch.stack([each[1] for each in found]).amax()
-
-
-def _scale(least: torch.Tensor, most: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    zero = torch.zeros_like(least)
-    largest = torch.max(torch.min(least, zero).abs(), torch.max(most, zero).abs())
-    scale = largest / ((high.float() - low.float()) / 2).to(largest.dtype)
+def _scale(largest: torch.Tensor, half: torch.Tensor) -> torch.Tensor:
+    """`largest`: of the absolute values of what shares a scale."""
+    scale = largest / half
     return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
 
 
-def _quantise(wanted: torch.Tensor, scale: torch.Tensor, low: torch.Tensor, high: torch.Tensor) -> torch.Tensor:
-    scaled = wanted / scale
-    scaled += 0  # the zero point: -0 becomes 0
-    return torch.clamp(scaled, low, high, out=scaled)
-
-
-def _pack(quantised: torch.Tensor, bits: int, words: torch.Tensor) -> None:
-    """Rows of numbers into rows of 32-bit words, the first number in the lowest bits (of little-endian words)."""
-    offset = 1 << (bits - 1)
-    positive = quantised.round_().to(torch.int16).add_(offset).to(torch.uint8)
-    packed = words.view(torch.uint8)
+def _pack(positive: torch.Tensor, bits: int, words: torch.Tensor) -> None:
+    """Rows of numbers into the bytes of rows of little-endian 32-bit words, the first number in the lowest bits."""
     if bits == 4:
-        packed.copy_(positive[:, 0::2] | positive[:, 1::2] << 4)
+        pairs = positive.view(torch.int16)
+        words.copy_(pairs | pairs >> 4)  # of each pair the low byte is kept
         return
-    packed[:, : positive.shape[1]] = positive
-    packed[:, positive.shape[1] :].zero_()
+    words[:, : positive.shape[1]] = positive
+    words[:, positive.shape[1] :].zero_()
 
 
 def _columns(block: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor:
