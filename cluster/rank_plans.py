@@ -6,7 +6,7 @@ So no plan of a rank ever travels, and nobody holds the plans of a thousand rank
 from __future__ import annotations
 
 from collections import Counter, OrderedDict
-from collections.abc import Iterable, Sequence
+from collections.abc import Iterable, Iterator, Sequence
 from dataclasses import dataclass, replace
 from typing import overload
 
@@ -141,6 +141,10 @@ class RankPlans(Sequence[RankPlan]):
 
     def __len__(self) -> int:
         return self._cut.layout.ranks
+
+    def __iter__(self) -> Iterator[RankPlan]:
+        # Sequence's own ends quietly at an IndexError, also at one of a bug in a plan: no ranks, nothing to do.
+        return map(self._plan, range(len(self)))
 
     @overload
     def __getitem__(self, rank: int) -> RankPlan: ...

@@ -91,3 +91,15 @@ def test_tensors_that_are_alike_are_one_kind() -> None:
     model = store_arrays(as_bf16(random_arrays(shapes)))
     cut: CutModel = build_load_plan(model.index, Layout(2), parse_rules({"**": "column"})).cut
     assert (len(cut), len(cut.kinds), cut.kind_counts(cut.layout.rank_coords(0))) == (100, 1, [100])
+
+
+def test_a_bug_in_a_plan_is_no_end_of_the_ranks(monkeypatch: pytest.MonkeyPatch) -> None:
+    model = store_arrays(as_bf16(random_arrays({"a": (64, 4)})))
+    plan = build_load_plan(model.index, Layout(1, 4))
+
+    def fail(*_: object) -> None:
+        raise IndexError("out of a shape")
+
+    monkeypatch.setattr("cluster.rank_plans.plan_rank", fail)
+    with pytest.raises(IndexError, match="out of a shape"):
+        list(plan.ranks)
