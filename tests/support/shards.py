@@ -9,6 +9,8 @@ import numpy as np
 
 from actors.cpu_device import CpuDevice
 from actors.shard import RankShard
+from actors.staging import Staging
+from cluster.cut_model import AS_STORED, Precision
 from cluster.layout_rules import rules_for
 from cluster.load_plan import LoadPlan
 from cluster.mesh import Layout
@@ -24,12 +26,26 @@ CHUNK_BYTES = 1 << 14
 
 def shards_of(folder: Path, layout: Layout = ONE_RANK, rules: Mapping[str, str] | None = None) -> list[RankShard]:
     """What each rank would hold after a load. `rules`: the user's own, before those of the family."""
+    plan = plan_of(folder, layout, rules)
+    return [shard_of(plan, rank, files_of(plan, folder)) for rank in range(layout.ranks)]
+
+
+def plan_of(
+    folder: Path,
+    layout: Layout = ONE_RANK,
+    rules: Mapping[str, str] | None = None,
+    precision: Precision = AS_STORED,
+) -> LoadPlan:
+    """The plan of that load."""
     store = LocalStore(folder)
     index = open_model(store, chunk_bytes=CHUNK_BYTES)
     config = read_model_config(store, index)
-    plan = build_load_plan(index, layout, rules_for(config, rules), config)
-    files = [np.fromfile(folder / shard.key, np.uint8) for shard in index.shards]
-    return [shard_of(plan, rank, files) for rank in range(layout.ranks)]
+    return build_load_plan(index, layout, rules_for(config, rules), config, precision)
+
+
+def files_of(plan: LoadPlan, folder: Path) -> list[np.ndarray]:
+    """The bytes of the checkpoint's files, as `shard_of` takes them."""
+    return [np.fromfile(folder / shard.key, np.uint8) for shard in plan.shards]
 
 
 def shard_of(plan: LoadPlan, rank: int, files: list[np.ndarray]) -> RankShard:
@@ -37,9 +53,12 @@ def shard_of(plan: LoadPlan, rank: int, files: list[np.ndarray]) -> RankShard:
     mine = plan.ranks[rank]
     device = CpuDevice()
     device.allocate(mine.segment_bytes)
-    items = expand_read_items(mine.slices, plan.chunks)
+    items = expand_read_items(mine.sources, plan.chunks)
+    staging = Staging(device, mine, items)
     for chunk in mine.chunk_ids.tolist():
         span = plan.chunks.byte_range(chunk)
         data = files[plan.chunks.shard[chunk]][span.start : span.end]
+        staging.begin(chunk)
         device.place(data.data, items, items.for_chunk(chunk))
+        staging.end(chunk)
     return RankShard(mine, device)

@@ -1,0 +1,60 @@
+"""What was quantised on the way in goes into modules that compressed-tensors makes for it, and computes the same."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from cluster.precision import make_precision
+from cluster.written_quantization import quantization_config
+from tests.support.hf_models import save_tiny
+from tests.support.shards import files_of, plan_of, shard_of
+
+pytestmark = pytest.mark.slow
+
+IDS = torch.arange(3, 19)[None]
+WIDE = {"hidden_size": 128, "intermediate_size": 128, "num_hidden_layers": 1}  # groups of int4 have 128 inputs
+# the largest difference that a logit may have, of the largest logit
+CLOSE = {"fp8": 0.1, "fp8_tensor": 0.1, "int8": 0.03, "int4": 0.3}
+
+
+def logits(model: Any) -> torch.Tensor:
+    with torch.no_grad():
+        found: torch.Tensor = model.eval()(input_ids=IDS).logits
+    return found
+
+
+@pytest.mark.parametrize("quantization", CLOSE)
+def test_quantised_weights_in_modules_made_for_them(tmp_path: Path, quantization: str) -> None:
+    from compressed_tensors.compressors import ModelCompressor
+    from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
+    from safetensors.torch import save_file
+    from transformers import AutoConfig, AutoModelForCausalLM
+
+    stored = save_tiny("llama", tmp_path / "stored", **WIDE)
+    plan = plan_of(stored, precision=make_precision("auto", quantization, None))
+    shard = shard_of(plan, 0, files_of(plan, stored))
+    said = quantization_config(plan.cut)
+    with torch.device("meta"):
+        model = AutoModelForCausalLM.from_config(AutoConfig.from_pretrained(stored))
+        form = QuantizationConfig.model_validate(said)
+        apply_quantization_config(model, form, run_compressed=False)
+        ModelCompressor(quantization_config=form).compress_model(model)
+    assert shard.into(model).copied == ()
+
+    # The same as a checkpoint, read by transformers.
+    written = tmp_path / "written"
+    written.mkdir()
+    config = json.loads((stored / "config.json").read_text())
+    (written / "config.json").write_text(json.dumps({**config, "quantization_config": said}))
+    save_file({name: tensor.contiguous() for name, tensor in shard.items()}, written / "model.safetensors")
+    found = logits(model)
+    assert torch.equal(found, logits(AutoModelForCausalLM.from_pretrained(written)))
+
+    exact = logits(AutoModelForCausalLM.from_pretrained(stored))
+    assert not torch.equal(found, exact)
+    assert float((found - exact).abs().max()) < CLOSE[quantization] * float(exact.abs().max())
