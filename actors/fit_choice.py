@@ -92,7 +92,7 @@ class FitChoice:
         self._note(tried)
         record.request = replace(record.request, precision=step.change.request.precision)
         record.plan, record.shared = less, None
-        record.total_bytes = sum(rank.size_bytes for rank in less.ranks)
+        record.total_bytes = sum(rank.read_bytes for rank in less.ranks)
         await record.touch()
         return less
 

@@ -13,11 +13,9 @@ from longshore.install_check import check_packages
 
 if TYPE_CHECKING:
     from cluster.client import aload as aload
-    from cluster.client import aplan as aplan
     from cluster.client import apublish as apublish
     from cluster.client import averify as averify
     from cluster.client import load as load
-    from cluster.client import plan as plan
     from cluster.client import publish as publish
     from cluster.client import verify as verify
     from cluster.config import Config as Config
@@ -46,6 +44,8 @@ if TYPE_CHECKING:
     from cluster.errors import UnknownFamily as UnknownFamily
     from cluster.errors import VersionMismatch as VersionMismatch
     from cluster.model import LoadedModel as LoadedModel
+    from cluster.plan_ahead import aplan as aplan
+    from cluster.plan_ahead import plan as plan
     from cluster.plan_summary import PlanSummary as PlanSummary
     from cluster.report import ClusterStatus as ClusterStatus
     from cluster.report import LoadProgress as LoadProgress
@@ -101,7 +101,7 @@ if TYPE_CHECKING:
 
 # module -> public names that live there; the block above tells type checkers the same (a test compares them)
 _EXPORTS = {
-    "cluster.client": "aload aplan apublish averify load plan publish verify",
+    "cluster.client": "aload apublish averify load publish verify",
     "cluster.config": "Config",
     "cluster.errors": (
         "ChunkFailed ClusterError ClusterLost ConfigError DeviceUnavailable DoesNotFit DoesNotFitNow "
@@ -110,6 +110,7 @@ _EXPORTS = {
         "RemoteCallFailed UnknownFamily VersionMismatch"
     ),
     "cluster.model": "LoadedModel",
+    "cluster.plan_ahead": "aplan plan",
     "cluster.plan_summary": "PlanSummary",
     "cluster.report": "ClusterStatus LoadProgress LoadReport",
     "cluster.residents": "arelease astatus release status",

@@ -18,6 +18,7 @@ from cluster import commands
 from cluster.device_map_arguments import add_device_map
 from cluster.errors import ConfigError
 from cluster.exit_codes import EXIT_CODES, USAGE, exit_code
+from cluster.fit_arguments import add_fit, add_fit_ahead
 from cluster.interrupts import Terminated, sigterm_interrupts
 from cluster.precision import DTYPES, SCHEMES
 from cluster.progress import say_on
@@ -65,6 +66,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_sizes(load)
     _add_precision(load)
     add_device_map(load)
+    add_fit(load)
     load.add_argument(
         "--device",
         choices=("auto", "cpu", "cuda"),
@@ -100,6 +102,7 @@ def build_parser() -> argparse.ArgumentParser:
     _add_sizes(plan)
     _add_precision(plan)
     add_device_map(plan)
+    add_fit_ahead(plan)
     _add_trusted(plan)
     plan.add_argument(
         "--ranks-per-node", type=_count, default=None, metavar="N", help="for the figures per node (default: all)"

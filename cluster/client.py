@@ -1,8 +1,8 @@
-"""The verbs about one checkpoint: load, plan, publish, verify. Each has an async twin with an `a` in front.
+"""The verbs about one checkpoint: load, publish, verify. Each has an async twin with an `a` in front.
 
     load --LoadRequest--> coordinator; wait for READY while showing progress --> LoadedModel
 
-plan, publish and verify work where ray is not installed: they run in this process.
+publish and verify, and `cluster.plan_ahead.plan`, work where ray is not installed: they run in this process.
 """
 
 from __future__ import annotations
@@ -17,7 +17,8 @@ from cluster.async_twins import GIVEN_UP, in_thread
 from cluster.config import Config
 from cluster.connection import connect
 from cluster.device_map_options import GivenMap, GivenMemory
-from cluster.errors import ClusterLost, ConfigError, LoadCancelled
+from cluster.errors import ClusterLost, LoadCancelled
+from cluster.fit_options import STRICT, FitOptions
 from cluster.live_rules import with_live_rules
 from cluster.mesh import Layout
 from cluster.model import LoadedModel
@@ -25,11 +26,9 @@ from cluster.precision import make_precision
 from cluster.report import LoadProgress
 from cluster.request import StoreOptions, make_request, open_destination, open_uri, read_keys
 from cluster.rules_file import LayoutRules
-from cluster.trust import TrustPolicy
 from cluster.wait import load_on
 
 if TYPE_CHECKING:
-    from cluster.plan_summary import PlanSummary
     from storage.publish import PublishReport
     from storage.store_ref import Credentials
     from storage.verify import VerifyReport
@@ -68,6 +67,9 @@ def load(
     device_map: GivenMap | None = None,
     max_memory: GivenMemory | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
+    fit: str = STRICT,
+    gpu_memory_utilization: float | None = None,
+    reserve_bytes: int | None = None,
     trusted_keys: Keys | None = None,
     config: Config | None = None,
 ) -> LoadedModel:
@@ -86,6 +88,9 @@ def load(
     but for those whose names match `skip_quantization` (patterns; "default" among them, and alone when None, stands for
     embeddings, heads, routers and towers). `placement_group`: rank i takes bundle i of yours. `progress` is called from
     this thread with every change. A second load of the same model with the same options gets the resident one.
+    `fit="strict"` refuses what does not fit before a byte moves, and says which change would; "auto" takes the first of
+    as given, bfloat16, fp8, int8, int4 that fits (`report.taken`). `gpu_memory_utilization` (part of each GPU's memory
+    that may be in use in all) and `reserve_bytes` (of each GPU, or host for CPU ranks): what stays free.
     `trusted_keys`: public keys (base64, or files with one) of which one must have signed the manifest; None: as the
     settings say.
 
@@ -119,6 +124,7 @@ def load(
         device_map=device_map,
         max_memory=max_memory,
         offload_folder=offload_folder,
+        fit=FitOptions(fit, gpu_memory_utilization, reserve_bytes),
     )
     config.source_rules().check(request.store.ref, credentials)
     connection = connect(address, config)
@@ -129,72 +135,6 @@ def load(
         request, lambda asked: load_on(connection, asked, progress, given_up, called_s=started_s, timeout_s=timeout_s)
     )
     return LoadedModel(connection, model_id, report)
-
-
-def plan(
-    model_uri: str | os.PathLike[str],
-    *,
-    tensor_parallel_size: int = 1,
-    fsdp_size: int = 1,
-    data_parallel_size: int = 1,
-    pipeline_parallel_size: int = 1,
-    expert_parallel_size: int = 1,
-    expert_tensor_parallel_size: int = 0,
-    vocabulary_multiple: int = 1,
-    ranks_per_node: int | None = None,
-    endpoint_url: str | None = None,
-    region: str | None = None,
-    profile: str | None = None,
-    anonymous: bool = False,
-    credentials: Credentials | None = None,
-    layout_rules: LayoutRules | None = None,
-    dtype: str = "auto",
-    quantization: str | None = None,
-    skip_quantization: Sequence[str] | None = None,
-    device_map: GivenMap | None = None,
-    max_memory: GivenMemory | None = None,
-    offload_folder: str | os.PathLike[str] | None = None,
-    trusted_keys: Keys | None = None,
-    config: Config | None = None,
-) -> PlanSummary:
-    """What a load would put where. Reads the manifest (or the headers), moves no weights, needs no cluster.
-
-    `ranks_per_node`: how ranks are spread for the figures per node; None: all on one. Raises as `load` does.
-    """
-    from cluster.plan_summary import spread_evenly, summarize_plan
-    from cluster.prepare import prepare_plan
-
-    config = config or Config.from_env()
-    request = make_request(
-        model_uri,
-        layout=Layout(
-            tensor_parallel_size,
-            fsdp_size,
-            data_parallel_size,
-            pipeline_parallel_size,
-            expert_parallel_size,
-            expert_tensor_parallel_size,
-            vocabulary_multiple,
-        ),
-        store_options=StoreOptions(endpoint_url, region, profile, anonymous),
-        credentials=credentials,
-        layout_rules=layout_rules,
-        trusted_keys=config.public_keys() if trusted_keys is None else trusted_keys,
-        precision=make_precision(dtype, quantization, skip_quantization),
-        device_map=device_map,
-        max_memory=max_memory,
-        offload_folder=offload_folder,
-    )
-    per_node = request.world_size if ranks_per_node is None else ranks_per_node
-    if per_node < 1:
-        raise ConfigError(f"ranks_per_node must be at least 1, not {ranks_per_node}")
-    trust = TrustPolicy(config.source_rules())  # the request says which keys
-    chunk_bytes, read_timeout_s = config.chunk_bytes, config.read_timeout_s
-    index, load_plan = with_live_rules(
-        request,
-        lambda asked: prepare_plan(asked, chunk_bytes=chunk_bytes, read_timeout_s=read_timeout_s, trust=trust),
-    )
-    return summarize_plan(load_plan, spread_evenly(request.world_size, per_node), signed_by=index.signed_by)
 
 
 def publish(
@@ -289,6 +229,5 @@ def _until_given_up(progress: Callable[..., None] | None) -> Callable[..., None]
 
 
 aload = in_thread(load)
-aplan = in_thread(plan)
 apublish = in_thread(publish)
 averify = in_thread(verify)

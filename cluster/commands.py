@@ -16,8 +16,9 @@ from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from cluster.device_map_arguments import device_map_options
-from cluster.errors import ConfigError
-from cluster.exit_codes import FAILED, INTEGRITY, OK
+from cluster.errors import ConfigError, DoesNotFit
+from cluster.exit_codes import FAILED, INTEGRITY, OK, exit_code
+from cluster.fit_arguments import fit_ahead_options, fit_options
 from cluster.mesh import Layout
 from cluster.progress import StagedDisplay, byte_counter, display_on, moment_of_load, say_on
 
@@ -45,6 +46,7 @@ def run_load(args: argparse.Namespace) -> int:
             **_sizes(args),
             **_precision(args),
             **device_map_options(args),
+            **fit_options(args),
             **_store(args),
             device=args.device,
             keep=args.keep,
@@ -79,21 +81,22 @@ def _says_what_stays(model_id: Callable[[], str]) -> Iterator[None]:
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """Show what would be loaded where."""
-    from cluster import client
-    from cluster.tables import plan_table
+    """Show what would be loaded where; ends as a load that is refused when it does not fit."""
+    from cluster.plan_ahead import plan as plan_ahead
+    from cluster.plan_table import plan_table
 
-    plan = client.plan(
+    plan = plan_ahead(
         args.uri,
         ranks_per_node=args.ranks_per_node,
         trusted_keys=args.trusted_key,
         **_sizes(args),
         **_precision(args),
         **device_map_options(args),
+        **fit_ahead_options(args),
         **_store(args),
     )
     _answer(args, plan.as_dict(), lambda: plan_table(plan))
-    return OK
+    return exit_code(DoesNotFit("")) if plan.fit is not None and plan.fit.fits is False else OK
 
 
 def run_publish(args: argparse.Namespace) -> int:

@@ -72,7 +72,7 @@ def misfit_text(host: str, needs: Mapping[Place, int], seats: Mapping[Place, Dev
     more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
     many = len(tight) > 1
     return (
-        f"{host}: rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_SHOWN_RANKS]))}{more} "
+        f"{host}{': ' * bool(host)}rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_SHOWN_RANKS]))}{more} "
         f"need{'s' * (len(ranks) == 1)} {'up to ' * many}{show_bytes(needs[worst])} of device memory, "
         f"{show_room(seats[worst])}"
     )

@@ -10,9 +10,13 @@ from typing import Any
 import numpy as np
 
 from cluster.device_map import device_name
+from cluster.expected_time import ExpectedTime
 from cluster.load_plan import LoadPlan
 from cluster.mesh import Layout, RankCoords
 from cluster.object_check import ONLY_PART, ObjectCheck, join_checks, verified_by
+from cluster.plan_fit import PlanFit
+from cluster.plan_layers import LayerTable
+from cluster.plan_picture import draw_plan
 from cluster.planning import needed_chunks
 from cluster.rank_plans import memory_map, rank_chunks, rank_facts
 from cluster.topology import ranks_by_node
@@ -50,6 +54,7 @@ class NodeSummary:
     needed_chunks: int  # each fetched once, however many ranks want it
     needed_bytes: int
     overfetch_bytes: int  # in those chunks, wanted by no rank of the node
+    arena_bytes: int = 0  # of its arena, as the settings say; 0: a quarter of what /dev/shm has free, 8 GiB at most
 
 
 @dataclass(frozen=True, slots=True)
@@ -76,10 +81,27 @@ class PlanSummary:
     quantization_config: dict[str, Any] | None = None  # of config.json for an engine that takes the quantised weights
     objects: tuple[ObjectCheck, ...] = ()  # of a model without a manifest: by what each will be checked, or why not
     device_map: dict[str, int | str] | None = None  # modules and their devices, when the one rank has several
+    fit: PlanFit | None = None
+    expected: ExpectedTime | None = None  # where rates are known
+    layers: LayerTable | None = None  # what each rank has of each layer
+    notes: tuple[str, ...] = ()  # for people: what was skipped, what is an estimate
 
     def as_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, numbers and strings, ready for `json.dumps`."""
-        return asdict(self)
+        return {**asdict(self), "bytes_by_source": self.bytes_by_source}
+
+    @property
+    def bytes_by_source(self) -> dict[str, int]:
+        """Bytes of needed chunks, by where they would come from when no node has any of them yet."""
+        return {"store": self.needed_bytes}
+
+    def picture(self, title: str = "a load plan") -> str:
+        """An SVG document: ranks against layers, coloured by dtype, to scale."""
+        have = {}
+        for device in self.fit.devices if self.fit else ():
+            have[device.rank] = None if device.have_bytes is None or device.device else device.have_bytes
+        table = self.layers or LayerTable((), ())
+        return draw_plan(table, title, [have.get(rank.rank) for rank in self.ranks])
 
 
 def summarize_plan(

@@ -7,16 +7,12 @@ from __future__ import annotations
 
 from collections import Counter
 from collections.abc import Iterable, Sequence
-from itertools import groupby
 from typing import TYPE_CHECKING, TextIO
 
 from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cluster.device_map import device_name
-from cluster.object_check import unchecked_counts
-from cluster.plan_summary import PlanSummary
 from cluster.report import ClusterStatus
 from cluster.units import printable, show_bytes
 
@@ -58,63 +54,6 @@ def facts(pairs: Iterable[tuple[str, object]], title: str = "") -> Table:
     for name, value in pairs:
         table.add_row(cell(name), cell(value))
     return table
-
-
-def plan_table(plan: PlanSummary) -> RenderableType:
-    """What would be loaded where."""
-    staging = max((rank.staging_bytes for rank in plan.ranks), default=0)
-    overall = facts(
-        [
-            ("revision", plan.revision),
-            ("layout", f"{len(plan.ranks)} ranks ({plan.layout}) on {len(plan.nodes)} nodes"),
-            ("model", f"{plan.tensors} tensors in {plan.shards} shards, {show_bytes(plan.stored_bytes)}"),
-            ("chunks", f"{plan.chunks}, {digests(plan.verified)}"),
-            *([("objects", _planned_checks(plan))] if plan.objects else []),
-            ("signed by", plan.signed_by or NOT_ASKED),
-            ("would leave the store", show_bytes(plan.needed_bytes)),
-            ("of that overfetch", show_bytes(plan.overfetch_bytes)),
-            ("precision", plan.precision or "as stored"),
-            ("would be placed", show_bytes(plan.placed_bytes)),
-            ("device memory", show_bytes(plan.device_bytes)),
-            *([("beside it, while converting", f"{show_bytes(staging)}, and what is in flight")] if staging else []),
-        ]
-    )
-    ranks = table_of(
-        ("rank >", "node", "tp >", "fsdp >", "dp >", "tensors >", "size >", "memory >", "chunks >", "dtypes"),
-        [
-            (
-                rank.rank,
-                rank.node,
-                rank.tensor,
-                rank.fsdp,
-                rank.data,
-                rank.tensors,
-                show_bytes(rank.size_bytes),
-                show_bytes(rank.device_bytes),
-                rank.chunks,
-                ", ".join(f"{dtype} {show_bytes(size)}" for dtype, size in rank.bytes_by_dtype.items()),
-            )
-            for rank in plan.ranks
-        ],
-    )
-    return Group(overall, Text(), ranks, *([Text(), _devices_table(plan)] if plan.device_map else []))
-
-
-def _devices_table(plan: PlanSummary) -> RenderableType:
-    """What a device map puts where, modules that follow each other in one line."""
-    rows = []
-    for key, run in groupby((plan.device_map or {}).items(), key=lambda entry: entry[1]):
-        modules = [module or "(the whole model)" for module, _ in run]
-        name, which = device_name(key), modules[0] if len(modules) == 1 else f"{modules[0]} ... {modules[-1]}"
-        rows.append((name, show_bytes(plan.ranks[0].bytes_by_device.get(name, 0)), len(modules), which))
-    return table_of(("device", "in all >", "modules >", "which"), rows)
-
-
-def _planned_checks(plan: PlanSummary) -> str:
-    """Of a model without a manifest: what the load will compare, and what it cannot."""
-    unchecked = unchecked_counts(plan.objects)
-    whole = f"{len(plan.objects) - sum(unchecked.values())} of {len(plan.objects)} by the store's own checksums"
-    return "; ".join([whole, *(f"{count} not: {reason}" for reason, count in unchecked.items())])
 
 
 def status_table(status: ClusterStatus) -> RenderableType:

@@ -80,7 +80,7 @@ class ModelIndex:
     """Everything a plan needs to know of a model."""
 
     revision: str  # digest of the manifest, else of every (key, size, ETag)
-    source: Literal["manifest", "headers"]
+    source: Literal["manifest", "headers", "config"]  # "config": an estimate, nothing is stored
     shards: tuple[Shard, ...]
     tensors: tuple[Tensor, ...]  # in manifest order: by shard, then by start, then by name
     chunks: ChunkTable

@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from cluster import client, residents
+from cluster import client, plan_ahead, residents
 from cluster.cli import build_parser, main
 from cluster.errors import ClusterLost, ConfigError, NotEnoughResources
 from cluster.mesh import Layout
@@ -132,6 +132,7 @@ def test_load_passes_every_option_to_the_client(run: Run, fake_load: SimpleNames
         *["--trusted-key", "k1", "--trusted-key", "k2"],
         *["--layout-rules", "rules.json", "--dtype", "bfloat16", "--quantization", "int4"],
         *["--skip-quantization", "default", "--skip-quantization", "**.down_proj.weight"],
+        *["--fit", "auto", "--gpu-memory-utilization", "0.9", "--reserve", "2GB"],
         *["--endpoint-url", "http://store:9000", "--region", "r", "--profile", "p", "--anonymous"],
     )
     assert code == 0
@@ -152,6 +153,9 @@ def test_load_passes_every_option_to_the_client(run: Run, fake_load: SimpleNames
         "device_map": None,
         "max_memory": None,
         "offload_folder": None,
+        "fit": "auto",
+        "gpu_memory_utilization": 0.9,
+        "reserve_bytes": 2 * 10**9,
         "device": "cuda",
         "keep": False,
         "address": "head:6379",
@@ -474,7 +478,7 @@ def test_a_chunk_size_that_cannot_be_meant_is_2(run: Run, model: Path, size: str
 
 def test_no_ranks_per_node_is_no_default(model: Path) -> None:
     with pytest.raises(ConfigError, match="ranks_per_node"):
-        client.plan(str(model), ranks_per_node=0)
+        plan_ahead.plan(str(model), ranks_per_node=0)
 
 
 @pytest.mark.parametrize("module", ["cluster", "longshore"])

@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from cluster import client
+from cluster import client, plan_ahead
 from cluster.errors import ConfigError
 from storage.manifest import MANIFEST_KEY
 from tests.support.checkpoints import write_tiny_llama
@@ -23,12 +23,12 @@ def model(tmp_path: Path) -> Path:
 
 def test_a_path_is_as_good_as_a_string(model: Path, tmp_path: Path) -> None:
     report = client.publish(model, tmp_path / "copy")
-    assert client.plan(tmp_path / "copy").revision == report.revision
+    assert plan_ahead.plan(tmp_path / "copy").revision == report.revision
     assert client.verify(tmp_path / "copy").ok
 
 
 @pytest.mark.parametrize("uri", [None, 5, b"x", ["x"]])
-@pytest.mark.parametrize("verb", [client.load, client.plan, client.publish, client.verify])
+@pytest.mark.parametrize("verb", [client.load, plan_ahead.plan, client.publish, client.verify])
 def test_what_is_no_uri_is_refused(verb: Any, uri: object) -> None:
     with pytest.raises(ConfigError, match="URI or a path"):
         verb(uri)

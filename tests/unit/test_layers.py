@@ -53,7 +53,14 @@ AT_MODULE_LEVEL = {
 }
 IN_FUNCTIONS = {
     "ray": {"cluster/connection", "cluster/doctor_cluster", "cluster/model", "cluster/ray_join"},
-    "torch": {"actors/cpu_device", "actors/disk_device", "actors/gpu_worker", "cluster/demo", "cluster/model"},
+    "torch": {
+        "actors/cpu_device",
+        "actors/disk_device",
+        "actors/gpu_worker",
+        "cluster/demo",
+        "cluster/meta_estimate",
+        "cluster/model",
+    },
 }
 # the one seam that points upward: these may name a module of `actors` in a string, in one function each
 NAMES_ACTORS = {"cluster/connection"}

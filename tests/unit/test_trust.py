@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster import client
+from cluster import client, plan_ahead
 from cluster.cli import main
 from cluster.config import Config
 from cluster.doctor_store import check_store
@@ -105,7 +105,7 @@ def test_a_place_that_is_not_allowed_is_never_opened(model: Path) -> None:
     with pytest.raises(SourceRefused):
         still_current(request(model), "0" * 64, 5, trust)
     config = Config(allowed_schemes="s3")
-    for verb in (client.load, client.plan, client.publish, client.verify):
+    for verb in (client.load, plan_ahead.plan, client.publish, client.verify):
         with pytest.raises(SourceRefused):
             verb(model, config=config)
     with pytest.raises(SourceRefused):
@@ -155,26 +155,26 @@ def test_settings_that_cannot_be_meant_are_errors_and_never_open_the_door(name: 
 def test_the_verbs_want_signatures(model: Path, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     public = f"{key}.pub"
     assert client.verify(model, trusted_keys=[public]).ok
-    revision = client.plan(model, trusted_keys=[public]).revision
+    revision = plan_ahead.plan(model, trusted_keys=[public]).revision
     monkeypatch.setenv("LONGSHORE_TRUSTED_KEYS", KEYS[0])
-    for verb in (client.verify, client.plan):
+    for verb in (client.verify, plan_ahead.plan):
         with pytest.raises(UnknownSigner):
             verb(model)
     monkeypatch.setenv("LONGSHORE_TRUSTED_KEYS", public)
     assert client.verify(model).ok
     (model / SIGNATURE_KEY).unlink()
-    for verb in (client.verify, client.plan):
+    for verb in (client.verify, plan_ahead.plan):
         with pytest.raises(ManifestUnsigned):
             verb(model)
     assert sign(model, key).revision == revision
-    assert client.plan(model).revision == revision
+    assert plan_ahead.plan(model).revision == revision
     (model / MANIFEST_KEY).write_bytes((model / MANIFEST_KEY).read_bytes() + b" ")
     with pytest.raises(BadSignature):
-        client.plan(model)
+        plan_ahead.plan(model)
     with pytest.raises(ConfigError):
-        client.plan(model, trusted_keys=public)  # type: ignore[arg-type]
+        plan_ahead.plan(model, trusted_keys=public)  # type: ignore[arg-type]
     with pytest.raises(InvalidKey):
-        client.plan(model, trusted_keys=[key])
+        plan_ahead.plan(model, trusted_keys=[key])
 
 
 def test_what_was_never_published_cannot_be_signed(tmp_path: Path, key: Path) -> None:
