@@ -69,6 +69,8 @@ class RankLoader:
         self.plan = self._tables.rank_plan(job.rank)
         self._device = device(self.plan) if callable(device) else device
         self._placer = ChunkPlacer(self._device, self.plan, self._tables)
+        if self.plan.staged and self._device.receives:  # (a GPU's thread imports it anyway)
+            self._meter.import_torch()
         self._direct = () if job.placement == "via_arena" else self._placer.direct_chunks()
         self._fetcher = ChunkFetcher(self._store, self._tables, job.fetch.attempts)
         self._work = RankWork(self._fetcher, len(self.plan.chunk_ids), job.fetch.threads)

@@ -14,7 +14,7 @@ from cluster.load_plan import RankPlan
 from cluster.messages import RankJob
 from cluster.report import RankReport
 from storage.host_cpu import CpuClock, usable_cpus
-from storage.own_memory import PeakMemory
+from storage.own_memory import PeakMemory, own_bytes
 from storage.processes import ProcessId
 
 
@@ -25,6 +25,13 @@ class RankMeter:
         self.started_s = time.monotonic()
         self._memory = PeakMemory(kept_bytes=PROCESS_MEMORY.kept_bytes)
         self._cpu: CpuClock | None = None  # since there was something to do
+
+    def import_torch(self) -> None:
+        """For conversions, before the load begins: what it takes is no part of the load."""
+        before = own_bytes()
+        import actors.convert  # noqa: F401
+
+        self._memory.baseline_bytes += max(0, own_bytes() - before)
 
     def sample(self, *, at_work: bool) -> None:
         """Look now; called whenever the agent has answered. `at_work`: it has had something to do."""
