@@ -6,18 +6,23 @@ falls. Where we mean to differ the row is listed with its reason; a row that no 
 
 from __future__ import annotations
 
+import contextlib
 import re
+from collections.abc import Iterator
 from pathlib import Path
 from typing import Any
 
+import numpy as np
 import pytest
+from numpy.typing import NDArray
 
 from cluster.families.defaults import CONFIG_DEFAULTS
 from cluster.layout_rules import FAMILIES as TABLES
 from cluster.layout_rules import Rule
+from cluster.mesh import Layout
 from cluster.tensor_cut import experts_of
-from tests.support.family_checkpoints import needs_transformers
-from tests.support.hf_models import FAMILIES, make_tiny
+from tests.support.family_checkpoints import SavedFamily, needs_transformers
+from tests.support.hf_models import FAMILIES, MOE_FAMILIES, make_tiny
 
 pytestmark = needs_transformers
 
@@ -120,14 +125,67 @@ def test_no_entry_of_their_plan_is_left_out(family: str) -> None:
     assert unseen == []
 
 
-def test_the_version_compared_with_is_the_pinned_one() -> None:
-    import transformers
+@contextlib.contextmanager
+def ranks_of_two(rank: int) -> Iterator[Any]:
+    """A mesh of two ranks for torch, of which this process is one and the other is made up: enough to cut tensors."""
+    from torch import distributed
+    from torch.distributed.device_mesh import init_device_mesh
+    from torch.testing._internal.distributed.fake_pg import FakeStore
 
+    distributed.init_process_group("fake", store=FakeStore(), rank=rank, world_size=2)
+    try:
+        yield init_device_mesh("cpu", (2,), mesh_dim_names=("tp",))
+    finally:
+        distributed.destroy_process_group()
+
+
+def cut_by_transformers(style: str, name: str, array: NDArray[np.uint16], mesh: Any) -> NDArray[np.uint16]:
+    """What the style leaves of a parameter on this rank of the mesh."""
+    import torch
+    from transformers.distributed import expert_parallel, tensor_parallel  # noqa: F401  # they register their styles
+    from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES
+
+    module, parameter = torch.nn.Module(), "bias" if name.endswith(".bias") else "weight"
+    module.register_parameter(parameter, torch.nn.Parameter(torch.from_numpy(array.copy()).view(torch.bfloat16)))
+    ALL_PARALLEL_STYLES[style].shard_param(module, parameter, mesh)
+    cut = getattr(module, parameter)
+    local = cut.to_local() if hasattr(cut, "to_local") else cut
+    found: NDArray[np.uint16] = local.detach().contiguous().view(torch.uint16).numpy()
+    return found
+
+
+@pytest.mark.parametrize("rank", [0, 1])
+@pytest.mark.parametrize("family", FAMILIES)
+def test_a_rank_has_what_transformers_would_leave_it(
+    family: str, rank: int, saved_families: dict[tuple[str, str], SavedFamily]
+) -> None:
+    """Not the plan but what comes of it: their own code cuts the same tensors."""
+    plan, expert_plan = plans(family)
+    saved = saved_families[family, "modules"]
+    stored = saved.stored()
+    held = saved.load(Layout(2))[1][rank]
+    spread = saved.load(Layout(2, expert_parallel_size=2))[1][rank] if family in MOE_FAMILIES else {}
+    cut = 0
+    with ranks_of_two(rank) as mesh:
+        for name, array in stored.items():
+            below = re.sub(r"\.\d+\.", ".*.", re.sub(r"^(model\.language_model\.|model\.)", "", name))
+            if (family, below) in DIFFERENCES:
+                continue
+            style = style_of(below, plan)
+            expected = array if style is None else cut_by_transformers(style, name, array, mesh)
+            assert np.array_equal(held[name], expected), name
+            cut += expected.size < array.size
+            if (expert_style := expert_plan.get(below)) is not None:
+                expected = cut_by_transformers(expert_style, name, array, mesh)
+                assert np.array_equal(spread[name], expected), name
+                assert len(expected) == len(array) // 2
+    assert cut > 0
+
+
+def test_the_version_compared_with_is_the_pinned_one() -> None:
     root = Path(__file__).resolve().parents[2]
     assert f"transformers=={COMPARED_WITH}\n" in (root / "constraints.txt").read_text()
     assert f"transformers {COMPARED_WITH}" in (root / "docs" / "layouts.md").read_text()
-    if transformers.__version__ != COMPARED_WITH:
-        pytest.skip(f"transformers {transformers.__version__} is installed; the comparison above was made with it")
 
 
 @pytest.mark.parametrize("family", CONFIG_DEFAULTS)
