@@ -82,7 +82,7 @@ def find_rule(name: str, part: Part | None, rule_for: RuleFor) -> tuple[Rule | N
     if rule is not None:
         return rule, part
     own = rule_for(name)
-    if own is None and isinstance(part.storage, Storage) and not any(part.storage.axes) and not part.storage.weight:
+    if own is None and isinstance(part.storage, Storage) and not part.storage.weight:
         return Rule.REPLICATE, None  # one number of something that has no weight, such as a cache
     return own, None
 
