@@ -27,6 +27,8 @@ CASES: dict[str, tuple[str, str, dict[str, Any]]] = {
     "tp-llama": ("tp", "llama", {"vocab_size": 97}),
     "tp-gemma2": ("tp", "gemma2", {}),
     "tp-mixtral": ("tp", "mixtral", {}),  # experts that transformers stacks
+    "ep-mixtral": ("ep", "mixtral", {}),  # whole ones, half of them on each rank; attention as with tp
+    "ep-qwen3_moe": ("ep", "qwen3_moe", {}),
 }
 
 
@@ -50,11 +52,11 @@ def fully_sharded(model: Any) -> Any:
     return fully_shard(model, mesh=mesh)
 
 
-def tensor_parallel(model: Any) -> Any:
+def tensor_parallel(model: Any, *, ep_size: int = 1) -> Any:
     from transformers.distributed import DistributedConfig
     from transformers.distributed.utils import initialize_distributed_mesh
 
-    config = DistributedConfig(tp_size=RANKS)
+    config = DistributedConfig(tp_size=RANKS, ep_size=ep_size)
     _, mesh = initialize_distributed_mesh(config)
     return type(model).maybe_distribute_model(model, config, mesh)
 
@@ -71,8 +73,11 @@ def run(rank: int, folder: Path, case: str) -> None:
     model = model_on_meta(family, folder / case)
     if how == "fsdp":
         model, layout = fully_sharded(model), Layout(fsdp_size=RANKS)
-    else:
+    elif how == "tp":
         model, layout = tensor_parallel(model), Layout(tensor_parallel_size=RANKS)
+    else:
+        model = tensor_parallel(model, ep_size=RANKS)
+        layout = Layout(tensor_parallel_size=RANKS, expert_parallel_size=RANKS)
     shard = shards_of(folder / case, layout)[rank]
     done = shard.into(model, convert=True)
     found = {"shared": shared(model, shard), "filled": done.filled, "copied": len(done.copied)}
