@@ -154,6 +154,36 @@ def test_a_known_language_model_in_an_unknown_one_needs_no_transformers() -> Non
     assert rules_for(config).rule_for("image_newline") is None
 
 
+LLAVA = TinyFamily(
+    "LlavaConfig",
+    "LlavaForConditionalGeneration",
+    {
+        "vision_config": {
+            "model_type": "clip_vision_model",
+            "hidden_size": 32,
+            "intermediate_size": 48,
+            "num_hidden_layers": 2,
+            "num_attention_heads": 4,
+            "image_size": 32,
+            "patch_size": 8,
+        }
+    },
+    DENSE_SIZES | {"model_type": "llama"},
+)
+
+
+@needs_transformers
+@pytest.mark.parametrize("naming", ["hub", "modules"])
+def test_llama_with_eyes(naming: str, tmp_path: Path) -> None:
+    saved = SavedFamily.open(save_model(LLAVA, tmp_path, hub_names=naming == "hub"))
+    assert saved.config.model_type == "llava"
+    plan, loaded = saved.load(Layout(4))
+    stored = saved.stored()
+    assert all(np.array_equal(array, stored[name]) for name, array in reassemble(plan, loaded).items())
+    (down,) = (name for name in stored if name.endswith("layers.3.mlp.down_proj.weight"))
+    assert loaded[1][down].shape == (64, 24)
+
+
 def unknown(folder: Path, family: str) -> Path:
     """A checkpoint of one matrix, of that family."""
     from tests.support.checkpoints import safetensors_bytes
