@@ -63,6 +63,8 @@ def _less_precision(request: LoadRequest) -> Iterator[Change]:
 
 def _more_ranks(request: LoadRequest) -> Iterator[Change]:
     layout, seen = request.layout, {request.layout}
+    if request.device_map is not None:  # which is for one rank
+        return
     if layout.data_parallel_size > 1:  # the ranks that are there, with parts in place of copies
         tensor = layout.tensor_parallel_size * layout.data_parallel_size
         yield from _with_layout(request, seen, tensor_parallel_size=tensor, data_parallel_size=1)
