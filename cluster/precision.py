@@ -16,6 +16,7 @@ from dataclasses import dataclass
 
 from cluster.errors import ConfigError
 from cluster.layout_rules import parse_rules
+from cluster.quantized_tensors import OF_ACTIVATIONS
 from cluster.region import Range, Region, whole
 from storage.dtypes import DTYPE_BITS
 from storage.model_index import Tensor
@@ -227,7 +228,8 @@ _PLAIN = {name for name, bits in DTYPE_BITS.items() if name in _FLOATS or name[0
 
 def _is_cast(tensor: Tensor, target: str, quantised: bool) -> bool:
     """A quantised checkpoint's small floats are meaningless without their scales, which stay as they are too."""
-    if quantised and (tensor.dtype in _SMALL_FLOATS or _QUANTISED.match(tensor.name)):
+    scale = _QUANTISED.match(tensor.name) or tensor.name.endswith(OF_ACTIVATIONS)
+    if quantised and (tensor.dtype in _SMALL_FLOATS or scale):
         return False
     if target != "F32" and tensor.name.rpartition(".")[2] in _EXACT:
         return False

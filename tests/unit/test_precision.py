@@ -207,16 +207,8 @@ def test_what_is_cast_and_what_is_not() -> None:
     assert decide_recipes(tensors, Precision("bfloat16")) == as_bf16
     assert decide_recipes(tensors, Precision()) == [None] * 6
     # Of a quantised checkpoint, numbers that mean nothing without their scales stay as they are, and so do the scales.
-    scaled = [*tensors, tensor("c.weight_scale", (1,), "F32")]
-    assert decide_recipes(scaled, Precision("bfloat16")) == [
-        Recipe("BF16"),
-        Recipe("BF16"),
-        None,
-        None,
-        None,
-        None,
-        None,
-    ]
+    scales = [tensor(name, (1,), "F32") for name in ("c.weight_scale", "c.input_scale", "attn.k_scale")]
+    assert decide_recipes([*tensors, *scales], Precision("bfloat16")) == [Recipe("BF16"), Recipe("BF16"), *[None] * 7]
 
 
 def test_quantisation_is_computed_in_the_dtype_that_is_asked_for_else_in_the_stored_one() -> None:
