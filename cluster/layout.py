@@ -173,8 +173,8 @@ def _layout_error(
         uncuttable=len(problems) or None,
     )
     if kind is UnknownFamily and config is not None:
-        names = {"family": config.model_type, "text_family": config.text_model_type}
-        error.with_details(**{key: name for key, name in names.items() if name and name.isprintable()})
+        said = {"family": config.model_type, "text_family": config.text_model_type}
+        error.with_details(**{key: name for key, name in said.items() if name and name.isprintable()})
     return error
 
 
