@@ -78,7 +78,7 @@ class FitChoice:
             error = room.misfit(_Facts(step.ranks), step.change.request, self._config)
             return "" if error is None else error.message.removeprefix("the load does not fit: ")
 
-        step, later = first_that_fits(planned, why_not)
+        step, later = first_that_fits(planned, why_not, _largest(plan.ranks))
         given = FitTry("as given", _largest(plan.ranks), misfit.message.removeprefix("the load does not fit: "))
         tried = (given, *later)
         if step is None:

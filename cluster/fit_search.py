@@ -32,14 +32,15 @@ class PlannedChange:
 
 
 def first_that_fits(
-    planned: Sequence[PlannedChange], why_not: Callable[[PlannedChange], str]
+    planned: Sequence[PlannedChange], why_not: Callable[[PlannedChange], str], given_bytes: int = 0
 ) -> tuple[PlannedChange | None, tuple[FitTry, ...]]:
     """(the first that fits, every step up to it). `why_not`: "" when a change fits, else what is missing.
 
-    A step that would make nothing smaller than those before it is not asked about.
+    A step that would make nothing smaller than those before it, of which the one that was given needs `given_bytes`, is
+    not asked about.
     """
     tried: list[FitTry] = []
-    least_bytes = 0
+    least_bytes = given_bytes
     for step in planned:
         if step.problem:
             reason = step.problem

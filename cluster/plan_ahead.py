@@ -156,7 +156,14 @@ def _summarize(request: LoadRequest, devices: Devices | None, config: Config, pe
         load_plan, spread_evenly(taken.world_size, per_node or taken.world_size), signed_by=index.signed_by
     )
     nodes = tuple(replace(node, arena_bytes=config.arena_bytes) for node in summary.nodes)
-    return replace(summary, nodes=nodes, fit=fit, layers=layer_table(load_plan.cut), notes=index.notes)
+    return replace(
+        summary,
+        nodes=nodes,
+        fit=fit,
+        layers=layer_table(load_plan.cut),
+        estimated=index.source == "config",
+        notes=index.notes,
+    )
 
 
 def _read(request: LoadRequest, config: Config) -> tuple[ModelIndex, ModelConfig | None]:

@@ -128,6 +128,7 @@ def find_fit(
         step, later = first_that_fits(
             plan(steps_of_auto(request)[1:]),
             lambda each: "" if fits_on(each.ranks, rooms) else _problem(each.ranks, rooms),
+            _most(ranks),
         )
         tried = (FitTry("as given", _most(ranks), given_problem), *later)
         if step is not None:

@@ -84,6 +84,7 @@ class PlanSummary:
     fit: PlanFit | None = None
     expected: ExpectedTime | None = None  # where rates are known
     layers: LayerTable | None = None  # what each rank has of each layer
+    estimated: bool = False  # from config.json alone: nothing is stored there
     notes: tuple[str, ...] = ()  # for people: what was skipped, what is an estimate
 
     def as_dict(self) -> dict[str, Any]:

@@ -22,13 +22,10 @@ def plan_table(plan: PlanSummary) -> RenderableType:
     """What would be loaded where, and whether it fits."""
     overall = facts(
         [
-            ("revision", plan.revision),
+            *([] if plan.estimated else [("revision", plan.revision)]),
             ("layout", f"{len(plan.ranks)} ranks ({plan.layout}) on {len(plan.nodes)} nodes"),
             ("precision", plan.precision or "as stored"),
-            ("model", f"{plan.tensors} tensors in {plan.shards} shards, {show_bytes(plan.stored_bytes)}"),
-            ("chunks", f"{plan.chunks}, {digests(plan.verified)}"),
-            *([("objects", _planned_checks(plan))] if plan.objects else []),
-            ("signed by", plan.signed_by or NOT_ASKED),
+            *(_estimate(plan) if plan.estimated else _stored(plan)),
             ("would leave the store", show_bytes(plan.needed_bytes)),
             ("of that overfetch", show_bytes(plan.overfetch_bytes)),
             ("would be placed", show_bytes(plan.placed_bytes)),
@@ -64,6 +61,19 @@ def plan_table(plan: PlanSummary) -> RenderableType:
     said = [Text(), cell(plan.fit.sentence, _STYLES[plan.fit.fits])] if plan.fit else []
     devices = [Text(), _devices_table(plan)] if plan.device_map else []
     return Group(overall, Text(), ranks, *more, *devices, *said)
+
+
+def _stored(plan: PlanSummary) -> Iterator[tuple[str, object]]:
+    """What is stored, and how it is checked."""
+    yield "model", f"{plan.tensors} tensors in {plan.shards} shards, {show_bytes(plan.stored_bytes)}"
+    yield "chunks", f"{plan.chunks}, {digests(plan.verified)}"
+    if plan.objects:
+        yield "objects", _planned_checks(plan)
+    yield "signed by", plan.signed_by or NOT_ASKED
+
+
+def _estimate(plan: PlanSummary) -> Iterator[tuple[str, object]]:
+    yield "model", f"{plan.tensors} tensors, {show_bytes(plan.stored_bytes)}, from config.json alone"
 
 
 def _beside(plan: PlanSummary) -> Iterator[tuple[str, object]]:
