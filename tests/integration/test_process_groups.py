@@ -1,4 +1,4 @@
-"""Two processes over Gloo: models of FSDP2, and tensor- and expert-parallel ones of transformers, filled from slices."""
+"""Two processes over Gloo: FSDP2's models, and tensor- and expert-parallel ones of transformers, filled from slices."""
 
 from __future__ import annotations
 
