@@ -1,0 +1,80 @@
+"""The limits of a device map that was asked for without any, and the node that its rank goes to."""
+
+from __future__ import annotations
+
+import pytest
+
+from actors.node_limits import node_limits, own_limits, roomiest
+from cluster.config import Config
+from cluster.device_map_options import DeviceMapOptions
+from cluster.errors import ConfigError, NotEnoughResources
+from cluster.fit_options import FitOptions
+from cluster.host_room import WORKER_BYTES
+from cluster.mesh import Layout
+from cluster.topology import NodeInfo, assign_gpus
+from cluster.warm_pool import IdleGang, choose
+from storage.gpu_memory import GpuMemory
+from storage.host_memory import MemoryPool
+
+GB = 10**9
+CONFIG = Config(device_reserve_bytes=GB, host_reserve_bytes=2 * GB)
+AUTO = DeviceMapOptions("auto")
+
+
+def node(*free_gb: int, gpus_free: int = 0, name: str = "n") -> NodeInfo:
+    return NodeInfo(
+        node_id=name,
+        host=name,
+        gpus_free=gpus_free,
+        gpus_total=len(free_gb),
+        arena_bytes=GB,
+        gpus=tuple(GpuMemory(80 * GB, free * GB) for free in free_gb),
+        pools=(MemoryPool("host", 50 * GB, 64 * GB, GB), MemoryPool("container", 40 * GB, 48 * GB, 3 * GB)),
+    )
+
+
+def test_gpus_count_as_the_least_roomy_of_the_roomiest() -> None:
+    limits = dict(node_limits(node(70, 10, 60), 2, AUTO, FitOptions(), CONFIG))
+    assert limits == {0: 59 * GB, 1: 59 * GB, "cpu": 37 * GB - WORKER_BYTES}
+    assert dict(node_limits(node(11), 1, AUTO, FitOptions(), CONFIG))[0] == 9 * GB, "alone, it keeps a tenth"
+    assert dict(node_limits(node(11), 0, AUTO, FitOptions(), CONFIG)) == {"cpu": 37 * GB - WORKER_BYTES}
+    half = dict(node_limits(node(70, 70), 2, AUTO, FitOptions(gpu_memory_utilization=0.5), CONFIG))
+    assert half[0] == half[1] == 30 * GB
+    with pytest.raises(ConfigError, match="is not known") as unknown:
+        node_limits(node(gpus_free=2), 2, AUTO, FitOptions(), CONFIG)
+    assert "max_memory" in unknown.value.hint
+
+
+def test_the_calling_process() -> None:
+    limits = dict(own_limits(AUTO, "cpu", FitOptions(), Config(host_reserve_bytes=0)))
+    assert limits.keys() == {"cpu"}
+    assert limits["cpu"] > 0
+    assert own_limits(DeviceMapOptions("", (("", "cpu"),)), "cpu", FitOptions(), CONFIG) == ()
+
+
+def test_the_node_with_most_gpus_that_are_free() -> None:
+    few, many, busy = (
+        node(70, gpus_free=1, name="few"),
+        node(70, 70, gpus_free=2, name="many"),
+        node(70, 70, 70, name="busy"),
+    )
+    assert roomiest([few, many, busy]) == ("many", "many", 2)
+    assert roomiest([busy]) == ("busy", "busy", 3), "it waits for them, or is refused when it takes its seat"
+    with pytest.raises(NotEnoughResources):
+        roomiest([])
+    assert assign_gpus([few, many, busy], 2) == (1,)
+    with pytest.raises(NotEnoughResources, match=r"3 free GPUs on one node .*busy: 0 of 3.*; models that hold some: m"):
+        assign_gpus([few, many, busy], 3, ["m"])
+    with pytest.raises(NotEnoughResources, match="there is none"):
+        assign_gpus([], 1)
+
+
+def test_a_rank_with_several_gpus_takes_no_gang_over_but_its_place() -> None:
+    gang = IdleGang("g", "cuda", ("many",), {}, 0.0)
+    there = [node(70, 70, gpus_free=1, name="many")]
+    assert choose([gang], there, Layout(), "cuda", 4).take == "g"
+    choice = choose([gang], there, Layout(), "cuda", 4, gpus_per_rank=2)
+    assert (choice.take, choice.end) == (None, ("g",))
+    assert choice.nodes[0].gpus_free == 2
+    with pytest.raises(NotEnoughResources):
+        choose([gang], there, Layout(), "cuda", 4, gpus_per_rank=3)
