@@ -147,6 +147,7 @@ def _layout_error(
     parts = []
     hints = [sizes] if sizes else []
     kind = LayoutError
+    why = why_unnamed(unnamed, config.quantization if config else None)
     if unnamed:
         names = [f"{name!r:.200}" for name in unnamed]
         size = (
@@ -155,8 +156,7 @@ def _layout_error(
             else f"expert_parallel_size={layout.expert_parallel_size}"
         )
         parts.append(f"{len(unnamed)} tensors are named by no rule for {size}: {_some(names)}")
-        if why := why_unnamed(unnamed, config.quantization if config else None):
-            parts.append(why)
+        parts += [why] if why else []
         family = config.model_type if config else None
         known = ", ".join(FAMILIES)
         if family not in FAMILIES:
@@ -165,6 +165,7 @@ def _layout_error(
         hints.append('Name them with layout_rules={"a.pattern.*.of.names": "replicate"} or ' + ", ".join(Rule))
     if problems:
         parts.append(f"{len(problems)} tensors cannot be cut: {_some(problems)}")
+    if problems or why:
         hints.append("fsdp_size and pipeline_parallel_size need no rules and take any whole-byte dtype")
     error = kind(
         "; ".join(parts),

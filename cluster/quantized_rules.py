@@ -124,6 +124,8 @@ def cut_part(
 
 def why_unnamed(names: Sequence[str], config: QuantizationConfig | None) -> str:
     """What has quantisation to do with tensors that no rule names; "" when it does not look like it."""
+    if not names:
+        return ""
     if config is not None:
         return config.trouble
     ends = tuple(f".{end}" for end in OF_MODULE) + OF_WEIGHT

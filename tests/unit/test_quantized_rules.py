@@ -409,6 +409,7 @@ def test_refusals(tensors: list[Tensor], config: ModelConfig | None, says: str) 
     error = refuse(tensors, config)
     assert says in str(error)
     assert str(error).count("'a.") == 1  # one tensor is named, not all of its module
+    assert "fsdp_size and pipeline_parallel_size need no rules" in error.hint
 
 
 def test_a_rank_of_one_needs_no_scale() -> None:
