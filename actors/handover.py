@@ -40,7 +40,7 @@ class Offer:
 
     source: str  # the rank's name for it, or the first of those that it was made of
     tensor: torch.Tensor
-    piece: TensorSlice | None  # None: made of several
+    piece: TensorSlice | None  # None: stacked, split or turned by transformers
 
 
 @dataclass(slots=True)
@@ -85,9 +85,7 @@ def fill_module(
         copied += _cast(offers, problems.float32)
     chosen = _choose(places, tied, offers, problems)
     if known:
-        problems.missing, problems.unexpected = transformers_models.without_ignored(
-            module, problems.missing, problems.unexpected
-        )
+        problems.unexpected = transformers_models.without_ignored(module, problems.unexpected)
     unmade = [place for place in places.values() if not place.saved and place.tensor.is_meta]
     if not known:
         problems.unmade = [place.name for place in unmade]
@@ -115,8 +113,10 @@ def fill_module(
 
 def _converted(module: torch.nn.Module, offers: Mapping[str, Offer]) -> tuple[dict[str, Offer], tuple[str, ...]]:
     made = transformers_models.convert(module, {name: offer.tensor for name, offer in offers.items()})
-    pieces = {name: offers[one.sources[0]].piece if len(one.sources) == 1 else None for name, one in made.items()}
-    new = {name: Offer(offers[one.sources[0]].source, one.tensor, pieces[name]) for name, one in made.items()}
+    new = {}
+    for name, one in made.items():
+        first = offers[one.sources[0]]
+        new[name] = first if one.tensor is first.tensor else Offer(first.source, one.tensor, None)
     return new, tuple(sorted(name for name, one in made.items() if one.copied))
 
 

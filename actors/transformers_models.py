@@ -82,18 +82,12 @@ def _made(model: Any, first: str, converter: Any) -> dict[str, torch.Tensor]:
     return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
 
 
-def without_ignored(
-    module: torch.nn.Module, missing: Iterable[str], unexpected: Iterable[str]
-) -> tuple[list[str], list[str]]:
-    """The names that count: a model says which it can do without, and which in checkpoints it does not want."""
-    ignored_missing = _regexes(module, "_keys_to_ignore_on_load_missing")
-    ignored = _regexes(module, "_keys_to_ignore_on_load_unexpected")
+def without_ignored(module: torch.nn.Module, unexpected: Iterable[str]) -> list[str]:
+    """The names that count: a model says which names in checkpoints it does not want."""
+    ignored = [re.compile(pattern) for pattern in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()]
     if any(name.endswith("rotary_emb.inv_freq") for name, _ in module.named_buffers()):
         ignored.append(re.compile(r"rotary_emb\.inv_freq"))  # that of each layer, in early checkpoints
-    return (
-        [name for name in missing if not any(pattern.search(name) for pattern in ignored_missing)],
-        [name for name in unexpected if not any(pattern.search(name) for pattern in ignored)],
-    )
+    return [name for name in unexpected if not any(pattern.search(name) for pattern in ignored)]
 
 
 def kept_in_float32(module: torch.nn.Module, halves: Iterable[str]) -> frozenset[str]:
@@ -115,10 +109,6 @@ def make_buffers(module: torch.nn.Module, buffers: Iterable[tuple[torch.nn.Modul
         done._is_hf_initialized = False
     model: Any = module
     model.initialize_weights()
-
-
-def _regexes(module: torch.nn.Module, attribute: str) -> list[re.Pattern[str]]:
-    return [re.compile(pattern) for pattern in getattr(module, attribute, None) or ()]
 
 
 def _patterns(module: torch.nn.Module, attribute: str) -> list[re.Pattern[str]]:
