@@ -1,0 +1,62 @@
+"""A model of transformers runs by Accelerate's hooks on what a device map put into host memory and on disk."""
+
+from __future__ import annotations
+
+from pathlib import Path
+
+import pytest
+import torch
+
+from actors.mapped_device import open_mapped
+from actors.shard import RankShard
+from cluster.device_map_options import parse_device_map
+from cluster.mesh import Layout
+from cluster.model_config import parse_model_config
+from cluster.planning import build_load_plan
+from cluster.read_items import expand_read_items
+from storage.checkpoint import open_model
+from storage.object_store import MemoryStore
+from tests.support.checkpoints import read_objects
+from tests.support.hf_models import save_tiny
+
+accelerate = pytest.importorskip("accelerate")
+transformers = pytest.importorskip("transformers")
+
+
+@pytest.mark.parametrize("tied", [False, True])
+def test_logits_are_those_of_the_whole_model(tmp_path: Path, tied: bool) -> None:
+    checkpoint, folder = save_tiny("llama", tmp_path / "llama", tie_word_embeddings=tied), tmp_path / "offload"
+    objects = read_objects(checkpoint)
+    index = open_model(MemoryStore(dict(objects)), chunk_bytes=8192)
+    weights = sum(tensor.size_bytes for tensor in index.tensors)
+    options = parse_device_map("sequential", {"cpu": weights * 2 // 3}, folder, Layout(), "cpu")
+    config = parse_model_config(objects["config.json"])
+    plan = build_load_plan(index, Layout(), config=config, device_map=options)
+    rank = plan.ranks[0]
+    device = open_mapped(rank, str(folder), "load 0", 0)
+    items = expand_read_items(rank.sources, plan.chunks)
+    device.allocate(rank.segment_bytes)
+    for chunk in rank.chunk_ids.tolist():
+        where = plan.chunks.byte_range(chunk)
+        data = objects[plan.shards[int(plan.chunks.shard[chunk])].key][where.start : where.end]
+        device.place(memoryview(data), items, items.for_chunk(chunk))
+    device.finish()
+    shard = RankShard(rank, device)
+    assert shard.device_map is not None
+    assert set(shard.device_map.values()) == {"cpu", "disk"}
+
+    whole = transformers.AutoModelForCausalLM.from_pretrained(checkpoint).eval()
+    with torch.device("meta"):
+        model = transformers.AutoModelForCausalLM.from_config(whole.config).to(whole.dtype)
+    shard.into(model)
+    model.tie_weights()
+    # Rotary tables are in no checkpoint, so they are not in the map.
+    model = accelerate.dispatch_model(
+        model.eval(), {**shard.device_map, "model.rotary_emb": "cpu"}, main_device="cpu", offload_dir=str(folder)
+    )
+    on_meta = {name for name, parameter in model.named_parameters() if parameter.is_meta}
+    assert on_meta == {piece.name for piece in rank.slices if rank.segment_devices[piece.segment] == "disk"}
+    tokens = torch.arange(12).reshape(2, 6)
+    with torch.no_grad():
+        assert torch.equal(model(tokens).logits, whole(tokens).logits)
+    device.free()
