@@ -96,7 +96,7 @@ def _shapes(fields: dict[str, Any]) -> Shapes:
         with torch.device("meta"):
             model = _class_for(fields, config)(config)
     except Exception as error:  # whatever a strange config does to a library
-        said = str(error).splitlines()[0][:200] if str(error) else type(error).__name__
+        said = " ".join(str(error).split())[:300] or type(error).__name__
         raise ModelConfigError(f"transformers makes no model of config.json: {said}") from error
     # Of tied parameters only the first is stored.
     stored = {*dict(model.named_parameters()), *dict(model.named_buffers())}
