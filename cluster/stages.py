@@ -21,8 +21,10 @@ Stages = list[tuple[int, ...]]  # of each tensor, the stages that have it
 _NUMBERED = re.compile(r"(?P<stack>(?:[^.]+\.)*?(?:layers|h|blocks|block|layer))\.(?P<number>[0-9]{1,7})\.")
 _TOWERS = ("visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector")
 _FIRST = ("embed_tokens", "wte", "wpe", "word_embeddings", "tok_embeddings", "embed_positions", "embeddings")
-_EMBEDDING = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight", "tok_embeddings.weight")
-_HEAD = ("lm_head.weight", "output.weight", "embed_out.weight")
+# Modules, and what the weight of one may be stored as: quantised, it has several tensors.
+_EMBEDDING = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings")
+_HEAD = ("lm_head", "output", "embed_out")
+_WEIGHT = ("weight", "qweight", "weight_packed")
 
 
 def decide_stages(tensors: Sequence[Tensor], layout: Layout) -> Stages:
@@ -40,7 +42,7 @@ def decide_stages(tensors: Sequence[Tensor], layout: Layout) -> Stages:
             stack=stack or None,
         )
     where = [_end(tensor.name) if layer is None else None for tensor, layer in zip(tensors, layer_of, strict=True)]
-    tied = not any(_ends_with(tensor.name, _HEAD) for tensor in tensors)
+    tied = not any(_is_of(tensor.name, _HEAD, _WEIGHT) for tensor in tensors)
     sizes = Counter[int]()
     ends = [0, 0]
     for tensor, layer, end in zip(tensors, layer_of, where, strict=True):
@@ -48,7 +50,7 @@ def decide_stages(tensors: Sequence[Tensor], layout: Layout) -> Stages:
             sizes[layer] += tensor.size_bytes
         elif end is not None:
             ends[end] += tensor.size_bytes
-            ends[1] += tensor.size_bytes if tied and _ends_with(tensor.name, _EMBEDDING) else 0
+            ends[1] += tensor.size_bytes if tied and _is_of(tensor.name, _EMBEDDING) else 0
     cuts = balance([sizes[layer] for layer in layers], count, ends[0], ends[1])
     stage_of = {layer: sum(position >= cut for cut in cuts) for position, layer in enumerate(layers)}
     last = count - 1
@@ -56,7 +58,7 @@ def decide_stages(tensors: Sequence[Tensor], layout: Layout) -> Stages:
     for tensor, layer, end in zip(tensors, layer_of, where, strict=True):
         if layer is not None:
             found.append((stage_of[layer],))
-        elif tied and _ends_with(tensor.name, _EMBEDDING):
+        elif tied and _is_of(tensor.name, _EMBEDDING):
             found.append((0, last))
         else:
             found.append((last if end else 0,))
@@ -116,5 +118,7 @@ def _end(name: str) -> int:
     return 0 if any(part in _TOWERS or part in _FIRST for part in parts) else 1
 
 
-def _ends_with(name: str, endings: Sequence[str]) -> bool:
-    return any(name == ending or name.endswith(f".{ending}") for ending in endings)
+def _is_of(name: str, modules: Sequence[str], tensors: Sequence[str] = ()) -> bool:
+    """Whether it is a tensor of a module of one of those names; one of `tensors`, where they are given."""
+    module, _, tensor = name.rpartition(".")
+    return module.rpartition(".")[2] in modules and (not tensors or tensor in tensors)

@@ -72,6 +72,15 @@ def test_tied_embeddings_are_on_both_ends() -> None:
     assert stages(named(names), 1)["model.embed_tokens.weight"] == (0,)
 
 
+@pytest.mark.parametrize("end", ["qweight", "weight_packed"])
+def test_a_quantised_head_is_a_head_and_a_scale_stays_with_its_embedding(end: str) -> None:
+    names = ["model.embed_tokens.weight", "model.embed_tokens.weight_scale", *LAYERS]
+    assert stages(named(names), 4)["model.embed_tokens.weight_scale"] == (0, 3)
+    found = stages(named([*names, f"lm_head.{end}", "lm_head.scales"]), 4)
+    assert found["model.embed_tokens.weight"] == found["model.embed_tokens.weight_scale"] == (0,)
+    assert found[f"lm_head.{end}"] == found["lm_head.scales"] == (3,)
+
+
 @pytest.mark.parametrize("stack", ["transformer.h", "layers", "model.language_model.layers", "encoder.layer"])
 def test_layers_of_other_names(stack: str) -> None:
     names = [f"{stack}.{n}.w" for n in range(4)]
