@@ -36,6 +36,7 @@ class Staging:
                 self._tensors[chunk].append(segment - first)
         self._changed = threading.Condition()
         self._one = threading.Lock()  # converts at a time: torch has all processors, and memory is short
+        self._complete = 0  # tensors that have all their chunks and are not converted yet
         self._placing: set[int] = set()  # chunks
         self._placed: set[int] = set()
         self._open_bytes: dict[int, int] = {}  # of the memory of tensors that have some chunks and not all
@@ -54,7 +55,10 @@ class Staging:
         if chunk not in self._tensors:
             return True
         with self._changed:
-            self._changed.wait_for(lambda: chunk not in self._placing or self._broken)
+            # Whoever would open a tensor while others wait to be converted is too fast: it keeps its slot for a while.
+            self._changed.wait_for(
+                lambda: self._broken or (chunk not in self._placing and (self._complete <= 1 or not self._opens(chunk)))
+            )
             if self._broken:
                 raise LongshoreError("the load ends: another thread could not convert a tensor")
             if chunk in self._placed:
@@ -78,6 +82,7 @@ class Staging:
                 self._awaited[number].discard(chunk)
                 if not self._awaited[number]:
                     complete.append(number)
+            self._complete += len(complete)
         for number in complete:
             self._convert(number)
         with self._changed:
@@ -96,14 +101,20 @@ class Staging:
         for number, staged in enumerate(self._plan.staged):
             if not staged.source.filled_bytes:
                 self._device.stage(staged)
+                self._complete += 1
                 self._convert(number)
 
+    def _opens(self, chunk: int) -> bool:
+        return chunk not in self._placed and any(number not in self._open_bytes for number in self._tensors[chunk])
+
     def _convert(self, number: int) -> None:
-        begun_s = time.monotonic()
         staged = self._plan.staged[number]
         with self._one:
+            begun_s = time.monotonic()
             self._device.convert(staged, self._plan.slices[staged.first : staged.end])
             self.converted += 1
             self.convert_s += time.monotonic() - begun_s
         with self._changed:
             self._open_bytes.pop(number, None)
+            self._complete -= 1
+            self._changed.notify_all()

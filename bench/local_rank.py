@@ -14,6 +14,7 @@ from cluster.fit import min_slots
 from cluster.mesh import Layout
 from cluster.messages import FetchSettings, NodeJob, RankJob
 from cluster.packed_plan import pack_shared
+from cluster.precision import Precision
 from cluster.prepare import prepare_plan
 from cluster.request import StoreOptions, make_request
 
@@ -36,7 +37,12 @@ def node_agent(config: Config) -> Iterator[NodeAgent]:
 
 
 def load_rank(
-    agent: NodeAgent, config: Config, model_uri: str, device_kind: str, placement: str
+    agent: NodeAgent,
+    config: Config,
+    model_uri: str,
+    device_kind: str,
+    placement: str,
+    precision: Precision | None = None,
 ) -> tuple[dict[str, torch.Tensor], RankReport]:
     """All of a model, planned, fetched, verified where it can be, and on the device. Raises LongshoreError."""
     request = make_request(
@@ -47,6 +53,7 @@ def load_rank(
         layout_rules=None,
         device=device_kind,
         placement=placement,
+        precision=precision,
     )
     _, plan = prepare_plan(request, chunk_bytes=config.chunk_bytes, read_timeout_s=config.read_timeout_s)
     shared = pack_shared(plan)

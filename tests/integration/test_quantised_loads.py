@@ -1,0 +1,79 @@
+"""Loads that convert, on a real cluster: two layouts share no model, and come to the same bytes."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+from safetensors.torch import save_file
+
+import cluster
+from cluster.errors import ConfigError
+from cluster.precision import Precision
+from tests.support.planned_models import assemble, llama_shapes
+from tests.support.ray_clusters import Longshore
+from tests.support.reference_quantised import quantised
+
+pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def folder(tmp_path_factory: pytest.TempPathFactory) -> Path:
+    """A Llama whose rows two ranks can share in groups of 128."""
+    made = tmp_path_factory.mktemp("llama")
+    generator = torch.Generator().manual_seed(3)
+    weights = {
+        name: torch.randn(shape, generator=generator).to(torch.bfloat16)
+        for name, shape in llama_shapes(2, 256, 512, 4, 2, 60).items()
+    }
+    save_file(weights, made / "model.safetensors")
+    (made / "config.json").write_text(
+        '{"model_type": "llama", "hidden_size": 256, "num_attention_heads": 4, "num_key_value_heads": 2}'
+    )
+    return made
+
+
+def _pieces(shard: Any) -> list[tuple[Any, Any]]:
+    return [
+        (shard.slices[name], tensor.contiguous().reshape(-1).view(torch.uint8).numpy())
+        for name, tensor in shard.items()
+    ]
+
+
+def test_a_quantised_load_is_the_librarys_quantisation_of_the_whole(longshore: Longshore, folder: Path) -> None:
+    from safetensors.torch import load_file
+
+    expected = {}
+    for name, weight in load_file(folder / "model.safetensors").items():
+        made = {"": weight} if "_proj" not in name else quantised(weight, "int4")
+        expected |= {f"{name}{suffix}": tensor for suffix, tensor in made.items()}
+    whole = {}
+    with cluster.load(str(folder), tensor_parallel_size=2, quantization="int4", device="cpu") as two:
+        report = two.report
+        whole = assemble(piece for pieces in two.call(_pieces) for piece in pieces)
+        # Another precision is another model.
+        with cluster.load(str(folder), tensor_parallel_size=2, dtype="float16", device="cpu") as cast:
+            assert cast.model_id != two.model_id
+            assert {tensor.dtype for tensor in cast.state_dict(0).values()} == {torch.float16}
+            assert cast.report.quantization_config is None
+    assert whole.keys() == expected.keys()
+    for name, (_, shape, data) in whole.items():
+        tensor = expected[name]
+        assert shape == tuple(tensor.shape)
+        assert data.tobytes() == tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), name
+    planned = cluster.plan(str(folder), tensor_parallel_size=2, quantization="int4")
+    assert [rank.device_bytes for rank in report.ranks] == [rank.device_bytes for rank in planned.ranks]
+    assert report.placed_bytes == planned.placed_bytes
+    assert report.precision == Precision("auto", "int4")
+    assert report.converted_tensors == 2 * 14
+    assert 0 < report.peak_staging_bytes <= 14 * max(rank.staging_bytes for rank in planned.ranks)
+    assert report.quantization_config == planned.quantization_config
+    assert report.as_dict()["ranks"][0]["converted_tensors"] == 14
+
+
+def test_a_model_that_has_nothing_to_quantise_is_refused(longshore: Longshore, folder: Path) -> None:
+    with pytest.raises(ConfigError, match="finds no weight"):
+        cluster.load(str(folder), quantization="int8", skip_quantization=["**"], device="cpu")
+    longshore.assert_nothing_left()
