@@ -25,6 +25,7 @@ from cluster.report import GangStatus
 from cluster.warm_pool import IdleGang
 
 CALL_TIMEOUT_S = 60.0  # for calls to agents, which answer at once when they are well
+FILES_REMOVED_S = 10.0  # what a load that did not end well has written goes with it
 RECYCLE_S = 20.0  # a worker that has not let go of its model by then is ended
 
 
@@ -73,11 +74,12 @@ class Gangs:
     async def part(self, record: ModelRecord, *, keep: bool) -> None:
         """Take a model's workers away from it; they are ended unless they can be kept. Never raises."""
         self._parting.add(record.gang_id)
+        mapping = record.request.device_map
         try:
             seats = [seat for _, seat in sorted(record.seats.items()) if seat.worker is not None]
             kept = await self._recycled(record, seats) if keep and self._may_keep(record, seats) else None
             if kept is None:
-                await _end_workers(seats)
+                await _end_workers(seats, removes_files=bool(mapping and mapping.offload_folder))
             told = await asyncio.gather(
                 *(_forget(node_id, record.model_id) for node_id in record.nodes), return_exceptions=True
             )
@@ -184,11 +186,15 @@ async def _end_gang(gang: Gang) -> None:
         await asyncio.to_thread(spawn.remove_group, gang.group)
 
 
-async def _end_workers(seats: Sequence[Seat]) -> None:
+async def _end_workers(seats: Sequence[Seat], *, removes_files: bool = False) -> None:
+    asked = []
     for seat in seats:
         # Asked first so that the rank's memory goes back in order; killed in any case.
         with contextlib.suppress(Exception):
-            seat.worker.stop.options(concurrency_group="control").remote()
+            asked.append(seat.worker.stop.options(concurrency_group="control").remote())
+    if removes_files:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), FILES_REMOVED_S)
     await asyncio.gather(*(asyncio.to_thread(spawn.end_actor, seat.worker) for seat in seats))
 
 
