@@ -81,7 +81,10 @@ class Precision:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r:.40}")
         if self.quantization not in QUANTIZATIONS:
-            raise ConfigError(f"quantization must be one of {', '.join(SCHEMES)}, not {self.quantization!r:.40}")
+            raise ConfigError(
+                f"quantization must be one of {', '.join(SCHEMES)}, not {self.quantization!r:.40}",
+                hint="bitsandbytes' nf4 is not offered: int4 is as small" if self.quantization == "nf4" else "",
+            )
         if self.quantization and self.dtype == "float32":
             raise ConfigError(
                 f"quantization={self.quantization!r} and dtype='float32' contradict each other",

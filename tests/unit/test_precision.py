@@ -236,6 +236,7 @@ def test_a_quantised_model_is_not_quantised_again(name: str) -> None:
     [
         (("int3", None, None), "dtype must be one of auto, bfloat16, float16, float32, not 'int3'"),
         (("auto", "int3", None), "quantization must be one of fp8, fp8_tensor, int8, int4, not 'int3'"),
+        (("auto", "nf4", None), "not 'nf4'. bitsandbytes' nf4 is not offered"),
         (("float32", "int4", None), "contradict each other"),
         (("auto", None, ["**.a"]), "there is no quantization"),
         (("auto", "fp8", "**.a"), "a list of patterns, not one text"),
