@@ -38,6 +38,7 @@ def test_a_gpu_converts_as_a_cpu_does(shm_dir: Path, precision: Precision) -> No
     plan = build_load_plan(open_model(store, chunk_bytes=40_009), Layout(), None, None, precision)
     with local_node(shm_dir, slots=8) as node:
         (on_cpu,), _ = node.load(plan, store)
+        before_bytes = torch.cuda.memory_allocated()
         load_id, device = node.begin(plan), CudaDevice(0)
         loader = RankLoader(node.agent, node.job(plan, load_id, 0), device, store=store)
         on_gpu = Rank(loader, device)  # type: ignore[arg-type]
@@ -49,7 +50,8 @@ def test_a_gpu_converts_as_a_cpu_does(shm_dir: Path, precision: Precision) -> No
         for name, tensor in expected.items():
             assert torch.equal(as_bytes(found[name].cpu()), as_bytes(tensor)), name
         assert on_gpu.outcome.device_bytes == plan.ranks[0].device_bytes
-        held = torch.cuda.memory_allocated()
-        assert held == plan.ranks[0].device_bytes  # nothing that was staged is left
+        # Nothing that was staged is left; torch rounds each block up.
+        more_bytes = torch.cuda.memory_allocated() - before_bytes - plan.ranks[0].device_bytes
+        assert 0 <= more_bytes <= 512 * len(plan.ranks[0].segment_bytes)
         del found
         device.free()
