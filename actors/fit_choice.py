@@ -17,9 +17,12 @@ from actors.admission import Room, fit_in, fit_on, room_of
 from actors.gangs import Gangs
 from actors.model_record import ModelRecord
 from actors.node_agents import NodeAgents
+from actors.node_limits import node_limits
 from actors.planner import Planner
+from cluster.changes import OFFLOAD_POLICY, Limits
 from cluster.config import Config
 from cluster.device_fit import room_on
+from cluster.device_map_options import DeviceMapOptions
 from cluster.errors import ClusterError, DoesNotFit, LoadError
 from cluster.fit_options import AUTO, STRICT, FitTry
 from cluster.fit_search import PlannedChange, cheapest, first_that_fits, offer, steps_text
@@ -72,7 +75,7 @@ class FitChoice:
         gang: IdleGang | None,
     ) -> PackedPlan:
         record = self._record
-        revision, planned = await self._planner.changes(record.request, AUTO)
+        revision, planned = await self._planner.changes(record.request, AUTO, self._limits(room))
 
         def why_not(step: PlannedChange) -> str:
             error = room.misfit(_Facts(step.ranks), step.change.request, self._config)
@@ -90,11 +93,20 @@ class FitChoice:
         if again is not None:  # somebody else took the memory meanwhile
             raise again
         self._note(tried)
-        record.request = replace(record.request, precision=step.change.request.precision)
+        taken = step.change.request
+        record.request = replace(record.request, precision=taken.precision, device_map=taken.device_map)
         record.plan, record.shared = less, None
         record.total_bytes = sum(rank.read_bytes for rank in less.ranks)
         await record.touch()
         return less
+
+    def _limits(self, room: Room) -> Limits:
+        """Of the GPU and of its host, for offload: of one rank."""
+        request = self._record.request
+        if request.device != "cuda" or request.world_size > 1 or not room.infos[0].gpus:
+            return ()
+        options = DeviceMapOptions(OFFLOAD_POLICY)
+        return node_limits(room.infos[0], 1, options, request.fit, self._config)
 
     def _note(self, tried: tuple[FitTry, ...]) -> None:
         """What was decided is part of the request from here on: whoever asks for the same gets this model."""
@@ -107,7 +119,7 @@ class FitChoice:
         """The error with the cheapest change that would fit; as it is when that cannot be found out."""
         request = self._record.request
         try:
-            _, planned = await self._planner.changes(request, STRICT)
+            _, planned = await self._planner.changes(request, STRICT, self._limits(room))
             at_hand = request.world_size
             if request.device == "cuda":
                 infos = await asyncio.to_thread(nodes.cluster_nodes, (), self._config.cpu_ranks_per_node)

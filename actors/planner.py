@@ -19,6 +19,7 @@ from pathlib import Path
 from typing import Any
 
 import longshore
+from cluster.changes import Limits
 from cluster.errors import ClusterError
 from cluster.fit_search import PlannedChange
 from cluster.load_request import LoadRequest
@@ -47,9 +48,9 @@ class Planner:
         plan: PackedPlan = await self._ask("prepare", request, self._trust)
         return plan
 
-    async def changes(self, request: LoadRequest, purpose: str) -> tuple[str, list[PlannedChange]]:
+    async def changes(self, request: LoadRequest, purpose: str, limits: Limits = ()) -> tuple[str, list[PlannedChange]]:
         """(revision, changes planned): the steps of fit "auto", or ("strict") what a refused load is offered."""
-        found: tuple[str, list[PlannedChange]] = await self._ask("changes", request, self._trust, purpose)
+        found: tuple[str, list[PlannedChange]] = await self._ask("changes", request, self._trust, purpose, limits)
         return found
 
     async def is_current(self, request: LoadRequest, known: str) -> bool:

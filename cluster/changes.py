@@ -9,11 +9,16 @@ from __future__ import annotations
 from collections.abc import Iterator
 from dataclasses import dataclass, replace
 
+from cluster.device_map import DeviceKey
+from cluster.device_map_options import DeviceMapOptions
 from cluster.errors import ConfigError
 from cluster.load_request import LoadRequest
 from cluster.mesh import Layout
 
+Limits = tuple[tuple[DeviceKey, int], ...]
+
 AS_GIVEN = "as given"
+OFFLOAD_POLICY = "sequential"  # the GPU is filled before anything stays outside
 MAX_CHANGES = 32  # that are planned for one refusal
 _STEPS = ("fp8", "int8", "int4")
 _LOSS = {"": 0, "fp8": 2, "fp8_tensor": 2, "int8": 3, "int4": 4}  # order in which precision is given up
@@ -33,14 +38,17 @@ class Change:
         return self.request.layout.ranks
 
 
-def steps_of_auto(request: LoadRequest) -> list[Change]:
-    """What fit="auto" tries, in order: as given, bf16, fp8, int8, int4, offload. Ranks stay as they are."""
-    return [Change(AS_GIVEN, "given", 0, request), *_less_precision(request), *_offload(request)]
+def steps_of_auto(request: LoadRequest, limits: Limits = ()) -> list[Change]:
+    """What fit="auto" tries, in order: as given, bf16, fp8, int8, int4, offload. Ranks stay as they are.
+
+    `limits`: bytes of the GPU and of host memory for offload; empty: there is none.
+    """
+    return [Change(AS_GIVEN, "given", 0, request), *_less_precision(request), *_offload(request, limits)]
 
 
-def changes_to_offer(request: LoadRequest) -> list[Change]:
+def changes_to_offer(request: LoadRequest, limits: Limits = ()) -> list[Change]:
     """What could help when the request does not fit, MAX_CHANGES at most."""
-    alone = [*_less_precision(request), *_more_ranks(request), *_offload(request)]
+    alone = [*_less_precision(request), *_more_ranks(request), *_offload(request, limits)]
     quantised = [change for change in alone if change.kind == "quantization"]
     both = [
         Change(f"{more.what} and {less.what}", "both", less.loss, more.request)
@@ -87,5 +95,7 @@ def _with_layout(request: LoadRequest, seen: set[Layout], **sizes: int) -> Itera
         yield Change(what, "ranks", 0, replace(request, layout=layout))
 
 
-def _offload(request: LoadRequest) -> Iterator[Change]:
-    yield from ()
+def _offload(request: LoadRequest, limits: Limits) -> Iterator[Change]:
+    if limits and request.layout.ranks == 1 and request.device_map is None:
+        mapped = replace(request, device_map=DeviceMapOptions(OFFLOAD_POLICY, (), limits))
+        yield Change(f'device_map="{OFFLOAD_POLICY}" with the rest in host memory', "offload", 0, mapped)

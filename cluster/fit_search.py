@@ -60,13 +60,13 @@ def cheapest(
 ) -> list[PlannedChange]:
     """Those that fit, the cheapest first, one of each kind; two changes at once only where one alone does not do.
 
-    Cheap is what needs no more devices than are there, then what loses least precision, then what takes least time to
-    use (offload is slow), then what takes fewest ranks.
+    Cheap is what needs no more devices than are there, then what needs no offload (the model would be slow), then what
+    loses least precision, then what takes fewest ranks.
     """
 
-    def cost(each: PlannedChange) -> tuple[bool, int, bool, int]:
+    def cost(each: PlannedChange) -> tuple[bool, bool, int, int]:
         change = each.change
-        return change.ranks > devices_at_hand, change.loss, change.kind == "offload", change.ranks
+        return change.ranks > devices_at_hand, change.kind == "offload", change.loss, change.ranks
 
     fitting = [each for each in planned if not each.problem and fits(each)]
     alone = [each for each in fitting if each.change.kind != "both"]

@@ -37,6 +37,7 @@ from cluster.report import LoadReport
 from cluster.request import StoreOptions, make_request
 from cluster.rules_file import LayoutRules
 from cluster.trust import TrustPolicy
+from cluster.units import parse_bytes
 from storage.errors import NotACheckpoint, StoreError
 from storage.gpu_memory import gpu_memory
 from storage.model_index import ModelIndex
@@ -63,6 +64,7 @@ def plan(
     vocabulary_multiple: int = 1,
     ranks_per_node: int | None = None,
     memory: GivenDevices | None = None,
+    host_memory: str | int | None = None,
     fit: str = STRICT,
     gpu_memory_utilization: float | None = None,
     reserve_bytes: int | None = None,
@@ -91,6 +93,7 @@ def plan(
     Reads the manifest, or the headers; where no weights are, config.json alone gives an estimate (transformers makes
     the shapes). `memory`: of the devices, "4x24GB" or one size per device, for rank 0, 1...; None: the GPUs of this
     machine, if it has any. With memory for several devices and no sizes the model is spread over all of them.
+    `host_memory`: for offload, of one rank whose GPU is too small ("60GB").
     `fit="auto"` plans the first step of precision that fits, "strict" what was asked for; `summary.fit` says whether
     that fits, and what would. `gpu_memory_utilization`, `reserve_bytes`: what stays free, as for `load`. Rates
     ("5GB/s", "40Gbit/s", bytes per second): out of the store, into a node, into a rank's memory; `measured`: a
@@ -129,7 +132,8 @@ def plan(
     given = Rates(store, network, place)
     rates = given if measured is None else given.over(_measured(measured))
     devices = _devices(memory, request, config)
-    summary = with_live_rules(request, lambda asked: _summarize(asked, devices, config, ranks_per_node))
+    host_bytes = host_memory if isinstance(host_memory, int) else parse_bytes(host_memory or "0")
+    summary = with_live_rules(request, lambda asked: _summarize(asked, devices, host_bytes, config, ranks_per_node))
     node_bytes = max((node.needed_bytes for node in summary.nodes), default=0)
     rank_bytes = max((rank.size_bytes for rank in summary.ranks), default=0)
     summary = replace(summary, expected=expect(summary.needed_bytes, node_bytes, rank_bytes, rates))
@@ -138,7 +142,9 @@ def plan(
     return summary
 
 
-def _summarize(request: LoadRequest, devices: Devices | None, config: Config, per_node: int | None) -> PlanSummary:
+def _summarize(
+    request: LoadRequest, devices: Devices | None, host_bytes: int, config: Config, per_node: int | None
+) -> PlanSummary:
     index, stored = _read(request, config)
     if devices is not None and request.device_map is not None and request.mapping is not None:
         if request.mapping.max_memory is None and not request.mapping.modules:
@@ -149,7 +155,7 @@ def _summarize(request: LoadRequest, devices: Devices | None, config: Config, pe
         check_devices(request.layout, devices)
     load_plan = plan_model(request, index, stored)
     facts = rank_facts(load_plan.cut)
-    taken, fit = find_fit(request, facts, devices, lambda changes: plan_changes(index, stored, changes))
+    taken, fit = find_fit(request, facts, devices, lambda changes: plan_changes(index, stored, changes), host_bytes)
     if taken is not request:
         load_plan = plan_model(taken, index, stored)
     summary = summarize_plan(

@@ -10,9 +10,10 @@ from __future__ import annotations
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass, replace
 
-from cluster.changes import Change, changes_to_offer, steps_of_auto
+from cluster.changes import Change, Limits, changes_to_offer, steps_of_auto
 from cluster.config import Config
 from cluster.device_fit import DeviceRoom, misfit_text, seat_on_devices
+from cluster.device_map import CPU
 from cluster.errors import ConfigError
 from cluster.fit import gpu_bytes
 from cluster.fit_options import AUTO, FitTry
@@ -112,9 +113,16 @@ def fits_on(ranks: Sequence[RankFacts], devices: Devices) -> bool:
 
 
 def find_fit(
-    request: LoadRequest, ranks: tuple[RankFacts, ...], devices: Devices | None, plan: Planner
+    request: LoadRequest,
+    ranks: tuple[RankFacts, ...],
+    devices: Devices | None,
+    plan: Planner,
+    host_bytes: int = 0,
 ) -> tuple[LoadRequest, PlanFit]:
-    """(the request that is taken, whether it fits). `ranks` of the request as it is; `plan` plans changes of it."""
+    """(the request that is taken, whether it fits). `ranks` of the request as it is; `plan` plans changes of it.
+
+    `host_bytes`: of host memory for what a GPU has no room for; 0: none.
+    """
     weighed = weigh(ranks, devices)
     if devices is None or any(each.have_bytes is None for each in weighed):
         return request, PlanFit(None, devices.source if devices else "", _unknown(devices, weighed), weighed)
@@ -122,11 +130,12 @@ def find_fit(
         as_given = (FitTry("as given", _most(ranks)),) if request.fit.mode == AUTO else ()
         return request, PlanFit(True, devices.source, f"fits: {_tightest(weighed)}", weighed, as_given)
     rooms = devices
+    limits: Limits = ((0, rooms.rooms[0].have_bytes), (CPU, host_bytes)) if host_bytes else ()
     given_problem = _problem(ranks, rooms)
     tried: tuple[FitTry, ...] = ()
     if request.fit.mode == AUTO:
         step, later = first_that_fits(
-            plan(steps_of_auto(request)[1:]),
+            plan(steps_of_auto(request, limits)[1:]),
             lambda each: "" if fits_on(each.ranks, rooms) else _problem(each.ranks, rooms),
             _most(ranks),
         )
@@ -136,7 +145,7 @@ def find_fit(
             taken = replace(step.change.request, tried=tried, auto_identity=request.identity())
             said = f"fits with {step.change.what}: {_tightest(weighed)} ({steps_text(tried)})"
             return taken, PlanFit(True, rooms.source, said, weighed, tried)
-    planned = plan(changes_to_offer(request))
+    planned = plan(changes_to_offer(request, limits))
     found = cheapest(planned, lambda each: fits_on(each.ranks, rooms), len(rooms.rooms))
     said = f"does not fit: {given_problem}. {offer(found, len(rooms.rooms), len(planned))}"
     if tried:

@@ -18,7 +18,7 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, BinaryIO
 
-from cluster.changes import changes_to_offer, steps_of_auto
+from cluster.changes import Limits, changes_to_offer, steps_of_auto
 from cluster.fit_options import AUTO
 from cluster.fit_search import PlannedChange
 from cluster.load_request import LoadRequest
@@ -72,9 +72,11 @@ class PlanningServer:
         memory = ProcessMemory("planning", socket.gethostname(), baseline_bytes, high_water_bytes())
         return replace(packed, memory=memory)
 
-    def changes(self, request: LoadRequest, trust: TrustPolicy, purpose: str) -> tuple[str, list[PlannedChange]]:
+    def changes(
+        self, request: LoadRequest, trust: TrustPolicy, purpose: str, limits: Limits
+    ) -> tuple[str, list[PlannedChange]]:
         """(revision, changes planned): the steps of fit="auto", or what a refused load is offered."""
-        wanted = steps_of_auto(request)[1:] if purpose == AUTO else changes_to_offer(request)
+        wanted = steps_of_auto(request, limits)[1:] if purpose == AUTO else changes_to_offer(request, limits)
         until_s = time.monotonic() + CHANGES_S
         with without_collector():
             return prepare_changes(

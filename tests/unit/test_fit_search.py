@@ -69,15 +69,25 @@ def test_the_cheapest_is_the_cheapest(steps: list[PlannedChange], have: int, at_
     for step in fitting:  # nothing that fits beats what is offered first in every respect
         best = found[0].change
         other = step.change
-        assert (best.ranks > at_hand, best.loss, best.kind == "offload", best.ranks) <= (
+        assert (best.ranks > at_hand, best.kind == "offload", best.loss, best.ranks) <= (
             other.ranks > at_hand,
-            other.loss,
             other.kind == "offload",
+            other.loss,
             other.ranks,
         )
     said = offer(found, at_hand, len(steps))
     assert len(said) < 700
     assert all(step.change.what in said for step in found)
+
+
+def test_offload_is_the_last_step_of_one_rank_whose_limits_are_known() -> None:
+    limits: tuple[tuple[int | str, int], ...] = ((0, 10), ("cpu", 99))
+    last = steps_of_auto(REQUEST, limits)[-1]
+    assert (last.kind, last.request.precision) == ("offload", Precision())
+    assert last.request.device_map is not None
+    assert last.request.device_map.max_memory == limits
+    two = replace(REQUEST, layout=Layout(2))
+    assert "offload" not in [step.kind for step in [*steps_of_auto(two, limits), *steps_of_auto(REQUEST)]]
 
 
 def test_steps_of_auto() -> None:

@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cluster.changes import Change
 from cluster.config import Config
+from cluster.cut_model import CutModel
 from cluster.device_fit import DeviceRoom
 from cluster.errors import ConfigError
 from cluster.fit_options import FitOptions
@@ -61,6 +62,10 @@ def index() -> ModelIndex:
 
 def facts(index: ModelIndex, asked: LoadRequest) -> tuple[RankFacts, ...]:
     return rank_facts(build_load_plan(index, asked.layout, config=LLAMA, precision=asked.precision).cut)
+
+
+def plan_of(index: ModelIndex, asked: LoadRequest) -> CutModel:
+    return build_load_plan(index, asked.layout, config=LLAMA, device_map=asked.mapping).cut
 
 
 def fit(index: ModelIndex, asked: LoadRequest, devices: Devices | None) -> tuple[LoadRequest, PlanFit]:
@@ -140,6 +145,25 @@ def test_a_refusal_says_need_have_and_the_cheapest_change(index: ModelIndex) -> 
     _, hopeless = fit(index, asked, given_devices(1000))
     assert hopeless.offers == ()
     assert "None of " in hopeless.sentence
+
+
+def test_offload_where_nothing_else_does(index: ModelIndex) -> None:
+    asked = request(Layout(), "auto")
+    full = facts(index, asked)[0].device_bytes
+    devices = given_devices(full // 5)  # the largest layer fits, int4 does not
+
+    def plan(changes: Sequence[Change]) -> list[PlannedChange]:
+        return plan_changes(index, LLAMA, changes)
+
+    taken, found = find_fit(asked, facts(index, asked), devices, plan, full)
+    assert found.fits
+    assert found.tried[-1].what.startswith("device_map=")
+    assert taken.device_map is not None
+    (rank,) = rank_facts(plan_of(index, taken))
+    assert dict(rank.devices).get(0, 0) <= full // 5
+    assert sum(size for _, size in rank.devices) >= sum(tensor.size_bytes for tensor in index.tensors)
+    _, without = find_fit(asked, facts(index, asked), devices, plan)
+    assert without.fits is False
 
 
 def test_two_changes_where_one_does_not_do(index: ModelIndex) -> None:

@@ -1,0 +1,247 @@
+"""What a load that does not fit becomes: the coordinator's decision, planned for real."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+import logging
+from collections.abc import Awaitable, Callable
+from dataclasses import dataclass, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors import nodes
+from actors.fit_choice import FitChoice
+from actors.model_record import ModelRecord, Seat
+from cluster.changes import Limits
+from cluster.config import Config
+from cluster.errors import DoesNotFit
+from cluster.fit_options import FitOptions
+from cluster.fit_search import PlannedChange
+from cluster.holders import Holders
+from cluster.load_request import LoadRequest
+from cluster.load_state import Life
+from cluster.mesh import Layout
+from cluster.messages import NodeFacts
+from cluster.packed_plan import PackedPlan
+from cluster.planning_process import PlanningServer
+from cluster.request import StoreOptions, make_request
+from cluster.topology import NodeInfo
+from cluster.trust import TrustPolicy
+from storage.errors import StoreError
+from storage.gpu_memory import GpuMemory
+from storage.host_memory import MemoryPool
+from tests.support.checkpoints import safetensors_bytes
+from tests.support.planned_models import llama_shapes
+
+MIB = 1 << 20
+CONFIG = Config(host_reserve_bytes=0, device_reserve_bytes=0, arena_bytes=64 * MIB, slot_bytes=MIB)
+SCREEN_CHARS = 24 * 80
+WORKER_BYTES = 300 * MIB  # of a process that is to be started
+
+
+class Planner:
+    """The planning process's own work, in this one."""
+
+    def __init__(self) -> None:
+        self.server = PlanningServer(MIB, 5.0)
+        self.asked: list[str] = []
+
+    async def prepare(self, request: LoadRequest) -> PackedPlan:
+        self.asked.append("prepare")
+        return self.server.prepare(request, TrustPolicy())
+
+    async def changes(self, request: LoadRequest, purpose: str, limits: Limits = ()) -> tuple[str, list[PlannedChange]]:
+        self.asked.append(purpose)
+        return self.server.changes(request, TrustPolicy(), purpose, limits)
+
+
+@dataclass
+class Agents:
+    """Of one node."""
+
+    facts: NodeFacts
+
+    async def of(self, hosts: dict[str, str]) -> list[str]:
+        return list(hosts)
+
+    async def ask(self, node_id: str, question: Callable[[Any], Awaitable[Any]]) -> Any:
+        async def answer() -> NodeFacts:
+            return self.facts
+
+        return await question(SimpleNamespace(facts=SimpleNamespace(remote=answer)))
+
+
+class NoGangs:
+    def idle(self) -> list[Any]:
+        return []
+
+
+class Case:
+    """One load on one node with so much memory."""
+
+    def __init__(
+        self, folder: Path, mode: str, device: str, have_bytes: int, layout: Layout | None = None, **facts: Any
+    ) -> None:
+        layout = layout or Layout()
+        self.request = make_request(
+            str(folder),
+            layout=layout,
+            store_options=StoreOptions(),
+            credentials=None,
+            layout_rules=None,
+            device=device,
+            fit=FitOptions(mode),
+        )
+        host = have_bytes + layout.ranks * WORKER_BYTES if device == "cpu" else 1 << 50
+        gpus = tuple(GpuMemory(have_bytes, have_bytes) for _ in range(layout.ranks)) if device == "cuda" else ()
+        told = {"arena_bytes": 64 * MIB, "pools": (MemoryPool("host", host, host),), "gpus": gpus, **facts}
+        self.agents = Agents(NodeFacts(node_id="n", host="host", version="", **told))
+        self.record = ModelRecord("m-1", self.request, Life.new(layout.ranks), Holders())
+        self.record.seats = {rank: Seat(rank, "n", "host", None) for rank in range(layout.ranks)}
+        self.planner = Planner()
+
+    def choose(self) -> PackedPlan:
+        choice = FitChoice(self.record, self.planner, self.agents, CONFIG, NoGangs())  # type: ignore[arg-type]
+
+        async def run() -> PackedPlan:
+            plan = await self.planner.prepare(self.request)
+            self.record.plan = self.record.plan or plan
+            return await choice.choose(plan, [], None)
+
+        return asyncio.run(run())
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Most of its bytes are in linear layers."""
+    shapes = llama_shapes(2, 256, 512, 8, 4, 64)
+    tensors = [(name, "BF16", shape) for name, shape in shapes.items()]
+    (tmp_path / "model.safetensors").write_bytes(safetensors_bytes(tensors))
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    return tmp_path
+
+
+@pytest.fixture(autouse=True)
+def one_node(monkeypatch: pytest.MonkeyPatch) -> None:
+    node = NodeInfo("n", "host", gpus_free=1, gpus_total=2)
+    monkeypatch.setattr(nodes, "cluster_nodes", lambda taken, most: [node])
+
+
+def needs(model: Path, device: str = "cpu") -> int:
+    plan = asyncio.run(Planner().prepare(Case(model, "strict", device, 0).request))
+    return plan.ranks[0].device_bytes
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+@pytest.mark.parametrize("mode", ["strict", "auto"])
+def test_what_fits_is_loaded_as_it_was_asked_for(model: Path, mode: str, device: str) -> None:
+    case = Case(model, mode, device, needs(model))
+    plan = case.choose()
+    assert plan is case.record.plan
+    assert case.planner.asked == ["prepare"]  # nothing else was even planned
+    assert replace(case.record.request, tried=(), auto_identity="") == case.request
+    assert [each.what for each in case.record.request.tried] == ["as given"] * (mode == "auto")
+    assert case.record.request.identity() == case.request.identity()
+
+
+@pytest.mark.parametrize("device", ["cpu", "cuda"])
+def test_auto_takes_less_and_says_why(model: Path, device: str, caplog: pytest.LogCaptureFixture) -> None:
+    full = needs(model)
+    case = Case(model, "auto", device, full * 8 // 10)
+    with caplog.at_level(logging.WARNING, "longshore.fit"):
+        plan = case.choose()
+    record = case.record
+    assert record.plan is plan
+    assert plan.ranks[0].device_bytes + plan.ranks[0].staging_bytes <= full * 8 // 10
+    assert record.request.precision.quantization in ("fp8", "int8", "int4")
+    assert record.total_bytes == plan.ranks[0].read_bytes
+    tried = record.request.tried
+    assert tried[0].what == "as given"
+    assert "needs" in tried[0].why_not
+    assert tried[-1].why_not == ""
+    assert tried[-1].what == f'quantization="{record.request.precision.quantization}"'
+    (said,) = [entry.getMessage() for entry in caplog.records]
+    assert "is loaded with quantization=" in said
+    assert len(said) < SCREEN_CHARS
+    # Who asks for the same again gets this model; who asks strictly does not.
+    assert record.request.identity() == case.request.identity()
+    assert record.request.identity() != Case(model, "strict", device, 0).request.identity()
+    assert record.host_bytes == {0: (plan.ranks[0].device_bytes + plan.ranks[0].staging_bytes) * (device == "cpu")}
+
+
+def test_what_was_decided_stays(model: Path) -> None:
+    """Ranks that have to go elsewhere while they start do not make another choice."""
+    case = Case(model, "auto", "cpu", needs(model) * 8 // 10)
+    first = case.choose()
+    request = case.record.request
+    assert case.choose() is first
+    assert case.record.request == request
+    case.agents.facts = replace(case.agents.facts, pools=(MemoryPool("host", WORKER_BYTES, WORKER_BYTES),))
+    with pytest.raises(DoesNotFit):
+        case.choose()
+    assert case.record.request == request
+
+
+@pytest.mark.parametrize("mode", ["strict", "auto"])
+def test_a_refusal_fits_on_one_screen_and_says_what_would_fit(model: Path, mode: str) -> None:
+    have = needs(model) * (8 if mode == "strict" else 1) // 10
+    nothing = MemoryPool("host", WORKER_BYTES, WORKER_BYTES)  # for offload
+    case = Case(model, mode, "cuda", have, pools=(nothing,))
+    with pytest.raises(DoesNotFit) as caught:
+        case.choose()
+    said = str(caught.value)
+    assert len(said) < SCREEN_CHARS
+    assert "host: rank 0 needs" in said
+    assert "a GPU has" in said
+    if mode == "strict":
+        assert "The cheapest change that fits: tensor_parallel_size=2" in said  # a GPU is free, nothing is lost
+        assert 'quantization="fp8"' in said
+        assert 'fit="auto"' in said
+    else:
+        assert 'fit="auto" tried: as given: ' in said
+        assert 'quantization="int4": ' in said
+    assert case.record.plan is not None
+    assert case.record.host_bytes == {}  # nothing was promised
+    assert case.record.request == case.request
+
+
+def test_what_a_gpu_has_no_room_for_stays_in_host_memory(model: Path) -> None:
+    case = Case(model, "auto", "cuda", needs(model) * 2 // 10)
+    plan = case.choose()
+    assert case.record.request.tried[-1].what.startswith("device_map=")
+    assert case.record.request.mapping is not None
+    assert case.record.request.precision == case.request.precision  # as it was asked for
+    devices = dict(plan.ranks[0].devices)
+    assert devices["cpu"] > 0
+    assert case.record.host_bytes == {0: devices["cpu"]}
+
+
+def test_hosts_are_told_what_fits_on_them(model: Path) -> None:
+    case = Case(model, "strict", "cpu", needs(model) * 8 // 10)
+    with pytest.raises(DoesNotFit, match=r"needs .* of host memory") as caught:
+        case.choose()
+    assert "The cheapest change that fits: quantization=" in caught.value.hint
+    assert "tensor_parallel_size" not in caught.value.hint  # on the same host that helps nobody
+
+
+def test_where_no_tensor_is_to_blame_nothing_is_planned(model: Path) -> None:
+    case = Case(model, "auto", "cpu", 1 << 40, arena_bytes=MIB)  # one slot
+    with pytest.raises(DoesNotFit, match="arena slots"):
+        case.choose()
+    assert case.planner.asked == ["prepare"]
+
+
+def test_a_store_that_fails_meanwhile_hides_no_refusal(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    case = Case(model, "strict", "cuda", 1)
+
+    async def lost(*args: object) -> None:
+        raise StoreError("gone")
+
+    monkeypatch.setattr(case.planner, "changes", lost)
+    with pytest.raises(DoesNotFit, match="rank 0 needs"):
+        case.choose()
