@@ -1,0 +1,186 @@
+"""`cluster.plan`: memory, rates and pictures on top of what would go where; contradictions are one clear error each."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+from typing import Any
+from xml.etree import ElementTree
+
+import pytest
+
+from cluster import plan_ahead
+from cluster.cli import main
+from cluster.config import Config
+from cluster.errors import ConfigError, LayoutError
+from cluster.mesh import Layout
+from cluster.plan_ahead import plan
+from storage.errors import NotACheckpoint
+from storage.gpu_memory import GpuMemory
+from tests.support.checkpoints import safetensors_bytes
+from tests.support.planned_models import llama_shapes
+
+CONFIG = Config(device_reserve_bytes=0)
+SCREEN_LINES = 40  # of a terminal of 160 columns, for four ranks
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Nearly all of its bytes are in linear layers."""
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    tensors = [(name, "BF16", shape) for name, shape in llama_shapes(4, 256, 512, 8, 4, 64).items()]
+    (folder / "model.safetensors").write_bytes(safetensors_bytes(tensors))
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    return folder
+
+
+@pytest.fixture(autouse=True)
+def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(plan_ahead, "gpu_memory", lambda: ())
+
+
+def whole(model: Path) -> int:
+    return plan(model, config=CONFIG).ranks[0].device_bytes
+
+
+def test_nothing_is_known_of_the_memory(model: Path) -> None:
+    found = plan(model)
+    assert found.fit is not None
+    assert (found.fit.fits, found.expected, found.estimated) == (None, None, False)
+
+
+def test_the_model_is_spread_over_what_is_given(model: Path) -> None:
+    full = whole(model)
+    found = plan(model, memory=[full // 2] * 4, config=CONFIG)
+    assert found.layout == Layout(4)
+    assert found.fit is not None
+    assert found.fit.fits
+    assert [device.have_bytes for device in found.fit.devices] == [full // 2] * 4
+    assert plan(model, memory=f"4x{full}", pipeline_parallel_size=2, config=CONFIG).layout.ranks == 2  # as it was said
+    assert plan(model, memory=f"{full}", config=CONFIG).layout == Layout()
+
+
+def test_where_tensor_parallelism_is_impossible_layers_are_spread(model: Path) -> None:
+    assert plan(model, memory="3x24GB").layout == Layout(pipeline_parallel_size=3)
+    assert plan(model, memory="5x24GB").layout == Layout(fsdp_size=5)  # it has four layers
+
+
+def test_auto_plans_what_it_takes(model: Path) -> None:
+    full = whole(model)
+    strict = plan(model, memory=str(full * 8 // 10), config=CONFIG)
+    taken = plan(model, memory=str(full * 8 // 10), fit="auto", config=CONFIG)
+    assert strict.fit is not None
+    assert strict.fit.fits is False
+    assert strict.device_bytes == full
+    assert taken.fit is not None
+    assert taken.fit.fits
+    assert taken.device_bytes < full * 8 // 10
+    assert taken.ranks[0].bytes_by_dtype.keys() > {"BF16"}
+    offloaded = plan(model, memory=str(full * 3 // 10), host_memory="1GB", fit="auto", config=CONFIG)
+    assert offloaded.fit is not None
+    assert offloaded.fit.fits
+    assert offloaded.device_map is not None
+
+
+def test_gpus_of_this_machine_are_seen(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    full = whole(model)
+    monkeypatch.setattr(
+        plan_ahead, "gpu_memory", lambda: (GpuMemory(4 * full, full // 2), GpuMemory(4 * full, 2 * full))
+    )
+    found = plan(model, config=CONFIG).fit
+    assert found is not None
+    assert (found.fits, found.memory) == (True, "seen on this machine")
+    assert found.devices[0].free_bytes == 2 * full
+    assert plan(model, reserve_bytes=full + 1, config=CONFIG).fit.fits is False  # type: ignore[union-attr]
+    assert plan(model, gpu_memory_utilization=0.75, config=CONFIG).fit.fits  # type: ignore[union-attr]
+    assert not plan(model, gpu_memory_utilization=0.74, config=CONFIG).fit.fits  # type: ignore[union-attr]
+    assert plan(model, fsdp_size=4, config=CONFIG).fit.fits is None  # type: ignore[union-attr]
+
+
+def test_expected_time_from_given_and_measured_rates(model: Path, tmp_path: Path) -> None:
+    report = {
+        "load_s": 1.0,
+        "plan_s": 0.25,
+        "start_s": 0.25,
+        "ranks": [{}],
+        "placed_bytes": 10**6,
+        "bytes_by_source": {"store_via_arena": 10**6, "store_direct": 0},
+        "limit": {"shares": {"store": 1.0, "place": 0.5}},
+    }
+    path = tmp_path / "report.json"
+    path.write_text(json.dumps(report))
+    for measured in (report, path, str(path)):
+        found = plan(model, store_rate="1MB/s", measured=measured)
+        assert found.expected is not None
+        assert found.expected.limit == "store"
+        assert found.expected.stages_s["store"] == pytest.approx(found.needed_bytes / 1e6)
+        assert found.expected.stages_s["place"] == pytest.approx(found.ranks[0].size_bytes / 2e6)
+        assert found.expected.total_s == pytest.approx(found.needed_bytes / 1e6 + 0.5)
+        assert found.bytes_by_source == {"store": found.needed_bytes}
+
+
+def test_the_picture_is_written(model: Path, tmp_path: Path) -> None:
+    target = tmp_path / "plan.svg"
+    found = plan(model, memory="2x24GB", picture=target)
+    root = ElementTree.fromstring(target.read_bytes())
+    bars = [bar for bar in root.iter("{http://www.w3.org/2000/svg}rect") if bar.get("class") == "rank"]
+    assert [int(bar.attrib["data-bytes"]) for bar in bars] == [rank.size_bytes for rank in found.ranks]
+    assert len([line for line in root.iter("{http://www.w3.org/2000/svg}line") if line.get("class") == "have"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"fit": "loose"}, "fit must be one of"),
+        ({"memory": "2x24GB", "tensor_parallel_size": 4}, "4 ranks, and memory names 2 devices"),
+        ({"memory": "lots"}, "not a device's memory"),
+        ({"store_rate": "quick"}, "not a rate"),
+        ({"gpu_memory_utilization": 90}, "above 0 and at most 1"),
+        ({"reserve_bytes": -1}, "reserve_bytes"),
+        ({"host_memory": "plenty"}, "not a size"),
+        ({"picture": "plan.png"}, "SVG"),
+        ({"picture": "/no/such/folder/plan.svg"}, "no folder"),
+        ({"measured": "/no/such/report.json"}, "not the report of a load"),
+        ({"measured": {}}, "not the report of a load"),
+        ({"quantization": "fp8", "dtype": "float32"}, "contradict"),
+        ({"offload_folder": "/tmp/x"}, "goes with device_map"),
+    ],
+)
+def test_what_cannot_be_meant_is_one_clear_error(model: Path, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        plan(model, **options)
+
+
+def test_a_model_that_no_layout_spreads(tmp_path: Path) -> None:
+    (tmp_path / "model.safetensors").write_bytes(safetensors_bytes([("w", "F4", (2, 1))]))
+    with pytest.raises(LayoutError, match="cannot be spread over 2 devices"):
+        plan(tmp_path, memory="2x24GB")
+
+
+def test_no_weights_and_no_config(tmp_path: Path) -> None:
+    (tmp_path / "notes.txt").write_text("x")
+    with pytest.raises(NotACheckpoint):
+        plan(tmp_path)
+    (tmp_path / "config.json").write_text("{}")
+    with pytest.raises(NotACheckpoint):  # a file that is named must be there
+        plan(tmp_path / "model.safetensors")
+
+
+def test_the_command_says_it_on_one_screen_and_ends_as_a_refused_load(
+    model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
+) -> None:
+    assert main(["plan", str(model), "--memory", "4x600MB", "--store-rate", "1GB/s", "--reserve", "599500kB"]) == 3
+    said = capsys.readouterr().out
+    assert len(said.splitlines()) <= SCREEN_LINES
+    assert "does not fit: ranks 0, 1, 2, 3 need" in said
+    assert "500 kB" in said
+    assert "expected time" in said
+    assert main(["plan", str(model), "--memory", "4x24GB", "--picture", str(tmp_path / "a.svg"), "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["fit"]["fits"] is True
+    assert document["fit"]["devices"][3]["have_bytes"] == 24 * 10**9 - (512 << 20)
+    assert document["layers"]["columns"][0]["bytes_by_dtype"][0].keys() == {"BF16"}
+    assert (tmp_path / "a.svg").exists()
+    assert main(["plan", str(model), "--memory", "some"]) == 2
