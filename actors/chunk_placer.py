@@ -100,6 +100,7 @@ class ChunkPlacer:
         """Every chunk is placed: returns when every tensor is what it is to be."""
         self.staging.finish()
         self._device.synchronize()
+        self._device.finish()
 
     def _place(self, data: memoryview, chunk: int) -> None:
         try:

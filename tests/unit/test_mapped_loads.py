@@ -87,6 +87,7 @@ def test_every_tensor_is_exact_on_its_device(
         assert rank.outcome.destination_host_bytes == plan.ranks[0].bytes_by_device.get("cpu", 0)
         on_disk = {path.name.removesuffix(".dat") for path in folder.glob("*.dat")}
         devices = plan.ranks[0].segment_devices
+        assert (folder / "index.json").exists() == bool(on_disk)
         assert on_disk == {piece.name for piece in plan.ranks[0].slices if devices[piece.segment] == "disk"}
         rank.device.free()
 
