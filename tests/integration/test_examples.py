@@ -1,0 +1,74 @@
+"""The examples run as they are, and compute what transformers computes of the same checkpoint."""
+
+from __future__ import annotations
+
+import os
+import re
+import subprocess
+import sys
+from pathlib import Path
+from typing import Any
+
+import pytest
+import torch
+
+from tests.support.hf_models import make_tiny, save_tiny
+from tests.support.ray_clusters import ENVIRONMENT, REPOSITORY, Longshore
+
+pytestmark = pytest.mark.slow
+
+EXAMPLES = REPOSITORY / "examples"
+TIMEOUT_S = 150
+
+
+def run(longshore: Longshore, *command: str) -> str:
+    """What it printed."""
+    there = os.environ.get("PYTHONPATH")
+    path = os.pathsep.join([str(REPOSITORY), *([there] if there else [])])
+    ours = {"RAY_ADDRESS": longshore.address, "PYTHONPATH": path, "OMP_NUM_THREADS": "1"}
+    done = subprocess.run(
+        [sys.executable, *command],
+        cwd=REPOSITORY,
+        env={**os.environ, **ENVIRONMENT, **ours},
+        capture_output=True,
+        text=True,
+        timeout=TIMEOUT_S,
+    )
+    assert done.returncode == 0, f"{done.stdout[-2000:]}\n{done.stderr[-4000:]}"
+    return done.stdout
+
+
+def model_of(folder: Path) -> Any:
+    from transformers import AutoModelForCausalLM
+
+    return AutoModelForCausalLM.from_pretrained(folder).eval()
+
+
+@pytest.mark.parametrize(("family", "tp"), [("mixtral", "1"), ("llama", "2")])
+def test_transformers_forward(longshore: Longshore, tmp_path: Path, family: str, tp: str) -> None:
+    make_tiny(family).float().save_pretrained(tmp_path)  # so that sums in another order change no choice
+    example = (str(EXAMPLES / "transformers_forward.py"), str(tmp_path))
+    said = run(longshore, *example, "--device", "cpu", "--tp", tp, "--count", "4", "--tokens", "5", "9", "7")
+    written = [int(token) for token in said.rpartition("written:")[2].split()]
+    ids = torch.tensor([[5, 9, 7]])
+    model = model_of(tmp_path)
+    with torch.no_grad():
+        for _ in range(4):
+            ids = torch.cat([ids, model(input_ids=ids).logits[:, -1:].argmax(dim=-1)], dim=1)
+    assert written == ids[0, 3:].tolist()
+    assert not longshore.models()
+
+
+def test_fsdp2(longshore: Longshore, tmp_path: Path) -> None:
+    save_tiny("llama", tmp_path, vocab_size=97)  # rows that two cannot share evenly
+    said = run(
+        longshore,
+        *("-m", "torch.distributed.run", "--standalone", "--nproc-per-node", "2"),
+        *(str(EXAMPLES / "fsdp2.py"), str(tmp_path)),
+    )
+    losses = [float(loss) for loss in re.findall(r"step \d+: loss ([0-9.]+)", said)]
+    ids = torch.arange(1, 33)[None]
+    model = model_of(tmp_path)
+    assert losses[0] == round(model(input_ids=ids, labels=ids).loss.item(), 4)
+    assert losses[1] < losses[0]  # the step went into the parameters
+    assert not longshore.models()
