@@ -1,0 +1,61 @@
+"""A rank with several devices on a real cluster: host memory and files for real, GPUs as far as they go without any."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cluster
+from tests.support.ray_clusters import Longshore, eventually
+from tests.support.reference_slices import differing_slices, shard_differs
+from tests.support.stored_models import KV_HEADS, StoredModel
+
+pytestmark = pytest.mark.slow
+
+SPREAD = {"model.embed_tokens": "cpu", "model.layers": "disk", "model.layers.0": "cpu", "model.norm": "disk"}
+
+
+def _where(shard: Any) -> tuple[str, dict[str, int | str], dict[str, str]]:
+    return shard.device, shard.device_map, {name: str(tensor.device) for name, tensor in shard.items()}
+
+
+def test_host_memory_and_disk(longshore: Longshore, llama: StoredModel, tmp_path: Path) -> None:
+    folder, spread = tmp_path / "offload", SPREAD | {"lm_head": "cpu"}
+    options = {"device_map": spread, "offload_folder": folder, **llama.options}
+    planned = cluster.plan(llama.uri, **options)
+    with cluster.load(llama.uri, **options) as model:
+        assert model.call(_where) == [("cpu", spread, dict.fromkeys(model.state_dict(0), "cpu"))]
+        assert model.call(shard_differs, str(llama.folder), 1, 1, KV_HEADS) == [[]]
+        assert differing_slices(model.state_dict(0), 0, str(llama.folder), 1, 1, KV_HEADS) == []
+        (rank,) = model.report.ranks
+        assert rank.device == "cpu+disk"
+        assert rank.bytes_by_device == planned.ranks[0].bytes_by_device
+        kept = sorted(path.name for path in folder.iterdir())
+        assert "index.json" in kept
+        with pytest.raises(cluster.ConfigError, match="belongs to another load"):
+            cluster.load(llama.uri, **{**options, "device_map": spread | {"lm_head": "disk"}})
+        assert sorted(path.name for path in folder.iterdir()) == kept
+    loader = pytest.importorskip("accelerate.utils.offload").OffloadedWeightsLoader(save_folder=str(folder))
+    assert set(loader) == {name for name in kept_tensors(kept)}
+
+
+def kept_tensors(names: list[str]) -> set[str]:
+    return {name.removesuffix(".dat") for name in names if name.endswith(".dat")}
+
+
+def test_limits_that_nobody_gave_are_those_of_the_node(longshore: Longshore, llama: StoredModel) -> None:
+    with cluster.load(llama.uri, device_map="auto", device="cpu", **llama.options) as model:
+        assert model.call(_where)[0][1] == {"": "cpu"}
+        with cluster.load(llama.uri, device_map="auto", device="cpu", **llama.options) as again:
+            assert again.report.resident
+
+
+def test_a_rank_gets_the_gpus_that_its_map_names(longshore: Longshore, llama: StoredModel) -> None:
+    """These GPUs exist only in Ray's books: the worker gets them, and cannot use them."""
+    with pytest.raises(cluster.DeviceUnavailable, match="torch cannot use"):
+        cluster.load(llama.uri, device_map={"model": 0, "lm_head": 1}, **llama.options)
+    eventually(lambda: not cluster.status().models or all(m.error for m in cluster.status().models), "a model stays")
+    with pytest.raises(cluster.NotEnoughResources, match="needs 9 free GPUs on one node"):
+        cluster.load(llama.uri, device_map={"model": 0, "lm_head": 8}, **llama.options)
