@@ -227,7 +227,7 @@ def _unpack_shape(module: Module, schemes: Sequence[WeightScheme]) -> tuple[Shap
     for scheme in schemes:
         bits, group = scheme.num_bits, scheme.units[1]
         most = words * word // bits
-        if g_idx is not None:
+        if g_idx is not None and g_idx.shape:
             most = min(most, g_idx.shape[-1])
         if group > 1 and scale is not None and scale.shape:
             groups = scale.shape[-1]

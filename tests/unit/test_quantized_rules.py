@@ -17,6 +17,7 @@ from cluster.layout_rules import Rules, parse_rules
 from cluster.mesh import Layout
 from cluster.model_config import ModelConfig
 from cluster.quantization_config import QuantizationConfig
+from cluster.tensor_cut import region_of
 from storage.model_index import Tensor
 from tests.support.quantized_models import (
     Array,
@@ -414,3 +415,45 @@ def test_refusals(tensors: list[Tensor], config: ModelConfig | None, says: str) 
 
 def test_a_rank_of_one_needs_no_scale() -> None:
     assert decide_layout([tensor("a.weight", "F8_E4M3", (256, 256), 1)], Layout(1, 4), Rules(), FP8)
+
+
+_ENDS = ["weight", "qweight", "qzeros", "scales", "g_idx", "input_scale", "k_scale"]
+_ENDS += [f"weight_{end}" for end in ("packed", "scale", "scale_inv", "zero_point", "shape", "g_idx", "global_scale")]
+_METHODS: list[dict[str, object]] = [
+    {"quant_method": "gptq", "bits": 4, "group_size": 4},
+    {"quant_method": "gptq", "desc_act": True, "bits": 3},
+    {"quant_method": "awq", "group_size": 2, "zero_point": False},
+    {"quant_method": "fp8", "weight_block_size": [2, 4]},
+    {"config_groups": {"g": {"weights": {"num_bits": 4, "group_size": 4}}, "h": {"weights": {"num_bits": 8}}}},
+    {"config_groups": {"g": {"weights": {"num_bits": 3, "block_structure": [2, 2]}}}},
+]
+
+
+@settings(max_examples=300, deadline=None)
+@given(
+    st.dictionaries(
+        st.sampled_from(_ENDS),
+        st.tuples(
+            st.lists(st.integers(0, 9) | st.sampled_from([16, 32]), max_size=4), st.sampled_from(["I8", "F16", "I32"])
+        ),
+        max_size=6,
+    ),
+    st.sampled_from(_METHODS),
+    st.sampled_from(["column", "row", "vocabulary", "gate_up", "experts_column", "experts_row", "replicate"]),
+    st.sampled_from([Layout(2), Layout(4, vocabulary_multiple=6), Layout(4, 2, 1, 1, 2)]),
+)
+def test_whatever_is_in_a_bucket_is_cut_or_refused(
+    found: dict[str, tuple[list[int], str]], method: dict[str, object], rule: str, layout: Layout
+) -> None:
+    sizes = {"I8": 1, "F16": 2, "I32": 4}
+    tensors = [tensor(f"x.{end}", dtype, tuple(shape), sizes[dtype]) for end, (shape, dtype) in found.items()]
+    try:
+        placed = decide_layout(tensors, layout, parse_rules({"x.weight": rule}), config_of(method))
+    except LayoutError:
+        return
+    for one, place in zip(tensors, placed, strict=True):
+        for rank in range(layout.ranks):
+            region = region_of(one.shape, place.cut, layout.rank_coords(rank), layout)
+            assert len(region.sizes) == len(one.shape)
+            for ranges, size in zip(region.ranges, one.shape, strict=True):
+                assert all(0 <= start <= end <= size for start, end in ranges)
