@@ -33,7 +33,7 @@ from cluster.load_request import LoadRequest
 from cluster.load_state import Life, LoadState
 from cluster.messages import AgentBeat, BeatReply
 from cluster.report import ClusterStatus, LoadProgress, LoadReport
-from cluster.topology import resolve_device
+from cluster.topology import NodeInfo, resolve_device
 from cluster.trust import TrustPolicy
 from longshore.install_check import check_packages
 from longshore.version import PROTOCOL_VERSION, __version__
@@ -173,6 +173,10 @@ class Coordinator:
         await self._ready()
         models = tuple(record.status() for record in self._models.values())
         return ClusterStatus(__version__, self._incarnation, models, self._agents.status(), self._gangs.status())
+
+    async def rooms(self) -> list[NodeInfo]:
+        """What nodes have for a load, as far as their agents see it now."""
+        return await nodes.rooms(self._config.cpu_ranks_per_node)
 
     async def shutdown(self) -> None:
         """End every model and agent. For a cluster that is about to stop; the caller then ends this actor."""

@@ -13,19 +13,22 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from actors import nodes
-from actors.admission import Room, fit_in, fit_on, room_of
+from actors.admission import Room, fit_in, room_of
 from actors.gangs import Gangs
 from actors.model_record import ModelRecord
 from actors.node_agents import NodeAgents
 from actors.node_limits import node_limits
 from actors.planner import Planner
+from actors.promised import claims_of, promise
 from cluster.changes import OFFLOAD_POLICY, Limits
 from cluster.config import Config
 from cluster.device_fit import room_on
 from cluster.device_map_options import DeviceMapOptions
 from cluster.errors import ClusterError, DoesNotFit, LoadError
+from cluster.fit import host_bytes
 from cluster.fit_options import AUTO, STRICT, FitTry
 from cluster.fit_search import PlannedChange, cheapest, first_that_fits, offer, steps_text
+from cluster.host_room import larger_claims
 from cluster.packed_plan import PackedPlan
 from cluster.rank_plans import RankFacts
 from cluster.warm_pool import IdleGang
@@ -61,7 +64,7 @@ class FitChoice:
                 raise  # not for the tensors' sake: nothing that is smaller would fit
             if asked.fit.mode != AUTO or asked.tried:
                 raise await self._with_offer(misfit, room, ()) from misfit
-            return await self._take_less(plan, misfit, room, others, taken)
+            return await self._take_less(plan, misfit, room, others)
         if asked.fit.mode == AUTO and not asked.tried:
             self._note((FitTry("as given", _largest(plan.ranks)),))
         return plan
@@ -72,10 +75,13 @@ class FitChoice:
         misfit: DoesNotFit,
         room: Room,
         others: Collection[ModelRecord],
-        gang: IdleGang | None,
     ) -> PackedPlan:
+        """Of what there was when the load was found not to fit: since then its own workers start, and take memory."""
         record = self._record
         revision, planned = await self._planner.changes(record.request, AUTO, self._limits(room))
+
+        # From here to the promise nothing else runs.
+        room = replace(room, claims=larger_claims(room.claims, claims_of(others, record)))
 
         def why_not(step: PlannedChange) -> str:
             error = room.misfit(_Facts(step.ranks), step.change.request, self._config)
@@ -86,14 +92,12 @@ class FitChoice:
         tried = (given, *later)
         if step is None:
             raise await self._with_offer(misfit, room, tried) from misfit
-        less = await self._planner.prepare(step.change.request)
+        taken = step.change.request
+        promise(record, {at: host_bytes(step.ranks[at], taken.device) for at in record.seats}, room.infos)
+        less = await self._planner.prepare(taken)
         if {less.revision, revision} != {plan.revision}:
             raise LoadError("the stored model has changed since the load began", model=record.model_id)
-        again = await fit_on(record, record.seats, less, self._agents, self._config, others, gang)
-        if again is not None:  # somebody else took the memory meanwhile
-            raise again
         self._note(tried)
-        taken = step.change.request
         record.request = replace(record.request, precision=taken.precision, device_map=taken.device_map)
         record.plan, record.shared = less, None
         record.total_bytes = sum(rank.read_bytes for rank in less.ranks)

@@ -8,10 +8,12 @@ from __future__ import annotations
 import asyncio
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
 from typing import Any
 
 import ray
 from ray._private.state import available_resources_per_node
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from actors import spawn
@@ -19,8 +21,9 @@ from cluster.errors import ClusterError, NotEnoughResources
 from cluster.load_request import LoadRequest
 from cluster.messages import NodeFacts
 from cluster.topology import NodeInfo
-from storage.errors import ArenaError
+from storage.errors import ArenaError, LongshoreError
 
+FACTS_S = 10.0  # an agent that is well answers at once
 GROUP_GRACE_S = 10.0  # resources that are free are given within seconds
 
 Place = tuple[str, str, tuple[PlacementGroup, int] | None]  # (node id, host, (group, bundle index))
@@ -81,6 +84,23 @@ async def facts_of(
         for node_id, facts in zip(node_ids, answers, strict=True)
         if isinstance(facts, NodeFacts)
     }
+
+
+async def rooms(cpu_ranks_per_node: int) -> list[NodeInfo]:
+    """Living nodes with what their agents see there; of a node without one, only what Ray knows. Starts nothing."""
+    infos = await asyncio.to_thread(cluster_nodes, (), cpu_ranks_per_node)
+    return list(await asyncio.gather(*(_with_room(info) for info in infos)))
+
+
+async def _with_room(info: NodeInfo) -> NodeInfo:
+    agent = await asyncio.to_thread(spawn.find_agent, info.node_id)
+    if agent is None:
+        return info
+    try:
+        facts: NodeFacts = await asyncio.wait_for(agent.facts.remote(), FACTS_S)
+    except (RayError, TimeoutError, LongshoreError):
+        return info  # an agent that is not well is as good as none
+    return replace(info, gpus=facts.gpus, pools=facts.pools, arena_bytes=facts.arena_bytes)
 
 
 async def group_ready(group: PlacementGroup, request: LoadRequest, holders: list[str]) -> None:

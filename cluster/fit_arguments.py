@@ -33,6 +33,9 @@ def add_fit_ahead(verb: argparse.ArgumentParser) -> None:
     """Of `longshore plan`, which has no cluster to ask."""
     group = add_fit(verb)
     group.add_argument("--memory", metavar="SIZES", help='of the devices: "4x24GB" (default: the GPUs of this machine)')
+    group.add_argument(
+        "--address", metavar="HOST:PORT", help="of a Ray cluster whose GPUs are looked at; auto: the one that runs here"
+    )
     group.add_argument("--host-memory", metavar="BYTES", help="for offload, where one GPU is too small: 60GB")
     for name, what in (("store", "out of the store"), ("network", "into a node"), ("place", "into a rank's memory")):
         group.add_argument(f"--{name}-rate", metavar="RATE", help=f"{what}: 5GB/s or 40Gbit/s, for the expected time")
@@ -51,5 +54,5 @@ def fit_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def fit_ahead_options(args: argparse.Namespace) -> dict[str, Any]:
     """The same of `cluster.plan` alone."""
-    names = ("memory", "host_memory", "store_rate", "network_rate", "place_rate", "measured", "picture")
+    names = ("memory", "address", "host_memory", "store_rate", "network_rate", "place_rate", "measured", "picture")
     return {**fit_options(args), **{name: getattr(args, name) for name in names}}

@@ -17,9 +17,10 @@ from typing import TYPE_CHECKING, Any
 from cluster.async_twins import in_thread
 from cluster.changes import Change
 from cluster.config import Config
+from cluster.connection import connect
 from cluster.device_fit import room_on
 from cluster.device_map_options import GivenMap, GivenMemory
-from cluster.errors import ConfigError, LayoutError, ModelConfigError, PlanError
+from cluster.errors import ClusterLost, ConfigError, LayoutError, ModelConfigError, PlanError
 from cluster.expected_time import Rates, expect, measured_rates, parse_rate
 from cluster.fit_options import STRICT, FitOptions
 from cluster.live_rules import with_live_rules
@@ -27,7 +28,7 @@ from cluster.load_request import LoadRequest
 from cluster.memory_given import GivenDevices, parse_memory
 from cluster.mesh import Layout
 from cluster.model_config import CONFIG_KEY, MAX_CONFIG_BYTES, ModelConfig, parse_model_config
-from cluster.plan_fit import GIVEN, SEEN, Devices, check_devices, find_fit, fits_on, layouts_for, rooms_of
+from cluster.plan_fit import GIVEN, IN_CLUSTER, SEEN, Devices, check_devices, find_fit, fits_on, layouts_for, rooms_of
 from cluster.plan_layers import layer_table
 from cluster.plan_summary import PlanSummary, spread_evenly, summarize_plan
 from cluster.precision import make_precision
@@ -36,10 +37,11 @@ from cluster.rank_plans import rank_facts
 from cluster.report import LoadReport
 from cluster.request import StoreOptions, make_request
 from cluster.rules_file import LayoutRules
+from cluster.topology import NodeInfo
 from cluster.trust import TrustPolicy
 from cluster.units import parse_bytes
 from storage.errors import NotACheckpoint, StoreError
-from storage.gpu_memory import gpu_memory
+from storage.gpu_memory import GpuMemory, gpu_memory
 from storage.model_index import ModelIndex
 from storage.object_store import read_bytes
 from storage.open_store import open_store
@@ -65,6 +67,7 @@ def plan(
     ranks_per_node: int | None = None,
     memory: GivenDevices | None = None,
     host_memory: str | int | None = None,
+    address: str | None = None,
     fit: str = STRICT,
     gpu_memory_utilization: float | None = None,
     reserve_bytes: int | None = None,
@@ -93,6 +96,7 @@ def plan(
     Reads the manifest, or the headers; where no weights are, config.json alone gives an estimate (transformers makes
     the shapes). `memory`: of the devices, "4x24GB" or one size per device, for rank 0, 1...; None: the GPUs of this
     machine, if it has any. With memory for several devices and no sizes the model is spread over all of them.
+    `address` ("auto": the one that runs here): what the GPUs of a cluster have free, as far as Longshore runs on them.
     `host_memory`: for offload, of one rank whose GPU is too small ("60GB").
     `fit="auto"` plans the first step of precision that fits, "strict" what was asked for; `summary.fit` says whether
     that fits, and what would. `gpu_memory_utilization`, `reserve_bytes`: what stays free, as for `load`. Rates
@@ -131,7 +135,7 @@ def plan(
     )
     given = Rates(store, network, place)
     rates = given if measured is None else given.over(_measured(measured))
-    devices = _devices(memory, request, config)
+    devices = _devices(memory, address, request, config)
     host_bytes = host_memory if isinstance(host_memory, int) else parse_bytes(host_memory or "0")
     summary = with_live_rules(request, lambda asked: _summarize(asked, devices, host_bytes, config, ranks_per_node))
     node_bytes = max((node.needed_bytes for node in summary.nodes), default=0)
@@ -209,11 +213,25 @@ def _config_alone(request: LoadRequest, config: Config) -> bytes | None:
         return read_bytes(store, CONFIG_KEY, ByteRange(0, size_bytes))
 
 
-def _devices(memory: GivenDevices | None, request: LoadRequest, config: Config) -> Devices | None:
+def _devices(memory: GivenDevices | None, address: str | None, request: LoadRequest, config: Config) -> Devices | None:
+    if memory is not None and address is not None:
+        raise ConfigError("memory was given and a cluster to ask for it", hint="leave one of memory and address away")
     if memory is not None:
         return Devices(rooms_of(parse_memory(memory), request, config), GIVEN)
-    seen = gpu_memory()
-    return Devices(tuple(room_on(gpu, request.fit, config) for gpu in seen), SEEN) if seen else None
+    source = SEEN if address is None else IN_CLUSTER
+    seen = gpu_memory() if address is None else _in_cluster(address, config)
+    return Devices(tuple(room_on(gpu, request.fit, config) for gpu in seen), source) if seen else None
+
+
+def _in_cluster(address: str, config: Config) -> tuple[GpuMemory, ...]:
+    """GPUs of the cluster's nodes. Raises ClusterLost."""
+    connection = connect(address, config, start=False)
+    if connection is None:
+        raise ClusterLost(
+            "no Longshore coordinator runs in this cluster", hint='the first load starts one; memory="4x24GB" asks none'
+        )
+    infos: list[NodeInfo] = connection.call("rooms")
+    return tuple(gpu for info in infos for gpu in info.gpus)
 
 
 def _spread(request: LoadRequest, index: ModelIndex, stored: ModelConfig | None, devices: Devices) -> LoadRequest:

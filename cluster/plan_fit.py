@@ -23,7 +23,7 @@ from cluster.mesh import Layout
 from cluster.rank_plans import RankFacts
 from cluster.units import show_bytes
 
-GIVEN, SEEN = "given", "seen on this machine"
+GIVEN, SEEN, IN_CLUSTER = "given", "seen on this machine", "seen in the cluster"
 
 Planner = Callable[[Sequence[Change]], list[PlannedChange]]
 
@@ -33,7 +33,7 @@ class Devices:
     """What there is to fit into."""
 
     rooms: tuple[DeviceRoom, ...]
-    source: str  # GIVEN: rank i has device i; SEEN: any rank may have any
+    source: str  # GIVEN: rank i has device i; else any rank may have any
 
 
 @dataclass(frozen=True, slots=True)
@@ -64,7 +64,7 @@ class PlanFit:
     """Whether a plan fits."""
 
     fits: bool | None  # None: nobody knows what there is
-    memory: str  # where that is from: GIVEN, SEEN, "" when it is not known
+    memory: str  # where that is from: GIVEN, SEEN, IN_CLUSTER, "" when it is not known
     sentence: str  # for people
     devices: tuple[DeviceFit, ...]
     tried: tuple[FitTry, ...] = ()  # of fit="auto", the last of them taken when it fits
@@ -178,7 +178,8 @@ def _unknown(devices: Devices | None, weighed: Sequence[DeviceFit]) -> str:
     if devices is None:
         return f'not known: no GPU here, and no memory was given (memory="4x24GB"); a rank needs up to {most}'
     return (
-        f"not known: {len(devices.rooms)} GPUs are seen here, the plan needs {len(weighed)}; a rank needs up to {most}"
+        f"not known: {len(devices.rooms)} GPUs are {devices.source}, the plan needs {len(weighed)}; "
+        f"a rank needs up to {most}"
     )
 
 

@@ -134,6 +134,7 @@ def test_the_picture_is_written(model: Path, tmp_path: Path) -> None:
     ("options", "said"),
     [
         ({"fit": "loose"}, "fit must be one of"),
+        ({"memory": "24GB", "address": "auto"}, "leave one of"),
         ({"memory": "2x24GB", "tensor_parallel_size": 4}, "4 ranks, and memory names 2 devices"),
         ({"memory": "lots"}, "not a device's memory"),
         ({"store_rate": "quick"}, "not a rate"),

@@ -186,7 +186,7 @@ def test_nobody_knows_the_memory(index: ModelIndex) -> None:
     one = Devices(given_devices(10**12).rooms, SEEN)
     _, few = fit(index, request(Layout(2)), one)
     assert few.fits is None
-    assert "1 GPUs are seen here, the plan needs 2" in few.sentence
+    assert "1 GPUs are seen on this machine, the plan needs 2" in few.sentence
     _, fitting = fit(index, request(Layout()), one)
     assert fitting.fits
 
