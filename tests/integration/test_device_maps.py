@@ -26,9 +26,10 @@ def test_host_memory_and_disk(longshore: Longshore, llama: StoredModel, tmp_path
     options = {"device_map": spread, "offload_folder": folder, **llama.options}
     planned = cluster.plan(llama.uri, **options)
     with cluster.load(llama.uri, **options) as model:
-        assert model.call(_where) == [("cpu", spread, dict.fromkeys(model.state_dict(0), "cpu"))]
+        copied = model.state_dict(0)
+        assert model.call(_where) == [("cpu", spread, dict.fromkeys(copied, "cpu"))]
         assert model.call(shard_differs, str(llama.folder), 1, 1, KV_HEADS) == [[]]
-        assert differing_slices(model.state_dict(0), 0, str(llama.folder), 1, 1, KV_HEADS) == []
+        assert differing_slices(copied, 0, str(llama.folder), 1, 1, KV_HEADS) == []
         (rank,) = model.report.ranks
         assert rank.device == "cpu+disk"
         assert rank.bytes_by_device == planned.ranks[0].bytes_by_device
@@ -50,6 +51,17 @@ def test_limits_that_nobody_gave_are_those_of_the_node(longshore: Longshore, lla
         assert model.call(_where)[0][1] == {"": "cpu"}
         with cluster.load(llama.uri, device_map="auto", device="cpu", **llama.options) as again:
             assert again.report.resident
+
+
+def test_a_rank_in_a_process_of_ones_own(longshore: Longshore, llama: StoredModel, tmp_path: Path) -> None:
+    from actors.hosting import host_rank
+
+    limits = {"cpu": cluster.plan(llama.uri, **llama.options).placed_bytes * 3 // 4}
+    options = {"device_map": "auto", "max_memory": limits, "offload_folder": tmp_path / "offload", **llama.options}
+    with host_rank(llama.uri, 0, **options) as shard:
+        assert set(shard.device_map.values()) == {"cpu", "disk"}
+        assert shard_differs(shard, str(llama.folder), 1, 1, KV_HEADS) == []
+    assert (tmp_path / "offload" / "index.json").exists()
 
 
 def test_a_rank_gets_the_gpus_that_its_map_names(longshore: Longshore, llama: StoredModel) -> None:
