@@ -8,6 +8,7 @@ from __future__ import annotations
 
 from collections.abc import Mapping
 from dataclasses import dataclass
+from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
@@ -17,16 +18,17 @@ from cluster.layout_rules import Rules
 from cluster.mesh import Layout, RankCoords
 from cluster.model_config import ModelConfig
 from cluster.planning import build_load_plan, check_plan
+from cluster.quantization_config import QuantizationConfig
 from cluster.region import Region
 from cluster.tensor_cut import region_of
 from storage.model_index import Tensor
 from tests.support.planned_models import carry_out, store_arrays
 
-Array = NDArray[np.generic]
+Array = NDArray[Any]
 Stored = dict[str, tuple[str, Array]]  # name -> (safetensors dtype, values)
 Floats = NDArray[np.float32]
 
-_NUMPY = {"I32": np.int32, "I64": np.int64, "I8": np.int8, "U8": np.uint8, "F8_E4M3": np.uint8}
+_NUMPY: dict[str, Any] = {"I32": np.int32, "I64": np.int64, "I8": np.int8, "U8": np.uint8, "F8_E4M3": np.uint8}
 _NUMPY |= {"F16": np.float16, "F32": np.float32, "BF16": np.uint16}
 AWQ_ORDER = [0, 2, 4, 6, 1, 3, 5, 7]  # of the 8 values in a word, from the lowest bits up
 
@@ -43,7 +45,8 @@ def unpack(words: NDArray[np.int32], bits: int, count: int) -> NDArray[np.int64]
     """The first `count` integers of each row."""
     stream = np.unpackbits(np.ascontiguousarray(words).view(np.uint8), axis=1, bitorder="little")
     stream = stream[:, : count * bits].reshape(len(words), count, bits)
-    return (stream.astype(np.int64) << np.arange(bits)).sum(axis=2)
+    values: NDArray[np.int64] = (stream.astype(np.int64) << np.arange(bits)).sum(axis=2)
+    return values
 
 
 @dataclass(frozen=True)
@@ -74,7 +77,8 @@ class Grouped:
         values = unpack(part["qweight"].T, self.bits, inputs).T
         zeros = unpack(part["qzeros"], self.bits, scales.shape[1]) + 1
         groups = part["g_idx"].astype(int) if self.desc_act else np.arange(inputs) // (self.group or inputs)
-        return ((values - zeros[groups]).astype(np.float32) * scales[groups]).T
+        weight: Floats = ((values - zeros[groups]).astype(np.float32) * scales[groups]).T
+        return weight
 
     def awq(self, outputs: int, inputs: int, seed: int = 0) -> Stored:
         values, zeros, scales = self._random(outputs, inputs, seed)
@@ -91,7 +95,8 @@ class Grouped:
         values = self._reorder(unpack(part["qweight"], self.bits, outputs), back)
         zeros = self._reorder(unpack(part["qzeros"], self.bits, outputs), back)
         groups = np.arange(inputs) // (self.group or inputs)
-        return ((values - zeros[groups]).astype(np.float32) * scales[groups]).T
+        weight: Floats = ((values - zeros[groups]).astype(np.float32) * scales[groups]).T
+        return weight
 
     def _random(self, outputs: int, inputs: int, seed: int) -> tuple[NDArray[np.int64], NDArray[np.int64], Array]:
         random = np.random.default_rng(seed)
@@ -129,6 +134,17 @@ def fp8_weight(part: Mapping[str, Array], block: int) -> Floats:
     scale = part["_scale_inv"].astype(np.float32).repeat(block, axis=-2).repeat(block, axis=-1)
     scaled: Floats = weight * scale[..., : weight.shape[-2], : weight.shape[-1]]
     return scaled
+
+
+def config_of(quantization: Mapping[str, object], **fields: object) -> ModelConfig:
+    """A config.json that says this of its quantisation."""
+    return ModelConfig(quantization=QuantizationConfig.model_validate(quantization), **fields)
+
+
+def grouped_config(method: str, kind: Grouped, **fields: object) -> ModelConfig:
+    """The same of GPTQ or AWQ."""
+    said = {"quant_method": method, "bits": kind.bits, "group_size": kind.group or -1, "desc_act": kind.desc_act}
+    return config_of(said, **fields)
 
 
 def load_parts(
