@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import json
 import os
 import stat
@@ -270,3 +271,17 @@ def test_hostile_names_are_refused_before_a_byte_moves(tmp_path: Path) -> None:
     ):
         planned(stored, "disk", tmp_path / "offload")
     planned(stored, {"": "disk", "../../up": "cpu"}, tmp_path / "offload")
+
+
+@pytest.mark.parametrize("call", ["posix_fallocate", "pwrite"])
+def test_a_disk_that_becomes_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+    def full(*_: Any) -> int:
+        raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
+
+    device, plan, stored = disk_device(tmp_path)
+    monkeypatch.setattr(f"actors.offload_folder.os.{call}", full)
+    with pytest.raises(DoesNotFit, match="the disk of the offload folder is full") as refused:
+        place_all(device, plan, stored)
+    assert refused.value.details["path"] == str(tmp_path / "offload")
+    device.free()
+    assert not (tmp_path / "offload").exists()
