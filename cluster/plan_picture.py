@@ -44,7 +44,7 @@ def draw_plan(table: LayerTable, title: str, have_bytes: Sequence[int | None] = 
     left = 16 + 7 * max([len("whole rank"), *(len(_name(layer)) for layer in table.layers)])
     rows = len(table.layers)
     bottom = _TOP + _ROW * (rows + 2)
-    width, height = left + column * len(drawn) + 24, bottom + 22 * (2 + len(dtypes)) + 30
+    width, height = max(640.0, left + column * len(drawn) + 24), bottom + 22 * (2 + len(dtypes)) + 30
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-labelledby="title desc" viewBox="0 0 {width:.0f} '
         f'{height:.0f}" width="{width:.0f}" height="{height:.0f}" font-family="sans-serif" font-size="11">',
@@ -118,7 +118,8 @@ def _legend(
 
 def _described(table: LayerTable, totals: Mapping[int, Counter[str]], ranks: int) -> str:
     sizes = [sum(total.values()) for total in totals.values()]
-    span = f"{show_bytes(min(sizes))} to {show_bytes(max(sizes))}" if sizes else "nothing"
+    ends = dict.fromkeys(show_bytes(size) for size in (min(sizes, default=0), max(sizes, default=0)))
+    span = " to ".join(ends)
     return f"{ranks} ranks against {len(table.layers)} layers; a rank has {span}."
 
 

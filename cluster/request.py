@@ -99,10 +99,10 @@ def make_request(
         raise ConfigError(f"wait_for_resources_s must be 0 or more seconds, not {wait_for_resources_s!r:.40}")
     rules = read_rules(layout_rules)
     fit = fit or FitOptions()
-    fit.check_device(device)
     mapping = parse_device_map(device_map, max_memory, offload_folder, layout, device)
     if mapping is not None and mapping.gpus is not None:
         device = "cuda" if mapping.gpus else "cpu"
+    fit.check_device(device)
     ref, only_key = store_options.resolve(uri)
     return LoadRequest(
         uri=f"{ref.uri}/{only_key}" if only_key else ref.uri,

@@ -9,6 +9,7 @@ from typing import Any
 import pytest
 
 from cluster.errors import ConfigError, PlanError
+from cluster.fit_options import FitOptions
 from cluster.load_request import LoadRequest, StoreAccess
 from cluster.mesh import Layout
 from cluster.request import StoreOptions, is_nested, make_request, open_uri
@@ -55,6 +56,18 @@ def test_sizes_that_no_layout_has(sizes: Any):
 def test_arguments_that_cannot_be_meant(other: dict[str, Any]):
     with pytest.raises(LongshoreError):
         request(**other)
+
+
+def test_what_has_to_stay_free_must_be_about_the_device_of_the_ranks() -> None:
+    share = FitOptions(gpu_memory_utilization=0.9)
+    for options in ({"device": "cpu"}, {"device_map": "cpu"}):
+        with pytest.raises(ConfigError, match="gpu_memory_utilization is about GPUs"):
+            request(fit=share, **options)
+    assert request(fit=share, device="cuda").fit is share
+    # It changes nothing of what a strict load holds, so it is shared; what auto takes may depend on it.
+    assert request(fit=share).identity() == request().identity()
+    auto, less = FitOptions("auto"), FitOptions("auto", 0.5)
+    assert len({request(fit=fit).identity() for fit in (FitOptions(), auto, less)}) == 3
 
 
 @pytest.mark.parametrize("uri", ["", "s3://", "s3://bucket/../other", "s3://b/a/../../c"])

@@ -1,0 +1,125 @@
+"""A model larger than the memory that a cluster has left: refused with "strict", smaller with "auto"."""
+
+from __future__ import annotations
+
+import contextlib
+import os
+import shutil
+from collections.abc import Callable, Iterator
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+import cluster
+from cluster.errors import ConfigError, DoesNotFit
+from cluster.host_room import WORKER_BYTES
+from cluster.model import LoadedModel
+from storage.dtypes import tensor_bytes
+from storage.embedded_s3 import EmbeddedS3
+from storage.host_memory import available_host_bytes
+from storage.safetensors_header import encode_header
+from tests.support.counting_proxy import CountingProxy
+from tests.support.planned_models import llama_shapes
+from tests.support.ray_clusters import Longshore
+
+pytestmark = pytest.mark.slow
+
+NAME = "wide"
+HEADER_BYTES = 1 << 20  # the header is in there, and little else
+SCREEN_CHARS = 24 * 80
+TRIES = 8
+
+
+@pytest.fixture(scope="module")
+def wide(s3_server: EmbeddedS3) -> Iterator[int]:
+    """A Llama of zeros, 0.5 GB that take no room on disk; its bytes."""
+    folder = Path(s3_server.folder, "models", NAME)
+    folder.mkdir()
+    tensors = [(name, "BF16", shape) for name, shape in llama_shapes(4, 2048, 8192, 16, 8, 256).items()]
+    header = encode_header(tensors)
+    size_bytes = sum(tensor_bytes(dtype, shape) for _, dtype, shape in tensors)
+    with open(folder / "model.safetensors", "wb") as file:
+        file.write(header)
+        os.truncate(file.fileno(), len(header) + size_bytes)
+    s3_server.refresh()
+    yield size_bytes
+    shutil.rmtree(folder)
+    s3_server.refresh()
+
+
+def _held(shard: Any) -> dict[str, int]:
+    sizes: dict[str, int] = {}
+    for tensor in shard.values():
+        dtype = str(tensor.dtype).removeprefix("torch.")
+        sizes[dtype] = sizes.get(dtype, 0) + tensor.numel() * tensor.element_size()
+    return sizes
+
+
+def _all_but(room_bytes: int) -> int:
+    """What a load must leave so that it has that room beside its process, when nobody else takes or frees memory."""
+    return available_host_bytes() - WORKER_BYTES - room_bytes
+
+
+def _smaller(load: Callable[[int], LoadedModel], whole_bytes: int) -> tuple[LoadedModel, int]:
+    """A load with room for two thirds, and what it was to leave.
+
+    Again when others took or freed so much meanwhile that it was another case.
+    """
+    for _ in range(TRIES):
+        with contextlib.suppress(DoesNotFit):
+            left = _all_but(whole_bytes * 2 // 3)
+            model = load(left)
+            if model.report.taken:
+                return model, left
+            model.release()
+    raise AssertionError(f"the memory of this machine did not keep still for {TRIES} loads")
+
+
+def test_refused_with_strict_and_smaller_with_auto(longshore: Longshore, wide: int, s3_server: EmbeddedS3) -> None:
+    with CountingProxy(s3_server.endpoint_url) as proxy:
+        options: dict[str, Any] = {
+            "endpoint_url": proxy.endpoint_url,
+            "region": "us-east-1",
+            "credentials": s3_server.credentials(),
+            "device": "cpu",
+        }
+        uri = f"s3://models/{NAME}"
+        with pytest.raises(DoesNotFit):  # brings the agents up: their arenas are taken from here on
+            cluster.load(uri, reserve_bytes=1 << 50, **options)
+        proxy.clear()
+        with pytest.raises(DoesNotFit) as refused:
+            cluster.load(uri, reserve_bytes=_all_but(wide * 2 // 3), **options)
+        said = str(refused.value)
+        assert len(said) < SCREEN_CHARS
+        assert "of host memory" in said
+        assert "change" in said
+        asked = [request.range for request in proxy.requests() if request.path.endswith(".safetensors")]
+        assert asked
+        assert all(each is not None and each[1] <= HEADER_BYTES for each in asked)  # also for what was offered
+        longshore.assert_nothing_left()
+        assert all(not node.used_bytes for node in longshore.status().nodes)
+        model, left = _smaller(lambda left: cluster.load(uri, fit="auto", reserve_bytes=left, **options), wide)
+        with model:
+            report = model.report
+            assert report.taken.startswith("quantization=")
+            assert report.precision.quantization in report.taken
+            assert [each.why_not == "" for each in report.fit] == [False] * (len(report.fit) - 1) + [True]
+            assert "needs" in report.fit[0].why_not
+            assert report.as_dict()["taken"] == report.taken
+            (held,) = model.call(_held)
+            assert sum(held.values()) == report.placed_bytes < wide * 2 // 3
+            assert held["bfloat16"] < wide // 20
+            with cluster.load(uri, fit="auto", reserve_bytes=left, **options) as again:
+                assert (again.model_id, again.report.taken) == (model.model_id, report.taken)
+            assert [each.progress.model_id for each in longshore.models()] == [model.model_id]
+            del options["device"]
+            seen = cluster.plan(uri, address=longshore.address, **options).fit
+            assert seen is not None
+            assert seen.fits is None  # the GPUs that the nodes claim to have are none
+    longshore.assert_nothing_left()
+
+
+def test_what_means_nothing_for_cpu_ranks_is_refused_by_whoever_knows(longshore: Longshore, wide: int) -> None:
+    with pytest.raises(ConfigError, match="gpu_memory_utilization is about GPUs"):
+        cluster.load(f"s3://models/{NAME}", device="cpu", gpu_memory_utilization=0.9)
