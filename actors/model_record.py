@@ -8,6 +8,7 @@ import time
 from dataclasses import dataclass, field
 from typing import Any
 
+from cluster.fit_options import what_was_taken
 from cluster.holders import Holders
 from cluster.load_request import LoadRequest
 from cluster.load_state import Life, LoadState
@@ -129,4 +130,5 @@ class ModelRecord:
             rank_hosts=tuple(self.seats[rank].host for rank in sorted(self.seats)),
             error=str(self.error) if self.error else "",
             signed_by=self.signed_by,
+            taken=what_was_taken(request.tried),
         )

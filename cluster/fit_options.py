@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import math
+from collections.abc import Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
@@ -22,6 +23,11 @@ class FitTry:
     what: str  # "as given", 'quantization="int8"'
     need_bytes: int  # of the largest rank; 0: it could not be planned
     why_not: str = ""  # it does not fit, or cannot be; "": this is what was taken
+
+
+def what_was_taken(tried: Sequence[FitTry]) -> str:
+    """What was changed: 'quantization="int8"'; "" when the model is as it was asked for."""
+    return tried[-1].what if len(tried) > 1 else ""
 
 
 @dataclass(frozen=True, slots=True)

@@ -6,42 +6,39 @@ manifest, headers, or config.json alone --> index --> plan of the request --weig
 
 from __future__ import annotations
 
-import json
 import os
-from collections.abc import Mapping, Sequence
+import time
+from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
 from pathlib import Path
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cluster.async_twins import in_thread
 from cluster.changes import Change
 from cluster.config import Config
-from cluster.connection import connect
-from cluster.device_fit import room_on
 from cluster.device_map_options import GivenMap, GivenMemory
-from cluster.errors import ClusterLost, ConfigError, LayoutError, ModelConfigError, PlanError
-from cluster.expected_time import Rates, expect, measured_rates, parse_rate
+from cluster.errors import ConfigError, LayoutError, ModelConfigError, PlanError
+from cluster.expected_time import Rates, expect, parse_rate
 from cluster.fit_options import STRICT, FitOptions
+from cluster.fit_search import PlannedChange
 from cluster.live_rules import with_live_rules
 from cluster.load_request import LoadRequest
-from cluster.memory_given import GivenDevices, parse_memory
+from cluster.memory_given import GivenDevices
 from cluster.mesh import Layout
 from cluster.model_config import CONFIG_KEY, MAX_CONFIG_BYTES, ModelConfig, parse_model_config
-from cluster.plan_fit import GIVEN, IN_CLUSTER, SEEN, Devices, check_devices, find_fit, fits_on, layouts_for, rooms_of
+from cluster.plan_fit import GIVEN, Devices, check_devices, find_fit, fits_on, layouts_for
+from cluster.plan_inputs import Measured, find_devices, read_rates
 from cluster.plan_layers import layer_table
 from cluster.plan_summary import PlanSummary, spread_evenly, summarize_plan
 from cluster.precision import make_precision
 from cluster.prepare import plan_changes, plan_model, read_model
 from cluster.rank_plans import rank_facts
-from cluster.report import LoadReport
 from cluster.request import StoreOptions, make_request
 from cluster.rules_file import LayoutRules
-from cluster.topology import NodeInfo
 from cluster.trust import TrustPolicy
 from cluster.units import parse_bytes
 from storage.errors import NotACheckpoint, StoreError
-from storage.gpu_memory import GpuMemory, gpu_memory
 from storage.model_index import ModelIndex
 from storage.object_store import read_bytes
 from storage.open_store import open_store
@@ -50,8 +47,7 @@ from storage.ranges import ByteRange
 if TYPE_CHECKING:
     from storage.store_ref import Credentials
 
-Measured = LoadReport | Mapping[str, Any] | str | os.PathLike[str]
-MAX_REPORT_BYTES = 256 << 20
+OFFERS_S = 20.0  # a plan of a very large model does not wait longer for what else could be offered
 
 
 def plan(
@@ -134,8 +130,8 @@ def plan(
         None if rate is None else parse_rate(rate) for rate in (store_rate, network_rate, place_rate)
     )
     given = Rates(store, network, place)
-    rates = given if measured is None else given.over(_measured(measured))
-    devices = _devices(memory, address, request, config)
+    rates = given if measured is None else given.over(read_rates(measured))
+    devices = find_devices(memory, address, request, config)
     host_bytes = host_memory if isinstance(host_memory, int) else parse_bytes(host_memory or "0")
     summary = with_live_rules(request, lambda asked: _summarize(asked, devices, host_bytes, config, ranks_per_node))
     node_bytes = max((node.needed_bytes for node in summary.nodes), default=0)
@@ -159,7 +155,13 @@ def _summarize(
         check_devices(request.layout, devices)
     load_plan = plan_model(request, index, stored)
     facts = rank_facts(load_plan.cut)
-    taken, fit = find_fit(request, facts, devices, lambda changes: plan_changes(index, stored, changes), host_bytes)
+    until_s = time.monotonic() + OFFERS_S
+
+    def planned(changes: Sequence[Change]) -> list[PlannedChange]:
+        offers = any(change.kind == "ranks" for change in changes)
+        return plan_changes(index, stored, changes, lambda: offers and time.monotonic() > until_s)
+
+    taken, fit = find_fit(request, facts, devices, planned, host_bytes)
     if taken is not request:
         load_plan = plan_model(taken, index, stored)
     summary = summarize_plan(
@@ -213,27 +215,6 @@ def _config_alone(request: LoadRequest, config: Config) -> bytes | None:
         return read_bytes(store, CONFIG_KEY, ByteRange(0, size_bytes))
 
 
-def _devices(memory: GivenDevices | None, address: str | None, request: LoadRequest, config: Config) -> Devices | None:
-    if memory is not None and address is not None:
-        raise ConfigError("memory was given and a cluster to ask for it", hint="leave one of memory and address away")
-    if memory is not None:
-        return Devices(rooms_of(parse_memory(memory), request, config), GIVEN)
-    source = SEEN if address is None else IN_CLUSTER
-    seen = gpu_memory() if address is None else _in_cluster(address, config)
-    return Devices(tuple(room_on(gpu, request.fit, config) for gpu in seen), source) if seen else None
-
-
-def _in_cluster(address: str, config: Config) -> tuple[GpuMemory, ...]:
-    """GPUs of the cluster's nodes. Raises ClusterLost."""
-    connection = connect(address, config, start=False)
-    if connection is None:
-        raise ClusterLost(
-            "no Longshore coordinator runs in this cluster", hint='the first load starts one; memory="4x24GB" asks none'
-        )
-    infos: list[NodeInfo] = connection.call("rooms")
-    return tuple(gpu for info in infos for gpu in info.gpus)
-
-
 def _spread(request: LoadRequest, index: ModelIndex, stored: ModelConfig | None, devices: Devices) -> LoadRequest:
     """Over all devices, when nobody said how: by the first way that fits, else by the first that is possible."""
     if len(devices.rooms) == 1 or request.layout != Layout(vocabulary_multiple=request.layout.vocabulary_multiple):
@@ -258,20 +239,6 @@ def _without_file(uri: str | os.PathLike[str]) -> str | os.PathLike[str]:
     if text == CONFIG_KEY:
         return "."
     return text.removesuffix(f"/{CONFIG_KEY}") if text.endswith(f"/{CONFIG_KEY}") else uri
-
-
-def _measured(given: Measured) -> Rates:
-    if isinstance(given, LoadReport | Mapping):
-        return measured_rates(given)
-    path = Path(given)
-    try:
-        if path.stat().st_size > MAX_REPORT_BYTES:
-            raise ConfigError(f"{path} is too large for the report of a load")
-        return measured_rates(json.loads(path.read_bytes()))
-    except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{path} is not the report of a load: {error}", hint="`longshore load --json` prints one"
-        ) from error
 
 
 def _picture_path(given: str | os.PathLike[str]) -> Path:

@@ -10,7 +10,7 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 from cluster.bottleneck import LoadLimit, find_limit
-from cluster.fit_options import FitTry
+from cluster.fit_options import FitTry, what_was_taken
 from cluster.mesh import Layout
 from cluster.node_report import NodeReport
 from cluster.object_check import ObjectCheck, join_checks, unchecked_counts
@@ -100,7 +100,7 @@ class LoadReport(Jsonable):
     @property
     def taken(self) -> str:
         """What fit="auto" changed: 'quantization="int8"'; "" when the model is as it was asked for."""
-        return self.fit[-1].what if len(self.fit) > 1 else ""
+        return what_was_taken(self.fit)
 
     @property
     def limit(self) -> LoadLimit:
@@ -250,6 +250,7 @@ class ModelStatus(Jsonable):
     rank_hosts: tuple[str, ...]  # host of rank i
     error: str = ""
     signed_by: str = ""  # id of the trusted key that signed its manifest
+    taken: str = ""  # what fit="auto" changed so that it fits
 
 
 @dataclass(frozen=True, slots=True)

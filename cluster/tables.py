@@ -76,7 +76,7 @@ def status_table(status: ClusterStatus) -> RenderableType:
                 model.progress.model_id,
                 model.progress.state,
                 f"{model.progress.ranks_ready}/{model.progress.ranks_total}",
-                str(model.layout),
+                f"{model.layout}{'; ' * bool(model.taken)}{model.taken}",
                 model.device,
                 show_bytes(model.progress.total_bytes),
                 model.holders,

@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import pickle
+from collections.abc import Callable
 from dataclasses import dataclass, replace
+from itertools import permutations
 
 import pytest
+from hypothesis import given
+from hypothesis import strategies as st
 
 from cluster.config import Config
-from cluster.errors import DoesNotFit
-from cluster.fit import check_fit, min_slots, planned_arena_bytes
+from cluster.errors import DoesNotFit, DoesNotFitNow
+from cluster.fit import check_fit, gpu_bytes, host_bytes, min_slots, planned_arena_bytes
+from cluster.fit_options import FitOptions
 from cluster.mesh import Layout
 from cluster.planning import build_load_plan
 from cluster.rank_plans import RankFacts, rank_facts
@@ -109,3 +114,68 @@ def test_planned_arena() -> None:
 
 def test_min_slots_grow_with_ranks() -> None:
     assert [min_slots(ranks) for ranks in (1, 2, 8)] == [3, 5, 17]
+
+
+small = st.integers(0, 9)
+gpus = st.builds(lambda total, used: GpuMemory(total, max(0, total - used)), small, st.integers(0, 4))
+
+
+@given(
+    needs=st.lists(st.tuples(small, st.integers(0, 3)), min_size=1, max_size=4),
+    nodes=st.lists(st.lists(gpus, min_size=1, max_size=3), min_size=1, max_size=2),
+    where=st.lists(st.integers(0, 1), min_size=4, max_size=4),
+    kept=st.integers(0, 3),
+)
+def test_ranks_on_gpus_against_every_way_to_seat_them(
+    needs: list[tuple[int, int]], nodes: list[list[GpuMemory]], where: list[int], kept: int
+) -> None:
+    """Slices and the tensor that is just converted, in what is free less what stays free, on every node."""
+    plan = Facts(tuple(RankFacts(size, size, size, staging) for size, staging in needs))
+    infos = [replace(ROOMY, host=f"h{at}", gpus=tuple(found)) for at, found in enumerate(nodes)]
+    rank_nodes = {rank: where[rank] % len(nodes) for rank in range(len(needs))}
+    config = CONFIG.changed(device_reserve_bytes=0)
+    error = check_fit(plan, rank_nodes, infos, config, "cuda", options=FitOptions(reserve_bytes=kept))
+
+    def seated(free: Callable[[GpuMemory], int]) -> bool:
+        for at, found in enumerate(nodes):
+            here = [sum(needs[rank]) for rank, node in rank_nodes.items() if node == at]
+            if len(here) > len(found):  # more ranks than GPUs are known: each beyond them is like the least roomy
+                found = [*found, *[min(found, key=free)] * (len(here) - len(found))]
+            if not any(
+                all(need <= max(0, free(gpu) - min(kept, gpu.total_bytes)) for need, gpu in zip(here, way, strict=True))
+                for way in permutations(found, len(here))
+            ):
+                return False
+        return True
+
+    assert (error is None) == seated(lambda gpu: gpu.free_bytes or 0)
+    if error is not None:  # it is told apart when only others are in the way
+        assert isinstance(error, DoesNotFitNow) == seated(lambda gpu: gpu.total_bytes)
+        assert len(str(error)) < 24 * 80
+
+
+def test_what_a_device_map_puts_elsewhere() -> None:
+    mapped = RankFacts(9, 9, 9, 2, ((0, 3), (1, 4), ("cpu", 5), ("disk", 100)))
+    assert gpu_bytes(mapped, "cuda") == {0: 5, 1: 6}
+    assert host_bytes(mapped, "cuda") == 7
+    assert gpu_bytes(RankFacts(9, 9, 9, 2), "cpu") == {}
+    assert host_bytes(RankFacts(9, 9, 9, 2), "cpu") == 11
+    assert host_bytes(RankFacts(9, 9, 9, 2), "cuda") == 0
+
+
+def test_hosts_keep_free_what_was_asked() -> None:
+    cpu = replace(ROOMY, memory_free_bytes=4 * GIB + GIB + 2 * GIB)
+    asked = FitOptions(reserve_bytes=2 * GIB)
+    assert check_fit(four_gib_plan(), (0, 0), [cpu], CONFIG, "cpu", options=asked) is None
+    less = replace(cpu, memory_free_bytes=cpu.memory_free_bytes - 1)
+    assert check_fit(four_gib_plan(), (0, 0), [less], CONFIG, "cpu", options=asked) is not None
+    assert check_fit(four_gib_plan(), (0, 0), [less], CONFIG, "cpu") is None  # the settings ask for less
+
+
+def test_many_problems_fit_on_one_screen() -> None:
+    nodes = [replace(ROOMY, host=f"a-long-name-of-a-host-{at}.example", gpus=(GpuMemory(1),)) for at in range(64)]
+    plan = Facts(four_gib_plan().ranks * 32)
+    error = check_fit(plan, range(64), nodes, CONFIG, "cuda")
+    assert error is not None
+    assert "and 60 more" in error.message
+    assert len(str(error)) < 24 * 80

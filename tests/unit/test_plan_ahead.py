@@ -9,7 +9,7 @@ from xml.etree import ElementTree
 
 import pytest
 
-from cluster import plan_ahead
+from cluster import plan_inputs
 from cluster.cli import main
 from cluster.config import Config
 from cluster.errors import ConfigError, LayoutError
@@ -38,7 +38,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_ahead, "gpu_memory", lambda: ())
+    monkeypatch.setattr(plan_inputs, "gpu_memory", lambda: ())
 
 
 def whole(model: Path) -> int:
@@ -87,7 +87,7 @@ def test_auto_plans_what_it_takes(model: Path) -> None:
 def test_gpus_of_this_machine_are_seen(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = whole(model)
     monkeypatch.setattr(
-        plan_ahead, "gpu_memory", lambda: (GpuMemory(4 * full, full // 2), GpuMemory(4 * full, 2 * full))
+        plan_inputs, "gpu_memory", lambda: (GpuMemory(4 * full, full // 2), GpuMemory(4 * full, 2 * full))
     )
     found = plan(model, config=CONFIG).fit
     assert found is not None
