@@ -59,6 +59,12 @@ class ChunkPlacer:
         """How many bytes of the chunk the rank holds."""
         return self._wanted_bytes.get(chunk, 0)
 
+    def at_once(self, chunk: int) -> bool:
+        """Whether whoever has fetched the chunk should place it too: not while others wait to be told of it, when a
+        conversion may follow.
+        """
+        return self._device.receives and self.wanted_bytes(chunk) > 0 and chunk not in self.staging.chunks
+
     def direct_chunks(self) -> tuple[int, ...]:
         """Chunks that can be received in the rank's own memory, ascending: those wanted whole, if the device can, and
         of tensors that are held as they are stored.

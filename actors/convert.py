@@ -6,7 +6,7 @@ Numerics are those of compressed-tensors with symmetric scales from the smallest
     scale = max |w| / half the range        in the dtype of the weights; 0 becomes the dtype's epsilon
     q     = round(clamp(w / scale, range))            fp8: the nearest e4m3 to clamp(w / scale, -448, 448)
 
-Rows are done a few at a time: the working memory is a few MiB beside the staged tensor, whatever its size.
+Rows are done a few at a time, on a CPU by the calling thread alone.
 """
 
 from __future__ import annotations
@@ -20,7 +20,11 @@ from cluster.load_plan import StagedTensor, TensorSlice
 from cluster.precision import GROUP, SCHEMES, Scheme
 from cluster.region import Range, Region
 
-BLOCK_ELEMENTS = 1 << 18  # converted at once
+# Converted at once. On a CPU fewer than those from which torch shares an operation among threads: on a host with many
+# ranks these would wait for each other at every one of them, busily, for longer than it takes.
+BLOCK_ELEMENTS = (1 << 15) - 1
+GPU_BLOCK_ELEMENTS = 1 << 23
+_ROUNDS = 1.5 * 2**23
 _RANGES = {4: (-8.0, 7.0), 8: (-128.0, 127.0)}
 _FP8_RANGE = (-448.0, 448.0)
 
@@ -60,12 +64,12 @@ def _matrix(
     columns: Sequence[Range] = ((0, weight.shape[1]),) if scheme.scale == "group" else held.ranges[1]
     starts: Sequence[Range] = ((0, weight.shape[0]),)
     if scheme.scale == "tensor":
-        blocks = _blocks(starts, weight.shape[1])
+        blocks = _blocks(starts, weight)
         largest = torch.stack([weight[first:end].to(dtype).abs().amax() for first, end in blocks]).amax()
         scale.fill_(_scale(largest, half))
         starts = held.ranges[0]
     place = 0
-    for first, end in _blocks(starts, weight.shape[1]):
+    for first, end in _blocks(starts, weight):
         block = weight[first:end].to(dtype)
         here = slice(place, place + end - first)
         place = here.stop
@@ -78,7 +82,9 @@ def _matrix(
             by = scale[here].unsqueeze(-1)
         scaled = (wanted / by).clamp_(low, high).reshape(len(block), -1)
         if scheme.packed:
-            _pack(scaled.round_().add_(-low).to(torch.uint8), scheme.bits, made[here].view(torch.uint8))
+            # Rounded, half to even, by what fits a float32 beside that number; its low byte is the result, offset.
+            positive = (scaled.float() + (_ROUNDS - low)).view(torch.int32).to(torch.uint8)
+            _pack(positive, scheme.bits, made[here].view(torch.uint8))
         else:
             made[here] = scaled.add_(0).to(made.dtype)  # the zero point: -0 becomes 0
     made[place:].zero_()  # padding, where the staged tensor has none
@@ -106,7 +112,8 @@ def _columns(block: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor:
     return torch.cat([block[:, first:end] for first, end in ranges], 1)
 
 
-def _blocks(ranges: Sequence[Range], columns: int) -> list[Range]:
+def _blocks(ranges: Sequence[Range], weight: torch.Tensor) -> list[Range]:
     """Rows, a few at a time."""
-    step = max(1, BLOCK_ELEMENTS // max(1, columns))
+    most = GPU_BLOCK_ELEMENTS if weight.is_cuda else BLOCK_ELEMENTS
+    step = max(1, most // max(1, weight.shape[1]))
     return [(at, min(at + step, end)) for first, end in ranges for at in range(first, end, step)]

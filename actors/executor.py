@@ -253,7 +253,7 @@ class RankLoader:
             placed_bytes = 0
             if result.commit is not None and direct:
                 placed_bytes = self._placer.wanted_bytes(chunk)
-            elif result.commit is not None and self._device.receives and self._placer.wanted_bytes(chunk):
+            elif result.commit is not None and self._placer.at_once(chunk):
                 # While it is warm, and without waiting to be told that it is there. The lease still holds the slot.
                 placed_bytes = self._placer.place(self._arena, [(chunk, lease.slot)], placing)
             self._work.fetched(result, size_bytes, time.monotonic() - begun_s, placed_bytes)

@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import threading
 import time
+from collections.abc import KeysView
 
 from actors.device import Device
 from cluster.load_plan import RankPlan
@@ -46,9 +47,9 @@ class Staging:
         self.convert_s = 0.0
 
     @property
-    def chunks(self) -> frozenset[int]:
+    def chunks(self) -> KeysView[int]:
         """Chunks that touch a tensor to convert."""
-        return frozenset(self._tensors)
+        return self._tensors.keys()
 
     def begin(self, chunk: int) -> bool:
         """Whether the chunk is to be copied now; False when it was, in whole. Raises DoesNotFit."""
