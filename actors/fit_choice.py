@@ -148,7 +148,8 @@ class FitChoice:
             hint += '; fit="auto" takes the first step of precision that fits'
         if not found:
             hint = f"{misfit.hint}. {hint}" if misfit.hint else hint
-        return type(misfit)(misfit.message, hint=hint, **misfit.details)
+        change = found[0].change.what if found else None
+        return type(misfit)(misfit.message, hint=hint, **{**misfit.details, "change": change})
 
 
 @dataclass(frozen=True, slots=True)

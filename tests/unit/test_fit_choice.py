@@ -202,6 +202,7 @@ def test_a_refusal_fits_on_one_screen_and_says_what_would_fit(model: Path, mode:
         assert "The cheapest change that fits: tensor_parallel_size=2" in said  # a GPU is free, nothing is lost
         assert 'quantization="fp8"' in said
         assert 'fit="auto"' in said
+        assert caught.value.details["change"] == "tensor_parallel_size=2"
     else:
         assert 'fit="auto" tried: as given: ' in said
         assert 'quantization="int4": ' in said
