@@ -36,7 +36,7 @@ class Staging:
                 self._awaited[segment - first].add(chunk)
                 self._tensors[chunk].append(segment - first)
         self._changed = threading.Condition()
-        self._one = threading.Lock()  # converts at a time: torch has all processors, and memory is short
+        self._one = threading.Lock()  # converts at a time: memory is short
         self._complete = 0  # tensors that have all their chunks and are not converted yet
         self._placing: set[int] = set()  # chunks
         self._placed: set[int] = set()
