@@ -54,7 +54,7 @@ def test_a_quantised_load_is_the_librarys_quantisation_of_the_whole(longshore: L
         report = two.report
         whole = assemble(piece for pieces in two.call(_pieces) for piece in pieces)
         # Another precision is another model.
-        with cluster.load(str(folder), tensor_parallel_size=2, dtype="float16", device="cpu") as cast:
+        with cluster.load(str(folder), dtype="float16", device="cpu") as cast:
             assert cast.model_id != two.model_id
             assert {tensor.dtype for tensor in cast.state_dict(0).values()} == {torch.float16}
             assert cast.report.quantization_config is None
