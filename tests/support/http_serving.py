@@ -10,7 +10,7 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 @contextmanager
 def serving(handler: type[BaseHTTPRequestHandler]) -> Iterator[ThreadingHTTPServer]:
-    """On a free port of 127.0.0.1, for as long as the block. The handler may note in `server.asked` what it was asked."""
+    """On a free port of 127.0.0.1, for as long as the block. The handler may note what it is asked: `server.asked`."""
     server = ThreadingHTTPServer(("127.0.0.1", 0), handler)
     server.asked = []  # type: ignore[attr-defined]
     thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
