@@ -128,7 +128,7 @@ class NodeLedger:
         `settled`: the rank's process uses nothing that an earlier agent told it of (no rank that it hosts does).
         """
         if settled:
-            self._settle(hello.process)
+            self.settle(hello.process)
         load = self._find(hello.load_id, hello.attempt)
         if load is None:
             return False
@@ -139,10 +139,16 @@ class NodeLedger:
         self._wake(load.join(hello, now_s))
         return True if load.error is None else load.error
 
+    def settle(self, process: ProcessId) -> None:
+        """The process uses nothing that an earlier agent told it of."""
+        self._cache.settled(process)
+        for lease_id in self._restored.pop(process, ()):
+            self._cache.abandon(lease_id)
+
     def exchange(self, update: RankUpdate, now_s: float, *, settled: bool = False) -> tuple[Orders | None, bool]:
         """(orders, or None for none now; whether other ranks may have something to do now). `settled` as for `join`."""
         if settled:
-            self._settle(update.process)
+            self.settle(update.process)
         load = self._find(update.load_id, update.attempt)
         place = None if load is None else load.ranks.get(update.rank)
         if load is None or place is None or place.is_late(update):
@@ -244,11 +250,6 @@ class NodeLedger:
     def _parts(self, load_id: str) -> list[NodeLoad]:
         """Of one load, in the order of their attempts."""
         return [self._loads[part] for part in sorted(self._loads) if part[0] == load_id]
-
-    def _settle(self, process: ProcessId) -> None:
-        self._cache.settled(process)
-        for lease_id in self._restored.pop(process, ()):
-            self._cache.abandon(lease_id)
 
     def _give_up(self, refused: list[tuple[str, int]], now_s: float) -> None:
         for part in refused:

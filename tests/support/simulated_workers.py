@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from actors.node_ledger import NodeLedger
 from cluster.errors import ClusterLost, LoadCancelled
-from cluster.messages import NodeFacts, NodeJob, RankHello, RankJob, RankUpdate, StoreAccess
+from cluster.messages import NodeFacts, NodeJob, RankHello, RankJob, RankUpdate, StoreAccess, Words
 from cluster.packed_plan import unpack_shared
 from cluster.rank_report import RankReport, StageTimes
 from cluster.report import NodeReport
@@ -177,7 +177,7 @@ class SimAgent:
                 self.node.in_flight_at_fault(seat)
         self.ledger.end(load_id, self.node.now_s)
 
-    def coordinator_age_s(self) -> float:
+    def check_in(self, process: ProcessId, words: Words) -> float:
         return 0.0
 
     # -- its threads -------------------------------------------------------------------------------------------
