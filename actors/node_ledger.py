@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from actors.disk_backlog import DiskBacklog
 from actors.node_load import NodeLoad
 from actors.object_checks import KeptSpans
-from cluster.errors import ModelNotFound, RankLost
+from cluster.errors import ModelNotFound, RankTaken
 from cluster.messages import AgentBeat, LoadBeat, NodeJob, Orders, RankBeat, RankHello, RankUpdate
 from cluster.node_report import ArenaUse
 from cluster.packed_plan import unpack_shared
@@ -271,7 +271,7 @@ class NodeLedger:
 
 
 def _replaced(message: RankHello | RankUpdate) -> LongshoreError:
-    return RankLost(
+    return RankTaken(
         "another process has the rank now",
         rank=message.rank,
         incarnation=message.incarnation,
