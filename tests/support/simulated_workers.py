@@ -51,6 +51,16 @@ class SimHost(NodeSimulation):
     def in_flight_at_fault(self, rank: SimRank) -> None:
         self.spare_fetches += len(rank.leases) + len(rank.committed)
 
+    def mapping(self) -> list[SimRank]:
+        """Those that have left too: a worker keeps its mapping for the next load."""
+        return [rank for rank in self.ranks if rank.alive]
+
+    def check_in(self) -> None:
+        """Workers without a rank at work say so to their agent, now and then."""
+        for rank in self.ranks:
+            if rank.alive and rank.left and not rank.asleep:
+                self.ledger.settle(rank.process)
+
     def kill(self, rank: SimRank) -> None:
         """SIGKILL."""
         if rank.alive:
@@ -195,6 +205,7 @@ class SimAgent:
             before = self.node.cache.stats().quarantined_slots
             self.node.sync()
             self.node.tick()
+            self.node.check_in()
             self.node.spare_fetches += max(0, self.node.cache.stats().quarantined_slots - before)
             self.cluster.clock.after(self.cluster.config.heartbeat_s / 2, self._tick)
 
