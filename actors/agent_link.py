@@ -10,8 +10,9 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from actors.names import COORDINATOR, NAMESPACE, agent_name
 from cluster.errors import ClusterLost
-from cluster.messages import AgentBeat, BeatReply, JoinReply, Orders, RankHello, RankUpdate
+from cluster.messages import AgentBeat, BeatReply, JoinReply, Orders, RankHello, RankUpdate, Words
 from cluster.remote_errors import unwrapped
+from storage.processes import ProcessId
 
 CALL_TIMEOUT_S = 30.0
 
@@ -52,8 +53,8 @@ class RayAgentLink:
         orders: Orders = pickle.loads(self._actor.call("exchange_packed", pickle.dumps(update, protocol=5)))
         return orders
 
-    def coordinator_age_s(self) -> float:
-        age_s: float = self._actor.call("coordinator_age_s")
+    def check_in(self, process: ProcessId, words: Words) -> float:
+        age_s: float = self._actor.call("check_in", process, words)
         return age_s
 
 

@@ -9,6 +9,7 @@ from __future__ import annotations
 import threading
 from dataclasses import dataclass
 
+from cluster.messages import Words
 from storage.arena import Arena
 
 
@@ -70,9 +71,9 @@ class ArenaMaps:
         """The user touches no arena any more."""
         self._claims.pop(user, None)
 
-    def others(self, user: int) -> tuple[tuple[str, str], ...]:
-        """(arena path, agent) of the other users in this process."""
-        return tuple(claim for key, claim in list(self._claims.items()) if key != user)
+    def words(self, but: int | None = None) -> Words:
+        """(arena path, agent) of the users in this process, `but` that one."""
+        return tuple(claim for key, claim in list(self._claims.items()) if key != but)
 
 
 PROCESS_ARENAS = ArenaMaps()

@@ -196,7 +196,7 @@ class RankLoader:
             direct=self._direct,
             fetched=by_source(self._sources),
             number=next(_MESSAGE_NUMBERS),
-            others=PROCESS_ARENAS.others(id(self)),
+            others=PROCESS_ARENAS.words(but=id(self)),
         )
 
     def _update(self, results: Results, *, leaving: bool) -> RankUpdate:
@@ -220,7 +220,7 @@ class RankLoader:
             requests=tuple((size_bytes, took_s, now_s - ended_s) for size_bytes, took_s, ended_s in results.requests),
             throttled=results.throttled,
             leaving=leaving,
-            others=PROCESS_ARENAS.others(id(self)) if leaving else (),
+            others=PROCESS_ARENAS.words(but=id(self)) if leaving else (),
         )
 
     # -- threads -----------------------------------------------------------------------------------------------

@@ -187,7 +187,7 @@ class GpuWorker:
         heard_s = time.monotonic()
         while not self._stopped.wait(self._orphan_after_s / WATCHES_PER_ORPHANHOOD):
             try:
-                age_s = self._agent().coordinator_age_s()
+                age_s = self._agent().check_in(ProcessId.current(), PROCESS_ARENAS.words())
                 heard_s = max(heard_s, time.monotonic() - age_s)
             except LongshoreError:
                 pass  # nobody there, or nobody well

@@ -37,7 +37,7 @@ from actors.seating import take_seats
 from actors.tending import tend_all
 from cluster import load_events, load_state
 from cluster.config import Config
-from cluster.errors import ClusterError, ClusterLost, LoadCancelled, ModelNotFound, NodeLost, RankLost
+from cluster.errors import ClusterError, ClusterLost, LoadCancelled, ModelNotFound, NodeLost, RankLost, RankTaken
 from cluster.packed_plan import PackedPlan
 from cluster.remote_errors import unwrapped
 from cluster.report import LoadReport, NodeReport
@@ -216,7 +216,8 @@ class LoadRun:
                     await record.touch()
                 await seat.worker.lifetime.options(concurrency_group="wait").remote(record.model_id)
                 return
-            except (*ACTOR_GONE, TimeoutError) as error:
+            except (*ACTOR_GONE, TimeoutError, RankTaken) as error:
+                # (RankTaken: found by its name by a restarted coordinator, while the word of its end was on its way.)
                 seat.report = None
                 await self._rank_event(load_events.RankLost, seat)
                 await self._vacate(seat)

@@ -16,21 +16,21 @@ import threading
 import time
 import uuid
 from dataclasses import replace
-from typing import Protocol
 
 from actors.disk_writer import DiskWriter
 from actors.node_ledger import NodeLedger
 from actors.node_resources import host_pools, open_arena, room_for_slots
+from actors.rank_link import CoordinatorLink
+from actors.survivors import Survivors
 from cluster.config import Config
 from cluster.messages import (
-    AgentBeat,
-    BeatReply,
     JoinReply,
     NodeFacts,
     NodeJob,
     Orders,
     RankHello,
     RankUpdate,
+    Words,
 )
 from cluster.report import NodeReport
 from longshore.install_check import check_packages
@@ -40,17 +40,10 @@ from storage.arena_files import SHM_DIRECTORY, arena_path
 from storage.chunk_cache import ChunkCache
 from storage.errors import ArenaError, LongshoreError
 from storage.gpu_memory import gpu_memory
-from storage.leases import Lease
 from storage.own_memory import PeakMemory
-from storage.processes import ProcessId, processes_mapping
+from storage.processes import ProcessId
 
 LONGEST_WAIT_S = 5.0  # of a rank for orders; it must not outlive the rank's patience with the agent
-
-
-class CoordinatorLink(Protocol):
-    """How an agent reaches the coordinator. Raises ClusterLost when nobody answers."""
-
-    def heartbeat(self, beat: AgentBeat) -> BeatReply: ...
 
 
 class NodeAgent:
@@ -82,10 +75,8 @@ class NodeAgent:
         try:
             self._arena, restored = open_arena(config, arena_path(cluster_id, node_id, directory), directory)
             cache = ChunkCache(self._arena.slot_count, journal=self._arena, ready_slots=self._arena.ready_slots)
-            leases: list[Lease] = []
-            if restored:
-                survivors = [p for p in processes_mapping(self._arena.path) if p != ProcessId.current()]
-                leases = cache.restore(survivors, time.monotonic())
+            self._survivors = Survivors(self._arena.path, self._incarnation, restored=restored)
+            leases = cache.restore(self._survivors.left, time.monotonic()) if restored else []
             self._disk = DiskWriter(config, self._arena, cache, self._changed, self._stopped)
             self._ledger = NodeLedger(cache, self._arena.slot_bytes, restored=leases, disk=self._disk.backlog)
         except LongshoreError as error:
@@ -179,7 +170,8 @@ class NodeAgent:
         """A rank introduces itself, at its start and after this agent was restarted."""
         with self._changed:
             arena = self._usable()
-            answer = self._ledger.join(hello, time.monotonic(), settled=self._is_settled(hello))
+            settled = self._survivors.settles(hello.process, hello.others)
+            answer = self._ledger.join(hello, time.monotonic(), settled=settled)
             self._changed.notify_all()
             return JoinReply(
                 arena.path,
@@ -196,7 +188,7 @@ class NodeAgent:
         give_up_s = time.monotonic() + min(update.wait_s, LONGEST_WAIT_S)
         with self._changed:
             self._usable()
-            settled = update.leaving and self._is_settled(update)
+            settled = update.leaving and self._survivors.settles(update.process, update.others)
             orders, others_may_go_on = self._ledger.exchange(update, time.monotonic(), settled=settled)
             if others_may_go_on:
                 self._changed.notify_all()
@@ -210,8 +202,19 @@ class NodeAgent:
         """`exchange`, packed by a process of ours and for it."""
         return pickle.dumps(self.exchange(pickle.loads(update)), protocol=5)
 
+    def check_in(self, process: ProcessId, words: Words) -> float:
+        """Seconds since this agent last heard the coordinator: by this, workers know that they are orphans.
+
+        `words`: (arena path, agent) by whose word ranks of the process use the arena now.
+        """
+        with self._changed:
+            if process in self._survivors.left and self._survivors.settles(process, words):
+                self._ledger.settle(process)
+                self._changed.notify_all()
+        return self.coordinator_age_s()
+
     def coordinator_age_s(self) -> float:
-        """Seconds since this agent last heard the coordinator: by this, ranks know that they are orphans."""
+        """Seconds since this agent last heard the coordinator."""
         return time.monotonic() - self._heard_s
 
     # -- threads -----------------------------------------------------------------------------------------------
@@ -252,11 +255,13 @@ class NodeAgent:
             dead = [process for process in processes if not process.is_alive()]
             with self._changed:
                 now_s = time.monotonic()
+                for process in (unmapped := self._survivors.take_unmapped()):
+                    self._ledger.settle(process)
                 changed = self._ledger.expire(now_s)
                 for process in dead:
                     self._ledger.process_dead(process, now_s)
                 overdue = self._ledger.overdue(now_s)
-                if changed or dead:
+                if changed or dead or unmapped:
                     self._changed.notify_all()
             for process in overdue:
                 if process != ProcessId.current():  # (a test, or a program of one process, hosts agent and ranks)
@@ -284,11 +289,6 @@ class NodeAgent:
             self._asked_for = reply.unknown_loads
             for load_id in reply.ended_loads:
                 self.end(load_id)
-
-    def _is_settled(self, message: RankHello | RankUpdate) -> bool:
-        """Whether no rank in the sender's process goes by what an earlier agent told it."""
-        path = self._usable().path
-        return all(agent == self._incarnation for other_path, agent in message.others if other_path == path)
 
     def _usable(self) -> Arena:
         if self._error is not None:

@@ -17,7 +17,7 @@ from collections.abc import Iterable
 from actors.disk_backlog import DiskBacklog
 from actors.node_load import NodeLoad
 from actors.object_checks import KeptSpans
-from cluster.errors import ModelNotFound, RankLost
+from cluster.errors import ModelNotFound, RankTaken
 from cluster.messages import AgentBeat, LoadBeat, NodeJob, Orders, RankBeat, RankHello, RankUpdate
 from cluster.node_report import ArenaUse
 from cluster.packed_plan import unpack_shared
@@ -128,7 +128,7 @@ class NodeLedger:
         `settled`: the rank's process uses nothing that an earlier agent told it of (no rank that it hosts does).
         """
         if settled:
-            self._settle(hello.process)
+            self.settle(hello.process)
         load = self._find(hello.load_id, hello.attempt)
         if load is None:
             return False
@@ -139,10 +139,16 @@ class NodeLedger:
         self._wake(load.join(hello, now_s))
         return True if load.error is None else load.error
 
+    def settle(self, process: ProcessId) -> None:
+        """The process uses nothing that an earlier agent told it of."""
+        self._cache.settled(process)
+        for lease_id in self._restored.pop(process, ()):
+            self._cache.abandon(lease_id)
+
     def exchange(self, update: RankUpdate, now_s: float, *, settled: bool = False) -> tuple[Orders | None, bool]:
         """(orders, or None for none now; whether other ranks may have something to do now). `settled` as for `join`."""
         if settled:
-            self._settle(update.process)
+            self.settle(update.process)
         load = self._find(update.load_id, update.attempt)
         place = None if load is None else load.ranks.get(update.rank)
         if load is None or place is None or place.is_late(update):
@@ -245,11 +251,6 @@ class NodeLedger:
         """Of one load, in the order of their attempts."""
         return [self._loads[part] for part in sorted(self._loads) if part[0] == load_id]
 
-    def _settle(self, process: ProcessId) -> None:
-        self._cache.settled(process)
-        for lease_id in self._restored.pop(process, ()):
-            self._cache.abandon(lease_id)
-
     def _give_up(self, refused: list[tuple[str, int]], now_s: float) -> None:
         for part in refused:
             del self._refused[part]
@@ -270,7 +271,7 @@ class NodeLedger:
 
 
 def _replaced(message: RankHello | RankUpdate) -> LongshoreError:
-    return RankLost(
+    return RankTaken(
         "another process has the rank now",
         rank=message.rank,
         incarnation=message.incarnation,

@@ -1,10 +1,11 @@
-"""A rank's line to the agent of its node: a handle to an actor in a cluster, an object in a test."""
+"""A rank's line to the agent of its node, and an agent's to the coordinator: actors in a cluster, objects in a test."""
 
 from __future__ import annotations
 
 from typing import Protocol
 
-from cluster.messages import JoinReply, Orders, RankHello, RankUpdate
+from cluster.messages import AgentBeat, BeatReply, JoinReply, Orders, RankHello, RankUpdate, Words
+from storage.processes import ProcessId
 
 
 class AgentLink(Protocol):
@@ -14,6 +15,12 @@ class AgentLink(Protocol):
 
     def exchange(self, update: RankUpdate) -> Orders: ...
 
-    def coordinator_age_s(self) -> float:
-        """Seconds since the agent last heard the coordinator."""
+    def check_in(self, process: ProcessId, words: Words) -> float:
+        """Seconds since the agent last heard the coordinator. `words`: as in `RankHello.others`, of all ranks."""
         ...
+
+
+class CoordinatorLink(Protocol):
+    """How an agent reaches the coordinator. Raises ClusterLost when nobody answers."""
+
+    def heartbeat(self, beat: AgentBeat) -> BeatReply: ...

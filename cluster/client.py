@@ -88,8 +88,8 @@ def load(
     but for those whose names match `skip_quantization` (patterns; "default" among them, and alone when None, stands for
     embeddings, heads, routers and towers). `placement_group`: rank i takes bundle i of yours. `progress` is called from
     this thread with every change. A second load of the same model with the same options gets the resident one.
-    `device_map` ("auto", "balanced", "balanced_low_0", "sequential", one device, or modules and their devices) gives one
-    rank several devices, as Accelerate does: GPUs, then "cpu", then "disk". `max_memory`: limits by device;
+    `device_map` ("auto", "balanced", "balanced_low_0", "sequential", one device, or modules and their devices) gives
+    one rank several devices, as Accelerate does: GPUs, then "cpu", then "disk". `max_memory`: limits by device;
     `offload_folder`: on the node, for what goes to disk (docs/device_map.md).
     `fit="strict"` refuses what does not fit before a byte moves, and says which change would; "auto" takes the first of
     as given, bfloat16, fp8, int8, int4 that fits (`report.taken`). `gpu_memory_utilization` (part of each GPU's memory

@@ -18,6 +18,7 @@ LongshoreError
 +- LoadError
 |  +- ChunkFailed               a chunk could not be had from any worker within its budget
 |  +- RankLost                  a worker died or stopped answering more often than allowed
+|  |  +- RankTaken              a worker that was given up spoke after another one had its rank
 |  +- NodeLost                  a node died, and its ranks found no other place; names both
 |  +- LoadTimeout               timeout_s passed
 |  +- LoadCancelled             released or cancelled before it was ready
@@ -98,6 +99,10 @@ class ChunkFailed(LoadError):
 
 class RankLost(LoadError):
     """A worker died or stopped answering."""
+
+
+class RankTaken(RankLost):
+    """Another process has the rank by now: this one was given up, and has not been told before."""
 
 
 class NodeLost(LoadError):

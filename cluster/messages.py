@@ -77,6 +77,9 @@ class RankJob:
     offload_folder: str = ""  # of the device map
 
 
+Words = tuple[tuple[str, str], ...]  # (arena path, agent) by whose word ranks of a process use that arena
+
+
 @dataclass(frozen=True, slots=True)
 class RankHello:
     """A rank's process introduces itself to the agent of its node: this rank has nothing of the arena in use."""
@@ -88,7 +91,7 @@ class RankHello:
     process: ProcessId
     placed: tuple[int, ...] = ()  # chunks it already has: empty at first, not after the agent restarted
     number: int = 0  # counts the messages of one process: an older one that arrives late changes nothing
-    others: tuple[tuple[str, str], ...] = ()  # (arena path, agent) by whose word other ranks of the process use it
+    others: Words = ()  # of other ranks of the process
     direct: tuple[int, ...] = ()  # chunks that it can receive in its own memory
     fetched: dict[str, tuple[int, ...]] = field(default_factory=dict)  # chunks that it has fetched, by source
 
@@ -162,7 +165,7 @@ class RankUpdate:
     requests: tuple[tuple[int, float, float], ...] = ()  # that brought a chunk: its bytes, seconds, how long ago
     throttled: int = 0  # answers of the store since the last update that asked for fewer requests
     leaving: bool = False  # the last message: nothing of the arena is in use any more, done or not
-    others: tuple[tuple[str, str], ...] = ()  # see RankHello; when leaving
+    others: Words = ()  # see RankHello; when leaving
 
     def lease_ids(self) -> list[str]:
         """The leases that ended with it."""

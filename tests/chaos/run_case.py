@@ -134,7 +134,7 @@ class CaseRunner:
                         store_bytes = node.needed_bytes - node.disk_bytes
                         needed_bytes[node.node] = max(store_bytes, needed_bytes.get(node.node, 0))
                     reports.append(model.report)
-                    verdicts.append(self._compare(model, running.folder))
+                    verdicts.append(self._compare(case, model, running.folder))
             except LongshoreError as error:
                 verdicts.append(_verdict(case, error))
             except TimeoutError:
@@ -160,7 +160,7 @@ class CaseRunner:
             )
         return kind, said, extra_bytes
 
-    def _compare(self, model: cluster.LoadedModel, folder: Path) -> tuple[str, str]:
+    def _compare(self, case: Case, model: cluster.LoadedModel, folder: Path) -> tuple[str, str]:
         report = model.report
         give_up_s = time.monotonic() + REFILL_TIMEOUT_S
         while True:
@@ -173,6 +173,10 @@ class CaseRunner:
                     return HUNG, f"not filled again: {error}"[:300]
                 time.sleep(0.2)
                 continue
+            except cluster.ModelNotFound:
+                if case.given_up != "released":
+                    raise
+                return REFUSED, "released when it was ready"
             return (WRONG, f"other bytes: {differing}"[:300]) if any(differing) else (EXACT, "")
 
     def _fill_disk(self, case: Case, proxy: ChaosProxy, disk: Path) -> None:

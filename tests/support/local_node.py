@@ -30,7 +30,7 @@ from cluster.layout_rules import rules_for
 from cluster.load_plan import LoadPlan
 from cluster.load_request import StoreAccess
 from cluster.mesh import Layout
-from cluster.messages import FetchSettings, JoinReply, NodeJob, Orders, RankHello, RankJob, RankUpdate
+from cluster.messages import FetchSettings, JoinReply, NodeJob, Orders, RankHello, RankJob, RankUpdate, Words
 from cluster.model_config import read_model_config
 from cluster.packed_plan import pack_shared
 from cluster.planning import build_load_plan
@@ -40,6 +40,7 @@ from storage.checksum import digest_of
 from storage.errors import ArenaError
 from storage.model_index import ModelIndex
 from storage.object_store import MemoryStore, ObjectStore
+from storage.processes import ProcessId
 from storage.store_ref import StoreRef
 
 HEARTBEAT_S = 0.05
@@ -114,6 +115,18 @@ class LocalNode:
 
     def start_agent(self) -> NodeAgent:
         return NodeAgent(self.config, "cluster", "node", directory=str(self.folder))
+
+    def crash(self) -> None:
+        """The agent's process is gone between two messages: its mapping with it, the arena's file not."""
+        agent = self.agent
+        with agent._changed:  # calls under way end in the middle, as they would
+            arena, agent._arena = agent._arena, None
+            agent._stopped.set()
+            agent._changed.notify_all()
+        for thread in agent._threads:
+            thread.join()
+        if arena is not None:
+            arena.close()
 
     def begin(self, plan: LoadPlan, load_id: str = "", ranks: Sequence[int] = (), done: Sequence[int] = ()) -> str:
         """Tell the agent of a load; waits for its slots. Returns the load's id."""
@@ -222,9 +235,9 @@ class SwitchedLink:
             raise ClusterLost("the answer got lost")
         return orders
 
-    def coordinator_age_s(self) -> float:
+    def check_in(self, process: ProcessId, words: Words) -> float:
         self._check()
-        return self.agent.coordinator_age_s()
+        return self.agent.check_in(process, words)
 
     def _check(self) -> None:
         if self.cut.is_set():

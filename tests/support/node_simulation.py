@@ -426,13 +426,16 @@ class NodeSimulation:
     def kill(self, rank: SimRank) -> None:
         rank.alive = False
 
+    def mapping(self) -> list[SimRank]:
+        """Ranks whose processes map the arena."""
+        return [rank for rank in self.ranks if rank.alive and not rank.left]
+
     def restart_agent(self) -> None:
         """The agent is killed between two messages; the coordinator tells its successor the loads again."""
         self.restarted = True
         self.late.clear()
         self.cache = ChunkCache(self.slot_count, journal=self.journal, ready_slots=self.ready_slots)
-        survivors = [rank.process for rank in self.ranks if rank.alive and not rank.left]
-        restored = self.cache.restore(survivors, self.now_s)
+        restored = self.cache.restore([rank.process for rank in self.mapping()], self.now_s)
         self.ledger = NodeLedger(self.cache, CHUNK_BYTES, self.chance, restored=restored)
         for load in self.loads.values():
             load.begun = False

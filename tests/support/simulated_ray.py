@@ -88,8 +88,9 @@ class SimRay:
         return Handle(self, actor)
 
     def kill(self, handle: Handle, no_restart: bool) -> None:
+        """Who asks does not wait for it: until it is done the actor is found by its name, and at work."""
         self._check_heard()
-        self.end(handle.actor)
+        self.clock.soon(lambda: self.end(handle.actor), 2.0)
 
     def nodes(self) -> list[dict[str, Any]]:
         self._check_heard()

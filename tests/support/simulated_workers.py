@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from actors.node_ledger import NodeLedger
 from cluster.errors import ClusterLost, LoadCancelled
 from cluster.load_request import StoreAccess
-from cluster.messages import NodeFacts, NodeJob, RankHello, RankJob, RankUpdate
+from cluster.messages import NodeFacts, NodeJob, RankHello, RankJob, RankUpdate, Words
 from cluster.packed_plan import unpack_shared
 from cluster.rank_report import RankReport, StageTimes
 from cluster.report import NodeReport
@@ -51,6 +51,16 @@ class SimHost(NodeSimulation):
 
     def in_flight_at_fault(self, rank: SimRank) -> None:
         self.spare_fetches += len(rank.leases) + len(rank.committed)
+
+    def mapping(self) -> list[SimRank]:
+        """Those that have left too: a worker keeps its mapping for the next load."""
+        return [rank for rank in self.ranks if rank.alive]
+
+    def check_in(self) -> None:
+        """Workers without a rank at work say so to their agent, now and then."""
+        for rank in self.ranks:
+            if rank.alive and rank.left and not rank.asleep:
+                self.ledger.settle(rank.process)
 
     def kill(self, rank: SimRank) -> None:
         """SIGKILL."""
@@ -178,7 +188,7 @@ class SimAgent:
                 self.node.in_flight_at_fault(seat)
         self.ledger.end(load_id, self.node.now_s)
 
-    def coordinator_age_s(self) -> float:
+    def check_in(self, process: ProcessId, words: Words) -> float:
         return 0.0
 
     # -- its threads -------------------------------------------------------------------------------------------
@@ -196,6 +206,7 @@ class SimAgent:
             before = self.node.cache.stats().quarantined_slots
             self.node.sync()
             self.node.tick()
+            self.node.check_in()
             self.node.spare_fetches += max(0, self.node.cache.stats().quarantined_slots - before)
             self.cluster.clock.after(self.cluster.config.heartbeat_s / 2, self._tick)
 

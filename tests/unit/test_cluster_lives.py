@@ -308,6 +308,26 @@ def test_without_faults_every_load_is_ready_and_each_chunk_is_fetched_once_by_a_
         cluster.close()
 
 
+def test_a_worker_that_was_given_up_and_is_found_by_its_name_is_replaced() -> None:
+    """By a coordinator that was killed right after it had told the agent, before its word to the worker was heard."""
+    cluster = cluster_of(3, 1, True, 0.0)
+    try:
+        client = cluster.load("a", 1, 2)
+        while not (begun := [worker for worker in cluster.workers() if worker.rank is not None and worker.rank.placed]):
+            cluster.run(0.1)
+        given_up = begun[0].rank
+        agent = cluster.hosts[0].agent
+        assert given_up is not None
+        assert agent is not None
+        agent.ledger.rank_lost(given_up.load.load_id, given_up.rank, 1, cluster.clock.now_s)
+        cluster.kill_coordinator()
+        cluster.settle()
+        assert client.ready
+        cluster.end()
+    finally:
+        cluster.close()
+
+
 # --- it can fail ------------------------------------------------------------------------------------------------
 
 

@@ -409,7 +409,7 @@ def test_an_agent_that_is_restarted_in_mid_load_keeps_what_was_committed(shm_dir
         wait_for(lambda: node.agent.report(load_id).store_chunks >= 8)
         link.cut.set()
         kept = node.agent.report(load_id).store_chunks
-        crash(node)
+        node.crash()
         store.go.set()
         wait_for(lambda: all(not rank.loader._work._in_hand for rank in ranks))
         node.agent = link.agent = node.start_agent()
@@ -536,19 +536,6 @@ def wait_for(condition: Callable[[], bool]) -> None:
     while not condition():
         assert time.monotonic() < give_up_s, "that never came true"
         time.sleep(0.01)
-
-
-def crash(node: LocalNode) -> None:
-    """The agent's process is gone between two messages: its mapping with it, the arena's file not."""
-    agent = node.agent
-    with agent._changed:  # calls under way end in the middle, as they would
-        arena, agent._arena = agent._arena, None
-        agent._stopped.set()
-        agent._changed.notify_all()
-    for thread in agent._threads:
-        thread.join()
-    if arena is not None:
-        arena.close()
 
 
 def test_plan_of_is_what_a_published_model_would_be():

@@ -2,11 +2,9 @@
 
 from __future__ import annotations
 
-import http.server
-import threading
 import zlib
 from collections.abc import Iterator
-from contextlib import closing, contextmanager
+from contextlib import closing
 from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
@@ -18,6 +16,7 @@ from storage.http_limits import most_bytes, stays_at_home
 from storage.object_store import read_bytes
 from storage.ranges import ByteRange
 from storage.store_ref import parse_uri
+from tests.support.http_serving import place, serving
 
 DATA = bytes(range(256)) * 64
 
@@ -81,27 +80,13 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-@contextmanager
-def serving() -> Iterator[ThreadingHTTPServer]:
-    server = http.server.ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.asked = []  # type: ignore[attr-defined]
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
 @pytest.fixture
 def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FsspecStore, ThreadingHTTPServer]]:
     """A store on one server, and the server that it may be sent to."""
     pytest.importorskip("aiohttp")
-    with serving() as home, serving() as other:
-        monkeypatch.setattr(Handler, "elsewhere", f"http://127.0.0.1:{other.server_address[1]}")
-        uri = f"http://127.0.0.1:{home.server_address[1]}/m"
+    with serving(Handler) as home, serving(Handler) as other:
+        monkeypatch.setattr(Handler, "elsewhere", place(other))
+        uri = f"{place(home)}/m"
         with closing(FsspecStore(parse_uri(uri, environ={}))) as store:
             yield store, other
 

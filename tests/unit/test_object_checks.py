@@ -20,7 +20,7 @@ from storage.object_checksum import NO_CHECKSUM, NOT_COMBINABLE
 from tests.support.checkpoints import flat_objects, sharded_objects
 from tests.support.disk_chunks import chunks_in
 from tests.support.exact_ranks import check_exact
-from tests.support.local_node import Belongings, LocalNode, local_node, run_all
+from tests.support.local_node import Belongings, local_node, run_all
 from tests.support.ray_clusters import eventually
 from tests.support.summed_store import SummedStore
 
@@ -43,17 +43,6 @@ def nothing_left_behind() -> Iterator[None]:
 
 def _plan(store: SummedStore, fsdp: int = 1, chunk_bytes: int = CHUNK_BYTES) -> LoadPlan:
     return build_load_plan(open_model(store, chunk_bytes=chunk_bytes), Layout(1, fsdp, 1))
-
-
-def _crash(node: LocalNode) -> None:
-    """What a SIGKILL leaves: an arena that nobody unlinked."""
-    agent = node.agent
-    agent._stopped.set()
-    for thread in agent._threads:
-        thread.join()
-    arena = agent._arena
-    assert arena is not None
-    arena.close()
 
 
 def _outcomes(objects: tuple[ObjectCheck, ...]) -> dict[str, str]:
@@ -115,7 +104,7 @@ def test_an_agent_that_was_restarted_says_that_it_does_not_know(shm_dir: Path) -
     store = SummedStore(OBJECTS, "crc32c")
     with local_node(shm_dir, slots=60) as node:
         node.load(_plan(store), store)
-        _crash(node)
+        node.crash()
         node.agent = node.start_agent()
         ranks, report = node.load(_plan(store), store)
         check_exact(ranks, OBJECTS)

@@ -3,10 +3,8 @@
 from __future__ import annotations
 
 import contextlib
-import threading
-from collections.abc import Iterator
-from contextlib import closing, contextmanager
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from contextlib import closing
+from http.server import BaseHTTPRequestHandler
 
 import pytest
 
@@ -15,6 +13,7 @@ from storage.object_store import read_bytes
 from storage.ranges import ByteRange
 from storage.s3 import S3Store
 from storage.store_ref import Credentials, parse_uri
+from tests.support.http_serving import place, serving
 
 pytestmark = pytest.mark.slow
 KEYS = Credentials(access_key_id="id", secret_access_key="secret")
@@ -24,10 +23,11 @@ class Handler(BaseHTTPRequestHandler):
     """Refuses everything in the way that its server was told."""
 
     protocol_version = "HTTP/1.1"
+    answer: tuple[int, dict[str, str], bytes] = (500, {}, b"")
 
     def do_GET(self) -> None:
         self.server.asked.append(self.path)  # type: ignore[attr-defined]
-        status, headers, body = self.server.answer  # type: ignore[attr-defined]
+        status, headers, body = Handler.answer
         self.rfile.read(int(self.headers.get("Content-Length") or 0))
         self.send_response(status)
         for name, value in headers.items():
@@ -53,33 +53,14 @@ class Handler(BaseHTTPRequestHandler):
         pass
 
 
-@contextmanager
-def serving() -> Iterator[ThreadingHTTPServer]:
-    server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-    server.asked = []  # type: ignore[attr-defined]
-    server.answer = (500, {}, b"")  # type: ignore[attr-defined]
-    thread = threading.Thread(target=server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-    thread.start()
-    try:
-        yield server
-    finally:
-        server.shutdown()
-        server.server_close()
-        thread.join()
-
-
-def place(server: ThreadingHTTPServer) -> str:
-    return f"http://127.0.0.1:{server.server_address[1]}"
-
-
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
 @pytest.mark.parametrize("region", ["", "eu-west-9", "x.evil.example/"])
-def test_nobody_else_is_asked(status: int, region: str) -> None:
-    with serving() as home, serving() as other:
+def test_nobody_else_is_asked(status: int, region: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    with serving(Handler) as home, serving(Handler) as other:
         elsewhere = place(other)
         error = f"<Error><Code>PermanentRedirect</Code><Endpoint>{elsewhere[7:]}</Endpoint></Error>".encode()
         headers = {"Location": f"{elsewhere}/x"} | ({"x-amz-bucket-region": region} if region else {})
-        home.answer = (status, headers, error)  # type: ignore[attr-defined]
+        monkeypatch.setattr(Handler, "answer", (status, headers, error))
         ref = parse_uri("s3://bucket/model", endpoint_url=place(home), region="us-east-1", environ={})
         with closing(S3Store(ref, KEYS, read_timeout_s=5)) as store:
             for request in (
