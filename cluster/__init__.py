@@ -44,6 +44,7 @@ if TYPE_CHECKING:
     from cluster.errors import PackageMissing as PackageMissing
     from cluster.errors import PlanError as PlanError
     from cluster.errors import RankLost as RankLost
+    from cluster.errors import RankTaken as RankTaken
     from cluster.errors import RemoteCallFailed as RemoteCallFailed
     from cluster.errors import VersionMismatch as VersionMismatch
     from cluster.model import LoadedModel as LoadedModel
@@ -103,7 +104,7 @@ _EXPORTS = {
     "cluster.errors": (
         "ChunkFailed ClusterError ClusterLost ConfigError DeviceUnavailable DoesNotFit IllegalTransition LayoutError "
         "LoadCancelled LoadError LoadForgotten LoadTimeout ModelConfigError ModelNotFound NodeLost NotEnoughResources "
-        "PackageMissing PlanError RankLost RemoteCallFailed VersionMismatch"
+        "PackageMissing PlanError RankLost RankTaken RemoteCallFailed VersionMismatch"
     ),
     "cluster.model": "LoadedModel",
     "cluster.plan_summary": "PlanSummary",
