@@ -40,6 +40,7 @@ if TYPE_CHECKING:
     from cluster.errors import PackageMissing as PackageMissing
     from cluster.errors import PlanError as PlanError
     from cluster.errors import RankLost as RankLost
+    from cluster.errors import RankTaken as RankTaken
     from cluster.errors import RemoteCallFailed as RemoteCallFailed
     from cluster.errors import UnknownFamily as UnknownFamily
     from cluster.errors import VersionMismatch as VersionMismatch
@@ -106,7 +107,7 @@ _EXPORTS = {
     "cluster.errors": (
         "ChunkFailed ClusterError ClusterLost ConfigError DeviceUnavailable DoesNotFit DoesNotFitNow "
         "IllegalTransition LayoutError LoadCancelled LoadError LoadForgotten LoadTimeout ModelConfigError "
-        "ModelNotFound ModuleMismatch NodeLost NotEnoughResources PackageMissing PlanError RankLost "
+        "ModelNotFound ModuleMismatch NodeLost NotEnoughResources PackageMissing PlanError RankLost RankTaken "
         "RemoteCallFailed UnknownFamily VersionMismatch"
     ),
     "cluster.model": "LoadedModel",
