@@ -15,7 +15,7 @@ from typing import TYPE_CHECKING
 
 from actors.node_ledger import NodeLedger
 from cluster.errors import ClusterLost, LoadCancelled
-from cluster.messages import NodeFacts, NodeJob, RankHello, RankJob, RankUpdate, StoreAccess, Words
+from cluster.messages import NodeFacts, NodeJob, RankHello, RankJob, RankUpdate, StoreAccess
 from cluster.packed_plan import unpack_shared
 from cluster.rank_report import RankReport, StageTimes
 from cluster.report import NodeReport
@@ -187,7 +187,7 @@ class SimAgent:
                 self.node.in_flight_at_fault(seat)
         self.ledger.end(load_id, self.node.now_s)
 
-    def check_in(self, process: ProcessId, words: Words) -> float:
+    def coordinator_age_s(self) -> float:
         return 0.0
 
     # -- its threads -------------------------------------------------------------------------------------------
