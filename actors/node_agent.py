@@ -71,6 +71,7 @@ class NodeAgent:
         self._asked_for: tuple[str, ...] = ()
         self._memory: dict[str, PeakMemory] = {}  # of this process, by load
         self._arena: Arena | None = None
+        self._survivors = Survivors("", self._incarnation, restored=False)
         self._threads: list[threading.Thread] = []
         try:
             self._arena, restored = open_arena(config, arena_path(cluster_id, node_id, directory), directory)
@@ -253,9 +254,10 @@ class NodeAgent:
                 for memory in self._memory.values():
                     memory.sample()
             dead = [process for process in processes if not process.is_alive()]
+            mapping = self._survivors.mapping()
             with self._changed:
                 now_s = time.monotonic()
-                for process in (unmapped := self._survivors.take_unmapped()):
+                for process in (unmapped := self._survivors.take_unmapped(mapping)):
                     self._ledger.settle(process)
                 changed = self._ledger.expire(now_s)
                 for process in dead:

@@ -26,11 +26,15 @@ class Survivors:
             self.left.discard(process)
         return settled
 
-    def take_unmapped(self) -> set[ProcessId]:
-        """Those that do not map the arena any more, and are none therefore.
+    def mapping(self) -> set[ProcessId]:
+        """Who maps the arena now; nobody where there are no survivors, as it takes a look at every process."""
+        try:
+            return set(processes_mapping(self._path)) if self.left else set()
+        except FileNotFoundError:  # the agent is being shut down
+            return set(self.left)
 
-        Looks through all processes, as long as there are survivors.
-        """
-        gone = self.left - set(processes_mapping(self._path)) if self.left else set()
+    def take_unmapped(self, mapping: set[ProcessId]) -> set[ProcessId]:
+        """Those that were not among `mapping`, and are no survivors therefore."""
+        gone = self.left - mapping
         self.left -= gone
         return gone

@@ -16,7 +16,7 @@ from typing import TYPE_CHECKING
 from actors.node_ledger import NodeLedger
 from cluster.errors import ClusterLost, LoadCancelled
 from cluster.load_request import StoreAccess
-from cluster.messages import NodeFacts, NodeJob, RankHello, RankJob, RankUpdate, Words
+from cluster.messages import NodeFacts, NodeJob, RankHello, RankJob, RankUpdate
 from cluster.packed_plan import unpack_shared
 from cluster.rank_report import RankReport, StageTimes
 from cluster.report import NodeReport
@@ -188,7 +188,7 @@ class SimAgent:
                 self.node.in_flight_at_fault(seat)
         self.ledger.end(load_id, self.node.now_s)
 
-    def check_in(self, process: ProcessId, words: Words) -> float:
+    def coordinator_age_s(self) -> float:
         return 0.0
 
     # -- its threads -------------------------------------------------------------------------------------------

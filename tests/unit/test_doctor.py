@@ -8,7 +8,6 @@ import os
 import socket
 import subprocess
 import sys
-import threading
 import time
 from collections.abc import Iterable, Iterator
 from email.utils import formatdate
@@ -27,6 +26,7 @@ from storage.arena_files import ARENA_PREFIX
 from storage.errors import AccessDenied
 from storage.object_store import MemoryStore
 from tests.support.checkpoints import write_tiny_llama
+from tests.support.http_serving import place, serving
 
 
 def outcomes(checks: Iterable[Check]) -> dict[str, str]:
@@ -312,13 +312,8 @@ def dated_server() -> Iterator[tuple[str, dict[str, float]]]:
         def log_message(self, *_: object) -> None:
             pass
 
-    server = http.server.HTTPServer(("127.0.0.1", 0), Refuses)
-    thread = threading.Thread(target=server.serve_forever)
-    thread.start()
-    yield f"http://127.0.0.1:{server.server_port}", clock
-    server.shutdown()
-    thread.join()
-    server.server_close()
+    with serving(Refuses) as server:
+        yield place(server), clock
 
 
 @pytest.mark.slow

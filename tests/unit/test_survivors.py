@@ -13,6 +13,7 @@ import pytest
 from cluster.load_plan import LoadPlan
 from cluster.messages import NodeJob
 from cluster.packed_plan import pack_shared
+from storage.errors import LongshoreError
 from storage.object_store import MemoryStore
 from storage.processes import ProcessId, processes_mapping
 from tests.support.checkpoints import flat_objects
@@ -111,3 +112,16 @@ def test_a_survivor_that_unmaps_the_arena_holds_nothing(shm_dir: Path) -> None:
         assert not node.agent.begin(job(node, plan))
         child.unmap()
         goes_on(node, plan)
+
+
+def test_an_agent_without_an_arena_tells_workers_whether_they_are_orphans(tmp_path: Path) -> None:
+    with local_node(tmp_path, slots=5) as node:
+        node.crash()
+        arena = next(tmp_path.iterdir())
+        arena.unlink()
+        arena.mkdir()  # where the next agent would make its own
+        node.agent = node.start_agent()
+        with pytest.raises(LongshoreError):
+            node.agent.facts()
+        assert node.agent.check_in(ProcessId.current(), ()) >= 0
+        arena.rmdir()
