@@ -10,9 +10,9 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from actors.names import COORDINATOR, NAMESPACE, agent_name
 from cluster.errors import ClusterLost
+from cluster.joining.remote_errors import unwrapped
 from cluster.messages import AgentBeat, BeatReply, JoinReply, Orders, RankHello, RankUpdate, Words
-from cluster.remote_errors import unwrapped
-from storage.processes import ProcessId
+from storage.host.processes import ProcessId
 
 CALL_TIMEOUT_S = 30.0
 
@@ -39,7 +39,7 @@ class _NamedActor:
 
 
 class RayAgentLink:
-    """A rank's line to its agent (`actors.executor.AgentLink`)."""
+    """A rank's line to its agent (`actors.rank.executor.AgentLink`)."""
 
     def __init__(self, node_id: str) -> None:
         self._actor = _NamedActor(agent_name(node_id), "the node's agent")

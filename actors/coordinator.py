@@ -5,7 +5,7 @@
     LoadRun (one task per load) plans, starts and tends the ranks; this class answers questions and keeps holders
 
 When it is killed, Ray starts it again with nothing: agents hand back the records it left with them in their
-heartbeats (`actors.agent_watch`), and clients renew their holds. Workers notice nothing.
+heartbeats (`actors.coordination.agent_watch`), and clients renew their holds. Workers notice nothing.
 """
 
 from __future__ import annotations
@@ -19,21 +19,21 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from actors import nodes, spawn
-from actors.agent_watch import REBUILD_S, AgentWatch
-from actors.gangs import Gangs
-from actors.load_run import LoadRun
-from actors.model_record import ModelRecord
-from actors.planner import Planner
-from actors.strays import end_strays
+from actors.coordination import nodes, spawn
+from actors.coordination.agent_watch import REBUILD_S, AgentWatch
+from actors.coordination.gangs import Gangs
+from actors.coordination.load_run import LoadRun
+from actors.coordination.model_record import ModelRecord
+from actors.coordination.planner import Planner
+from actors.coordination.strays import end_strays
 from cluster.config import Config
 from cluster.errors import LoadCancelled, ModelNotFound, RankLost
-from cluster.holders import Holders
 from cluster.load_request import LoadRequest
-from cluster.load_state import Life, LoadState
 from cluster.messages import AgentBeat, BeatReply
-from cluster.report import ClusterStatus, LoadProgress, LoadReport
-from cluster.topology import NodeInfo, resolve_device
+from cluster.reports.report import ClusterStatus, LoadProgress, LoadReport
+from cluster.scheduling.holders import Holders
+from cluster.scheduling.load_state import Life, LoadState
+from cluster.scheduling.topology import NodeInfo, resolve_device
 from cluster.trust import TrustPolicy
 from longshore.install_check import check_packages
 from longshore.version import PROTOCOL_VERSION, __version__

@@ -23,17 +23,17 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.arena_maps import PROCESS_ARENAS
-from actors.hosted_load import HostedLoad
+from actors.devices.segment_memory import PROCESS_MEMORY
+from actors.rank.arena_maps import PROCESS_ARENAS
+from actors.rank.hosted_load import HostedLoad
 from actors.rank_link import AgentLink
-from actors.segment_memory import PROCESS_MEMORY
 from cluster.errors import LoadCancelled, ModelNotFound, RemoteCallFailed
 from cluster.load_request import StoreAccess
 from cluster.messages import RankJob
-from cluster.report import RankReport
+from cluster.reports.report import RankReport
 from longshore.install_check import check_packages
 from storage.errors import LongshoreError
-from storage.processes import ProcessId
+from storage.host.processes import ProcessId
 
 CONCURRENCY_GROUPS = {"control": 4, "wait": 8, "call": 1}
 WATCHES_PER_ORPHANHOOD = 20
@@ -41,7 +41,7 @@ LEFT_ON_GPU_BYTES = 256 << 20  # workspaces of libraries, which stay: half of wh
 
 
 class GpuWorker:
-    """One rank. Plain class; `actors.spawn` makes an actor of it."""
+    """One rank. Plain class; `actors.coordination.spawn` makes an actor of it."""
 
     def __init__(self, node_id: str, device: str, orphan_after_s: float, link: AgentLink | None = None) -> None:
         check_packages()

@@ -23,26 +23,26 @@ from ray.exceptions import RayError, RayTaskError
 
 from actors import launch
 from actors.agent_link import RayAgentLink
-from actors.device import open_device
-from actors.executor import RankLoader
-from actors.jobs import fetch_settings
-from actors.mapped_device import open_mapped_rank
+from actors.coordination.jobs import fetch_settings
+from actors.devices.device import open_device
+from actors.devices.mapped_device import open_mapped_rank
 from actors.names import NAMESPACE, agent_name
-from actors.node_limits import own_limits
+from actors.node.node_limits import own_limits
+from actors.rank.executor import RankLoader
 from actors.shard import RankShard
 from cluster.config import Config
-from cluster.device_map_options import GivenMap, GivenMemory
+from cluster.device_map.options import GivenMap, GivenMemory
 from cluster.errors import ClusterLost, ConfigError
-from cluster.fit import min_slots
-from cluster.live_rules import with_live_rules
-from cluster.mesh import Layout
+from cluster.fit.needs import min_slots
+from cluster.joining.remote_errors import unwrapped
+from cluster.layouts.live_rules import with_live_rules
+from cluster.layouts.mesh import Layout
+from cluster.layouts.rules_file import LayoutRules
 from cluster.messages import JoinReply, NodeJob, RankHello, RankJob
-from cluster.packed_plan import pack_shared
-from cluster.precision import make_precision
-from cluster.prepare import prepare_plan
-from cluster.remote_errors import unwrapped
+from cluster.plans.packed_plan import pack_shared
+from cluster.plans.prepare import prepare_plan
+from cluster.precision.recipes import make_precision
 from cluster.request import StoreOptions, make_request
-from cluster.rules_file import LayoutRules
 from cluster.trust import TrustPolicy
 from storage.store_ref import Credentials
 

@@ -17,11 +17,11 @@ import time
 import uuid
 from dataclasses import replace
 
-from actors.disk_writer import DiskWriter
-from actors.node_ledger import NodeLedger
-from actors.node_resources import host_pools, open_arena, room_for_slots
+from actors.node.disk_writer import DiskWriter
+from actors.node.node_ledger import NodeLedger
+from actors.node.node_resources import host_pools, open_arena, room_for_slots
+from actors.node.survivors import Survivors
 from actors.rank_link import CoordinatorLink
-from actors.survivors import Survivors
 from cluster.config import Config
 from cluster.messages import (
     JoinReply,
@@ -32,22 +32,22 @@ from cluster.messages import (
     RankUpdate,
     Words,
 )
-from cluster.report import NodeReport
+from cluster.reports.report import NodeReport
 from longshore.install_check import check_packages
 from longshore.version import __version__
-from storage.arena import Arena
-from storage.arena_files import SHM_DIRECTORY, arena_path
-from storage.chunk_cache import ChunkCache
+from storage.arena.arena import Arena
+from storage.arena.arena_files import SHM_DIRECTORY, arena_path
+from storage.arena.chunk_cache import ChunkCache
 from storage.errors import ArenaError, LongshoreError
-from storage.gpu_memory import gpu_memory
-from storage.own_memory import PeakMemory
-from storage.processes import ProcessId
+from storage.host.gpu_memory import gpu_memory
+from storage.host.own_memory import PeakMemory
+from storage.host.processes import ProcessId
 
 LONGEST_WAIT_S = 5.0  # of a rank for orders; it must not outlive the rank's patience with the agent
 
 
 class NodeAgent:
-    """Plain class; `actors.spawn` makes the actor. Thread-safe: many calls wait in it at once."""
+    """Plain class; `actors.coordination.spawn` makes the actor. Thread-safe: many calls wait in it at once."""
 
     def __init__(
         self,

@@ -5,7 +5,7 @@ from __future__ import annotations
 from typing import Protocol
 
 from cluster.messages import AgentBeat, BeatReply, JoinReply, Orders, RankHello, RankUpdate, Words
-from storage.processes import ProcessId
+from storage.host.processes import ProcessId
 
 
 class AgentLink(Protocol):

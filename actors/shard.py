@@ -5,10 +5,10 @@ from __future__ import annotations
 from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
-from actors.device import Device
-from actors.tensor_names import Rename
-from cluster.device_map import CPU, DISK, device_name
-from cluster.load_plan import RankPlan, TensorSlice
+from actors.devices.device import Device
+from actors.handover.tensor_names import Rename
+from cluster.device_map.deciding import CPU, DISK, device_name
+from cluster.plans.load_plan import RankPlan, TensorSlice
 
 if TYPE_CHECKING:
     import torch
@@ -16,7 +16,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
-    from actors.handover import Filled
+    from actors.handover.modules import Filled
 
 
 class RankShard(Mapping[str, "torch.Tensor"]):
@@ -63,7 +63,7 @@ class RankShard(Mapping[str, "torch.Tensor"]):
         otherwise the result says which were not. `requires_grad`: of the parameters; None: as they have it. Raises
         ModuleMismatch, with the module as it was.
         """
-        from actors.handover import fill_module
+        from actors.handover.modules import fill_module
 
         return fill_module(
             module,
@@ -83,7 +83,7 @@ class RankShard(Mapping[str, "torch.Tensor"]):
         `placements`: by default those of FSDP2, `Shard(0)` on a mesh of one dimension. Raises ModuleMismatch when the
         rank's slice is not what this process's place in the mesh holds.
         """
-        from actors.dtensors import slice_as_dtensor
+        from actors.handover.dtensors import slice_as_dtensor
 
         return slice_as_dtensor(self._tensors[name], self.slices[name], mesh, placements)
 

@@ -6,16 +6,16 @@ import time
 import uuid
 from typing import TYPE_CHECKING, Any
 
-from actors.arena_maps import PROCESS_ARENAS
-from actors.cpu_device import CpuDevice
-from actors.executor import RankLoader
+from actors.devices.cpu_device import CpuDevice
+from actors.rank.arena_maps import PROCESS_ARENAS
+from actors.rank.executor import RankLoader
 from bench.our_cluster import RANKS
 
 if TYPE_CHECKING:
     from cluster.config import Config
     from cluster.messages import NodeJob, RankJob
-    from cluster.read_items import ReadItems
-    from cluster.report import NodeReport, RankReport
+    from cluster.plans.read_items import ReadItems
+    from cluster.reports.report import NodeReport, RankReport
 
 
 class NoDevice(CpuDevice):
@@ -75,12 +75,12 @@ class ArenaLoad:
         """Plan the load of that model and hand the ranks their jobs; nothing is read but the manifest."""
         import ray
 
-        from actors.jobs import fetch_settings
-        from cluster.fit import min_slots
-        from cluster.mesh import Layout
+        from actors.coordination.jobs import fetch_settings
+        from cluster.fit.needs import min_slots
+        from cluster.layouts.mesh import Layout
         from cluster.messages import NodeJob, RankJob
-        from cluster.packed_plan import pack_shared
-        from cluster.prepare import prepare_plan
+        from cluster.plans.packed_plan import pack_shared
+        from cluster.plans.prepare import prepare_plan
         from cluster.request import StoreOptions, make_request
 
         config = self._config

@@ -11,7 +11,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from bench.spec import Spec
-from storage.safetensors_header import LENGTH_BYTES, HeaderTensor, header_bytes, parse_header
+from storage.checkpoints.safetensors_header import LENGTH_BYTES, HeaderTensor, header_bytes, parse_header
 
 _libc = ctypes.CDLL(None)
 _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)

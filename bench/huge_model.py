@@ -10,13 +10,13 @@ import random
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from cluster.model_config import ModelConfig
-from storage.checkpoint import chunk_table
-from storage.chunking import chunk_bounds
-from storage.dtypes import tensor_bytes
-from storage.manifest import Manifest, ManifestShard, ManifestTensor
-from storage.model_index import ModelIndex, Shard, Tensor
-from storage.safetensors_header import Header, HeaderTensor
+from cluster.layouts.model_config import ModelConfig
+from storage.checkpoints.checkpoint import chunk_table
+from storage.checkpoints.chunking import chunk_bounds
+from storage.checkpoints.dtypes import tensor_bytes
+from storage.checkpoints.manifest import Manifest, ManifestShard, ManifestTensor
+from storage.checkpoints.model_index import ModelIndex, Shard, Tensor
+from storage.checkpoints.safetensors_header import Header, HeaderTensor
 
 MIB = 1 << 20
 HEADER_BYTES_PER_TENSOR = 128  # about what safetensors needs for one entry

@@ -6,22 +6,22 @@ from collections.abc import Iterator
 from contextlib import contextmanager
 from typing import TYPE_CHECKING
 
-from actors.device import open_device
-from actors.executor import RankLoader
+from actors.devices.device import open_device
 from actors.node_agent import NodeAgent
+from actors.rank.executor import RankLoader
 from cluster.config import Config
-from cluster.fit import min_slots
-from cluster.mesh import Layout
+from cluster.fit.needs import min_slots
+from cluster.layouts.mesh import Layout
 from cluster.messages import FetchSettings, NodeJob, RankJob
-from cluster.packed_plan import pack_shared
-from cluster.precision import Precision
-from cluster.prepare import prepare_plan
+from cluster.plans.packed_plan import pack_shared
+from cluster.plans.prepare import prepare_plan
+from cluster.precision.recipes import Precision
 from cluster.request import StoreOptions, make_request
 
 if TYPE_CHECKING:
     import torch
 
-    from cluster.report import RankReport
+    from cluster.reports.report import RankReport
 
 _LOAD_ID = "bench"
 

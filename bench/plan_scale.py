@@ -6,7 +6,7 @@ that its memory is its own, and does what the part of a load does:
     planning   the planning process: manifest parsed and checked, tensors cut, facts of every rank, tables packed
     agent      one node's agent: tables unpacked, chunks of its ranks found, the load's queue built (`NodeLedger.begin`)
     worker     one rank: tables unpacked, its plan and its read items worked out
-    messages   bytes of what the coordinator sends, with the project's own `actors.jobs`
+    messages   bytes of what the coordinator sends, with the project's own `actors.coordination.jobs`
 """
 
 from __future__ import annotations
@@ -56,14 +56,14 @@ def _peak_bytes() -> int:
 
 
 def planning(folder: Path, layout: str, _: int) -> dict[str, Any]:
-    from cluster.layout_rules import parse_rules
-    from cluster.mesh import Layout
-    from cluster.model_config import ModelConfig
-    from cluster.packed_plan import PackedPlan, pack_shared
-    from cluster.planning import build_load_plan
-    from cluster.planning_process import without_collector
-    from cluster.rank_plans import rank_facts
-    from storage.manifest import parse_manifest
+    from cluster.layouts.mesh import Layout
+    from cluster.layouts.model_config import ModelConfig
+    from cluster.layouts.rules import parse_rules
+    from cluster.plans.packed_plan import PackedPlan, pack_shared
+    from cluster.plans.planning import build_load_plan
+    from cluster.plans.planning_process import without_collector
+    from cluster.plans.rank_plans import rank_facts
+    from storage.checkpoints.manifest import parse_manifest
 
     config = ModelConfig.model_validate(json.loads((folder / "config.json").read_text()))
     stages = Stages()
@@ -88,10 +88,10 @@ def planning(folder: Path, layout: str, _: int) -> dict[str, Any]:
 
 
 def agent(folder: Path, layout: str, ranks_per_node: int) -> dict[str, Any]:
-    from actors.node_ledger import NodeLedger
-    from cluster.fit import min_slots
+    from actors.node.node_ledger import NodeLedger
+    from cluster.fit.needs import min_slots
     from cluster.messages import NodeJob
-    from storage.chunk_cache import ChunkCache
+    from storage.arena.chunk_cache import ChunkCache
 
     packed = _packed(folder, layout)
     ranks = tuple(range(min(ranks_per_node, len(packed.ranks))))
@@ -118,8 +118,8 @@ def agent(folder: Path, layout: str, ranks_per_node: int) -> dict[str, Any]:
 
 
 def worker(folder: Path, layout: str, _: int) -> dict[str, Any]:
-    from cluster.packed_plan import unpack_shared
-    from cluster.read_items import expand_read_items
+    from cluster.plans.packed_plan import unpack_shared
+    from cluster.plans.read_items import expand_read_items
 
     packed = _packed(folder, layout)
     stages = Stages()
@@ -133,13 +133,13 @@ def worker(folder: Path, layout: str, _: int) -> dict[str, Any]:
 
 
 def messages(folder: Path, layout: str, ranks_per_node: int) -> dict[str, Any]:
-    from actors.jobs import node_job, rank_job
-    from actors.model_record import ModelRecord, Seat
+    from actors.coordination.jobs import node_job, rank_job
+    from actors.coordination.model_record import ModelRecord, Seat
     from cluster.config import Config
-    from cluster.holders import Holders
-    from cluster.load_state import Life
-    from cluster.mesh import Layout
+    from cluster.layouts.mesh import Layout
     from cluster.request import StoreOptions, make_request
+    from cluster.scheduling.holders import Holders
+    from cluster.scheduling.load_state import Life
 
     packed = _packed(folder, layout)
     request = make_request(
@@ -223,10 +223,10 @@ def _wanted_share(agent_part: dict[str, Any]) -> float:
 def check_layout(text: str) -> None:
     """TPxFSDPxDP, by which a model of that shape can be cut. Raises argparse.ArgumentTypeError."""
     from cluster.errors import ConfigError, PlanError
-    from cluster.layout_rules import parse_rules
-    from cluster.mesh import Layout
-    from cluster.model_config import ModelConfig
-    from cluster.planning import build_load_plan
+    from cluster.layouts.mesh import Layout
+    from cluster.layouts.model_config import ModelConfig
+    from cluster.layouts.rules import parse_rules
+    from cluster.plans.planning import build_load_plan
 
     if re.fullmatch(r"\d{1,6}x\d{1,6}x\d{1,6}", text, re.ASCII) is None:
         raise argparse.ArgumentTypeError(f"not TPxFSDPxDP, as in 8x16x8: {text!r}")

@@ -63,11 +63,11 @@ def measure(folder: str, dtype: str, quantization: str) -> dict[str, Any]:
     """One load in this process."""
     import torch  # noqa: F401  # before the baseline, for loads that convert nothing too
 
-    import actors.convert  # noqa: F401
+    import actors.rank.convert  # noqa: F401
     from bench.local_rank import load_rank, node_agent
     from cluster.config import Config
-    from cluster.precision import Precision
-    from storage.own_memory import own_bytes
+    from cluster.precision.recipes import Precision
+    from storage.host.own_memory import own_bytes
 
     config = Config(arena_bytes=ARENA_BYTES)
     precision = Precision(dtype, quantization)

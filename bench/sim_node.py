@@ -14,17 +14,17 @@ from dataclasses import dataclass
 
 import numpy as np
 
-from actors.node_ledger import NodeLedger
+from actors.node.node_ledger import NodeLedger
 from bench.sim_flows import Network, NodeLink, WorkerFlows
-from cluster.fit import min_slots
-from cluster.load_plan import LoadPlan
+from cluster.fit.needs import min_slots
 from cluster.messages import Commit, LeaseOrder, NodeJob, Orders, RankHello, RankUpdate
-from cluster.packed_plan import pack_shared
-from cluster.read_items import expand_read_items
-from storage.chunk_cache import ChunkCache
-from storage.processes import ProcessId
+from cluster.plans.load_plan import LoadPlan
+from cluster.plans.packed_plan import pack_shared
+from cluster.plans.read_items import expand_read_items
+from storage.arena.chunk_cache import ChunkCache
+from storage.host.processes import ProcessId
 
-PLACE_BATCH = 8  # as in actors.executor
+PLACE_BATCH = 8  # as in actors.rank.executor
 LOAD = "load"
 
 
@@ -99,7 +99,7 @@ class SimNode:
 
 
 class SimRank:
-    """What `actors.rank_work` and the loops of `actors.executor` do, as events."""
+    """What `actors.rank.rank_work` and the loops of `actors.rank.executor` do, as events."""
 
     def __init__(self, node: SimNode, rank: int, index: int, chunk_place_bytes: dict[int, int]) -> None:
         self.node, self.rank = node, rank

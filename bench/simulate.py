@@ -23,11 +23,11 @@ from bench.huge_model import DenseShape, dense_index
 from bench.sim_flows import Network
 from bench.sim_node import NodeRates, SimNode, place_bytes
 from cluster.errors import ConfigError, PlanError
-from cluster.fit import min_slots
-from cluster.load_plan import LoadPlan
-from cluster.mesh import Layout
-from cluster.planning import build_load_plan, needed_chunks
-from cluster.topology import NodeInfo, assign_ranks, ranks_by_node
+from cluster.fit.needs import min_slots
+from cluster.layouts.mesh import Layout
+from cluster.plans.load_plan import LoadPlan
+from cluster.plans.planning import build_load_plan, needed_chunks
+from cluster.scheduling.topology import NodeInfo, assign_ranks, ranks_by_node
 
 MIB = 1 << 20
 GB = 1e9

@@ -45,12 +45,12 @@ if TYPE_CHECKING:
     from cluster.errors import UnknownFamily as UnknownFamily
     from cluster.errors import VersionMismatch as VersionMismatch
     from cluster.model import LoadedModel as LoadedModel
-    from cluster.plan_ahead import aplan as aplan
-    from cluster.plan_ahead import plan as plan
-    from cluster.plan_summary import PlanSummary as PlanSummary
-    from cluster.report import ClusterStatus as ClusterStatus
-    from cluster.report import LoadProgress as LoadProgress
-    from cluster.report import LoadReport as LoadReport
+    from cluster.preview.plan_ahead import aplan as aplan
+    from cluster.preview.plan_ahead import plan as plan
+    from cluster.preview.plan_summary import PlanSummary as PlanSummary
+    from cluster.reports.report import ClusterStatus as ClusterStatus
+    from cluster.reports.report import LoadProgress as LoadProgress
+    from cluster.reports.report import LoadReport as LoadReport
     from cluster.residents import arelease as arelease
     from cluster.residents import astatus as astatus
     from cluster.residents import release as release
@@ -97,8 +97,8 @@ if TYPE_CHECKING:
     from storage.errors import Throttled as Throttled
     from storage.errors import UnknownSigner as UnknownSigner
     from storage.errors import UnsupportedStore as UnsupportedStore
-    from storage.publish import PublishReport as PublishReport
-    from storage.verify import VerifyReport as VerifyReport
+    from storage.publishing.publish import PublishReport as PublishReport
+    from storage.publishing.verify import VerifyReport as VerifyReport
 
 # module -> public names that live there; the block above tells type checkers the same (a test compares them)
 _EXPORTS = {
@@ -111,9 +111,9 @@ _EXPORTS = {
         "RemoteCallFailed UnknownFamily VersionMismatch"
     ),
     "cluster.model": "LoadedModel",
-    "cluster.plan_ahead": "aplan plan",
-    "cluster.plan_summary": "PlanSummary",
-    "cluster.report": "ClusterStatus LoadProgress LoadReport",
+    "cluster.preview.plan_ahead": "aplan plan",
+    "cluster.preview.plan_summary": "PlanSummary",
+    "cluster.reports.report": "ClusterStatus LoadProgress LoadReport",
     "cluster.residents": "arelease astatus release status",
     "cluster.signing": "asign generate_key sign",
     "longshore.install_check": "PackageShadowed",
@@ -126,8 +126,8 @@ _EXPORTS = {
         "SignatureError SigningUnavailable SourceRefused StoreError StoreUnavailable Throttled UnknownSigner "
         "UnsupportedStore"
     ),
-    "storage.publish": "PublishReport",
-    "storage.verify": "VerifyReport",
+    "storage.publishing.publish": "PublishReport",
+    "storage.publishing.verify": "VerifyReport",
 }
 _HOME_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 

@@ -2,7 +2,7 @@
 
     load --LoadRequest--> coordinator; wait for READY while showing progress --> LoadedModel
 
-publish and verify, and `cluster.plan_ahead.plan`, work where ray is not installed: they run in this process.
+publish and verify, and `cluster.preview.plan_ahead.plan`, work where ray is not installed: they run in this process.
 """
 
 from __future__ import annotations
@@ -16,22 +16,22 @@ from typing import TYPE_CHECKING, Any
 from cluster.async_twins import GIVEN_UP, in_thread
 from cluster.config import Config
 from cluster.connection import connect
-from cluster.device_map_options import GivenMap, GivenMemory
+from cluster.device_map.options import GivenMap, GivenMemory
 from cluster.errors import ClusterLost, LoadCancelled
-from cluster.fit_options import STRICT, FitOptions
-from cluster.live_rules import with_live_rules
-from cluster.mesh import Layout
+from cluster.fit.options import STRICT, FitOptions
+from cluster.layouts.live_rules import with_live_rules
+from cluster.layouts.mesh import Layout
+from cluster.layouts.rules_file import LayoutRules
 from cluster.model import LoadedModel
-from cluster.precision import make_precision
-from cluster.report import LoadProgress
+from cluster.precision.recipes import make_precision
+from cluster.reports.report import LoadProgress
 from cluster.request import StoreOptions, make_request, open_destination, open_uri, read_keys
-from cluster.rules_file import LayoutRules
 from cluster.wait import load_on
 
 if TYPE_CHECKING:
-    from storage.publish import PublishReport
+    from storage.publishing.publish import PublishReport
+    from storage.publishing.verify import VerifyReport
     from storage.store_ref import Credentials
-    from storage.verify import VerifyReport
 
 Progress = Callable[[LoadProgress], None]
 Keys = Sequence[str | os.PathLike[str]]
@@ -163,8 +163,8 @@ def publish(
     signs the manifest. Store options apply to both URIs. Raises ConfigError (a destination inside the source or around
     it), PublishError, IntegrityError, CheckpointError, NewerManifest, InvalidKey, StoreError.
     """
-    from storage.publish import publish as publish_store
-    from storage.signing_keys import SigningKey
+    from storage.publishing.publish import publish as publish_store
+    from storage.publishing.signing_keys import SigningKey
 
     config = (config or Config.from_env()).changed(chunk_bytes=chunk_bytes)
     options = StoreOptions(endpoint_url, region, profile, anonymous)
@@ -206,7 +206,7 @@ def verify(
     `trusted_keys` as for `load`: SignatureError before anything else is read. Raises InvalidManifest, CheckpointError,
     ObjectChanged, StoreError.
     """
-    from storage.verify import verify as verify_store
+    from storage.publishing.verify import verify as verify_store
 
     config = config or Config.from_env()
     options = StoreOptions(endpoint_url, region, profile, anonymous)

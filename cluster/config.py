@@ -11,7 +11,7 @@ from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationIn
 from cluster.errors import ConfigError
 from cluster.units import parse_bytes
 from storage.errors import InvalidKey
-from storage.signing_keys import public_key
+from storage.publishing.signing_keys import public_key
 from storage.source_rules import ANY, DEFAULT_SCHEMES, SourceRules
 
 ENV_PREFIX = "LONGSHORE_"

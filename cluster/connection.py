@@ -17,12 +17,12 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
+from cluster.command_line.interrupts import sigterm_kept
 from cluster.config import Config
 from cluster.errors import ClusterLost, VersionMismatch
-from cluster.head_watch import HeadWatch, lost_after_s
-from cluster.interrupts import sigterm_kept
-from cluster.ray_join import address_of, import_ray, join
-from cluster.remote_errors import unwrapped
+from cluster.joining.head_watch import HeadWatch, lost_after_s
+from cluster.joining.ray_join import address_of, import_ray, join
+from cluster.joining.remote_errors import unwrapped
 from longshore.version import PROTOCOL_VERSION, __version__
 from storage.errors import LongshoreError
 from storage.store_ref import Credentials
@@ -188,7 +188,7 @@ class Connection:
         if self.local:
             with contextlib.suppress(Exception):
                 ray.shutdown()
-            importlib.import_module("storage.arena_files").sweep()
+            importlib.import_module("storage.arena.arena_files").sweep()
 
     def _while_ray_lives(self, work: Callable[[], None]) -> None:
         """Do it, unless Ray dies meanwhile: then its calls block for a minute, and end the process after that."""

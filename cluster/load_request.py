@@ -5,11 +5,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cluster.device_map import DeviceKey
-from cluster.device_map_options import DeviceMapOptions
-from cluster.fit_options import FitOptions, FitTry
-from cluster.mesh import Layout
-from cluster.precision import Precision
+from cluster.device_map.deciding import DeviceKey
+from cluster.device_map.options import DeviceMapOptions
+from cluster.fit.options import FitOptions, FitTry
+from cluster.layouts.mesh import Layout
+from cluster.precision.recipes import Precision
 from storage.store_ref import Credentials, StoreRef
 
 

@@ -15,11 +15,11 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cluster.load_request import StoreAccess
-from cluster.node_report import ArenaUse
+from cluster.reports.node_report import ArenaUse
 from storage.errors import LongshoreError
-from storage.gpu_memory import GpuMemory
-from storage.host_memory import MemoryPool
-from storage.processes import ProcessId
+from storage.host.gpu_memory import GpuMemory
+from storage.host.host_memory import MemoryPool
+from storage.host.processes import ProcessId
 from storage.store_checksum import Span
 
 
@@ -49,7 +49,7 @@ class NodeJob:
     record: bytes  # the coordinator's own notes, handed back to a coordinator that lost them
     placement: str = "via_arena"  # see LoadRequest
     most_requests: int = 16  # in flight, of one rank
-    hedge_factor: float = 0.0  # see cluster.hedging; 0: no chunk is fetched by two at once
+    hedge_factor: float = 0.0  # see cluster.scheduling.hedging; 0: no chunk is fetched by two at once
     hedge_after_s: float = 0.0
     incarnations: tuple[int, ...] = ()  # of `ranks`: earlier ones have nothing to say, also to an agent that is new
     again: bool = False  # an agent was told this before, and was restarted

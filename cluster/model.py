@@ -10,8 +10,8 @@ from typing import TYPE_CHECKING, Any
 
 from cluster.connection import Connection
 from cluster.errors import ClusterLost, ConfigError, RankLost, RemoteCallFailed
-from cluster.remote_errors import unwrapped
-from cluster.report import LoadReport
+from cluster.joining.remote_errors import unwrapped
+from cluster.reports.report import LoadReport
 from storage.errors import LongshoreError
 
 if TYPE_CHECKING:

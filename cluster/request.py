@@ -8,18 +8,18 @@ from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
-from cluster.device_map_options import GivenMap, GivenMemory, parse_device_map
+from cluster.device_map.options import GivenMap, GivenMemory, parse_device_map
 from cluster.errors import ConfigError
-from cluster.fit_options import FitOptions
+from cluster.fit.options import FitOptions
+from cluster.layouts.mesh import Layout
+from cluster.layouts.rules_file import LayoutRules, read_rules
 from cluster.load_request import LoadRequest, StoreAccess
-from cluster.mesh import Layout
-from cluster.precision import Precision
-from cluster.rules_file import LayoutRules, read_rules
-from storage.checkpoint import split_model_uri
+from cluster.precision.recipes import Precision
+from storage.checkpoints.checkpoint import split_model_uri
 from storage.errors import InvalidUri, StoreError, UnsupportedStore
 from storage.object_store import ObjectStore
 from storage.open_store import open_store
-from storage.signing_keys import public_key
+from storage.publishing.signing_keys import public_key
 from storage.source_rules import SourceRules
 from storage.store_ref import Credentials, StoreRef, parse_uri
 

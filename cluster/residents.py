@@ -6,7 +6,7 @@ from cluster.async_twins import in_thread
 from cluster.config import Config
 from cluster.connection import Connection, connect
 from cluster.errors import ClusterLost
-from cluster.report import ClusterStatus
+from cluster.reports.report import ClusterStatus
 
 
 def status(address: str | None = None) -> ClusterStatus:

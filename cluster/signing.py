@@ -10,13 +10,13 @@ from typing import Any
 from cluster.async_twins import in_thread
 from cluster.config import Config
 from cluster.request import StoreOptions, open_uri
-from storage.checkpoint import check_manifest_size
-from storage.checkpoint_files import read_whole
+from storage.checkpoints.checkpoint import check_manifest_size
+from storage.checkpoints.checkpoint_files import read_whole
+from storage.checkpoints.manifest import MANIFEST_KEY, parse_manifest
 from storage.errors import ObjectChanged
-from storage.manifest import MANIFEST_KEY, parse_manifest
+from storage.publishing.signature import SIGNATURE_KEY, sign_manifest
+from storage.publishing.signing_keys import SigningKey, key_id
 from storage.retrying import RetryPolicy, with_retries
-from storage.signature import SIGNATURE_KEY, sign_manifest
-from storage.signing_keys import SigningKey, key_id
 from storage.store_ref import Credentials
 
 

@@ -11,7 +11,7 @@ from dataclasses import replace
 from cluster.connection import Connection
 from cluster.errors import ClusterLost, LoadCancelled, LoadForgotten, LoadTimeout, ModelNotFound
 from cluster.load_request import LoadRequest
-from cluster.report import LoadProgress, LoadReport
+from cluster.reports.report import LoadProgress, LoadReport
 from storage.errors import LongshoreError
 
 EARLY = ("", "planning", "waiting", "starting")  # nothing moves yet: to ask anew costs nothing

@@ -24,7 +24,7 @@ def open_store(
 
         return LocalStore(ref.prefix)
     if ref.scheme == "s3":
-        from storage.s3 import S3Store
+        from storage.s3.store import S3Store
 
         return S3Store(ref, credentials, read_timeout_s=read_timeout_s, connect_timeout_s=connect_timeout_s)
     if ref.scheme == "twin":

@@ -20,11 +20,11 @@ from ray._private import auto_init_hook
 import cluster
 from actors.names import NAMESPACE
 from cluster import residents
-from cluster.fit import min_slots
+from cluster.fit.needs import min_slots
 from cluster.sample_checkpoint import write_llama_checkpoint
-from storage.arena_files import sweep
+from storage.arena.arena_files import sweep
+from storage.checkpoints.manifest import MANIFEST_KEY
 from storage.embedded_s3 import EmbeddedS3
-from storage.manifest import MANIFEST_KEY
 from tests.chaos.cases import BUCKET, RANKS_PER_NODE, Case
 from tests.chaos.proxy import CredentialsFile
 from tests.chaos.strikes import NODES

@@ -4,8 +4,8 @@ from __future__ import annotations
 
 from collections.abc import Iterable, Mapping
 
-from actors.node_load import MAX_BATCH
-from cluster.report import LoadReport
+from actors.node.node_load import MAX_BATCH
+from cluster.reports.report import LoadReport
 from tests.chaos.cases import DAMAGING, Case, world
 from tests.support.faults import (
     Asked,

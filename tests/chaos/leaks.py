@@ -9,7 +9,7 @@ from pathlib import Path
 import psutil
 
 from actors.names import COORDINATOR, gang_of_worker
-from storage.arena_files import sweep
+from storage.arena.arena_files import sweep
 from storage.temporary_files import is_temporary
 from tests.chaos.interrupts import check_interrupted
 from tests.support.losable_nodes import LosableNodes

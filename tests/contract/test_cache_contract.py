@@ -11,12 +11,12 @@ from typing import overload
 import pytest
 from hypothesis import settings
 
-from storage.arena import Arena
-from storage.arena_files import arena_path, sweep
-from storage.chunk_cache import ChunkCache
-from storage.leases import Answer
-from storage.processes import ProcessId
-from storage.slot_records import MemoryJournal, SlotRecord, SlotState
+from storage.arena.arena import Arena
+from storage.arena.arena_files import arena_path, sweep
+from storage.arena.chunk_cache import ChunkCache
+from storage.arena.leases import Answer
+from storage.arena.slot_records import MemoryJournal, SlotRecord, SlotState
+from storage.host.processes import ProcessId
 from tests.support.cache_machine import CacheMachine
 
 SLOT_BYTES = 4096

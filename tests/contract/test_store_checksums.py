@@ -21,7 +21,7 @@ from storage.object_store import ObjectInfo
 from storage.open_store import open_store
 from storage.ranges import ByteRange
 from storage.retrying import RetryPolicy
-from storage.s3_parts import ends_of_parts, part_ends
+from storage.s3.parts import ends_of_parts, part_ends
 from storage.store_checksum import SpanHasher, StoreChecksum
 from storage.store_ref import Credentials, parse_uri
 from tests.support.ceph_server import CephServer

@@ -27,7 +27,7 @@ from storage.fsspec_store import FsspecStore
 from storage.local import LocalStore
 from storage.object_store import PIECE_BYTES, MemoryStore, ObjectStore, read_bytes, read_pieces
 from storage.ranges import ByteRange
-from storage.s3 import S3Store
+from storage.s3.store import S3Store
 from storage.store_ref import Credentials, parse_uri
 from tests.support.s3_servers import S3Server, make_bucket, server_ref
 

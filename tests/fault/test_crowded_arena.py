@@ -10,7 +10,7 @@ from typing import Any
 import pytest
 
 import cluster
-from cluster.fit import min_slots
+from cluster.fit.needs import min_slots
 from tests.support.gated_proxy import GatedProxy
 from tests.support.ray_clusters import MIB, Longshore, eventually
 from tests.support.reference_slices import shard_differs

@@ -17,9 +17,9 @@ import psutil
 import pytest
 
 import cluster
-from storage.arena_files import SHM_DIRECTORY, sweep
-from storage.disk_folder import SUBFOLDER
-from storage.disk_format import HEADER_BYTES
+from storage.arena.arena_files import SHM_DIRECTORY, sweep
+from storage.disk.folder import SUBFOLDER
+from storage.disk.format import HEADER_BYTES
 from tests.support.counting_proxy import CountingProxy
 from tests.support.disk_chunks import chunks_in
 from tests.support.gated_proxy import GatedProxy

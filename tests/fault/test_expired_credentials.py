@@ -14,7 +14,7 @@ from storage.errors import AccessDenied, CredentialsExpired
 from storage.object_store import read_bytes
 from storage.ranges import ByteRange
 from storage.retrying import RetryPolicy, with_retries
-from storage.s3 import S3Store
+from storage.s3.store import S3Store
 from storage.store_ref import StoreRef
 from tests.support.ray_clusters import CREDENTIALS_FILE, Longshore
 from tests.support.reference_slices import shard_differs

@@ -8,12 +8,12 @@ import time
 
 import pytest
 
-from storage.arena import Arena
-from storage.arena_files import arena_path, sweep
-from storage.chunk_cache import ChunkCache
-from storage.leases import Answer
-from storage.processes import ProcessId, processes_mapping
-from storage.slot_records import SlotState
+from storage.arena.arena import Arena
+from storage.arena.arena_files import arena_path, sweep
+from storage.arena.chunk_cache import ChunkCache
+from storage.arena.leases import Answer
+from storage.arena.slot_records import SlotState
+from storage.host.processes import ProcessId, processes_mapping
 from tests.support.shared_memory import ask, start_python
 
 SLOT = 1 << 20
@@ -22,7 +22,7 @@ A, B = b"a" * 32, b"b" * 32
 # Fills its slot again and again, as a writer does that knows nothing of its deadline.
 WRITER = """
 import sys
-from storage.arena import Arena
+from storage.arena.arena import Arena
 path, index, letter = sys.argv[1], int(sys.argv[2]), sys.argv[3].encode()
 arena = Arena.open(path)
 slot = arena.slot(index)
@@ -35,9 +35,9 @@ while True:
 # An agent: leases one slot to the process named, commits another, then waits to be killed.
 AGENT = """
 import sys
-from storage.arena import Arena
-from storage.chunk_cache import ChunkCache
-from storage.processes import ProcessId
+from storage.arena.arena import Arena
+from storage.arena.chunk_cache import ChunkCache
+from storage.host.processes import ProcessId
 path, pid, start_time = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 worker = ProcessId(pid, start_time)
 arena = Arena.create(path, slot_count=3, slot_bytes=1 << 20)
@@ -54,9 +54,9 @@ sys.stdin.read()
 # An agent that leases and commits without a pause: it is killed in the middle of writing a record.
 BUSY_AGENT = """
 import sys
-from storage.arena import Arena
-from storage.chunk_cache import ChunkCache
-from storage.processes import ProcessId
+from storage.arena.arena import Arena
+from storage.arena.chunk_cache import ChunkCache
+from storage.host.processes import ProcessId
 me = ProcessId.current()
 arena = Arena.create(sys.argv[1], slot_count=4, slot_bytes=4096)
 arena.reserve()

@@ -14,7 +14,7 @@ import pytest
 import cluster
 from actors.names import COORDINATOR
 from cluster import LoadedModel, LoadReport
-from cluster.load_state import LoadState
+from cluster.scheduling.load_state import LoadState
 from tests.support.gated_proxy import GatedProxy
 from tests.support.ray_clusters import Longshore, eventually
 from tests.support.reference_slices import shard_differs

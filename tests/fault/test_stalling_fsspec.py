@@ -10,7 +10,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import ChunkFailed
-from cluster.load_plan import LoadPlan
+from cluster.plans.load_plan import LoadPlan
 from storage.errors import ReadEnded, StoreError
 from storage.object_store import read_pieces
 from storage.ranges import ByteRange

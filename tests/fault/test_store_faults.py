@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.report import NodeReport
+from cluster.reports.report import NodeReport
 from storage.embedded_s3 import EmbeddedS3
 from tests.support.exact_ranks import check_exact
 from tests.support.fault_proxy import FaultProxy

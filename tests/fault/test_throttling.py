@@ -9,16 +9,16 @@ from pathlib import Path
 
 import pytest
 
-from actors.cpu_device import CpuDevice
-from actors.executor import RankLoader
-from cluster.bottleneck import find_limit
-from cluster.layout_rules import rules_for
-from cluster.load_plan import LoadPlan
-from cluster.mesh import Layout
-from cluster.planning import build_load_plan
-from cluster.read_items import ReadItems
-from cluster.report import RankReport
-from storage.checkpoint import open_model
+from actors.devices.cpu_device import CpuDevice
+from actors.rank.executor import RankLoader
+from cluster.layouts.mesh import Layout
+from cluster.layouts.rules import rules_for
+from cluster.plans.load_plan import LoadPlan
+from cluster.plans.planning import build_load_plan
+from cluster.plans.read_items import ReadItems
+from cluster.reports.bottleneck import find_limit
+from cluster.reports.report import RankReport
+from storage.checkpoints.checkpoint import open_model
 from storage.embedded_s3 import EmbeddedS3
 from storage.object_store import MemoryStore, ObjectStore
 from storage.open_store import open_store

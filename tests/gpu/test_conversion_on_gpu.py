@@ -8,13 +8,13 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from actors.cuda_device import CudaDevice
-from actors.executor import RankLoader
-from cluster.mesh import Layout
-from cluster.planning import build_load_plan
-from cluster.precision import SCHEMES, Precision
-from cluster.report import RankReport
-from storage.checkpoint import open_model
+from actors.devices.cuda_device import CudaDevice
+from actors.rank.executor import RankLoader
+from cluster.layouts.mesh import Layout
+from cluster.plans.planning import build_load_plan
+from cluster.precision.recipes import SCHEMES, Precision
+from cluster.reports.report import RankReport
+from storage.checkpoints.checkpoint import open_model
 from storage.object_store import MemoryStore
 from tests.support.local_node import Rank, local_node, run_all
 from tests.support.planned_models import llama_shapes

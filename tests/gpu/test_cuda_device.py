@@ -12,13 +12,13 @@ import pytest
 import torch
 from numpy.typing import NDArray
 
-from actors.cuda_device import CudaDevice
-from actors.device import open_device
-from actors.executor import RankLoader
+from actors.devices.cuda_device import CudaDevice
+from actors.devices.device import open_device
+from actors.rank.executor import RankLoader
 from cluster.errors import DoesNotFit
-from cluster.read_items import ReadItems, expand_read_items
-from cluster.report import RankReport
-from storage.arena import Arena
+from cluster.plans.read_items import ReadItems, expand_read_items
+from cluster.reports.report import RankReport
+from storage.arena.arena import Arena
 from storage.object_store import MemoryStore
 from tests.support.checkpoints import odd_objects, read_objects, write_objects, write_tiny_llama
 from tests.support.local_node import Rank, local_node, plan_of, run_all
@@ -190,7 +190,7 @@ def test_only_the_first_visible_gpu_gets_a_context():
         pytest.skip("this machine has one GPU: nothing else could get a context")
     code = """
 import torch
-from actors.cuda_device import CudaDevice
+from actors.devices.cuda_device import CudaDevice
 before = torch.cuda.device_count()
 device = CudaDevice()
 device.allocate((1 << 20,))

@@ -9,15 +9,15 @@ from typing import Any
 import pytest
 import torch
 
-from actors.executor import RankLoader
-from actors.mapped_device import open_mapped_rank
+from actors.devices.mapped_device import open_mapped_rank
+from actors.rank.executor import RankLoader
 from actors.shard import RankShard
-from cluster.device_map_options import parse_device_map
-from cluster.fit import min_slots
-from cluster.mesh import Layout
-from cluster.planning import build_load_plan
-from cluster.report import RankReport
-from storage.checkpoint import open_model
+from cluster.device_map.options import parse_device_map
+from cluster.fit.needs import min_slots
+from cluster.layouts.mesh import Layout
+from cluster.plans.planning import build_load_plan
+from cluster.reports.report import RankReport
+from storage.checkpoints.checkpoint import open_model
 from storage.object_store import MemoryStore
 from tests.support.checkpoints import read_objects, write_tiny_llama
 from tests.support.local_node import Rank, local_node, run_all, with_digests

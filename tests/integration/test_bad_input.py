@@ -14,8 +14,8 @@ import pytest
 
 import cluster
 from cluster import connection as connection_module
-from storage.manifest import MANIFEST_KEY
-from storage.safetensors_header import encode_header
+from storage.checkpoints.manifest import MANIFEST_KEY
+from storage.checkpoints.safetensors_header import encode_header
 from tests.support.checkpoints import raw_header, safetensors_bytes, write_objects
 from tests.support.ray_clusters import GPUS_PER_NODE, Longshore, eventually
 from tests.support.stored_models import WRONG_KEYS, StoredModel

@@ -10,7 +10,7 @@ import cluster
 from cluster.sample_checkpoint import write_llama_checkpoint
 from cluster.units import show_bytes
 from storage.embedded_s3 import EmbeddedS3
-from storage.own_memory import own_bytes
+from storage.host.own_memory import own_bytes
 from tests.support.ray_clusters import Longshore
 from tests.support.stored_models import StoredModel, publish_to
 

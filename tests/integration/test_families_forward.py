@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.mesh import Layout
+from cluster.layouts.mesh import Layout
 from tests.support.hf_models import FAMILIES, MOE_FAMILIES, save_tiny
 from tests.support.shards import shards_of
 from tests.support.stages import chained_logits, cut_to_stage

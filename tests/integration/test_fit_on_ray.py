@@ -13,12 +13,12 @@ import pytest
 
 import cluster
 from cluster.errors import ConfigError, DoesNotFit
-from cluster.host_room import WORKER_BYTES
+from cluster.fit.host_room import WORKER_BYTES
 from cluster.model import LoadedModel
-from storage.dtypes import tensor_bytes
+from storage.checkpoints.dtypes import tensor_bytes
+from storage.checkpoints.safetensors_header import encode_header
 from storage.embedded_s3 import EmbeddedS3
-from storage.host_memory import available_host_bytes
-from storage.safetensors_header import encode_header
+from storage.host.host_memory import available_host_bytes
 from tests.support.counting_proxy import CountingProxy
 from tests.support.planned_models import llama_shapes
 from tests.support.ray_clusters import Longshore

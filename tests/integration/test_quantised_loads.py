@@ -11,7 +11,7 @@ from safetensors.torch import save_file
 
 import cluster
 from cluster.errors import ConfigError
-from cluster.precision import Precision
+from cluster.precision.recipes import Precision
 from tests.support.planned_models import assemble, llama_shapes
 from tests.support.ray_clusters import Longshore
 from tests.support.reference_quantised import quantised

@@ -9,8 +9,8 @@ from typing import Any
 import pytest
 import torch
 
-from cluster.precision import make_precision
-from cluster.written_quantization import quantization_config
+from cluster.precision.recipes import make_precision
+from cluster.precision.written_quantization import quantization_config
 from tests.support.hf_models import save_tiny
 from tests.support.shards import files_of, plan_of, shard_of
 

@@ -10,8 +10,8 @@ import pytest
 import cluster
 from actors.hosting import host_rank
 from cluster.config import Config
-from storage.manifest import MANIFEST_KEY
-from storage.signature import SIGNATURE_KEY
+from storage.checkpoints.manifest import MANIFEST_KEY
+from storage.publishing.signature import SIGNATURE_KEY
 from tests.support.ray_clusters import Longshore
 from tests.support.stored_models import StoredModel
 

@@ -13,11 +13,11 @@ from dataclasses import dataclass
 from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
-from storage.chunk_cache import ChunkCache
+from storage.arena.chunk_cache import ChunkCache
+from storage.arena.leases import Answer, CachedChunk, Lease
+from storage.arena.slot_records import MemoryJournal, SlotJournal, SlotState
 from storage.errors import ArenaTooSmall
-from storage.leases import Answer, CachedChunk, Lease
-from storage.processes import ProcessId
-from storage.slot_records import MemoryJournal, SlotJournal, SlotState
+from storage.host.processes import ProcessId
 
 OWNERS = ("first", "second", "third")
 KEYS = tuple(bytes([number]) * 32 for number in range(1, 8))

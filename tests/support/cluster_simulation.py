@@ -23,10 +23,10 @@ from unittest.mock import patch
 
 from ray.exceptions import RayActorError
 
-from actors import (
+from actors import coordinator
+from actors.coordination import (
     admission,
     agent_watch,
-    coordinator,
     gangs,
     load_report,
     load_run,
@@ -38,10 +38,9 @@ from actors import (
     spawn,
     strays,
 )
+from actors.coordination.model_record import ModelRecord
 from actors.coordinator import Coordinator
-from actors.model_record import ModelRecord
 from actors.names import agent_name, worker_name
-from cluster import load_state
 from cluster.config import Config
 from cluster.errors import (
     ChunkFailed,
@@ -55,14 +54,15 @@ from cluster.errors import (
     NotEnoughResources,
     RankLost,
 )
+from cluster.layouts.mesh import Layout
 from cluster.load_request import LoadRequest, StoreAccess
-from cluster.load_state import LoadState
-from cluster.mesh import Layout
 from cluster.messages import AgentBeat
-from cluster.packed_plan import PackedPlan
-from cluster.rank_plans import RankFacts
+from cluster.plans.packed_plan import PackedPlan
+from cluster.plans.rank_plans import RankFacts
+from cluster.scheduling import load_state
+from cluster.scheduling.load_state import LoadState
 from storage.errors import IntegrityError, LongshoreError, ShortRead, StoreUnavailable, Throttled
-from storage.own_memory import PeakMemory
+from storage.host.own_memory import PeakMemory
 from storage.store_ref import StoreRef
 from tests.support.node_simulation import CHUNK_BYTES, SimModel, check_sources
 from tests.support.simulated_ray import NODE_DETECTED_S, Handle, Host, SimActor, SimRay

@@ -6,8 +6,8 @@ import os
 from pathlib import Path
 
 from storage.checksum import digest_of
-from storage.disk_folder import LOCK_NAME, DiskReader, key_of
-from storage.disk_tier import DiskTier, Written
+from storage.disk.folder import LOCK_NAME, DiskReader, key_of
+from storage.disk.tier import DiskTier, Written
 from storage.temporary_files import is_temporary
 
 

@@ -11,14 +11,14 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cluster.layout_rules import Rules, rules_for
-from cluster.load_plan import LoadPlan, RankPlan
-from cluster.mesh import Layout
-from cluster.model_config import ModelConfig, read_model_config
-from cluster.planning import build_load_plan
-from storage.checkpoint import open_model
+from cluster.layouts.mesh import Layout
+from cluster.layouts.model_config import ModelConfig, read_model_config
+from cluster.layouts.rules import Rules, rules_for
+from cluster.plans.load_plan import LoadPlan, RankPlan
+from cluster.plans.planning import build_load_plan
+from storage.checkpoints.checkpoint import open_model
+from storage.checkpoints.model_index import ModelIndex
 from storage.local import LocalStore
-from storage.model_index import ModelIndex
 from tests.support.hf_models import FAMILIES, save_tiny
 from tests.support.planned_models import Bytes, carry_out
 

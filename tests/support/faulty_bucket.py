@@ -7,12 +7,12 @@ from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
 
-from cluster.layout_rules import rules_for
-from cluster.load_plan import LoadPlan
-from cluster.mesh import Layout
-from cluster.planning import build_load_plan
-from cluster.report import NodeReport
-from storage.checkpoint import open_model
+from cluster.layouts.mesh import Layout
+from cluster.layouts.rules import rules_for
+from cluster.plans.load_plan import LoadPlan
+from cluster.plans.planning import build_load_plan
+from cluster.reports.report import NodeReport
+from storage.checkpoints.checkpoint import open_model
 from storage.embedded_s3 import EmbeddedS3
 from storage.errors import LongshoreError, StoreError
 from storage.object_store import ObjectStore

@@ -14,7 +14,7 @@ from typing import Any
 import torch
 
 from actors.shard import RankShard
-from cluster.mesh import Layout
+from cluster.layouts.mesh import Layout
 from tests.support.hf_models import FAMILIES
 from tests.support.shards import shards_of
 

@@ -25,7 +25,7 @@ from typing import Any, Self
 
 import psutil
 
-from storage.arena_files import SHM_DIRECTORY, arena_path, sweep
+from storage.arena.arena_files import SHM_DIRECTORY, arena_path, sweep
 from tests.support.job_cluster import free_ports
 from tests.support.losable_nodes import FAST_DEATH
 from tests.support.ray_clusters import ENVIRONMENT, OBJECT_STORE_BYTES, REPOSITORY, eventually

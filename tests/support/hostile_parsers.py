@@ -12,10 +12,13 @@ from contextlib import suppress
 from dataclasses import dataclass
 
 from cluster.errors import ModelConfigError
-from cluster.model_config import parse_model_config
-from storage.arena_format import CHECKSUM, GEOMETRY, RECORDS_AT, arena_size_bytes, map_checked, pack_geometry
-from storage.checkpoint import open_model
-from storage.disk_folder import chunk_name
+from cluster.layouts.model_config import parse_model_config
+from storage.arena.arena_format import CHECKSUM, GEOMETRY, RECORDS_AT, arena_size_bytes, map_checked, pack_geometry
+from storage.checkpoints.checkpoint import open_model
+from storage.checkpoints.hf_layout import INDEX_KEY, parse_weight_map
+from storage.checkpoints.manifest import MANIFEST_KEY, parse_manifest
+from storage.checkpoints.safetensors_header import parse_header
+from storage.disk.folder import chunk_name
 from storage.errors import (
     ArenaError,
     BadSignature,
@@ -27,17 +30,14 @@ from storage.errors import (
     SourceRefused,
     StoreError,
 )
-from storage.hf_layout import INDEX_KEY, parse_weight_map
-from storage.manifest import MANIFEST_KEY, parse_manifest
 from storage.object_store import MemoryStore, check_key, read_bytes
-from storage.publish import publish
-from storage.publish_journal import JournalContents, parse_journal
+from storage.publishing.journal import JournalContents, parse_journal
+from storage.publishing.publish import publish
+from storage.publishing.signature import parse_signature, sign_manifest
+from storage.publishing.signing_keys import SigningKey
 from storage.ranges import ByteRange
 from storage.retrying import RetryPolicy
-from storage.s3_answer import check_answer, head_of, refusal
-from storage.safetensors_header import parse_header
-from storage.signature import parse_signature, sign_manifest
-from storage.signing_keys import SigningKey
+from storage.s3.answer import check_answer, head_of, refusal
 from storage.source_rules import SourceRules
 from storage.store_ref import parse_uri
 from tests.support import hostile_files as files

@@ -17,7 +17,7 @@ from typing import Any, Self
 
 import psutil
 
-from storage.arena_files import sweep
+from storage.arena.arena_files import sweep
 
 START_TIMEOUT_S = 150.0
 SCRIPTS = Path(sys.executable).parent  # of the environment under test: `ray`, `longshore`, `python`

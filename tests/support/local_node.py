@@ -18,29 +18,29 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.arena_maps import PROCESS_ARENAS
-from actors.cpu_device import CpuDevice
-from actors.executor import RankLoader
+from actors.devices.cpu_device import CpuDevice
 from actors.node_agent import NodeAgent
+from actors.rank.arena_maps import PROCESS_ARENAS
+from actors.rank.executor import RankLoader
 from actors.rank_link import AgentLink
 from cluster.config import Config
 from cluster.errors import ClusterLost
-from cluster.fit import min_slots
-from cluster.layout_rules import rules_for
-from cluster.load_plan import LoadPlan
+from cluster.fit.needs import min_slots
+from cluster.layouts.mesh import Layout
+from cluster.layouts.model_config import read_model_config
+from cluster.layouts.rules import rules_for
 from cluster.load_request import StoreAccess
-from cluster.mesh import Layout
 from cluster.messages import FetchSettings, JoinReply, NodeJob, Orders, RankHello, RankJob, RankUpdate, Words
-from cluster.model_config import read_model_config
-from cluster.packed_plan import pack_shared
-from cluster.planning import build_load_plan
-from cluster.report import NodeReport, RankReport
-from storage.checkpoint import open_model
+from cluster.plans.load_plan import LoadPlan
+from cluster.plans.packed_plan import pack_shared
+from cluster.plans.planning import build_load_plan
+from cluster.reports.report import NodeReport, RankReport
+from storage.checkpoints.checkpoint import open_model
+from storage.checkpoints.model_index import ModelIndex
 from storage.checksum import digest_of
 from storage.errors import ArenaError
-from storage.model_index import ModelIndex
+from storage.host.processes import ProcessId
 from storage.object_store import MemoryStore, ObjectStore
-from storage.processes import ProcessId
 from storage.store_ref import StoreRef
 
 HEARTBEAT_S = 0.05

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from cluster.connection import disconnect
-from storage.arena_files import sweep
+from storage.arena.arena_files import sweep
 from tests.support.ray_clusters import ENVIRONMENT, OBJECT_STORE_BYTES, Longshore, environment, eventually
 
 FAST_DEATH = {

@@ -22,7 +22,7 @@ import psutil
 import pytest
 
 from cluster.connection import disconnect
-from storage.arena_files import ARENA_PREFIX, sweep
+from storage.arena.arena_files import ARENA_PREFIX, sweep
 from tests.support.losable_nodes import NODE, LosableNodes
 from tests.support.net_hosts import Host, Network, why_not
 from tests.support.ray_clusters import ENVIRONMENT, OBJECT_STORE_BYTES, environment, eventually

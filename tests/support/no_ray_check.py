@@ -16,17 +16,17 @@ import tempfile
 from pathlib import Path
 
 NEED_NO_RAY = (
-    "actors.executor",
-    "cluster.cli",
+    "actors.rank.executor",
+    "cluster.command_line.cli",
     "cluster.client",
-    "cluster.layout",
-    "cluster.planning",
-    "cluster.load_state",
-    "cluster.retry",
-    "storage.arena",
-    "storage.chunk_cache",
-    "storage.manifest",
-    "storage.s3",
+    "cluster.layouts.layout",
+    "cluster.plans.planning",
+    "cluster.scheduling.load_state",
+    "cluster.scheduling.retry",
+    "storage.arena.arena",
+    "storage.arena.chunk_cache",
+    "storage.checkpoints.manifest",
+    "storage.s3.store",
 )
 
 

@@ -5,7 +5,7 @@
 
 Every method is one event. What must always hold is asserted where it could break: a rank that reads finds the chunk it
 was told of; nobody writes where somebody may read; a process that does its duty is never killed. A SimRank does what
-`actors.executor.RankLoader` does, one step at a time.
+`actors.rank.executor.RankLoader` does, one step at a time.
 """
 
 from __future__ import annotations
@@ -20,20 +20,20 @@ from dataclasses import dataclass, field
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.chunk_sources import STORE, by_source
-from actors.node_ledger import NodeLedger
-from cluster.cut_model import CutModel
+from actors.node.chunk_sources import STORE, by_source
+from actors.node.node_ledger import NodeLedger
 from cluster.errors import LoadCancelled, RankLost
-from cluster.fit import min_slots
-from cluster.mesh import Layout
+from cluster.fit.needs import min_slots
+from cluster.layouts.mesh import Layout
 from cluster.messages import Commit, FetchFailure, LeaseOrder, NodeJob, Orders, RankHello, RankUpdate
-from cluster.node_report import NodeReport
-from cluster.packed_plan import SharedTables
-from storage.chunk_cache import ChunkCache
+from cluster.plans.cut_model import CutModel
+from cluster.plans.packed_plan import SharedTables
+from cluster.reports.node_report import NodeReport
+from storage.arena.chunk_cache import ChunkCache
+from storage.arena.slot_records import MemoryJournal
+from storage.checkpoints.model_index import ChunkTable, Shard
 from storage.errors import LongshoreError
-from storage.model_index import ChunkTable, Shard
-from storage.processes import ProcessId
-from storage.slot_records import MemoryJournal
+from storage.host.processes import ProcessId
 
 CHUNK_BYTES = 8
 DEADLINE_S = 10.0

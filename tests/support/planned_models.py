@@ -9,10 +9,10 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.load_plan import LoadPlan, RankPlan, TensorSlice
-from cluster.read_items import expand_read_items
-from storage.dtypes import DTYPE_BITS
-from storage.model_index import ChunkTable, ModelIndex, Shard, Tensor
+from cluster.plans.load_plan import LoadPlan, RankPlan, TensorSlice
+from cluster.plans.read_items import expand_read_items
+from storage.checkpoints.dtypes import DTYPE_BITS
+from storage.checkpoints.model_index import ChunkTable, ModelIndex, Shard, Tensor
 
 Bytes = NDArray[np.uint8]
 
@@ -112,7 +112,7 @@ def _convert(rank: RankPlan, segments: Sequence[Bytes]) -> None:
         return
     import torch
 
-    from actors.convert import convert
+    from actors.rank.convert import convert
 
     for staged in rank.staged:
         slices = rank.slices[staged.first : staged.end]

@@ -13,15 +13,15 @@ from typing import Any
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.layout import decide_layout
-from cluster.layout_rules import Rules
-from cluster.mesh import Layout, RankCoords
-from cluster.model_config import ModelConfig
-from cluster.planning import build_load_plan, check_plan
-from cluster.quantization_config import QuantizationConfig
-from cluster.region import Region
-from cluster.tensor_cut import region_of
-from storage.model_index import Tensor
+from cluster.layouts.layout import decide_layout
+from cluster.layouts.mesh import Layout, RankCoords
+from cluster.layouts.model_config import ModelConfig
+from cluster.layouts.region import Region
+from cluster.layouts.rules import Rules
+from cluster.layouts.tensor_cut import region_of
+from cluster.plans.planning import build_load_plan, check_plan
+from cluster.precision.quantization_config import QuantizationConfig
+from storage.checkpoints.model_index import Tensor
 from tests.support.planned_models import carry_out, store_arrays
 
 Array = NDArray[Any]

@@ -27,8 +27,8 @@ from actors.names import COORDINATOR, NAMESPACE
 from cluster import residents
 from cluster.config import Config
 from cluster.connection import Connection, connect, disconnect
-from cluster.report import ClusterStatus, ModelStatus
-from storage.arena_files import SHM_DIRECTORY, arena_path, sweep
+from cluster.reports.report import ClusterStatus, ModelStatus
+from storage.arena.arena_files import SHM_DIRECTORY, arena_path, sweep
 from storage.errors import LongshoreError
 
 REPOSITORY = Path(__file__).parents[2]

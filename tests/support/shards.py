@@ -7,17 +7,17 @@ from pathlib import Path
 
 import numpy as np
 
-from actors.cpu_device import CpuDevice
+from actors.devices.cpu_device import CpuDevice
+from actors.rank.staging import Staging
 from actors.shard import RankShard
-from actors.staging import Staging
-from cluster.cut_model import AS_STORED, Precision
-from cluster.layout_rules import rules_for
-from cluster.load_plan import LoadPlan
-from cluster.mesh import Layout
-from cluster.model_config import read_model_config
-from cluster.planning import build_load_plan
-from cluster.read_items import expand_read_items
-from storage.checkpoint import open_model
+from cluster.layouts.mesh import Layout
+from cluster.layouts.model_config import read_model_config
+from cluster.layouts.rules import rules_for
+from cluster.plans.cut_model import AS_STORED, Precision
+from cluster.plans.load_plan import LoadPlan
+from cluster.plans.planning import build_load_plan
+from cluster.plans.read_items import expand_read_items
+from storage.checkpoints.checkpoint import open_model
 from storage.local import LocalStore
 
 ONE_RANK = Layout()

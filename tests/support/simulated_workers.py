@@ -13,23 +13,23 @@ from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
 
-from actors.node_ledger import NodeLedger
+from actors.node.node_ledger import NodeLedger
 from cluster.errors import ClusterLost, LoadCancelled
 from cluster.load_request import StoreAccess
 from cluster.messages import NodeFacts, NodeJob, RankHello, RankJob, RankUpdate
-from cluster.packed_plan import unpack_shared
-from cluster.rank_report import RankReport, StageTimes
-from cluster.report import NodeReport
-from storage.host_memory import MemoryPool
-from storage.processes import ProcessId
-from storage.slot_records import SlotState
+from cluster.plans.packed_plan import unpack_shared
+from cluster.reports.rank_report import RankReport, StageTimes
+from cluster.reports.report import NodeReport
+from storage.arena.slot_records import SlotState
+from storage.host.host_memory import MemoryPool
+from storage.host.processes import ProcessId
 from tests.support.node_simulation import CHUNK_BYTES, NodeSimulation, SimLoad, SimModel, SimRank, SimTables
 from tests.support.simulated_ray import Host, Later, SimActor
 
 if TYPE_CHECKING:
     from tests.support.cluster_simulation import ClusterSimulation
 
-AGENT_GONE_S = 60.0  # see actors.executor
+AGENT_GONE_S = 60.0  # see actors.rank.executor
 PACES_S = (0.05, 0.2, 0.2, 1.0)  # a rank does something so often
 TROUBLES = ("twice", "unanswered", "late", "lost")
 

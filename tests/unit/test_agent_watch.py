@@ -11,14 +11,14 @@ from typing import Any
 import pytest
 from ray.exceptions import RayError
 
-from actors import agent_watch, nodes, spawn
-from actors.agent_watch import AgentWatch
-from actors.model_record import ModelRecord, Seat
-from cluster.holders import Holders
+from actors.coordination import agent_watch, nodes, spawn
+from actors.coordination.agent_watch import AgentWatch
+from actors.coordination.model_record import ModelRecord, Seat
+from cluster.layouts.mesh import Layout
 from cluster.load_request import LoadRequest, StoreAccess
-from cluster.load_state import Life, LoadState
-from cluster.mesh import Layout
 from cluster.messages import AgentBeat, ArenaUse, BeatReply, LoadBeat, RankBeat
+from cluster.scheduling.holders import Holders
+from cluster.scheduling.load_state import Life, LoadState
 from storage.store_ref import StoreRef
 
 

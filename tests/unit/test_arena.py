@@ -16,8 +16,8 @@ import zlib
 import numpy as np
 import pytest
 
-from storage.arena import Arena
-from storage.arena_files import (
+from storage.arena.arena import Arena
+from storage.arena.arena_files import (
     ARENA_PREFIX,
     SweptArena,
     arena_path,
@@ -25,10 +25,10 @@ from storage.arena_files import (
     default_arena_bytes,
     sweep,
 )
-from storage.arena_format import GEOMETRY, RECORDS_AT, arena_size_bytes
+from storage.arena.arena_format import GEOMETRY, RECORDS_AT, arena_size_bytes
+from storage.arena.slot_records import COPY_BYTES, FREE_RECORD, RECORD_BYTES, SlotRecord, SlotState
 from storage.errors import ArenaCorrupt, ArenaError, ArenaTooLarge
-from storage.processes import ProcessId
-from storage.slot_records import COPY_BYTES, FREE_RECORD, RECORD_BYTES, SlotRecord, SlotState
+from storage.host.processes import ProcessId
 from tests.support.shared_memory import ask, start_python
 
 SLOT = 64 << 10
@@ -147,7 +147,7 @@ def test_a_folder_too_small_is_refused_before_anything_is_made(small_tmpfs):
 
 
 def test_the_host_behind_a_large_tmpfs_counts_too(small_tmpfs, monkeypatch):
-    monkeypatch.setattr("storage.arena_files.available_host_bytes", lambda: 4096)
+    monkeypatch.setattr("storage.arena.arena_files.available_host_bytes", lambda: 4096)
     with pytest.raises(ArenaTooLarge, match="host"):
         check_room(str(small_tmpfs), 8192)
 
@@ -320,7 +320,7 @@ def test_a_slot_without_any_whole_record_is_corrupt(path):
 
 def test_an_arena_of_a_living_owner_is_not_adopted(path):
     code = (
-        "import sys; from storage.arena import Arena; "
+        "import sys; from storage.arena.arena import Arena; "
         f"a = Arena.create({path!r}, slot_count=1, slot_bytes={SLOT}); "
         "print('up', flush=True); sys.stdin.read()"
     )

@@ -7,9 +7,9 @@ from pathlib import Path
 
 import pytest
 
-from actors.arena_maps import ArenaMaps
-from storage.arena import Arena
-from storage.arena_files import arena_path, sweep
+from actors.rank.arena_maps import ArenaMaps
+from storage.arena.arena import Arena
+from storage.arena.arena_files import arena_path, sweep
 from storage.errors import ArenaError
 
 SLOT = 64 << 10

@@ -9,9 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.bottleneck import LoadLimit, find_limit, stage_shares
-from cluster.mesh import Layout
-from cluster.report import LoadReport, NodeReport, ProcessMemory, RankReport, StageTimes
+from cluster.layouts.mesh import Layout
+from cluster.reports.bottleneck import LoadLimit, find_limit, stage_shares
+from cluster.reports.report import LoadReport, NodeReport, ProcessMemory, RankReport, StageTimes
 
 GB = 1_000_000_000
 

@@ -7,8 +7,10 @@ import numpy as np
 import pytest
 from safetensors import deserialize
 
-from storage import inventory
-from storage.checkpoint import check_revision, open_model, read_manifest, split_model_uri
+from storage.checkpoints import inventory
+from storage.checkpoints.checkpoint import check_revision, open_model, read_manifest, split_model_uri
+from storage.checkpoints.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES
+from storage.checkpoints.model_index import ModelIndex
 from storage.errors import (
     AccessDenied,
     InvalidHeader,
@@ -21,10 +23,8 @@ from storage.errors import (
     StoreUnavailable,
     UnsupportedStore,
 )
-from storage.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES
-from storage.model_index import ModelIndex
 from storage.object_store import MemoryStore, ObjectInfo
-from storage.publish import publish
+from storage.publishing.publish import publish
 from storage.ranges import ByteRange
 from storage.retrying import RetryPolicy
 from tests.support.checkpoints import (
@@ -266,7 +266,7 @@ def test_hostile_and_oversized_indexes(llama: dict[str, bytes], monkeypatch: pyt
     with pytest.raises(InvalidIndex, match="hostile path"):
         open_model(store)
     assert [key for key, _ in store.reads] == [INDEX_KEY]
-    monkeypatch.setattr("storage.checkpoint_files.MAX_INDEX_BYTES", 5)
+    monkeypatch.setattr("storage.checkpoints.checkpoint_files.MAX_INDEX_BYTES", 5)
     with pytest.raises(InvalidIndex, match="at most 5"):
         open_model(MemoryStore(llama))
 

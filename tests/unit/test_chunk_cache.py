@@ -5,11 +5,11 @@ from __future__ import annotations
 import pytest
 from hypothesis import settings
 
-from storage.chunk_cache import ChunkCache
+from storage.arena.chunk_cache import ChunkCache
+from storage.arena.leases import Answer
+from storage.arena.slot_records import MemoryJournal, SlotRecord, SlotState
 from storage.errors import ArenaTooSmall
-from storage.leases import Answer
-from storage.processes import ProcessId
-from storage.slot_records import MemoryJournal, SlotRecord, SlotState
+from storage.host.processes import ProcessId
 from tests.support.cache_machine import CacheMachine
 
 TestLaws = CacheMachine.TestCase

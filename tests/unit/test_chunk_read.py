@@ -15,16 +15,16 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.chunk_fetcher import ChunkFetcher, FetchedChunk
-from actors.chunk_read import StageClock
+from actors.rank.chunk_fetcher import ChunkFetcher, FetchedChunk
+from actors.rank.chunk_read import StageClock
 from cluster.messages import LeaseOrder
-from cluster.packed_plan import SharedTables
+from cluster.plans.packed_plan import SharedTables
+from storage.checkpoints.model_index import ChunkTable, Shard
 from storage.checksum import digest_of
 from storage.errors import IntegrityError, ReadEnded, StoreUnavailable
-from storage.model_index import ChunkTable, Shard
 from storage.object_store import PIECE_BYTES, MemoryStore, ObjectStore
 from storage.ranges import ByteRange
-from storage.s3 import S3Store
+from storage.s3.store import S3Store
 from storage.store_ref import Credentials, StoreRef
 from tests.support.faulty_stores import FailingStore
 from tests.support.node_simulation import NO_TENSORS

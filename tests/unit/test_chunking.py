@@ -6,9 +6,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.chunking import CUT_ALIGN_BYTES, chunk_bounds, fixed_bounds, row_step_bytes
-from storage.dtypes import atom_bytes, tensor_bytes
-from storage.safetensors_header import Header, encode_header, parse_header
+from storage.checkpoints.chunking import CUT_ALIGN_BYTES, chunk_bounds, fixed_bounds, row_step_bytes
+from storage.checkpoints.dtypes import atom_bytes, tensor_bytes
+from storage.checkpoints.safetensors_header import Header, encode_header, parse_header
 from tests.support.checkpoints import TensorSpec, tensor_specs
 
 MIB = 1 << 20

@@ -15,11 +15,12 @@ from typing import Any
 
 import pytest
 
-from cluster import client, plan_ahead, residents
-from cluster.cli import build_parser, main
+from cluster import client, residents
+from cluster.command_line.cli import build_parser, main
 from cluster.errors import ClusterLost, ConfigError, NotEnoughResources
-from cluster.mesh import Layout
-from cluster.report import (
+from cluster.layouts.mesh import Layout
+from cluster.preview import plan_ahead
+from cluster.reports.report import (
     ClusterStatus,
     GangStatus,
     LoadProgress,

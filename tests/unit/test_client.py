@@ -9,9 +9,10 @@ from typing import Any
 
 import pytest
 
-from cluster import client, plan_ahead
+from cluster import client
 from cluster.errors import ConfigError
-from storage.manifest import MANIFEST_KEY
+from cluster.preview import plan_ahead
+from storage.checkpoints.manifest import MANIFEST_KEY
 from tests.support.checkpoints import write_tiny_llama
 
 

@@ -17,12 +17,12 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
 
-from actors.agent_watch import AgentWatch
-from actors.rank_place import RankPlace
-from cluster.fit import min_slots
-from storage.chunk_cache import ChunkCache
-from storage.leases import Lease
-from storage.slot_table import SlotTable
+from actors.coordination.agent_watch import AgentWatch
+from actors.node.rank_place import RankPlace
+from cluster.fit.needs import min_slots
+from storage.arena.chunk_cache import ChunkCache
+from storage.arena.leases import Lease
+from storage.arena.slot_table import SlotTable
 from tests.support.cluster_simulation import ClusterSimulation, SimClient
 from tests.support.node_simulation import SimModel
 from tests.support.simulated_workers import SimHost, SimWorker

@@ -9,10 +9,10 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cluster.errors import ConfigError, LayoutError
-from cluster.layout_rules import parse_rules
-from cluster.mesh import Layout, RankCoords
-from cluster.planning import build_load_plan, check_plan, needed_chunks
-from cluster.rank_plans import rank_facts
+from cluster.layouts.mesh import Layout, RankCoords
+from cluster.layouts.rules import parse_rules
+from cluster.plans.planning import build_load_plan, check_plan, needed_chunks
+from cluster.plans.rank_plans import rank_facts
 from tests.support.planned_models import as_bf16, carry_out, random_arrays, store_arrays
 
 EXPERTS, LAYERS, HIDDEN, INNER, VOCABULARY = 8, 4, 8, 16, 30

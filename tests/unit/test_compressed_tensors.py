@@ -9,12 +9,12 @@ import numpy as np
 import pytest
 
 from cluster.errors import LayoutError
-from cluster.layout import decide_layout
-from cluster.layout_rules import parse_rules
-from cluster.mesh import Layout
-from cluster.model_config import ModelConfig
-from cluster.quantization_config import QuantizationConfig
-from storage.model_index import Tensor
+from cluster.layouts.layout import decide_layout
+from cluster.layouts.mesh import Layout
+from cluster.layouts.model_config import ModelConfig
+from cluster.layouts.rules import parse_rules
+from cluster.precision.quantization_config import QuantizationConfig
+from storage.checkpoints.model_index import Tensor
 from tests.support.quantized_models import Array, Stored, ends_of, load_parts, named, plain_region, take_region
 
 torch = pytest.importorskip("torch")

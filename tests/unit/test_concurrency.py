@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.concurrency import COOL_DOWN_S, LEVELS, RequestLimit
+from cluster.scheduling.concurrency import COOL_DOWN_S, LEVELS, RequestLimit
 
 CHUNK_BYTES = 8 << 20
 MOSTS = st.integers(1, 64)

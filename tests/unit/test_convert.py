@@ -7,13 +7,13 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors import convert as convert_module
-from actors.convert import convert
-from actors.tensor_views import torch_dtype
-from cluster.load_plan import StagedTensor, TensorSlice
-from cluster.precision import SCHEMES, Recipe, outputs_of, read_region
-from cluster.region import Region, whole
-from storage.dtypes import DTYPE_BITS
+from actors.handover.tensor_views import torch_dtype
+from actors.rank import convert as convert_module
+from actors.rank.convert import convert
+from cluster.layouts.region import Region, whole
+from cluster.plans.load_plan import StagedTensor, TensorSlice
+from cluster.precision.recipes import SCHEMES, Recipe, outputs_of, read_region
+from storage.checkpoints.dtypes import DTYPE_BITS
 from tests.support.reference_quantised import quantised, restored
 
 NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}

@@ -11,17 +11,17 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from actors.chunk_placer import ChunkPlacer
-from actors.cpu_device import CpuDevice
-from cluster.fit import min_slots
-from cluster.load_plan import LoadPlan, StagedTensor, TensorSlice
-from cluster.mesh import Layout
-from cluster.model_config import ModelConfig
-from cluster.packed_plan import pack_shared, unpack_shared
-from cluster.planning import build_load_plan
-from cluster.precision import Precision
-from cluster.report import RankReport
-from storage.checkpoint import open_model
+from actors.devices.cpu_device import CpuDevice
+from actors.rank.chunk_placer import ChunkPlacer
+from cluster.fit.needs import min_slots
+from cluster.layouts.mesh import Layout
+from cluster.layouts.model_config import ModelConfig
+from cluster.plans.load_plan import LoadPlan, StagedTensor, TensorSlice
+from cluster.plans.packed_plan import pack_shared, unpack_shared
+from cluster.plans.planning import build_load_plan
+from cluster.precision.recipes import Precision
+from cluster.reports.report import RankReport
+from storage.checkpoints.checkpoint import open_model
 from storage.errors import LongshoreError
 from storage.object_store import MemoryStore
 from storage.ranges import ByteRange

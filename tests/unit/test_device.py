@@ -11,15 +11,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 from numpy.typing import NDArray
 
-from actors import tensor_views
-from actors.cpu_device import CpuDevice
-from actors.device import open_device
+from actors.devices.cpu_device import CpuDevice
+from actors.devices.device import open_device
+from actors.handover import tensor_views
+from actors.handover.tensor_views import torch_dtype
 from actors.shard import RankShard
-from actors.tensor_views import torch_dtype
 from cluster.errors import DeviceUnavailable, DoesNotFit
-from cluster.load_plan import LoadPlan
-from cluster.read_items import ReadItems, expand_read_items
-from storage.dtypes import DTYPE_BITS, tensor_bytes
+from cluster.plans.load_plan import LoadPlan
+from cluster.plans.read_items import ReadItems, expand_read_items
+from storage.checkpoints.dtypes import DTYPE_BITS, tensor_bytes
 from tests.support.checkpoints import odd_objects, safetensors_bytes
 from tests.support.local_node import plan_of
 from tests.support.reference_slices import as_bytes, stored_bytes

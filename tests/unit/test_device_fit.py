@@ -9,10 +9,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.config import Config
-from cluster.device_fit import DeviceRoom, device_problem, room_on, seat_on_devices
 from cluster.errors import ConfigError
-from cluster.fit_options import FitOptions
-from storage.gpu_memory import GpuMemory
+from cluster.fit.device_fit import DeviceRoom, device_problem, room_on, seat_on_devices
+from cluster.fit.options import FitOptions
+from storage.host.gpu_memory import GpuMemory
 
 CONFIG = Config(device_reserve_bytes=2)
 rooms = st.builds(DeviceRoom, st.integers(0, 12), st.none() | st.integers(0, 12), st.integers(0, 4))

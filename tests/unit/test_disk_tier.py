@@ -16,10 +16,11 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage import disk_folder, disk_tier
-from storage.disk_folder import LOCK_NAME, SUBFOLDER, DiskReader, chunk_name
-from storage.disk_format import HEADER_BYTES
-from storage.disk_tier import DiskTier, Written
+from storage.disk import folder as disk_folder
+from storage.disk import tier as disk_tier
+from storage.disk.folder import LOCK_NAME, SUBFOLDER, DiskReader, chunk_name
+from storage.disk.format import HEADER_BYTES
+from storage.disk.tier import DiskTier, Written
 from storage.errors import DiskChunkUnusable, DiskTierError
 from tests.support.disk_chunks import chunk_of, chunks_in, folder_bytes, read, temporaries_in, write
 
@@ -112,7 +113,7 @@ def test_without_a_budget_it_is_half_of_what_there_is(tmp_path: Path) -> None:
 DIES = """
 import os, signal, sys
 from tests.support.disk_chunks import write
-from storage.disk_tier import DiskTier
+from storage.disk.tier import DiskTier
 parent, call, count = sys.argv[1], sys.argv[2], int(sys.argv[3])
 tier = DiskTier(parent, 3000)
 real, calls = getattr(os, call), 0
@@ -219,7 +220,7 @@ def test_what_this_process_is_writing_counts_too(tmp_path: Path, monkeypatch: py
 WRITES = """
 import random, sys
 from tests.support.disk_chunks import folder_bytes, write
-from storage.disk_tier import DiskTier, Written
+from storage.disk.tier import DiskTier, Written
 parent, seed, budget = sys.argv[1], int(sys.argv[2]), int(sys.argv[3])
 chance, tier = random.Random(seed), DiskTier(parent, budget)
 for _ in range(60):
@@ -359,7 +360,7 @@ def test_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call
 LIMITED = """
 import resource, sys
 from tests.support.disk_chunks import write
-from storage.disk_tier import DiskTier
+from storage.disk.tier import DiskTier
 tier = DiskTier(sys.argv[1], 100_000)
 resource.setrlimit(resource.RLIMIT_FSIZE, (5000, 5000))
 print(write(tier, 1).name, write(tier, 2, 20_000).name, write(tier, 3).name)
@@ -380,8 +381,8 @@ if subprocess.run(mount, capture_output=True).returncode:
     print("REFUSED")
     sys.exit()
 from tests.support.disk_chunks import folder_bytes, read, write
-from storage.disk_folder import DiskReader
-from storage.disk_tier import DiskTier
+from storage.disk.folder import DiskReader
+from storage.disk.tier import DiskTier
 tier = DiskTier(sys.argv[1], 1_000_000)
 written = [write(tier, number, 8000).name for number in range(20)]
 reader = DiskReader(tier.path)

@@ -10,8 +10,8 @@ from pathlib import Path
 
 import pytest
 
-from cluster.fit import min_slots
-from storage.disk_folder import SUBFOLDER, chunk_name
+from cluster.fit.needs import min_slots
+from storage.disk.folder import SUBFOLDER, chunk_name
 from storage.object_store import MemoryStore
 from tests.support.checkpoints import flat_objects
 from tests.support.disk_chunks import chunks_in

@@ -7,14 +7,14 @@ from pathlib import Path
 import pytest
 import torch
 
-from actors.mapped_device import open_mapped
+from actors.devices.mapped_device import open_mapped
 from actors.shard import RankShard
-from cluster.device_map_options import parse_device_map
-from cluster.mesh import Layout
-from cluster.model_config import parse_model_config
-from cluster.planning import build_load_plan
-from cluster.read_items import expand_read_items
-from storage.checkpoint import open_model
+from cluster.device_map.options import parse_device_map
+from cluster.layouts.mesh import Layout
+from cluster.layouts.model_config import parse_model_config
+from cluster.plans.planning import build_load_plan
+from cluster.plans.read_items import expand_read_items
+from storage.checkpoints.checkpoint import open_model
 from storage.object_store import MemoryStore
 from tests.support.checkpoints import read_objects
 from tests.support.hf_models import save_tiny

@@ -16,13 +16,13 @@ from typing import Any
 
 import pytest
 
-from cluster import doctor_cluster, doctor_disk, doctor_host, doctor_store
-from cluster.cli import main
+from cluster.command_line.cli import main
 from cluster.config import Config
-from cluster.doctor import guarded, run_checks
-from cluster.doctor_check import Check
+from cluster.doctor import cluster_checks, disk_checks, host_checks, store_checks
+from cluster.doctor.check import Check
+from cluster.doctor.doctor import guarded, run_checks
 from longshore.install_check import probe
-from storage.arena_files import ARENA_PREFIX
+from storage.arena.arena_files import ARENA_PREFIX
 from storage.errors import AccessDenied
 from storage.object_store import MemoryStore
 from tests.support.checkpoints import write_tiny_llama
@@ -74,7 +74,7 @@ def test_an_error_of_ours_keeps_its_hint() -> None:
 
 
 def test_every_group_is_run_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (doctor_host, doctor_disk, doctor_cluster, doctor_store):
+    for module in (host_checks, disk_checks, cluster_checks, store_checks):
         for name in [name for name in vars(module) if name.startswith("check_")]:
             monkeypatch.setattr(module, name, lambda *_: 1 / 0)
     checks = run_checks()
@@ -89,8 +89,8 @@ def test_every_group_is_run_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> N
 
 def test_bad_settings_are_one_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("check_torch", "check_driver", "check_stale_arenas"):
-        monkeypatch.setattr(doctor_host, name, list)
-    monkeypatch.setattr(doctor_cluster, "check_cluster", lambda _: [])
+        monkeypatch.setattr(host_checks, name, list)
+    monkeypatch.setattr(cluster_checks, "check_cluster", lambda _: [])
     monkeypatch.setenv("LONGSHORE_FETCH_THREADS", "none")
     checks = run_checks()
     assert the(checks, "settings").outcome == "fail"
@@ -99,7 +99,7 @@ def test_bad_settings_are_one_failed_check(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_variable_that_is_no_setting_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (doctor_host, doctor_cluster, doctor_store):
+    for module in (host_checks, cluster_checks, store_checks):
         for name in [name for name in vars(module) if name.startswith("check_")]:
             monkeypatch.setattr(module, name, lambda *_: [])
     monkeypatch.setenv("LONGSHORE_CHUNK_SIZE", "8MiB")
@@ -111,13 +111,13 @@ def test_a_variable_that_is_no_setting_is_warned_of(monkeypatch: pytest.MonkeyPa
 
 
 def test_packages_and_memory() -> None:
-    assert outcomes(doctor_host.check_packages_here()) == {"packages": "ok", "python": "ok"}
-    (memory,) = doctor_host.check_memory()
+    assert outcomes(host_checks.check_packages_here()) == {"packages": "ok", "python": "ok"}
+    (memory,) = host_checks.check_memory()
     assert "available" in memory.detail
 
 
 def test_an_arena_that_does_not_fit_fails_with_both_remedies(tmp_path: Path) -> None:
-    (check,) = doctor_host.check_arena(Config(arena_bytes=1 << 60), str(tmp_path))
+    (check,) = host_checks.check_arena(Config(arena_bytes=1 << 60), str(tmp_path))
     assert check.outcome == "fail"
     assert "LONGSHORE_ARENA_BYTES" in check.hint
     assert "shm-size" in check.hint
@@ -127,7 +127,7 @@ def test_an_arena_that_does_not_fit_fails_with_both_remedies(tmp_path: Path) -> 
 def test_an_arena_of_few_slots(tmp_path: Path, slots: int, outcome: str) -> None:
     slot_bytes = Config().slot_bytes
     config = Config(arena_bytes=slots * slot_bytes, cpu_ranks_per_node=8)
-    (check,) = doctor_host.check_arena(config, str(tmp_path))
+    (check,) = host_checks.check_arena(config, str(tmp_path))
     assert check.outcome == outcome
     assert f"{slots} slots" in check.detail
 
@@ -135,30 +135,30 @@ def test_an_arena_of_few_slots(tmp_path: Path, slots: int, outcome: str) -> None
 def test_stale_arenas_are_removed(tmp_path: Path) -> None:
     stale = tmp_path / f"{ARENA_PREFIX}of-a-killed-cluster"
     stale.write_bytes(bytes(8192))
-    (check,) = doctor_host.check_stale_arenas(str(tmp_path))
+    (check,) = host_checks.check_stale_arenas(str(tmp_path))
     assert check.outcome == "ok"
     assert "removed 1" in check.detail
     assert not stale.exists()
-    assert next(iter(doctor_host.check_stale_arenas(str(tmp_path)))).detail == "none"
+    assert next(iter(host_checks.check_stale_arenas(str(tmp_path)))).detail == "none"
 
 
 def test_a_machine_without_gpu(programs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
-    monkeypatch.setattr(doctor_host, "DRIVER_VERSION_FILE", tmp_path / "absent")
-    assert outcomes(doctor_host.check_driver()) == {"gpu driver": "skip"}
+    monkeypatch.setattr(host_checks, "DRIVER_VERSION_FILE", tmp_path / "absent")
+    assert outcomes(host_checks.check_driver()) == {"gpu driver": "skip"}
     (tmp_path / "absent").write_text("NVRM version: 580")
-    assert outcomes(doctor_host.check_driver()) == {"gpu driver": "warn"}
+    assert outcomes(host_checks.check_driver()) == {"gpu driver": "warn"}
 
 
 def test_gpus_are_listed(programs: Path) -> None:
     write_program(programs / "nvidia-smi", "echo 'NVIDIA H100, 580.1, 81559 MiB, 5 MiB'; echo 'another'")
-    (check,) = doctor_host.check_driver()
+    (check,) = host_checks.check_driver()
     assert check.outcome == "ok"
     assert check.detail.startswith("2 GPU: NVIDIA H100, 580.1, 81559 MiB")
 
 
 def test_a_broken_driver(programs: Path) -> None:
     write_program(programs / "nvidia-smi", "echo 'Driver/library version mismatch'; exit 18")
-    (check,) = doctor_host.check_driver()
+    (check,) = host_checks.check_driver()
     assert check.outcome == "fail"
     assert "version mismatch" in check.detail
 
@@ -166,7 +166,7 @@ def test_a_broken_driver(programs: Path) -> None:
 def torch_says(programs: Path, cuda: str | None, devices: list[str]) -> Check:
     answer = json.dumps({"version": "2.13.0", "cuda": cuda, "devices": devices})
     write_program(programs / "python", f"echo '{answer}'")
-    (check,) = doctor_host.check_torch(str(programs / "python"))
+    (check,) = host_checks.check_torch(str(programs / "python"))
     return check
 
 
@@ -184,9 +184,9 @@ def test_torch_that_does_not_see_what_the_driver_sees(programs: Path) -> None:
 
 def test_torch_that_is_missing_or_broken(programs: Path) -> None:
     write_program(programs / "python", "echo \"ModuleNotFoundError: No module named 'torch'\" >&2; exit 1")
-    assert outcomes(doctor_host.check_torch(str(programs / "python"))) == {"torch": "warn"}
+    assert outcomes(host_checks.check_torch(str(programs / "python"))) == {"torch": "warn"}
     write_program(programs / "python", "echo 'ImportError: libcudart.so.13' >&2; exit 1")
-    (check,) = doctor_host.check_torch(str(programs / "python"))
+    (check,) = host_checks.check_torch(str(programs / "python"))
     assert (check.outcome, check.detail) == ("fail", "ImportError: libcudart.so.13")
 
 
@@ -207,14 +207,14 @@ def test_authentication_is_told_and_tokens_are_not(
     environ: dict[str, str], outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    check = doctor_cluster.check_authentication(environ)
+    check = cluster_checks.check_authentication(environ)
     assert check.outcome == outcome
     assert "s3cret" not in check.detail + check.hint
 
 
 def test_an_address_that_cannot_be_joined_is_one_failed_check() -> None:
     for address in ("ray://head:10001", "head:port"):
-        checks = list(doctor_cluster.check_cluster(address))
+        checks = list(cluster_checks.check_cluster(address))
         assert outcomes(checks)["cluster"] == "fail"
         assert address in the(checks, "cluster").detail
 
@@ -232,16 +232,16 @@ def test_an_address_that_cannot_be_joined_is_one_failed_check() -> None:
     ],
 )
 def test_a_node_is_compared_with_this_process(change: dict[str, Any], outcome: str) -> None:
-    check = doctor_cluster.compare_probes("node a", probe(), {**probe(), **change})
+    check = cluster_checks.compare_probes("node a", probe(), {**probe(), **change})
     assert check.outcome == outcome
     assert all(str(value) in check.detail for value in change.values() if value != "another")
 
 
 def test_resources() -> None:
     total = {"GPU": 8.0, "CPU": 64.0, "memory": 1e12}
-    assert doctor_cluster.check_resources(total, {"GPU": 3.0, "CPU": 60.0}).outcome == "ok"
-    assert doctor_cluster.check_resources(total, {"CPU": 60.0}).outcome == "warn"
-    assert doctor_cluster.check_resources({"CPU": 2.0}, {"CPU": 2.0}).outcome == "ok"
+    assert cluster_checks.check_resources(total, {"GPU": 3.0, "CPU": 60.0}).outcome == "ok"
+    assert cluster_checks.check_resources(total, {"CPU": 60.0}).outcome == "warn"
+    assert cluster_checks.check_resources({"CPU": 2.0}, {"CPU": 2.0}).outcome == "ok"
 
 
 @pytest.mark.slow
@@ -251,7 +251,7 @@ def test_a_real_cluster_is_probed_node_by_node() -> None:
         "import json, ray\n"
         "ray.init(address='local', num_cpus=1, include_dashboard=False, object_store_memory=100 << 20,\n"
         "         log_to_driver=False, configure_logging=False)\n"
-        "from cluster.doctor_cluster import check_cluster\n"
+        "from cluster.doctor.cluster_checks import check_cluster\n"
         "print(json.dumps([check.as_dict() for check in check_cluster(None)]))\n"
         "ray.shutdown()\n"
     )
@@ -275,7 +275,7 @@ def test_a_real_cluster_is_probed_node_by_node() -> None:
 
 
 def test_no_uri_no_store() -> None:
-    assert outcomes(doctor_store.check_store(None, {})) == {"store": "skip"}
+    assert outcomes(store_checks.check_store(None, {})) == {"store": "skip"}
 
 
 @pytest.mark.parametrize(
@@ -288,11 +288,11 @@ def test_no_uri_no_store() -> None:
     ],
 )
 def test_what_a_store_holds(objects: dict[str, bytes], expected: dict[str, str]) -> None:
-    assert outcomes(doctor_store.check_objects(MemoryStore(objects))) == expected
+    assert outcomes(store_checks.check_objects(MemoryStore(objects))) == expected
 
 
 def test_a_store_that_is_not_there() -> None:
-    checks = guarded("store", lambda: doctor_store.check_store("/no/such/folder", {}))
+    checks = guarded("store", lambda: store_checks.check_store("/no/such/folder", {}))
     assert outcomes(checks) == {"store": "fail"}
     assert "/no/such/folder" in checks[0].detail
 
@@ -319,9 +319,9 @@ def dated_server() -> Iterator[tuple[str, dict[str, float]]]:
 @pytest.mark.slow
 def test_clocks_are_compared_even_when_the_request_is_refused(dated_server: tuple[str, dict[str, float]]) -> None:
     url, clock = dated_server
-    assert doctor_store.check_clock(url).outcome == "ok"
+    assert store_checks.check_clock(url).outcome == "ok"
     clock["ahead_s"] = 3600
-    check = doctor_store.check_clock(url)
+    check = store_checks.check_clock(url)
     assert check.outcome == "fail"
     assert "behind the store" in check.detail
 
@@ -329,7 +329,7 @@ def test_clocks_are_compared_even_when_the_request_is_refused(dated_server: tupl
 def test_no_clock_without_an_answer() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
-    assert doctor_store.check_clock(f"http://127.0.0.1:{port}").outcome == "skip"
+    assert store_checks.check_clock(f"http://127.0.0.1:{port}").outcome == "skip"
 
 
 # the verb
@@ -338,9 +338,9 @@ def test_no_clock_without_an_answer() -> None:
 def test_the_verb_reads_a_model_and_ends_with_0(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor_host, "check_stale_arenas", list)
-    monkeypatch.setattr(doctor_host, "check_torch", list)
-    monkeypatch.setattr(doctor_cluster, "check_cluster", lambda _: [])
+    monkeypatch.setattr(host_checks, "check_stale_arenas", list)
+    monkeypatch.setattr(host_checks, "check_torch", list)
+    monkeypatch.setattr(cluster_checks, "check_cluster", lambda _: [])
     write_tiny_llama(tmp_path)
     assert main(["doctor", str(tmp_path)]) == 0
     out = capsys.readouterr().out
@@ -351,9 +351,9 @@ def test_the_verb_reads_a_model_and_ends_with_0(
 def test_the_verb_ends_with_1_when_a_check_failed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(doctor_host, "check_stale_arenas", list)
-    monkeypatch.setattr(doctor_host, "check_torch", list)
-    monkeypatch.setattr(doctor_cluster, "check_cluster", lambda _: [])
+    monkeypatch.setattr(host_checks, "check_stale_arenas", list)
+    monkeypatch.setattr(host_checks, "check_torch", list)
+    monkeypatch.setattr(cluster_checks, "check_cluster", lambda _: [])
     assert main(["doctor", "/no/such/folder", "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert document["ok"] is False

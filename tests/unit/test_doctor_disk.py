@@ -7,25 +7,25 @@ from pathlib import Path
 
 import pytest
 
-from cluster import doctor_cluster, doctor_disk, doctor_host
 from cluster.config import MIB, Config
-from cluster.doctor import run_checks
-from cluster.doctor_check import Check
-from storage.disk_tier import DiskTier
+from cluster.doctor import cluster_checks, disk_checks, host_checks
+from cluster.doctor.check import Check
+from cluster.doctor.doctor import run_checks
+from storage.disk.tier import DiskTier
 from tests.support.disk_chunks import write
 
 
 def check(folder: Path | str, budget_bytes: int = 100 * MIB) -> Check:
     config = Config(disk_cache_dir=str(folder), disk_cache_bytes=budget_bytes)
-    (found,) = doctor_disk.check_disk_tier(config)
+    (found,) = disk_checks.check_disk_tier(config)
     return found
 
 
 @pytest.fixture
 def on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that passes for one on a disk with 10 GB free."""
-    monkeypatch.setattr(doctor_disk, "is_memory_backed", lambda _: False)
-    monkeypatch.setattr(doctor_disk, "free_bytes", lambda _: 10**10)
+    monkeypatch.setattr(disk_checks, "is_memory_backed", lambda _: False)
+    monkeypatch.setattr(disk_checks, "free_bytes", lambda _: 10**10)
     return tmp_path
 
 
@@ -47,7 +47,7 @@ def test_what_is_there_is_said_and_stays(on_disk: Path) -> None:
 
 def test_budgets_that_cannot_be_meant(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no chunk fits" in check(on_disk, MIB).hint
-    monkeypatch.setattr(doctor_disk, "free_bytes", lambda _: MIB)
+    monkeypatch.setattr(disk_checks, "free_bytes", lambda _: MIB)
     assert "full before the budget" in check(on_disk).hint
 
 
@@ -60,13 +60,13 @@ def test_memory_is_no_disk() -> None:
 
 def test_a_folder_that_cannot_be_used_fails_its_check_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("check_stale_arenas", "check_torch", "check_driver"):
-        monkeypatch.setattr(doctor_host, name, list)
-    monkeypatch.setattr(doctor_cluster, "check_cluster", lambda _: [])
+        monkeypatch.setattr(host_checks, name, list)
+    monkeypatch.setattr(cluster_checks, "check_cluster", lambda _: [])
     (tmp_path / "file").write_text("x")
     monkeypatch.setenv("LONGSHORE_DISK_CACHE_DIR", str(tmp_path / "file"))
     found = {check.name: check for check in run_checks()}
-    assert found[doctor_disk.NAME].outcome == "fail"
-    assert "cannot make the folder" in found[doctor_disk.NAME].detail
+    assert found[disk_checks.NAME].outcome == "fail"
+    assert "cannot make the folder" in found[disk_checks.NAME].detail
     assert found["python"].outcome == "ok"
 
 

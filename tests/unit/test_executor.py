@@ -9,11 +9,11 @@ from pathlib import Path
 
 import pytest
 
-from actors.executor import RankLoader
+from actors.rank.executor import RankLoader
 from cluster.errors import ChunkFailed, ClusterLost, DoesNotFit, LoadCancelled, RankLost
-from cluster.fit import min_slots
-from cluster.load_plan import LoadPlan
-from cluster.report import RankReport
+from cluster.fit.needs import min_slots
+from cluster.plans.load_plan import LoadPlan
+from cluster.reports.report import RankReport
 from storage.errors import (
     ArenaError,
     IntegrityError,
@@ -461,7 +461,7 @@ def test_lost_answers_cost_no_deadline(shm_dir: Path):
 
 
 def test_a_rank_that_has_everything_does_not_fail_for_a_lost_agent(shm_dir: Path, monkeypatch: pytest.MonkeyPatch):
-    monkeypatch.setattr("actors.executor.AGENT_BACK_S", 0.2)
+    monkeypatch.setattr("actors.rank.executor.AGENT_BACK_S", 0.2)
     objects = flat_objects(tensors=2)
     plan = plan_of(objects, (1, 1, 1), 4096)
     with local_node(shm_dir, slots=8) as node:
@@ -482,7 +482,7 @@ def test_a_rank_that_has_everything_does_not_fail_for_a_lost_agent(shm_dir: Path
 def test_an_agent_that_stays_away_or_never_heard_of_the_load(
     shm_dir: Path, monkeypatch: pytest.MonkeyPatch, known: bool
 ):
-    monkeypatch.setattr("actors.executor.AGENT_GONE_S", 0.2)
+    monkeypatch.setattr("actors.rank.executor.AGENT_GONE_S", 0.2)
     objects = flat_objects(tensors=2)
     plan = plan_of(objects, (1, 1, 1), 4096)
     with local_node(shm_dir, slots=8) as node:
@@ -509,7 +509,7 @@ def test_a_device_without_room_ends_the_load_before_a_byte_moved(shm_dir: Path, 
         def no_room(*_: object, **__: object) -> object:
             raise OSError(12, "Cannot allocate memory")
 
-        monkeypatch.setattr("actors.segment_memory.mmap.mmap", no_room)
+        monkeypatch.setattr("actors.devices.segment_memory.mmap.mmap", no_room)
         rank.run()
         assert isinstance(rank.outcome, DoesNotFit)
         assert store.reads == []

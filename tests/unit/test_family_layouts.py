@@ -12,9 +12,9 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cluster.layout_rules import FAMILIES as TABLES
-from cluster.layout_rules import Rule
-from cluster.mesh import Layout
+from cluster.layouts.mesh import Layout
+from cluster.layouts.rules import FAMILIES as TABLES
+from cluster.layouts.rules import Rule
 from tests.support.family_checkpoints import NAMINGS, SavedFamily, needs_transformers, reassemble
 from tests.support.hf_models import FAMILIES, MOE_FAMILIES, save_tiny
 

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.fetch_time import FetchTime
+from actors.rank.fetch_time import FetchTime
 
 STEPS = st.lists(
     st.tuples(

@@ -13,14 +13,14 @@ from hypothesis import strategies as st
 
 from cluster.config import Config
 from cluster.errors import DoesNotFit, DoesNotFitNow
-from cluster.fit import check_fit, gpu_bytes, host_bytes, min_slots, planned_arena_bytes
-from cluster.fit_options import FitOptions
-from cluster.mesh import Layout
-from cluster.planning import build_load_plan
-from cluster.rank_plans import RankFacts, rank_facts
-from cluster.topology import NodeInfo
-from storage.gpu_memory import GpuMemory
-from storage.model_index import ModelIndex, Shard, Tensor
+from cluster.fit.needs import check_fit, gpu_bytes, host_bytes, min_slots, planned_arena_bytes
+from cluster.fit.options import FitOptions
+from cluster.layouts.mesh import Layout
+from cluster.plans.planning import build_load_plan
+from cluster.plans.rank_plans import RankFacts, rank_facts
+from cluster.scheduling.topology import NodeInfo
+from storage.checkpoints.model_index import ModelIndex, Shard, Tensor
+from storage.host.gpu_memory import GpuMemory
 from tests.support.planned_models import cut_into_chunks
 
 MIB = 1 << 20

@@ -13,27 +13,27 @@ from typing import Any
 
 import pytest
 
-from actors import nodes
-from actors.fit_choice import FitChoice
-from actors.model_record import ModelRecord, Seat
-from cluster.changes import Limits
+from actors.coordination import nodes
+from actors.coordination.fit_choice import FitChoice
+from actors.coordination.model_record import ModelRecord, Seat
 from cluster.config import Config
 from cluster.errors import DoesNotFit
-from cluster.fit_options import FitOptions
-from cluster.fit_search import PlannedChange
-from cluster.holders import Holders
+from cluster.fit.changes import Limits
+from cluster.fit.options import FitOptions
+from cluster.fit.search import PlannedChange
+from cluster.layouts.mesh import Layout
 from cluster.load_request import LoadRequest
-from cluster.load_state import Life
-from cluster.mesh import Layout
 from cluster.messages import NodeFacts
-from cluster.packed_plan import PackedPlan
-from cluster.planning_process import PlanningServer
+from cluster.plans.packed_plan import PackedPlan
+from cluster.plans.planning_process import PlanningServer
 from cluster.request import StoreOptions, make_request
-from cluster.topology import NodeInfo
+from cluster.scheduling.holders import Holders
+from cluster.scheduling.load_state import Life
+from cluster.scheduling.topology import NodeInfo
 from cluster.trust import TrustPolicy
 from storage.errors import StoreError
-from storage.gpu_memory import GpuMemory
-from storage.host_memory import MemoryPool
+from storage.host.gpu_memory import GpuMemory
+from storage.host.host_memory import MemoryPool
 from tests.support.checkpoints import safetensors_bytes
 from tests.support.planned_models import llama_shapes
 

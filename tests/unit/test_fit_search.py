@@ -8,12 +8,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.changes import AS_GIVEN, MAX_CHANGES, Change, changes_to_offer, steps_of_auto
-from cluster.fit_search import OFFERED, PlannedChange, cheapest, first_that_fits, offer, steps_text
+from cluster.fit.changes import AS_GIVEN, MAX_CHANGES, Change, changes_to_offer, steps_of_auto
+from cluster.fit.search import OFFERED, PlannedChange, cheapest, first_that_fits, offer, steps_text
+from cluster.layouts.mesh import MAX_RANKS, Layout
 from cluster.load_request import LoadRequest
-from cluster.mesh import MAX_RANKS, Layout
-from cluster.precision import Precision
-from cluster.rank_plans import RankFacts
+from cluster.plans.rank_plans import RankFacts
+from cluster.precision.recipes import Precision
 from cluster.request import StoreOptions, make_request
 
 REQUEST = make_request(

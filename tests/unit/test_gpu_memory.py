@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.gpu_memory import GpuMemory, gpu_memory
+from storage.host.gpu_memory import GpuMemory, gpu_memory
 
 GIB = 1 << 30
 STAND_IN = """

@@ -16,17 +16,17 @@ import pytest
 import safetensors
 import torch
 
+from actors.devices.segment_memory import PROCESS_MEMORY
 from actors.gpu_worker import GpuWorker
-from actors.segment_memory import PROCESS_MEMORY
 from actors.shard import RankShard
 from cluster.errors import LoadCancelled, ModelNotFound, RemoteCallFailed
-from cluster.load_plan import LoadPlan
 from cluster.load_request import StoreAccess
 from cluster.messages import Orders, RankJob, RankUpdate
-from cluster.report import RankReport
+from cluster.plans.load_plan import LoadPlan
+from cluster.reports.report import RankReport
 from storage.errors import LongshoreError
+from storage.host.processes import ProcessId
 from storage.local import LocalStore
-from storage.processes import ProcessId
 from storage.store_ref import parse_uri
 from tests.support.checkpoints import safetensors_bytes, write_objects
 from tests.support.local_node import Belongings, LocalNode, SwitchedLink, local_node, plan_of

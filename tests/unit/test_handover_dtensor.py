@@ -18,9 +18,9 @@ from torch.testing._internal.distributed.fake_pg import FakeStore
 
 from actors.shard import RankShard
 from cluster.errors import ConfigError, ModuleMismatch
-from cluster.layout_rules import parse_rules
-from cluster.mesh import Layout
-from cluster.planning import build_load_plan
+from cluster.layouts.mesh import Layout
+from cluster.layouts.rules import parse_rules
+from cluster.plans.planning import build_load_plan
 from tests.support.planned_models import store_arrays
 from tests.support.shards import shard_of
 

@@ -8,9 +8,9 @@ from collections.abc import Iterator
 
 import pytest
 
-from cluster import head_watch
 from cluster.errors import ClusterLost
-from cluster.head_watch import RAY_LIMIT_S, RAY_LIMIT_VARIABLE, HeadWatch, lost_after_s
+from cluster.joining import head_watch
+from cluster.joining.head_watch import RAY_LIMIT_S, RAY_LIMIT_VARIABLE, HeadWatch, lost_after_s
 
 
 @pytest.mark.parametrize(("variable", "expected_s"), [(None, 45.0), ("600", 450.0), ("12", 9.0), ("soon", 45.0)])

@@ -9,8 +9,8 @@ from pathlib import Path
 import pytest
 import safetensors
 
-from cluster.packed_plan import pack_shared, unpack_shared
-from cluster.report import RankReport
+from cluster.plans.packed_plan import pack_shared, unpack_shared
+from cluster.reports.report import RankReport
 from storage.object_store import MemoryStore
 from storage.ranges import ByteRange
 from tests.support.checkpoints import flat_objects

@@ -8,9 +8,9 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.fit import min_slots
-from cluster.hedging import ENOUGH, Hedges
+from cluster.fit.needs import min_slots
 from cluster.messages import LeaseOrder
+from cluster.scheduling.hedging import ENOUGH, Hedges
 from storage.errors import StoreUnavailable
 from tests.support.node_simulation import DEADLINE_S, NodeSimulation, SimModel, SimRank
 

@@ -7,10 +7,10 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage import hf_layout
+from storage.checkpoints import hf_layout
+from storage.checkpoints.hf_layout import INDEX_KEY, assign_tensors, choose_layout, parse_weight_map
+from storage.checkpoints.safetensors_header import Header, parse_header
 from storage.errors import CheckpointError, InvalidIndex, NotACheckpoint, PickleRefused
-from storage.hf_layout import INDEX_KEY, assign_tensors, choose_layout, parse_weight_map
-from storage.safetensors_header import Header, parse_header
 from tests.support.checkpoints import TensorSpec, safetensors_bytes
 
 

@@ -3,7 +3,7 @@
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.holders import Holders
+from cluster.scheduling.holders import Holders
 
 TTL_S = 10.0
 clients = st.sampled_from("abc")

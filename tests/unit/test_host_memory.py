@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from storage.host_memory import available_host_bytes, free_bytes, is_memory_backed, memory_pools
+from storage.host.host_memory import available_host_bytes, free_bytes, is_memory_backed, memory_pools
 
 
 @pytest.fixture

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster import model_config
-from storage import hf_layout, manifest, safetensors_header
+from cluster.layouts import model_config
+from storage.checkpoints import hf_layout, manifest, safetensors_header
 from storage.errors import StoreError
 from tests.support.hostile_parsers import PARSERS, Parser
 from tests.support.mutations import changed_bytes, changed_json

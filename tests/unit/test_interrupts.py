@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cluster.interrupts import Terminated, sigterm_interrupts, sigterm_kept
+from cluster.command_line.interrupts import Terminated, sigterm_interrupts, sigterm_kept
 from tests.support.checkpoints import write_tiny_llama
 
 
@@ -71,7 +71,7 @@ def test_a_command_that_is_ended_leaves_no_manifest_and_its_code(
     write_tiny_llama(tmp_path / "llama")
     program = (
         "import sys, time, cluster.client as client\n"
-        "from cluster.cli import main\n"
+        "from cluster.command_line.cli import main\n"
         "publish = client.publish\n"
         "def slow(*args, progress, **options):\n"
         "    def told(moment):\n"

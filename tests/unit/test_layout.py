@@ -11,13 +11,13 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import ConfigError, LayoutError
-from cluster.layout import decide_layout
-from cluster.layout_rules import FAMILIES, Rule, Rules, parse_rules
-from cluster.mesh import Layout, RankCoords
-from cluster.model_config import ModelConfig
-from cluster.region import Region
-from cluster.tensor_cut import WHOLE, Block, TensorCut, region_of
-from storage.model_index import Tensor
+from cluster.layouts.layout import decide_layout
+from cluster.layouts.mesh import Layout, RankCoords
+from cluster.layouts.model_config import ModelConfig
+from cluster.layouts.region import Region
+from cluster.layouts.rules import FAMILIES, Rule, Rules, parse_rules
+from cluster.layouts.tensor_cut import WHOLE, Block, TensorCut, region_of
+from storage.checkpoints.model_index import Tensor
 
 CONFIG = ModelConfig(model_type="llama", num_attention_heads=8, num_key_value_heads=2, hidden_size=32)
 

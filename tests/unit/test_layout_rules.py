@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import ConfigError
-from cluster.layout_rules import FAMILIES, MAX_RULES, Rule, Rules, _to_regex, parse_rules, rules_for
-from cluster.model_config import ModelConfig
+from cluster.layouts.model_config import ModelConfig
+from cluster.layouts.rules import FAMILIES, MAX_RULES, Rule, Rules, _to_regex, parse_rules, rules_for
 
 # base_model_tp_plan of Llama, Mistral and Qwen2 (one and the same) in huggingface/transformers at 008e574.
 TRANSFORMERS_PLAN = {

@@ -9,11 +9,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.lease_queue import ChunkState, LeaseQueue
-from cluster.retry import Fail, Retry
-from storage.chunk_cache import ChunkCache
-from storage.leases import Answer, CachedChunk
-from storage.processes import ProcessId
+from cluster.scheduling.lease_queue import ChunkState, LeaseQueue
+from cluster.scheduling.retry import Fail, Retry
+from storage.arena.chunk_cache import ChunkCache
+from storage.arena.leases import Answer, CachedChunk
+from storage.host.processes import ProcessId
 
 
 def ids(*chunks: int) -> np.ndarray:

@@ -12,15 +12,16 @@ from typing import Any
 import numpy as np
 import pytest
 
-from cluster import live_rules, plan_ahead
 from cluster.errors import LayoutError, UnknownFamily
-from cluster.families.unlisted import rows_of_plan
-from cluster.layout_rules import FAMILIES as TABLES
-from cluster.layout_rules import MAX_RULES, Rule, Rules, parse_rules, rules_for
-from cluster.live_rules import live_rows, with_live_rules
+from cluster.layouts import live_rules
+from cluster.layouts.families.unlisted import rows_of_plan
+from cluster.layouts.live_rules import live_rows, with_live_rules
+from cluster.layouts.mesh import Layout
+from cluster.layouts.model_config import ModelConfig
+from cluster.layouts.rules import FAMILIES as TABLES
+from cluster.layouts.rules import MAX_RULES, Rule, Rules, parse_rules, rules_for
 from cluster.load_request import LoadRequest
-from cluster.mesh import Layout
-from cluster.model_config import ModelConfig
+from cluster.preview import plan_ahead
 from cluster.request import StoreOptions, make_request
 from tests.support.family_checkpoints import SavedFamily, needs_transformers, reassemble
 from tests.support.hf_models import DENSE_SIZES, TinyFamily, save_model

@@ -10,12 +10,10 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage import manifest as manifest_module
-from storage import manifest_refusal
-from storage.checksum import DIGEST_SIZES
-from storage.chunking import chunk_bounds
-from storage.errors import InvalidManifest
-from storage.manifest import (
+from storage.checkpoints import manifest as manifest_module
+from storage.checkpoints import manifest_refusal
+from storage.checkpoints.chunking import chunk_bounds
+from storage.checkpoints.manifest import (
     Manifest,
     ManifestFile,
     ManifestShard,
@@ -24,7 +22,9 @@ from storage.manifest import (
     manifest_front,
     parse_manifest,
 )
-from storage.safetensors_header import parse_header
+from storage.checkpoints.safetensors_header import parse_header
+from storage.checksum import DIGEST_SIZES
+from storage.errors import InvalidManifest
 from tests.support.checkpoints import TensorSpec, safetensors_bytes, tensor_specs
 
 MIB = 1 << 20

@@ -13,17 +13,17 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.cpu_device import CpuDevice
-from actors.mapped_device import MappedDevice, open_mapped
-from actors.offload_folder import OWNER_NAME, OffloadFolder
-from actors.staging import Staging
-from cluster.device_map_options import parse_device_map
+from actors.devices.cpu_device import CpuDevice
+from actors.devices.mapped_device import MappedDevice, open_mapped
+from actors.devices.offload_folder import OWNER_NAME, OffloadFolder
+from actors.rank.staging import Staging
+from cluster.device_map.options import parse_device_map
 from cluster.errors import ConfigError, DoesNotFit, LayoutError, PlanError
-from cluster.load_plan import LoadPlan
-from cluster.mesh import Layout
-from cluster.planning import build_load_plan, check_plan
-from cluster.precision import Precision
-from cluster.read_items import expand_read_items
+from cluster.layouts.mesh import Layout
+from cluster.plans.load_plan import LoadPlan
+from cluster.plans.planning import build_load_plan, check_plan
+from cluster.plans.read_items import expand_read_items
+from cluster.precision.recipes import Precision
 from tests.support.planned_models import StoredModel, as_bf16, llama_shapes, random_arrays, store_arrays
 
 torch = pytest.importorskip("torch")
@@ -279,7 +279,7 @@ def test_a_disk_that_becomes_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     device, plan, stored = disk_device(tmp_path)
-    monkeypatch.setattr(f"actors.offload_folder.os.{call}", full)
+    monkeypatch.setattr(f"actors.devices.offload_folder.os.{call}", full)
     with pytest.raises(DoesNotFit, match="the disk of the offload folder is full") as refused:
         place_all(device, plan, stored)
     assert refused.value.details["path"] == str(tmp_path / "offload")

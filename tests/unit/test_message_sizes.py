@@ -12,14 +12,14 @@ from bench.sim_flows import Network
 from bench.sim_node import LOAD, NodeRates, SimNode
 from bench.simulate import Model
 from cluster.config import Config
-from cluster.holders import Holders
-from cluster.load_plan import LoadPlan
-from cluster.load_state import Life
-from cluster.mesh import Layout
+from cluster.layouts.mesh import Layout
 from cluster.messages import AgentBeat
-from cluster.packed_plan import pack_shared
-from cluster.rank_plans import rank_facts
+from cluster.plans.load_plan import LoadPlan
+from cluster.plans.packed_plan import pack_shared
+from cluster.plans.rank_plans import rank_facts
 from cluster.request import StoreOptions, make_request
+from cluster.scheduling.holders import Holders
+from cluster.scheduling.load_state import Life
 
 KIB = 1 << 10
 RANKS = 4
@@ -93,8 +93,8 @@ def test_tables_grow_with_tensors_and_chunks_once() -> None:
 
 @pytest.mark.slow  # imports Ray
 def test_jobs_do_not_grow_with_the_model() -> None:
-    from actors.jobs import node_job, rank_job
-    from actors.model_record import ModelRecord, Seat
+    from actors.coordination.jobs import node_job, rank_job
+    from actors.coordination.model_record import ModelRecord, Seat
 
     request = make_request(
         "s3://bucket/model", layout=Layout(4, 1, 2), store_options=StoreOptions(), credentials=None, layout_rules=None

@@ -10,13 +10,13 @@ from typing import Any
 
 import pytest
 
-from cluster import meta_estimate
 from cluster.errors import ModelConfigError, PlanError
-from cluster.mesh import Layout
-from cluster.meta_estimate import MAX_COUNT, estimate_index, index_of
-from cluster.plan_ahead import plan
-from cluster.planning import build_load_plan, check_plan
-from storage.checkpoint import open_model
+from cluster.layouts.mesh import Layout
+from cluster.plans.planning import build_load_plan, check_plan
+from cluster.preview import meta_estimate
+from cluster.preview.meta_estimate import MAX_COUNT, estimate_index, index_of
+from cluster.preview.plan_ahead import plan
+from storage.checkpoints.checkpoint import open_model
 from storage.local import LocalStore
 from tests.support.hf_models import FAMILIES, save_tiny
 

@@ -11,10 +11,10 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import ModelConfigError
-from cluster.model_config import MAX_CONFIG_BYTES, ModelConfig, parse_model_config, read_model_config
+from cluster.layouts.model_config import MAX_CONFIG_BYTES, ModelConfig, parse_model_config, read_model_config
+from storage.checkpoints.model_index import OtherFile
 from storage.checksum import new_hasher
 from storage.errors import IntegrityError
-from storage.model_index import OtherFile
 from storage.object_store import MemoryStore
 from tests.support.planned_models import store_arrays
 

@@ -11,11 +11,11 @@ from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
-from actors.node_ledger import NodeLedger
+from actors.node.node_ledger import NodeLedger
 from cluster.errors import ChunkFailed, LoadCancelled
-from cluster.fit import min_slots
+from cluster.fit.needs import min_slots
 from cluster.messages import Orders, RankHello, RankUpdate
-from storage.chunk_cache import ChunkCache
+from storage.arena.chunk_cache import ChunkCache
 from storage.errors import (
     ArenaTooSmall,
     IntegrityError,
@@ -26,7 +26,7 @@ from storage.errors import (
     StoreUnavailable,
     Throttled,
 )
-from storage.processes import ProcessId
+from storage.host.processes import ProcessId
 from tests.support.node_simulation import (
     CHUNK_BYTES,
     DEADLINE_S,

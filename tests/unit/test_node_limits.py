@@ -4,17 +4,17 @@ from __future__ import annotations
 
 import pytest
 
-from actors.node_limits import node_limits, own_limits, roomiest
+from actors.node.node_limits import node_limits, own_limits, roomiest
 from cluster.config import Config
-from cluster.device_map_options import DeviceMapOptions
+from cluster.device_map.options import DeviceMapOptions
 from cluster.errors import ConfigError, NotEnoughResources
-from cluster.fit_options import FitOptions
-from cluster.host_room import WORKER_BYTES
-from cluster.mesh import Layout
-from cluster.topology import NodeInfo, assign_gpus
-from cluster.warm_pool import IdleGang, choose
-from storage.gpu_memory import GpuMemory
-from storage.host_memory import MemoryPool
+from cluster.fit.host_room import WORKER_BYTES
+from cluster.fit.options import FitOptions
+from cluster.layouts.mesh import Layout
+from cluster.scheduling.topology import NodeInfo, assign_gpus
+from cluster.scheduling.warm_pool import IdleGang, choose
+from storage.host.gpu_memory import GpuMemory
+from storage.host.host_memory import MemoryPool
 
 GB = 10**9
 CONFIG = Config(device_reserve_bytes=GB, host_reserve_bytes=2 * GB)

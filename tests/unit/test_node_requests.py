@@ -2,12 +2,12 @@
 
 from __future__ import annotations
 
-from actors.node_ledger import NodeLedger
-from cluster.concurrency import START
+from actors.node.node_ledger import NodeLedger
 from cluster.messages import Commit, NodeJob, Orders, RankHello, RankUpdate
-from cluster.packed_plan import pack_shared
-from storage.chunk_cache import ChunkCache
-from storage.processes import ProcessId
+from cluster.plans.packed_plan import pack_shared
+from cluster.scheduling.concurrency import START
+from storage.arena.chunk_cache import ChunkCache
+from storage.host.processes import ProcessId
 from tests.support.checkpoints import safetensors_bytes
 from tests.support.local_node import plan_of
 

@@ -9,13 +9,13 @@ from pathlib import Path
 
 import pytest
 
-from actors import node_resources
-from actors.node_resources import LOOK_EVERY_SLOTS, host_pools, open_arena, ray_kills_above, room_for_slots
+from actors.node import node_resources
+from actors.node.node_resources import LOOK_EVERY_SLOTS, host_pools, open_arena, ray_kills_above, room_for_slots
 from cluster.config import Config
-from storage.arena import Arena
-from storage.arena_files import LOCK_PATIENCE_S, arena_path, one_at_a_time, untouched_bytes
+from storage.arena.arena import Arena
+from storage.arena.arena_files import LOCK_PATIENCE_S, arena_path, one_at_a_time, untouched_bytes
 from storage.errors import ArenaTooLarge, ArenaTooSmall
-from storage.host_memory import available_host_bytes, memory_pools
+from storage.host.host_memory import available_host_bytes, memory_pools
 
 MIB = 1 << 20
 
@@ -58,7 +58,7 @@ def test_an_arena_without_a_size_is_a_quarter_of_what_others_leave(small_tmpfs: 
 
 
 def test_an_arena_leaves_the_reserve(small_tmpfs: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("storage.arena_files.available_host_bytes", lambda: 6 * MIB)
+    monkeypatch.setattr("storage.arena.arena_files.available_host_bytes", lambda: 6 * MIB)
     path = arena_path("cluster", "node", str(small_tmpfs))
     with pytest.raises(ArenaTooLarge, match="host has too little") as caught:
         open_arena(config(4 * MIB, host_reserve_bytes=3 * MIB), path, str(small_tmpfs))
@@ -101,7 +101,7 @@ def test_who_is_stopped_while_it_makes_an_arena_stops_nobody_for_ever(
     shm_dir: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     assert LOCK_PATIENCE_S > 1
-    monkeypatch.setattr("storage.arena_files.LOCK_PATIENCE_S", 0.1)
+    monkeypatch.setattr("storage.arena.arena_files.LOCK_PATIENCE_S", 0.1)
     with one_at_a_time(str(shm_dir)), one_at_a_time(str(shm_dir)):
         pass
     with one_at_a_time(str(shm_dir / "missing")):

@@ -7,14 +7,14 @@ from pathlib import Path
 
 import pytest
 
-from actors.object_checks import NO_MD5, NOT_KNOWN
-from cluster.load_plan import LoadPlan
-from cluster.mesh import Layout
-from cluster.object_check import ONLY_PART, ObjectCheck, join_checks, unchecked_counts, verified_by
-from cluster.planning import build_load_plan
-from cluster.report import RankReport
-from storage.checkpoint import open_model
-from storage.disk_folder import SUBFOLDER
+from actors.node.object_checks import NO_MD5, NOT_KNOWN
+from cluster.layouts.mesh import Layout
+from cluster.plans.load_plan import LoadPlan
+from cluster.plans.planning import build_load_plan
+from cluster.reports.object_check import ONLY_PART, ObjectCheck, join_checks, unchecked_counts, verified_by
+from cluster.reports.report import RankReport
+from storage.checkpoints.checkpoint import open_model
+from storage.disk.folder import SUBFOLDER
 from storage.errors import IntegrityError
 from storage.object_checksum import NO_CHECKSUM, NOT_COMBINABLE
 from tests.support.checkpoints import flat_objects, sharded_objects

@@ -8,12 +8,12 @@ from pathlib import Path
 
 import pytest
 
-from actors.cpu_device import CpuDevice
-from actors.device import Device
-from actors.executor import RankLoader
-from actors.opening_device import OpeningDevice
+from actors.devices.cpu_device import CpuDevice
+from actors.devices.device import Device
+from actors.devices.opening_device import OpeningDevice
+from actors.rank.executor import RankLoader
 from cluster.errors import DeviceUnavailable, DoesNotFit
-from cluster.report import RankReport
+from cluster.reports.report import RankReport
 from storage.object_store import MemoryStore
 from tests.support.checkpoints import safetensors_bytes
 from tests.support.local_node import Belongings, LocalNode, Rank, local_node, plan_of, start_all

@@ -9,14 +9,14 @@ from xml.etree import ElementTree
 
 import pytest
 
-from cluster import plan_inputs
-from cluster.cli import main
+from cluster.command_line.cli import main
 from cluster.config import Config
 from cluster.errors import ConfigError, LayoutError
-from cluster.mesh import Layout
-from cluster.plan_ahead import plan
+from cluster.layouts.mesh import Layout
+from cluster.preview import plan_inputs
+from cluster.preview.plan_ahead import plan
 from storage.errors import NotACheckpoint
-from storage.gpu_memory import GpuMemory
+from storage.host.gpu_memory import GpuMemory
 from tests.support.checkpoints import safetensors_bytes
 from tests.support.planned_models import llama_shapes
 

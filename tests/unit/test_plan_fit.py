@@ -9,17 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.changes import Change
 from cluster.config import Config
-from cluster.cut_model import CutModel
-from cluster.device_fit import DeviceRoom
 from cluster.errors import ConfigError
-from cluster.fit_options import FitOptions
-from cluster.fit_search import PlannedChange
-from cluster.load_request import LoadRequest
-from cluster.mesh import Layout
-from cluster.model_config import ModelConfig
-from cluster.plan_fit import (
+from cluster.fit.changes import Change
+from cluster.fit.device_fit import DeviceRoom
+from cluster.fit.options import FitOptions
+from cluster.fit.plan_fit import (
     GIVEN,
     SEEN,
     Devices,
@@ -31,11 +26,16 @@ from cluster.plan_fit import (
     rooms_of,
     weigh,
 )
-from cluster.planning import build_load_plan
-from cluster.prepare import plan_changes
-from cluster.rank_plans import RankFacts, rank_facts
+from cluster.fit.search import PlannedChange
+from cluster.layouts.mesh import Layout
+from cluster.layouts.model_config import ModelConfig
+from cluster.load_request import LoadRequest
+from cluster.plans.cut_model import CutModel
+from cluster.plans.planning import build_load_plan
+from cluster.plans.prepare import plan_changes
+from cluster.plans.rank_plans import RankFacts, rank_facts
 from cluster.request import StoreOptions, make_request
-from storage.model_index import ModelIndex
+from storage.checkpoints.model_index import ModelIndex
 from tests.support.planned_models import llama_shapes, random_arrays, store_arrays
 
 CONFIG = Config(device_reserve_bytes=0)

@@ -11,12 +11,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.load_plan import LoadPlan
-from cluster.mesh import Layout
-from cluster.plan_layers import MAX_LAYERS, LayerColumn, LayerTable, layer_table
-from cluster.plan_picture import MAX_DRAWN_RANKS, draw_plan
-from cluster.planning import build_load_plan
-from cluster.precision import Precision
+from cluster.layouts.mesh import Layout
+from cluster.plans.load_plan import LoadPlan
+from cluster.plans.planning import build_load_plan
+from cluster.precision.recipes import Precision
+from cluster.preview.plan_layers import MAX_LAYERS, LayerColumn, LayerTable, layer_table
+from cluster.preview.plan_picture import MAX_DRAWN_RANKS, draw_plan
 from tests.support.planned_models import llama_shapes, random_arrays, store_arrays
 
 SVG = "{http://www.w3.org/2000/svg}"

@@ -10,7 +10,7 @@ import pytest
 
 from bench.huge_model import DenseShape, MoeShape, dense_index, moe_manifest
 from bench.plan_scale import agent, messages, planning, table, worker
-from storage.manifest import parse_manifest
+from storage.checkpoints.manifest import parse_manifest
 
 MIB = 1 << 20
 

@@ -9,12 +9,12 @@ import numpy as np
 from numpy.typing import NDArray
 from rich.console import Console
 
-from cluster.load_plan import LoadPlan
-from cluster.mesh import Layout
-from cluster.object_check import ONLY_PART, ObjectCheck, unchecked_counts
-from cluster.plan_summary import spread_evenly, summarize_plan
-from cluster.plan_table import plan_table
-from cluster.planning import build_load_plan, needed_chunks
+from cluster.command_line.plan_table import plan_table
+from cluster.layouts.mesh import Layout
+from cluster.plans.load_plan import LoadPlan
+from cluster.plans.planning import build_load_plan, needed_chunks
+from cluster.preview.plan_summary import spread_evenly, summarize_plan
+from cluster.reports.object_check import ONLY_PART, ObjectCheck, unchecked_counts
 from storage.object_checksum import NO_CHECKSUM
 from storage.store_checksum import StoreChecksum
 from tests.support.planned_models import store_arrays

@@ -13,16 +13,16 @@ from pathlib import Path
 
 import pytest
 
-from actors import planner as planner_module
-from actors.planner import MOST_PROCESSES, Planner
+from actors.coordination import planner as planner_module
+from actors.coordination.planner import MOST_PROCESSES, Planner
 from cluster.errors import ClusterError
+from cluster.layouts.mesh import Layout
 from cluster.load_request import LoadRequest
-from cluster.mesh import Layout
-from cluster.packed_plan import unpack_shared
-from cluster.prepare import prepare_plan
+from cluster.plans.packed_plan import unpack_shared
+from cluster.plans.prepare import prepare_plan
 from cluster.request import StoreOptions, make_request
 from storage.errors import LongshoreError, NotACheckpoint
-from storage.processes import ProcessId
+from storage.host.processes import ProcessId
 from tests.support.checkpoints import write_tiny_llama
 from tests.support.shared_memory import REPOSITORY
 
@@ -151,8 +151,8 @@ def test_many_requests_at_once_share_a_few_children(model: Path):
 def test_a_child_ends_when_its_parent_is_killed(model: Path):
     code = """
 import asyncio, sys
-from actors.planner import Planner
-from cluster.mesh import Layout
+from actors.coordination.planner import Planner
+from cluster.layouts.mesh import Layout
 from cluster.request import StoreOptions, make_request
 
 async def main():

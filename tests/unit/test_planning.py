@@ -12,12 +12,12 @@ from hypothesis import strategies as st
 from numpy.typing import NDArray
 
 from cluster.errors import LayoutError, PlanError
-from cluster.layout_rules import Rules, parse_rules
-from cluster.load_plan import LoadPlan, RankPlan
-from cluster.mesh import Layout
-from cluster.model_config import ModelConfig
-from cluster.planning import build_load_plan, check_plan, needed_bytes, needed_chunks, overfetch_bytes
-from cluster.region import Region
+from cluster.layouts.mesh import Layout
+from cluster.layouts.model_config import ModelConfig
+from cluster.layouts.region import Region
+from cluster.layouts.rules import Rules, parse_rules
+from cluster.plans.load_plan import LoadPlan, RankPlan
+from cluster.plans.planning import build_load_plan, check_plan, needed_bytes, needed_chunks, overfetch_bytes
 from tests.support.planned_models import (
     StoredModel,
     as_bf16,

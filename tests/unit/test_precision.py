@@ -12,15 +12,15 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import ConfigError, LayoutError
-from cluster.layout_rules import parse_rules
-from cluster.load_plan import LoadPlan
-from cluster.mesh import Layout
-from cluster.model_config import ModelConfig
-from cluster.planning import build_load_plan, check_plan, overfetch_bytes
-from cluster.precision import SCHEMES, Precision, Recipe, decide_recipes, make_precision
-from cluster.rank_plans import rank_facts
-from cluster.segments import ALIGNMENT_BYTES
-from storage.model_index import Tensor
+from cluster.layouts.mesh import Layout
+from cluster.layouts.model_config import ModelConfig
+from cluster.layouts.rules import parse_rules
+from cluster.plans.load_plan import LoadPlan
+from cluster.plans.planning import build_load_plan, check_plan, overfetch_bytes
+from cluster.plans.rank_plans import rank_facts
+from cluster.plans.segments import ALIGNMENT_BYTES
+from cluster.precision.recipes import SCHEMES, Precision, Recipe, decide_recipes, make_precision
+from storage.checkpoints.model_index import Tensor
 from tests.support.planned_models import StoredModel, assemble, carry_out, llama_shapes, store_arrays
 from tests.support.reference_quantised import quantised
 

@@ -8,13 +8,13 @@ from typing import Any
 import pytest
 
 from cluster.errors import LayoutError, PlanError
+from cluster.layouts.mesh import Layout
 from cluster.load_request import LoadRequest
-from cluster.mesh import Layout
-from cluster.prepare import prepare_plan, still_current
+from cluster.plans.prepare import prepare_plan, still_current
 from cluster.request import StoreOptions, make_request
 from storage.errors import CheckpointError, NotACheckpoint, ObjectNotFound, PickleRefused, StoreError
 from storage.local import LocalStore
-from storage.publish import publish
+from storage.publishing.publish import publish
 from tests.support.checkpoints import odd_objects, safetensors_bytes, write_objects, write_tiny_llama
 
 MIB = 1 << 20

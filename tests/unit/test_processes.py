@@ -12,7 +12,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.processes import ProcessId, processes_mapping
+from storage.host.processes import ProcessId, processes_mapping
 
 
 @pytest.fixture

@@ -7,8 +7,16 @@ from dataclasses import dataclass
 
 import pytest
 
-from cluster.progress import LineDisplay, Moment, StagedDisplay, byte_counter, display_on, line_of, moment_of_load
-from cluster.report import LoadProgress
+from cluster.command_line.progress import (
+    LineDisplay,
+    Moment,
+    StagedDisplay,
+    byte_counter,
+    display_on,
+    line_of,
+    moment_of_load,
+)
+from cluster.reports.report import LoadProgress
 
 
 class Terminal(io.StringIO):

@@ -4,17 +4,17 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from actors.model_record import ModelRecord, Seat
-from actors.promised import claims_of, new_workers, promise
-from actors.saved_load import SavedLoad
-from cluster import load_events, load_state
-from cluster.holders import Holders
-from cluster.host_room import WORKER_BYTES
+from actors.coordination.model_record import ModelRecord, Seat
+from actors.coordination.promised import claims_of, new_workers, promise
+from actors.coordination.saved_load import SavedLoad
+from cluster.fit.host_room import WORKER_BYTES
+from cluster.layouts.mesh import Layout
 from cluster.load_request import LoadRequest, StoreAccess
-from cluster.mesh import Layout
-from cluster.report import RankReport, StageTimes
-from cluster.topology import NodeInfo
-from storage.host_memory import MemoryPool
+from cluster.reports.report import RankReport, StageTimes
+from cluster.scheduling import load_events, load_state
+from cluster.scheduling.holders import Holders
+from cluster.scheduling.topology import NodeInfo
+from storage.host.host_memory import MemoryPool
 from storage.store_ref import StoreRef
 
 REQUEST = LoadRequest(

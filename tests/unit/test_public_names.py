@@ -62,7 +62,7 @@ def test_an_unknown_name_is_an_attribute_error() -> None:
 
 def test_import_and_planning_modules_load_nothing_heavy() -> None:
     code = (
-        "import sys, cluster, cluster.load_plan, cluster.report, cluster.errors\n"
+        "import sys, cluster, cluster.plans.load_plan, cluster.reports.report, cluster.errors\n"
         "dir(cluster)\n"
         "print(*sorted({'ray', 'torch', 'boto3', 'botocore', 'fsspec', 'pydantic'} & set(sys.modules)))"
     )

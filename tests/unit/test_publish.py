@@ -9,8 +9,10 @@ from pathlib import Path
 import pytest
 from blake3 import blake3
 
-from storage.checkpoint import open_model
-from storage.checkpoint_files import JOURNAL_KEY
+from storage.checkpoints.checkpoint import open_model
+from storage.checkpoints.checkpoint_files import JOURNAL_KEY
+from storage.checkpoints.manifest import MANIFEST_KEY, parse_manifest
+from storage.checkpoints.safetensors_header import encode_header
 from storage.errors import (
     IntegrityError,
     LongshoreError,
@@ -21,13 +23,11 @@ from storage.errors import (
     StoreUnavailable,
 )
 from storage.local import LocalStore
-from storage.manifest import MANIFEST_KEY, parse_manifest
 from storage.object_store import MemoryStore, ObjectInfo, ObjectStore, read_bytes
-from storage.publish import PublishProgress, PublishReport, publish
+from storage.publishing.publish import PublishProgress, PublishReport, publish
+from storage.publishing.verify import verify
 from storage.ranges import ByteRange
 from storage.retrying import RetryPolicy
-from storage.safetensors_header import encode_header
-from storage.verify import verify
 from tests.support.checkpoints import odd_objects, safetensors_bytes, sharded_objects, write_objects
 from tests.support.faulty_stores import (
     ChecksumStore,

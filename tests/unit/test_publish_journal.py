@@ -2,10 +2,10 @@
 
 from __future__ import annotations
 
-from storage.checkpoint_files import JOURNAL_KEY
-from storage.manifest import ManifestFile
+from storage.checkpoints.checkpoint_files import JOURNAL_KEY
+from storage.checkpoints.manifest import ManifestFile
 from storage.object_store import MemoryStore
-from storage.publish_journal import Journal
+from storage.publishing.journal import Journal
 from storage.retrying import RetryPolicy
 from tests.support.faulty_stores import WrappedStore
 

@@ -12,14 +12,14 @@ import torch
 import transformers
 from safetensors.torch import load_file, save_file
 
-from actors.tensor_views import torch_dtype
-from cluster.mesh import Layout
-from cluster.planning import build_load_plan
-from cluster.precision import SCHEMES, Precision, decide_recipes
-from cluster.written_quantization import quantization_config
-from storage.checkpoint import open_model
+from actors.handover.tensor_views import torch_dtype
+from cluster.layouts.mesh import Layout
+from cluster.plans.planning import build_load_plan
+from cluster.precision.recipes import SCHEMES, Precision, decide_recipes
+from cluster.precision.written_quantization import quantization_config
+from storage.checkpoints.checkpoint import open_model
+from storage.checkpoints.model_index import Tensor
 from storage.local import LocalStore
-from storage.model_index import Tensor
 from tests.support.hf_models import FAMILIES, make_tiny, save_tiny
 from tests.support.planned_models import carry_out
 from tests.support.reference_quantised import quantised, restored

@@ -9,8 +9,8 @@ from collections.abc import Mapping
 import pytest
 
 from cluster.errors import ModelConfigError
-from cluster.model_config import parse_model_config
-from cluster.quantization_config import MAX_SCHEMES, METHODS, Family, QuantizationConfig
+from cluster.layouts.model_config import parse_model_config
+from cluster.precision.quantization_config import MAX_SCHEMES, METHODS, Family, QuantizationConfig
 
 
 def parse(fields: Mapping[str, object]) -> QuantizationConfig | None:

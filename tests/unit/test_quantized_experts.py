@@ -5,8 +5,8 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cluster.layout_rules import parse_rules
-from cluster.mesh import Layout
+from cluster.layouts.mesh import Layout
+from cluster.layouts.rules import parse_rules
 from tests.support.quantized_models import (
     Grouped,
     Stored,

@@ -9,11 +9,11 @@ from importlib.util import find_spec
 import numpy as np
 import pytest
 
-from cluster.layout import decide_layout
-from cluster.mesh import Layout
-from cluster.quantization_config import QuantizationConfig
-from cluster.tensor_cut import region_of
-from storage.model_index import Tensor
+from cluster.layouts.layout import decide_layout
+from cluster.layouts.mesh import Layout
+from cluster.layouts.tensor_cut import region_of
+from cluster.precision.quantization_config import QuantizationConfig
+from storage.checkpoints.model_index import Tensor
 from tests.support.family_checkpoints import SavedFamily
 from tests.support.hf_models import FAMILIES, MOE_FAMILIES
 from tests.support.quantized_models import (

@@ -8,12 +8,12 @@ from pathlib import Path
 import numpy as np
 from safetensors.numpy import save
 
-from cluster.layout import decide_layout
-from cluster.layout_rules import rules_for
-from cluster.mesh import Layout
-from cluster.model_config import parse_model_config
-from cluster.tensor_cut import region_of
-from storage.model_index import Tensor
+from cluster.layouts.layout import decide_layout
+from cluster.layouts.mesh import Layout
+from cluster.layouts.model_config import parse_model_config
+from cluster.layouts.rules import rules_for
+from cluster.layouts.tensor_cut import region_of
+from storage.checkpoints.model_index import Tensor
 from storage.object_store import MemoryStore
 from tests.support.local_node import local_node, plan_of
 from tests.support.planned_models import llama_shapes

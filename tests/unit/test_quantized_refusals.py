@@ -9,12 +9,12 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import LayoutError
-from cluster.layout import decide_layout
-from cluster.layout_rules import Rules, parse_rules
-from cluster.mesh import Layout
-from cluster.model_config import ModelConfig
-from cluster.tensor_cut import region_of
-from storage.model_index import Tensor
+from cluster.layouts.layout import decide_layout
+from cluster.layouts.mesh import Layout
+from cluster.layouts.model_config import ModelConfig
+from cluster.layouts.rules import Rules, parse_rules
+from cluster.layouts.tensor_cut import region_of
+from storage.checkpoints.model_index import Tensor
 from tests.support.quantized_models import config_of
 
 

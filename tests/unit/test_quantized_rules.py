@@ -12,9 +12,9 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from cluster.errors import LayoutError
-from cluster.layout_rules import Rules, parse_rules
-from cluster.mesh import Layout
-from cluster.model_config import ModelConfig
+from cluster.layouts.mesh import Layout
+from cluster.layouts.model_config import ModelConfig
+from cluster.layouts.rules import Rules, parse_rules
 from tests.support.quantized_models import (
     Array,
     Floats,

@@ -5,16 +5,16 @@ from __future__ import annotations
 import numpy as np
 import pytest
 
-from cluster.cut_model import CutModel
-from cluster.layout_rules import parse_rules
-from cluster.load_plan import LoadPlan
-from cluster.mesh import Layout
-from cluster.model_config import ModelConfig
-from cluster.packed_plan import pack_shared, unpack_shared
-from cluster.planning import build_load_plan, check_plan, needed_chunks
-from cluster.rank_plans import KEPT_PLANS, plan_rank, rank_chunks, rank_facts
-from cluster.read_items import expand_read_items
-from cluster.slice_patterns import find_patterns, source_patterns
+from cluster.layouts.mesh import Layout
+from cluster.layouts.model_config import ModelConfig
+from cluster.layouts.rules import parse_rules
+from cluster.plans.cut_model import CutModel
+from cluster.plans.load_plan import LoadPlan
+from cluster.plans.packed_plan import pack_shared, unpack_shared
+from cluster.plans.planning import build_load_plan, check_plan, needed_chunks
+from cluster.plans.rank_plans import KEPT_PLANS, plan_rank, rank_chunks, rank_facts
+from cluster.plans.read_items import expand_read_items
+from cluster.plans.slice_patterns import find_patterns, source_patterns
 from tests.support.planned_models import as_bf16, llama_shapes, random_arrays, store_arrays
 
 CONFIG = ModelConfig(model_type="llama", num_attention_heads=4, num_key_value_heads=2, hidden_size=16)
@@ -100,6 +100,6 @@ def test_a_bug_in_a_plan_is_no_end_of_the_ranks(monkeypatch: pytest.MonkeyPatch)
     def fail(*_: object) -> None:
         raise IndexError("out of a shape")
 
-    monkeypatch.setattr("cluster.rank_plans.plan_rank", fail)
+    monkeypatch.setattr("cluster.plans.rank_plans.plan_rank", fail)
     with pytest.raises(IndexError, match="out of a shape"):
         list(plan.ranks)

@@ -8,12 +8,12 @@ from collections.abc import Callable, Iterator
 
 import pytest
 
-from actors.chunk_fetcher import ChunkFetcher, FetchedChunk
-from actors.rank_work import RankWork
-from cluster.concurrency import START
+from actors.rank.chunk_fetcher import ChunkFetcher, FetchedChunk
+from actors.rank.rank_work import RankWork
 from cluster.errors import LoadCancelled
 from cluster.messages import Commit, LeaseOrder, Orders
-from cluster.packed_plan import pack_shared, unpack_shared
+from cluster.plans.packed_plan import pack_shared, unpack_shared
+from cluster.scheduling.concurrency import START
 from storage.object_store import MemoryStore
 from tests.support.checkpoints import safetensors_bytes
 from tests.support.local_node import plan_of

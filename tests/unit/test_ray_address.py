@@ -7,7 +7,7 @@ import socket
 import pytest
 
 from cluster.errors import ClusterLost, ConfigError
-from cluster.ray_address import check_ray_address
+from cluster.joining.ray_address import check_ray_address
 
 
 @pytest.mark.parametrize("address", [None, "", "auto", "local"])

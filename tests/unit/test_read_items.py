@@ -6,10 +6,10 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.load_plan import TensorSlice
-from cluster.read_items import expand_read_items
-from cluster.region import Region
-from storage.model_index import ChunkTable
+from cluster.layouts.region import Region
+from cluster.plans.load_plan import TensorSlice
+from cluster.plans.read_items import expand_read_items
+from storage.checkpoints.model_index import ChunkTable
 from tests.support.planned_models import cut_into_chunks
 
 

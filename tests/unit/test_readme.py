@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.cli import build_parser
+from cluster.command_line.cli import build_parser
 from cluster.config import ENV_PREFIX, Config
 
 ROOT = Path(__file__).resolve().parents[2]

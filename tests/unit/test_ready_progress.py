@@ -5,12 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from actors.model_record import ModelRecord
-from cluster import load_events, load_state
-from cluster.holders import Holders
+from actors.coordination.model_record import ModelRecord
+from cluster.layouts.mesh import Layout
 from cluster.load_request import LoadRequest, StoreAccess
-from cluster.mesh import Layout
-from cluster.report import LoadProgress
+from cluster.reports.report import LoadProgress
+from cluster.scheduling import load_events, load_state
+from cluster.scheduling.holders import Holders
 from cluster.wait import wait_until_ready
 from storage.store_ref import StoreRef
 

@@ -6,7 +6,7 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.region import Region, take, whole
+from cluster.layouts.region import Region, take, whole
 
 
 @st.composite

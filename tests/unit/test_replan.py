@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import NodeLost, NotEnoughResources
-from cluster.replan import lost_ranks, no_place, seat_again
-from cluster.topology import NodeInfo
+from cluster.scheduling.replan import lost_ranks, no_place, seat_again
+from cluster.scheduling.topology import NodeInfo
 
 
 def cpu_nodes(*free: int) -> list[NodeInfo]:

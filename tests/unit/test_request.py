@@ -9,9 +9,9 @@ from typing import Any
 import pytest
 
 from cluster.errors import ConfigError, PlanError
-from cluster.fit_options import FitOptions
+from cluster.fit.options import FitOptions
+from cluster.layouts.mesh import Layout
 from cluster.load_request import LoadRequest, StoreAccess
-from cluster.mesh import Layout
 from cluster.request import StoreOptions, is_nested, make_request, open_uri
 from storage.errors import InvalidUri, LongshoreError, StoreError, UnsupportedStore
 from storage.store_ref import Credentials

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from ray.exceptions import RayError
 
-from actors.reseating import Reseating
+from actors.coordination.reseating import Reseating
 from cluster.errors import ClusterLost, NodeLost
 from storage.errors import ArenaTooLarge, LongshoreError
 

@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster import errors as cluster_errors
-from cluster.retry import RETRIES, Fail, Retry, cause_of, decide
+from cluster.scheduling.retry import RETRIES, Fail, Retry, cause_of, decide
 from storage import errors as storage_errors
 from storage.errors import LongshoreError
 

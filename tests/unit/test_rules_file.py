@@ -9,12 +9,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.cli import main
+from cluster.command_line.cli import main
 from cluster.errors import ConfigError
-from cluster.layout_rules import MAX_RULES, Rule
-from cluster.mesh import Layout
+from cluster.layouts.mesh import Layout
+from cluster.layouts.rules import MAX_RULES, Rule
+from cluster.layouts.rules_file import MAX_RULES_FILE_BYTES, read_rules
 from cluster.request import StoreOptions, make_request
-from cluster.rules_file import MAX_RULES_FILE_BYTES, read_rules
 from tests.support.checkpoints import safetensors_bytes
 
 RULES = {"model.b.*.weight": "row", "model.a.weight": "column", "**": "replicate"}

@@ -10,8 +10,8 @@ from botocore import exceptions as boto
 
 from storage.checksum import digest_of
 from storage.errors import AccessDenied, StoreError, StoreUnavailable, Throttled
-from storage.s3_errors import parse_error_body
-from storage.s3_info import checksums_of_head, from_botocore_error, md5_header
+from storage.s3.errors import parse_error_body
+from storage.s3.info import checksums_of_head, from_botocore_error, md5_header
 
 DATA = b"some object"
 

@@ -11,7 +11,7 @@ import pytest
 from storage.errors import StoreError
 from storage.object_store import read_bytes
 from storage.ranges import ByteRange
-from storage.s3 import S3Store
+from storage.s3.store import S3Store
 from storage.store_ref import Credentials, parse_uri
 from tests.support.http_serving import place, serving
 

@@ -13,16 +13,16 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.chunk_fetcher import ChunkFetcher
+from actors.rank.chunk_fetcher import ChunkFetcher
 from cluster.messages import LeaseOrder
-from cluster.packed_plan import SharedTables
-from cluster.retry import cause_of
+from cluster.plans.packed_plan import SharedTables
+from cluster.scheduling.retry import cause_of
+from storage.checkpoints.model_index import ChunkTable, Shard
 from storage.errors import AccessDenied, CredentialsExpired, StoreUnavailable
-from storage.model_index import ChunkTable, Shard
 from storage.object_store import read_bytes
 from storage.ranges import ByteRange
-from storage.s3 import S3Store
-from storage.s3_session import clock_offset_s
+from storage.s3.session import clock_offset_s
+from storage.s3.store import S3Store
 from storage.store_ref import Credentials, StoreRef
 from tests.support.node_simulation import NO_TENSORS
 from tests.support.scripted_server import ScriptedServer, answer

@@ -30,8 +30,8 @@ from storage.errors import (
 from storage.object_store import read_bytes
 from storage.ranges import ByteRange
 from storage.read_limit import ReadLimit
-from storage.s3 import S3Store
-from storage.s3_answer import check_answer, normal_etag
+from storage.s3.answer import check_answer, normal_etag
+from storage.s3.store import S3Store
 from storage.store_ref import Credentials, StoreRef
 from tests.support.scripted_server import Play, ScriptedServer, answer
 

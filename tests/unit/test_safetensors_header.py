@@ -9,11 +9,11 @@ from hypothesis import example, given, settings
 from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 
-from storage import safetensors_header
+from storage.checkpoints import safetensors_header
+from storage.checkpoints.safetensors_header import encode_header, parse_header, read_header
 from storage.errors import InvalidHeader
 from storage.object_store import MemoryStore
 from storage.ranges import ByteRange
-from storage.safetensors_header import encode_header, parse_header, read_header
 from tests.support.checkpoints import TensorSpec, odd_parts, raw_header, safetensors_bytes, tensor_specs
 
 

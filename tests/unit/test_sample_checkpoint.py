@@ -8,7 +8,7 @@ import pytest
 from safetensors import deserialize, safe_open
 
 from cluster.sample_checkpoint import llama_tensors, write_llama_checkpoint
-from storage.checkpoint import open_model
+from storage.checkpoints.checkpoint import open_model
 from storage.object_store import MemoryStore
 from tests.support.checkpoints import read_objects, write_tiny_llama
 

@@ -9,15 +9,21 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.checkpoint import open_model
+from storage.checkpoints.checkpoint import open_model
+from storage.checkpoints.manifest import MANIFEST_KEY, Manifest
 from storage.errors import BadSignature, InvalidManifest, LongshoreError, ManifestUnsigned, UnknownSigner
-from storage.manifest import MANIFEST_KEY, Manifest
 from storage.object_store import MemoryStore, read_bytes
-from storage.publish import publish
+from storage.publishing.publish import publish
+from storage.publishing.signature import (
+    MAX_SIGNATURE_BYTES,
+    SIGNATURE_KEY,
+    check_signature,
+    parse_signature,
+    sign_manifest,
+)
+from storage.publishing.signing_keys import SigningKey, key_id
+from storage.publishing.verify import verify
 from storage.ranges import ByteRange
-from storage.signature import MAX_SIGNATURE_BYTES, SIGNATURE_KEY, check_signature, parse_signature, sign_manifest
-from storage.signing_keys import SigningKey, key_id
-from storage.verify import verify
 from tests.support.checkpoints import odd_objects
 from tests.support.faulty_stores import NoListStore
 
@@ -165,7 +171,7 @@ def test_publishing_again_keeps_signature_and_manifest_together() -> None:
 
 def test_a_signing_publish_believes_no_manifest_and_no_journal_that_it_did_not_sign() -> None:
     """Who can write to the bucket must not get digests signed that the publisher never computed."""
-    from storage.checkpoint_files import JOURNAL_KEY
+    from storage.checkpoints.checkpoint_files import JOURNAL_KEY
 
     honest = signed_store(None)
     manifest = Manifest.model_validate_json(stored(honest, MANIFEST_KEY))

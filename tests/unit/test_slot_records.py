@@ -6,9 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.processes import ProcessId
-from storage.ranges import ByteRange
-from storage.slot_records import (
+from storage.arena.slot_records import (
     COPY_BYTES,
     FREE_RECORD,
     KEY_BYTES,
@@ -20,6 +18,8 @@ from storage.slot_records import (
     pack_copy,
     unpack_copy,
 )
+from storage.host.processes import ProcessId
+from storage.ranges import ByteRange
 
 keys = st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES).filter(any)
 processes = st.builds(ProcessId, st.integers(1, 2**31), st.integers(0, 2**63))

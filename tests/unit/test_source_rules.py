@@ -8,7 +8,7 @@ import pytest
 
 from storage.errors import LongshoreError, SourceRefused, UnsupportedStore
 from storage.fsspec_store import FsspecStore
-from storage.s3 import S3Store
+from storage.s3.store import S3Store
 from storage.source_rules import DEFAULT_SCHEMES, SourceRules, origin
 from storage.store_ref import Credentials, StoreRef, parse_uri
 

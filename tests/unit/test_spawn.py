@@ -6,7 +6,7 @@ from unittest.mock import patch
 
 import pytest
 
-from actors import spawn
+from actors.coordination import spawn
 from cluster.config import Config
 from cluster.errors import ClusterLost
 

@@ -9,9 +9,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import LayoutError
-from cluster.mesh import Layout
-from cluster.stages import balance, decide_stages
-from storage.model_index import Tensor
+from cluster.layouts.mesh import Layout
+from cluster.layouts.stages import balance, decide_stages
+from storage.checkpoints.model_index import Tensor
 
 
 def tensors(**sizes: int) -> list[Tensor]:

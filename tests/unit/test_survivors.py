@@ -10,12 +10,12 @@ from pathlib import Path
 
 import pytest
 
-from cluster.load_plan import LoadPlan
 from cluster.messages import NodeJob
-from cluster.packed_plan import pack_shared
+from cluster.plans.load_plan import LoadPlan
+from cluster.plans.packed_plan import pack_shared
 from storage.errors import LongshoreError
+from storage.host.processes import ProcessId, processes_mapping
 from storage.object_store import MemoryStore
-from storage.processes import ProcessId, processes_mapping
 from tests.support.checkpoints import flat_objects
 from tests.support.exact_ranks import check_exact
 from tests.support.local_node import LocalNode, local_node, plan_of, run_all
@@ -24,7 +24,7 @@ from tests.support.ray_clusters import eventually
 OBJECTS = flat_objects(tensors=12)
 MAPS = """
 import sys
-from storage.arena import Arena
+from storage.arena.arena import Arena
 arena = Arena.open(sys.argv[1])
 print("mapped", flush=True)
 sys.stdin.readline()

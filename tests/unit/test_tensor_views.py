@@ -4,9 +4,9 @@ from __future__ import annotations
 
 import torch
 
-from actors.tensor_views import tensor_views
-from cluster.load_plan import TensorSlice
-from cluster.region import Region
+from actors.handover.tensor_views import tensor_views
+from cluster.layouts.region import Region
+from cluster.plans.load_plan import TensorSlice
 
 
 def test_padding_is_zero_whatever_the_memory_held() -> None:

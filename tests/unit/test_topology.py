@@ -10,8 +10,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import ConfigError, NotEnoughResources
-from cluster.mesh import Layout
-from cluster.topology import (
+from cluster.layouts.mesh import Layout
+from cluster.scheduling.topology import (
     NodeInfo,
     assign_ranks,
     bundle_of_ranks,

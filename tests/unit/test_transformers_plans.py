@@ -16,11 +16,11 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cluster.families.defaults import CONFIG_DEFAULTS
-from cluster.layout_rules import FAMILIES as TABLES
-from cluster.layout_rules import Rule
-from cluster.mesh import Layout
-from cluster.tensor_cut import experts_of
+from cluster.layouts.families.defaults import CONFIG_DEFAULTS
+from cluster.layouts.mesh import Layout
+from cluster.layouts.rules import FAMILIES as TABLES
+from cluster.layouts.rules import Rule
+from cluster.layouts.tensor_cut import experts_of
 from tests.support.family_checkpoints import SavedFamily, needs_transformers
 from tests.support.hf_models import FAMILIES, MOE_FAMILIES, make_tiny
 

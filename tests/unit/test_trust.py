@@ -11,21 +11,22 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster import client, plan_ahead
-from cluster.cli import main
+from cluster import client
+from cluster.command_line.cli import main
 from cluster.config import Config
-from cluster.doctor_store import check_store
+from cluster.doctor.store_checks import check_store
 from cluster.errors import ConfigError
+from cluster.layouts.mesh import Layout
 from cluster.load_request import LoadRequest
-from cluster.mesh import Layout
-from cluster.prepare import prepare_plan, still_current
+from cluster.plans.prepare import prepare_plan, still_current
+from cluster.preview import plan_ahead
 from cluster.request import StoreOptions, make_request
 from cluster.signing import generate_key, sign
 from cluster.trust import TrustPolicy
+from storage.checkpoints.manifest import MANIFEST_KEY
 from storage.errors import BadSignature, InvalidKey, ManifestUnsigned, ObjectNotFound, SourceRefused, UnknownSigner
-from storage.manifest import MANIFEST_KEY
-from storage.signature import SIGNATURE_KEY
-from storage.signing_keys import SigningKey
+from storage.publishing.signature import SIGNATURE_KEY
+from storage.publishing.signing_keys import SigningKey
 from storage.source_rules import SourceRules
 from tests.support.checkpoints import write_tiny_llama
 

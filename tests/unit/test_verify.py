@@ -6,14 +6,14 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 
-from storage.checkpoint import open_model
+from storage.checkpoints.checkpoint import open_model
+from storage.checkpoints.manifest import MANIFEST_KEY, Manifest, ManifestTensor, parse_manifest
 from storage.errors import InvalidHeader, InvalidManifest, NotACheckpoint, StoreUnavailable
-from storage.manifest import MANIFEST_KEY, Manifest, ManifestTensor, parse_manifest
 from storage.object_store import MemoryStore, read_bytes
-from storage.publish import publish
+from storage.publishing.publish import publish
+from storage.publishing.verify import NOT_PUBLISHED, VerifyProgress, WrongSize, verify
 from storage.ranges import ByteRange
 from storage.retrying import RetryPolicy
-from storage.verify import NOT_PUBLISHED, VerifyProgress, WrongSize, verify
 from tests.support.checkpoints import sharded_objects
 from tests.support.faulty_stores import FailingStore, WrappedStore
 

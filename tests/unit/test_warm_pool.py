@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import NotEnoughResources
-from cluster.mesh import Layout
-from cluster.topology import NodeInfo, assign_ranks
-from cluster.warm_pool import IdleGang, choose, in_the_way, packing, with_kept_memory
+from cluster.layouts.mesh import Layout
+from cluster.scheduling.topology import NodeInfo, assign_ranks
+from cluster.scheduling.warm_pool import IdleGang, choose, in_the_way, packing, with_kept_memory
 
 SEATS = 8
 

@@ -7,10 +7,10 @@ import torch
 from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.quantization import QuantizationConfig
 
-from cluster.mesh import Layout
-from cluster.planning import build_load_plan
-from cluster.precision import SCHEMES, Precision
-from cluster.written_quantization import precision_of, quantization_config
+from cluster.layouts.mesh import Layout
+from cluster.plans.planning import build_load_plan
+from cluster.precision.recipes import SCHEMES, Precision
+from cluster.precision.written_quantization import precision_of, quantization_config
 from tests.support.planned_models import as_bf16, llama_shapes, random_arrays, store_arrays
 from tests.support.reference_quantised import scheme_args
 

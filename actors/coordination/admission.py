@@ -1,0 +1,116 @@
+"""Whether a load's plan fits where its ranks sit, beside what others were promised; idle gangs give way."""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass
+
+from actors.coordination import nodes
+from actors.coordination.finished import finished
+from actors.coordination.gangs import Gangs
+from actors.coordination.model_record import ModelRecord, Seat
+from actors.coordination.node_agents import NodeAgents
+from actors.coordination.promised import claims_of, new_workers, promise
+from cluster.config import Config
+from cluster.errors import DoesNotFit, DoesNotFitNow
+from cluster.fit.host_room import Claim, larger_claims
+from cluster.fit.needs import PlannedRanks, check_fit, host_bytes
+from cluster.load_request import LoadRequest
+from cluster.plans.packed_plan import PackedPlan
+from cluster.scheduling.topology import NodeInfo
+from cluster.scheduling.warm_pool import IdleGang, in_the_way, with_kept_memory
+
+FREED_S = 5.0  # the memory of a process that was killed is free again by then
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Where a load's ranks are to sit, and what there is for them at this moment."""
+
+    rank_nodes: dict[int, int]  # rank -> index into `infos`
+    infos: list[NodeInfo]
+    claims: tuple[Claim, ...]  # of other loads
+    new_workers: set[int]
+
+    def misfit(self, plan: PlannedRanks, request: LoadRequest, config: Config) -> DoesNotFit | None:
+        """The error, if the ranks do not fit there."""
+        return check_fit(
+            plan,
+            self.rank_nodes,
+            self.infos,
+            config,
+            request.device,
+            self.claims,
+            self.new_workers,
+            request.fit,
+        )
+
+
+async def room_of(
+    record: ModelRecord,
+    seats: Mapping[int, Seat],
+    agents: NodeAgents,
+    others: Collection[ModelRecord],
+    taken: IdleGang | None = None,
+) -> Room:
+    """As the agents say. It holds until somebody else runs: a promise is made at once."""
+    order = sorted(await agents.of({seat.node_id: seat.host for seat in seats.values()}))
+    before = claims_of(others, record)
+    facts = await nodes.facts_of(order, agents.ask)
+    claims = larger_claims(before, claims_of(others, record))
+    infos = with_kept_memory([facts[node_id] for node_id in order], taken)
+    return Room({rank: order.index(seat.node_id) for rank, seat in seats.items()}, infos, claims, new_workers(seats))
+
+
+async def fit_on(
+    record: ModelRecord,
+    seats: Mapping[int, Seat],
+    plan: PlannedRanks,
+    agents: NodeAgents,
+    config: Config,
+    others: Collection[ModelRecord],
+    taken: IdleGang | None = None,
+) -> DoesNotFit | None:
+    """Whether the ranks that are to sit there fit; if so, what they take is theirs from here on. Else the error.
+
+    Raises what an agent raises: ArenaTooLarge...
+    """
+    room = await room_of(record, seats, agents, others, taken)
+    # From there to the promise nothing else runs, or two loads could be promised the same memory.
+    misfit = room.misfit(plan, record.request, config)
+    if misfit is None:
+        device = record.request.device
+        promise(record, {rank: host_bytes(plan.ranks[rank], device) for rank in seats}, room.infos)
+    return misfit
+
+
+async def fit_in(
+    record: ModelRecord,
+    plan: PackedPlan,
+    agents: NodeAgents,
+    config: Config,
+    gangs: Gangs,
+    others: Collection[ModelRecord],
+    taken: IdleGang | None,
+) -> None:
+    """Returns when every device and host has the memory. `taken`: the gang whose workers the load has.
+
+    Raises DoesNotFit, and what an agent raises: ArenaTooLarge...
+    """
+    # Models that have just ended may not have given back yet what they had.
+    freed_s = time.monotonic() + FREED_S  # nor other processes that have just ended
+    ended_s = [other.ended_s for other in others if other.life.is_over and other.host_bytes]
+    give_up_s = max(ended_s, default=0.0) + FREED_S
+    while True:
+        misfit = await fit_on(record, record.seats, plan, agents, config, others, taken)
+        if misfit is None:
+            return
+        if ending := in_the_way(gangs.idle(), record.nodes):
+            await finished(gangs.end(ending))
+            give_up_s = time.monotonic() + FREED_S
+        elif time.monotonic() >= (max(give_up_s, freed_s) if isinstance(misfit, DoesNotFitNow) else give_up_s):
+            raise misfit
+        else:
+            await asyncio.sleep(0.1)

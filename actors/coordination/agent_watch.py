@@ -1,0 +1,206 @@
+"""What the coordinator hears from agents: progress, loads that it does not know (any more), agents that forgot theirs.
+
+beat.records --adopt--> a load that an earlier incarnation of the coordinator began goes on
+beat.loads lacks a load that runs there --begin_on--> an agent that was restarted is told again; so is one that waits
+                                                      for a rank whose worker had all before that, and is silent since
+beat.ranks --> progress of each rank; one that is alive and silent for too long is killed, and thereby replaced
+
+An agent whose node Ray has given up, and which a partition that healed lets speak again, changes nothing: it is told
+to end itself. Its loads have gone on without it, and its record of them is older than theirs.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import time
+from collections.abc import Callable
+
+from ray.exceptions import RayError
+
+from actors.coordination import nodes, spawn
+from actors.coordination.load_run import LoadRun
+from actors.coordination.model_record import ModelRecord, Seat
+from actors.coordination.saved_load import SavedLoad
+from actors.coordination.strays import end_strays
+from cluster.messages import AgentBeat, BeatReply, RankBeat
+from cluster.reports.report import NodeStatus
+from cluster.scheduling.load_state import LoadState
+
+SILENT_S = 5.0  # an agent that is well speaks more often
+HELLO_S = 60.0  # a worker that is well has opened its device and its store by then, and speaks
+ASKED_S = 1.0  # what Ray said of the nodes is that old at most: all agents of a new coordinator speak at once
+REBUILD_S = 20.0  # an agent that has not told of its loads by then is gone
+
+
+class AgentWatch:
+    """The coordinator's view of the agents. `models` is the coordinator's table."""
+
+    def __init__(
+        self,
+        coordinator: str,
+        stuck_after_s: float,
+        models: dict[str, ModelRecord],
+        go_on: Callable[[ModelRecord, dict[int, int]], None],
+        load_run: Callable[[ModelRecord], LoadRun],
+    ) -> None:
+        """`coordinator` is its incarnation; `go_on(record, incarnations)` tends a load that was adopted."""
+        self.rebuilt = asyncio.Event()  # before, a model that is not known may well be there
+        self._coordinator = coordinator
+        self._stuck_after_s = stuck_after_s
+        self._models = models
+        self._go_on = go_on
+        self._load_run = load_run
+        self._beats: dict[str, tuple[AgentBeat, float]] = {}  # node id -> (the last one, when)
+        self._told: set[str] = set()  # nodes whose agents have told of all their loads
+        self._heard = asyncio.Condition()
+        self._asking = asyncio.Lock()
+        self._living: tuple[set[str], float] = set(), -math.inf  # nodes, and when Ray was asked
+        self._telling: dict[
+            tuple[str, str], asyncio.Task[None]
+        ] = {}  # (model id, node id) -> an agent is told it again
+
+    @property
+    def node_ids(self) -> set[str]:
+        """Nodes whose agents were heard."""
+        return set(self._beats)
+
+    def status(self) -> tuple[NodeStatus, ...]:
+        now_s = time.monotonic()
+        return tuple(
+            NodeStatus(
+                node=beat.node_id,
+                host=beat.host,
+                arena_bytes=beat.arena.arena_bytes,
+                used_bytes=beat.arena.committed_bytes,
+                leased_slots=beat.arena.leased_slots,
+                quarantined_slots=beat.arena.quarantined_slots,
+                heartbeat_age_s=now_s - heard_s,
+                disk_unkept_chunks=beat.arena.disk_unkept_chunks,
+            )
+            for beat, heard_s in self._beats.values()
+        )
+
+    async def forget_dead_nodes(self) -> None:
+        """Leave nodes out that Ray knows to be dead. Asked only when somebody is silent."""
+        now_s = time.monotonic()
+        silent = [node_id for node_id, (_, heard_s) in self._beats.items() if now_s - heard_s > SILENT_S]
+        if silent:
+            living = await asyncio.to_thread(nodes.living_nodes)
+            for node_id in silent:
+                if node_id not in living:
+                    del self._beats[node_id]
+
+    async def rebuild(self) -> None:
+        """Wait for the agents that are there already: there are some when an earlier incarnation was killed."""
+        try:
+            living = await asyncio.to_thread(nodes.living_nodes)
+            agents = await asyncio.to_thread(spawn.agent_node_ids) & living.keys()
+            async with self._heard:
+                all_told = self._heard.wait_for(lambda: agents <= self._told)
+                await asyncio.wait_for(all_told, REBUILD_S)
+            # Nobody was answered yet, so whatever is not known by now was forgotten: it must not hold its places.
+            known = {record.gang_id for record in self._models.values() if not record.life.is_over}
+            await asyncio.to_thread(lambda: end_strays(known, end_strays(known, set())))
+        except (TimeoutError, RayError):
+            pass  # an agent that has not told by now is gone
+        finally:
+            self.rebuilt.set()
+
+    async def heard(self, beat: AgentBeat) -> BeatReply:
+        """Take a heartbeat in; the answer says what the agent should report again or forget."""
+        if await self._is_given_up(beat.node_id):
+            self._beats.pop(beat.node_id, None)
+            return BeatReply(self._coordinator, node_dead=True)
+        self._beats[beat.node_id] = (beat, time.monotonic())
+        for load_id, packed in beat.records.items():
+            if packed:  # else a load that no coordinator began (`actors.hosting`)
+                self._adopt(load_id, packed, beat)
+        unknown = tuple(dict.fromkeys(load.load_id for load in beat.loads if load.load_id not in self._models))
+        if set(unknown) <= set(beat.records):
+            self._told.add(beat.node_id)
+            async with self._heard:
+                self._heard.notify_all()
+        ended: list[str] = []
+        for load_id in dict.fromkeys(load.load_id for load in beat.loads):
+            record = self._models.get(load_id)
+            if record is not None and (record.life.is_over or beat.node_id not in record.nodes):
+                ended.append(load_id)  # over, or its ranks were moved from there: the node was taken for dead
+            elif record is not None:
+                parts = [load.store_bytes for load in beat.loads if load.load_id == load_id]
+                record.store_bytes[beat.node_id] = sum(parts)
+        await self._note_progress(beat)
+        self._begin_again(beat)
+        return BeatReply(self._coordinator, unknown, tuple(ended))
+
+    async def _is_given_up(self, node_id: str) -> bool:
+        """Whether Ray takes the node for dead; asked when its agent speaks for the first time or after a silence."""
+        _, heard_s = self._beats.get(node_id, (None, -math.inf))
+        if time.monotonic() - heard_s < SILENT_S:
+            return False
+        async with self._asking:
+            living, asked_s = self._living
+            if node_id not in living or time.monotonic() - asked_s > ASKED_S:
+                try:
+                    self._living = set(await asyncio.to_thread(nodes.living_nodes)), time.monotonic()
+                except RayError:
+                    return False  # nobody says so
+            return node_id not in self._living[0]
+
+    async def _note_progress(self, beat: AgentBeat) -> None:
+        for rank in beat.ranks:
+            record = self._models.get(rank.load_id)
+            seat = record.seats.get(rank.rank) if record is not None else None
+            if record is None or seat is None or seat.incarnation != rank.incarnation:
+                continue
+            if (seat.node_id, seat.attempt) != (beat.node_id, rank.attempt):
+                continue  # a node that was taken for dead
+            moved = rank.placed_bytes != seat.placed_bytes
+            seat.placed_bytes = rank.placed_bytes
+            if self._is_stuck(rank, seat) and seat.worker is not None:
+                spawn.end_actor(seat.worker)  # whoever tends the rank learns it from the pending call, and replaces it
+            if moved:
+                await record.touch()
+
+    def _is_stuck(self, rank: RankBeat, seat: Seat) -> bool:
+        if rank.done:
+            # What is left is to say so to us: a worker that was stopped before it could, is not awaited by its agent.
+            silent_s = min(rank.silent_s, time.monotonic() - seat.asked_s)
+            return seat.report is None and silent_s > self._stuck_after_s
+        if rank.pid:
+            return rank.silent_s > self._stuck_after_s
+        # It has its job and has not said hello to its agent; that may have been restarted in between.
+        silent_s = min(rank.silent_s, time.monotonic() - seat.told_s)
+        return seat.started and seat.report is None and silent_s > self._stuck_after_s + HELLO_S
+
+    def _adopt(self, load_id: str, packed: bytes, beat: AgentBeat) -> None:
+        if load_id in self._models:
+            return
+        record = SavedLoad.unpack(packed).restore(load_id, time.monotonic())
+        self._models[load_id] = record
+        self._go_on(record, {rank.rank: rank.incarnation for rank in beat.ranks if rank.load_id == load_id})
+
+    def _begin_again(self, beat: AgentBeat) -> None:
+        known = {(load.load_id, load.attempt) for load in beat.loads}
+        waits = {(rank.load_id, rank.attempt) for rank in beat.ranks if self._waits_in_vain(rank)}
+        for record in self._models.values():
+            begun = record.life.state in (LoadState.LOADING, LoadState.READY, LoadState.DEGRADED)
+            parts = {(record.model_id, attempt) for attempt in record.attempts_on(beat.node_id)}
+            told = record.model_id, beat.node_id
+            if begun and (parts - known or parts & waits) and told not in self._telling:
+                # One at a time: an agent that has no free slots refuses for as long as others hold them.
+                again = asyncio.get_running_loop().create_task(self._load_run(record).begin_on(beat.node_id))
+                self._telling[told] = again
+                again.add_done_callback(functools.partial(self._was_told, told))
+
+    def _was_told(self, told: tuple[str, str], task: asyncio.Task[None]) -> None:
+        del self._telling[told]
+
+    def _waits_in_vain(self, rank: RankBeat) -> bool:
+        """Whether the rank was done before its agent was restarted, and we did not know that when we told the agent."""
+        record = self._models.get(rank.load_id)
+        seat = record.seats.get(rank.rank) if record is not None else None
+        if rank.pid or rank.done or seat is None or seat.report is None:
+            return False
+        return (seat.incarnation, seat.attempt) == (rank.incarnation, rank.attempt)

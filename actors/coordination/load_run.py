@@ -1,0 +1,299 @@
+"""One load from request to READY, and the model's ranks after that: plan, place, start, tend, end.
+
+    run:     plan (planning process) -> seats, in an idle gang or new -> agents, fit, begin on every node -> tend
+                                                                      `-> workers start meanwhile
+    tend:    one task per rank waits for its worker's outcome, then for its end; a death makes a new incarnation, the
+             death of a node new places (`actors.coordination.reseating`)
+    resume:  the same from "tend" on, for a load whose coordinator was killed
+
+What happens next is decided by the pure `cluster.scheduling.load_state`; this file carries it out.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import functools
+import math
+import time
+from dataclasses import replace
+from typing import Any
+
+from ray.exceptions import RayError
+
+from actors.coordination import nodes, spawn
+from actors.coordination.finished import alongside, finished, settled
+from actors.coordination.fit_choice import FitChoice
+from actors.coordination.gangs import Gangs
+from actors.coordination.jobs import node_job, rank_job
+from actors.coordination.load_report import make_report
+from actors.coordination.model_record import ModelRecord, Seat
+from actors.coordination.node_agents import ACTOR_GONE, NodeAgents
+from actors.coordination.plan_source import PlanSource
+from actors.coordination.planner import Planner
+from actors.coordination.reseating import Reseating
+from actors.coordination.saved_load import find_workers_again, save
+from actors.coordination.seating import take_seats
+from actors.coordination.tending import tend_all
+from actors.node.node_limits import node_memory
+from cluster.config import Config
+from cluster.errors import ClusterError, ClusterLost, LoadCancelled, ModelNotFound, NodeLost, RankLost, RankTaken
+from cluster.joining.remote_errors import unwrapped
+from cluster.plans.packed_plan import PackedPlan
+from cluster.reports.report import LoadReport, NodeReport
+from cluster.scheduling import load_events, load_state
+from cluster.scheduling.warm_pool import IdleGang
+from storage.errors import LongshoreError
+
+PROCESS_START_S = 120.0  # of a worker, on a machine that is busy with something else
+
+RankEvent = load_events.RankReady | load_events.RankLost | load_events.RankReplaced
+
+
+class LoadRun:
+    """Acts for one model. `models` is the coordinator's table, read to know what others hold."""
+
+    def __init__(
+        self,
+        record: ModelRecord,
+        planner: Planner,
+        config: Config,
+        models: dict[str, ModelRecord],
+        admission: asyncio.Lock,
+        gangs: Gangs,
+    ) -> None:
+        self._record = record
+        self._planner = planner
+        self._config = config
+        self._models = models
+        self._admission = admission
+        self._gangs = gangs
+        self._source = PlanSource(record, planner, config.holder_ttl_s)
+        self._agents = NodeAgents(record, config)
+        self._reseating = Reseating(record, config, models, admission, gangs, self._agents, self._source, self.begin_on)
+
+    # -- the two ways in ---------------------------------------------------------------------------------------
+
+    async def run(self) -> None:
+        """From the request to the model's end. Never raises: what goes wrong ends the model with that error."""
+        try:
+            plan = await self._plan()
+            gang = await self._take_seats()
+            while True:
+                try:
+                    await alongside(self._start_workers(), self._begin(plan, gang))
+                    break
+                except (NodeLost, ClusterLost, RayError, TimeoutError) as error:
+                    if not await self._reseating.is_needed(error):
+                        raise
+                    await self._reseating.run()
+            await tend_all(self._record.seats, self._tend, self._reseating.run)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            await self.end(unwrapped(error))
+
+    async def resume(self, incarnations: dict[int, int]) -> None:
+        """After the coordinator was restarted: find the workers by name and go on."""
+        try:
+            await self._event(load_events.Planned)
+            await self._event(load_events.Started)
+            await find_workers_again(self._record, incarnations)
+            for seat in self._record.seats.values():
+                await self._rank_event(load_events.RankReplaced, seat)
+            await tend_all(self._record.seats, self._tend, self._reseating.run)
+        except asyncio.CancelledError:
+            raise
+        except Exception as error:
+            await self.end(unwrapped(error))
+
+    async def end(self, error: LongshoreError) -> None:
+        """Free everything; the model is over, with `error`. No cancellation cuts it short: who hears of the error
+        may release the model at once, which cancels the task that is at work here.
+        """
+        if not self._record.life.is_over:
+            await finished(self._end(error))
+
+    async def _end(self, error: LongshoreError) -> None:
+        record = self._record
+        # What failed may be broken, and what was not ready yet has reads under way.
+        kept = isinstance(error, LoadCancelled) and record.life.is_ready
+        record.error, record.ended_s, record.plan = error, time.monotonic(), None
+        record.shared = None
+        attempt = record.life.attempt
+        if isinstance(error, LoadCancelled):
+            await self._advance(load_events.Released(attempt=attempt))
+        else:
+            await self._advance(load_events.Failed(str(error), attempt=attempt))
+        await self._gangs.part(record, keep=kept)
+        await record.touch()
+
+    # -- the steps of a load -----------------------------------------------------------------------------------
+
+    async def _plan(self) -> PackedPlan:
+        record = self._record
+        if limits := await node_memory(record, self._agents, self._config):
+            record.request = replace(record.request, node_memory=limits)
+        plan = await self._planner.prepare(record.request)
+        record.plan, record.revision, record.signed_by = plan, plan.revision, plan.signed_by
+        record.total_bytes = sum(rank.read_bytes for rank in plan.ranks)
+        record.planned_s = time.monotonic()
+        await self._event(load_events.Planned)
+        return plan
+
+    async def _take_seats(self) -> IdleGang | None:
+        """Decide which rank sits where. One load at a time, or two would take the same places. The gang taken over."""
+        record, request = self._record, self._record.request
+        deadline_s = time.monotonic() + request.wait_for_resources_s
+        while True:
+            async with self._admission:
+                try:
+                    others = [o for o in self._models.values() if o is not record and not o.life.is_over]
+                    gang = await take_seats(record, others, self._gangs, self._config.cpu_ranks_per_node)
+                    break
+                except ClusterError as error:
+                    if time.monotonic() >= deadline_s or not nodes.may_resolve(error):
+                        raise
+                    message = str(error)
+            await self._event(load_events.ResourcesMissing)
+            await record.touch(f"waiting for resources: {message}")
+            await asyncio.sleep(min(1.0, max(0.05, deadline_s - time.monotonic())))
+        await self._event(load_events.ResourcesGranted)
+        if record.message:
+            await record.touch("")
+        for seat in record.seats.values():
+            if seat.incarnation:  # in a gang there may be replacements
+                await self._rank_event(load_events.RankReplaced, seat)
+        return gang
+
+    async def _start_workers(self) -> None:
+        """Processes for the ranks that have none; they come up while the agents are told."""
+        missing = [seat for seat in self._record.seats.values() if seat.worker is None]
+        await finished(settled(self._start_worker(seat) for seat in missing))
+
+    async def _begin(self, plan: PackedPlan, gang: IdleGang | None) -> None:
+        """See that the plan fits, and tell every agent what its node needs; then the workers can have their jobs."""
+        others = self._models.values()
+        await FitChoice(self._record, self._planner, self._agents, self._config, self._gangs).choose(plan, others, gang)
+        await asyncio.gather(*(self.begin_on(node_id) for node_id in self._record.nodes))
+        await self._event(load_events.Started)
+
+    async def begin_on(self, node_id: str) -> None:
+        """Tell one agent; again after it was restarted, with what its ranks have already."""
+        record, shared = self._record, await self._source.shared()
+
+        def begin(agent: Any, attempt: int) -> Any:
+            return agent.begin.remote(node_job(record, node_id, attempt, self._config), shared)
+
+        for attempt in record.attempts_on(node_id):
+            while not await self._agents.ask(node_id, functools.partial(begin, attempt=attempt)):
+                await record.touch("waiting for arena slots that other loads hold")
+                await asyncio.sleep(0.2)
+            record.begun.add((node_id, attempt))
+        if record.message:
+            await record.touch("")
+
+    async def save(self) -> None:
+        """What agents keep for a coordinator that is killed has changed."""
+        await save(self._record)
+
+    async def _tend(self, seat: Seat) -> None:
+        """Keep one rank alive: a worker that dies is replaced, `rank_restarts` times in a row before it has loaded."""
+        record = self._record
+        restarts = 0
+        while True:
+            try:
+                if seat.worker is None:
+                    await finished(self._start_worker(seat))
+                if not seat.started:
+                    await self._give_job(seat)
+                seat.asked_s = time.monotonic()
+                outcome = seat.worker.outcome.options(concurrency_group="wait").remote(record.model_id)
+                seat.report, restarts = await outcome, 0
+                await self._rank_event(load_events.RankReady, seat)
+                if record.life.is_ready and record.report is None:
+                    record.report = await self._report()
+                    record.ended_s = time.monotonic()
+                    await record.touch()
+                await seat.worker.lifetime.options(concurrency_group="wait").remote(record.model_id)
+                return
+            except (*ACTOR_GONE, TimeoutError, RankTaken) as error:
+                # (RankTaken: found by its name by a restarted coordinator, while the word of its end was on its way.)
+                seat.report = None
+                await self._rank_event(load_events.RankLost, seat)
+                await self._vacate(seat)
+                restarts += 1
+                if restarts > self._config.rank_restarts:
+                    raise RankLost(
+                        f"rank {seat.rank} was lost {restarts} times",
+                        hint="see the worker's log in Ray's session folder; out of memory is the usual cause",
+                        rank=seat.rank,
+                        host=seat.host,
+                        cause=(str(error) or "its worker did not answer").splitlines()[0][:300],
+                    ) from error
+                await self._rank_event(load_events.RankReplaced, seat)
+
+    async def _give_job(self, seat: Seat) -> None:
+        shared = await self._source.shared()
+        job = rank_job(self._record, seat, self._config)
+        if not seat.is_up:
+            ping = seat.worker.ping.options(concurrency_group="control").remote()  # the process is being started
+            await asyncio.wait_for(ping, PROCESS_START_S + self._config.stuck_after_s)
+            seat.is_up = True
+        seat.told_s = time.monotonic()
+        # Until a worker has said hello to its agent, nobody else would notice that it is stuck.
+        start = seat.worker.start.options(concurrency_group="control").remote(job, shared)
+        await asyncio.wait_for(start, self._config.stuck_after_s)
+        seat.started = True
+
+    async def _start_worker(self, seat: Seat) -> None:
+        seat.worker = await asyncio.to_thread(
+            lambda: spawn.start_worker(
+                self._record.gang_id,
+                seat.rank,
+                seat.incarnation,
+                node_id=seat.node_id,
+                device=self._record.request.device,
+                bundle=seat.bundle,
+                orphan_after_s=self._config.orphan_after_s,
+                gpus=self._record.request.gpus_per_rank,
+            )
+        )
+
+    async def _vacate(self, seat: Seat) -> None:
+        """The rank's worker is gone: a new incarnation is to come, and loads only the rank's own slices again.
+
+        Raises NodeLost when it went with its node.
+        """
+        await asyncio.to_thread(spawn.end_actor, seat.worker)
+        seat.worker, seat.is_up, seat.started, seat.placed_bytes = None, False, False, 0
+        seat.asked_s, seat.incarnation, seat.replaced = math.inf, seat.incarnation + 1, True
+        model_id, rank, incarnation = self._record.model_id, seat.rank, seat.incarnation
+        await self._agents.ask(seat.node_id, lambda agent: agent.rank_lost.remote(model_id, rank, incarnation))
+
+    async def _report(self) -> LoadReport:
+        record = self._record
+        plan = await self._source.plan()
+        answers = await asyncio.gather(*(self._node_report(node_id) for node_id in record.nodes))
+        return make_report(record, plan, answers)
+
+    async def _node_report(self, node_id: str) -> NodeReport:
+        while True:
+            try:
+                report: NodeReport = await self._agents.ask(
+                    node_id, lambda agent: agent.report.remote(self._record.model_id)
+                )
+                return report
+            except ModelNotFound:  # the agent was restarted just now, and its ranks need nothing of it
+                await self.begin_on(node_id)
+
+    # -- small things ------------------------------------------------------------------------------------------
+
+    async def _event(self, kind: type[load_events.Event]) -> None:
+        await self._advance(kind(attempt=self._record.life.attempt))
+
+    async def _rank_event(self, kind: type[RankEvent], seat: Seat) -> None:
+        await self._advance(kind(seat.rank, seat.incarnation, attempt=self._record.life.attempt))
+
+    async def _advance(self, event: load_events.Event) -> None:
+        self._record.life = load_state.advance(self._record.life, event)
+        await self._record.touch()

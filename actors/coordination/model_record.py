@@ -1,0 +1,134 @@
+"""The coordinator's notes on one model: the request, the pure state of its life, and handles to the actors it has."""
+
+from __future__ import annotations
+
+import asyncio
+import math
+import time
+from dataclasses import dataclass, field
+from typing import Any
+
+from cluster.fit.options import what_was_taken
+from cluster.load_request import LoadRequest
+from cluster.plans.packed_plan import PackedPlan
+from cluster.reports.report import LoadProgress, LoadReport, ModelStatus, RankReport
+from cluster.scheduling.holders import Holders
+from cluster.scheduling.load_state import Life, LoadState
+from storage.errors import LongshoreError
+from storage.host.own_memory import PeakMemory
+
+
+@dataclass(slots=True)
+class Seat:
+    """One rank's place: the node it is on and the worker that sits there now."""
+
+    rank: int
+    node_id: str
+    host: str
+    bundle: tuple[Any, int] | None  # (placement group, bundle index)
+    attempt: int = 1  # that brought the rank to the node: its messages carry it
+    incarnation: int = 0  # of its worker; in a gang that was taken over it goes on counting
+    worker: Any = None
+    is_up: bool = False  # the worker's process has answered
+    started: bool = False  # the worker has its job
+    told_s: float = 0.0  # when it was given it
+    asked_s: float = math.inf  # when it was asked for its outcome
+    placed_bytes: int = 0
+    report: RankReport | None = None
+    replaced: bool = False  # its worker is not the load's first one, or may be another
+
+
+@dataclass(slots=True)
+class ModelRecord:
+    """One model. Everything that decides is in `life` and `holders`, which are pure; the rest is for acting."""
+
+    model_id: str
+    request: LoadRequest
+    life: Life
+    holders: Holders
+    created_s: float = field(default_factory=time.monotonic)
+    planned_s: float = 0.0
+    ended_s: float = 0.0  # READY, or over
+    memory: PeakMemory = field(default_factory=PeakMemory)  # the coordinator's
+    plan: PackedPlan | None = None
+    shared: Any = None  # the plan's tables in Ray's object store, for agents and workers
+    total_bytes: int = 0
+    revision: str = ""
+    signed_by: str = ""  # id of the trusted key that signed its manifest
+    seats: dict[int, Seat] = field(default_factory=dict)
+    host_bytes: dict[int, int] = field(default_factory=dict)  # by rank: of its host's memory, as was found to fit
+    pools: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by node: ids of what its memory comes out of
+    kept_bytes: dict[str, int] = field(default_factory=dict)  # by node: that the gang taken over had there
+    gang_id: str = ""  # its workers and its placement group are named by it: the model's id, or that of an earlier one
+    group: Any = None  # the placement group, when it is ours
+    begun: set[tuple[str, int]] = field(default_factory=set)  # (node, attempt): parts that agents were told
+    store_bytes: dict[str, int] = field(default_factory=dict)  # by node
+    report: LoadReport | None = None
+    error: LongshoreError | None = None
+    message: str = ""
+    credentials_missing: bool = False  # the coordinator was restarted, and a client must say them again
+    task: asyncio.Task[None] | None = None
+    version: int = 0  # grows with every change a waiting client would want to see
+    changed: asyncio.Condition = field(default_factory=asyncio.Condition)
+
+    def __post_init__(self) -> None:
+        self.gang_id = self.gang_id or self.model_id
+
+    @property
+    def nodes(self) -> dict[str, str]:
+        """node id -> host, of the nodes that have ranks."""
+        return {seat.node_id: seat.host for seat in self.seats.values()}
+
+    def attempts_on(self, node_id: str) -> tuple[int, ...]:
+        """Attempts that brought ranks to the node, ascending: each is a part of the load there."""
+        return tuple(sorted({seat.attempt for seat in self.seats.values() if seat.node_id == node_id}))
+
+    def ranks_on(self, node_id: str, attempt: int) -> tuple[int, ...]:
+        """Those that this attempt brought there."""
+        return tuple(
+            sorted(seat.rank for seat in self.seats.values() if (seat.node_id, seat.attempt) == (node_id, attempt))
+        )
+
+    async def touch(self, message: str | None = None) -> None:
+        """Wake whoever waits for this model."""
+        if self.report is None:
+            self.memory.sample()
+        async with self.changed:
+            self.version += 1
+            if message is not None:
+                self.message = message
+            self.changed.notify_all()
+
+    def progress(self) -> LoadProgress:
+        placed = sum(seat.report.size_bytes if seat.report else seat.placed_bytes for seat in self.seats.values())
+        end_s = self.ended_s or time.monotonic()
+        store_bytes = sum(self.store_bytes.values())
+        if self.report is not None and self.life.state is LoadState.READY:
+            store_bytes = self.report.store_bytes  # the last heartbeat is older
+        return LoadProgress(
+            model_id=self.model_id,
+            uri=self.request.uri,
+            state=self.life.state.value,
+            placed_bytes=placed,
+            total_bytes=self.total_bytes,
+            store_bytes=store_bytes,
+            ranks_ready=sum(seat.report is not None for seat in self.seats.values()),
+            ranks_total=self.request.world_size,
+            elapsed_s=max(0.0, end_s - self.created_s),
+            message=self.message,
+        )
+
+    def status(self) -> ModelStatus:
+        request = self.request
+        return ModelStatus(
+            progress=self.progress(),
+            revision=self.revision,
+            layout=request.layout,
+            device=request.device,
+            keep=self.holders.keep,
+            holders=len(self.holders),
+            rank_hosts=tuple(self.seats[rank].host for rank in sorted(self.seats)),
+            error=str(self.error) if self.error else "",
+            signed_by=self.signed_by,
+            taken=what_was_taken(request.tried),
+        )

@@ -1,0 +1,169 @@
+"""What the coordinator can learn of the cluster's nodes, from Ray and from its own agents.
+
+Functions that are not `async` block on Ray: the coordinator runs them in a thread.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections import Counter
+from collections.abc import Awaitable, Callable, Iterable
+from dataclasses import replace
+from typing import Any
+
+import ray
+from ray._private.state import available_resources_per_node
+from ray.exceptions import RayError
+from ray.util.placement_group import PlacementGroup, placement_group_table
+
+from actors.coordination import spawn
+from cluster.errors import ClusterError, NotEnoughResources
+from cluster.load_request import LoadRequest
+from cluster.messages import NodeFacts
+from cluster.scheduling.topology import NodeInfo
+from storage.errors import ArenaError, LongshoreError
+
+FACTS_S = 10.0  # an agent that is well answers at once
+GROUP_GRACE_S = 10.0  # resources that are free are given within seconds
+
+Place = tuple[str, str, tuple[PlacementGroup, int] | None]  # (node id, host, (group, bundle index))
+
+
+def cluster_nodes(cpu_seats: Iterable[str], cpu_ranks_per_node: int) -> list[NodeInfo]:
+    """Living nodes in the order of their ids, with what is free on them. `cpu_seats`: nodes of CPU ranks that sit."""
+    seats = Counter(cpu_seats)
+    free = available_resources_per_node()  # type: ignore[no-untyped-call]
+    found = []
+    for node in sorted(_ray_nodes(), key=lambda node: str(node["NodeID"])):
+        if not node["Alive"]:
+            continue
+        node_id = node["NodeID"]
+        found.append(
+            NodeInfo(
+                node_id=node_id,
+                host=node["NodeManagerHostname"],
+                gpus_free=int(free.get(node_id, {}).get("GPU", 0)),
+                gpus_total=int(node["Resources"].get("GPU", 0)),
+                cpu_ranks_free=max(0, cpu_ranks_per_node - seats[node_id]),
+            )
+        )
+    return found
+
+
+def living_nodes() -> dict[str, str]:
+    """node id -> host of the nodes that Ray takes for living. A dead one is among them until Ray has found out."""
+    return {node["NodeID"]: node["NodeManagerHostname"] for node in _ray_nodes() if node["Alive"]}
+
+
+async def facts_of(
+    node_ids: Iterable[str], ask: Callable[[str, Callable[[Any], Any]], Awaitable[Any]]
+) -> dict[str, NodeInfo]:
+    """What each agent says of its node; `ask` is `NodeAgents.ask`. Raises what an agent raised: ArenaTooLarge...
+
+    An agent that cannot have its arena is ended, so that the next load tries anew.
+    """
+    node_ids = list(node_ids)
+    asked = (ask(node_id, lambda agent: agent.facts.remote()) for node_id in node_ids)
+    answers: list[NodeFacts | BaseException] = await asyncio.gather(*asked, return_exceptions=True)
+    failures = [answer for answer in answers if isinstance(answer, BaseException)]
+    for node_id, answer in zip(node_ids, answers, strict=True):
+        cannot = isinstance(getattr(answer, "cause", answer), ArenaError)
+        if cannot and (agent := await asyncio.to_thread(spawn.find_agent, node_id)) is not None:
+            await asyncio.to_thread(spawn.end_actor, agent)
+    if failures:
+        raise failures[0]
+    return {
+        node_id: NodeInfo(
+            node_id=node_id,
+            host=facts.host,
+            memory_free_bytes=min(pool.free_bytes for pool in facts.pools),
+            pools=facts.pools,
+            gpus=facts.gpus,
+            arena_bytes=facts.arena_bytes,
+        )
+        for node_id, facts in zip(node_ids, answers, strict=True)
+        if isinstance(facts, NodeFacts)
+    }
+
+
+async def rooms(cpu_ranks_per_node: int) -> list[NodeInfo]:
+    """Living nodes with what their agents see there; of a node without one, only what Ray knows. Starts nothing."""
+    infos = await asyncio.to_thread(cluster_nodes, (), cpu_ranks_per_node)
+    return list(await asyncio.gather(*(_with_room(info) for info in infos)))
+
+
+async def _with_room(info: NodeInfo) -> NodeInfo:
+    agent = await asyncio.to_thread(spawn.find_agent, info.node_id)
+    if agent is None:
+        return info
+    try:
+        facts: NodeFacts = await asyncio.wait_for(agent.facts.remote(), FACTS_S)
+    except (RayError, TimeoutError, LongshoreError):
+        return info  # an agent that is not well is as good as none
+    return replace(info, gpus=facts.gpus, pools=facts.pools, arena_bytes=facts.arena_bytes)
+
+
+async def group_ready(group: PlacementGroup, request: LoadRequest, holders: list[str]) -> None:
+    """Returns when the bundles have their GPUs. Raises NotEnoughResources after wait_for_resources_s."""
+    wait_s = max(request.wait_for_resources_s, GROUP_GRACE_S)
+    if not await asyncio.to_thread(group.wait, wait_s):
+        raise NotEnoughResources(
+            f"{request.world_size} GPUs were not given within {wait_s:.0f} s",
+            hint="release a model, or wait longer with wait_for_resources_s",
+            models_that_hold_some=", ".join(holders) or None,
+        )
+
+
+def places_in_own_group(group: PlacementGroup, bundle_of_rank: Iterable[int]) -> list[Place]:
+    """Where Ray put each rank's bundle."""
+    hosts = {node["NodeID"]: node["NodeManagerHostname"] for node in _ray_nodes()}
+    where = placement_group_table(group)["bundles_to_node_id"]
+    return [(where[bundle], hosts.get(where[bundle], ""), (group, bundle)) for bundle in bundle_of_rank]
+
+
+def places_again(group: PlacementGroup, bundle_of_rank: dict[int, int]) -> dict[int, Place]:
+    """Where Ray has put bundles again whose node was lost: it moves these and leaves the others where they are.
+
+    Raises NotEnoughResources while it has not.
+    """
+    table, living = placement_group_table(group), living_nodes()
+    where = table.get("bundles_to_node_id") or {}
+    missing = sorted(rank for rank, bundle in bundle_of_rank.items() if where.get(bundle) not in living)
+    if table.get("state") in (None, "REMOVED"):
+        raise ClusterError("the placement group does not exist any more", group=group.id.hex())
+    if missing or table.get("state") != "CREATED":
+        raise NotEnoughResources(
+            f"{len(missing) or len(bundle_of_rank)} bundles of the placement group have no node",
+            group=group.id.hex(),
+            state=table.get("state"),
+        )
+    return {rank: (where[bundle], living[where[bundle]], (group, bundle)) for rank, bundle in bundle_of_rank.items()}
+
+
+def places_in_group(group: PlacementGroup, request: LoadRequest) -> list[Place]:
+    """Ranks in the caller's own placement group, bundle by bundle: one per GPU, or one per bundle for CPU ranks."""
+    table = placement_group_table(group)
+    if table.get("state") != "CREATED":
+        if table.get("state") in (None, "REMOVED"):
+            raise ClusterError("the placement group does not exist any more", group=group.id.hex())
+        raise NotEnoughResources("the placement group has no resources yet", group=group.id.hex())
+    gpus = request.gpus_per_rank
+    per_bundle = [int(bundle.get("GPU", 0)) // gpus if request.device == "cuda" else 1 for bundle in group.bundle_specs]
+    bundles = [index for index, ranks in enumerate(per_bundle) for _ in range(ranks)]
+    if len(bundles) < request.world_size:
+        raise NotEnoughResources(
+            f"the placement group has room for {len(bundles)} ranks, the layout has {request.world_size}",
+            hint=f"give one bundle per rank, with {gpus} GPUs in each for device='cuda'",
+            state="too small",
+        )
+    return places_in_own_group(group, bundles[: request.world_size])
+
+
+def may_resolve(error: ClusterError) -> bool:
+    """True when waiting can help: resources may be freed, or nodes may join."""
+    return isinstance(error, NotEnoughResources) and error.details.get("state") != "too small"
+
+
+def _ray_nodes() -> list[dict[str, Any]]:
+    found: list[dict[str, Any]] = ray.nodes()  # type: ignore[no-untyped-call]
+    return found

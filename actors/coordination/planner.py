@@ -1,0 +1,127 @@
+"""The coordinator's line to its planning processes.
+
+Planning reads a manifest of up to hundreds of megabytes and builds tables of all tensors: seconds of pure Python that
+would freeze the coordinator's event loop and make every worker look dead. So it runs in child processes, kept warm
+between requests, a few of them so that a store that does not answer holds up nobody else. A child ends by itself when
+its pipe closes, also when the coordinator was killed.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import os
+import pickle
+import struct
+import sys
+from asyncio.subprocess import Process
+from pathlib import Path
+from typing import Any
+
+import longshore
+from cluster.errors import ClusterError
+from cluster.fit.changes import Limits
+from cluster.fit.search import PlannedChange
+from cluster.load_request import LoadRequest
+from cluster.plans.packed_plan import PackedPlan
+from cluster.trust import TrustPolicy
+from storage.errors import LongshoreError
+
+_LENGTH = struct.Struct("<Q")
+PLANNING_TIMEOUT_S = 300.0
+MOST_PROCESSES = 4
+_OURS = str(Path(longshore.__file__).resolve().parents[1])
+
+
+class Planner:
+    """Runs `cluster.plans.planning_process` requests, MOST_PROCESSES at once."""
+
+    def __init__(self, chunk_bytes: int, read_timeout_s: float, trust: TrustPolicy | None = None) -> None:
+        self._settings = (chunk_bytes, read_timeout_s)
+        self._trust = trust or TrustPolicy()
+        self._idle: list[Process] = []
+        self._all: set[Process] = set()
+        self._places = asyncio.Semaphore(MOST_PROCESSES)
+
+    async def prepare(self, request: LoadRequest) -> PackedPlan:
+        """Read the model's index and plan. Raises what that raises: StoreError, ManifestError, PlanError..."""
+        plan: PackedPlan = await self._ask("prepare", request, self._trust)
+        return plan
+
+    async def changes(self, request: LoadRequest, purpose: str, limits: Limits = ()) -> tuple[str, list[PlannedChange]]:
+        """(revision, changes planned): the steps of fit "auto", or ("strict") what a refused load is offered."""
+        found: tuple[str, list[PlannedChange]] = await self._ask("changes", request, self._trust, purpose, limits)
+        return found
+
+    async def is_current(self, request: LoadRequest, known: str) -> bool:
+        """True while the stored model is still the revision `known`; one small request to the store."""
+        same: bool = await self._ask("is_current", request, known, self._trust)
+        return same
+
+    async def close(self) -> None:
+        """End every child."""
+        self._idle.clear()
+        for process in list(self._all):
+            await self._end(process)
+
+    async def _ask(self, verb: str, *args: Any) -> Any:
+        async with self._places:
+            process = None
+            try:
+                process = self._take_idle() or await self._start()
+                answer = await asyncio.wait_for(_exchange(process, verb, args), PLANNING_TIMEOUT_S)
+            except (TimeoutError, OSError, EOFError) as error:
+                await self._end(process)
+                raise ClusterError(
+                    "planning did not end", hint="the coordinator's node may be out of memory", cause=repr(error)
+                ) from error
+            except BaseException:
+                await self._end(process)  # its answer would be taken for the next request's
+                raise
+            self._idle.append(process)
+        if isinstance(answer, LongshoreError):
+            raise answer
+        return answer
+
+    def _take_idle(self) -> Process | None:
+        while self._idle:
+            process = self._idle.pop()
+            if process.returncode is None:
+                return process
+            self._all.discard(process)  # somebody ended it while it had nothing to do: the kernel, short of memory
+        return None
+
+    async def _start(self) -> Process:
+        # -P: the folder that Ray happens to run us in must not shadow our packages in the child.
+        path = os.pathsep.join(filter(None, (_OURS, os.environ.get("PYTHONPATH"))))
+        process = await asyncio.create_subprocess_exec(
+            sys.executable,
+            "-P",
+            "-m",
+            "cluster.plans.planning_process",
+            *map(str, self._settings),
+            stdin=asyncio.subprocess.PIPE,
+            stdout=asyncio.subprocess.PIPE,
+            env={**os.environ, "PYTHONPATH": path},
+        )
+        self._all.add(process)
+        return process
+
+    async def _end(self, process: Process | None) -> None:
+        if process is None:
+            return
+        self._all.discard(process)
+        with contextlib.suppress(ProcessLookupError):
+            process.kill()
+        await process.wait()
+
+
+async def _exchange(process: Process, verb: str, args: tuple[Any, ...]) -> Any:
+    stdin, stdout = process.stdin, process.stdout
+    if stdin is None or stdout is None:
+        raise EOFError("the planning process has no pipes")
+    data = pickle.dumps((verb, args), protocol=5)
+    stdin.write(_LENGTH.pack(len(data)) + data)
+    await stdin.drain()
+    (size,) = _LENGTH.unpack(await stdout.readexactly(_LENGTH.size))
+    return pickle.loads(await stdout.readexactly(size))

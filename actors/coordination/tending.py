@@ -1,0 +1,58 @@
+"""One task per rank for as long as the model lives; ranks of a node that is lost move, and are tended where they are
+then. A rank that stays is not disturbed by that.
+"""
+
+from __future__ import annotations
+
+import asyncio
+from collections.abc import Awaitable, Callable, Coroutine, Mapping
+from typing import Any
+
+from actors.coordination.finished import finished, settled
+from actors.coordination.model_record import Seat
+from cluster.errors import NodeLost
+
+
+async def tend_all(
+    seats: Mapping[int, Seat],
+    tend: Callable[[Seat], Coroutine[Any, Any, None]],
+    move: Callable[[], Coroutine[Any, Any, set[int]]],
+) -> None:
+    """`tend(seat)` for every rank, until all have ended. One that raises NodeLost makes `move()` run, once at a time:
+    it seats ranks anew, and returns which. Raises what they raise; nothing of it runs on then.
+    """
+    tends: dict[int, asyncio.Task[None]] = {}
+    homeless: set[int] = set()  # ranks whose tending ended because their node is lost
+    moving: asyncio.Task[set[int]] | None = None
+
+    async def begin(ranks: set[int]) -> None:
+        for rank in ranks:
+            if (stale := tends.pop(rank, None)) is not None:
+                await _ended([stale])
+            tends[rank] = asyncio.create_task(tend(seats[rank]))
+
+    try:
+        await begin(set(seats))
+        while tends or moving is not None:
+            running: list[asyncio.Task[Any]] = [*tends.values(), *([moving] if moving else [])]
+            await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)
+            if moving is not None and moving.done():
+                await begin(moving.result() | homeless)
+                moving, homeless = None, set()
+            for rank in [rank for rank, task in tends.items() if task.done()]:
+                task = tends.pop(rank)
+                if not isinstance(task.exception(), NodeLost):
+                    task.result()
+                    continue
+                homeless.add(rank)
+                moving = moving or asyncio.create_task(move())
+    finally:
+        await _ended([*tends.values(), *([moving] if moving else [])])
+
+
+async def _ended(tasks: list[asyncio.Task[Any]]) -> None:
+    waiting: list[Awaitable[Any]] = []
+    for task in tasks:
+        task.cancel()
+        waiting.append(task)
+    await finished(settled(waiting))

@@ -1,0 +1,1 @@
+"""Where a rank's tensors live: GPUs, host memory, files, or several of these."""

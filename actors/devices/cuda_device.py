@@ -1,0 +1,159 @@
+"""A GPU as a rank's memory. The one module, with `tests/gpu`, that calls CUDA."""
+
+from __future__ import annotations
+
+import contextlib
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import torch
+
+from actors.handover.tensor_views import tensor_views
+from actors.rank.convert import convert
+from cluster.errors import DeviceUnavailable, DoesNotFit
+from cluster.plans.load_plan import StagedTensor, TensorSlice
+from cluster.plans.read_items import ReadItems
+
+PORTABLE = 1  # cudaHostRegisterPortable
+
+
+def free_memory() -> list[tuple[int, int]]:
+    """(free, all) bytes of each GPU that this process sees."""
+    return [torch.cuda.mem_get_info(index) for index in range(torch.cuda.device_count())]
+
+
+class CudaDevice:
+    """The one GPU that Ray gave this process. The arena is registered as pinned memory once; copies are asynchronous.
+
+    Strided items go through a staging block on the device: one contiguous transfer by the DMA engine, then a strided
+    copy on the device, both on one stream, so the block is free again when the next chunk's transfer begins.
+    """
+
+    receives = False
+    fresh_s = 0.0
+
+    def __init__(self, index: int = 0) -> None:
+        if not torch.cuda.is_available():
+            raise DeviceUnavailable(
+                "this worker was given a GPU that torch cannot use",
+                hint="check the driver and that torch is a CUDA build (longshore doctor shows both)",
+                torch=torch.__version__,
+            )
+        self.name = f"cuda:{index}"
+        self._torch = torch
+        # Only this index is ever named: a context on any other GPU would take memory there.
+        self._device = torch.device("cuda", index)
+        torch.cuda.set_device(self._device)
+        self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
+        self._segments: list[torch.Tensor] = []
+        self._staging: torch.Tensor | None = None
+        self._staged: dict[int, torch.Tensor] = {}  # tensors that are still to be converted, by segment
+        self._pinned: int | None = None
+
+    def allocate(self, segment_bytes: tuple[int, ...]) -> None:
+        torch = self._torch
+        try:
+            self._segments = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in segment_bytes]
+        except torch.cuda.OutOfMemoryError as error:
+            self._segments = []
+            free, total = torch.cuda.mem_get_info(self._device)
+            raise DoesNotFit(
+                "the rank's device memory could not be taken",
+                need_bytes=sum(segment_bytes),
+                free_bytes=free,
+                total_bytes=total,
+            ) from error
+
+    def attach_arena(self, arena: memoryview) -> None:
+        torch = self._torch
+        address = np.frombuffer(arena, np.uint8).ctypes.data
+        with torch.cuda.device(self._device):  # the calling thread's device may be another
+            # One registration for the whole arena: registering each slot or view is a thousand times slower.
+            # Portable: pinned for every GPU of the process. The second to ask is told that it is so already.
+            if int(self._cudart().cudaHostRegister(address, len(arena), PORTABLE)) == 0:
+                self._pinned = address
+                return
+            # Without it copies are slower, no more. But CUDA keeps the error for whoever launches a kernel next.
+            with contextlib.suppress(RuntimeError):
+                torch.zeros(1, device=self._device).add_(1)
+
+    def detach_arena(self) -> None:
+        self.synchronize()
+        if self._pinned is not None:
+            with self._torch.cuda.device(self._device):
+                self._cudart().cudaHostUnregister(self._pinned)
+            self._pinned = None
+        self._staging = None
+        self._torch.cuda.empty_cache()  # what was staged is no tensor's memory
+
+    def stage(self, staged: StagedTensor) -> None:
+        torch, source = self._torch, staged.source
+        try:
+            # Of the stream that copies and converts: what is given up is taken again in the order of its work.
+            with torch.cuda.stream(self._stream):
+                data = torch.empty(source.size_bytes, dtype=torch.uint8, device=self._device)
+                data[source.filled_bytes :].zero_()
+        except torch.cuda.OutOfMemoryError as error:
+            raise DoesNotFit(
+                "memory for a tensor that is to be converted could not be taken",
+                need_bytes=source.size_bytes,
+                free_bytes=torch.cuda.mem_get_info(self._device)[0],
+                tensor=source.name,
+            ) from error
+        self._staged[source.segment] = data
+
+    def convert(self, staged: StagedTensor, slices: Sequence[TensorSlice]) -> None:
+        source = self._staged.pop(staged.source.segment)
+        made = [
+            self._segments[piece.segment][piece.segment_offset : piece.segment_offset + piece.size_bytes]
+            for piece in slices
+        ]
+        with self._torch.cuda.stream(self._stream):
+            convert(staged, source, slices, made)
+
+    def place(self, chunk: memoryview, items: ReadItems, rows: slice) -> None:
+        torch = self._torch
+        source = torch.frombuffer(chunk, dtype=torch.uint8)
+        with torch.cuda.stream(self._stream):
+            staged = None
+            for row in range(rows.start, rows.stop):
+                run, count = int(items.run_bytes[row]), int(items.count[row])
+                begin, dest = int(items.src_offset[row]), int(items.dest_offset[row])
+                number = int(items.segment[row])
+                segment = self._segments[number] if number < len(self._segments) else self._staged[number]
+                if count == 1:
+                    segment[dest : dest + run].copy_(source[begin : begin + run], non_blocking=True)
+                    continue
+                if staged is None:
+                    staged = self._stage(source)
+                target = segment.as_strided((count, run), (int(items.dest_stride[row]), 1), dest)
+                target.copy_(staged.as_strided((count, run), (int(items.src_stride[row]), 1), begin))
+
+    def parts(self, items: ReadItems, rows: slice) -> list[memoryview]:
+        raise DeviceUnavailable("a socket cannot write to the memory of a GPU", device=self.name)
+
+    def _cudart(self) -> Any:
+        return self._torch.cuda.cudart()  # type: ignore[no-untyped-call]
+
+    def _stage(self, source: torch.Tensor) -> torch.Tensor:
+        if self._staging is None or len(self._staging) < len(source):
+            self._staging = self._torch.empty(len(source), dtype=self._torch.uint8, device=self._device)
+        staged = self._staging[: len(source)]
+        staged.copy_(source, non_blocking=True)
+        return staged
+
+    def synchronize(self) -> None:
+        self._stream.synchronize()
+
+    def finish(self) -> None:
+        pass
+
+    def tensors(self, slices: tuple[TensorSlice, ...]) -> dict[str, torch.Tensor]:
+        return tensor_views(self._segments, slices)
+
+    def free(self) -> None:
+        self.detach_arena()
+        self._segments = []
+        self._staged = {}
+        self._torch.cuda.empty_cache()  # torch keeps freed memory for itself, and this process may live on

@@ -1,0 +1,88 @@
+"""Where a rank's tensors live: memory for the segments, and 2-D copies into it.
+
+A device allocates exactly the plan's segments, once. `place` copies the read items of one chunk out of an arena slot;
+`synchronize` returns when those copies no longer read the slot. Tensors are views into the segments, which they keep
+alive: memory that was handed out is never written again.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from typing import TYPE_CHECKING, Protocol
+
+from cluster.plans.load_plan import StagedTensor, TensorSlice
+from cluster.plans.read_items import ReadItems
+
+if TYPE_CHECKING:
+    import torch
+
+
+class Device(Protocol):
+    """One rank's memory."""
+
+    receives: bool  # its memory is the process's own: a socket can write to it, and `place` copies at once
+
+    @property
+    def name(self) -> str:
+        """ "cpu" or "cuda:0"."""
+        ...
+
+    @property
+    def fresh_s(self) -> float:
+        """Thread-seconds, inside `place` and `parts`, for which memory that nobody had used was made present."""
+        ...
+
+    def allocate(self, segment_bytes: tuple[int, ...]) -> None:
+        """Take the memory. Raises DoesNotFit."""
+        ...
+
+    def attach_arena(self, arena: memoryview) -> None:
+        """Told once about the mapped arena that `place` will read from."""
+        ...
+
+    def detach_arena(self) -> None:
+        """The arena is about to be unmapped."""
+        ...
+
+    def place(self, chunk: memoryview, items: ReadItems, rows: slice) -> None:
+        """Copy the read items `rows` out of `chunk` (all its bytes). May return before the copy is done."""
+        ...
+
+    def parts(self, items: ReadItems, rows: slice) -> list[memoryview]:
+        """The memory that contiguous read items fill, for whoever receives a chunk in it. Only where it `receives`."""
+        ...
+
+    def stage(self, staged: StagedTensor) -> None:
+        """Take memory for a tensor that is to be converted; `place` finds it by its segment. Raises DoesNotFit."""
+        ...
+
+    def convert(self, staged: StagedTensor, slices: Sequence[TensorSlice]) -> None:
+        """Make `slices` of it, after all that was placed in it, and let go of its memory."""
+        ...
+
+    def synchronize(self) -> None:
+        """Return when no copy reads a chunk any more."""
+        ...
+
+    def finish(self) -> None:
+        """Everything is placed. Returns when it will stay: what is on disk is there for good."""
+        ...
+
+    def tensors(self, slices: tuple[TensorSlice, ...]) -> dict[str, torch.Tensor]:
+        """The rank's tensors by name: views into the segments."""
+        ...
+
+    def free(self) -> None:
+        """Let go of the memory; it returns to the system when no tensor views it any more. Idempotent."""
+        ...
+
+
+def open_device(kind: str) -> Device:
+    """The device of this process: `kind` is "cpu", or "cuda" for the one GPU that is visible first."""
+    if kind == "cpu":
+        from actors.devices.cpu_device import CpuDevice
+
+        return CpuDevice()
+    from actors.devices.cuda_device import CudaDevice
+
+    return CudaDevice(0)

@@ -1,0 +1,157 @@
+"""The devices of a rank that has several (a device map), as one: GPUs, host memory, files.
+
+    read items of a chunk --by segment--> cuda:0 | cuda:1 | cpu | disk        each has segments of its own, from 0 on
+
+Which segment is on which device the plan says; no segment is on two.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Callable, Iterator, Mapping, Sequence
+from dataclasses import replace
+from itertools import groupby
+from typing import TYPE_CHECKING
+
+import numpy as np
+
+from actors.devices.device import Device
+from actors.devices.opening_device import OpeningDevice
+from cluster.device_map.deciding import CPU, DISK, DeviceKey, device_name, device_order
+from cluster.messages import RankJob
+from cluster.plans.load_plan import RankPlan, StagedTensor, TensorSlice
+from cluster.plans.read_items import ReadItems
+
+if TYPE_CHECKING:
+    import torch
+
+
+class MappedDevice:
+    """See `actors.devices.device.Device`."""
+
+    def __init__(self, plan: RankPlan, parts: Mapping[DeviceKey, Device]) -> None:
+        """`parts`: one for each device in `plan.segment_devices`."""
+        self._order = sorted(parts, key=device_order)
+        self._parts = [parts[key] for key in self._order]
+        self._part = [self._order.index(key) for key in plan.segment_devices]  # of each segment
+        self._local = np.zeros(len(self._part), np.int64)  # number of each segment on its device
+        for number in range(len(self._parts)):
+            here = [segment for segment, part in enumerate(self._part) if part == number]
+            self._local[here] = np.arange(len(here))
+        self._segments = len(self._part)
+        for staged in plan.staged:  # what is converted is staged where it will be, under the plan's own number
+            self._part.append(self._part[plan.slices[staged.first].segment])
+        self._renumbered: tuple[ReadItems, ReadItems] | None = None  # the plan's items, and as the parts have them
+        self.receives = all(part.receives for part in self._parts)
+
+    @property
+    def name(self) -> str:
+        """ "cuda:0+cuda:1+cpu+disk"."""
+        return "+".join(device_name(key) for key in self._order)
+
+    @property
+    def fresh_s(self) -> float:
+        return sum(part.fresh_s for part in self._parts)
+
+    def allocate(self, segment_bytes: tuple[int, ...]) -> None:
+        for number, part in enumerate(self._parts):
+            here = zip(segment_bytes, self._part, strict=False)
+            part.allocate(tuple(size_bytes for size_bytes, of in here if of == number))
+
+    def attach_arena(self, arena: memoryview) -> None:
+        for part in self._parts:
+            part.attach_arena(arena)
+
+    def detach_arena(self) -> None:
+        self.synchronize()  # the GPU that unpins it does so for all
+        for part in self._parts:
+            part.detach_arena()
+
+    def place(self, chunk: memoryview, items: ReadItems, rows: slice) -> None:
+        for part, items_of, here in self._split(items, rows):
+            part.place(chunk, items_of, here)
+
+    def parts(self, items: ReadItems, rows: slice) -> list[memoryview]:
+        return [view for part, items_of, here in self._split(items, rows) for view in part.parts(items_of, here)]
+
+    def stage(self, staged: StagedTensor) -> None:
+        self._parts[self._part[staged.source.segment]].stage(staged)
+
+    def convert(self, staged: StagedTensor, slices: Sequence[TensorSlice]) -> None:
+        self._parts[self._part[staged.source.segment]].convert(staged, [self._on_part(piece) for piece in slices])
+
+    def synchronize(self) -> None:
+        for part in self._parts:
+            part.synchronize()
+
+    def finish(self) -> None:
+        for part in self._parts:
+            part.finish()
+
+    def tensors(self, slices: tuple[TensorSlice, ...]) -> dict[str, torch.Tensor]:
+        found: dict[str, torch.Tensor] = {}
+        for number, part in enumerate(self._parts):
+            here = tuple(self._on_part(piece) for piece in slices if self._part[piece.segment] == number)
+            found.update(part.tensors(here))
+        return {piece.name: found[piece.name] for piece in slices}
+
+    def free(self) -> None:
+        for part in self._parts:
+            part.free()
+
+    def _split(self, items: ReadItems, rows: slice) -> Iterator[tuple[Device, ReadItems, slice]]:
+        """Rows in order, those that follow each other on one device together."""
+        local = self._on_parts(items)
+        part_of = (self._part[segment] for segment in items.segment[rows].tolist())
+        start = rows.start
+        for number, run in groupby(part_of):
+            end = start + sum(1 for _ in run)
+            yield self._parts[number], local, slice(start, end)
+            start = end
+
+    def _on_parts(self, items: ReadItems) -> ReadItems:
+        known = self._renumbered
+        if known is None or known[0] is not items:
+            numbers = np.concatenate((self._local, np.arange(self._segments, len(self._part))))
+            known = self._renumbered = (items, replace(items, segment=numbers[items.segment]))
+        return known[1]
+
+    def _on_part(self, piece: TensorSlice) -> TensorSlice:
+        return replace(piece, segment=int(self._local[piece.segment]))
+
+
+def open_mapped(
+    plan: RankPlan, folder: str, owner: str, incarnation: int, open_gpu: Callable[[int], Device] | None = None
+) -> MappedDevice:
+    """The devices that the plan names, none of their memory taken yet. `owner`: see `OffloadFolder`."""
+    parts: dict[DeviceKey, Device] = {}
+    for key in sorted(set(plan.segment_devices), key=device_order):
+        if key == DISK:
+            from actors.devices.disk_device import DiskDevice
+            from actors.devices.offload_folder import OffloadFolder
+
+            on_disk = sorted(
+                (piece for piece in plan.slices if plan.segment_devices[piece.segment] == DISK),
+                key=lambda piece: piece.segment,
+            )
+            parts[key] = DiskDevice(OffloadFolder(folder, owner, incarnation), tuple(on_disk))
+        elif key == CPU:
+            from actors.devices.cpu_device import CpuDevice
+
+            parts[key] = CpuDevice()
+        elif isinstance(key, int):
+            parts[key] = (open_gpu or _open_gpu)(key)
+    return MappedDevice(plan, parts)
+
+
+def open_mapped_rank(plan: RankPlan, job: RankJob) -> Device:
+    """The same for a rank's job: host memory and files at once, GPUs while the first chunks are fetched."""
+    owner = f"{job.load_id} {job.rank}"
+    if not any(isinstance(key, int) for key in plan.segment_devices):
+        return open_mapped(plan, job.offload_folder, owner, job.incarnation)
+    return OpeningDevice(lambda: open_mapped(plan, job.offload_folder, owner, job.incarnation))
+
+
+def _open_gpu(index: int) -> Device:
+    from actors.devices.cuda_device import CudaDevice
+
+    return CudaDevice(index)

@@ -1,0 +1,263 @@
+"""A rank's tensors put into a torch module, by assignment: nothing is copied, the module's parameters are the views.
+
+tensors by name --prefix, rename, convert--> offered, by the module's names
+module ----------------------find_places--> places, and which names are tied
+                             both --------> Filling: every problem at once, then put
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field, replace
+
+import torch
+
+from actors.handover import transformers_models
+from actors.handover.dtensors import as_dtensor, wanted_part, wrap_local
+from actors.handover.module_places import Place, find_places, put, tied_names
+from actors.handover.tensor_names import Rename, new_names
+from cluster.errors import ConfigError, ModuleMismatch
+from cluster.layouts.dtensor_region import same_part
+from cluster.plans.load_plan import TensorSlice
+
+_LISTED = 20  # names of a kind in one message
+
+
+@dataclass(frozen=True, slots=True)
+class Filled:
+    """What `RankShard.into` did, by the module's names (`unexpected`: the rank's own)."""
+
+    filled: int  # tensors that were put, tied ones once
+    missing: tuple[str, ...] = ()  # left as they were; only with strict=False
+    unexpected: tuple[str, ...] = ()  # not put anywhere; only with strict=False
+    tied: tuple[tuple[str, ...], ...] = ()  # names that share one tensor
+    copied: tuple[str, ...] = ()  # new memory, stacked or cast as transformers does; only with convert=True
+
+
+@dataclass(frozen=True, slots=True)
+class Offer:
+    """A tensor for a name of the module."""
+
+    source: str  # the rank's name for it, or the first of those that it was made of
+    tensor: torch.Tensor
+    piece: TensorSlice | None  # None: stacked, split or turned by transformers
+
+
+@dataclass(slots=True)
+class _Problems:
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)
+    differing: list[str] = field(default_factory=list)
+    untied: list[str] = field(default_factory=list)
+    unmade: list[str] = field(default_factory=list)  # buffers on the meta device that no checkpoint has
+    dtypes: set[tuple[torch.dtype, torch.dtype]] = field(default_factory=set)  # wanted, had
+    float32: frozenset[str] = frozenset()  # no problem: names that are right in this dtype too
+
+
+def fill_module(
+    module: torch.nn.Module,
+    tensors: Mapping[str, torch.Tensor],
+    slices: Mapping[str, TensorSlice],
+    *,
+    device: str,
+    prefix: str = "",
+    rename: Rename = None,
+    convert: bool = False,
+    strict: bool = True,
+    requires_grad: bool | None = None,
+) -> Filled:
+    """See `RankShard.into`. Either all is put, or nothing is and the error says why."""
+    known = transformers_models.is_one(module)
+    if convert and not known:
+        raise ConfigError(f"convert=True is for models of transformers, not for a {type(module).__name__}")
+    named = new_names(tensors, prefix, rename)
+    offers = {name: Offer(source, tensors[source], slices.get(source)) for name, source in named.items()}
+    copied: tuple[str, ...] = ()
+    if convert:
+        offers, copied = _converted(module, offers)
+    places = find_places(module)
+    tied = tied_names(module, places.values())
+    problems = _Problems()
+    if known:
+        halves = (name for name, place in places.items() if place.tensor.dtype in (torch.float16, torch.bfloat16))
+        problems.float32 = transformers_models.kept_in_float32(module, halves)
+    if convert:
+        copied += _cast(offers, problems.float32)
+    chosen = _choose(places, tied, offers, problems)
+    if known:
+        problems.unexpected = transformers_models.without_ignored(module, problems.unexpected)
+    unmade = [place for place in places.values() if not place.saved and place.tensor.is_meta]
+    if not known:
+        problems.unmade = [place.name for place in unmade]
+    if (
+        problems.differing
+        or problems.untied
+        or problems.unmade
+        or (strict and (problems.missing or problems.unexpected))
+    ):
+        raise _mismatch(problems, known=known, convert=convert, strict=strict)
+    if unmade:
+        transformers_models.make_buffers(module, [(place.owner, place.attribute) for place in unmade], device)
+    made: dict[int, torch.Tensor] = {}
+    for name, offer in chosen.items():
+        key = id(offer)
+        if key not in made:
+            made[key] = _tensor_for(places[name], offer, requires_grad)
+        put(places[name], made[key])
+    for place in find_places(module).values():
+        if not place.saved and place.tensor.device != torch.device(device):
+            put(place, place.tensor.to(device))
+    groups = {group for name, group in tied.items() if name in chosen}
+    return Filled(len(made), tuple(problems.missing), tuple(problems.unexpected), tuple(sorted(groups)), copied)
+
+
+def _converted(module: torch.nn.Module, offers: Mapping[str, Offer]) -> tuple[dict[str, Offer], tuple[str, ...]]:
+    made = transformers_models.convert(module, {name: offer.tensor for name, offer in offers.items()})
+    new = {}
+    for name, one in made.items():
+        first = offers[one.sources[0]]
+        new[name] = first if one.tensor is first.tensor else Offer(first.source, one.tensor, None)
+    return new, tuple(sorted(name for name, one in made.items() if one.copied))
+
+
+def _cast(offers: dict[str, Offer], names: frozenset[str]) -> tuple[str, ...]:
+    """Make those tensors float32 that are not; their names."""
+    halves = sorted(name for name in names & offers.keys() if offers[name].tensor.dtype != torch.float32)
+    for name in halves:
+        offers[name] = replace(offers[name], tensor=offers[name].tensor.float())
+    return tuple(halves)
+
+
+def _choose(
+    places: Mapping[str, Place], tied: Mapping[str, tuple[str, ...]], offers: Mapping[str, Offer], problems: _Problems
+) -> dict[str, Offer]:
+    """The offer for each place, tied names alike; what does not go together is added to `problems`."""
+    chosen: dict[str, Offer] = {}
+    for name, place in places.items():
+        if not place.saved:
+            continue
+        names = tied.get(name, (name,))
+        offered = [offers[each] for each in names if each in offers]
+        if not offered:
+            problems.missing.append(name)
+            continue
+        offer = offered[0]
+        if name == names[0] and not all(_equal(offer.tensor, other.tensor) for other in offered[1:]):
+            problems.untied.append(" = ".join(names))
+        if problem := _difference(place, offer, problems):
+            problems.differing.append(f"{name}: {problem}")
+        chosen[name] = offer
+    problems.unexpected += [offer.source for name, offer in offers.items() if name not in chosen]
+    return chosen
+
+
+def _difference(place: Place, offer: Offer, problems: _Problems) -> str:
+    """Why the tensor cannot be put there; "" when it can."""
+    wanted, tensor = place.tensor, offer.tensor
+    alike = wanted.dtype == tensor.dtype or (place.name in problems.float32 and tensor.dtype == torch.float32)
+    if not alike:
+        problems.dtypes.add((wanted.dtype, tensor.dtype))
+    distributed = as_dtensor(wanted)
+    shape = tuple(wanted.shape)
+    if distributed is not None:
+        try:
+            part = wanted_part(distributed)
+        except ConfigError as error:
+            return error.message
+        shape = part.filled
+        if distributed.device_mesh.device_type != tensor.device.type:
+            return f"the module's mesh is of {distributed.device_mesh.device_type}, the rank has {tensor.device}"
+        piece = offer.piece
+        if piece is not None and alike and shape in (tuple(tensor.shape), piece.region.filled):
+            if tuple(wanted.shape) != piece.shape:
+                return f"a DTensor of {_form(wanted)}, the checkpoint has {tuple(piece.shape)}"
+            if not same_part(part, piece.region):
+                return f"this process's place in the mesh holds {part.ranges}, the rank has {piece.region.ranges}"
+    if not alike or shape not in (tuple(tensor.shape), _unpadded(offer)):
+        local = " here of a DTensor" if distributed is not None else ""
+        return f"expected {wanted.dtype} {shape}{local}, got {_form(tensor)}"
+    return ""
+
+
+def _tensor_for(place: Place, offer: Offer, requires_grad: bool | None) -> torch.Tensor:
+    """What is put: the offered memory itself."""
+    wanted, tensor = place.tensor, offer.tensor
+    distributed = as_dtensor(wanted)
+    rows = (tuple(wanted.shape) if distributed is None else wanted_part(distributed).filled)[:1]
+    if rows and len(tensor) != rows[0]:
+        tensor = tensor[: rows[0]]  # without its padding
+    if distributed is not None:
+        tensor = wrap_local(
+            tensor, distributed.shape, distributed.stride(), distributed.device_mesh, distributed.placements
+        )
+    if not isinstance(wanted, torch.nn.Parameter):
+        return tensor
+    trained = wanted.requires_grad if requires_grad is None else requires_grad
+    return torch.nn.Parameter(tensor, trained and (tensor.is_floating_point() or tensor.is_complex()))
+
+
+def _unpadded(offer: Offer) -> tuple[int, ...] | None:
+    piece = offer.piece
+    return piece.region.filled if piece is not None and piece.region.padding else None
+
+
+def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
+    """Bit for bit."""
+    if one.shape != other.shape or one.dtype != other.dtype:
+        return False
+    if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
+        return True
+    return bool(torch.equal(_bytes(one), _bytes(other)))
+
+
+def _bytes(tensor: torch.Tensor) -> torch.Tensor:
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
+def _form(tensor: torch.Tensor) -> str:
+    return f"{tensor.dtype} {tuple(tensor.shape)}"
+
+
+def _mismatch(problems: _Problems, *, known: bool, convert: bool, strict: bool) -> ModuleMismatch:
+    parts, hints = [], []
+    missing, unexpected = (problems.missing, problems.unexpected) if strict else ([], [])
+    if missing:
+        parts.append(f"{len(missing)} names of the module are not on this rank: {_some(missing)}")
+        hints.append("a stage of a pipeline holds a part of the model: make that part only, or pass strict=False")
+    if unexpected:
+        parts.append(f"{len(unexpected)} tensors have no place in the module: {_some(unexpected)}")
+        hints.append("names can be changed with prefix= and rename=")
+    if (missing or unexpected) and known and not convert:
+        hints.append("convert=True names and stacks tensors as transformers does when it loads them")
+    if problems.differing:
+        parts.append(
+            f"{len(problems.differing)} tensors differ from what the module expects: {_some(problems.differing)}"
+        )
+    if problems.dtypes:
+        had = ", ".join(sorted({str(dtype) for _, dtype in problems.dtypes}))
+        hints.append(f"make the module in the dtype of the checkpoint ({had}), or load with dtype=")
+    if problems.untied:
+        parts.append(f"{len(problems.untied)} tied names hold different values: {_some(problems.untied)}")
+        hints.append("the module ties what the checkpoint does not: make it with tie_word_embeddings=False")
+    if problems.unmade:
+        parts.append(
+            f"{len(problems.unmade)} buffers on the meta device are in no checkpoint: {_some(problems.unmade)}"
+        )
+        hints.append(
+            "make the module with buffers for real, as accelerate's init_empty_weights(include_buffers=False) does, "
+            "or set them before"
+        )
+    return ModuleMismatch(
+        "; ".join(parts),
+        hint=". ".join(hints),
+        missing=len(missing) or None,
+        unexpected=len(unexpected) or None,
+        differing=len(problems.differing) or None,
+        untied=len(problems.untied) or None,
+        unmade=len(problems.unmade) or None,
+    )
+
+
+def _some(names: Sequence[str]) -> str:
+    more = len(names) - _LISTED
+    return ", ".join(f"{name:.300}" for name in names[:_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,63 @@
+"""A rank's tensors: views into its segments, with torch's dtypes for safetensors' names."""
+
+from __future__ import annotations
+
+import torch
+
+from cluster.plans.load_plan import TensorSlice
+from storage.checkpoints.dtypes import tensor_bytes
+
+
+def tensor_views(segments: list[torch.Tensor], slices: tuple[TensorSlice, ...]) -> dict[str, torch.Tensor]:
+    """Tensors by name, the padding of those that have some set to zero. `segments` are blocks of uint8."""
+    views = {}
+    for piece in slices:
+        dtype, shape = torch_dtype(piece.dtype, piece.sizes)
+        segment = segments[piece.segment]
+        data = segment[piece.segment_offset : piece.segment_offset + piece.size_bytes]
+        if piece.filled_bytes < piece.size_bytes and not piece.made_from:  # the memory may be that of an earlier load
+            data[piece.filled_bytes :].zero_()
+        views[piece.name] = data.view(dtype).reshape(shape)
+    return views
+
+
+def torch_dtype(name: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
+    """The torch dtype for a safetensors dtype, and the shape in its elements.
+
+    Dtypes that this torch lacks, and those smaller than a byte, come as `uint8` with the packed bytes in the last
+    dimension (flat when the shape has none).
+    """
+    known = getattr(torch, _TORCH_NAMES.get(name, ""), None)
+    if isinstance(known, torch.dtype):
+        return known, shape
+    total = tensor_bytes(name, shape)
+    leading = 1
+    for length in shape[:-1]:
+        leading *= length
+    if shape and leading and total % leading == 0:
+        return torch.uint8, (*shape[:-1], total // leading)
+    return torch.uint8, (total,)
+
+
+# safetensors' dtype names -> attribute of the torch module
+_TORCH_NAMES = {
+    "BOOL": "bool",
+    "U8": "uint8",
+    "I8": "int8",
+    "F8_E5M2": "float8_e5m2",
+    "F8_E4M3": "float8_e4m3fn",
+    "F8_E8M0": "float8_e8m0fnu",
+    "F8_E4M3FNUZ": "float8_e4m3fnuz",
+    "F8_E5M2FNUZ": "float8_e5m2fnuz",
+    "I16": "int16",
+    "U16": "uint16",
+    "F16": "float16",
+    "BF16": "bfloat16",
+    "I32": "int32",
+    "U32": "uint32",
+    "F32": "float32",
+    "I64": "int64",
+    "U64": "uint64",
+    "F64": "float64",
+    "C64": "complex64",
+}

@@ -1,0 +1,261 @@
+"""The chunks of one load on one node, between the cache and its ranks. Pure.
+
+    pending --lease--> leased --commit--> committed (pinned for every rank that needs it)
+       ^                |                     | readable: a rank is told, its process holds the slot
+       +-- failed, expired, returned          | placed: pin and hold are gone
+       +-- evicted before a rank that came back had it
+
+A chunk that the cache has already, from another load or under another id, is never leased. Pins and holds are per
+chunk, not per slot: two chunks of a model with the same bytes share a slot, and a rank that placed one still reads
+the other.
+"""
+
+from __future__ import annotations
+
+import itertools
+from collections import Counter
+from collections.abc import Iterable
+
+from actors.node.chunk_sources import ChunkSources, source_of
+from actors.node.disk_backlog import DiskBacklog, DiskWrite
+from actors.node.rank_place import ChunkKeys, RankPlace
+from actors.node.second_leases import SecondLeases
+from actors.rank.chunk_errors import given_up, never_brought
+from cluster.messages import DIRECT, DISK_UNUSABLE, Commit, FetchFailure, LeaseOrder, NodeJob
+from cluster.plans.packed_plan import unpack_shared
+from cluster.scheduling.lease_queue import LeaseQueue
+from cluster.scheduling.retry import Fail, cause_of
+from storage.arena.chunk_cache import ChunkCache
+from storage.arena.leases import Answer, CachedChunk
+from storage.errors import LongshoreError
+
+GRANT_BATCH = 64  # readable chunks told in one answer
+
+_DIRECT_NUMBERS = itertools.count(1)
+
+
+class ChunkFlow:
+    """See above. `cache` is shared with the node's other loads; the owner of slots is `NodeJob.part`."""
+
+    def __init__(self, job: NodeJob, cache: ChunkCache, now_s: float, disk: DiskBacklog) -> None:
+        tables = unpack_shared(job.shared)
+        needs = {rank: tables.chunk_ids(rank) for rank in job.ranks}
+        incarnations = job.incarnations or (0,) * len(job.ranks)
+        self.ranks = {
+            rank: RankPlace(rank, incarnation, heard_s=now_s)
+            for rank, incarnation in zip(job.ranks, incarnations, strict=True)
+        }
+        self.keys = ChunkKeys(tables, job.store_identity, job.load_id)
+        self.queue = LeaseQueue(needs)
+        self.hedges = SecondLeases(job, cache, self.keys, self.queue)
+        self.error: LongshoreError | None = None  # a chunk's budget is spent
+        # Into the ranks' own memory, past the arena: when asked for, or when neither arena nor disk could keep them.
+        self.direct = job.placement == "direct" or (
+            job.placement == "auto" and not disk.on and len(self.queue.chunks()) > cache.slot_count
+        )
+        self._job = job
+        self._cache = cache
+        self._disk = disk
+        self._chunks = self.keys.tables.chunks
+        self._cached: dict[int, CachedChunk] = {}  # committed chunks of this load, while a rank needs them
+        if self.direct:  # nobody helps out with these, or they would go through the arena
+            for rank in job.ranks:
+                self.queue.assign(rank, self._wanted_alone(rank))
+        # What the report counts.
+        self.sources = ChunkSources(job, self._chunks)
+        self.retries: Counter[str] = Counter()
+        self.ranks_done(job)
+
+    def take_cached(self) -> None:
+        """Pin what the arena has already, as far as this load's share allows, before anything evicts it."""
+        for chunk in self.queue.pending():
+            self._take_from_cache(chunk)
+
+    def wake(self, keys: set[bytes]) -> None:
+        """Fetches of these bytes by others have ended: take them from the cache, or fetch them after all."""
+        for chunk in self.queue.waiting_for(keys):
+            self._take_from_cache(chunk)
+
+    # -- leases ------------------------------------------------------------------------------------------------
+
+    def next_lease(self, place: RankPlace, now_s: float) -> LeaseOrder | None:
+        """What the rank should fetch now; None when there is nothing for it, or no slot: that is the back-pressure.
+
+        `place.short_of` says which.
+        """
+        place.short_of = "slots"
+        if place.process is None or not self._cache.reserve(self._job.part, self._job.min_slots):
+            return None  # (a load that was complete has given its minimum back, and queues for it again)
+        while (chunk := self.queue.next_for(place.rank, now_s)) is not None:
+            key = self.keys[chunk]
+            if self._take_from_cache(chunk):
+                continue
+            if self._cache.in_flight(key):
+                self.queue.wait_for(chunk, key)  # the same bytes are on their way under another lease
+                continue
+            deadline_s = now_s + self._job.lease_deadline_s
+            if chunk in place.direct and not self.queue.failures(chunk):
+                return self._order(place, chunk, f"direct-{next(_DIRECT_NUMBERS)}", DIRECT)
+            lease = self._cache.lease(key, place.process, deadline_s, owner=self._job.part)
+            if lease is None:
+                return None
+            self.hedges.begun(lease.lease_id, chunk, now_s)
+            return self._order(place, chunk, lease.lease_id, lease.slot)
+        place.short_of = "chunks"
+        return None
+
+    def second_lease(self, place: RankPlace, now_s: float) -> LeaseOrder | None:
+        """See `actors.node.second_leases`. From the store: the disk may be what is slow."""
+        found = self.hedges.lease(place, now_s)
+        if found is None:
+            return None
+        chunk, lease = found
+        return self._order(place, chunk, lease.lease_id, lease.slot, may_use_disk=False)
+
+    def _order(
+        self, place: RankPlace, chunk: int, lease_id: str, slot: int, *, may_use_disk: bool = True
+    ) -> LeaseOrder:
+        self.queue.leased(chunk, place.rank)
+        place.leases[lease_id] = chunk
+        place.short_of = ""
+        on_disk = self.keys[chunk] if may_use_disk and self._disk.on_disk(self.keys[chunk]) else b""
+        return LeaseOrder(lease_id, chunk, slot, self._job.lease_deadline_s, on_disk)
+
+    def assign_direct(self, place: RankPlace, chunks: Iterable[int]) -> None:
+        """The rank can receive these in its own memory. What others of the node need too goes through the arena."""
+        if self.direct:
+            alone = self._wanted_alone(place.rank)
+            place.direct = frozenset(alone).intersection(chunks)
+            self.queue.assign(place.rank, alone)
+
+    def _wanted_alone(self, rank: int) -> list[int]:
+        return [chunk for chunk in self.queue.outstanding(rank) if self.queue.wanted_by(chunk) == (rank,)]
+
+    def _take_from_cache(self, chunk: int) -> bool:
+        cached = self._cache.lookup(self.keys[chunk]) if self.keys[chunk] in self._cache else None
+        if cached is None:
+            return False
+        pinners = [self._user(rank, chunk) for rank in self.queue.needing(chunk)]
+        if not all(self._cache.pin(cached, pinner, owner=self._job.part) for pinner in pinners):
+            for pinner in pinners:
+                self._cache.unpin(cached, pinner)
+            return False
+        self._readable(chunk, cached)
+        self.sources.in_arena(chunk)
+        return True
+
+    def commit(self, place: RankPlace, commit: Commit, chunk: int, now_s: float) -> None:
+        """The chunk stands verified in its slot: pinned, and to be told, for every rank that needs it."""
+        lease_id, size_bytes = commit.lease_id, self._chunks.byte_range(chunk).size_bytes
+        if commit.disk == DISK_UNUSABLE:
+            self._disk.unusable(self.keys[chunk])
+        if lease_id.startswith("direct-"):
+            self.sources.fetched(chunk, source_of(lease_id, commit.disk))
+            self.queue.committed(chunk)
+            self.queue.placed(place.rank, chunk)
+            return
+        pinners = [self._user(rank, chunk) for rank in self.queue.needing(chunk)]
+        answer = self._cache.commit(lease_id, size_bytes, pinners)
+        self.hedges.ended(lease_id, now_s, brought=answer is Answer.DONE)
+        if answer not in (Answer.DONE, Answer.DUPLICATE):
+            self.sources.said({source_of(lease_id, commit.disk): (chunk,)})  # the rank may have placed it all the same
+            self.queue.requeue(chunk, None, "", now_s=now_s)
+            return
+        self.sources.fetched(chunk, source_of(lease_id, commit.disk))
+        cached = self._cache.lookup(self.keys[chunk]) if answer is Answer.DONE else None
+        if cached is not None:
+            self._readable(chunk, cached)
+        elif not self._take_from_cache(chunk):  # a duplicate: the other copy is the one to read
+            self.queue.requeue(chunk, None, "", now_s=now_s)
+
+    def failed(self, place: RankPlace, chunk: int, failure: FetchFailure, now_s: float, chance: float) -> None:
+        """A worker gave the chunk up. The load's error is set when the chunk's budget is spent."""
+        cause = cause_of(failure.error)
+        decision = self.queue.failed(chunk, place.rank, cause, self._job.chunk_attempts, now_s=now_s, fraction=chance)
+        if isinstance(decision, Fail) and self.error is None:
+            self.error = given_up(failure, place, self._job.load_id)
+
+    def lease_lost(self, chunk: int, rank: int, cause: str, now_s: float) -> None:
+        """A lease ended by death or by time, not by a report."""
+        self.retries[cause] += 1
+        decision = self.queue.requeue(chunk, rank, cause, now_s=now_s)
+        if isinstance(decision, Fail) and self.error is None:
+            self.error = never_brought(decision.reason, self.keys.tables, chunk, rank, cause, self._job.load_id)
+
+    # -- committed chunks ----------------------------------------------------------------------------------------
+
+    def _readable(self, chunk: int, cached: CachedChunk) -> None:
+        ranks = self.queue.committed(chunk)
+        if self._disk.on and self.keys.lasting(chunk):
+            self._disk.keep(DiskWrite(cached, *self.keys.published(chunk)))
+        if ranks:
+            self._cached[chunk] = cached
+        for rank in ranks:
+            self.ranks[rank].grantable.append(chunk)
+
+    def grant(self, place: RankPlace) -> list[tuple[int, int]]:
+        """Tell a rank what it may read. From here on its process holds the slots."""
+        told: list[tuple[int, int]] = []
+        while place.grantable and len(told) < GRANT_BATCH and place.process is not None:
+            chunk = place.grantable.popleft()
+            if chunk in place.granted or not self.queue.needs(place.rank, chunk):
+                continue
+            cached = self._cached[chunk]
+            # Never refused: the rank's pin keeps the chunk there, on this load's account.
+            self._cache.hold(cached, place.process, self._user(place.rank, chunk), owner=self._job.part)
+            place.granted[chunk] = cached
+            told.append((chunk, cached.slot))
+        return told
+
+    def placed(self, place: RankPlace, chunk: int) -> None:
+        """The rank has copied what it needs of the chunk: its hold and its pin are gone."""
+        granted = place.granted.pop(chunk, None)
+        if granted is not None and place.process is not None:
+            self._cache.release(granted, place.process, self._user(place.rank, chunk))
+        if self.queue.placed(place.rank, chunk):
+            self._unpin(place.rank, chunk)
+
+    def _unpin(self, rank: int, chunk: int) -> None:
+        cached = self._cached.get(chunk)
+        if cached is not None:
+            self._cache.unpin(cached, self._user(rank, chunk))
+            if not self.queue.needing(chunk):
+                del self._cached[chunk]
+
+    # -- ranks come and go -------------------------------------------------------------------------------------
+
+    def ranks_done(self, job: NodeJob) -> None:
+        """Ranks that have everything, by the coordinator's word, and no process that says so here."""
+        for rank, incarnation in zip(job.ranks, job.incarnations or (0,) * len(job.ranks), strict=True):
+            place = self.ranks[rank]
+            if rank in job.done and place.process is None and not place.lost and place.incarnation == incarnation:
+                for chunk in self.queue.outstanding(rank):
+                    self.placed(place, chunk)
+
+    def stop_reading(self, place: RankPlace) -> None:
+        """The rank reads nothing now: what it was told of is to be told again."""
+        for chunk, cached in place.granted.items():
+            if place.process is not None:
+                self._cache.release(cached, place.process, self._user(place.rank, chunk))
+            place.grantable.append(chunk)
+        place.granted.clear()
+
+    def forget_needs(self, place: RankPlace) -> None:
+        """Nobody is at work for the rank: its pins go, so that others can go on."""
+        outstanding = self.queue.outstanding(place.rank)
+        self.queue.rank_lost(place.rank)
+        for chunk in outstanding:
+            self._unpin(place.rank, chunk)
+        place.grantable.clear()
+        place.lost = True
+
+    def refill(self, place: RankPlace) -> None:
+        """A new process has the rank and nothing placed: from the arena what is still there, the rest anew."""
+        for chunk in self.queue.restart_rank(place.rank):
+            # Another rank's pin keeps the chunk there, on this load's account: one more is never refused.
+            self._cache.pin(self._cached[chunk], self._user(place.rank, chunk), owner=self._job.part)
+            place.grantable.append(chunk)
+
+    def _user(self, rank: int, chunk: int) -> tuple[tuple[str, int], int, int]:
+        """Who pins or reads a slot."""
+        return self._job.part, rank, chunk

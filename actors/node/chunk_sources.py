@@ -1,0 +1,106 @@
+"""Where one load's chunks on one node came from: the store, the disk, or the arena, which had them before. Pure.
+
+An agent that was restarted in the middle of the load begins with what the ranks say (`RankHello.fetched`). Of a rank
+that is gone nobody can say it: what is in the arena may be its work, or may have been there before.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Mapping
+from typing import Any
+
+from cluster.messages import DISK_READ, NodeJob, RankHello
+from storage.checkpoints.model_index import ChunkTable
+
+STORE, DISK, STORE_DIRECT = "store", "disk", "direct"  # `direct`: past the arena, into a rank's own memory
+
+
+class ChunkSources:
+    """See above. A chunk is counted once; what is fetched again counts again, and as `refetched` too."""
+
+    def __init__(self, job: NodeJob, chunks: ChunkTable) -> None:
+        self.store_bytes = 0
+        self._job = job
+        self._chunks = chunks
+        self._store: set[int] = set()
+        self._disk: set[int] = set()
+        self._cached: set[int] = set()
+        self._disk_bytes = self._direct_bytes = 0
+        self._refetched_chunks = self._refetched_bytes = 0
+        incarnations = job.incarnations or (0,) * len(job.ranks)
+        # Those that have not said yet what they fetched before the agent was restarted.
+        self._silent = dict(zip(job.ranks, incarnations, strict=True)) if job.again else {}
+
+    def in_arena(self, chunk: int) -> None:
+        """The arena has the chunk, and not by this agent's orders for this load."""
+        if chunk not in self._store and chunk not in self._disk:
+            self._cached.add(chunk)
+
+    def fetched(self, chunk: int, source: str) -> None:
+        """The chunk was fetched and committed."""
+        size_bytes = self._chunks.byte_range(chunk).size_bytes
+        if chunk in self._store or chunk in self._disk or chunk in self._cached:
+            self._refetched_chunks += 1
+            self._refetched_bytes += size_bytes
+        self._add(chunk, source)
+
+    def _add(self, chunk: int, source: str) -> None:
+        size_bytes = self._chunks.byte_range(chunk).size_bytes
+        if source == DISK:
+            self._disk.add(chunk)
+            self._disk_bytes += size_bytes
+            return
+        self._store.add(chunk)
+        self.store_bytes += size_bytes
+        self._direct_bytes += size_bytes if source == STORE_DIRECT else 0
+
+    def said(self, fetched: Mapping[str, tuple[int, ...]]) -> None:
+        """A rank says what it has fetched, known or not: a lease may have ended meanwhile, a message been lost."""
+        for source, chunks in fetched.items():
+            for chunk in chunks:
+                if self._job.again and chunk in self._cached:
+                    self._cached.remove(chunk)  # this load had brought it there
+                    self._add(chunk, source)
+                elif chunk not in self._store and chunk not in self._disk and chunk not in self._cached:
+                    self._add(chunk, source)
+
+    def hello(self, hello: RankHello) -> None:
+        self.said(hello.fetched)
+        if self._silent.get(hello.rank) == hello.incarnation:
+            del self._silent[hello.rank]
+
+    def figures(self, needed: list[int]) -> dict[str, Any]:
+        """Of a load that is complete, by their names in NodeReport."""
+        cached, unknown = self._cached, set(needed) - self._store - self._disk - self._cached
+        if self._job.again and (self._silent or self._job.replaced):
+            cached, unknown = set(), cached | unknown
+        elif self._job.again:  # every rank has spoken: what none of them fetched, the arena had
+            cached, unknown = cached | unknown, set()
+        return {
+            "store_chunks": len(self._store),
+            "store_bytes": self.store_bytes,
+            "direct_bytes": self._direct_bytes,
+            "disk_chunks": len(self._disk),
+            "disk_bytes": self._disk_bytes,
+            "cached_chunks": len(cached),
+            "cached_bytes": self._size_bytes(cached),
+            "unknown_chunks": len(unknown),
+            "unknown_bytes": self._size_bytes(unknown),
+            "refetched_chunks": self._refetched_chunks,
+            "refetched_bytes": self._refetched_bytes,
+        }
+
+    def _size_bytes(self, chunks: set[int]) -> int:
+        return int(self._chunks.sizes_bytes()[sorted(chunks)].sum())
+
+
+def source_of(lease_id: str, disk: str) -> str:
+    """Of a committed chunk: `disk` as in `Commit`."""
+    if disk == DISK_READ:
+        return DISK
+    return STORE_DIRECT if lease_id.startswith("direct-") else STORE
+
+
+def by_source(sources: Mapping[int, str]) -> dict[str, tuple[int, ...]]:
+    """The chunks of each source, for `RankHello.fetched`."""
+    return {source: tuple(c for c, of in sources.items() if of == source) for source in set(sources.values())}

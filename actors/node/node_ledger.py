@@ -1,0 +1,279 @@
+"""All loads of one node over one cache: routes messages, wakes those that wait for each other. Pure.
+
+A load has one part here per attempt that brought ranks to this node (`NodeJob.part`): ranks that come from a lost node
+are a part of their own, which shares chunks with the first like any two loads do. So no rank that goes on is told of
+a new attempt, none of its messages is late, and nothing of it is fetched again.
+
+`actors.node_agent` adds the lock, the clock and the processes; tests drive this class without any of them.
+"""
+
+from __future__ import annotations
+
+import functools
+import random
+from collections import OrderedDict, defaultdict
+from collections.abc import Iterable
+
+from actors.node.disk_backlog import DiskBacklog
+from actors.node.node_load import NodeLoad
+from actors.node.object_checks import KeptSpans
+from cluster.errors import ModelNotFound, RankTaken
+from cluster.messages import AgentBeat, LoadBeat, NodeJob, Orders, RankBeat, RankHello, RankUpdate
+from cluster.plans.packed_plan import unpack_shared
+from cluster.reports.node_report import ArenaUse
+from cluster.reports.report import NodeReport
+from storage.arena.chunk_cache import ChunkCache
+from storage.arena.leases import Lease
+from storage.errors import ArenaTooSmall, LongshoreError
+from storage.host.processes import ProcessId
+
+QUARANTINE_GRACE_S = 30.0  # a holder that neither lets go of a taken-back slot nor dies within this is killed
+KEPT_PER_SLOT = 4  # chunks whose checksums are remembered: more than the arena can have
+ASKS_AGAIN_S = 15.0  # a load that waits for slots asks far more often
+ENDED_KEPT = 16  # ended loads whose ranks can still be told to stop, and can say what they let go of
+
+
+class NodeLedger:
+    """The node's loads. `restored`: leases that an earlier agent gave, as `ChunkCache.restore` returned them."""
+
+    def __init__(
+        self,
+        cache: ChunkCache,
+        slot_bytes: int,
+        chance: random.Random | None = None,
+        restored: Iterable[Lease] = (),
+        disk: DiskBacklog | None = None,
+    ) -> None:
+        self._cache = cache
+        self._disk = DiskBacklog() if disk is None else disk
+        self._slot_bytes = slot_bytes
+        self._kept = KeptSpans(KEPT_PER_SLOT * cache.slot_count)
+        self._chance = chance or random.Random()
+        self._loads: dict[tuple[str, int], NodeLoad] = {}  # by load id and attempt
+        self._ended: OrderedDict[tuple[str, int], NodeLoad] = OrderedDict()
+        self._refused: dict[tuple[str, int], float] = {}  # parts that wait for their minimum: when they asked last
+        self._restored: defaultdict[ProcessId, list[str]] = defaultdict(list)
+        for lease in restored:
+            self._restored[lease.holder].append(lease.lease_id)
+
+    # -- coordinator -------------------------------------------------------------------------------------------
+
+    def begin(self, job: NodeJob, now_s: float) -> bool:
+        """True when the load has its minimum of slots; False: other loads have them, ask again.
+
+        The same job again only says which ranks are done by now. Raises ArenaTooSmall when the arena can never do,
+        LoadCancelled when the load was ended before this message came.
+        """
+        if job.part in self._loads:
+            self._loads[job.part].told_again(job)
+            return True
+        ended = self._ended.get(job.part)
+        if ended is not None and ended.error is not None:
+            raise ended.error
+        largest = int(unpack_shared(job.shared).chunks.sizes_bytes().max(initial=0))
+        if largest > self._slot_bytes:
+            raise ArenaTooSmall(
+                f"the model was published in chunks of {largest} bytes, the arena's slots have {self._slot_bytes}",
+                hint="set LONGSHORE_SLOT_BYTES to at least that for the cluster, or publish with smaller chunks",
+                load=job.load_id,
+            )
+        if not self._cache.reserve(job.part, job.min_slots):
+            self._refused[job.part] = now_s
+            return False
+        self._refused.pop(job.part, None)
+        self._loads[job.part] = NodeLoad(job, self._cache, now_s, self._kept, self._disk)
+        return True
+
+    def rank_lost(self, load_id: str, rank: int, incarnation: int, now_s: float) -> None:
+        """The rank's worker is dead, or about to be; `incarnation` will say hello next."""
+        for load in self._parts(load_id):
+            self._wake(load.rank_lost(rank, incarnation, now_s))
+
+    def keep_record(self, load_id: str, record: bytes) -> None:
+        """The coordinator's notes on the load have changed."""
+        for load in self._parts(load_id):
+            load.record = record
+
+    def end(self, load_id: str, now_s: float) -> None:
+        """Forget the load. What its ranks still read or write stays fenced until they let go or are dead."""
+        self._give_up([part for part in self._refused if part[0] == load_id], now_s)
+        for load in self._parts(load_id):
+            self._ended[load.job.part] = self._loads.pop(load.job.part)
+            while len(self._ended) > ENDED_KEPT:
+                self._ended.popitem(last=False)
+            self._wake(load.end(now_s))
+
+    def fail_all(self, error: LongshoreError) -> None:
+        """The node cannot go on: every load on it ends with that error."""
+        for load in self._loads.values():
+            load.fail(error)
+
+    def report(self, load_id: str, node_id: str, host: str) -> NodeReport:
+        """The load's figures on this node. Raises ModelNotFound when it is not known here."""
+        arena_bytes = self._cache.slot_count * self._slot_bytes
+        parts = [load.report(node_id, host, arena_bytes) for load in self._parts(load_id)]
+        if not parts:
+            raise ModelNotFound("this node does not know the load", load=load_id, node=node_id)
+        return functools.reduce(NodeReport.plus, parts)
+
+    # -- ranks -------------------------------------------------------------------------------------------------
+
+    def batch(self, hello: RankHello) -> int:
+        """Chunks of its load that are worth a message of the rank."""
+        return self._loads[hello.load_id, hello.attempt].batch
+
+    def join(self, hello: RankHello, now_s: float, *, settled: bool = True) -> bool | LongshoreError:
+        """True: the rank goes on. False: the load is not known here yet. An error: it is over for this rank.
+
+        `settled`: the rank's process uses nothing that an earlier agent told it of (no rank that it hosts does).
+        """
+        if settled:
+            self.settle(hello.process)
+        load = self._find(hello.load_id, hello.attempt)
+        if load is None:
+            return False
+        load.former_lets_go(hello)
+        place = load.ranks.get(hello.rank)
+        if place is None or not place.expects(hello):
+            return _replaced(hello)
+        self._wake(load.join(hello, now_s))
+        return True if load.error is None else load.error
+
+    def settle(self, process: ProcessId) -> None:
+        """The process uses nothing that an earlier agent told it of."""
+        self._cache.settled(process)
+        for lease_id in self._restored.pop(process, ()):
+            self._cache.abandon(lease_id)
+
+    def exchange(self, update: RankUpdate, now_s: float, *, settled: bool = False) -> tuple[Orders | None, bool]:
+        """(orders, or None for none now; whether other ranks may have something to do now). `settled` as for `join`."""
+        if settled:
+            self.settle(update.process)
+        load = self._find(update.load_id, update.attempt)
+        place = None if load is None else load.ranks.get(update.rank)
+        if load is None or place is None or place.is_late(update):
+            for lease_id in update.lease_ids():
+                self._cache.abandon(lease_id)
+            if load is not None and update.leaving:
+                load.former_lets_go(update)
+            if place is not None and update.incarnation < place.incarnation:
+                return Orders(stop=_replaced(update)), False
+            return Orders(rejoin=True), False
+        self._wake(load.apply(update, now_s, self._chance.random()))
+        moved = bool(update.lease_ids() or update.placed or update.leaving)
+        return load.orders(update, now_s), moved
+
+    def orders_for(self, update: RankUpdate, now_s: float) -> Orders | None:
+        """What the rank can do now, for one that waits; its update has been taken in before."""
+        load = self._find(update.load_id, update.attempt)
+        place = None if load is None else load.ranks.get(update.rank)
+        if load is None or place is None or place.number != update.number or place.process != update.process:
+            return Orders(rejoin=True)
+        return load.orders(update, now_s)
+
+    def no_orders(self, update: RankUpdate) -> Orders:
+        """For a rank that has waited long enough for nothing: why it gets no leases."""
+        load = self._find(update.load_id, update.attempt)
+        place = None if load is None else load.ranks.get(update.rank)
+        return Orders() if place is None else Orders(short_of=place.short_of)
+
+    # -- time and death ----------------------------------------------------------------------------------------
+
+    def add_ready(self, ready_slots: int) -> None:
+        """More slots have memory."""
+        self._cache.add_ready(ready_slots)
+
+    def expire(self, now_s: float) -> bool:
+        """Take back overdue leases. True when there were any. Who asks for slots no more, waits for them no more: its
+        coordinator was killed, or has ended the load, and those behind it wait too.
+        """
+        self._give_up([part for part, asked_s in self._refused.items() if now_s - asked_s > ASKS_AGAIN_S], now_s)
+        return self._took_back(self._cache.expire(now_s), now_s)
+
+    def process_dead(self, process: ProcessId, now_s: float) -> None:
+        """The process is dead for certain. Its rank's next incarnation comes by `rank_lost` or by its own hello."""
+        ended = {lease.key for lease in self._cache.process_dead(process)}
+        self._restored.pop(process, None)
+        for load in (*self._loads.values(), *self._ended.values()):
+            ended |= load.process_dead(process, now_s)
+        self._wake(ended)
+
+    def processes(self) -> set[ProcessId]:
+        """Every process whose death would matter here."""
+        ranks = {
+            place.process for load in self._loads.values() for place in load.ranks.values() if place.process is not None
+        }
+        return ranks | self._cache.processes()
+
+    def overdue(self, now_s: float) -> set[ProcessId]:
+        """Processes that must die, because they hold slots that were taken from them."""
+        return {lease.holder for lease in self._cache.overdue(now_s, QUARANTINE_GRACE_S)}
+
+    # -- heartbeat ---------------------------------------------------------------------------------------------
+
+    def beat(self, node_id: str, host: str, incarnation: str, now_s: float, asked_for: Iterable[str]) -> AgentBeat:
+        """What the coordinator should know now; with the records of the loads that it `asked_for`."""
+        stats = self._cache.stats()
+        ranks = tuple(
+            RankBeat(
+                load.load_id,
+                load.job.attempt,
+                place.rank,
+                place.incarnation,
+                place.process.pid if place.process else 0,
+                place.placed_bytes,
+                silent_s=now_s - place.heard_s,
+                done=not load.awaited(place),
+            )
+            for load in self._loads.values()
+            for place in load.ranks.values()
+        )
+        loads = tuple(
+            LoadBeat(load.load_id, load.job.attempt, load.store_bytes, load.error, load.complete)
+            for load in self._loads.values()
+        )
+        use = ArenaUse(
+            self._cache.slot_count * self._slot_bytes,
+            stats.used_bytes,
+            stats.leased_slots,
+            stats.quarantined_slots,
+            self._disk.unkept_chunks,
+        )
+        records = {load_id: load.record for load_id in asked_for for load in self._parts(load_id)}
+        return AgentBeat(node_id, host, incarnation, loads, ranks, use, records)
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _find(self, load_id: str, attempt: int) -> NodeLoad | None:
+        return self._loads.get((load_id, attempt)) or self._ended.get((load_id, attempt))
+
+    def _parts(self, load_id: str) -> list[NodeLoad]:
+        """Of one load, in the order of their attempts."""
+        return [self._loads[part] for part in sorted(self._loads) if part[0] == load_id]
+
+    def _give_up(self, refused: list[tuple[str, int]], now_s: float) -> None:
+        for part in refused:
+            del self._refused[part]
+            self._cache.end_owner(part, now_s)
+
+    def _took_back(self, leases: list[Lease], now_s: float) -> bool:
+        for lease in leases:
+            for load in self._loads.values():
+                if load.job.part == lease.owner:
+                    load.expired(lease, now_s)
+        self._wake({lease.key for lease in leases})
+        return bool(leases)
+
+    def _wake(self, keys: set[bytes]) -> None:
+        if keys:
+            for load in self._loads.values():
+                load.wake(keys)
+
+
+def _replaced(message: RankHello | RankUpdate) -> LongshoreError:
+    return RankTaken(
+        "another process has the rank now",
+        rank=message.rank,
+        incarnation=message.incarnation,
+        load=message.load_id,
+    )

@@ -1,0 +1,85 @@
+"""The limits of a device map that was asked for without any: what the node that will have the rank has, and may give.
+
+Asked before the load is planned, because the map is a part of the plan. Whether it fits is checked again, as for any
+load, when the rank has its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+
+from actors.coordination import nodes
+from actors.coordination.model_record import ModelRecord
+from actors.coordination.node_agents import NodeAgents
+from cluster.config import Config
+from cluster.device_map.deciding import DeviceKey
+from cluster.device_map.options import DeviceMapOptions
+from cluster.errors import ConfigError, NotEnoughResources
+from cluster.fit.device_fit import room_on
+from cluster.fit.host_room import WORKER_BYTES
+from cluster.fit.needs import planned_arena_bytes
+from cluster.fit.options import FitOptions
+from cluster.scheduling.topology import NodeInfo
+from storage.host.host_memory import available_host_bytes
+
+
+async def node_memory(record: ModelRecord, agents: NodeAgents, config: Config) -> tuple[tuple[DeviceKey, int], ...]:
+    """Limits in bytes by device; none when the request has its own. Raises what agents raise, NotEnoughResources."""
+    request, options = record.request, record.request.device_map
+    if options is None or options.modules or options.max_memory is not None:
+        return ()
+    if request.placement_group is not None:
+        ((node_id, host, bundle), *_) = await asyncio.to_thread(nodes.places_in_group, request.placement_group, request)
+        gpus = int(request.placement_group.bundle_specs[bundle[1] if bundle else 0].get("GPU", 0))
+    else:
+        node_id, host, gpus = roomiest(await asyncio.to_thread(nodes.cluster_nodes, (), config.cpu_ranks_per_node))
+    await agents.of({node_id: host})
+    facts = await nodes.facts_of([node_id], agents.ask)
+    return node_limits(facts[node_id], gpus if request.device == "cuda" else 0, options, request.fit, config)
+
+
+def roomiest(infos: list[NodeInfo]) -> tuple[str, str, int]:
+    """(id, host, GPUs) of the node with most GPUs that are free, else that it has; the first of equals."""
+    living = [info for info in infos if info.alive]
+    if not living:
+        raise NotEnoughResources("the cluster has no living node")
+    best = max(living, key=lambda info: (info.gpus_free, info.gpus_total))
+    return best.node_id, best.host, best.gpus_free or best.gpus_total
+
+
+def node_limits(
+    node: NodeInfo, gpus: int, options: DeviceMapOptions, fit: FitOptions, config: Config
+) -> tuple[tuple[DeviceKey, int], ...]:
+    """What a rank with so many of the node's GPUs may fill.
+
+    Ray says how many it gets, not which: each counts as the least roomy of the `gpus` roomiest. Raises ConfigError when
+    nobody knows their memory.
+    """
+    rooms = sorted((room_on(gpu, fit, config).have_bytes for gpu in node.gpus), reverse=True)
+    if len(rooms) < gpus:
+        raise ConfigError(
+            f"the memory of the GPUs of {node.host} is not known",
+            hint='say what may be used: max_memory={0: "70GB", "cpu": "100GB"}',
+        )
+    reserve_bytes = fit.host_reserve_bytes(config)
+    host_bytes = min(
+        (pool.free_bytes - max(reserve_bytes, pool.reserve_bytes) for pool in node.pools),
+        default=node.memory_free_bytes - reserve_bytes,
+    )
+    host_bytes -= WORKER_BYTES + (0 if node.arena_bytes else planned_arena_bytes(node.shm_free_bytes, config))
+    limits = options.on_node(rooms[gpus - 1 : gpus] * gpus, host_bytes).max_memory
+    return () if limits is None else limits
+
+
+def own_limits(
+    options: DeviceMapOptions, device: str, fit: FitOptions, config: Config
+) -> tuple[tuple[DeviceKey, int], ...]:
+    """The same for the calling process, of the GPUs that it sees."""
+    gpu_bytes: list[int] = []
+    if device == "cuda":
+        from actors.devices.cuda_device import free_memory
+
+        gpu_bytes = [max(0, free - fit.kept_free_bytes(total, config)) for free, total in free_memory()]
+    host_bytes = available_host_bytes() - fit.host_reserve_bytes(config)
+    limits = options.on_node(gpu_bytes, host_bytes).max_memory
+    return () if limits is None else limits

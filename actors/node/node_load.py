@@ -1,0 +1,297 @@
+"""One load on one node: what its ranks say, and what they are told. Pure; the ledger passes the time in.
+
+    hello ----> join: who has the rank           place: nobody -> a process -> left (done or not), or dead -> nobody
+    update ---> apply, then orders               chunks: `actors.node.chunk_flow`
+
+Two rules keep slots safe from late writers and readers, and free of those that are gone: a message older than one
+that was taken in changes nothing but to free the leases that it gives back; and a slot goes back when its process
+says so (in an update, or by a hello: then it has nothing in use) or is dead, never by time alone.
+"""
+
+from __future__ import annotations
+
+from actors.node.chunk_flow import ChunkFlow
+from actors.node.chunk_sources import source_of
+from actors.node.disk_backlog import DiskBacklog
+from actors.node.object_checks import KeptSpans, ObjectChecks
+from actors.node.rank_place import RankPlace
+from cluster.errors import LoadCancelled
+from cluster.messages import LeaseOrder, NodeJob, Orders, RankHello, RankUpdate
+from cluster.reports.report import NodeReport
+from cluster.scheduling.concurrency import RequestLimit
+from storage.arena.chunk_cache import ChunkCache
+from storage.arena.leases import Lease
+from storage.errors import LongshoreError
+from storage.host.processes import ProcessId
+
+MAX_BATCH = 16
+
+
+class NodeLoad:
+    """See above. `cache` and `disk` are shared with the node's other loads.
+
+    Methods that return keys: the fetches of these bytes have ended, well or not; other loads may wait for them.
+    """
+
+    def __init__(self, job: NodeJob, cache: ChunkCache, now_s: float, kept: KeptSpans, disk: DiskBacklog) -> None:
+        self.job = job
+        self.load_id = job.load_id
+        self.record = job.record  # replaced when the coordinator has something new to note
+        self._cache = cache
+        self._disk = disk
+        self._flow = ChunkFlow(job, cache, now_s, disk)
+        self._checks = ObjectChecks(self._flow.keys, self._flow.queue.chunks(), kept, (cache.forget, disk.forget))
+        self._ended: LongshoreError | None = None
+        self._former: list[RankPlace] = []  # given up with something of the arena in use, by processes that may live
+        self._corrupt_chunks = 0
+        self._requests = RequestLimit(job.most_requests)
+        self._flow.take_cached()
+        self._rest_if_complete()
+
+    # -- the life of the load ----------------------------------------------------------------------------------
+
+    def told_again(self, job: NodeJob) -> None:
+        """Other ranks than before may be done: one that had ended before this agent began does not say so here."""
+        self._flow.ranks_done(job)
+        self._rest_if_complete()
+
+    def fail(self, error: LongshoreError) -> None:
+        """The load ends with this error, unless it has one."""
+        if self.error is None:
+            self._ended = error
+
+    def end(self, now_s: float) -> set[bytes]:
+        """Nothing more is needed; what ranks still read or write stays fenced until they let go. Keys."""
+        self.fail(LoadCancelled("the load was ended", load=self.load_id))
+        for place in self.ranks.values():
+            place.taken_back |= place.leases.keys()
+            place.leases.clear()
+            place.grantable.clear()
+        ended = {lease.key for lease in self._cache.end_owner(self.job.part, now_s)}
+        self._checks.forget_damaged(last=True)
+        return ended
+
+    @property
+    def error(self) -> LongshoreError | None:
+        """Why the load cannot go on."""
+        return self._flow.error or self._checks.error or self._ended
+
+    @property
+    def ranks(self) -> dict[int, RankPlace]:
+        return self._flow.ranks
+
+    @property
+    def store_bytes(self) -> int:
+        return self._flow.sources.store_bytes
+
+    @property
+    def complete(self) -> bool:
+        """Every rank is there and has everything."""
+        return self._flow.queue.complete
+
+    @property
+    def batch(self) -> int:
+        """Chunks worth a message of a rank: each costs both sides a millisecond, and until then holds a slot."""
+        if self._flow.direct:
+            return MAX_BATCH
+        return min(MAX_BATCH, max(1, self._cache.slot_count // (2 * len(self.ranks))))
+
+    def done(self, rank: int) -> bool:
+        """The rank has placed all it needs."""
+        return not self._flow.queue.left(rank)
+
+    def awaited(self, place: RankPlace) -> bool:
+        """Whether its process, or the one that is to come, should be heard of, because the load needs it."""
+        return place.lost or not (place.left or self.done(place.rank))
+
+    def wake(self, keys: set[bytes]) -> None:
+        """Fetches of these bytes by others have ended: take them from the cache, or fetch them after all."""
+        self._flow.wake(keys)
+
+    def expired(self, lease: Lease, now_s: float) -> None:
+        """A lease's deadline has passed: the chunk is anybody's again, the holder is told to close."""
+        for place in self.ranks.values():
+            chunk = place.leases.pop(lease.lease_id, None)
+            if chunk is not None:
+                self._flow.hedges.ended(lease.lease_id, now_s)
+                place.taken_back.add(lease.lease_id)
+                place.to_close.append(lease.lease_id)
+                self._flow.lease_lost(chunk, place.rank, "lease_expired", now_s)
+
+    def report(self, node_id: str, host: str, arena_bytes: int) -> NodeReport:
+        """What this node did for the load."""
+        flow = self._flow
+        sizes = flow.keys.tables.chunks.sizes_bytes()
+        needed = flow.queue.chunks()
+        needed_bytes = int(sizes[needed].sum())
+        return NodeReport(
+            node=node_id,
+            host=host,
+            needed_chunks=len(needed),
+            needed_bytes=needed_bytes,
+            overfetch_bytes=needed_bytes - flow.keys.tables.wanted_bytes(self.job.ranks),
+            **flow.sources.figures(needed),
+            disk_unkept_chunks=self._disk.unkept_chunks,
+            corrupt_chunks=self._corrupt_chunks,
+            retries=dict(flow.retries),
+            hedges=flow.hedges.count,
+            hedges_won=flow.hedges.won,
+            objects=self._checks.report(),
+            arena_bytes=arena_bytes,
+        )
+
+    # -- ranks come and go -------------------------------------------------------------------------------------
+
+    def join(self, hello: RankHello, now_s: float) -> set[bytes]:
+        """A process that `RankPlace.expects` has the rank from now on, and nothing of the arena in use. Keys."""
+        place = self.ranks[hello.rank]
+        ended: set[bytes] = set()
+        if (place.process, place.incarnation) == (hello.process, hello.incarnation):
+            ended = self._let_go(place, now_s)
+        elif place.process is not None:
+            ended = self._vacate(place, hello.incarnation, now_s)
+            place = self.ranks[hello.rank]
+        if place.lost or len(hello.placed) < self._flow.queue.placed_chunks(hello.rank):
+            self._flow.forget_needs(place)
+            if self.error is None:  # else it is told to stop, and pins for it would stay for ever
+                self._flow.refill(place)
+        place.incarnation, place.process, place.number = hello.incarnation, hello.process, hello.number
+        place.lost, place.left, place.heard_s = False, False, now_s
+        self._flow.sources.hello(hello)
+        for chunk in hello.placed:
+            self._flow.placed(place, chunk)
+        self._flow.assign_direct(place, hello.direct)
+        self._rest_if_complete()
+        return ended
+
+    def rank_lost(self, rank: int, incarnation: int, now_s: float) -> set[bytes]:
+        """The rank's process is dead, or about to be: its pins go at once, `incarnation` may say hello next. Keys."""
+        place = self.ranks.get(rank)
+        if place is None or (incarnation <= place.incarnation and not place.lost):
+            return set()  # that incarnation has the rank already
+        return self._vacate(place, max(incarnation, place.incarnation), now_s)
+
+    def former_lets_go(self, message: RankHello | RankUpdate) -> None:
+        """A loader that has the rank no more, or anew, says that it uses nothing of the arena.
+
+        It speaks for its own incarnation only: another of the same process may still be writing.
+        """
+        who = (message.rank, message.process, message.incarnation)
+        for place in list(self._former):
+            if (place.rank, place.process, place.incarnation) == who and place.number < message.number:
+                self._former.remove(place)
+                for lease_id in place.taken_back:
+                    self._cache.abandon(lease_id)
+                self._flow.stop_reading(place)
+
+    def process_dead(self, process: ProcessId, now_s: float) -> set[bytes]:
+        """The process is dead for certain; the coordinator says which incarnation comes next. Keys."""
+        ended: set[bytes] = set()
+        for place in [place for place in self.ranks.values() if place.process == process]:
+            ended |= self._vacate(place, place.incarnation, now_s)
+        self._former = [place for place in self._former if place.process != process]
+        return ended
+
+    # -- a rank's update ---------------------------------------------------------------------------------------
+
+    def apply(self, update: RankUpdate, now_s: float, chance: float) -> set[bytes]:
+        """Take in what a rank did. Keys."""
+        place = self.ranks[update.rank]
+        place.number, place.heard_s, place.placed_bytes = update.number, now_s, update.placed_bytes
+        failures = {failure.lease_id: failure for failure in update.failed}
+        commits = {commit.lease_id: commit for commit in update.committed}
+        ended: set[bytes] = set()
+        self._checks.fetched(update.committed)
+        for lease_id in update.lease_ids():
+            chunk = place.leases.pop(lease_id, None)
+            if chunk is None:  # taken back meanwhile; now the rank says that it does not write there any more
+                place.taken_back.discard(lease_id)
+                self._cache.abandon(lease_id)
+                if lease_id in commits:
+                    late = commits[lease_id]
+                    self._flow.sources.said({source_of(lease_id, late.disk): (late.chunk,)})
+                continue
+            ended.add(self._flow.keys[chunk])
+            if lease_id in failures:
+                self._cache.abandon(lease_id)
+                self._flow.failed(place, chunk, failures[lease_id], now_s, chance)
+            elif lease_id in update.returned:
+                self._cache.abandon(lease_id)
+                self._flow.queue.requeue(chunk, None, "", now_s=now_s)
+            else:
+                self._flow.commit(place, commits[lease_id], chunk, now_s)
+            self._flow.hedges.ended(lease_id, now_s)
+            self._flow.hedges.close_losers(self.ranks.values(), chunk, now_s)
+        for chunk in update.placed:
+            self._flow.placed(place, chunk)
+        self._requests.ranks = sum(bool(other.process) and self.awaited(other) for other in self.ranks.values())
+        for size_bytes, took_s, ago_s in update.requests:
+            self._requests.finished(size_bytes, took_s, now_s - ago_s)
+        for _ in range(update.throttled):
+            self._requests.throttled(now_s)
+        self._flow.retries.update(update.retries)
+        self._corrupt_chunks += update.retries.get("digest_mismatch", 0)
+        if update.leaving:
+            ended |= self._let_go(place, now_s)
+            place.left = True
+            if not self.done(place.rank):
+                self._flow.forget_needs(place)
+        self._rest_if_complete()
+        return ended
+
+    def orders(self, update: RankUpdate, now_s: float) -> Orders | None:
+        """Work for the rank, or None when there is none now."""
+        place = self.ranks[update.rank]
+        if place.left:
+            return Orders(stop=self._checks.error)  # it holds what has been found to be damaged
+        if self.error is not None:
+            return Orders(stop=self.error)
+        closed, place.to_close = tuple(place.to_close), []
+        leases: list[LeaseOrder] = []
+        place.short_of = ""
+        while len(leases) < update.want_leases and (order := self._flow.next_lease(place, now_s)) is not None:
+            leases.append(order)
+        if place.short_of == "chunks" and len(leases) < update.want_leases and len(place.leases) < self._requests.limit:
+            second = self._flow.second_lease(place, now_s)
+            leases += [] if second is None else [second]
+        readable = self._flow.grant(place)
+        if not (closed or leases or readable):
+            return None
+        return Orders(tuple(leases), tuple(readable), closed, place.short_of, self._requests.limit)
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _let_go(self, place: RankPlace, now_s: float) -> set[bytes]:
+        """The rank's process says that it uses nothing of the arena: none of its slots stays fenced. Keys."""
+        ended = {self._flow.keys[chunk] for chunk in place.leases.values()}
+        for lease_id in (*place.leases, *place.taken_back):
+            self._cache.abandon(lease_id)
+        for lease_id, chunk in place.leases.items():
+            self._flow.hedges.ended(lease_id, now_s)
+            self._flow.queue.requeue(chunk, None, "", now_s=now_s)
+        self._flow.stop_reading(place)
+        place.leases.clear()
+        place.taken_back.clear()
+        place.to_close.clear()
+        return ended
+
+    def _vacate(self, place: RankPlace, next_incarnation: int, now_s: float) -> set[bytes]:
+        """Nobody has the rank. What its process uses stays fenced until the cache hears that it is dead. Keys."""
+        ended = {self._flow.keys[chunk] for chunk in place.leases.values()}
+        for lease_id, chunk in place.leases.items():
+            self._cache.revoke(lease_id, now_s)
+            self._flow.hedges.ended(lease_id, now_s)
+            self._flow.lease_lost(chunk, place.rank, "worker_died", now_s)
+        self._flow.forget_needs(place)
+        place.taken_back |= place.leases.keys()
+        if place.process is not None and (place.taken_back or place.granted):
+            self._former.append(place)
+        self.ranks[place.rank] = RankPlace(place.rank, next_incarnation, lost=True, heard_s=now_s)
+        return ended
+
+    def _rest_if_complete(self) -> None:
+        """A load that only stays resident must not keep others from the arena."""
+        if self.complete:
+            self._checks.settle()
+            self._cache.shares.end(self.job.part)
+        self._checks.forget_damaged()

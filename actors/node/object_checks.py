@@ -1,0 +1,170 @@
+"""The store's own checksums of whole objects, put together on a node from what its ranks fetched. Pure.
+
+    chunk fetched --its spans--> object: chunks missing? --none--> combined with the header that planning read --> same?
+    chunk found in the arena --spans of whoever fetched it, while this agent remembers them--^
+
+Only loads without a manifest need this: chunks with digests are checked one by one, before anybody may read them.
+Here the last chunk of an object decides, so a load's error comes after bytes were placed and before it is READY.
+"""
+
+from __future__ import annotations
+
+from collections import OrderedDict
+from collections.abc import Callable, Iterable
+from dataclasses import dataclass, field
+
+from actors.node.rank_place import ChunkKeys
+from cluster.messages import Commit
+from cluster.reports.object_check import ONLY_PART, ObjectCheck
+from storage.checkpoints.model_index import Shard
+from storage.errors import IntegrityError
+from storage.object_checksum import NO_CHECKSUM
+from storage.store_checksum import Span
+
+NOT_KNOWN = "parts of it had been fetched before, and what was fetched then is not known any more"
+NO_MD5 = "its ETag is not the MD5 of its bytes"
+_HINT = "the object is damaged where it is stored, or was on its way; of a published model every chunk is checked"
+
+Spans = tuple[Span, ...]
+
+
+class KeptSpans:
+    """What the ranks of a node fetched, by cache key: a chunk found in the arena is what somebody fetched."""
+
+    def __init__(self, most: int) -> None:
+        self._most = most  # the longest unused go first
+        self._kept: OrderedDict[bytes, tuple[str, Spans]] = OrderedDict()
+
+    def put(self, key: bytes, hash_name: str, spans: Spans) -> None:
+        self._kept[key] = hash_name, spans
+        self._kept.move_to_end(key)
+        while len(self._kept) > self._most:
+            self._kept.popitem(last=False)
+
+    def get(self, key: bytes, hash_name: str) -> Spans | None:
+        """None when they are not known, or were made with another hash."""
+        name, spans = self._kept.get(key, ("", ()))
+        return spans if name == hash_name else None
+
+
+@dataclass(slots=True)
+class _Object:
+    shard: Shard
+    chunks: tuple[int, ...]  # that the node needs
+    missing: set[int]  # of those: what was fetched is not known (yet)
+    spans: dict[int, Spans] = field(default_factory=dict)  # by chunk
+    outcome: ObjectCheck | None = None  # once it can be said
+
+
+class ObjectChecks:
+    """One load's objects on one node. `kept` is shared with the node's other loads.
+
+    `forget`: each lets go of what the node keeps under a key.
+    """
+
+    def __init__(
+        self,
+        keys: ChunkKeys,
+        needed: Iterable[int],
+        kept: KeptSpans,
+        forget: Iterable[Callable[[bytes], object]] = (),
+    ) -> None:
+        tables = keys.tables
+        self.error: IntegrityError | None = None  # an object does not have its checksum
+        self._keys = keys
+        self._kept = kept
+        self._forget = tuple(forget)
+        self._damaged: tuple[int, ...] = ()  # chunks of the object that has not its checksum
+        self._objects: dict[int, _Object] = {}
+        if tables.chunks.hash_name is not None:
+            return
+        chunks: dict[int, list[int]] = {}
+        for chunk in needed:
+            chunks.setdefault(int(tables.chunks.shard[chunk]), []).append(chunk)
+        for number, mine in chunks.items():
+            shard = tables.shards[number]
+            self._objects[number] = made = _Object(shard, tuple(mine), set(mine))
+            if shard.checksum is None:
+                made.outcome = ObjectCheck(shard.key, reason=shard.unchecked or NO_CHECKSUM)
+
+    def fetched(self, commits: Iterable[Commit]) -> None:
+        """A rank has these chunks. Every fetch counts, also one that came too late or twice."""
+        for commit in commits:
+            self._fetched(commit.chunk, commit.spans)
+
+    def settle(self) -> None:
+        """Every rank has all it needs: what was not fetched was found in the arena."""
+        for found in self._objects.values():
+            if (checksum := found.shard.checksum) is None:
+                continue
+            for chunk in sorted(found.missing):
+                spans = self._kept.get(self._keys[chunk], checksum.hash_name)
+                if spans is not None:
+                    self._take(found, chunk, spans)
+
+    def forget_damaged(self, *, last: bool = False) -> None:
+        """Or the next load would find the same bytes on this node, and fail as this one does.
+
+        `last`: nothing of this load is committed any more; from now on the keys may stand for good bytes.
+        """
+        for chunk in self._damaged:
+            for forget in self._forget:
+                forget(self._keys[chunk])
+        self._damaged = () if last else self._damaged
+
+    def report(self) -> tuple[ObjectCheck, ...]:
+        """What can be said now of every object; none when chunks have digests."""
+        return tuple(
+            found.outcome or ObjectCheck(found.shard.key, reason=NOT_KNOWN) for found in self._objects.values()
+        )
+
+    def _fetched(self, chunk: int, spans: Spans) -> None:
+        found = self._objects.get(int(self._keys.tables.chunks.shard[chunk]))
+        if found is None or found.shard.checksum is None or not spans:
+            return
+        self._kept.put(self._keys[chunk], found.shard.checksum.hash_name, spans)
+        before = found.spans.get(chunk)
+        if before is not None and before != spans:
+            byte_range = self._keys.tables.chunks.byte_range(chunk)
+            self._fail(
+                found,
+                "two readings of the same bytes differ",
+                expected=_shown(before),
+                found=_shown(spans),
+                chunk=chunk,
+                range=str(byte_range),
+            )
+        self._take(found, chunk, spans)
+
+    def _take(self, found: _Object, chunk: int, spans: Spans) -> None:
+        found.spans[chunk] = spans
+        found.missing.discard(chunk)
+        checksum = found.shard.checksum
+        if found.missing or found.outcome is not None or checksum is None:
+            return
+        all_spans = [span for chunk in found.chunks for span in found.spans[chunk]]
+        digest = checksum.found(found.shard.size_bytes, (*checksum.known, *all_spans))
+        if digest is None:
+            found.outcome = ObjectCheck(found.shard.key, reason=ONLY_PART)
+        elif digest == checksum.digest:
+            found.outcome = ObjectCheck(found.shard.key, checksum.hash_name)
+        elif not checksum.certain:
+            found.outcome = ObjectCheck(found.shard.key, reason=NO_MD5)
+        else:
+            name = f"{'composite ' if checksum.part_ends else ''}{checksum.hash_name}"
+            self._fail(
+                found,
+                f"what was fetched does not have the {name} that the store keeps of the object",
+                expected=f"{checksum.hash_name}:{checksum.digest.hex()}",
+                found=f"{checksum.hash_name}:{digest.hex()}",
+            )
+
+    def _fail(self, damaged: _Object, message: str, **details: object) -> None:
+        if self.error is not None:
+            return
+        self._damaged = damaged.chunks
+        self.error = IntegrityError(message, hint=_HINT, shard=damaged.shard.key, load=self._keys.load_id, **details)
+
+
+def _shown(spans: Spans) -> str:
+    return " ".join(digest.hex() for _, _, digest in spans)

@@ -1,0 +1,1 @@
+"""One rank's side of a load: lease, fetch, verify, convert, place."""

@@ -1,0 +1,181 @@
+"""From a lease to a verified chunk: read, check the digest, try again, give up.
+
+The tries here are those of one worker; when they are used up the chunk goes back to the agent, which gives it to
+another worker or ends the load (`cluster.scheduling.retry` has both budgets).
+"""
+
+from __future__ import annotations
+
+import contextlib
+import random
+import threading
+import time
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass, field
+
+from actors.rank.chunk_read import ChunkRead, StageClock, spans_of
+from cluster.messages import DISK_READ, DISK_UNUSABLE, Commit, FetchFailure, LeaseOrder
+from cluster.plans.packed_plan import SharedTables
+from cluster.reports.report import StageTimes
+from cluster.scheduling.retry import Fail, cause_of, decide
+from storage.disk.folder import DiskReader
+from storage.errors import DiskChunkUnusable, DiskTierError, LongshoreError, ReadEnded
+from storage.object_store import ObjectStore
+from storage.read_limit import ReadLimit, ReadLimits
+
+
+@dataclass(frozen=True, slots=True)
+class FetchedChunk:
+    """How a lease ended: committed, failed, or (neither) handed back unused."""
+
+    lease_id: str
+    commit: Commit | None = None
+    failure: FetchFailure | None = None
+    retries: dict[str, int] = field(default_factory=dict)  # by cause
+
+
+class ChunkFetcher:
+    """Carries out leases; thread-safe, one `StageClock` per thread."""
+
+    def __init__(self, store: ObjectStore, tables: SharedTables, attempts: int) -> None:
+        self._store = store
+        self._tables = tables
+        self._attempts = attempts
+        self._stopped = threading.Event()
+        self._finishes = False  # after `stop`, chunks of which something has arrived are fetched to their end
+        self._closed: set[str] = set()
+        self._limits = ReadLimits()
+        self._running: dict[str, tuple[int, ReadLimit]] = {}  # lease id -> chunk, and what ends its read
+        self._clocks: list[StageClock] = []
+        self._disk: DiskReader | None = None
+        # How a thread waits for another try: (cause, seconds, something has arrived). Ends early when none is to come.
+        self.pause: Callable[[str, float, bool], object] = lambda _, delay_s, begun: self._stopped.wait(delay_s)
+
+    def clock(self) -> StageClock:
+        """A clock for the calling thread."""
+        clock = StageClock()
+        self._clocks.append(clock)
+        return clock
+
+    def stop(self, *, at_once: bool = False, finish: bool = False) -> None:
+        """No new try begins. A read that is under way ends by itself, or `at_once`.
+
+        `finish`: tries go on for chunks of which something has arrived, so that nobody fetches that again.
+        """
+        self._finishes = finish
+        self._stopped.set()
+        if at_once:
+            self._limits.end_all()
+
+    def restart(self) -> None:
+        self._stopped.clear()
+
+    def close(self) -> None:
+        """Deadlines are watched no more: call it when nothing is fetched any more. Idempotent."""
+        self._limits.close()
+        self.use_disk("")
+
+    def use_disk(self, path: str) -> None:
+        """Chunks that the agent says are on disk are in that folder, empty for none. Nothing is being fetched now."""
+        disk, self._disk = self._disk, None
+        if disk is not None:
+            disk.close()
+        if path:
+            with contextlib.suppress(DiskTierError):  # then they come from the store
+                self._disk = DiskReader(path)
+
+    def close_leases(self, lease_ids: set[str]) -> None:
+        """These leases are void: whoever works on one stops at once and hands it back."""
+        self._closed |= lease_ids
+        for lease_id in lease_ids:
+            _, limit = self._running.get(lease_id, (0, None))
+            if limit is not None:
+                limit.end()
+
+    def fetch(self, lease: LeaseOrder, parts: Sequence[memoryview], clock: StageClock) -> FetchedChunk:
+        """Fill `parts`, which together have the chunk's size. Never raises for what a store or a disk can do."""
+        give_up_s = time.monotonic() + lease.deadline_s
+        disk = self._from_disk(lease, parts, clock)
+        if disk == DISK_READ:
+            spans = spans_of(self._tables, lease.chunk, parts)
+            return FetchedChunk(lease.lease_id, Commit(lease.lease_id, lease.chunk, spans, disk))
+        with self._limits.begin(give_up_s) as limit:
+            self._running[lease.lease_id] = lease.chunk, limit
+            try:
+                read = ChunkRead(self._store, self._tables, lease.chunk, parts, limit, clock)
+                return self._fetch(lease, read, limit, disk)
+            finally:
+                del self._running[lease.lease_id]
+
+    def _from_disk(self, lease: LeaseOrder, parts: Sequence[memoryview], clock: StageClock) -> str:
+        """DISK_READ: the chunk stands in `parts`, verified. Else what to say of the disk; the store has it too."""
+        if not lease.on_disk or self._is_void(lease):
+            return ""
+        chunks, begun_s = self._tables.chunks, time.monotonic()
+        digest = chunks.digest(lease.chunk)
+        published = None if digest is None or chunks.hash_name is None else (chunks.hash_name, digest)
+        try:
+            if self._disk is None:
+                return DISK_UNUSABLE
+            self._disk.read(lease.on_disk, parts, published)
+        except DiskChunkUnusable:
+            return DISK_UNUSABLE
+        finally:
+            clock.disk_s += time.monotonic() - begun_s
+        clock.disk_bytes += sum(len(part) for part in parts)
+        return DISK_READ
+
+    def _fetch(self, lease: LeaseOrder, read: ChunkRead, limit: ReadLimit, disk: str) -> FetchedChunk:
+        retries = {"disk_unusable": 1} if disk == DISK_UNUSABLE else {}
+        tries = in_vain = 0  # in vain: it brought no byte more
+        while not self._is_void(lease, read):
+            tries += 1
+            before_bytes = read.arrived_bytes
+            try:
+                read.read()
+                self._close_others(lease)
+                commit = Commit(lease.lease_id, lease.chunk, read.spans(), disk)
+                return FetchedChunk(lease.lease_id, commit, None, retries)
+            except LongshoreError as failed:
+                error = failed
+            if isinstance(error, ReadEnded) and self._is_void(lease, read):
+                break
+            in_vain += read.arrived_bytes <= before_bytes
+            cause = cause_of(error)
+            retries[cause] = retries.get(cause, 0) + 1
+            decision = decide(cause, retries[cause], random.random())
+            # A deadline that passes after failures is a failure too: were the lease handed back, nobody would ever
+            # count them, and a store that stalls would be asked for ever.
+            if in_vain >= self._attempts or isinstance(decision, Fail) or time.monotonic() >= limit.deadline_s:
+                failure = FetchFailure(lease.lease_id, lease.chunk, self._described(error, lease.chunk), tries)
+                return FetchedChunk(lease.lease_id, None, failure, retries)
+            self.pause(cause, decision.delay_s, read.arrived_bytes > 0)
+        return FetchedChunk(lease.lease_id, retries=retries)
+
+    def _close_others(self, lease: LeaseOrder) -> None:
+        """The chunk is there by this lease: a slower one on it has nothing to bring, whatever the agent will say."""
+        running = self._running.copy()  # in one step
+        self.close_leases({other for other, (chunk, _) in running.items() if chunk == lease.chunk} - {lease.lease_id})
+
+    def _is_void(self, lease: LeaseOrder, read: ChunkRead | None = None) -> bool:
+        goes_on = self._finishes and read is not None and read.arrived_bytes > 0
+        return lease.lease_id in self._closed or (self._stopped.is_set() and not goes_on)
+
+    def _described(self, error: LongshoreError, chunk: int) -> LongshoreError:
+        shard = self._tables.shards[self._tables.chunks.shard[chunk]]
+        byte_range = self._tables.chunks.byte_range(chunk)
+        return error.with_details(shard=shard.key, chunk=chunk, range=str(byte_range))
+
+    def stage_times(self, place: StageClock) -> StageTimes:
+        clocks = self._clocks
+        return StageTimes(
+            fetch_s=sum(clock.busy_s for clock in clocks),
+            fetch_bytes=sum(clock.bytes for clock in clocks),
+            verify_s=sum(clock.verify_s for clock in clocks),
+            verify_bytes=sum(clock.verify_bytes for clock in clocks),
+            place_s=place.busy_s,
+            place_bytes=place.bytes,
+            wait_chunk_s=place.wait_s,
+            disk_s=sum(clock.disk_s for clock in clocks),
+            disk_bytes=sum(clock.disk_bytes for clock in clocks),
+        )

@@ -1,0 +1,119 @@
+"""What a staged tensor becomes: a cast, or a quantised weight and its scales. Torch; the plan says into which memory.
+
+Numerics are those of compressed-tensors with symmetric scales from the smallest and largest weight (its
+`calculate_qparams`, `quantize`, `pack_to_int32`), each step rounded to the same dtype, so the bytes are the same:
+
+    scale = max |w| / half the range        in the dtype of the weights; 0 becomes the dtype's epsilon
+    q     = round(clamp(w / scale, range))            fp8: the nearest e4m3 to clamp(w / scale, -448, 448)
+
+Rows are done a few at a time, on a CPU by the calling thread alone.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+
+import torch
+
+from actors.handover.tensor_views import torch_dtype
+from cluster.layouts.region import Range, Region
+from cluster.plans.load_plan import StagedTensor, TensorSlice
+from cluster.precision.recipes import GROUP, SCHEMES, Scheme
+
+# Converted at once. On a CPU fewer than those from which torch shares an operation among threads: on a host with many
+# ranks these would wait for each other at every one of them, busily, for longer than it takes.
+BLOCK_ELEMENTS = (1 << 15) - 1
+GPU_BLOCK_ELEMENTS = 1 << 23
+_ROUNDS = 1.5 * 2**23
+_RANGES = {4: (-8.0, 7.0), 8: (-128.0, 127.0)}
+_FP8_RANGE = (-448.0, 448.0)
+
+
+def convert(
+    staged: StagedTensor, source: torch.Tensor, slices: Sequence[TensorSlice], made: list[torch.Tensor]
+) -> None:
+    """Fill `made`, the memory of `slices`, from `source`, that of the staged tensor. Blocks of uint8."""
+    piece = staged.source
+    weight = source.view(torch_dtype(piece.dtype, piece.sizes)[0]).reshape(piece.sizes)
+    views = [
+        data.view(torch_dtype(each.dtype, each.sizes)[0]).reshape(each.sizes)
+        for data, each in zip(made, slices, strict=True)
+    ]
+    if not staged.recipe.scheme:
+        views[0].copy_(weight)
+        return
+    scheme, dtype = SCHEMES[staged.recipe.scheme], torch_dtype(staged.recipe.dtype, ())[0]
+    if scheme.packed:
+        views[2].copy_(torch.tensor(piece.shape))
+    if weight.ndim == 2:
+        _matrix(weight, scheme, dtype, staged.region, views[0], views[1])
+        return
+    rows, columns = staged.region.ranges[1:]
+    for expert in range(weight.shape[0]):
+        held = Region((rows, columns))
+        _matrix(weight[expert], scheme, dtype, held, views[0][expert], views[1][expert])
+
+
+def _matrix(
+    weight: torch.Tensor, scheme: Scheme, dtype: torch.dtype, held: Region, made: torch.Tensor, scale: torch.Tensor
+) -> None:
+    """One (out, in) matrix. `held` says which columns of it are wanted; which rows, too, when all of it is there."""
+    low, high = _RANGES[scheme.bits] if scheme.packed else _FP8_RANGE
+    # A tensor, not a number: a GPU divides by a number as it multiplies with the inverse, which rounds differently.
+    half = torch.tensor((high - low) / 2, dtype=dtype, device=weight.device)
+    columns: Sequence[Range] = ((0, weight.shape[1]),) if scheme.scale == "group" else held.ranges[1]
+    starts: Sequence[Range] = ((0, weight.shape[0]),)
+    if scheme.scale == "tensor":
+        blocks = _blocks(starts, weight)
+        largest = torch.stack([weight[first:end].to(dtype).abs().amax() for first, end in blocks]).amax()
+        scale.fill_(_scale(largest, half))
+        starts = held.ranges[0]
+    place = 0
+    for first, end in _blocks(starts, weight):
+        block = weight[first:end].to(dtype)
+        here = slice(place, place + end - first)
+        place = here.stop
+        if scheme.scale == "channel":
+            scale[here] = _scale(block.abs().amax(-1, keepdim=True), half)
+        wanted, by = _columns(block, columns), scale if scheme.scale == "tensor" else scale[here]
+        if scheme.scale == "group":
+            wanted = wanted.reshape(len(wanted), -1, GROUP)
+            scale[here] = _scale(wanted.abs().amax(-1), half)
+            by = scale[here].unsqueeze(-1)
+        scaled = (wanted / by).clamp_(low, high).reshape(len(block), -1)
+        if scheme.packed:
+            # Rounded, half to even, by what fits a float32 beside that number; its low byte is the result, offset.
+            positive = (scaled.float() + (_ROUNDS - low)).view(torch.int32).to(torch.uint8)
+            _pack(positive, scheme.bits, made[here].view(torch.uint8))
+        else:
+            made[here] = scaled.add_(0).to(made.dtype)  # the zero point: -0 becomes 0
+    made[place:].zero_()  # padding, where the staged tensor has none
+
+
+def _scale(largest: torch.Tensor, half: torch.Tensor) -> torch.Tensor:
+    """`largest`: of the absolute values of what shares a scale."""
+    scale = largest / half
+    return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
+
+
+def _pack(positive: torch.Tensor, bits: int, words: torch.Tensor) -> None:
+    """Rows of numbers into the bytes of rows of little-endian 32-bit words, the first number in the lowest bits."""
+    if bits == 4:
+        pairs = positive.view(torch.int16)
+        words.copy_(pairs | pairs >> 4)  # of each pair the low byte is kept
+        return
+    words[:, : positive.shape[1]] = positive
+    words[:, positive.shape[1] :].zero_()
+
+
+def _columns(block: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor:
+    if len(ranges) == 1:
+        return block[:, ranges[0][0] : ranges[0][1]]
+    return torch.cat([block[:, first:end] for first, end in ranges], 1)
+
+
+def _blocks(ranges: Sequence[Range], weight: torch.Tensor) -> list[Range]:
+    """Rows, a few at a time."""
+    most = GPU_BLOCK_ELEMENTS if weight.is_cuda else BLOCK_ELEMENTS
+    step = max(1, most // max(1, weight.shape[1]))
+    return [(at, min(at + step, end)) for first, end in ranges for at in range(first, end, step)]

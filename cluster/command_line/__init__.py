@@ -1,0 +1,1 @@
+"""The command `longshore`: its arguments, its verbs, what they print and how they end."""

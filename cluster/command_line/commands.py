@@ -1,0 +1,276 @@
+"""What each verb of the command `longshore` does: call the client, print its answer. Returns the exit code.
+
+With `--json` one document goes to stdout and nothing else; progress always goes to stderr. The client is
+imported when a verb runs, so `longshore --help` needs neither Ray nor a network.
+"""
+
+from __future__ import annotations
+
+import argparse
+import contextlib
+import json
+import os
+import sys
+from collections.abc import Callable, Iterator
+from dataclasses import fields
+from typing import TYPE_CHECKING, Any
+
+from cluster.command_line.device_map_arguments import device_map_options
+from cluster.command_line.exit_codes import FAILED, INTEGRITY, OK, exit_code
+from cluster.command_line.fit_arguments import fit_ahead_options, fit_options
+from cluster.command_line.progress import StagedDisplay, byte_counter, display_on, moment_of_load, say_on
+from cluster.errors import ConfigError, DoesNotFit
+from cluster.layouts.mesh import Layout
+
+if TYPE_CHECKING:
+    from rich.console import RenderableType
+
+    from cluster.reports.report import LoadProgress
+
+
+def run_load(args: argparse.Namespace) -> int:
+    """Load, report; the model stays in the cluster unless --no-keep."""
+    from cluster import client
+    from cluster.command_line.load_tables import load_table
+
+    seen = ""
+
+    def show(progress: LoadProgress) -> None:
+        nonlocal seen
+        seen = progress.model_id
+        display.show(moment_of_load(progress))
+
+    with display_on(sys.stderr) as display, _says_what_stays(lambda: seen if args.keep else ""):
+        model = client.load(
+            args.uri,
+            **_sizes(args),
+            **_precision(args),
+            **device_map_options(args),
+            **fit_options(args),
+            **_store(args),
+            device=args.device,
+            keep=args.keep,
+            address=args.address,
+            wait_for_resources_s=args.wait_for_resources,
+            placement=args.placement,
+            timeout_s=args.timeout,
+            trusted_keys=args.trusted_key,
+            progress=show,
+        )
+    with model:  # this command's hold on it ends here; `keep` is what makes it stay
+        report = model.report
+        _answer(args, report.as_dict(), lambda: load_table(report))
+        if args.keep and model.ends_with_process:
+            say_on(
+                sys.stderr,
+                "longshore: no Ray cluster was running, so a local one was started; it ends now, and the model with it "
+                "(ray start --head starts one that stays)",
+            )
+    return OK
+
+
+@contextlib.contextmanager
+def _says_what_stays(model_id: Callable[[], str]) -> Iterator[None]:
+    """When the block is interrupted: that the load goes on, where it was to stay."""
+    try:
+        yield
+    except KeyboardInterrupt:
+        if model_id():
+            say_on(sys.stderr, f"longshore: the load goes on in the cluster; longshore release {model_id()} ends it")
+        raise
+
+
+def run_plan(args: argparse.Namespace) -> int:
+    """Show what would be loaded where; ends as a load that is refused when it does not fit."""
+    from cluster.command_line.plan_table import plan_table
+    from cluster.preview.plan_ahead import plan as plan_ahead
+
+    plan = plan_ahead(
+        args.uri,
+        ranks_per_node=args.ranks_per_node,
+        trusted_keys=args.trusted_key,
+        **_sizes(args),
+        **_precision(args),
+        **device_map_options(args),
+        **fit_ahead_options(args),
+        **_store(args),
+    )
+    _answer(args, plan.as_dict(), lambda: plan_table(plan))
+    return exit_code(DoesNotFit("")) if plan.fit is not None and plan.fit.fits is False else OK
+
+
+def run_publish(args: argparse.Namespace) -> int:
+    """Write a manifest, after a copy when there is a destination."""
+    from cluster import client
+    from cluster.command_line.tables import publish_table
+
+    with display_on(sys.stderr) as display:
+        report = client.publish(
+            args.source,
+            args.dest,
+            hash_name=args.hash,
+            chunk_bytes=args.chunk_size,
+            force=args.force,
+            sign_key=args.sign_key,
+            progress=byte_counter(display, "publish"),
+            **_store(args),
+        )
+    _answer(args, report.as_dict(), lambda: publish_table(report))
+    return OK
+
+
+def run_verify(args: argparse.Namespace) -> int:
+    """Compare what is stored with what was published; INTEGRITY when something differs, FAILED when nothing was."""
+    from cluster import client
+    from cluster.command_line.tables import verify_table
+
+    with display_on(sys.stderr) as display:
+        report = client.verify(
+            args.uri, trusted_keys=args.trusted_key, progress=byte_counter(display, "verify"), **_store(args)
+        )
+    _answer(args, report.as_dict(), lambda: verify_table(report))
+    if report.source == "headers":
+        say_on(sys.stderr, f"longshore: {report.uri} is {report.notes[0]}")
+        return FAILED
+    return OK if report.ok else INTEGRITY
+
+
+def run_sign(args: argparse.Namespace) -> int:
+    """Sign the manifest that is there."""
+    from cluster.command_line.tables import cell
+    from cluster.signing import sign
+
+    signed = sign(args.uri, args.key, **_store(args))
+    said = f"{signed.uri}: revision {signed.revision} is signed with key {signed.key_id}"
+    _answer(args, signed.as_dict(), lambda: cell(said))
+    return OK
+
+
+def run_keygen(args: argparse.Namespace) -> int:
+    """Make a pair of keys; the private one is only written."""
+    from cluster.command_line.tables import cell
+    from cluster.signing import generate_key
+
+    made = generate_key(args.file)
+    said = (
+        f"private key: {made.path} (keep it)\npublic key: {made.public_path}, or in one word {made.public_key}\n"
+        f"its id in signatures: {made.key_id}"
+    )
+    _answer(args, made.as_dict(), lambda: cell(said))
+    return OK
+
+
+def run_status(args: argparse.Namespace) -> int:
+    """Show the models and nodes of a cluster."""
+    from cluster import residents
+    from cluster.command_line.tables import status_table
+
+    status = residents.status(args.address)
+    _answer(args, status.as_dict(), lambda: status_table(status))
+    return OK
+
+
+def run_release(args: argparse.Namespace) -> int:
+    """Free one model or --all, end idle workers with --warm; --shutdown ends coordinator, agents and arenas too."""
+    from cluster import residents
+    from cluster.command_line.tables import cell
+
+    if (args.model_id is None) != (args.all or args.warm or args.shutdown):
+        raise ConfigError("name one model, or say --all", hint="`longshore status` lists the models")
+    wanted = [args.model_id] if args.model_id is not None else []
+    if args.all:
+        wanted = [model.progress.model_id for model in residents.status(args.address).models]
+    for model_id in wanted:
+        residents.release(model_id, force=args.force, address=args.address)
+    warm = residents.release_warm(address=args.address) if args.warm else 0
+    if args.shutdown:
+        residents.shutdown(args.address)
+    said = f"released {', '.join(wanted) or 'nothing'}" + f"; {warm} idle gangs ended" * args.warm
+    said += "; longshore ended in this cluster" * args.shutdown
+    _answer(args, {"released": wanted, "gangs_ended": warm, "shutdown": args.shutdown}, lambda: cell(said))
+    return OK
+
+
+def run_demo(args: argparse.Namespace) -> int:
+    """The whole way on this machine; what it does is in `cluster.command_line.demo`."""
+    from cluster.command_line import demo
+    from cluster.command_line.load_tables import demo_table
+
+    with StagedDisplay(sys.stderr) as display:
+        report = demo.run(
+            args.size,
+            say=display.say,
+            show_load=lambda progress: display.show(moment_of_load(progress)),
+            show_publish=byte_counter(display, "publish"),
+        )
+    _answer(args, report.as_dict(), lambda: demo_table(report))
+    return OK
+
+
+def run_doctor(args: argparse.Namespace) -> int:
+    """Check what a person would check by hand; 1 when a check failed. Raises InvalidUri."""
+    from cluster.command_line.tables import checks_table
+    from cluster.doctor.doctor import run_checks
+    from cluster.request import StoreOptions
+
+    if args.uri is not None:
+        StoreOptions(**_store(args)).resolve(args.uri)  # a URI that cannot be meant is no finding
+    checks = run_checks(args.uri, address=args.address, **_store(args))
+    failed = [check.name for check in checks if check.outcome == "fail"]
+    document = {"ok": not failed, "checks": [check.as_dict() for check in checks]}
+    _answer(args, document, lambda: checks_table(checks))
+    return 1 if failed else OK
+
+
+def print_json(document: dict[str, Any]) -> None:
+    """One document, one line feed at its end."""
+    _write(json.dumps(document, indent=2, default=str) + "\n")
+
+
+def _answer(args: argparse.Namespace, document: dict[str, Any], table: Callable[[], RenderableType]) -> None:
+    if args.json:
+        print_json(document)
+        return
+    from cluster.command_line.tables import console_on
+
+    console = console_on(sys.stdout)
+    with console.capture() as captured:
+        console.print(table(), soft_wrap=False)
+    _write(captured.get())
+
+
+def _write(text: str) -> None:
+    """Write the answer. A reader that has seen enough and left (`| head`) changes no exit code: the work is done."""
+    try:
+        sys.stdout.write(text)
+        sys.stdout.flush()
+    except BrokenPipeError:
+        _forget_stdout()
+    except OSError:
+        _forget_stdout()
+        raise
+
+
+def _forget_stdout() -> None:
+    """What is still buffered goes nowhere; else Python would try, fail and complain at the very end."""
+    nowhere = os.open(os.devnull, os.O_WRONLY)
+    os.dup2(nowhere, sys.stdout.fileno())
+    os.close(nowhere)
+
+
+def _precision(args: argparse.Namespace) -> dict[str, Any]:
+    return {name: getattr(args, name) for name in ("dtype", "quantization", "skip_quantization")}
+
+
+def _sizes(args: argparse.Namespace) -> dict[str, Any]:
+    sizes = {field.name: getattr(args, field.name) for field in fields(Layout)}
+    return {**sizes, "layout_rules": args.layout_rules}
+
+
+def _store(args: argparse.Namespace) -> dict[str, Any]:
+    return {
+        "endpoint_url": args.endpoint_url,
+        "region": args.region,
+        "profile": args.profile,
+        "anonymous": args.anonymous,
+    }

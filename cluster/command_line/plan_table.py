@@ -1,0 +1,103 @@
+"""A plan as a table for people."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from itertools import groupby
+
+from rich.console import Group, RenderableType
+from rich.text import Text
+
+from cluster.command_line.tables import NOT_ASKED, cell, digests, facts, table_of
+from cluster.device_map.deciding import device_name
+from cluster.preview.plan_summary import PlanSummary
+from cluster.reports.object_check import unchecked_counts
+from cluster.units import show_bytes
+
+SHOWN_RANKS = 64  # rows; ranks of a large layout differ in little
+_STYLES = {True: "green", False: "bold red", None: "yellow"}
+
+
+def plan_table(plan: PlanSummary) -> RenderableType:
+    """What would be loaded where, and whether it fits."""
+    overall = facts(
+        [
+            *([] if plan.estimated else [("revision", plan.revision)]),
+            ("layout", f"{len(plan.ranks)} ranks ({plan.layout}) on {len(plan.nodes)} nodes"),
+            ("precision", plan.precision or "as stored"),
+            *(_estimate(plan) if plan.estimated else _stored(plan)),
+            ("would leave the store", show_bytes(plan.needed_bytes)),
+            ("of that overfetch", show_bytes(plan.overfetch_bytes)),
+            ("would be placed", show_bytes(plan.placed_bytes)),
+            ("device memory", show_bytes(plan.device_bytes)),
+            *_beside(plan),
+            *([("expected time", plan.expected.sentence)] if plan.expected else []),
+            *(("note", note) for note in plan.notes),
+        ]
+    )
+    shown = plan.ranks[:SHOWN_RANKS]
+    kept = {device.rank: device for device in plan.fit.devices if not device.device} if plan.fit else {}
+    memory = any(device.have_bytes is not None for device in kept.values())
+    headers = ["rank >", "node", "tp >", "pp >", "ep >", "fsdp >", "dp >", "tensors >", "size >", "memory >"]
+    headers += ["staging >"] if any(rank.staging_bytes for rank in shown) else []
+    headers += ["has >", "kept free >", "spare >"] if memory else []
+    rows = []
+    for rank in shown:
+        row: list[object] = [rank.rank, rank.node, rank.tensor, rank.stage, rank.expert, rank.fsdp, rank.data]
+        row += [rank.tensors, show_bytes(rank.size_bytes), show_bytes(rank.device_bytes)]
+        if "staging >" in headers:
+            row.append(show_bytes(rank.staging_bytes))
+        if memory:
+            on = kept.get(rank.rank)
+            if on is None or on.have_bytes is None:
+                row += ["-"] * 3
+            else:
+                spare = cell(show_bytes(on.have_bytes - on.need_bytes), _STYLES[on.fits])
+                row += [show_bytes(on.have_bytes), show_bytes(on.kept_free_bytes or 0), spare]
+        row += [rank.chunks, ", ".join(f"{dtype} {show_bytes(size)}" for dtype, size in rank.bytes_by_dtype.items())]
+        rows.append(row)
+    ranks = table_of((*headers, "chunks >", "dtypes"), rows)
+    more = [cell(f"and {len(plan.ranks) - len(shown)} more ranks", "dim")] if len(plan.ranks) > len(shown) else []
+    said = [Text(), cell(plan.fit.sentence, _STYLES[plan.fit.fits])] if plan.fit else []
+    devices = [Text(), _devices_table(plan)] if plan.device_map else []
+    return Group(overall, Text(), ranks, *more, *devices, *said)
+
+
+def _stored(plan: PlanSummary) -> Iterator[tuple[str, object]]:
+    """What is stored, and how it is checked."""
+    yield "model", f"{plan.tensors} tensors in {plan.shards} shards, {show_bytes(plan.stored_bytes)}"
+    yield "chunks", f"{plan.chunks}, {digests(plan.verified)}"
+    if plan.objects:
+        yield "objects", _planned_checks(plan)
+    yield "signed by", plan.signed_by or NOT_ASKED
+
+
+def _estimate(plan: PlanSummary) -> Iterator[tuple[str, object]]:
+    yield "model", f"{plan.tensors} tensors, {show_bytes(plan.stored_bytes)}, from config.json alone"
+
+
+def _beside(plan: PlanSummary) -> Iterator[tuple[str, object]]:
+    """What a load takes beside the tensors' own memory."""
+    staging = max((rank.staging_bytes for rank in plan.ranks), default=0)
+    if staging:
+        yield "beside it, while converting", f"{show_bytes(staging)} per rank, and what is in flight"
+    arenas = {node.arena_bytes for node in plan.nodes}
+    sizes = ", ".join(show_bytes(size) if size else "a quarter of free /dev/shm, 8.59 GB at most" for size in arenas)
+    yield "host arena, per node", sizes
+
+
+def _devices_table(plan: PlanSummary) -> RenderableType:
+    """What a device map puts where, modules that follow each other in one line."""
+    rows = []
+    for key, run in groupby((plan.device_map or {}).items(), key=lambda entry: entry[1]):
+        modules = [module or "(the whole model)" for module, _ in run]
+        name, which = device_name(key), modules[0] if len(modules) == 1 else f"{modules[0]} ... {modules[-1]}"
+        rows.append((name, show_bytes(plan.ranks[0].bytes_by_device.get(name, 0)), len(modules), which))
+    return table_of(("device", "in all >", "modules >", "which"), rows)
+
+
+def _planned_checks(plan: PlanSummary) -> str:
+    """Of a model without a manifest: what the load will compare, and what it cannot."""
+    unchecked = unchecked_counts(plan.objects)
+    whole = f"{len(plan.objects) - sum(unchecked.values())} of {len(plan.objects)} by the store's own checksums"
+    return "; ".join([whole, *(f"{count} not: {reason}" for reason, count in unchecked.items())])

@@ -1,0 +1,1 @@
+"""Device maps as Hugging Face Accelerate means them: modules over GPUs, host memory and disk. Pure."""

@@ -1,0 +1,209 @@
+"""Which module goes to which device: the rules of Hugging Face Accelerate's device maps, on names and bytes. Pure.
+
+    infer_device_map(tree, {0: 20e9, "cpu": 60e9})      modules in running order fill 0, then "cpu", then "disk"
+    balanced_memory(tree, {0: 20e9, 1: 20e9})           the same limits, lowered so that the GPUs get equal shares
+
+A device is a GPU's number among those of the rank, "cpu" or "disk". The first GPU and the CPU keep room for the largest
+layer that is still to come, because code that runs such a model moves offloaded layers there, one at a time.
+"""
+
+from __future__ import annotations
+
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+
+from cluster.device_map.module_tree import Module
+from cluster.errors import LayoutError
+from storage.problems import MAX_LISTED, quote
+
+CPU, DISK = "cpu", "disk"
+DeviceKey = int | str
+Memory = Mapping[DeviceKey, int]  # bytes by device, in the order in which devices are filled
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceMap:
+    """Modules (or single tensors) with their devices; what is inside a module goes with it."""
+
+    modules: tuple[tuple[str, DeviceKey], ...]  # "" is the whole model
+
+    @property
+    def devices(self) -> tuple[DeviceKey, ...]:
+        """Those that have something, GPUs first."""
+        return tuple(sorted({device for _, device in self.modules}, key=device_order))
+
+    def as_dict(self) -> dict[str, DeviceKey]:
+        """As Accelerate has it."""
+        return dict(self.modules)
+
+    def devices_of(self, names: Iterable[str]) -> list[DeviceKey | None]:
+        """Of each tensor; None where no module of the map holds it."""
+        known = dict(self.modules)
+        return [_find(known, name) for name in names]
+
+    def assign(self, names: Iterable[str]) -> list[DeviceKey]:
+        """Of each tensor. Raises LayoutError listing those that no module of the map holds."""
+        names = list(names)
+        devices = self.devices_of(names)
+        unnamed = [quote(name) for name, device in zip(names, devices, strict=True) if device is None]
+        if unnamed:
+            more = f" and {len(unnamed) - MAX_LISTED} more" if len(unnamed) > MAX_LISTED else ""
+            raise LayoutError(
+                f"the device map names no module for {len(unnamed)} tensors: {', '.join(unnamed[:MAX_LISTED])}{more}",
+                hint='name their modules, or the whole model with {"": "cpu"}; what is inside a module goes with it',
+                unnamed=len(unnamed),
+            )
+        return [device for device in devices if device is not None]
+
+
+def device_order(device: DeviceKey) -> tuple[int, int]:
+    """Sorts GPUs by number, then the CPU, then the disk."""
+    return (0, device) if isinstance(device, int) else ((1, 0) if device == CPU else (2, 0))
+
+
+def device_name(device: DeviceKey) -> str:
+    """As torch calls it: "cuda:0", "cpu"; "disk"."""
+    return f"cuda:{device}" if isinstance(device, int) else device
+
+
+def infer_device_map(tree: Module, memory: Memory, tied: Sequence[Sequence[str]] = ()) -> DeviceMap:
+    """Modules in order, each on the first device that still has room, none on an earlier one than the module before.
+
+    `tied`: groups of tensor names that stay on one device. Whatever has no room anywhere goes to "disk".
+    """
+    filling = _Filling(tree, memory, tied)
+    while filling.queue:
+        filling.step()
+    return DeviceMap(tuple(_fewest(tree, filling.placed)))
+
+
+def balanced_memory(tree: Module, memory: Memory, *, low_zero: bool = False) -> dict[DeviceKey, int]:
+    """The limits with those of all GPUs but the last lowered to an equal share and a margin of about a layer.
+
+    `low_zero`: GPU 0 gets only what the others have no room for.
+    """
+    limits = dict(memory)
+    gpus = sorted(device for device in limits if isinstance(device, int) and limits[device] > 0)
+    if not gpus:
+        return limits
+    low_zero = low_zero and len(gpus) > 1
+    share = tree.size_bytes // (len(gpus) - 1 if low_zero else len(gpus))
+    share += int(1.25 * max(_largest_first_layer(tree), _mean_leaf_bytes(tree)))
+    for gpu in gpus[:-1]:
+        limits[gpu] = limits[gpu] if low_zero and gpu == 0 else min(share, limits[gpu])
+    if low_zero and 0 in limits:
+        left = tree.size_bytes - sum(limits[gpu] for gpu in gpus if gpu != 0)
+        limits[0] = min(max(0, left), limits[0])
+    return limits
+
+
+@dataclass(slots=True)
+class _Filling:
+    """The state of one pass over the modules."""
+
+    tree: Module
+    memory: Memory
+    tied: Sequence[Sequence[str]]
+    queue: list[Module] = field(init=False)  # still to be placed, in order
+    placed: dict[str, DeviceKey] = field(init=False, default_factory=dict)
+    devices: list[DeviceKey] = field(init=False)
+    main: frozenset[DeviceKey] = field(init=False)  # keep room for the largest layer
+    current: int = field(init=False, default=0)
+    used: dict[DeviceKey, int] = field(init=False)
+    largest_bytes: int = field(init=False, default=0)  # of the layers that are still to come
+    largest: set[str] = field(init=False, default_factory=set)  # which they are
+
+    def __post_init__(self) -> None:
+        self.queue = self.tree.parts
+        self.devices = [device for device in sorted(self.memory, key=device_order) if device != DISK] + [DISK]
+        self.main = frozenset((*self.devices[:1], CPU)) if isinstance(self.devices[0], int) else frozenset((CPU,))
+        self.used = dict.fromkeys(self.devices, 0)
+        self._find_largest(self.queue)
+
+    def step(self) -> None:
+        """Place the next module, or split it, or go to the next device."""
+        module = self.queue.pop(0)
+        self.largest = {name for name in self.largest if not module.covers(name)}
+        if not self.largest:
+            self._find_largest([each for each in self.queue if not each.is_tensor])
+        device = self.devices[self.current]
+        kept_bytes = self.largest_bytes if device in self.main else 0
+        partners = self._partners(module)
+        wanted_bytes = module.size_bytes + sum(each.size_bytes for each in partners)
+        room_bytes = self.memory[device] - kept_bytes - self.used[device] if device != DISK else wanted_bytes
+        if wanted_bytes <= room_bytes:
+            self.used[device] += wanted_bytes
+            for each in (module, *partners):
+                self.placed[each.name] = device
+            self.queue = [each for each in self.queue if each not in partners]
+            return
+        if partners and module.size_bytes <= room_bytes:
+            for partner in partners:
+                if partner.can_split:  # only the part of it that is tied must come along
+                    at = self.queue.index(partner)
+                    self._requeue([module, *self.queue[:at], *partner.parts, *self.queue[at + 1 :]])
+                    return
+        if module.size_bytes >= room_bytes and module.can_split:
+            self._requeue([*module.parts, *self.queue])
+            return
+        self.used[device] += kept_bytes
+        self.current += 1
+        self.queue.insert(0, module)
+
+    def _requeue(self, queue: list[Module]) -> None:
+        self.queue = queue
+        self._find_largest([module for module in queue if not module.is_tensor])
+
+    def _partners(self, module: Module) -> list[Module]:
+        """What must go along with it: whatever still has a tensor that is tied to one of its own."""
+        names = {
+            name
+            for group in self.tied
+            if any(module.covers(name) for name in group)
+            for name in group
+            if not module.covers(name)
+        }
+        return [other for other in self.queue if any(other.covers(name) for name in names)] if names else []
+
+    def _find_largest(self, modules: Iterable[Module]) -> None:
+        """Layers are modules that are never split, and those that have no modules in them."""
+        self.largest_bytes, self.largest = 0, set()
+        stack = list(modules)
+        while stack:
+            module = stack.pop()
+            if module.can_split:
+                stack += module.children
+            elif module.size_bytes >= self.largest_bytes:
+                if module.size_bytes > self.largest_bytes:
+                    self.largest_bytes, self.largest = module.size_bytes, set()
+                self.largest.add(module.name)
+
+
+def _find(known: Mapping[str, DeviceKey], name: str) -> DeviceKey | None:
+    while name not in known:
+        if not name:
+            return None
+        name = name.rpartition(".")[0]
+    return known[name]
+
+
+def _fewest(module: Module, placed: Mapping[str, DeviceKey], above: DeviceKey = DISK) -> list[tuple[str, DeviceKey]]:
+    """The fewest modules that say where everything in `module` was placed."""
+    device = placed.get(module.name, above)
+    found = [entry for part in module.parts for entry in _fewest(part, placed, device)]
+    devices = {where for _, where in found} or {device}
+    return [(module.name, devices.pop())] if len(devices) == 1 else found
+
+
+def _largest_first_layer(tree: Module) -> int:
+    """Of the first layer of each stack, the largest: as if layers of a stack were alike."""
+    first: dict[str, int] = {}
+    for module in tree.walk():
+        if module.is_layer:
+            first.setdefault(module.name.rpartition(".")[0], module.size_bytes)
+    return max(first.values(), default=0)
+
+
+def _mean_leaf_bytes(tree: Module) -> int:
+    leaves = [module.size_bytes for module in tree.walk() if not module.children]
+    return sum(leaves) // max(1, len(leaves))

@@ -1,0 +1,1 @@
+"""`longshore doctor`: what a person would check by hand, each check on its own."""

@@ -1,0 +1,136 @@
+"""Checks of the machine that `longshore doctor` runs on. Nothing here needs Ray or a network."""
+
+from __future__ import annotations
+
+import json
+import shutil
+import subprocess
+import sys
+from collections.abc import Iterator
+from pathlib import Path
+
+from cluster.config import Config
+from cluster.doctor.check import Check
+from cluster.fit.needs import min_slots, planned_arena_bytes
+from cluster.units import show_bytes
+from longshore.install_check import probe
+from storage.arena.arena_files import SHM_DIRECTORY, sweep
+from storage.host.host_memory import available_host_bytes, free_bytes, is_memory_backed
+
+PROGRAM_TIMEOUT_S = 60.0
+LITTLE_MEMORY_BYTES = 2 << 30
+DRIVER_VERSION_FILE = Path("/proc/driver/nvidia/version")
+# asked of a process of its own: a broken driver can end the process, and a CUDA context would take device memory
+TORCH_QUESTION = """
+import json, warnings
+warnings.simplefilter("ignore")
+import torch
+print(json.dumps({
+    "version": torch.__version__,
+    "cuda": torch.version.cuda,
+    "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
+}))
+"""
+
+
+def check_packages_here() -> Iterator[Check]:
+    """Our packages are ours, and Python is one that Longshore runs on."""
+    found = probe()
+    if found["problem"]:
+        yield Check("packages", "fail", str(found["problem"]))
+    else:
+        yield Check("packages", "ok", f"longshore {found['version']} from {Path(found['origins']['cluster']).parent}")
+    yield Check("python", "ok", f"{found['python']} at {sys.executable}")
+
+
+def check_memory() -> Iterator[Check]:
+    """Memory that a load may take, of the host or of the container, whichever has less."""
+    available = available_host_bytes()
+    enough = available >= LITTLE_MEMORY_BYTES
+    yield Check(
+        "memory",
+        "ok" if enough else "warn",
+        f"{show_bytes(available)} available",
+        "" if enough else "a worker needs about 0.3 GB before the first byte of a model, and the arena comes on top",
+    )
+
+
+def check_arena(config: Config, directory: str = SHM_DIRECTORY) -> Iterator[Check]:
+    """/dev/shm holds the arena that the settings ask for."""
+    free = free_bytes(directory)
+    available = available_host_bytes() if is_memory_backed(directory) else None
+    room = free if available is None else min(free, available)
+    detail = f"{show_bytes(free)} free in {directory}"
+    enlarge = "enlarge it: docker --shm-size=8g, or in Kubernetes an emptyDir with medium: Memory at /dev/shm"
+    if config.arena_bytes > room:
+        yield Check(
+            "/dev/shm",
+            "fail",
+            f"{detail}, the arena is set to {show_bytes(config.arena_bytes)}",
+            f"set LONGSHORE_ARENA_BYTES to less than {room}, or {enlarge}",
+        )
+        return
+    arena = planned_arena_bytes(room, config)
+    slots = arena // config.slot_bytes
+    detail += f", arena {show_bytes(arena)}: {slots} slots of {show_bytes(config.slot_bytes)}"
+    if slots < min_slots(1):
+        yield Check("/dev/shm", "fail", f"{detail}, too few for one rank", enlarge)
+    elif slots < min_slots(config.cpu_ranks_per_node):
+        yield Check("/dev/shm", "warn", f"{detail}, too few for {config.cpu_ranks_per_node} ranks at once", enlarge)
+    else:
+        yield Check("/dev/shm", "ok", detail)
+
+
+def check_stale_arenas(directory: str = SHM_DIRECTORY) -> Iterator[Check]:
+    """Arenas that nobody has mapped any more are removed: a killed cluster cannot do it itself."""
+    swept = sweep(directory)
+    freed = sum(arena.freed_bytes for arena in swept)
+    detail = f"removed {len(swept)}, {show_bytes(freed)} freed" if swept else "none"
+    yield Check("stale arenas", "ok", detail)
+
+
+def check_driver() -> Iterator[Check]:
+    """NVIDIA's driver and the GPUs it sees here."""
+    program = shutil.which("nvidia-smi")
+    if program is None:
+        if DRIVER_VERSION_FILE.exists():
+            yield Check("gpu driver", "warn", "a driver is loaded, nvidia-smi is not on PATH", "look at the image")
+        else:
+            yield Check("gpu driver", "skip", "no NVIDIA driver here; device='cpu' works without")
+        return
+    done = subprocess.run(
+        [program, "--query-gpu=name,driver_version,memory.total,memory.used", "--format=csv,noheader"],
+        capture_output=True,
+        text=True,
+        timeout=PROGRAM_TIMEOUT_S,
+        check=False,
+    )
+    lines = [line.strip() for line in done.stdout.splitlines() if line.strip()]
+    if done.returncode or not lines:
+        said = (done.stderr.strip() or done.stdout.strip() or "no GPU listed").splitlines()[0]
+        yield Check("gpu driver", "fail", f"nvidia-smi: {said}", "the driver is missing, too old or not passed in")
+        return
+    yield Check("gpu driver", "ok", f"{len(lines)} GPU: " + "; ".join(lines))
+
+
+def check_torch(python: str = sys.executable) -> Iterator[Check]:
+    """torch is installed, and sees the GPUs that the driver sees."""
+    done = subprocess.run(
+        [python, "-c", TORCH_QUESTION], capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, check=False
+    )
+    if done.returncode:
+        said = (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]
+        if "No module named 'torch'" in said:
+            hint = "only workers need it: pip install 'longshore[cluster]' on the nodes"
+            yield Check("torch", "warn", "not installed here", hint)
+        else:
+            yield Check("torch", "fail", said, "import torch by hand to see the whole error")
+        return
+    found = json.loads(done.stdout.splitlines()[-1])
+    devices = found["devices"]
+    detail = f"{found['version']}, " + (", ".join(devices) if devices else "no CUDA device")
+    if not devices and shutil.which("nvidia-smi"):
+        build = "this is a CPU build" if found["cuda"] is None else f"built for CUDA {found['cuda']}"
+        yield Check("torch", "warn", detail, f"a driver is here, but torch sees no device: {build}")
+    else:
+        yield Check("torch", "ok", detail)

@@ -1,0 +1,1 @@
+"""How a process reaches a Ray cluster, notices that it is gone, and reads its errors."""

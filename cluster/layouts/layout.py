@@ -1,0 +1,184 @@
+"""Which part of which tensor each rank holds: pipeline and expert parallelism say who has a tensor at all
+(`Holder`), tensor parallelism cuts it by rule, fully sharded parallelism cuts dim 0 of what is left, data parallelism
+copies. A (4, 6) weight under a `row` rule, tensor_parallel_size=2, fsdp_size=2 (rank numbers, tp fastest):
+
+    0 0 0 1 1 1
+    0 0 0 1 1 1      rank 3 (fsdp 1, tp 1): offsets (2, 3), sizes (2, 3)
+    2 2 2 3 3 3
+    2 2 2 3 3 3
+"""
+
+from __future__ import annotations
+
+from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import TYPE_CHECKING
+
+from cluster.errors import ConfigError, LayoutError, UnknownFamily
+from cluster.layouts.mesh import Layout, RankCoords
+from cluster.layouts.rules import FAMILIES, Rule, Rules
+from cluster.layouts.stages import decide_stages
+from cluster.layouts.tensor_cut import TensorCut, cut_tensor, experts_of
+from cluster.precision.quantized_rules import Part, cut_part, find_parts, find_rule, why_unnamed
+from storage.checkpoints.model_index import Tensor
+
+if TYPE_CHECKING:
+    from cluster.layouts.model_config import ModelConfig  # brings pydantic
+
+_LISTED = 20  # tensors that one message names
+
+
+@dataclass(frozen=True, slots=True)
+class Holder:
+    """The ranks that have a tensor, or a part of it, at all."""
+
+    stages: tuple[int, ...]  # of the pipeline
+    expert: int | None = None  # the only place among the experts; None: all
+
+    def has(self, coords: RankCoords) -> bool:
+        """Whether the rank there does."""
+        return coords.stage in self.stages and self.expert in (None, coords.expert)
+
+
+@dataclass(frozen=True, slots=True)
+class PlacedTensor:
+    """How a tensor is cut, and who has it."""
+
+    cut: TensorCut
+    holder: Holder
+
+
+def decide_layout(
+    tensors: Sequence[Tensor], layout: Layout, rules: Rules, config: ModelConfig | None = None
+) -> list[PlacedTensor]:
+    """Of each tensor, in order. Raises one LayoutError for all that cannot be placed."""
+    found, parts = _find_rules(tensors, layout, rules, config)
+    unnamed = [tensor.name for tensor, rule in zip(tensors, found, strict=True) if rule is None]
+    problems: list[str] = []
+    cuts: list[TensorCut] = []
+    known: dict[tuple[object, ...], TensorCut | str] = {}  # tensors alike are cut alike
+    refused: dict[tuple[object, ...], tuple[Tensor, Rule, Part | None]] = {}
+    for tensor, rule, part in zip(tensors, found, parts, strict=True):
+        if rule is None:
+            continue
+        alike = (rule, part and part.storage, tensor.dtype, tensor.shape, tensor.size_bytes)
+        cut = known.get(alike)
+        if cut is None:
+            cut = known[alike] = _cut(tensor, rule, part, layout, config)
+        if isinstance(cut, str):
+            problems.append(f"{tensor.name!r:.200}: {cut}")
+            refused.setdefault(alike, (tensor, rule, part))
+        else:
+            cuts.append(cut)
+    experts = _expert_places(tensors, found, layout, problems)
+    if unnamed or problems:
+        hint = _sizes_that_do(list(refused.values()), layout, config)
+        raise _layout_error(unnamed, problems, layout, config, hint)
+    stages = decide_stages(tensors, layout)
+    holders: dict[tuple[tuple[int, ...], int | None], Holder] = {}
+    return [
+        PlacedTensor(cut, holders.setdefault((stage, expert), Holder(stage, expert)))
+        for cut, stage, expert in zip(cuts, stages, experts, strict=True)
+    ]
+
+
+def _find_rules(
+    tensors: Sequence[Tensor], layout: Layout, rules: Rules, config: ModelConfig | None
+) -> tuple[list[Rule | None], list[Part | None]]:
+    if not layout.cuts_tensors:
+        return [Rule.REPLICATE] * len(tensors), [None] * len(tensors)
+    rule_for = rules.finder()
+    parts = find_parts(tensors, config.quantization if config is not None else None)
+    found = [find_rule(tensor.name, parts.get(number), rule_for) for number, tensor in enumerate(tensors)]
+    return [rule for rule, _ in found], [part for _, part in found]
+
+
+def _cut(tensor: Tensor, rule: Rule, part: Part | None, layout: Layout, config: ModelConfig | None) -> TensorCut | str:
+    if part is not None:
+        return cut_part(tensor, part.storage, rule, layout, config)
+    return cut_tensor(tensor, rule, layout, config)
+
+
+def _sizes_that_do(refused: list[tuple[Tensor, Rule, Part | None]], layout: Layout, config: ModelConfig | None) -> str:
+    """Which smaller tensor_parallel_size none of the refused tensors stands in the way of, as a hint."""
+    sizes = []
+    for size in range(1, layout.tensor_parallel_size):
+        if layout.tensor_parallel_size % size or not refused:
+            continue
+        try:
+            smaller = replace(layout, tensor_parallel_size=size)
+        except ConfigError:  # the experts do not fit it
+            continue
+        if not any(isinstance(_cut(*one, smaller, config), str) for one in refused):
+            sizes.append(str(size))
+    return f"these tensors can be cut with tensor_parallel_size={' or '.join(sizes)}" if sizes else ""
+
+
+def _expert_places(
+    tensors: Sequence[Tensor], rules: Sequence[Rule | None], layout: Layout, problems: list[str]
+) -> list[int | None]:
+    """For each tensor of one expert, the place among the experts that has it: neighbouring experts are together."""
+    if layout.expert_parallel_size == 1:
+        return [None] * len(tensors)
+    numbers = [
+        expert_number(tensor.name) if rule is not None and experts_of(rule) == "one" else None
+        for tensor, rule in zip(tensors, rules, strict=True)
+    ]
+    experts = max((number for number in numbers if number is not None), default=-1) + 1
+    if experts % layout.expert_parallel_size:
+        problems.append(f"{experts} experts cannot be spread over expert_parallel_size={layout.expert_parallel_size}")
+        return [None] * len(tensors)
+    if not experts and not any(rule is not None and experts_of(rule) == "all" for rule in rules):
+        problems.append(
+            f"no tensor is an expert's, so expert_parallel_size={layout.expert_parallel_size} cannot be meant"
+        )
+    share = experts // layout.expert_parallel_size
+    return [None if number is None else number // share for number in numbers]
+
+
+def expert_number(name: str) -> int | None:
+    """The last number in a dotted name: 41 of `model.layers.7.mlp.experts.41.up_proj.weight`."""
+    return next((int(part) for part in reversed(name.split(".")) if part.isdecimal() and len(part) < 8), None)
+
+
+def _layout_error(
+    unnamed: list[str], problems: list[str], layout: Layout, config: ModelConfig | None, sizes: str
+) -> LayoutError:
+    parts = []
+    hints = [sizes] if sizes else []
+    kind = LayoutError
+    why = why_unnamed(unnamed, config.quantization if config else None)
+    if unnamed:
+        names = [f"{name!r:.200}" for name in unnamed]
+        size = (
+            f"tensor_parallel_size={layout.tensor_parallel_size}"
+            if layout.tensor_parallel_size > 1
+            else f"expert_parallel_size={layout.expert_parallel_size}"
+        )
+        parts.append(f"{len(unnamed)} tensors are named by no rule for {size}: {_some(names)}")
+        parts += [why] if why else []
+        family = config.model_type if config else None
+        known = ", ".join(FAMILIES)
+        if family not in FAMILIES:
+            hints.append(f"Built-in rules exist for {known}; config.json says {family or 'nothing'}")
+            kind = UnknownFamily
+        hints.append('Name them with layout_rules={"a.pattern.*.of.names": "replicate"} or ' + ", ".join(Rule))
+    if problems:
+        parts.append(f"{len(problems)} tensors cannot be cut: {_some(problems)}")
+    if problems or why:
+        hints.append("fsdp_size and pipeline_parallel_size need no rules and take any whole-byte dtype")
+    error = kind(
+        "; ".join(parts),
+        hint=". ".join(hints),
+        unnamed=len(unnamed) or None,
+        uncuttable=len(problems) or None,
+    )
+    if kind is UnknownFamily and config is not None:
+        said = {"family": config.model_type, "text_family": config.text_model_type}
+        error.with_details(**{key: name for key, name in said.items() if name and name.isprintable()})
+    return error
+
+
+def _some(texts: list[str]) -> str:
+    more = len(texts) - _LISTED
+    return ", ".join(texts[:_LISTED]) + (f" and {more} more" if more > 0 else "")

@@ -1,0 +1,98 @@
+"""Rules for families that no table knows, from the transformers that the caller has installed.
+
+A plan is made where the store can be reached, which may be another machine; transformers need not be there. So the
+planner answers that it does not know a family, with the family's name, and it is the caller's process that looks the
+name up and asks again, with rules:
+
+    do(request) --UnknownFamily("olmo2")--> AutoConfig's class for "olmo2" --> do(request with layout_rules)
+
+Only the name comes from the store. What it leads to is a config class of the installed library and that class's plan;
+nothing is downloaded and no code of a model's repository runs.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable
+from dataclasses import replace
+from importlib.util import find_spec
+from typing import Any, TypeVar
+
+from cluster.errors import UnknownFamily
+from cluster.layouts.families.unlisted import rows_of_plan
+from cluster.layouts.rule import Rows
+from cluster.load_request import LoadRequest
+
+Answer = TypeVar("Answer")
+
+_NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")
+
+
+def with_live_rules(request: LoadRequest, do: Callable[[LoadRequest], Answer]) -> Answer:
+    """`do(request)`; if its model is of an unknown family, again with the rules that transformers has for it.
+
+    Raises what `do` raises; UnknownFamily says in its hint what was looked for.
+    """
+    try:
+        return do(request)
+    except UnknownFamily as error:
+        family, text_family = (str(error.details.get(key) or "") for key in ("family", "text_family"))
+        if find_spec("transformers") is None:
+            raise _with_hint(
+                error, "its rules are read from transformers where that is installed: pip install transformers"
+            ) from None
+        try:
+            rows = live_rows(family, text_family)
+        except Exception as problem:  # whatever an import of a library may raise
+            hint = f"transformers is installed, but its plan cannot be read ({type(problem).__name__}: {problem})"
+            raise _with_hint(error, hint) from problem
+        if not rows:
+            raise _with_hint(error, f"transformers {_version()} has no tensor-parallel plan for it") from None
+        own = request.layout_rules or {}
+        more = {pattern: str(rule) for pattern, rule in rows if pattern not in own}
+        again = replace(request, layout_rules={**own, **more})
+    try:
+        return do(again)
+    except UnknownFamily as error:
+        raise _with_hint(
+            error, f"the plan of transformers {_version()} for it was used; it does not name these"
+        ) from None
+
+
+def live_rows(family: str, text_family: str = "") -> Rows:
+    """Rules for a model type, from transformers; none where it has no plan. Needs transformers, not torch."""
+    config = _config_class(family)
+    nested = _config_class(text_family) or _part_of(config, "text_config")
+    # Of a multimodal model the language model has the plan.
+    return _rows_of_class(nested, nested=True) or _rows_of_class(config, nested=False)
+
+
+def _config_class(family: str) -> Any:
+    """The class in the library for a model type; None when there is none."""
+    from transformers.models.auto.configuration_auto import CONFIG_MAPPING
+
+    return CONFIG_MAPPING[family] if _NAME.fullmatch(family) and family in CONFIG_MAPPING else None
+
+
+def _part_of(config: Any, name: str) -> Any:
+    """The class of a part of a multimodal config; transformers has had two names for the table of them."""
+    for table in ("sub_configs_defaults", "sub_configs"):
+        parts = getattr(config, table, None)
+        if isinstance(parts, dict) and name in parts:
+            return parts[name]
+    return None
+
+
+def _rows_of_class(config: Any, *, nested: bool) -> Rows:
+    plan, expert_plan = (getattr(config, f"base_model_{kind}_plan", None) or {} for kind in ("tp", "ep"))
+    return rows_of_plan(plan, expert_plan, nested=nested) if plan else ()
+
+
+def _with_hint(error: UnknownFamily, hint: str) -> UnknownFamily:
+    return UnknownFamily(error.message, hint=f"{hint}. {error.hint}", **error.details)
+
+
+def _version() -> str:
+    from importlib.metadata import version
+
+    return version("transformers")

@@ -1,0 +1,145 @@
+"""Which way tensor parallelism cuts each tensor, as data: patterns of names, each with a rule.
+
+A pattern is a dotted tensor name. In it `*` stands for any characters of one part and `**`, as a whole part,
+for any number of parts: `model.layers.*.mlp.up_proj.weight`, `**.norm.weight`. The first pattern that matches
+decides.
+
+The tables of the model families are in `cluster.layouts.families`.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from functools import lru_cache
+from typing import TYPE_CHECKING
+
+from cluster.errors import ConfigError
+from cluster.layouts.families import TABLES
+from cluster.layouts.families.unlisted import nested_rows
+from cluster.layouts.rule import Rows
+from cluster.layouts.rule import Rule as Rule
+
+if TYPE_CHECKING:
+    from cluster.layouts.model_config import ModelConfig  # brings pydantic
+
+MAX_RULES = 1000  # of one request
+MAX_PATTERN_CHARS = 256
+
+
+@dataclass(frozen=True, slots=True)
+class Rules:
+    """Patterns in order of precedence, each with its rule. Empty rules name no tensor."""
+
+    entries: Rows = ()
+
+    def rule_for(self, name: str) -> Rule | None:
+        """The rule of the first pattern that matches the whole name, or None."""
+        return self.finder()(name)
+
+    def finder(self) -> Callable[[str], Rule | None]:
+        """`rule_for` for many names: compiled once, and names that differ in their numbers only are looked up once."""
+        if not self.entries:
+            return lambda name: None
+        pattern = _compile_all(self.entries)
+        # Where no pattern asks for a number, one number matches whatever another does: layer 7, expert 41 is looked up
+        # as layer 0, expert 0. Large models have 100,000 names and a dozen of these.
+        numbers_alike = not any(_ASKS_FOR_NUMBER.search(pattern) for pattern, _ in self.entries)
+        found: dict[str, Rule | None] = {}
+
+        def find(name: str) -> Rule | None:
+            name = _NUMBER.sub("0", name) if numbers_alike else name
+            if name not in found:
+                match = pattern.fullmatch(name)
+                found[name] = self.entries[match.lastindex - 1][1] if match and match.lastindex else None
+            return found[name]
+
+        return find
+
+    def then(self, other: Rules) -> Rules:
+        """These rules, and `other` for the names that these do not match."""
+        return Rules(self.entries + other.entries)
+
+    def as_dict(self) -> dict[str, str]:
+        """Plain data that `parse_rules` reads back; a pattern's first rule is the one that counts."""
+        plain: dict[str, str] = {}
+        for pattern, rule in self.entries:
+            plain.setdefault(pattern, str(rule))
+        return plain
+
+
+def parse_rules(data: object) -> Rules:
+    """Rules from a mapping of pattern to rule name. Raises ConfigError listing all problems."""
+    if data is None:
+        return Rules()
+    if not isinstance(data, Mapping):
+        raise ConfigError(f"layout_rules must map patterns to rules, not be a {type(data).__name__}", hint=_HINT)
+    if len(data) > MAX_RULES:
+        raise ConfigError(f"layout_rules has {len(data)} entries, more than {MAX_RULES}", hint=_HINT)
+    problems = []
+    entries = []
+    for pattern, rule in data.items():
+        if problem := _pattern_problem(pattern):
+            problems.append(problem)
+        elif not isinstance(rule, str) or rule not in set(Rule):
+            problems.append(f"{pattern!r}: no rule is called {rule!r:.40}")
+        else:
+            entries.append((str(pattern), Rule(rule)))
+    if problems:
+        raise ConfigError("bad layout_rules: " + "; ".join(problems[:20]), hint=_HINT, problems=len(problems))
+    return Rules(tuple(entries))
+
+
+def rules_for(config: ModelConfig | None, own: Rules | Mapping[str, str] | None = None) -> Rules:
+    """The user's own rules (a mapping is parsed), then those of the model's family when it is one we know.
+
+    Of a multimodal family that we do not know it may be the language model's. Raises ConfigError for a mapping that
+    holds no rules.
+    """
+    family = None
+    if config is not None:
+        family = FAMILIES.get(config.model_type or "") or _NESTED.get(config.text_model_type or "")
+    return (own if isinstance(own, Rules) else parse_rules(own)).then(family or Rules())
+
+
+_HINT = f"Rules: {', '.join(Rule)}; a pattern may hold one * per part of the name and one part that is **"
+
+
+def _pattern_problem(pattern: object) -> str | None:
+    # One wildcard per part and one ** keep matching quadratic at worst, whatever names a bucket holds.
+    if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_PATTERN_CHARS:
+        return f"{pattern!r:.60} is not a pattern of 1 to {MAX_PATTERN_CHARS} characters"
+    parts = pattern.split(".")
+    if parts.count("**") > 1 or any(part.count("*") > 1 for part in parts if part != "**"):
+        return f"{pattern!r} has more wildcards than one per part and one **"
+    return None
+
+
+def _to_regex(pattern: str) -> str:
+    parts = pattern.split(".")
+    if "**" not in parts:
+        return r"\.".join(_part_regex(part) for part in parts)
+    at = parts.index("**")
+    before, after = (r"\.".join(map(_part_regex, side)) for side in (parts[:at], parts[at + 1 :]))
+    if not after:
+        return (before + r"(?:\.[^.]*)*") if before else r".*"
+    return (before + r"\." if before else "") + r"(?:[^.]*\.)*" + after
+
+
+def _part_regex(part: str) -> str:
+    return re.escape(part).replace(r"\*", "[^.]*")
+
+
+_NUMBER = re.compile(r"(?<![^.])[0-9]+(?![^.])")  # a whole part of a name
+_ASKS_FOR_NUMBER = re.compile(r"(?<![^.])[*]?[0-9]+[*]?[0-9]*(?![^.])")  # 7, 7*, *7, 7*7; w1 and fc* do not
+
+
+@lru_cache(maxsize=64)
+def _compile_all(entries: Rows) -> re.Pattern[str]:
+    return re.compile("|".join(f"({_to_regex(pattern)})" for pattern, _ in entries), re.DOTALL)
+
+
+# `model_type` of config.json -> rules.
+FAMILIES: Mapping[str, Rules] = {family: Rules(rows) for family, rows in TABLES.items()}
+_NESTED: Mapping[str, Rules] = {family: Rules(nested_rows(rows)) for family, rows in TABLES.items()}

@@ -1,0 +1,290 @@
+"""How the tensors of a quantised module lie along its weight, format by format. Pure.
+
+A weight (out, in) that is quantised is stored as several tensors, each with dimensions of its own:
+
+    GPTQ, 4 bits, groups of 128     qweight (in/8, out)    qzeros (in/128, out/8)    scales (in/128, out)    g_idx (in)
+    AWQ, the same                   qweight (in, out/8)    qzeros (in/128, out/8)    scales (in/128, out)
+    fp8 in blocks of 128 x 128      weight (out, in)       weight_scale_inv (out/128, in/128)
+    compressed-tensors, the same    weight_packed (out, in/8)    weight_scale (out, in/128)
+      as GPTQ                       weight_zero_point (out/8, in/128)    weight_shape (2)    weight_g_idx (in)
+
+An `Axis` says which dimension of the weight one stored dimension goes along, and how many of its indices share so many
+stored ones. Bits and sizes of groups are read off the shapes where they can be: config.json may set them per module.
+"""
+
+from __future__ import annotations
+
+import math
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+from typing import TYPE_CHECKING
+
+from cluster.layouts.box import element_bits
+from storage.checkpoints.model_index import Tensor
+
+if TYPE_CHECKING:
+    from cluster.precision.quantization_config import QuantizationConfig, WeightScheme  # brings pydantic
+
+Shape = tuple[int, ...]
+Module = Mapping[str, Tensor]  # the tensors of one module, by the end of their name
+
+
+@dataclass(frozen=True, slots=True)
+class Axis:
+    """`stored` indices of a stored dimension for each `values` along dimension `dim` of the weight."""
+
+    dim: int
+    values: int = 1
+    stored: int = 1
+    unit: str = ""  # what those are, for messages
+
+
+@dataclass(frozen=True, slots=True)
+class Storage:
+    """How one tensor lies along the weight that it belongs to."""
+
+    weight: Shape  # unpacked: (out, in), experts before it when they are stacked
+    axes: tuple[Axis | None, ...]  # of each stored dimension; None: whole, however the weight is cut
+
+
+Laid = dict[str, Storage | str]  # by the end of the name; str: why it cannot be told
+_OUT, _IN = 0, 1
+_BITS = (4, 8, 2, 3, 5, 6, 7)
+# Names of tensors after those of their module, and after those of their weight.
+OF_MODULE = ("qweight", "qzeros", "scales", "g_idx")
+PER_TENSOR = ("_global_scale", "_scale_2", "_input_scale", "_activation_scale")
+OF_WEIGHT = ("_packed", "_scale", "_scale_inv", "_zero_point", "_shape", "_g_idx", *PER_TENSOR)
+OF_ACTIVATIONS = (
+    *(f".{side}_{what}" for side in ("input", "output") for what in ("scale", "zero_point", "global_scale")),
+    *(".activation_scale", ".act_scale", ".input_scale_ub", ".kv_scale"),
+    *(f".{one}_{what}" for one in ("q", "k", "v") for what in ("scale", "zero_point", "global_scale")),
+)
+
+
+def lay_gptq(module: Module, config: QuantizationConfig) -> Laid:
+    """qweight, qzeros, scales, g_idx: packed along the inputs.
+
+    With activation order (desc_act) any input may be of any group, so scales and zeros stay whole along the groups and
+    g_idx counts the groups of the whole weight: as vLLM has it.
+    """
+    if problem := _missing(module, ("scales", "qzeros")):
+        return problem
+    qweight, qzeros, scales = (module[name] for name in ("qweight", "qzeros", "scales"))
+    g_idx = module.get("g_idx")
+    if {len(qweight.shape), len(qzeros.shape), len(scales.shape)} != {2} or (g_idx and len(g_idx.shape) != 1):
+        return _misfit(module, "GPTQ")
+    word = _word_bits(qweight)
+    (words, outputs), (groups, zero_words) = qweight.shape, qzeros.shape
+    for bits in dict.fromkeys((config.bits or _BITS[0], *_BITS)):
+        inputs, rest = divmod(words * word, bits)
+        group = _group_size(inputs, groups, config.group_size)
+        if (
+            not rest
+            and group is not None
+            and zero_words == _words(outputs, bits, word)
+            and scales.shape == (groups, outputs)
+            and (g_idx is None or g_idx.shape == (inputs,))
+        ):
+            break
+    else:
+        return _misfit(module, "GPTQ")
+    weight = (outputs, inputs)
+    rows = None if config.desc_act else group
+    laid: Laid = {
+        "qweight": Storage(weight, (_packed(_IN, bits, word), Axis(_OUT))),
+        "qzeros": Storage(weight, (_grouped(_IN, rows), _packed(_OUT, bits, word))),
+        "scales": Storage(weight, (_grouped(_IN, rows), Axis(_OUT))),
+    }
+    return laid | {"g_idx": Storage(weight, (Axis(_IN),))}
+
+
+def lay_awq(module: Module, config: QuantizationConfig) -> Laid:
+    """qweight, qzeros, scales: packed along the outputs, whose order within a word is the format's own."""
+    if problem := _missing(module, ("scales", "qzeros") if config.zero_point else ("scales",)):
+        return problem
+    qweight, qzeros, scales = module["qweight"], module.get("qzeros"), module["scales"]
+    if len(qweight.shape) != 2 or len(scales.shape) != 2:
+        return _misfit(module, "AWQ")
+    word = _word_bits(qweight)
+    (inputs, words), (groups, outputs) = qweight.shape, scales.shape
+    group = _group_size(inputs, groups, config.group_size)
+    bits, rest = divmod(words * word, outputs) if outputs else (0, 0)
+    if rest or not 1 <= bits <= 8 or group is None or (qzeros and qzeros.shape != (groups, words)):
+        return _misfit(module, "AWQ")
+    weight = (outputs, inputs)
+    rows = _grouped(_IN, group)
+    return {
+        "qweight": Storage(weight, (Axis(_IN), _packed(_OUT, bits, word))),
+        "qzeros": Storage(weight, (rows, _packed(_OUT, bits, word))),
+        "scales": Storage(weight, (rows, Axis(_OUT))),
+    }
+
+
+def lay_scaled(module: Module, config: QuantizationConfig) -> Laid:
+    """The weight itself ("", or "_packed" in words along the inputs) and what is next to it, named after it."""
+    packed = module.get("_packed")
+    laid: Laid = {}
+    bits = 0
+    if packed is not None:
+        found = _unpack_shape(module, config.schemes)
+        if isinstance(found, str):
+            return _blame("_packed", module, found)
+        weight, bits = found
+        lead = tuple(map(Axis, range(len(weight) - 1)))
+        laid["_packed"] = Storage(weight, (*lead, _packed(len(weight) - 1, bits, _word_bits(packed))))
+    elif "" in module:
+        weight = module[""].shape
+    else:
+        return _lay_activations(module, ())
+    if "_scale" not in module and "_scale_inv" not in module:
+        end = "" if packed is None else "_packed"
+        if packed is not None or (module[end].dtype in _QUANTISED and len(weight) > 1):
+            laid[end] = f"it is quantised ({module[end].dtype}), but there is no scale next to it"
+    units = [config.weight_block_size] if config.weight_block_size else [one.units for one in config.schemes]
+    for end, tensor in module.items():
+        if end in ("_scale", "_scale_inv", "_zero_point"):
+            in_words = bits if packed is not None and end == "_zero_point" and tensor.dtype == packed.dtype else 0
+            laid[end] = _lay_scale(tensor, weight, units, in_words, "_g_idx" in module)
+        elif end == "_g_idx":
+            lead = tuple(map(Axis, range(len(tensor.shape) - 1)))
+            fits = (*weight[: len(lead)], *weight[-1:]) == tensor.shape
+            laid[end] = Storage(weight, (*lead, Axis(len(weight) - 1))) if fits else _no_fit(tensor, weight)
+        elif end == "_shape":
+            laid[end] = Storage(weight, (None,) * len(tensor.shape))
+    return laid | _lay_activations(module, weight)
+
+
+def _lay_activations(module: Module, weight: Shape) -> Laid:
+    """Scales of a whole tensor, or of each expert: of activations, and second ones."""
+    laid: Laid = {}
+    for end, tensor in module.items():
+        if not end or (end.startswith("_") and end not in PER_TENSOR):
+            continue
+        experts = tensor.shape[:1] if len(weight) > 2 and tensor.shape[:1] == weight[:1] else ()
+        if math.prod(tensor.shape) == math.prod(experts):
+            axes = (Axis(0), *[None] * (len(tensor.shape) - 1)) if experts else (None,) * len(tensor.shape)
+            laid[end] = Storage(weight, axes)
+        else:
+            laid[end] = f"shape {tensor.shape}, where one number for the whole tensor was expected"
+    return laid
+
+
+_QUANTISED = ("I8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+
+
+def _lay_scale(
+    tensor: Tensor, weight: Shape, units: Sequence[tuple[int, int]], packed_bits: int, any_order: bool
+) -> Storage | str:
+    """`packed_bits`: of the zero points of a packed weight, which are packed too, but along the outputs."""
+    shape, out = tensor.shape, len(weight) - 2
+    if packed_bits:
+        word = _word_bits(tensor)
+        if len(shape) != len(weight) or shape[out] != _words(weight[out], packed_bits, word):
+            return _no_fit(tensor, weight)
+        shape = (*shape[:out], weight[out], shape[-1])
+    found = [axes for unit in units if (axes := _along(shape, weight, unit)) is not None]
+    if not found:
+        axes = _along(shape, weight, (0, 0))
+        if axes is None:
+            return _no_fit(tensor, weight)
+        found = [axes]
+    # Whole groups are likelier than a last one that is cut short.
+    axes = min(found, key=lambda axes: sum(axis is not None and weight[axis.dim] % axis.values != 0 for axis in axes))
+    if packed_bits:
+        axes = (*axes[:out], _packed(out, packed_bits, word), axes[-1])
+    if any_order:
+        axes = tuple(None if axis is not None and axis.dim == len(weight) - 1 else axis for axis in axes)
+    return Storage(weight, axes)
+
+
+def _along(shape: Shape, weight: Shape, units: tuple[int, int]) -> tuple[Axis | None, ...] | None:
+    """Dimension by dimension: one for each index, one for each unit, or one for all."""
+    if len(shape) > len(weight):
+        return (None,) * len(shape) if math.prod(shape) == 1 else None
+    axes: list[Axis | None] = []
+    for dim, (count, size) in enumerate(zip(shape, weight, strict=False)):
+        place = dim - (len(weight) - 2)
+        unit = units[place] if len(shape) == len(weight) and place >= 0 else 0
+        if unit > 1 and count == -(-size // unit):
+            axes.append(Axis(dim, unit, 1, "blocks" if min(units) > 1 else "groups"))
+        elif count == size:
+            axes.append(Axis(dim))
+        elif count == 1:
+            axes.append(None)
+        else:
+            return None
+    return tuple(axes)
+
+
+def _unpack_shape(module: Module, schemes: Sequence[WeightScheme]) -> tuple[Shape, int] | str:
+    """Shape of the weight in `_packed`, and its bits. The last word of a row may hold less than fits into it."""
+    packed, scale, g_idx = module["_packed"], module.get("_scale"), module.get("_g_idx")
+    if len(packed.shape) < 2:
+        return f"shape {packed.shape}, where a packed weight was expected"
+    word = _word_bits(packed)
+    words = packed.shape[-1]
+    found = set()
+    for scheme in schemes:
+        bits, group = scheme.num_bits, scheme.units[1]
+        most = words * word // bits
+        if g_idx is not None and g_idx.shape:
+            most = min(most, g_idx.shape[-1])
+        if group > 1 and scale is not None and scale.shape:
+            groups = scale.shape[-1]
+            inputs = groups * group if groups * group <= most else most
+            fits = -(-inputs // group) == groups
+        else:
+            inputs = most
+            fits = scale is None or not scale.shape or scale.shape[-1] == 1
+        if fits and _words(inputs, bits, word) == words:
+            found.add(((*packed.shape[:-1], inputs), bits))
+    if len(found) == 1:
+        return found.pop()
+    if not found:
+        return f"shape {packed.shape} fits none of the config_groups in config.json, given its scale"
+    return "the config_groups in config.json leave open how many bits its values have"
+
+
+def _packed(dim: int, bits: int, word: int) -> Axis:
+    common = math.gcd(bits, word)
+    return Axis(dim, word // common, bits // common, "packed words")
+
+
+def _grouped(dim: int, group: int | None) -> Axis | None:
+    return Axis(dim, group, 1, "groups") if group else None
+
+
+def _group_size(inputs: int, groups: int, said: int | None) -> int | None:
+    """Inputs of one group; 0: there is one for all, None: nothing fits."""
+    if said is not None and said > 0 and groups == -(-inputs // said):
+        return said
+    if groups == 1:
+        return 0
+    return inputs // groups if groups and inputs % groups == 0 else None
+
+
+def _words(values: int, bits: int, word: int) -> int:
+    return -(-values * bits // word)
+
+
+def _word_bits(tensor: Tensor) -> int:
+    return element_bits(tensor.shape, tensor.size_bytes) or 8
+
+
+def _missing(module: Module, needed: Sequence[str]) -> Laid | None:
+    lacking = [name for name in needed if name not in module]
+    return _blame("qweight", module, f"next to it there is no {' and no '.join(lacking)}") if lacking else None
+
+
+def _misfit(module: Module, name: str) -> Laid:
+    shapes = ", ".join(f"{end} {tensor.shape}" for end, tensor in module.items())
+    return _blame("qweight", module, f"the shapes of its module are not those of {name}: {shapes}")
+
+
+def _blame(end: str, module: Module, problem: str) -> Laid:
+    """Of the tensors of a module one is named."""
+    return {**{other: Storage((), (None,) * len(tensor.shape)) for other, tensor in module.items()}, end: problem}
+
+
+def _no_fit(tensor: Tensor, weight: Shape) -> str:
+    return f"shape {tensor.shape} does not fit its weight, {weight}, in the groups or blocks that config.json says"

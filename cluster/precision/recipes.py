@@ -1,0 +1,249 @@
+"""What a tensor becomes on its way in: a cast, or a quantised weight with its scales. Decisions only.
+
+    Precision --decide_recipes--> Recipe of each tensor (None: as it is stored)
+    Recipe + Region --> outputs: the tensors that the rank holds instead      x.weight -> x.weight, x.weight_scale
+                    --> reads: what it must read for them                     row cut, scale per row: whole rows
+
+Names, packing and numerics are those of compressed-tensors, which vLLM, SGLang and transformers read. A scale is a
+function of the stored tensor alone, never of how it was cut, so any number of ranks comes to the same bytes.
+"""
+
+from __future__ import annotations
+
+import re
+from collections.abc import Callable, Sequence
+from dataclasses import dataclass
+
+from cluster.errors import ConfigError
+from cluster.layouts.region import Range, Region, whole
+from cluster.layouts.rules import parse_rules
+from cluster.precision.quantized_tensors import OF_ACTIVATIONS
+from storage.checkpoints.dtypes import DTYPE_BITS
+from storage.checkpoints.model_index import Tensor
+
+GROUP = 128  # weights of a row that share a scale, with int4
+DEFAULT = "default"  # among the patterns to skip: those of the field, see SKIPPED_PARTS
+_DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
+DTYPES = ("auto", *_DTYPES)
+
+
+@dataclass(frozen=True, slots=True)
+class Scheme:
+    """A kind of quantisation."""
+
+    bits: int
+    scale: str  # what shares one: "channel" (a row), "tensor" (a matrix), "group" (GROUP weights of a row)
+    packed: bool  # whole numbers, offset to be positive, side by side in 32-bit words
+    unit: int  # of a row: a cut falls between so many weights
+
+
+SCHEMES = {
+    "fp8": Scheme(8, "channel", packed=False, unit=1),
+    "fp8_tensor": Scheme(8, "tensor", packed=False, unit=1),
+    "int8": Scheme(8, "channel", packed=True, unit=4),
+    "int4": Scheme(4, "group", packed=True, unit=GROUP),
+}
+QUANTIZATIONS = ("", *SCHEMES)
+
+# A tensor below any module of these names stays as it is: embeddings, heads, routers, towers of other inputs.
+SKIPPED_PARTS = frozenset(
+    (
+        *("embed_tokens", "embed_tokens_per_layer", "embed_in", "embed_positions", "embeddings", "word_embeddings"),
+        *("tok_embeddings", "wte", "wpe", "patch_embed", "patch_embedding", "pos_embed", "position_embedding"),
+        *("lm_head", "embed_out", "score", "classifier"),
+        *("gate", "router", "shared_expert_gate"),
+        *("visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector"),
+    )
+)
+_EXACT = ("e_score_correction_bias", "inv_freq")  # computed with in float32, whatever the model is cast to
+_FLOATS = ("BF16", "F16", "F32", "F64")
+_SMALL_FLOATS = ("F8_E4M3", "F8_E5M2")
+# Tensors that only a quantised checkpoint has.
+_QUANTISED = re.compile(
+    r"(?:^|.*[._])(?:qweight|qzeros|scales|g_idx|absmax|quant_map|SCB|"
+    r"(?:weight|input|proj)_(?:scale|scale_inv|scales|packed|blocks|zero_point|shape|global_scale|g_idx))\Z",
+    re.DOTALL,
+)
+
+
+@dataclass(frozen=True, slots=True)
+class Precision:
+    """What was asked for. Raises ConfigError for what cannot be meant.
+
+    `skip`: patterns (as in layout rules) of tensors that are not quantised; DEFAULT stands for what the field skips.
+    """
+
+    dtype: str = "auto"  # of all floating-point tensors that are not quantised; auto: as stored
+    quantization: str = ""  # a key of SCHEMES
+    skip: tuple[str, ...] = (DEFAULT,)
+
+    def __post_init__(self) -> None:
+        if self.dtype not in DTYPES:
+            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r:.40}")
+        if self.quantization not in QUANTIZATIONS:
+            raise ConfigError(
+                f"quantization must be one of {', '.join(SCHEMES)}, not {self.quantization!r:.40}",
+                hint="bitsandbytes' nf4 is not offered: int4 is as small" if self.quantization == "nf4" else "",
+            )
+        if self.quantization and self.dtype == "float32":
+            raise ConfigError(
+                f"quantization={self.quantization!r} and dtype='float32' contradict each other",
+                hint="what is not quantised is computed with in bfloat16 or float16: leave dtype away, or name one",
+            )
+        if not self.quantization and self.skip != (DEFAULT,):
+            raise ConfigError("skip_quantization says what is not quantised, but there is no quantization")
+        parse_rules({pattern: "replicate" for pattern in self.skip})
+
+    def __str__(self) -> str:
+        named = [self.quantization, self.dtype if self.dtype != "auto" else ""]
+        return ", ".join(filter(None, named)) or "as stored"
+
+
+@dataclass(frozen=True, slots=True)
+class Recipe:
+    """How one stored tensor is converted."""
+
+    dtype: str  # safetensors name: cast to, or what it is computed in
+    scheme: str = ""  # a key of SCHEMES; "": only cast
+
+
+@dataclass(frozen=True, slots=True)
+class Output:
+    """A tensor that a stored one becomes, and what of it a rank holds."""
+
+    suffix: str  # of the stored tensor's name
+    dtype: str
+    shape: tuple[int, ...]  # of all of it
+    region: Region
+
+    @property
+    def size_bytes(self) -> int:
+        """Of what the rank holds."""
+        return region_bytes(self.region, self.dtype)
+
+
+def region_bytes(region: Region, dtype: str) -> int:
+    """Bytes of a rank's tensor of whole-byte elements, padding included."""
+    count = 1
+    for size in region.sizes:
+        count *= size
+    return count * DTYPE_BITS[dtype] // 8
+
+
+def make_precision(dtype: str, quantization: str | None, skip: Sequence[str] | None) -> Precision:
+    """From the arguments of a verb; None: the default. Raises ConfigError."""
+    if isinstance(skip, str | bytes):
+        raise ConfigError("skip_quantization is a list of patterns, not one text")
+    return Precision(dtype, quantization or "", (DEFAULT,) if skip is None else tuple(skip))
+
+
+def decide_recipes(tensors: Sequence[Tensor], precision: Precision) -> list[Recipe | None]:
+    """Of each tensor, in order. Raises ConfigError for a quantisation that the model has already, or has no use for."""
+    if precision == Precision():
+        return [None] * len(tensors)
+    quantised = next((tensor for tensor in tensors if _QUANTISED.match(tensor.name)), None)
+    if precision.quantization:
+        quantised = quantised or next((tensor for tensor in tensors if tensor.dtype not in _PLAIN), None)
+        if quantised is not None:
+            raise ConfigError(
+                f"the model is quantised already: it has {quantised.name!r:.200} ({quantised.dtype})",
+                hint="load it without quantization, as it is",
+            )
+    target = _DTYPES.get(precision.dtype)
+    is_skipped = _skipper(precision.skip)
+    found: list[Recipe | None] = []
+    for tensor in tensors:
+        if precision.quantization and is_weight(tensor, precision.quantization) and not is_skipped(tensor.name):
+            computed = tensor.dtype if tensor.dtype in _DTYPES.values() else "F32"
+            found.append(Recipe(target or computed, precision.quantization))
+        elif target and tensor.dtype != target and _is_cast(tensor, target, quantised is not None):
+            found.append(Recipe(target))
+        else:
+            found.append(None)
+    if precision.quantization and not any(recipe is not None and recipe.scheme for recipe in found):
+        raise ConfigError(
+            f"quantization={precision.quantization!r} finds no weight that it could quantise",
+            hint=f"it takes matrices called *.weight, and experts; int4 those with rows of a multiple of {GROUP}; "
+            "skip_quantization may leave none",
+        )
+    return found
+
+
+def is_weight(tensor: Tensor, scheme: str) -> bool:
+    """Whether it is the matrix of a linear layer, or of experts, that the scheme can quantise."""
+    shape, parts = tensor.shape, tensor.name.split(".")
+    if tensor.dtype not in _FLOATS or 0 in shape:
+        return False
+    linear = len(shape) == 2 and parts[-1] == "weight"
+    experts = len(shape) == 3 and "experts" in parts and not parts[-1].endswith("bias")
+    return (linear or experts) and (SCHEMES[scheme].scale != "group" or shape[-1] % GROUP == 0)
+
+
+def read_region(recipe: Recipe | None, shape: tuple[int, ...], region: Region) -> Region:
+    """What a rank must read to have `region` converted: what its scales depend on."""
+    if recipe is None or not recipe.scheme or SCHEMES[recipe.scheme].scale == "group":
+        return region
+    rows = ((0, shape[-1]),)
+    if SCHEMES[recipe.scheme].scale == "channel":
+        return Region((*region.ranges[:-1], rows), region.padding)
+    return whole(shape) if len(shape) == 2 else Region((region.ranges[0], ((0, shape[1]),), rows))
+
+
+def outputs_of(recipe: Recipe | None, dtype: str, shape: tuple[int, ...], region: Region) -> tuple[Output, ...]:
+    """The tensors that a rank holds of a stored one of that dtype and shape, of which it holds `region`."""
+    if recipe is None or not recipe.scheme:
+        return (Output("", recipe.dtype if recipe else dtype, shape, region),)
+    scheme = SCHEMES[recipe.scheme]
+    outer, columns, held = shape[:-1], shape[-1], region.ranges
+    if scheme.scale == "channel":
+        scale = Output("_scale", recipe.dtype, (*outer, 1), Region((*held[:-1], ((0, 1),)), region.padding))
+    elif scheme.scale == "group":
+        groups = _scaled(held[-1], GROUP)
+        scale = Output("_scale", recipe.dtype, (*outer, columns // GROUP), Region((*held[:-1], groups), region.padding))
+    elif len(shape) == 2:
+        scale = Output("_scale", recipe.dtype, (1,), whole((1,)))
+    else:  # a scale for each expert
+        scale = Output("_scale", recipe.dtype, (shape[0], 1, 1), Region((held[0], ((0, 1),), ((0, 1),))))
+    if not scheme.packed:
+        return Output("", "F8_E4M3", shape, region), scale
+    weights = 32 // scheme.bits  # of one word
+    packed = Region((*held[:-1], _scaled(held[-1], weights)), region.padding)
+    return (
+        Output("_packed", "I32", (*outer, -(-columns // weights)), packed),
+        scale,
+        Output("_shape", "I64", (len(shape),), whole((len(shape),))),
+    )
+
+
+def cut_problem(recipe: Recipe | None, shape: tuple[int, ...], region: Region) -> str | None:
+    """Why the region of a rank cannot be converted on its own."""
+    if recipe is None or not recipe.scheme:
+        return None
+    unit = SCHEMES[recipe.scheme].unit
+    bounds = sorted(bound for one in region.ranges[-1] for bound in one if bound % unit and bound != shape[-1])
+    if not bounds:
+        return None
+    return f"{recipe.scheme} keeps {unit} weights of a row together, and rows of {shape[-1]} are cut at {bounds[0]}"
+
+
+_PLAIN = {name for name, bits in DTYPE_BITS.items() if name in _FLOATS or name[0] in "BCIU"}
+
+
+def _is_cast(tensor: Tensor, target: str, quantised: bool) -> bool:
+    """A quantised checkpoint's small floats are meaningless without their scales, which stay as they are too."""
+    scale = _QUANTISED.match(tensor.name) or tensor.name.endswith(OF_ACTIVATIONS)
+    if quantised and (tensor.dtype in _SMALL_FLOATS or scale):
+        return False
+    if target != "F32" and tensor.name.rpartition(".")[2] in _EXACT:
+        return False
+    return tensor.dtype in _FLOATS or tensor.dtype in _SMALL_FLOATS
+
+
+def _skipper(patterns: Sequence[str]) -> Callable[[str], bool]:
+    find = parse_rules({pattern: "replicate" for pattern in patterns if pattern != DEFAULT}).finder()
+    usual = SKIPPED_PARTS if DEFAULT in patterns else frozenset()
+    return lambda name: find(name) is not None or not usual.isdisjoint(name.split("."))
+
+
+def _scaled(ranges: tuple[Range, ...], by: int) -> tuple[Range, ...]:
+    return tuple((start // by, -(-end // by)) for start, end in ranges)

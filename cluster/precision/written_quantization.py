@@ -1,0 +1,60 @@
+"""How a model that was quantised on its way in would say so: `quantization_config` of its config.json. Pure.
+
+In the form of compressed-tensors, from which vLLM, SGLang and transformers build the layers that hold such weights.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from typing import Any
+
+import numpy as np
+
+from cluster.plans.cut_model import CutModel
+from cluster.precision.recipes import GROUP, SCHEMES
+
+# The inputs of fp8 layers are quantised as they come, a scale for each token: kernels multiply fp8 by fp8.
+_TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
+
+
+def quantization_config(cut: CutModel) -> dict[str, Any] | None:
+    """For config.json; None when nothing is quantised. `ignore` names every other matrix."""
+    schemes = [kind.recipe.scheme if kind.recipe else "" for kind in cut.kinds]
+    used = next(filter(None, schemes), "")
+    if not used:
+        return None
+    scheme = SCHEMES[used]
+    form = "pack-quantized" if scheme.packed else "float-quantized"
+    left = [not of and len(kind.shape) == 2 for kind, of in zip(cut.kinds, schemes, strict=True)]
+    names = (name for name, kind in zip(cut.names, cut.kind.tolist(), strict=True) if left[kind])
+    group = {
+        "targets": ["Linear"],
+        "weights": {
+            "num_bits": scheme.bits,
+            "type": "int" if scheme.packed else "float",
+            "strategy": scheme.scale,
+            "group_size": GROUP if scheme.scale == "group" else None,
+            "symmetric": True,
+            "dynamic": False,
+        },
+        "input_activations": None if scheme.packed else dict(_TOKENS),
+        "output_activations": None,
+        "format": form,
+    }
+    return {
+        "quant_method": "compressed-tensors",
+        "format": form,
+        "quantization_status": "compressed",
+        "config_groups": {"group_0": group},
+        "ignore": [name.removesuffix(".weight") for name in names if name.endswith(".weight")],
+        "kv_cache_scheme": None,
+    }
+
+
+def precision_of(cut: CutModel) -> str:
+    """What tensors become, for people: "cast to BF16: 3 tensors, int4: 224 tensors"."""
+    counts = Counter[str]()
+    for kind, count in zip(cut.kinds, np.bincount(cut.kind, minlength=len(cut.kinds)).tolist(), strict=True):
+        if kind.recipe is not None:
+            counts[kind.recipe.scheme or f"cast to {kind.recipe.dtype}"] += count
+    return ", ".join(f"{what}: {count} tensors" for what, count in sorted(counts.items())) or "as stored"

@@ -1,0 +1,1 @@
+"""What a load would do, shown before it does: `cluster.plan()` and `longshore plan`."""

@@ -1,0 +1,260 @@
+"""`cluster.plan`: what a load would put where, and whether it fits. In this process; needs neither a cluster nor a GPU.
+
+manifest, headers, or config.json alone --> index --> plan of the request --weighed on devices--> what fits
+                                                                         --rates--> expected time
+"""
+
+from __future__ import annotations
+
+import os
+import time
+from collections.abc import Sequence
+from contextlib import closing
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+from cluster.async_twins import in_thread
+from cluster.config import Config
+from cluster.device_map.options import GivenMap, GivenMemory
+from cluster.errors import ConfigError, LayoutError, ModelConfigError, PlanError
+from cluster.fit.changes import Change
+from cluster.fit.memory_given import GivenDevices
+from cluster.fit.options import STRICT, FitOptions
+from cluster.fit.plan_fit import GIVEN, Devices, check_devices, find_fit, fits_on, layouts_for
+from cluster.fit.search import PlannedChange
+from cluster.layouts.live_rules import with_live_rules
+from cluster.layouts.mesh import Layout
+from cluster.layouts.model_config import CONFIG_KEY, MAX_CONFIG_BYTES, ModelConfig, parse_model_config
+from cluster.layouts.rules_file import LayoutRules
+from cluster.load_request import LoadRequest
+from cluster.plans.prepare import plan_changes, plan_model, read_model
+from cluster.plans.rank_plans import rank_facts
+from cluster.precision.recipes import make_precision
+from cluster.preview.expected_time import Rates, expect, parse_rate
+from cluster.preview.plan_inputs import Measured, find_devices, read_rates
+from cluster.preview.plan_layers import layer_table
+from cluster.preview.plan_summary import PlanSummary, spread_evenly, summarize_plan
+from cluster.request import StoreOptions, make_request
+from cluster.trust import TrustPolicy
+from cluster.units import parse_bytes
+from storage.checkpoints.model_index import ModelIndex
+from storage.errors import NotACheckpoint, StoreError
+from storage.object_store import read_bytes
+from storage.open_store import open_store
+from storage.ranges import ByteRange
+
+if TYPE_CHECKING:
+    from storage.store_ref import Credentials
+
+OFFERS_S = 20.0  # a plan of a very large model does not wait longer for what else could be offered
+
+
+def plan(
+    model_uri: str | os.PathLike[str],
+    *,
+    tensor_parallel_size: int = 1,
+    fsdp_size: int = 1,
+    data_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+    expert_parallel_size: int = 1,
+    expert_tensor_parallel_size: int = 0,
+    vocabulary_multiple: int = 1,
+    ranks_per_node: int | None = None,
+    memory: GivenDevices | None = None,
+    host_memory: str | int | None = None,
+    address: str | None = None,
+    fit: str = STRICT,
+    gpu_memory_utilization: float | None = None,
+    reserve_bytes: int | None = None,
+    store_rate: str | float | None = None,
+    network_rate: str | float | None = None,
+    place_rate: str | float | None = None,
+    measured: Measured | None = None,
+    picture: str | os.PathLike[str] | None = None,
+    endpoint_url: str | None = None,
+    region: str | None = None,
+    profile: str | None = None,
+    anonymous: bool = False,
+    credentials: Credentials | None = None,
+    layout_rules: LayoutRules | None = None,
+    dtype: str = "auto",
+    quantization: str | None = None,
+    skip_quantization: Sequence[str] | None = None,
+    device_map: GivenMap | None = None,
+    max_memory: GivenMemory | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    trusted_keys: Sequence[str | os.PathLike[str]] | None = None,
+    config: Config | None = None,
+) -> PlanSummary:
+    """What a load would put where, and whether it fits. Moves no weights, needs no cluster.
+
+    Reads the manifest, or the headers; where no weights are, config.json alone gives an estimate (transformers makes
+    the shapes). `memory`: of the devices, "4x24GB" or one size per device, for rank 0, 1...; None: the GPUs of this
+    machine, if it has any. With memory for several devices and no sizes the model is spread over all of them.
+    `address` ("auto": the one that runs here): what the GPUs of a cluster have free, as far as Longshore runs on them.
+    `host_memory`: for offload, of one rank whose GPU is too small ("60GB").
+    `fit="auto"` plans the first step of precision that fits, "strict" what was asked for; `summary.fit` says whether
+    that fits, and what would. `gpu_memory_utilization`, `reserve_bytes`: what stays free, as for `load`. Rates
+    ("5GB/s", "40Gbit/s", bytes per second): out of the store, into a node, into a rank's memory; `measured`: a
+    LoadReport, or the file that `longshore load --json` printed, for those that are not given. `picture`: a file for an
+    SVG of ranks against layers. `ranks_per_node`: how ranks are spread for the figures per node; None: all on one.
+    Raises as `load` does, but for DoesNotFit.
+    """
+    config = config or Config.from_env()
+    request = make_request(
+        _without_file(model_uri),
+        layout=Layout(
+            tensor_parallel_size,
+            fsdp_size,
+            data_parallel_size,
+            pipeline_parallel_size,
+            expert_parallel_size,
+            expert_tensor_parallel_size,
+            vocabulary_multiple,
+        ),
+        store_options=StoreOptions(endpoint_url, region, profile, anonymous),
+        credentials=credentials,
+        layout_rules=layout_rules,
+        trusted_keys=config.public_keys() if trusted_keys is None else trusted_keys,
+        precision=make_precision(dtype, quantization, skip_quantization),
+        device_map=device_map,
+        max_memory=max_memory,
+        offload_folder=offload_folder,
+        fit=FitOptions(fit, gpu_memory_utilization, reserve_bytes),
+    )
+    if ranks_per_node is not None and ranks_per_node < 1:
+        raise ConfigError(f"ranks_per_node must be at least 1, not {ranks_per_node}")
+    target = None if picture is None else _picture_path(picture)
+    store, network, place = (
+        None if rate is None else parse_rate(rate) for rate in (store_rate, network_rate, place_rate)
+    )
+    given = Rates(store, network, place)
+    rates = given if measured is None else given.over(read_rates(measured))
+    devices = find_devices(memory, address, request, config)
+    host_bytes = host_memory if isinstance(host_memory, int) else parse_bytes(host_memory or "0")
+    summary = with_live_rules(request, lambda asked: _summarize(asked, devices, host_bytes, config, ranks_per_node))
+    node_bytes = max((node.needed_bytes for node in summary.nodes), default=0)
+    rank_bytes = max((rank.size_bytes for rank in summary.ranks), default=0)
+    summary = replace(summary, expected=expect(summary.needed_bytes, node_bytes, rank_bytes, rates))
+    if target is not None:
+        _write_picture(target, summary, request.uri)
+    return summary
+
+
+def _summarize(
+    request: LoadRequest, devices: Devices | None, host_bytes: int, config: Config, per_node: int | None
+) -> PlanSummary:
+    index, stored = _read(request, config)
+    if devices is not None and request.device_map is not None and request.mapping is not None:
+        if request.mapping.max_memory is None and not request.mapping.modules:
+            limits = tuple((gpu, room.have_bytes) for gpu, room in enumerate(devices.rooms))
+            request = replace(request, node_memory=limits)
+    elif devices is not None and devices.source == GIVEN:
+        request = _spread(request, index, stored, devices)
+        check_devices(request.layout, devices)
+    load_plan = plan_model(request, index, stored)
+    facts = rank_facts(load_plan.cut)
+    until_s = time.monotonic() + OFFERS_S
+
+    def planned(changes: Sequence[Change]) -> list[PlannedChange]:
+        offers = any(change.kind == "ranks" for change in changes)
+        return plan_changes(index, stored, changes, lambda: offers and time.monotonic() > until_s)
+
+    taken, fit = find_fit(request, facts, devices, planned, host_bytes)
+    if taken is not request:
+        load_plan = plan_model(taken, index, stored)
+    summary = summarize_plan(
+        load_plan, spread_evenly(taken.world_size, per_node or taken.world_size), signed_by=index.signed_by
+    )
+    nodes = tuple(replace(node, arena_bytes=config.arena_bytes) for node in summary.nodes)
+    return replace(
+        summary,
+        nodes=nodes,
+        fit=fit,
+        layers=layer_table(load_plan.cut),
+        estimated=index.source == "config",
+        notes=index.notes,
+    )
+
+
+def _read(request: LoadRequest, config: Config) -> tuple[ModelIndex, ModelConfig | None]:
+    """What is stored, or what config.json alone lets expect."""
+    trust = TrustPolicy(config.source_rules())  # the request says which keys
+    limits = {"chunk_bytes": config.chunk_bytes, "read_timeout_s": config.read_timeout_s}
+    try:
+        try:
+            return read_model(request, **limits, trust=trust)  # type: ignore[arg-type]
+        except ModelConfigError:
+            if request.layout.cuts_tensors:
+                raise
+            return read_model(request, **limits, trust=trust, with_config=False)  # type: ignore[arg-type]
+    except NotACheckpoint as nothing:
+        if request.trusted_keys or request.only_key is not None:
+            raise
+        data = _config_alone(request, config)
+        if data is None:
+            raise
+        from cluster.preview.meta_estimate import estimate_index
+
+        try:
+            return estimate_index(data, config.chunk_bytes), parse_model_config(data)
+        except PlanError as error:
+            raise error.with_details(uri=request.uri) from nothing
+
+
+def _config_alone(request: LoadRequest, config: Config) -> bytes | None:
+    ref, credentials = request.store.ref, request.store.credentials
+    with closing(open_store(ref, credentials, read_timeout_s=config.read_timeout_s)) as store:
+        try:
+            size_bytes = store.stat(CONFIG_KEY).size_bytes
+        except StoreError:
+            return None
+        if size_bytes > MAX_CONFIG_BYTES:
+            raise ModelConfigError(f"config.json has {size_bytes} bytes, more than {MAX_CONFIG_BYTES}")
+        return read_bytes(store, CONFIG_KEY, ByteRange(0, size_bytes))
+
+
+def _spread(request: LoadRequest, index: ModelIndex, stored: ModelConfig | None, devices: Devices) -> LoadRequest:
+    """Over all devices, when nobody said how: by the first way that fits, else by the first that is possible."""
+    if len(devices.rooms) == 1 or request.layout != Layout(vocabulary_multiple=request.layout.vocabulary_multiple):
+        return request
+    ways = [
+        replace(request, layout=replace(way, vocabulary_multiple=request.layout.vocabulary_multiple))
+        for way in layouts_for(len(devices.rooms))
+    ]
+    planned = plan_changes(index, stored, [Change(str(way.layout), "ranks", 0, way) for way in ways])
+    possible = [each for each in planned if not each.problem]
+    if not possible:
+        raise LayoutError(
+            f"the model cannot be spread over {len(devices.rooms)} devices: {planned[0].problem[:300]}",
+            hint="say how: tensor_parallel_size, pipeline_parallel_size, fsdp_size",
+        )
+    return next((each for each in possible if fits_on(each.ranks, devices)), possible[0]).change.request
+
+
+def _without_file(uri: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """A URI of a config.json means the folder that it is in."""
+    text = os.fspath(uri) if isinstance(uri, str | os.PathLike) else ""
+    if text == CONFIG_KEY:
+        return "."
+    return text.removesuffix(f"/{CONFIG_KEY}") if text.endswith(f"/{CONFIG_KEY}") else uri
+
+
+def _picture_path(given: str | os.PathLike[str]) -> Path:
+    path = Path(given)
+    if path.suffix.lower() != ".svg":
+        raise ConfigError(f"a picture is an SVG file, not {path.name!r:.60}", hint="name it plan.svg")
+    if not path.parent.is_dir():
+        raise ConfigError(f"there is no folder for the picture: {path.parent}")
+    return path
+
+
+def _write_picture(path: Path, summary: PlanSummary, uri: str) -> None:
+    try:
+        path.write_text(summary.picture(f"{uri}: {summary.layout}"), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the picture cannot be written: {error.strerror}", path=str(path)) from error
+
+
+aplan = in_thread(plan)

@@ -1,0 +1,223 @@
+"""A load plan in numbers, for people: what `cluster.plan()` returns and `longshore plan` prints."""
+
+from __future__ import annotations
+
+from collections import Counter
+from collections.abc import Iterator, Sequence
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+import numpy as np
+
+from cluster.device_map.deciding import device_name
+from cluster.fit.plan_fit import PlanFit
+from cluster.layouts.mesh import Layout, RankCoords
+from cluster.plans.load_plan import LoadPlan
+from cluster.plans.planning import needed_chunks
+from cluster.plans.rank_plans import memory_map, rank_chunks, rank_facts
+from cluster.precision.written_quantization import precision_of, quantization_config
+from cluster.preview.expected_time import ExpectedTime
+from cluster.preview.plan_layers import LayerTable
+from cluster.preview.plan_picture import draw_plan
+from cluster.reports.object_check import ONLY_PART, ObjectCheck, join_checks, verified_by
+from cluster.scheduling.topology import ranks_by_node
+from storage.object_checksum import NO_CHECKSUM
+
+
+@dataclass(frozen=True, slots=True)
+class RankSummary:
+    """What one rank gets."""
+
+    rank: int
+    node: str  # name of its node
+    tensor: int  # its place in its tensor-parallel group
+    stage: int  # of the pipeline
+    expert: int  # its place among the experts
+    fsdp: int  # its place in its fully sharded group
+    data: int  # its replica
+    tensors: int  # slices with at least one byte
+    bytes_by_dtype: dict[str, int]  # safetensors dtype names, sorted
+    size_bytes: int  # of its slices
+    device_bytes: int  # memory they take, alignment included
+    staging_bytes: int  # of the largest tensor that is converted on its way in, held beside them for a while
+    segments: int  # device memory blocks
+    chunks: int  # that its slices touch
+    bytes_by_device: dict[str, int] = field(default_factory=dict)  # of device_bytes, with a device map
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSummary:
+    """What one node gets from the store."""
+
+    node: str
+    ranks: tuple[int, ...]
+    needed_chunks: int  # each fetched once, however many ranks want it
+    needed_bytes: int
+    overfetch_bytes: int  # in those chunks, wanted by no rank of the node
+    arena_bytes: int = 0  # of its arena, as the settings say; 0: a quarter of what /dev/shm has free, 8 GiB at most
+
+
+@dataclass(frozen=True, slots=True)
+class PlanSummary:
+    """What would be loaded where. Moves nothing."""
+
+    revision: str
+    # "blake3" / "xxh3_128": chunks have digests. Without them, "store:crc64nvme": every object has a checksum that the
+    # store keeps; "transport": some have none that can be compared (see `objects`)
+    verified: str
+    signed_by: str  # id of the trusted key that signed the manifest; "" where no key is trusted
+    layout: Layout
+    shards: int
+    tensors: int
+    chunks: int  # of the model
+    stored_bytes: int  # of the model's shards
+    placed_bytes: int  # slices of all ranks
+    device_bytes: int  # memory they take
+    needed_bytes: int  # leave the store, all nodes together
+    overfetch_bytes: int
+    ranks: tuple[RankSummary, ...]
+    nodes: tuple[NodeSummary, ...]
+    precision: str = ""  # what tensors are cast to, or quantised
+    quantization_config: dict[str, Any] | None = None  # of config.json for an engine that takes the quantised weights
+    objects: tuple[ObjectCheck, ...] = ()  # of a model without a manifest: by what each will be checked, or why not
+    device_map: dict[str, int | str] | None = None  # modules and their devices, when the one rank has several
+    fit: PlanFit | None = None
+    expected: ExpectedTime | None = None  # where rates are known
+    layers: LayerTable | None = None  # what each rank has of each layer
+    estimated: bool = False  # from config.json alone: nothing is stored there
+    notes: tuple[str, ...] = ()  # for people: what was skipped, what is an estimate
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain dicts, lists, numbers and strings, ready for `json.dumps`."""
+        return {**asdict(self), "bytes_by_source": self.bytes_by_source}
+
+    @property
+    def bytes_by_source(self) -> dict[str, int]:
+        """Bytes of needed chunks, by where they would come from when no node has any of them yet."""
+        return {"store": self.needed_bytes}
+
+    def picture(self, title: str = "a load plan") -> str:
+        """An SVG document: ranks against layers, coloured by dtype, to scale."""
+        have = {}
+        for device in self.fit.devices if self.fit else ():
+            have[device.rank] = None if device.have_bytes is None or device.device else device.have_bytes
+        table = self.layers or LayerTable((), ())
+        return draw_plan(table, title, [have.get(rank.rank) for rank in self.ranks])
+
+
+def summarize_plan(
+    plan: LoadPlan,
+    rank_nodes: Sequence[int] | None = None,
+    node_names: Sequence[str] = (),
+    *,
+    signed_by: str = "",
+) -> PlanSummary:
+    """Numbers of `plan` with rank i on node `rank_nodes[i]`; all on one node when nobody knows the nodes.
+
+    `node_names` by node index; a node without one is called `node <index>`.
+    """
+    rank_nodes = [0] * len(plan.ranks) if rank_nodes is None else rank_nodes
+    names = {node: node_names[node] if node < len(node_names) else f"node {node}" for node in sorted(set(rank_nodes))}
+    summarize_rank = _RankSummaries(plan)
+    ranks = tuple(summarize_rank(rank, names[node]) for rank, node in enumerate(rank_nodes))
+    nodes = tuple(_summarize_node(plan, names[node], here) for node, here in ranks_by_node(rank_nodes).items())
+    objects = join_checks(check for here in ranks_by_node(rank_nodes).values() for check in _planned_checks(plan, here))
+    return PlanSummary(
+        revision=plan.revision,
+        verified=plan.chunks.hash_name or verified_by(objects),
+        signed_by=signed_by,
+        layout=plan.cut.layout,
+        shards=len(plan.shards),
+        tensors=len(plan.cut),
+        chunks=len(plan.chunks),
+        stored_bytes=sum(shard.size_bytes for shard in plan.shards),
+        placed_bytes=sum(rank.size_bytes for rank in ranks),
+        device_bytes=sum(rank.device_bytes for rank in ranks),
+        needed_bytes=sum(node.needed_bytes for node in nodes),
+        overfetch_bytes=sum(node.overfetch_bytes for node in nodes),
+        ranks=ranks,
+        nodes=nodes,
+        precision=precision_of(plan.cut),
+        quantization_config=quantization_config(plan.cut),
+        objects=objects,
+        device_map=plan.cut.device_map.as_dict() if plan.cut.device_map else None,
+    )
+
+
+def spread_evenly(ranks: int, ranks_per_node: int) -> tuple[int, ...]:
+    """Node of each rank when only the number of ranks per node is known: filled one after the other."""
+    return tuple(rank // ranks_per_node for rank in range(ranks))
+
+
+def _planned_checks(plan: LoadPlan, ranks: tuple[int, ...]) -> Iterator[ObjectCheck]:
+    """What a node with those ranks can say of each object that it needs something of, when chunks have no digests."""
+    if plan.chunks.hash_name is not None:
+        return
+    needed = np.bincount(plan.chunks.shard[needed_chunks(plan, ranks)], minlength=len(plan.shards))
+    whole = np.bincount(plan.chunks.shard, minlength=len(plan.shards))
+    for shard, here, all_chunks in zip(plan.shards, needed, whole, strict=True):
+        if not here:
+            continue
+        if shard.checksum is None:
+            yield ObjectCheck(shard.key, reason=shard.unchecked or NO_CHECKSUM)
+        elif here < all_chunks:
+            yield ObjectCheck(shard.key, reason=ONLY_PART)
+        else:
+            yield ObjectCheck(shard.key, shard.checksum.hash_name)
+
+
+def _summarize_node(plan: LoadPlan, name: str, ranks: tuple[int, ...]) -> NodeSummary:
+    needed = needed_chunks(plan, ranks)
+    needed_bytes = int(plan.chunks.sizes_bytes()[needed].sum())
+    return NodeSummary(
+        node=name,
+        ranks=ranks,
+        needed_chunks=len(needed),
+        needed_bytes=needed_bytes,
+        overfetch_bytes=needed_bytes - plan.cut.wanted_bytes(ranks),
+    )
+
+
+class _RankSummaries:
+    """Summaries of ranks, from the cut: a thousand ranks of a large model are not planned for it."""
+
+    def __init__(self, plan: LoadPlan) -> None:
+        self._plan = plan
+        self._facts = rank_facts(plan.cut)
+        self._of_place: dict[RankCoords, RankSummary] = {}
+
+    def __call__(self, rank: int, node: str) -> RankSummary:
+        layout = self._plan.cut.layout
+        coords = layout.rank_coords(rank)
+        place = layout.place(coords)
+        if place not in self._of_place:
+            self._of_place[place] = self._summarize(rank, place)
+        return replace(self._of_place[place], rank=rank, node=node, data=coords.data)
+
+    def _summarize(self, rank: int, coords: RankCoords) -> RankSummary:
+        cut = self._plan.cut
+        counts = cut.kind_counts(coords)
+        pieces = cut.slices(coords)
+        by_dtype: Counter[str] = Counter()
+        tensors = 0
+        for piece, count in zip(pieces, counts, strict=True):
+            for output, size_bytes in zip(piece.outputs, piece.sizes_bytes, strict=True):
+                by_dtype[output.dtype] += size_bytes * count
+                tensors += count if size_bytes else 0
+        return RankSummary(
+            rank=rank,
+            node="",
+            tensor=coords.tensor,
+            stage=coords.stage,
+            expert=coords.expert,
+            fsdp=coords.fsdp,
+            data=coords.data,
+            tensors=tensors,
+            bytes_by_dtype={dtype: size_bytes for dtype, size_bytes in sorted(by_dtype.items()) if size_bytes},
+            size_bytes=self._facts[rank].size_bytes,
+            device_bytes=self._facts[rank].device_bytes,
+            staging_bytes=self._facts[rank].staging_bytes,
+            segments=len(memory_map(cut, coords, pieces).segment_bytes),
+            chunks=len(rank_chunks(cut, self._plan.chunks, coords)),
+            bytes_by_device={device_name(device): size for device, size in self._facts[rank].devices},
+        )

@@ -1,0 +1,1 @@
+"""What is told of a load, while it runs and after it."""

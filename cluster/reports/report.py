@@ -1,0 +1,289 @@
+"""What a load tells its caller: progress while it runs, a report when it is done, status of all models.
+
+Plain frozen data; `as_dict` of each is what `--json` prints.
+"""
+
+from __future__ import annotations
+
+from collections import Counter
+from dataclasses import asdict, dataclass, field, replace
+from typing import Any
+
+from cluster.fit.options import FitTry, what_was_taken
+from cluster.layouts.mesh import Layout
+from cluster.precision.recipes import Precision
+from cluster.reports.bottleneck import LoadLimit, find_limit
+from cluster.reports.node_report import NodeReport
+from cluster.reports.object_check import ObjectCheck, join_checks, unchecked_counts
+from cluster.reports.rank_report import Jsonable, ProcessMemory, RankReport, StageTimes
+
+__all__ = [
+    "ClusterStatus",
+    "GangStatus",
+    "LoadLimit",
+    "LoadProgress",
+    "LoadReport",
+    "ModelStatus",
+    "NodeReport",
+    "NodeStatus",
+    "ObjectCheck",
+    "ProcessMemory",
+    "RankReport",
+    "StageTimes",
+]
+
+
+@dataclass(frozen=True, slots=True)
+class LoadReport(Jsonable):
+    """What a finished load did. Times in seconds, sizes in bytes."""
+
+    model_id: str
+    uri: str
+    revision: str
+    # "blake3" / "xxh3_128": every chunk by digest. "store:crc64nvme": every object by the checksum that the store keeps
+    # of it. "transport": length, range and ETag only, for some objects at least (see `objects`)
+    verified: str
+    placement_mode: str  # "via_arena"; "direct": chunks that one rank wanted whole went past the arena
+    resident: bool  # True when an already loaded model was handed out: nothing moved
+    layout: Layout
+    model_bytes: int  # all tensors of the checkpoint
+    placed_bytes: int  # slices of all ranks
+    overfetch_bytes: int  # inside needed chunks, wanted by no rank of the node
+    plan_s: float  # manifest read, checked and planned
+    start_s: float  # from there until a rank had its first chunk to fetch or to copy: workers started, memory checked
+    load_s: float  # from there to the last byte placed, replaced workers included
+    total_s: float  # from the client's call to READY: connect_s + first_byte_s + load_s + ready_after_last_byte_s
+    attempts: int
+    ranks: tuple[RankReport, ...]
+    nodes: tuple[NodeReport, ...]
+    connect_s: float = 0.0  # from the client's call until the coordinator had it: a cluster started or joined
+    first_byte_s: float = 0.0  # from there until a rank asked for its first bytes, or copied them: plan_s + start_s
+    ready_after_last_byte_s: float = 0.0  # from the last byte placed until the client knew that the model was READY
+    control_plane: tuple[ProcessMemory, ...] = ()  # coordinator and planning process
+    # Id of the trusted key that signed the manifest; empty where no key is trusted: nobody asked whose it is.
+    signed_by: str = ""
+    fit: tuple[FitTry, ...] = ()  # of fit="auto": what was tried, the last of it taken
+    precision: Precision = field(default_factory=Precision)  # what tensors were cast to, or quantised
+    quantization_config: dict[str, Any] | None = None  # of config.json for an engine that takes the quantised weights
+
+    def as_dict(self) -> dict[str, Any]:
+        """With what follows from the rest."""
+        derived = {
+            "taken": self.taken,
+            "limit": asdict(self.limit),
+            "bytes_by_source": self.bytes_by_source,
+            "retries": self.retries,
+            "hedges": self.hedges,
+            "store_bytes": self.store_bytes,
+            "cached_bytes": self.cached_bytes,
+            "disk_bytes": self.disk_bytes,
+            "verified_chunks": self.verified_chunks,
+            "checked_objects": self.checked_objects,
+            "unchecked_objects": self.unchecked_objects,
+            "stages": self.stages.as_dict(),
+            "processes": [process.as_dict() for process in self.processes],
+            "converted_tensors": self.converted_tensors,
+            "peak_staging_bytes": self.peak_staging_bytes,
+            "peak_host_bytes": self.peak_host_bytes,
+            "host_bytes_beyond_destination": self.host_bytes_beyond_destination,
+        }
+        return {**asdict(self), **derived}
+
+    def as_seen(self, total_s: float, connect_s: float, *, shared: bool, waited: bool) -> LoadReport:
+        """By a client whose call took so long, and so long to be heard. `shared`: somebody else had asked before."""
+        if shared:
+            return replace(self, resident=not waited, total_s=total_s)
+        told_s = max(0.0, total_s - connect_s - self.total_s)
+        after_s = self.ready_after_last_byte_s + told_s
+        return replace(self, total_s=total_s, connect_s=connect_s, ready_after_last_byte_s=after_s)
+
+    @property
+    def taken(self) -> str:
+        """What fit="auto" changed: 'quantization="int8"'; "" when the model is as it was asked for."""
+        return what_was_taken(self.fit)
+
+    @property
+    def limit(self) -> LoadLimit:
+        """Which stage limited the load."""
+        return find_limit(
+            self.ranks,
+            connect_s=self.connect_s,
+            plan_s=self.plan_s,
+            start_s=self.start_s,
+            load_s=self.load_s,
+            total_s=self.total_s,
+            resident=self.resident,
+        )
+
+    @property
+    def bytes_by_source(self) -> dict[str, int]:
+        """Bytes of needed chunks, by where the nodes had them from; what was fetched again is counted again."""
+        direct_bytes = sum(node.direct_bytes for node in self.nodes)
+        return {
+            "store_via_arena": self.store_bytes - direct_bytes,
+            "store_direct": direct_bytes,
+            "arena": self.cached_bytes,
+            "disk": self.disk_bytes,
+            "unknown": sum(node.unknown_bytes for node in self.nodes),
+        }
+
+    @property
+    def retries(self) -> dict[str, int]:
+        """By cause."""
+        total: Counter[str] = Counter()
+        for node in self.nodes:
+            total.update(node.retries)
+        return dict(total)
+
+    @property
+    def hedges(self) -> int:
+        """Chunks that were fetched by two at once."""
+        return sum(node.hedges for node in self.nodes)
+
+    @property
+    def store_bytes(self) -> int:
+        """Bytes of committed chunks that left the store."""
+        return sum(node.store_bytes for node in self.nodes)
+
+    @property
+    def cached_bytes(self) -> int:
+        return sum(node.cached_bytes for node in self.nodes)
+
+    @property
+    def disk_bytes(self) -> int:
+        """Bytes of committed chunks that were read from the nodes' disks."""
+        return sum(node.disk_bytes for node in self.nodes)
+
+    @property
+    def verified_chunks(self) -> int:
+        """Chunks whose digest was checked in this load."""
+        if self.verified == "transport" or self.verified.startswith("store:"):
+            return 0
+        return sum(node.store_chunks + node.disk_chunks for node in self.nodes)
+
+    @property
+    def objects(self) -> tuple[ObjectCheck, ...]:
+        """Of a load without a manifest: what was checked of each stored object, by key."""
+        return join_checks(check for node in self.nodes for check in node.objects)
+
+    @property
+    def checked_objects(self) -> int:
+        """Objects that have the checksum which the store keeps of them."""
+        return sum(bool(check.checked_by) for check in self.objects)
+
+    @property
+    def unchecked_objects(self) -> dict[str, int]:
+        """Objects of which that cannot be said, by reason."""
+        return unchecked_counts(self.objects)
+
+    @property
+    def stages(self) -> StageTimes:
+        return sum((rank.stages for rank in self.ranks), StageTimes())
+
+    @property
+    def converted_tensors(self) -> int:
+        """Stored tensors that were cast or quantised on their way in, of all ranks."""
+        return sum(rank.converted_tensors for rank in self.ranks)
+
+    @property
+    def peak_staging_bytes(self) -> int:
+        """Of the rank that had most: memory for tensors that were still to be converted."""
+        return max((rank.peak_staging_bytes for rank in self.ranks), default=0)
+
+    @property
+    def peak_host_bytes(self) -> int:
+        """Highest memory of all our processes, tensors in CPU memory included, and each node's arena once."""
+        return self._arena_bytes + sum(process.peak_bytes for process in self.processes)
+
+    @property
+    def processes(self) -> tuple[ProcessMemory, ...]:
+        """The memory of every process that took part."""
+        ranks = (
+            ProcessMemory(
+                f"rank {rank.rank}",
+                rank.host,
+                rank.baseline_host_bytes,
+                rank.peak_host_bytes,
+                rank.destination_host_bytes,
+            )
+            for rank in self.ranks
+        )
+        agents = (ProcessMemory("agent", n.host, n.baseline_host_bytes, n.peak_host_bytes) for n in self.nodes)
+        return (*self.control_plane, *agents, *ranks)
+
+    @property
+    def host_bytes_beyond_destination(self) -> int:
+        """Each node's arena once, and what every process took beyond its baseline and its tensors."""
+        return self._arena_bytes + sum(process.beyond_bytes for process in self.processes)
+
+    @property
+    def _arena_bytes(self) -> int:
+        return sum(node.arena_bytes for node in self.nodes)
+
+
+@dataclass(frozen=True, slots=True)
+class LoadProgress(Jsonable):
+    """One moment of a load."""
+
+    model_id: str
+    uri: str
+    state: str  # a state of cluster.scheduling.load_state
+    placed_bytes: int
+    total_bytes: int  # bytes all ranks will hold; 0 until planned
+    store_bytes: int
+    ranks_ready: int
+    ranks_total: int
+    elapsed_s: float
+    message: str = ""  # what it waits for, when it waits
+
+
+@dataclass(frozen=True, slots=True)
+class ModelStatus(Jsonable):
+    """One model of the cluster."""
+
+    progress: LoadProgress
+    revision: str
+    layout: Layout
+    device: str
+    keep: bool
+    holders: int
+    rank_hosts: tuple[str, ...]  # host of rank i
+    error: str = ""
+    signed_by: str = ""  # id of the trusted key that signed its manifest
+    taken: str = ""  # what fit="auto" changed so that it fits
+
+
+@dataclass(frozen=True, slots=True)
+class NodeStatus(Jsonable):
+    """One node agent and its arena."""
+
+    node: str
+    host: str
+    arena_bytes: int
+    used_bytes: int  # committed chunks
+    leased_slots: int
+    quarantined_slots: int
+    heartbeat_age_s: float
+    disk_unkept_chunks: int = 0  # that its disk tier should have and has not, since the agent began
+
+
+@dataclass(frozen=True, slots=True)
+class GangStatus(Jsonable):
+    """Workers of a released model that wait for the next load (`Config.warm_workers_s`)."""
+
+    gang_id: str  # of the first model they had
+    device: str
+    rank_hosts: tuple[str, ...]  # host of worker i
+    kept_bytes: int  # host memory that they keep for the next load
+    idle_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterStatus(Jsonable):
+    """Everything `longshore status` shows."""
+
+    version: str
+    coordinator_incarnation: str
+    models: tuple[ModelStatus, ...]
+    nodes: tuple[NodeStatus, ...]
+    gangs: tuple[GangStatus, ...] = ()  # idle ones

@@ -1,0 +1,300 @@
+"""One load on one node: which chunk is fetched next, by whom, and which rank still needs it. Pure.
+
+    PENDING --leased--> LEASED --committed--> COMMITTED --every rank placed it--> DONE
+       ^                  |                      |                                 |
+       +--requeue, failed-+<------- evicted -----+          restart_rank ----------+
+       +--waiting_for-- WAITING: the same bytes are on their way under another lease
+
+A rank is given what it needs itself first, in plan order, to place it while it is warm. One that is far ahead helps the
+others first: it leaves when it has everything, and a slow rank would be left alone with the rest. A rank that failed on
+a chunk is not given it again while another rank of the node has not tried.
+
+Every operation is O(log n) in the chunks, times the ranks of one node, but for `restart_rank` and `rank_lost`.
+"""
+
+from __future__ import annotations
+
+import enum
+import heapq
+from collections import defaultdict
+from collections.abc import Hashable, Iterable, Mapping
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.scheduling.failure_log import FailureLog
+from cluster.scheduling.rank_needs import RankNeeds
+from cluster.scheduling.retry import Fail, Retry
+
+
+class ChunkState(enum.Enum):
+    """Where one needed chunk is."""
+
+    PENDING = "pending"  # to be fetched, or taken from the cache
+    WAITING = "waiting"  # somebody else is fetching the same bytes
+    LEASED = "leased"  # being fetched, perhaps by more than one rank
+    COMMITTED = "committed"  # in the arena; some rank has not placed it
+    DONE = "done"  # no present rank needs it
+
+
+class LeaseQueue:
+    """The chunks of one load on one node, and the ranks that need them.
+
+    `needs` maps each rank of the node to the ids of the chunks it touches. `rank_lost` takes one out until
+    `restart_rank`.
+    """
+
+    def __init__(self, needs: Mapping[int, NDArray[np.int64]], chunk_ids: NDArray[np.int64] | None = None) -> None:
+        """`chunk_ids`: plan order; ascending ids when not given. Raises ValueError if it lacks a needed chunk."""
+        wanted = np.unique(np.concatenate([*needs.values(), np.empty(0, np.int64)]))
+        order = wanted if chunk_ids is None else np.asarray(chunk_ids)
+        if not np.isin(wanted, order).all():
+            raise ValueError("a rank needs a chunk that the plan's order does not name")
+        order = order[np.isin(order, wanted)]
+        by_id = np.argsort(order)
+        self._order: list[int] = order.tolist()
+        numbers = list(range(len(order)))  # one object per position in all lists: there may be 100,000, times the ranks
+        self._position = dict(zip(self._order, numbers, strict=True))
+        self._ranks = RankNeeds(
+            {rank: by_id[np.searchsorted(order, ids, sorter=by_id)] for rank, ids in needs.items()}, len(order)
+        )
+        self._state = [ChunkState.PENDING] * len(order)
+        self._leases = [0] * len(order)  # running leases per position
+        self._fresh = numbers.copy()  # this and the next: heaps of what never failed; stale entries are skipped
+        self._own = {rank: [numbers[position] for position in self._ranks.missing(rank)] for rank in needs}
+        self._ahead = 8 * len(needs)  # positions that a rank may be ahead of the first chunk that nobody fetches
+        self._assigned: dict[int, int] = {}  # position -> the only rank that is to fetch it
+        self._retries: dict[int, list[int]] = {rank: [] for rank in needs}  # rank -> heap of failed positions
+        self._delayed: list[tuple[float, int]] = []  # (not before, position), a heap
+        self._failures = FailureLog()  # by position
+        self._waiting: defaultdict[Hashable, set[int]] = defaultdict(set)
+
+    # --- what to do next -----------------------------------------------------------------------------------
+
+    def next_for(self, rank: int, now_s: float = 0.0) -> int | None:
+        """The chunk this rank should fetch now: the first in plan order of those that it needs, or that failed before;
+        of all when it needs none or is far ahead. None when there is none for it.
+
+        Nothing changes until `leased`, `wait_for` or `committed` says what became of it.
+        """
+        self._wake_delayed(now_s)
+        own, fresh, retries = self._own[rank], self._fresh, self._retries[rank]
+        while own and not (self._is_fresh(own[0]) and self._assigned.get(own[0], rank) == rank):
+            heapq.heappop(own)
+        while fresh and not (self._is_fresh(fresh[0]) and fresh[0] not in self._assigned):
+            heapq.heappop(fresh)
+        while retries and not (self._is_pending(retries[0]) and self._may_try(rank, retries[0])):
+            heapq.heappop(retries)
+        near = own[:1] if not fresh or (own and own[0] - fresh[0] <= self._ahead) else []
+        heads = near + retries[:1] or fresh[:1]
+        return self._order[min(heads)] if heads else None
+
+    def assign(self, rank: int, chunks: Iterable[int]) -> None:
+        """Nobody but `rank` is to fetch these, while it is there and has not failed on them; those it needs."""
+        for position in sorted(self._position[chunk] for chunk in chunks if self.needs(rank, chunk)):
+            self._assigned[position] = rank
+            if self._is_fresh(position):
+                heapq.heappush(self._own[rank], position)
+
+    def chunks(self) -> list[int]:
+        """All chunks of the load on this node, in plan order."""
+        return list(self._order)
+
+    def pending(self) -> list[int]:
+        """Every chunk that nobody fetches yet, in plan order; O(n)."""
+        return [chunk for p, chunk in enumerate(self._order) if self._state[p] is ChunkState.PENDING]
+
+    def state(self, chunk: int) -> ChunkState:
+        """Where the chunk is. Raises KeyError for a chunk that no rank of the node touches."""
+        return self._state[self._position[chunk]]
+
+    def needing(self, chunk: int) -> tuple[int, ...]:
+        """Present ranks that have not placed the chunk, ascending."""
+        return self._ranks.needing(self._position[chunk])
+
+    def wanted_by(self, chunk: int) -> tuple[int, ...]:
+        """Ranks of the node that touch the chunk, present or not, placed or not, ascending."""
+        return self._ranks.wanted_by(self._position[chunk])
+
+    def needs(self, rank: int, chunk: int) -> bool:
+        """Whether the rank is present and has not placed the chunk."""
+        return self._ranks.needs(rank, self._position[chunk])
+
+    def outstanding(self, rank: int) -> list[int]:
+        """Chunks the rank has not placed, in plan order; O(n)."""
+        return [self._order[position] for position in self._ranks.missing(rank)]
+
+    def left(self, rank: int) -> int:
+        """How many chunks the rank has not placed."""
+        return self._ranks.left[rank]
+
+    def placed_chunks(self, rank: int) -> int:
+        """How many chunks the rank has placed."""
+        return len(self._ranks.wants(rank)) - self._ranks.left[rank]
+
+    @property
+    def complete(self) -> bool:
+        """Every rank of the node is there and has placed everything."""
+        return self._ranks.complete
+
+    # --- what happened to chunks ---------------------------------------------------------------------------
+
+    def leased(self, chunk: int, rank: int) -> None:
+        """`rank` fetches the chunk; a second time for a hedge."""
+        position = self._position[chunk]
+        if self._state[position] not in (ChunkState.PENDING, ChunkState.LEASED):
+            raise ValueError(f"chunk {chunk} is {self._state[position].value}, nobody is to fetch it")
+        self._state[position] = ChunkState.LEASED
+        self._leases[position] += 1
+
+    def committed(self, chunk: int) -> tuple[int, ...]:
+        """The chunk is in the arena, fetched or found there. Returns the ranks to tell."""
+        position = self._position[chunk]
+        self._leases[position] = 0
+        ranks = self.needing(chunk)
+        self._state[position] = ChunkState.COMMITTED if ranks else ChunkState.DONE
+        return ranks
+
+    def placed(self, rank: int, chunk: int) -> bool:
+        """The rank has copied what it needs of the chunk. False when that was known, or never needed."""
+        if (position := self._position.get(chunk)) is None or not self._ranks.placed(rank, position):
+            return False
+        if self._state[position] is not ChunkState.LEASED and not self.needing(chunk):
+            self._state[position] = ChunkState.DONE
+        if not self._ranks.left[rank]:
+            self._offer_again()
+        return True
+
+    def evicted(self, chunk: int) -> None:
+        """The arena has not got the chunk any more: it is fetched again when a present rank needs it."""
+        position = self._position[chunk]
+        if self._state[position] is ChunkState.COMMITTED:
+            self._to_pending(position)
+
+    def wait_for(self, chunk: int, key: Hashable) -> None:
+        """Somebody else fetches the bytes called `key`: leave the chunk until `waiting_for` is asked for it."""
+        if self._is_pending(position := self._position[chunk]):
+            self._state[position] = ChunkState.WAITING
+            self._waiting[key].add(position)
+
+    def waiting_for(self, keys: Iterable[Hashable]) -> list[int]:
+        """Chunks that waited for these keys, pending again, in plan order. Ask however the other's lease ended."""
+        woken = []
+        for key in keys:
+            for position in self._waiting.pop(key, ()):
+                if self._state[position] is ChunkState.WAITING:
+                    self._to_pending(position)
+                    woken.append(position)
+        return [self._order[position] for position in sorted(woken)]
+
+    # --- what went wrong -----------------------------------------------------------------------------------
+
+    def requeue(
+        self, chunk: int, rank: int | None, cause: str, *, now_s: float = 0.0, fraction: float = 0.0
+    ) -> Retry | Fail:
+        """A lease ended without the chunk: a given back one (cause ""), or the budget of its cause decides.
+
+        `rank` is who held the lease (None: nobody's fault). On Retry the chunk is pending again after the delay.
+        """
+        if rank is None or not cause:
+            self._end_lease(self._position[chunk], now_s)
+            return Retry(0.0, False)
+        return self.failed(chunk, rank, cause, None, now_s=now_s, fraction=fraction)
+
+    def failed(
+        self,
+        chunk: int,
+        rank: int,
+        cause: str,
+        chunk_attempts: int | None = None,
+        *,
+        now_s: float = 0.0,
+        fraction: float = 0.0,
+    ) -> Retry | Fail:
+        """`rank` could not get the chunk. Fail after `chunk_attempts` such reports, or when the cause's budget
+        (`cluster.scheduling.retry`) is spent; the chunk is pending again in either case.
+        """
+        position = self._position[chunk]
+        decision = self._failures.add(position, rank, cause, chunk_attempts, fraction)
+        self._end_lease(position, now_s + (decision.delay_s if isinstance(decision, Retry) else 0.0))
+        return decision
+
+    def failures(self, chunk: int) -> tuple[tuple[int, str], ...]:
+        """(rank, cause) of every failure of the chunk, in order."""
+        return self._failures.of(self._position[chunk])
+
+    # --- ranks come and go ---------------------------------------------------------------------------------
+
+    def rank_lost(self, rank: int) -> None:
+        """Nobody is there for the rank: nothing is fetched for it. What it was fetching is `requeue`d apart."""
+        if rank not in self._ranks.present:
+            return
+        self._ranks.present.remove(rank)
+        for position in self._ranks.missing(rank):
+            if self._state[position] is not ChunkState.LEASED and not self.needing(self._order[position]):
+                self._state[position] = ChunkState.DONE
+        for position in [position for position, only in self._assigned.items() if only == rank]:
+            del self._assigned[position]
+            if self._is_fresh(position):
+                self._to_pending(position)
+        self._offer_again()
+
+    def restart_rank(self, rank: int) -> list[int]:
+        """The rank needs everything. What is in the arena for others' sake: pin it and tell the rank, or `evicted`."""
+        self._ranks.begin_anew(rank)
+        readable = []
+        for position in self._ranks.missing(rank):
+            if self._state[position] is ChunkState.COMMITTED:
+                readable.append(self._order[position])
+            elif self._state[position] is ChunkState.DONE:
+                self._to_pending(position)
+        self._offer_again()
+        return readable
+
+    # --- inside --------------------------------------------------------------------------------------------
+
+    def _is_pending(self, position: int) -> bool:
+        return self._state[position] is ChunkState.PENDING
+
+    def _is_fresh(self, position: int) -> bool:
+        return self._is_pending(position) and position not in self._failures
+
+    def _may_try(self, rank: int, position: int) -> bool:
+        """Whether the rank has not failed on it yet, or every other rank that is still at work has."""
+        if not self._failures.has_failed(position, rank):
+            return True
+        # A rank that has everything may have stopped asking: nobody waits for it to try.
+        return all(
+            self._failures.has_failed(position, other) for other in self._ranks.present if self._ranks.left[other]
+        )
+
+    def _end_lease(self, position: int, not_before_s: float) -> None:
+        self._leases[position] = max(0, self._leases[position] - 1)
+        if self._state[position] is ChunkState.LEASED and not self._leases[position]:
+            self._to_pending(position, not_before_s)
+
+    def _to_pending(self, position: int, not_before_s: float = 0.0) -> None:
+        if not self.needing(self._order[position]):
+            self._state[position] = ChunkState.DONE
+            return
+        self._state[position] = ChunkState.PENDING
+        if position in self._failures:
+            heapq.heappush(self._delayed, (not_before_s, position))
+            return
+        heapq.heappush(self._fresh, position)
+        for rank in self.needing(self._order[position]):
+            heapq.heappush(self._own[rank], position)
+
+    def _wake_delayed(self, now_s: float) -> None:
+        while self._delayed and self._delayed[0][0] <= now_s:
+            _, position = heapq.heappop(self._delayed)
+            for rank in self._ranks.present:
+                if self._is_pending(position) and self._may_try(rank, position):
+                    heapq.heappush(self._retries[rank], position)
+
+    def _offer_again(self) -> None:
+        """Other ranks are there than before: whoever may now try a failed chunk is offered it."""
+        waiting = {position for _, position in self._delayed}
+        for position in self._failures:
+            if self._is_pending(position) and position not in waiting:
+                heapq.heappush(self._delayed, (0.0, position))

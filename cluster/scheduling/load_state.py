@@ -1,0 +1,221 @@
+"""The life of one load, and of the model it leaves in memory: one table and one pure function.
+
+Everything that decides about states is in this file. `TRANSITIONS` says what each event does in each state; a
+pair that is not in it is a bug and raises. `SETTLES` says what follows from the ranks alone, whatever
+the last event was: the last rank that becomes ready makes the load READY.
+
+Events carry the attempt they belong to, and those of a rank its incarnation. What comes late (an older
+attempt or incarnation), twice, or after the end changes nothing. `docs/load_states.md` is printed from these
+tables (`cluster.scheduling.load_state_doc`); the events themselves are in `cluster.scheduling.load_events`.
+
+A node that is lost takes the places of its ranks away, not the plan: what a rank holds does not depend on where it
+sits. So a new attempt (`Replanned`) begins for those ranks only, and the state is what it was.
+"""
+
+from __future__ import annotations
+
+import enum
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
+
+from cluster.errors import IllegalTransition
+from cluster.scheduling.load_events import (
+    Cancelled,
+    Event,
+    Failed,
+    Planned,
+    RankLost,
+    RankProgress,
+    RankReady,
+    RankReplaced,
+    Released,
+    Replanned,
+    ResourcesGranted,
+    ResourcesMissing,
+    Started,
+)
+
+
+class LoadState(enum.Enum):
+    """Where a load is."""
+
+    PLANNING = "planning"
+    WAITING = "waiting"
+    STARTING = "starting"
+    LOADING = "loading"
+    READY = "ready"
+    DEGRADED = "degraded"
+    FAILED = "failed"
+    RELEASED = "released"
+
+    @property
+    def is_terminal(self) -> bool:
+        """Whether nothing more can happen."""
+        return self in (LoadState.FAILED, LoadState.RELEASED)
+
+
+MEANINGS: Mapping[LoadState, str] = {
+    LoadState.PLANNING: "the model is read and the plan made",
+    LoadState.WAITING: "places for the ranks are missing",
+    LoadState.STARTING: "agents and workers are being started",
+    LoadState.LOADING: "ranks fetch, verify and place",
+    LoadState.READY: "every rank holds exactly its slices",
+    LoadState.DEGRADED: "it was ready, a rank was lost and is being filled again",
+    LoadState.FAILED: "it ended with an error",
+    LoadState.RELEASED: "it was given up; its memory is free",
+}
+
+
+_S = LoadState
+_ENDS: dict[type[Event], LoadState] = {
+    Failed: _S.FAILED,
+    Cancelled: _S.RELEASED,
+    Released: _S.RELEASED,
+}
+
+
+def _stay(state: LoadState, *events: type[Event]) -> dict[type[Event], LoadState]:
+    return dict.fromkeys(events, state)
+
+
+_RANK_EVENTS = (Replanned, RankProgress, RankReady, RankLost, RankReplaced)
+
+TRANSITIONS: Mapping[LoadState, Mapping[type[Event], LoadState]] = {
+    _S.PLANNING: {**_stay(_S.PLANNING, Replanned), Planned: _S.STARTING, **_ENDS},
+    _S.STARTING: {
+        **_stay(_S.STARTING, Planned, ResourcesGranted, *_RANK_EVENTS),
+        ResourcesMissing: _S.WAITING,
+        Started: _S.LOADING,
+        **_ENDS,
+    },
+    _S.WAITING: {
+        **_stay(_S.WAITING, Planned, ResourcesMissing, Replanned),
+        ResourcesGranted: _S.STARTING,
+        Started: _S.LOADING,
+        **_ENDS,
+    },
+    _S.LOADING: {**_stay(_S.LOADING, Planned, ResourcesGranted, Started, *_RANK_EVENTS), **_ENDS},
+    _S.READY: {**_stay(_S.READY, Planned, ResourcesGranted, Started, *_RANK_EVENTS), **_ENDS},
+    _S.DEGRADED: {**_stay(_S.DEGRADED, Planned, ResourcesGranted, Started, *_RANK_EVENTS), **_ENDS},
+    _S.FAILED: {},
+    _S.RELEASED: {},
+}
+
+# (state, all ranks ready?) -> state. Looked up after every event.
+SETTLES: Mapping[tuple[LoadState, bool], LoadState] = {
+    (_S.LOADING, True): _S.READY,
+    (_S.READY, False): _S.DEGRADED,
+    (_S.DEGRADED, True): _S.READY,
+}
+
+
+@dataclass(frozen=True, slots=True)
+class RankLife:
+    """One rank, as the coordinator knows it."""
+
+    incarnation: int = 0  # of its worker, 0 for the first
+    placed_bytes: int = 0
+    ready: bool = False
+    lost: bool = False  # the worker of this incarnation is gone
+
+
+@dataclass(frozen=True, slots=True)
+class Life:
+    """One load. Changed only by `advance`, which returns a new one."""
+
+    state: LoadState
+    attempt: int  # from 1 on; never falls
+    ranks: tuple[RankLife, ...]
+    error: str = ""  # why it failed
+
+    @classmethod
+    def new(cls, world_size: int) -> Life:
+        """A load of that many ranks, at its beginning."""
+        return cls(LoadState.PLANNING, 1, (RankLife(),) * world_size)
+
+    @property
+    def is_over(self) -> bool:
+        """Whether it has failed or was released."""
+        return self.state.is_terminal
+
+    @property
+    def is_ready(self) -> bool:
+        """Whether every rank holds its slices now."""
+        return self.state is LoadState.READY
+
+    @property
+    def ranks_ready(self) -> int:
+        return sum(rank.ready for rank in self.ranks)
+
+    @property
+    def placed_bytes(self) -> int:
+        return sum(rank.placed_bytes for rank in self.ranks)
+
+
+def advance(life: Life, event: Event) -> Life:
+    """The load after the event; the very same object when the event changes nothing.
+
+    Raises IllegalTransition for an event that cannot come in this state, a rank that the load has not got,
+    and an attempt or incarnation that nobody has begun.
+    """
+    if life.is_over or event.attempt < life.attempt:
+        return life
+    to = TRANSITIONS[life.state].get(type(event))
+    if to is None or (event.attempt > life.attempt and not isinstance(event, Replanned)):
+        raise IllegalTransition(
+            "this cannot happen to a load in this state",
+            event=type(event).__name__,
+            state=life.state.value,
+            event_attempt=event.attempt,
+            attempt=life.attempt,
+        )
+    ranks = life.ranks
+    if isinstance(event, Replanned):
+        if event.attempt == life.attempt:
+            return life  # a repeated one: the attempt has begun
+        ranks = _without_places(life, event)
+    elif isinstance(event, RankProgress | RankReady | RankLost | RankReplaced):
+        ranks = _with_rank(life, event)
+    to = SETTLES.get((to, all(rank.ready for rank in ranks)), to)
+    if to is life.state and ranks is life.ranks and event.attempt == life.attempt:
+        return life
+    return Life(to, event.attempt, ranks, event.error if isinstance(event, Failed) else "")
+
+
+def _without_places(life: Life, event: Replanned) -> tuple[RankLife, ...]:
+    """Incarnations go on counting: a worker on a lost node is late in the new attempt."""
+    if not set(event.ranks) <= set(range(len(life.ranks))):
+        raise IllegalTransition("the load has no such ranks", ranks=event.ranks, ranks_total=len(life.ranks))
+    lost = set(event.ranks)
+    return tuple(
+        RankLife(life_of.incarnation, lost=True) if rank in lost else life_of for rank, life_of in enumerate(life.ranks)
+    )
+
+
+def _with_rank(life: Life, event: RankProgress | RankReady | RankLost | RankReplaced) -> tuple[RankLife, ...]:
+    """The ranks after the event; the same tuple when it is late or repeated."""
+    if not 0 <= event.rank < len(life.ranks):
+        raise IllegalTransition("the load has no such rank", rank=event.rank, ranks=len(life.ranks))
+    before = life.ranks[event.rank]
+    if event.incarnation > before.incarnation and not isinstance(event, RankReplaced):
+        raise IllegalTransition(
+            "nobody has started this incarnation of the rank",
+            rank=event.rank,
+            event_incarnation=event.incarnation,
+            incarnation=before.incarnation,
+        )
+    after = before
+    if isinstance(event, RankReplaced):
+        if event.incarnation > before.incarnation:
+            after = RankLife(event.incarnation)
+    elif event.incarnation < before.incarnation or before.lost:
+        pass
+    elif isinstance(event, RankProgress):
+        after = replace(before, placed_bytes=max(before.placed_bytes, event.placed_bytes))
+    elif isinstance(event, RankReady):
+        after = replace(before, ready=True)
+    else:
+        after = RankLife(before.incarnation, lost=True)
+    if after == before:
+        return life.ranks
+    return (*life.ranks[: event.rank], after, *life.ranks[event.rank + 1 :])

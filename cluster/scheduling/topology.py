@@ -1,0 +1,146 @@
+"""Which rank goes to which node. Pure: nodes are told, not asked."""
+
+from __future__ import annotations
+
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
+
+from cluster.errors import ConfigError, NotEnoughResources
+from cluster.layouts.mesh import Layout
+from storage.host.gpu_memory import GpuMemory
+from storage.host.host_memory import MemoryPool
+
+
+@dataclass(frozen=True, slots=True)
+class NodeInfo:
+    """One node of the cluster, as it was seen last."""
+
+    node_id: str
+    host: str
+    gpus_free: int = 0  # whole GPUs that nobody holds
+    gpus_total: int = 0
+    cpu_ranks_free: int = 0  # places for ranks in CPU memory
+    memory_free_bytes: int = 0  # host memory that can still be taken
+    shm_free_bytes: int = 0  # of /dev/shm
+    alive: bool = True
+    gpus: tuple[GpuMemory, ...] = ()  # all that it has; empty: what they have is not known
+    arena_bytes: int = 0  # of the arena that its agent already has; 0: none yet
+    pools: tuple[MemoryPool, ...] = ()  # that its memory comes out of; empty: only `memory_free_bytes` is known
+    kept_bytes: int = 0  # host memory that workers on it keep for the load that takes them over
+
+
+def resolve_device(nodes: Sequence[NodeInfo], device: str) -> str:
+    """One of "cuda" and "cpu"; "auto" is "cuda" when any living node has a GPU. Raises ConfigError."""
+    if device == "auto":
+        return "cuda" if any(node.alive and node.gpus_total for node in nodes) else "cpu"
+    if device not in ("cuda", "cpu"):
+        raise ConfigError(f"device must be auto, cuda or cpu, not {device!r:.40}")
+    return device
+
+
+def assign_ranks(
+    nodes: Sequence[NodeInfo],
+    layout: Layout,
+    device: str,
+    cpu_ranks_per_node: int,
+    holders: Sequence[str] = (),
+) -> tuple[int, ...]:
+    """Index into `nodes` for each rank. Same input, same answer.
+
+    Tensor-parallel groups stay on one node as long as one has room for a whole group, and ranks go to as few
+    nodes as that allows, so that chunks are shared. `device` is "cuda" or "cpu" (see `resolve_device`).
+    `holders` are the ids of models that hold resources, for the message. Raises NotEnoughResources.
+    """
+    free = [places_free(node, device, cpu_ranks_per_node) for node in nodes]
+    have = sum(free)
+    if layout.ranks > have:
+        raise _not_enough(nodes, free, layout, device, cpu_ranks_per_node, holders)
+    group_size = layout.tensor_parallel_size
+    assigned: list[int] = []
+    groups_left = layout.ranks // group_size
+    while groups_left and max(free) >= group_size:
+        node = free.index(max(free))  # the roomiest, the first of equals
+        here = min(free[node] // group_size, groups_left)
+        assigned += [node] * (here * group_size)
+        free[node] -= here * group_size
+        groups_left -= here
+    while len(assigned) < layout.ranks:  # no node has room for a whole group any more
+        node = free.index(max(free))
+        here = min(free[node], layout.ranks - len(assigned))
+        assigned += [node] * here
+        free[node] -= here
+    return tuple(assigned)
+
+
+def assign_gpus(nodes: Sequence[NodeInfo], gpus: int, holders: Sequence[str] = ()) -> tuple[int, ...]:
+    """The same for one rank with so many GPUs: the roomiest node, the first of equals. Raises NotEnoughResources."""
+    rooms = {index: node.gpus_free for index, node in enumerate(nodes) if node.alive}
+    best = max(rooms, key=lambda index: rooms[index], default=None)
+    if best is None or rooms[best] < gpus:
+        per_node = ", ".join(f"{nodes[at].host}: {free} of {nodes[at].gpus_total}" for at, free in rooms.items())
+        message = f"the rank needs {gpus} free GPUs on one node ({per_node[:1000] or 'there is none'})"
+        if holders:
+            message += f"; models that hold some: {', '.join(holders[:20])}"
+        raise NotEnoughResources(
+            message,
+            hint="Release a model, wait with wait_for_resources_s, or map modules to fewer GPUs",
+            need=gpus,
+            have=0 if best is None else rooms[best],
+        )
+    return (best,)
+
+
+def ranks_by_node(rank_nodes: Sequence[int] | Mapping[int, int]) -> dict[int, tuple[int, ...]]:
+    """Ranks of each node that has any, by node index; both ascending. `rank_nodes`: of all, or of some by rank."""
+    found = rank_nodes if isinstance(rank_nodes, Mapping) else dict(enumerate(rank_nodes))
+    return {node: tuple(rank for rank in sorted(found) if found[rank] == node) for node in sorted(set(found.values()))}
+
+
+def bundles_for(layout: Layout, gpus_per_node: Sequence[int]) -> list[int]:
+    """GPUs of each bundle of the placement group, in the order of ranks.
+
+    A bundle lies on one node. A tensor-parallel group is one bundle as long as the nodes (`gpus_per_node`:
+    GPUs of each that may be used) have room for whole groups; the ranks of the other groups get a bundle
+    each.
+    """
+    group_size = layout.tensor_parallel_size
+    groups = layout.ranks // group_size
+    whole = min(groups, sum(gpus // group_size for gpus in gpus_per_node))
+    return [group_size] * whole + [1] * ((groups - whole) * group_size)
+
+
+def bundle_of_ranks(bundles: Sequence[int]) -> tuple[int, ...]:
+    """Index of the bundle that hosts each rank: a bundle of k GPUs hosts the next k ranks."""
+    return tuple(index for index, gpus in enumerate(bundles) for _ in range(gpus))
+
+
+def places_free(node: NodeInfo, device: str, cpu_ranks_per_node: int) -> int:
+    """Ranks that the node can take now."""
+    if not node.alive:
+        return 0
+    return max(node.gpus_free if device == "cuda" else min(node.cpu_ranks_free, cpu_ranks_per_node), 0)
+
+
+def _not_enough(
+    nodes: Sequence[NodeInfo],
+    free: Sequence[int],
+    layout: Layout,
+    device: str,
+    cpu_ranks_per_node: int,
+    holders: Sequence[str],
+) -> NotEnoughResources:
+    living = [(node, places) for node, places in zip(nodes, free, strict=True) if node.alive]
+    what = "GPUs" if device == "cuda" else "places for CPU ranks"
+    total = sum(node.gpus_total if device == "cuda" else cpu_ranks_per_node for node, _ in living)
+    per_node = ", ".join(f"{node.host}: {places}" for node, places in living[:20])
+    per_node += f" and {len(living) - 20} more nodes" if len(living) > 20 else ""
+    message = f"{layout.ranks} ranks need {layout.ranks} free {what}; {sum(free)} of {total} are free"
+    if per_node:
+        message += f" ({per_node})"
+    if holders:
+        message += f"; models that hold some: {', '.join(holders[:20])}"
+    if layout.ranks > total:
+        hint = "Use fewer ranks or add nodes" + ("" if device == "cuda" else ", or raise LONGSHORE_CPU_RANKS_PER_NODE")
+    else:
+        hint = "Release a model, or wait with wait_for_resources_s"
+    return NotEnoughResources(message, hint=hint, need=layout.ranks, have=sum(free), total=total)

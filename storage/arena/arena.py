@@ -1,0 +1,289 @@
+"""One node's arena: a shared-memory file of equal slots, mapped by the agent and by every worker of the node.
+
+    0        header     magic, version, geometry, epoch; then the owner and how many slots are ready
+    4096     records    slot_count x 2 copies: what the agent knows of each slot (storage.arena.slot_records)
+    ...      slots      slot_count x slot_bytes, from a page boundary on
+
+Only the owner (the agent) writes the header and the records; a worker writes a slot that it leased, nothing
+else. Every process that maps the file holds a shared flock on it for as long as it does, so that
+`storage.arena.arena_files.sweep` can tell an arena in use from one that a SIGKILL left behind.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import mmap
+import os
+import secrets
+import threading
+import zlib
+from collections.abc import Callable, Sequence
+from typing import Self
+
+from storage.arena.arena_format import (
+    CHECKSUM,
+    GEOMETRY,
+    OWNER,
+    OWNER_AT,
+    PAGE_BYTES,
+    READY,
+    READY_AT,
+    RECORDS_AT,
+    TOO_LARGE_HINT,
+    create_locked,
+    data_offset_bytes,
+    identity,
+    is_geometry,
+    map_checked,
+    open_locked,
+    pack_geometry,
+)
+from storage.arena.slot_records import COPY_BYTES, RECORD_BYTES, SlotRecord, pack_copy, unpack_copy
+from storage.errors import ArenaCorrupt, ArenaError, ArenaTooLarge
+from storage.host.paging import address_of, populate
+from storage.host.processes import ProcessId
+
+
+class Arena:
+    """A mapped arena. `create` and `adopt` make the caller its owner; `open` is for workers.
+
+    Thread-safe as far as it is used: one thread writes records, one runs `reserve`, any number use slots.
+    """
+
+    def __init__(self, path: str, descriptor: int, memory: mmap.mmap, *, owner: bool) -> None:
+        """For the class methods: takes over a locked descriptor and a mapping with a good header."""
+        _, _, _, slot_count, slot_bytes, data_offset, epoch = GEOMETRY.unpack_from(memory)
+        self.path = path
+        self.slot_count: int = slot_count
+        self.slot_bytes: int = slot_bytes
+        self._data_offset: int = data_offset
+        self._epoch: str = epoch.hex()
+        self._descriptor = descriptor
+        self._memory = memory
+        self._view = memoryview(memory)
+        self._address = address_of(memory)
+        self._mapped = bytearray(slot_count)  # slots whose pages this process has
+        self._owner = owner
+        self._file = identity(os.fstat(descriptor))
+        self._sequences: list[int] | None = None  # per slot, the number of its last write
+        self._closed = False
+        self._closing = threading.Lock()  # so that `reserve` never touches a closed descriptor
+
+    # --- open and close ------------------------------------------------------------------------------------
+
+    @classmethod
+    def create(cls, path: str, *, slot_count: int, slot_bytes: int) -> Self:
+        """A new arena at `path`, mode 0600, owned by the caller. Its slots get memory by `reserve`.
+
+        Raises ArenaError when something is at `path` already, ArenaTooLarge when not even the header has
+        room, ValueError for a geometry that no arena can have.
+        """
+        if not is_geometry(slot_count, slot_bytes):
+            raise ValueError(f"no arena has {slot_count} slots of {slot_bytes} bytes (pages: {PAGE_BYTES})")
+        data_offset = data_offset_bytes(slot_count)
+        descriptor = create_locked(path)
+        try:
+            os.ftruncate(descriptor, data_offset + slot_count * slot_bytes)
+            os.posix_fallocate(descriptor, 0, data_offset)
+            memory = mmap.mmap(descriptor, data_offset + slot_count * slot_bytes)
+        except OSError as exc:
+            os.unlink(path)
+            os.close(descriptor)
+            if exc.errno in (errno.ENOSPC, errno.ENOMEM, errno.EFBIG):
+                raise ArenaTooLarge(
+                    "no room for the arena's header", hint=TOO_LARGE_HINT, path=path, header_bytes=data_offset
+                ) from exc
+            raise ArenaError(f"cannot create the arena: {exc.strerror}", path=path) from exc
+        header = pack_geometry(slot_count, slot_bytes, secrets.token_bytes(6))
+        memory[: len(header)] = header
+        arena = cls(path, descriptor, memory, owner=True)
+        arena._write_owner()
+        return arena
+
+    @classmethod
+    def open(cls, path: str) -> Self:
+        """Map an arena that is there. Raises ArenaCorrupt when there is none, or what is there is not one."""
+        descriptor = open_locked(path)
+        try:
+            memory = map_checked(path, descriptor)
+        except BaseException:
+            os.close(descriptor)
+            raise
+        return cls(path, descriptor, memory, owner=False)
+
+    @classmethod
+    def adopt(cls, path: str) -> Self:
+        """Map an arena whose owner has died, and become its owner.
+
+        Raises ArenaCorrupt as `open` does, ArenaError while the former owner lives: two writers of the
+        records would undo each other's fences.
+        """
+        arena = cls.open(path)
+        former = arena.owner
+        if former is not None and former != ProcessId.current() and former.is_alive():
+            arena.close()
+            raise ArenaError("the arena belongs to a process that lives", path=path, pid=former.pid)
+        arena._owner = True
+        arena._write_owner()
+        return arena
+
+    def close(self) -> None:
+        """Give up the mapping and the lock. Idempotent.
+
+        While slot views are still in use the pages stay mapped, and the lock held, until the last view is
+        gone.
+        """
+        with self._closing:
+            if self._closed:
+                return
+            self._closed = True
+            # The mapping has a duplicate of the descriptor and so the lock: both last until it is unmapped.
+            os.close(self._descriptor)
+            with contextlib.suppress(BufferError):
+                self._view.release()
+            with contextlib.suppress(BufferError):
+                self._memory.close()
+            del self._view, self._memory
+
+    def unlink(self) -> None:
+        """Remove the file's name; its memory is free when the last process has unmapped it. Idempotent."""
+        with contextlib.suppress(FileNotFoundError):
+            # The name may have been taken by another arena since.
+            if identity(os.stat(self.path, follow_symlinks=False)) == self._file:
+                os.unlink(self.path)
+
+    def __enter__(self) -> Self:
+        return self
+
+    def __exit__(self, *_: object) -> None:
+        self.close()
+
+    def __repr__(self) -> str:
+        return f"Arena({self.path!r}, slot_count={self.slot_count}, slot_bytes={self.slot_bytes})"
+
+    # --- slots ---------------------------------------------------------------------------------------------
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the whole file, header included."""
+        return self._data_offset + self.slot_count * self.slot_bytes
+
+    @property
+    def ready_slots(self) -> int:
+        """Slots `[0, ready_slots)` have memory behind them and may be used."""
+        (ready,) = READY.unpack_from(self._view, READY_AT)
+        return min(int(ready), self.slot_count)
+
+    def slot(self, index: int) -> memoryview:
+        """The slot's memory: writable, exactly `slot_bytes` long. Release it, or let it go, when done.
+
+        Its pages are mapped here the first time: a trap for each page would cost 0.35 CPU s per GB, this costs 0.1.
+        """
+        if not 0 <= index < self.slot_count:
+            raise IndexError(f"slot {index} of {self.slot_count}")
+        start = self._data_offset + index * self.slot_bytes
+        if not self._mapped[index] and index < self.ready_slots:
+            self._mapped[index] = 1
+            populate(self._address + start, self.slot_bytes)
+        return self._view[start : start + self.slot_bytes]
+
+    def data(self) -> memoryview:
+        """All slots as one block, slot after slot: for registering pinned memory once, not per slot."""
+        return self._view[self._data_offset :]
+
+    def reserve(self, stop: Callable[[], bool] = lambda: False, room: Callable[[], bool] = lambda: True) -> int:
+        """Get memory for every slot, in order; returns how many are ready. `stop` is asked before each, and `room`
+        whether the host still has memory: the kernel might end somebody sooner than refuse.
+
+        Meant for a background thread: `ready_slots` grows as it goes. Writing to a slot that is not ready
+        could end the process with SIGBUS. When memory runs out, what no slot in use has is given back, the
+        file loses its name, and ArenaTooLarge is raised.
+        """
+        for index in range(self.ready_slots, self.slot_count):
+            with self._closing:
+                if self._closed or stop():
+                    return index
+                try:
+                    if not room():
+                        raise OSError(errno.ENOMEM, "the host's memory is nearly used up")
+                    self._reserve_slot(index)
+                except OSError as exc:
+                    if exc.errno not in (errno.ENOSPC, errno.ENOMEM):
+                        raise ArenaError(f"cannot reserve the arena: {exc.strerror}", path=self.path) from exc
+                    self.unlink()
+                    raise ArenaTooLarge(
+                        "shared memory, or the memory behind it, ran out while the arena was being reserved",
+                        hint=TOO_LARGE_HINT,
+                        path=self.path,
+                        reserved_bytes=index * self.slot_bytes,
+                        wanted_bytes=self.slot_count * self.slot_bytes,
+                    ) from exc
+        return self.slot_count
+
+    def _reserve_slot(self, index: int) -> None:
+        start = self._data_offset + index * self.slot_bytes
+        try:
+            os.posix_fallocate(self._descriptor, start, self.slot_bytes)
+        except OSError:
+            with contextlib.suppress(OSError):
+                self._memory.madvise(mmap.MADV_REMOVE, start, self.size_bytes - start)
+            raise
+        READY.pack_into(self._view, READY_AT, index + 1)
+
+    # --- the owner's records (a SlotJournal) ---------------------------------------------------------------
+
+    @property
+    def epoch(self) -> str:
+        """Random name of this arena, given at its creation."""
+        return self._epoch
+
+    @property
+    def owner(self) -> ProcessId | None:
+        """The process that created or adopted the arena last; None if it died before it could say so."""
+        pid, start_time = OWNER.unpack_from(self._view, OWNER_AT)
+        (checksum,) = CHECKSUM.unpack_from(self._view, OWNER_AT + OWNER.size)
+        body = self._view[OWNER_AT : OWNER_AT + OWNER.size]
+        return ProcessId(pid, start_time) if pid and checksum == zlib.crc32(body) else None
+
+    def write_record(self, slot: int, record: SlotRecord) -> None:
+        """Keep what is known of `slot`. A process killed in here leaves the record before."""
+        if not self._owner:
+            raise ArenaError("only the arena's owner writes slot records", path=self.path)
+        if not 0 <= slot < self.slot_count:
+            raise IndexError(f"slot {slot} of {self.slot_count}")
+        sequences = self._read_sequences()
+        sequence = sequences[slot] + 1
+        # Odd writes go to the first copy, even ones to the second: the one before stays whole.
+        start = RECORDS_AT + slot * RECORD_BYTES + (sequence + 1) % 2 * COPY_BYTES
+        self._view[start : start + COPY_BYTES] = pack_copy(sequence, record)
+        sequences[slot] = sequence
+
+    def records(self) -> Sequence[SlotRecord]:
+        """The last whole record of each slot. Raises ArenaCorrupt when a slot has none."""
+        return tuple(record for _, record in self._read_records())
+
+    def _read_records(self) -> list[tuple[int, SlotRecord]]:
+        found = []
+        for slot in range(self.slot_count):
+            start = RECORDS_AT + slot * RECORD_BYTES
+            copies = [
+                copy
+                for at in (start, start + COPY_BYTES)
+                if (copy := unpack_copy(self._view[at : at + COPY_BYTES])) is not None
+            ]
+            if not copies:
+                raise ArenaCorrupt("both copies of a slot record are broken", path=self.path, slot=slot)
+            found.append(max(copies, key=lambda copy: copy[0]))
+        return found
+
+    def _read_sequences(self) -> list[int]:
+        if self._sequences is None:
+            self._sequences = [sequence for sequence, _ in self._read_records()]
+        return self._sequences
+
+    def _write_owner(self) -> None:
+        me = ProcessId.current()
+        body = OWNER.pack(me.pid, me.start_time)
+        data = body + CHECKSUM.pack(zlib.crc32(body))
+        self._view[OWNER_AT : OWNER_AT + len(data)] = data

@@ -1,0 +1,158 @@
+"""Arena files from outside: their names, how large they may be, and which ones nobody uses any more."""
+
+from __future__ import annotations
+
+import contextlib
+import fcntl
+import hashlib
+import os
+import re
+import stat
+import time
+from collections.abc import Iterator
+from dataclasses import dataclass
+
+from storage.arena.arena_format import TOO_LARGE_HINT, is_at
+from storage.errors import ArenaTooLarge
+from storage.host.host_memory import available_host_bytes, free_bytes, is_memory_backed
+
+SHM_DIRECTORY = "/dev/shm"
+ARENA_PREFIX = "longshore-arena-"
+DEFAULT_MAX_BYTES = 8 << 30
+LOCK_PATIENCE_S = 10.0  # whoever makes an arena is quick; one that is stopped must not stop us
+
+
+def arena_path(cluster_id: str, node_id: str, directory: str = SHM_DIRECTORY) -> str:
+    """Where the arena of one node of one cluster is. Two different pairs never share a path."""
+    digest = hashlib.blake2b(digest_size=8)
+    for part in (cluster_id, node_id):
+        data = part.encode("utf-8", "surrogatepass")
+        digest.update(len(data).to_bytes(8, "little") + data)
+    readable = "-".join(re.sub(r"[^A-Za-z0-9_.]", "_", part)[:24] for part in (cluster_id, node_id))
+    return os.path.join(directory, f"{ARENA_PREFIX}{readable}-{digest.hexdigest()}")
+
+
+def default_arena_bytes(
+    free_shm_bytes: int,
+    *,
+    slot_bytes: int,
+    available_bytes: int | None = None,
+    max_bytes: int = DEFAULT_MAX_BYTES,
+) -> int:
+    """Arena size where none was asked for: a quarter of what is free, at most `max_bytes`, in whole slots.
+
+    `available_bytes` is the host's free memory, when /dev/shm takes from it. 0 when not one slot fits.
+    """
+    free = free_shm_bytes if available_bytes is None else min(free_shm_bytes, available_bytes)
+    return max(0, min(free // 4, max_bytes)) // slot_bytes * slot_bytes
+
+
+@contextlib.contextmanager
+def one_at_a_time(directory: str) -> Iterator[None]:
+    """Around looking for room in `directory` and taking it: agents of several nodes may be on one host."""
+    try:
+        folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+    except OSError:
+        yield  # whoever looks for room there says what is wrong
+        return
+    try:
+        give_up_s = time.monotonic() + LOCK_PATIENCE_S
+        while time.monotonic() < give_up_s:
+            with contextlib.suppress(BlockingIOError):
+                fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
+                break
+            time.sleep(0.01)
+        yield
+    finally:
+        os.close(folder)
+
+
+def untouched_bytes(directory: str = SHM_DIRECTORY) -> int:
+    """Memory that the arenas in `directory` are still to take: they have their size at once, their pages in time."""
+    total = 0
+    with contextlib.suppress(OSError), os.scandir(directory) as entries:
+        for entry in entries:
+            with contextlib.suppress(OSError):
+                if entry.name.startswith(ARENA_PREFIX) and entry.is_file(follow_symlinks=False):
+                    info = entry.stat(follow_symlinks=False)
+                    total += max(0, info.st_size - info.st_blocks * 512)
+    return total
+
+
+def check_room(directory: str, size_bytes: int, *, promised_bytes: int = 0, reserve_bytes: int = 0) -> None:
+    """Refuse an arena that cannot fit, before a byte of it is made.
+
+    `promised_bytes`: what other arenas there are still to take; `reserve_bytes`: memory that is to be left.
+    Raises ArenaTooLarge when the file system of `directory`, or the memory behind it, has less than
+    `size_bytes`.
+    """
+    try:
+        free = free_bytes(directory) - promised_bytes
+        available = available_host_bytes() - promised_bytes if is_memory_backed(directory) else None
+    except OSError as exc:
+        raise ArenaTooLarge(f"cannot use {directory}: {exc.strerror or exc}", hint=TOO_LARGE_HINT) from exc
+    if size_bytes > free:
+        raise ArenaTooLarge(
+            f"{directory} has no room for the arena",
+            hint=TOO_LARGE_HINT,
+            wanted_bytes=size_bytes,
+            free_bytes=max(0, free),
+        )
+    if available is not None and size_bytes + reserve_bytes > available:
+        raise ArenaTooLarge(
+            "the host has too little free memory for the arena",
+            hint="set LONGSHORE_ARENA_BYTES to less, or give the host or container more memory",
+            wanted_bytes=size_bytes,
+            reserve_bytes=reserve_bytes,
+            available_bytes=max(0, available),
+        )
+
+
+@dataclass(frozen=True, slots=True)
+class SweptArena:
+    """An arena file that a sweep removed."""
+
+    path: str
+    freed_bytes: int  # memory it really took; pages that were never touched do not count
+
+
+def sweep(directory: str = SHM_DIRECTORY) -> list[SweptArena]:
+    """Remove every arena in `directory` that no process has mapped; returns what was removed, in name order.
+
+    An arena that is in use is locked (`storage.arena.arena`); so is one that is just being made, but for an
+    instant, and its maker notices. Other users' files, links and whatever is not a plain file are left alone.
+    """
+    swept = []
+    try:
+        names = sorted(name for name in os.listdir(directory) if name.startswith(ARENA_PREFIX))
+    except OSError:
+        return []
+    for name in names:
+        path = os.path.join(directory, name)
+        freed_bytes = _remove_if_unlocked(path)
+        if freed_bytes is not None:
+            swept.append(SweptArena(path, freed_bytes))
+    return swept
+
+
+def _remove_if_unlocked(path: str) -> int | None:
+    """Bytes freed, or None when the file was left alone."""
+    try:
+        # NONBLOCK: opening a pipe that somebody put there must not hang.
+        descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
+    except OSError:
+        return None
+    try:
+        info = os.fstat(descriptor)
+        if not stat.S_ISREG(info.st_mode) or info.st_uid != os.geteuid():
+            return None
+        with contextlib.suppress(OSError):
+            fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            # Under the lock the name must still mean this file: another sweep and a new arena may have come
+            # between.
+            if is_at(path, descriptor):
+                os.unlink(path)
+                return info.st_blocks * 512
+        return None
+    finally:
+        os.close(descriptor)

@@ -1,0 +1,1 @@
+"""What a stored model is: its files, headers, manifest, tensors and chunks. All of it from a bucket: not trusted."""

@@ -1,0 +1,285 @@
+"""From a store to a ModelIndex: the manifest if there is one, else the Hugging Face layout and its headers.
+
+    list the root ---- longshore.manifest.json? --yes--> one GET, signature checked if keys are trusted,
+                  |                                      sizes compared, current ETags pinned
+                  \\--no--> index or files chosen by name -> headers read in parallel -> chunks derived
+
+Nothing but names, headers and JSON is read here; no byte of weights moves.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+from collections.abc import Sequence
+from dataclasses import replace
+
+import numpy as np
+
+from storage.checkpoints.checkpoint_files import (
+    OWN_KEYS,
+    Checkpoint,
+    candidates,
+    read_index,
+    read_whole,
+    scan_checkpoint,
+)
+from storage.checkpoints.chunking import DEFAULT_CHUNK_BYTES, chunk_bounds
+from storage.checkpoints.hf_layout import INDEX_KEY, SUFFIX
+from storage.checkpoints.inventory import Inventory
+from storage.checkpoints.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, Manifest, manifest_front, parse_manifest
+from storage.checkpoints.model_index import ChunkTable, ModelIndex, OtherFile, Shard
+from storage.errors import (
+    AccessDenied,
+    BadSignature,
+    InvalidManifest,
+    ManifestMismatch,
+    ManifestUnsigned,
+    ObjectNotFound,
+    SignatureError,
+)
+from storage.object_store import ObjectInfo, ObjectStore, read_bytes
+from storage.problems import Problems, quote
+from storage.publishing.signature import MAX_SIGNATURE_BYTES, SIGN_HINT, SIGNATURE_KEY, check_signature
+from storage.ranges import ByteRange
+from storage.retrying import RetryPolicy, with_retries
+
+NO_MANIFEST = (
+    "no manifest: structure and transport are checked, and whole objects by the store's own checksums where it keeps"
+    " them; chunks have no digests; see `longshore publish`"
+)
+
+
+def split_model_uri(uri: str) -> tuple[str, str | None]:
+    """The root to open, and the one file in it that was meant, if the URI names a file.
+
+    `s3://bucket/llama/model.safetensors` is `("s3://bucket/llama", "model.safetensors")`; a URI that does not
+    end in `.safetensors` (or ends in `/`) is a root. So is a bucket that happens to be called like a file.
+    """
+    scheme, mark, path = uri.rpartition("://")
+    folder, slash, name = path.rpartition("/")
+    if not name.endswith(SUFFIX) or (mark and not slash):
+        return uri, None
+    return f"{scheme}{mark}{folder or ('/' if slash else '.')}", name
+
+
+def open_model(
+    store: ObjectStore,
+    *,
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    only_key: str | None = None,
+    policy: RetryPolicy | None = None,
+    trusted_keys: Sequence[str] = (),
+) -> ModelIndex:
+    """Everything a plan needs to know of the model at the store's root, or of the one file `only_key` in it.
+
+    `chunk_bytes` matters when there is no manifest. With `trusted_keys` (`signing_keys.public_key`) nothing but a
+    manifest that is signed with one of them will do: SignatureError. Raises NotACheckpoint, PickleRefused,
+    InvalidHeader, InvalidIndex, InvalidManifest, ManifestMismatch (each lists all it found) and the store's own errors.
+    """
+    policy = policy or RetryPolicy()
+    inventory = Inventory(store, policy)
+    found = inventory.find([MANIFEST_KEY]).get(MANIFEST_KEY)
+    if found is not None:
+        manifest, signed_by = _read_manifest(store, found, policy, trusted_keys, inventory)
+        index = replace(manifest.index(), signed_by=signed_by)
+        if only_key is None:
+            return _as_stored(index, inventory, store.uri)
+        if any(shard.key == only_key for shard in index.shards):
+            return _as_stored(_one_shard(index, only_key), inventory, store.uri)
+    if trusted_keys:
+        raise not_published(store.uri)
+    checkpoint = scan_checkpoint(
+        store, only_key=only_key, policy=policy, inventory=inventory, checksum_chunk_bytes=chunk_bytes
+    )
+    return _derived(checkpoint, chunk_bytes, _versions_digest(store, inventory, only_key, policy))
+
+
+def not_published(uri: str) -> ManifestUnsigned:
+    """The error for a model without a manifest, where only signed ones are trusted."""
+    return ManifestUnsigned(
+        "not published, and only models with a signed manifest are trusted", hint=SIGN_HINT, uri=uri
+    )
+
+
+def read_manifest(
+    store: ObjectStore,
+    info: ObjectInfo,
+    policy: RetryPolicy,
+    *,
+    trusted_keys: Sequence[str] = (),
+    inventory: Inventory | None = None,
+) -> Manifest:
+    """The checked manifest, in one request for the version that `info` describes.
+
+    With `trusted_keys` its signature is checked before anything in it is looked at; `inventory` says whether there is
+    one. Raises InvalidManifest, SignatureError.
+    """
+    return _read_manifest(store, info, policy, trusted_keys, inventory)[0]
+
+
+def _read_manifest(
+    store: ObjectStore,
+    info: ObjectInfo,
+    policy: RetryPolicy,
+    trusted_keys: Sequence[str],
+    inventory: Inventory | None,
+) -> tuple[Manifest, str]:
+    """With the id of the key that signed it, "" when no key is trusted."""
+    check_manifest_size(info, store.uri)
+    signed_by = ""
+    try:
+        data = read_whole(store, info, policy)
+        if trusted_keys:
+            signature = _read_signature(store, inventory or Inventory(store, policy), policy)
+            signed_by = check_signature(data, signature, trusted_keys)
+        return parse_manifest(data), signed_by
+    except (InvalidManifest, SignatureError) as error:
+        raise error.with_details(uri=store.uri) from error.__cause__
+
+
+def check_manifest_size(info: ObjectInfo, uri: str) -> None:
+    """Raises InvalidManifest for an object that is too large to be one."""
+    if info.size_bytes > MAX_MANIFEST_BYTES:
+        raise InvalidManifest(f"manifest of {info.size_bytes} bytes; at most {MAX_MANIFEST_BYTES} are read", uri=uri)
+
+
+def _read_signature(store: ObjectStore, inventory: Inventory, policy: RetryPolicy) -> bytes | None:
+    info = inventory.find([SIGNATURE_KEY]).get(SIGNATURE_KEY)
+    if info is None:
+        return None
+    if info.size_bytes > MAX_SIGNATURE_BYTES:
+        raise BadSignature(f"a signature of {info.size_bytes} bytes; at most {MAX_SIGNATURE_BYTES} are read")
+    return read_whole(store, info, policy)
+
+
+def check_revision(store: ObjectStore, revision: str, *, only_key: str | None = None) -> bool:
+    """Whether the root still holds that revision: the first bytes of the manifest, or else one listing.
+
+    Shards replaced under an unchanged manifest are no new revision: their digests are wrong. Raises
+    StoreError when the store cannot be asked.
+    """
+    policy = RetryPolicy()
+    published = _published_revision(store, policy)
+    if published is not None:
+        if only_key is None:
+            return published == revision
+        if revision == _shard_revision(published, only_key):
+            return True
+    return _versions_digest(store, Inventory(store, policy), only_key, policy) == revision
+
+
+def chunk_table(shard_ends: Sequence[Sequence[int]]) -> ChunkTable:
+    """Columns without digests, from the ends of each shard's chunks."""
+    ends = [end for shard in shard_ends for end in shard]
+    starts = [start for shard in shard_ends for start in (0, *shard[:-1])]
+    return ChunkTable(
+        shard=np.repeat(np.arange(len(shard_ends), dtype=np.int32), [len(shard) for shard in shard_ends]),
+        start=np.array(starts, np.int64),
+        end=np.array(ends, np.int64),
+        hash_name=None,
+        digests=None,
+    )
+
+
+def _derived(checkpoint: Checkpoint, chunk_bytes: int, revision: str) -> ModelIndex:
+    shards = tuple(
+        Shard(info.key, info.size_bytes, info.etag, asked.checksum, asked.reason)
+        for info, asked in zip(checkpoint.shards, checkpoint.checksums, strict=True)
+    )
+    ends = [
+        # Only over the whole object in one piece can such a checksum be computed.
+        [shard.size_bytes]
+        if shard.checksum is not None and not shard.checksum.combines
+        else chunk_bounds(header, shard.size_bytes, chunk_bytes)
+        for shard, header in zip(shards, checkpoint.headers, strict=True)
+    ]
+    notes = [NO_MANIFEST]
+    if checkpoint.skipped:
+        notes.append(f"not loaded: {Problems(map(quote, checkpoint.skipped))}")
+    return ModelIndex(
+        revision=revision,
+        source="headers",
+        shards=shards,
+        tensors=checkpoint.tensors,
+        chunks=chunk_table(ends),
+        files=tuple(OtherFile(info.key, info.size_bytes, None) for info in checkpoint.files),
+        notes=tuple(notes),
+    )
+
+
+def _as_stored(index: ModelIndex, inventory: Inventory, uri: str) -> ModelIndex:
+    """The published model, pinned to the objects as they are now. Raises ManifestMismatch."""
+    now = inventory.find([*(shard.key for shard in index.shards), *(file.key for file in index.files)])
+    problems = Problems()
+    shards: list[Shard] = []
+    copied = 0
+    for shard in index.shards:
+        info = now.get(shard.key)
+        if info is None:
+            problems.add(f"shard {quote(shard.key)} is missing")
+        elif info.size_bytes != shard.size_bytes:
+            problems.add(f"shard {quote(shard.key)} has {info.size_bytes} bytes, published with {shard.size_bytes}")
+        else:
+            copied += info.etag != shard.etag
+            shards.append(replace(shard, etag=info.etag))
+    if problems:
+        raise ManifestMismatch(
+            f"the manifest is for other bytes than are stored: {problems}",
+            hint="put the published files back, or publish the model again",
+            uri=uri,
+        )
+    notes = []
+    if copied:
+        notes.append(f"{copied} shards have another ETag than when they were published: the digests decide")
+    changed = [f.key for f in index.files if f.key not in now or now[f.key].size_bytes != f.size_bytes]
+    if changed:
+        notes.append(f"other files are not as published: {Problems(map(quote, changed))}")
+    return replace(index, shards=tuple(shards), notes=tuple(notes))
+
+
+def _one_shard(index: ModelIndex, key: str) -> ModelIndex:
+    """The part of a published model that one shard holds: a model of its own, with its own revision."""
+    number = next(n for n, shard in enumerate(index.shards) if shard.key == key)
+    rows = index.chunks.shard == number
+    digests = index.chunks.digests
+    return replace(
+        index,
+        revision=_shard_revision(index.revision, key),
+        shards=(index.shards[number],),
+        tensors=tuple(replace(t, shard=0) for t in index.tensors if t.shard == number),
+        chunks=ChunkTable(
+            shard=np.zeros(int(rows.sum()), np.int32),
+            start=index.chunks.start[rows],
+            end=index.chunks.end[rows],
+            hash_name=index.chunks.hash_name,
+            digests=None if digests is None else digests[rows],
+        ),
+    )
+
+
+def _shard_revision(revision: str, key: str) -> str:
+    return hashlib.sha256(f"{revision}/{key}".encode()).hexdigest()
+
+
+def _published_revision(store: ObjectStore, policy: RetryPolicy) -> str | None:
+    """The revision at its fixed place near the start of the manifest; None when there is no manifest."""
+    front = manifest_front("0" * 64)
+    try:
+        data = with_retries(lambda: read_bytes(store, MANIFEST_KEY, ByteRange(0, len(front))), policy)
+    except (ObjectNotFound, AccessDenied):  # S3 says 403 of a missing object to those who may not list
+        return None
+    revision = data[-65:-1].decode("ascii", "replace")
+    return revision if data == manifest_front(revision) else ""
+
+
+def _versions_digest(store: ObjectStore, inventory: Inventory, only_key: str | None, policy: RetryPolicy) -> str:
+    """SHA-256, in hex, of (key, size, ETag) of every object of an unpublished model; a listing is enough."""
+    if only_key is not None:
+        infos = inventory.find([only_key])
+    else:
+        infos = candidates(inventory, None)
+        if inventory.listed is None and INDEX_KEY in infos:
+            infos |= inventory.find(sorted(set(read_index(store, infos[INDEX_KEY], policy).values())))
+    rows = sorted([i.key, i.size_bytes, i.etag or ""] for i in infos.values() if i.key not in OWN_KEYS)
+    return hashlib.sha256(json.dumps(rows).encode()).hexdigest()

@@ -1,0 +1,260 @@
+"""The manifest of a published model: one JSON object beside the shards, believed only after `parse_manifest`.
+
+    longshore.manifest.json
+      format, version, revision        revision: SHA-256 of the canonical JSON of everything else
+      hash, chunk_bytes                one hash for all digests below, written in hex
+      shards   path size etag source_etag checked_by digest, chunk_ends [...], chunk_digests [...]     by path
+      tensors  name dtype shape shard start end                      by shard, then start, then end, then name
+      files    path size etag source_etag checked_by digest                   config, tokenizer, ...   by path
+
+Chunk i of a shard is `[chunk_ends[i-1], chunk_ends[i])`; the first begins at 0, the last ends with the shard.
+ETags are a hint: an object that was copied has another, the digests decide.
+"""
+
+from __future__ import annotations
+
+import hashlib
+import json
+import re
+from collections.abc import Iterable
+from itertools import pairwise
+from typing import Annotated, Literal
+
+import numpy as np
+from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, ValidationError
+
+from storage.checkpoints.chunking import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
+from storage.checkpoints.dtypes import DTYPE_BITS, MAX_DIMENSIONS, tensor_bytes
+from storage.checkpoints.manifest_fields import MANIFEST_VERSION, ETag, Hex, Path, Size
+from storage.checkpoints.manifest_refusal import newer, refusal, schema_problems
+from storage.checkpoints.model_index import ChunkTable, ModelIndex, OtherFile, Shard, Tensor
+from storage.checksum import DIGEST_SIZES
+from storage.errors import InvalidManifest
+from storage.json_bounds import json_values
+from storage.problems import Problems, quote
+
+MANIFEST_KEY = "longshore.manifest.json"
+MAX_MANIFEST_BYTES = 512 << 20
+MAX_JSON_VALUES = 10_000_000  # bounds the memory that parsing takes: a million tensors, or five million chunks
+# Every version begins like this, so that an older one knows it whatever comes after; see `manifest_front`.
+_FRONT = re.compile(rb'\s*\{\s*"format"\s*:\s*"longshore\.manifest"\s*,\s*"version"\s*:\s*(\d{1,9})\b')
+
+
+class ManifestEntry(BaseModel):
+    """What all parts have in common: frozen, nothing unknown, no conversions."""
+
+    model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
+
+
+class ManifestFile(ManifestEntry):
+    """One published object as it was read and checked."""
+
+    path: Path  # relative to the manifest's folder
+    size_bytes: Size
+    etag: ETag  # of the object beside the manifest, when it was published
+    source_etag: ETag  # of the object that was read; the same one when published in place
+    checked_by: Annotated[str, StringConstraints(pattern=r"^(read-twice|store:[a-z0-9_]+)(\+read-back)?$")]
+    digest: Hex  # of the whole object
+
+
+class ManifestShard(ManifestFile):
+    """One safetensors file and its chunks."""
+
+    chunk_ends: Annotated[tuple[Size, ...], FailFast()]
+    chunk_digests: Annotated[tuple[Hex, ...], FailFast()]
+
+
+class ManifestTensor(ManifestEntry):
+    """One tensor: bytes `[start, end)` of a shard."""
+
+    name: str
+    dtype: str
+    shape: tuple[Size, ...]
+    shard: Size  # index into shards
+    start: Size
+    end: Size
+
+
+class Manifest(ManifestEntry):
+    """A whole manifest. `parse_manifest` is the way in, `Manifest.build` the way to a new one."""
+
+    format: Literal["longshore.manifest"]
+    version: Literal[1]
+    revision: Annotated[str, StringConstraints(pattern=r"^[0-9a-f]{64}$")]
+    hash: Literal["blake3", "xxh3_128"]
+    chunk_bytes: Annotated[int, Field(ge=MIN_CHUNK_BYTES, le=MAX_CHUNK_BYTES)]
+    shards: tuple[ManifestShard, ...]  # at least one
+    tensors: tuple[ManifestTensor, ...]
+    files: tuple[ManifestFile, ...]
+
+    @classmethod
+    def build(
+        cls,
+        *,
+        hash_name: str,
+        chunk_bytes: int,
+        shards: Iterable[ManifestShard],
+        tensors: Iterable[ManifestTensor],
+        files: Iterable[ManifestFile],
+    ) -> Manifest:
+        """A manifest with its revision, checked like one that was read. Raises InvalidManifest."""
+        try:
+            draft = cls(
+                format="longshore.manifest",
+                version=MANIFEST_VERSION,
+                revision="0" * 64,
+                hash=hash_name,  # type: ignore[arg-type]  # pydantic checks it
+                chunk_bytes=chunk_bytes,
+                shards=tuple(shards),
+                tensors=tuple(tensors),
+                files=tuple(files),
+            )
+        except ValidationError as error:
+            raise refusal(schema_problems(error)) from error
+        manifest = draft.model_copy(update={"revision": contents_digest(draft)})
+        if problems := _contradictions(manifest):
+            raise refusal(problems)
+        return manifest
+
+    def to_json(self) -> bytes:
+        """The bytes that are stored: `manifest_front`, the settings, then the tables."""
+        return self.model_dump_json().encode()
+
+    def index(self) -> ModelIndex:
+        """The model as plans see it. ETags are the published ones."""
+        counts = [len(shard.chunk_ends) for shard in self.shards]
+        ends = [end for shard in self.shards for end in shard.chunk_ends]
+        starts = [start for shard in self.shards for start in (0, *shard.chunk_ends[:-1])]
+        digests = bytes.fromhex("".join(text for shard in self.shards for text in shard.chunk_digests))
+        table = ChunkTable(
+            shard=np.repeat(np.arange(len(counts), dtype=np.int32), counts),
+            start=np.array(starts, np.int64),
+            end=np.array(ends, np.int64),
+            hash_name=self.hash,
+            digests=np.frombuffer(digests, np.uint8).reshape(len(ends), DIGEST_SIZES[self.hash]),
+        )
+        return ModelIndex(
+            revision=self.revision,
+            source="manifest",
+            shards=tuple(Shard(shard.path, shard.size_bytes, shard.etag) for shard in self.shards),
+            tensors=tuple(Tensor(t.name, t.dtype, t.shape, t.shard, t.start, t.end) for t in self.tensors),
+            chunks=table,
+            files=tuple(OtherFile(file.path, file.size_bytes, f"{self.hash}:{file.digest}") for file in self.files),
+        )
+
+
+def contents_digest(manifest: Manifest) -> str:
+    """The revision that the manifest ought to have: SHA-256, in hex, of the canonical JSON of the rest."""
+    rest = manifest.model_dump(exclude={"revision"})
+    text = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
+    return hashlib.sha256(text.encode()).hexdigest()
+
+
+def manifest_front(revision: str) -> bytes:
+    """How every manifest of that revision begins: enough to tell it from others, in one small read."""
+    front = f'{{"format":"longshore.manifest","version":{MANIFEST_VERSION},"revision":"{revision}"'
+    return front.encode("utf-8", "replace")
+
+
+def parse_manifest(data: bytes) -> Manifest:
+    """A manifest that holds together. Raises InvalidManifest that lists every problem found, NewerManifest."""
+    front = _FRONT.match(data)
+    if front is not None and int(front[1]) > MANIFEST_VERSION:
+        raise newer(int(front[1]))
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise InvalidManifest(f"manifest of {len(data)} bytes; at most {MAX_MANIFEST_BYTES} are read")
+    values = json_values(data)
+    if values > MAX_JSON_VALUES:
+        raise InvalidManifest(f"manifest has some {values} JSON values; at most {MAX_JSON_VALUES} are read")
+    try:
+        manifest = Manifest.model_validate_json(data)
+    except ValidationError as error:
+        raise refusal(schema_problems(error)) from None  # the cause would carry the whole input along
+    if problems := _contradictions(manifest):
+        raise refusal(problems)
+    return manifest
+
+
+def _contradictions(manifest: Manifest) -> Problems:
+    """What no schema can say."""
+    problems = _table_problems(manifest)
+    if any(entry.path == MANIFEST_KEY for entry in (*manifest.shards, *manifest.files)):
+        problems.add("the manifest names itself")
+    if not problems and contents_digest(manifest) != manifest.revision:
+        problems.add("the revision is not that of the contents: changed after it was written")
+    return problems
+
+
+def _table_problems(manifest: Manifest) -> Problems:
+    """All the ways in which shards, chunks, tensors and files do not fit each other."""
+    problems = Problems()
+    if not manifest.shards:
+        problems.add("no shards")
+    _check_paths(manifest, problems)
+    for shard in manifest.shards:
+        _check_chunks(shard, manifest, problems)
+    for file in manifest.files:
+        if len(file.digest) != 2 * DIGEST_SIZES[manifest.hash]:
+            problems.add(f"{quote(file.path)}: not a {manifest.hash} digest")
+    _check_tensors(manifest, problems)
+    return problems
+
+
+def _check_paths(manifest: Manifest, problems: Problems) -> None:
+    for kind, entries in (("shards", manifest.shards), ("files", manifest.files)):
+        for one, other in pairwise(entry.path for entry in entries):
+            if one >= other:
+                problems.add(f"{kind} out of order or twice: {quote(one)} before {quote(other)}")
+    for path in {shard.path for shard in manifest.shards} & {file.path for file in manifest.files}:
+        problems.add(f"both a shard and another file: {quote(path)}")
+
+
+def _check_chunks(shard: ManifestShard, manifest: Manifest, problems: Problems) -> None:
+    label = f"shard {quote(shard.path)}"
+    hex_characters = 2 * DIGEST_SIZES[manifest.hash]
+    if len(shard.digest) != hex_characters or any(len(d) != hex_characters for d in shard.chunk_digests):
+        problems.add(f"{label}: a digest is not a {manifest.hash} digest")
+    if len(shard.chunk_ends) != len(shard.chunk_digests):
+        problems.add(f"{label}: {len(shard.chunk_ends)} chunks and {len(shard.chunk_digests)} chunk digests")
+    sizes = np.diff(np.array((0, *shard.chunk_ends), np.int64))
+    if not len(sizes) or sizes.min() <= 0 or shard.chunk_ends[-1] != shard.size_bytes:
+        problems.add(f"{label}: chunks do not tile its {shard.size_bytes} bytes")
+    elif sizes.max() > manifest.chunk_bytes:
+        problems.add(f"{label}: a chunk of {sizes.max()} bytes, more than {manifest.chunk_bytes}")
+
+
+def _check_tensors(manifest: Manifest, problems: Problems) -> None:
+    """Names once each, in order, without overlap, inside their shards, as large as dtype and shape say."""
+    names: set[str] = set()
+    sizes = [shard.size_bytes for shard in manifest.shards]
+    before: tuple[int, int, int, str] = (0, 0, 0, "")
+    for tensor in manifest.tensors:
+        label = f"tensor {quote(tensor.name)}"
+        if tensor.name in names:
+            problems.add(f"{label} twice")
+        names.add(tensor.name)
+        if tensor.shard >= len(sizes):
+            problems.add(f"{label}: shard {tensor.shard} of {len(sizes)}")
+        elif not tensor.start <= tensor.end <= sizes[tensor.shard]:
+            problems.add(f"{label}: bytes [{tensor.start}, {tensor.end}) of {sizes[tensor.shard]}")
+        if expected := _size_problem(tensor):
+            problems.add(f"{label}: {expected}")
+        place = (tensor.shard, tensor.start, tensor.end, tensor.name)
+        if place < before:
+            problems.add(f"{label} out of order")
+        elif tensor.shard == before[0] and tensor.start < before[2]:
+            problems.add(f"{label} overlaps {quote(before[3])}")
+        before = place
+
+
+def _size_problem(tensor: ManifestTensor) -> str:
+    if tensor.dtype not in DTYPE_BITS:
+        return f"unknown dtype {quote(tensor.dtype)}"
+    if len(tensor.shape) > MAX_DIMENSIONS:
+        return f"{len(tensor.shape)} dimensions"
+    try:
+        expected = tensor_bytes(tensor.dtype, tensor.shape)
+    except (OverflowError, ValueError) as error:
+        return str(error)
+    stored = tensor.end - tensor.start
+    return "" if stored == expected else f"{stored} bytes stored, {tensor.dtype} {tensor.shape} takes {expected}"

@@ -1,0 +1,229 @@
+"""The first bytes of a safetensors file, checked by the rules of the format before anything believes them.
+
+    [0, 8)              n, unsigned, little-endian
+    [8, 8 + n)          JSON: {"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, ...}
+    [8 + n, file size)  the tensors' bytes, no gap, no overlap, nothing left over
+
+`data_offsets` count from 8 + n; everything here counts from the start of the file.
+"""
+
+from __future__ import annotations
+
+import json
+import struct
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass
+from typing import Any
+
+from storage.checkpoints.dtypes import DTYPE_BITS, MAX_DIMENSIONS, MAX_ELEMENTS, tensor_bytes
+from storage.errors import InvalidHeader
+from storage.json_bounds import json_values
+from storage.object_store import ObjectStore, read_bytes
+from storage.problems import Problems, quote
+from storage.ranges import ByteRange
+
+LENGTH_BYTES = 8
+MAX_HEADER_BYTES = 100_000_000  # the format's own limit
+MAX_JSON_VALUES = 5_000_000  # bounds the memory that parsing takes; half a million tensors in one file
+FIRST_READ_BYTES = 256 << 10  # holds the whole header of nearly every shard
+METADATA_KEY = "__metadata__"
+
+
+@dataclass(frozen=True, slots=True)
+class HeaderTensor:
+    """One tensor as its file describes it."""
+
+    name: str
+    dtype: str
+    shape: tuple[int, ...]
+    start: int  # first byte, counted from the start of the file
+    end: int  # first byte after
+
+
+@dataclass(frozen=True, slots=True)
+class Header:
+    """A header that keeps the rules."""
+
+    tensors: tuple[HeaderTensor, ...]  # by start, then end, then name: they tile [data_start, file size)
+    metadata: dict[str, str]
+    data_start: int  # first byte after the header
+
+
+def header_bytes(data: bytes, file_size_bytes: int) -> int:
+    """Bytes of length and JSON together, from the first eight bytes. Raises InvalidHeader."""
+    if file_size_bytes < LENGTH_BYTES or len(data) < LENGTH_BYTES:
+        raise InvalidHeader(
+            f"not a safetensors file: {min(file_size_bytes, len(data))} bytes, the length alone takes 8"
+        )
+    (length,) = struct.unpack_from("<Q", data)
+    if length > MAX_HEADER_BYTES:
+        raise InvalidHeader(f"not a safetensors file: header of {length} bytes, the format allows {MAX_HEADER_BYTES}")
+    if LENGTH_BYTES + length > file_size_bytes:
+        raise InvalidHeader(f"header cut short: it takes {LENGTH_BYTES + length} bytes of {file_size_bytes}")
+    return LENGTH_BYTES + int(length)
+
+
+def parse_header(data: bytes, file_size_bytes: int) -> Header:
+    """The checked header in `data`, the file's first bytes. Raises InvalidHeader that lists every problem."""
+    data_start = header_bytes(data, file_size_bytes)
+    if len(data) < data_start:
+        raise InvalidHeader(f"header cut short: {len(data)} bytes of {data_start}")
+    problems = Problems()
+    entries = _parse_json(data[LENGTH_BYTES:data_start], problems)
+    metadata = _metadata(entries.pop(METADATA_KEY, None), problems)
+    tensors = [
+        tensor for name, entry in entries.items() if (tensor := _tensor(name, entry, data_start, problems)) is not None
+    ]
+    tensors.sort(key=lambda tensor: (tensor.start, tensor.end, tensor.name))
+    if len(tensors) == len(entries):  # else the holes are known already
+        _check_tiling(tensors, data_start, file_size_bytes, problems)
+    if problems:
+        raise InvalidHeader(f"invalid safetensors header: {problems}", problems=len(problems))
+    return Header(tuple(tensors), metadata, data_start)
+
+
+def read_header(store: ObjectStore, key: str, size_bytes: int, *, etag: str | None = None) -> Header:
+    """The checked header of one stored file, in one small request or, for a long header, two.
+
+    Raises InvalidHeader (with the key in its details) and what `ObjectStore.read_into` raises.
+    """
+    return read_head(store, key, size_bytes, etag=etag)[0]
+
+
+def read_head(store: ObjectStore, key: str, size_bytes: int, *, etag: str | None = None) -> tuple[Header, bytes]:
+    """As `read_header`, and the bytes that it was read from: `[0, data_start)` of the file."""
+    try:
+        data = read_bytes(store, key, ByteRange(0, min(FIRST_READ_BYTES, size_bytes)), etag=etag)
+        needed = header_bytes(data, size_bytes)
+        if needed > len(data):
+            data += read_bytes(store, key, ByteRange(len(data), needed), etag=etag)
+        return parse_header(data, size_bytes), data[:needed]
+    except InvalidHeader as error:
+        raise error.with_details(key=key, uri=store.uri) from error.__cause__
+
+
+def encode_header(
+    tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None = None
+) -> bytes:
+    """Length and JSON for tensors `(name, dtype, shape)` stored in that order; padded with spaces to 8 bytes.
+
+    Raises what `tensor_bytes` raises.
+    """
+    entries: dict[str, object] = {METADATA_KEY: dict(metadata)} if metadata else {}
+    at = 0
+    for name, dtype, shape in tensors:
+        end = at + tensor_bytes(dtype, shape)
+        entries[name] = {"dtype": dtype, "shape": list(shape), "data_offsets": [at, end]}
+        at = end
+    text = json.dumps(entries, ensure_ascii=False, separators=(",", ":")).encode()
+    text += b" " * (-len(text) % 8)
+    return struct.pack("<Q", len(text)) + text
+
+
+def _parse_json(raw: bytes, problems: Problems) -> dict[str, Any]:
+    """The top-level object; repeated names are problems. Raises InvalidHeader when there is no object."""
+    values = json_values(raw)
+    if values > MAX_JSON_VALUES:
+        raise InvalidHeader(f"header has some {values} JSON values; at most {MAX_JSON_VALUES} are read")
+
+    def refuse_duplicates(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+        entry = dict(pairs)
+        if len(entry) != len(pairs):
+            seen: set[str] = set()
+            for name, _ in pairs:
+                if name in seen:
+                    problems.add(f"duplicate name {quote(name)}")
+                seen.add(name)
+        return entry
+
+    def refuse_constant(text: str) -> None:
+        raise ValueError(f"{text} is not JSON")
+
+    try:
+        parsed = json.loads(raw.decode("utf-8"), object_pairs_hook=refuse_duplicates, parse_constant=refuse_constant)
+    except UnicodeDecodeError as error:
+        raise InvalidHeader(f"header is not UTF-8: byte {error.start} is not valid") from error
+    except RecursionError:
+        # `from None`: the traceback would hold a thousand frames and the whole header.
+        raise InvalidHeader("header is not a safetensors header: nested too deep") from None
+    except ValueError as error:
+        raise InvalidHeader(f"header is not JSON: {quote(str(error))}") from error
+    if not isinstance(parsed, dict):
+        raise InvalidHeader(f"header is a JSON {type(parsed).__name__}, not an object")
+    return parsed
+
+
+def _metadata(found: Any, problems: Problems) -> dict[str, str]:
+    if found is None:
+        return {}
+    if not isinstance(found, dict):
+        problems.add(f"{METADATA_KEY} is not an object")
+        return {}
+    for name, value in found.items():
+        if not isinstance(value, str):
+            problems.add(f"{METADATA_KEY}: value of {quote(name)} is not a string")
+        elif not (_encodable(name) and _encodable(value)):
+            problems.add(f"{METADATA_KEY}: {quote(name)} is not valid Unicode")
+    return found
+
+
+def _tensor(name: str, entry: Any, data_start: int, problems: Problems) -> HeaderTensor | None:
+    """One entry, moved to file offsets, or None and at least one problem."""
+    label = f"tensor {quote(name)}"
+    before = len(problems)
+    if not _encodable(name):
+        problems.add(f"{label}: name is not valid Unicode")
+    if not isinstance(entry, dict):
+        problems.add(f"{label}: entry is not an object")
+        return None
+    dtype, shape, offsets = entry.get("dtype"), entry.get("shape"), entry.get("data_offsets")
+    if not isinstance(dtype, str) or dtype not in DTYPE_BITS:
+        problems.add(f"{label}: unknown dtype {quote(dtype)}")
+    if not isinstance(shape, list) or not all(_is_size(size) for size in shape):
+        problems.add(f"{label}: shape is not a list of sizes: {quote(shape)}")
+    elif len(shape) > MAX_DIMENSIONS:
+        problems.add(f"{label}: {len(shape)} dimensions, at most {MAX_DIMENSIONS} can be held")
+    if not isinstance(offsets, list) or len(offsets) != 2 or not all(_is_size(offset) for offset in offsets):
+        problems.add(f"{label}: data_offsets are not two offsets: {quote(offsets)}")
+    elif offsets[0] > offsets[1]:
+        problems.add(f"{label}: data_offsets {offsets} run backwards")
+    if len(problems) > before or not (isinstance(dtype, str) and isinstance(shape, list) and offsets):
+        return None
+    try:
+        expected = tensor_bytes(dtype, shape)
+    except (OverflowError, ValueError) as error:
+        problems.add(f"{label}: {error}")
+        return None
+    start, end = offsets
+    if end - start != expected:
+        problems.add(f"{label}: {end - start} bytes stored, {dtype} {quote(shape)} takes {expected}")
+    return HeaderTensor(name, dtype, tuple(shape), data_start + start, data_start + end)
+
+
+def _check_tiling(tensors: list[HeaderTensor], data_start: int, file_size_bytes: int, problems: Problems) -> None:
+    """Tensors in order of start must follow each other from the header's end to the file's."""
+    at = data_start
+    for tensor in tensors:
+        if tensor.start < at:
+            problems.add(f"tensor {quote(tensor.name)} overlaps the one before by {at - tensor.start} bytes")
+        elif tensor.start > at:
+            problems.add(f"{tensor.start - at} bytes before tensor {quote(tensor.name)} belong to no tensor")
+        if tensor.end > file_size_bytes:
+            problems.add(f"tensor {quote(tensor.name)} ends at byte {tensor.end} of a file of {file_size_bytes}")
+        at = max(at, tensor.end)
+    if at < file_size_bytes:
+        problems.add(f"{file_size_bytes - at} bytes at the end belong to no tensor")
+
+
+def _is_size(value: Any) -> bool:
+    # bool is an int in Python, not in JSON
+    return type(value) is int and 0 <= value <= MAX_ELEMENTS
+
+
+def _encodable(text: str) -> bool:
+    """False for a lone surrogate, which JSON can spell and UTF-8 cannot."""
+    try:
+        text.encode("utf-8")
+    except UnicodeEncodeError:
+        return False
+    return True

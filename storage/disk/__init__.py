@@ -1,0 +1,1 @@
+"""Verified chunks on a node's disk."""

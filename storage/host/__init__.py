@@ -1,0 +1,1 @@
+"""This machine: its processors, its memory, its GPUs, its processes."""

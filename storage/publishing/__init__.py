@@ -1,0 +1,1 @@
+"""Publishing a checkpoint, signing what was published, and reading all of it again."""

@@ -1,0 +1,195 @@
+"""One object of a publish: read, checked, copied when there is a destination, and read back there.
+
+no destination:  read + hash --> the store's checksum agrees, or read + hash again
+destination:     read + hash + write --> as above --> read + hash what the destination holds
+"""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Callable, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+
+from storage.checkpoints.manifest import ManifestFile, ManifestShard
+from storage.errors import IntegrityError
+from storage.object_store import ObjectInfo, ObjectStore
+from storage.publishing.object_digests import ObjectDigests, bad_chunks, digest_object, store_checksum
+from storage.ranges import ByteRange
+from storage.retrying import RetryPolicy, with_retries
+from storage.streaming import RangeReader, ranges_of
+
+COPY_ATTEMPTS = 2  # of one whole object, when writing it failed; each read inside has its own retries
+
+
+@dataclass(frozen=True, slots=True)
+class PublishProgress:
+    """One moment of a publish."""
+
+    done_bytes: int  # read and hashed; every reading counts
+    total_bytes: int  # of all readings that are to be done
+    key: str  # object that was just read from
+
+
+@dataclass(frozen=True, slots=True)
+class PublishJob:
+    """One object to publish."""
+
+    source: ObjectInfo  # with the store's checksums
+    ends: tuple[int, ...]  # of its chunks
+    is_shard: bool
+
+
+class ObjectPublisher:
+    """Publishes objects, from several threads, and counts what it reads and writes."""
+
+    def __init__(
+        self,
+        source: ObjectStore,
+        dest: ObjectStore | None,
+        hash_name: str,
+        policy: RetryPolicy,
+        progress: Callable[[PublishProgress], None] | None,
+    ) -> None:
+        """`dest=None`: published in place, nothing is written."""
+        self._source = source
+        self._dest = dest
+        self._hash_name = hash_name
+        self._policy = policy
+        self._progress = progress
+        self._lock = threading.Lock()
+        self.read_bytes = 0  # every reading counts
+        self.copied_bytes = 0
+        self.total_bytes = 0  # of all readings that are to be done
+
+    def foresee(self, jobs: Sequence[PublishJob]) -> None:
+        """Tell the progress how much there is to read."""
+        copying = self._dest is not None
+        self.total_bytes = sum(
+            job.source.size_bytes * ((1 if store_checksum(job.source) else 2) + copying) for job in jobs
+        )
+
+    def publish(self, job: PublishJob, reader: RangeReader) -> ManifestFile:
+        """The manifest's entry of one object that was read without doubt. Raises IntegrityError, StoreError."""
+        ranges = ranges_of(job.ends)
+        if self._dest is None:
+            digests, stored = self._digest(job, ranges, reader, None), job.source
+            self._check_source(job, ranges, digests, reader)
+        else:
+            digests, stored = self._checked_copy(self._dest, job, ranges, reader)
+        checked_by = f"store:{digests.store_checksum}" if digests.store_checksum else "read-twice"
+        entry = ManifestFile(
+            path=job.source.key,
+            size_bytes=job.source.size_bytes,
+            etag=stored.etag,
+            source_etag=job.source.etag,
+            checked_by=checked_by + ("+read-back" if self._dest is not None else ""),
+            digest=digests.whole,
+        )
+        if not job.is_shard:
+            return entry
+        return ManifestShard(**entry.model_dump(), chunk_ends=job.ends, chunk_digests=digests.chunks)
+
+    def _checked_copy(
+        self, dest: ObjectStore, job: PublishJob, ranges: Sequence[ByteRange], reader: RangeReader
+    ) -> tuple[ObjectDigests, ObjectInfo]:
+        """Copy and compare; a copy that is in doubt is removed, so that nobody takes it for a good one."""
+        once_more = replace(self._policy, attempts=COPY_ATTEMPTS)
+        digests, stored = with_retries(lambda: self._copy(dest, job, ranges, reader), once_more)
+        try:
+            self._check_source(job, ranges, digests, reader)
+            self._compare(dest, stored, ranges, digests, reader, "the copy differs from its source")
+        except IntegrityError:
+            with_retries(lambda: dest.delete(job.source.key), self._policy)
+            raise
+        return digests, stored
+
+    def _check_source(
+        self, job: PublishJob, ranges: Sequence[ByteRange], digests: ObjectDigests, reader: RangeReader
+    ) -> None:
+        if digests.store_checksum is None:
+            self._compare(self._source, job.source, ranges, digests, reader, "two readings of the same object differ")
+
+    def _digest(
+        self,
+        job: PublishJob,
+        ranges: Sequence[ByteRange],
+        reader: RangeReader,
+        sink: Callable[[memoryview], None] | None,
+    ) -> ObjectDigests:
+        return digest_object(
+            reader,
+            self._source,
+            job.source,
+            ranges,
+            self._hash_name,
+            sink=sink,
+            on_bytes=lambda count: self._count(count, job.source.key),
+        )
+
+    def _copy(
+        self, dest: ObjectStore, job: PublishJob, ranges: Sequence[ByteRange], reader: RangeReader
+    ) -> tuple[ObjectDigests, ObjectInfo]:
+        """Write the object to the destination while it is read; what the destination then says of it."""
+        key = job.source.key
+        if len(ranges) <= 1:
+            parts: list[bytes] = []
+            digests = self._digest(job, ranges, reader, lambda view: parts.append(bytes(view)))
+            dest.put(key, b"".join(parts))
+        else:
+            with dest.upload(key) as upload:
+                digests = self._digest(job, ranges, reader, upload.write)
+                upload.complete()
+        with self._lock:
+            self.copied_bytes += job.source.size_bytes
+        stored = dest.stat(key)
+        if stored.size_bytes != job.source.size_bytes:
+            raise IntegrityError(
+                "the copy has another size than its source",
+                uri=dest.uri,
+                key=key,
+                expected=job.source.size_bytes,
+                found=stored.size_bytes,
+            )
+        return digests, stored
+
+    def _compare(
+        self,
+        store: ObjectStore,
+        info: ObjectInfo,
+        ranges: Sequence[ByteRange],
+        digests: ObjectDigests,
+        reader: RangeReader,
+        problem: str,
+    ) -> None:
+        """Read once more. Raises IntegrityError that names the first chunk with another digest."""
+        found = bad_chunks(
+            reader,
+            store,
+            info,
+            ranges,
+            self._hash_name,
+            digests.chunks,
+            on_bytes=lambda count: self._count(count, info.key),
+        )
+        with closing(found):
+            bad = next(found, None)
+        if bad is not None:
+            raise IntegrityError(
+                problem,
+                hint="nothing was published; check disks, memory and network, then publish again",
+                uri=store.uri,
+                key=bad.key,
+                chunk=bad.chunk,
+                range=str(ByteRange(bad.start, bad.end)),
+                expected=bad.expected,
+                found=bad.found,
+            )
+
+    def _count(self, size_bytes: int, key: str) -> None:
+        with self._lock:
+            self.read_bytes += size_bytes
+            if self._progress is not None:
+                # A copy that had to be written twice is read more often than foreseen.
+                total = max(self.total_bytes, self.read_bytes)
+                self._progress(PublishProgress(self.read_bytes, total, key))

@@ -1,0 +1,281 @@
+"""Publish a checkpoint: read everything, check what was read, write the manifest last.
+
+    scan names and headers --> for each shard and file, several at a time:
+        read, hash, compare with the store's checksum   or   read, hash, read again, compare
+        copying: written while it is read, then read back from the destination and compared
+        --> journal
+    --> sizes and ETags again --> manifest --> its signature --> journal removed
+
+A manifest says "these bytes are the model", so it must not bless a bad reading. Nothing of the model is held in
+memory but a few chunks.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import time
+from collections import Counter
+from collections.abc import Callable, Mapping, Sequence
+from dataclasses import replace
+
+from storage.checkpoints.checkpoint import read_manifest
+from storage.checkpoints.checkpoint_files import JOURNAL_KEY, OWN_KEYS, Checkpoint, names_left_out, scan_checkpoint
+from storage.checkpoints.chunking import (
+    DEFAULT_CHUNK_BYTES,
+    MAX_CHUNK_BYTES,
+    MIN_CHUNK_BYTES,
+    chunk_bounds,
+    fixed_bounds,
+)
+from storage.checkpoints.inventory import Inventory
+from storage.checkpoints.manifest import (
+    MANIFEST_KEY,
+    MAX_MANIFEST_BYTES,
+    Manifest,
+    ManifestFile,
+    ManifestShard,
+    ManifestTensor,
+)
+from storage.checksum import MANIFEST_HASH_NAMES
+from storage.errors import IntegrityError, InvalidManifest, NewerManifest, PublishError, SignatureError, StoreError
+from storage.object_store import ObjectInfo, ObjectStore, read_bytes
+from storage.publishing.journal import Journal
+from storage.publishing.one_object import ObjectPublisher, PublishJob
+from storage.publishing.one_object import PublishProgress as PublishProgress
+from storage.publishing.places import check_same, is_entry_of, same_place
+from storage.publishing.report import PublishReport as PublishReport
+from storage.publishing.signature import SIGNATURE_KEY, sign_manifest
+from storage.publishing.signing_keys import SigningKey, key_id
+from storage.ranges import ByteRange
+from storage.retrying import RetryPolicy, with_retries
+from storage.streaming import RangeReader, run_readers
+
+
+def publish(
+    source: ObjectStore,
+    dest: ObjectStore | None = None,
+    *,
+    hash_name: str = "blake3",
+    chunk_bytes: int = DEFAULT_CHUNK_BYTES,
+    concurrency: int = 8,
+    force: bool = False,
+    only_key: str | None = None,
+    progress: Callable[[PublishProgress], None] | None = None,
+    policy: RetryPolicy | None = None,
+    sign_key: SigningKey | None = None,
+) -> PublishReport:
+    """Publish the checkpoint at the root of `source`: in place, or copied to `dest`.
+
+    `concurrency` is the number of reads in flight; memory is about that many chunks. What an interrupted publish
+    finished is not read again; what is published and unchanged is not read at all, unless `force`. `progress` is
+    called from several threads, one at a time. With `sign_key` the manifest is signed, and then only this publish's own
+    readings count: neither a journal nor a manifest is believed that is not signed with the same key.
+
+    Raises PublishError for arguments that cannot be meant, IntegrityError (shard and chunk in its details) when
+    two readings, the store's checksum or the copy disagree, ObjectChanged when an object is replaced meanwhile,
+    CheckpointError for what is no checkpoint, NewerManifest where a later Longshore published (unless `force`),
+    StoreError. No new manifest is written then. In place, one that was
+    there stays (its own digests decide); in a destination it is removed before anything is overwritten.
+    """
+    if hash_name not in MANIFEST_HASH_NAMES:
+        raise PublishError(f"unknown hash {hash_name!r}", hint=f"one of {', '.join(sorted(MANIFEST_HASH_NAMES))}")
+    if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
+        raise PublishError(f"chunk_bytes={chunk_bytes}: from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}")
+    if concurrency < 1:
+        raise PublishError(f"concurrency={concurrency}: at least 1")
+    policy = policy or RetryPolicy()
+    if dest is not None and same_place(source, dest, policy):
+        dest = None
+    run = _Publish(source, dest, hash_name, chunk_bytes, policy, progress, sign_key)
+    return run.run(concurrency, force, only_key)
+
+
+class _Publish:
+    """One publish: its two stores, its settings and its counters."""
+
+    def __init__(
+        self,
+        source: ObjectStore,
+        dest: ObjectStore | None,
+        hash_name: str,
+        chunk_bytes: int,
+        policy: RetryPolicy,
+        progress: Callable[[PublishProgress], None] | None,
+        sign_key: SigningKey | None,
+    ) -> None:
+        self._sign_key = sign_key
+        self._source = source
+        self._dest = dest if dest is not None else source
+        self._copying = dest is not None
+        self._hash_name = hash_name
+        self._chunk_bytes = chunk_bytes
+        self._policy = policy
+        self._publisher = ObjectPublisher(source, dest, hash_name, policy, progress)
+        self._journal = Journal(self._dest, hash_name, chunk_bytes, policy)
+        self._entries: dict[str, ManifestFile] = {}
+        self._left_out: tuple[str, ...] = ()
+        self._signed_before = False  # there is a signature, of an older manifest
+
+    def run(self, concurrency: int, force: bool, only_key: str | None) -> PublishReport:
+        started_s = time.monotonic()
+        inventory = Inventory(self._source, self._policy)
+        checkpoint = scan_checkpoint(self._source, only_key=only_key, policy=self._policy, inventory=inventory)
+        if inventory.listed is not None:
+            self._left_out = names_left_out(self._source, self._policy)
+        stored = Inventory(self._dest, self._policy) if self._copying else inventory
+        there = stored.find([*OWN_KEYS, *(info.key for info in (*checkpoint.shards, *checkpoint.files))])
+        old = self._old_manifest(there.get(MANIFEST_KEY), force, stored)
+        if old is not None and self._still_describes(old, checkpoint, there):
+            return self._report(old, checkpoint, started_s, resumed=0, unchanged=True)
+        if not force and self._sign_key is None:
+            self._journal.load(there.get(JOURNAL_KEY))
+        jobs = [
+            *(
+                self._job(info, chunk_bounds(header, info.size_bytes, self._chunk_bytes), is_shard=True)
+                for info, header in zip(checkpoint.shards, checkpoint.headers, strict=True)
+            ),
+            *(
+                self._job(info, fixed_bounds(info.size_bytes, self._chunk_bytes), is_shard=False)
+                for info in checkpoint.files
+            ),
+        ]
+        todo = [job for job in jobs if not self._resume(job, there.get(job.source.key))]
+        self._journal.start()
+        if self._copying and MANIFEST_KEY in there and todo:
+            with_retries(lambda: self._dest.delete(MANIFEST_KEY), self._policy)
+        self._signed_before = SIGNATURE_KEY in there
+        self._publisher.foresee(todo)
+        todo.sort(key=lambda job: -job.source.size_bytes)
+        try:
+            run_readers(
+                todo,
+                self._publish_object,
+                concurrency=concurrency,
+                buffer_bytes=min(self._chunk_bytes, max((job.source.size_bytes for job in todo), default=0)),
+                policy=self._policy,
+            )
+            self._check_nothing_moved(jobs)
+            manifest = self._write_manifest(checkpoint)
+        except BaseException:
+            with contextlib.suppress(StoreError):  # what stopped it is worth more
+                self._journal.flush()
+            raise
+        self._journal.remove()
+        return self._report(manifest, checkpoint, started_s, resumed=len(jobs) - len(todo), unchanged=False)
+
+    def _old_manifest(self, info: ObjectInfo | None, force: bool, stored: Inventory) -> Manifest | None:
+        """The one that is there; None for one that is to be replaced. Raises NewerManifest unless `force`."""
+        keys = () if self._sign_key is None else (self._sign_key.public,)
+        if info is None or force:
+            return None
+        try:
+            return read_manifest(self._dest, info, self._policy, trusted_keys=keys, inventory=stored)
+        except NewerManifest:
+            raise
+        except (InvalidManifest, SignatureError):
+            return None
+
+    def _still_describes(self, manifest: Manifest, checkpoint: Checkpoint, there: Mapping[str, ObjectInfo]) -> bool:
+        """True when the manifest was made by the same settings from objects that have not changed since."""
+        entries = {entry.path: entry for entry in (*manifest.shards, *manifest.files)}
+        sources = {info.key: info for info in (*checkpoint.shards, *checkpoint.files)}
+        return (
+            (manifest.hash, manifest.chunk_bytes) == (self._hash_name, self._chunk_bytes)
+            and [shard.path for shard in manifest.shards] == [info.key for info in checkpoint.shards]
+            and _manifest_tensors(checkpoint) == manifest.tensors
+            and entries.keys() == sources.keys()
+            and all(is_entry_of(entry, sources[path], there.get(path)) for path, entry in entries.items())
+        )
+
+    def _job(self, info: ObjectInfo, ends: Sequence[int], *, is_shard: bool) -> PublishJob:
+        """The object with its checksums, which a listing may leave out. Raises ObjectChanged."""
+        now = with_retries(lambda: self._source.stat(info.key), self._policy)
+        check_same(info, now, self._source.uri)
+        return PublishJob(replace(now, etag=now.etag or info.etag), tuple(ends), is_shard)
+
+    def _resume(self, job: PublishJob, there: ObjectInfo | None) -> bool:
+        """Take the journal's entry when source and destination are as they were."""
+        entry = self._journal.get(job.source.key)
+        if entry is None or isinstance(entry, ManifestShard) != job.is_shard:
+            return False
+        if isinstance(entry, ManifestShard) and entry.chunk_ends != job.ends:
+            return False
+        if not is_entry_of(entry, job.source, there):
+            return False
+        self._entries[entry.path] = entry
+        return True
+
+    def _publish_object(self, job: PublishJob, reader: RangeReader) -> None:
+        entry = self._publisher.publish(job, reader)
+        self._entries[entry.path] = entry
+        self._journal.add(entry)
+
+    def _check_nothing_moved(self, jobs: Sequence[PublishJob]) -> None:
+        """Every object still is the one that was read or written. Raises ObjectChanged."""
+        keys = [job.source.key for job in jobs]
+        now = Inventory(self._source, self._policy).find(keys)
+        there = Inventory(self._dest, self._policy).find(keys) if self._copying else now
+        for job in jobs:
+            key = job.source.key
+            check_same(job.source, now.get(key), self._source.uri)
+            if self._copying:
+                entry = self._entries[key]
+                written = ObjectInfo(key, entry.size_bytes, entry.etag)
+                check_same(written, there.get(key), self._dest.uri)
+
+    def _write_manifest(self, checkpoint: Checkpoint) -> Manifest:
+        entries = [self._entries[key] for key in sorted(self._entries)]
+        manifest = Manifest.build(
+            hash_name=self._hash_name,
+            chunk_bytes=self._chunk_bytes,
+            shards=[entry for entry in entries if isinstance(entry, ManifestShard)],
+            tensors=_manifest_tensors(checkpoint),
+            files=[entry for entry in entries if not isinstance(entry, ManifestShard)],
+        )
+        data = manifest.to_json()
+        if len(data) > MAX_MANIFEST_BYTES:
+            raise PublishError(
+                f"the manifest would have {len(data)} bytes; at most {MAX_MANIFEST_BYTES} are read",
+                hint="publish with larger chunks",
+            )
+        if self._signed_before:  # it would call the new manifest tampered with
+            with_retries(lambda: self._dest.delete(SIGNATURE_KEY), self._policy)
+        with_retries(lambda: self._dest.put(MANIFEST_KEY, data), self._policy)
+        written = with_retries(lambda: read_bytes(self._dest, MANIFEST_KEY, ByteRange(0, len(data))), self._policy)
+        if written != data:
+            with_retries(lambda: self._dest.delete(MANIFEST_KEY), self._policy)
+            raise IntegrityError("the manifest does not read as it was written", uri=self._dest.uri)
+        if self._sign_key is not None:
+            signature = sign_manifest(data, self._sign_key)
+            with_retries(lambda: self._dest.put(SIGNATURE_KEY, signature), self._policy)
+        return manifest
+
+    def _report(
+        self, manifest: Manifest, checkpoint: Checkpoint, started_s: float, *, resumed: int, unchanged: bool
+    ) -> PublishReport:
+        return PublishReport(
+            uri=self._dest.uri,
+            revision=manifest.revision,
+            hash_name=manifest.hash,
+            chunk_bytes=manifest.chunk_bytes,
+            shards=len(manifest.shards),
+            tensors=len(manifest.tensors),
+            chunks=sum(len(shard.chunk_ends) for shard in manifest.shards),
+            files=len(manifest.files),
+            size_bytes=sum(shard.size_bytes for shard in manifest.shards),
+            read_bytes=self._publisher.read_bytes,
+            copied_bytes=self._publisher.copied_bytes,
+            resumed=resumed,
+            unchanged=unchanged,
+            checks=dict(Counter(entry.checked_by for entry in (*manifest.shards, *manifest.files))),
+            skipped=(*checkpoint.skipped, *self._left_out),
+            elapsed_s=time.monotonic() - started_s,
+            signed_by=None if self._sign_key is None else key_id(self._sign_key.public),
+        )
+
+
+def _manifest_tensors(checkpoint: Checkpoint) -> tuple[ManifestTensor, ...]:
+    return tuple(
+        ManifestTensor(name=t.name, dtype=t.dtype, shape=t.shape, shard=t.shard, start=t.start, end=t.end)
+        for t in checkpoint.tensors
+    )

@@ -1,0 +1,272 @@
+"""Read a published model again and compare everything the manifest says: all that is wrong is in the report."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections import defaultdict
+from collections.abc import Callable, Sequence
+from dataclasses import asdict, dataclass, replace
+from itertools import accumulate
+from typing import Any, Literal
+
+from storage.checkpoints.checkpoint import not_published, read_manifest
+from storage.checkpoints.checkpoint_files import scan_checkpoint
+from storage.checkpoints.chunking import fixed_bounds
+from storage.checkpoints.inventory import Inventory
+from storage.checkpoints.manifest import MANIFEST_KEY, Manifest, ManifestFile, ManifestShard, ManifestTensor
+from storage.checkpoints.tensor_table import BadTensor, HeaderBytes, table_differences
+from storage.errors import InvalidHeader, NotACheckpoint
+from storage.object_store import ObjectInfo, ObjectStore
+from storage.publishing.object_digests import BadChunk, ObjectDigests, digest_object
+from storage.ranges import ByteRange
+from storage.retrying import RetryPolicy
+from storage.streaming import RangeReader, ranges_of, run_readers
+
+NOT_PUBLISHED = "not published: there are no digests to compare; longshore publish writes them"
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyProgress:
+    """One moment of a verification."""
+
+    done_bytes: int
+    total_bytes: int
+    key: str  # object that was just read from
+
+
+@dataclass(frozen=True, slots=True)
+class WrongSize:
+    """An object that is there with another size than the published one."""
+
+    key: str
+    expected_bytes: int
+    found_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class VerifyReport:
+    """What is stored, compared with what was published."""
+
+    uri: str
+    ok: bool  # published, and nothing wrong was found
+    source: Literal["manifest", "headers"]  # headers: not published; only structure was checked, ok is False
+    revision: str  # "" without a manifest
+    hash_name: str | None
+    checked_chunks: int  # of shards
+    checked_files: int
+    checked_bytes: int
+    bad_chunks: tuple[BadChunk, ...]  # by key, then chunk; chunk is the id in the model's chunk table
+    bad_tensors: tuple[BadTensor, ...]  # by key: what manifest and stored headers say of tensors differs
+    bad_shards: tuple[str, ...]  # with another digest as a whole, although each of their chunks has its own
+    bad_files: tuple[str, ...]  # other files with another digest
+    missing: tuple[str, ...]
+    wrong_size: tuple[WrongSize, ...]
+    notes: tuple[str, ...]
+    elapsed_s: float
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, ready for `json.dumps`."""
+        return asdict(self)
+
+
+def verify(
+    store: ObjectStore,
+    *,
+    concurrency: int = 8,
+    only_key: str | None = None,
+    progress: Callable[[VerifyProgress], None] | None = None,
+    policy: RetryPolicy | None = None,
+    trusted_keys: Sequence[str] = (),
+) -> VerifyReport:
+    """Compare everything the manifest names, or the one shard `only_key`, with what is stored now.
+
+    Damage is in the report, never an exception. Digests of chunks, shards and files are compared, and the tensors
+    with each shard's header. Without a manifest the headers are checked, and the report is not ok: nothing says
+    which bytes are the right ones. `progress` is called from several threads, one at a time. With `trusted_keys` the
+    manifest must be signed with one of them, else nothing is read.
+
+    Raises InvalidManifest, SignatureError, CheckpointError (without a manifest), ObjectChanged when an object is
+    replaced meanwhile, and StoreError when the store cannot be read.
+    """
+    started_s = time.monotonic()
+    policy = policy or RetryPolicy()
+    inventory = Inventory(store, policy)
+    info = inventory.find([MANIFEST_KEY]).get(MANIFEST_KEY)
+    if info is None and trusted_keys:
+        raise not_published(store.uri)
+    manifest = None
+    if info is not None:
+        manifest = read_manifest(store, info, policy, trusted_keys=trusted_keys, inventory=inventory)
+    if manifest is not None and only_key is not None:
+        shards = tuple(shard for shard in manifest.shards if shard.path == only_key)
+        if not shards:
+            raise NotACheckpoint("the manifest does not name that file", uri=store.uri, key=only_key)
+    if manifest is None:
+        checkpoint = scan_checkpoint(store, only_key=only_key, policy=policy, inventory=inventory)
+        return VerifyReport(
+            uri=store.uri,
+            ok=False,
+            source="headers",
+            revision="",
+            hash_name=None,
+            checked_chunks=0,
+            checked_files=0,
+            checked_bytes=sum(header.data_start for header in checkpoint.headers),
+            bad_chunks=(),
+            bad_tensors=(),
+            bad_shards=(),
+            bad_files=(),
+            missing=(),
+            wrong_size=(),
+            notes=(NOT_PUBLISHED,),
+            elapsed_s=time.monotonic() - started_s,
+        )
+    return _Verify(store, manifest, policy, progress).run(inventory, concurrency, only_key, started_s)
+
+
+class _Verify:
+    """One verification: its manifest and what it has found."""
+
+    def __init__(
+        self,
+        store: ObjectStore,
+        manifest: Manifest,
+        policy: RetryPolicy,
+        progress: Callable[[VerifyProgress], None] | None,
+    ) -> None:
+        self._store = store
+        self._manifest = manifest
+        self._policy = policy
+        self._progress = progress
+        self._lock = threading.Lock()
+        self._done_bytes = 0
+        self._total_bytes = 0
+        self._bad_chunks: list[BadChunk] = []
+        self._bad_tensors: list[BadTensor] = []
+        self._bad_shards: list[str] = []
+        self._bad_files: list[str] = []
+        counts = [len(shard.chunk_ends) for shard in manifest.shards]
+        paths = [shard.path for shard in manifest.shards]
+        self._first_chunk = dict(zip(paths, accumulate(counts, initial=0), strict=False))
+        self._tensors: dict[str, list[ManifestTensor]] = defaultdict(list)
+        for tensor in manifest.tensors:
+            self._tensors[paths[tensor.shard]].append(tensor)
+        self._names = frozenset(tensor.name for tensor in manifest.tensors)
+
+    def run(self, inventory: Inventory, concurrency: int, only_key: str | None, started_s: float) -> VerifyReport:
+        entries = [
+            entry
+            for entry in (*self._manifest.shards, *self._manifest.files)
+            if only_key is None or entry.path == only_key
+        ]
+        now = inventory.find([entry.path for entry in entries])
+        jobs = [
+            (entry, now[entry.path])
+            for entry in entries
+            if entry.path in now and now[entry.path].size_bytes == entry.size_bytes
+        ]
+        jobs.sort(key=lambda job: -job[1].size_bytes)
+        self._total_bytes = sum(info.size_bytes for _, info in jobs)
+        run_readers(
+            jobs,
+            self._check,
+            concurrency=concurrency,
+            buffer_bytes=self._manifest.chunk_bytes,
+            policy=self._policy,
+        )
+        shards = [entry for entry, _ in jobs if isinstance(entry, ManifestShard)]
+        missing = tuple(entry.path for entry in entries if entry.path not in now)
+        wrong_size = tuple(
+            WrongSize(entry.path, entry.size_bytes, now[entry.path].size_bytes)
+            for entry in entries
+            if entry.path in now and now[entry.path].size_bytes != entry.size_bytes
+        )
+        return VerifyReport(
+            uri=self._store.uri,
+            ok=not (
+                *missing,
+                *wrong_size,
+                *self._bad_chunks,
+                *self._bad_tensors,
+                *self._bad_shards,
+                *self._bad_files,
+            ),
+            source="manifest",
+            revision=self._manifest.revision,
+            hash_name=self._manifest.hash,
+            checked_chunks=sum(len(shard.chunk_ends) for shard in shards),
+            checked_files=len(jobs) - len(shards),
+            checked_bytes=self._done_bytes,
+            bad_chunks=tuple(sorted(self._bad_chunks, key=lambda bad: bad.chunk)),
+            bad_tensors=tuple(sorted(self._bad_tensors, key=lambda bad: bad.key)),
+            bad_shards=tuple(sorted(self._bad_shards)),
+            bad_files=tuple(sorted(self._bad_files)),
+            missing=missing,
+            wrong_size=wrong_size,
+            notes=(),
+            elapsed_s=time.monotonic() - started_s,
+        )
+
+    def _check(self, job: tuple[ManifestFile, ObjectInfo], reader: RangeReader) -> None:
+        entry, info = job
+        # Listings may carry checksums of the store; the manifest's digests are what is asked for here.
+        info = replace(info, checksums={})
+        if isinstance(entry, ManifestShard):
+            self._check_shard(entry, info, reader)
+            return
+        ranges = ranges_of(fixed_bounds(entry.size_bytes, self._manifest.chunk_bytes))
+        if self._digests(info, ranges, reader, None).whole != entry.digest:
+            with self._lock:
+                self._bad_files.append(entry.path)
+
+    def _check_shard(self, entry: ManifestShard, info: ObjectInfo, reader: RangeReader) -> None:
+        """Its chunks, its tensors and its whole; what a bad chunk explains is not listed a second time."""
+        ranges = ranges_of(entry.chunk_ends)
+        head = HeaderBytes(info.size_bytes)
+        digests = self._digests(info, ranges, reader, head.add)
+        first = self._first_chunk[entry.path]
+        bad_chunks = [
+            BadChunk(info.key, first + number, place.start, place.end, expected, found)
+            for number, (place, expected, found) in enumerate(
+                zip(ranges, entry.chunk_digests, digests.chunks, strict=True)
+            )
+            if found != expected
+        ]
+        bad_tensors: list[BadTensor] = []
+        if not any(bad.start < head.end for bad in bad_chunks):
+            try:
+                header = head.parse()
+                bad_tensors.extend(
+                    table_differences(entry.path, self._tensors.get(entry.path, ()), header, self._names)
+                )
+            except InvalidHeader as error:
+                bad_tensors.append(BadTensor(entry.path, "", "a safetensors header", error.message))
+        with self._lock:
+            self._bad_chunks.extend(bad_chunks)
+            self._bad_tensors.extend(bad_tensors)
+            if not bad_chunks and digests.whole != entry.digest:
+                self._bad_shards.append(entry.path)
+
+    def _digests(
+        self,
+        info: ObjectInfo,
+        ranges: Sequence[ByteRange],
+        reader: RangeReader,
+        sink: Callable[[memoryview], None] | None,
+    ) -> ObjectDigests:
+        return digest_object(
+            reader,
+            self._store,
+            info,
+            ranges,
+            self._manifest.hash,
+            sink=sink,
+            on_bytes=lambda count: self._count(count, info.key),
+        )
+
+    def _count(self, size_bytes: int, key: str) -> None:
+        with self._lock:
+            self._done_bytes += size_bytes
+            if self._progress is not None:
+                self._progress(VerifyProgress(self._done_bytes, self._total_bytes, key))

@@ -1,0 +1,1 @@
+"""S3 and what speaks like it."""
