@@ -111,7 +111,7 @@ class CutModel:
     def wanted_bytes(self, ranks: Iterable[int]) -> int:
         """Bytes of the model that at least one of `ranks` reads, each counted once."""
         # Tensors of one kind and one holder: whoever has one has a part of all.
-        pairs, counts = np.unique(np.stack((self.kind, self.holder)), axis=1, return_counts=True)
+        pairs, counts = np.unique(self.kind.astype(np.int64) * len(self.holders) + self.holder, return_counts=True)
         # Boxes of one tensor are parts of one grid: equal or disjoint. So each different box counts once.
         different: list[dict[Box, int]] = [{} for _ in counts]
         for coords in self.places(ranks):
@@ -119,7 +119,8 @@ class CutModel:
                 [(box, kind.part_bytes(math.prod(box[1]))) for box, _ in piece.reads.boxes()]
                 for kind, piece in zip(self.kinds, self.slices(coords), strict=True)
             ]
-            for (kind_number, holder), boxes in zip(pairs.T.tolist(), different, strict=True):
+            for pair, boxes in zip(pairs.tolist(), different, strict=True):
+                kind_number, holder = divmod(pair, len(self.holders))
                 if self.holders[holder].has(coords):
                     boxes.update(boxes_of[kind_number])
         return sum(int(count) * sum(boxes.values()) for count, boxes in zip(counts, different, strict=True))

@@ -8,12 +8,13 @@ from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
 import numpy as np
+from numpy.typing import NDArray
 
 from cluster.device_map.deciding import device_name
 from cluster.fit.plan_fit import PlanFit
 from cluster.layouts.mesh import Layout, RankCoords
+from cluster.plans.cut_model import KindSlice
 from cluster.plans.load_plan import LoadPlan
-from cluster.plans.planning import needed_chunks
 from cluster.plans.rank_plans import memory_map, rank_chunks, rank_facts
 from cluster.precision.written_quantization import precision_of, quantization_config
 from cluster.preview.expected_time import ExpectedTime
@@ -118,10 +119,12 @@ def summarize_plan(
     """
     rank_nodes = [0] * len(plan.ranks) if rank_nodes is None else rank_nodes
     names = {node: node_names[node] if node < len(node_names) else f"node {node}" for node in sorted(set(rank_nodes))}
-    summarize_rank = _RankSummaries(plan)
+    touched = _TouchedChunks(plan)
+    summarize_rank = _RankSummaries(plan, touched)
+    here = ranks_by_node(rank_nodes)
+    nodes = tuple(_summarize_node(plan, names[node], here[node], touched.of_node(here[node])) for node in here)
     ranks = tuple(summarize_rank(rank, names[node]) for rank, node in enumerate(rank_nodes))
-    nodes = tuple(_summarize_node(plan, names[node], here) for node, here in ranks_by_node(rank_nodes).items())
-    objects = join_checks(check for here in ranks_by_node(rank_nodes).values() for check in _planned_checks(plan, here))
+    objects = join_checks(check for some in here.values() for check in _planned_checks(plan, touched.of_node(some)))
     return PlanSummary(
         revision=plan.revision,
         verified=plan.chunks.hash_name or verified_by(objects),
@@ -149,11 +152,11 @@ def spread_evenly(ranks: int, ranks_per_node: int) -> tuple[int, ...]:
     return tuple(rank // ranks_per_node for rank in range(ranks))
 
 
-def _planned_checks(plan: LoadPlan, ranks: tuple[int, ...]) -> Iterator[ObjectCheck]:
-    """What a node with those ranks can say of each object that it needs something of, when chunks have no digests."""
+def _planned_checks(plan: LoadPlan, chunks: NDArray[np.int64]) -> Iterator[ObjectCheck]:
+    """What a node that needs those can say of each object that it needs something of, when chunks have no digests."""
     if plan.chunks.hash_name is not None:
         return
-    needed = np.bincount(plan.chunks.shard[needed_chunks(plan, ranks)], minlength=len(plan.shards))
+    needed = np.bincount(plan.chunks.shard[chunks], minlength=len(plan.shards))
     whole = np.bincount(plan.chunks.shard, minlength=len(plan.shards))
     for shard, here, all_chunks in zip(plan.shards, needed, whole, strict=True):
         if not here:
@@ -166,8 +169,7 @@ def _planned_checks(plan: LoadPlan, ranks: tuple[int, ...]) -> Iterator[ObjectCh
             yield ObjectCheck(shard.key, shard.checksum.hash_name)
 
 
-def _summarize_node(plan: LoadPlan, name: str, ranks: tuple[int, ...]) -> NodeSummary:
-    needed = needed_chunks(plan, ranks)
+def _summarize_node(plan: LoadPlan, name: str, ranks: tuple[int, ...], needed: NDArray[np.int64]) -> NodeSummary:
     needed_bytes = int(plan.chunks.sizes_bytes()[needed].sum())
     return NodeSummary(
         node=name,
@@ -178,11 +180,38 @@ def _summarize_node(plan: LoadPlan, name: str, ranks: tuple[int, ...]) -> NodeSu
     )
 
 
-class _RankSummaries:
-    """Summaries of ranks, from the cut: a thousand ranks of a large model are not planned for it."""
+class _TouchedChunks:
+    """Chunks that ranks and nodes touch, found out once for ranks, and for nodes, that hold the same."""
 
     def __init__(self, plan: LoadPlan) -> None:
         self._plan = plan
+        self._of_node: dict[frozenset[RankCoords], NDArray[np.int64]] = {}
+        self._count: dict[RankCoords, int] = {}
+
+    def of_node(self, ranks: tuple[int, ...]) -> NDArray[np.int64]:
+        """Ids that any of `ranks` touches, ascending."""
+        places = frozenset(self._plan.cut.places(ranks))
+        if places not in self._of_node:
+            needed = np.zeros(len(self._plan.chunks), bool)
+            for place in places:
+                ids = rank_chunks(self._plan.cut, self._plan.chunks, place)
+                needed[ids] = True
+                self._count[place] = len(ids)
+            self._of_node[places] = np.flatnonzero(needed)
+        return self._of_node[places]
+
+    def count(self, place: RankCoords) -> int:
+        """Of a rank of a node that was asked for."""
+        return self._count[place]
+
+
+class _RankSummaries:
+    """Summaries of ranks, from the cut: a thousand ranks of a large model are not planned for it."""
+
+    def __init__(self, plan: LoadPlan, touched: _TouchedChunks) -> None:
+        self._plan = plan
+        self._touched = touched
+        self._segments: dict[tuple[object, ...], int] = {}
         self._facts = rank_facts(plan.cut)
         self._of_place: dict[RankCoords, RankSummary] = {}
 
@@ -217,7 +246,16 @@ class _RankSummaries:
             size_bytes=self._facts[rank].size_bytes,
             device_bytes=self._facts[rank].device_bytes,
             staging_bytes=self._facts[rank].staging_bytes,
-            segments=len(memory_map(cut, coords, pieces).segment_bytes),
-            chunks=len(rank_chunks(cut, self._plan.chunks, coords)),
+            segments=self._count_segments(coords, pieces, counts),
+            chunks=self._touched.count(coords),
             bytes_by_device={device_name(device): size for device, size in self._facts[rank].devices},
         )
+
+    def _count_segments(self, coords: RankCoords, pieces: Sequence[KindSlice], counts: Sequence[int]) -> int:
+        """Ranks that have the same tensors, in slices of the same sizes, put them in the same places."""
+        cut = self._plan.cut
+        who = tuple(holder.has(coords) for holder in cut.holders)
+        sizes = tuple(piece.sizes_bytes if count else () for piece, count in zip(pieces, counts, strict=True))
+        if (who, sizes) not in self._segments:
+            self._segments[who, sizes] = len(memory_map(cut, coords, pieces).segment_bytes)
+        return self._segments[who, sizes]

@@ -3,21 +3,25 @@
 from __future__ import annotations
 
 import json
+from collections import Counter
 from dataclasses import replace
 
 import numpy as np
+import pytest
 from numpy.typing import NDArray
 from rich.console import Console
 
 from cluster.command_line.plan_table import plan_table
 from cluster.layouts.mesh import Layout
+from cluster.layouts.model_config import ModelConfig
 from cluster.plans.load_plan import LoadPlan
 from cluster.plans.planning import build_load_plan, needed_chunks
+from cluster.preview import plan_summary
 from cluster.preview.plan_summary import spread_evenly, summarize_plan
 from cluster.reports.object_check import ONLY_PART, ObjectCheck, unchecked_counts
 from storage.object_checksum import NO_CHECKSUM
 from storage.store_checksum import StoreChecksum
-from tests.support.planned_models import store_arrays
+from tests.support.planned_models import as_bf16, llama_shapes, random_arrays, store_arrays
 
 
 def small_plan(layout: Layout) -> LoadPlan:
@@ -52,6 +56,37 @@ def test_numbers_of_two_ranks_on_two_nodes() -> None:
     assert summary.needed_bytes == sum(node.needed_bytes for node in summary.nodes)
     assert summary.overfetch_bytes > 0
     assert summary.layout == Layout(1, 2)
+
+
+@pytest.mark.parametrize(
+    "layout",
+    [Layout(), Layout(4, 1, 3), Layout(2, 3, 2), Layout(1, 5), Layout(1, 1, 1, 3), Layout(2, 2, 2, 2)],
+    ids=str,
+)
+@pytest.mark.parametrize("per_node", [1, 2, 5])
+def test_numbers_of_ranks_and_nodes_are_those_of_their_plans(layout: Layout, per_node: int) -> None:
+    shapes = llama_shapes(3, 16, 24, 4, 2, 40) | {"model.rotary_emb.inv_freq": (4, 0), "norm.weight": ()}
+    config = ModelConfig(model_type="llama", num_attention_heads=4, num_key_value_heads=2, hidden_size=16)
+    model = store_arrays(as_bf16(random_arrays(shapes)), shards=3, chunk_bytes=333)
+    plan = build_load_plan(model.index, layout, None, config)
+    summary = summarize_plan(plan, spread_evenly(layout.ranks, per_node))
+    for rank, planned in zip(summary.ranks, plan.ranks, strict=True):
+        assert (rank.segments, rank.chunks) == (len(planned.segment_bytes), len(planned.chunk_ids))
+        assert (rank.size_bytes, rank.device_bytes) == (planned.size_bytes, planned.device_bytes)
+        assert rank.tensors == sum(bool(piece.size_bytes) for piece in planned.slices)
+    for node in summary.nodes:
+        assert node.needed_chunks == len(needed_chunks(plan, node.ranks))
+        assert node.needed_bytes - node.overfetch_bytes == plan.cut.wanted_bytes(node.ranks)
+
+
+def test_what_ranks_have_in_common_is_worked_out_once(monkeypatch: pytest.MonkeyPatch) -> None:
+    plan = small_plan(Layout(1, 2, 32))
+    asked: Counter[str] = Counter()
+    for name in ("memory_map", "rank_chunks"):
+        work = getattr(plan_summary, name)
+        monkeypatch.setattr(plan_summary, name, lambda *of, work=work, name=name: asked.update([name]) or work(*of))
+    summarize_plan(plan, spread_evenly(64, 8))
+    assert asked == {"memory_map": 1, "rank_chunks": 2}  # halves of the same sizes; 32 replicas of them
 
 
 def test_ranks_of_one_node_share_chunks() -> None:
