@@ -1,4 +1,4 @@
-"""What a staged tensor becomes: a cast, or a quantised weight and its scales. Torch; the plan says into which memory.
+"""What a staged tensor becomes: a cast, or a quantized weight and its scales. Torch; the plan says into which memory.
 
 Numerics are those of compressed-tensors with symmetric scales from the smallest and largest weight (its
 `calculate_qparams`, `quantize`, `pack_to_int32`), each step rounded to the same dtype, so the bytes are the same:

@@ -29,7 +29,7 @@ class Change:
     """One thing (or two) that could be done otherwise."""
 
     what: str  # as one writes it: 'quantization="int8"'
-    kind: str  # "given", "dtype", "quantization", "ranks", "offload" or "both": more ranks and quantised
+    kind: str  # "given", "dtype", "quantization", "ranks", "offload" or "both": more ranks and quantized
     loss: int  # of precision: 0 none, and more the more is lost
     request: LoadRequest
 
@@ -49,10 +49,10 @@ def steps_of_auto(request: LoadRequest, limits: Limits = ()) -> list[Change]:
 def changes_to_offer(request: LoadRequest, limits: Limits = ()) -> list[Change]:
     """What could help when the request does not fit, MAX_CHANGES at most."""
     alone = [*_less_precision(request), *_more_ranks(request), *_offload(request, limits)]
-    quantised = [change for change in alone if change.kind == "quantization"]
+    quantized = [change for change in alone if change.kind == "quantization"]
     both = [
         Change(f"{more.what} and {less.what}", "both", less.loss, more.request)
-        for less in quantised
+        for less in quantized
         for more in _more_ranks(less.request)
     ]
     return [*alone, *both][:MAX_CHANGES]

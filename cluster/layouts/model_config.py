@@ -40,7 +40,7 @@ class ModelConfig(BaseModel):
     qk_nope_head_dim: _Count | None = None  # DeepSeek's latent attention: heads of two lengths, no head_dim
     vision_heads: _Count | None = None  # of a vision tower, `vision_config.num_heads`
     tie_word_embeddings: Any = None  # True: the head is the embedding; device maps keep them together
-    quantization: QuantizationConfig | None = None  # of a checkpoint that is quantised, `quantization_config`
+    quantization: QuantizationConfig | None = None  # of a checkpoint that is quantized, `quantization_config`
 
     @property
     def kv_heads(self) -> int | None:

@@ -21,7 +21,7 @@ Stages = list[tuple[int, ...]]  # of each tensor, the stages that have it
 _NUMBERED = re.compile(r"(?P<stack>(?:[^.]+\.)*?(?:layers|h|blocks|block|layer))\.(?P<number>[0-9]{1,7})\.")
 _TOWERS = ("visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector")
 _FIRST = ("embed_tokens", "wte", "wpe", "word_embeddings", "tok_embeddings", "embed_positions", "embeddings")
-# Modules, and what the weight of one may be stored as: quantised, it has several tensors.
+# Modules, and what the weight of one may be stored as: quantized, it has several tensors.
 _EMBEDDING = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings")
 _HEAD = ("lm_head", "output", "embed_out")
 _WEIGHT = ("weight", "qweight", "weight_packed")

@@ -1,6 +1,6 @@
-"""How a checkpoint says that it is quantised: `quantization_config` of config.json. From a bucket: not trusted.
+"""How a checkpoint says that it is quantized: `quantization_config` of config.json. From a bucket: not trusted.
 
-Only what decides cuts is read: sizes of groups and blocks, bits, the format's name. Which modules are quantised is
+Only what decides cuts is read: sizes of groups and blocks, bits, the format's name. Which modules are quantized is
 seen from the tensors that are there, never from the patterns (regular expressions) that such a config may hold.
 """
 
@@ -55,7 +55,7 @@ _COMPRESSED_FORMATS = (
 
 
 class WeightScheme(BaseModel):
-    """How the weights of one of compressed-tensors' `config_groups` are quantised."""
+    """How the weights of one of compressed-tensors' `config_groups` are quantized."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -153,7 +153,7 @@ def find_quantization(fields: dict[str, Any]) -> object:
 
 
 def _weights(groups: dict[str, Any]) -> list[Any]:
-    """Of each group, what it says of weights; a group may quantise activations only."""
+    """Of each group, what it says of weights; a group may quantize activations only."""
     return [group["weights"] for group in groups.values() if isinstance(group, dict) and group.get("weights")]
 
 

@@ -1,4 +1,4 @@
-"""From the rule of a weight to the cut of every tensor that it is stored as when it is quantised. Pure.
+"""From the rule of a weight to the cut of every tensor that it is stored as when it is quantized. Pure.
 
 The rule is that of `x.weight`, whether there is a tensor of that name or not. It cuts the weight as it was before it
 was packed; a tensor along it is cut where the weight is, in its own units: a cut that does not fall on whole groups,
@@ -40,14 +40,14 @@ RuleFor = Callable[[str], Rule | None]
 
 @dataclass(frozen=True, slots=True)
 class Part:
-    """A tensor of a quantised module."""
+    """A tensor of a quantized module."""
 
     weight: str  # name that its rule is looked up by
     storage: Storage | str  # str: why it cannot be told
 
 
 def find_parts(tensors: Sequence[Tensor], config: QuantizationConfig | None) -> dict[int, Part]:
-    """Of the tensors that belong to a quantised weight, by their number. Others are cut as in any model."""
+    """Of the tensors that belong to a quantized weight, by their number. Others are cut as in any model."""
     family = config.family if config is not None else None
     if config is None or family is None:
         return {}
@@ -90,7 +90,7 @@ def find_rule(name: str, part: Part | None, rule_for: RuleFor) -> tuple[Rule | N
 def cut_part(
     tensor: Tensor, storage: Storage | str, rule: Rule, layout: Layout, config: ModelConfig | None
 ) -> TensorCut | str:
-    """The cut of one tensor of a quantised weight that has that rule, or why there is none."""
+    """The cut of one tensor of a quantized weight that has that rule, or why there is none."""
     if isinstance(storage, str):
         return storage
     if not storage.weight:
@@ -123,13 +123,13 @@ def cut_part(
 
 
 def why_unnamed(names: Sequence[str], config: QuantizationConfig | None) -> str:
-    """What has quantisation to do with tensors that no rule names; "" when it does not look like it."""
+    """What has quantization to do with tensors that no rule names; "" when it does not look like it."""
     if not names:
         return ""
     if config is not None:
         return config.trouble
     ends = tuple(f".{end}" for end in OF_MODULE) + OF_WEIGHT
-    return "they look quantised, but config.json has no quantization_config" if names[0].endswith(ends) else ""
+    return "they look quantized, but config.json has no quantization_config" if names[0].endswith(ends) else ""
 
 
 def _in_units(block: Block, axis: Axis, stored_size: int) -> Block | None:

@@ -1,6 +1,6 @@
-"""How the tensors of a quantised module lie along its weight, format by format. Pure.
+"""How the tensors of a quantized module lie along its weight, format by format. Pure.
 
-A weight (out, in) that is quantised is stored as several tensors, each with dimensions of its own:
+A weight (out, in) that is quantized is stored as several tensors, each with dimensions of its own:
 
     GPTQ, 4 bits, groups of 128     qweight (in/8, out)    qzeros (in/128, out/8)    scales (in/128, out)    g_idx (in)
     AWQ, the same                   qweight (in, out/8)    qzeros (in/128, out/8)    scales (in/128, out)
@@ -138,8 +138,8 @@ def lay_scaled(module: Module, config: QuantizationConfig) -> Laid:
         return _lay_activations(module, ())
     if "_scale" not in module and "_scale_inv" not in module:
         end = "" if packed is None else "_packed"
-        if packed is not None or (module[end].dtype in _QUANTISED and len(weight) > 1):
-            laid[end] = f"it is quantised ({module[end].dtype}), but there is no scale next to it"
+        if packed is not None or (module[end].dtype in _QUANTIZED and len(weight) > 1):
+            laid[end] = f"it is quantized ({module[end].dtype}), but there is no scale next to it"
     units = [config.weight_block_size] if config.weight_block_size else [one.units for one in config.schemes]
     for end, tensor in module.items():
         if end in ("_scale", "_scale_inv", "_zero_point"):
@@ -169,7 +169,7 @@ def _lay_activations(module: Module, weight: Shape) -> Laid:
     return laid
 
 
-_QUANTISED = ("I8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
+_QUANTIZED = ("I8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 
 
 def _lay_scale(

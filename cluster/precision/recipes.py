@@ -1,4 +1,4 @@
-"""What a tensor becomes on its way in: a cast, or a quantised weight with its scales. Decisions only.
+"""What a tensor becomes on its way in: a cast, or a quantized weight with its scales. Decisions only.
 
     Precision --decide_recipes--> Recipe of each tensor (None: as it is stored)
     Recipe + Region --> outputs: the tensors that the rank holds instead      x.weight -> x.weight, x.weight_scale
@@ -29,7 +29,7 @@ DTYPES = ("auto", *_DTYPES)
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A kind of quantisation."""
+    """A kind of quantization."""
 
     bits: int
     scale: str  # what shares one: "channel" (a row), "tensor" (a matrix), "group" (GROUP weights of a row)
@@ -58,8 +58,8 @@ SKIPPED_PARTS = frozenset(
 _EXACT = ("e_score_correction_bias", "inv_freq")  # computed with in float32, whatever the model is cast to
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _SMALL_FLOATS = ("F8_E4M3", "F8_E5M2")
-# Tensors that only a quantised checkpoint has.
-_QUANTISED = re.compile(
+# Tensors that only a quantized checkpoint has.
+_QUANTIZED = re.compile(
     r"(?:^|.*[._])(?:qweight|qzeros|scales|g_idx|absmax|quant_map|SCB|"
     r"(?:weight|input|proj)_(?:scale|scale_inv|scales|packed|blocks|zero_point|shape|global_scale|g_idx))\Z",
     re.DOTALL,
@@ -70,10 +70,10 @@ _QUANTISED = re.compile(
 class Precision:
     """What was asked for. Raises ConfigError for what cannot be meant.
 
-    `skip`: patterns (as in layout rules) of tensors that are not quantised; DEFAULT stands for what the field skips.
+    `skip`: patterns (as in layout rules) of tensors that are not quantized; DEFAULT stands for what the field skips.
     """
 
-    dtype: str = "auto"  # of all floating-point tensors that are not quantised; auto: as stored
+    dtype: str = "auto"  # of all floating-point tensors that are not quantized; auto: as stored
     quantization: str = ""  # a key of SCHEMES
     skip: tuple[str, ...] = (DEFAULT,)
 
@@ -88,10 +88,10 @@ class Precision:
         if self.quantization and self.dtype == "float32":
             raise ConfigError(
                 f"quantization={self.quantization!r} and dtype='float32' contradict each other",
-                hint="what is not quantised is computed with in bfloat16 or float16: leave dtype away, or name one",
+                hint="what is not quantized is computed with in bfloat16 or float16: leave dtype away, or name one",
             )
         if not self.quantization and self.skip != (DEFAULT,):
-            raise ConfigError("skip_quantization says what is not quantised, but there is no quantization")
+            raise ConfigError("skip_quantization says what is not quantized, but there is no quantization")
         parse_rules({pattern: "replicate" for pattern in self.skip})
 
     def __str__(self) -> str:
@@ -138,15 +138,15 @@ def make_precision(dtype: str, quantization: str | None, skip: Sequence[str] | N
 
 
 def decide_recipes(tensors: Sequence[Tensor], precision: Precision) -> list[Recipe | None]:
-    """Of each tensor, in order. Raises ConfigError for a quantisation that the model has already, or has no use for."""
+    """Of each tensor, in order. Raises ConfigError for a quantization that the model has already, or has no use for."""
     if precision == Precision():
         return [None] * len(tensors)
-    quantised = next((tensor for tensor in tensors if _QUANTISED.match(tensor.name)), None)
+    quantized = next((tensor for tensor in tensors if _QUANTIZED.match(tensor.name)), None)
     if precision.quantization:
-        quantised = quantised or next((tensor for tensor in tensors if tensor.dtype not in _PLAIN), None)
-        if quantised is not None:
+        quantized = quantized or next((tensor for tensor in tensors if tensor.dtype not in _PLAIN), None)
+        if quantized is not None:
             raise ConfigError(
-                f"the model is quantised already: it has {quantised.name!r:.200} ({quantised.dtype})",
+                f"the model is quantized already: it has {quantized.name!r:.200} ({quantized.dtype})",
                 hint="load it without quantization, as it is",
             )
     target = _DTYPES.get(precision.dtype)
@@ -156,13 +156,13 @@ def decide_recipes(tensors: Sequence[Tensor], precision: Precision) -> list[Reci
         if precision.quantization and is_weight(tensor, precision.quantization) and not is_skipped(tensor.name):
             computed = tensor.dtype if tensor.dtype in _DTYPES.values() else "F32"
             found.append(Recipe(target or computed, precision.quantization))
-        elif target and tensor.dtype != target and _is_cast(tensor, target, quantised is not None):
+        elif target and tensor.dtype != target and _is_cast(tensor, target, quantized is not None):
             found.append(Recipe(target))
         else:
             found.append(None)
     if precision.quantization and not any(recipe is not None and recipe.scheme for recipe in found):
         raise ConfigError(
-            f"quantization={precision.quantization!r} finds no weight that it could quantise",
+            f"quantization={precision.quantization!r} finds no weight that it could quantize",
             hint=f"it takes matrices called *.weight, and experts; int4 those with rows of a multiple of {GROUP}; "
             "skip_quantization may leave none",
         )
@@ -170,7 +170,7 @@ def decide_recipes(tensors: Sequence[Tensor], precision: Precision) -> list[Reci
 
 
 def is_weight(tensor: Tensor, scheme: str) -> bool:
-    """Whether it is the matrix of a linear layer, or of experts, that the scheme can quantise."""
+    """Whether it is the matrix of a linear layer, or of experts, that the scheme can quantize."""
     shape, parts = tensor.shape, tensor.name.split(".")
     if tensor.dtype not in _FLOATS or 0 in shape:
         return False
@@ -229,10 +229,10 @@ def cut_problem(recipe: Recipe | None, shape: tuple[int, ...], region: Region) -
 _PLAIN = {name for name, bits in DTYPE_BITS.items() if name in _FLOATS or name[0] in "BCIU"}
 
 
-def _is_cast(tensor: Tensor, target: str, quantised: bool) -> bool:
-    """A quantised checkpoint's small floats are meaningless without their scales, which stay as they are too."""
-    scale = _QUANTISED.match(tensor.name) or tensor.name.endswith(OF_ACTIVATIONS)
-    if quantised and (tensor.dtype in _SMALL_FLOATS or scale):
+def _is_cast(tensor: Tensor, target: str, quantized: bool) -> bool:
+    """A quantized checkpoint's small floats are meaningless without their scales, which stay as they are too."""
+    scale = _QUANTIZED.match(tensor.name) or tensor.name.endswith(OF_ACTIVATIONS)
+    if quantized and (tensor.dtype in _SMALL_FLOATS or scale):
         return False
     if target != "F32" and tensor.name.rpartition(".")[2] in _EXACT:
         return False

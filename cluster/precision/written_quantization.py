@@ -1,4 +1,4 @@
-"""How a model that was quantised on its way in would say so: `quantization_config` of its config.json. Pure.
+"""How a model that was quantized on its way in would say so: `quantization_config` of its config.json. Pure.
 
 In the form of compressed-tensors, from which vLLM, SGLang and transformers build the layers that hold such weights.
 """
@@ -13,12 +13,12 @@ import numpy as np
 from cluster.plans.cut_model import CutModel
 from cluster.precision.recipes import GROUP, SCHEMES
 
-# The inputs of fp8 layers are quantised as they come, a scale for each token: kernels multiply fp8 by fp8.
+# The inputs of fp8 layers are quantized as they come, a scale for each token: kernels multiply fp8 by fp8.
 _TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
 
 
 def quantization_config(cut: CutModel) -> dict[str, Any] | None:
-    """For config.json; None when nothing is quantised. `ignore` names every other matrix."""
+    """For config.json; None when nothing is quantized. `ignore` names every other matrix."""
     schemes = [kind.recipe.scheme if kind.recipe else "" for kind in cut.kinds]
     used = next(filter(None, schemes), "")
     if not used:

@@ -2,7 +2,7 @@
 
     config.json --transformers' own class for the family, on torch's meta device--> names and shapes --> ModelIndex
 
-Nothing is downloaded, no code of a model's repository runs, no weight exists. Sizes are those of the unquantised model
+Nothing is downloaded, no code of a model's repository runs, no weight exists. Sizes are those of the unquantized model
 in the dtype that the config names; a checkpoint may have a few small tensors more.
 """
 
@@ -35,8 +35,8 @@ def estimate_index(config_bytes: bytes, chunk_bytes: int) -> ModelIndex:
     fields: dict[str, Any] = json.loads(config_bytes)
     if fields.get("quantization_config"):
         raise PlanError(
-            "config.json is of a quantised model, whose tensors it does not tell",
-            hint="plan the checkpoint itself, or the config of the model before it was quantised",
+            "config.json is of a quantized model, whose tensors it does not tell",
+            hint="plan the checkpoint itself, or the config of the model before it was quantized",
         )
     _check_counts(fields)
     if find_spec("transformers") is None or find_spec("torch") is None:

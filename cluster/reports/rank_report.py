@@ -83,7 +83,7 @@ class RankReport(Jsonable):
     requests: int = 0  # it ended with so many requests in flight
     peak_requests: int = 0
     throttles: int = 0  # answers of the store that asked for fewer
-    converted_tensors: int = 0  # stored tensors that were cast or quantised on their way in
+    converted_tensors: int = 0  # stored tensors that were cast or quantized on their way in
     converted_bytes: int = 0  # what was read for them
     peak_staging_bytes: int = 0  # of device memory beside the slices, for tensors that were still to be converted
     convert_s: float = 0.0  # until they were

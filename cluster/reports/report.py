@@ -63,8 +63,8 @@ class LoadReport(Jsonable):
     # Id of the trusted key that signed the manifest; empty where no key is trusted: nobody asked whose it is.
     signed_by: str = ""
     fit: tuple[FitTry, ...] = ()  # of fit="auto": what was tried, the last of it taken
-    precision: Precision = field(default_factory=Precision)  # what tensors were cast to, or quantised
-    quantization_config: dict[str, Any] | None = None  # of config.json for an engine that takes the quantised weights
+    precision: Precision = field(default_factory=Precision)  # what tensors were cast to, or quantized
+    quantization_config: dict[str, Any] | None = None  # of config.json for an engine that takes the quantized weights
 
     def as_dict(self) -> dict[str, Any]:
         """With what follows from the rest."""
@@ -182,7 +182,7 @@ class LoadReport(Jsonable):
 
     @property
     def converted_tensors(self) -> int:
-        """Stored tensors that were cast or quantised on their way in, of all ranks."""
+        """Stored tensors that were cast or quantized on their way in, of all ranks."""
         return sum(rank.converted_tensors for rank in self.ranks)
 
     @property

@@ -1,4 +1,4 @@
-"""Casts and quantisation on a real GPU give the bytes that they give on a CPU. Skipped where there is none."""
+"""Casts and quantization on a real GPU give the bytes that they give on a CPU. Skipped where there is none."""
 
 from __future__ import annotations
 

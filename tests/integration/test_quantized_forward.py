@@ -1,4 +1,4 @@
-"""What was quantised on the way in goes into modules that compressed-tensors makes for it, and computes the same."""
+"""What was quantized on the way in goes into modules that compressed-tensors makes for it, and computes the same."""
 
 from __future__ import annotations
 
@@ -29,7 +29,7 @@ def logits(model: Any) -> torch.Tensor:
 
 
 @pytest.mark.parametrize("quantization", CLOSE)
-def test_quantised_weights_in_modules_made_for_them(tmp_path: Path, quantization: str) -> None:
+def test_quantized_weights_in_modules_made_for_them(tmp_path: Path, quantization: str) -> None:
     from compressed_tensors.compressors import ModelCompressor
     from compressed_tensors.quantization import QuantizationConfig, apply_quantization_config
     from safetensors.torch import save_file

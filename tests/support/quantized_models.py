@@ -1,6 +1,6 @@
-"""Quantised modules as their formats define them: packed from random integers, and taken apart again.
+"""Quantized modules as their formats define them: packed from random integers, and taken apart again.
 
-Written from the definitions of the formats, with nothing of ours: a rank's parts are dequantised as the whole module
+Written from the definitions of the formats, with nothing of ours: a rank's parts are dequantized as the whole module
 is, knowing no more than the rank does.
 """
 
@@ -137,7 +137,7 @@ def fp8_weight(part: Mapping[str, Array], block: int) -> Floats:
 
 
 def config_of(quantization: Mapping[str, object], **fields: object) -> ModelConfig:
-    """A config.json that says this of its quantisation."""
+    """A config.json that says this of its quantization."""
     return ModelConfig(quantization=QuantizationConfig.model_validate(quantization), **fields)
 
 
@@ -165,7 +165,7 @@ def load_parts(
 def plain_region(
     name: str, shape: tuple[int, ...], coords: RankCoords, layout: Layout, rules: Rules, config: ModelConfig
 ) -> Region:
-    """What the rank would hold of the weight, were it not quantised."""
+    """What the rank would hold of the weight, were it not quantized."""
     size = 4 * int(np.prod(shape))
     (placed,) = decide_layout([Tensor(name, "F32", shape, 0, 0, size)], layout, rules, config)
     return region_of(shape, placed.cut, coords, layout)

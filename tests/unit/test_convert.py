@@ -1,4 +1,4 @@
-"""Conversion, bit for bit against torch's casts and compressed-tensors' quantisation of whole tensors."""
+"""Conversion, bit for bit against torch's casts and compressed-tensors' quantization of whole tensors."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cluster.layouts.region import Region, whole
 from cluster.plans.load_plan import StagedTensor, TensorSlice
 from cluster.precision.recipes import SCHEMES, Recipe, outputs_of, read_region
 from storage.checkpoints.dtypes import DTYPE_BITS
-from tests.support.reference_quantised import quantised, restored
+from tests.support.reference_quantized import quantized, restored
 
 NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
@@ -85,15 +85,15 @@ def test_whole_tensors_are_the_librarys_bit_for_bit(
         found = converted(weight, Recipe(NAMES[dtype], scheme), whole((rows, columns)))
     finally:
         convert_module.BLOCK_ELEMENTS = before
-    assert_same(found, quantised(weight, scheme))
+    assert_same(found, quantized(weight, scheme))
 
 
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))
 @pytest.mark.parametrize(("stored", "computed"), [(torch.float32, torch.bfloat16), (torch.float64, torch.float32)])
-def test_a_cast_comes_before_quantising(scheme: str, stored: torch.dtype, computed: torch.dtype) -> None:
+def test_a_cast_comes_before_quantizing(scheme: str, stored: torch.dtype, computed: torch.dtype) -> None:
     weight = random_weight(5, 256, torch.float32, 3).to(stored)
     found = converted(weight, Recipe(NAMES[computed], scheme), whole((5, 256)))
-    assert_same(found, quantised(weight.to(computed), scheme))
+    assert_same(found, quantized(weight.to(computed), scheme))
 
 
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))
@@ -108,7 +108,7 @@ def test_the_library_restores_the_weight(scheme: str) -> None:
 def test_slices_have_the_bytes_of_the_whole(scheme: str) -> None:
     """Rows and columns of a fused tensor that a rank holds, in the places that they have in the library's result."""
     weight = random_weight(12, 512, torch.bfloat16, 8)
-    expected = quantised(weight, scheme)
+    expected = quantized(weight, scheme)
     region = Region((((1, 3), (7, 9), (11, 12)), ((128, 256), (384, 512))))
     recipe = Recipe("BF16", scheme)
     found = converted(weight, recipe, region)
@@ -126,7 +126,7 @@ def test_experts_are_matrices_of_their_own(scheme: str) -> None:
     recipe = Recipe("BF16", scheme)
     found = converted(weight, recipe, Region((((1, 3),), ((0, 6),), ((0, 256),))))
     for place, expert in enumerate((1, 2)):
-        for suffix, tensor in quantised(weight[expert], scheme).items():
+        for suffix, tensor in quantized(weight[expert], scheme).items():
             if suffix == "_shape":
                 assert found[suffix].tolist() == [3, 6, 256]
             else:
@@ -138,7 +138,7 @@ def test_experts_are_matrices_of_their_own(scheme: str) -> None:
 def test_padding_is_what_rows_of_zeros_become(scheme: str) -> None:
     weight = random_weight(5, 128, torch.bfloat16, 2)
     found = converted(weight, Recipe("BF16", scheme), Region((((3, 5),), ((0, 128),)), padding=2))
-    padded = quantised(torch.cat([weight, torch.zeros(2, 128, dtype=torch.bfloat16)]), scheme)
+    padded = quantized(torch.cat([weight, torch.zeros(2, 128, dtype=torch.bfloat16)]), scheme)
     for suffix, tensor in padded.items():
         rows = tensor[3:] if tensor.ndim == 2 else tensor
         if suffix == "_shape":

@@ -27,7 +27,7 @@ from storage.object_store import MemoryStore
 from storage.ranges import ByteRange
 from tests.support.local_node import Rank, SwitchedLink, local_node, run_all, start_all, with_digests
 from tests.support.planned_models import assemble, llama_shapes
-from tests.support.reference_quantised import quantised
+from tests.support.reference_quantized import quantized
 
 CONFIG = ModelConfig(model_type="llama", num_attention_heads=4, num_key_value_heads=2, head_dim=64)
 INT4, FP8 = Precision("auto", "int4"), Precision("auto", "fp8")
@@ -53,7 +53,7 @@ def expected(weights: Mapping[str, torch.Tensor], scheme: str) -> dict[str, torc
     found = {}
     for name, weight in weights.items():
         if "proj" in name:
-            found |= {f"{name}{suffix}": made for suffix, made in quantised(weight, scheme).items()}
+            found |= {f"{name}{suffix}": made for suffix, made in quantized(weight, scheme).items()}
         else:
             found[name] = weight
     return found

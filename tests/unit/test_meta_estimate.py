@@ -91,7 +91,7 @@ def test_tied_weights_count_once() -> None:
     [
         ({"model_type": "no_such_family"}, "does not know the model type"),
         ({"model_type": "../x"}, "does not know the model type"),
-        ({"quantization_config": {"quant_method": "fp8"}}, "quantised"),
+        ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
         ({"num_hidden_layers": MAX_COUNT + 1}, "at most"),
         ({"text_config": {"num_experts": 10**9}}, "at most"),
         ({"torch_dtype": "complex64"}, "dtype"),

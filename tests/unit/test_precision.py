@@ -22,7 +22,7 @@ from cluster.plans.segments import ALIGNMENT_BYTES
 from cluster.precision.recipes import SCHEMES, Precision, Recipe, decide_recipes, make_precision
 from storage.checkpoints.model_index import Tensor
 from tests.support.planned_models import StoredModel, assemble, carry_out, llama_shapes, store_arrays
-from tests.support.reference_quantised import quantised
+from tests.support.reference_quantized import quantized
 
 CONFIG = ModelConfig(model_type="llama", num_attention_heads=8, num_key_value_heads=4, head_dim=32)
 WORDS = {torch.bfloat16: np.uint16, torch.float32: np.uint32}
@@ -59,7 +59,7 @@ def expected_results(weights: dict[str, torch.Tensor], scheme: str) -> dict[str,
     found = {}
     for name, weight in weights.items():
         if weight.ndim == 2 and "embed" not in name and "lm_head" not in name:
-            found |= {f"{name}{suffix}": made for suffix, made in quantised(weight, scheme).items()}
+            found |= {f"{name}{suffix}": made for suffix, made in quantized(weight, scheme).items()}
         else:
             found[name] = weight
     return found
@@ -149,7 +149,7 @@ def test_groups_are_not_cut() -> None:
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
 
-def test_what_is_quantised_and_what_is_not() -> None:
+def test_what_is_quantized_and_what_is_not() -> None:
     names = {
         "model.embed_tokens.weight": (100, 128),
         "model.layers.0.self_attn.q_proj.weight": (64, 128),
@@ -206,12 +206,12 @@ def test_what_is_cast_and_what_is_not() -> None:
     as_bf16 = [Recipe("BF16"), Recipe("BF16"), Recipe("BF16"), None, None, None]
     assert decide_recipes(tensors, Precision("bfloat16")) == as_bf16
     assert decide_recipes(tensors, Precision()) == [None] * 6
-    # Of a quantised checkpoint, numbers that mean nothing without their scales stay as they are, and so do the scales.
+    # Of a quantized checkpoint, numbers that mean nothing without their scales stay as they are, and so do the scales.
     scales = [tensor(name, (1,), "F32") for name in ("c.weight_scale", "c.input_scale", "attn.k_scale")]
     assert decide_recipes([*tensors, *scales], Precision("bfloat16")) == [Recipe("BF16"), Recipe("BF16"), *[None] * 7]
 
 
-def test_quantisation_is_computed_in_the_dtype_that_is_asked_for_else_in_the_stored_one() -> None:
+def test_quantization_is_computed_in_the_dtype_that_is_asked_for_else_in_the_stored_one() -> None:
     tensors = [tensor(f"{dtype}.weight", (2, 2), dtype) for dtype in ("BF16", "F16", "F32", "F64")]
     stored_so = decide_recipes(tensors, Precision(quantization="fp8"))
     assert [recipe and recipe.dtype for recipe in stored_so] == ["BF16", "F16", "F32", "F32"]
@@ -223,11 +223,11 @@ def test_quantisation_is_computed_in_the_dtype_that_is_asked_for_else_in_the_sto
     "name",
     ["a.qweight", "a.weight_scale", "a.weight_scale_inv", "a.weight_packed", "experts.gate_up_proj_blocks", "a.SCB"],
 )
-def test_a_quantised_model_is_not_quantised_again(name: str) -> None:
+def test_a_quantized_model_is_not_quantized_again(name: str) -> None:
     tensors = [tensor("b.weight", (2, 128)), tensor(name, (2,), "F32")]
-    with pytest.raises(ConfigError, match=r"quantised already: it has .*" + name.replace(".", r"\.")):
+    with pytest.raises(ConfigError, match=r"quantized already: it has .*" + name.replace(".", r"\.")):
         decide_recipes(tensors, Precision(quantization="int8"))
-    with pytest.raises(ConfigError, match="quantised already"):
+    with pytest.raises(ConfigError, match="quantized already"):
         decide_recipes([tensor("b.weight", (2, 128), "F8_E4M3")], Precision(quantization="int8"))
 
 

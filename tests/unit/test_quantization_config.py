@@ -1,4 +1,4 @@
-"""How config.json says that a checkpoint is quantised: what is taken, and what is refused."""
+"""How config.json says that a checkpoint is quantized: what is taken, and what is refused."""
 
 from __future__ import annotations
 

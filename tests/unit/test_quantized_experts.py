@@ -1,4 +1,4 @@
-"""Quantised experts, of their own and stacked, over stages, replicas and shares: each rank has its part of each."""
+"""Quantized experts, of their own and stacked, over stages, replicas and shares: each rank has its part of each."""
 
 from __future__ import annotations
 

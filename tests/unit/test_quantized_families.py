@@ -1,4 +1,4 @@
-"""Quantised checkpoints of every family, with the family's own rules: a rank's parts are its part of each weight."""
+"""Quantized checkpoints of every family, with the family's own rules: a rank's parts are its part of each weight."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ CASES = [
 ]
 
 
-def is_quantised(tensor: Tensor) -> bool:
+def is_quantized(tensor: Tensor) -> bool:
     module = tensor.name.split(".")[-2] if tensor.name.endswith(".weight") else ""
     tower = any(part in tensor.name for part in ("visual", "vision"))
     return len(tensor.shape) == 2 and not tower and (module.endswith("_proj") or module in ("w1", "w2", "w3"))
@@ -74,7 +74,7 @@ def test_a_family(family: str, layout: Layout, method: str, saved_families: Save
     stored: Stored = {}
     weights: dict[str, Floats] = {}
     for number, tensor in enumerate(tensors):
-        if is_quantised(tensor):
+        if is_quantized(tensor):
             parts, weights[tensor.name] = module(method, (tensor.shape[0], tensor.shape[1]), number % 7)
             prefix = tensor.name if method == "fp8" else tensor.name.removesuffix("weight")
             stored |= named(parts, prefix)

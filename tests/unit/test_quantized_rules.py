@@ -1,4 +1,4 @@
-"""Tensors of quantised modules are cut where their weight is: a rank's parts are that part of the weight."""
+"""Tensors of quantized modules are cut where their weight is: a rank's parts are that part of the weight."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ HEADS = {"num_attention_heads": 8, "num_key_value_heads": 2}
 def same_as_the_weight(
     stored: Stored, prefix: str, weight_of: Weight, layout: Layout, rule: str, config: ModelConfig
 ) -> None:
-    """Each rank's part, dequantised, is its part of the dequantised weight, bit for bit."""
+    """Each rank's part, dequantized, is its part of the dequantized weight, bit for bit."""
     rules = parse_rules({"x.weight": rule})
     weight = weight_of({end: array for end, (_, array) in stored.items()})
     for rank, part in enumerate(load_parts(named(stored, prefix), layout, rules, config)):
@@ -193,7 +193,7 @@ def test_fully_sharded_alone_needs_neither_rules_nor_units() -> None:
             np.testing.assert_array_equal(np.concatenate([part[name] for part in parts]), array)
 
 
-def test_what_is_not_quantised_is_cut_as_ever_and_scales_of_caches_are_copied() -> None:
+def test_what_is_not_quantized_is_cut_as_ever_and_scales_of_caches_are_copied() -> None:
     stored: Stored = {
         "l.0.q_proj.weight": ("F16", np.arange(64, dtype=np.float16).reshape(8, 8)),
         "l.0.q_proj.bias": ("F16", np.arange(8, dtype=np.float16)),

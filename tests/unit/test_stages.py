@@ -73,7 +73,7 @@ def test_tied_embeddings_are_on_both_ends() -> None:
 
 
 @pytest.mark.parametrize("end", ["qweight", "weight_packed"])
-def test_a_quantised_head_is_a_head_and_a_scale_stays_with_its_embedding(end: str) -> None:
+def test_a_quantized_head_is_a_head_and_a_scale_stays_with_its_embedding(end: str) -> None:
     names = ["model.embed_tokens.weight", "model.embed_tokens.weight_scale", *LAYERS]
     assert stages(named(names), 4)["model.embed_tokens.weight_scale"] == (0, 3)
     found = stages(named([*names, f"lm_head.{end}", "lm_head.scales"]), 4)

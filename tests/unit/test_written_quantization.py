@@ -1,4 +1,4 @@
-"""The quantization_config of a quantised load, as the library reads it."""
+"""The quantization_config of a quantized load, as the library reads it."""
 
 from __future__ import annotations
 
@@ -12,7 +12,7 @@ from cluster.plans.planning import build_load_plan
 from cluster.precision.recipes import SCHEMES, Precision
 from cluster.precision.written_quantization import precision_of, quantization_config
 from tests.support.planned_models import as_bf16, llama_shapes, random_arrays, store_arrays
-from tests.support.reference_quantised import scheme_args
+from tests.support.reference_quantized import scheme_args
 
 MODEL = store_arrays(as_bf16(random_arrays(llama_shapes(2, 128, 128, 4, 2, 50))))
 
@@ -44,7 +44,7 @@ def test_what_is_skipped_is_ignored() -> None:
     assert precision_of(plan.cut) == "cast to F16: 9 tensors, int8: 12 tensors"
 
 
-def test_nothing_is_said_of_a_model_that_is_not_quantised() -> None:
+def test_nothing_is_said_of_a_model_that_is_not_quantized() -> None:
     for precision, said in ((Precision(), "as stored"), (Precision("float16"), "cast to F16: 21 tensors")):
         plan = build_load_plan(MODEL.index, Layout(), None, None, precision)
         assert quantization_config(plan.cut) is None

@@ -1,4 +1,4 @@
-"""A quantised load, written down as a checkpoint, is one that transformers reads through compressed-tensors."""
+"""A quantized load, written down as a checkpoint, is one that transformers reads through compressed-tensors."""
 
 from __future__ import annotations
 
@@ -22,7 +22,7 @@ from storage.checkpoints.model_index import Tensor
 from storage.local import LocalStore
 from tests.support.hf_models import FAMILIES, make_tiny, save_tiny
 from tests.support.planned_models import carry_out
-from tests.support.reference_quantised import quantised, restored
+from tests.support.reference_quantized import quantized, restored
 
 SIZES = {"hidden_size": 128, "intermediate_size": 256, "num_hidden_layers": 2, "vocab_size": 64}
 TOKENS = torch.tensor([[1, 5, 9, 33, 60]])
@@ -32,20 +32,20 @@ TOKENS = torch.tensor([[1, 5, 9, 33, 60]])
 def test_transformers_reads_what_was_loaded(tmp_path: Path, scheme: str) -> None:
     source = save_tiny("llama", tmp_path / "source", **SIZES)
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
-    written = write_quantised(source, tmp_path / "quantised", scheme)
+    written = write_quantized(source, tmp_path / "quantized", scheme)
     found = transformers.AutoModelForCausalLM.from_pretrained(written, dtype=torch.bfloat16).eval()
-    # The same weights, restored by the library from its own quantisation of them, in the model as it was.
+    # The same weights, restored by the library from its own quantization of them, in the model as it was.
     state = {}
     for name, weight in model.state_dict().items():
-        state[name] = restored(quantised(weight, scheme), scheme) if "_proj" in name else weight
+        state[name] = restored(quantized(weight, scheme), scheme) if "_proj" in name else weight
     model.load_state_dict(state)
     with torch.no_grad():
         logits, expected = found(TOKENS).logits.float(), model(TOKENS).logits.float()
-    # fp8 layers quantise their inputs as well.
+    # fp8 layers quantize their inputs as well.
     assert (logits - expected).abs().max() <= (0.2 if scheme.startswith("fp8") else 1e-6) * expected.abs().max()
 
 
-def write_quantised(source: Path, folder: Path, scheme: str) -> Path:
+def write_quantized(source: Path, folder: Path, scheme: str) -> Path:
     """A checkpoint of what one rank holds."""
     index = open_model(LocalStore(str(source)), chunk_bytes=10_007)
     plan = build_load_plan(index, Layout(), None, None, Precision("auto", scheme))
@@ -65,7 +65,7 @@ def write_quantised(source: Path, folder: Path, scheme: str) -> Path:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_quantised_are_the_linear_layers_of_the_language_model_and_its_experts(family: str) -> None:
+def test_what_is_quantized_are_the_linear_layers_of_the_language_model_and_its_experts(family: str) -> None:
     model = make_tiny(family)
     names = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64"}
     tensors = [

@@ -14,7 +14,7 @@ from cluster.errors import ConfigError
 from cluster.precision.recipes import Precision
 from tests.support.planned_models import assemble, llama_shapes
 from tests.support.ray_clusters import Longshore
-from tests.support.reference_quantised import quantised
+from tests.support.reference_quantized import quantized
 
 pytestmark = pytest.mark.slow
 
@@ -42,12 +42,12 @@ def _pieces(shard: Any) -> list[tuple[Any, Any]]:
     ]
 
 
-def test_a_quantised_load_is_the_librarys_quantisation_of_the_whole(longshore: Longshore, folder: Path) -> None:
+def test_a_quantized_load_is_the_librarys_quantization_of_the_whole(longshore: Longshore, folder: Path) -> None:
     from safetensors.torch import load_file
 
     expected = {}
     for name, weight in load_file(folder / "model.safetensors").items():
-        made = {"": weight} if "_proj" not in name else quantised(weight, "int4")
+        made = {"": weight} if "_proj" not in name else quantized(weight, "int4")
         expected |= {f"{name}{suffix}": tensor for suffix, tensor in made.items()}
     whole = {}
     with cluster.load(str(folder), tensor_parallel_size=2, quantization="int4", device="cpu") as two:
@@ -73,7 +73,7 @@ def test_a_quantised_load_is_the_librarys_quantisation_of_the_whole(longshore: L
     assert report.as_dict()["ranks"][0]["converted_tensors"] == 14
 
 
-def test_a_model_that_has_nothing_to_quantise_is_refused(longshore: Longshore, folder: Path) -> None:
+def test_a_model_that_has_nothing_to_quantize_is_refused(longshore: Longshore, folder: Path) -> None:
     with pytest.raises(ConfigError, match="finds no weight"):
         cluster.load(str(folder), quantization="int8", skip_quantization=["**"], device="cpu")
     longshore.assert_nothing_left()

@@ -1,4 +1,4 @@
-"""Whole tensors as compressed-tensors quantises them, to compare slices with that were quantised on their way in."""
+"""Whole tensors as compressed-tensors quantizes them, to compare slices with that were quantized on their way in."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ def scheme_args(scheme: str) -> QuantizationArgs:
     return QuantizationArgs.model_validate({**ARGS[scheme], "symmetric": True, "dynamic": False})
 
 
-def quantised(weight: torch.Tensor, scheme: str) -> dict[str, torch.Tensor]:
+def quantized(weight: torch.Tensor, scheme: str) -> dict[str, torch.Tensor]:
     """One (out, in) matrix as the library compresses it, by the suffix of each tensor's name."""
     args = scheme_args(scheme)
     if scheme == "fp8_tensor":
