@@ -56,7 +56,7 @@ class KindSlice:
     reads: Region  # that it reads: more, where the scales of what it holds depend on more
     read_bytes: int  # padding included
     filled_bytes: int  # of them, from the store
-    outputs: tuple[Output, ...]  # the tensors that the rank holds: one, unless it is quantised
+    outputs: tuple[Output, ...]  # the tensors that the rank holds: one, unless it is quantized
     sizes_bytes: tuple[int, ...]  # of each of them
 
     @property
@@ -160,7 +160,7 @@ def cut_model(
 
 
 def _check_recipes(index: ModelIndex, layout: Layout, kinds: Sequence[TensorKind], kind: Sequence[int]) -> None:
-    """Raises LayoutError when a rank's slice cannot be quantised on its own."""
+    """Raises LayoutError when a rank's slice cannot be quantized on its own."""
     problems: dict[int, str] = {}
     for coords in dict.fromkeys(layout.place(layout.rank_coords(rank)) for rank in range(layout.ranks)):
         for number, each in enumerate(kinds):
@@ -175,7 +175,7 @@ def _check_recipes(index: ModelIndex, layout: Layout, kinds: Sequence[TensorKind
     if named:
         more = f" and {len(named) - 20} more" if len(named) > 20 else ""
         raise LayoutError(
-            f"{len(named)} tensors cannot be quantised in these cuts: {', '.join(named[:20])}{more}",
+            f"{len(named)} tensors cannot be quantized in these cuts: {', '.join(named[:20])}{more}",
             hint="leave them as they are with skip_quantization, cut the rows less often, or use fp8",
             uncuttable=len(named),
         )

@@ -78,8 +78,8 @@ class PlanSummary:
     overfetch_bytes: int
     ranks: tuple[RankSummary, ...]
     nodes: tuple[NodeSummary, ...]
-    precision: str = ""  # what tensors are cast to, or quantised
-    quantization_config: dict[str, Any] | None = None  # of config.json for an engine that takes the quantised weights
+    precision: str = ""  # what tensors are cast to, or quantized
+    quantization_config: dict[str, Any] | None = None  # of config.json for an engine that takes the quantized weights
     objects: tuple[ObjectCheck, ...] = ()  # of a model without a manifest: by what each will be checked, or why not
     device_map: dict[str, int | str] | None = None  # modules and their devices, when the one rank has several
     fit: PlanFit | None = None
