@@ -2,7 +2,7 @@
 
     config.json --transformers' own class for the family, on torch's meta device--> names and shapes --> ModelIndex
 
-Nothing is downloaded, no code of a model's repository runs, no weight exists. Sizes are those of the unquantized model
+Nothing is downloaded, no code runs that the config names, no weight exists. Sizes are those of the unquantized model
 in the dtype that the config names; a checkpoint may have a few small tensors more.
 """
 
@@ -18,13 +18,21 @@ import numpy as np
 
 from cluster.errors import ModelConfigError, PlanError
 from cluster.layouts.model_config import MAX_CONFIG_BYTES, parse_model_config
+from cluster.precision.quantization_config import find_quantization
+from cluster.units import show_bytes
 from storage.checkpoints.dtypes import tensor_bytes
 from storage.checkpoints.model_index import ChunkTable, ModelIndex, OtherFile, Shard, Tensor
 
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")
-_COUNTED = re.compile(r"(?:layers|depth|n_layer|experts)\Z")
-MAX_COUNT = 4096  # of layers, and of experts: each is an object of Python's
+_COUNTED = re.compile(r"(?:layers|depths?|n_layer|blocks|stages|experts|num_labels)\Z")
+MAX_COUNT = 4096  # of layers, of experts, of labels: each is an object of Python's
+MAX_CHUNKS = 1 << 22  # of the estimated model: 35 TB in chunks of 8 MiB
+_MAX_DEPTH = 32  # of objects in objects
+# Not shapes: names of code, some of which transformers would fetch (kernels), and what it keeps for itself.
+_LEFT_OUT = re.compile(r"_.*|auto_map|(?:attn|experts)_implementation", re.DOTALL)
+# What transformers would look up on the hub.
+_LOOKED_UP = ("backbone", "use_timm_backbone", "use_pretrained_backbone")
 
 Shapes = Iterable[tuple[str, tuple[int, ...]]]
 
@@ -33,18 +41,20 @@ def estimate_index(config_bytes: bytes, chunk_bytes: int) -> ModelIndex:
     """What a checkpoint of that config would hold. Raises ModelConfigError, and PlanError where it cannot be known."""
     parse_model_config(config_bytes)
     fields: dict[str, Any] = json.loads(config_bytes)
-    if fields.get("quantization_config"):
+    if find_quantization(fields) is not None:
         raise PlanError(
             "config.json is of a quantized model, whose tensors it does not tell",
             hint="plan the checkpoint itself, or the config of the model before it was quantized",
         )
-    _check_counts(fields)
+    fields = _shape_fields(fields)
     if find_spec("transformers") is None or find_spec("torch") is None:
         raise PlanError(
             "an estimate from config.json alone needs transformers and torch",
             hint="pip install transformers torch, or plan a checkpoint: its headers say it all",
         )
-    given = fields.get("dtype") or fields.get("torch_dtype") or (fields.get("text_config") or {}).get("dtype")
+    nested = fields.get("text_config")
+    places = (fields, nested if isinstance(nested, dict) else {})
+    given = next(filter(None, (part.get(key) for part in places for key in ("dtype", "torch_dtype"))), None)
     name = str(given or "bfloat16").removeprefix("torch.")
     if name not in _DTYPES:
         raise ModelConfigError(f"config.json names the dtype {name!r:.40}, not one of {', '.join(_DTYPES)}")
@@ -53,11 +63,17 @@ def estimate_index(config_bytes: bytes, chunk_bytes: int) -> ModelIndex:
 
 
 def index_of(shapes: Shapes, dtype: str, chunk_bytes: int, config_size_bytes: int, note: str) -> ModelIndex:
-    """One shard with these tensors, one after the other."""
+    """One shard with these tensors, one after the other. Raises ModelConfigError for a model that nobody can have."""
     tensors, end = [], 0
     for name, shape in shapes:
         start, end = end, end + tensor_bytes(dtype, shape)
         tensors.append(Tensor(name, dtype, shape, 0, start, end))
+    if end > MAX_CHUNKS * chunk_bytes:
+        raise ModelConfigError(
+            f"config.json is of a model of {show_bytes(end)}; at most {show_bytes(MAX_CHUNKS * chunk_bytes)} are "
+            "estimated",
+            hint="the sizes in config.json cannot be meant, or LONGSHORE_CHUNK_BYTES is too small for them",
+        )
     starts = np.arange(0, end, chunk_bytes, dtype=np.int64)
     chunks = ChunkTable(np.zeros(len(starts), np.int32), starts, np.minimum(starts + chunk_bytes, end), None, None)
     return ModelIndex(
@@ -71,12 +87,27 @@ def index_of(shapes: Shapes, dtype: str, chunk_bytes: int, config_size_bytes: in
     )
 
 
-def _check_counts(fields: Mapping[str, Any], depth: int = 0) -> None:
-    for key, value in fields.items():
-        if isinstance(value, int) and _COUNTED.search(key) and value > MAX_COUNT:
-            raise ModelConfigError(f"config.json has {key!r:.60}={value}; at most {MAX_COUNT} are estimated")
-        if isinstance(value, dict) and depth < 4:
-            _check_counts(value, depth + 1)
+def _shape_fields(fields: dict[str, Any]) -> dict[str, Any]:
+    """What decides shapes. Raises ModelConfigError for counts that nobody can mean, PlanError for what is elsewhere."""
+    found: dict[str, Any] = _checked("", fields, _MAX_DEPTH)
+    return found
+
+
+def _checked(key: str, value: Any, depth: int) -> Any:
+    if depth < 0:
+        raise ModelConfigError(f"config.json is nested more than {_MAX_DEPTH} deep")
+    if isinstance(value, dict):
+        return {name: _checked(name, part, depth - 1) for name, part in value.items() if not _LEFT_OUT.fullmatch(name)}
+    if isinstance(value, list):
+        return [_checked(key, part, depth - 1) for part in value]
+    if isinstance(value, int | float) and value > MAX_COUNT and _COUNTED.search(key):
+        raise ModelConfigError(f"config.json has {key!r:.60}={value}; at most {MAX_COUNT} are estimated")
+    if value is not None and (key in _LOOKED_UP or (key == "architecture" and ":" in str(value))):
+        raise PlanError(
+            f"config.json names its {key} ({value!r:.60}), which is another model",
+            hint="plan the checkpoint itself: its headers say it all",
+        )
+    return value
 
 
 def _shapes(fields: dict[str, Any]) -> Shapes:
@@ -90,7 +121,7 @@ def _shapes(fields: dict[str, Any]) -> Shapes:
             f"transformers {transformers.__version__} does not know the model type {family!r:.60} of config.json",
             hint="plan the checkpoint itself: its headers say it all",
         )
-    own = {key: value for key, value in fields.items() if key not in ("auto_map", "model_type")}
+    own = {key: value for key, value in fields.items() if key != "model_type"}
     try:
         config = CONFIG_MAPPING[family](**own)
         with torch.device("meta"):

@@ -94,6 +94,13 @@ def test_tied_weights_count_once() -> None:
         ({"quantization_config": {"quant_method": "fp8"}}, "quantized"),
         ({"num_hidden_layers": MAX_COUNT + 1}, "at most"),
         ({"text_config": {"num_experts": 10**9}}, "at most"),
+        ({"vision_config": {"depths": [2, 10**9]}}, "at most"),
+        ({"num_labels": 10**9}, "at most"),
+        ({"vocab_size": 10**10}, "TB are estimated"),
+        ({"text_config": {"quantization_config": {"quant_method": "gptq"}}}, "quantized"),
+        ({"compression_config": {"format": "pack-quantized"}}, "quantized"),
+        ({"backbone": "somebody/something"}, "names its backbone"),
+        ({"vision_config": {"architecture": "hf-hub:somebody/something"}}, "names its architecture"),
         ({"torch_dtype": "complex64"}, "dtype"),
         ({"hidden_size": "wide"}, "config.json"),
         ({"num_attention_heads": 3}, "transformers makes no model of config.json: .*heads"),
@@ -106,6 +113,26 @@ def test_what_cannot_be_estimated_is_one_clear_error(changes: dict[str, Any], sa
         return
     with pytest.raises((ModelConfigError, PlanError), match=said):
         estimate_index(config_bytes(**changes), MIB)
+
+
+@pytest.mark.parametrize("where", ["attn_implementation", "_attn_implementation", "experts_implementation"])
+def test_code_that_a_config_names_is_not_looked_for(where: str) -> None:
+    """transformers fetches kernels of that name."""
+    plain = estimate_index(config_bytes(), MIB)
+    assert estimate_index(config_bytes(**{where: "somebody/kernels"}), MIB).tensors == plain.tensors
+
+
+def test_a_text_config_that_is_none_is_one_clear_error() -> None:
+    with pytest.raises(ModelConfigError, match="transformers makes no model"):
+        estimate_index(config_bytes(torch_dtype=None, text_config="text"), MIB)
+
+
+def test_a_config_that_is_nested_without_end_is_refused() -> None:
+    deep: Any = 1
+    for _ in range(100):
+        deep = {"a": [deep]}
+    with pytest.raises(ModelConfigError, match="nested"):
+        estimate_index(config_bytes(a=deep), MIB)
 
 
 def test_without_transformers_the_error_says_what_to_install(monkeypatch: pytest.MonkeyPatch) -> None:
