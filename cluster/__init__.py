@@ -71,6 +71,7 @@ if TYPE_CHECKING:
     from storage.errors import DiskChunkUnusable as DiskChunkUnusable
     from storage.errors import DiskTierError as DiskTierError
     from storage.errors import IntegrityError as IntegrityError
+    from storage.errors import InvalidAmax as InvalidAmax
     from storage.errors import InvalidHeader as InvalidHeader
     from storage.errors import InvalidIndex as InvalidIndex
     from storage.errors import InvalidKey as InvalidKey
@@ -120,10 +121,10 @@ _EXPORTS = {
     "longshore.version": "__version__",
     "storage.errors": (
         "AccessDenied ArenaCorrupt ArenaError ArenaTooLarge ArenaTooSmall BadSignature CheckpointError "
-        "CredentialsExpired DiskChunkUnusable DiskTierError IntegrityError InvalidHeader InvalidIndex InvalidKey "
-        "InvalidManifest InvalidUri LongshoreError ManifestError ManifestMismatch ManifestUnsigned NewerManifest "
-        "NotACheckpoint ObjectChanged ObjectNotFound PickleRefused PublishError RangeMismatch ReadEnded ShortRead "
-        "SignatureError SigningUnavailable SourceRefused StoreError StoreUnavailable Throttled UnknownSigner "
+        "CredentialsExpired DiskChunkUnusable DiskTierError IntegrityError InvalidAmax InvalidHeader InvalidIndex "
+        "InvalidKey InvalidManifest InvalidUri LongshoreError ManifestError ManifestMismatch ManifestUnsigned "
+        "NewerManifest NotACheckpoint ObjectChanged ObjectNotFound PickleRefused PublishError RangeMismatch ReadEnded "
+        "ShortRead SignatureError SigningUnavailable SourceRefused StoreError StoreUnavailable Throttled UnknownSigner "
         "UnsupportedStore"
     ),
     "storage.publishing.publish": "PublishReport",

@@ -23,6 +23,7 @@
     |  +- InvalidManifest           not a manifest, or it contradicts itself
    |  |  +- NewerManifest          of a later format than this version reads
     |  +- ManifestMismatch          a good manifest, for other bytes than are there
+    |  +- InvalidAmax               longshore.amax is as it was published, and is none, or of other weights
     |  +- SignatureError            only signed manifests are trusted, and this is not one
     |     +- ManifestUnsigned       without a signature, or without a manifest to sign
     |     +- UnknownSigner          signed with a key that is not trusted
@@ -160,6 +161,10 @@ class NewerManifest(InvalidManifest):
 
 class ManifestMismatch(ManifestError):
     """A sound manifest, for other bytes than the ones stored."""
+
+
+class InvalidAmax(ManifestError):
+    """The recorded largest values of weights cannot be read, or are not those of this model's weights."""
 
 
 class SignatureError(ManifestError):

@@ -9,6 +9,7 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from itertools import islice
 
+from storage.checkpoints.amax import AMAX_KEY
 from storage.checkpoints.hf_layout import (
     INDEX_KEY,
     MAX_INDEX_BYTES,
@@ -34,7 +35,7 @@ from storage.retrying import RetryPolicy, with_retries
 
 JOURNAL_KEY = "longshore.publish.json"  # of a publish under way
 PROBE_KEY = "longshore.publish.probe"  # tells whether source and destination are one place; there for a moment
-OWN_KEYS = frozenset({MANIFEST_KEY, SIGNATURE_KEY, JOURNAL_KEY, PROBE_KEY})
+OWN_KEYS = frozenset({MANIFEST_KEY, SIGNATURE_KEY, AMAX_KEY, JOURNAL_KEY, PROBE_KEY})
 COMMON_FILES = (  # asked for by name where a store cannot list
     "config.json",
     "generation_config.json",

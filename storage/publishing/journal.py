@@ -7,7 +7,7 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 from typing import Literal
 
 from pydantic import ValidationError
@@ -73,6 +73,10 @@ class Journal:
             return
         if (found.hash, found.chunk_bytes) == (self._hash_name, self._chunk_bytes):
             self._entries = {entry.path: entry for entry in (*found.shards, *found.files)}
+
+    def adopt(self, entries: Iterable[ManifestFile]) -> None:
+        """Take over what a manifest says of the very objects that are there."""
+        self._entries = {entry.path: entry for entry in entries}
 
     def get(self, path: str) -> ManifestFile | None:
         """The entry of a finished object."""

@@ -2,6 +2,7 @@
 
 no destination:  read + hash --> the store's checksum agrees, or read + hash again
 destination:     read + hash + write --> as above --> read + hash what the destination holds
+finished before: read + hash --> as it was then; only for the largest values of its rows
 """
 
 from __future__ import annotations
@@ -11,9 +12,12 @@ from collections.abc import Callable, Sequence
 from contextlib import closing
 from dataclasses import dataclass, replace
 
+from storage.checkpoints.amax import Amax
 from storage.checkpoints.manifest import ManifestFile, ManifestShard
+from storage.checkpoints.model_index import Tensor
 from storage.errors import IntegrityError
 from storage.object_store import ObjectInfo, ObjectStore
+from storage.publishing.amax_scan import AmaxScan
 from storage.publishing.object_digests import ObjectDigests, bad_chunks, digest_object, store_checksum
 from storage.ranges import ByteRange
 from storage.retrying import RetryPolicy, with_retries
@@ -38,6 +42,8 @@ class PublishJob:
     source: ObjectInfo  # with the store's checksums
     ends: tuple[int, ...]  # of its chunks
     is_shard: bool
+    weights: tuple[Tensor, ...] = ()  # of a shard, whose largest values are recorded; by start
+    finished: ManifestFile | None = None  # what an earlier publish found: read once more, for those values
 
 
 class ObjectPublisher:
@@ -61,17 +67,22 @@ class ObjectPublisher:
         self.read_bytes = 0  # every reading counts
         self.copied_bytes = 0
         self.total_bytes = 0  # of all readings that are to be done
+        self.amax: dict[str, Amax] = {}  # by name of the weight
 
     def foresee(self, jobs: Sequence[PublishJob]) -> None:
         """Tell the progress how much there is to read."""
         copying = self._dest is not None
         self.total_bytes = sum(
-            job.source.size_bytes * ((1 if store_checksum(job.source) else 2) + copying) for job in jobs
+            job.source.size_bytes
+            * (1 if job.finished is not None else (1 if store_checksum(job.source) else 2) + copying)
+            for job in jobs
         )
 
     def publish(self, job: PublishJob, reader: RangeReader) -> ManifestFile:
         """The manifest's entry of one object that was read without doubt. Raises IntegrityError, StoreError."""
         ranges = ranges_of(job.ends)
+        if job.finished is not None:
+            return self._read_again(job, job.finished, ranges, reader)
         if self._dest is None:
             digests, stored = self._digest(job, ranges, reader, None), job.source
             self._check_source(job, ranges, digests, reader)
@@ -89,6 +100,22 @@ class ObjectPublisher:
         if not job.is_shard:
             return entry
         return ManifestShard(**entry.model_dump(), chunk_ends=job.ends, chunk_digests=digests.chunks)
+
+    def _read_again(
+        self, job: PublishJob, finished: ManifestFile, ranges: Sequence[ByteRange], reader: RangeReader
+    ) -> ManifestFile:
+        """For what is to be recorded of an object that an earlier publish had finished."""
+        found = self._digest(job, ranges, reader, None).whole
+        if found != finished.digest:
+            raise IntegrityError(
+                "an object is not what an earlier publish read",
+                hint="publish again with force, which believes nothing of it",
+                uri=self._source.uri,
+                key=job.source.key,
+                expected=finished.digest,
+                found=found,
+            )
+        return finished
 
     def _checked_copy(
         self, dest: ObjectStore, job: PublishJob, ranges: Sequence[ByteRange], reader: RangeReader
@@ -117,15 +144,25 @@ class ObjectPublisher:
         reader: RangeReader,
         sink: Callable[[memoryview], None] | None,
     ) -> ObjectDigests:
-        return digest_object(
+        scan = AmaxScan(job.weights)
+
+        def scanned(view: memoryview) -> None:
+            scan.add(view)
+            if sink is not None:
+                sink(view)
+
+        digests = digest_object(
             reader,
             self._source,
             job.source,
             ranges,
             self._hash_name,
-            sink=sink,
+            sink=scanned if job.weights else sink,
             on_bytes=lambda count: self._count(count, job.source.key),
         )
+        with self._lock:
+            self.amax.update(scan.rows())
+        return digests
 
     def _copy(
         self, dest: ObjectStore, job: PublishJob, ranges: Sequence[ByteRange], reader: RangeReader

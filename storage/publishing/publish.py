@@ -4,10 +4,10 @@
         read, hash, compare with the store's checksum   or   read, hash, read again, compare
         copying: written while it is read, then read back from the destination and compared
         --> journal
-    --> sizes and ETags again --> manifest --> its signature --> journal removed
+    --> sizes and ETags again --> recorded maxima, if asked for --> manifest --> its signature --> journal removed
 
 A manifest says "these bytes are the model", so it must not bless a bad reading. Nothing of the model is held in
-memory but a few chunks.
+memory but a few chunks, and of what is recorded one number for each row.
 """
 
 from __future__ import annotations
@@ -18,6 +18,7 @@ from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import replace
 
+from storage.checkpoints.amax import AMAX_KEY, is_recorded
 from storage.checkpoints.checkpoint import read_manifest
 from storage.checkpoints.checkpoint_files import JOURNAL_KEY, OWN_KEYS, Checkpoint, names_left_out, scan_checkpoint
 from storage.checkpoints.chunking import (
@@ -30,23 +31,23 @@ from storage.checkpoints.chunking import (
 from storage.checkpoints.inventory import Inventory
 from storage.checkpoints.manifest import (
     MANIFEST_KEY,
-    MAX_MANIFEST_BYTES,
     Manifest,
     ManifestFile,
     ManifestShard,
     ManifestTensor,
 )
+from storage.checkpoints.model_index import Tensor
 from storage.checksum import MANIFEST_HASH_NAMES
-from storage.errors import IntegrityError, InvalidManifest, NewerManifest, PublishError, SignatureError, StoreError
-from storage.object_store import ObjectInfo, ObjectStore, read_bytes
+from storage.errors import InvalidManifest, NewerManifest, PublishError, SignatureError, StoreError
+from storage.object_store import ObjectInfo, ObjectStore
 from storage.publishing.journal import Journal
 from storage.publishing.one_object import ObjectPublisher, PublishJob
 from storage.publishing.one_object import PublishProgress as PublishProgress
 from storage.publishing.places import check_same, is_entry_of, same_place
 from storage.publishing.report import PublishReport as PublishReport
-from storage.publishing.signature import SIGNATURE_KEY, sign_manifest
+from storage.publishing.signature import SIGNATURE_KEY
 from storage.publishing.signing_keys import SigningKey, key_id
-from storage.ranges import ByteRange
+from storage.publishing.written import write_amax, write_manifest
 from storage.retrying import RetryPolicy, with_retries
 from storage.streaming import RangeReader, run_readers
 
@@ -63,13 +64,16 @@ def publish(
     progress: Callable[[PublishProgress], None] | None = None,
     policy: RetryPolicy | None = None,
     sign_key: SigningKey | None = None,
+    amax: bool = False,
 ) -> PublishReport:
     """Publish the checkpoint at the root of `source`: in place, or copied to `dest`.
 
     `concurrency` is the number of reads in flight; memory is about that many chunks. What an interrupted publish
     finished is not read again; what is published and unchanged is not read at all, unless `force`. `progress` is
     called from several threads, one at a time. With `sign_key` the manifest is signed, and then only this publish's own
-    readings count: neither a journal nor a manifest is believed that is not signed with the same key.
+    readings count: neither a journal nor a manifest is believed that is not signed with the same key. With `amax` the
+    largest absolute value of each row of the weights is written beside the manifest (`storage.checkpoints.amax`);
+    shards that an earlier publish had finished are read once more for it.
 
     Raises PublishError for arguments that cannot be meant, IntegrityError (shard and chunk in its details) when
     two readings, the store's checksum or the copy disagree, ObjectChanged when an object is replaced meanwhile,
@@ -86,7 +90,7 @@ def publish(
     policy = policy or RetryPolicy()
     if dest is not None and same_place(source, dest, policy):
         dest = None
-    run = _Publish(source, dest, hash_name, chunk_bytes, policy, progress, sign_key)
+    run = _Publish(source, dest, hash_name, chunk_bytes, policy, progress, sign_key, amax)
     return run.run(concurrency, force, only_key)
 
 
@@ -102,8 +106,10 @@ class _Publish:
         policy: RetryPolicy,
         progress: Callable[[PublishProgress], None] | None,
         sign_key: SigningKey | None,
+        amax: bool,
     ) -> None:
         self._sign_key = sign_key
+        self._amax = amax
         self._source = source
         self._dest = dest if dest is not None else source
         self._copying = dest is not None
@@ -126,22 +132,16 @@ class _Publish:
         there = stored.find([*OWN_KEYS, *(info.key for info in (*checkpoint.shards, *checkpoint.files))])
         old = self._old_manifest(there.get(MANIFEST_KEY), force, stored)
         if old is not None and self._still_describes(old, checkpoint, there):
-            return self._report(old, checkpoint, started_s, resumed=0, unchanged=True)
-        if not force and self._sign_key is None:
+            if self._has_what_is_recorded(old, there.get(AMAX_KEY)):
+                return self._report(old, checkpoint, started_s, resumed=0, unchanged=True)
+            self._journal.adopt((*old.shards, *old.files))
+        elif not force and self._sign_key is None:
             self._journal.load(there.get(JOURNAL_KEY))
-        jobs = [
-            *(
-                self._job(info, chunk_bounds(header, info.size_bytes, self._chunk_bytes), is_shard=True)
-                for info, header in zip(checkpoint.shards, checkpoint.headers, strict=True)
-            ),
-            *(
-                self._job(info, fixed_bounds(info.size_bytes, self._chunk_bytes), is_shard=False)
-                for info in checkpoint.files
-            ),
-        ]
-        todo = [job for job in jobs if not self._resume(job, there.get(job.source.key))]
+        jobs = self._jobs(checkpoint)
+        resumed = [self._resume(job, there.get(job.source.key)) for job in jobs]
+        todo = [job for job in resumed if job.finished is None or job.weights]
         self._journal.start()
-        if self._copying and MANIFEST_KEY in there and todo:
+        if self._copying and MANIFEST_KEY in there and any(job.finished is None for job in todo):
             with_retries(lambda: self._dest.delete(MANIFEST_KEY), self._policy)
         self._signed_before = SIGNATURE_KEY in there
         self._publisher.foresee(todo)
@@ -160,8 +160,11 @@ class _Publish:
             with contextlib.suppress(StoreError):  # what stopped it is worth more
                 self._journal.flush()
             raise
+        if AMAX_KEY in there and not self._amax:
+            with_retries(lambda: self._dest.delete(AMAX_KEY), self._policy)
         self._journal.remove()
-        return self._report(manifest, checkpoint, started_s, resumed=len(jobs) - len(todo), unchanged=False)
+        finished = sum(job.finished is not None for job in resumed)
+        return self._report(manifest, checkpoint, started_s, resumed=finished, unchanged=False)
 
     def _old_manifest(self, info: ObjectInfo | None, force: bool, stored: Inventory) -> Manifest | None:
         """The one that is there; None for one that is to be replaced. Raises NewerManifest unless `force`."""
@@ -177,7 +180,7 @@ class _Publish:
 
     def _still_describes(self, manifest: Manifest, checkpoint: Checkpoint, there: Mapping[str, ObjectInfo]) -> bool:
         """True when the manifest was made by the same settings from objects that have not changed since."""
-        entries = {entry.path: entry for entry in (*manifest.shards, *manifest.files)}
+        entries = {entry.path: entry for entry in (*manifest.shards, *manifest.files) if entry.path != AMAX_KEY}
         sources = {info.key: info for info in (*checkpoint.shards, *checkpoint.files)}
         return (
             (manifest.hash, manifest.chunk_bytes) == (self._hash_name, self._chunk_bytes)
@@ -187,23 +190,45 @@ class _Publish:
             and all(is_entry_of(entry, sources[path], there.get(path)) for path, entry in entries.items())
         )
 
-    def _job(self, info: ObjectInfo, ends: Sequence[int], *, is_shard: bool) -> PublishJob:
+    def _has_what_is_recorded(self, manifest: Manifest, there: ObjectInfo | None) -> bool:
+        """Whether the largest values that the manifest lists are there, and those that are asked for are listed."""
+        entry = next((file for file in manifest.files if file.path == AMAX_KEY), None)
+        if entry is None:
+            return not self._amax
+        return there is not None and is_entry_of(entry, there, there)
+
+    def _jobs(self, checkpoint: Checkpoint) -> list[PublishJob]:
+        weights: list[list[Tensor]] = [[] for _ in checkpoint.shards]
+        for tensor in checkpoint.tensors:
+            if self._amax and is_recorded(tensor):
+                weights[tensor.shard].append(tensor)
+        shards = [
+            self._job(info, chunk_bounds(header, info.size_bytes, self._chunk_bytes), is_shard=True, weights=of)
+            for info, header, of in zip(checkpoint.shards, checkpoint.headers, weights, strict=True)
+        ]
+        ends = [fixed_bounds(info.size_bytes, self._chunk_bytes) for info in checkpoint.files]
+        files = [self._job(info, end, is_shard=False) for info, end in zip(checkpoint.files, ends, strict=True)]
+        return shards + files
+
+    def _job(
+        self, info: ObjectInfo, ends: Sequence[int], *, is_shard: bool, weights: Sequence[Tensor] = ()
+    ) -> PublishJob:
         """The object with its checksums, which a listing may leave out. Raises ObjectChanged."""
         now = with_retries(lambda: self._source.stat(info.key), self._policy)
         check_same(info, now, self._source.uri)
-        return PublishJob(replace(now, etag=now.etag or info.etag), tuple(ends), is_shard)
+        return PublishJob(replace(now, etag=now.etag or info.etag), tuple(ends), is_shard, tuple(weights))
 
-    def _resume(self, job: PublishJob, there: ObjectInfo | None) -> bool:
-        """Take the journal's entry when source and destination are as they were."""
+    def _resume(self, job: PublishJob, there: ObjectInfo | None) -> PublishJob:
+        """With the journal's entry when source and destination are as they were."""
         entry = self._journal.get(job.source.key)
         if entry is None or isinstance(entry, ManifestShard) != job.is_shard:
-            return False
+            return job
         if isinstance(entry, ManifestShard) and entry.chunk_ends != job.ends:
-            return False
+            return job
         if not is_entry_of(entry, job.source, there):
-            return False
+            return job
         self._entries[entry.path] = entry
-        return True
+        return replace(job, finished=entry)
 
     def _publish_object(self, job: PublishJob, reader: RangeReader) -> None:
         entry = self._publisher.publish(job, reader)
@@ -224,6 +249,10 @@ class _Publish:
                 check_same(written, there.get(key), self._dest.uri)
 
     def _write_manifest(self, checkpoint: Checkpoint) -> Manifest:
+        if self._amax:
+            names = [tensor.name for tensor in checkpoint.tensors if is_recorded(tensor)]
+            recorded = write_amax(self._dest, names, self._publisher.amax, self._hash_name, self._policy)
+            self._entries[AMAX_KEY] = recorded
         entries = [self._entries[key] for key in sorted(self._entries)]
         manifest = Manifest.build(
             hash_name=self._hash_name,
@@ -232,22 +261,7 @@ class _Publish:
             tensors=_manifest_tensors(checkpoint),
             files=[entry for entry in entries if not isinstance(entry, ManifestShard)],
         )
-        data = manifest.to_json()
-        if len(data) > MAX_MANIFEST_BYTES:
-            raise PublishError(
-                f"the manifest would have {len(data)} bytes; at most {MAX_MANIFEST_BYTES} are read",
-                hint="publish with larger chunks",
-            )
-        if self._signed_before:  # it would call the new manifest tampered with
-            with_retries(lambda: self._dest.delete(SIGNATURE_KEY), self._policy)
-        with_retries(lambda: self._dest.put(MANIFEST_KEY, data), self._policy)
-        written = with_retries(lambda: read_bytes(self._dest, MANIFEST_KEY, ByteRange(0, len(data))), self._policy)
-        if written != data:
-            with_retries(lambda: self._dest.delete(MANIFEST_KEY), self._policy)
-            raise IntegrityError("the manifest does not read as it was written", uri=self._dest.uri)
-        if self._sign_key is not None:
-            signature = sign_manifest(data, self._sign_key)
-            with_retries(lambda: self._dest.put(SIGNATURE_KEY, signature), self._policy)
+        write_manifest(self._dest, manifest, self._policy, sign_key=self._sign_key, signed_before=self._signed_before)
         return manifest
 
     def _report(
@@ -270,6 +284,7 @@ class _Publish:
             checks=dict(Counter(entry.checked_by for entry in (*manifest.shards, *manifest.files))),
             skipped=(*checkpoint.skipped, *self._left_out),
             elapsed_s=time.monotonic() - started_s,
+            amax=any(file.path == AMAX_KEY for file in manifest.files),
             signed_by=None if self._sign_key is None else key_id(self._sign_key.public),
         )
 

@@ -26,6 +26,7 @@ class PublishReport:
     checks: dict[str, int]  # how the source was checked -> number of objects
     skipped: tuple[str, ...]  # not published: weights that are no part of the model, odd names, fifos, links to nowhere
     elapsed_s: float
+    amax: bool = False  # the manifest lists the largest value of each row of the weights
     signed_by: str | None = None  # id of the key that the manifest is signed with, by this publish or already
 
     def as_dict(self) -> dict[str, Any]:

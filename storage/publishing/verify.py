@@ -10,6 +10,7 @@ from dataclasses import asdict, dataclass, replace
 from itertools import accumulate
 from typing import Any, Literal
 
+from storage.checkpoints.amax import AMAX_KEY
 from storage.checkpoints.checkpoint import not_published, read_manifest
 from storage.checkpoints.checkpoint_files import scan_checkpoint
 from storage.checkpoints.chunking import fixed_bounds
@@ -18,7 +19,9 @@ from storage.checkpoints.manifest import MANIFEST_KEY, Manifest, ManifestFile, M
 from storage.checkpoints.tensor_table import BadTensor, HeaderBytes, table_differences
 from storage.errors import InvalidHeader, NotACheckpoint
 from storage.object_store import ObjectInfo, ObjectStore
+from storage.publishing.amax_scan import AmaxScan
 from storage.publishing.object_digests import BadChunk, ObjectDigests, digest_object
+from storage.publishing.recorded_amax import Recorded
 from storage.ranges import ByteRange
 from storage.retrying import RetryPolicy
 from storage.streaming import RangeReader, ranges_of, run_readers
@@ -57,7 +60,7 @@ class VerifyReport:
     checked_files: int
     checked_bytes: int
     bad_chunks: tuple[BadChunk, ...]  # by key, then chunk; chunk is the id in the model's chunk table
-    bad_tensors: tuple[BadTensor, ...]  # by key: what manifest and stored headers say of tensors differs
+    bad_tensors: tuple[BadTensor, ...]  # by key: what manifest, headers and recorded maxima say of tensors differs
     bad_shards: tuple[str, ...]  # with another digest as a whole, although each of their chunks has its own
     bad_files: tuple[str, ...]  # other files with another digest
     missing: tuple[str, ...]
@@ -81,10 +84,10 @@ def verify(
 ) -> VerifyReport:
     """Compare everything the manifest names, or the one shard `only_key`, with what is stored now.
 
-    Damage is in the report, never an exception. Digests of chunks, shards and files are compared, and the tensors
-    with each shard's header. Without a manifest the headers are checked, and the report is not ok: nothing says
-    which bytes are the right ones. `progress` is called from several threads, one at a time. With `trusted_keys` the
-    manifest must be signed with one of them, else nothing is read.
+    Damage is in the report, never an exception. Digests of chunks, shards and files are compared, the tensors with each
+    shard's header, and recorded maxima with the weights. Without a manifest the headers are checked, and the report is
+    not ok: nothing says which bytes are the right ones. `progress` is called from several threads, one at a time. With
+    `trusted_keys` the manifest must be signed with one of them, else nothing is read.
 
     Raises InvalidManifest, SignatureError, CheckpointError (without a manifest), ObjectChanged when an object is
     replaced meanwhile, and StoreError when the store cannot be read.
@@ -153,6 +156,7 @@ class _Verify:
         for tensor in manifest.tensors:
             self._tensors[paths[tensor.shard]].append(tensor)
         self._names = frozenset(tensor.name for tensor in manifest.tensors)
+        self._recorded = Recorded(manifest)
 
     def run(self, inventory: Inventory, concurrency: int, only_key: str | None, started_s: float) -> VerifyReport:
         entries = [
@@ -175,6 +179,8 @@ class _Verify:
             buffer_bytes=self._manifest.chunk_bytes,
             policy=self._policy,
         )
+        if only_key is None and any(entry.path == AMAX_KEY for entry, _ in jobs) and AMAX_KEY not in self._bad_files:
+            self._bad_tensors.extend(self._recorded.differences(self._store, self._policy))
         shards = [entry for entry, _ in jobs if isinstance(entry, ManifestShard)]
         missing = tuple(entry.path for entry in entries if entry.path not in now)
         wrong_size = tuple(
@@ -224,7 +230,13 @@ class _Verify:
         """Its chunks, its tensors and its whole; what a bad chunk explains is not listed a second time."""
         ranges = ranges_of(entry.chunk_ends)
         head = HeaderBytes(info.size_bytes)
-        digests = self._digests(info, ranges, reader, head.add)
+        scan = AmaxScan(self._recorded.weights_of(entry.path))
+
+        def sink(view: memoryview) -> None:
+            head.add(view)
+            scan.add(view)
+
+        digests = self._digests(info, ranges, reader, sink)
         first = self._first_chunk[entry.path]
         bad_chunks = [
             BadChunk(info.key, first + number, place.start, place.end, expected, found)
@@ -243,6 +255,8 @@ class _Verify:
             except InvalidHeader as error:
                 bad_tensors.append(BadTensor(entry.path, "", "a safetensors header", error.message))
         with self._lock:
+            if not bad_chunks:
+                self._recorded.add(scan.rows())
             self._bad_chunks.extend(bad_chunks)
             self._bad_tensors.extend(bad_tensors)
             if not bad_chunks and digests.whole != entry.digest:
