@@ -20,6 +20,7 @@ from cluster.device_map.module_tree import module_tree
 from cluster.device_map.offload_files import offload_name
 from cluster.device_map.options import DeviceMapOptions
 from cluster.errors import DoesNotFit, LayoutError
+from cluster.layouts.module_names import TOKEN_EMBEDDINGS
 from cluster.plans.cut_model import CutModel
 from cluster.plans.segments import ALIGNMENT_BYTES
 from cluster.units import show_bytes
@@ -28,7 +29,7 @@ from storage.problems import MAX_LISTED, quote
 if TYPE_CHECKING:
     from cluster.layouts.model_config import ModelConfig  # brings pydantic
 
-_EMBEDDING = ("embed_tokens.weight", "wte.weight", "word_embeddings.weight")
+_EMBEDDINGS = tuple(f".{module}.weight" for module in TOKEN_EMBEDDINGS)
 _HEAD = "lm_head"
 
 
@@ -98,7 +99,7 @@ def _tied(names: Sequence[str], config: ModelConfig | None) -> list[str]:
     """The embedding and, when it is stored, the head that is the same tensor."""
     if config is None or not config.tie_word_embeddings:
         return []
-    embedding = [name for name in names if any(name == end or name.endswith(f".{end}") for end in _EMBEDDING)][:1]
+    embedding = [name for name in names if f".{name}".endswith(_EMBEDDINGS)][:1]
     return embedding + [name for name in names if name == f"{_HEAD}.weight"] if embedding else []
 
 

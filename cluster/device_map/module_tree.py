@@ -11,12 +11,9 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
-_EARLY = (
-    *("shared", "embed_tokens", "wte", "wpe", "word_embeddings", "tok_embeddings", "embed_positions", "embed_in"),
-    *("embeddings", "patch_embed", "visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector"),
-    "encoder",
-)
-_LATE = ("lm_head", "embed_out", "score", "classifier")
+from cluster.layouts.module_names import HEADS, OTHER_EMBEDDINGS, TOKEN_EMBEDDINGS, TOWERS
+
+_EARLY = (*TOKEN_EMBEDDINGS, *OTHER_EMBEDDINGS, *TOWERS, "encoder")
 
 
 @dataclass(slots=True, eq=False)
@@ -93,8 +90,8 @@ def _when(module: Module, has_numbered: bool, place: int) -> tuple[int, int]:
         return 1, int(last[:18])
     if last in _EARLY:
         return 0, _EARLY.index(last)
-    if last in _LATE:
-        return 3, _LATE.index(last)
+    if last in HEADS:
+        return 3, HEADS.index(last)
     return (1 if has_numbered else 2), place
 
 

@@ -14,16 +14,15 @@ from collections.abc import Sequence
 
 from cluster.errors import LayoutError
 from cluster.layouts.mesh import Layout
+from cluster.layouts.module_names import OTHER_EMBEDDINGS, TOKEN_EMBEDDINGS, TOWERS
 from storage.checkpoints.model_index import Tensor
 
 Stages = list[tuple[int, ...]]  # of each tensor, the stages that have it
 
 _NUMBERED = re.compile(r"(?P<stack>(?:[^.]+\.)*?(?:layers|h|blocks|block|layer))\.(?P<number>[0-9]{1,7})\.")
-_TOWERS = ("visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector")
-_FIRST = ("embed_tokens", "wte", "wpe", "word_embeddings", "tok_embeddings", "embed_positions", "embeddings")
-# Modules, and what the weight of one may be stored as: quantized, it has several tensors.
-_EMBEDDING = ("embed_tokens", "wte", "word_embeddings", "tok_embeddings")
-_HEAD = ("lm_head", "output", "embed_out")
+_FIRST = frozenset((*TOKEN_EMBEDDINGS, *OTHER_EMBEDDINGS, *TOWERS))
+_HEADS = ("lm_head", "output", "embed_out")
+# What the weight of a module may be stored as: quantized, it has several tensors.
 _WEIGHT = ("weight", "qweight", "weight_packed")
 
 
@@ -42,7 +41,9 @@ def decide_stages(tensors: Sequence[Tensor], layout: Layout) -> Stages:
             stack=stack or None,
         )
     where = [_end(tensor.name) if layer is None else None for tensor, layer in zip(tensors, layer_of, strict=True)]
-    tied = not any(_is_of(tensor.name, _HEAD, _WEIGHT) for tensor in tensors)
+    tied = not any(
+        layer is None and _is_of(tensor.name, _HEADS, _WEIGHT) for tensor, layer in zip(tensors, layer_of, strict=True)
+    )
     sizes = Counter[int]()
     ends = [0, 0]
     for tensor, layer, end in zip(tensors, layer_of, where, strict=True):
@@ -50,7 +51,7 @@ def decide_stages(tensors: Sequence[Tensor], layout: Layout) -> Stages:
             sizes[layer] += tensor.size_bytes
         elif end is not None:
             ends[end] += tensor.size_bytes
-            ends[1] += tensor.size_bytes if tied and _is_of(tensor.name, _EMBEDDING) else 0
+            ends[1] += tensor.size_bytes if tied and _is_of(tensor.name, TOKEN_EMBEDDINGS) else 0
     cuts = balance([sizes[layer] for layer in layers], count, ends[0], ends[1])
     stage_of = {layer: sum(position >= cut for cut in cuts) for position, layer in enumerate(layers)}
     last = count - 1
@@ -58,7 +59,7 @@ def decide_stages(tensors: Sequence[Tensor], layout: Layout) -> Stages:
     for tensor, layer, end in zip(tensors, layer_of, where, strict=True):
         if layer is not None:
             found.append((stage_of[layer],))
-        elif tied and _is_of(tensor.name, _EMBEDDING):
+        elif tied and _is_of(tensor.name, TOKEN_EMBEDDINGS):
             found.append((0, last))
         else:
             found.append((last if end else 0,))
@@ -102,7 +103,7 @@ def _find_stack(tensors: Sequence[Tensor]) -> str:
     sizes = Counter[str]()
     for tensor in tensors:
         match = _NUMBERED.match(tensor.name)
-        if match and not any(part in _TOWERS for part in match["stack"].split(".")):
+        if match and not any(part in TOWERS for part in match["stack"].split(".")):
             sizes[match["stack"]] += max(1, tensor.size_bytes)
     return max(sizes, key=lambda stack: sizes[stack], default="")
 
@@ -114,8 +115,7 @@ def _layer(name: str, stack: str) -> int | None:
 
 def _end(name: str) -> int:
     """0 for what comes before the layers, 1 for what comes after."""
-    parts = name.split(".")
-    return 0 if any(part in _TOWERS or part in _FIRST for part in parts) else 1
+    return 1 if _FIRST.isdisjoint(name.split(".")) else 0
 
 
 def _is_of(name: str, modules: Sequence[str], tensors: Sequence[str] = ()) -> bool:

@@ -152,7 +152,8 @@ def test_a_known_language_model_in_an_unknown_one_needs_no_transformers() -> Non
         assert rules_for(config).rule_for(f"{prefix}layers.0.mlp.down_proj.weight") is Rule.ROW
     assert rules_for(config).rule_for("vision_tower.encoder.layers.0.mlp.fc1.weight") is Rule.REPLICATE
     assert rules_for(config).rule_for("language_model.lm_head.weight") is Rule.VOCABULARY
-    assert rules_for(config).rule_for("image_newline") is None
+    assert rules_for(config).rule_for("image_newline") is Rule.REPLICATE
+    assert rules_for(config).rule_for("no_part_that_is_known.weight") is None
 
 
 LLAVA = TinyFamily(

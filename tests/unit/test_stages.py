@@ -98,3 +98,22 @@ def test_layers_are_those_of_the_largest_stack() -> None:
 def test_too_few_layers_are_an_error(names: list[str]) -> None:
     with pytest.raises(LayoutError, match="layers cannot be shared by pipeline_parallel_size=3"):
         decide_stages(named(names), Layout(pipeline_parallel_size=3))
+
+
+def test_embeddings_of_every_name_come_first_and_stand_in_for_a_head_that_is_missing() -> None:
+    for name in ("gpt_neox.embed_in", "backbone.embeddings", "transformer.wte", "model.embed_tokens"):
+        stored = [f"{name}.weight", *LAYERS, "model.norm.weight"]
+        assert stages(named(stored), 2)[f"{name}.weight"] == (0, 1)
+        assert stages(named([*stored, "embed_out.weight"]), 2)[f"{name}.weight"] == (0,)
+
+
+def test_what_brings_pictures_to_the_language_model_is_before_its_layers() -> None:
+    names = ["model.connector.modality_projection.proj.weight", "model.image_newline", "mm_projector.0.weight"]
+    found = stages(named([*names, *LAYERS, "lm_head.weight"]), 2)
+    assert all(found[name] == (0,) for name in names)
+
+
+def test_a_layers_own_output_is_no_head() -> None:
+    layers = [f"model.layers.{number}.attention.output.weight" for number in range(4)]
+    found = stages(named(["model.embed_tokens.weight", *layers, "model.norm.weight"]), 2)
+    assert found["model.embed_tokens.weight"] == (0, 1)

@@ -12,9 +12,9 @@ from collections.abc import Mapping
 from cluster.layouts.families.dense import GEMMA3_PARTS
 from cluster.layouts.families.fused import GLM4_PARTS
 from cluster.layouts.families.parts import ATTENTION, EMBEDDING, HEAD, NESTED_PREFIXES, NORMS, ROTARY, mlp, table
+from cluster.layouts.module_names import TOWERS
 from cluster.layouts.rule import Rows, Rule
 
-TOWERS = ("visual", "vision_tower", "vision_model", "multi_modal_projector")
 TOWER: Rows = tuple((f"{prefix}{tower}.**", Rule.REPLICATE) for tower in TOWERS for prefix in ("model.", ""))
 NESTED_HEAD: Rows = (*HEAD, ("language_model.lm_head.weight", Rule.VOCABULARY))
 
