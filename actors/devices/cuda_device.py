@@ -55,6 +55,8 @@ class CudaDevice:
         torch = self._torch
         try:
             self._segments = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in segment_bytes]
+            # Memory that this process has used before may still be written by what was launched then.
+            self._stream.wait_stream(torch.cuda.current_stream(self._device))
         except torch.cuda.OutOfMemoryError as error:
             self._segments = []
             free, total = torch.cuda.mem_get_info(self._device)
@@ -153,7 +155,9 @@ class CudaDevice:
         return tensor_views(self._segments, slices)
 
     def free(self) -> None:
-        self.detach_arena()
-        self._segments = []
-        self._staged = {}
+        try:
+            self.detach_arena()
+        finally:
+            self._segments = []
+            self._staged = {}
         self._torch.cuda.empty_cache()  # torch keeps freed memory for itself, and this process may live on

@@ -81,12 +81,20 @@ class DiskDevice:
 
     def tensors(self, slices: tuple[TensorSlice, ...]) -> dict[str, torch.Tensor]:
         """Mapped from the files; what is written to them changes no file."""
-        import torch
-
         from actors.handover.tensor_views import tensor_views
 
-        files = [torch.from_numpy(self._folder.map_copy(piece.name)) for piece in self._slices]
-        return tensor_views(files, slices)
+        return tensor_views([self._mapped(piece) for piece in self._slices], slices)
+
+    def _mapped(self, piece: TensorSlice) -> torch.Tensor:
+        import torch
+
+        if not piece.size_bytes:
+            return torch.empty(0, dtype=torch.uint8, device="cpu")
+        with self._folder.readable(piece.name) as path:
+            try:  # Python's own mappings keep a descriptor each, and there may be thousands of tensors
+                return torch.from_file(path, shared=False, size=piece.size_bytes, dtype=torch.uint8, device="cpu")
+            except RuntimeError as error:  # so torch says what the system refused
+                raise OSError(0, str(error).splitlines()[0]) from error
 
     def _write(self, segment: int, data: memoryview, offset: int) -> None:
         if segment < len(self._slices):

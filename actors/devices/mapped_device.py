@@ -7,6 +7,7 @@ Which segment is on which device the plan says; no segment is on two.
 
 from __future__ import annotations
 
+import contextlib
 from collections.abc import Callable, Iterator, Mapping, Sequence
 from dataclasses import replace
 from itertools import groupby
@@ -95,8 +96,10 @@ class MappedDevice:
         return {piece.name: found[piece.name] for piece in slices}
 
     def free(self) -> None:
-        for part in self._parts:
-            part.free()
+        with contextlib.ExitStack() as parts:  # each of them, also when another cannot
+            for part in self._parts:
+                parts.callback(part.free)
+            self.synchronize()  # as in `detach_arena`
 
     def _split(self, items: ReadItems, rows: slice) -> Iterator[tuple[Device, ReadItems, slice]]:
         """Rows in order, those that follow each other on one device together."""

@@ -1,6 +1,6 @@
 """A folder of tensors on disk that one rank writes and then maps: Accelerate's format, as `offload_files` says.
 
-    open --> create each file, its space taken --> write --> seal: on disk, index.json --> map_copy
+    open --> create each file, its space taken --> write --> seal: on disk, index.json --> readable
                                                      `--> remove: nothing of it is left
 
 The folder is made here or empty. A file called `.longshore` says whose it is: a worker that takes the place of a dead
@@ -13,12 +13,8 @@ from __future__ import annotations
 import contextlib
 import errno
 import json
-import mmap
 import os
 from collections.abc import Iterator, Mapping
-
-import numpy as np
-from numpy.typing import NDArray
 
 from cluster.device_map.offload_files import INDEX_NAME, offload_name
 from cluster.errors import ConfigError, DoesNotFit, PlanError
@@ -90,13 +86,14 @@ class OffloadFolder:
                     os.fsync(descriptor)
             self._replace(INDEX_NAME, text)
 
-    def map_copy(self, tensor: str) -> NDArray[np.uint8]:
-        """The tensor's bytes, paged in from the file; what is written to them stays in this process."""
-        size_bytes = self._sizes[tensor]
-        if not size_bytes:
-            return np.empty(0, np.uint8)
+    @contextlib.contextmanager
+    def readable(self, tensor: str) -> Iterator[str]:
+        """A path at which the tensor's file, and no other, can be opened for the length of the block.
+
+        Raises ConfigError, also for what the system refuses in the block.
+        """
         with _refused(self.path, 0), self._file(tensor, os.O_RDONLY) as descriptor:
-            return np.frombuffer(mmap.mmap(descriptor, size_bytes, access=mmap.ACCESS_COPY), np.uint8)
+            yield f"/proc/self/fd/{descriptor}"
 
     def close(self) -> None:
         """Leave the files as they are. Idempotent."""
@@ -110,8 +107,9 @@ class OffloadFolder:
             if self._folder is not None and self._read_owner() == self._mark:
                 self._empty()
                 os.unlink(OWNER_NAME, dir_fd=self._descriptor)
-                if self._made:
-                    os.rmdir(self.path)
+            if self._made:
+                os.rmdir(self.path)  # which fails when there is something of somebody else's
+                self._made = False
         self.close()
 
     # -- inside ------------------------------------------------------------------------------------------------
@@ -125,23 +123,19 @@ class OffloadFolder:
                     hint="name a new folder, or remove what is there when no loaded model uses it any more",
                     path=self.path,
                 )
-            self._create_owner()
-        elif found.rpartition(b" ")[0] == self._owner.encode():
-            self._replace(OWNER_NAME, self._mark)
-            self._empty()
-        else:
+            try:
+                self._create(OWNER_NAME, self._mark)
+                return
+            except FileExistsError:  # somebody was faster
+                found = self._read_owner() or b""
+        if found.rpartition(b" ")[0] != self._owner.encode():
             raise ConfigError(
                 "the offload folder belongs to another load",
                 hint="name a new folder, or remove this one when no loaded model uses it any more",
                 path=self.path,
             )
-
-    def _create_owner(self) -> None:
-        descriptor = os.open(OWNER_NAME, _NEW, _PRIVATE, dir_fd=self._descriptor)
-        try:
-            os.write(descriptor, self._mark)
-        finally:
-            os.close(descriptor)
+        self._replace(OWNER_NAME, self._mark)
+        self._empty()
 
     def _read_owner(self) -> bytes | None:
         try:
@@ -157,15 +151,22 @@ class OffloadFolder:
         part = f"{name}.part"
         with contextlib.suppress(FileNotFoundError):
             os.unlink(part, dir_fd=self._descriptor)
-        descriptor = os.open(part, _NEW, _PRIVATE, dir_fd=self._descriptor)
+        self._create(part, data)
+        os.rename(part, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
+
+    def _create(self, name: str, data: bytes) -> None:
+        """A new file of these bytes, on the disk; none at all when there is no room for it."""
+        descriptor = os.open(name, _NEW, _PRIVATE, dir_fd=self._descriptor)
         try:
             view = memoryview(data)
             while len(view):
                 view = view[os.write(descriptor, view) :]
             os.fsync(descriptor)
+        except OSError:
+            os.unlink(name, dir_fd=self._descriptor)
+            raise
         finally:
             os.close(descriptor)
-        os.rename(part, name, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
 
     def _empty(self) -> None:
         """Remove what this class writes, but for the owner's file."""

@@ -26,6 +26,7 @@ from actors.node.chunk_sources import by_source, source_of
 from actors.rank.arena_maps import PROCESS_ARENAS
 from actors.rank.chunk_fetcher import ChunkFetcher
 from actors.rank.chunk_placer import ChunkPlacer
+from actors.rank.error_frames import empty_frames
 from actors.rank.rank_meter import RankMeter
 from actors.rank.rank_results import Results
 from actors.rank.rank_work import RankWork
@@ -98,7 +99,8 @@ class RankLoader:
             report = self._meter.report(
                 self._job, self.plan, self._device.name, self._work, self._fetcher, self._placer
             )
-        except BaseException:
+        except BaseException as error:
+            empty_frames(error)
             self._end(failed=True)
             raise
         self._end(failed=False)
@@ -234,6 +236,7 @@ class RankLoader:
         try:
             loop()
         except LongshoreError as error:
+            empty_frames(error)
             self.cancel(error)
         except BaseException as error:  # a bug or out of memory: the load must end, not hang
             self.cancel(LongshoreError(f"{type(error).__name__} in a loader thread: {error}", rank=self._job.rank))

@@ -15,10 +15,10 @@ import pytest
 
 from actors.devices.cpu_device import CpuDevice
 from actors.devices.mapped_device import MappedDevice, open_mapped
-from actors.devices.offload_folder import OWNER_NAME, OffloadFolder
+from actors.devices.offload_folder import OWNER_NAME
 from actors.rank.staging import Staging
 from cluster.device_map.options import parse_device_map
-from cluster.errors import ConfigError, DoesNotFit, LayoutError, PlanError
+from cluster.errors import ConfigError, DoesNotFit, LayoutError
 from cluster.layouts.mesh import Layout
 from cluster.plans.load_plan import LoadPlan
 from cluster.plans.planning import build_load_plan, check_plan
@@ -205,6 +205,30 @@ def test_a_load_that_fails_leaves_nothing(tmp_path: Path) -> None:
     assert list((tmp_path / "offload").iterdir()) == [], "a folder that was there stays, empty as it was"
 
 
+def test_each_device_is_given_up_when_nothing_is_copied_any_more(tmp_path: Path) -> None:
+    """The GPU that unpins the arena does so for all, and one that cannot go on is no reason to keep the files."""
+    said: list[str] = []
+
+    class Failing(FakeGpu):
+        def synchronize(self) -> None:
+            said.append(f"{self.name} waits")
+
+        def free(self) -> None:
+            said.append(f"{self.name} frees")
+            super().free()
+            raise RuntimeError(self.name)
+
+    stored = store_arrays(as_bf16(ARRAYS), chunk_bytes=700)
+    plan = planned(stored, SPREAD, tmp_path / "offload")
+    device = open_mapped(plan.ranks[0], str(tmp_path / "offload"), "load 0", 0, Failing)
+    device.allocate(plan.ranks[0].segment_bytes)
+    with pytest.raises(RuntimeError, match="cuda:"):
+        device.free()
+    assert [line for line in said if "waits" in line] == said[:2]
+    assert sorted(said[2:]) == ["cuda:0 frees", "cuda:1 frees"]
+    assert not (tmp_path / "offload").exists()
+
+
 def test_a_worker_that_takes_the_place_of_another_begins_anew(tmp_path: Path) -> None:
     first, plan, stored = disk_device(tmp_path)
     first.allocate(plan.ranks[0].segment_bytes)
@@ -226,40 +250,6 @@ def test_a_folder_in_use_is_refused_and_left_alone(tmp_path: Path, found: str) -
     assert refused.value.details["path"] == str(folder)
     device.free()
     assert len(list(folder.iterdir())) == 1
-
-
-def test_a_folder_that_cannot_be_had(tmp_path: Path) -> None:
-    with pytest.raises(ConfigError, match="cannot be used") as missing:
-        OffloadFolder(str(tmp_path / "no" / "such"), "load").open(1)
-    assert missing.value.details["cause"] == os.strerror(2)
-    (tmp_path / "file").write_text("")
-    with pytest.raises(ConfigError, match="cannot be used"):
-        OffloadFolder(str(tmp_path / "file"), "load").open(1)
-    with pytest.raises(ConfigError, match="cannot be used"):
-        OffloadFolder("/proc/longshore", "load").open(1)
-    folder = OffloadFolder(str(tmp_path / "new"), "load")
-    with pytest.raises(DoesNotFit, match="too small") as small:
-        folder.open(1 << 60)
-    assert small.value.details["need_bytes"] == 1 << 60
-    assert small.value.details["free_bytes"] > 0
-    folder.remove()
-    assert not (tmp_path / "new").exists()
-
-
-def test_nothing_outside_the_folder_is_touched(tmp_path: Path) -> None:
-    victim = tmp_path / "victim.dat"
-    victim.write_text("before")
-    folder = OffloadFolder(str(tmp_path / "offload"), "load")
-    folder.open(0)
-    for name in ("../victim", "a/b", "a\0b", "", "x" * 300, "a\nb"):
-        with pytest.raises(PlanError, match="no file can have"):
-            folder.create(name, 1)
-    (tmp_path / "offload" / "linked.dat").symlink_to(victim)
-    with pytest.raises(ConfigError, match="cannot be used"):
-        folder.create("linked", 1)
-    assert victim.read_text() == "before"
-    folder.remove()
-    assert victim.read_text() == "before"
 
 
 def test_hostile_names_are_refused_before_a_byte_moves(tmp_path: Path) -> None:
@@ -285,3 +275,34 @@ def test_a_disk_that_becomes_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
     assert refused.value.details["path"] == str(tmp_path / "offload")
     device.free()
     assert not (tmp_path / "offload").exists()
+
+
+def test_tensors_on_disk_keep_no_descriptors(tmp_path: Path) -> None:
+    device, plan, stored = disk_device(tmp_path)
+    place_all(device, plan, stored)
+    before = len(os.listdir("/proc/self/fd"))
+    with torch.device("meta"):  # whatever the caller makes its own tensors on
+        tensors = device.tensors(plan.ranks[0].slices)
+    assert len(os.listdir("/proc/self/fd")) == before
+    device.free()
+    assert as_numbers(tensors) == WANTED
+    file = tmp_path / "offload" / "model.norm.weight.dat"
+    written = file.read_bytes()
+    tensors["model.norm.weight"].fill_(0)
+    assert file.read_bytes() == written
+
+
+@pytest.mark.parametrize("how", ["gone", "cut short", "a link"])
+def test_a_file_that_is_not_what_was_written(tmp_path: Path, how: str) -> None:
+    device, plan, stored = disk_device(tmp_path)
+    place_all(device, plan, stored)
+    file = tmp_path / "offload" / "model.norm.weight.dat"
+    if how == "cut short":
+        os.truncate(file, 10)
+    else:
+        file.rename(tmp_path / "elsewhere")
+        if how == "a link":
+            file.symlink_to(tmp_path / "elsewhere")
+    with pytest.raises(ConfigError, match="the offload folder cannot be used"):
+        device.tensors(plan.ranks[0].slices)
+    device.free()
