@@ -14,9 +14,11 @@ from cluster.fit.search import PlannedChange
 from cluster.layouts.model_config import ModelConfig, read_model_config
 from cluster.layouts.rules import parse_rules, rules_for
 from cluster.load_request import LoadRequest
+from cluster.plans.amax_reader import amax_reader
 from cluster.plans.load_plan import LoadPlan
 from cluster.plans.planning import build_load_plan
 from cluster.plans.rank_plans import rank_facts
+from cluster.plans.recorded_scales import ReadAmax
 from cluster.trust import TrustPolicy
 from storage.checkpoints.checkpoint import check_revision, open_model
 from storage.checkpoints.model_index import ModelIndex
@@ -31,20 +33,12 @@ def prepare_plan(
     `trust` is of the process that plans; what the request trusts narrows it. Raises StoreError (SourceRefused before
     anything is asked), CheckpointError, ManifestError (SignatureError) or PlanError.
     """
-    # Where no tensor is cut by what it is nothing in the config matters, so a broken one must not stand in the way. A
-    # device map asks whether the head is the embedding, and can do without an answer.
+    # A device map asks whether the head is the embedding.
     with_config = request.layout.cuts_tensors or request.device_map is not None
-    try:
-        index, config = read_model(
-            request, chunk_bytes=chunk_bytes, read_timeout_s=read_timeout_s, trust=trust, with_config=with_config
-        )
-    except ModelConfigError:
-        if request.layout.cuts_tensors:
-            raise
-        index, config = read_model(
-            request, chunk_bytes=chunk_bytes, read_timeout_s=read_timeout_s, trust=trust, with_config=False
-        )
-    return index, plan_model(request, index, config)
+    index, config = read_model(
+        request, chunk_bytes=chunk_bytes, read_timeout_s=read_timeout_s, trust=trust, with_config=with_config
+    )
+    return index, plan_model(request, index, config, amax_reader(request, index, read_timeout_s))
 
 
 def read_model(
@@ -55,19 +49,33 @@ def read_model(
     trust: TrustPolicy | None = None,
     with_config: bool = True,
 ) -> tuple[ModelIndex, ModelConfig | None]:
-    """What is stored; raises as `prepare_plan` does."""
+    """What is stored, and its config; None: it has none, or it is broken and the request can do without.
+
+    Raises as `prepare_plan` does.
+    """
     trust = trust or TrustPolicy()
     trust.sources.check(request.store.ref, request.store.credentials)
     keys = trust.keys_for(request.trusted_keys)
     with closing(open_store(request.store.ref, request.store.credentials, read_timeout_s=read_timeout_s)) as store:
         index = open_model(store, chunk_bytes=chunk_bytes, only_key=request.only_key, trusted_keys=keys)
-        return index, read_model_config(store, index) if with_config else None
+        try:
+            return index, read_model_config(store, index) if with_config else None
+        except ModelConfigError:
+            if request.layout.cuts_tensors:
+                raise
+            return index, None  # where no tensor is cut by what it is, nothing in it is needed
 
 
-def plan_model(request: LoadRequest, index: ModelIndex, config: ModelConfig | None) -> LoadPlan:
-    """What each rank of the request gets of a model that was read. Raises PlanError, ConfigError."""
+def plan_model(
+    request: LoadRequest, index: ModelIndex, config: ModelConfig | None, read_amax: ReadAmax | None = None
+) -> LoadPlan:
+    """What each rank of the request gets of a model that was read. `read_amax`: of `amax_reader`.
+
+    Raises PlanError, ConfigError, and what reading recorded maxima raises: ManifestError, IntegrityError, StoreError.
+    """
     own = None if request.layout_rules is None else parse_rules(request.layout_rules)
-    return build_load_plan(index, request.layout, rules_for(config, own), config, request.precision, request.mapping)
+    rules = rules_for(config, own)
+    return build_load_plan(index, request.layout, rules, config, request.precision, request.mapping, read_amax)
 
 
 def prepare_changes(
@@ -80,18 +88,9 @@ def prepare_changes(
     enough: Callable[[], bool] = lambda: False,
 ) -> tuple[str, list[PlannedChange]]:
     """(revision, each change planned, until there are `enough`): the model is read once. Raises what reading raises."""
-    with_config = True
-    while True:
-        try:
-            index, config = read_model(
-                request, chunk_bytes=chunk_bytes, read_timeout_s=read_timeout_s, trust=trust, with_config=with_config
-            )
-            break
-        except ModelConfigError:
-            if not with_config:
-                raise
-            with_config = False  # changes that need nothing of it may help all the same
-    return index.revision, plan_changes(index, config, changes, enough)
+    index, config = read_model(request, chunk_bytes=chunk_bytes, read_timeout_s=read_timeout_s, trust=trust)
+    read_amax = amax_reader(request, index, read_timeout_s)
+    return index.revision, plan_changes(index, config, changes, enough, read_amax)
 
 
 def plan_changes(
@@ -99,6 +98,7 @@ def plan_changes(
     config: ModelConfig | None,
     changes: Sequence[Change],
     enough: Callable[[], bool] = lambda: False,
+    read_amax: ReadAmax | None = None,
 ) -> list[PlannedChange]:
     """Each change as it would be loaded, or why it cannot be; one at least, then until there are `enough`."""
     planned: list[PlannedChange] = []
@@ -106,7 +106,7 @@ def plan_changes(
         if planned and enough():
             break
         try:
-            plan = plan_model(change.request, index, config if change.request.layout.cuts_tensors else None)
+            plan = plan_model(change.request, index, config)
             planned.append(PlannedChange(change, rank_facts(plan.cut)))
         except (PlanError, ConfigError) as error:
             planned.append(PlannedChange(change, problem=error.message))

@@ -2,20 +2,26 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cluster.device_map.options import DeviceMapOptions
 from cluster.errors import LayoutError, PlanError
+from cluster.fit.changes import Change
 from cluster.layouts.mesh import Layout
+from cluster.layouts.model_config import ModelConfig
 from cluster.load_request import LoadRequest
-from cluster.plans.prepare import prepare_plan, still_current
+from cluster.plans.prepare import plan_changes, plan_model, prepare_plan, still_current
+from cluster.plans.rank_plans import rank_facts
 from cluster.request import StoreOptions, make_request
 from storage.errors import CheckpointError, NotACheckpoint, ObjectNotFound, PickleRefused, StoreError
 from storage.local import LocalStore
 from storage.publishing.publish import publish
 from tests.support.checkpoints import odd_objects, safetensors_bytes, write_objects, write_tiny_llama
+from tests.support.planned_models import as_bf16, llama_shapes, random_arrays, store_arrays
 
 MIB = 1 << 20
 
@@ -46,6 +52,27 @@ def test_a_broken_config_matters_to_tensor_parallelism_only(tmp_path: Path):
         prepare_plan(request(tmp_path, 2), chunk_bytes=MIB, read_timeout_s=5)
     _, plan = prepare_plan(request(tmp_path, 1, 2), chunk_bytes=MIB, read_timeout_s=5)
     assert len(plan.ranks) == 2
+
+
+def test_a_broken_config_does_not_stand_in_the_way_of_a_device_map(tmp_path: Path):
+    write_tiny_llama(tmp_path)
+    (tmp_path / "config.json").write_text("{not json")
+    wanted = request(tmp_path, device_map="sequential", max_memory={"cpu": "1GB"})
+    index, plan = prepare_plan(wanted, chunk_bytes=MIB, read_timeout_s=5)
+    assert plan.ranks[0].bytes_by_device["cpu"] >= index.size_bytes
+
+
+def test_a_change_is_planned_as_it_would_be_loaded(tmp_path: Path):
+    """A head that is the embedding stays with it, on one device."""
+    shapes = llama_shapes(2, 64, 128, 4, 2, 1000)
+    index = store_arrays(as_bf16(random_arrays(shapes))).index
+    embedding_bytes = 1000 * 64 * 2
+    limits = ((0, index.size_bytes - embedding_bytes), ("cpu", 2 * index.size_bytes))
+    config = ModelConfig(tie_word_embeddings=True)
+    wanted = replace(request(tmp_path), device_map=DeviceMapOptions("sequential", (), limits))
+    (planned,) = plan_changes(index, config, [Change("offload", "offload", 0, wanted)])
+    assert planned.ranks == rank_facts(plan_model(wanted, index, config).cut)
+    assert planned.ranks != rank_facts(plan_model(wanted, index, None).cut)  # so it matters
 
 
 def test_a_tensor_that_no_rule_names_is_an_error(tmp_path: Path):
