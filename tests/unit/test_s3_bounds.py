@@ -13,10 +13,10 @@ import pytest
 
 from storage.errors import AccessDenied, ObjectNotFound, StoreError, StoreUnavailable
 from storage.s3 import bounds as s3_bounds
+from storage.s3 import store as s3
 from storage.s3.bounds import MAX_ANSWER_BYTES, MAX_MARKS, check_document
 from storage.s3.errors import MAX_ERROR_BODY_BYTES
 from storage.s3.store import S3Store
-from storage.s3 import store as s3
 from storage.store_ref import Credentials, StoreRef
 from tests.support.scripted_server import Play, ScriptedServer, answer
 
