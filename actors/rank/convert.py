@@ -6,6 +6,8 @@ Numerics are those of compressed-tensors with symmetric scales from the smallest
     scale = max |w| / half the range        in the dtype of the weights; 0 becomes the dtype's epsilon
     q     = round(clamp(w / scale, range))            fp8: the nearest e4m3 to clamp(w / scale, -448, 448)
 
+and for nf4 those of bitsandbytes (`actors.rank.convert_nf4`).
+
 Rows are done a few at a time, on a CPU by the calling thread alone.
 """
 
@@ -16,8 +18,10 @@ from collections.abc import Sequence
 import torch
 
 from actors.handover.tensor_views import torch_dtype
+from actors.rank.convert_nf4 import quantize_nf4
 from cluster.layouts.region import Range, Region
 from cluster.plans.load_plan import StagedTensor, TensorSlice
+from cluster.precision import nf4
 from cluster.precision.recipes import GROUP, SCHEMES, Scheme
 
 # Converted at once. On a CPU fewer than those from which torch shares an operation among threads: on a host with many
@@ -43,6 +47,11 @@ def convert(
         views[0].copy_(weight)
         return
     scheme, dtype = SCHEMES[staged.recipe.scheme], torch_dtype(staged.recipe.dtype, ())[0]
+    if scheme.scale == "block":
+        quantize_nf4(weight.reshape(-1), dtype, views[0].reshape(-1), views[1], _at_once(weight))
+        views[2].copy_(torch.tensor(nf4.VALUES))
+        views[3].copy_(torch.tensor(list(nf4.packed_state(staged.recipe.dtype, piece.sizes)), dtype=torch.uint8))
+        return
     if scheme.packed:
         views[2].copy_(torch.tensor(piece.shape))
     if weight.ndim == 2:
@@ -112,8 +121,11 @@ def _columns(block: torch.Tensor, ranges: Sequence[Range]) -> torch.Tensor:
     return torch.cat([block[:, first:end] for first, end in ranges], 1)
 
 
+def _at_once(weight: torch.Tensor) -> int:
+    return GPU_BLOCK_ELEMENTS if weight.is_cuda else BLOCK_ELEMENTS
+
+
 def _blocks(ranges: Sequence[Range], weight: torch.Tensor) -> list[Range]:
     """Rows, a few at a time."""
-    most = GPU_BLOCK_ELEMENTS if weight.is_cuda else BLOCK_ELEMENTS
-    step = max(1, most // max(1, weight.shape[1]))
+    step = max(1, _at_once(weight) // max(1, weight.shape[1]))
     return [(at, min(at + step, end)) for first, end in ranges for at in range(first, end, step)]

@@ -21,7 +21,7 @@ AS_GIVEN = "as given"
 OFFLOAD_POLICY = "sequential"  # the GPU is filled before anything stays outside
 MAX_CHANGES = 32  # that are planned for one refusal
 _STEPS = ("fp8", "int8", "int4")
-_LOSS = {"": 0, "fp8": 2, "fp8_tensor": 2, "int8": 3, "int4": 4}  # order in which precision is given up
+_LOSS = {"": 0, "fp8": 2, "fp8_tensor": 2, "int8": 3, "int4": 4, "nf4": 4}  # order in which precision is given up
 
 
 @dataclass(frozen=True, slots=True)

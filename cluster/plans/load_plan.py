@@ -42,6 +42,7 @@ class TensorSlice:
     size_bytes: int  # bytes of the slice, padding included
     filled_bytes: int  # of them, from the store; zeros follow. 0 when it is made from another tensor
     made_from: str = ""  # name of the stored tensor that it is made from on its way in; "": it is stored so
+    form: tuple[int, ...] = ()  # of the rank's own tensor, in formats that lay it out flat; empty: as the region has it
 
     @property
     def offsets(self) -> tuple[int, ...]:
@@ -51,7 +52,7 @@ class TensorSlice:
     @property
     def sizes(self) -> tuple[int, ...]:
         """Shape of the rank's own tensor."""
-        return self.region.sizes
+        return self.form or self.region.sizes
 
 
 @dataclass(frozen=True, slots=True)

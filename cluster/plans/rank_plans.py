@@ -113,7 +113,7 @@ def plan_rank(cut: CutModel, chunks: ChunkTable, rank: int) -> RankPlan:
         for output, size_bytes in zip(piece.outputs, piece.sizes_bytes, strict=True):
             shape, region, dtype = output.shape, output.region, output.dtype
             where = (shard, start, *next(places), size_bytes, filled_bytes)
-            slices.append(TensorSlice(name + output.suffix, dtype, shape, region, *where, made_from))
+            slices.append(TensorSlice(name + output.suffix, dtype, shape, region, *where, made_from, output.form))
         if kind.recipe is not None:
             where = (shard, start, len(memory.segment_bytes) + len(staged), 0, piece.read_bytes, piece.filled_bytes)
             source = TensorSlice(name, kind.dtype, kind.shape, piece.reads, *where)

@@ -4,12 +4,14 @@
     Recipe + Region --> outputs: the tensors that the rank holds instead      x.weight -> x.weight, x.weight_scale
                     --> reads: what it must read for them                     row cut, scale per row: whole rows
 
-Names, packing and numerics are those of compressed-tensors, which vLLM, SGLang and transformers read. A scale is a
-function of the stored tensor alone, never of how it was cut, so any number of ranks comes to the same bytes.
+Names, packing and numerics are those of compressed-tensors, which vLLM, SGLang and transformers read, and of
+bitsandbytes for nf4. A scale is a function of the stored tensor alone, never of how it was cut, so any number of ranks
+comes to the same bytes.
 """
 
 from __future__ import annotations
 
+import math
 import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
@@ -17,6 +19,7 @@ from dataclasses import dataclass
 from cluster.errors import ConfigError
 from cluster.layouts.region import Range, Region, whole
 from cluster.layouts.rules import parse_rules
+from cluster.precision import nf4
 from cluster.precision.quantized_tensors import OF_ACTIVATIONS
 from storage.checkpoints.dtypes import DTYPE_BITS
 from storage.checkpoints.model_index import Tensor
@@ -32,7 +35,8 @@ class Scheme:
     """A kind of quantization."""
 
     bits: int
-    scale: str  # what shares one: "channel" (a row), "tensor" (a matrix), "group" (GROUP weights of a row)
+    # what shares one: "channel" (a row), "tensor" (a matrix), "group" (GROUP weights of a row), "block" (nf4.BLOCK)
+    scale: str
     packed: bool  # whole numbers, offset to be positive, side by side in 32-bit words
     unit: int  # of a row: a cut falls between so many weights
 
@@ -42,6 +46,7 @@ SCHEMES = {
     "fp8_tensor": Scheme(8, "tensor", packed=False, unit=1),
     "int8": Scheme(8, "channel", packed=True, unit=4),
     "int4": Scheme(4, "group", packed=True, unit=GROUP),
+    "nf4": Scheme(4, "block", packed=False, unit=nf4.BLOCK),
 }
 QUANTIZATIONS = ("", *SCHEMES)
 
@@ -55,6 +60,7 @@ SKIPPED_PARTS = frozenset(
         *("visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector"),
     )
 )
+_SIDE_BY_SIDE = ("group", "block")  # weights of a row share a scale: a rank needs no more than it holds
 _EXACT = ("e_score_correction_bias", "inv_freq")  # computed with in float32, whatever the model is cast to
 _FLOATS = ("BF16", "F16", "F32", "F64")
 _SMALL_FLOATS = ("F8_E4M3", "F8_E5M2")
@@ -81,10 +87,7 @@ class Precision:
         if self.dtype not in DTYPES:
             raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r:.40}")
         if self.quantization not in QUANTIZATIONS:
-            raise ConfigError(
-                f"quantization must be one of {', '.join(SCHEMES)}, not {self.quantization!r:.40}",
-                hint="bitsandbytes' nf4 is not offered: int4 is as small" if self.quantization == "nf4" else "",
-            )
+            raise ConfigError(f"quantization must be one of {', '.join(SCHEMES)}, not {self.quantization!r:.40}")
         if self.quantization and self.dtype == "float32":
             raise ConfigError(
                 f"quantization={self.quantization!r} and dtype='float32' contradict each other",
@@ -115,6 +118,7 @@ class Output:
     dtype: str
     shape: tuple[int, ...]  # of all of it
     region: Region
+    form: tuple[int, ...] = ()  # shape that the rank's tensor has in its format; empty: that of the region
 
     @property
     def size_bytes(self) -> int:
@@ -163,8 +167,8 @@ def decide_recipes(tensors: Sequence[Tensor], precision: Precision) -> list[Reci
     if precision.quantization and not any(recipe is not None and recipe.scheme for recipe in found):
         raise ConfigError(
             f"quantization={precision.quantization!r} finds no weight that it could quantize",
-            hint=f"it takes matrices called *.weight, and experts; int4 those with rows of a multiple of {GROUP}; "
-            "skip_quantization may leave none",
+            hint=f"it takes matrices called *.weight, and experts; int4 those with rows of a multiple of {GROUP}, nf4 "
+            f"of {nf4.BLOCK}; skip_quantization may leave none",
         )
     return found
 
@@ -176,12 +180,12 @@ def is_weight(tensor: Tensor, scheme: str) -> bool:
         return False
     linear = len(shape) == 2 and parts[-1] == "weight"
     experts = len(shape) == 3 and "experts" in parts and not parts[-1].endswith("bias")
-    return (linear or experts) and (SCHEMES[scheme].scale != "group" or shape[-1] % GROUP == 0)
+    return (linear or experts) and (SCHEMES[scheme].scale not in _SIDE_BY_SIDE or shape[-1] % SCHEMES[scheme].unit == 0)
 
 
 def read_region(recipe: Recipe | None, shape: tuple[int, ...], region: Region) -> Region:
     """What a rank must read to have `region` converted: what its scales depend on."""
-    if recipe is None or not recipe.scheme or SCHEMES[recipe.scheme].scale == "group":
+    if recipe is None or not recipe.scheme or SCHEMES[recipe.scheme].scale in _SIDE_BY_SIDE:
         return region
     rows = ((0, shape[-1]),)
     if SCHEMES[recipe.scheme].scale == "channel":
@@ -194,6 +198,8 @@ def outputs_of(recipe: Recipe | None, dtype: str, shape: tuple[int, ...], region
     if recipe is None or not recipe.scheme:
         return (Output("", recipe.dtype if recipe else dtype, shape, region),)
     scheme = SCHEMES[recipe.scheme]
+    if scheme.scale == "block":
+        return _nf4_outputs(recipe, shape, region)
     outer, columns, held = shape[:-1], shape[-1], region.ranges
     if scheme.scale == "channel":
         scale = Output("_scale", recipe.dtype, (*outer, 1), Region((*held[:-1], ((0, 1),)), region.padding))
@@ -224,6 +230,22 @@ def cut_problem(recipe: Recipe | None, shape: tuple[int, ...], region: Region) -
     if not bounds:
         return None
     return f"{recipe.scheme} keeps {unit} weights of a row together, and rows of {shape[-1]} are cut at {bounds[0]}"
+
+
+def _nf4_outputs(recipe: Recipe, shape: tuple[int, ...], region: Region) -> tuple[Output, ...]:
+    """Flat tensors; regions are those of the same bytes as rows."""
+
+    def part(suffix: str, dtype: str, by: int, form: Callable[[int], tuple[int, ...]]) -> Output:
+        held = Region((*region.ranges[:-1], _scaled(region.ranges[-1], by)), region.padding)
+        return Output(suffix, dtype, (*shape[:-1], shape[-1] // by), held, form(math.prod(held.sizes)))
+
+    values, state = (len(nf4.VALUES),), (len(nf4.packed_state(recipe.dtype, region.sizes)),)
+    return (
+        part("", "U8", 2, lambda size_bytes: (size_bytes, 1)),
+        part(nf4.ABSMAX, "F32", nf4.BLOCK, lambda blocks: (blocks,)),
+        Output(nf4.QUANT_MAP, "F32", values, whole(values)),
+        Output(nf4.STATE, "U8", state, whole(state)),
+    )
 
 
 _PLAIN = {name for name, bits in DTYPE_BITS.items() if name in _FLOATS or name[0] in "BCIU"}

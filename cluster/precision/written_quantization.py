@@ -1,6 +1,7 @@
 """How a model that was quantized on its way in would say so: `quantization_config` of its config.json. Pure.
 
-In the form of compressed-tensors, from which vLLM, SGLang and transformers build the layers that hold such weights.
+In the form of compressed-tensors, from which vLLM, SGLang and transformers build the layers that hold such weights;
+for nf4 in that of bitsandbytes.
 """
 
 from __future__ import annotations
@@ -11,6 +12,7 @@ from typing import Any
 import numpy as np
 
 from cluster.plans.cut_model import CutModel
+from cluster.precision import nf4
 from cluster.precision.recipes import GROUP, SCHEMES
 
 # The inputs of fp8 layers are quantized as they come, a scale for each token: kernels multiply fp8 by fp8.
@@ -18,7 +20,9 @@ _TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": Tru
 
 
 def quantization_config(cut: CutModel) -> dict[str, Any] | None:
-    """For config.json; None when nothing is quantized. `ignore` names every other matrix."""
+    """For config.json; None when nothing is quantized. `ignore` (nf4: `llm_int8_skip_modules`) names every other
+    matrix.
+    """
     schemes = [kind.recipe.scheme if kind.recipe else "" for kind in cut.kinds]
     used = next(filter(None, schemes), "")
     if not used:
@@ -27,6 +31,10 @@ def quantization_config(cut: CutModel) -> dict[str, Any] | None:
     form = "pack-quantized" if scheme.packed else "float-quantized"
     left = [not of and len(kind.shape) == 2 for kind, of in zip(cut.kinds, schemes, strict=True)]
     names = (name for name, kind in zip(cut.names, cut.kind.tolist(), strict=True) if left[kind])
+    ignored = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
+    if scheme.scale == "block":
+        computed = next(kind.recipe.dtype for kind in cut.kinds if kind.recipe is not None and kind.recipe.scheme)
+        return _bitsandbytes(nf4.DTYPES[computed], ignored)
     group = {
         "targets": ["Linear"],
         "weights": {
@@ -46,8 +54,24 @@ def quantization_config(cut: CutModel) -> dict[str, Any] | None:
         "format": form,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": [name.removesuffix(".weight") for name in names if name.endswith(".weight")],
+        "ignore": ignored,
         "kv_cache_scheme": None,
+    }
+
+
+def _bitsandbytes(dtype: str, ignored: list[str]) -> dict[str, Any]:
+    return {
+        "quant_method": "bitsandbytes",
+        "load_in_4bit": True,
+        "load_in_8bit": False,
+        "bnb_4bit_quant_type": "nf4",
+        "bnb_4bit_use_double_quant": False,
+        "bnb_4bit_compute_dtype": dtype,
+        "bnb_4bit_quant_storage": "uint8",
+        "llm_int8_enable_fp32_cpu_offload": False,
+        "llm_int8_has_fp16_weight": False,
+        "llm_int8_skip_modules": ignored,
+        "llm_int8_threshold": 6.0,
     }
 
 

@@ -14,6 +14,7 @@ from cluster.plans.read_items import expand_read_items
 from storage.checkpoints.dtypes import DTYPE_BITS
 from storage.checkpoints.model_index import ChunkTable, ModelIndex, Shard, Tensor
 
+NF4_STATE = ".quant_state.bitsandbytes__nf4"
 Bytes = NDArray[np.uint8]
 
 
@@ -126,11 +127,13 @@ def _convert(rank: RankPlan, segments: Sequence[Bytes]) -> None:
 def assemble(pieces: Iterable[tuple[TensorSlice, Bytes]]) -> dict[str, tuple[str, tuple[int, ...], Bytes]]:
     """Whole tensors, as (dtype, shape, bytes), from what ranks hold of them: each byte of them, all ranks agreeing.
 
-    Padding is left out. For elements of whole bytes.
+    Padding is left out. For elements of whole bytes. Not what NF4 says of shapes, which is each rank's own.
     """
     tensors: dict[str, tuple[str, tuple[int, ...], Bytes]] = {}
     known: dict[str, Bytes] = {}
     for piece, data in pieces:
+        if piece.name.endswith(NF4_STATE):
+            continue
         width = DTYPE_BITS[piece.dtype] // 8
         shape = (*piece.shape, width)
         if piece.name not in tensors:
@@ -138,7 +141,7 @@ def assemble(pieces: Iterable[tuple[TensorSlice, Bytes]]) -> dict[str, tuple[str
             known[piece.name] = np.zeros(shape, np.uint8)
         dtype, full, whole = tensors[piece.name]
         assert (dtype, full) == (piece.dtype, piece.shape)
-        mine = data.reshape(*piece.sizes, width)
+        mine = data.reshape(*piece.region.sizes, width)
         for (offsets, sizes), place in piece.region.boxes():
             there = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
             here = tuple(slice(offset, offset + size) for offset, size in zip(place, sizes, strict=True))

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+
 import pytest
 import torch
 from hypothesis import given, settings
@@ -16,6 +18,8 @@ from cluster.precision.recipes import SCHEMES, Recipe, outputs_of, read_region
 from storage.checkpoints.dtypes import DTYPE_BITS
 from tests.support.reference_quantized import quantized, restored
 
+STATE = ".quant_state.bitsandbytes__nf4"
+NF4_OF_A_SLICE = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16"}
 NAMES = {torch.bfloat16: "BF16", torch.float16: "F16", torch.float32: "F32", torch.float64: "F64"}
 FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 
@@ -36,12 +40,12 @@ def converted(weight: torch.Tensor, recipe: Recipe, region: Region, source_dtype
     dtype = source_dtype or NAMES[weight.dtype]
     piece = TensorSlice("w", dtype, shape, reads, 0, 0, 9, 0, source.nbytes, source.nbytes)
     outputs = outputs_of(recipe, dtype, shape, region)
-    slices = [TensorSlice("w", o.dtype, o.shape, o.region, 0, 0, 0, 0, o.size_bytes, 0, "w") for o in outputs]
+    slices = [TensorSlice("w", o.dtype, o.shape, o.region, 0, 0, 0, 0, o.size_bytes, 0, "w", o.form) for o in outputs]
     made = [torch.full((o.size_bytes,), 0xEE, dtype=torch.uint8) for o in outputs]
     convert(StagedTensor(piece, recipe, region, 0, len(slices)), source.reshape(-1).view(torch.uint8), slices, made)
     return {
-        o.suffix: data.view(torch_dtype(o.dtype, ())[0]).reshape(o.region.sizes)
-        for o, data in zip(outputs, made, strict=True)
+        o.suffix: data.view(torch_dtype(o.dtype, ())[0]).reshape(piece.sizes)
+        for o, piece, data in zip(outputs, slices, made, strict=True)
     }
 
 
@@ -77,7 +81,7 @@ def random_weight(rows: int, columns: int, dtype: torch.dtype, seed: int, spread
 def test_whole_tensors_are_the_librarys_bit_for_bit(
     scheme: str, dtype: torch.dtype, rows: int, groups: int, spread: float, seed: int, block: int
 ) -> None:
-    columns = groups * 128 if scheme == "int4" else groups * 37 - 1
+    columns = groups * {"int4": 128, "nf4": 64}.get(scheme, 37) - (scheme not in ("int4", "nf4"))
     weight = random_weight(rows, columns, dtype, seed, spread)
     before = convert_module.BLOCK_ELEMENTS
     convert_module.BLOCK_ELEMENTS = block
@@ -100,7 +104,7 @@ def test_a_cast_comes_before_quantizing(scheme: str, stored: torch.dtype, comput
 def test_the_library_restores_the_weight(scheme: str) -> None:
     weight = random_weight(16, 256, torch.float32, 5)
     again = restored(converted(weight, Recipe("F32", scheme), whole((16, 256))), scheme)
-    step = {"fp8": 0.07, "fp8_tensor": 0.07, "int8": 0.005, "int4": 0.075}[scheme]
+    step = {"fp8": 0.07, "fp8_tensor": 0.07, "int8": 0.005, "int4": 0.075, "nf4": 0.16}[scheme]
     assert (again - weight).abs().max() <= step * weight.abs().max()
 
 
@@ -113,11 +117,14 @@ def test_slices_have_the_bytes_of_the_whole(scheme: str) -> None:
     recipe = Recipe("BF16", scheme)
     found = converted(weight, recipe, region)
     for output in outputs_of(recipe, "BF16", (12, 512), region):
+        if output.suffix == STATE:  # says the shape of the slice
+            assert json.loads(bytes(found[STATE].tolist())) == {**NF4_OF_A_SLICE, "shape": [5, 256]}
+            continue
+        whole_one = expected[output.suffix].reshape(output.shape)  # nf4 is flat
         part = held(
-            expected[output.suffix].view(torch.uint8 if output.dtype == "F8_E4M3" else found[output.suffix].dtype),
-            output.region,
+            whole_one.view(torch.uint8 if output.dtype == "F8_E4M3" else found[output.suffix].dtype), output.region
         )
-        assert torch.equal(found[output.suffix].view(part.dtype), part), output.suffix
+        assert torch.equal(found[output.suffix].view(part.dtype).reshape(part.shape), part), output.suffix
 
 
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))
@@ -129,8 +136,12 @@ def test_experts_are_matrices_of_their_own(scheme: str) -> None:
         for suffix, tensor in quantized(weight[expert], scheme).items():
             if suffix == "_shape":
                 assert found[suffix].tolist() == [3, 6, 256]
+            elif suffix == STATE:
+                assert json.loads(bytes(found[STATE].tolist())) == {**NF4_OF_A_SLICE, "shape": [2, 6, 256]}
+            elif suffix == ".quant_map":
+                assert torch.equal(found[suffix], tensor)
             else:
-                mine = found[suffix][place].reshape(tensor.shape)
+                mine = found[suffix].reshape(2, *tensor.shape)[place]
                 assert torch.equal(mine.view(torch.uint8), tensor.view(torch.uint8)), suffix
 
 
@@ -143,6 +154,11 @@ def test_padding_is_what_rows_of_zeros_become(scheme: str) -> None:
         rows = tensor[3:] if tensor.ndim == 2 else tensor
         if suffix == "_shape":
             rows = torch.tensor([5, 128])
+        if scheme == "nf4" and suffix in ("", ".absmax"):
+            rows = tensor.reshape(7, -1)[3:].reshape(found[suffix].shape)
+        if suffix == STATE:
+            assert json.loads(bytes(found[STATE].tolist())) == {**NF4_OF_A_SLICE, "shape": [4, 128]}
+            continue
         assert torch.equal(found[suffix].view(torch.uint8), rows.view(torch.uint8)), suffix
 
 
@@ -162,10 +178,11 @@ def test_casts_are_torchs_own(stored: torch.dtype, target: torch.dtype) -> None:
 
 
 def test_nothing_becomes_nothing() -> None:
-    for scheme in ("", "fp8", "int8", "int4"):
+    for scheme in ("", "fp8", "int8", "int4", "nf4"):
         empty = Region((((4, 4),), ((0, 128),)))
         found = converted(torch.ones(4, 128), Recipe("BF16", scheme), empty)
-        assert all(tensor.numel() == 0 or suffix == "_shape" for suffix, tensor in found.items())
+        constant = ("_shape", ".quant_map", STATE)
+        assert all(tensor.numel() == 0 or suffix in constant for suffix, tensor in found.items())
     found = converted(torch.ones(4, 128), Recipe("F32", "fp8_tensor"), Region((((4, 4),), ((0, 128),))))
     assert found[""].shape == (0, 128)
     assert found["_scale"].tolist() == [

@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import json
+import math
 import threading
 from collections.abc import Mapping, Sequence
 from pathlib import Path
@@ -26,7 +28,7 @@ from storage.errors import LongshoreError
 from storage.object_store import MemoryStore
 from storage.ranges import ByteRange
 from tests.support.local_node import Rank, SwitchedLink, local_node, run_all, start_all, with_digests
-from tests.support.planned_models import assemble, llama_shapes
+from tests.support.planned_models import NF4_STATE, assemble, llama_shapes
 from tests.support.reference_quantized import quantized
 
 CONFIG = ModelConfig(model_type="llama", num_attention_heads=4, num_key_value_heads=2, head_dim=64)
@@ -71,18 +73,28 @@ def check(ranks: list[Rank], weights: Mapping[str, torch.Tensor], scheme: str) -
         assert rank.outcome.device_bytes == sum(plan.segment_bytes)
         assert rank.outcome.size_bytes == sum(len(made) for _, made in data.values())
         assert rank.outcome.converted_tensors == len(plan.staged) > 0
+        for staged in plan.staged if scheme == "nf4" else ():
+            said = json.loads(data[staged.source.name + NF4_STATE][1])
+            assert said == {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [*staged.region.sizes]}
         assert not rank.device._staged
     whole = assemble(pieces)
     for name, tensor in expected(weights, scheme).items():
+        if scheme == "nf4" and name not in whole:
+            assert name.endswith(NF4_STATE), name
+            continue
         _, shape, found = whole[name]
-        assert shape == tuple(tensor.shape), name
+        flat = scheme == "nf4" and "proj" in name  # here the rows that its bytes are
+        assert shape == tuple(tensor.shape) or (flat and math.prod(shape) == tensor.numel()), name
         assert found.tobytes() == tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), name
 
 
 @pytest.mark.parametrize("placement", ["via_arena", "direct"])
 @pytest.mark.parametrize(
     ("scheme", "sizes"),
-    [("int4", (1, 1, 1)), ("int4", (2, 1, 1)), ("fp8", (2, 2, 1)), ("fp8_tensor", (2, 1, 1)), ("int8", (1, 1, 2))],
+    [
+        *(("int4", (1, 1, 1)), ("int4", (2, 1, 1)), ("nf4", (1, 1, 1)), ("nf4", (2, 2, 1))),
+        *(("fp8", (2, 2, 1)), ("fp8_tensor", (2, 1, 1)), ("int8", (1, 1, 2))),
+    ],
 )
 def test_every_rank_holds_its_part(shm_dir: Path, scheme: str, sizes: tuple[int, int, int], placement: str) -> None:
     weights = weights_of()

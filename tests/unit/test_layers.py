@@ -43,6 +43,7 @@ AT_MODULE_LEVEL = {
     },
     "torch": {  # imported by those below, when there are tensors
         "actors/rank/convert",
+        "actors/rank/convert_nf4",
         "actors/devices/cuda_device",
         "actors/handover/dtensors",
         "actors/handover/modules",

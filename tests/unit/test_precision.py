@@ -21,7 +21,7 @@ from cluster.plans.rank_plans import rank_facts
 from cluster.plans.segments import ALIGNMENT_BYTES
 from cluster.precision.recipes import SCHEMES, Precision, Recipe, decide_recipes, make_precision
 from storage.checkpoints.model_index import Tensor
-from tests.support.planned_models import StoredModel, assemble, carry_out, llama_shapes, store_arrays
+from tests.support.planned_models import NF4_STATE, StoredModel, assemble, carry_out, llama_shapes, store_arrays
 from tests.support.reference_quantized import quantized
 
 CONFIG = ModelConfig(model_type="llama", num_attention_heads=8, num_key_value_heads=4, head_dim=32)
@@ -85,6 +85,8 @@ def test_results_are_those_of_the_whole_tensor_on_any_number_of_ranks(
     assert check_plan(plan) == []
     found = whole_results(plan, model)
     expected = expected_results(weights, scheme)
+    if scheme == "nf4":  # flat, here as the rows that its bytes are
+        expected = {name: as_rows(name, made, weights) for name, made in expected.items() if NF4_STATE not in name}
     assert found.keys() == expected.keys()
     for name, made in expected.items():
         _, shape, data = found[name]
@@ -93,6 +95,11 @@ def test_results_are_those_of_the_whole_tensor_on_any_number_of_ranks(
             made.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(),
         )
     check_facts(plan)
+
+
+def as_rows(name: str, made: torch.Tensor, weights: dict[str, torch.Tensor]) -> torch.Tensor:
+    weight = weights[name.removesuffix(".absmax").removesuffix(".quant_map")]
+    return made if made is weight or name.endswith(".quant_map") else made.reshape(len(weight), -1)
 
 
 def check_facts(plan: LoadPlan) -> None:
@@ -128,23 +135,25 @@ def test_a_scale_that_needs_the_whole_tensor_is_read_for() -> None:
     weights = random_weights()
     model = stored(weights, 1 << 20)
     held = {}
-    for precision in ("fp8", "fp8_tensor", "int4", ""):
+    for precision in ("fp8", "fp8_tensor", "int4", "nf4", ""):
         plan = build_load_plan(model.index, Layout(2), None, CONFIG, Precision("float16", precision))
         held[precision] = {staged.source.name: staged.source.sizes for staged in plan.ranks[1].staged}
     down, up = "model.layers.0.mlp.down_proj.weight", "model.layers.0.mlp.up_proj.weight"
-    assert [held[precision][down] for precision in held] == [(256, 512), (256, 512), (256, 256), (256, 256)]
-    assert [held[precision][up] for precision in held] == [(256, 256), (512, 256), (256, 256), (256, 256)]
+    assert [held[precision][down] for precision in held] == [(256, 512), (256, 512), *[(256, 256)] * 3]
+    assert [held[precision][up] for precision in held] == [(256, 256), (512, 256), *[(256, 256)] * 3]
 
 
-def test_groups_are_not_cut() -> None:
+@pytest.mark.parametrize(("scheme", "ranks", "keeps", "cut"), [("int4", 8, 128, 64), ("nf4", 16, 64, 32)])
+def test_groups_are_not_cut(scheme: str, ranks: int, keeps: int, cut: int) -> None:
     model = stored(random_weights(), 1 << 20)
-    with pytest.raises(LayoutError, match=r"down_proj.*int4 keeps 128 weights of a row together.*cut at 64") as caught:
+    says = rf"down_proj.*{scheme} keeps {keeps} weights of a row together.*cut at {cut}"
+    with pytest.raises(LayoutError, match=says) as caught:
         build_load_plan(
             model.index,
-            Layout(8),
+            Layout(ranks),
             parse_rules({"**.down_proj.weight": "row", "**": "replicate"}),
             CONFIG,
-            Precision(quantization="int4"),
+            Precision(quantization=scheme),
         )
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
 
@@ -179,6 +188,7 @@ def test_what_is_quantized_and_what_is_not() -> None:
         "model.layers.0.mlp.experts.gate_up_proj",
     }
     assert chosen(Precision(quantization="int4")) == usual
+    assert chosen(Precision(quantization="nf4")) == usual
     assert chosen(Precision(quantization="fp8")) == usual | {"model.layers.0.mlp.odd_proj.weight"}
     assert chosen(Precision(quantization="int4", skip=("default", "**.q_proj.weight"))) == usual - {
         "model.layers.0.self_attn.q_proj.weight"
@@ -235,8 +245,8 @@ def test_a_quantized_model_is_not_quantized_again(name: str) -> None:
     ("arguments", "says"),
     [
         (("int3", None, None), "dtype must be one of auto, bfloat16, float16, float32, not 'int3'"),
-        (("auto", "int3", None), "quantization must be one of fp8, fp8_tensor, int8, int4, not 'int3'"),
-        (("auto", "nf4", None), "not 'nf4'. bitsandbytes' nf4 is not offered"),
+        (("auto", "int3", None), "quantization must be one of fp8, fp8_tensor, int8, int4, nf4, not 'int3'"),
+        (("float32", "nf4", None), "contradict each other"),
         (("float32", "int4", None), "contradict each other"),
         (("auto", None, ["**.a"]), "there is no quantization"),
         (("auto", "fp8", "**.a"), "a list of patterns, not one text"),

@@ -1,4 +1,6 @@
-"""A quantized load, written down as a checkpoint, is one that transformers reads through compressed-tensors."""
+"""A quantized load, written down as a checkpoint, is one that transformers reads through compressed-tensors, or through
+bitsandbytes where that is installed.
+"""
 
 from __future__ import annotations
 
@@ -30,6 +32,8 @@ TOKENS = torch.tensor([[1, 5, 9, 33, 60]])
 
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))
 def test_transformers_reads_what_was_loaded(tmp_path: Path, scheme: str) -> None:
+    if scheme == "nf4":
+        pytest.importorskip("bitsandbytes", reason="bitsandbytes, which reads NF4, is not installed")
     source = save_tiny("llama", tmp_path / "source", **SIZES)
     model = transformers.AutoModelForCausalLM.from_pretrained(source, dtype=torch.bfloat16).eval()
     written = write_quantized(source, tmp_path / "quantized", scheme)
@@ -41,8 +45,9 @@ def test_transformers_reads_what_was_loaded(tmp_path: Path, scheme: str) -> None
     model.load_state_dict(state)
     with torch.no_grad():
         logits, expected = found(TOKENS).logits.float(), model(TOKENS).logits.float()
-    # fp8 layers quantize their inputs as well.
-    assert (logits - expected).abs().max() <= (0.2 if scheme.startswith("fp8") else 1e-6) * expected.abs().max()
+    # fp8 layers quantize their inputs as well; on some CPUs bitsandbytes rounds absmax to bfloat16 to compute with it.
+    close = {"fp8": 0.2, "fp8_tensor": 0.2, "nf4": 0.02}.get(scheme, 1e-6)
+    assert (logits - expected).abs().max() <= close * expected.abs().max()
 
 
 def write_quantized(source: Path, folder: Path, scheme: str) -> Path:

@@ -6,6 +6,7 @@ import pytest
 import torch
 from compressed_tensors.compressors.format import infer_module_format
 from compressed_tensors.quantization import QuantizationConfig
+from transformers import BitsAndBytesConfig
 
 from cluster.layouts.mesh import Layout
 from cluster.plans.planning import build_load_plan
@@ -17,7 +18,7 @@ from tests.support.reference_quantized import scheme_args
 MODEL = store_arrays(as_bf16(random_arrays(llama_shapes(2, 128, 128, 4, 2, 50))))
 
 
-@pytest.mark.parametrize("scheme", sorted(SCHEMES))
+@pytest.mark.parametrize("scheme", sorted(SCHEMES.keys() - {"nf4"}))
 def test_the_library_reads_it_as_what_was_done(scheme: str) -> None:
     plan = build_load_plan(MODEL.index, Layout(), None, None, Precision("auto", scheme))
     config = quantization_config(plan.cut)
@@ -31,6 +32,19 @@ def test_the_library_reads_it_as_what_was_done(scheme: str) -> None:
     assert infer_module_format(torch.nn.Linear, group).value == config["format"] == read.format
     assert config["ignore"] == ["model.embed_tokens", "lm_head"]
     assert precision_of(plan.cut) == f"{scheme}: 14 tensors"
+
+
+def test_transformers_reads_it_as_nf4_of_bitsandbytes() -> None:
+    plan = build_load_plan(MODEL.index, Layout(), None, None, Precision("float16", "nf4"))
+    config = quantization_config(plan.cut)
+    assert config is not None
+    read = BitsAndBytesConfig.from_dict(config)
+    assert read.quantization_method() == "nf4"
+    assert read.bnb_4bit_compute_dtype is torch.float16
+    assert not read.bnb_4bit_use_double_quant
+    assert config.items() <= {name.removeprefix("_"): said for name, said in read.to_dict().items()}.items()
+    assert config["llm_int8_skip_modules"] == ["model.embed_tokens", "lm_head"]
+    assert precision_of(plan.cut) == "cast to F16: 7 tensors, nf4: 14 tensors"
 
 
 def test_what_is_skipped_is_ignored() -> None:
