@@ -7,20 +7,20 @@ module ----------------------find_places--> places, and which names are tied
 
 from __future__ import annotations
 
-from collections.abc import Mapping, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Mapping
+from dataclasses import dataclass, replace
 
 import torch
 
 from actors.handover import transformers_models
 from actors.handover.dtensors import as_dtensor, wanted_part, wrap_local
+from actors.handover.mismatch import Problems, mismatch
 from actors.handover.module_places import Place, find_places, put, tied_names
 from actors.handover.tensor_names import Rename, new_names
-from cluster.errors import ConfigError, ModuleMismatch
+from actors.handover.tensor_views import as_bytes
+from cluster.errors import ConfigError
 from cluster.layouts.dtensor_region import same_part
 from cluster.plans.load_plan import TensorSlice
-
-_LISTED = 20  # names of a kind in one message
 
 
 @dataclass(frozen=True, slots=True)
@@ -41,17 +41,6 @@ class Offer:
     source: str  # the rank's name for it, or the first of those that it was made of
     tensor: torch.Tensor
     piece: TensorSlice | None  # None: stacked, split or turned by transformers
-
-
-@dataclass(slots=True)
-class _Problems:
-    missing: list[str] = field(default_factory=list)
-    unexpected: list[str] = field(default_factory=list)
-    differing: list[str] = field(default_factory=list)
-    untied: list[str] = field(default_factory=list)
-    unmade: list[str] = field(default_factory=list)  # buffers on the meta device that no checkpoint has
-    dtypes: set[tuple[torch.dtype, torch.dtype]] = field(default_factory=set)  # wanted, had
-    float32: frozenset[str] = frozenset()  # no problem: names that are right in this dtype too
 
 
 def fill_module(
@@ -77,7 +66,7 @@ def fill_module(
         offers, copied = _converted(module, offers)
     places = find_places(module)
     tied = tied_names(module, places.values())
-    problems = _Problems()
+    problems = Problems()
     if known:
         halves = (name for name, place in places.items() if place.tensor.dtype in (torch.float16, torch.bfloat16))
         problems.float32 = transformers_models.kept_in_float32(module, halves)
@@ -89,26 +78,31 @@ def fill_module(
     unmade = [place for place in places.values() if not place.saved and place.tensor.is_meta]
     if not known:
         problems.unmade = [place.name for place in unmade]
-    if (
-        problems.differing
-        or problems.untied
-        or problems.unmade
-        or (strict and (problems.missing or problems.unexpected))
-    ):
-        raise _mismatch(problems, known=known, convert=convert, strict=strict)
+    if problems.any(strict=strict):
+        raise mismatch(problems, known=known, convert=convert, strict=strict)
     if unmade:
-        transformers_models.make_buffers(module, [(place.owner, place.attribute) for place in unmade], device)
+        problems.unmade = transformers_models.make_buffers(module, unmade, device)
+    if problems.unmade:
+        raise mismatch(problems, known=known, convert=convert, strict=strict)
     made: dict[int, torch.Tensor] = {}
     for name, offer in chosen.items():
         key = id(offer)
         if key not in made:
             made[key] = _tensor_for(places[name], offer, requires_grad)
         put(places[name], made[key])
-    for place in find_places(module).values():
-        if not place.saved and place.tensor.device != torch.device(device):
-            put(place, place.tensor.to(device))
+    _move_unsaved(module, device)
     groups = {group for name, group in tied.items() if name in chosen}
     return Filled(len(made), tuple(problems.missing), tuple(problems.unexpected), tuple(sorted(groups)), copied)
+
+
+def _move_unsaved(module: torch.nn.Module, device: str) -> None:
+    """Buffers that no checkpoint has go to where the rank's tensors are; those that are one stay one."""
+    moved: dict[int, torch.Tensor] = {}
+    for place in find_places(module).values():
+        if not place.saved and place.tensor.device != torch.device(device):
+            if id(place.tensor) not in moved:
+                moved[id(place.tensor)] = place.tensor.to(device)
+            put(place, moved[id(place.tensor)])
 
 
 def _converted(module: torch.nn.Module, offers: Mapping[str, Offer]) -> tuple[dict[str, Offer], tuple[str, ...]]:
@@ -129,7 +123,7 @@ def _cast(offers: dict[str, Offer], names: frozenset[str]) -> tuple[str, ...]:
 
 
 def _choose(
-    places: Mapping[str, Place], tied: Mapping[str, tuple[str, ...]], offers: Mapping[str, Offer], problems: _Problems
+    places: Mapping[str, Place], tied: Mapping[str, tuple[str, ...]], offers: Mapping[str, Offer], problems: Problems
 ) -> dict[str, Offer]:
     """The offer for each place, tied names alike; what does not go together is added to `problems`."""
     chosen: dict[str, Offer] = {}
@@ -147,13 +141,17 @@ def _choose(
         if problem := _difference(place, offer, problems):
             problems.differing.append(f"{name}: {problem}")
         chosen[name] = offer
-    problems.unexpected += [offer.source for name, offer in offers.items() if name not in chosen]
+    left = {name: offer for name, offer in offers.items() if name not in chosen}
+    problems.unexpected += [offer.source for offer in left.values()]
+    problems.offered += left
     return chosen
 
 
-def _difference(place: Place, offer: Offer, problems: _Problems) -> str:
+def _difference(place: Place, offer: Offer, problems: Problems) -> str:
     """Why the tensor cannot be put there; "" when it can."""
     wanted, tensor = place.tensor, offer.tensor
+    if torch.nn.parameter.is_lazy(wanted):
+        return "a lazy module, which has a shape only after its first forward pass"
     alike = wanted.dtype == tensor.dtype or (place.name in problems.float32 and tensor.dtype == torch.float32)
     if not alike:
         problems.dtypes.add((wanted.dtype, tensor.dtype))
@@ -207,57 +205,8 @@ def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
         return False
     if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
         return True
-    return bool(torch.equal(_bytes(one), _bytes(other)))
-
-
-def _bytes(tensor: torch.Tensor) -> torch.Tensor:
-    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+    return bool(torch.equal(as_bytes(one), as_bytes(other).to(one.device)))  # a device map may have put them apart
 
 
 def _form(tensor: torch.Tensor) -> str:
     return f"{tensor.dtype} {tuple(tensor.shape)}"
-
-
-def _mismatch(problems: _Problems, *, known: bool, convert: bool, strict: bool) -> ModuleMismatch:
-    parts, hints = [], []
-    missing, unexpected = (problems.missing, problems.unexpected) if strict else ([], [])
-    if missing:
-        parts.append(f"{len(missing)} names of the module are not on this rank: {_some(missing)}")
-        hints.append("a stage of a pipeline holds a part of the model: make that part only, or pass strict=False")
-    if unexpected:
-        parts.append(f"{len(unexpected)} tensors have no place in the module: {_some(unexpected)}")
-        hints.append("names can be changed with prefix= and rename=")
-    if (missing or unexpected) and known and not convert:
-        hints.append("convert=True names and stacks tensors as transformers does when it loads them")
-    if problems.differing:
-        parts.append(
-            f"{len(problems.differing)} tensors differ from what the module expects: {_some(problems.differing)}"
-        )
-    if problems.dtypes:
-        had = ", ".join(sorted({str(dtype) for _, dtype in problems.dtypes}))
-        hints.append(f"make the module in the dtype of the checkpoint ({had}), or load with dtype=")
-    if problems.untied:
-        parts.append(f"{len(problems.untied)} tied names hold different values: {_some(problems.untied)}")
-        hints.append("the module ties what the checkpoint does not: make it with tie_word_embeddings=False")
-    if problems.unmade:
-        parts.append(
-            f"{len(problems.unmade)} buffers on the meta device are in no checkpoint: {_some(problems.unmade)}"
-        )
-        hints.append(
-            "make the module with buffers for real, as accelerate's init_empty_weights(include_buffers=False) does, "
-            "or set them before"
-        )
-    return ModuleMismatch(
-        "; ".join(parts),
-        hint=". ".join(hints),
-        missing=len(missing) or None,
-        unexpected=len(unexpected) or None,
-        differing=len(problems.differing) or None,
-        untied=len(problems.untied) or None,
-        unmade=len(problems.unmade) or None,
-    )
-
-
-def _some(names: Sequence[str]) -> str:
-    more = len(names) - _LISTED
-    return ", ".join(f"{name:.300}" for name in names[:_LISTED]) + (f" and {more} more" if more > 0 else "")

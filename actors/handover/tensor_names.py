@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
 from cluster.errors import ModuleMismatch
@@ -31,6 +32,25 @@ def new_names(names: Iterable[str], prefix: str = "", rename: Rename = None) -> 
     if twice:
         raise ModuleMismatch(f"rename makes one name of several: {', '.join(twice[:20])}", clashes=len(twice))
     return found
+
+
+def likely_prefix(missing: Iterable[str], offered: Iterable[str]) -> str:
+    """The argument of `into` by which most of what is missing would be found in what was offered; "" when none does.
+
+    "prefix='model'" where they are offered below that name, "rename=lambda name: 'model.' + name" the other way round.
+    """
+    wanted, there = set(missing), set(offered)
+    for longer, shorter, how in (
+        (there, wanted, "prefix={!r}"),
+        (wanted, there, "rename=lambda name: {!r} + name"),
+    ):
+        count = Counter(
+            name[:at] for name in longer for at in range(len(name)) if name[at] == "." and name[at + 1 :] in shorter
+        )
+        prefix, fitting = next(iter(count.most_common(1)), ("", 0))
+        if 2 * fitting > len(wanted):
+            return how.format(prefix if shorter is wanted else f"{prefix}.")
+    return ""
 
 
 def _renamed(name: str, rename: Rename) -> str | None:

@@ -39,6 +39,11 @@ def torch_dtype(name: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[i
     return torch.uint8, (total,)
 
 
+def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
+    """Its bytes in order, shape (bytes,): the same memory, where it is contiguous."""
+    return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
+
+
 # safetensors' dtype names -> attribute of the torch module
 _TORCH_NAMES = {
     "BOOL": "bool",

@@ -8,14 +8,19 @@ from __future__ import annotations
 
 import re
 import sys
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from copy import deepcopy
 from dataclasses import dataclass
 from typing import Any
 
 import torch
 
+from actors.handover.module_places import Place, put
+from actors.handover.tensor_views import as_bytes
 from cluster.errors import ConfigError
+
+_INITIALISED = "_is_hf_initialized"  # transformers' own mark on modules, parameters and buffers
+_UNTOUCHED = 0xA5  # every byte of a buffer that nobody has made yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -98,17 +103,33 @@ def kept_in_float32(module: torch.nn.Module, halves: Iterable[str]) -> frozenset
     return frozenset(name for name in halves if any(pattern.search(name) for pattern in patterns))
 
 
-def make_buffers(module: torch.nn.Module, buffers: Iterable[tuple[torch.nn.Module, str]], device: str) -> None:
-    """Make buffers that no checkpoint has, on the device, by the model's own initialisation; nothing else changes."""
-    done: Any
-    for done in (*module.modules(), *module.parameters(), *module.buffers()):
-        done._is_hf_initialized = True  # transformers leaves these as they are
-    for owner, name in buffers:
-        setattr(owner, name, torch.empty_like(getattr(owner, name), device=device))
-        done = owner
-        done._is_hf_initialized = False
+def make_buffers(module: torch.nn.Module, places: Sequence[Place], device: str) -> list[str]:
+    """Make buffers that no checkpoint has, on the device, by the model's own initialisation; nothing else changes.
+
+    Returns the names of those that it does not make; when there are any, all of them stay on the meta device.
+    """
+    everything: list[Any] = [*module.modules(), *module.parameters(), *module.buffers()]
+    marked = [one for one in everything if not hasattr(one, _INITIALISED)]
+    for one in everything:
+        setattr(one, _INITIALISED, True)  # transformers leaves these alone
+    for place in places:
+        buffer = torch.empty_like(place.tensor, device=device, memory_format=torch.contiguous_format)
+        as_bytes(buffer).fill_(_UNTOUCHED)
+        put(place, buffer)
+        setattr(place.owner, _INITIALISED, False)
     model: Any = module
     model.initialize_weights()
+    unmade = []
+    for place in places:
+        data = as_bytes(getattr(place.owner, place.attribute))
+        if len(data) and bool((data == _UNTOUCHED).all()):
+            unmade.append(place.name)
+    if unmade:
+        for place in places:
+            put(place, place.tensor)
+        for one in marked:
+            delattr(one, _INITIALISED)
+    return unmade
 
 
 def _patterns(module: torch.nn.Module, attribute: str) -> list[re.Pattern[str]]:
