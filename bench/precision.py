@@ -26,6 +26,7 @@ PRECISIONS = (
     ("auto", "fp8"),
     ("auto", "fp8_tensor"),
     ("auto", "int8"),
+    ("auto", "nf4"),
     ("auto", "int4"),
 )
 INT4_PART = 0.45  # of the bfloat16 size: the most that loading int4 may take beside the arena

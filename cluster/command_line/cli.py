@@ -201,7 +201,8 @@ def _add_precision(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--quantization",
         choices=tuple(SCHEMES),
-        help="quantize linear layers and experts on their way in (fp8, int8: a scale per row; int4: per 128 weights)",
+        help="quantize linear layers and experts on their way in (fp8, int8: a scale per row; int4: per 128 weights; "
+        "nf4: bitsandbytes', per 64)",
     )
     verb.add_argument(
         "--skip-quantization",
