@@ -30,6 +30,7 @@ from cluster.config import Config
 from cluster.errors import LoadCancelled, ModelNotFound, RankLost
 from cluster.load_request import LoadRequest
 from cluster.messages import AgentBeat, BeatReply
+from cluster.preview.held_chunks import Holdings
 from cluster.reports.report import ClusterStatus, LoadProgress, LoadReport
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life, LoadState
@@ -177,6 +178,13 @@ class Coordinator:
     async def rooms(self) -> list[NodeInfo]:
         """What nodes have for a load, as far as their agents see it now."""
         return await nodes.rooms(self._config.cpu_ranks_per_node)
+
+    async def holdings(self, identity: str, revision: str, node_ids: list[str], keys: bytes) -> Holdings:
+        """What there is of a model, by its chunks' keys, and whether a load of that identity would be given one."""
+        await self._ready()
+        found = await nodes.held_on(node_ids, keys)
+        same = (each for each in self._models.values() if each.is_at_hand(identity, revision))
+        return Holdings(found, next((each.status() for each in same), None))
 
     async def shutdown(self) -> None:
         """End every model and agent. For a cluster that is about to stop; the caller then ends this actor."""

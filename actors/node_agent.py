@@ -23,15 +23,8 @@ from actors.node.node_resources import host_pools, open_arena, room_for_slots
 from actors.node.survivors import Survivors
 from actors.rank_link import CoordinatorLink
 from cluster.config import Config
-from cluster.messages import (
-    JoinReply,
-    NodeFacts,
-    NodeJob,
-    Orders,
-    RankHello,
-    RankUpdate,
-    Words,
-)
+from cluster.messages import JoinReply, NodeFacts, NodeJob, Orders, RankHello, RankUpdate, Words
+from cluster.preview.held_chunks import HeldChunks, key_blocks
 from cluster.reports.report import NodeReport
 from longshore.install_check import check_packages
 from longshore.version import __version__
@@ -107,8 +100,7 @@ class NodeAgent:
     def begin(self, job: NodeJob, shared: bytes = b"") -> bool:
         """Take on this node's share of a load. False: other loads hold the slots it must have; ask again.
 
-        `shared`: the tables of a job that came without (Ray hands over what an argument refers to).
-        Raises ArenaTooSmall when the arena can never have them.
+        `shared`: of a job that came without (Ray hands over what an argument refers to). Raises ArenaTooSmall.
         """
         job = replace(job, shared=job.shared or shared)
         with self._changed:
@@ -119,6 +111,15 @@ class NodeAgent:
                 self._memory.setdefault(job.load_id, memory)
             self._changed.notify_all()
             return begun
+
+    def holds(self, keys: bytes) -> HeldChunks:
+        """Which of those chunks are in the arena and on disk. A look only; their keys come one after the other."""
+        found: list[tuple[bool, bool]] = []
+        for block in key_blocks(keys):
+            with self._changed:
+                self._usable()
+                found += self._ledger.held(block)
+        return HeldChunks.of(found)
 
     def rank_lost(self, load_id: str, rank: int, incarnation: int) -> None:
         """A rank's worker is dead; `incarnation` will take its place."""
@@ -273,11 +274,10 @@ class NodeAgent:
         """Heartbeat to the coordinator; an agent that has heard none for long ends itself."""
         if self._coordinator is None:
             return
+        me = self._node_id, self._host, self._incarnation
         while not self._stopped.wait(self._config.heartbeat_s):
             with self._changed:
-                beat = self._ledger.beat(
-                    self._node_id, self._host, self._incarnation, time.monotonic(), self._asked_for
-                )
+                beat = self._ledger.beat(*me, time.monotonic(), self._asked_for)
             reply = None
             with contextlib.suppress(Exception):  # a thread that died of it would make this node look dead
                 reply = self._coordinator.heartbeat(beat)

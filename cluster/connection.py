@@ -248,6 +248,13 @@ def connect(address: str | None, config: Config, *, start: bool = True, any_vers
         return connection
 
 
+def joined(config: Config) -> Connection | None:
+    """The connection that this process has already, if its coordinator runs; never joins anything."""
+    if _connection is None or not import_ray().is_initialized():
+        return None
+    return connect(None, config, start=False)
+
+
 def disconnect() -> None:
     """Release what this process holds and forget the connection; a local cluster that it started ends."""
     global _connection

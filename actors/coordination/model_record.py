@@ -89,6 +89,10 @@ class ModelRecord:
             sorted(seat.rank for seat in self.seats.values() if (seat.node_id, seat.attempt) == (node_id, attempt))
         )
 
+    def is_at_hand(self, identity: str, revision: str) -> bool:
+        """Whether a load of that identity, of that revision, would be given this model at once."""
+        return self.life.is_ready and self.revision == revision and self.request.identity() == identity
+
     async def touch(self, message: str | None = None) -> None:
         """Wake whoever waits for this model."""
         if self.report is None:

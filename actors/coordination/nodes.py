@@ -17,9 +17,11 @@ from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from actors.coordination import spawn
+from actors.coordination.plan_source import IN_MESSAGE_BYTES
 from cluster.errors import ClusterError, NotEnoughResources
 from cluster.load_request import LoadRequest
 from cluster.messages import NodeFacts
+from cluster.preview.held_chunks import HeldChunks
 from cluster.scheduling.topology import NodeInfo
 from storage.errors import ArenaError, LongshoreError
 
@@ -101,6 +103,26 @@ async def _with_room(info: NodeInfo) -> NodeInfo:
     except (RayError, TimeoutError, LongshoreError):
         return info  # an agent that is not well is as good as none
     return replace(info, gpus=facts.gpus, pools=facts.pools, arena_bytes=facts.arena_bytes)
+
+
+async def held_on(node_ids: Iterable[str], keys: bytes) -> dict[str, HeldChunks | str]:
+    """Which of those chunks each node has; a sentence where nobody can say. Starts nothing, moves nothing."""
+    order = list(node_ids)
+    sent = keys if len(keys) <= IN_MESSAGE_BYTES else await asyncio.to_thread(ray.put, keys)
+    return dict(zip(order, await asyncio.gather(*(_held_on(node_id, sent) for node_id in order)), strict=True))
+
+
+async def _held_on(node_id: str, keys: Any) -> HeldChunks | str:
+    agent = await asyncio.to_thread(spawn.find_agent, node_id)
+    if agent is None:
+        return "no agent runs there yet"
+    try:
+        held: HeldChunks = await asyncio.wait_for(agent.holds.remote(keys), FACTS_S)
+    except TimeoutError:
+        return f"its agent does not answer within {FACTS_S:.0f} s"
+    except (RayError, LongshoreError) as error:
+        return f"its agent does not answer ({type(error).__name__})"
+    return held
 
 
 async def group_ready(group: PlacementGroup, request: LoadRequest, holders: list[str]) -> None:

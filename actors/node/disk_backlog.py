@@ -61,15 +61,19 @@ class DiskBacklog:
 
     def on_disk(self, key: bytes) -> bool:
         """Whether to read the chunk from there; it counts as used then."""
-        if self._shelf is None or key not in self._shelf or key in self._unusable:
+        if self._shelf is None or not self.has(key):
             return False
         self._shelf.touch(key)
         return True
 
+    def has(self, key: bytes) -> bool:
+        """Whether the chunk could be read from there."""
+        return self._shelf is not None and key in self._shelf and key not in self._unusable
+
     def keep(self, write: DiskWrite) -> None:
         """The chunk is in the arena, verified."""
         key = write.chunk.key
-        if self._shelf is not None and (key not in self._shelf or key in self._unusable):
+        if self._shelf is not None and not self.has(key):
             self._waiting[key] = write
 
     def unusable(self, key: bytes) -> None:

@@ -116,6 +116,10 @@ class NodeLedger:
             raise ModelNotFound("this node does not know the load", load=load_id, node=node_id)
         return functools.reduce(NodeReport.plus, parts)
 
+    def held(self, keys: Iterable[bytes]) -> list[tuple[bool, bool]]:
+        """Of each chunk, whether the arena has it, and the disk. Changes nothing, not even the order of their use."""
+        return [(key in self._cache, self._disk.has(key)) for key in keys]
+
     # -- ranks -------------------------------------------------------------------------------------------------
 
     def batch(self, hello: RankHello) -> int:

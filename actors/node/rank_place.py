@@ -6,9 +6,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from cluster.messages import RankHello, RankUpdate
+from cluster.plans.chunk_keys import chunk_key
 from cluster.plans.packed_plan import SharedTables
 from storage.arena.leases import CachedChunk
-from storage.arena.slot_records import digest_key, location_key
 from storage.host.processes import ProcessId
 
 
@@ -45,7 +45,7 @@ class RankPlace:
 
 
 class ChunkKeys:
-    """Cache keys of a load's chunks: by digest where there is one, else by store, object, version and range."""
+    """Cache keys of a load's chunks (`cluster.plans.chunk_keys`), each made once."""
 
     def __init__(self, tables: SharedTables, store_identity: str, load_id: str) -> None:
         self.tables = tables
@@ -69,11 +69,4 @@ class ChunkKeys:
         return bool(self.published(chunk)[0] or self.tables.shards[self.tables.chunks.shard[chunk]].etag)
 
     def _make(self, chunk: int) -> bytes:
-        chunks = self.tables.chunks
-        digest, byte_range = chunks.digest(chunk), chunks.byte_range(chunk)
-        if digest is not None and chunks.hash_name is not None:
-            return digest_key(chunks.hash_name, digest, byte_range.size_bytes)
-        shard = self.tables.shards[chunks.shard[chunk]]
-        # Without an ETag nobody can tell versions apart: such chunks are shared inside this load only.
-        version = shard.etag or f"load {self.load_id}"
-        return location_key(self._store_identity, shard.key, version, byte_range)
+        return chunk_key(self.tables.shards, self.tables.chunks, self._store_identity, chunk, self.load_id)

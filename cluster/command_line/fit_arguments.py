@@ -34,10 +34,13 @@ def add_fit_ahead(verb: argparse.ArgumentParser) -> None:
     group = add_fit(verb)
     group.add_argument("--memory", metavar="SIZES", help='of the devices: "4x24GB" (default: the GPUs of this machine)')
     group.add_argument(
-        "--address", metavar="HOST:PORT", help="of a Ray cluster whose GPUs are looked at; auto: the one that runs here"
+        "--address",
+        metavar="HOST:PORT",
+        help="of a Ray cluster that is asked for its GPUs and what its nodes have of the model; auto: the one here",
     )
     group.add_argument("--host-memory", metavar="BYTES", help="for offload, where one GPU is too small: 60GB")
-    for name, what in (("store", "out of the store"), ("network", "into a node"), ("place", "into a rank's memory")):
+    stages = {"store": "out of the store", "network": "into a node", "disk": "off a node's disk"}
+    for name, what in {**stages, "place": "into a rank's memory"}.items():
         group.add_argument(f"--{name}-rate", metavar="RATE", help=f"{what}: 5GB/s or 40Gbit/s, for the expected time")
     group.add_argument("--measured", metavar="FILE", help="rates of an earlier load: what `longshore load --json` said")
     group.add_argument("--picture", metavar="FILE.svg", help="draw ranks against layers")
@@ -54,5 +57,6 @@ def fit_options(args: argparse.Namespace) -> dict[str, Any]:
 
 def fit_ahead_options(args: argparse.Namespace) -> dict[str, Any]:
     """The same of `cluster.plan` alone."""
-    names = ("memory", "address", "host_memory", "store_rate", "network_rate", "place_rate", "measured", "picture")
+    rates = ("store_rate", "network_rate", "disk_rate", "place_rate", "measured")
+    names = ("memory", "address", "host_memory", *rates, "picture")
     return {**fit_options(args), **{name: getattr(args, name) for name in names}}

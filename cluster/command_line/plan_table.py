@@ -26,7 +26,7 @@ def plan_table(plan: PlanSummary) -> RenderableType:
             ("layout", f"{len(plan.ranks)} ranks ({plan.layout}) on {len(plan.nodes)} nodes"),
             ("precision", plan.precision or "as stored"),
             *(_estimate(plan) if plan.estimated else _stored(plan)),
-            ("would leave the store", show_bytes(plan.needed_bytes)),
+            *_sources(plan),
             ("of that overfetch", show_bytes(plan.overfetch_bytes)),
             ("would be placed", show_bytes(plan.placed_bytes)),
             ("device memory", show_bytes(plan.device_bytes)),
@@ -70,6 +70,17 @@ def _stored(plan: PlanSummary) -> Iterator[tuple[str, object]]:
     if plan.objects:
         yield "objects", _planned_checks(plan)
     yield "signed by", plan.signed_by or NOT_ASKED
+
+
+def _sources(plan: PlanSummary) -> Iterator[tuple[str, object]]:
+    """By the words of a load's report; of the cache and the disk only what a cluster has said."""
+    if plan.resident:
+        yield "resident", f"{plan.resident}: a load would be given it at once"
+    sources = plan.bytes_by_source
+    yield "would leave the store", show_bytes(sources["store"])
+    if plan.cluster:
+        yield "would come from the cache", show_bytes(sources["arena"])
+        yield "would come from disk", show_bytes(sources["disk"])
 
 
 def _estimate(plan: PlanSummary) -> Iterator[tuple[str, object]]:

@@ -154,6 +154,13 @@ def find_fit(
     return request, PlanFit(False, rooms.source, said, weighed, tried, offers)
 
 
+def fit_of_resident(model_id: str, taken: str, ranks: Sequence[RankFacts]) -> PlanFit:
+    """Of a model that is there already: it needs nothing. `taken`: what fit="auto" had changed for it."""
+    with_what = f" (with {taken})" if taken else ""
+    said = f"resident as {model_id}{with_what}: a load would be given it at once, and needs no memory"
+    return PlanFit(True, IN_CLUSTER, said, weigh(ranks, None))
+
+
 def rooms_of(memory: Sequence[int], request: LoadRequest, config: Config) -> tuple[DeviceRoom, ...]:
     """Devices with so much memory each, of which as much stays free as was asked."""
     return tuple(DeviceRoom(size, None, request.fit.kept_free_bytes(size, config)) for size in memory)

@@ -1,7 +1,8 @@
 """How long a load should take, from bandwidths that were given or measured. Pure.
 
     store    bytes that leave the store, all nodes together   at the store's rate
-    network  the most that one node fetches                   at the rate of a node's link
+    network  the most that one node fetches of them           at the rate of a node's link
+    disk     the most that one node has on its disk           at the rate of reading there
     place    the most that one rank has                       at the rate into a device
 
 Stages overlap, so the slowest of them is the time, and it is the limit. A stage without a rate is left out, and the
@@ -22,7 +23,7 @@ from cluster.units import parse_bytes, show_bytes
 if TYPE_CHECKING:
     from cluster.reports.report import LoadReport
 
-STAGES = ("store", "network", "place")
+STAGES = ("store", "network", "disk", "place")
 _HINT = 'write it like "5GB/s" or "40Gbit/s"; a number is bytes per second'
 
 
@@ -32,6 +33,7 @@ class Rates:
 
     store: float | None = None  # out of the store, all nodes together
     network: float | None = None  # into one node
+    disk: float | None = None  # off the disk of one node
     place: float | None = None  # into the memory of one rank, verified
     start_s: float = 0.0  # before the first byte: planning, starting workers
     source: str = "given"  # "measured": with a load
@@ -56,7 +58,7 @@ class ExpectedTime:
     limit: str  # the stage that takes longest
     stages_s: dict[str, float]  # of each stage whose rate is known
     source: str  # where the rates come from: "given", "measured"
-    unknown: tuple[str, ...]  # stages without a rate
+    unknown: tuple[str, ...]  # stages that have something to do, and no rate
 
     @property
     def sentence(self) -> str:
@@ -67,14 +69,19 @@ class ExpectedTime:
         return f"{self.total_s:.3g} s, limit: {self.limit} ({stages}{start}; rates {self.source}{without})"
 
 
-def expect(store_bytes: int, node_bytes: int, rank_bytes: int, rates: Rates) -> ExpectedTime | None:
-    """For so many bytes from the store, into the busiest node and into the largest rank. None: no rate is known."""
-    amounts = {"store": store_bytes, "network": node_bytes, "place": rank_bytes}
+def expect(
+    store_bytes: int, node_bytes: int, rank_bytes: int, rates: Rates, disk_bytes: int = 0
+) -> ExpectedTime | None:
+    """For so many bytes from the store, of them into the busiest node, off the busiest disk, and into the largest rank.
+
+    None: no rate is known.
+    """
+    amounts = {"store": store_bytes, "network": node_bytes, "disk": disk_bytes, "place": rank_bytes}
     stages = {stage: amounts[stage] / rate for stage in STAGES if (rate := getattr(rates, stage)) is not None}
     if not stages:
         return None
     limit = max(stages, key=lambda stage: stages[stage])
-    unknown = tuple(stage for stage in STAGES if stage not in stages)
+    unknown = tuple(stage for stage in STAGES if stage not in stages and amounts[stage])
     return ExpectedTime(stages[limit] + rates.start_s, rates.start_s, limit, stages, rates.source, unknown)
 
 
@@ -107,6 +114,7 @@ def measured_rates(report: LoadReport | Mapping[str, Any]) -> Rates:
         shares = {stage: float(share) for stage, share in document["limit"]["shares"].items()}
         moved = float(sum(document["bytes_by_source"][source] for source in ("store_via_arena", "store_direct")))
         placed = float(document["placed_bytes"])
+        read = float(document["bytes_by_source"].get("disk", 0)) / max(1, len(document.get("nodes", ())))
         start_s = float(document["plan_s"]) + float(document["start_s"])
     except (KeyError, TypeError, ValueError, AttributeError) as error:
         raise ConfigError(
@@ -117,6 +125,7 @@ def measured_rates(report: LoadReport | Mapping[str, Any]) -> Rates:
     into = sum(shares.get(stage, 0.0) for stage in ("verify", "memory", "place", "device"))
     return Rates(
         store=_alone(moved / load_s, shares.get("store", 0.0)),
+        disk=_alone(read / load_s, shares.get("disk", 0.0)),
         place=_alone(placed / ranks / load_s, min(1.0, into)),
         start_s=start_s,
         source="measured",

@@ -21,18 +21,20 @@ from cluster.errors import ConfigError, LayoutError, ModelConfigError, PlanError
 from cluster.fit.changes import Change
 from cluster.fit.memory_given import GivenDevices
 from cluster.fit.options import STRICT, FitOptions
-from cluster.fit.plan_fit import GIVEN, Devices, check_devices, find_fit, fits_on, layouts_for
+from cluster.fit.plan_fit import GIVEN, Devices, check_devices, find_fit, fit_of_resident, fits_on, layouts_for
 from cluster.fit.search import PlannedChange
 from cluster.layouts.live_rules import with_live_rules
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import CONFIG_KEY, MAX_CONFIG_BYTES, ModelConfig, parse_model_config
 from cluster.layouts.rules_file import LayoutRules
 from cluster.load_request import LoadRequest
+from cluster.plans.amax_reader import amax_reader
 from cluster.plans.prepare import plan_changes, plan_model, read_model
 from cluster.plans.rank_plans import rank_facts
 from cluster.precision.recipes import make_precision
-from cluster.preview.expected_time import Rates, expect, parse_rate
-from cluster.preview.plan_inputs import Measured, find_devices, read_rates
+from cluster.preview.cluster_view import AskedCluster, find_cluster
+from cluster.preview.expected_time import ExpectedTime, Rates, expect
+from cluster.preview.plan_inputs import Measured, find_devices, given_rates, read_rates
 from cluster.preview.plan_layers import layer_table
 from cluster.preview.plan_summary import PlanSummary, spread_evenly, summarize_plan
 from cluster.request import StoreOptions, make_request
@@ -69,6 +71,7 @@ def plan(
     reserve_bytes: int | None = None,
     store_rate: str | float | None = None,
     network_rate: str | float | None = None,
+    disk_rate: str | float | None = None,
     place_rate: str | float | None = None,
     measured: Measured | None = None,
     picture: str | os.PathLike[str] | None = None,
@@ -87,18 +90,21 @@ def plan(
     trusted_keys: Sequence[str | os.PathLike[str]] | None = None,
     config: Config | None = None,
 ) -> PlanSummary:
-    """What a load would put where, and whether it fits. Moves no weights, needs no cluster.
+    """What a load would put where, from where, and whether it fits. Moves no weights, needs no cluster.
 
     Reads the manifest, or the headers; where no weights are, config.json alone gives an estimate (transformers makes
     the shapes). `memory`: of the devices, "4x24GB" or one size per device, for rank 0, 1...; None: the GPUs of this
     machine, if it has any. With memory for several devices and no sizes the model is spread over all of them.
-    `address` ("auto": the one that runs here): what the GPUs of a cluster have free, as far as Longshore runs on them.
+    `address` ("auto": the one that runs here): what the GPUs of a cluster have free, as far as Longshore runs on them,
+    and what its nodes have of the model in their arenas and on disk (also asked of a cluster that this process works
+    with already). Nothing is started for it.
     `host_memory`: for offload, of one rank whose GPU is too small ("60GB").
     `fit="auto"` plans the first step of precision that fits, "strict" what was asked for; `summary.fit` says whether
     that fits, and what would. `gpu_memory_utilization`, `reserve_bytes`: what stays free, as for `load`. Rates
-    ("5GB/s", "40Gbit/s", bytes per second): out of the store, into a node, into a rank's memory; `measured`: a
-    LoadReport, or the file that `longshore load --json` printed, for those that are not given. `picture`: a file for an
-    SVG of ranks against layers. `ranks_per_node`: how ranks are spread for the figures per node; None: all on one.
+    ("5GB/s", "40Gbit/s", bytes per second): out of the store, into a node, off its disk, into a rank's memory;
+    `measured`: a LoadReport, or the file that `longshore load --json` printed, for those that are not given. `picture`:
+    a file for an SVG of ranks against layers. `ranks_per_node`: how ranks are spread for the figures per node; None:
+    all on one, or as the cluster that is asked has room.
     Raises as `load` does, but for DoesNotFit.
     """
     config = config or Config.from_env()
@@ -126,26 +132,42 @@ def plan(
     if ranks_per_node is not None and ranks_per_node < 1:
         raise ConfigError(f"ranks_per_node must be at least 1, not {ranks_per_node}")
     target = None if picture is None else _picture_path(picture)
-    store, network, place = (
-        None if rate is None else parse_rate(rate) for rate in (store_rate, network_rate, place_rate)
-    )
-    given = Rates(store, network, place)
+    given = given_rates(store_rate, network_rate, disk_rate, place_rate)
     rates = given if measured is None else given.over(read_rates(measured))
-    devices = find_devices(memory, address, request, config)
+    if memory is not None and address is not None:
+        raise ConfigError("memory was given and a cluster to ask for it", hint="leave one of memory and address away")
+    there = find_cluster(address, config)
+    devices = find_devices(memory, there.infos if there and address is not None else None, request, config)
     host_bytes = host_memory if isinstance(host_memory, int) else parse_bytes(host_memory or "0")
-    summary = with_live_rules(request, lambda asked: _summarize(asked, devices, host_bytes, config, ranks_per_node))
-    node_bytes = max((node.needed_bytes for node in summary.nodes), default=0)
-    rank_bytes = max((rank.size_bytes for rank in summary.ranks), default=0)
-    summary = replace(summary, expected=expect(summary.needed_bytes, node_bytes, rank_bytes, rates))
+    summary = with_live_rules(
+        request, lambda asked: _summarize(asked, devices, host_bytes, config, ranks_per_node, there)
+    )
+    summary = replace(summary, expected=_expected(summary, rates))
     if target is not None:
         _write_picture(target, summary, request.uri)
     return summary
 
 
+def _expected(summary: PlanSummary, rates: Rates) -> ExpectedTime | None:
+    """None for a resident model: nothing moves."""
+    if summary.resident:
+        return None
+    node_bytes = max((node.store_bytes for node in summary.nodes), default=0)
+    disk_bytes = max((node.disk_bytes for node in summary.nodes), default=0)
+    rank_bytes = max((rank.size_bytes for rank in summary.ranks), default=0)
+    return expect(summary.bytes_by_source["store"], node_bytes, rank_bytes, rates, disk_bytes)
+
+
 def _summarize(
-    request: LoadRequest, devices: Devices | None, host_bytes: int, config: Config, per_node: int | None
+    request: LoadRequest,
+    devices: Devices | None,
+    host_bytes: int,
+    config: Config,
+    per_node: int | None,
+    there: AskedCluster | None,
 ) -> PlanSummary:
     index, stored = _read(request, config)
+    read_amax = amax_reader(request, index, config.read_timeout_s)
     if devices is not None and request.device_map is not None and request.mapping is not None:
         if request.mapping.max_memory is None and not request.mapping.modules:
             limits = tuple((gpu, room.have_bytes) for gpu, room in enumerate(devices.rooms))
@@ -153,28 +175,33 @@ def _summarize(
     elif devices is not None and devices.source == GIVEN:
         request = _spread(request, index, stored, devices)
         check_devices(request.layout, devices)
-    load_plan = plan_model(request, index, stored)
+    load_plan = plan_model(request, index, stored, read_amax)
     facts = rank_facts(load_plan.cut)
+    view = there.view(request, load_plan, per_node, config) if there and index.source != "config" else None
     until_s = time.monotonic() + OFFERS_S
 
     def planned(changes: Sequence[Change]) -> list[PlannedChange]:
         offers = any(change.kind == "ranks" for change in changes)
-        return plan_changes(index, stored, changes, lambda: offers and time.monotonic() > until_s)
+        return plan_changes(index, stored, changes, lambda: offers and time.monotonic() > until_s, read_amax)
 
-    taken, fit = find_fit(request, facts, devices, planned, host_bytes)
+    if view is not None and view.resident is not None:
+        taken, fit = request, fit_of_resident(view.resident.progress.model_id, view.resident.taken, facts)
+    else:
+        taken, fit = find_fit(request, facts, devices, planned, host_bytes)
     if taken is not request:
-        load_plan = plan_model(taken, index, stored)
-    summary = summarize_plan(
-        load_plan, spread_evenly(taken.world_size, per_node or taken.world_size), signed_by=index.signed_by
-    )
-    nodes = tuple(replace(node, arena_bytes=config.arena_bytes) for node in summary.nodes)
+        load_plan = plan_model(taken, index, stored, read_amax)
+    if view is not None:
+        summary = view.summarize(load_plan, index.signed_by)
+    else:
+        seats = spread_evenly(taken.world_size, per_node or taken.world_size)
+        summary = summarize_plan(load_plan, seats, signed_by=index.signed_by)
     return replace(
         summary,
-        nodes=nodes,
+        nodes=tuple(replace(node, arena_bytes=node.arena_bytes or config.arena_bytes) for node in summary.nodes),
         fit=fit,
         layers=layer_table(load_plan.cut),
         estimated=index.source == "config",
-        notes=index.notes,
+        notes=(*index.notes, *summary.notes),
     )
 
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterator, Sequence
+from collections.abc import Iterator, Mapping, Sequence
 from dataclasses import asdict, dataclass, field, replace
 from typing import Any
 
@@ -18,11 +18,14 @@ from cluster.plans.load_plan import LoadPlan
 from cluster.plans.rank_plans import memory_map, rank_chunks, rank_facts
 from cluster.precision.written_quantization import precision_of, quantization_config
 from cluster.preview.expected_time import ExpectedTime
+from cluster.preview.held_chunks import HeldChunks, node_sources
 from cluster.preview.plan_layers import LayerTable
 from cluster.preview.plan_picture import draw_plan
 from cluster.reports.object_check import ONLY_PART, ObjectCheck, join_checks, verified_by
 from cluster.scheduling.topology import ranks_by_node
 from storage.object_checksum import NO_CHECKSUM
+
+NOTHING_HELD: Mapping[int, HeldChunks] = {}
 
 
 @dataclass(frozen=True, slots=True)
@@ -55,7 +58,12 @@ class NodeSummary:
     needed_chunks: int  # each fetched once, however many ranks want it
     needed_bytes: int
     overfetch_bytes: int  # in those chunks, wanted by no rank of the node
-    arena_bytes: int = 0  # of its arena, as the settings say; 0: a quarter of what /dev/shm has free, 8 GiB at most
+    # of needed_bytes, by where the node would have them from; all 0 when the model is resident
+    store_bytes: int = 0
+    cached_bytes: int = 0  # in its arena
+    disk_bytes: int = 0
+    # of its arena, as it is or as the settings say; 0: a quarter of what /dev/shm has free, 8 GiB at most
+    arena_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
@@ -74,7 +82,7 @@ class PlanSummary:
     stored_bytes: int  # of the model's shards
     placed_bytes: int  # slices of all ranks
     device_bytes: int  # memory they take
-    needed_bytes: int  # leave the store, all nodes together
+    needed_bytes: int  # chunks that nodes need, all nodes together
     overfetch_bytes: int
     ranks: tuple[RankSummary, ...]
     nodes: tuple[NodeSummary, ...]
@@ -85,6 +93,8 @@ class PlanSummary:
     fit: PlanFit | None = None
     expected: ExpectedTime | None = None  # where rates are known
     layers: LayerTable | None = None  # what each rank has of each layer
+    cluster: str = ""  # address of the one that was asked what it has of the model; "": none was
+    resident: str = ""  # id of the model there that a load would be given at once: nothing would move
     estimated: bool = False  # from config.json alone: nothing is stored there
     notes: tuple[str, ...] = ()  # for people: what was skipped, what is an estimate
 
@@ -94,8 +104,12 @@ class PlanSummary:
 
     @property
     def bytes_by_source(self) -> dict[str, int]:
-        """Bytes of needed chunks, by where they would come from when no node has any of them yet."""
-        return {"store": self.needed_bytes}
+        """Bytes of needed chunks, by where they would come from; without a cluster to ask, all from the store."""
+        return {
+            "store": sum(node.store_bytes for node in self.nodes),
+            "arena": sum(node.cached_bytes for node in self.nodes),
+            "disk": sum(node.disk_bytes for node in self.nodes),
+        }
 
     def picture(self, title: str = "a load plan") -> str:
         """An SVG document: ranks against layers, coloured by dtype, to scale."""
@@ -112,17 +126,21 @@ def summarize_plan(
     node_names: Sequence[str] = (),
     *,
     signed_by: str = "",
+    held: Mapping[int, HeldChunks] = NOTHING_HELD,
 ) -> PlanSummary:
     """Numbers of `plan` with rank i on node `rank_nodes[i]`; all on one node when nobody knows the nodes.
 
-    `node_names` by node index; a node without one is called `node <index>`.
+    `node_names` by node index; a node without one is called `node <index>`. `held`: by node index, what nodes have of
+    the model's chunks already.
     """
     rank_nodes = [0] * len(plan.ranks) if rank_nodes is None else rank_nodes
     names = {node: node_names[node] if node < len(node_names) else f"node {node}" for node in sorted(set(rank_nodes))}
     touched = _TouchedChunks(plan)
     summarize_rank = _RankSummaries(plan, touched)
     here = ranks_by_node(rank_nodes)
-    nodes = tuple(_summarize_node(plan, names[node], here[node], touched.of_node(here[node])) for node in here)
+    nodes = tuple(
+        _summarize_node(plan, names[node], here[node], touched.of_node(here[node]), held.get(node)) for node in here
+    )
     ranks = tuple(summarize_rank(rank, names[node]) for rank, node in enumerate(rank_nodes))
     objects = join_checks(check for some in here.values() for check in _planned_checks(plan, touched.of_node(some)))
     return PlanSummary(
@@ -169,7 +187,10 @@ def _planned_checks(plan: LoadPlan, chunks: NDArray[np.int64]) -> Iterator[Objec
             yield ObjectCheck(shard.key, shard.checksum.hash_name)
 
 
-def _summarize_node(plan: LoadPlan, name: str, ranks: tuple[int, ...], needed: NDArray[np.int64]) -> NodeSummary:
+def _summarize_node(
+    plan: LoadPlan, name: str, ranks: tuple[int, ...], needed: NDArray[np.int64], held: HeldChunks | None
+) -> NodeSummary:
+    sources = node_sources(needed, plan.chunks.sizes_bytes(), held)
     needed_bytes = int(plan.chunks.sizes_bytes()[needed].sum())
     return NodeSummary(
         node=name,
@@ -177,6 +198,9 @@ def _summarize_node(plan: LoadPlan, name: str, ranks: tuple[int, ...], needed: N
         needed_chunks=len(needed),
         needed_bytes=needed_bytes,
         overfetch_bytes=needed_bytes - plan.cut.wanted_bytes(ranks),
+        store_bytes=sources.store_bytes,
+        cached_bytes=sources.cached_bytes,
+        disk_bytes=sources.disk_bytes,
     )
 
 

@@ -15,21 +15,23 @@ rates = st.builds(Rates, *(st.none() | st.floats(1e3, 1e12) for _ in STAGES), st
 sizes = st.integers(0, 1 << 45)
 
 
-@given(sizes, sizes, sizes, rates)
-def test_the_slowest_stage_is_the_time(store: int, node: int, rank: int, given_rates: Rates) -> None:
-    found = expect(store, node, rank, given_rates)
+@given(sizes, sizes, sizes, sizes, rates)
+def test_the_slowest_stage_is_the_time(store: int, node: int, disk: int, rank: int, given_rates: Rates) -> None:
+    found = expect(store, node, rank, given_rates, disk)
     if found is None:
         assert not given_rates.known
         return
     by_hand = {
         stage: size / rate
-        for stage, size in zip(STAGES, (store, node, rank), strict=True)
+        for stage, size in zip(STAGES, (store, node, disk, rank), strict=True)
         if (rate := getattr(given_rates, stage)) is not None
     }
     assert found.stages_s == by_hand
     assert found.total_s == max(by_hand.values()) + given_rates.start_s
     assert by_hand[found.limit] == max(by_hand.values())
-    assert {*found.unknown, *by_hand} == set(STAGES)
+    idle = {stage for stage, size in zip(STAGES, (store, node, disk, rank), strict=True) if not size}
+    assert {*found.unknown, *by_hand} | idle == set(STAGES)
+    assert not {*found.unknown} & {*by_hand, *idle}  # of what has nothing to do, no rate is missed
     assert found.limit in found.sentence
 
 
@@ -76,6 +78,17 @@ def test_what_a_load_measured() -> None:
     assert again.stages_s["store"] == pytest.approx(1.0)  # half of the measured time: it was busy for half of it
     mixed = Rates(store=1e6).over(found)
     assert (mixed.store, mixed.place, mixed.source) == (1e6, found.place, "given and measured")
+
+
+def test_what_a_load_from_disk_measured() -> None:
+    sources = {**REPORT["bytes_by_source"], "disk": 6_000}
+    shares = {"store": 0.5, "disk": 0.25, "place": 0.5}
+    found = measured_rates({**REPORT, "bytes_by_source": sources, "nodes": [{}, {}], "limit": {"shares": shares}})
+    assert found.disk == pytest.approx(6_000)  # 3,000 per node in 2 s, busy for a quarter of it
+    from_disk = expect(0, 0, 100, found, disk_bytes=3_000)
+    assert from_disk is not None
+    assert (from_disk.limit, from_disk.stages_s["disk"], from_disk.unknown) == ("disk", pytest.approx(0.5), ())
+    assert measured_rates(REPORT).disk is None
 
 
 def test_a_stage_that_did_nothing_says_nothing() -> None:

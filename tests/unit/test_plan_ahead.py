@@ -118,7 +118,8 @@ def test_expected_time_from_given_and_measured_rates(model: Path, tmp_path: Path
         assert found.expected.stages_s["store"] == pytest.approx(found.needed_bytes / 1e6)
         assert found.expected.stages_s["place"] == pytest.approx(found.ranks[0].size_bytes / 2e6)
         assert found.expected.total_s == pytest.approx(found.needed_bytes / 1e6 + 0.5)
-        assert found.bytes_by_source == {"store": found.needed_bytes}
+        assert found.bytes_by_source == {"store": found.needed_bytes, "arena": 0, "disk": 0}
+        assert (found.cluster, found.resident) == ("", "")
 
 
 def test_the_picture_is_written(model: Path, tmp_path: Path) -> None:

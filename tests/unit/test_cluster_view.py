@@ -1,0 +1,253 @@
+"""A plan on the nodes of a cluster: where ranks would sit, what is said of nodes that do not answer, residents."""
+
+from __future__ import annotations
+
+import asyncio
+import json
+from dataclasses import replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from ray.exceptions import RayActorError
+
+from actors.coordination import nodes
+from actors.coordination.model_record import ModelRecord
+from cluster.command_line.cli import main
+from cluster.config import Config
+from cluster.errors import ClusterLost
+from cluster.layouts.mesh import Layout
+from cluster.plans.chunk_keys import NO_KEY
+from cluster.preview import cluster_view, plan_ahead
+from cluster.preview.cluster_view import AskedCluster, find_cluster, node_names, seat_ranks
+from cluster.preview.held_chunks import HeldChunks, Holdings
+from cluster.preview.plan_ahead import plan
+from cluster.preview.plan_summary import PlanSummary
+from cluster.reports.report import ModelStatus
+from cluster.request import StoreOptions, make_request
+from cluster.scheduling.holders import Holders
+from cluster.scheduling.load_state import Life
+from cluster.scheduling.topology import NodeInfo
+from storage.errors import ArenaError
+from storage.host.gpu_memory import GpuMemory
+from tests.support.checkpoints import safetensors_bytes
+
+CPU_RANKS = 4
+GPUS = [NodeInfo(f"{at:08d}", f"host-{at}", gpus_free=free, gpus_total=2) for at, free in enumerate((0, 2, 1))]
+CPUS = [NodeInfo(f"{at:08d}", f"host-{at}", cpu_ranks_free=CPU_RANKS) for at in range(2)]
+
+
+@pytest.mark.parametrize(
+    ("infos", "layout", "per_node", "seats"),
+    [
+        (CPUS, Layout(), None, (0,)),
+        (CPUS, Layout(2, 3), None, (0, 0, 0, 0, 1, 1)),
+        (GPUS, Layout(2), None, (1, 1)),
+        (GPUS, Layout(1, 3), None, (1, 1, 2)),
+        (GPUS, Layout(2, 2), None, (0, 0, 1, 1)),  # as if all were free: 3 are
+        (GPUS, Layout(2, 4), None, (0, 0, 1, 1, 2, 2, 3, 3)),  # the cluster has no fourth node
+        (GPUS, Layout(4), 1, (0, 1, 2, 3)),
+        ((), Layout(4), None, (0, 0, 0, 0)),
+    ],
+)
+def test_where_ranks_would_sit(
+    infos: list[NodeInfo], layout: Layout, per_node: int | None, seats: tuple[int, ...]
+) -> None:
+    device = "cuda" if infos is GPUS else "cpu"
+    request = make_request(
+        "/model", layout=layout, store_options=StoreOptions(), credentials=None, layout_rules=None, device=device
+    )
+    assert seat_ranks(infos, request, per_node, CPU_RANKS) == seats
+
+
+def test_nodes_of_one_host_are_told_apart() -> None:
+    assert node_names(CPUS) == ("host-0", "host-1")
+    assert node_names([replace(info, host="here") for info in CPUS]) == ("here 00000000", "here 00000001")
+
+
+# -- what agents say, and do not say --------------------------------------------------------------------------------
+
+
+def test_agents_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
+    here = HeldChunks.of([(True, False)])
+
+    def agent(answer: Any) -> SimpleNamespace:
+        async def holds(keys: bytes) -> HeldChunks:
+            assert keys == NO_KEY
+            if answer == "silent":
+                await asyncio.sleep(60)
+            if isinstance(answer, Exception):
+                raise answer
+            return here
+
+        return SimpleNamespace(holds=SimpleNamespace(remote=holds))
+
+    agents = {"well": agent(""), "dead": agent(RayActorError()), "slow": agent("silent"), "ill": agent(ArenaError("x"))}
+    monkeypatch.setattr(nodes.spawn, "find_agent", agents.get)
+    monkeypatch.setattr(nodes, "FACTS_S", 0.1)
+    found = asyncio.run(nodes.held_on([*agents, "new"], NO_KEY))
+    assert found == {
+        "well": here,
+        "dead": "its agent does not answer (RayActorError)",
+        "slow": "its agent does not answer within 0 s",
+        "ill": "its agent does not answer (ArenaError)",
+        "new": "no agent runs there yet",
+    }
+
+
+# -- a whole plan ---------------------------------------------------------------------------------------------------
+
+
+class Asked:
+    """A line to a coordinator that would answer so."""
+
+    address = "10.0.0.1:6379"
+
+    def __init__(self, infos: list[NodeInfo], said: dict[str, Any], resident: ModelStatus | None = None) -> None:
+        self.infos = infos
+        self.said = said
+        self.resident = resident
+        self.calls: list[tuple[Any, ...]] = []
+
+    def call(self, method: str, *args: Any) -> Any:
+        self.calls.append((method, *args))
+        if method == "rooms":
+            return self.infos
+        _, _, node_ids, keys = args
+        chunks = len(keys) // len(NO_KEY)
+        answers = {node_id: self.said.get(node_id, "no agent runs there yet") for node_id in node_ids}
+        every = {
+            name: HeldChunks.of([bits] * chunks) for name, bits in (("arena", (True, True)), ("disk", (False, True)))
+        }
+        return Holdings({node_id: every.get(answer, answer) for node_id, answer in answers.items()}, self.resident)
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    tensors = [(f"layers.{at}.weight", "F32", (64, 64)) for at in range(6)]
+    (tmp_path / "model.safetensors").write_bytes(safetensors_bytes(tensors))
+    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama"}))
+    return tmp_path
+
+
+def asked(monkeypatch: pytest.MonkeyPatch, line: Asked) -> Asked:
+    """Plans find that cluster, named or not."""
+    there = AskedCluster(line, tuple(line.call("rooms")))  # type: ignore[arg-type]
+    monkeypatch.setattr(plan_ahead, "find_cluster", lambda address, config: there)
+    return line
+
+
+def test_bytes_by_source_and_the_time_that_they_take(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    alone = plan(model, fsdp_size=12, ranks_per_node=4, store_rate="1MB/s", disk_rate="4MB/s")
+    assert alone.expected is not None
+    infos = [*CPUS, replace(CPUS[0], node_id="2" * 8, host="host-2", arena_bytes=12 << 20)]
+    asked(monkeypatch, Asked(infos, {infos[0].node_id: "disk", infos[2].node_id: "arena"}))
+    found = plan(model, fsdp_size=12, store_rate="1MB/s", disk_rate="4MB/s")
+    assert [node.node for node in found.nodes] == ["host-0", "host-1", "host-2"]
+    disk, store, arena = found.nodes
+    assert (disk.disk_bytes, store.store_bytes, arena.cached_bytes) == tuple(n.needed_bytes for n in found.nodes)
+    assert found.bytes_by_source == {
+        "store": store.needed_bytes,
+        "arena": arena.needed_bytes,
+        "disk": disk.needed_bytes,
+    }
+    assert sum(found.bytes_by_source.values()) == found.needed_bytes == alone.bytes_by_source["store"]
+    assert found.cluster == Asked.address
+    assert found.notes[-1] == "counted as having nothing of the model: host-1 (no agent runs there yet)"
+    assert (store.arena_bytes, arena.arena_bytes) == (Config().arena_bytes, 12 << 20)
+    assert found.expected is not None
+    assert found.expected.total_s < alone.expected.total_s
+    assert found.expected.stages_s == {
+        "store": pytest.approx(store.needed_bytes / 1e6),
+        "disk": pytest.approx(disk.needed_bytes / 4e6),
+    }
+
+
+def test_ranks_that_the_cluster_has_no_node_for(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    line = asked(monkeypatch, Asked(list(CPUS), {info.node_id: "arena" for info in CPUS}))
+    found = plan(model, fsdp_size=12)
+    assert [node.node for node in found.nodes] == ["host-0", "host-1", "node 2"]
+    assert [node.cached_bytes == 0 for node in found.nodes] == [False, False, True]
+    assert "1 nodes (the cluster has not got them yet)" in found.notes[-1]
+    assert line.calls[-1][3] == [info.node_id for info in CPUS]
+
+
+def resident_status(request_of: Path) -> ModelStatus:
+    request = make_request(
+        str(request_of), layout=Layout(), store_options=StoreOptions(), credentials=None, layout_rules=None
+    )
+    return ModelRecord("llama-1", request, Life.new(1), Holders()).status()
+
+
+def test_a_resident_model_takes_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    tight = [replace(CPUS[0], gpus_total=1, gpus_free=1, gpus=(GpuMemory(10**6, 1),))]
+    line = asked(monkeypatch, Asked(tight, {}))
+    refused = plan(model, address="auto", store_rate="1MB/s")
+    assert refused.fit is not None
+    assert refused.fit.fits is False
+    line.resident = resident_status(model)
+    found = plan(model, address="auto", store_rate="1MB/s")
+    assert (found.resident, found.expected) == ("llama-1", None)
+    assert found.bytes_by_source == {"store": 0, "arena": 0, "disk": 0}
+    assert found.needed_bytes == refused.needed_bytes
+    assert found.fit is not None
+    assert found.fit.fits is True
+    assert "resident as llama-1" in found.fit.sentence
+    identity = line.calls[-1][1]
+    assert "'cuda'" in identity  # as the coordinator would have it, not "auto"
+
+
+def test_the_command_says_it(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+    line = asked(monkeypatch, Asked(list(CPUS), {CPUS[0].node_id: "disk"}))
+    assert main(["plan", str(model), "--address", "auto", "--disk-rate", "1GB/s"]) == 0
+    said = capsys.readouterr().out
+    assert "would leave the store" in said
+    assert "would come from the cache" in said
+    assert "would come from disk" in said
+    assert "limit: disk" in said
+    assert main(["plan", str(model), "--address", "auto", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert document["cluster"] == Asked.address
+    assert document["bytes_by_source"] == {"store": 0, "arena": 0, "disk": document["needed_bytes"]}
+    assert document["nodes"][0]["disk_bytes"] == document["needed_bytes"]
+    line.resident = resident_status(model)
+    assert main(["plan", str(model), "--address", "auto"]) == 0
+    assert "llama-1: a load would be given it at once" in capsys.readouterr().out
+
+
+def test_an_estimate_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 64}
+    config = {"model_type": "llama", **sizes, "num_hidden_layers": 1, "vocab_size": 64}
+    (tmp_path / "config.json").write_text(json.dumps(config))
+    line = asked(monkeypatch, Asked(list(CPUS), {}))
+    found = plan(tmp_path)
+    assert found.estimated
+    assert found.cluster == ""
+    assert [call[0] for call in line.calls] == ["rooms"]
+
+
+# -- which cluster --------------------------------------------------------------------------------------------------
+
+
+def test_only_a_cluster_that_was_named_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    def lost(*args: object, **options: object) -> None:
+        raise ClusterLost("gone")
+
+    monkeypatch.setattr(cluster_view, "connect", lambda address, config, start: None)
+    with pytest.raises(ClusterLost, match="no Longshore coordinator"):
+        find_cluster("auto", Config())
+    monkeypatch.setattr(cluster_view, "joined", lambda config: None)
+    assert find_cluster(None, Config()) is None
+    monkeypatch.setattr(cluster_view, "joined", lost)
+    assert find_cluster(None, Config()) is None
+    line = Asked(list(CPUS), {})
+    monkeypatch.setattr(cluster_view, "joined", lambda config: line)
+    there = find_cluster(None, Config())
+    assert there is not None
+    assert there.infos == tuple(CPUS)
+
+
+def test_a_process_that_works_with_no_cluster_joins_none(model: Path) -> None:
+    found: PlanSummary = plan(model)
+    assert found.cluster == ""
