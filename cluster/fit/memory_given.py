@@ -17,6 +17,8 @@ def parse_memory(given: GivenDevices) -> tuple[int, ...]:
     """Bytes of each device, in the order of ranks. Raises ConfigError."""
     if isinstance(given, str):
         parts: Sequence[str | int] = given.split(",")
+    elif isinstance(given, bytes):  # a sequence of small numbers, which nobody means
+        raise ConfigError(f"not a device's memory: {given!r:.60}", hint=_HINT)
     elif isinstance(given, Sequence):
         parts = given
     else:

@@ -119,12 +119,14 @@ def _check_digest(file: OtherFile, data: bytes) -> None:
 def _language_part(fields: dict[str, Any]) -> dict[str, Any]:
     """The language model's numbers, with what the family means by fields that are missing."""
     nested, vision = fields.get("text_config"), fields.get("vision_config")
-    fields = {name: value for name, value in fields.items() if name not in ("vision_heads", "text_model_type")}
+    ours = ("vision_heads", "text_model_type")  # which no config.json has
+    fields = {name: value for name, value in fields.items() if name not in ours}
     family = fields.get("model_type")
     if isinstance(vision, dict):
         heads = vision.get("num_heads", vision.get("num_attention_heads"))
         fields["vision_heads"] = heads if isinstance(heads, int) else None
     if isinstance(nested, dict):
+        nested = {name: value for name, value in nested.items() if name not in ours}
         fields["text_model_type"] = nested.get("model_type")
         if fields.get("num_attention_heads") is None:
             fields = {**fields, **nested, "model_type": family or nested.get("model_type")}

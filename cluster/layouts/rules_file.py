@@ -28,8 +28,7 @@ def read_rules(rules: LayoutRules | None) -> dict[str, str] | None:
         return None
     if isinstance(rules, str | os.PathLike):
         return _read_file(Path(rules))
-    parse_rules(rules)
-    return dict(rules)
+    return parse_rules(rules).as_dict()
 
 
 def _read_file(path: Path) -> dict[str, str]:

@@ -6,10 +6,11 @@ seen from the tensors that are there, never from the patterns (regular expressio
 
 from __future__ import annotations
 
+import re
 from enum import StrEnum
 from typing import Annotated, Any
 
-from pydantic import AliasChoices, BaseModel, ConfigDict, Field, model_validator
+from pydantic import AliasChoices, BaseModel, BeforeValidator, ConfigDict, Field, model_validator
 
 MAX_SCHEMES = 64  # config_groups of compressed-tensors
 MAX_UNIT = 1 << 20  # indices in a group or block
@@ -19,6 +20,12 @@ _Bits = Annotated[int, Field(strict=True, ge=1, le=64)]
 _Unit = Annotated[int, Field(strict=True, ge=1, le=MAX_UNIT)]
 _GroupSize = Annotated[int, Field(strict=True, ge=-1, le=MAX_UNIT)]  # -1 and 0: no groups, a scale per output
 _Block = tuple[_Unit, _Unit]  # (outputs, inputs)
+
+
+def _from_text(given: Any) -> Any:
+    """A block as early files have it: "128x128"."""
+    match = re.fullmatch(r"([0-9]{1,8})x([0-9]{1,8})", given) if isinstance(given, str) else None
+    return tuple(map(int, match.groups())) if match else given
 
 
 class Family(StrEnum):
@@ -62,7 +69,7 @@ class WeightScheme(BaseModel):
     num_bits: _Bits = 8
     strategy: _Name | None = None
     group_size: _GroupSize | None = None
-    block_structure: _Block | None = None
+    block_structure: Annotated[_Block | None, BeforeValidator(_from_text)] = None
 
     @property
     def units(self) -> tuple[int, int]:

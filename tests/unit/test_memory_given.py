@@ -30,7 +30,26 @@ def test_what_is_meant(given: Any, meant: tuple[int, ...]) -> None:
 
 
 @pytest.mark.parametrize(
-    "given", ["", "x", "4x", "x24GB", "0x24GB", "4x0GB", "4y24GB", [], [None], True, 0, -5, 2.5, {}, "99999x1GB", ","]
+    "given",
+    [
+        "",
+        "x",
+        "4x",
+        "x24GB",
+        "0x24GB",
+        "4x0GB",
+        "4y24GB",
+        [],
+        [None],
+        True,
+        0,
+        -5,
+        2.5,
+        {},
+        "99999x1GB",
+        ",",
+        b"4x24GB",
+    ],
 )
 def test_what_cannot_be_meant(given: Any) -> None:
     with pytest.raises(ConfigError, match="memory"):

@@ -49,6 +49,9 @@ def test_multimodal_nesting() -> None:
     flat = {**LLAMA, "text_config": {"num_attention_heads": 2}}
     assert parse_model_config(json.dumps(flat).encode()).num_attention_heads == 64
     assert parse_model_config(b'{"text_config": 7}').num_attention_heads is None
+    names_of_ours = {"text_config": {**LLAMA, "vision_heads": 3, "text_model_type": "other"}}
+    found = parse_model_config(json.dumps(names_of_ours).encode())
+    assert (found.vision_heads, found.text_model_type) == (None, LLAMA["model_type"])
 
 
 # What the published config.json of Gemma 3's 4B model says of its language model.

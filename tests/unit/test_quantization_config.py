@@ -71,6 +71,8 @@ def test_compressed_tensors() -> None:
     }
     config = said(quant_method="compressed-tensors", format="pack-quantized", config_groups=groups)
     assert [scheme.units for scheme in config.schemes] == [(1, 128), (1, 0), (0, 0), (128, 64)]
+    written = said(config_groups={"g": {"weights": {"strategy": "block", "block_structure": "128x64"}}})
+    assert written.schemes[0].units == (128, 64)
     early = parse({"compression_config": {"config_groups": groups, "format": "pack-quantized"}})
     assert early is not None
     assert early.family is Family.COMPRESSED

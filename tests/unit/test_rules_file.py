@@ -12,6 +12,7 @@ from hypothesis import strategies as st
 from cluster.command_line.cli import main
 from cluster.errors import ConfigError
 from cluster.layouts.mesh import Layout
+from cluster.layouts.rule import Rule
 from cluster.layouts.rules import MAX_RULES, Rule
 from cluster.layouts.rules_file import MAX_RULES_FILE_BYTES, read_rules
 from cluster.request import StoreOptions, make_request
@@ -94,3 +95,8 @@ def test_whatever_is_a_mapping_is_a_file(tmp_path_factory: pytest.TempPathFactor
         except ConfigError as error:
             results.append(error.message.rpartition(": bad")[2].removeprefix("bad"))
     assert results[0] == results[1]
+
+
+def test_a_rule_and_its_name_are_the_same_request() -> None:
+    """Else a second load with the same rules would not get the resident model."""
+    assert repr(read_rules({"a.*": Rule.ROW})) == repr(read_rules({"a.*": "row"})) == repr({"a.*": "row"})
