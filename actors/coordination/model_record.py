@@ -104,7 +104,7 @@ class ModelRecord:
             self.changed.notify_all()
 
     def progress(self) -> LoadProgress:
-        placed = sum(seat.report.size_bytes if seat.report else seat.placed_bytes for seat in self.seats.values())
+        placed = sum(self._placed_bytes(seat) for seat in self.seats.values())
         end_s = self.ended_s or time.monotonic()
         store_bytes = sum(self.store_bytes.values())
         if self.report is not None and self.life.state is LoadState.READY:
@@ -121,6 +121,12 @@ class ModelRecord:
             elapsed_s=max(0.0, end_s - self.created_s),
             message=self.message,
         )
+
+    def _placed_bytes(self, seat: Seat) -> int:
+        """Of what the rank reads, as `total_bytes` counts."""
+        if seat.report is None:
+            return seat.placed_bytes
+        return seat.report.size_bytes if self.plan is None else self.plan.ranks[seat.rank].read_bytes
 
     def status(self) -> ModelStatus:
         request = self.request

@@ -37,6 +37,19 @@ def _to_take(record: ModelRecord, seats: list[Seat]) -> int:
     here = {seat.rank: seat for seat in seats}
     left = [seat for seat in seats if seat.report is None]  # the others have it all
     wanted = sum(record.host_bytes.get(seat.rank, 0) for seat in left)
-    placed = sum(min(seat.placed_bytes, record.host_bytes.get(seat.rank, 0)) for seat in left)
+    taken = sum(_taken(record, seat) for seat in left)
     kept = record.kept_bytes.get(seats[0].node_id, 0) if seats else 0
-    return max(0, wanted - max(placed, kept)) + WORKER_BYTES * len(new_workers(here))
+    return max(0, wanted - max(taken, kept)) + WORKER_BYTES * len(new_workers(here))
+
+
+def _taken(record: ModelRecord, seat: Seat) -> int:
+    """What a rank has of its host's memory at least, by what it has placed: that may be on its other devices, and
+    takes less when it is converted.
+    """
+    host_bytes = record.host_bytes.get(seat.rank, 0)
+    if record.plan is None:  # after the coordinator was restarted
+        return min(seat.placed_bytes, host_bytes)
+    facts = record.plan.ranks[seat.rank]
+    elsewhere_bytes = facts.device_bytes - (host_bytes - facts.staging_bytes)
+    there_bytes = facts.device_bytes * seat.placed_bytes // max(1, facts.read_bytes)
+    return min(host_bytes, max(0, there_bytes - elsewhere_bytes))

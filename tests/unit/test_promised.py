@@ -10,6 +10,8 @@ from actors.coordination.saved_load import SavedLoad
 from cluster.fit.host_room import WORKER_BYTES
 from cluster.layouts.mesh import Layout
 from cluster.load_request import LoadRequest, StoreAccess
+from cluster.plans.packed_plan import PackedPlan
+from cluster.plans.rank_plans import RankFacts
 from cluster.reports.report import RankReport, StageTimes
 from cluster.scheduling import load_events, load_state
 from cluster.scheduling.holders import Holders
@@ -45,6 +47,28 @@ def test_a_promise_shrinks_with_what_is_placed() -> None:
     record.seats[0].placed_bytes = 0  # its worker was lost, and a new one takes it all again
     assert claimed(record) == {"n0": 100, "n1": 90}
     assert claims_of([record], record) == []
+
+
+def test_what_is_converted_takes_less_than_is_placed() -> None:
+    record = model()
+    facts = RankFacts(size_bytes=90, device_bytes=90, read_bytes=360, staging_bytes=10)
+    record.plan = PackedPlan("r", "blake3", 720, (facts, facts), b"")
+    record.seats[0].placed_bytes = 180
+    assert claimed(record)["n0"] == 55  # half of the 90 is there
+    record.seats[0].placed_bytes = 360
+    assert claimed(record)["n0"] == 10  # as much as the last tensor may need, until the rank is ready
+
+
+def test_what_is_placed_may_be_on_other_devices_of_the_rank() -> None:
+    record = model()
+    record.host_bytes = {0: 40, 1: 40}
+    facts = RankFacts(100, 100, 100, 0, ((0, 60), ("cpu", 40)))
+    record.plan = PackedPlan("r", "blake3", 200, (facts, facts), b"")
+    for placed_bytes, left_bytes in ((30, 40), (60, 40), (80, 20)):
+        record.seats[0].placed_bytes = placed_bytes
+        assert claimed(record)["n0"] == left_bytes
+    record.seats[0].placed_bytes = 100
+    assert "n0" not in claimed(record)
 
 
 def test_processes_to_be_started_are_promised_too() -> None:

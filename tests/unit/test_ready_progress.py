@@ -5,10 +5,12 @@ from __future__ import annotations
 from types import SimpleNamespace
 from typing import Any
 
-from actors.coordination.model_record import ModelRecord
+from actors.coordination.model_record import ModelRecord, Seat
 from cluster.layouts.mesh import Layout
 from cluster.load_request import LoadRequest, StoreAccess
-from cluster.reports.report import LoadProgress
+from cluster.plans.packed_plan import PackedPlan
+from cluster.plans.rank_plans import RankFacts
+from cluster.reports.report import LoadProgress, RankReport, StageTimes
 from cluster.scheduling import load_events, load_state
 from cluster.scheduling.holders import Holders
 from cluster.wait import wait_until_ready
@@ -40,6 +42,19 @@ def test_the_progress_of_a_ready_load_has_the_reports_figures() -> None:
     assert record.life.is_ready
     record.report = SimpleNamespace(store_bytes=40)  # type: ignore[assignment]
     assert record.progress().store_bytes == 40
+
+
+def test_a_rank_that_is_ready_has_placed_all_that_it_reads() -> None:
+    """More than it holds, when tensors are quantized: progress never falls, and ends at the total."""
+    record = record_in(*loaded())
+    record.seats = {0: Seat(0, "n", "h", None, placed_bytes=399)}
+    facts = RankFacts(size_bytes=110, device_bytes=112, read_bytes=400)
+    record.plan, record.total_bytes = PackedPlan("r", "blake3", 400, (facts,), b""), 400
+    assert record.progress().placed_bytes == 399
+    record.seats[0].report = RankReport(0, "n", "h", 1, "cpu", 0, 110, 112, StageTimes(), 1, 0.5, 1.0)
+    assert record.progress().placed_bytes == 400
+    record.plan = None  # the coordinator was restarted
+    assert record.progress().placed_bytes == 110
 
 
 def test_ready_is_shown_with_the_report_only() -> None:
