@@ -81,6 +81,8 @@ class Coordinator:
             infos = await asyncio.to_thread(nodes.cluster_nodes, (), self._config.cpu_ranks_per_node)
             request = replace(request, device=resolve_device(infos, "auto"))
         request.fit.check_device(request.device)
+        for model_id in [record.model_id for record in self._models.values() if record.is_answered_by(request)]:
+            del self._models[model_id]
         for record in list(self._models.values()):
             if record.request.identity() != request.identity() or record.life.is_over:
                 continue

@@ -5,9 +5,10 @@ from __future__ import annotations
 import asyncio
 import math
 import time
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
+from cluster.errors import UnknownFamily
 from cluster.fit.options import what_was_taken
 from cluster.load_request import LoadRequest
 from cluster.plans.packed_plan import PackedPlan
@@ -92,6 +93,14 @@ class ModelRecord:
     def is_at_hand(self, identity: str, revision: str) -> bool:
         """Whether a load of that identity, of that revision, would be given this model at once."""
         return self.life.is_ready and self.revision == revision and self.request.identity() == identity
+
+    def is_answered_by(self, request: LoadRequest) -> bool:
+        """Whether this load ended for want of rules, and `request` asks for the same with some: a question that its
+        client has answered, not a failure. Not while somebody is still to hear of it.
+        """
+        if not (isinstance(self.error, UnknownFamily) and request.layout_rules) or len(self.holders):
+            return False
+        return replace(request, layout_rules=self.request.layout_rules).identity() == self.request.identity()
 
     async def touch(self, message: str | None = None) -> None:
         """Wake whoever waits for this model."""

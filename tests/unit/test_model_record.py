@@ -1,0 +1,75 @@
+"""The coordinator's notes on a model: what a later request means for them."""
+
+from __future__ import annotations
+
+from dataclasses import replace
+
+import pytest
+
+from actors.coordination.model_record import ModelRecord
+from cluster.errors import DoesNotFit, LayoutError, UnknownFamily
+from cluster.layouts.mesh import Layout
+from cluster.load_request import LoadRequest
+from cluster.request import StoreOptions, make_request
+from cluster.scheduling import load_events
+from cluster.scheduling.holders import Holders
+from cluster.scheduling.load_state import Life, advance
+from storage.errors import LongshoreError
+
+RULES = {"*": "replicate"}
+
+
+def asked(rules: dict[str, str] | None = None, uri: str = "/models/a", tensor_parallel_size: int = 2) -> LoadRequest:
+    return make_request(
+        uri,
+        layout=Layout(tensor_parallel_size),
+        store_options=StoreOptions(),
+        credentials=None,
+        layout_rules=rules,
+        device="cpu",
+    )
+
+
+def refused(error: LongshoreError, holders: Holders | None = None) -> ModelRecord:
+    record = ModelRecord("m-1", asked(), Life.new(2), holders or Holders())
+    record.life = advance(record.life, load_events.Failed(str(error), attempt=record.life.attempt))
+    record.error = error
+    return record
+
+
+def test_who_asks_again_with_rules_answers_the_question() -> None:
+    record = refused(UnknownFamily("no rules"))
+    assert record.is_answered_by(asked(RULES))
+    assert record.is_answered_by(replace(asked(RULES), keep=True, client_id="another"))
+    assert not record.is_answered_by(asked())  # the same question
+    assert not record.is_answered_by(asked(RULES, uri="/models/b"))
+    assert not record.is_answered_by(asked(RULES, tensor_parallel_size=4))
+
+
+@pytest.mark.parametrize("error", [LayoutError("cannot be cut"), DoesNotFit("too large")])
+def test_other_refusals_stay(error: LongshoreError) -> None:
+    assert not refused(error).is_answered_by(asked(RULES))
+
+
+def test_who_has_not_heard_of_it_yet_still_does() -> None:
+    record = refused(UnknownFamily("no rules"), Holders().hold("client", 0.0))
+    assert not record.is_answered_by(asked(RULES))
+    record.holders = record.holders.drop("client")
+    assert record.is_answered_by(asked(RULES))
+
+
+def test_a_load_that_goes_on_is_no_refusal() -> None:
+    record = ModelRecord("m-1", asked(), Life.new(2), Holders())
+    assert not record.is_answered_by(asked(RULES))
+
+
+def test_what_is_at_hand() -> None:
+    record = ModelRecord("m-1", asked(), Life.new(1), Holders(), revision="r1")
+    identity = asked().identity()
+    assert not record.is_at_hand(identity, "r1")
+    for event in (load_events.Planned, load_events.Started):
+        record.life = advance(record.life, event(attempt=1))
+    record.life = advance(record.life, load_events.RankReady(0, 0, attempt=1))
+    assert record.is_at_hand(identity, "r1")
+    assert not record.is_at_hand(identity, "r2")
+    assert not record.is_at_hand(asked(RULES).identity(), "r1")
