@@ -90,7 +90,7 @@ class GpuWorker:
         with self._lock:
             load = self._load
         if load is not None:
-            PROCESS_MEMORY.keep(True)
+            PROCESS_MEMORY.keep(self._device_kind == "cpu")  # on a GPU only a device map has some there
             PROCESS_ARENAS.keep(True)
             if load.job.load_id != load_id or not load.let_go() or self._gpu_memory_in_use():
                 return None

@@ -19,11 +19,15 @@ import torch
 from actors.devices.segment_memory import PROCESS_MEMORY
 from actors.gpu_worker import GpuWorker
 from actors.shard import RankShard
+from cluster.device_map.options import parse_device_map
 from cluster.errors import LoadCancelled, ModelNotFound, RemoteCallFailed
+from cluster.layouts.mesh import Layout
 from cluster.load_request import StoreAccess
 from cluster.messages import Orders, RankJob, RankUpdate
 from cluster.plans.load_plan import LoadPlan
+from cluster.plans.planning import build_load_plan
 from cluster.reports.report import RankReport
+from storage.checkpoints.checkpoint import open_model
 from storage.errors import LongshoreError
 from storage.host.processes import ProcessId
 from storage.local import LocalStore
@@ -223,6 +227,19 @@ def test_what_calls_kept_goes_with_the_model(worker: GpuWorker, node: LocalNode,
     assert worker.recycle(LOAD) == sum(
         -(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in plan.ranks[0].segment_bytes
     )
+
+
+def test_a_worker_with_gpus_keeps_no_host_memory(node: LocalNode, stored: dict[str, bytes], tmp_path: Path) -> None:
+    """A device map may have put tensors there; the next load has no use for it, and others have."""
+    index = open_model(LocalStore(str(tmp_path)), chunk_bytes=1024)
+    mapped = build_load_plan(index, Layout(), device_map=parse_device_map("cpu", None, None, Layout(), "cpu"))
+    worker = GpuWorker("node-1", "cuda", 60.0, node.agent)
+    worker.start(replace(job(node, mapped, tmp_path), mapped=True))
+    assert worker.outcome(LOAD).bytes_by_device == {"cpu": mapped.ranks[0].device_bytes}
+    assert worker.recycle(LOAD) == 0
+    worker.stop()
+    _join_watch()
+    PROCESS_MEMORY.keep(False)
 
 
 def test_recycled_after_a_load_that_failed(worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path):
