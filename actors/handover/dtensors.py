@@ -66,6 +66,8 @@ def slice_as_dtensor(
     """See `RankShard.dtensor`."""
     from torch.distributed.tensor import Shard
 
+    if piece.form:
+        raise ModuleMismatch(f"{piece.name:.300} is laid out flat in its format: it has no dimension to be cut along")
     placements = tuple(placements) if placements is not None else (Shard(0),)
     part = place_of(piece.shape, mesh, placements)
     if not same_part(part, piece.region):

@@ -8,11 +8,13 @@ from typing import TYPE_CHECKING
 
 from actors.handover.tensor_names import likely_prefix
 from cluster.errors import ModuleMismatch
+from cluster.precision import nf4
 from cluster.precision.quantized_tensors import OF_MODULE, OF_WEIGHT
 
 if TYPE_CHECKING:
     import torch
 
+_OF_BITSANDBYTES = (nf4.ABSMAX, nf4.QUANT_MAP, nf4.STATE)
 _LISTED = 20  # names of a kind in one message
 
 
@@ -90,7 +92,7 @@ def _hints_of_names(problems: Problems, *, known: bool, convert: bool) -> list[s
 
 
 def _is_of_quantization(name: str) -> bool:
-    return name.endswith(OF_WEIGHT) or name.rpartition(".")[2] in OF_MODULE
+    return name.endswith((*OF_WEIGHT, *_OF_BITSANDBYTES)) or name.rpartition(".")[2] in OF_MODULE
 
 
 def _some(names: Sequence[str]) -> str:

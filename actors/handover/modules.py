@@ -13,6 +13,13 @@ from dataclasses import dataclass, replace
 import torch
 
 from actors.handover import transformers_models
+from actors.handover.bitsandbytes_layers import (
+    four_bit_difference,
+    is_four_bit,
+    make_four_bit,
+    put_four_bit,
+    stored_with,
+)
 from actors.handover.dtensors import as_dtensor, wanted_part, wrap_local
 from actors.handover.mismatch import Problems, mismatch
 from actors.handover.module_places import Place, find_places, put, tied_names
@@ -65,6 +72,7 @@ def fill_module(
     if convert:
         offers, copied = _converted(module, offers)
     places = find_places(module)
+    offers = _joined(places, offers)
     tied = tied_names(module, places.values())
     problems = Problems()
     if known:
@@ -89,7 +97,8 @@ def fill_module(
         key = id(offer)
         if key not in made:
             made[key] = _tensor_for(places[name], offer, requires_grad)
-        put(places[name], made[key])
+        fill = put_four_bit if is_four_bit(made[key]) else put
+        fill(places[name], made[key])
     _move_unsaved(module, device)
     groups = {group for name, group in tied.items() if name in chosen}
     return Filled(len(made), tuple(problems.missing), tuple(problems.unexpected), tuple(sorted(groups)), copied)
@@ -103,6 +112,18 @@ def _move_unsaved(module: torch.nn.Module, device: str) -> None:
             if id(place.tensor) not in moved:
                 moved[id(place.tensor)] = place.tensor.to(device)
             put(place, moved[id(place.tensor)])
+
+
+def _joined(places: Mapping[str, Place], offers: Mapping[str, Offer]) -> dict[str, Offer]:
+    """Weights of bitsandbytes' layers are one tensor each in the module, and several of the rank's."""
+    joined = dict(offers)
+    for name, place in places.items():
+        if name in offers and is_four_bit(place.tensor) and (others := stored_with(name, offers)):
+            stored = {other: joined.pop(other).tensor for other in others}
+            joined[name] = replace(
+                offers[name], tensor=make_four_bit(name, place.tensor, offers[name].tensor, stored), piece=None
+            )
+    return joined
 
 
 def _converted(module: torch.nn.Module, offers: Mapping[str, Offer]) -> tuple[dict[str, Offer], tuple[str, ...]]:
@@ -150,6 +171,8 @@ def _choose(
 def _difference(place: Place, offer: Offer, problems: Problems) -> str:
     """Why the tensor cannot be put there; "" when it can."""
     wanted, tensor = place.tensor, offer.tensor
+    if is_four_bit(wanted):
+        return four_bit_difference(wanted, tensor)
     if torch.nn.parameter.is_lazy(wanted):
         return "a lazy module, which has a shape only after its first forward pass"
     alike = wanted.dtype == tensor.dtype or (place.name in problems.float32 and tensor.dtype == torch.float32)
@@ -180,6 +203,8 @@ def _difference(place: Place, offer: Offer, problems: Problems) -> str:
 def _tensor_for(place: Place, offer: Offer, requires_grad: bool | None) -> torch.Tensor:
     """What is put: the offered memory itself."""
     wanted, tensor = place.tensor, offer.tensor
+    if is_four_bit(tensor):
+        return tensor
     distributed = as_dtensor(wanted)
     rows = (tuple(wanted.shape) if distributed is None else wanted_part(distributed).filled)[:1]
     if rows and len(tensor) != rows[0]:
@@ -196,7 +221,7 @@ def _tensor_for(place: Place, offer: Offer, requires_grad: bool | None) -> torch
 
 def _unpadded(offer: Offer) -> tuple[int, ...] | None:
     piece = offer.piece
-    return piece.region.filled if piece is not None and piece.region.padding else None
+    return piece.region.filled if piece is not None and piece.region.padding and not piece.form else None
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
