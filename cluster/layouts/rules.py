@@ -80,7 +80,7 @@ def parse_rules(data: object) -> Rules:
     problems = []
     entries = []
     for pattern, rule in data.items():
-        if problem := _pattern_problem(pattern):
+        if problem := pattern_problem(pattern):
             problems.append(problem)
         elif not isinstance(rule, str) or rule not in set(Rule):
             problems.append(f"{pattern!r}: no rule is called {rule!r:.40}")
@@ -106,7 +106,8 @@ def rules_for(config: ModelConfig | None, own: Rules | Mapping[str, str] | None 
 _HINT = f"Rules: {', '.join(Rule)}; a pattern may hold one * per part of the name and one part that is **"
 
 
-def _pattern_problem(pattern: object) -> str | None:
+def pattern_problem(pattern: object) -> str | None:
+    """Why it is no pattern of names; None: it is one."""
     # One wildcard per part and one ** keep matching quadratic at worst, whatever names a bucket holds.
     if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_PATTERN_CHARS:
         return f"{pattern!r:.60} is not a pattern of 1 to {MAX_PATTERN_CHARS} characters"

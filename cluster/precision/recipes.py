@@ -13,12 +13,13 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Iterable, Sequence
 from dataclasses import dataclass
 
 from cluster.errors import ConfigError
+from cluster.layouts.module_names import HEADS, OTHER_EMBEDDINGS, ROUTERS, TOKEN_EMBEDDINGS, TOWERS
 from cluster.layouts.region import Range, Region, whole
-from cluster.layouts.rules import parse_rules
+from cluster.layouts.rules import MAX_RULES, parse_rules, pattern_problem
 from cluster.precision import nf4
 from cluster.precision.quantized_tensors import OF_ACTIVATIONS
 from storage.checkpoints.dtypes import DTYPE_BITS
@@ -51,15 +52,7 @@ SCHEMES = {
 QUANTIZATIONS = ("", *SCHEMES)
 
 # A tensor below any module of these names stays as it is: embeddings, heads, routers, towers of other inputs.
-SKIPPED_PARTS = frozenset(
-    (
-        *("embed_tokens", "embed_tokens_per_layer", "embed_in", "embed_positions", "embeddings", "word_embeddings"),
-        *("tok_embeddings", "wte", "wpe", "patch_embed", "patch_embedding", "pos_embed", "position_embedding"),
-        *("lm_head", "embed_out", "score", "classifier"),
-        *("gate", "router", "shared_expert_gate"),
-        *("visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector"),
-    )
-)
+SKIPPED_PARTS = frozenset((*TOKEN_EMBEDDINGS, *OTHER_EMBEDDINGS, *HEADS, *ROUTERS, *TOWERS))
 _SIDE_BY_SIDE = ("group", "block")  # weights of a row share a scale: a rank needs no more than it holds
 _EXACT = ("e_score_correction_bias", "inv_freq")  # computed with in float32, whatever the model is cast to
 _FLOATS = ("BF16", "F16", "F32", "F64")
@@ -67,7 +60,8 @@ _SMALL_FLOATS = ("F8_E4M3", "F8_E5M2")
 # Tensors that only a quantized checkpoint has.
 _QUANTIZED = re.compile(
     r"(?:^|.*[._])(?:qweight|qzeros|scales|g_idx|absmax|quant_map|SCB|"
-    r"(?:weight|input|proj)_(?:scale|scale_inv|scales|packed|blocks|zero_point|shape|global_scale|g_idx))\Z",
+    r"(?:weight|input|activation|proj)_(?:scale|scale_inv|scale_2|scales|packed|blocks|zero_point|shape|global_scale|"
+    r"input_scale|activation_scale|g_idx))\Z",
     re.DOTALL,
 )
 
@@ -95,7 +89,12 @@ class Precision:
             )
         if not self.quantization and self.skip != (DEFAULT,):
             raise ConfigError("skip_quantization says what is not quantized, but there is no quantization")
-        parse_rules({pattern: "replicate" for pattern in self.skip})
+        wrong = [problem for pattern in self.skip if (problem := pattern_problem(pattern))]
+        if wrong or len(self.skip) > MAX_RULES:
+            raise ConfigError(
+                f"bad skip_quantization: {'; '.join(wrong[:20]) or f'more than {MAX_RULES} patterns'}",
+                hint='patterns of tensor names, such as "**.down_proj.weight", and "default" for what is usual',
+            )
 
     def __str__(self) -> str:
         named = [self.quantization, self.dtype if self.dtype != "auto" else ""]
@@ -138,6 +137,8 @@ def make_precision(dtype: str, quantization: str | None, skip: Sequence[str] | N
     """From the arguments of a verb; None: the default. Raises ConfigError."""
     if isinstance(skip, str | bytes):
         raise ConfigError("skip_quantization is a list of patterns, not one text")
+    if skip is not None and not isinstance(skip, Iterable):
+        raise ConfigError(f"skip_quantization is a list of patterns, not {skip!r:.40}")
     return Precision(dtype, quantization or "", (DEFAULT,) if skip is None else tuple(skip))
 
 

@@ -11,6 +11,7 @@ from typing import Any
 
 import numpy as np
 
+from cluster.layouts.module_names import HEADS
 from cluster.plans.cut_model import CutModel
 from cluster.precision import nf4
 from cluster.precision.recipes import GROUP, SCHEMES
@@ -32,6 +33,8 @@ def quantization_config(cut: CutModel) -> dict[str, Any] | None:
     left = [not of and len(kind.shape) == 2 for kind, of in zip(cut.kinds, schemes, strict=True)]
     names = (name for name, kind in zip(cut.names, cut.kind.tolist(), strict=True) if left[kind])
     ignored = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
+    if not any(part in HEADS for name in cut.names for part in name.split(".")):
+        ignored.append(HEADS[0])  # it is the embedding: a layer all the same, which has nothing of its own to read
     if scheme.scale == "block":
         computed = next(kind.recipe.dtype for kind in cut.kinds if kind.recipe is not None and kind.recipe.scheme)
         return _bitsandbytes(nf4.DTYPES[computed], ignored)

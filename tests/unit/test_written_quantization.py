@@ -34,6 +34,16 @@ def test_the_library_reads_it_as_what_was_done(scheme: str) -> None:
     assert precision_of(plan.cut) == f"{scheme}: 14 tensors"
 
 
+@pytest.mark.parametrize("scheme", ["int4", "nf4"])
+def test_a_head_that_is_the_embedding_is_ignored(scheme: str) -> None:
+    """It is a linear layer of the model, and nothing is stored for it."""
+    tied = store_arrays(as_bf16(random_arrays(llama_shapes(1, 128, 128, 4, 2, 50, tied=True))))
+    plan = build_load_plan(tied.index, Layout(), None, None, Precision("auto", scheme))
+    config = quantization_config(plan.cut)
+    assert config is not None
+    assert config["llm_int8_skip_modules" if scheme == "nf4" else "ignore"] == ["model.embed_tokens", "lm_head"]
+
+
 def test_transformers_reads_it_as_nf4_of_bitsandbytes() -> None:
     plan = build_load_plan(MODEL.index, Layout(), None, None, Precision("float16", "nf4"))
     config = quantization_config(plan.cut)
