@@ -38,11 +38,8 @@ def convert(
 ) -> None:
     """Fill `made`, the memory of `slices`, from `source`, that of the staged tensor. Blocks of uint8."""
     piece = staged.source
-    weight = source.view(torch_dtype(piece.dtype, piece.sizes)[0]).reshape(piece.sizes)
-    views = [
-        data.view(torch_dtype(each.dtype, each.sizes)[0]).reshape(each.sizes)
-        for data, each in zip(made, slices, strict=True)
-    ]
+    weight = _viewed(source, piece)
+    views = [_viewed(data, each) for data, each in zip(made, slices, strict=True)]
     if not staged.recipe.scheme:
         views[0].copy_(weight)
         return
@@ -54,25 +51,47 @@ def convert(
         return
     if scheme.packed:
         views[2].copy_(torch.tensor(piece.shape))
+    recorded = staged.amax()
+    amax = None if recorded is None else torch.from_numpy(recorded).to(weight.device, dtype)
     if weight.ndim == 2:
-        _matrix(weight, scheme, dtype, staged.region, views[0], views[1])
+        _matrix(weight, scheme, dtype, staged.region, views[0], views[1], amax)
         return
     rows, columns = staged.region.ranges[1:]
     for expert in range(weight.shape[0]):
         held = Region((rows, columns))
-        _matrix(weight[expert], scheme, dtype, held, views[0][expert], views[1][expert])
+        most = None if amax is None else amax[expert]
+        _matrix(weight[expert], scheme, dtype, held, views[0][expert], views[1][expert], most)
+
+
+def _viewed(data: torch.Tensor, piece: TensorSlice) -> torch.Tensor:
+    dtype = torch_dtype(piece.dtype, piece.sizes)[0]
+    # Nothing, when it comes from numpy, has no stride that torch would view as another dtype.
+    return (data.view(dtype) if len(data) else data.new_empty(0, dtype=dtype)).reshape(piece.sizes)
 
 
 def _matrix(
-    weight: torch.Tensor, scheme: Scheme, dtype: torch.dtype, held: Region, made: torch.Tensor, scale: torch.Tensor
+    weight: torch.Tensor,
+    scheme: Scheme,
+    dtype: torch.dtype,
+    held: Region,
+    made: torch.Tensor,
+    scale: torch.Tensor,
+    amax: torch.Tensor | None,
 ) -> None:
-    """One (out, in) matrix. `held` says which columns of it are wanted; which rows, too, when all of it is there."""
+    """One (out, in) matrix. `held` says which columns of it are wanted; which rows, too, when all of it is there.
+
+    With `amax`, the largest absolute values of its rows or of all of it, nothing but what is wanted is there. The
+    largest of values that were rounded is the largest one, rounded.
+    """
     low, high = _RANGES[scheme.bits] if scheme.packed else _FP8_RANGE
     # A tensor, not a number: a GPU divides by a number as it multiplies with the inverse, which rounds differently.
     half = torch.tensor((high - low) / 2, dtype=dtype, device=weight.device)
-    columns: Sequence[Range] = ((0, weight.shape[1]),) if scheme.scale == "group" else held.ranges[1]
+    whole = amax is not None or scheme.scale == "group"
+    columns: Sequence[Range] = ((0, weight.shape[1]),) if whole else held.ranges[1]
     starts: Sequence[Range] = ((0, weight.shape[0]),)
-    if scheme.scale == "tensor":
+    if scheme.scale == "tensor" and amax is not None:
+        scale.fill_(_scale(amax.reshape(()), half))
+    elif scheme.scale == "tensor":
         blocks = _blocks(starts, weight)
         largest = torch.stack([weight[first:end].to(dtype).abs().amax() for first, end in blocks]).amax()
         scale.fill_(_scale(largest, half))
@@ -83,7 +102,7 @@ def _matrix(
         here = slice(place, place + end - first)
         place = here.stop
         if scheme.scale == "channel":
-            scale[here] = _scale(block.abs().amax(-1, keepdim=True), half)
+            scale[here] = _scale(block.abs().amax(-1, keepdim=True) if amax is None else amax[here].unsqueeze(1), half)
         wanted, by = _columns(block, columns), scale if scheme.scale == "tensor" else scale[here]
         if scheme.scale == "group":
             wanted = wanted.reshape(len(wanted), -1, GROUP)

@@ -24,6 +24,7 @@ from cluster.layouts.region import Box, Region
 from cluster.layouts.rules import Rules
 from cluster.layouts.tensor_cut import TensorCut, region_of
 from cluster.precision.recipes import Output, Precision, Recipe, cut_problem, decide_recipes, outputs_of, read_region
+from cluster.precision.recorded_amax import RecordedAmax
 from storage.checkpoints.model_index import ModelIndex
 
 if TYPE_CHECKING:
@@ -42,6 +43,7 @@ class TensorKind:
     size_bytes: int  # of the whole tensor
     cut: TensorCut
     recipe: Recipe | None = None  # what it becomes; None: it stays as stored
+    recorded: bool = False  # the plan has what its scales depend on: a rank reads what it holds
 
     def part_bytes(self, elements: int) -> int:
         """Bytes of so many elements."""
@@ -78,6 +80,7 @@ class CutModel:
     shard: NDArray[np.int32]  # (n,) index into the shards
     start: NDArray[np.int64]  # (n,) first byte of the whole tensor in the shard's file
     device_map: DeviceMap | None = None  # of the one rank, when it has several devices
+    amax: RecordedAmax | None = None  # of tensors whose kind is recorded
 
     def __len__(self) -> int:
         return len(self.names)
@@ -97,7 +100,7 @@ class CutModel:
         found = []
         for kind in self.kinds:
             region = region_of(kind.shape, kind.cut, coords, self.layout)
-            reads = read_region(kind.recipe, kind.shape, region)
+            reads = region if kind.recorded else read_region(kind.recipe, kind.shape, region)
             read_bytes, filled_bytes = kind.part_bytes(math.prod(reads.sizes)), kind.part_bytes(reads.elements)
             outputs = outputs_of(kind.recipe, kind.dtype, kind.shape, region)
             sizes = (read_bytes,) if kind.recipe is None else tuple(output.size_bytes for output in outputs)

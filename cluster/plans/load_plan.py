@@ -20,7 +20,8 @@ from cluster.device_map.deciding import DeviceKey, DeviceMap, device_name
 from cluster.layouts.mesh import RankCoords
 from cluster.layouts.region import Region
 from cluster.plans.cut_model import CutModel
-from cluster.precision.recipes import Recipe
+from cluster.precision.recipes import SCHEMES, Recipe
+from cluster.precision.recorded_amax import Amax, RecordedAmax
 from storage.checkpoints.model_index import ChunkTable, Shard
 
 
@@ -64,6 +65,15 @@ class StagedTensor:
     region: Region  # what the rank holds of it
     first: int  # the tensors that are made from it: RankPlan.slices[first:end]
     end: int
+    tensor: int = -1  # its number in the cut model
+    recorded: RecordedAmax | None = None  # of the cut model, when its scales follow from them
+
+    def amax(self) -> Amax | None:
+        """The largest absolute values of what shares a scale, of the rows that the rank holds (`RecordedAmax.part`)."""
+        if self.recorded is None:
+            return None
+        scale = SCHEMES[self.recipe.scheme].scale
+        return self.recorded.part(self.tensor, self.source.shape, scale, self.region)
 
 
 @dataclass(frozen=True, slots=True, eq=False)

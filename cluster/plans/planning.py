@@ -20,6 +20,7 @@ from cluster.plans.cut_model import AS_STORED, cut_model
 from cluster.plans.load_plan import LoadPlan, RankPlan, TensorSlice
 from cluster.plans.rank_plans import RankPlans, node_chunks
 from cluster.plans.read_items import ReadItems, expand_read_items
+from cluster.plans.recorded_scales import ReadAmax, with_recorded_amax
 from cluster.plans.segments import ALIGNMENT_BYTES
 from cluster.plans.slice_patterns import SourcePatterns, pair_with_chunks
 from cluster.precision.recipes import Precision, region_bytes
@@ -33,15 +34,19 @@ def build_load_plan(
     config: ModelConfig | None = None,
     precision: Precision = AS_STORED,
     device_map: DeviceMapOptions | None = None,
+    read_amax: ReadAmax | None = None,
 ) -> LoadPlan:
     """What each rank of `layout` holds of the model, where, and from which chunks. Same input, same plan.
 
     `rules` as `rules_for` makes them (the default: those of the family that `config` names); without tensor
-    parallelism neither is needed. Raises LayoutError listing every tensor that cannot be cut, ConfigError for a
-    precision that the model cannot have, what `with_device_map` raises, and PlanError when the model's chunks do not
-    hold all bytes of its tensors.
+    parallelism neither is needed. `read_amax` is asked for maxima that were recorded when the model was published, if
+    ranks would read more than they hold without them. Raises LayoutError listing every tensor that cannot be cut,
+    ConfigError for a precision that the model cannot have, what `with_device_map` and `read_amax` raise, and PlanError
+    when the model's chunks do not hold all bytes of its tensors.
     """
     cut = cut_model(index, layout, rules_for(config) if rules is None else rules, config, precision)
+    if read_amax is not None:
+        cut = with_recorded_amax(cut, read_amax)
     if device_map is not None:
         cut = with_device_map(cut, device_map, config)
     _check_coverage(index)

@@ -106,7 +106,7 @@ def plan_changes(
         if planned and enough():
             break
         try:
-            plan = plan_model(change.request, index, config)
+            plan = plan_model(change.request, index, config, read_amax)
             planned.append(PlannedChange(change, rank_facts(plan.cut)))
         except (PlanError, ConfigError) as error:
             planned.append(PlannedChange(change, problem=error.message))

@@ -117,7 +117,8 @@ def plan_rank(cut: CutModel, chunks: ChunkTable, rank: int) -> RankPlan:
         if kind.recipe is not None:
             where = (shard, start, len(memory.segment_bytes) + len(staged), 0, piece.read_bytes, piece.filled_bytes)
             source = TensorSlice(name, kind.dtype, kind.shape, piece.reads, *where)
-            staged.append(StagedTensor(source, kind.recipe, piece.region, first, len(slices)))
+            amax = cut.amax if kind.recorded else None
+            staged.append(StagedTensor(source, kind.recipe, piece.region, first, len(slices), at, amax))
     touched = rank_chunks(cut, chunks, coords)
     return RankPlan(
         rank,
