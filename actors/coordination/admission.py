@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import asyncio
 import time
-from collections.abc import Collection, Mapping
-from dataclasses import dataclass
+from collections.abc import Collection, Iterable, Mapping
+from dataclasses import dataclass, replace
 
 from actors.coordination import nodes
-from actors.coordination.finished import finished
+from actors.coordination.finished import finished, settled
 from actors.coordination.gangs import Gangs
 from actors.coordination.model_record import ModelRecord, Seat
 from actors.coordination.node_agents import NodeAgents
@@ -22,6 +22,7 @@ from cluster.plans.packed_plan import PackedPlan
 from cluster.scheduling.topology import NodeInfo
 from cluster.scheduling.warm_pool import IdleGang, in_the_way, with_kept_memory
 
+STARTING_S = 30.0  # workers are up by then
 FREED_S = 5.0  # the memory of a process that was killed is free again by then
 
 
@@ -86,6 +87,21 @@ async def fit_on(
     return misfit
 
 
+async def come_up(seats: Iterable[Seat]) -> bool:
+    """Wait for workers that are just starting: until one has answered nobody knows how much of its memory it has taken
+    already, and all of it is counted. True when one has come up.
+    """
+    coming = [seat for seat in seats if seat.worker is not None and not (seat.is_up or seat.started or seat.report)]
+    await settled(_up(seat) for seat in coming)
+    return any(seat.is_up for seat in coming)
+
+
+async def _up(seat: Seat) -> None:
+    worker = seat.worker
+    await asyncio.wait_for(worker.ping.options(concurrency_group="control").remote(), STARTING_S)
+    seat.is_up = seat.is_up or seat.worker is worker
+
+
 async def fit_in(
     record: ModelRecord,
     plan: PackedPlan,
@@ -103,6 +119,7 @@ async def fit_in(
     freed_s = time.monotonic() + FREED_S  # nor other processes that have just ended
     ended_s = [other.ended_s for other in others if other.life.is_over and other.host_bytes]
     give_up_s = max(ended_s, default=0.0) + FREED_S
+    starting_s = time.monotonic() + STARTING_S
     while True:
         misfit = await fit_on(record, record.seats, plan, agents, config, others, taken)
         if misfit is None:
@@ -110,7 +127,25 @@ async def fit_in(
         if ending := in_the_way(gangs.idle(), record.nodes):
             await finished(gangs.end(ending))
             give_up_s = time.monotonic() + FREED_S
+        elif time.monotonic() < starting_s and await _may_fit(record, plan, agents, config, others, taken):
+            if not await come_up(record.seats.values()):
+                raise misfit
         elif time.monotonic() >= (max(give_up_s, freed_s) if isinstance(misfit, DoesNotFitNow) else give_up_s):
             raise misfit
         else:
             await asyncio.sleep(0.1)
+
+
+async def _may_fit(
+    record: ModelRecord,
+    plan: PlannedRanks,
+    agents: NodeAgents,
+    config: Config,
+    others: Collection[ModelRecord],
+    taken: IdleGang | None,
+) -> bool:
+    """Whether only the memory of its own workers is missing, of which some are just starting and may have taken it."""
+    room = await room_of(record, record.seats, agents, others, taken)
+    starting = {rank for rank in room.new_workers if record.seats[rank].worker is not None}
+    settled_room = replace(room, new_workers=room.new_workers - starting)
+    return bool(starting) and settled_room.misfit(plan, record.request, config) is None

@@ -13,7 +13,7 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from actors.coordination import nodes
-from actors.coordination.admission import Room, fit_in, room_of
+from actors.coordination.admission import Room, come_up, fit_in, room_of
 from actors.coordination.gangs import Gangs
 from actors.coordination.model_record import ModelRecord
 from actors.coordination.node_agents import NodeAgents
@@ -59,6 +59,8 @@ class FitChoice:
         try:
             await fit_in(record, plan, self._agents, self._config, self._gangs, others, taken)
         except DoesNotFit as misfit:
+            if asked.fit.mode == AUTO:
+                await come_up(record.seats.values())  # or what they have taken would be counted twice
             room = await room_of(record, record.seats, self._agents, others, taken)
             if room.misfit(_Facts(tuple(RankFacts(0, 0, 0) for _ in plan.ranks)), asked, self._config) is not None:
                 raise  # not for the tensors' sake: nothing that is smaller would fit

@@ -1,0 +1,155 @@
+"""Whether a load fits beside its own workers, which take their memory while it is looked at."""
+
+from __future__ import annotations
+
+import asyncio
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.coordination import admission
+from actors.coordination.admission import fit_in
+from actors.coordination.model_record import ModelRecord, Seat
+from cluster.config import Config
+from cluster.errors import DoesNotFit
+from cluster.fit.host_room import WORKER_BYTES
+from cluster.layouts.mesh import Layout
+from cluster.messages import NodeFacts
+from cluster.plans.rank_plans import RankFacts
+from cluster.request import StoreOptions, make_request
+from cluster.scheduling.holders import Holders
+from cluster.scheduling.load_state import Life
+from storage.host.host_memory import MemoryPool
+
+MIB = 1 << 20
+TENSORS_BYTES = 500 * MIB
+RANKS = 2
+CONFIG = Config(host_reserve_bytes=0, arena_bytes=64 * MIB, slot_bytes=MIB)
+
+
+class Host:
+    """Its free memory, as its agent says it; workers take theirs as they come up."""
+
+    def __init__(self, free_bytes: int) -> None:
+        self.free_bytes = free_bytes
+        self.looks = 0
+
+    def facts(self) -> NodeFacts:
+        self.looks += 1
+        pool = MemoryPool("host", free_bytes=self.free_bytes, total_bytes=1 << 40)
+        return NodeFacts(node_id="n", host="host", version="", arena_bytes=64 * MIB, pools=(pool,), gpus=())
+
+    async def of(self, hosts: dict[str, str]) -> list[str]:
+        return list(hosts)
+
+    async def ask(self, node_id: str, question: Any) -> Any:
+        async def answer() -> NodeFacts:
+            return self.facts()
+
+        return await question(SimpleNamespace(facts=SimpleNamespace(remote=answer)))
+
+
+class Worker:
+    """A process that is being started on the host: half of its memory is taken, the rest when it is up."""
+
+    def __init__(self, host: Host, *, comes: bool = True) -> None:
+        self.host = host
+        self.pings = 0
+        self.comes = comes
+        host.free_bytes -= WORKER_BYTES // 2
+        self.ping = self
+
+    def options(self, concurrency_group: str) -> Worker:
+        assert concurrency_group == "control"  # a load or a call keeps it from nothing
+        return self
+
+    async def remote(self) -> None:
+        self.pings += 1
+        if not self.comes:
+            raise RuntimeError("it died")
+        if self.pings == 1:
+            self.host.free_bytes -= WORKER_BYTES // 2
+
+
+class NoGangs:
+    def idle(self) -> list[Any]:
+        return []
+
+
+def case(host: Host, workers: list[Worker] | None) -> tuple[ModelRecord, Any]:
+    request = make_request(
+        "/models/a",
+        layout=Layout(RANKS),
+        store_options=StoreOptions(),
+        credentials=None,
+        layout_rules=None,
+        device="cpu",
+    )
+    record = ModelRecord("m-1", request, Life.new(RANKS), Holders())
+    seats = [Seat(rank, "n", "host", None) for rank in range(RANKS)]
+    for seat, worker in zip(seats, workers or [], strict=False):
+        seat.worker = worker
+    record.seats = dict(enumerate(seats))
+    half = TENSORS_BYTES // RANKS
+    return record, SimpleNamespace(ranks=tuple(RankFacts(half, half, half) for _ in range(RANKS)))
+
+
+def fit(host: Host, record: ModelRecord, plan: Any) -> None:
+    asyncio.run(fit_in(record, plan, host, CONFIG, NoGangs(), [], None))  # type: ignore[arg-type]
+
+
+ENOUGH_BYTES = TENSORS_BYTES + RANKS * WORKER_BYTES
+
+
+@pytest.mark.parametrize("started", [0, 1, 2])
+def test_workers_that_are_just_starting_are_counted_once(started: int) -> None:
+    host = Host(ENOUGH_BYTES)
+    workers = [Worker(host) for _ in range(started)]
+    record, plan = case(host, workers)
+    fit(host, record, plan)
+    assert [worker.pings for worker in workers] == [1] * started
+    assert [seat.is_up for seat in record.seats.values()] == [rank < started for rank in range(RANKS)]
+    assert sum(record.host_bytes.values()) == TENSORS_BYTES  # promised
+
+
+@pytest.mark.parametrize("started", [0, 1, 2])
+def test_a_byte_too_little_is_too_little(started: int) -> None:
+    host = Host(ENOUGH_BYTES - 1)
+    record, plan = case(host, [Worker(host) for _ in range(started)])
+    with pytest.raises(DoesNotFit, match="host memory"):
+        fit(host, record, plan)
+    assert record.host_bytes == {}
+
+
+def test_what_fits_in_no_case_waits_for_no_worker() -> None:
+    host = Host(ENOUGH_BYTES - WORKER_BYTES - 1)  # even if the workers had all of theirs
+    workers = [Worker(host) for _ in range(RANKS)]
+    record, plan = case(host, workers)
+    with pytest.raises(DoesNotFit):
+        fit(host, record, plan)
+    assert [worker.pings for worker in workers] == [0, 0]
+
+
+def test_workers_that_never_come_up_end_the_waiting() -> None:
+    host = Host(ENOUGH_BYTES)
+    workers = [Worker(host, comes=False) for _ in range(RANKS)]
+    record, plan = case(host, workers)
+    with pytest.raises(DoesNotFit):
+        fit(host, record, plan)
+    assert [worker.pings for worker in workers] == [1, 1]
+
+
+def test_a_worker_that_was_replaced_meanwhile_is_not_taken_for_the_new_one() -> None:
+    host = Host(ENOUGH_BYTES)
+    record, _ = case(host, [Worker(host)])
+    seat = record.seats[0]
+
+    async def replaced() -> bool:
+        coming = asyncio.ensure_future(admission.come_up([seat]))
+        await asyncio.sleep(0)
+        seat.worker = None
+        return await coming
+
+    assert asyncio.run(replaced()) is False
+    assert not seat.is_up
