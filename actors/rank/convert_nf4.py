@@ -36,9 +36,14 @@ def quantize_nf4(
         scaled = (block * largest.clamp(min=_LEAST).reciprocal()).reshape(-1)
         # What is infinite or no number has no step. A GPU searches: to ask whether there is any, one would wait for it.
         known = not weight.is_cuda and bool(largest.isfinite().all())
-        numbers = _look_up(scaled) if known else torch.bucketize(scaled, _middles(weight.device)).to(torch.uint8)
+        numbers = _look_up(scaled) if known else _search(scaled)
         pairs = numbers.view(torch.int16)  # little-endian: the first number is the low byte
         packed[first // 2 : (first + step) // 2].copy_(pairs << 4 | pairs >> 8)  # of each pair the low byte is kept
+
+
+def _search(scaled: torch.Tensor) -> torch.Tensor:
+    """The numbers of any weights, also of those that are none."""
+    return torch.bucketize(scaled, _middles(scaled.device), out_int32=True).to(torch.uint8)
 
 
 def _look_up(scaled: torch.Tensor) -> torch.Tensor:

@@ -151,10 +151,12 @@ def converted(device: Any, plan: LoadPlan, stored: StoredModel) -> dict[str, tup
 
 
 @pytest.mark.parametrize(
-    "precision", [Precision("float32"), Precision(quantization="fp8"), Precision(quantization="int8")]
+    "precision",
+    [Precision("float32"), *(Precision(quantization=scheme) for scheme in ("fp8", "int8", "nf4"))],
 )
 def test_tensors_are_converted_where_they_will_be(tmp_path: Path, precision: Precision) -> None:
-    stored = store_arrays(as_bf16({name: array & 0xBFFF for name, array in ARRAYS.items()}), shards=2, chunk_bytes=700)
+    wide = random_arrays(llama_shapes(3, 64, 128, 4, 2, 33))  # nf4 takes rows of whole blocks
+    stored = store_arrays(as_bf16({name: array & 0xBFFF for name, array in wide.items()}), shards=2, chunk_bytes=7000)
     folder = tmp_path / "offload"
     options = parse_device_map(SPREAD, None, folder, Layout(), "auto")
     plain = build_load_plan(stored.index, Layout(), precision=precision)
