@@ -34,6 +34,15 @@ def parse_memory(given: GivenDevices) -> tuple[int, ...]:
     return tuple(found)
 
 
+def parse_host_memory(given: str | int) -> int:
+    """Bytes of `60GB`, or of a number. Raises ConfigError."""
+    if isinstance(given, str):
+        return parse_bytes(given)
+    if isinstance(given, bool) or not isinstance(given, int) or given < 0:
+        raise ConfigError(f"host_memory must be bytes or a size like 60GB, not {given!r:.40}")
+    return given
+
+
 def _parsed(part: object) -> tuple[int, int]:
     """(devices, bytes of each)."""
     if isinstance(part, int) and not isinstance(part, bool) and part > 0:

@@ -7,14 +7,14 @@ find_fit   fit="auto": the first step of precision that fits; "strict": what wou
 
 from __future__ import annotations
 
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cluster.config import Config
 from cluster.device_map.deciding import CPU
 from cluster.errors import ConfigError
 from cluster.fit.changes import Change, Limits, changes_to_offer, steps_of_auto
-from cluster.fit.device_fit import DeviceRoom, misfit_text, seat_on_devices
+from cluster.fit.device_fit import DeviceRoom, Place, misfit_text, seat_on_devices
 from cluster.fit.needs import gpu_bytes
 from cluster.fit.options import AUTO, FitTry
 from cluster.fit.search import PlannedChange, cheapest, first_that_fits, offer, steps_text
@@ -88,10 +88,9 @@ def layouts_for(count: int) -> list[Layout]:
 def weigh(ranks: Sequence[RankFacts], devices: Devices | None) -> tuple[DeviceFit, ...]:
     """Each rank on its device."""
     needs = {(at, gpu): size for at, rank in enumerate(ranks) for gpu, size in gpu_bytes(rank, "cuda").items()}
-    seats: dict[tuple[int, int], DeviceRoom] = {}
+    seats: dict[Place, DeviceRoom] = {}
     if devices is not None and len(needs) <= len(devices.rooms):
-        in_order = dict(zip(needs, devices.rooms, strict=False))
-        seats = in_order if devices.source == GIVEN else seat_on_devices(needs, devices.rooms)
+        seats = _seats(needs, devices)
     found = []
     for place, need_bytes in needs.items():
         room = seats.get(place)
@@ -168,8 +167,14 @@ def rooms_of(memory: Sequence[int], request: LoadRequest, config: Config) -> tup
 
 def _problem(ranks: Sequence[RankFacts], devices: Devices) -> str:
     needs = {(each.rank, each.device): each.need_bytes for each in weigh(ranks, devices)}
-    in_order = dict(zip(needs, devices.rooms, strict=False))
-    return misfit_text("", needs, in_order if devices.source == GIVEN else seat_on_devices(needs, devices.rooms))
+    return misfit_text("", needs, _seats(needs, devices))
+
+
+def _seats(needs: Mapping[Place, int], devices: Devices) -> dict[Place, DeviceRoom]:
+    """The device of each place. Given: as they were numbered, by rank, or by device where one rank has them all."""
+    if devices.source != GIVEN:
+        return seat_on_devices(needs, devices.rooms)
+    return {(rank, gpu): devices.rooms[rank + gpu] for rank, gpu in needs if rank + gpu < len(devices.rooms)}
 
 
 def _tightest(weighed: Sequence[DeviceFit]) -> str:

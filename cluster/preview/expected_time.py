@@ -108,8 +108,8 @@ def measured_rates(report: LoadReport | Mapping[str, Any]) -> Rates:
     A stage that was busy for half of the load time could have moved twice as much. Raises ConfigError for a report of a
     load that moved nothing, and for what is none.
     """
-    document = report if isinstance(report, Mapping) else report.as_dict()
     try:
+        document = report if isinstance(report, Mapping) else report.as_dict()
         load_s, ranks = float(document["load_s"]), len(document["ranks"])
         shares = {stage: float(share) for stage, share in document["limit"]["shares"].items()}
         moved = float(sum(document["bytes_by_source"][source] for source in ("store_via_arena", "store_direct")))
@@ -120,7 +120,7 @@ def measured_rates(report: LoadReport | Mapping[str, Any]) -> Rates:
         raise ConfigError(
             "not the report of a load", hint="`longshore load --json` prints one; LoadedModel.report is one"
         ) from error
-    if load_s <= 0 or not ranks or moved + placed <= 0 or document.get("resident"):
+    if not (0 < load_s < math.inf) or not ranks or moved + placed <= 0 or document.get("resident"):
         raise ConfigError("the report is of a load that moved nothing", hint="measure with a load from the store")
     into = sum(shares.get(stage, 0.0) for stage in ("verify", "memory", "place", "device"))
     return Rates(

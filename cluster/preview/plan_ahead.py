@@ -19,7 +19,7 @@ from cluster.config import Config
 from cluster.device_map.options import GivenMap, GivenMemory
 from cluster.errors import ConfigError, LayoutError, ModelConfigError, PlanError
 from cluster.fit.changes import Change
-from cluster.fit.memory_given import GivenDevices
+from cluster.fit.memory_given import GivenDevices, parse_host_memory
 from cluster.fit.options import STRICT, FitOptions
 from cluster.fit.plan_fit import GIVEN, Devices, check_devices, find_fit, fit_of_resident, fits_on, layouts_for
 from cluster.fit.search import PlannedChange
@@ -39,7 +39,6 @@ from cluster.preview.plan_layers import layer_table
 from cluster.preview.plan_summary import PlanSummary, spread_evenly, summarize_plan
 from cluster.request import StoreOptions, make_request
 from cluster.trust import TrustPolicy
-from cluster.units import parse_bytes
 from storage.checkpoints.model_index import ModelIndex
 from storage.errors import NotACheckpoint, StoreError
 from storage.object_store import read_bytes
@@ -138,7 +137,7 @@ def plan(
         raise ConfigError("memory was given and a cluster to ask for it", hint="leave one of memory and address away")
     there = find_cluster(address, config)
     devices = find_devices(memory, there.infos if there and address is not None else None, request, config)
-    host_bytes = host_memory if isinstance(host_memory, int) else parse_bytes(host_memory or "0")
+    host_bytes = 0 if host_memory is None else parse_host_memory(host_memory)
     summary = with_live_rules(
         request, lambda asked: _summarize(asked, devices, host_bytes, config, ranks_per_node, there)
     )
@@ -170,8 +169,8 @@ def _summarize(
     read_amax = amax_reader(request, index, config.read_timeout_s)
     if devices is not None and request.device_map is not None and request.mapping is not None:
         if request.mapping.max_memory is None and not request.mapping.modules:
-            limits = tuple((gpu, room.have_bytes) for gpu, room in enumerate(devices.rooms))
-            request = replace(request, node_memory=limits)
+            on_node = request.mapping.on_node([room.have_bytes for room in devices.rooms], host_bytes)
+            request = replace(request, node_memory=on_node.max_memory or ())
     elif devices is not None and devices.source == GIVEN:
         request = _spread(request, index, stored, devices)
         check_devices(request.layout, devices)
@@ -210,12 +209,7 @@ def _read(request: LoadRequest, config: Config) -> tuple[ModelIndex, ModelConfig
     trust = TrustPolicy(config.source_rules())  # the request says which keys
     limits = {"chunk_bytes": config.chunk_bytes, "read_timeout_s": config.read_timeout_s}
     try:
-        try:
-            return read_model(request, **limits, trust=trust)  # type: ignore[arg-type]
-        except ModelConfigError:
-            if request.layout.cuts_tensors:
-                raise
-            return read_model(request, **limits, trust=trust, with_config=False)  # type: ignore[arg-type]
+        return read_model(request, **limits, trust=trust)  # type: ignore[arg-type]
     except NotACheckpoint as nothing:
         if request.trusted_keys or request.only_key is not None:
             raise

@@ -122,6 +122,21 @@ def test_expected_time_from_given_and_measured_rates(model: Path, tmp_path: Path
         assert (found.cluster, found.resident) == ("", "")
 
 
+@pytest.mark.parametrize("document", ["[]", "5", "null", '"text"', "[1"])
+def test_a_file_that_is_no_report_is_one_clear_error(model: Path, tmp_path: Path, document: str) -> None:
+    (tmp_path / "report.json").write_text(document)
+    with pytest.raises(ConfigError, match="not the report of a load"):
+        plan(model, measured=tmp_path / "report.json")
+
+
+def test_a_device_map_has_the_host_memory_that_is_given(model: Path) -> None:
+    full = plan(model).device_bytes
+    found = plan(model, device_map="auto", memory=[full // 2], host_memory=full)
+    assert found.ranks[0].bytes_by_device["cpu"] > 0
+    kept = plan(model, device_map="auto", memory=[full], host_memory=full)  # as on a node, a single GPU keeps a tenth
+    assert kept.ranks[0].bytes_by_device.get("cuda:0", 0) <= full * 0.9
+
+
 def test_the_picture_is_written(model: Path, tmp_path: Path) -> None:
     target = tmp_path / "plan.svg"
     found = plan(model, memory="2x24GB", picture=target)
@@ -142,6 +157,9 @@ def test_the_picture_is_written(model: Path, tmp_path: Path) -> None:
         ({"gpu_memory_utilization": 90}, "above 0 and at most 1"),
         ({"reserve_bytes": -1}, "reserve_bytes"),
         ({"host_memory": "plenty"}, "not a size"),
+        ({"host_memory": 6e10}, "host_memory must be bytes"),
+        ({"host_memory": -1}, "host_memory must be bytes"),
+        ({"host_memory": True}, "host_memory must be bytes"),
         ({"picture": "plan.png"}, "SVG"),
         ({"picture": "/no/such/folder/plan.svg"}, "no folder"),
         ({"measured": "/no/such/report.json"}, "not the report of a load"),

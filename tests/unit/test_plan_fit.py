@@ -90,6 +90,12 @@ def test_fits_as_by_hand(needs: list[int], haves: list[int]) -> None:
         assert {each.fits for each in weigh(ranks, in_order)} == {None}
 
 
+def test_devices_of_one_rank_are_told_by_number() -> None:
+    """A map may leave GPU 0 empty."""
+    (on_second,) = weigh((RankFacts(5, 5, 5, devices=((1, 5),)),), given_devices(9, 4))
+    assert (on_second.device, on_second.have_bytes, on_second.fits) == (1, 4, False)
+
+
 def test_the_tensor_that_is_converted_needs_room_too() -> None:
     (alone,) = weigh((RankFacts(5, 6, 5, 3),), given_devices(9))
     assert (alone.need_bytes, alone.fits) == (9, True)
