@@ -42,6 +42,10 @@ class CpuDevice:
     def fresh_s(self) -> float:
         return sum(segment.fresh_s for segment in self._segments)
 
+    @property
+    def held_bytes(self) -> int:
+        return sum(len(segment.data) for segment in (*self._segments, *self._staged.values()))
+
     def attach_arena(self, arena: memoryview) -> None:
         pass
 

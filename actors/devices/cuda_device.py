@@ -51,6 +51,10 @@ class CudaDevice:
         self._staged: dict[int, torch.Tensor] = {}  # tensors that are still to be converted, by segment
         self._pinned: int | None = None
 
+    @property
+    def held_bytes(self) -> int:
+        return sum(len(memory) for memory in (*self._segments, *self._staged.values()))
+
     def allocate(self, segment_bytes: tuple[int, ...]) -> None:
         torch = self._torch
         try:

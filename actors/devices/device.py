@@ -32,6 +32,11 @@ class Device(Protocol):
         """Thread-seconds, inside `place` and `parts`, for which memory that nobody had used was made present."""
         ...
 
+    @property
+    def held_bytes(self) -> int:
+        """Bytes of memory, and of files, that it has for tensors, those that are still to be converted included."""
+        ...
+
     def allocate(self, segment_bytes: tuple[int, ...]) -> None:
         """Take the memory. Raises DoesNotFit."""
         ...

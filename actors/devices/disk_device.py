@@ -31,6 +31,10 @@ class DiskDevice:
         self._staged: dict[int, NDArray[np.uint8]] = {}  # tensors that are still to be converted, by segment
         self._sealed = False
 
+    @property
+    def held_bytes(self) -> int:
+        return self._folder.size_bytes + sum(len(memory) for memory in self._staged.values())
+
     def allocate(self, segment_bytes: tuple[int, ...]) -> None:
         self._folder.open(sum(segment_bytes))
         for piece, size_bytes in zip(self._slices, segment_bytes, strict=True):

@@ -53,6 +53,10 @@ class MappedDevice:
     def fresh_s(self) -> float:
         return sum(part.fresh_s for part in self._parts)
 
+    @property
+    def held_bytes(self) -> int:
+        return sum(part.held_bytes for part in self._parts)
+
     def allocate(self, segment_bytes: tuple[int, ...]) -> None:
         for number, part in enumerate(self._parts):
             here = zip(segment_bytes, self._part, strict=False)

@@ -38,6 +38,11 @@ class OffloadFolder:
         self._made = False
         self._sizes: dict[str, int] = {}  # of the files that were created
 
+    @property
+    def size_bytes(self) -> int:
+        """Of the files that were created."""
+        return sum(self._sizes.values())
+
     def open(self, need_bytes: int) -> None:
         """Take the folder for files of so many bytes. Raises ConfigError, DoesNotFit."""
         with _refused(self.path, need_bytes):

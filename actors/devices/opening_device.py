@@ -41,6 +41,10 @@ class OpeningDevice:
     def fresh_s(self) -> float:
         return self._ready().fresh_s
 
+    @property
+    def held_bytes(self) -> int:
+        return self._ready().held_bytes
+
     def allocate(self, segment_bytes: tuple[int, ...]) -> None:
         """Begins to take the memory; a DoesNotFit comes out of `place`."""
         self._submit(lambda device: device.allocate(segment_bytes))

@@ -96,9 +96,7 @@ class RankLoader:
             self._start_thread(self._place_loop, "place")
             self._exchange_loop()
             self._placer.finish()
-            report = self._meter.report(
-                self._job, self.plan, self._device.name, self._work, self._fetcher, self._placer
-            )
+            report = self._meter.report(self._job, self.plan, self._device, self._work, self._fetcher, self._placer)
         except BaseException as error:
             empty_frames(error)
             self._end(failed=True)

@@ -6,6 +6,7 @@ import socket
 import time
 from dataclasses import replace
 
+from actors.devices.device import Device
 from actors.devices.segment_memory import PROCESS_MEMORY
 from actors.rank.chunk_fetcher import ChunkFetcher
 from actors.rank.chunk_placer import ChunkPlacer
@@ -43,7 +44,7 @@ class RankMeter:
         self,
         job: RankJob,
         plan: RankPlan,
-        device: str,
+        device: Device,
         work: RankWork,
         fetcher: ChunkFetcher,
         placer: ChunkPlacer,
@@ -58,10 +59,10 @@ class RankMeter:
             node="",
             host=socket.gethostname(),
             pid=ProcessId.current().pid,
-            device=device,
+            device=device.name,
             incarnation=job.incarnation,
             size_bytes=plan.size_bytes,
-            device_bytes=plan.device_bytes,
+            device_bytes=device.held_bytes,
             bytes_by_device=plan.bytes_by_device,
             stages=replace(
                 fetcher.stage_times(placer.total),

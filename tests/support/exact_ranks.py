@@ -38,4 +38,5 @@ def expected(objects: Mapping[str, bytes], rank: int, tp: int, fsdp: int) -> dic
 def check_exact(ranks: Sequence[Rank], objects: Mapping[str, bytes], tp: int = 1, fsdp: int = 1) -> None:
     for number, rank in enumerate(ranks):
         assert isinstance(rank.outcome, RankReport), rank.outcome
+        assert rank.outcome.device_bytes == sum(rank.loader.plan.segment_bytes), "memory as planned, to the byte"
         assert rank.tensor_bytes() == expected(objects, number, tp, fsdp)

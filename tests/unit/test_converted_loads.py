@@ -77,6 +77,7 @@ def check(ranks: list[Rank], weights: Mapping[str, torch.Tensor], scheme: str) -
             said = json.loads(data[staged.source.name + NF4_STATE][1])
             assert said == {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16", "shape": [*staged.region.sizes]}
         assert not rank.device._staged
+        assert rank.device._staging.kept_bytes == 0
     whole = assemble(pieces)
     for name, tensor in expected(weights, scheme).items():
         if scheme == "nf4" and name not in whole:

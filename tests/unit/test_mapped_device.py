@@ -64,6 +64,7 @@ def place_all(device: MappedDevice, plan: LoadPlan, stored: StoredModel) -> None
         device.place(memoryview(data), items, items.for_chunk(chunk))
         device.synchronize()
     device.finish()
+    assert device.held_bytes == rank.device_bytes
 
 
 def as_numbers(tensors: Mapping[str, Any]) -> dict[str, list[int]]:
@@ -144,6 +145,7 @@ def converted(device: Any, plan: LoadPlan, stored: StoredModel) -> dict[str, tup
         staging.end(chunk)
     staging.finish()
     device.finish()
+    assert device.held_bytes == rank.device_bytes
     return {
         name: (tensor.dtype, tensor.shape, tensor.reshape(-1).view(torch.uint8).numpy().tobytes())
         for name, tensor in device.tensors(rank.slices).items()
