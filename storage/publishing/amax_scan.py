@@ -17,9 +17,8 @@ from numpy.typing import NDArray
 from storage.checkpoints.amax import Amax
 from storage.checkpoints.model_index import Tensor
 
-BLOCK_BYTES = (
-    128 << 10
-)  # compared at a time: what was just read or hashed is not fetched again for a copy without signs
+# Compared at a time: what was just read or hashed is not fetched again for a copy without signs.
+BLOCK_BYTES = 128 << 10
 _WORDS: dict[str, Any] = {
     "BF16": np.dtype("<u2"),
     "F16": np.dtype("<u2"),
