@@ -129,6 +129,21 @@ def test_an_arena_that_cannot_be_pinned_is_no_failure(arena: Arena, device: Cuda
     twin.free()
 
 
+def test_memory_that_is_still_written_by_what_was_launched_before(arena: Arena, device: CudaDevice):
+    """In a process that uses the GPU: torch hands out again what was freed, in the order of its own stream only."""
+    block = torch.empty(64 << 20, dtype=torch.uint8, device="cuda")
+    address = block.data_ptr()
+    torch.cuda._sleep(1 << 29)  # cycles, some 0.3 s
+    block.fill_(7)
+    del block
+    device.allocate((64 << 20,))
+    assert device._segments[0].data_ptr() == address
+    device.place(arena.slot(0), items_of((0, 0, SLOT_BYTES, 1, SLOT_BYTES, SLOT_BYTES)), slice(0, 1))
+    device.synchronize()
+    torch.cuda.synchronize()
+    assert bytes(device._segments[0][:SLOT_BYTES].cpu().numpy()) == bytes(arena.slot(0))
+
+
 def test_memory_goes_back_to_the_system(device: CudaDevice):
     torch.cuda.empty_cache()
     free, _ = torch.cuda.mem_get_info()

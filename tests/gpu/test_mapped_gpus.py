@@ -10,9 +10,11 @@ import pytest
 import torch
 
 from actors.devices.mapped_device import open_mapped_rank
+from actors.handover.modules import fill_module
 from actors.rank.executor import RankLoader
 from actors.shard import RankShard
 from cluster.device_map.options import parse_device_map
+from cluster.errors import ModuleMismatch
 from cluster.fit.needs import min_slots
 from cluster.layouts.mesh import Layout
 from cluster.plans.planning import build_load_plan
@@ -56,3 +58,23 @@ def test_each_tensor_is_on_its_device(shm_dir: Path, tmp_path: Path) -> None:
         assert str(shard["model.embed_tokens.weight"].device) == "cuda:0"
         assert {str(shard[name].device) for name in ("model.norm.weight", "lm_head.weight")} == {"cpu"}
         opened[0].free()
+
+
+@pytest.mark.parametrize("equal", [True, False])
+def test_tied_names_on_two_devices(equal: bool) -> None:
+    weight = torch.randn(10, 4)
+    tensors = {"embed.weight": weight.cuda(), "head.weight": weight.clone() if equal else weight + 1}
+    module = torch.nn.ModuleDict(
+        {
+            "embed": torch.nn.Embedding(10, 4, device="meta"),
+            "head": torch.nn.Linear(4, 10, bias=False, device="meta"),
+        }
+    )
+    module["head"].weight = module["embed"].weight
+    if not equal:
+        with pytest.raises(ModuleMismatch, match="1 tied names hold different values"):
+            fill_module(module, tensors, {}, device="cuda:0")
+        return
+    fill_module(module, tensors, {}, device="cuda:0")
+    assert module["head"].weight is module["embed"].weight
+    assert module["head"].weight.data_ptr() == tensors["embed.weight"].data_ptr()
