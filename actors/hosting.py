@@ -27,20 +27,23 @@ from actors.coordination.jobs import fetch_settings
 from actors.devices.device import open_device
 from actors.devices.mapped_device import open_mapped_rank
 from actors.names import NAMESPACE, agent_name
-from actors.node.node_limits import own_limits
+from actors.node.node_limits import own_gpus, own_limits, own_misfit
 from actors.rank.executor import RankLoader
 from actors.shard import RankShard
 from cluster.config import Config
 from cluster.device_map.options import GivenMap, GivenMemory
 from cluster.errors import ClusterLost, ConfigError
 from cluster.fit.needs import min_slots
+from cluster.fit.options import STRICT, FitOptions
 from cluster.joining.remote_errors import unwrapped
 from cluster.layouts.live_rules import with_live_rules
 from cluster.layouts.mesh import Layout
 from cluster.layouts.rules_file import LayoutRules
-from cluster.messages import JoinReply, NodeJob, RankHello, RankJob
+from cluster.load_request import LoadRequest
+from cluster.messages import JoinReply, NodeFacts, NodeJob, RankHello, RankJob
 from cluster.plans.packed_plan import pack_shared
 from cluster.plans.prepare import prepare_plan
+from cluster.plans.rank_plans import RankFacts, rank_facts
 from cluster.precision.recipes import make_precision
 from cluster.request import StoreOptions, make_request
 from cluster.trust import TrustPolicy
@@ -75,17 +78,20 @@ def host_rank(
     device_map: GivenMap | None = None,
     max_memory: GivenMemory | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
+    gpu_memory_utilization: float | None = None,
+    reserve_bytes: int | None = None,
     trusted_keys: Sequence[str | os.PathLike[str]] | None = None,
     config: Config | None = None,
 ) -> Iterator[RankShard]:
     """Load the slices of one rank, verified, into the calling process; blocks until all are there.
 
     `device`: "cpu", or "cuda" for the first GPU that is visible here; with a `device_map`, "cuda" for all of them. The
-    memory is given up at the end of the block;
-    tensors taken out of `shard` stay valid and keep theirs. The process must have joined Ray; coordinator and agent
-    are started when there are none. `trusted_keys` as for `cluster.load`, where the settings of this very process are
-    the cluster's. Raises ConfigError for a rank that the layout has not got, else as `cluster.load`
-    does.
+    memory is given up at the end of the block; tensors taken out of `shard` stay valid and keep theirs. The process
+    must have joined Ray; coordinator and agent are started when there are none. `gpu_memory_utilization`,
+    `reserve_bytes`: what stays free, as for `cluster.load`; a rank that does not fit is refused before a byte moves.
+    There is no `fit="auto"`: each process decides for its own rank, and all ranks of a model have to hold it alike.
+    `trusted_keys` as for `cluster.load`, where the settings of this very process are the cluster's. Raises ConfigError
+    for a rank that the layout has not got, DoesNotFit, else as `cluster.load` does.
     """
     config = config or Config.from_env()
     request = make_request(
@@ -108,6 +114,7 @@ def host_rank(
         device_map=device_map,
         max_memory=max_memory,
         offload_folder=offload_folder,
+        fit=FitOptions(STRICT, gpu_memory_utilization, reserve_bytes),
     )
     if request.device_map is not None:
         limits = own_limits(request.device_map, device, request.fit, config)
@@ -143,6 +150,7 @@ def host_rank(
             hedge_after_s=config.hedge_after_s,
         ),
     )
+    link.check_fit(rank_facts(plan.cut)[rank], request)
     job = RankJob(load_id, 1, rank, 0, shared, request.store, fetch_settings(config), request.placement)
     if request.device_map is None:
         memory = open_device(device)
@@ -168,10 +176,17 @@ class _HostedLink(RayAgentLink):
         self._config = config
         self._job = job
 
+    def check_fit(self, facts: RankFacts, request: LoadRequest) -> None:
+        """Returns when the rank fits here. Raises DoesNotFit, ArenaError, ClusterLost."""
+        here: NodeFacts = _answer(self._agent().facts.remote())
+        (rank,), device = self._job.ranks, request.device
+        misfit = own_misfit(rank, facts, own_gpus(device), here.pools, device, request.fit, self._config)
+        if misfit is not None:
+            raise misfit
+
     def begin(self) -> None:
         """Returns when the agent has the slots that the load must have. Raises ArenaError, ClusterLost."""
-        coordinator = launch.ensure_coordinator(self._config)
-        agent = _answer(coordinator.agent_of.remote(self._node_id))
+        agent = self._agent()
         while not _answer(agent.begin.remote(self._job)):
             time.sleep(BEGIN_EVERY_S)
 
@@ -181,6 +196,11 @@ class _HostedLink(RayAgentLink):
             self.begin()
             reply = super().join(hello)
         return reply
+
+    def _agent(self) -> Any:
+        """Of this node; started when there is none."""
+        coordinator = launch.ensure_coordinator(self._config)
+        return _answer(coordinator.agent_of.remote(self._node_id))
 
     def end(self) -> None:
         """The agent may forget the load. An agent that is gone has."""

@@ -7,6 +7,7 @@ load, when the rank has its place.
 from __future__ import annotations
 
 import asyncio
+from collections.abc import Sequence
 
 from actors.coordination import nodes
 from actors.coordination.model_record import ModelRecord
@@ -14,13 +15,15 @@ from actors.coordination.node_agents import NodeAgents
 from cluster.config import Config
 from cluster.device_map.deciding import DeviceKey
 from cluster.device_map.options import DeviceMapOptions
-from cluster.errors import ConfigError, NotEnoughResources
-from cluster.fit.device_fit import room_on
-from cluster.fit.host_room import WORKER_BYTES
-from cluster.fit.needs import planned_arena_bytes
+from cluster.errors import ConfigError, DoesNotFit, DoesNotFitNow, NotEnoughResources
+from cluster.fit.device_fit import misfit_text, room_on
+from cluster.fit.host_room import WORKER_BYTES, NodeNeed, room_problems
+from cluster.fit.needs import gpu_bytes, host_bytes, planned_arena_bytes
 from cluster.fit.options import FitOptions
+from cluster.plans.rank_plans import RankFacts
 from cluster.scheduling.topology import NodeInfo
-from storage.host.host_memory import available_host_bytes
+from storage.host.gpu_memory import GpuMemory
+from storage.host.host_memory import MemoryPool, available_host_bytes
 
 
 async def node_memory(record: ModelRecord, agents: NodeAgents, config: Config) -> tuple[tuple[DeviceKey, int], ...]:
@@ -62,12 +65,12 @@ def node_limits(
             hint='say what may be used: max_memory={0: "70GB", "cpu": "100GB"}',
         )
     reserve_bytes = fit.host_reserve_bytes(config)
-    host_bytes = min(
+    left_bytes = min(
         (pool.free_bytes - max(reserve_bytes, pool.reserve_bytes) for pool in node.pools),
         default=node.memory_free_bytes - reserve_bytes,
     )
-    host_bytes -= WORKER_BYTES + (0 if node.arena_bytes else planned_arena_bytes(node.shm_free_bytes, config))
-    limits = options.on_node(rooms[gpus - 1 : gpus] * gpus, host_bytes).max_memory
+    left_bytes -= WORKER_BYTES + (0 if node.arena_bytes else planned_arena_bytes(node.shm_free_bytes, config))
+    limits = options.on_node(rooms[gpus - 1 : gpus] * gpus, left_bytes).max_memory
     return () if limits is None else limits
 
 
@@ -75,11 +78,49 @@ def own_limits(
     options: DeviceMapOptions, device: str, fit: FitOptions, config: Config
 ) -> tuple[tuple[DeviceKey, int], ...]:
     """The same for the calling process, of the GPUs that it sees."""
-    gpu_bytes: list[int] = []
-    if device == "cuda":
-        from actors.devices.cuda_device import free_memory
-
-        gpu_bytes = [max(0, free - fit.kept_free_bytes(total, config)) for free, total in free_memory()]
-    host_bytes = available_host_bytes() - fit.host_reserve_bytes(config)
-    limits = options.on_node(gpu_bytes, host_bytes).max_memory
+    have_bytes = [room_on(gpu, fit, config).have_bytes for gpu in own_gpus(device)]
+    limits = options.on_node(have_bytes, available_host_bytes() - fit.host_reserve_bytes(config)).max_memory
     return () if limits is None else limits
+
+
+def own_gpus(device: str) -> list[GpuMemory]:
+    """Those that the calling process sees, when it is to use them."""
+    if device != "cuda":
+        return []
+    from actors.devices.cuda_device import free_memory
+
+    return [GpuMemory(total_bytes, free_bytes) for free_bytes, total_bytes in free_memory()]
+
+
+def own_misfit(
+    rank: int,
+    facts: RankFacts,
+    gpus: Sequence[GpuMemory],
+    pools: tuple[MemoryPool, ...],
+    device: str,
+    fit: FitOptions,
+    config: Config,
+) -> DoesNotFit | None:
+    """The error for a rank in the calling process, which has these GPUs by number and is on a host with those pools.
+
+    None when it fits. Counted is this rank only: nobody promises memory to ranks that are their own hosts.
+    """
+    needs = {(rank, gpu): size_bytes for gpu, size_bytes in gpu_bytes(facts, device).items()}
+    rooms = {(rank, number): room_on(gpu, fit, config) for number, gpu in enumerate(gpus)}
+    seats = {place: rooms[place] for place in needs if place in rooms}
+    in_memory = NodeInfo("here", "this host", pools=pools)
+    kept = config.model_copy(update={"host_reserve_bytes": fit.host_reserve_bytes(config)})
+    need = NodeNeed(1, host_bytes(facts, device), 0, 0)
+    on_gpus = misfit_text("", needs, seats)
+    problems = [on_gpus] * bool(on_gpus) + room_problems(
+        [in_memory], {0: need}, (), kept if device == "cpu" else config
+    )
+    if not problems:
+        return None
+    emptied = misfit_text("", needs, {place: room.emptied() for place, room in seats.items()})
+    kind = DoesNotFitNow if on_gpus and not emptied and len(problems) == 1 else DoesNotFit
+    return kind(
+        f"the rank does not fit: {'; '.join(problems)}",
+        hint="`longshore plan` shows what would: more ranks, a dtype, a quantization, a device_map",
+        rank=rank,
+    )

@@ -14,6 +14,8 @@ from tests.support.stored_models import KV_HEADS, StoredModel
 
 pytestmark = pytest.mark.slow
 
+MIB = 1 << 20
+
 
 class Engine:
     """Somebody's inference engine: one process per rank, made and placed by somebody."""
@@ -52,6 +54,13 @@ def test_ranks_in_the_users_own_actors(longshore: Longshore, llama: StoredModel)
         assert ray.get(loads, timeout=120) == [[], []]
         sent = [(r.path, r.range) for r in proxy.requests() if r.path.endswith(".safetensors")]
         assert len(sent) == len(set(sent))  # each chunk once for both
+    with CountingProxy(llama.server.endpoint_url) as proxy:
+        short = {**options, "endpoint_url": proxy.endpoint_url, "reserve_bytes": 1 << 50}
+        with pytest.raises(cluster.DoesNotFit, match="the rank does not fit: this host: needs") as refused:
+            ray.get(engines[0].load.remote(llama.uri, 0, short, len), timeout=120)
+        assert refused.value.cause.details["rank"] == 0
+        asked = [r for r in proxy.requests() if r.path.endswith(".safetensors")]
+        assert not [r for r in asked if r.range is not None and r.range[1] > MIB]  # headers at most
     # What an engine keeps of a shard stays its own.
     assert ray.get(engines[0].norm.remote()) == ray.get(engines[1].norm.remote()) > 0
     assert longshore.status().models == ()

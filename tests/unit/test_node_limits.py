@@ -2,15 +2,18 @@
 
 from __future__ import annotations
 
+from dataclasses import replace
+
 import pytest
 
-from actors.node.node_limits import node_limits, own_limits, roomiest
+from actors.node.node_limits import node_limits, own_limits, own_misfit, roomiest
 from cluster.config import Config
 from cluster.device_map.options import DeviceMapOptions
-from cluster.errors import ConfigError, NotEnoughResources
+from cluster.errors import ConfigError, DoesNotFit, DoesNotFitNow, NotEnoughResources
 from cluster.fit.host_room import WORKER_BYTES
 from cluster.fit.options import FitOptions
 from cluster.layouts.mesh import Layout
+from cluster.plans.rank_plans import RankFacts
 from cluster.scheduling.topology import NodeInfo, assign_gpus
 from cluster.scheduling.warm_pool import IdleGang, choose
 from storage.host.gpu_memory import GpuMemory
@@ -50,6 +53,42 @@ def test_the_calling_process() -> None:
     assert limits.keys() == {"cpu"}
     assert limits["cpu"] > 0
     assert own_limits(DeviceMapOptions("", (("", "cpu"),)), "cpu", FitOptions(), CONFIG) == ()
+
+
+def own(facts: RankFacts, device: str, *free_gb: int, fit: FitOptions | None = None) -> DoesNotFit | None:
+    """Of rank 3, in a process that sees GPUs with so much free."""
+    here = node(*free_gb)
+    return own_misfit(3, facts, here.gpus, here.pools, device, fit or FitOptions(), CONFIG)
+
+
+def test_a_rank_in_the_calling_process_must_fit_there() -> None:
+    slices = RankFacts(30 * GB, 30 * GB, 30 * GB, GB)
+    assert own(slices, "cuda", 32, 0) is None  # 1 kept free
+    misfit = own(slices, "cuda", 31, 70)  # it has the first GPU, and no other
+    assert type(misfit) is DoesNotFitNow  # somebody else has its memory
+    assert "rank 3 needs 31.0 GB of device memory, a GPU has 30.0 GB" in str(misfit)
+    assert "longshore plan" in misfit.hint
+    assert type(own(RankFacts(80 * GB, 80 * GB, 80 * GB), "cuda", 79)) is DoesNotFit
+    assert own(slices, "cuda", 70, fit=FitOptions(gpu_memory_utilization=0.52)) is None
+    assert own(slices, "cuda", 70, fit=FitOptions(reserve_bytes=40 * GB)) is not None
+
+
+def test_a_rank_in_host_memory_must_fit_the_tightest_pool() -> None:
+    assert own(RankFacts(36 * GB, 36 * GB, 36 * GB, GB), "cpu") is None  # 40 of the container, 3 of which are kept
+    misfit = own(RankFacts(37 * GB, 37 * GB, 37 * GB, 1), "cpu")
+    assert type(misfit) is DoesNotFit
+    assert "this host: needs 37.0 GB of host memory" in str(misfit)
+    assert own(RankFacts(36 * GB, 36 * GB, 36 * GB), "cpu", fit=FitOptions(reserve_bytes=5 * GB)) is not None
+    assert own(RankFacts(36 * GB, 36 * GB, 36 * GB), "cuda", 50, fit=FitOptions(reserve_bytes=5 * GB)) is None
+
+
+def test_each_device_of_a_map_has_its_own_room() -> None:
+    mapped = RankFacts(60 * GB, 60 * GB, 60 * GB, devices=((0, 10 * GB), (1, 30 * GB), ("cpu", 20 * GB)))
+    assert own(mapped, "cuda", 11, 31) is None
+    assert own(mapped, "cuda", 31, 11) is not None  # a map names its GPUs
+    short = own(replace(mapped, devices=((0, 10 * GB), ("cpu", 38 * GB))), "cuda", 11)
+    assert short is not None
+    assert "of host memory" in str(short)
 
 
 def test_the_node_with_most_gpus_that_are_free() -> None:
