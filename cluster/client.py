@@ -147,6 +147,7 @@ def publish(
     hash_name: str = "blake3",
     chunk_bytes: int | None = None,
     force: bool = False,
+    amax: bool = False,
     sign_key: str | os.PathLike[str] | None = None,
     progress: Callable[..., None] | None = None,
     endpoint_url: str | None = None,
@@ -159,9 +160,10 @@ def publish(
     """Write the manifest of a checkpoint beside it, or copy the checkpoint to `dest` and write it there.
 
     What is read is checked against the store's own checksums, or read twice. An interrupted publish goes on where
-    it was. A manifest of a later Longshore is replaced only by `force`. `sign_key`: file with the private key that
-    signs the manifest. Store options apply to both URIs. Raises ConfigError (a destination inside the source or around
-    it), PublishError, IntegrityError, CheckpointError, NewerManifest, InvalidKey, StoreError.
+    it was. A manifest of a later Longshore is replaced only by `force`. `amax`: record the largest absolute value of
+    each row of the weights, so that loads that quantize read less (docs/precision.md). `sign_key`: file with the
+    private key that signs the manifest. Store options apply to both URIs. Raises ConfigError (a destination inside the
+    source or around it), PublishError, IntegrityError, CheckpointError, NewerManifest, InvalidKey, StoreError.
     """
     from storage.publishing.publish import publish as publish_store
     from storage.publishing.signing_keys import SigningKey
@@ -182,6 +184,7 @@ def publish(
             hash_name=hash_name,
             chunk_bytes=config.chunk_bytes,
             force=force,
+            amax=amax,
             progress=_until_given_up(progress),
             only_key=only_key,
             sign_key=None if sign_key is None else SigningKey.read(sign_key),

@@ -121,6 +121,9 @@ def build_parser() -> argparse.ArgumentParser:
         "--chunk-size", type=_size, default=None, metavar="BYTES", help="1MiB to 16MiB (default: 8MiB)"
     )
     publish.add_argument("--force", action="store_true", help="replace a manifest that is there already")
+    publish.add_argument(
+        "--amax", action="store_true", help="record the largest value of each row: loads that quantize then read less"
+    )
     publish.add_argument("--sign-key", metavar="FILE", help="sign the manifest with this private key")
     _add_store(publish)
 

@@ -111,6 +111,7 @@ def run_publish(args: argparse.Namespace) -> int:
             hash_name=args.hash,
             chunk_bytes=args.chunk_size,
             force=args.force,
+            amax=args.amax,
             sign_key=args.sign_key,
             progress=byte_counter(display, "publish"),
             **_store(args),

@@ -39,14 +39,14 @@ def plan_table(plan: PlanSummary) -> RenderableType:
     kept = {device.rank: device for device in plan.fit.devices if not device.device} if plan.fit else {}
     memory = any(device.have_bytes is not None for device in kept.values())
     headers = ["rank >", "node", "tp >", "pp >", "ep >", "fsdp >", "dp >", "tensors >", "size >", "memory >"]
-    headers += ["staging >"] if any(rank.staging_bytes for rank in shown) else []
+    headers += ["reads >", "staging >"] if any(rank.staging_bytes for rank in shown) else []
     headers += ["has >", "kept free >", "spare >"] if memory else []
     rows = []
     for rank in shown:
         row: list[object] = [rank.rank, rank.node, rank.tensor, rank.stage, rank.expert, rank.fsdp, rank.data]
         row += [rank.tensors, show_bytes(rank.size_bytes), show_bytes(rank.device_bytes)]
         if "staging >" in headers:
-            row.append(show_bytes(rank.staging_bytes))
+            row += [show_bytes(rank.read_bytes), show_bytes(rank.staging_bytes)]
         if memory:
             on = kept.get(rank.rank)
             if on is None or on.have_bytes is None:

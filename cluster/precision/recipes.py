@@ -22,6 +22,7 @@ from cluster.layouts.region import Range, Region, whole
 from cluster.layouts.rules import MAX_RULES, parse_rules, pattern_problem
 from cluster.precision import nf4
 from cluster.precision.quantized_tensors import OF_ACTIVATIONS
+from storage.checkpoints.amax import WEIGHT_DTYPES, is_weight_matrix
 from storage.checkpoints.dtypes import DTYPE_BITS
 from storage.checkpoints.model_index import Tensor
 
@@ -55,7 +56,7 @@ QUANTIZATIONS = ("", *SCHEMES)
 SKIPPED_PARTS = frozenset((*TOKEN_EMBEDDINGS, *OTHER_EMBEDDINGS, *HEADS, *ROUTERS, *TOWERS))
 _SIDE_BY_SIDE = ("group", "block")  # weights of a row share a scale: a rank needs no more than it holds
 _EXACT = ("e_score_correction_bias", "inv_freq")  # computed with in float32, whatever the model is cast to
-_FLOATS = ("BF16", "F16", "F32", "F64")
+_FLOATS = WEIGHT_DTYPES
 _SMALL_FLOATS = ("F8_E4M3", "F8_E5M2")
 # Tensors that only a quantized checkpoint has.
 _QUANTIZED = re.compile(
@@ -176,12 +177,9 @@ def decide_recipes(tensors: Sequence[Tensor], precision: Precision) -> list[Reci
 
 def is_weight(tensor: Tensor, scheme: str) -> bool:
     """Whether it is the matrix of a linear layer, or of experts, that the scheme can quantize."""
-    shape, parts = tensor.shape, tensor.name.split(".")
-    if tensor.dtype not in _FLOATS or 0 in shape:
+    if not is_weight_matrix(tensor):
         return False
-    linear = len(shape) == 2 and parts[-1] == "weight"
-    experts = len(shape) == 3 and "experts" in parts and not parts[-1].endswith("bias")
-    return (linear or experts) and (SCHEMES[scheme].scale not in _SIDE_BY_SIDE or shape[-1] % SCHEMES[scheme].unit == 0)
+    return SCHEMES[scheme].scale not in _SIDE_BY_SIDE or tensor.shape[-1] % SCHEMES[scheme].unit == 0
 
 
 def read_region(recipe: Recipe | None, shape: tuple[int, ...], region: Region) -> Region:

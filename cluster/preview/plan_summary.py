@@ -47,6 +47,7 @@ class RankSummary:
     segments: int  # device memory blocks
     chunks: int  # that its slices touch
     bytes_by_device: dict[str, int] = field(default_factory=dict)  # of device_bytes, with a device map
+    read_bytes: int = 0  # of those chunks, that it places: more than it will hold, when tensors are converted
 
 
 @dataclass(frozen=True, slots=True)
@@ -273,6 +274,7 @@ class _RankSummaries:
             segments=self._count_segments(coords, pieces, counts),
             chunks=self._touched.count(coords),
             bytes_by_device={device_name(device): size for device, size in self._facts[rank].devices},
+            read_bytes=self._facts[rank].read_bytes,
         )
 
     def _count_segments(self, coords: RankCoords, pieces: Sequence[KindSlice], counts: Sequence[int]) -> int:

@@ -49,7 +49,10 @@ class Described(Protocol):
 
 
 def is_weight_matrix(tensor: Described) -> bool:
-    """Whether it is the matrix of a linear layer, or those of experts in one: what may be quantized."""
+    """Whether it is the matrix of a linear layer, or those of experts in one: what may be quantized.
+
+    Files of version 1 have what this takes: whoever takes more will look for what they do not have.
+    """
     shape, parts = tensor.shape, tensor.name.split(".")
     if tensor.dtype not in WEIGHT_DTYPES or 0 in shape:
         return False

@@ -11,9 +11,12 @@ from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
 
+import numpy as np
+
 from cluster.errors import ModelConfigError
 from cluster.layouts.model_config import parse_model_config
 from storage.arena.arena_format import CHECKSUM, GEOMETRY, RECORDS_AT, arena_size_bytes, map_checked, pack_geometry
+from storage.checkpoints.amax import AmaxBytes, encode_amax
 from storage.checkpoints.checkpoint import open_model
 from storage.checkpoints.hf_layout import INDEX_KEY, parse_weight_map
 from storage.checkpoints.manifest import MANIFEST_KEY, parse_manifest
@@ -23,6 +26,7 @@ from storage.errors import (
     ArenaError,
     BadSignature,
     DiskChunkUnusable,
+    InvalidAmax,
     InvalidHeader,
     InvalidIndex,
     InvalidManifest,
@@ -109,6 +113,24 @@ def _header(data: bytes) -> None:
         if not at == tensor.start <= tensor.end <= len(data):
             raise ValueError("tensors do not tile the file")
         at = tensor.end
+
+
+AMAX_WEIGHTS = {"0.weight": (3, 64), "experts.down": (2, 5, 32)}
+
+
+def _amax(data: bytes) -> None:
+    """In two pieces, as it would come."""
+    recorded = AmaxBytes(len(data), AMAX_WEIGHTS)
+    recorded.add(memoryview(data)[:100])
+    recorded.add(memoryview(data)[100:])
+    for name, rows in recorded.rows().items():
+        if rows.shape != AMAX_WEIGHTS[name][:-1]:
+            raise ValueError("maxima of another shape")
+
+
+def _amax_seeds() -> list[bytes]:
+    rows = {name: np.full(shape[:-1], 1.5, np.float32) for name, shape in AMAX_WEIGHTS.items()}
+    return [encode_amax(rows.items()), encode_amax([*rows.items(), ("other", np.ones(9, np.float32))])]
 
 
 def _index(data: bytes) -> None:
@@ -215,6 +237,7 @@ def _checkpoint_seeds() -> list[bytes]:
 PARSERS = (
     Parser("manifest", _manifest, (InvalidManifest,), lambda: [_published()[MANIFEST_KEY]]),
     Parser("signature", parse_signature, (BadSignature,), lambda: [sign_manifest(b"manifest", SigningKey.generate())]),
+    Parser("amax", _amax, (InvalidAmax,), _amax_seeds, False),
     Parser("journal", _journal, (InvalidManifest,), _journal_seeds),
     Parser("index", _index, (InvalidIndex,), lambda: [odd_objects()[INDEX_KEY]]),
     Parser("config", _config, (ModelConfigError,), _config_seeds),

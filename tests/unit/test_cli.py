@@ -393,6 +393,31 @@ def test_publish_plan_verify(run: Run, model: Path) -> None:
     assert "verify" in err
 
 
+def test_publish_records_what_loads_that_quantize_need(run: Run, model: Path) -> None:
+    def reads() -> list[int]:
+        code, out, _ = run("plan", str(model), "--tp", "2", "--quantization", "fp8_tensor", "--json")
+        assert code == 0
+        return [rank["read_bytes"] for rank in json.loads(out)["ranks"]]
+
+    assert "not recorded" in run("publish", str(model))[1]
+    before = reads()
+    code, out, _ = run("publish", str(model), "--amax", "--json")
+    assert (code, json.loads(out)["amax"]) == (0, True)
+    assert all(now < then for now, then in zip(reads(), before, strict=True))
+    assert run("verify", str(model))[0] == 0
+    assert "reads" in run("plan", str(model), "--tp", "2", "--quantization", "fp8")[1]
+    recorded = model / "longshore.amax"
+    data = recorded.read_bytes()
+    recorded.write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    code, _, err = run("plan", str(model), "--tp", "2", "--quantization", "fp8")
+    assert code == 6
+    assert "longshore.amax is not the published one" in err
+    assert run("plan", str(model), "--tp", "2", "--quantization", "int4")[0] in (0, 3)
+    assert run("verify", str(model))[0] == 6
+    recorded.unlink()
+    assert run("plan", str(model), "--tp", "2", "--quantization", "fp8")[0] == 6
+
+
 def test_verify_of_an_unpublished_model_is_no_green_gate(run: Run, model: Path) -> None:
     code, out, err = run("verify", str(model))
     assert code == 1

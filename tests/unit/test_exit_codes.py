@@ -29,7 +29,7 @@ README = Path(__file__).resolve().parents[2] / "README.md"
         ),
         (4, "NotEnoughResources DeviceUnavailable ArenaTooLarge ArenaTooSmall ArenaCorrupt"),
         (5, "StoreError ObjectNotFound AccessDenied StoreUnavailable Throttled ShortRead RangeMismatch ObjectChanged"),
-        (6, "IntegrityError ManifestError InvalidManifest NewerManifest ManifestMismatch"),
+        (6, "IntegrityError ManifestError InvalidManifest NewerManifest ManifestMismatch InvalidAmax"),
         (7, "ClusterError ClusterLost VersionMismatch PackageMissing"),
     ],
 )
