@@ -70,10 +70,11 @@ def decide_layout(
             refused.setdefault(alike, (tensor, rule, part))
         else:
             cuts.append(cut)
-    experts = _expert_places(tensors, found, layout, problems)
-    if unnamed or problems:
+    experts = _expert_places(tensors, found, layout)
+    if unnamed or problems or isinstance(experts, str):
         hint = _sizes_that_do(list(refused.values()), layout, config)
-        raise _layout_error(unnamed, problems, layout, config, hint)
+        spread = experts if isinstance(experts, str) else ""
+        raise _layout_error(unnamed, problems, spread, layout, config, hint)
     stages = decide_stages(tensors, layout)
     holders: dict[tuple[tuple[int, ...], int | None], Holder] = {}
     return [
@@ -114,10 +115,11 @@ def _sizes_that_do(refused: list[tuple[Tensor, Rule, Part | None]], layout: Layo
     return f"these tensors can be cut with tensor_parallel_size={' or '.join(sizes)}" if sizes else ""
 
 
-def _expert_places(
-    tensors: Sequence[Tensor], rules: Sequence[Rule | None], layout: Layout, problems: list[str]
-) -> list[int | None]:
-    """For each tensor of one expert, the place among the experts that has it: neighbouring experts are together."""
+def _expert_places(tensors: Sequence[Tensor], rules: Sequence[Rule | None], layout: Layout) -> list[int | None] | str:
+    """For each tensor of one expert, the place among the experts that has it: neighbouring experts are together.
+
+    Or why there are no such places.
+    """
     if layout.expert_parallel_size == 1:
         return [None] * len(tensors)
     numbers = [
@@ -126,12 +128,9 @@ def _expert_places(
     ]
     experts = max((number for number in numbers if number is not None), default=-1) + 1
     if experts % layout.expert_parallel_size:
-        problems.append(f"{experts} experts cannot be spread over expert_parallel_size={layout.expert_parallel_size}")
-        return [None] * len(tensors)
-    if not experts and not any(rule is not None and experts_of(rule) == "all" for rule in rules):
-        problems.append(
-            f"no tensor is an expert's, so expert_parallel_size={layout.expert_parallel_size} cannot be meant"
-        )
+        return f"{experts} experts cannot be spread over expert_parallel_size={layout.expert_parallel_size}"
+    if not experts and None not in rules and not any(rule and experts_of(rule) == "all" for rule in rules):
+        return f"no tensor is an expert's, so expert_parallel_size={layout.expert_parallel_size} cannot be meant"
     share = experts // layout.expert_parallel_size
     return [None if number is None else number // share for number in numbers]
 
@@ -142,8 +141,9 @@ def expert_number(name: str) -> int | None:
 
 
 def _layout_error(
-    unnamed: list[str], problems: list[str], layout: Layout, config: ModelConfig | None, sizes: str
+    unnamed: list[str], problems: list[str], spread: str, layout: Layout, config: ModelConfig | None, sizes: str
 ) -> LayoutError:
+    """`spread`: what is wrong with the experts as a whole; `sizes`: a hint at what would do."""
     parts = []
     hints = [sizes] if sizes else []
     kind = LayoutError
@@ -165,6 +165,9 @@ def _layout_error(
         hints.append('Name them with layout_rules={"a.pattern.*.of.names": "replicate"} or ' + ", ".join(Rule))
     if problems:
         parts.append(f"{len(problems)} tensors cannot be cut: {_some(problems)}")
+    if spread:
+        parts.append(spread)
+        hints.append("expert_parallel_size must divide the number of experts; 1 leaves them on every rank")
     if problems or why:
         hints.append("fsdp_size and pipeline_parallel_size need no rules and take any whole-byte dtype")
     error = kind(

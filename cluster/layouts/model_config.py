@@ -71,10 +71,7 @@ def parse_model_config(data: bytes) -> ModelConfig:
         raise ModelConfigError(f"config.json has some {values} JSON values; at most {MAX_JSON_VALUES} are read")
     try:
         fields = json.loads(data)
-    except (
-        ValueError,
-        RecursionError,
-    ) as exc:  # ValueError: not JSON, not UTF-8, or a number of too many digits
+    except (ValueError, RecursionError) as exc:  # the first: not JSON, not UTF-8, or a number of too many digits
         raise ModelConfigError(f"config.json is not JSON: {exc}") from exc
     if not isinstance(fields, dict):
         raise ModelConfigError(f"config.json is a JSON {type(fields).__name__}, not an object")
