@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import contextlib
-from collections.abc import Sequence
+from collections.abc import Iterator, Sequence
 from typing import Any
 
 import numpy as np
@@ -41,7 +41,6 @@ class CudaDevice:
                 torch=torch.__version__,
             )
         self.name = f"cuda:{index}"
-        self._torch = torch
         # Only this index is ever named: a context on any other GPU would take memory there.
         self._device = torch.device("cuda", index)
         torch.cuda.set_device(self._device)
@@ -56,23 +55,12 @@ class CudaDevice:
         return sum(len(memory) for memory in (*self._segments, *self._staged.values()))
 
     def allocate(self, segment_bytes: tuple[int, ...]) -> None:
-        torch = self._torch
-        try:
+        with self._room("the rank's device memory could not be taken", sum(segment_bytes)):
             self._segments = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in segment_bytes]
             # Memory that this process has used before may still be written by what was launched then.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
-        except torch.cuda.OutOfMemoryError as error:
-            self._segments = []
-            free, total = torch.cuda.mem_get_info(self._device)
-            raise DoesNotFit(
-                "the rank's device memory could not be taken",
-                need_bytes=sum(segment_bytes),
-                free_bytes=free,
-                total_bytes=total,
-            ) from error
 
     def attach_arena(self, arena: memoryview) -> None:
-        torch = self._torch
         address = np.frombuffer(arena, np.uint8).ctypes.data
         with torch.cuda.device(self._device):  # the calling thread's device may be another
             # One registration for the whole arena: registering each slot or view is a thousand times slower.
@@ -87,26 +75,19 @@ class CudaDevice:
     def detach_arena(self) -> None:
         self.synchronize()
         if self._pinned is not None:
-            with self._torch.cuda.device(self._device):
+            with torch.cuda.device(self._device):
                 self._cudart().cudaHostUnregister(self._pinned)
             self._pinned = None
         self._staging = None
-        self._torch.cuda.empty_cache()  # what was staged is no tensor's memory
+        torch.cuda.empty_cache()  # what was staged is no tensor's memory
 
     def stage(self, staged: StagedTensor) -> None:
-        torch, source = self._torch, staged.source
-        try:
-            # Of the stream that copies and converts: what is given up is taken again in the order of its work.
-            with torch.cuda.stream(self._stream):
-                data = torch.empty(source.size_bytes, dtype=torch.uint8, device=self._device)
-                data[source.filled_bytes :].zero_()
-        except torch.cuda.OutOfMemoryError as error:
-            raise DoesNotFit(
-                "memory for a tensor that is to be converted could not be taken",
-                need_bytes=source.size_bytes,
-                free_bytes=torch.cuda.mem_get_info(self._device)[0],
-                tensor=source.name,
-            ) from error
+        source = staged.source
+        problem = "memory for a tensor that is to be converted could not be taken"
+        # Of the stream that copies and converts: what is given up is taken again in the order of its work.
+        with self._room(problem, source.size_bytes, tensor=source.name), torch.cuda.stream(self._stream):
+            data = torch.empty(source.size_bytes, dtype=torch.uint8, device=self._device)
+            data[source.filled_bytes :].zero_()
         self._staged[source.segment] = data
 
     def convert(self, staged: StagedTensor, slices: Sequence[TensorSlice]) -> None:
@@ -115,11 +96,11 @@ class CudaDevice:
             self._segments[piece.segment][piece.segment_offset : piece.segment_offset + piece.size_bytes]
             for piece in slices
         ]
-        with self._torch.cuda.stream(self._stream):
+        problem = "there is no memory to convert a tensor in"
+        with self._room(problem, None, tensor=staged.source.name), torch.cuda.stream(self._stream):
             convert(staged, source, slices, made)
 
     def place(self, chunk: memoryview, items: ReadItems, rows: slice) -> None:
-        torch = self._torch
         source = torch.frombuffer(chunk, dtype=torch.uint8)
         with torch.cuda.stream(self._stream):
             staged = None
@@ -139,12 +120,22 @@ class CudaDevice:
     def parts(self, items: ReadItems, rows: slice) -> list[memoryview]:
         raise DeviceUnavailable("a socket cannot write to the memory of a GPU", device=self.name)
 
+    @contextlib.contextmanager
+    def _room(self, problem: str, need_bytes: int | None, **details: str) -> Iterator[None]:
+        """Says what torch had no memory for: DoesNotFit."""
+        try:
+            yield
+        except torch.cuda.OutOfMemoryError as error:
+            free, total = torch.cuda.mem_get_info(self._device)
+            raise DoesNotFit(problem, need_bytes=need_bytes, free_bytes=free, total_bytes=total, **details) from error
+
     def _cudart(self) -> Any:
-        return self._torch.cuda.cudart()  # type: ignore[no-untyped-call]
+        return torch.cuda.cudart()  # type: ignore[no-untyped-call]
 
     def _stage(self, source: torch.Tensor) -> torch.Tensor:
         if self._staging is None or len(self._staging) < len(source):
-            self._staging = self._torch.empty(len(source), dtype=self._torch.uint8, device=self._device)
+            with self._room("memory to copy chunks through could not be taken", len(source)):
+                self._staging = torch.empty(len(source), dtype=torch.uint8, device=self._device)
         staged = self._staging[: len(source)]
         staged.copy_(source, non_blocking=True)
         return staged
@@ -164,4 +155,4 @@ class CudaDevice:
         finally:
             self._segments = []
             self._staged = {}
-        self._torch.cuda.empty_cache()  # torch keeps freed memory for itself, and this process may live on
+        torch.cuda.empty_cache()  # torch keeps freed memory for itself, and this process may live on

@@ -90,6 +90,7 @@ class OffloadFolder:
                 with self._file(tensor, os.O_RDONLY) as descriptor:
                     os.fsync(descriptor)
             self._replace(INDEX_NAME, text)
+            os.fsync(self._descriptor)  # the names, too
 
     @contextlib.contextmanager
     def readable(self, tensor: str) -> Iterator[str]:

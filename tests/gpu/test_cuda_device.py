@@ -11,14 +11,19 @@ import numpy as np
 import pytest
 import torch
 from numpy.typing import NDArray
+from safetensors.torch import save
 
 from actors.devices.cuda_device import CudaDevice
 from actors.devices.device import open_device
 from actors.rank.executor import RankLoader
 from cluster.errors import DoesNotFit
+from cluster.layouts.mesh import Layout
+from cluster.plans.planning import build_load_plan
 from cluster.plans.read_items import ReadItems, expand_read_items
+from cluster.precision.recipes import Precision
 from cluster.reports.report import RankReport
 from storage.arena.arena import Arena
+from storage.checkpoints.checkpoint import open_model
 from storage.object_store import MemoryStore
 from tests.support.checkpoints import odd_objects, read_objects, write_objects, write_tiny_llama
 from tests.support.local_node import Rank, local_node, plan_of, run_all
@@ -161,6 +166,28 @@ def test_more_memory_than_there_is(device: CudaDevice):
     assert caught.value.details["need_bytes"] == 2 * total
     assert caught.value.details["total_bytes"] == total
     assert device._segments == []
+
+
+@pytest.mark.parametrize("step", ["stage", "convert", "place"])
+def test_no_memory_while_it_loads(arena: Arena, device: CudaDevice, monkeypatch: pytest.MonkeyPatch, step: str):
+    def none_left(*_: object, **__: object) -> None:
+        raise torch.cuda.OutOfMemoryError("none left")
+
+    index = open_model(MemoryStore({"m.safetensors": save({"a": torch.ones(64, 64)})}), chunk_bytes=4096)
+    rank = build_load_plan(index, Layout(), precision=Precision("bfloat16")).ranks[0]
+    (staged,) = rank.staged
+    device.allocate((SLOT_BYTES,))
+    if step != "stage":
+        device.stage(staged)
+    monkeypatch.setattr("actors.devices.cuda_device.convert" if step == "convert" else "torch.empty", none_left)
+    steps = {
+        "stage": lambda: device.stage(staged),
+        "convert": lambda: device.convert(staged, rank.slices[staged.first : staged.end]),
+        "place": lambda: device.place(arena.slot(0), items_of((0, 0, 100, 2, 200, 100)), slice(0, 1)),
+    }
+    with pytest.raises(DoesNotFit) as caught:
+        steps[step]()
+    assert caught.value.details["free_bytes"] > 0
 
 
 def test_every_dtype(tmp_path: Path, device: CudaDevice):
