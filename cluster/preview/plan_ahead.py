@@ -31,6 +31,7 @@ from cluster.load_request import LoadRequest
 from cluster.plans.amax_reader import amax_reader
 from cluster.plans.prepare import plan_changes, plan_model, read_model
 from cluster.plans.rank_plans import rank_facts
+from cluster.plans.recorded_scales import ReadAmax
 from cluster.precision.recipes import make_precision
 from cluster.preview.cluster_view import AskedCluster, find_cluster
 from cluster.preview.expected_time import ExpectedTime, Rates, expect
@@ -172,7 +173,7 @@ def _summarize(
             on_node = request.mapping.on_node([room.have_bytes for room in devices.rooms], host_bytes)
             request = replace(request, node_memory=on_node.max_memory or ())
     elif devices is not None and devices.source == GIVEN:
-        request = _spread(request, index, stored, devices)
+        request = _spread(request, index, stored, devices, read_amax)
         check_devices(request.layout, devices)
     load_plan = plan_model(request, index, stored, read_amax)
     facts = rank_facts(load_plan.cut)
@@ -236,7 +237,13 @@ def _config_alone(request: LoadRequest, config: Config) -> bytes | None:
         return read_bytes(store, CONFIG_KEY, ByteRange(0, size_bytes))
 
 
-def _spread(request: LoadRequest, index: ModelIndex, stored: ModelConfig | None, devices: Devices) -> LoadRequest:
+def _spread(
+    request: LoadRequest,
+    index: ModelIndex,
+    stored: ModelConfig | None,
+    devices: Devices,
+    read_amax: ReadAmax | None,
+) -> LoadRequest:
     """Over all devices, when nobody said how: by the first way that fits, else by the first that is possible."""
     if len(devices.rooms) == 1 or request.layout != Layout(vocabulary_multiple=request.layout.vocabulary_multiple):
         return request
@@ -244,7 +251,8 @@ def _spread(request: LoadRequest, index: ModelIndex, stored: ModelConfig | None,
         replace(request, layout=replace(way, vocabulary_multiple=request.layout.vocabulary_multiple))
         for way in layouts_for(len(devices.rooms))
     ]
-    planned = plan_changes(index, stored, [Change(str(way.layout), "ranks", 0, way) for way in ways])
+    changes = [Change(str(way.layout), "ranks", 0, way) for way in ways]
+    planned = plan_changes(index, stored, changes, read_amax=read_amax)
     possible = [each for each in planned if not each.problem]
     if not possible:
         raise LayoutError(
