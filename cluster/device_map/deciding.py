@@ -9,8 +9,10 @@ layer that is still to come, because code that runs such a model moves offloaded
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+from collections import deque
+from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
+from itertools import chain
 
 from cluster.device_map.module_tree import Module
 from cluster.errors import LayoutError
@@ -104,7 +106,7 @@ class _Filling:
     tree: Module
     memory: Memory
     tied: Sequence[Sequence[str]]
-    queue: list[Module] = field(init=False)  # still to be placed, in order
+    queue: deque[Module] = field(init=False)  # still to be placed, in order
     placed: dict[str, DeviceKey] = field(init=False, default_factory=dict)
     devices: list[DeviceKey] = field(init=False)
     main: frozenset[DeviceKey] = field(init=False)  # keep room for the largest layer
@@ -114,7 +116,7 @@ class _Filling:
     largest: set[str] = field(init=False, default_factory=set)  # which they are
 
     def __post_init__(self) -> None:
-        self.queue = self.tree.parts
+        self.queue = deque(self.tree.parts)
         self.devices = [device for device in sorted(self.memory, key=device_order) if device != DISK] + [DISK]
         self.main = frozenset((*self.devices[:1], CPU)) if isinstance(self.devices[0], int) else frozenset((CPU,))
         self.used = dict.fromkeys(self.devices, 0)
@@ -122,8 +124,8 @@ class _Filling:
 
     def step(self) -> None:
         """Place the next module, or split it, or go to the next device."""
-        module = self.queue.pop(0)
-        self.largest = {name for name in self.largest if not module.covers(name)}
+        module = self.queue.popleft()
+        self.largest.difference_update(each.name for each in _layers([module]))
         if not self.largest:
             self._find_largest([each for each in self.queue if not each.is_tensor])
         device = self.devices[self.current]
@@ -135,23 +137,24 @@ class _Filling:
             self.used[device] += wanted_bytes
             for each in (module, *partners):
                 self.placed[each.name] = device
-            self.queue = [each for each in self.queue if each not in partners]
+            if partners:
+                self.queue = deque(each for each in self.queue if each not in partners)
             return
         if partners and module.size_bytes <= room_bytes:
             for partner in partners:
                 if partner.can_split:  # only the part of it that is tied must come along
-                    at = self.queue.index(partner)
-                    self._requeue([module, *self.queue[:at], *partner.parts, *self.queue[at + 1 :]])
+                    split = ([each] if each is not partner else each.parts for each in self.queue)
+                    self._requeue([module, *chain.from_iterable(split)])
                     return
         if module.size_bytes >= room_bytes and module.can_split:
             self._requeue([*module.parts, *self.queue])
             return
         self.used[device] += kept_bytes
         self.current += 1
-        self.queue.insert(0, module)
+        self.queue.appendleft(module)
 
     def _requeue(self, queue: list[Module]) -> None:
-        self.queue = queue
+        self.queue = deque(queue)
         self._find_largest([module for module in queue if not module.is_tensor])
 
     def _partners(self, module: Module) -> list[Module]:
@@ -166,17 +169,23 @@ class _Filling:
         return [other for other in self.queue if any(other.covers(name) for name in names)] if names else []
 
     def _find_largest(self, modules: Iterable[Module]) -> None:
-        """Layers are modules that are never split, and those that have no modules in them."""
         self.largest_bytes, self.largest = 0, set()
-        stack = list(modules)
-        while stack:
-            module = stack.pop()
-            if module.can_split:
-                stack += module.children
-            elif module.size_bytes >= self.largest_bytes:
-                if module.size_bytes > self.largest_bytes:
-                    self.largest_bytes, self.largest = module.size_bytes, set()
-                self.largest.add(module.name)
+        for layer in _layers(modules):
+            if layer.size_bytes > self.largest_bytes:
+                self.largest_bytes, self.largest = layer.size_bytes, set()
+            if layer.size_bytes == self.largest_bytes:
+                self.largest.add(layer.name)
+
+
+def _layers(modules: Iterable[Module]) -> Iterator[Module]:
+    """In them, the modules that are never split, and those that have no modules in them."""
+    stack = list(modules)
+    while stack:
+        module = stack.pop()
+        if module.can_split:
+            stack += module.children
+        else:
+            yield module
 
 
 def _find(known: Mapping[str, DeviceKey], name: str) -> DeviceKey | None:

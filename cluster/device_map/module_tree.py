@@ -11,8 +11,11 @@ from __future__ import annotations
 from collections.abc import Iterable, Iterator
 from dataclasses import dataclass, field
 
+from cluster.errors import LayoutError
 from cluster.layouts.module_names import HEADS, OTHER_EMBEDDINGS, TOKEN_EMBEDDINGS, TOWERS
+from storage.problems import quote
 
+MAX_PARTS = 100  # of a dotted name: what goes down the tree calls itself
 _EARLY = (*TOKEN_EMBEDDINGS, *OTHER_EMBEDDINGS, *TOWERS, "encoder")
 
 
@@ -54,11 +57,16 @@ class Module:
 
 
 def module_tree(sizes: Iterable[tuple[str, int]]) -> Module:
-    """The model of tensors given as (name, size in bytes)."""
+    """The model of tensors given as (name, size in bytes). Raises LayoutError for a name of too many parts."""
     root = Module("")
     modules = {"": root}
     for name, size_bytes in sizes:
         parts = name.split(".")
+        if len(parts) > MAX_PARTS:
+            raise LayoutError(
+                f"a tensor's name has {len(parts)} parts, more than {MAX_PARTS}: {quote(name)}",
+                hint="a device map that names modules itself takes any",
+            )
         above = root
         above.size_bytes += size_bytes
         for depth in range(1, len(parts)):

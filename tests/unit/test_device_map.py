@@ -11,6 +11,7 @@ from hypothesis import strategies as st
 
 from cluster.device_map.deciding import DeviceKey, DeviceMap, balanced_memory, device_order, infer_device_map
 from cluster.device_map.module_tree import module_tree
+from cluster.errors import LayoutError
 from tests.support.hf_models import make_tiny
 
 torch = pytest.importorskip("torch")
@@ -210,3 +211,18 @@ def test_the_order_of_modules() -> None:
     assert infer_device_map(module_tree([]), {0: 1}).as_dict() == {"": "disk"}
     odd = [("a", 1), ("a.b", 2), ("a.b.c", 3), ("", 4), (".", 5), ("9" * 5000 + ".x", 6)]
     assert sum(tensor.size_bytes for tensor in module_tree(odd).all_tensors()) == 21
+
+
+def test_many_modules_are_dealt_out() -> None:
+    """Each is looked at a few times, not as often as there are others."""
+    count = 20_000
+    found = infer_device_map(
+        module_tree([(f"m{number}.weight", 10) for number in range(count)]), {0: 5 * count, "cpu": 10 * count}
+    )
+    places = [device for _, device in found.modules]
+    assert places == [0] * (count // 2 - 1) + ["cpu"] * (count // 2 + 1)  # of the GPU, one layer's room is kept
+
+
+def test_names_of_very_many_parts_are_refused() -> None:
+    with pytest.raises(LayoutError, match="5001 parts"):
+        module_tree([(".".join(["a"] * 5000 + ["weight"]), 1)])
