@@ -1,0 +1,122 @@
+"""Recorded maxima in planning: read when they help, once, of the model that is planned."""
+
+from __future__ import annotations
+
+from pathlib import Path
+from typing import Any
+
+import pytest
+
+from cluster.fit.changes import Change
+from cluster.layouts.mesh import Layout
+from cluster.load_request import LoadRequest
+from cluster.plans import amax_reader as amax_reader_module
+from cluster.plans.amax_reader import amax_reader
+from cluster.plans.packed_plan import unpack_shared
+from cluster.plans.planning_process import PlanningServer
+from cluster.plans.prepare import plan_changes, prepare_plan, read_model
+from cluster.precision.recipes import Precision
+from cluster.request import StoreOptions, make_request
+from cluster.trust import TrustPolicy
+from storage.checkpoints.amax import AMAX_KEY, read_amax
+from storage.errors import IntegrityError, ManifestMismatch
+from storage.local import LocalStore
+from storage.publishing.publish import publish
+from tests.support.checkpoints import write_tiny_llama
+
+MIB = 1 << 20
+READING = {"chunk_bytes": MIB, "read_timeout_s": 5}
+
+
+@pytest.fixture
+def folder(tmp_path: Path) -> Path:
+    write_tiny_llama(tmp_path)
+    publish(LocalStore(tmp_path), chunk_bytes=MIB, amax=True)
+    return tmp_path
+
+
+@pytest.fixture
+def readings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
+    """Weights asked for, by reading of the file."""
+    asked: list[int] = []
+
+    def counted(*args: Any) -> Any:
+        asked.append(len(args[2]))
+        return read_amax(*args)
+
+    monkeypatch.setattr(amax_reader_module, "read_amax", counted)
+    return asked
+
+
+def request(place: str | Path, quantization: str, tensors: int = 2) -> LoadRequest:
+    return make_request(
+        str(place),
+        layout=Layout(tensors),
+        store_options=StoreOptions(),
+        credentials=None,
+        layout_rules=None,
+        precision=Precision("auto", quantization),
+    )
+
+
+def staged(place: str | Path, quantization: str) -> dict[str, bool]:
+    """Of the last rank's staged tensors by name, whether it reads what it holds and no more."""
+    _, plan = prepare_plan(request(place, quantization), **READING)  # type: ignore[arg-type]
+    return {each.source.name: each.source.region == each.region for each in plan.ranks[-1].staged}
+
+
+def test_it_is_read_where_it_helps(folder: Path, readings: list[int]) -> None:
+    assert all(staged(folder, "fp8").values())
+    assert all(staged(folder, "fp8_tensor").values())
+    assert readings == [4, 14]  # two layers: what is cut by rows; every matrix
+    prepare_plan(request(folder, "int8", 1), **READING)  # type: ignore[arg-type]
+    prepare_plan(request(folder, ""), **READING)  # type: ignore[arg-type]
+    assert len(readings) == 2
+
+
+def test_without_a_manifest_nothing_is_believed(folder: Path, readings: list[int]) -> None:
+    (folder / "longshore.manifest.json").unlink()
+    assert not all(staged(folder, "fp8").values())
+    assert readings == []
+
+
+def test_one_file_of_a_model_has_its_own(folder: Path) -> None:
+    shard = sorted(folder.glob("*.safetensors"))[0]
+    found = staged(shard, "fp8_tensor")
+    assert found
+    assert all(found.values())
+
+
+def test_many_changes_read_it_once(folder: Path, readings: list[int]) -> None:
+    asked = request(folder, "fp8_tensor")
+    index, config = read_model(asked, **READING)  # type: ignore[arg-type]
+    changes = [
+        Change(f"{scheme} on {tensors}", "quantization", 0, request(folder, scheme, tensors))
+        for scheme in ("fp8_tensor", "fp8", "int8", "int4")
+        for tensors in (1, 2)
+    ]
+    planned = plan_changes(index, config, changes, read_amax=amax_reader(asked, index, 5.0))
+    assert [bool(each.problem) for each in planned[:6]] == [False] * 6
+    assert readings == [14]
+    without = plan_changes(index, config, changes)
+    assert planned[1].ranks[0].read_bytes < without[1].ranks[0].read_bytes
+
+
+def test_the_planning_process_sends_it_along(folder: Path) -> None:
+    packed = PlanningServer(MIB, 5.0).prepare(request(folder, "int8"), TrustPolicy())
+    cut = unpack_shared(packed.shared).cut
+    assert cut.amax is not None
+    assert len(cut.amax.tensors) == 4
+
+
+def test_what_is_wrong_with_it_ends_the_planning(folder: Path) -> None:
+    data = (folder / AMAX_KEY).read_bytes()
+    (folder / AMAX_KEY).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
+    with pytest.raises(IntegrityError):
+        staged(folder, "fp8")
+    answer = PlanningServer(MIB, 5.0).answer("prepare", (request(folder, "fp8"), TrustPolicy()))
+    assert isinstance(answer, IntegrityError)
+    assert all(staged(folder, "").values())  # nobody asks
+    (folder / AMAX_KEY).unlink()
+    with pytest.raises(ManifestMismatch):
+        staged(folder, "fp8")
