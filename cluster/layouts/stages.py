@@ -9,6 +9,7 @@ the last one's. A model without a head of its own uses its embedding again: both
 from __future__ import annotations
 
 import re
+from bisect import bisect_right
 from collections import Counter
 from collections.abc import Sequence
 
@@ -53,7 +54,7 @@ def decide_stages(tensors: Sequence[Tensor], layout: Layout) -> Stages:
             ends[end] += tensor.size_bytes
             ends[1] += tensor.size_bytes if tied and _is_of(tensor.name, TOKEN_EMBEDDINGS) else 0
     cuts = balance([sizes[layer] for layer in layers], count, ends[0], ends[1])
-    stage_of = {layer: sum(position >= cut for cut in cuts) for position, layer in enumerate(layers)}
+    stage_of = {layer: bisect_right(cuts, position) for position, layer in enumerate(layers)}
     last = count - 1
     found: Stages = []
     for tensor, layer, end in zip(tensors, layer_of, where, strict=True):
