@@ -10,7 +10,7 @@ from typing import Any
 
 from cluster.device_map.options import GivenMap, GivenMemory, parse_device_map
 from cluster.errors import ConfigError
-from cluster.fit.options import FitOptions
+from cluster.fit.options import STRICT, FitOptions
 from cluster.layouts.mesh import Layout
 from cluster.layouts.rules_file import LayoutRules, read_rules
 from cluster.load_request import LoadRequest, StoreAccess
@@ -98,7 +98,9 @@ def make_request(
     if not (math.isfinite(wait_for_resources_s) and wait_for_resources_s >= 0):
         raise ConfigError(f"wait_for_resources_s must be 0 or more seconds, not {wait_for_resources_s!r:.40}")
     rules = read_rules(layout_rules)
-    fit = fit or FitOptions()
+    fit, precision = fit or FitOptions(), precision or Precision()
+    if fit.mode == STRICT and not precision.quantization and precision.skip != Precision().skip:
+        raise ConfigError("skip_quantization says what is not quantized, but there is no quantization")
     mapping = parse_device_map(device_map, max_memory, offload_folder, layout, device)
     if mapping is not None and mapping.gpus is not None:
         device = "cuda" if mapping.gpus else "cpu"
@@ -117,7 +119,7 @@ def make_request(
         placement=placement,
         placement_group=placement_group,
         trusted_keys=read_keys(trusted_keys),
-        precision=precision or Precision(),
+        precision=precision,
         device_map=mapping,
         fit=fit,
     )

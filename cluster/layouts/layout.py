@@ -10,8 +10,11 @@ copies. A (4, 6) weight under a `row` rule, tensor_parallel_size=2, fsdp_size=2 
 
 from __future__ import annotations
 
+import re
+from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from cluster.errors import ConfigError, LayoutError, UnknownFamily
@@ -25,7 +28,8 @@ from storage.checkpoints.model_index import Tensor
 if TYPE_CHECKING:
     from cluster.layouts.model_config import ModelConfig  # brings pydantic
 
-_LISTED = 20  # tensors that one message names
+_LISTED_CHARS = 8000  # of names in one message: what is stored may be called anything, and be anything much
+_NUMBER = re.compile(r"(?<=[.'])[0-9]+(?=[.'])")  # a whole part of a name
 
 
 @dataclass(frozen=True, slots=True)
@@ -149,13 +153,13 @@ def _layout_error(
     kind = LayoutError
     why = why_unnamed(unnamed, config.quantization if config else None)
     if unnamed:
-        names = [f"{name!r:.200}" for name in unnamed]
         size = (
             f"tensor_parallel_size={layout.tensor_parallel_size}"
             if layout.tensor_parallel_size > 1
             else f"expert_parallel_size={layout.expert_parallel_size}"
         )
-        parts.append(f"{len(unnamed)} tensors are named by no rule for {size}: {_some(names)}")
+        names = [f"{name!r:.200}" for name in unnamed]
+        parts.append(f"{_count(unnamed)} named by no rule for {size}: {_patterns(names)}")
         parts += [why] if why else []
         family = config.model_type if config else None
         known = ", ".join(FAMILIES)
@@ -164,7 +168,8 @@ def _layout_error(
             kind = UnknownFamily
         hints.append('Name them with layout_rules={"a.pattern.*.of.names": "replicate"} or ' + ", ".join(Rule))
     if problems:
-        parts.append(f"{len(problems)} tensors cannot be cut: {_some(problems)}")
+        tensors = "1 tensor" if len(problems) == 1 else f"{len(problems)} tensors"
+        parts.append(f"{tensors} cannot be cut: {_patterns(problems)}")
     if spread:
         parts.append(spread)
         hints.append("expert_parallel_size must divide the number of experts; 1 leaves them on every rank")
@@ -182,6 +187,15 @@ def _layout_error(
     return error
 
 
-def _some(texts: list[str]) -> str:
-    more = len(texts) - _LISTED
-    return ", ".join(texts[:_LISTED]) + (f" and {more} more" if more > 0 else "")
+def _count(names: list[str]) -> str:
+    return "1 tensor is" if len(names) == 1 else f"{len(names)} tensors are"
+
+
+def _patterns(texts: list[str]) -> str:
+    """All of them, those that differ in the numbers of layers and experts only as one pattern with their count."""
+    counts = Counter(_NUMBER.sub("*", text) for text in texts)
+    first = {_NUMBER.sub("*", text): text for text in reversed(texts)}
+    named = [first[pattern] if count == 1 else f"{pattern} ({count})" for pattern, count in counts.items()]
+    ends = list(accumulate(len(name) + 2 for name in named))
+    listed = sum(end <= _LISTED_CHARS for end in ends)
+    return ", ".join(named[:listed]) + (f" and {len(named) - listed} more" if listed < len(named) else "")

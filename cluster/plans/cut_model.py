@@ -140,7 +140,7 @@ def cut_model(
     ConfigError for a precision that the model cannot have.
     """
     placed = decide_layout(index.tensors, layout, rules, config)
-    recipes = decide_recipes(index.tensors, precision)
+    recipes = decide_recipes(index.tensors, precision, (config.model_type if config else None) or "")
     kinds: dict[TensorKind, int] = {}
     holders: dict[Holder, int] = {}
     kind = [

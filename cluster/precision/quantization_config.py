@@ -114,6 +114,8 @@ class QuantizationConfig(BaseModel):
             packing = fields.get("packing_format")
             named = [family for family in ("gptq", "awq") if isinstance(packing, str) and family in packing]
             fields |= {"quant_method": named[0], "format": ""} if len(named) == 1 else {}
+        if method == "gptq" and "desc_act" not in fields:
+            fields["desc_act"] = True  # nobody says that inputs are in order: with all groups it is right either way
         if _own_activation_order(fields.get("dynamic")):
             fields["desc_act"] = True
         return fields

@@ -57,6 +57,11 @@ SKIPPED_PARTS = frozenset((*TOKEN_EMBEDDINGS, *OTHER_EMBEDDINGS, *HEADS, *ROUTER
 _SIDE_BY_SIDE = ("group", "block")  # weights of a row share a scale: a rank needs no more than it holds
 _EXACT = ("e_score_correction_bias", "inv_freq")  # computed with in float32, whatever the model is cast to
 _FLOATS = WEIGHT_DTYPES
+# model_type -> the module whose weights are (in, out) and not (out, in), as every format has it; "": all
+STORED_BY_INPUT = {
+    **dict.fromkeys(("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"), ""),
+    **dict.fromkeys(("gpt_oss", "llama4", "llama4_text"), "experts"),
+}
 _SMALL_FLOATS = ("F8_E4M3", "F8_E5M2")
 # Tensors that only a quantized checkpoint has.
 _QUANTIZED = re.compile(
@@ -88,8 +93,6 @@ class Precision:
                 f"quantization={self.quantization!r} and dtype='float32' contradict each other",
                 hint="what is not quantized is computed with in bfloat16 or float16: leave dtype away, or name one",
             )
-        if not self.quantization and self.skip != (DEFAULT,):
-            raise ConfigError("skip_quantization says what is not quantized, but there is no quantization")
         wrong = [problem for pattern in self.skip if (problem := pattern_problem(pattern))]
         if wrong or len(self.skip) > MAX_RULES:
             raise ConfigError(
@@ -143,9 +146,12 @@ def make_precision(dtype: str, quantization: str | None, skip: Sequence[str] | N
     return Precision(dtype, quantization or "", (DEFAULT,) if skip is None else tuple(skip))
 
 
-def decide_recipes(tensors: Sequence[Tensor], precision: Precision) -> list[Recipe | None]:
-    """Of each tensor, in order. Raises ConfigError for a quantization that the model has already, or has no use for."""
-    if precision == Precision():
+def decide_recipes(tensors: Sequence[Tensor], precision: Precision, family: str = "") -> list[Recipe | None]:
+    """Of each tensor, in order; `family`: `model_type` of config.json.
+
+    Raises ConfigError for a quantization that the model has already, has no use for, or cannot have.
+    """
+    if precision.dtype == "auto" and not precision.quantization:
         return [None] * len(tensors)
     quantized = next((tensor for tensor in tensors if _QUANTIZED.match(tensor.name)), None)
     if precision.quantization:
@@ -160,6 +166,7 @@ def decide_recipes(tensors: Sequence[Tensor], precision: Precision) -> list[Reci
     found: list[Recipe | None] = []
     for tensor in tensors:
         if precision.quantization and is_weight(tensor, precision.quantization) and not is_skipped(tensor.name):
+            _check_rows(tensor, family)
             computed = tensor.dtype if tensor.dtype in _DTYPES.values() else "F32"
             found.append(Recipe(target or computed, precision.quantization))
         elif target and tensor.dtype != target and _is_cast(tensor, target, quantized is not None):
@@ -173,6 +180,16 @@ def decide_recipes(tensors: Sequence[Tensor], precision: Precision) -> list[Reci
             f"of {nf4.BLOCK}; skip_quantization may leave none",
         )
     return found
+
+
+def _check_rows(tensor: Tensor, family: str) -> None:
+    """Rows of a weight are outputs, in every format that is written here; some families store them the other way."""
+    whose = STORED_BY_INPUT.get(family)
+    if whose is not None and (not whose or whose in tensor.name.split(".")):
+        raise ConfigError(
+            f"{tensor.name!r:.200} cannot be quantized: {family} stores it with a row for each input",
+            hint=f'leave it as it is: skip_quantization=["default", "**.{whose}.*"]' if whose else "load it as it is",
+        )
 
 
 def is_weight(tensor: Tensor, scheme: str) -> bool:

@@ -37,7 +37,8 @@ def test_gptq() -> None:
         modules_in_block_to_quantize=None,
     )
     assert (config.family, config.bits, config.group_size, config.desc_act) == (Family.GPTQ, 4, 128, True)
-    assert said(quant_method="gptq", bits=4, dynamic={"-:lm_head": {}}).desc_act is False
+    assert said(quant_method="gptq", bits=4, desc_act=False, dynamic={"-:lm_head": {}}).desc_act is False
+    assert said(quant_method="gptq", bits=4).desc_act is True  # nobody says that inputs are in order
     assert said(quant_method="gptq", bits=4, dynamic={"+:.*down.*": {"bits": 8, "desc_act": True}}).desc_act is True
     assert said(quant_method="gptq", bits=4, checkpoint_format="marlin").family is None
 

@@ -36,7 +36,7 @@ def test_a_cut_that_is_not_on_blocks_says_so_and_which_sizes_do() -> None:
     error = refuse(
         [tensor("a.weight", "F8_E4M3", (64, 1536), 1), tensor("a.weight_scale_inv", "F32", (1, 12), 4)], FP8, ways=8
     )
-    assert "1 tensors cannot be cut: 'a.weight_scale_inv': parts of 192 of dim 1 of its weight (64, 1536)" in str(error)
+    assert "1 tensor cannot be cut: 'a.weight_scale_inv': parts of 192 of dim 1 of its weight (64, 1536)" in str(error)
     assert "do not fall on blocks of 128" in str(error)
     assert "these tensors can be cut with tensor_parallel_size=1 or 2 or 4" in str(error)
 

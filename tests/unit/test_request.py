@@ -9,9 +9,11 @@ from typing import Any
 import pytest
 
 from cluster.errors import ConfigError, PlanError
+from cluster.fit.changes import steps_of_auto
 from cluster.fit.options import FitOptions
 from cluster.layouts.mesh import Layout
 from cluster.load_request import LoadRequest, StoreAccess
+from cluster.precision.recipes import Precision
 from cluster.request import StoreOptions, is_nested, make_request, open_uri
 from storage.errors import InvalidUri, LongshoreError, StoreError, UnsupportedStore
 from storage.store_ref import Credentials
@@ -150,3 +152,13 @@ def test_a_uri_that_cannot_be_meant(uri: str):
 def test_a_scheme_that_nobody_serves_is_another_matter():
     with pytest.raises(UnsupportedStore):
         StoreOptions().resolve("simplecache::s3://b/m")
+
+
+def test_what_is_not_quantized_can_be_said_ahead_of_a_quantization_that_auto_may_take() -> None:
+    skip = Precision(skip=("default", "**.down_proj.weight"))
+    with pytest.raises(ConfigError, match="there is no quantization"):
+        request(precision=skip)
+    asked = request(precision=skip, fit=FitOptions("auto"))
+    steps = [step.request.precision for step in steps_of_auto(asked)]
+    assert {step.skip for step in steps} == {skip.skip}
+    assert [step.quantization for step in steps] == ["", "", "fp8", "int8", "int4"]
