@@ -4,10 +4,13 @@ from __future__ import annotations
 
 from collections.abc import Collection, Iterable, Iterator
 from dataclasses import dataclass
+from typing import TYPE_CHECKING
 
-from storage.checkpoints.manifest import ManifestTensor
 from storage.checkpoints.safetensors_header import LENGTH_BYTES, Header, HeaderTensor, header_bytes, parse_header
 from storage.errors import InvalidHeader
+
+if TYPE_CHECKING:
+    from storage.checkpoints.manifest import ManifestTensor  # brings pydantic
 
 NOTHING = "nothing"
 
