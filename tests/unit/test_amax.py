@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import tracemalloc
 from dataclasses import replace
+from pathlib import Path
 
 import numpy as np
 import pytest
@@ -24,6 +25,7 @@ from storage.errors import (
     ObjectChanged,
     StoreUnavailable,
 )
+from storage.local import LocalStore
 from storage.object_store import MemoryStore, ObjectStore, read_bytes
 from storage.publishing.publish import PublishReport, publish
 from storage.publishing.signing_keys import SigningKey
@@ -309,6 +311,20 @@ def test_memory_is_that_of_what_is_asked_for() -> None:
         tracemalloc.stop()
     assert found["small.weight"].tolist() == [1.0] * 10
     assert peak_bytes < 26 * MIB < len(data)
+
+
+def test_publishing_holds_a_number_for_each_row_and_a_few_chunks(tmp_path: Path) -> None:
+    """Of 24 MiB in one tensor, of which some rows span chunks and some chunks rows."""
+    (tmp_path / "model.safetensors").write_bytes(safetensors_bytes([("a.weight", "BF16", (40, 314_573))]))
+    store = LocalStore(tmp_path)
+    tracemalloc.start()
+    try:
+        publish(store, chunk_bytes=MIB, concurrency=2, amax=True)
+        peak_bytes = tracemalloc.get_traced_memory()[1]
+    finally:
+        tracemalloc.stop()
+    assert peak_bytes < 6 * MIB
+    assert verify(store).ok
 
 
 @pytest.mark.parametrize(

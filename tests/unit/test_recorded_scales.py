@@ -92,7 +92,7 @@ def plans_of(
     st.sampled_from([4099, 1 << 20]),
     st.integers(0, 1000),
 )
-@settings(max_examples=30, deadline=None)
+@settings(max_examples=12, deadline=None)
 def test_results_are_the_same_bytes_with_and_without(
     scheme: str,
     sizes: tuple[int, int, int],
@@ -123,7 +123,7 @@ def test_results_are_the_same_bytes_with_and_without(
     st.sampled_from([(2, 1, 1), (4, 1, 1), (2, 1, 2), (4, 1, 2), (2, 2, 4)]),
     st.integers(0, 100),
 )
-@settings(max_examples=12, deadline=None)
+@settings(max_examples=8, deadline=None)
 def test_stacked_experts(scheme: str, sizes: tuple[int, int, int], seed: int) -> None:
     """Each expert has rows, and a matrix, of its own; cut by expert, by row, or both."""
     generator = torch.Generator().manual_seed(seed)
