@@ -57,7 +57,7 @@ class LoadRequest:
         """The device map with the limits that are known by now."""
         if self.device_map is None or not self.node_memory:
             return self.device_map
-        return replace(self.device_map, max_memory=self.node_memory)
+        return replace(self.device_map, max_memory=self.node_memory, is_all=self.device_map.max_memory is None)
 
     @property
     def gpus_per_rank(self) -> int:

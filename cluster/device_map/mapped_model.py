@@ -22,6 +22,7 @@ from cluster.device_map.options import DeviceMapOptions
 from cluster.errors import DoesNotFit, LayoutError
 from cluster.layouts.module_names import TOKEN_EMBEDDINGS
 from cluster.plans.cut_model import CutModel
+from cluster.plans.rank_plans import rank_facts
 from cluster.plans.segments import ALIGNMENT_BYTES
 from cluster.units import show_bytes
 from storage.problems import MAX_LISTED, quote
@@ -46,6 +47,7 @@ def with_device_map(cut: CutModel, options: DeviceMapOptions, config: ModelConfi
         for name, kind in zip(cut.names, cut.kind.tolist(), strict=True)
     ]
     tied = _tied(cut.names, config)
+    options = options.beside(rank_facts(cut)[0].staging_bytes)
     found = options.device_map or _inferred(sizes, options, tied)
     devices = found.assign(cut.names)
     _check_limits(sizes, devices, options)

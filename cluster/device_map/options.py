@@ -34,6 +34,7 @@ class DeviceMapOptions:
     modules: tuple[tuple[str, DeviceKey], ...] = ()
     max_memory: tuple[tuple[DeviceKey, int], ...] | None = None  # bytes; None: what the rank's node has
     offload_folder: str = ""  # absolute, on the rank's node; "": nothing may go to disk
+    is_all: bool = False  # max_memory is all there is: what is converted on its way in must find room in it too
 
     @property
     def gpus(self) -> int | None:
@@ -61,7 +62,14 @@ class DeviceMapOptions:
         if len(gpu_bytes) == 1 and self.policy != "sequential":
             limits[0] = int(gpu_bytes[0] * GPU_SHARE_ALONE)
         limits[CPU] = max(0, cpu_bytes)
-        return replace(self, max_memory=tuple(limits.items()))
+        return replace(self, max_memory=tuple(limits.items()), is_all=True)
+
+    def beside(self, staging_bytes: int) -> DeviceMapOptions:
+        """The same with room for so much on each device that holds tensors in memory."""
+        if self.max_memory is None or not self.is_all:
+            return self
+        limits = ((key, limit if key == DISK else max(0, limit - staging_bytes)) for key, limit in self.max_memory)
+        return replace(self, max_memory=tuple(limits))
 
     @property
     def device_map(self) -> DeviceMap | None:

@@ -97,5 +97,5 @@ def _with_layout(request: LoadRequest, seen: set[Layout], **sizes: int) -> Itera
 
 def _offload(request: LoadRequest, limits: Limits) -> Iterator[Change]:
     if limits and request.layout.ranks == 1 and request.device_map is None:
-        mapped = replace(request, device_map=DeviceMapOptions(OFFLOAD_POLICY, (), limits))
+        mapped = replace(request, device_map=DeviceMapOptions(OFFLOAD_POLICY, (), limits, is_all=True))
         yield Change(f'device_map="{OFFLOAD_POLICY}" with the rest in host memory', "offload", 0, mapped)

@@ -6,7 +6,7 @@ from collections.abc import Collection, Mapping, Sequence
 from typing import Protocol
 
 from cluster.config import Config
-from cluster.device_map.deciding import CPU
+from cluster.device_map.deciding import CPU, DISK
 from cluster.errors import DoesNotFit, DoesNotFitNow
 from cluster.fit.device_fit import device_problem, room_on
 from cluster.fit.host_room import Claim, NodeNeed, room_problems
@@ -53,9 +53,11 @@ def gpu_bytes(rank: RankFacts, device: str) -> dict[int, int]:
 
 def host_bytes(rank: RankFacts, device: str) -> int:
     """What a rank takes of its host's memory, beside its process; the tensor that is just converted included."""
-    alone = rank.device_bytes if device == "cpu" else 0
-    size_bytes = dict(rank.devices).get(CPU, 0) if rank.devices else alone
-    return size_bytes + (rank.staging_bytes if size_bytes else 0)
+    if not rank.devices:
+        return rank.device_bytes + rank.staging_bytes if device == "cpu" else 0
+    sizes = dict(rank.devices)
+    converts = CPU in sizes or DISK in sizes  # (what goes to disk is converted in host memory)
+    return sizes.get(CPU, 0) + (rank.staging_bytes if converts else 0)
 
 
 def check_fit(

@@ -20,6 +20,7 @@ from cluster.layouts.model_config import ModelConfig
 from cluster.plans.load_plan import LoadPlan
 from cluster.plans.planning import build_load_plan, check_plan
 from cluster.plans.rank_plans import rank_facts
+from cluster.precision.recipes import Precision
 from cluster.preview.plan_summary import summarize_plan
 from cluster.request import StoreOptions, make_request
 from tests.support.planned_models import as_bf16, carry_out, llama_shapes, random_arrays, store_arrays
@@ -150,6 +151,23 @@ def test_limits_of_the_node_fill_in_for_those_that_nobody_gave() -> None:
     assert given.on_node([100], 50) == given
 
 
+@pytest.mark.parametrize("policy", ["auto", "sequential", "balanced_low_0"])
+@pytest.mark.parametrize("precision", [Precision("float32"), Precision(quantization="fp8")])
+def test_what_fills_a_node_leaves_room_to_convert(policy: str, precision: Precision) -> None:
+    """And still the load fits: on each device tensors are converted beside the others."""
+    index = store_arrays(as_bf16(random_arrays(llama_shapes(4, 128, 256, 4, 2, 500))), chunk_bytes=20_000).index
+    (whole,) = rank_facts(build_load_plan(index, Layout(), precision=precision).cut)
+    for share in range(2, 6):
+        limit = whole.device_bytes // share
+        for gpus in (1, 2):
+            asked = parse_device_map(policy, None, "/scratch/x", Layout(), "cuda")
+            assert asked is not None
+            node = asked.on_node([limit] * gpus, limit)
+            (facts,) = rank_facts(build_load_plan(index, Layout(), precision=precision, device_map=node).cut)
+            assert facts.staging_bytes
+            assert max(0, *gpu_bytes(facts, "cuda").values(), host_bytes(facts, "cuda")) <= limit
+
+
 def test_a_tied_head_is_where_its_embedding_is() -> None:
     tied = ModelConfig(tie_word_embeddings=True)
     whole = build_load_plan(store_arrays(as_bf16(ARRAYS)).index, Layout()).ranks[0].size_bytes
@@ -184,6 +202,8 @@ def test_requests() -> None:
     assert settled.identity() == auto.identity(), "what the node has is not what was asked"
     assert (settled.gpus_per_rank, settled.mapping.max_memory) == (2, ((0, 5), (1, 5), ("cpu", 5)))
     assert pickle.loads(pickle.dumps(settled)) == settled
+    assert settled.mapping.beside(2).max_memory == ((0, 3), (1, 3), ("cpu", 3))
+    assert replace(mapped, node_memory=((0, 5),)).mapping.beside(2).max_memory == ((0, 5),), "that was given"
 
 
 def arguments(*argv: str) -> dict[str, Any]:

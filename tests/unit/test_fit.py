@@ -158,6 +158,8 @@ def test_what_a_device_map_puts_elsewhere() -> None:
     mapped = RankFacts(9, 9, 9, 2, ((0, 3), (1, 4), ("cpu", 5), ("disk", 100)))
     assert gpu_bytes(mapped, "cuda") == {0: 5, 1: 6}
     assert host_bytes(mapped, "cuda") == 7
+    assert host_bytes(RankFacts(9, 9, 9, 2, ((0, 3), ("disk", 6))), "cuda") == 2, "what goes to disk is converted there"
+    assert host_bytes(RankFacts(9, 9, 9, 2, ((0, 9),)), "cuda") == 0
     assert gpu_bytes(RankFacts(9, 9, 9, 2), "cpu") == {}
     assert host_bytes(RankFacts(9, 9, 9, 2), "cpu") == 11
     assert host_bytes(RankFacts(9, 9, 9, 2), "cuda") == 0
