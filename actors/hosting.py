@@ -150,7 +150,7 @@ def host_rank(
             hedge_after_s=config.hedge_after_s,
         ),
     )
-    link.check_fit(rank_facts(plan.cut)[rank], request)
+    link.check_fit(rank_facts(plan.cut, plan.chunks.largest_bytes)[rank], request)
     job = RankJob(load_id, 1, rank, 0, shared, request.store, fetch_settings(config), request.placement)
     if request.device_map is None:
         memory = open_device(device)

@@ -73,7 +73,7 @@ def planning(folder: Path, layout: str, _: int) -> dict[str, Any]:
         with stages.stage("cut the tensors, check the chunks"):
             plan = build_load_plan(index, Layout(*_sizes(layout)), parse_rules(MOE_RULES), config)
         with stages.stage("facts of every rank"):
-            facts = rank_facts(plan.cut)
+            facts = rank_facts(plan.cut, plan.chunks.largest_bytes)
         with stages.stage("pack"):
             packed = PackedPlan(plan.revision, "blake3", index.size_bytes, facts, pack_shared(plan))
             data = pickle.dumps(packed, protocol=5)

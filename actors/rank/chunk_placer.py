@@ -22,7 +22,7 @@ class ChunkPlacer:
         self._device = device
         self._chunks = tables.chunks
         self._items = expand_read_items(plan.sources, tables.chunks)
-        self.staging = Staging(device, plan, self._items)
+        self.staging = Staging(device, plan, self._items, tables.chunks.largest_bytes)
         self._wanted_bytes = self._items.chunk_bytes()
         self._clocks: list[StageClock] = []
         self._fetching: list[StageClock] = []  # those of fetch threads

@@ -74,7 +74,8 @@ class RankLoader:
             self._meter.import_torch()
         self._direct = () if job.placement == "via_arena" else self._placer.direct_chunks()
         self._fetcher = ChunkFetcher(self._store, self._tables, job.fetch.attempts)
-        self._work = RankWork(self._fetcher, len(self.plan.chunk_ids), job.fetch.threads)
+        choose = self._placer.staging.choose if self.plan.staged else None
+        self._work = RankWork(self._fetcher, len(self.plan.chunk_ids), job.fetch.threads, choose)
         self._sources: dict[int, str] = {}  # of each chunk that was fetched here
         self._threads: list[threading.Thread] = []  # the place thread and the fetch threads
         self._arena: Arena | None = None

@@ -21,3 +21,8 @@ class Results:
     def __len__(self) -> int:
         """Chunks that there is something to tell of; most are fetched and placed at once."""
         return max(len(self.fetched), len(self.placed))
+
+    def add(self, result: FetchedChunk) -> None:
+        """A lease ended."""
+        self.fetched.append(result)
+        self.retries.update(result.retries)

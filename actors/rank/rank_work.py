@@ -18,6 +18,7 @@ from collections.abc import Iterable, Mapping
 from actors.rank.chunk_fetcher import ChunkFetcher, FetchedChunk
 from actors.rank.fetch_time import FetchTime
 from actors.rank.rank_results import Results
+from actors.rank.readable_chunks import Choose, Hold, ReadableChunks
 from cluster.messages import LeaseOrder, Orders
 from cluster.scheduling.concurrency import START
 from cluster.scheduling.retry import cause_of
@@ -29,7 +30,7 @@ TELL_S = 0.05  # no chunk is kept from the node's other ranks for longer
 class RankWork:
     """The work of a rank that needs `needed` chunks, with `most` requests in flight at most."""
 
-    def __init__(self, fetcher: ChunkFetcher, needed: int, most: int) -> None:
+    def __init__(self, fetcher: ChunkFetcher, needed: int, most: int, choose: Choose | None = None) -> None:
         self.first_work_s: float | None = None  # when the agent first had something to do
         self.placed_bytes = 0
         self.batch = 1  # chunks worth a message to the agent; it says so in its JoinReply
@@ -39,7 +40,7 @@ class RankWork:
         self._needed = needed
         self._most = most
         self.requests = self.peak_requests = min(START, most)  # that may be in flight now
-        self.throttles = 0
+        self.throttles = self._told_requests = 0
         # One lock, and a condition for each kind of thread, so that a chunk wakes only those it concerns.
         lock = threading.Lock()
         self._fetch = threading.Condition(lock)  # fetch threads: a lease, and a place to work on it
@@ -47,16 +48,15 @@ class RankWork:
         self._place = threading.Condition(lock)  # the place thread
         self._tell = threading.Condition(lock)  # the conversation with the agent
         self._leases: deque[LeaseOrder] = deque()
-        self._readable: deque[tuple[int, int]] = deque()  # (chunk, slot)
+        self._readable = ReadableChunks(choose)
         self._results = Results()
         self._placed: set[int] = set()
         self._in_hand = 0  # leases queued or being worked on
         self._working = 0  # fetch threads that read or verify
         self._pausing = 0  # fetch threads that wait before another try
         self._returning = 0  # those of them whose wait is over
-        self._unplaced = 0  # readable chunks queued or being copied
+        self._copying = 0  # readable chunks
         self._short_of = ""  # why the agent gave fewer leases than were wanted
-        self._told_requests = 0
         self._draining = self._finishing = False  # see `drain`
         self._error: LongshoreError | None = None
 
@@ -86,7 +86,7 @@ class RankWork:
                 self._results.requests.append((size_bytes, fetch_s, now_s))
             elif result.failure is not None and cause_of(result.failure.error) == "throttled":
                 self._was_throttled()
-            self._add(result)
+            self._results.add(result)
             if placed_bytes and result.commit is not None and result.commit.chunk not in self._placed:
                 self._note_placed([result.commit.chunk], placed_bytes)
             if self._returning:
@@ -123,15 +123,14 @@ class RankWork:
     def next_chunks(self, most: int) -> list[tuple[int, int]]:
         """Up to `most` readable (chunk, slot); none when the rank is to stop."""
         with self._place:
-            self._place.wait_for(lambda: self._readable or self._error is not None)
-            if self._error is not None:
-                return []
-            return [self._readable.popleft() for _ in range(min(most, len(self._readable)))]
+            chunks = self._readable.next(self._place, most, self._hold, self._tell.notify_all)
+            self._copying += len(chunks)
+            return chunks
 
     def placed(self, sizes_bytes: Mapping[int, int]) -> None:
         """These chunks are on the device, with so many bytes of each; nothing reads their slots any more."""
         with self._place:
-            self._unplaced -= len(sizes_bytes)
+            self._copying -= len(sizes_bytes)
             # One may have come in two ways: told by the agent, while a fetch of its own brought it too.
             moved_bytes = sum(size_bytes for chunk, size_bytes in sizes_bytes.items() if chunk not in self._placed)
             self._note_placed(sizes_bytes, moved_bytes)
@@ -151,7 +150,6 @@ class RankWork:
             self._leases.extend(orders.leases)
             self._in_hand += len(orders.leases)
             self._readable.extend(orders.readable)
-            self._unplaced += len(orders.readable)
             if orders.requests:
                 self.requests = min(orders.requests, self._most)
                 self.peak_requests = max(self.peak_requests, self.requests)
@@ -196,7 +194,7 @@ class RankWork:
     def idle(self) -> bool:
         """Nothing goes on here: only the agent can have work."""
         with self._tell:
-            return not (self._in_hand or self._unplaced or len(self._results))
+            return not (self._goes_on() or len(self._results))
 
     @property
     def finished(self) -> bool:
@@ -213,20 +211,22 @@ class RankWork:
 
     def drain(self, timeout_s: float | None = None, *, finish: bool = False) -> bool:
         """Return when nothing of the arena is in use: leases not begun are given back, begun reads end by themselves,
-        readable chunks are placed. False: there still is after `timeout_s`, and no new read begins before a later call
-        has returned True. Raises `stop`'s error.
+        readable chunks are placed, or forgotten where they are held back. False: there still is after `timeout_s`, and
+        no new read begins before a later call has returned True. Raises `stop`'s error.
 
         `finish`: chunks of which a part has arrived are fetched to their end, with further tries if need be.
         """
         with self._tell:
             while self._leases:
                 self._in_hand -= 1
-                self._add(FetchedChunk(self._leases.popleft().lease_id))
+                self._results.add(FetchedChunk(self._leases.popleft().lease_id))
             self._fetcher.stop(finish=finish)
             self._draining, self._finishing = True, finish
             self._again.notify_all()
+            self._place.notify_all()
             done = self._tell.wait_for(
-                lambda: not (self._in_hand or self._unplaced) or self._error is not None, timeout_s
+                lambda: not (self._in_hand or self._copying or len(self._readable)) or self._error is not None,
+                timeout_s,
             )
             self._raise_if_stopped()
             if done:
@@ -271,11 +271,17 @@ class RankWork:
     def _finished(self) -> bool:
         return len(self._placed) == self._needed
 
+    def _goes_on(self) -> bool:
+        return bool(self._in_hand or self._copying or self._readable.placeable)
+
+    def _hold(self) -> Hold:
+        return Hold(self._error is not None, self._draining, bool(self._in_hand))
+
     def _batch(self) -> int:
         return max(self.requests, self.batch)
 
     def _worth_telling(self) -> bool:
-        if self._error is not None or self._finished() or not (self._in_hand or self._unplaced):
+        if self._error is not None or self._finished() or not self._goes_on():
             return True
         if self.requests > self._told_requests or self._results.throttled:
             return True  # it can take on more leases, or should take on fewer
@@ -292,7 +298,3 @@ class RankWork:
     def _was_throttled(self) -> None:
         self.throttles += 1
         self._results.throttled += 1
-
-    def _add(self, result: FetchedChunk) -> None:
-        self._results.fetched.append(result)
-        self._results.retries.update(result.retries)

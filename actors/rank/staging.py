@@ -1,5 +1,6 @@
 """Tensors that are converted on their way in: which chunks they wait for, and when each is done. Thread-safe.
 
+    choose(chunks) -> those that may be placed now: tensors begin in the order of the plan, so few are open at a time
     begin(chunk) --> the device has memory for what the chunk touches; its bytes are copied there
     end(chunk)   --> tensors that were waiting for it alone are converted, and their memory is given up
 
@@ -12,18 +13,21 @@ from __future__ import annotations
 
 import threading
 import time
-from collections.abc import KeysView
+from collections.abc import Iterable, KeysView
 
 from actors.devices.device import Device
 from cluster.plans.load_plan import RankPlan
 from cluster.plans.read_items import ReadItems
+from cluster.plans.staging_room import staging_room
 from storage.errors import LongshoreError
 
 
 class Staging:
     """Of one rank, for one load: what was placed stays placed when the agent is restarted."""
 
-    def __init__(self, device: Device, plan: RankPlan, items: ReadItems) -> None:
+    def __init__(self, device: Device, plan: RankPlan, items: ReadItems, chunk_bytes: int) -> None:
+        """`chunk_bytes`: of the model's largest chunk."""
+        self.room_bytes = staging_room([(each.source.size_bytes, 1) for each in plan.staged], chunk_bytes)
         self._device = device
         self._plan = plan
         first = len(plan.segment_bytes)
@@ -35,6 +39,8 @@ class Staging:
             if chunk not in self._awaited[segment - first]:
                 self._awaited[segment - first].add(chunk)
                 self._tensors[chunk].append(segment - first)
+        self._order = sorted(self._tensors)
+        self._next = 0  # of them, the first that is not placed
         self._changed = threading.Condition()
         self._one = threading.Lock()  # converts at a time: memory is short
         self._complete = 0  # tensors that have all their chunks and are not converted yet
@@ -50,6 +56,27 @@ class Staging:
     def chunks(self) -> KeysView[int]:
         """Chunks that touch a tensor to convert."""
         return self._tensors.keys()
+
+    def choose(self, chunks: Iterable[int], most: int) -> list[int]:
+        """Of these, those that can be placed one after the other, in plan order, while tensors begin in that order too.
+
+        Then the only one that is left unfinished is that which the next chunk goes on with. A chunk that goes on with
+        tensors that have begun, or has nothing to do with any, waits for none.
+        """
+        chosen: list[int] = []
+        with self._changed:
+            begun, at = set(self._open_bytes), self._next
+            for chunk in sorted(chunks):
+                if len(chosen) == most:
+                    break
+                while at < len(self._order) and (self._order[at] in self._placed or self._order[at] in chosen):
+                    at += 1
+                new = set() if chunk in self._placed else set(self._tensors.get(chunk, ())) - begun
+                if new and chunk != self._order[at]:
+                    continue
+                chosen.append(chunk)
+                begun |= new
+        return chosen
 
     def begin(self, chunk: int) -> bool:
         """Whether the chunk is to be copied now; False when it was, in whole. Raises DoesNotFit."""
@@ -89,6 +116,8 @@ class Staging:
         with self._changed:
             self._placing.discard(chunk)
             self._placed.add(chunk)
+            while self._next < len(self._order) and self._order[self._next] in self._placed:
+                self._next += 1
             self._changed.notify_all()
 
     def failed(self) -> None:

@@ -65,7 +65,7 @@ class PlanningServer:
                 revision=plan.revision,
                 verified=plan.chunks.hash_name or "transport",
                 model_bytes=index.size_bytes,
-                ranks=rank_facts(plan.cut),
+                ranks=rank_facts(plan.cut, plan.chunks.largest_bytes),
                 shared=pack_shared(plan),
                 signed_by=index.signed_by,
                 quantization_config=quantization_config(plan.cut),

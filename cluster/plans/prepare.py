@@ -107,7 +107,7 @@ def plan_changes(
             break
         try:
             plan = plan_model(change.request, index, config, read_amax)
-            planned.append(PlannedChange(change, rank_facts(plan.cut)))
+            planned.append(PlannedChange(change, rank_facts(plan.cut, plan.chunks.largest_bytes)))
         except (PlanError, ConfigError) as error:
             planned.append(PlannedChange(change, problem=error.message))
     return planned

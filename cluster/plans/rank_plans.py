@@ -19,6 +19,7 @@ from cluster.plans.cut_model import CutModel, KindSlice
 from cluster.plans.load_plan import RankPlan, StagedTensor, TensorSlice
 from cluster.plans.segments import ALIGNMENT_BYTES, MemoryMap, place_in_segments, place_on_devices
 from cluster.plans.slice_patterns import source_patterns, touched_chunks
+from cluster.plans.staging_room import staging_room
 from storage.checkpoints.model_index import ChunkTable
 
 KEPT_PLANS = 8  # of different ranks, by a RankPlans
@@ -31,12 +32,12 @@ class RankFacts:
     size_bytes: int  # of the rank's slices
     device_bytes: int  # memory that they take, alignment included
     read_bytes: int  # that it places, of chunks; more or less than it holds, when tensors are converted
-    staging_bytes: int = 0  # of the largest tensor that is converted: held beside the slices for a while
+    staging_bytes: int = 0  # for tensors that are still to be converted, beside the slices: at most, at once
     devices: tuple[tuple[DeviceKey, int], ...] = ()  # of device_bytes, with a device map: what each device has
 
 
-def rank_facts(cut: CutModel) -> tuple[RankFacts, ...]:
-    """Of every rank, in order."""
+def rank_facts(cut: CutModel, chunk_bytes: int = 0) -> tuple[RankFacts, ...]:
+    """Of every rank, in order. `chunk_bytes`: of the model's largest chunk, which may hold many small tensors."""
     found: dict[RankCoords, RankFacts] = {}
     places = [cut.layout.place(cut.layout.rank_coords(rank)) for rank in range(cut.layout.ranks)]
     counts_of: dict[tuple[int, int], list[int]] = {}
@@ -47,17 +48,17 @@ def rank_facts(cut: CutModel) -> tuple[RankFacts, ...]:
         counts = counts_of[who] if who in counts_of else counts_of.setdefault(who, cut.kind_counts(coords))
         pieces = cut.slices(coords)
         padded = [sum(-(-size // ALIGNMENT_BYTES) for size in piece.sizes_bytes) * ALIGNMENT_BYTES for piece in pieces]
-        staged = (
-            piece.read_bytes
+        staged = [
+            (piece.read_bytes, count)
             for kind, piece, count in zip(cut.kinds, pieces, counts, strict=True)
-            if kind.recipe is not None and count
-        )
+            if kind.recipe is not None
+        ]
         devices = () if cut.device_map is None else _bytes_by_device(memory_map(cut, coords, pieces))
         found[coords] = RankFacts(
             sum(count * piece.size_bytes for count, piece in zip(counts, pieces, strict=True)),
             sum(size for _, size in devices) or sum(count * size for count, size in zip(counts, padded, strict=True)),
             sum(count * piece.filled_bytes for count, piece in zip(counts, pieces, strict=True)),
-            max(staged, default=0),
+            staging_room(staged, chunk_bytes),
             devices,
         )
     return tuple(found[coords] for coords in places)

@@ -176,7 +176,7 @@ def _summarize(
         request = _spread(request, index, stored, devices, read_amax)
         check_devices(request.layout, devices)
     load_plan = plan_model(request, index, stored, read_amax)
-    facts = rank_facts(load_plan.cut)
+    facts = rank_facts(load_plan.cut, load_plan.chunks.largest_bytes)
     view = there.view(request, load_plan, per_node, config) if there and index.source != "config" else None
     until_s = time.monotonic() + OFFERS_S
 

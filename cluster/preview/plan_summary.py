@@ -43,7 +43,7 @@ class RankSummary:
     bytes_by_dtype: dict[str, int]  # safetensors dtype names, sorted
     size_bytes: int  # of its slices
     device_bytes: int  # memory they take, alignment included
-    staging_bytes: int  # of the largest tensor that is converted on its way in, held beside them for a while
+    staging_bytes: int  # beside them, at most at once: for tensors that are still to be converted
     segments: int  # device memory blocks
     chunks: int  # that its slices touch
     bytes_by_device: dict[str, int] = field(default_factory=dict)  # of device_bytes, with a device map
@@ -237,7 +237,7 @@ class _RankSummaries:
         self._plan = plan
         self._touched = touched
         self._segments: dict[tuple[object, ...], int] = {}
-        self._facts = rank_facts(plan.cut)
+        self._facts = rank_facts(plan.cut, plan.chunks.largest_bytes)
         self._of_place: dict[RankCoords, RankSummary] = {}
 
     def __call__(self, rank: int, node: str) -> RankSummary:

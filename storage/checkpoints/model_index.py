@@ -74,6 +74,11 @@ class ChunkTable:
     def sizes_bytes(self) -> NDArray[np.int64]:
         return self.end - self.start
 
+    @property
+    def largest_bytes(self) -> int:
+        """Of a chunk; 0 when there is none."""
+        return int(self.sizes_bytes().max(initial=0))
+
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelIndex:

@@ -75,7 +75,7 @@ def test_a_quantized_load_is_the_librarys_quantization_of_the_whole(longshore: L
     assert report.placed_bytes == planned.placed_bytes
     assert report.precision == Precision("auto", "int4")
     assert report.converted_tensors == 2 * 14
-    assert 0 < report.peak_staging_bytes <= 14 * max(rank.staging_bytes for rank in planned.ranks)
+    assert 0 < report.peak_staging_bytes <= max(rank.staging_bytes for rank in planned.ranks)
     assert report.quantization_config == planned.quantization_config
     assert report.as_dict()["ranks"][0]["converted_tensors"] == 14
 

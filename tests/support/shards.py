@@ -54,7 +54,7 @@ def shard_of(plan: LoadPlan, rank: int, files: list[np.ndarray]) -> RankShard:
     device = CpuDevice()
     device.allocate(mine.segment_bytes)
     items = expand_read_items(mine.sources, plan.chunks)
-    staging = Staging(device, mine, items)
+    staging = Staging(device, mine, items, plan.chunks.largest_bytes)
     for chunk in mine.chunk_ids.tolist():
         span = plan.chunks.byte_range(chunk)
         data = files[plan.chunks.shard[chunk]][span.start : span.end]

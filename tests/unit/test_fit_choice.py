@@ -47,7 +47,7 @@ class Planner:
     """The planning process's own work, in this one."""
 
     def __init__(self) -> None:
-        self.server = PlanningServer(MIB, 5.0)
+        self.server = PlanningServer(MIB // 32, 5.0)
         self.asked: list[str] = []
 
     async def prepare(self, request: LoadRequest) -> PackedPlan:

@@ -135,7 +135,7 @@ def converted(device: Any, plan: LoadPlan, stored: StoredModel) -> dict[str, tup
     """The tensors of a plan that converts, when each chunk was placed once: dtype, shape, bytes."""
     rank = plan.ranks[0]
     items = expand_read_items(rank.sources, plan.chunks)
-    staging = Staging(device, rank, items)
+    staging = Staging(device, rank, items, plan.chunks.largest_bytes)
     device.allocate(rank.segment_bytes)
     for chunk in rank.chunk_ids.tolist():
         where = plan.chunks.byte_range(chunk)

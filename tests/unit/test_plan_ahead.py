@@ -20,7 +20,7 @@ from storage.host.gpu_memory import GpuMemory
 from tests.support.checkpoints import safetensors_bytes
 from tests.support.planned_models import llama_shapes
 
-CONFIG = Config(device_reserve_bytes=0)
+CONFIG = Config(device_reserve_bytes=0, chunk_bytes=1 << 20)
 SCREEN_LINES = 40  # of a terminal of 160 columns, for four ranks
 
 

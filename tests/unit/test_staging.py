@@ -1,0 +1,182 @@
+"""Tensors that are converted on their way in: however chunks come, no more is staged than a plan has counted."""
+
+from __future__ import annotations
+
+import threading
+from collections.abc import Sequence
+from typing import Any
+
+import numpy as np
+import pytest
+from hypothesis import given, settings
+from hypothesis import strategies as st
+
+from actors.rank.readable_chunks import Hold, ReadableChunks
+from actors.rank.staging import Staging
+from cluster.layouts.mesh import Layout
+from cluster.plans.load_plan import LoadPlan
+from cluster.plans.planning import build_load_plan
+from cluster.plans.rank_plans import rank_facts
+from cluster.plans.read_items import expand_read_items
+from cluster.plans.staging_room import staging_room
+from cluster.precision.recipes import Precision
+from tests.support.planned_models import store_arrays
+
+
+class Device:
+    """Keeps the books of what is staged."""
+
+    def __init__(self) -> None:
+        self.open: dict[int, int] = {}
+        self.peak_bytes = 0
+        self.converted: list[int] = []
+
+    def stage(self, staged: Any) -> None:
+        assert staged.source.segment not in self.open
+        self.open[staged.source.segment] = staged.source.size_bytes
+        self.peak_bytes = max(self.peak_bytes, sum(self.open.values()))
+
+    def convert(self, staged: Any, slices: Sequence[Any]) -> None:
+        del self.open[staged.source.segment]
+        self.converted.append(staged.source.segment)
+
+
+def plan_of(rows: Sequence[int], chunk_bytes: int, ranks: int = 1) -> LoadPlan:
+    """Tensors of so many rows of 8 numbers, all of them cast; and one of whole numbers, which is not."""
+    arrays: dict[str, Any] = {f"t{at}": ("F32", np.zeros((count, 8), np.float32)) for at, count in enumerate(rows)}
+    arrays["ids"] = ("I64", np.zeros(9, np.int64))
+    model = store_arrays(arrays, shards=2, chunk_bytes=chunk_bytes)
+    return build_load_plan(model.index, Layout(fsdp_size=ranks), precision=Precision("bfloat16"))
+
+
+def staging_of(plan: LoadPlan, rank: int) -> tuple[Staging, Device]:
+    device, mine = Device(), plan.ranks[rank]
+    items = expand_read_items(mine.sources, plan.chunks)
+    return Staging(device, mine, items, plan.chunks.largest_bytes), device  # type: ignore[arg-type]
+
+
+models = st.tuples(st.lists(st.integers(0, 12), min_size=1, max_size=12), st.integers(16, 900), st.integers(1, 3))
+
+
+@settings(deadline=None)
+@given(models, st.randoms(use_true_random=False), st.integers(1, 5))
+def test_whatever_the_order_no_more_is_staged_than_the_plan_counted(
+    model: tuple[list[int], int, int], chance: Any, most: int
+) -> None:
+    rows, chunk_bytes, ranks = model
+    plan = plan_of(rows, chunk_bytes, ranks)
+    facts = rank_facts(plan.cut, plan.chunks.largest_bytes)
+    for rank in range(ranks):
+        staging, device = staging_of(plan, rank)
+        coming = plan.ranks[rank].chunk_ids.tolist()
+        chance.shuffle(coming)
+        readable: list[int] = []
+        while coming or readable:
+            readable += [coming.pop() for _ in range(min(len(coming), chance.randint(1, 4)))]
+            chosen = staging.choose(readable, most)
+            assert chosen or coming, "it would wait for ever"
+            assert len(chosen) <= most
+            for chunk in chosen:
+                assert staging.begin(chunk)
+                staging.end(chunk)
+                readable.remove(chunk)
+        staging.finish()
+        assert len(device.converted) == len(plan.ranks[rank].staged)
+        assert device.peak_bytes == staging.peak_bytes or not staging.peak_bytes
+        assert staging.peak_bytes <= staging.room_bytes == facts[rank].staging_bytes
+
+
+def test_what_has_begun_is_not_held_back() -> None:
+    plan = plan_of([20, 20, 20, 20], 100)  # 640 bytes each, two in a shard
+    staging, _ = staging_of(plan, 0)
+    chunks = plan.ranks[0].chunk_ids.tolist()
+    first, *_, last = chunks
+    assert staging.choose([last], 8) == []
+    assert staging.choose([last, first], 8) == [first]
+    staging.begin(first)
+    staging.end(first)
+    later = chunks[2:5]  # of the tensor that has begun; the second chunk is still missing
+    assert staging.choose([*later, last], 8) == later
+    assert staging.choose([*later, last], 2) == later[:2]
+
+
+def test_the_room_is_that_of_two_and_a_chunk() -> None:
+    assert staging_room([(100, 5), (30, 2)], 16) == 216
+    assert staging_room([(100, 1), (30, 1)], 16) == 130  # there is no more
+    assert staging_room([(100, 0), (30, 9)], 16) == 76  # the rank has none of the first
+    assert staging_room([], 16) == 0
+
+
+# -- what is held back ----------------------------------------------------------------------------------------------
+
+
+class Waiting:
+    """A condition in whose waits nothing comes, unless it is said what."""
+
+    def __init__(self, *events: Any) -> None:
+        self.events = list(events)
+
+    def wait_for(self, predicate: Any, timeout: float | None = None) -> bool:
+        while not predicate():
+            if not self.events:
+                assert timeout is not None, "it would wait for ever"
+                return False
+            self.events.pop(0)()
+        return True
+
+
+def only(*allowed: int) -> Any:
+    return lambda chunks, most: [chunk for chunk in chunks if chunk in allowed][:most]
+
+
+def take(chunks: ReadableChunks, changed: Waiting, most: int = 8, **hold: bool) -> list[tuple[int, int]]:
+    state = {"stopped": False, "draining": False, "fetches": False, **hold}
+    return chunks.next(changed, most, lambda: Hold(**state), lambda: None)  # type: ignore[arg-type]
+
+
+def test_nothing_is_held_back_where_nothing_is_converted() -> None:
+    chunks = ReadableChunks()
+    chunks.extend([(3, 0), (1, 1), (2, 2)])
+    assert take(chunks, Waiting(), 2) == [(3, 0), (1, 1)]
+    assert take(chunks, Waiting(), 2) == [(2, 2)]
+    assert take(chunks, Waiting(), stopped=True) == []
+
+
+def test_what_is_held_back_waits_for_what_comes() -> None:
+    chunks = ReadableChunks(only(1))
+    chunks.extend([(3, 0), (2, 1)])
+    assert chunks.placeable
+    waiting = Waiting(lambda: chunks.extend([(1, 2)]))
+    assert take(chunks, waiting) == [(1, 2)]
+    assert len(chunks) == 2
+
+
+def test_with_nothing_on_the_way_the_first_goes_on() -> None:
+    chunks = ReadableChunks(only())
+    chunks.extend([(3, 0), (2, 1)])
+    assert take(chunks, Waiting()) == [(2, 1)]  # or slots that others need would be held for ever
+    assert take(chunks, Waiting()) == [(3, 0)]
+
+
+def test_with_something_on_the_way_it_is_waited_for() -> None:
+    chunks = ReadableChunks(only(1))
+    chunks.extend([(3, 0)])
+    came = threading.Event()
+
+    class Slow(Waiting):
+        def wait_for(self, predicate: Any, timeout: float | None = None) -> bool:
+            if timeout is not None and not came.is_set():
+                came.set()
+                return False  # HOLD_S is over
+            return super().wait_for(predicate, timeout)
+
+    assert take(chunks, Slow(lambda: chunks.extend([(1, 2)])), fetches=True) == [(1, 2)]
+    assert came.is_set()
+
+
+def test_slots_that_are_to_be_given_back_are() -> None:
+    chunks = ReadableChunks(only())
+    chunks.extend([(3, 0), (2, 1)])
+    with pytest.raises(AssertionError, match="for ever"):  # there is nothing left to place
+        take(chunks, Waiting(), draining=True)
+    assert len(chunks) == 0
