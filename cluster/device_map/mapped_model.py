@@ -34,12 +34,14 @@ _EMBEDDINGS = tuple(f".{module}.weight" for module in TOKEN_EMBEDDINGS)
 _HEAD = "lm_head"
 
 
-def with_device_map(cut: CutModel, options: DeviceMapOptions, config: ModelConfig | None = None) -> CutModel:
+def with_device_map(
+    cut: CutModel, options: DeviceMapOptions, config: ModelConfig | None = None, chunk_bytes: int = 0
+) -> CutModel:
     """The same model with each tensor on a device. For layouts of one rank.
 
     Tensors count as they will be held, converted and aligned. Raises LayoutError listing tensors that the map does not
     name, or whose names no file can have; DoesNotFit with need and have of each device; ConfigError for a policy
-    without limits.
+    without limits. `chunk_bytes`: as for `rank_facts`.
     """
     pieces = cut.slices(cut.layout.rank_coords(0))
     sizes = [
@@ -47,7 +49,7 @@ def with_device_map(cut: CutModel, options: DeviceMapOptions, config: ModelConfi
         for name, kind in zip(cut.names, cut.kind.tolist(), strict=True)
     ]
     tied = _tied(cut.names, config)
-    options = options.beside(rank_facts(cut)[0].staging_bytes)
+    options = options.beside(rank_facts(cut, chunk_bytes)[0].staging_bytes)
     found = options.device_map or _inferred(sizes, options, tied)
     devices = found.assign(cut.names)
     _check_limits(sizes, devices, options)

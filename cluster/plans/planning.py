@@ -48,7 +48,7 @@ def build_load_plan(
     if read_amax is not None:
         cut = with_recorded_amax(cut, read_amax)
     if device_map is not None:
-        cut = with_device_map(cut, device_map, config)
+        cut = with_device_map(cut, device_map, config, index.chunks.largest_bytes)
     _check_coverage(index)
     return LoadPlan(index.revision, index.shards, index.chunks, cut, RankPlans(cut, index.chunks))
 

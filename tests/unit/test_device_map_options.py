@@ -156,15 +156,16 @@ def test_limits_of_the_node_fill_in_for_those_that_nobody_gave() -> None:
 def test_what_fills_a_node_leaves_room_to_convert(policy: str, precision: Precision) -> None:
     """And still the load fits: on each device tensors are converted beside the others."""
     index = store_arrays(as_bf16(random_arrays(llama_shapes(4, 128, 256, 4, 2, 500))), chunk_bytes=20_000).index
-    (whole,) = rank_facts(build_load_plan(index, Layout(), precision=precision).cut)
+    (whole,) = rank_facts(build_load_plan(index, Layout(), precision=precision).cut, index.chunks.largest_bytes)
     for share in range(2, 6):
         limit = whole.device_bytes // share
         for gpus in (1, 2):
             asked = parse_device_map(policy, None, "/scratch/x", Layout(), "cuda")
             assert asked is not None
             node = asked.on_node([limit] * gpus, limit)
-            (facts,) = rank_facts(build_load_plan(index, Layout(), precision=precision, device_map=node).cut)
-            assert facts.staging_bytes
+            plan = build_load_plan(index, Layout(), precision=precision, device_map=node)
+            (facts,) = rank_facts(plan.cut, plan.chunks.largest_bytes)
+            assert facts.staging_bytes > index.chunks.largest_bytes
             assert max(0, *gpu_bytes(facts, "cuda").values(), host_bytes(facts, "cuda")) <= limit
 
 
