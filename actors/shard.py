@@ -61,7 +61,7 @@ class RankShard(Mapping[str, "torch.Tensor"]):
         mapping of names or of what they begin with; None leaves a tensor out. `convert`: names and stacking as
         transformers' own loader does them; what is stacked is copied. `strict`: every name must be on both sides;
         otherwise the result says which were not. `requires_grad`: of the parameters; None: as they have it. Raises
-        ModuleMismatch, with the module as it was.
+        ModuleMismatch, with the module as it was; ConfigError for arguments that cannot be meant.
         """
         from actors.handover.modules import fill_module
 

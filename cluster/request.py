@@ -57,6 +57,11 @@ class StoreOptions:
             raise InvalidUri(error.message, hint=error.hint, **error.details) from error
 
 
+def is_seconds(given: object) -> bool:
+    """Whether it is a finite number from 0 on."""
+    return isinstance(given, int | float) and not isinstance(given, bool) and math.isfinite(given) and given >= 0
+
+
 def as_text(uri: object) -> str:
     """A URI or a local path, also as a `pathlib.Path`. Raises ConfigError for what is neither, InvalidUri for none."""
     text = os.fspath(uri) if isinstance(uri, os.PathLike) else uri
@@ -95,7 +100,7 @@ def make_request(
         raise ConfigError(f"device must be one of {', '.join(DEVICES)}, not {device!r:.40}")
     if placement not in PLACEMENTS:
         raise ConfigError(f"placement must be one of {', '.join(PLACEMENTS)}, not {placement!r:.40}")
-    if not (math.isfinite(wait_for_resources_s) and wait_for_resources_s >= 0):
+    if not is_seconds(wait_for_resources_s):
         raise ConfigError(f"wait_for_resources_s must be 0 or more seconds, not {wait_for_resources_s!r:.40}")
     rules = read_rules(layout_rules)
     fit, precision = fit or FitOptions(), precision or Precision()

@@ -63,6 +63,10 @@ def fill_module(
     requires_grad: bool | None = None,
 ) -> Filled:
     """See `RankShard.into`. Either all is put, or nothing is and the error says why."""
+    if not isinstance(module, torch.nn.Module):
+        raise ConfigError(f"into fills a torch module, not {_shown(module)}", hint="make one on the meta device first")
+    if requires_grad is not None and not isinstance(requires_grad, bool):
+        raise ConfigError(f"requires_grad must be True, False or None, not {requires_grad!r:.60}")
     known = transformers_models.is_one(module)
     if convert and not known:
         raise ConfigError(f"convert=True is for models of transformers, not for a {type(module).__name__}")
@@ -102,6 +106,10 @@ def fill_module(
     _move_unsaved(module, device)
     groups = {group for name, group in tied.items() if name in chosen}
     return Filled(len(made), tuple(problems.missing), tuple(problems.unexpected), tuple(sorted(groups)), copied)
+
+
+def _shown(given: object) -> str:
+    return f"the class {given.__name__}" if isinstance(given, type) else f"{given!r:.60}"
 
 
 def _move_unsaved(module: torch.nn.Module, device: str) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections import Counter
 from collections.abc import Callable, Iterable, Mapping
 
-from cluster.errors import ModuleMismatch
+from cluster.errors import ConfigError, ModuleMismatch
 
 Rename = Mapping[str, str | None] | Callable[[str], str | None] | None
 
@@ -15,8 +15,13 @@ def new_names(names: Iterable[str], prefix: str = "", rename: Rename = None) -> 
 
     A mapping is of whole names, or of what names begin with up to a dot; the longest that fits counts:
     {"model": "model.language_model", "visual": "model.visual"}, {"model": ""} takes `model.` away. None, from a mapping
-    or a function, leaves a tensor out. Raises ModuleMismatch when two names become one.
+    or a function, leaves a tensor out. Raises ModuleMismatch when two names become one, ConfigError for what
+    makes no names.
     """
+    if not isinstance(prefix, str):
+        raise ConfigError(f"prefix must be what names begin with, not {prefix!r:.60}")
+    if rename is not None and not isinstance(rename, Mapping) and not callable(rename):
+        raise ConfigError(f"rename must be a function or a mapping of names, not {rename!r:.60}")
     prefix = f"{prefix}." if prefix and not prefix.endswith(".") else prefix
     found: dict[str, str] = {}
     twice: list[str] = []
@@ -26,6 +31,8 @@ def new_names(names: Iterable[str], prefix: str = "", rename: Rename = None) -> 
         new = _renamed(name[len(prefix) :], rename)
         if new is None:
             continue
+        if not isinstance(new, str):
+            raise ConfigError(f"rename must make names or None: of {name!r:.200} it makes {new!r:.60}")
         if new in found:
             twice.append(f"{found[new]} and {name} -> {new}")
         found[new] = name

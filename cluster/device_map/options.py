@@ -172,7 +172,7 @@ def _size_bytes(name: object, size: object) -> int:
 def _folder(given: str | os.PathLike[str] | None) -> str:
     if given is None:
         return ""
-    folder = os.fspath(given)
+    folder = os.fspath(given) if isinstance(given, os.PathLike) else given
     if not isinstance(folder, str) or not os.path.isabs(folder) or "\0" in folder:
         raise ConfigError(
             f"offload_folder must be an absolute path, not {quote(folder)}",

@@ -10,6 +10,7 @@ from cluster.layouts.mesh import MAX_RANKS
 from cluster.units import parse_bytes
 
 GivenDevices = str | int | Sequence[str | int]
+LEAST_BYTES = 10**6  # of a device; less is a number without its unit
 _HINT = 'write "4x24GB" for four devices, "2x80GB,24GB" for three, or a list with one size per device'
 
 
@@ -17,7 +18,7 @@ def parse_memory(given: GivenDevices) -> tuple[int, ...]:
     """Bytes of each device, in the order of ranks. Raises ConfigError."""
     if isinstance(given, str):
         parts: Sequence[str | int] = given.split(",")
-    elif isinstance(given, bytes):  # a sequence of small numbers, which nobody means
+    elif isinstance(given, bytes | bytearray | memoryview):  # a sequence of small numbers, which nobody means
         raise ConfigError(f"not a device's memory: {given!r:.60}", hint=_HINT)
     elif isinstance(given, Sequence):
         parts = given
@@ -26,6 +27,8 @@ def parse_memory(given: GivenDevices) -> tuple[int, ...]:
     found: list[int] = []
     for part in parts:
         count, size_bytes = _parsed(part)
+        if size_bytes < LEAST_BYTES:
+            raise ConfigError(f"not a device's memory: {part!r:.60} is {size_bytes} bytes", hint=f"add a unit: {_HINT}")
         if len(found) + count > MAX_RANKS:
             raise ConfigError(f"memory names more than {MAX_RANKS} devices", hint=_HINT)
         found += [size_bytes] * count

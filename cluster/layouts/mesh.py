@@ -49,9 +49,9 @@ class Layout:
 
     def __post_init__(self) -> None:
         for name in _SIZES:
-            _check_count(name, getattr(self, name), 1, MAX_RANKS)
-        _check_count("expert_tensor_parallel_size", self.expert_tensor_parallel_size, 0, MAX_RANKS)
-        _check_count("vocabulary_multiple", self.vocabulary_multiple, 1, MAX_VOCABULARY_MULTIPLE)
+            check_count(name, getattr(self, name), 1, MAX_RANKS)
+        check_count("expert_tensor_parallel_size", self.expert_tensor_parallel_size, 0, MAX_RANKS)
+        check_count("vocabulary_multiple", self.vocabulary_multiple, 1, MAX_VOCABULARY_MULTIPLE)
         if self.ranks > MAX_RANKS:
             raise ConfigError(f"a layout of {self.ranks} ranks is larger than {MAX_RANKS}")
         plane = self.tensor_parallel_size * self.data_parallel_size
@@ -116,6 +116,7 @@ class Layout:
         return replace(coords, data=coords.data % period)
 
 
-def _check_count(name: str, value: object, least: int, most: int) -> None:
+def check_count(name: str, value: object, least: int, most: int) -> None:
+    """Raises ConfigError for what is no such number."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise ConfigError(f"{name} must be a whole number from {least} to {most}, not {value!r:.40}")

@@ -26,6 +26,8 @@ def read_rules(rules: LayoutRules | None) -> dict[str, str] | None:
     """Checked rules, from a mapping or from the file that is named. Raises ConfigError for either."""
     if rules is None:
         return None
+    if rules == "":
+        raise ConfigError("layout_rules names no file: it is an empty text")
     if isinstance(rules, str | os.PathLike):
         return _read_file(Path(rules))
     return parse_rules(rules).as_dict()
@@ -40,7 +42,10 @@ def _read_file(path: Path) -> dict[str, str]:
     try:
         if len(data) > MAX_RULES_FILE_BYTES or json_values(data) > 8 * MAX_RULES:
             raise ConfigError(f"it is larger than {MAX_RULES} rules can be")
-        return parse_rules(json.loads(data, object_pairs_hook=_unique)).as_dict()
+        rules = json.loads(data, object_pairs_hook=_unique)
+        if rules is None:
+            raise ConfigError("it must map patterns to rules, not be null")
+        return parse_rules(rules).as_dict()
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"layout rules in {str(path)!r:.200}: not JSON: {error}") from error
     except ConfigError as error:

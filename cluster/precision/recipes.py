@@ -13,7 +13,7 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Sequence
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.errors import ConfigError
@@ -141,7 +141,9 @@ def make_precision(dtype: str, quantization: str | None, skip: Sequence[str] | N
     """From the arguments of a verb; None: the default. Raises ConfigError."""
     if isinstance(skip, str | bytes):
         raise ConfigError("skip_quantization is a list of patterns, not one text")
-    if skip is not None and not isinstance(skip, Iterable):
+    if quantization is not None and not isinstance(quantization, str):
+        raise ConfigError(f"quantization must be one of {', '.join(SCHEMES)}, not {quantization!r:.40}")
+    if skip is not None and (not isinstance(skip, Iterable) or isinstance(skip, Mapping)):
         raise ConfigError(f"skip_quantization is a list of patterns, not {skip!r:.40}")
     return Precision(dtype, quantization or "", (DEFAULT,) if skip is None else tuple(skip))
 

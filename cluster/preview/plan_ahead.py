@@ -24,7 +24,7 @@ from cluster.fit.options import STRICT, FitOptions
 from cluster.fit.plan_fit import GIVEN, Devices, check_devices, find_fit, fit_of_resident, fits_on, layouts_for
 from cluster.fit.search import PlannedChange
 from cluster.layouts.live_rules import with_live_rules
-from cluster.layouts.mesh import Layout
+from cluster.layouts.mesh import MAX_RANKS, Layout, check_count
 from cluster.layouts.model_config import CONFIG_KEY, MAX_CONFIG_BYTES, ModelConfig, parse_model_config
 from cluster.layouts.rules_file import LayoutRules
 from cluster.load_request import LoadRequest
@@ -129,8 +129,8 @@ def plan(
         offload_folder=offload_folder,
         fit=FitOptions(fit, gpu_memory_utilization, reserve_bytes),
     )
-    if ranks_per_node is not None and ranks_per_node < 1:
-        raise ConfigError(f"ranks_per_node must be at least 1, not {ranks_per_node}")
+    if ranks_per_node is not None:
+        check_count("ranks_per_node", ranks_per_node, 1, MAX_RANKS)
     target = None if picture is None else _picture_path(picture)
     given = given_rates(store_rate, network_rate, disk_rate, place_rate)
     rates = given if measured is None else given.over(read_rates(measured))
@@ -271,6 +271,8 @@ def _without_file(uri: str | os.PathLike[str]) -> str | os.PathLike[str]:
 
 
 def _picture_path(given: str | os.PathLike[str]) -> Path:
+    if not isinstance(given, str | os.PathLike):
+        raise ConfigError(f"picture must be the path of a file, not {given!r:.60}", hint="name it plan.svg")
     path = Path(given)
     if path.suffix.lower() != ".svg":
         raise ConfigError(f"a picture is an SVG file, not {path.name!r:.60}", hint="name it plan.svg")

@@ -22,6 +22,7 @@ from storage.host.gpu_memory import gpu_memory
 Rate = str | float | None
 Measured = LoadReport | Mapping[str, Any] | str | os.PathLike[str]
 MAX_REPORT_BYTES = 256 << 20
+_HINT = "`longshore load --json` prints one"
 
 
 def find_devices(
@@ -48,12 +49,12 @@ def read_rates(given: Measured) -> Rates:
     """Rates of an earlier load, from its report or the file of it. Raises ConfigError."""
     if isinstance(given, LoadReport | Mapping):
         return measured_rates(given)
+    if not isinstance(given, str | os.PathLike):
+        raise ConfigError(f"measured must be a report or a file of one, not {given!r:.60}", hint=_HINT)
     path = Path(given)
     try:
         if path.stat().st_size > MAX_REPORT_BYTES:
             raise ConfigError(f"{path} is too large for the report of a load")
         return measured_rates(json.loads(path.read_bytes()))
     except (OSError, ValueError, RecursionError) as error:
-        raise ConfigError(
-            f"{path} is not the report of a load: {error}", hint="`longshore load --json` prints one"
-        ) from error
+        raise ConfigError(f"{path} is not the report of a load: {error}", hint=_HINT) from error

@@ -5,6 +5,7 @@ from __future__ import annotations
 import itertools
 from collections.abc import Iterator
 from contextlib import contextmanager
+from typing import Any
 
 import numpy as np
 import pytest
@@ -145,3 +146,13 @@ def test_rows_that_pad_a_vocabulary_are_no_part_of_a_dtensor() -> None:
             made = mine.dtensor("up.weight", mesh, [Shard(0)])
             assert torch.equal(made.to_local(), torch.from_numpy(ARRAYS["up.weight"]).chunk(2)[rank])
             assert made.to_local().data_ptr() == mine["up.weight"].data_ptr()
+
+
+@pytest.mark.parametrize("placements", [5, Shard(0), [0], "0"])
+def test_what_is_no_mesh_or_no_placements(placements: Any) -> None:
+    held = shard(Layout(fsdp_size=2), 0)
+    for mesh in (None, 5):
+        with pytest.raises(ConfigError, match="on a DeviceMesh"):
+            held.dtensor("up.weight", mesh)  # type: ignore[arg-type]
+    with as_rank(0, 2) as mesh, pytest.raises(ConfigError, match="placements must be"):
+        held.dtensor("up.weight", mesh, placements)

@@ -49,6 +49,11 @@ def test_what_is_meant(given: Any, meant: tuple[int, ...]) -> None:
         "99999x1GB",
         ",",
         b"4x24GB",
+        bytearray(b"4x24GB"),
+        "4x24",
+        [24],
+        24,
+        "24000",
     ],
 )
 def test_what_cannot_be_meant(given: Any) -> None:
@@ -56,7 +61,7 @@ def test_what_cannot_be_meant(given: Any) -> None:
         parse_memory(given)
 
 
-@given(st.lists(st.tuples(st.integers(1, 9), st.integers(1, 1 << 40)), min_size=1, max_size=8))
+@given(st.lists(st.tuples(st.integers(1, 9), st.integers(10**6, 1 << 40)), min_size=1, max_size=8))
 def test_written_and_read(groups: list[tuple[int, int]]) -> None:
     meant = tuple(size for count, size in groups for _ in range(count))
     assert parse_memory(",".join(f"{count}x{size}" for count, size in groups)) == meant == parse_memory(list(meant))

@@ -11,7 +11,7 @@ from torch import nn
 
 from actors.handover.modules import Filled, fill_module
 from actors.handover.tensor_names import likely_prefix
-from cluster.errors import ModuleMismatch
+from cluster.errors import ConfigError, ModuleMismatch
 
 WEIGHTS = {"weight": torch.randn(4, 4), "bias": torch.randn(4)}
 
@@ -111,3 +111,23 @@ def test_quantized_weights_for_a_module_that_was_not_made_for_them(tensors: dict
     assert "weights are quantized: make the module for them" in error.hint
     assert "dtype" not in error.hint
     assert "pipeline" not in error.hint
+
+
+@pytest.mark.parametrize(
+    ("module", "options", "said"),
+    [
+        (5, {}, "fills a torch module, not 5"),
+        (None, {}, "fills a torch module, not None"),
+        (nn.Linear, {}, "not the class Linear"),
+        (None, {"convert": True}, "fills a torch module"),
+        ("linear", {"prefix": 5}, "prefix must be"),
+        ("linear", {"prefix": None}, "prefix must be"),
+        ("linear", {"rename": 5}, "rename must be a function or a mapping"),
+        ("linear", {"rename": lambda name: 5}, "must make names or None"),
+        ("linear", {"rename": {"weight": 5}}, "must make names or None"),
+        ("linear", {"requires_grad": "yes"}, "requires_grad must be"),
+    ],
+)
+def test_arguments_that_cannot_be_meant(module: Any, options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said):
+        fill(linear() if module == "linear" else module, **options)
