@@ -35,7 +35,7 @@ Saved = dict[tuple[str, str], SavedFamily]
 UNIT = 8  # of groups and blocks: four ranks can share every dimension of the tiny models in eights
 INT4 = Grouped(4, UNIT)
 SAID = {
-    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": UNIT},
+    "gptq": {"quant_method": "gptq", "bits": 4, "group_size": UNIT, "desc_act": False},
     "awq": {"quant_method": "awq", "bits": 4, "group_size": UNIT},
     "fp8": {"quant_method": "fp8", "weight_block_size": [UNIT, UNIT]},
 }
