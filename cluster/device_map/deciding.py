@@ -9,6 +9,7 @@ layer that is still to come, because code that runs such a model moves offloaded
 
 from __future__ import annotations
 
+import re
 from collections import deque
 from collections.abc import Iterable, Iterator, Mapping, Sequence
 from dataclasses import dataclass, field
@@ -16,9 +17,12 @@ from itertools import chain
 
 from cluster.device_map.module_tree import Module
 from cluster.errors import LayoutError
+from cluster.layouts.module_names import HEADS
 from storage.problems import MAX_LISTED, quote
 
 CPU, DISK = "cpu", "disk"
+# Their last part: what turns, drops or adds to activations, and heads, which may be tied to an embedding.
+_WITHOUT_TENSORS = re.compile(rf"(?:^|\.)(?:[^.]*(?:rot|rope|drop|act|alibi|pos)[^.]*|{'|'.join(HEADS)})\Z")
 DeviceKey = int | str
 Memory = Mapping[DeviceKey, int]  # bytes by device, in the order in which devices are filled
 
@@ -56,6 +60,25 @@ class DeviceMap:
                 unnamed=len(unnamed),
             )
         return [device for device in devices if device is not None]
+
+    def check_modules(self, names: Iterable[str]) -> None:
+        """Raises LayoutError listing modules of the map that hold none of the tensors.
+
+        Modules without tensors of their own are no mistake: what `Accelerate` and transformers write has them.
+        """
+        there = {""}
+        for name in names:
+            while name not in there:
+                there.add(name)
+                name = name.rpartition(".")[0]
+        lost = [quote(name) for name, _ in self.modules if name not in there and not _WITHOUT_TENSORS.search(name)]
+        if lost:
+            more = f" and {len(lost) - MAX_LISTED} more" if len(lost) > MAX_LISTED else ""
+            raise LayoutError(
+                f"the device map names {len(lost)} modules that the model does not have: "
+                f"{', '.join(lost[:MAX_LISTED])}{more}",
+                hint="names are those of the checkpoint's tensors up to a dot, such as model.layers.0",
+            )
 
 
 def device_order(device: DeviceKey) -> tuple[int, int]:

@@ -52,6 +52,7 @@ def with_device_map(
     options = options.beside(rank_facts(cut, chunk_bytes)[0].staging_bytes)
     found = options.device_map or _inferred(sizes, options, tied)
     devices = found.assign(cut.names)
+    found.check_modules(cut.names)
     _check_limits(sizes, devices, options)
     _check_files(cut.names, devices)
     return replace(cut, device_map=_with_tied_head(found, tied))

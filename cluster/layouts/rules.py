@@ -10,7 +10,7 @@ The tables of the model families are in `cluster.layouts.families`.
 from __future__ import annotations
 
 import re
-from collections.abc import Callable, Mapping
+from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
 from typing import TYPE_CHECKING
@@ -101,6 +101,18 @@ def rules_for(config: ModelConfig | None, own: Rules | Mapping[str, str] | None 
     if config is not None:
         family = FAMILIES.get(config.model_type or "") or _NESTED.get(config.text_model_type or "")
     return (own if isinstance(own, Rules) else parse_rules(own)).then(family or Rules())
+
+
+def unmatched(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
+    """Of sound patterns those that match none of the names."""
+    names = list(names) if patterns else []
+    alike = list(dict.fromkeys(_NUMBER.sub("0", name) for name in names))  # as in `Rules.finder`
+
+    def matches(pattern: str) -> bool:
+        compiled = re.compile(_to_regex(pattern), re.DOTALL)
+        return any(map(compiled.fullmatch, names if _ASKS_FOR_NUMBER.search(pattern) else alike))
+
+    return [pattern for pattern in patterns if not matches(pattern)]
 
 
 _HINT = f"Rules: {', '.join(Rule)}; a pattern may hold one * per part of the name and one part that is **"

@@ -19,12 +19,13 @@ from dataclasses import dataclass
 from cluster.errors import ConfigError
 from cluster.layouts.module_names import HEADS, OTHER_EMBEDDINGS, ROUTERS, TOKEN_EMBEDDINGS, TOWERS
 from cluster.layouts.region import Range, Region, whole
-from cluster.layouts.rules import MAX_RULES, parse_rules, pattern_problem
+from cluster.layouts.rules import MAX_RULES, parse_rules, pattern_problem, unmatched
 from cluster.precision import nf4
 from cluster.precision.quantized_tensors import OF_ACTIVATIONS
 from storage.checkpoints.amax import WEIGHT_DTYPES, is_weight_matrix
 from storage.checkpoints.dtypes import DTYPE_BITS
 from storage.checkpoints.model_index import Tensor
+from storage.problems import MAX_LISTED, quote
 
 GROUP = 128  # weights of a row that share a scale, with int4
 DEFAULT = "default"  # among the patterns to skip: those of the field, see SKIPPED_PARTS
@@ -153,6 +154,7 @@ def decide_recipes(tensors: Sequence[Tensor], precision: Precision, family: str 
 
     Raises ConfigError for a quantization that the model has already, has no use for, or cannot have.
     """
+    _check_skipped(tensors, precision.skip)
     if precision.dtype == "auto" and not precision.quantization:
         return [None] * len(tensors)
     quantized = next((tensor for tensor in tensors if _QUANTIZED.match(tensor.name)), None)
@@ -184,8 +186,17 @@ def decide_recipes(tensors: Sequence[Tensor], precision: Precision, family: str 
     return found
 
 
+def _check_skipped(tensors: Sequence[Tensor], skip: Sequence[str]) -> None:
+    """A pattern with a slip in it would leave to quantization what was to stay as it is."""
+    if lost := unmatched([pattern for pattern in skip if pattern != DEFAULT], (tensor.name for tensor in tensors)):
+        raise ConfigError(
+            f"skip_quantization names no tensor of the model: {', '.join(map(quote, lost[:MAX_LISTED]))}",
+            hint='patterns are of whole tensor names: "**.down_proj.weight" or "**.down_proj.*", not "down_proj"',
+        )
+
+
 def _check_rows(tensor: Tensor, family: str) -> None:
-    """Rows of a weight are outputs, in every format that is written here; some families store them the other way."""
+    """Rows of a weight are outputs, in every format that is written here; some families store them otherwise."""
     whose = STORED_BY_INPUT.get(family)
     if whose is not None and (not whose or whose in tensor.name.split(".")):
         raise ConfigError(

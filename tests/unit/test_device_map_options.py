@@ -124,7 +124,7 @@ def test_tensors_that_the_map_does_not_name_are_all_listed() -> None:
     )
     with pytest.raises(LayoutError, match="for 28 tensors"):
         planned({"model.layer": 0, "odel.layers.0": 0, "model.layers.0.": 0, "model.norm": 0, "lm_head": 0})
-    assert planned({"": "cpu", "model.rotary_emb": 0, "no.such": 3}).ranks[0].bytes_by_device.keys() == {"cpu"}
+    assert planned({"": "cpu", "model.rotary_emb": 0}).ranks[0].bytes_by_device.keys() == {"cpu"}
 
 
 def test_what_has_no_room_is_refused_with_need_and_have() -> None:

@@ -178,11 +178,25 @@ def test_the_picture_is_written(model: Path, tmp_path: Path) -> None:
         ({"quantization": "fp8", "dtype": "float32"}, "contradict"),
         ({"device_map": "auto", "offload_folder": 5}, "offload_folder must be an absolute path"),
         ({"offload_folder": "/tmp/x"}, "goes with device_map"),
+        (
+            {"quantization": "fp8", "skip_quantization": ["default", "down_proj", "**.dwn_proj.*"]},
+            "'down_proj', '\\*\\*.dwn",
+        ),
+        ({"fit": "auto", "memory": "24GB", "skip_quantization": ["**.layers.9.*"]}, "names no tensor.*layers.9"),
     ],
 )
 def test_what_cannot_be_meant_is_one_clear_error(model: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         plan(model, **options)
+
+
+def test_modules_of_a_device_map_are_those_of_the_model(model: Path) -> None:
+    layers = {"model": 0, "lm_head": 0}
+    with pytest.raises(LayoutError, match=r"names 2 modules that the model does not have: 'nope', 'model.layers.4'"):
+        plan(model, device_map={**layers, "nope": 3, "model.layers.4": 1, "model.layers.3": 1})
+    for fine in ("model.rotary_emb", "model.dropout", "score", "model.layers.3.mlp.act_fn", "model.norm.weight"):
+        found = plan(model, device_map={**layers, fine: 0})
+        assert found.device_map == {**layers, fine: 0}
 
 
 def test_a_model_that_no_layout_spreads(tmp_path: Path) -> None:
