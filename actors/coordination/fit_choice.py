@@ -63,7 +63,7 @@ class FitChoice:
                 await come_up(record.seats.values())  # or what they have taken would be counted twice
             room = await room_of(record, record.seats, self._agents, others, taken)
             if room.misfit(_Facts(tuple(RankFacts(0, 0, 0) for _ in plan.ranks)), asked, self._config) is not None:
-                raise  # not for the tensors' sake: nothing that is smaller would fit
+                raise _without_steps(misfit, asked) from misfit  # nothing that is smaller would fit
             if asked.fit.mode != AUTO or asked.tried:
                 raise await self._with_offer(misfit, room, ()) from misfit
             return await self._take_less(plan, misfit, room, others)
@@ -152,6 +152,14 @@ class FitChoice:
             hint = f"{misfit.hint}. {hint}" if misfit.hint else hint
         change = found[0].change.what if found else None
         return type(misfit)(misfit.message, hint=hint, **{**misfit.details, "change": change})
+
+
+def _without_steps(misfit: DoesNotFit, asked: LoadRequest) -> DoesNotFit:
+    """The error of a load that would not fit without its tensors either."""
+    if asked.fit.mode != AUTO:
+        return misfit
+    hint = f'{misfit.hint}. fit="auto" tried no step: without any of the tensors there is no room either'
+    return type(misfit)(misfit.message, hint=hint, **misfit.details)
 
 
 @dataclass(frozen=True, slots=True)

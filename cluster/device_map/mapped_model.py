@@ -76,15 +76,23 @@ def _check_limits(sizes: Sequence[tuple[str, int]], devices: Sequence[DeviceKey]
         if device in have and need_bytes > have[device]:
             said.append(f"{device_name(device)} needs {show_bytes(need_bytes)}, has {show_bytes(have[device])}")
     if needs[DISK] and not options.offload_folder:
+        limits = "free for it" if options.is_all else "max_memory"
         rest = ", ".join(f"{device_name(device)} {show_bytes(limit)}" for device, limit in have.items())
-        said.append(f"{show_bytes(needs[DISK])} have no room on any device (max_memory: {rest or 'none'})")
+        said.append(f"{show_bytes(needs[DISK])} have no room on any device ({limits}: {rest or 'none'})")
     if said:
         raise DoesNotFit(
             f"the device map does not fit: {'; '.join(said)}",
-            hint="raise max_memory, or give an offload_folder for what is left over",
+            hint=_what_helps(options),
             need_bytes=sum(needs.values()),
             have_bytes=sum(limit for device, limit in have.items() if device != DISK) if have else None,
         )
+
+
+def _what_helps(options: DeviceMapOptions) -> str:
+    limits = "use a node with more memory" if options.is_all else "raise max_memory"
+    if options.offload_folder:
+        return f"{limits}, of disk too where it has a limit, or quantize" if not options.is_all else limits
+    return f"{limits}, or give an offload_folder for what is left over"
 
 
 def _check_files(names: Sequence[str], devices: Sequence[DeviceKey]) -> None:

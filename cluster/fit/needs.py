@@ -112,6 +112,9 @@ def check_fit(
         config = config.model_copy(update={"host_reserve_bytes": options.host_reserve_bytes(config)})
     if missing := room_problems(nodes, needs, claims, config):
         problems += missing
+        if device == "cpu" and (options.reserve_bytes or 0) >= config.host_reserve_bytes > 0:
+            kept = show_bytes(config.host_reserve_bytes)
+            hints.append(f"The reserve is reserve_bytes={options.reserve_bytes} ({kept} of each host): lower it")
         hints.append("Spread the model over more nodes, release another one, or use a smaller arena")
     if not problems:
         return None

@@ -180,12 +180,14 @@ def _seats(needs: Mapping[Place, int], devices: Devices) -> dict[Place, DeviceRo
 def _tightest(weighed: Sequence[DeviceFit]) -> str:
     tight = min(weighed, key=lambda each: (each.have_bytes or 0) - each.need_bytes, default=None)
     if tight is None:
-        return "nothing to hold"
+        return "no GPU has anything of it, all is in host memory or on disk"
     needs, has = show_bytes(tight.need_bytes), show_bytes(tight.have_bytes or 0)
     return f"rank {tight.rank} has the least to spare, it needs {needs} of {has}"
 
 
 def _unknown(devices: Devices | None, weighed: Sequence[DeviceFit]) -> str:
+    if not weighed:
+        return "not known: no GPU has anything of it, and what the hosts have was not asked for"
     most = show_bytes(max((each.need_bytes for each in weighed), default=0))
     if devices is None:
         return f'not known: no GPU here, and no memory was given (memory="4x24GB"); a rank needs up to {most}'

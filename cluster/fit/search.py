@@ -5,6 +5,7 @@ Pure: the changes were planned (`cluster.plans.prepare.plan_changes`), and whoev
 
 from __future__ import annotations
 
+import re
 from collections.abc import Callable, Sequence
 from dataclasses import dataclass
 
@@ -100,4 +101,9 @@ def steps_text(tried: Sequence[FitTry]) -> str:
 
 
 def _short(reason: str) -> str:
-    return reason if len(reason) <= _WHY_CHARS else reason[: _WHY_CHARS - 3] + "..."
+    """Without what stands in brackets, then to the end of a word."""
+    if len(reason) > _WHY_CHARS:
+        reason = re.sub(r" ?\([^()]*\)", "", reason)
+    if len(reason) > _WHY_CHARS:
+        reason = reason[: _WHY_CHARS - 3].rpartition(" ")[0].rstrip(",;:") + "..."
+    return reason

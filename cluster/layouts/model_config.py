@@ -79,9 +79,20 @@ def parse_model_config(data: bytes) -> ModelConfig:
         return ModelConfig.model_validate({**_language_part(fields), "quantization": find_quantization(fields)})
     except ValidationError as exc:
         problems = Problems(
-            f"{'.'.join(map(str, e['loc']))}: {e['msg']}, got {quote(e['input'])}" for e in exc.errors()
+            f"{_field(e['loc'])}: {_OBJECT_WANTED if e['type'] in _NO_OBJECT else e['msg']}, got {quote(e['input'])}"
+            for e in exc.errors()
         )
         raise ModelConfigError(f"config.json cannot be used: {problems}") from exc
+
+
+_NO_OBJECT = ("model_type", "model_attributes_type", "dict_type")  # of pydantic's errors
+_OBJECT_WANTED = "Input should be an object"
+
+
+def _field(path: tuple[int | str, ...]) -> str:
+    """As config.json calls it."""
+    first = "quantization_config" if path[:1] == ("quantization",) else None
+    return ".".join(map(str, (first, *path[1:]) if first else path))
 
 
 def read_model_config(store: ObjectStore, index: ModelIndex) -> ModelConfig | None:

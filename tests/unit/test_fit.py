@@ -181,3 +181,14 @@ def test_many_problems_fit_on_one_screen() -> None:
     assert error is not None
     assert "and 60 more" in error.message
     assert len(str(error)) < 24 * 80
+
+
+def test_a_reserve_that_was_asked_for_is_named() -> None:
+    error = check_fit(four_gib_plan(), (0, 0), [ROOMY], CONFIG, "cpu", options=FitOptions(reserve_bytes=63 * GIB))
+    assert error is not None
+    assert f"reserve_bytes={63 * GIB} (67.6 GB of each host): lower it" in error.hint
+    small = replace(ROOMY, memory_free_bytes=5 * GIB)
+    for options in (FitOptions(), FitOptions(reserve_bytes=GIB // 2)):  # that of the settings holds
+        error = check_fit(four_gib_plan(), (0, 0), [small], CONFIG, "cpu", options=options)
+        assert error is not None
+        assert "reserve_bytes" not in error.hint

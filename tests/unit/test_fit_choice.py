@@ -246,3 +246,15 @@ def test_a_store_that_fails_meanwhile_hides_no_refusal(model: Path, monkeypatch:
     monkeypatch.setattr(case.planner, "changes", lost)
     with pytest.raises(DoesNotFit, match="rank 0 needs"):
         case.choose()
+
+
+def test_auto_says_that_it_tried_nothing_where_processes_alone_have_no_room(model: Path) -> None:
+    case = Case(model, "auto", "cpu", -MIB)
+    with pytest.raises(DoesNotFit) as refused:
+        case.choose()
+    assert 'fit="auto" tried no step' in refused.value.hint
+    assert "changes" not in case.planner.asked
+    strict = Case(model, "strict", "cpu", -MIB)
+    with pytest.raises(DoesNotFit) as refused:
+        strict.choose()
+    assert "auto" not in refused.value.hint

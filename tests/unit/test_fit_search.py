@@ -148,3 +148,16 @@ def test_what_is_said() -> None:
     assert steps_text(tried) == "as given: no; y: no"
     _, tried = first_that_fits([planned("as given", "given", 0, 1, 9, "p" * 999)], lambda _: "")
     assert len(steps_text(tried)) < 200
+
+
+def test_a_long_reason_ends_at_a_word() -> None:
+    why = "rank 0 needs 26.4 GB of device memory, a GPU has 23.5 GB (of 24.0 GB; 537 MB kept free)"
+    _, tried = first_that_fits([planned("x", "given", 0, 1, 9, why)], lambda _: "")
+    assert steps_text(tried) == f"x: {why}"
+    _, tried = first_that_fits(
+        [planned("x", "given", 0, 1, 9, f"llama-{why}. Much more of it is said here")], lambda _: ""
+    )
+    said = steps_text(tried)
+    assert said.count("(") == said.count(")")
+    assert said.startswith("x: llama-rank 0 needs 26.4 GB of device memory, a GPU has 23.5 GB. Much")
+    assert said.removesuffix("...").split()[-1] in ["Much", "more", "of", "it", "is", "said", "here"]

@@ -127,3 +127,13 @@ def test_read_from_a_store() -> None:
     huge = replace(index, files=(OtherFile("config.json", MAX_CONFIG_BYTES + 1, None),))
     with pytest.raises(ModelConfigError, match="more than"):
         read_model_config(store, huge)
+
+
+@pytest.mark.parametrize("given", ["gptq", 5, ["gptq"]])
+def test_problems_call_fields_what_config_json_calls_them(given: object) -> None:
+    with pytest.raises(ModelConfigError) as error:
+        parse_model_config(json.dumps({"quantization_config": given}).encode())
+    assert "quantization_config: Input should be an object, got" in error.value.message
+    assert "QuantizationConfig" not in error.value.message
+    with pytest.raises(ModelConfigError, match=r"quantization_config\.bits: "):
+        parse_model_config(json.dumps({"quantization_config": {"quant_method": "gptq", "bits": "x"}}).encode())

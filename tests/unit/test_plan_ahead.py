@@ -11,7 +11,7 @@ import pytest
 
 from cluster.command_line.cli import main
 from cluster.config import Config
-from cluster.errors import ConfigError, LayoutError
+from cluster.errors import ConfigError, DoesNotFit, LayoutError
 from cluster.layouts.mesh import Layout
 from cluster.preview import plan_inputs
 from cluster.preview.plan_ahead import plan
@@ -135,6 +135,31 @@ def test_a_device_map_has_the_host_memory_that_is_given(model: Path) -> None:
     assert found.ranks[0].bytes_by_device["cpu"] > 0
     kept = plan(model, device_map="auto", memory=[full], host_memory=full)  # as on a node, a single GPU keeps a tenth
     assert kept.ranks[0].bytes_by_device.get("cuda:0", 0) <= full * 0.9
+
+
+def test_what_is_in_host_memory_alone_is_said_so(model: Path) -> None:
+    """Not that ranks need 0 B, and not that there is nothing to hold."""
+    for memory in (None, "24GB"):
+        found = plan(model, device_map={"": "cpu"}, memory=memory)
+        assert found.fit is not None
+        assert "no GPU has anything of it" in found.fit.sentence
+
+
+@pytest.mark.parametrize(
+    ("limits", "folder", "said"),
+    [
+        ({0: "1MB", "cpu": 0}, None, "raise max_memory, or give an offload_folder"),
+        ({0: "1MB", "cpu": 0, "disk": "1MB"}, "/scratch/llama", "raise max_memory, of disk too"),
+    ],
+)
+def test_a_hint_can_be_followed(model: Path, limits: dict[int | str, str | int], folder: str | None, said: str) -> None:
+    with pytest.raises(DoesNotFit) as refused:
+        plan(model, device_map="auto", max_memory=limits, offload_folder=folder)
+    assert said in refused.value.hint
+    assert folder is None or "offload_folder" not in refused.value.hint
+    with pytest.raises(DoesNotFit) as refused:
+        plan(model, device_map="auto", memory="2MB", host_memory="1MB")
+    assert "max_memory" not in refused.value.hint
 
 
 def test_the_picture_is_written(model: Path, tmp_path: Path) -> None:
