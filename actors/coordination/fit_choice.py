@@ -29,6 +29,7 @@ from cluster.fit.host_room import larger_claims
 from cluster.fit.needs import host_bytes
 from cluster.fit.options import AUTO, STRICT, FitTry
 from cluster.fit.search import PlannedChange, cheapest, first_that_fits, offer, steps_text
+from cluster.load_request import LoadRequest
 from cluster.plans.packed_plan import PackedPlan
 from cluster.plans.rank_plans import RankFacts
 from cluster.scheduling.warm_pool import IdleGang

@@ -166,7 +166,7 @@ def decide_recipes(tensors: Sequence[Tensor], precision: Precision, family: str 
                 hint="load it without quantization, as it is",
             )
     target = _DTYPES.get(precision.dtype)
-    is_skipped = _skipper(precision.skip)
+    is_skipped = skipper(precision.skip)
     found: list[Recipe | None] = []
     for tensor in tensors:
         if precision.quantization and is_weight(tensor, precision.quantization) and not is_skipped(tensor.name):
@@ -290,7 +290,7 @@ def _is_cast(tensor: Tensor, target: str, quantized: bool) -> bool:
     return tensor.dtype in _FLOATS or tensor.dtype in _SMALL_FLOATS
 
 
-def _skipper(patterns: Sequence[str]) -> Callable[[str], bool]:
+def skipper(patterns: Sequence[str]) -> Callable[[str], bool]:  # whether a name is skipped
     find = parse_rules({pattern: "replicate" for pattern in patterns if pattern != DEFAULT}).finder()
     usual = SKIPPED_PARTS if DEFAULT in patterns else frozenset()
     return lambda name: find(name) is not None or not usual.isdisjoint(name.split("."))

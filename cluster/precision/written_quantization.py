@@ -7,6 +7,7 @@ for nf4 in that of bitsandbytes.
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
@@ -14,8 +15,11 @@ import numpy as np
 from cluster.layouts.module_names import HEADS
 from cluster.plans.cut_model import CutModel
 from cluster.precision import nf4
-from cluster.precision.recipes import GROUP, SCHEMES
+from cluster.precision.recipes import GROUP, SCHEMES, Precision, is_weight, skipper
+from storage.checkpoints.amax import is_weight_matrix
+from storage.checkpoints.model_index import Tensor
 
+_SHOWN_LENGTHS = 4
 # The inputs of fp8 layers are quantized as they come, a scale for each token: kernels multiply fp8 by fp8.
 _TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
 
@@ -76,6 +80,24 @@ def _bitsandbytes(dtype: str, ignored: list[str]) -> dict[str, Any]:
         "llm_int8_skip_modules": ignored,
         "llm_int8_threshold": 6.0,
     }
+
+
+def left_for_rows(tensors: Sequence[Tensor], precision: Precision) -> str:
+    """For people: how many weight matrices a scheme leaves as they are because of their rows; "" when none."""
+    if not precision.quantization:
+        return ""
+    is_skipped = skipper(precision.skip)
+    weights = [tensor for tensor in tensors if is_weight_matrix(tensor) and not is_skipped(tensor.name)]
+    left = [tensor for tensor in weights if not is_weight(tensor, precision.quantization)]
+    if not left:
+        return ""
+    lengths = sorted({tensor.shape[-1] for tensor in left})
+    more = ", ..." if len(lengths) > _SHOWN_LENGTHS else ""
+    unit = SCHEMES[precision.quantization].unit
+    return (
+        f"{precision.quantization} leaves {len(left)} of {len(weights)} weight matrices as they are: their rows of "
+        f"{', '.join(map(str, lengths[:_SHOWN_LENGTHS]))}{more} are no multiple of {unit}"
+    )
 
 
 def precision_of(cut: CutModel) -> str:

@@ -10,7 +10,7 @@ from __future__ import annotations
 
 import json
 import re
-from collections.abc import Iterable, Mapping
+from collections.abc import Iterable, Mapping, Sequence
 from importlib.util import find_spec
 from typing import Any
 
@@ -34,7 +34,15 @@ _LEFT_OUT = re.compile(r"_.*|auto_map|(?:attn|experts)_implementation", re.DOTAL
 # What transformers would look up on the hub.
 _LOOKED_UP = ("backbone", "use_timm_backbone", "use_pretrained_backbone")
 
-Shapes = Iterable[tuple[str, tuple[int, ...]]]
+Named = tuple[str, tuple[int, ...]]
+Shapes = Iterable[Named]
+_STACKED = re.compile(r"mlp\.experts\.(?:gate_up_proj|down_proj)\Z")
+# model_type -> where the hub's checkpoints keep an expert, and its matrices
+_ON_THE_HUB = {
+    "mixtral": ("block_sparse_moe.experts", "w1", "w3", "w2"),
+    **dict.fromkeys(("qwen3_moe", "deepseek_v3"), ("mlp.experts", "gate_proj", "up_proj", "down_proj")),
+}
+MAX_EXPERT_TENSORS = 1 << 18
 
 
 def estimate_index(config_bytes: bytes, chunk_bytes: int) -> ModelIndex:
@@ -58,8 +66,36 @@ def estimate_index(config_bytes: bytes, chunk_bytes: int) -> ModelIndex:
     name = str(given or "bfloat16").removeprefix("torch.")
     if name not in _DTYPES:
         raise ModelConfigError(f"config.json names the dtype {name!r:.40}, not one of {', '.join(_DTYPES)}")
-    note = f"estimated from config.json, as {name}" + ("" if given else " (it names no dtype)")
-    return index_of(_shapes(fields), _DTYPES[name], chunk_bytes, len(config_bytes), note)
+    shapes = list(_shapes(fields))
+    shapes, how = one_by_one(shapes, str(fields.get("model_type")))
+    note = f"estimated from config.json, as {name}" + ("" if given else " (it names no dtype)") + how
+    return index_of(shapes, _DTYPES[name], chunk_bytes, len(config_bytes), note)
+
+
+def one_by_one(shapes: Sequence[tuple[str, tuple[int, ...]]], family: str) -> tuple[list[Named], str]:
+    """(the same with a tensor for each expert where the hub's checkpoints of the family have them so, what to say).
+
+    What is converted is staged a tensor at a time: all experts of a layer are many times one of them.
+    """
+    stacked = {name: shape for name, shape in shapes if len(shape) == 3 and _STACKED.search(name)}
+    if not stacked:
+        return list(shapes), ""
+    count = sum(2 * shape[0] for shape in stacked.values())
+    if family not in _ON_THE_HUB or count > MAX_EXPERT_TENSORS:
+        return list(shapes), "; experts as all of a layer in one tensor, as transformers holds them"
+    folder, gate, up, down = _ON_THE_HUB[family]
+    found: list[Named] = []
+    for name, shape in shapes:
+        if name not in stacked:
+            found.append((name, shape))
+            continue
+        layer = _STACKED.sub(folder, name)
+        experts, rows, columns = shape
+        parts = ((down, rows),) if name.endswith("down_proj") else ((gate, rows // 2), (up, rows // 2))
+        found += [
+            (f"{layer}.{expert}.{part}.weight", (held, columns)) for expert in range(experts) for part, held in parts
+        ]
+    return found, "; a tensor for each expert, as on the hub"
 
 
 def index_of(shapes: Shapes, dtype: str, chunk_bytes: int, config_size_bytes: int, note: str) -> ModelIndex:

@@ -59,6 +59,30 @@ def test_shapes_of_a_dense_model_are_those_that_are_stored(tmp_path: Path) -> No
     assert sum(rank.size_bytes for rank in built.ranks) == stored.size_bytes
 
 
+@pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
+def test_experts_are_counted_one_by_one(family: str, tmp_path: Path) -> None:
+    """What is converted at a time is one of them, as it is of the checkpoint."""
+    folder = save_tiny(family, tmp_path / "model")
+    expert = {t.name: t.shape for t in open_model(LocalStore(str(folder)), chunk_bytes=MIB).tensors}
+    estimated = estimate_index((folder / "config.json").read_bytes(), MIB)
+    found = {t.name: t.shape for t in estimated.tensors if ".experts." in t.name}
+    assert found
+    assert found == {name: shape for name, shape in expert.items() if ".experts." in name}
+    assert "a tensor for each expert" in estimated.notes[0]
+    (tmp_path / "alone").mkdir()
+    (tmp_path / "alone" / "config.json").write_bytes((folder / "config.json").read_bytes())
+    sizes = {"tensor_parallel_size": 2, "expert_parallel_size": 2, "quantization": "fp8"}
+    there, guessed = plan(folder, **sizes), plan(tmp_path / "alone", **sizes)
+    assert there.ranks[0].device_bytes == guessed.ranks[0].device_bytes
+
+
+def test_experts_of_a_family_that_is_not_known_stay_stacked() -> None:
+    shapes = [("model.layers.0.mlp.experts.gate_up_proj", (4, 8, 6)), ("norm.weight", (6,))]
+    found, said = meta_estimate.one_by_one(shapes, "other_moe")
+    assert found == shapes
+    assert "all of a layer in one tensor" in said
+
+
 def test_will_a_70b_fit_on_four_times_24_gb(tmp_path: Path) -> None:
     (tmp_path / "config.json").write_text(json.dumps(LLAMA_70B))
     asked = plan(tmp_path, memory="4x24GB")

@@ -162,6 +162,27 @@ def test_a_hint_can_be_followed(model: Path, limits: dict[int | str, str | int],
     assert "max_memory" not in refused.value.hint
 
 
+def test_matrices_whose_rows_do_not_suit_are_counted(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    shapes = {
+        "a.weight": (64, 256),
+        "b.weight": (64, 192),
+        "c.weight": (64, 320),
+        "norm.weight": (64,),
+        "gate.weight": (4, 8),
+    }
+    tensors = [(name, "BF16", shape) for name, shape in shapes.items()]
+    (tmp_path / "model.safetensors").write_bytes(safetensors_bytes(tensors))
+    said = "int4 leaves 2 of 3 weight matrices as they are: their rows of 192, 320 are no multiple of 128"
+    assert plan(tmp_path, quantization="int4").notes[1:] == (said,)
+    assert plan(tmp_path, quantization="int4", skip_quantization=["default", "b.*", "c.*"]).notes[1:] == ()
+    for scheme in ("nf4", "fp8"):
+        assert plan(tmp_path, quantization=scheme).notes[1:] == ()
+    assert main(["plan", str(tmp_path), "--quantization", "int4"]) == 0
+    assert said in " ".join(capsys.readouterr().out.split())
+    assert main(["plan", str(tmp_path), "--quantization", "int4", "--json"]) == 0
+    assert json.loads(capsys.readouterr().out)["notes"][1:] == [said]
+
+
 def test_the_picture_is_written(model: Path, tmp_path: Path) -> None:
     target = tmp_path / "plan.svg"
     found = plan(model, memory="2x24GB", picture=target)
