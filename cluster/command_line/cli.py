@@ -107,6 +107,7 @@ def build_parser() -> argparse.ArgumentParser:
     plan.add_argument(
         "--ranks-per-node", type=_count, default=None, metavar="N", help="for the figures per node (default: all)"
     )
+    plan.add_argument("--rank", type=int, metavar="N", help="show its part of every tensor too")
     _add_store(plan)
 
     publish = _verb(verbs, "publish", commands.run_publish, "write a manifest with a digest of every chunk", "SOURCE")

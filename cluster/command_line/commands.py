@@ -88,6 +88,7 @@ def run_plan(args: argparse.Namespace) -> int:
     plan = plan_ahead(
         args.uri,
         ranks_per_node=args.ranks_per_node,
+        rank=args.rank,
         trusted_keys=args.trusted_key,
         **_sizes(args),
         **_precision(args),

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from itertools import groupby
 
 from rich.console import Group, RenderableType
@@ -11,6 +11,7 @@ from rich.text import Text
 from cluster.command_line.tables import NOT_ASKED, cell, digests, facts, table_of
 from cluster.device_map.deciding import device_name
 from cluster.preview.plan_summary import PlanSummary
+from cluster.preview.rank_tensors import TensorPart, show_ranges
 from cluster.reports.object_check import unchecked_counts
 from cluster.units import show_bytes
 
@@ -60,7 +61,17 @@ def plan_table(plan: PlanSummary) -> RenderableType:
     more = [cell(f"and {len(plan.ranks) - len(shown)} more ranks", "dim")] if len(plan.ranks) > len(shown) else []
     said = [Text(), cell(plan.fit.sentence, _STYLES[plan.fit.fits])] if plan.fit else []
     devices = [Text(), _devices_table(plan)] if plan.device_map else []
-    return Group(overall, Text(), ranks, *more, *devices, *said)
+    parts = [Text(), _parts_table(plan.of_rank)] if plan.of_rank else []
+    return Group(overall, Text(), ranks, *more, *devices, *parts, *said)
+
+
+def _parts_table(parts: Sequence[TensorPart]) -> RenderableType:
+    """What the rank that was named has of each tensor."""
+    rows = [
+        (part.name, part.rule or "-", "x".join(map(str, part.shape)), show_ranges(part), part.dtype, part.size_bytes)
+        for part in parts
+    ]
+    return table_of(("tensor", "rule", "shape", "held", "dtype", "bytes >"), rows)
 
 
 def _stored(plan: PlanSummary) -> Iterator[tuple[str, object]]:

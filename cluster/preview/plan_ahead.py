@@ -26,6 +26,7 @@ from cluster.fit.search import PlannedChange
 from cluster.layouts.live_rules import with_live_rules
 from cluster.layouts.mesh import MAX_RANKS, Layout, check_count
 from cluster.layouts.model_config import CONFIG_KEY, MAX_CONFIG_BYTES, ModelConfig, parse_model_config
+from cluster.layouts.rules import parse_rules, rules_for
 from cluster.layouts.rules_file import LayoutRules
 from cluster.load_request import LoadRequest
 from cluster.plans.amax_reader import amax_reader
@@ -39,6 +40,7 @@ from cluster.preview.expected_time import ExpectedTime, Rates, expect
 from cluster.preview.plan_inputs import Measured, find_devices, given_rates, read_rates
 from cluster.preview.plan_layers import layer_table
 from cluster.preview.plan_summary import PlanSummary, spread_evenly, summarize_plan
+from cluster.preview.rank_tensors import tensors_of
 from cluster.request import StoreOptions, make_request
 from cluster.trust import TrustPolicy
 from storage.checkpoints.model_index import ModelIndex
@@ -64,6 +66,7 @@ def plan(
     expert_tensor_parallel_size: int = 0,
     vocabulary_multiple: int = 1,
     ranks_per_node: int | None = None,
+    rank: int | None = None,
     memory: GivenDevices | None = None,
     host_memory: str | int | None = None,
     address: str | None = None,
@@ -105,7 +108,7 @@ def plan(
     ("5GB/s", "40Gbit/s", bytes per second): out of the store, into a node, off its disk, into a rank's memory;
     `measured`: a LoadReport, or the file that `longshore load --json` printed, for those that are not given. `picture`:
     a file for an SVG of ranks against layers. `ranks_per_node`: how ranks are spread for the figures per node; None:
-    all on one, or as the cluster that is asked has room.
+    all on one, or as the cluster that is asked has room. `rank`: one of which each tensor is told, `summary.of_rank`.
     Raises as `load` does, but for DoesNotFit.
     """
     config = config or Config.from_env()
@@ -132,6 +135,8 @@ def plan(
     )
     if ranks_per_node is not None:
         check_count("ranks_per_node", ranks_per_node, 1, MAX_RANKS)
+    if rank is not None:
+        check_count("rank", rank, 0, MAX_RANKS - 1)
     target = None if picture is None else _picture_path(picture)
     given = given_rates(store_rate, network_rate, disk_rate, place_rate)
     rates = given if measured is None else given.over(read_rates(measured))
@@ -141,7 +146,7 @@ def plan(
     devices = find_devices(memory, there.infos if there and address is not None else None, request, config)
     host_bytes = 0 if host_memory is None else parse_host_memory(host_memory)
     summary = with_live_rules(
-        request, lambda asked: _summarize(asked, devices, host_bytes, config, ranks_per_node, there)
+        request, lambda asked: _summarize(asked, devices, host_bytes, config, ranks_per_node, rank, there)
     )
     summary = replace(summary, expected=_expected(summary, rates))
     if target is not None:
@@ -165,6 +170,7 @@ def _summarize(
     host_bytes: int,
     config: Config,
     per_node: int | None,
+    rank: int | None,
     there: AskedCluster | None,
 ) -> PlanSummary:
     index, stored = _read(request, config)
@@ -200,6 +206,7 @@ def _summarize(
         summary,
         nodes=tuple(replace(node, arena_bytes=node.arena_bytes or config.arena_bytes) for node in summary.nodes),
         fit=fit,
+        of_rank=() if rank is None else tensors_of(load_plan, rank, rules_for(stored, parse_rules(taken.layout_rules))),
         layers=layer_table(load_plan.cut),
         estimated=index.source == "config",
         notes=tuple(filter(None, (*index.notes, left_for_rows(index.tensors, taken.precision), *summary.notes))),

@@ -21,6 +21,7 @@ from cluster.preview.expected_time import ExpectedTime
 from cluster.preview.held_chunks import HeldChunks, node_sources
 from cluster.preview.plan_layers import LayerTable
 from cluster.preview.plan_picture import draw_plan
+from cluster.preview.rank_tensors import TensorPart
 from cluster.reports.object_check import ONLY_PART, ObjectCheck, join_checks, verified_by
 from cluster.scheduling.topology import ranks_by_node
 from storage.object_checksum import NO_CHECKSUM
@@ -97,6 +98,7 @@ class PlanSummary:
     cluster: str = ""  # address of the one that was asked what it has of the model; "": none was
     resident: str = ""  # id of the model there that a load would be given at once: nothing would move
     estimated: bool = False  # from config.json alone: nothing is stored there
+    of_rank: tuple[TensorPart, ...] = ()  # of the rank that was named: its part of each tensor
     notes: tuple[str, ...] = ()  # for people: what was skipped, what is an estimate
 
     def as_dict(self) -> dict[str, Any]:

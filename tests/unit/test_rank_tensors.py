@@ -1,0 +1,72 @@
+"""Which part of which tensor a rank would have: `plan(rank=...)`, `longshore plan --rank`."""
+
+from __future__ import annotations
+
+import json
+from pathlib import Path
+
+import pytest
+
+from cluster.command_line.cli import main
+from cluster.errors import ConfigError
+from cluster.preview.plan_ahead import plan
+from cluster.preview.rank_tensors import TensorPart, show_ranges
+from tests.support.checkpoints import safetensors_bytes
+from tests.support.planned_models import llama_shapes
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    """Nearly all of its bytes are in linear layers."""
+    folder = tmp_path / "llama"
+    folder.mkdir()
+    tensors = [(name, "BF16", shape) for name, shape in llama_shapes(4, 256, 512, 8, 4, 64).items()]
+    (folder / "model.safetensors").write_bytes(safetensors_bytes(tensors))
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    return folder
+
+
+def test_what_a_rank_has_of_each_tensor(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    found = plan(model, tensor_parallel_size=4, rank=1)
+    parts = {part.name: part for part in found.of_rank}
+    assert sum(part.size_bytes for part in found.of_rank) == found.ranks[1].size_bytes
+    up, down = (parts[f"model.layers.2.mlp.{name}_proj.weight"] for name in ("up", "down"))
+    assert (up.rule, up.shape, up.ranges) == ("column", (512, 256), (((128, 256),), ((0, 256),)))
+    assert (down.rule, down.ranges, down.dtype) == ("row", (((0, 256),), ((128, 256),)), "BF16")
+    assert parts["model.norm.weight"].rule == "replicate"
+    quantized = {part.name: part for part in plan(model, tensor_parallel_size=4, rank=1, quantization="fp8").of_rank}
+    assert quantized[down.name].dtype == "F8_E4M3"
+    assert quantized[f"{up.name}_scale"].shape == (512, 1)
+    assert quantized[f"{up.name}_scale"].rule == "column"
+    assert {part.rule for part in plan(model, fsdp_size=3, rank=2).of_rank} == {""}
+    assert plan(model).of_rank == ()
+    for wrong in (4, -1, "1", True):
+        with pytest.raises(ConfigError, match="rank"):
+            plan(model, tensor_parallel_size=4, rank=wrong)  # type: ignore[arg-type]
+    assert main(["plan", str(model), "--tp", "4", "--rank", "1"]) == 0
+    assert "512x256" in capsys.readouterr().out
+    assert main(["plan", str(model), "--tp", "4", "--rank", "1", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert len(document["of_rank"]) == len(found.of_rank)
+    assert {"name": up.name, "ranges": [[[128, 256]], [[0, 256]]]}.items() <= next(
+        part for part in document["of_rank"] if part["name"] == up.name
+    ).items()
+    assert main(["plan", str(model), "--rank", "7"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("shape", "ranges", "padding", "said"),
+    [
+        ((4, 6), (((0, 4),), ((0, 6),)), 0, "all, all"),
+        ((8, 6), (((0, 2), (4, 6)), ((0, 6),)), 0, "0:2 4:6, all"),
+        ((7,), (((6, 7),),), 1, "6:7, and 1 of zeros"),
+        ((5,), ((),), 0, "none"),
+        ((0, 2), ((), ((0, 2),)), 0, "all, all"),
+        ((), (), 0, ""),
+    ],
+)
+def test_ranges_as_people_read_them(
+    shape: tuple[int, ...], ranges: tuple[tuple[tuple[int, int], ...], ...], padding: int, said: str
+) -> None:
+    assert show_ranges(TensorPart("w", "", shape, ranges, padding, "BF16", 0)) == said
