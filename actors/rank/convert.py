@@ -110,6 +110,10 @@ def _matrix(
             by = scale[here].unsqueeze(-1)
         scaled = (wanted / by).clamp_(low, high).reshape(len(block), -1)
         if scheme.packed:
+            # What is no number is 0, as the library's cast has it: there is some only where a scale is none that is
+            # finite. A GPU does not look first: for the answer one would wait.
+            if scaled.is_cuda or not bool(by.isfinite().all()):
+                scaled = scaled.nan_to_num_(nan=0.0)
             # Rounded, half to even, by what fits a float32 beside that number; its low byte is the result, offset.
             positive = (scaled.float() + (_ROUNDS - low)).view(torch.int32).to(torch.uint8)
             _pack(positive, scheme.bits, made[here].view(torch.uint8))

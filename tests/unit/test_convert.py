@@ -194,3 +194,17 @@ def test_sizes_are_what_the_plan_says() -> None:
     for scheme in SCHEMES:
         for output in outputs_of(Recipe("BF16", scheme), "BF16", (6, 256), whole((6, 256))):
             assert output.size_bytes * 8 == torch.Size(output.shape).numel() * DTYPE_BITS[output.dtype]
+
+
+@pytest.mark.parametrize("dtype", FLOATS)
+@pytest.mark.parametrize("scheme", ["int8", "int4"])
+def test_rows_with_infinities_and_what_is_no_number(scheme: str, dtype: torch.dtype) -> None:
+    """Their numbers are the library's, and their scales no less than infinite."""
+    weight = random_weight(6, 256, dtype, 5)
+    for row, *values in ((0, "nan"), (1, "inf"), (2, "-inf"), (3, "inf", "nan"), (4, "inf", "-inf")):
+        weight[row, 7 : 7 + len(values)] = torch.tensor([float(value) for value in values])
+    expected = quantized(weight, scheme)
+    found = converted(weight, Recipe(NAMES[dtype], scheme), whole(tuple(weight.shape)))
+    assert torch.equal(found["_packed"], expected["_packed"])
+    assert torch.equal(found["_scale"].isnan(), expected["_scale"].isnan())
+    assert torch.equal(found["_scale"].nan_to_num(), expected["_scale"].nan_to_num())
