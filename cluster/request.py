@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Sequence
+from collections.abc import Iterable, Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -134,6 +134,12 @@ def read_keys(sources: Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
     """Public keys in base64, each once, from base64 or files. Raises ConfigError, InvalidKey."""
     if isinstance(sources, str | bytes):
         raise ConfigError("trusted_keys is a list of public keys, not one text")
+    if not isinstance(sources, Iterable):
+        raise ConfigError(f"trusted_keys is a list of public keys, not {sources!r:.60}")
+    sources = list(sources)
+    wrong = [source for source in sources if not isinstance(source, str | os.PathLike)]
+    if wrong:
+        raise ConfigError(f"a trusted key is base64 or a file, not {wrong[0]!r:.60}")
     return tuple(dict.fromkeys(public_key(source) for source in sources))
 
 

@@ -217,6 +217,8 @@ def test_the_picture_is_written(model: Path, tmp_path: Path) -> None:
         ({"ranks_per_node": 1.5}, "ranks_per_node must be a whole number"),
         ({"ranks_per_node": True}, "ranks_per_node must be a whole number"),
         ({"memory": "4x24"}, "24 bytes"),
+        ({"trusted_keys": 5}, "a list of public keys, not 5"),
+        ({"trusted_keys": [5]}, "base64 or a file, not 5"),
         ({"layout_rules": ""}, "names no file"),
         ({"quantization": 0}, "quantization must be one of"),
         ({"quantization": False}, "quantization must be one of"),
