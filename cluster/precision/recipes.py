@@ -17,18 +17,17 @@ from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 
 from cluster.errors import ConfigError
-from cluster.layouts.module_names import HEADS, OTHER_EMBEDDINGS, ROUTERS, TOKEN_EMBEDDINGS, TOWERS
 from cluster.layouts.region import Range, Region, whole
-from cluster.layouts.rules import MAX_RULES, parse_rules, pattern_problem, unmatched
+from cluster.layouts.rules import MAX_RULES, pattern_problem, unmatched
 from cluster.precision import nf4
+from cluster.precision.quantizable import DEFAULT, check_rows, is_matrix, skipper
 from cluster.precision.quantized_tensors import OF_ACTIVATIONS
-from storage.checkpoints.amax import WEIGHT_DTYPES, is_weight_matrix
+from storage.checkpoints.amax import WEIGHT_DTYPES
 from storage.checkpoints.dtypes import DTYPE_BITS
 from storage.checkpoints.model_index import Tensor
 from storage.problems import MAX_LISTED, quote
 
 GROUP = 128  # weights of a row that share a scale, with int4
-DEFAULT = "default"  # among the patterns to skip: those of the field, see SKIPPED_PARTS
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 DTYPES = ("auto", *_DTYPES)
 
@@ -53,16 +52,9 @@ SCHEMES = {
 }
 QUANTIZATIONS = ("", *SCHEMES)
 
-# A tensor below any module of these names stays as it is: embeddings, heads, routers, towers of other inputs.
-SKIPPED_PARTS = frozenset((*TOKEN_EMBEDDINGS, *OTHER_EMBEDDINGS, *HEADS, *ROUTERS, *TOWERS))
 _SIDE_BY_SIDE = ("group", "block")  # weights of a row share a scale: a rank needs no more than it holds
 _EXACT = ("e_score_correction_bias", "inv_freq")  # computed with in float32, whatever the model is cast to
 _FLOATS = WEIGHT_DTYPES
-# model_type -> the module whose weights are (in, out) and not (out, in), as every format has it; "": all
-STORED_BY_INPUT = {
-    **dict.fromkeys(("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"), ""),
-    **dict.fromkeys(("gpt_oss", "llama4", "llama4_text"), "experts"),
-}
 _SMALL_FLOATS = ("F8_E4M3", "F8_E5M2")
 # Tensors that only a quantized checkpoint has.
 _QUANTIZED = re.compile(
@@ -77,7 +69,7 @@ _QUANTIZED = re.compile(
 class Precision:
     """What was asked for. Raises ConfigError for what cannot be meant.
 
-    `skip`: patterns (as in layout rules) of tensors that are not quantized; DEFAULT stands for what the field skips.
+    `skip`: patterns (as in layout rules) of tensors that are not quantized; DEFAULT stands for what is usual.
     """
 
     dtype: str = "auto"  # of all floating-point tensors that are not quantized; auto: as stored
@@ -169,8 +161,8 @@ def decide_recipes(tensors: Sequence[Tensor], precision: Precision, family: str 
     is_skipped = skipper(precision.skip)
     found: list[Recipe | None] = []
     for tensor in tensors:
-        if precision.quantization and is_weight(tensor, precision.quantization) and not is_skipped(tensor.name):
-            _check_rows(tensor, family)
+        if precision.quantization and is_weight(tensor, precision.quantization) and not is_skipped(tensor):
+            check_rows(tensor, family)
             computed = tensor.dtype if tensor.dtype in _DTYPES.values() else "F32"
             found.append(Recipe(target or computed, precision.quantization))
         elif target and tensor.dtype != target and _is_cast(tensor, target, quantized is not None):
@@ -180,8 +172,9 @@ def decide_recipes(tensors: Sequence[Tensor], precision: Precision, family: str 
     if precision.quantization and not any(recipe is not None and recipe.scheme for recipe in found):
         raise ConfigError(
             f"quantization={precision.quantization!r} finds no weight that it could quantize",
-            hint=f"it takes matrices called *.weight, and experts; int4 those with rows of a multiple of {GROUP}, nf4 "
-            f"of {nf4.BLOCK}; skip_quantization may leave none",
+            hint=f"it takes matrices of linear layers, called *.weight; int4 those with rows of a multiple of {GROUP}, "
+            f"nf4 of {nf4.BLOCK}; all experts in one tensor only where skip_quantization is given without "
+            f"{DEFAULT!r}; skip_quantization may leave none",
         )
     return found
 
@@ -195,21 +188,10 @@ def _check_skipped(tensors: Sequence[Tensor], skip: Sequence[str]) -> None:
         )
 
 
-def _check_rows(tensor: Tensor, family: str) -> None:
-    """Rows of a weight are outputs, in every format that is written here; some families store them otherwise."""
-    whose = STORED_BY_INPUT.get(family)
-    if whose is not None and (not whose or whose in tensor.name.split(".")):
-        raise ConfigError(
-            f"{tensor.name!r:.200} cannot be quantized: {family} stores it with a row for each input",
-            hint=f'leave it as it is: skip_quantization=["default", "**.{whose}.*"]' if whose else "load it as it is",
-        )
-
-
 def is_weight(tensor: Tensor, scheme: str) -> bool:
-    """Whether it is the matrix of a linear layer, or of experts, that the scheme can quantize."""
-    if not is_weight_matrix(tensor):
-        return False
-    return SCHEMES[scheme].scale not in _SIDE_BY_SIDE or tensor.shape[-1] % SCHEMES[scheme].unit == 0
+    """Whether it is the matrix of a linear layer, or those of experts, that the scheme can quantize."""
+    unit = SCHEMES[scheme].unit if SCHEMES[scheme].scale in _SIDE_BY_SIDE else 1
+    return is_matrix(tensor) and tensor.shape[-1] % unit == 0
 
 
 def read_region(recipe: Recipe | None, shape: tuple[int, ...], region: Region) -> Region:
@@ -288,12 +270,6 @@ def _is_cast(tensor: Tensor, target: str, quantized: bool) -> bool:
     if target != "F32" and tensor.name.rpartition(".")[2] in _EXACT:
         return False
     return tensor.dtype in _FLOATS or tensor.dtype in _SMALL_FLOATS
-
-
-def skipper(patterns: Sequence[str]) -> Callable[[str], bool]:  # whether a name is skipped
-    find = parse_rules({pattern: "replicate" for pattern in patterns if pattern != DEFAULT}).finder()
-    usual = SKIPPED_PARTS if DEFAULT in patterns else frozenset()
-    return lambda name: find(name) is not None or not usual.isdisjoint(name.split("."))
 
 
 def _scaled(ranges: tuple[Range, ...], by: int) -> tuple[Range, ...]:

@@ -12,11 +12,11 @@ from typing import Any
 
 import numpy as np
 
-from cluster.layouts.module_names import HEADS
 from cluster.plans.cut_model import CutModel
 from cluster.precision import nf4
-from cluster.precision.recipes import GROUP, SCHEMES, Precision, is_weight, skipper
-from storage.checkpoints.amax import is_weight_matrix
+from cluster.precision.ignored_modules import find_ignored
+from cluster.precision.quantizable import is_matrix, is_stacked, skipper
+from cluster.precision.recipes import GROUP, SCHEMES, Precision, is_weight
 from storage.checkpoints.model_index import Tensor
 
 _SHOWN_LENGTHS = 4
@@ -25,23 +25,27 @@ _TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": Tru
 
 
 def quantization_config(cut: CutModel) -> dict[str, Any] | None:
-    """For config.json; None when nothing is quantized. `ignore` (nf4: `llm_int8_skip_modules`) names every other
-    matrix.
+    """For config.json. None when nothing is quantized, and for stacked experts that are: no format speaks of them.
+
+    `ignore` (nf4: `llm_int8_skip_modules`) finds every other matrix.
     """
     schemes = [kind.recipe.scheme if kind.recipe else "" for kind in cut.kinds]
     used = next(filter(None, schemes), "")
-    if not used:
+    matrices = [len(kind.shape) == 2 for kind in cut.kinds]
+    if not used or not all(matrix or not of for matrix, of in zip(matrices, schemes, strict=True)):
         return None
     scheme = SCHEMES[used]
     form = "pack-quantized" if scheme.packed else "float-quantized"
-    left = [not of and len(kind.shape) == 2 for kind, of in zip(cut.kinds, schemes, strict=True)]
-    names = (name for name, kind in zip(cut.names, cut.kind.tolist(), strict=True) if left[kind])
-    ignored = [name.removesuffix(".weight") for name in names if name.endswith(".weight")]
-    if not any(part in HEADS for name in cut.names for part in name.split(".")):
-        ignored.append(HEADS[0])  # it is the embedding: a layer all the same, which has nothing of its own to read
+    modules: dict[bool, list[str]] = {False: [], True: []}  # by whether they are quantized
+    for name, kind in zip(cut.names, cut.kind.tolist(), strict=True):
+        if matrices[kind] and name.endswith(".weight"):
+            modules[bool(schemes[kind])].append(name.removesuffix(".weight"))
+    ignored = find_ignored(modules[False], modules[True])
     if scheme.scale == "block":
         computed = next(kind.recipe.dtype for kind in cut.kinds if kind.recipe is not None and kind.recipe.scheme)
-        return _bitsandbytes(nf4.DTYPES[computed], ignored)
+        # transformers takes patterns, others names and parts of names.
+        skipped = [form for one in ignored for form in (one.name, one.pattern) if form]
+        return _bitsandbytes(nf4.DTYPES[computed], skipped)
     group = {
         "targets": ["Linear"],
         "weights": {
@@ -61,7 +65,7 @@ def quantization_config(cut: CutModel) -> dict[str, Any] | None:
         "format": form,
         "quantization_status": "compressed",
         "config_groups": {"group_0": group},
-        "ignore": ignored,
+        "ignore": [f"re:{one.pattern}$" if one.pattern else one.name for one in ignored],
         "kv_cache_scheme": None,
     }
 
@@ -82,22 +86,35 @@ def _bitsandbytes(dtype: str, ignored: list[str]) -> dict[str, Any]:
     }
 
 
-def left_for_rows(tensors: Sequence[Tensor], precision: Precision) -> str:
-    """For people: how many weight matrices a scheme leaves as they are because of their rows; "" when none."""
+def precision_notes(tensors: Sequence[Tensor], precision: Precision) -> tuple[str, ...]:
+    """For people: what a scheme leaves as it is because of its rows, and what becomes of experts in one tensor."""
     if not precision.quantization:
-        return ""
+        return ()
     is_skipped = skipper(precision.skip)
-    weights = [tensor for tensor in tensors if is_weight_matrix(tensor) and not is_skipped(tensor.name)]
+    matrices = [(tensor, is_skipped(tensor)) for tensor in tensors if is_matrix(tensor)]
+    weights = [tensor for tensor, skipped in matrices if not skipped]
     left = [tensor for tensor in weights if not is_weight(tensor, precision.quantization)]
-    if not left:
-        return ""
-    lengths = sorted({tensor.shape[-1] for tensor in left})
-    more = ", ..." if len(lengths) > _SHOWN_LENGTHS else ""
-    unit = SCHEMES[precision.quantization].unit
-    return (
-        f"{precision.quantization} leaves {len(left)} of {len(weights)} weight matrices as they are: their rows of "
-        f"{', '.join(map(str, lengths[:_SHOWN_LENGTHS]))}{more} are no multiple of {unit}"
-    )
+    stacked = [skipped for tensor, skipped in matrices if is_stacked(tensor.name, tensor.shape)]
+    notes = []
+    if left:
+        lengths = sorted({tensor.shape[-1] for tensor in left})
+        more = ", ..." if len(lengths) > _SHOWN_LENGTHS else ""
+        unit = SCHEMES[precision.quantization].unit
+        notes.append(
+            f"{precision.quantization} leaves {len(left)} of {len(weights)} weight matrices as they are: their rows of "
+            f"{', '.join(map(str, lengths[:_SHOWN_LENGTHS]))}{more} are no multiple of {unit}"
+        )
+    if any(stacked):
+        notes.append(
+            f"{sum(stacked)} tensors of all experts of a layer stay as they are: no library reads such a tensor "
+            "quantized, as it does a tensor for each expert"
+        )
+    if not all(stacked):
+        notes.append(
+            f"{len(stacked) - sum(stacked)} tensors of all experts of a layer are quantized under names that no "
+            "library reads: there is no quantization_config that says so"
+        )
+    return tuple(notes)
 
 
 def precision_of(cut: CutModel) -> str:

@@ -34,7 +34,7 @@ from cluster.plans.prepare import plan_changes, plan_model, read_model
 from cluster.plans.rank_plans import rank_facts
 from cluster.plans.recorded_scales import ReadAmax
 from cluster.precision.recipes import make_precision
-from cluster.precision.written_quantization import left_for_rows
+from cluster.precision.written_quantization import precision_notes
 from cluster.preview.cluster_view import AskedCluster, find_cluster
 from cluster.preview.expected_time import ExpectedTime, Rates, expect
 from cluster.preview.plan_inputs import Measured, find_devices, given_rates, read_rates
@@ -209,7 +209,7 @@ def _summarize(
         of_rank=() if rank is None else tensors_of(load_plan, rank, rules_for(stored, parse_rules(taken.layout_rules))),
         layers=layer_table(load_plan.cut),
         estimated=index.source == "config",
-        notes=tuple(filter(None, (*index.notes, left_for_rows(index.tensors, taken.precision), *summary.notes))),
+        notes=(*index.notes, *precision_notes(index.tensors, taken.precision), *summary.notes),
     )
 
 
