@@ -24,10 +24,10 @@ from ray.exceptions import RayError, RayTaskError
 from actors import launch
 from actors.agent_link import RayAgentLink
 from actors.coordination.jobs import fetch_settings
+from actors.coordination.node_limits import own_gpus, own_limits, own_misfit
 from actors.devices.device import open_device
 from actors.devices.mapped_device import open_mapped_rank
 from actors.names import NAMESPACE, agent_name
-from actors.node.node_limits import own_gpus, own_limits, own_misfit
 from actors.rank.executor import RankLoader
 from actors.shard import RankShard
 from cluster.config import Config

@@ -64,7 +64,7 @@ def measure(folder: str, dtype: str, quantization: str) -> dict[str, Any]:
     """One load in this process."""
     import torch  # noqa: F401  # before the baseline, for loads that convert nothing too
 
-    import actors.rank.convert  # noqa: F401
+    import actors.devices.convert  # noqa: F401
     from bench.local_rank import load_rank, node_agent
     from cluster.config import Config
     from cluster.precision.recipes import Precision

@@ -17,10 +17,10 @@ import uuid
 from collections.abc import Callable
 from typing import Any
 
-from cluster.command_line.interrupts import sigterm_kept
 from cluster.config import Config
 from cluster.errors import ClusterLost, VersionMismatch
 from cluster.joining.head_watch import HeadWatch, lost_after_s
+from cluster.joining.interrupts import sigterm_kept
 from cluster.joining.ray_join import address_of, import_ray, join
 from cluster.joining.remote_errors import unwrapped
 from longshore.version import PROTOCOL_VERSION, __version__

@@ -17,9 +17,9 @@ from actors.coordination.admission import Room, come_up, fit_in, room_of
 from actors.coordination.gangs import Gangs
 from actors.coordination.model_record import ModelRecord
 from actors.coordination.node_agents import NodeAgents
+from actors.coordination.node_limits import node_limits
 from actors.coordination.planner import Planner
 from actors.coordination.promised import claims_of, promise
-from actors.node.node_limits import node_limits
 from cluster.config import Config
 from cluster.device_map.options import DeviceMapOptions
 from cluster.errors import ClusterError, DoesNotFit, LoadError

@@ -28,13 +28,13 @@ from actors.coordination.jobs import node_job, rank_job
 from actors.coordination.load_report import make_report
 from actors.coordination.model_record import ModelRecord, Seat
 from actors.coordination.node_agents import ACTOR_GONE, NodeAgents
+from actors.coordination.node_limits import node_memory
 from actors.coordination.plan_source import PlanSource
 from actors.coordination.planner import Planner
 from actors.coordination.reseating import Reseating
 from actors.coordination.saved_load import find_workers_again, save
 from actors.coordination.seating import take_seats
 from actors.coordination.tending import tend_all
-from actors.node.node_limits import node_memory
 from cluster.config import Config
 from cluster.errors import ClusterError, ClusterLost, LoadCancelled, ModelNotFound, NodeLost, RankLost, RankTaken
 from cluster.joining.remote_errors import unwrapped

@@ -70,7 +70,7 @@ class CpuDevice:
     def convert(self, staged: StagedTensor, slices: Sequence[TensorSlice]) -> None:
         import torch
 
-        from actors.rank.convert import convert
+        from actors.devices.convert import convert
 
         made = []
         for piece in slices:

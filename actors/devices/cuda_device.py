@@ -9,8 +9,8 @@ from typing import Any
 import numpy as np
 import torch
 
+from actors.devices.convert import convert
 from actors.handover.tensor_views import tensor_views
-from actors.rank.convert import convert
 from cluster.errors import DeviceUnavailable, DoesNotFit
 from cluster.plans.load_plan import StagedTensor, TensorSlice
 from cluster.plans.read_items import ReadItems

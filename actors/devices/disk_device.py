@@ -62,7 +62,7 @@ class DiskDevice:
     def convert(self, staged: StagedTensor, slices: Sequence[TensorSlice]) -> None:
         import torch
 
-        from actors.rank.convert import convert
+        from actors.devices.convert import convert
 
         made = [torch.empty(piece.size_bytes, dtype=torch.uint8) for piece in slices]
         convert(staged, torch.from_numpy(self._staged.pop(staged.source.segment)), slices, made)

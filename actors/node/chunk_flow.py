@@ -16,11 +16,11 @@ import itertools
 from collections import Counter
 from collections.abc import Iterable
 
+from actors.node.chunk_errors import given_up, never_brought
 from actors.node.chunk_sources import ChunkSources, source_of
 from actors.node.disk_backlog import DiskBacklog, DiskWrite
 from actors.node.rank_place import ChunkKeys, RankPlace
 from actors.node.second_leases import SecondLeases
-from actors.rank.chunk_errors import given_up, never_brought
 from cluster.messages import DIRECT, DISK_UNUSABLE, Commit, FetchFailure, LeaseOrder, NodeJob
 from cluster.plans.packed_plan import unpack_shared
 from cluster.scheduling.lease_queue import LeaseQueue

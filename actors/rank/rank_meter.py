@@ -30,7 +30,7 @@ class RankMeter:
     def import_torch(self) -> None:
         """For conversions, before the load begins: what it takes is no part of the load."""
         before = own_bytes()
-        import actors.rank.convert  # noqa: F401
+        import actors.devices.convert  # noqa: F401
 
         self._memory.baseline_bytes += max(0, own_bytes() - before)
 

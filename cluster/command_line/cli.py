@@ -18,9 +18,9 @@ from cluster.command_line import commands
 from cluster.command_line.device_map_arguments import add_device_map
 from cluster.command_line.exit_codes import EXIT_CODES, USAGE, exit_code
 from cluster.command_line.fit_arguments import add_fit, add_fit_ahead
-from cluster.command_line.interrupts import Terminated, sigterm_interrupts
 from cluster.command_line.progress import say_on
 from cluster.errors import ConfigError
+from cluster.joining.interrupts import Terminated, sigterm_interrupts
 from cluster.precision.recipes import DTYPES, SCHEMES
 from cluster.request import PLACEMENTS
 from cluster.units import parse_bytes

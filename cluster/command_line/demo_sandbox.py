@@ -11,7 +11,7 @@ from collections.abc import Iterator
 
 import psutil
 
-from cluster.command_line.interrupts import sigterm_interrupts
+from cluster.joining.interrupts import sigterm_interrupts
 
 _PR_SET_CHILD_SUBREAPER = 36  # <sys/prctl.h>
 GRACE_S = 5.0

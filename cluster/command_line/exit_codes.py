@@ -4,7 +4,6 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.command_line.interrupts import Terminated
 from cluster.errors import (
     ClusterError,
     ClusterLost,
@@ -17,6 +16,7 @@ from cluster.errors import (
     PlanError,
     VersionMismatch,
 )
+from cluster.joining.interrupts import Terminated
 from longshore.install_check import PackageShadowed
 from storage.errors import (
     ArenaError,

@@ -113,7 +113,7 @@ def _convert(rank: RankPlan, segments: Sequence[Bytes]) -> None:
         return
     import torch
 
-    from actors.rank.convert import convert
+    from actors.devices.convert import convert
 
     for staged in rank.staged:
         slices = rank.slices[staged.first : staged.end]

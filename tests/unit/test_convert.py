@@ -9,9 +9,9 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from actors.devices import convert as convert_module
+from actors.devices.convert import convert
 from actors.handover.tensor_views import torch_dtype
-from actors.rank import convert as convert_module
-from actors.rank.convert import convert
 from cluster.layouts.region import Region, whole
 from cluster.plans.load_plan import StagedTensor, TensorSlice
 from cluster.precision.recipes import SCHEMES, Recipe, outputs_of, read_region

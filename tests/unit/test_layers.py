@@ -42,8 +42,8 @@ AT_MODULE_LEVEL = {
         "actors/coordination/strays",
     },
     "torch": {  # imported by those below, when there are tensors
-        "actors/rank/convert",
-        "actors/rank/convert_nf4",
+        "actors/devices/convert",
+        "actors/devices/convert_nf4",
         "actors/devices/cuda_device",
         "actors/handover/dtensors",
         "actors/handover/modules",

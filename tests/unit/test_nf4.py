@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.rank import convert_nf4
-from actors.rank.convert_nf4 import quantize_nf4
+from actors.devices import convert_nf4
+from actors.devices.convert_nf4 import quantize_nf4
 from cluster.precision.nf4 import ABSMAX, BLOCK, QUANT_MAP, STATE, VALUES, packed_state
 from tests.support import reference_quantized
 

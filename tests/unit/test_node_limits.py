@@ -6,7 +6,7 @@ from dataclasses import replace
 
 import pytest
 
-from actors.node.node_limits import node_limits, own_limits, own_misfit, roomiest
+from actors.coordination.node_limits import node_limits, own_limits, own_misfit, roomiest
 from cluster.config import Config
 from cluster.device_map.options import DeviceMapOptions
 from cluster.errors import ConfigError, DoesNotFit, DoesNotFitNow, NotEnoughResources

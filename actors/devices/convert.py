@@ -6,7 +6,7 @@ Numerics are those of compressed-tensors with symmetric scales from the smallest
     scale = max |w| / half the range        in the dtype of the weights; 0 becomes the dtype's epsilon
     q     = round(clamp(w / scale, range))            fp8: the nearest e4m3 to clamp(w / scale, -448, 448)
 
-and for nf4 those of bitsandbytes (`actors.rank.convert_nf4`).
+and for nf4 those of bitsandbytes (`actors.devices.convert_nf4`).
 
 Rows are done a few at a time, on a CPU by the calling thread alone.
 """
@@ -17,8 +17,8 @@ from collections.abc import Sequence
 
 import torch
 
+from actors.devices.convert_nf4 import quantize_nf4
 from actors.handover.tensor_views import torch_dtype
-from actors.rank.convert_nf4 import quantize_nf4
 from cluster.layouts.region import Range, Region
 from cluster.plans.load_plan import StagedTensor, TensorSlice
 from cluster.precision import nf4
