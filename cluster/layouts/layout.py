@@ -30,6 +30,8 @@ if TYPE_CHECKING:
 
 _LISTED_CHARS = 8000  # of names in one message: what is stored may be called anything, and be anything much
 _NUMBER = re.compile(r"(?<=[.'])[0-9]+(?=[.'])")  # a whole part of a name
+_OF_EXPERTS = ("experts", "expert")
+_EXPERT = re.compile(r"experts?_([0-9]{1,7})")
 
 
 @dataclass(frozen=True, slots=True)
@@ -126,10 +128,11 @@ def _expert_places(tensors: Sequence[Tensor], rules: Sequence[Rule | None], layo
     """
     if layout.expert_parallel_size == 1:
         return [None] * len(tensors)
-    numbers = [
-        expert_number(tensor.name) if rule is not None and experts_of(rule) == "one" else None
-        for tensor, rule in zip(tensors, rules, strict=True)
-    ]
+    own = [rule is not None and experts_of(rule) == "one" for rule in rules]
+    numbers = [expert_number(tensor.name) if one else None for tensor, one in zip(tensors, own, strict=True)]
+    lost = [f"{t.name!r:.200}" for t, one, number in zip(tensors, own, numbers, strict=True) if one and number is None]
+    if lost:
+        return f"{_count(lost)} one expert's by rule, but no name says which expert's: {_patterns(lost)}"
     experts = max((number for number in numbers if number is not None), default=-1) + 1
     if experts % layout.expert_parallel_size:
         return f"{experts} experts cannot be spread over expert_parallel_size={layout.expert_parallel_size}"
@@ -140,8 +143,21 @@ def _expert_places(tensors: Sequence[Tensor], rules: Sequence[Rule | None], layo
 
 
 def expert_number(name: str) -> int | None:
-    """The last number in a dotted name: 41 of `model.layers.7.mlp.experts.41.up_proj.weight`."""
-    return next((int(part) for part in reversed(name.split(".")) if part.isdecimal() and len(part) < 8), None)
+    """Which expert's tensor it is: 41 of `model.layers.7.mlp.experts.41.up_proj.weight`; None: the name does not say.
+
+    The number after a part that speaks of experts, or else the last one that is not the layer's: the first.
+    """
+    numbers: list[int] = []
+    counted = False  # the part before is what experts are numbered in
+    for part in name.split("."):
+        if part.isdecimal() and part.isascii() and len(part) < 8:
+            if counted:
+                return int(part)
+            numbers.append(int(part))
+        elif match := _EXPERT.fullmatch(part):
+            return int(match[1])
+        counted = part in _OF_EXPERTS
+    return numbers[-1] if len(numbers) > 1 else None
 
 
 def _layout_error(
@@ -172,7 +188,10 @@ def _layout_error(
         parts.append(f"{tensors} cannot be cut: {_patterns(problems)}")
     if spread:
         parts.append(spread)
-        hints.append("expert_parallel_size must divide the number of experts; 1 leaves them on every rank")
+        hints.append(
+            "expert_parallel_size must divide the number of experts; 1 leaves them on every rank. The rules expert... "
+            "are for tensors of one expert, such as model.layers.7.mlp.experts.41.up_proj.weight"
+        )
     if problems or why:
         hints.append("fsdp_size and pipeline_parallel_size need no rules and take any whole-byte dtype")
     error = kind(

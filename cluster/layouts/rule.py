@@ -17,7 +17,7 @@ class Rule(StrEnum):
     EQUAL_HEADS = "equal_heads"  # QKV with as many heads each, as towers of vision models have
     GATE_UP = "gate_up"  # dim 0 is two matrices of one size, gate and up; each is cut like COLUMN
     REPLICATE = "replicate"  # every rank has all of it
-    # One expert's own tensor; the last number in its name is the expert's.
+    # One expert's own tensor; see `cluster.layouts.layout.expert_number` for which expert's.
     EXPERT = "expert"  # whole, on the ranks that have the expert
     EXPERT_COLUMN = "expert_column"
     EXPERT_ROW = "expert_row"
