@@ -106,13 +106,13 @@ def precision_notes(tensors: Sequence[Tensor], precision: Precision) -> tuple[st
         )
     if any(stacked):
         notes.append(
-            f"{sum(stacked)} tensors of all experts of a layer stay as they are: no library reads such a tensor "
+            f"all experts of a layer in one tensor ({sum(stacked)} of them) stay as they are: no library reads that "
             "quantized, as it does a tensor for each expert"
         )
     if not all(stacked):
         notes.append(
-            f"{len(stacked) - sum(stacked)} tensors of all experts of a layer are quantized under names that no "
-            "library reads: there is no quantization_config that says so"
+            f"all experts of a layer in one tensor ({len(stacked) - sum(stacked)} of them) are quantized under names "
+            "that no library reads: there is no quantization_config that says so"
         )
     return tuple(notes)
 

@@ -155,3 +155,16 @@ def test_no_pattern_finds_what_is_quantized() -> None:
         ("visual", r"(?:.*[.])?visual(?:[.].*)?"),
         ("lm_head", r"(?:.*[.])?lm_head"),
     ]
+
+
+@pytest.mark.parametrize("model", ["mixtral", "qwen3_moe"])
+def test_transformers_reads_a_model_whose_experts_are_in_one_tensor(model: str, tmp_path: Path) -> None:
+    """They are as they were stored."""
+    source = save_model(MODELS[model], tmp_path / "source", hub_names=False)
+    written = write_quantized(source, tmp_path / "quantized", "int8")
+    model_class = getattr(transformers, MODELS[model].model_class)
+    read, info = model_class.from_pretrained(written, dtype=torch.bfloat16, output_loading_info=True)
+    assert not any(info.values()), info
+    with torch.no_grad():
+        found, expected = (each.eval()(input_ids=TOKENS).logits.float() for each in (read, make_model(MODELS[model])))
+    assert (found - expected).norm() <= 0.05 * expected.norm()

@@ -11,7 +11,7 @@ from transformers import BitsAndBytesConfig
 from cluster.layouts.mesh import Layout
 from cluster.plans.planning import build_load_plan
 from cluster.precision.recipes import SCHEMES, Precision
-from cluster.precision.written_quantization import precision_of, quantization_config
+from cluster.precision.written_quantization import precision_notes, precision_of, quantization_config
 from tests.support.planned_models import as_bf16, llama_shapes, random_arrays, store_arrays
 from tests.support.reference_quantized import scheme_args
 
@@ -73,3 +73,31 @@ def test_nothing_is_said_of_a_model_that_is_not_quantized() -> None:
         plan = build_load_plan(MODEL.index, Layout(), None, None, precision)
         assert quantization_config(plan.cut) is None
         assert precision_of(plan.cut) == said
+
+
+def test_experts_in_one_tensor() -> None:
+    """Nothing reads them quantized: they are left, unless a list without "default" asks for it; a plan says which."""
+    shapes = llama_shapes(1, 128, 128, 4, 2, 50) | {"model.layers.0.mlp.experts.gate_up_proj": (4, 256, 128)}
+    model = store_arrays(as_bf16(random_arrays(shapes)))
+    notes = []
+    for scheme in ("fp8", "nf4"):
+        for skip in (("default",), ("lm_head.*",)):
+            asked = Precision("auto", scheme, skip)
+            plan = build_load_plan(model.index, Layout(), None, None, asked)
+            assert (quantization_config(plan.cut) is None) is (skip != ("default",))
+            held = {piece.name: piece.dtype for piece in plan.ranks[0].slices}
+            assert (held["model.layers.0.mlp.experts.gate_up_proj"] == "BF16") is (skip == ("default",))
+            notes += precision_notes(model.index.tensors, asked)
+    left = "all experts of a layer in one tensor (1 of them) stay as they are: no library reads that quantized"
+    made = "all experts of a layer in one tensor (1 of them) are quantized under names that no library reads"
+    assert [note.startswith((left, made)[n % 2]) for n, note in enumerate(notes)] == [True] * 4
+    assert precision_notes(model.index.tensors, Precision()) == ()
+
+
+def test_embeddings_are_no_linear_layers() -> None:
+    plan = build_load_plan(MODEL.index, Layout(), None, None, Precision("auto", "fp8", ()))
+    config = quantization_config(plan.cut)
+    assert config is not None
+    assert config["ignore"] == ["model.embed_tokens"]
+    held = {piece.name: piece.dtype for piece in plan.ranks[0].slices}
+    assert (held["model.embed_tokens.weight"], held["lm_head.weight"]) == ("BF16", "F8_E4M3")
