@@ -68,14 +68,14 @@ def slice_as_dtensor(
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import Placement
 
+    if piece.form:
+        raise ModuleMismatch(f"{piece.name:.300} is laid out flat in its format: it has no dimension to be cut along")
     if not isinstance(mesh, DeviceMesh):
         raise ConfigError(f"a DTensor is on a DeviceMesh, not on {mesh!r:.60}")
     if placements is not None and (
         not isinstance(placements, Sequence) or not all(isinstance(each, Placement) for each in placements)
     ):
         raise ConfigError(f"placements must be one for each dimension of the mesh, not {placements!r:.60}")
-    if piece.form:
-        raise ModuleMismatch(f"{piece.name:.300} is laid out flat in its format: it has no dimension to be cut along")
     placements = tuple(placements) if placements is not None else (Shard(0),)
     part = place_of(piece.shape, mesh, placements)
     if not same_part(part, piece.region):
