@@ -75,7 +75,7 @@ lint: $(STAMP)  ## format, lint and types
 
 check: lint test-fast  ## what has to pass before a commit: format, lint, types, fast tests
 
-test-fast: $(STAMP)  ## tests that start no server and no Ray (under a minute)
+test-fast: $(STAMP)  ## tests that start no server and no Ray (about three minutes)
 	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(TEST_ARGS)
 
 test: $(STAMP) $(WEIGHTS)  ## every test that needs no GPU, with coverage of storage/ and cluster/
