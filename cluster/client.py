@@ -86,8 +86,8 @@ def load(
     share). `dtype`: what floating-point tensors are cast to ("bfloat16", "float16", "float32"; "auto": as stored).
     `quantization`: "fp8" (a scale per row), "fp8_tensor", "int8", "int4" or "nf4" of linear layers and experts, on the
     way in, but for those whose names match `skip_quantization` (patterns; "default" among them, and alone when None,
-    stands for heads, towers and experts in one tensor). `placement_group`: rank i takes bundle i of yours. `progress` is
-    called from this thread with every change. A second load of the same model with the same options gets the resident
+    stands for heads, towers and experts in one tensor). `placement_group`: rank i takes bundle i of yours. `progress`
+    is called from this thread with every change. A second load of the same model with the same options gets the resident
     one. `device_map` ("auto", "balanced", "balanced_low_0", "sequential", one device, or modules and their devices)
     gives one rank several devices, as Accelerate does: GPUs, then "cpu", then "disk". `max_memory`: limits by device;
     `offload_folder`: on the node, for what goes to disk (docs/device_map.md).
