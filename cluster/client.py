@@ -84,11 +84,12 @@ def load(
     (docs/layouts.md). `placement`: "via_arena" (chunks stay cached on the node), "direct" (what one rank alone wants
     goes into its host memory without a copy, uncached), "auto" (direct when the node's arena is smaller than its
     share). `dtype`: what floating-point tensors are cast to ("bfloat16", "float16", "float32"; "auto": as stored).
-    `quantization`: "fp8" (a scale per row), "fp8_tensor", "int8", "int4" or "nf4" of linear layers and experts, on the
-    way in, but for those whose names match `skip_quantization` (patterns; "default" among them, and alone when None,
-    stands for heads, towers and experts in one tensor). `placement_group`: rank i takes bundle i of yours. `progress`
-    is called from this thread with every change. A second load of the same model with the same options gets the resident
-    one. `device_map` ("auto", "balanced", "balanced_low_0", "sequential", one device, or modules and their devices)
+    `quantization`: "fp8" (a scale per row), "fp8_tensor", "int8", "int4" or "nf4" of linear layers and experts, on
+    the way in, but for those whose names match `skip_quantization` (patterns; "default" among them, and alone when
+    None, stands for heads, towers and experts in one tensor). `placement_group`: rank i takes bundle i of yours.
+    `progress` is called from this thread with every change. A second load of the same model with the same options
+    gets the resident one.
+    `device_map` ("auto", "balanced", "balanced_low_0", "sequential", one device, or modules and their devices)
     gives one rank several devices, as Accelerate does: GPUs, then "cpu", then "disk". `max_memory`: limits by device;
     `offload_folder`: on the node, for what goes to disk (docs/device_map.md).
     `fit="strict"` refuses what does not fit before a byte moves, and says which change would; "auto" takes the first of
