@@ -1,8 +1,9 @@
-"""Sizes, rates and foreign text as a person reads them, and sizes as a person writes them."""
+"""Sizes, rates, lists and foreign text as a person reads them, and sizes as a person writes them."""
 
 from __future__ import annotations
 
 import re
+from collections.abc import Iterable
 
 from cluster.errors import ConfigError
 
@@ -48,6 +49,13 @@ def parse_bytes(text: str) -> int:
         return int(float(match[1]) * _SUFFIXES[match[2]])
     except OverflowError as error:
         raise ConfigError("not a size: too large") from error
+
+
+def show_some(texts: Iterable[object], most: int, more: str = "more") -> str:
+    """The first `most` of them with commas, then how many are left: `a, b and 3 more`."""
+    shown = [str(text) for text in texts]
+    left = len(shown) - most
+    return ", ".join(shown[:most]) + (f" and {left} {more}" if left > 0 else "")
 
 
 def printable(text: object) -> str:

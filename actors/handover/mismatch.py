@@ -10,6 +10,7 @@ from actors.handover.tensor_names import likely_prefix
 from cluster.errors import ModuleMismatch
 from cluster.precision import nf4
 from cluster.precision.quantized_tensors import OF_MODULE, OF_WEIGHT
+from cluster.units import show_some
 
 if TYPE_CHECKING:
     import torch
@@ -96,5 +97,4 @@ def _is_of_quantization(name: str) -> bool:
 
 
 def _some(names: Sequence[str]) -> str:
-    more = len(names) - _LISTED
-    return ", ".join(f"{name:.300}" for name in names[:_LISTED]) + (f" and {more} more" if more > 0 else "")
+    return show_some((f"{name:.300}" for name in names), _LISTED)

@@ -18,6 +18,7 @@ from itertools import chain
 from cluster.device_map.module_tree import Module
 from cluster.errors import LayoutError
 from cluster.layouts.module_names import HEADS
+from cluster.units import show_some
 from storage.problems import MAX_LISTED, quote
 
 CPU, DISK = "cpu", "disk"
@@ -53,9 +54,8 @@ class DeviceMap:
         devices = self.devices_of(names)
         unnamed = [quote(name) for name, device in zip(names, devices, strict=True) if device is None]
         if unnamed:
-            more = f" and {len(unnamed) - MAX_LISTED} more" if len(unnamed) > MAX_LISTED else ""
             raise LayoutError(
-                f"the device map names no module for {len(unnamed)} tensors: {', '.join(unnamed[:MAX_LISTED])}{more}",
+                f"the device map names no module for {len(unnamed)} tensors: {show_some(unnamed, MAX_LISTED)}",
                 hint='name their modules, or the whole model with {"": "cpu"}; what is inside a module goes with it',
                 unnamed=len(unnamed),
             )
@@ -73,10 +73,8 @@ class DeviceMap:
                 name = name.rpartition(".")[0]
         lost = [quote(name) for name, _ in self.modules if name not in there and not _WITHOUT_TENSORS.search(name)]
         if lost:
-            more = f" and {len(lost) - MAX_LISTED} more" if len(lost) > MAX_LISTED else ""
             raise LayoutError(
-                f"the device map names {len(lost)} modules that the model does not have: "
-                f"{', '.join(lost[:MAX_LISTED])}{more}",
+                f"the device map names {len(lost)} modules that the model does not have: {show_some(lost, MAX_LISTED)}",
                 hint="names are those of the checkpoint's tensors up to a dot, such as model.layers.0",
             )
 

@@ -14,7 +14,7 @@ from dataclasses import dataclass, replace
 
 from cluster.config import Config
 from cluster.fit.options import FitOptions
-from cluster.units import show_bytes
+from cluster.units import show_bytes, show_some
 from storage.host.gpu_memory import GpuMemory
 
 _SHOWN_RANKS = 8
@@ -69,10 +69,9 @@ def misfit_text(host: str, needs: Mapping[Place, int], seats: Mapping[Place, Dev
         return ""
     worst = max(sorted(tight), key=lambda place: needs[place] - seats[place].have_bytes)
     ranks = sorted({rank for rank, _ in tight})
-    more = f" and {len(ranks) - _SHOWN_RANKS} more" if len(ranks) > _SHOWN_RANKS else ""
     many = len(tight) > 1
     return (
-        f"{host}{': ' * bool(host)}rank{'s' * (len(ranks) > 1)} {', '.join(map(str, ranks[:_SHOWN_RANKS]))}{more} "
+        f"{host}{': ' * bool(host)}rank{'s' * (len(ranks) > 1)} {show_some(ranks, _SHOWN_RANKS)} "
         f"need{'s' * (len(ranks) == 1)} {'up to ' * many}{show_bytes(needs[worst])} of device memory, "
         f"{show_room(seats[worst])}"
     )

@@ -16,7 +16,7 @@ from dataclasses import dataclass, replace
 
 from cluster.config import Config
 from cluster.scheduling.topology import NodeInfo
-from cluster.units import show_bytes
+from cluster.units import show_bytes, show_some
 from storage.host.host_memory import MemoryPool
 
 WORKER_BYTES = 300 << 20  # of a worker's process before the first byte of a model: Ray and torch
@@ -101,5 +101,4 @@ def _promises(claims: Sequence[Claim]) -> str:
     for claim in claims:
         by_model[claim.model_id] += claim.size_bytes
     said = [f"{show_bytes(size)} to {model}" for model, size in sorted(by_model.items()) if size]
-    more = f" and {len(said) - 5} more" if len(said) > 5 else ""
-    return f" and what was promised ({', '.join(said[:5])}{more})" if said else ""
+    return f" and what was promised ({show_some(said, 5)})" if said else ""

@@ -25,6 +25,7 @@ from cluster.layouts.rules import Rules
 from cluster.layouts.tensor_cut import TensorCut, region_of
 from cluster.precision.recipes import Output, Precision, Recipe, cut_problem, decide_recipes, outputs_of, read_region
 from cluster.precision.recorded_amax import RecordedAmax
+from cluster.units import show_some
 from storage.checkpoints.model_index import ModelIndex
 
 if TYPE_CHECKING:
@@ -176,9 +177,8 @@ def _check_recipes(index: ModelIndex, layout: Layout, kinds: Sequence[TensorKind
         if of in problems
     ]
     if named:
-        more = f" and {len(named) - 20} more" if len(named) > 20 else ""
         raise LayoutError(
-            f"{len(named)} tensors cannot be quantized in these cuts: {', '.join(named[:20])}{more}",
+            f"{len(named)} tensors cannot be quantized in these cuts: {show_some(named, 20)}",
             hint="leave them as they are with skip_quantization, cut the rows less often, or use fp8",
             uncuttable=len(named),
         )

@@ -12,7 +12,7 @@ from collections.abc import Callable, Sequence
 from cluster.errors import ConfigError
 from cluster.layouts.module_names import HEADS, OTHER_EMBEDDINGS, ROUTERS, TOKEN_EMBEDDINGS, TOWERS
 from cluster.layouts.rules import parse_rules
-from storage.checkpoints.amax import is_weight_matrix
+from storage.checkpoints.amax import is_stacked, is_weight_matrix
 from storage.checkpoints.model_index import Tensor
 
 DEFAULT = "default"  # among the patterns to skip: those of the field, see SKIPPED_PARTS
@@ -34,12 +34,6 @@ def is_matrix(tensor: Tensor) -> bool:
     """Whether it can be quantized at all."""
     linear = is_stacked(tensor.name, tensor.shape) or NO_LINEAR_LAYERS.isdisjoint(tensor.name.split("."))
     return linear and is_weight_matrix(tensor)
-
-
-def is_stacked(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether it has the matrices of all experts of a layer."""
-    parts = name.split(".")
-    return len(shape) == 3 and "experts" in parts and not parts[-1].endswith("bias")
 
 
 def skipper(patterns: Sequence[str]) -> Callable[[Tensor], bool]:

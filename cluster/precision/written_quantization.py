@@ -15,8 +15,9 @@ import numpy as np
 from cluster.plans.cut_model import CutModel
 from cluster.precision import nf4
 from cluster.precision.ignored_modules import find_ignored
-from cluster.precision.quantizable import is_matrix, is_stacked, skipper
+from cluster.precision.quantizable import is_matrix, skipper
 from cluster.precision.recipes import GROUP, SCHEMES, Precision, is_weight
+from storage.checkpoints.amax import is_stacked
 from storage.checkpoints.model_index import Tensor
 
 _SHOWN_LENGTHS = 4

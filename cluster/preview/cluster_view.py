@@ -20,6 +20,7 @@ from cluster.preview.held_chunks import HeldChunks, Holdings
 from cluster.preview.plan_summary import PlanSummary, spread_evenly, summarize_plan
 from cluster.reports.report import ModelStatus
 from cluster.scheduling.topology import NodeInfo, assign_gpus, assign_ranks, places_free, resolve_device
+from cluster.units import show_some
 from storage.errors import LongshoreError
 
 NAMED = 20  # nodes in one note
@@ -132,8 +133,5 @@ def _notes(answers: Mapping[str, HeldChunks | str], beyond: int) -> tuple[str, .
     if beyond:
         silent["the cluster has not got them yet"].append(f"{beyond} nodes")
     return tuple(
-        f"counted as having nothing of the model: {', '.join(names[:NAMED])}"
-        + (f" and {len(names) - NAMED} more" if len(names) > NAMED else "")
-        + f" ({why})"
-        for why, names in silent.items()
+        f"counted as having nothing of the model: {show_some(names, NAMED)} ({why})" for why, names in silent.items()
     )

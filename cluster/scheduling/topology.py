@@ -7,6 +7,7 @@ from dataclasses import dataclass
 
 from cluster.errors import ConfigError, NotEnoughResources
 from cluster.layouts.mesh import Layout
+from cluster.units import show_some
 from storage.host.gpu_memory import GpuMemory
 from storage.host.host_memory import MemoryPool
 
@@ -132,8 +133,7 @@ def _not_enough(
     living = [(node, places) for node, places in zip(nodes, free, strict=True) if node.alive]
     what = "GPUs" if device == "cuda" else "places for CPU ranks"
     total = sum(node.gpus_total if device == "cuda" else cpu_ranks_per_node for node, _ in living)
-    per_node = ", ".join(f"{node.host}: {places}" for node, places in living[:20])
-    per_node += f" and {len(living) - 20} more nodes" if len(living) > 20 else ""
+    per_node = show_some((f"{node.host}: {places}" for node, places in living), 20, "more nodes")
     message = f"{layout.ranks} ranks need {layout.ranks} free {what}; {sum(free)} of {total} are free"
     if per_node:
         message += f" ({per_node})"

@@ -53,12 +53,16 @@ def is_weight_matrix(tensor: Described) -> bool:
 
     Files of version 1 have what this takes: whoever takes more will look for what they do not have.
     """
-    shape, parts = tensor.shape, tensor.name.split(".")
-    if tensor.dtype not in WEIGHT_DTYPES or 0 in shape:
+    if tensor.dtype not in WEIGHT_DTYPES or 0 in tensor.shape:
         return False
-    linear = len(shape) == 2 and parts[-1] == "weight"
-    experts = len(shape) == 3 and "experts" in parts and not parts[-1].endswith("bias")
-    return linear or experts
+    linear = len(tensor.shape) == 2 and tensor.name.rpartition(".")[2] == "weight"
+    return linear or is_stacked(tensor.name, tensor.shape)
+
+
+def is_stacked(name: str, shape: tuple[int, ...]) -> bool:
+    """Whether it has the matrices of all experts of a layer."""
+    parts = name.split(".")
+    return len(shape) == 3 and "experts" in parts and not parts[-1].endswith("bias")
 
 
 def is_recorded(tensor: Described) -> bool:

@@ -2,9 +2,11 @@
 
 from __future__ import annotations
 
+import json
 import math
 from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import dataclass
+from pathlib import Path
 
 import numpy as np
 from numpy.typing import NDArray
@@ -13,6 +15,7 @@ from cluster.plans.load_plan import LoadPlan, RankPlan, TensorSlice
 from cluster.plans.read_items import expand_read_items
 from storage.checkpoints.dtypes import DTYPE_BITS
 from storage.checkpoints.model_index import ChunkTable, ModelIndex, Shard, Tensor
+from tests.support.checkpoints import safetensors_bytes
 
 NF4_STATE = ".quant_state.bitsandbytes__nf4"
 Bytes = NDArray[np.uint8]
@@ -178,6 +181,16 @@ def llama_shapes(
     if not tied:
         shapes["lm_head.weight"] = (vocabulary, hidden)
     return shapes
+
+
+def write_linear_llama(folder: Path, layers: int = 4) -> Path:
+    """A Llama in the Hugging Face layout, of which nearly all bytes are in linear layers. The folder."""
+    folder.mkdir(exist_ok=True)
+    tensors = [(name, "BF16", shape) for name, shape in llama_shapes(layers, 256, 512, 8, 4, 64).items()]
+    (folder / "model.safetensors").write_bytes(safetensors_bytes(tensors))
+    sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
+    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
+    return folder
 
 
 def random_arrays(shapes: Mapping[str, tuple[int, ...]], seed: int = 0) -> dict[str, NDArray[np.uint16]]:

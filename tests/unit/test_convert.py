@@ -17,6 +17,7 @@ from cluster.plans.load_plan import StagedTensor, TensorSlice
 from cluster.precision.recipes import SCHEMES, Recipe, outputs_of, read_region
 from storage.checkpoints.dtypes import DTYPE_BITS
 from tests.support.reference_quantized import quantized, restored
+from tests.support.same_tensors import assert_same
 
 STATE = ".quant_state.bitsandbytes__nf4"
 NF4_OF_A_SLICE = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16"}
@@ -47,14 +48,6 @@ def converted(weight: torch.Tensor, recipe: Recipe, region: Region, source_dtype
         o.suffix: data.view(torch_dtype(o.dtype, ())[0]).reshape(piece.sizes)
         for o, piece, data in zip(outputs, slices, made, strict=True)
     }
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for suffix, tensor in expected.items():
-        assert found[suffix].dtype == tensor.dtype, suffix
-        assert found[suffix].shape == tensor.shape, suffix
-        assert torch.equal(found[suffix].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), suffix
 
 
 def random_weight(rows: int, columns: int, dtype: torch.dtype, seed: int, spread: float = 1.0) -> torch.Tensor:

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import json
 import logging
 from collections.abc import Awaitable, Callable
 from dataclasses import dataclass, replace
@@ -34,8 +33,7 @@ from cluster.trust import TrustPolicy
 from storage.errors import StoreError
 from storage.host.gpu_memory import GpuMemory
 from storage.host.host_memory import MemoryPool
-from tests.support.checkpoints import safetensors_bytes
-from tests.support.planned_models import llama_shapes
+from tests.support.planned_models import write_linear_llama
 
 MIB = 1 << 20
 CONFIG = Config(host_reserve_bytes=0, device_reserve_bytes=0, arena_bytes=64 * MIB, slot_bytes=MIB)
@@ -117,13 +115,7 @@ class Case:
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Most of its bytes are in linear layers."""
-    shapes = llama_shapes(2, 256, 512, 8, 4, 64)
-    tensors = [(name, "BF16", shape) for name, shape in shapes.items()]
-    (tmp_path / "model.safetensors").write_bytes(safetensors_bytes(tensors))
-    sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
-    (tmp_path / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
-    return tmp_path
+    return write_linear_llama(tmp_path, layers=2)
 
 
 @pytest.fixture(autouse=True)

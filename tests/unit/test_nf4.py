@@ -13,6 +13,7 @@ from actors.devices import convert_nf4
 from actors.devices.convert_nf4 import quantize_nf4
 from cluster.precision.nf4 import ABSMAX, BLOCK, QUANT_MAP, STATE, VALUES, packed_state
 from tests.support import reference_quantized
+from tests.support.same_tensors import assert_same
 
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 
@@ -31,14 +32,6 @@ def ours(weight: torch.Tensor, dtype: str, at_once: int = 1 << 15) -> dict[str, 
     quantize_nf4(weight.reshape(-1), FLOATS[dtype], packed, absmax, at_once)
     state = torch.tensor(list(packed_state(dtype, weight.shape)), dtype=torch.uint8)
     return {"": packed[:, None], ABSMAX: absmax, QUANT_MAP: torch.tensor(VALUES), STATE: state}
-
-
-def assert_same(found: dict[str, torch.Tensor], expected: dict[str, torch.Tensor]) -> None:
-    assert found.keys() == expected.keys()
-    for suffix, tensor in expected.items():
-        assert found[suffix].dtype == tensor.dtype, suffix
-        assert found[suffix].shape == tensor.shape, suffix
-        assert torch.equal(found[suffix].reshape(-1).view(torch.uint8), tensor.reshape(-1).view(torch.uint8)), suffix
 
 
 def the_librarys(functional: Any, weight: torch.Tensor) -> dict[str, torch.Tensor]:

@@ -18,7 +18,7 @@ from cluster.preview.plan_ahead import plan
 from storage.errors import NotACheckpoint
 from storage.host.gpu_memory import GpuMemory
 from tests.support.checkpoints import safetensors_bytes
-from tests.support.planned_models import llama_shapes
+from tests.support.planned_models import write_linear_llama
 
 CONFIG = Config(device_reserve_bytes=0, chunk_bytes=1 << 20)
 SCREEN_LINES = 40  # of a terminal of 160 columns, for four ranks
@@ -26,14 +26,7 @@ SCREEN_LINES = 40  # of a terminal of 160 columns, for four ranks
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Nearly all of its bytes are in linear layers."""
-    folder = tmp_path / "llama"
-    folder.mkdir()
-    tensors = [(name, "BF16", shape) for name, shape in llama_shapes(4, 256, 512, 8, 4, 64).items()]
-    (folder / "model.safetensors").write_bytes(safetensors_bytes(tensors))
-    sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
-    return folder
+    return write_linear_llama(tmp_path / "llama")
 
 
 @pytest.fixture(autouse=True)

@@ -11,20 +11,12 @@ from cluster.command_line.cli import main
 from cluster.errors import ConfigError
 from cluster.preview.plan_ahead import plan
 from cluster.preview.rank_tensors import TensorPart, show_ranges
-from tests.support.checkpoints import safetensors_bytes
-from tests.support.planned_models import llama_shapes
+from tests.support.planned_models import write_linear_llama
 
 
 @pytest.fixture
 def model(tmp_path: Path) -> Path:
-    """Nearly all of its bytes are in linear layers."""
-    folder = tmp_path / "llama"
-    folder.mkdir()
-    tensors = [(name, "BF16", shape) for name, shape in llama_shapes(4, 256, 512, 8, 4, 64).items()]
-    (folder / "model.safetensors").write_bytes(safetensors_bytes(tensors))
-    sizes = {"hidden_size": 256, "num_attention_heads": 8, "num_key_value_heads": 4}
-    (folder / "config.json").write_text(json.dumps({"model_type": "llama", **sizes}))
-    return folder
+    return write_linear_llama(tmp_path / "llama")
 
 
 def test_what_a_rank_has_of_each_tensor(model: Path, capsys: pytest.CaptureFixture[str]) -> None:

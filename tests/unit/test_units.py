@@ -7,7 +7,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import ConfigError
-from cluster.units import parse_bytes, printable, show_bytes, show_rate
+from cluster.units import parse_bytes, printable, show_bytes, show_rate, show_some
 
 
 @pytest.mark.parametrize(
@@ -60,3 +60,12 @@ def test_printable_text_has_no_escape_codes(text: str) -> None:
 def test_printable_keeps_readable_names() -> None:
     assert printable("Größe 模型") == "Größe 模型"
     assert printable("\x1b[2Jred") == "\\x1b[2Jred"
+
+
+@pytest.mark.parametrize(
+    ("count", "text"),
+    [(0, ""), (1, "0"), (3, "0, 1, 2"), (4, "0, 1, 2 and 1 more nodes"), (50, "0, 1, 2 and 47 more nodes")],
+)
+def test_a_list_says_what_it_leaves_out(count: int, text: str) -> None:
+    assert show_some(range(count), 3, "more nodes") == text
+    assert show_some((str(number) for number in range(count)), 3) == text.removesuffix(" nodes")
