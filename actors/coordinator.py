@@ -22,15 +22,21 @@ from ray.exceptions import RayError
 from actors.coordination import nodes, spawn
 from actors.coordination.agent_watch import REBUILD_S, AgentWatch
 from actors.coordination.gangs import Gangs
+from actors.coordination.idle_agents import IdleAgents
 from actors.coordination.load_run import LoadRun
-from actors.coordination.model_record import ModelRecord
+from actors.coordination.model_record import ModelRecord, new_model_id
 from actors.coordination.planner import Planner
-from actors.coordination.strays import end_strays
+from actors.coordination.strays import StrayWatch
+from actors.coordination.watching import ChunkMaps, events_after
+from actors.metrics import MetricsServer
 from cluster.config import Config
-from cluster.errors import LoadCancelled, ModelNotFound, RankLost
+from cluster.errors import LoadCancelled, ModelNotFound
 from cluster.load_request import LoadRequest
+from cluster.logs import configure_logs
 from cluster.messages import AgentBeat, BeatReply
 from cluster.preview.held_chunks import Holdings
+from cluster.reports.chunk_map import ChunkMap
+from cluster.reports.event_log import LoadEvent
 from cluster.reports.report import ClusterStatus, LoadProgress, LoadReport
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life, LoadState
@@ -49,14 +55,18 @@ class Coordinator:
 
     def __init__(self, config: Config) -> None:
         check_packages()
+        configure_logs(config.logs)
         self._config = config
         self._trust = TrustPolicy.of(config)
         self._incarnation = uuid.uuid4().hex[:12]
         self._planner = Planner(config.chunk_bytes, config.read_timeout_s, self._trust)
         self._models: dict[str, ModelRecord] = {}
         self._agents = AgentWatch(self._incarnation, config.stuck_after_s, self._models, self._run, self._load_run)
+        self._metrics = MetricsServer(config, self._agents.tally)
         self._gangs = Gangs(config.warm_workers_s)
         self._admission = asyncio.Lock()  # who takes which rank places is decided one load at a time
+        self._idle_agents = IdleAgents(config, self._agents, self._gangs, self._models, self._admission)
+        self._chunk_maps = ChunkMaps()
         self._keeper: asyncio.Task[None] | None = None
         self._rebuilding: asyncio.Task[None] | None = None
 
@@ -93,7 +103,7 @@ class Coordinator:
             await self._hold(record, request)
             return record.model_id, True
         record = ModelRecord(
-            model_id=_new_model_id(request),
+            model_id=new_model_id(request),
             request=request,
             life=Life.new(request.world_size),
             holders=Holders().hold(request.client_id, time.monotonic(), keep=request.keep),
@@ -120,17 +130,7 @@ class Coordinator:
             with contextlib.suppress(TimeoutError):
                 settled = record.changed.wait_for(lambda: record.life.state is not LoadState.LOADING)
                 await asyncio.wait_for(settled, REBUILD_S)
-        if record.error is not None:
-            raise record.error
-        if not record.life.is_ready:
-            raise RankLost(
-                "a rank of the model is being filled again",
-                hint="longshore status shows when it is ready",
-                model=model_id,
-                state=record.life.state.value,
-                rank=next((rank for rank, life in enumerate(record.life.ranks) if not life.ready), None),
-            )
-        return [record.seats[rank].worker for rank in sorted(record.seats)]
+        return record.workers()
 
     async def renew(self, client_id: str, model_ids: list[str]) -> list[str]:
         """The client lives and still wants these models. Answers with those whose credentials must be said again."""
@@ -175,7 +175,20 @@ class Coordinator:
     async def status(self) -> ClusterStatus:
         await self._ready()
         models = tuple(record.status() for record in self._models.values())
-        return ClusterStatus(__version__, self._incarnation, models, self._agents.status(), self._gangs.status())
+        nodes_now, gangs, url = self._agents.status(), self._gangs.status(), self._metrics.url
+        return ClusterStatus(__version__, self._incarnation, models, nodes_now, gangs, url)
+
+    async def events(self, model_id: str, after: int, timeout_s: float) -> tuple[LoadEvent, ...]:
+        """What happened to a load since its event number `after`; waits up to `timeout_s` for something."""
+        return await events_after(await self._record(model_id), after, timeout_s)
+
+    async def chunks(self, model_id: str) -> ChunkMap:
+        """Where each chunk of a load is now."""
+        return await self._chunk_maps.of(await self._record(model_id))
+
+    async def request_of(self, model_id: str) -> LoadRequest:
+        """What a model was loaded with, without credentials."""
+        return (await self._record(model_id)).as_asked()
 
     async def rooms(self) -> list[NodeInfo]:
         """What nodes have for a load, as far as their agents see it now."""
@@ -195,13 +208,15 @@ class Coordinator:
         for record in list(self._models.values()):
             await self._end(record, LoadCancelled("the cluster is shut down", model=record.model_id))
         agents = await asyncio.to_thread(spawn.agent_node_ids) | self._agents.node_ids
-        await asyncio.gather(*(self._end_agent(node_id) for node_id in agents), return_exceptions=True)
+        await asyncio.gather(*(spawn.shut_agent(node_id) for node_id in agents), return_exceptions=True)
         if self._keeper is not None:
             self._keeper.cancel()
         await self._planner.close()
+        await asyncio.to_thread(self._metrics.close)
 
     async def agent_of(self, node_id: str) -> Any:
         """Handle of a node's agent, with this cluster's settings; started when there is none."""
+        self._idle_agents.needed(node_id)
         return await asyncio.to_thread(spawn.start_agent, node_id, "", self._config)
 
     # -- agents ------------------------------------------------------------------------------------------------
@@ -236,6 +251,8 @@ class Coordinator:
             await self._load_run(record).save()
 
     def _run(self, record: ModelRecord, incarnations: dict[int, int] | None = None) -> None:
+        record.tally = self._agents.tally
+        record.count(adopted=incarnations is not None)
         run = self._load_run(record)
         work = run.run() if incarnations is None else run.resume(incarnations)
         record.task = asyncio.get_running_loop().create_task(work)
@@ -251,34 +268,25 @@ class Coordinator:
                 await record.task
         await self._load_run(record).end(error)
 
-    async def _end_agent(self, node_id: str) -> None:
-        agent = spawn.find_agent(node_id)
-        if agent is not None:
-            with contextlib.suppress(Exception):
-                await asyncio.wait_for(agent.shutdown.remote(), 10)
-            spawn.end_actor(agent)
-
     def _start_keeper(self) -> None:
         if self._rebuilding is None:
+            self._metrics.start()
             self._rebuilding = asyncio.get_running_loop().create_task(self._agents.rebuild())
         if self._keeper is None or self._keeper.done():
             self._keeper = asyncio.get_running_loop().create_task(self._keep_house())
 
     async def _keep_house(self) -> None:
         """Lapsed holders, ended models that nobody asked about for long, and what is left of unknown ones."""
-        suspects: set[str] = set()
-        strays_due_s = time.monotonic() + self._config.orphan_after_s  # agents have told of their loads by then
+        strays = StrayWatch(self._config.orphan_after_s)
         while True:
             await asyncio.sleep(min(1.0, self._config.holder_ttl_s / 4))
             now_s = time.monotonic()
             with contextlib.suppress(RayError):
                 await self._agents.forget_dead_nodes()
-            if now_s > strays_due_s:
-                strays_due_s = now_s + self._config.orphan_after_s / 4
+                await self._idle_agents.look()
+            if strays.is_due(now_s):
                 known = {record.gang_id for record in self._models.values() if not record.life.is_over}
-                known |= self._gangs.ids
-                with contextlib.suppress(RayError):
-                    suspects = await asyncio.to_thread(end_strays, known, suspects)
+                await strays.look(known | self._gangs.ids)
             for record in list(self._models.values()):
                 if record.life.is_over:
                     if now_s - record.ended_s > ENDED_KEPT_S:
@@ -287,10 +295,3 @@ class Coordinator:
                 record.holders = record.holders.without_lapsed(now_s, self._config.holder_ttl_s)
                 if not record.holders.wanted:
                     await self._end(record, LoadCancelled("every client that wanted it is gone", model=record.model_id))
-
-
-def _new_model_id(request: LoadRequest) -> str:
-    """Readable, and unique for each load: "llama-7b-3f9a21c4"."""
-    last = request.uri.rstrip("/").rsplit("/", 1)[-1].lower()
-    name = "".join(char if char.isalnum() and char.isascii() else "-" for char in last).strip("-")[:32]
-    return f"{name or 'model'}-{uuid.uuid4().hex[:8]}"

@@ -29,6 +29,7 @@ from actors.rank.hosted_load import HostedLoad
 from actors.rank_link import AgentLink
 from cluster.errors import LoadCancelled, ModelNotFound, RemoteCallFailed
 from cluster.load_request import StoreAccess
+from cluster.logs import configure_logs
 from cluster.messages import RankJob
 from cluster.reports.report import RankReport
 from longshore.install_check import check_packages
@@ -66,6 +67,7 @@ class GpuWorker:
         `shared`: the tables of a job that came without (Ray hands over what an argument refers to).
         """
         job = replace(job, shared=job.shared or shared)
+        configure_logs(job.logs)
         with self._lock:
             if self._load is None and not self._stopped.is_set():
                 self._load = HostedLoad(job, self._node_id)

@@ -41,6 +41,7 @@ from cluster.layouts.mesh import Layout
 from cluster.layouts.rules_file import LayoutRules
 from cluster.load_request import LoadRequest
 from cluster.messages import JoinReply, NodeFacts, NodeJob, RankHello, RankJob
+from cluster.metrics.labels import model_label
 from cluster.plans.packed_plan import pack_shared
 from cluster.plans.prepare import prepare_plan
 from cluster.plans.rank_plans import RankFacts, rank_facts
@@ -148,6 +149,7 @@ def host_rank(
             most_requests=config.fetch_threads,
             hedge_factor=config.hedge_factor,
             hedge_after_s=config.hedge_after_s,
+            model=model_label(model_uri),
         ),
     )
     link.check_fit(rank_facts(plan.cut, plan.chunks.largest_bytes)[rank], request)

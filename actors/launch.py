@@ -9,12 +9,15 @@ import contextlib
 from typing import Any
 
 import ray
+from ray._private.state import actors
 from ray.exceptions import RayActorError, RayError, RaySystemError
 
 from actors.coordinator import Coordinator
-from actors.names import COORDINATOR, NAMESPACE
+from actors.names import COORDINATOR, NAMESPACE, process_of
 from cluster.config import Config
 from cluster.errors import ClusterError, ClusterLost, PackageMissing
+from cluster.process_logs.log_files import KINDS
+from cluster.process_logs.log_lines import LogProcess
 from longshore.install_check import PackageShadowed, check_packages, probe
 from storage.errors import LongshoreError
 
@@ -55,6 +58,17 @@ def ensure_coordinator(config: Config) -> Any:
     except RayError as error:
         raise ClusterLost("the coordinator did not answer", cause=str(error)[:500]) from error
     return handle
+
+
+def processes() -> dict[tuple[str, int], LogProcess]:
+    """(node id, pid) -> which of our actors it is, as far as Ray remembers them: dead ones too."""
+    found = {}
+    for actor in actors().values():
+        process = process_of(actor["Name"]) if actor["ActorClassName"].rsplit(".", 1)[-1] in KINDS else None
+        pid = int(actor.get("Pid") or actor["Address"].get("Pid") or 0)
+        if process is not None and pid:
+            found[actor["Address"]["NodeID"], pid] = process
+    return found
 
 
 def _diagnosed(error: Exception, what: str) -> Exception:

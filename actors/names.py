@@ -1,5 +1,7 @@
 """The names by which actors find each other. All live in one Ray namespace, detached: nobody owns anybody."""
 
+from cluster.process_logs.log_lines import LogProcess
+
 NAMESPACE = "longshore"
 COORDINATOR = "coordinator"
 
@@ -24,3 +26,16 @@ def gang_of_worker(name: str) -> str | None:
 
 def group_name(gang_id: str) -> str:
     return f"group-{gang_id}"
+
+
+def process_of(name: str) -> LogProcess | None:
+    """What an actor of that name does; None for names that are not ours."""
+    if name == COORDINATOR:
+        return LogProcess("coordinator")
+    if name.startswith(agent_name("")):
+        return LogProcess("agent")
+    gang_id = gang_of_worker(name)
+    numbers = name.rsplit("-", 2)[1:]
+    if gang_id is None or not all(number.isdecimal() for number in numbers):
+        return None
+    return LogProcess("worker", gang_id, int(numbers[0]), int(numbers[1]))

@@ -1,7 +1,7 @@
 """One per node: owns the arena and its cache, hands out leases, watches the node's ranks, reports to the coordinator.
 
     coordinator --begin, rank_lost, end--> NodeLedger (pure) <--join, exchange-- ranks of this node
-    threads: touch (gives slots their memory), tick (deadlines, dead processes), beat (heartbeat to the coordinator)
+    threads: touch and announce_ready (slots get their memory), tick (deadlines, dead processes), beat (heartbeat)
 
 Every decision is the ledger's; this class adds the lock, the clock, the waiting and the processes.
 """
@@ -9,6 +9,7 @@ Every decision is the ledger's; this class adds the lock, the clock, the waiting
 from __future__ import annotations
 
 import contextlib
+import logging
 import os
 import pickle
 import socket
@@ -17,14 +18,18 @@ import time
 import uuid
 from dataclasses import replace
 
+from actors.node.arena_filling import ArenaFilling
 from actors.node.disk_writer import DiskWriter
 from actors.node.node_ledger import NodeLedger
-from actors.node.node_resources import host_pools, open_arena, room_for_slots
+from actors.node.node_meter import NodeMeter
+from actors.node.node_resources import host_pools, open_arena
 from actors.node.survivors import Survivors
 from actors.rank_link import CoordinatorLink
 from cluster.config import Config
+from cluster.logs import LogFields, configure_logs
 from cluster.messages import JoinReply, NodeFacts, NodeJob, Orders, RankHello, RankUpdate, Words
 from cluster.preview.held_chunks import HeldChunks, key_blocks
+from cluster.reports.chunk_map import NodeView
 from cluster.reports.report import NodeReport
 from longshore.install_check import check_packages
 from longshore.version import __version__
@@ -36,6 +41,7 @@ from storage.host.gpu_memory import gpu_memory
 from storage.host.own_memory import PeakMemory
 from storage.host.processes import ProcessId
 
+_LOG = logging.getLogger("longshore.agent")
 LONGEST_WAIT_S = 5.0  # of a rank for orders; it must not outlive the rank's patience with the agent
 
 
@@ -56,6 +62,9 @@ class NodeAgent:
         self._node_id = node_id
         self._host = host or socket.gethostname()
         self._coordinator = coordinator
+        if coordinator is not None:
+            configure_logs(config.logs)
+        self._about = LogFields(node=self._host).extra
         self._incarnation = uuid.uuid4().hex[:12]
         self._heard_s = time.monotonic()
         self._changed = threading.Condition()
@@ -73,11 +82,14 @@ class NodeAgent:
             leases = cache.restore(self._survivors.left, time.monotonic()) if restored else []
             self._disk = DiskWriter(config, self._arena, cache, self._changed, self._stopped)
             self._ledger = NodeLedger(cache, self._arena.slot_bytes, restored=leases, disk=self._disk.backlog)
+            self._filling = ArenaFilling(config, self._arena, self._ledger, self._changed, self._stopped)
         except LongshoreError as error:
             # Raised from calls, not from here: an actor whose constructor fails loses its error's type.
             self._error = error
             return
-        for work in (self._touch, self._announce_ready, self._tick, self._beat, self._disk.disk_write):
+        self._meter = NodeMeter(directory, self._disk, self._stopped)
+        filling, gpus = self._filling, (self._meter.watch_gpus,) if coordinator is not None else ()
+        for work in (*gpus, filling.touch, filling.announce_ready, self._tick, self._beat, self._disk.disk_write):
             thread = threading.Thread(target=work, name=work.__name__.strip("_"), daemon=True)
             self._threads.append(thread)
             thread.start()
@@ -142,6 +154,12 @@ class NodeAgent:
             memory.sample()
             report = self._ledger.report(load_id, self._node_id, self._host)
         return replace(report, peak_host_bytes=memory.peak_bytes, baseline_host_bytes=memory.baseline_bytes)
+
+    def chunks_now(self, load_id: str) -> NodeView:
+        """The load's shards, and where each chunk is on this node, for who watches. Raises ModelNotFound."""
+        with self._changed:
+            self._usable()
+            return self._ledger.chunks_now(load_id)
 
     def end(self, load_id: str) -> None:
         """The load is over, or its model released: ranks that still work on it are told to stop."""
@@ -221,32 +239,6 @@ class NodeAgent:
 
     # -- threads -----------------------------------------------------------------------------------------------
 
-    def _touch(self) -> None:
-        """Give every slot its memory, in the background; slots are usable as they are ready."""
-        arena = self._arena
-        if arena is None:
-            return
-        try:
-            arena.reserve(self._stopped.is_set, room_for_slots(self._config))
-        except LongshoreError as error:
-            self._error = error
-            with self._changed:
-                self._ledger.fail_all(error)
-                self._changed.notify_all()
-
-    def _announce_ready(self) -> None:
-        """Tell the ledger of slots as they get their memory."""
-        arena = self._arena
-        announced = -1
-        while arena is not None and not self._stopped.is_set() and announced < arena.slot_count and self._error is None:
-            ready = arena.ready_slots
-            if ready != announced:
-                announced = ready
-                with self._changed:
-                    self._ledger.add_ready(ready)
-                    self._changed.notify_all()
-            self._stopped.wait(0.01)
-
     def _tick(self) -> None:
         """Deadlines and deaths."""
         while not self._stopped.wait(self._config.heartbeat_s / 2):
@@ -268,6 +260,9 @@ class NodeAgent:
                     self._changed.notify_all()
             for process in overdue:
                 if process != ProcessId.current():  # (a test, or a program of one process, hosts agent and ranks)
+                    _LOG.warning(
+                        "process %d is killed: it holds a slot that was taken from it", process.pid, extra=self._about
+                    )
                     process.kill()  # it neither let go of its slot nor died: only its death makes the slot safe
 
     def _beat(self) -> None:
@@ -280,6 +275,7 @@ class NodeAgent:
                 beat = self._ledger.beat(*me, time.monotonic(), self._asked_for)
             reply = None
             with contextlib.suppress(Exception):  # a thread that died of it would make this node look dead
+                beat = self._meter.complete(beat)
                 reply = self._coordinator.heartbeat(beat)
             silent_s = 0.0 if reply else time.monotonic() - self._heard_s
             if (reply and reply.node_dead) or silent_s > self._config.orphan_after_s:
@@ -288,13 +284,16 @@ class NodeAgent:
             if reply is None:
                 continue
             self._heard_s = time.monotonic()
+            self._meter.answered()
+            with self._changed:
+                self._ledger.answered(beat)
             self._asked_for = reply.unknown_loads
             for load_id in reply.ended_loads:
                 self.end(load_id)
 
     def _usable(self) -> Arena:
-        if self._error is not None:
-            raise self._error
+        if (error := self._error or self._filling.error) is not None:
+            raise error
         if self._arena is None or self._stopped.is_set():
             raise ArenaError("this node's agent has been shut down", node=self._node_id)
         return self._arena

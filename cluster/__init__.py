@@ -35,6 +35,7 @@ if TYPE_CHECKING:
     from cluster.errors import ModelConfigError as ModelConfigError
     from cluster.errors import ModelNotFound as ModelNotFound
     from cluster.errors import ModuleMismatch as ModuleMismatch
+    from cluster.errors import NoCoordinator as NoCoordinator
     from cluster.errors import NodeLost as NodeLost
     from cluster.errors import NotEnoughResources as NotEnoughResources
     from cluster.errors import PackageMissing as PackageMissing
@@ -108,8 +109,8 @@ _EXPORTS = {
     "cluster.errors": (
         "ChunkFailed ClusterError ClusterLost ConfigError DeviceUnavailable DoesNotFit DoesNotFitNow "
         "IllegalTransition LayoutError LoadCancelled LoadError LoadForgotten LoadTimeout ModelConfigError "
-        "ModelNotFound ModuleMismatch NodeLost NotEnoughResources PackageMissing PlanError RankLost RankTaken "
-        "RemoteCallFailed UnknownFamily VersionMismatch"
+        "ModelNotFound ModuleMismatch NoCoordinator NodeLost NotEnoughResources PackageMissing PlanError RankLost "
+        "RankTaken RemoteCallFailed UnknownFamily VersionMismatch"
     ),
     "cluster.model": "LoadedModel",
     "cluster.preview.plan_ahead": "aplan plan",

@@ -26,6 +26,7 @@ from cluster.model import LoadedModel
 from cluster.precision.recipes import make_precision
 from cluster.reports.report import LoadProgress
 from cluster.request import StoreOptions, make_request, open_destination, open_uri, read_keys
+from cluster.tracing import load_trace
 from cluster.wait import load_on
 
 if TYPE_CHECKING:
@@ -79,7 +80,8 @@ def load(
     experts are spread over tensor and data ranks, each of them cut `expert_tensor_parallel_size` ways (0: as many as
     are left). `vocabulary_multiple`: embedding and head get rows of zeros up to a multiple of it. `device`: "cuda" (one
     GPU per rank), "cpu" (host memory), "auto" (cuda when the cluster has GPUs). `keep=True` leaves the model resident
-    when nobody holds it any more. `wait_for_resources_s=0` refuses within seconds when too few GPUs are free.
+    when nobody holds it any more. `wait_for_resources_s=0` refuses within seconds when too few GPUs are free; else
+    a placement group stays pending for them so long, which Ray's node autoscaler reacts to.
     `layout_rules`: a pattern of tensor names to a rule, or a JSON file of that: they come before the model family's own
     (docs/layouts.md). `placement`: "via_arena" (chunks stay cached on the node), "direct" (what one rank alone wants
     goes into its host memory without a copy, uncached), "auto" (direct when the node's arena is smaller than its
@@ -135,9 +137,12 @@ def load(
     if connection is None:
         raise ClusterLost("no cluster could be joined or started")
     given_up = GIVEN_UP.get()
-    model_id, report = with_live_rules(
-        request, lambda asked: load_on(connection, asked, progress, given_up, called_s=started_s, timeout_s=timeout_s)
-    )
+    with load_trace(request.uri, started_s) as done:
+        model_id, report = with_live_rules(
+            request,
+            lambda asked: load_on(connection, asked, progress, given_up, called_s=started_s, timeout_s=timeout_s),
+        )
+        done(report)
     return LoadedModel(connection, model_id, report)
 
 

@@ -4,17 +4,20 @@ from __future__ import annotations
 
 import os
 from collections.abc import Mapping
+from ipaddress import ip_address
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from cluster.errors import ConfigError
+from cluster.logs import LogFormat, LogLevel, LogSettings
 from cluster.units import parse_bytes
 from storage.errors import InvalidKey
 from storage.publishing.signing_keys import public_key
 from storage.source_rules import ANY, DEFAULT_SCHEMES, SourceRules
 
 ENV_PREFIX = "LONGSHORE_"
+SERVICE_PREFIX = "LONGSHORE_HTTP_"  # settings of the HTTP service, read by `serving.settings`
 MIB = 1 << 20
 NO_FOLDER = "none"
 NO_KEYS = "none"
@@ -50,12 +53,18 @@ class Config(BaseModel):
     )  # clients wait that long for the head; 0: 3/4 of Ray's limit
     holder_ttl_s: float = Field(30.0, gt=0, le=MAX_S)  # a client not heard of for this long no longer holds its models
     warm_workers_s: float = Field(0.0, ge=0, le=MAX_S)  # workers of a released model wait that long for the next load
+    idle_agent_s: float = Field(0.0, ge=0, le=MAX_S)  # agents end that long after their last model; 0: they stay
+    gpus_per_node: int = Field(0, ge=0, le=64)  # that a node to come will have, for loads that wait; 0: as those there
     cpu_ranks_per_node: int = Field(8, ge=1)  # bound for device="cpu", which takes no Ray resource
     host_reserve_bytes: int = Field(512 * MIB, ge=0)  # host memory a plan leaves free on each node
     device_reserve_bytes: int = Field(512 * MIB, ge=0)  # device memory a plan leaves free on each GPU
     disk_cache_dir: str = NO_FOLDER  # folder on each node in which verified chunks outlive the cluster
     disk_cache_bytes: int = Field(0, ge=0)  # at most so many there; 0: half of what is free
     pin_coordinator_to_head: bool = True
+    metrics_port: int = Field(9464, ge=-1, le=65535)  # where Prometheus scrapes the coordinator; 0: any, -1: nowhere
+    metrics_host: str = "127.0.0.1"  # address that it listens on; beyond this host only when told so, as by 0.0.0.0
+    log_format: LogFormat = "text"  # of what actors log: "text", or "json", a line each
+    log_level: LogLevel = "INFO"  # DEBUG: each failed try, each rank
     # Lists, separated by commas; storage.source_rules says what they mean.
     allowed_schemes: str = DEFAULT_SCHEMES  # schemes that models may be read from; "any": all that are installed
     allowed_endpoints: str = ANY  # servers that may be read from
@@ -72,6 +81,25 @@ class Config(BaseModel):
             return parse_bytes(value)
         except ConfigError as error:
             raise ValueError(str(error)) from error
+
+    @field_validator("log_level", mode="before")
+    @classmethod
+    def _level(cls, value: Any) -> Any:
+        return value.upper() if isinstance(value, str) else value
+
+    @property
+    def logs(self) -> LogSettings:
+        """For `cluster.logs.configure_logs`."""
+        return self.log_format, self.log_level
+
+    @field_validator("metrics_host")
+    @classmethod
+    def _address(cls, value: str) -> str:
+        """No names: whoever listens must not wait for a resolver."""
+        try:
+            return str(ip_address("127.0.0.1" if value == "localhost" else value))
+        except ValueError:
+            raise ValueError("not an IP address") from None
 
     @field_validator("allowed_schemes", "allowed_endpoints", "allowed_buckets")
     @classmethod
@@ -115,7 +143,8 @@ class Config(BaseModel):
         """Variables that look like settings and are none, in order."""
         known = {ENV_PREFIX + name.upper() for name in cls.model_fields}
         names = os.environ if environ is None else environ
-        return sorted(name for name in names if name.startswith(ENV_PREFIX) and name not in known)
+        ours = (name for name in names if name.startswith(ENV_PREFIX) and not name.startswith(SERVICE_PREFIX))
+        return sorted(name for name in ours if name not in known)
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Config:

@@ -248,6 +248,18 @@ def connect(address: str | None, config: Config, *, start: bool = True, any_vers
         return connection
 
 
+def join_cluster(address: str | None) -> tuple[Any, Any]:
+    """(ray, actors.launch) of a cluster that runs, whether or not a coordinator does. Raises ClusterLost."""
+    ray = import_ray()
+    if not ray.is_initialized():
+        with sigterm_kept():
+            if join(ray, address, start=False) is None:
+                raise ClusterLost(
+                    "no Ray cluster runs here", hint="--address or RAY_ADDRESS says which cluster is meant"
+                )
+    return ray, _launch()
+
+
 def joined(config: Config) -> Connection | None:
     """The connection that this process has already, if its coordinator runs; never joins anything."""
     if _connection is None or not import_ray().is_initialized():

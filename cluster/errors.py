@@ -10,6 +10,7 @@ LongshoreError
 |     +- DoesNotFitNow          only because other processes have memory of the GPUs in use
 +- ClusterError
 |  +- ClusterLost               no coordinator, or Ray itself cannot be reached
+|  |  +- NoCoordinator          Ray answers, and nothing was loaded yet, or Longshore was shut down
 |  |  +- LoadForgotten          coordinators were killed, again and again, before the load had begun
 |  +- NotEnoughResources        more ranks than GPUs (or CPU ranks) free; says who holds them
 |  +- VersionMismatch           client and cluster run different Longshore versions
@@ -67,6 +68,10 @@ class ClusterError(LongshoreError):
 
 class ClusterLost(ClusterError):
     """No coordinator answers, or Ray itself cannot be reached."""
+
+
+class NoCoordinator(ClusterLost):
+    """The Ray cluster is there, without a coordinator: nothing was loaded yet, or Longshore was shut down."""
 
 
 class LoadForgotten(ClusterLost):

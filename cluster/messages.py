@@ -15,6 +15,7 @@ from __future__ import annotations
 from dataclasses import dataclass, field
 
 from cluster.load_request import StoreAccess
+from cluster.metrics.figures import EndedPart, LoadCounters, NodeFigures, RankFigures
 from cluster.reports.node_report import ArenaUse
 from storage.errors import LongshoreError
 from storage.host.gpu_memory import GpuMemory
@@ -54,6 +55,7 @@ class NodeJob:
     incarnations: tuple[int, ...] = ()  # of `ranks`: earlier ones have nothing to say, also to an agent that is new
     again: bool = False  # an agent was told this before, and was restarted
     replaced: bool = False  # before that, some rank's process was replaced
+    model: str = ""  # what it is counted under (`cluster.metrics.labels`)
 
     @property
     def part(self) -> tuple[str, int]:
@@ -75,6 +77,7 @@ class RankJob:
     placement: str = "via_arena"  # see LoadRequest
     mapped: bool = False  # the plan has a device map
     offload_folder: str = ""  # of the device map
+    logs: tuple[str, str] = ("", "")  # see cluster.logs.LogSettings
 
 
 Words = tuple[tuple[str, str], ...]  # (arena path, agent) by whose word ranks of a process use that arena
@@ -166,6 +169,7 @@ class RankUpdate:
     throttled: int = 0  # answers of the store since the last update that asked for fewer requests
     leaving: bool = False  # the last message: nothing of the arena is in use any more, done or not
     others: Words = ()  # see RankHello; when leaving
+    figures: RankFigures | None = None  # once a heartbeat, and when leaving
 
     def lease_ids(self) -> list[str]:
         """The leases that ended with it."""
@@ -198,6 +202,9 @@ class RankBeat:
     placed_bytes: int
     silent_s: float  # since it last spoke, or was expected to
     done: bool = False  # it has everything: nothing more is expected of it here
+    requests: int = 0  # in flight when it last told
+    allowed_requests: int = 0  # that it may have in flight
+    own_bytes: int = 0  # its process's memory, the arena not counted; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
@@ -221,6 +228,8 @@ class LoadBeat:
     store_bytes: int
     error: LongshoreError | None  # the load cannot go on here
     complete: bool
+    model: str = ""  # what it is counted under
+    counters: LoadCounters = field(default_factory=LoadCounters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -234,6 +243,10 @@ class AgentBeat:
     ranks: tuple[RankBeat, ...]
     arena: ArenaUse
     records: dict[str, bytes] = field(default_factory=dict)  # load id -> record, when asked for
+    number: int = 0  # counts the heartbeats of one incarnation: an older one that arrives late changes no figure
+    answered: bool = False  # some coordinator has answered one before: that one has counted what was in it
+    ended: tuple[EndedPart, ...] = ()  # parts of loads that are over, until a heartbeat with them was answered
+    figures: NodeFigures | None = None
 
 
 @dataclass(frozen=True, slots=True)

@@ -5,13 +5,40 @@ from __future__ import annotations
 from cluster.async_twins import in_thread
 from cluster.config import Config
 from cluster.connection import Connection, connect
-from cluster.errors import ClusterLost
+from cluster.errors import ClusterLost, NoCoordinator
+from cluster.joining.ray_join import import_ray
+from cluster.load_request import LoadRequest
+from cluster.reports.chunk_map import ChunkMap
+from cluster.reports.event_log import LoadEvent
 from cluster.reports.report import ClusterStatus
+
+LONGEST_WAIT_S = 30.0  # for news, in one call
 
 
 def status(address: str | None = None) -> ClusterStatus:
-    """Models, ranks, arenas. Raises ClusterLost when no coordinator runs."""
+    """Models, ranks, arenas. Raises ClusterLost, as NoCoordinator when Ray is there and no coordinator runs."""
     found: ClusterStatus = _running(address).call("status")
+    return found
+
+
+def events(model_id: str, *, after: int = 0, wait_s: float = 0.0, address: str | None = None) -> tuple[LoadEvent, ...]:
+    """What happened to a load or model since its event number `after`, oldest first; waits up to `wait_s` for news.
+
+    Of a load the last 1000 are kept, until five minutes after its end. Raises ModelNotFound, ClusterLost.
+    """
+    found: tuple[LoadEvent, ...] = _running(address).call("events", model_id, after, min(wait_s, LONGEST_WAIT_S))
+    return found
+
+
+def chunk_map(model_id: str, *, address: str | None = None) -> ChunkMap:
+    """Where each chunk of a load is now, on every node that has ranks of it. Raises ModelNotFound, ClusterLost."""
+    found: ChunkMap = _running(address).call("chunks", model_id)
+    return found
+
+
+def request_of(model_id: str, *, address: str | None = None) -> LoadRequest:
+    """What a model was loaded with, without credentials. Raises ModelNotFound, ClusterLost."""
+    found: LoadRequest = _running(address).call("request_of", model_id)
     return found
 
 
@@ -45,8 +72,13 @@ def shutdown(address: str | None = None) -> None:
 
 def _running(address: str | None, *, any_version: bool = False) -> Connection:
     connection = connect(address, Config.from_env(), start=False, any_version=any_version)
-    if connection is None:
+    if connection is None and not import_ray().is_initialized():
         raise ClusterLost(
+            "no Ray cluster runs here",
+            hint="ray start --head starts one; --address or RAY_ADDRESS says which cluster elsewhere is meant",
+        )
+    if connection is None:
+        raise NoCoordinator(
             "no Longshore coordinator runs in this cluster",
             hint="the first load starts one; --address or RAY_ADDRESS says which cluster is meant",
         )

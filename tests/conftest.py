@@ -1,5 +1,7 @@
 """Fixtures that any test may use."""
 
+import signal
+
 from hypothesis import HealthCheck, settings
 
 # Tests say nothing about speed: a loaded machine is no failure.
@@ -7,6 +9,10 @@ _quiet = {"deadline": None, "suppress_health_check": [HealthCheck.too_slow]}
 settings.register_profile("longshore", max_examples=40, **_quiet)
 settings.register_profile("thorough", max_examples=400, **_quiet)  # pytest --hypothesis-profile=thorough
 settings.load_profile("longshore")
+
+# Whoever starts the tests in the background of a shell has Ctrl-C ignored, and so would all that they start.
+if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
+    signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = [
     "tests.support.shared_memory",

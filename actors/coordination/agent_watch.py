@@ -15,7 +15,7 @@ import asyncio
 import functools
 import math
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
 
 from ray.exceptions import RayError
 
@@ -25,6 +25,7 @@ from actors.coordination.model_record import ModelRecord, Seat
 from actors.coordination.saved_load import SavedLoad
 from actors.coordination.strays import end_strays
 from cluster.messages import AgentBeat, BeatReply, RankBeat
+from cluster.metrics.tally import Tally
 from cluster.reports.report import NodeStatus
 from cluster.scheduling.load_state import LoadState
 
@@ -47,6 +48,7 @@ class AgentWatch:
     ) -> None:
         """`coordinator` is its incarnation; `go_on(record, incarnations)` tends a load that was adopted."""
         self.rebuilt = asyncio.Event()  # before, a model that is not known may well be there
+        self.tally = Tally()
         self._coordinator = coordinator
         self._stuck_after_s = stuck_after_s
         self._models = models
@@ -66,24 +68,25 @@ class AgentWatch:
         """Nodes whose agents were heard."""
         return set(self._beats)
 
+    @property
+    def busy_node_ids(self) -> set[str]:
+        """Those of them whose agents had a load when they were heard last."""
+        return {node_id for node_id, (beat, _) in self._beats.items() if beat.loads}
+
+    def ended(self, node_ids: Iterable[str]) -> None:
+        """Their agents were ended: there is nothing to tell of these nodes."""
+        for node_id in node_ids:
+            self._beats.pop(node_id, None)
+
     def status(self) -> tuple[NodeStatus, ...]:
         now_s = time.monotonic()
-        return tuple(
-            NodeStatus(
-                node=beat.node_id,
-                host=beat.host,
-                arena_bytes=beat.arena.arena_bytes,
-                used_bytes=beat.arena.committed_bytes,
-                leased_slots=beat.arena.leased_slots,
-                quarantined_slots=beat.arena.quarantined_slots,
-                heartbeat_age_s=now_s - heard_s,
-                disk_unkept_chunks=beat.arena.disk_unkept_chunks,
-            )
-            for beat, heard_s in self._beats.values()
-        )
+        return tuple(_status_of(beat, now_s - heard_s) for beat, heard_s in self._beats.values())
 
     async def forget_dead_nodes(self) -> None:
-        """Leave nodes out that Ray knows to be dead. Asked only when somebody is silent."""
+        """Leave nodes out that Ray knows to be dead, which is asked only when somebody is silent; and what they and
+        forgotten models had in the tally.
+        """
+        self.tally.keep(self._beats, self._models)
         now_s = time.monotonic()
         silent = [node_id for node_id, (_, heard_s) in self._beats.items() if now_s - heard_s > SILENT_S]
         if silent:
@@ -114,6 +117,7 @@ class AgentWatch:
             self._beats.pop(beat.node_id, None)
             return BeatReply(self._coordinator, node_dead=True)
         self._beats[beat.node_id] = (beat, time.monotonic())
+        self.tally.heard(beat, time.monotonic())
         for load_id, packed in beat.records.items():
             if packed:  # else a load that no coordinator began (`actors.hosting`)
                 self._adopt(load_id, packed, beat)
@@ -157,7 +161,7 @@ class AgentWatch:
             if (seat.node_id, seat.attempt) != (beat.node_id, rank.attempt):
                 continue  # a node that was taken for dead
             moved = rank.placed_bytes != seat.placed_bytes
-            seat.placed_bytes = rank.placed_bytes
+            seat.placed_bytes, seat.own_bytes = rank.placed_bytes, rank.own_bytes
             if self._is_stuck(rank, seat) and seat.worker is not None:
                 spawn.end_actor(seat.worker)  # whoever tends the rank learns it from the pending call, and replaces it
             if moved:
@@ -204,3 +208,22 @@ class AgentWatch:
         if rank.pid or rank.done or seat is None or seat.report is None:
             return False
         return (seat.incarnation, seat.attempt) == (rank.incarnation, rank.attempt)
+
+
+def _status_of(beat: AgentBeat, age_s: float) -> NodeStatus:
+    disk = beat.figures.disk if beat.figures is not None else None
+    return NodeStatus(
+        node=beat.node_id,
+        host=beat.host,
+        arena_bytes=beat.arena.arena_bytes,
+        used_bytes=beat.arena.committed_bytes,
+        leased_slots=beat.arena.leased_slots,
+        quarantined_slots=beat.arena.quarantined_slots,
+        heartbeat_age_s=age_s,
+        disk_unkept_chunks=beat.arena.disk_unkept_chunks,
+        evicted_chunks=beat.figures.cache.evicted if beat.figures is not None else 0,
+        disk_budget_bytes=disk.budget_bytes if disk is not None else 0,
+        disk_used_bytes=disk.used_bytes if disk is not None else 0,
+        disk_files=disk.files if disk is not None else 0,
+        disk_evicted_chunks=disk.evicted_chunks if disk is not None else 0,
+    )

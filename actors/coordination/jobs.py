@@ -10,6 +10,7 @@ from actors.coordination.saved_load import SavedLoad
 from cluster.config import Config
 from cluster.fit.needs import min_slots
 from cluster.messages import FetchSettings, NodeJob, RankJob
+from cluster.metrics.labels import model_label
 
 
 def node_job(record: ModelRecord, node_id: str, attempt: int, config: Config) -> NodeJob:
@@ -36,6 +37,7 @@ def node_job(record: ModelRecord, node_id: str, attempt: int, config: Config) ->
         incarnations=tuple(seat.incarnation for seat in seats),
         again=(node_id, attempt) in record.begun,
         replaced=any(seat.replaced for seat in seats),
+        model=model_label(record.request.uri),
     )
 
 
@@ -52,6 +54,7 @@ def rank_job(record: ModelRecord, seat: Seat, config: Config) -> RankJob:
         placement=record.request.placement,
         mapped=record.request.device_map is not None,
         offload_folder=record.request.device_map.offload_folder if record.request.device_map else "",
+        logs=config.logs,
     )
 
 

@@ -40,7 +40,7 @@ from cluster.errors import ClusterError, ClusterLost, LoadCancelled, ModelNotFou
 from cluster.joining.remote_errors import unwrapped
 from cluster.plans.packed_plan import PackedPlan
 from cluster.reports.report import LoadReport, NodeReport
-from cluster.scheduling import load_events, load_state
+from cluster.scheduling import load_events
 from cluster.scheduling.warm_pool import IdleGang
 from storage.errors import LongshoreError
 
@@ -121,9 +121,9 @@ class LoadRun:
         record.shared = None
         attempt = record.life.attempt
         if isinstance(error, LoadCancelled):
-            await self._advance(load_events.Released(attempt=attempt))
+            await record.advance(load_events.Released(attempt=attempt))
         else:
-            await self._advance(load_events.Failed(str(error), attempt=attempt))
+            await record.advance(load_events.Failed(str(error), attempt=attempt))
         await self._gangs.part(record, keep=kept)
         await record.touch()
 
@@ -131,7 +131,7 @@ class LoadRun:
 
     async def _plan(self) -> PackedPlan:
         record = self._record
-        if limits := await node_memory(record, self._agents, self._config):
+        if limits := await node_memory(record, self._agents, self._config, self._admission):
             record.request = replace(record.request, node_memory=limits)
         plan = await self._planner.prepare(record.request)
         record.plan, record.revision, record.signed_by = plan, plan.revision, plan.signed_by
@@ -148,11 +148,14 @@ class LoadRun:
             async with self._admission:
                 try:
                     others = [o for o in self._models.values() if o is not record and not o.life.is_over]
-                    gang = await take_seats(record, others, self._gangs, self._config.cpu_ranks_per_node)
+                    may_wait = time.monotonic() < deadline_s
+                    gang = await take_seats(record, others, self._gangs, self._config, may_wait=may_wait)
                     break
                 except ClusterError as error:
-                    if time.monotonic() >= deadline_s or not nodes.may_resolve(error):
+                    if not nodes.may_resolve(error):
                         raise
+                    if not may_wait:
+                        raise error.with_details(waited_s=request.wait_for_resources_s or None) from None
                     message = str(error)
             await self._event(load_events.ResourcesMissing)
             await record.touch(f"waiting for resources: {message}")
@@ -289,11 +292,7 @@ class LoadRun:
     # -- small things ------------------------------------------------------------------------------------------
 
     async def _event(self, kind: type[load_events.Event]) -> None:
-        await self._advance(kind(attempt=self._record.life.attempt))
+        await self._record.advance(kind(attempt=self._record.life.attempt))
 
     async def _rank_event(self, kind: type[RankEvent], seat: Seat) -> None:
-        await self._advance(kind(seat.rank, seat.incarnation, attempt=self._record.life.attempt))
-
-    async def _advance(self, event: load_events.Event) -> None:
-        self._record.life = load_state.advance(self._record.life, event)
-        await self._record.touch()
+        await self._record.advance(kind(seat.rank, seat.incarnation, attempt=self._record.life.attempt))

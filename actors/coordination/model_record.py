@@ -3,20 +3,34 @@
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import functools
+import logging
 import math
 import time
+import uuid
+from collections.abc import Iterator
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cluster.errors import UnknownFamily
+from cluster.errors import RankLost, UnknownFamily
 from cluster.fit.options import what_was_taken
 from cluster.load_request import LoadRequest
+from cluster.logs import log_events
+from cluster.metrics.labels import model_label
+from cluster.metrics.load_tally import LoadView
+from cluster.metrics.tally import Tally
 from cluster.plans.packed_plan import PackedPlan
-from cluster.reports.report import LoadProgress, LoadReport, ModelStatus, RankReport
+from cluster.reports.event_log import EventLog
+from cluster.reports.report import LoadProgress, LoadReport, ModelStatus, RankReport, RankStatus
+from cluster.scheduling import load_state
 from cluster.scheduling.holders import Holders
-from cluster.scheduling.load_state import Life, LoadState
+from cluster.scheduling.load_events import Event
+from cluster.scheduling.load_state import Life, LoadState, RankLife
 from storage.errors import LongshoreError
 from storage.host.own_memory import PeakMemory
+
+_LOG = logging.getLogger("longshore.load")
 
 
 @dataclass(slots=True)
@@ -35,6 +49,7 @@ class Seat:
     told_s: float = 0.0  # when it was given it
     asked_s: float = math.inf  # when it was asked for its outcome
     placed_bytes: int = 0
+    own_bytes: int = 0  # its worker's memory when its agent last looked; 0: not known
     report: RankReport | None = None
     replaced: bool = False  # its worker is not the load's first one, or may be another
 
@@ -69,6 +84,8 @@ class ModelRecord:
     message: str = ""
     credentials_missing: bool = False  # the coordinator was restarted, and a client must say them again
     task: asyncio.Task[None] | None = None
+    events: EventLog = field(default_factory=EventLog)  # for who watches
+    tally: Tally | None = None  # that counts this load
     version: int = 0  # grows with every change a waiting client would want to see
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -90,6 +107,47 @@ class ModelRecord:
             sorted(seat.rank for seat in self.seats.values() if (seat.node_id, seat.attempt) == (node_id, attempt))
         )
 
+    def workers(self) -> list[Any]:
+        """Handles by rank. Raises RankLost while one is not ready, or the error that ended the model."""
+        if self.error is not None:
+            raise self.error
+        if not self.life.is_ready:
+            raise RankLost(
+                "a rank of the model is being filled again",
+                hint="longshore status shows when it is ready",
+                model=self.model_id,
+                state=self.life.state.value,
+                rank=next((rank for rank, life in enumerate(self.life.ranks) if not life.ready), None),
+            )
+        return [self.seats[rank].worker for rank in sorted(self.seats)]
+
+    async def advance(self, *events: Event) -> None:
+        """What follows from the events (`cluster.scheduling.load_state`), and whoever waits is woken."""
+        before = self.life
+        self.life = functools.reduce(load_state.advance, events, before)
+        if self.life is not before:
+            self.count()
+        with self._logged():
+            self.events.moved(time.time(), before, self.life, {seat.rank: seat.host for seat in self.seats.values()})
+        await self.touch()
+
+    @contextlib.contextmanager
+    def _logged(self) -> Iterator[None]:
+        """Events that come meanwhile are logged too."""
+        last = self.events.last_number
+        yield
+        log_events(_LOG, self.model_id, self.life.attempt, self.events.after(last))
+
+    def count(self, *, adopted: bool = False) -> None:
+        """Tell the tally what it is now. `adopted`: an earlier coordinator began it."""
+        if self.tally is None:
+            return
+        life, model = self.life, model_label(self.request.uri)
+        hosts = tuple(self.seats[rank].host if rank in self.seats else "" for rank in range(len(life.ranks)))
+        error = type(self.error).__name__ if self.error is not None else ""
+        view = LoadView(self.model_id, model, life.state, life.ranks, hosts, self.total_bytes, error)
+        self.tally.load(view, time.monotonic(), adopted=adopted)
+
     def is_at_hand(self, identity: str, revision: str) -> bool:
         """Whether a load of that identity, of that revision, would be given this model at once."""
         return self.life.is_ready and self.revision == revision and self.request.identity() == identity
@@ -106,6 +164,9 @@ class ModelRecord:
         """Wake whoever waits for this model."""
         if self.report is None:
             self.memory.sample()
+        if message is not None:
+            with self._logged():
+                self.events.note(time.time(), message)
         async with self.changed:
             self.version += 1
             if message is not None:
@@ -150,4 +211,40 @@ class ModelRecord:
             error=str(self.error) if self.error else "",
             signed_by=self.signed_by,
             taken=what_was_taken(request.tried),
+            ranks=tuple(self._rank_status(rank) for rank in range(len(self.life.ranks))),
         )
+
+    def as_asked(self) -> LoadRequest:
+        """What is loaded and how it is cut, for whoever wants to plan it again: without credentials and handles."""
+        return replace(self.request, store=self.request.store.without_credentials(), placement_group=None)
+
+    def _rank_status(self, rank: int) -> RankStatus:
+        life, seat = self.life.ranks[rank], self.seats.get(rank)
+        total_bytes = self.plan.ranks[rank].read_bytes if self.plan is not None else 0
+        if seat is None:
+            return RankStatus(rank, "", "lost" if life.lost else "waiting", 0, 0, total_bytes, 0, self.request.device)
+        return RankStatus(
+            rank,
+            seat.host,
+            _state_of(life, seat),
+            life.incarnation,
+            self._placed_bytes(seat),
+            total_bytes,
+            0 if life.lost or self.life.is_over else seat.own_bytes,
+            seat.report.device if seat.report else self.request.device,
+        )
+
+
+def _state_of(life: RankLife, seat: Seat) -> str:
+    if life.lost or life.ready:
+        return "lost" if life.lost else "ready"
+    if seat.started:
+        return "loading"
+    return "waiting" if seat.worker is None else "starting"
+
+
+def new_model_id(request: LoadRequest) -> str:
+    """Readable, and unique for each load: "llama-7b-3f9a21c4"."""
+    last = request.uri.rstrip("/").rsplit("/", 1)[-1].lower()
+    name = "".join(char if char.isalnum() and char.isascii() else "-" for char in last).strip("-")[:32]
+    return f"{name or 'model'}-{uuid.uuid4().hex[:8]}"

@@ -26,8 +26,13 @@ from storage.host.gpu_memory import GpuMemory
 from storage.host.host_memory import MemoryPool, available_host_bytes
 
 
-async def node_memory(record: ModelRecord, agents: NodeAgents, config: Config) -> tuple[tuple[DeviceKey, int], ...]:
-    """Limits in bytes by device; none when the request has its own. Raises what agents raise, NotEnoughResources."""
+async def node_memory(
+    record: ModelRecord, agents: NodeAgents, config: Config, admission: asyncio.Lock
+) -> tuple[tuple[DeviceKey, int], ...]:
+    """Limits in bytes by device; none when the request has its own. Raises what agents raise, NotEnoughResources.
+
+    While `admission` is held no agent ends as an idle one, and this load has no seat yet that would keep it.
+    """
     request, options = record.request, record.request.device_map
     if options is None or options.modules or options.max_memory is not None:
         return ()
@@ -36,8 +41,9 @@ async def node_memory(record: ModelRecord, agents: NodeAgents, config: Config) -
         gpus = int(request.placement_group.bundle_specs[bundle[1] if bundle else 0].get("GPU", 0))
     else:
         node_id, host, gpus = roomiest(await asyncio.to_thread(nodes.cluster_nodes, (), config.cpu_ranks_per_node))
-    await agents.of({node_id: host})
-    facts = await nodes.facts_of([node_id], agents.ask)
+    async with admission:
+        await agents.of({node_id: host})
+        facts = await nodes.facts_of([node_id], agents.ask)
     return node_limits(facts[node_id], gpus if request.device == "cuda" else 0, options, request.fit, config)
 
 

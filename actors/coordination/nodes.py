@@ -22,7 +22,8 @@ from cluster.errors import ClusterError, NotEnoughResources
 from cluster.load_request import LoadRequest
 from cluster.messages import NodeFacts
 from cluster.preview.held_chunks import HeldChunks
-from cluster.scheduling.topology import NodeInfo
+from cluster.scheduling.topology import NodeInfo, show_bundles
+from cluster.units import show_some
 from storage.errors import ArenaError, LongshoreError
 
 FACTS_S = 10.0  # an agent that is well answers at once
@@ -126,14 +127,24 @@ async def _held_on(node_id: str, keys: Any) -> HeldChunks | str:
 
 
 async def group_ready(group: PlacementGroup, request: LoadRequest, holders: list[str]) -> None:
-    """Returns when the bundles have their GPUs. Raises NotEnoughResources after wait_for_resources_s."""
-    wait_s = max(request.wait_for_resources_s, GROUP_GRACE_S)
-    if not await asyncio.to_thread(group.wait, wait_s):
+    """Returns when the bundles have their GPUs, which are free as far as was seen. Raises NotEnoughResources."""
+    if not await asyncio.to_thread(group.wait, GROUP_GRACE_S):
+        sizes = bundle_sizes(group)
         raise NotEnoughResources(
-            f"{request.world_size} GPUs were not given within {wait_s:.0f} s",
+            f"{sum(sizes)} GPUs were not given within {GROUP_GRACE_S:.0f} s (asked for: {show_bundles(sizes)})",
             hint="release a model, or wait longer with wait_for_resources_s",
             models_that_hold_some=", ".join(holders) or None,
         )
+
+
+def bundle_sizes(group: PlacementGroup) -> list[int]:
+    """GPUs of each bundle of a group that is our own."""
+    return [int(bundle["GPU"]) for bundle in group.bundle_specs]
+
+
+def is_placed(group: PlacementGroup) -> bool:
+    """Whether Ray has given it all that it asks for."""
+    return bool(placement_group_table(group).get("state") == "CREATED")
 
 
 def places_in_own_group(group: PlacementGroup, bundle_of_rank: Iterable[int]) -> list[Place]:
@@ -168,7 +179,13 @@ def places_in_group(group: PlacementGroup, request: LoadRequest) -> list[Place]:
     if table.get("state") != "CREATED":
         if table.get("state") in (None, "REMOVED"):
             raise ClusterError("the placement group does not exist any more", group=group.id.hex())
-        raise NotEnoughResources("the placement group has no resources yet", group=group.id.hex())
+        asked = Counter(", ".join(f"{name}: {had:g}" for name, had in each.items()) for each in group.bundle_specs)
+        missing = show_some((f"{count} x {{{what}}}" for what, count in asked.items()), 20, "other kinds")
+        raise NotEnoughResources(
+            f"the placement group has no resources yet; it asks for {missing}",
+            group=group.id.hex(),
+            state=str(table.get("state")).lower(),
+        )
     gpus = request.gpus_per_rank
     per_bundle = [int(bundle.get("GPU", 0)) // gpus if request.device == "cuda" else 1 for bundle in group.bundle_specs]
     bundles = [index for index, ranks in enumerate(per_bundle) for _ in range(ranks)]

@@ -6,6 +6,7 @@ coordinator or by themselves when they have heard of none for long.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import time
 from typing import Any
@@ -28,6 +29,7 @@ from cluster.config import Config
 from cluster.errors import ClusterLost
 
 REMOVE_TRIES = 10
+SHUT_S = 10.0  # an agent that is well has ended all by then
 NAME_FREE_S = 5.0  # Ray gives the name of a dead actor back within moments, of one on a dead node when it knows that
 AGENT_CALLS = 256  # calls an agent answers at once: every rank of the node may be waiting for orders
 
@@ -143,6 +145,15 @@ def remove_group(group: PlacementGroup) -> None:
             remove_placement_group(group)
             if placement_group_table(group).get("state") in (None, "REMOVED"):
                 return
+
+
+async def shut_agent(node_id: str) -> None:
+    """End a node's agent, which gives its arena back."""
+    agent = find_agent(node_id)
+    if agent is not None:
+        with contextlib.suppress(Exception):
+            await asyncio.wait_for(agent.shutdown.remote(), SHUT_S)
+        end_actor(agent)
 
 
 def end_actor(handle: Any) -> None:

@@ -7,14 +7,36 @@ coordinator that was killed.
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import time
 
 import ray
 from ray._raylet import PlacementGroupID
+from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from actors.coordination import spawn
 from actors.names import NAMESPACE, gang_of_worker, group_name
+
+
+class StrayWatch:
+    """Looks for them again and again, first when every agent has had `orphan_after_s` to tell of its loads."""
+
+    def __init__(self, orphan_after_s: float) -> None:
+        self._every_s = orphan_after_s / 4
+        self._due_s = time.monotonic() + orphan_after_s
+        self._suspects: set[str] = set()
+
+    def is_due(self, now_s: float) -> bool:
+        """Whether it is time to look again, by the monotonic clock."""
+        return now_s > self._due_s
+
+    async def look(self, known_gangs: set[str]) -> None:
+        """End what no gang of these owned the last time either. A Ray that does not answer is asked the next time."""
+        self._due_s = time.monotonic() + self._every_s
+        with contextlib.suppress(RayError):
+            self._suspects = await asyncio.to_thread(end_strays, known_gangs, self._suspects)
 
 
 def end_strays(known_gangs: set[str], suspects: set[str]) -> set[str]:

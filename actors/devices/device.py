@@ -29,7 +29,10 @@ class Device(Protocol):
 
     @property
     def fresh_s(self) -> float:
-        """Thread-seconds, inside `place` and `parts`, for which memory that nobody had used was made present."""
+        """Thread-seconds, inside `place` and `parts`, for which memory that nobody had used was made present.
+
+        So far: it is asked for in the middle of a load, and never waits.
+        """
         ...
 
     @property

@@ -39,7 +39,10 @@ class OpeningDevice:
 
     @property
     def fresh_s(self) -> float:
-        return self._ready().fresh_s
+        """So far; never waits, because it is asked for while chunks are fetched. 0 before the device is there."""
+        if not self._device.done() or self._device.exception() is not None:
+            return 0.0
+        return self._device.result().fresh_s
 
     @property
     def held_bytes(self) -> int:

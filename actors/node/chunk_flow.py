@@ -19,9 +19,11 @@ from collections.abc import Iterable
 from actors.node.chunk_errors import given_up, never_brought
 from actors.node.chunk_sources import ChunkSources, source_of
 from actors.node.disk_backlog import DiskBacklog, DiskWrite
+from actors.node.load_meter import LoadMeter
 from actors.node.rank_place import ChunkKeys, RankPlace
 from actors.node.second_leases import SecondLeases
-from cluster.messages import DIRECT, DISK_UNUSABLE, Commit, FetchFailure, LeaseOrder, NodeJob
+from cluster.messages import DIRECT, DISK_UNUSABLE, Commit, FetchFailure, LeaseOrder, NodeJob, RankUpdate
+from cluster.metrics.figures import LoadCounters
 from cluster.plans.packed_plan import unpack_shared
 from cluster.scheduling.lease_queue import LeaseQueue
 from cluster.scheduling.retry import Fail, cause_of
@@ -62,7 +64,8 @@ class ChunkFlow:
             for rank in job.ranks:
                 self.queue.assign(rank, self._wanted_alone(rank))
         # What the report counts.
-        self.sources = ChunkSources(job, self._chunks)
+        self.meter = LoadMeter(job)
+        self.sources = ChunkSources(job, self._chunks, self.meter)
         self.retries: Counter[str] = Counter()
         self.ranks_done(job)
 
@@ -70,6 +73,16 @@ class ChunkFlow:
         """Pin what the arena has already, as far as this load's share allows, before anything evicts it."""
         for chunk in self.queue.pending():
             self._take_from_cache(chunk)
+
+    def counters(self) -> LoadCounters:
+        """What this agent saw the load do so far; only grows."""
+        digests = self.keys.tables.chunks.hash_name is not None
+        return self.meter.counters(self.retries, self.hedges.count, self.hedges.won, digests=digests)
+
+    def said(self, update: RankUpdate) -> None:
+        """Count what a rank's update tells beside its chunks."""
+        self.retries.update(update.retries)
+        self.meter.said(update)
 
     def wake(self, keys: set[bytes]) -> None:
         """Fetches of these bytes by others have ended: take them from the cache, or fetch them after all."""
@@ -116,6 +129,7 @@ class ChunkFlow:
         self, place: RankPlace, chunk: int, lease_id: str, slot: int, *, may_use_disk: bool = True
     ) -> LeaseOrder:
         self.queue.leased(chunk, place.rank)
+        self.meter.leases_granted += 1
         place.leases[lease_id] = chunk
         place.short_of = ""
         on_disk = self.keys[chunk] if may_use_disk and self._disk.on_disk(self.keys[chunk]) else b""
@@ -158,7 +172,7 @@ class ChunkFlow:
         answer = self._cache.commit(lease_id, size_bytes, pinners)
         self.hedges.ended(lease_id, now_s, brought=answer is Answer.DONE)
         if answer not in (Answer.DONE, Answer.DUPLICATE):
-            self.sources.said({source_of(lease_id, commit.disk): (chunk,)})  # the rank may have placed it all the same
+            self.sources.late(chunk, source_of(lease_id, commit.disk))
             self.queue.requeue(chunk, None, "", now_s=now_s)
             return
         self.sources.fetched(chunk, source_of(lease_id, commit.disk))
@@ -178,6 +192,7 @@ class ChunkFlow:
     def lease_lost(self, chunk: int, rank: int, cause: str, now_s: float) -> None:
         """A lease ended by death or by time, not by a report."""
         self.retries[cause] += 1
+        self.meter.leases_taken_back += 1
         decision = self.queue.requeue(chunk, rank, cause, now_s=now_s)
         if isinstance(decision, Fail) and self.error is None:
             self.error = never_brought(decision.reason, self.keys.tables, chunk, rank, cause, self._job.load_id)

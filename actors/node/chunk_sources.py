@@ -9,19 +9,22 @@ from __future__ import annotations
 from collections.abc import Mapping
 from typing import Any
 
+from actors.node.load_meter import LoadMeter
 from cluster.messages import DISK_READ, NodeJob, RankHello
 from storage.checkpoints.model_index import ChunkTable
 
 STORE, DISK, STORE_DIRECT = "store", "disk", "direct"  # `direct`: past the arena, into a rank's own memory
+METERED = {STORE: "store_via_arena", DISK: "disk", STORE_DIRECT: "store_direct"}  # as reports call them
 
 
 class ChunkSources:
     """See above. A chunk is counted once; what is fetched again counts again, and as `refetched` too."""
 
-    def __init__(self, job: NodeJob, chunks: ChunkTable) -> None:
+    def __init__(self, job: NodeJob, chunks: ChunkTable, meter: LoadMeter) -> None:
         self.store_bytes = 0
         self._job = job
         self._chunks = chunks
+        self._meter = meter
         self._store: set[int] = set()
         self._disk: set[int] = set()
         self._cached: set[int] = set()
@@ -33,8 +36,10 @@ class ChunkSources:
 
     def in_arena(self, chunk: int) -> None:
         """The arena has the chunk, and not by this agent's orders for this load."""
-        if chunk not in self._store and chunk not in self._disk:
+        if chunk not in self._store and chunk not in self._disk and chunk not in self._cached:
             self._cached.add(chunk)
+            if not self._job.again:  # else it may be what this load brought there before
+                self._meter.had("arena", self._chunks.byte_range(chunk).size_bytes)
 
     def fetched(self, chunk: int, source: str) -> None:
         """The chunk was fetched and committed."""
@@ -43,6 +48,7 @@ class ChunkSources:
             self._refetched_chunks += 1
             self._refetched_bytes += size_bytes
         self._add(chunk, source)
+        self._meter.had(METERED[source], size_bytes)
 
     def _add(self, chunk: int, source: str) -> None:
         size_bytes = self._chunks.byte_range(chunk).size_bytes
@@ -53,6 +59,13 @@ class ChunkSources:
         self._store.add(chunk)
         self.store_bytes += size_bytes
         self._direct_bytes += size_bytes if source == STORE_DIRECT else 0
+
+    def late(self, chunk: int, source: str) -> None:
+        """The chunk was fetched, and came too late to be committed; the rank may have placed it all the same."""
+        known = chunk in self._store or chunk in self._disk or chunk in self._cached
+        self.said({source: (chunk,)})
+        if not known:
+            self._meter.had(METERED[source], self._chunks.byte_range(chunk).size_bytes)
 
     def said(self, fetched: Mapping[str, tuple[int, ...]]) -> None:
         """A rank says what it has fetched, known or not: a lease may have ended meanwhile, a message been lost."""

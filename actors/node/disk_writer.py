@@ -4,12 +4,14 @@ from __future__ import annotations
 
 import logging
 import threading
+from dataclasses import replace
 
 from actors.node.disk_backlog import DiskBacklog, DiskWrite
 from cluster.config import Config
 from storage.arena.arena import Arena
 from storage.arena.chunk_cache import ChunkCache
 from storage.checksum import digest_of
+from storage.disk.disk_stats import DiskStats
 from storage.disk.tier import DiskTier, Written
 from storage.errors import DiskTierError
 from storage.host.processes import ProcessId
@@ -43,6 +45,13 @@ class DiskWriter:
     def path(self) -> str:
         """The folder that ranks read from; empty when the tier is off."""
         return "" if self._tier is None else self._tier.path
+
+    def stats(self) -> DiskStats | None:
+        """None when the tier is off. Thread-safe; the lock is not needed."""
+        if self._tier is None:
+            return None
+        stats = self._tier.stats()
+        return replace(stats, unkept_chunks=self.backlog.unkept_chunks)
 
     def disk_write(self) -> None:
         """The thread's work, until the agent stops; named as the thread is."""

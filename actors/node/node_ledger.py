@@ -15,11 +15,14 @@ from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
 
 from actors.node.disk_backlog import DiskBacklog
+from actors.node.node_beat import ended_parts, load_beats, rank_beats
 from actors.node.node_load import NodeLoad
 from actors.node.object_checks import KeptSpans
 from cluster.errors import ModelNotFound, RankTaken
-from cluster.messages import AgentBeat, LoadBeat, NodeJob, Orders, RankBeat, RankHello, RankUpdate
+from cluster.messages import AgentBeat, NodeJob, Orders, RankHello, RankUpdate
+from cluster.metrics.figures import NodeFigures
 from cluster.plans.packed_plan import unpack_shared
+from cluster.reports.chunk_map import NodeView, least_done, runs_of
 from cluster.reports.node_report import ArenaUse
 from cluster.reports.report import NodeReport
 from storage.arena.chunk_cache import ChunkCache
@@ -51,6 +54,7 @@ class NodeLedger:
         self._chance = chance or random.Random()
         self._loads: dict[tuple[str, int], NodeLoad] = {}  # by load id and attempt
         self._ended: OrderedDict[tuple[str, int], NodeLoad] = OrderedDict()
+        self._untold: OrderedDict[tuple[str, int], NodeLoad] = OrderedDict()  # ended, and no coordinator knows it yet
         self._refused: dict[tuple[str, int], float] = {}  # parts that wait for their minimum: when they asked last
         self._restored: defaultdict[ProcessId, list[str]] = defaultdict(list)
         for lease in restored:
@@ -98,9 +102,10 @@ class NodeLedger:
         """Forget the load. What its ranks still read or write stays fenced until they let go or are dead."""
         self._give_up([part for part in self._refused if part[0] == load_id], now_s)
         for load in self._parts(load_id):
-            self._ended[load.job.part] = self._loads.pop(load.job.part)
-            while len(self._ended) > ENDED_KEPT:
-                self._ended.popitem(last=False)
+            self._ended[load.job.part] = self._untold[load.job.part] = self._loads.pop(load.job.part)
+            for kept in (self._ended, self._untold):
+                while len(kept) > ENDED_KEPT:
+                    kept.popitem(last=False)
             self._wake(load.end(now_s))
 
     def fail_all(self, error: LongshoreError) -> None:
@@ -111,10 +116,13 @@ class NodeLedger:
     def report(self, load_id: str, node_id: str, host: str) -> NodeReport:
         """The load's figures on this node. Raises ModelNotFound when it is not known here."""
         arena_bytes = self._cache.slot_count * self._slot_bytes
-        parts = [load.report(node_id, host, arena_bytes) for load in self._parts(load_id)]
-        if not parts:
-            raise ModelNotFound("this node does not know the load", load=load_id, node=node_id)
+        parts = [load.report(node_id, host, arena_bytes) for load in self._known_parts(load_id)]
         return functools.reduce(NodeReport.plus, parts)
+
+    def chunks_now(self, load_id: str) -> NodeView:
+        """The load's shards, and where each chunk is on this node. Raises ModelNotFound when it is not known here."""
+        parts = [load.chunks_now() for load in self._known_parts(load_id)]
+        return parts[0][0], runs_of(least_done([letters for _, letters in parts]))
 
     def held(self, keys: Iterable[bytes]) -> list[tuple[bool, bool]]:
         """Of each chunk, whether the arena has it, and the disk. Changes nothing, not even the order of their use."""
@@ -218,24 +226,6 @@ class NodeLedger:
     def beat(self, node_id: str, host: str, incarnation: str, now_s: float, asked_for: Iterable[str]) -> AgentBeat:
         """What the coordinator should know now; with the records of the loads that it `asked_for`."""
         stats = self._cache.stats()
-        ranks = tuple(
-            RankBeat(
-                load.load_id,
-                load.job.attempt,
-                place.rank,
-                place.incarnation,
-                place.process.pid if place.process else 0,
-                place.placed_bytes,
-                silent_s=now_s - place.heard_s,
-                done=not load.awaited(place),
-            )
-            for load in self._loads.values()
-            for place in load.ranks.values()
-        )
-        loads = tuple(
-            LoadBeat(load.load_id, load.job.attempt, load.store_bytes, load.error, load.complete)
-            for load in self._loads.values()
-        )
         use = ArenaUse(
             self._cache.slot_count * self._slot_bytes,
             stats.used_bytes,
@@ -244,7 +234,23 @@ class NodeLedger:
             self._disk.unkept_chunks,
         )
         records = {load_id: load.record for load_id in asked_for for load in self._parts(load_id)}
-        return AgentBeat(node_id, host, incarnation, loads, ranks, use, records)
+        loads = self._loads.values()
+        return AgentBeat(
+            node_id,
+            host,
+            incarnation,
+            load_beats(loads),
+            rank_beats(loads, now_s),
+            use,
+            records,
+            ended=ended_parts(self._untold.values()),
+            figures=NodeFigures(stats),
+        )
+
+    def answered(self, beat: AgentBeat) -> None:
+        """Some coordinator has what that heartbeat says: what has ended by then need not be said again."""
+        for part in beat.ended:
+            self._untold.pop((part.load_id, part.attempt), None)
 
     # -- inside ------------------------------------------------------------------------------------------------
 
@@ -254,6 +260,11 @@ class NodeLedger:
     def _parts(self, load_id: str) -> list[NodeLoad]:
         """Of one load, in the order of their attempts."""
         return [self._loads[part] for part in sorted(self._loads) if part[0] == load_id]
+
+    def _known_parts(self, load_id: str) -> list[NodeLoad]:
+        if parts := self._parts(load_id):
+            return parts
+        raise ModelNotFound("this node does not know the load", load=load_id)
 
     def _give_up(self, refused: list[tuple[str, int]], now_s: float) -> None:
         for part in refused:

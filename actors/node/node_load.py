@@ -17,6 +17,7 @@ from actors.node.object_checks import KeptSpans, ObjectChecks
 from actors.node.rank_place import RankPlace
 from cluster.errors import LoadCancelled
 from cluster.messages import LeaseOrder, NodeJob, Orders, RankHello, RankUpdate
+from cluster.reports.chunk_map import PartView, letters_of, shards_of
 from cluster.reports.report import NodeReport
 from cluster.scheduling.concurrency import RequestLimit
 from storage.arena.chunk_cache import ChunkCache
@@ -40,10 +41,10 @@ class NodeLoad:
         self._cache = cache
         self._disk = disk
         self._flow = ChunkFlow(job, cache, now_s, disk)
+        self.counters = self._flow.counters
         self._checks = ObjectChecks(self._flow.keys, self._flow.queue.chunks(), kept, (cache.forget, disk.forget))
         self._ended: LongshoreError | None = None
         self._former: list[RankPlace] = []  # given up with something of the arena in use, by processes that may live
-        self._corrupt_chunks = 0
         self._requests = RequestLimit(job.most_requests)
         self._flow.take_cached()
         self._rest_if_complete()
@@ -118,12 +119,16 @@ class NodeLoad:
                 place.to_close.append(lease.lease_id)
                 self._flow.lease_lost(chunk, place.rank, "lease_expired", now_s)
 
+    def chunks_now(self) -> PartView:
+        """(the model's shards, where each chunk is on this node): see `cluster.reports.chunk_map`."""
+        tables = self._flow.keys.tables
+        return shards_of(tables.shards, tables.chunks), letters_of(len(tables.chunks), self._flow.queue.states())
+
     def report(self, node_id: str, host: str, arena_bytes: int) -> NodeReport:
         """What this node did for the load."""
         flow = self._flow
-        sizes = flow.keys.tables.chunks.sizes_bytes()
         needed = flow.queue.chunks()
-        needed_bytes = int(sizes[needed].sum())
+        needed_bytes = int(flow.keys.tables.chunks.sizes_bytes()[needed].sum())
         return NodeReport(
             node=node_id,
             host=host,
@@ -132,7 +137,7 @@ class NodeLoad:
             overfetch_bytes=needed_bytes - flow.keys.tables.wanted_bytes(self.job.ranks),
             **flow.sources.figures(needed),
             disk_unkept_chunks=self._disk.unkept_chunks,
-            corrupt_chunks=self._corrupt_chunks,
+            corrupt_chunks=flow.meter.corrupt_chunks,
             retries=dict(flow.retries),
             hedges=flow.hedges.count,
             hedges_won=flow.hedges.won,
@@ -197,7 +202,7 @@ class NodeLoad:
     def apply(self, update: RankUpdate, now_s: float, chance: float) -> set[bytes]:
         """Take in what a rank did. Keys."""
         place = self.ranks[update.rank]
-        place.number, place.heard_s, place.placed_bytes = update.number, now_s, update.placed_bytes
+        place.heard(update, now_s)
         failures = {failure.lease_id: failure for failure in update.failed}
         commits = {commit.lease_id: commit for commit in update.committed}
         ended: set[bytes] = set()
@@ -209,7 +214,7 @@ class NodeLoad:
                 self._cache.abandon(lease_id)
                 if lease_id in commits:
                     late = commits[lease_id]
-                    self._flow.sources.said({source_of(lease_id, late.disk): (late.chunk,)})
+                    self._flow.sources.late(late.chunk, source_of(lease_id, late.disk))
                 continue
             ended.add(self._flow.keys[chunk])
             if lease_id in failures:
@@ -225,12 +230,8 @@ class NodeLoad:
         for chunk in update.placed:
             self._flow.placed(place, chunk)
         self._requests.ranks = sum(bool(other.process) and self.awaited(other) for other in self.ranks.values())
-        for size_bytes, took_s, ago_s in update.requests:
-            self._requests.finished(size_bytes, took_s, now_s - ago_s)
-        for _ in range(update.throttled):
-            self._requests.throttled(now_s)
-        self._flow.retries.update(update.retries)
-        self._corrupt_chunks += update.retries.get("digest_mismatch", 0)
+        self._requests.said(update.requests, update.throttled, now_s)
+        self._flow.said(update)
         if update.leaving:
             ended |= self._let_go(place, now_s)
             place.left = True

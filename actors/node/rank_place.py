@@ -6,6 +6,7 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from cluster.messages import RankHello, RankUpdate
+from cluster.metrics.figures import RankFigures
 from cluster.plans.chunk_keys import chunk_key
 from cluster.plans.packed_plan import SharedTables
 from storage.arena.leases import CachedChunk
@@ -31,12 +32,18 @@ class RankPlace:
     placed_bytes: int = 0
     short_of: str = ""  # why its last answer had fewer leases than it wanted (see Orders)
     heard_s: float = 0.0  # when it last spoke
+    figures: RankFigures | None = None  # when it last told any
 
     def expects(self, hello: RankHello) -> bool:
         """Whether the hello is from who may have the rank, and not an old one that arrives late."""
         if hello.process == self.process and hello.number <= self.number:
             return False
         return hello.incarnation >= self.incarnation
+
+    def heard(self, update: RankUpdate, now_s: float) -> None:
+        """It has spoken, and is not late."""
+        self.number, self.heard_s, self.placed_bytes = update.number, now_s, update.placed_bytes
+        self.figures = update.figures or self.figures
 
     def is_late(self, update: RankUpdate) -> bool:
         """Whether the update is from a process that was given up, or older than one that was taken in."""

@@ -12,8 +12,9 @@ from collections.abc import Iterable
 
 from actors.node.rank_place import ChunkKeys, RankPlace
 from cluster.messages import NodeJob
+from cluster.scheduling.chunk_state import ChunkState
 from cluster.scheduling.hedging import Hedges
-from cluster.scheduling.lease_queue import ChunkState, LeaseQueue
+from cluster.scheduling.lease_queue import LeaseQueue
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.leases import Lease
 

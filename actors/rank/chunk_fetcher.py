@@ -7,13 +7,15 @@ another worker or ends the load (`cluster.scheduling.retry` has both budgets).
 from __future__ import annotations
 
 import contextlib
+import logging
 import random
 import threading
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 from actors.rank.chunk_read import ChunkRead, StageClock, spans_of
+from cluster.logs import LogFields
 from cluster.messages import DISK_READ, DISK_UNUSABLE, Commit, FetchFailure, LeaseOrder
 from cluster.plans.packed_plan import SharedTables
 from cluster.reports.report import StageTimes
@@ -22,6 +24,9 @@ from storage.disk.folder import DiskReader
 from storage.errors import DiskChunkUnusable, DiskTierError, LongshoreError, ReadEnded
 from storage.object_store import ObjectStore
 from storage.read_limit import ReadLimit, ReadLimits
+
+_LOG = logging.getLogger("longshore.rank")
+_NOTABLE = ("digest_mismatch", "object_changed", "credentials_expired")  # worth a line, whatever comes of it
 
 
 @dataclass(frozen=True, slots=True)
@@ -37,7 +42,8 @@ class FetchedChunk:
 class ChunkFetcher:
     """Carries out leases; thread-safe, one `StageClock` per thread."""
 
-    def __init__(self, store: ObjectStore, tables: SharedTables, attempts: int) -> None:
+    def __init__(self, store: ObjectStore, tables: SharedTables, attempts: int, about: LogFields | None = None) -> None:
+        """`about`: whose chunks these are, for the log."""
         self._store = store
         self._tables = tables
         self._attempts = attempts
@@ -46,6 +52,7 @@ class ChunkFetcher:
         self._closed: set[str] = set()
         self._limits = ReadLimits()
         self._running: dict[str, tuple[int, ReadLimit]] = {}  # lease id -> chunk, and what ends its read
+        self._about = about or LogFields()
         self._clocks: list[StageClock] = []
         self._disk: DiskReader | None = None
         # How a thread waits for another try: (cause, seconds, something has arrived). Ends early when none is to come.
@@ -144,9 +151,13 @@ class ChunkFetcher:
             cause = cause_of(error)
             retries[cause] = retries.get(cause, 0) + 1
             decision = decide(cause, retries[cause], random.random())
+            said = str(error)  # (a record that held the error would hold its frames, and with them the arena)
+            about = replace(self._about, chunk=lease.chunk, cause=cause).extra
+            _LOG.log(logging.WARNING if cause in _NOTABLE else logging.DEBUG, "a try failed: %s", said, extra=about)
             # A deadline that passes after failures is a failure too: were the lease handed back, nobody would ever
             # count them, and a store that stalls would be asked for ever.
             if in_vain >= self._attempts or isinstance(decision, Fail) or time.monotonic() >= limit.deadline_s:
+                _LOG.warning("the chunk is given up after %d tries: %s", tries, said, extra=about)
                 failure = FetchFailure(lease.lease_id, lease.chunk, self._described(error, lease.chunk), tries)
                 return FetchedChunk(lease.lease_id, None, failure, retries)
             self.pause(cause, decision.delay_s, read.arrived_bytes > 0)

@@ -17,7 +17,6 @@ from __future__ import annotations
 
 import contextlib
 import itertools
-import threading
 import time
 from collections.abc import Callable
 
@@ -27,11 +26,13 @@ from actors.rank.arena_maps import PROCESS_ARENAS
 from actors.rank.chunk_fetcher import ChunkFetcher
 from actors.rank.chunk_placer import ChunkPlacer
 from actors.rank.error_frames import empty_frames
+from actors.rank.loader_threads import LoaderThreads
 from actors.rank.rank_meter import RankMeter
 from actors.rank.rank_results import Results
 from actors.rank.rank_work import RankWork
 from actors.rank_link import AgentLink
 from cluster.errors import ClusterLost, LoadCancelled
+from cluster.logs import LogFields
 from cluster.messages import DIRECT, Orders, RankHello, RankJob, RankUpdate
 from cluster.plans.load_plan import RankPlan
 from cluster.plans.packed_plan import unpack_shared
@@ -73,11 +74,12 @@ class RankLoader:
         if self.plan.staged and self._device.receives:  # (a GPU's thread imports it anyway)
             self._meter.import_torch()
         self._direct = () if job.placement == "via_arena" else self._placer.direct_chunks()
-        self._fetcher = ChunkFetcher(self._store, self._tables, job.fetch.attempts)
+        about = LogFields(job.load_id, job.attempt, job.rank)
+        self._fetcher = ChunkFetcher(self._store, self._tables, job.fetch.attempts, about)
         choose = self._placer.staging.choose if self.plan.staged else None
         self._work = RankWork(self._fetcher, len(self.plan.chunk_ids), job.fetch.threads, choose)
         self._sources: dict[int, str] = {}  # of each chunk that was fetched here
-        self._threads: list[threading.Thread] = []  # the place thread and the fetch threads
+        self._threads = LoaderThreads(job.rank, self.cancel)  # the place thread and the fetch threads
         self._arena: Arena | None = None
         self._joined = False  # the agent may hold slots for this rank
 
@@ -94,7 +96,7 @@ class RankLoader:
             self._work.sleep(0)  # cancelled before it began?
             self._device.allocate(self.plan.segment_bytes)
             self._join()
-            self._start_thread(self._place_loop, "place")
+            self._threads.start(self._place_loop, "place")
             self._exchange_loop()
             self._placer.finish()
             report = self._meter.report(self._job, self.plan, self._device, self._work, self._fetcher, self._placer)
@@ -182,7 +184,7 @@ class RankLoader:
     def _take(self, orders: Orders) -> None:
         self._work.take(orders)
         while len(self._threads) - 1 < self._work.fetch_threads():
-            self._start_thread(self._fetch_loop, f"fetch-{len(self._threads) - 1}")
+            self._threads.start(self._fetch_loop, f"fetch-{len(self._threads) - 1}")
         self._meter.sample(at_work=self._work.first_work_s is not None)
 
     def _hello(self) -> RankHello:
@@ -222,23 +224,10 @@ class RankLoader:
             throttled=results.throttled,
             leaving=leaving,
             others=PROCESS_ARENAS.words(but=id(self)) if leaving else (),
+            figures=self._meter.figures(job.fetch.heartbeat_s, self._work, self._fetcher, self._placer, last=leaving),
         )
 
     # -- threads -----------------------------------------------------------------------------------------------
-
-    def _start_thread(self, loop: Callable[[], None], name: str) -> None:
-        thread = threading.Thread(target=self._guarded, args=(loop,), name=name, daemon=True)
-        self._threads.append(thread)
-        thread.start()
-
-    def _guarded(self, loop: Callable[[], None]) -> None:
-        try:
-            loop()
-        except LongshoreError as error:
-            empty_frames(error)
-            self.cancel(error)
-        except BaseException as error:  # a bug or out of memory: the load must end, not hang
-            self.cancel(LongshoreError(f"{type(error).__name__} in a loader thread: {error}", rank=self._job.rank))
 
     def _fetch_loop(self) -> None:
         clock, placing = self._fetcher.clock(), self._placer.clock(fetching=True)
@@ -276,8 +265,7 @@ class RankLoader:
     def _end(self, *, failed: bool) -> None:
         """No thread, no mapping and no connection is left; the agent gets its slots back."""
         self._work.stop(LoadCancelled("the load is over"))
-        for thread in self._threads:
-            thread.join()
+        self._threads.join()
         self._fetcher.close()
         try:
             if failed:

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import math
 import socket
 import time
 from dataclasses import replace
@@ -12,8 +13,9 @@ from actors.rank.chunk_fetcher import ChunkFetcher
 from actors.rank.chunk_placer import ChunkPlacer
 from actors.rank.rank_work import RankWork
 from cluster.messages import RankJob
+from cluster.metrics.figures import RankFigures
 from cluster.plans.load_plan import RankPlan
-from cluster.reports.report import RankReport
+from cluster.reports.report import RankReport, StageTimes
 from storage.host.host_cpu import CpuClock, usable_cpus
 from storage.host.own_memory import PeakMemory, own_bytes
 from storage.host.processes import ProcessId
@@ -23,6 +25,7 @@ class RankMeter:
     """Made when everything is imported, and nothing of the load is there yet."""
 
     def __init__(self) -> None:
+        self._told_s = -math.inf
         self.started_s = time.monotonic()
         self._memory = PeakMemory(kept_bytes=PROCESS_MEMORY.kept_bytes)
         self._cpu: CpuClock | None = None  # since there was something to do
@@ -40,6 +43,16 @@ class RankMeter:
         if at_work and self._cpu is None:
             self._cpu = CpuClock()
 
+    def figures(
+        self, every_s: float, work: RankWork, fetcher: ChunkFetcher, placer: ChunkPlacer, *, last: bool
+    ) -> RankFigures | None:
+        """For the agent; None when it was told less than `every_s` ago, and this is not the `last` time."""
+        now_s = time.monotonic()
+        if now_s - self._told_s < every_s and not last:
+            return None
+        self._told_s = now_s
+        return RankFigures(_stages(work, fetcher, placer), 0 if last else work.working, work.requests)
+
     def report(
         self,
         job: RankJob,
@@ -52,7 +65,6 @@ class RankMeter:
         """The rank has placed everything just now."""
         now_s = time.monotonic()
         first_s = work.first_work_s or now_s
-        spent = work.fetch_time
         self._memory.sample()
         return RankReport(
             rank=job.rank,
@@ -64,16 +76,7 @@ class RankMeter:
             size_bytes=plan.size_bytes,
             device_bytes=device.held_bytes,
             bytes_by_device=plan.bytes_by_device,
-            stages=replace(
-                fetcher.stage_times(placer.total),
-                place_fetching_s=placer.fetching_s,
-                device_s=placer.device_s,
-                fresh_s=placer.fresh_s,
-                working_s=spent.working_s,
-                wait_slot_s=spent.wait_slot_s,
-                wait_lease_s=spent.wait_lease_s,
-                wait_retry_s=spent.wait_retry_s,
-            ),
+            stages=_stages(work, fetcher, placer),
             peak_host_bytes=self._memory.peak_bytes,
             start_s=first_s - self.started_s,
             load_s=now_s - first_s,
@@ -89,3 +92,18 @@ class RankMeter:
             peak_staging_bytes=placer.staging.peak_bytes,
             convert_s=placer.staging.convert_s,
         )
+
+
+def _stages(work: RankWork, fetcher: ChunkFetcher, placer: ChunkPlacer) -> StageTimes:
+    """Where the time went so far. Other threads go on counting meanwhile."""
+    spent = work.fetch_time
+    return replace(
+        fetcher.stage_times(placer.total),
+        place_fetching_s=placer.fetching_s,
+        device_s=placer.device_s,
+        fresh_s=placer.fresh_s,
+        working_s=spent.working_s,
+        wait_slot_s=spent.wait_slot_s,
+        wait_lease_s=spent.wait_lease_s,
+        wait_retry_s=spent.wait_retry_s,
+    )

@@ -52,7 +52,7 @@ class RankWork:
         self._results = Results()
         self._placed: set[int] = set()
         self._in_hand = 0  # leases queued or being worked on
-        self._working = 0  # fetch threads that read or verify
+        self.working = 0  # fetch threads that read or verify
         self._pausing = 0  # fetch threads that wait before another try
         self._returning = 0  # those of them whose wait is over
         self._copying = 0  # readable chunks
@@ -66,12 +66,12 @@ class RankWork:
         """The next lease to fetch; None when the rank is to stop."""
         with self._fetch:
             self._fetch.wait_for(
-                lambda: (self._leases and self._working + self._returning < self.requests) or self._error is not None
+                lambda: (self._leases and self.working + self._returning < self.requests) or self._error is not None
             )
             if self._error is not None:
                 return None
             self._account()
-            self._working += 1
+            self.working += 1
             return self._leases.popleft()
 
     def fetched(self, result: FetchedChunk, size_bytes: int, fetch_s: float, placed_bytes: int = 0) -> None:
@@ -80,7 +80,7 @@ class RankWork:
         """
         with self._fetch:
             now_s = self._account()
-            self._working -= 1
+            self.working -= 1
             self._in_hand -= 1
             if result.commit is not None:
                 self._results.requests.append((size_bytes, fetch_s, now_s))
@@ -104,7 +104,7 @@ class RankWork:
 
         with self._again:
             self._account()
-            self._working -= 1
+            self.working -= 1
             self._pausing += 1
             if cause == "throttled":
                 self._was_throttled()
@@ -112,11 +112,11 @@ class RankWork:
             self._tell.notify_all()
             self._again.wait_for(is_to_stop, delay_s)
             self._returning += 1
-            self._again.wait_for(lambda: self._working < self.requests or is_to_stop())
+            self._again.wait_for(lambda: self.working < self.requests or is_to_stop())
             self._account()
             self._returning -= 1
             self._pausing -= 1
-            self._working += 1
+            self.working += 1
 
     # -- the place thread --------------------------------------------------------------------------------------
 
@@ -261,7 +261,7 @@ class RankWork:
         now_s = time.monotonic()
         nothing_to_do = bool(self._leases) or self._finished() or self._short_of == "chunks"
         short_of = "" if nothing_to_do else self._short_of or "lease"
-        self.fetch_time.spend(now_s, self.requests, self._working, self._pausing, short_of)
+        self.fetch_time.spend(now_s, self.requests, self.working, self._pausing, short_of)
         return now_s
 
     def _raise_if_stopped(self) -> None:
@@ -287,7 +287,7 @@ class RankWork:
             return True  # it can take on more leases, or should take on fewer
         results = len(self._results)
         # Several chunks a call keep the agent's share of the CPU small; but not while a place for a request is free.
-        starved = not self._leases and self._working + self._pausing < self.requests
+        starved = not self._leases and self.working + self._pausing < self.requests
         return results >= (1 if starved else self._batch())
 
     def _note_placed(self, chunks: Iterable[int], moved_bytes: int) -> None:

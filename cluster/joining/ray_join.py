@@ -49,6 +49,12 @@ def join(ray: Any, address: str | None, *, start: bool) -> str | None:
                 return None
         _start_local(ray, quiet)
         return "local"
+    except getattr(ray.exceptions, "AuthenticationError", ()) as error:  # not every Ray has it
+        raise ClusterLost(
+            "cannot join the Ray cluster: no valid token",
+            hint="set RAY_AUTH_MODE as it was for `ray start`: disabled, or token with RAY_AUTH_TOKEN",
+            address=address,
+        ) from error
     except (ConnectionError, TimeoutError, RuntimeError, ValueError, OSError) as error:
         raise ClusterLost(
             "cannot join the Ray cluster", hint="check the address and RAY_AUTH_MODE", address=address,

@@ -143,21 +143,26 @@ def cut_model(
     placed = decide_layout(index.tensors, layout, rules, config)
     recipes = decide_recipes(index.tensors, precision, (config.model_type if config else None) or "")
     kinds: dict[TensorKind, int] = {}
-    holders: dict[Holder, int] = {}
-    kind = [
-        kinds.setdefault(TensorKind(tensor.dtype, tensor.shape, tensor.size_bytes, place.cut, recipe), len(kinds))
-        for tensor, place, recipe in zip(index.tensors, placed, recipes, strict=True)
-    ]
+    alike: dict[tuple[object, ...], int] = {}  # large models have 100,000 tensors and a dozen kinds: hashed by parts
+    kind: list[int] = []
+    for tensor, place, recipe in zip(index.tensors, placed, recipes, strict=True):
+        parts = tensor.dtype, tensor.shape, tensor.size_bytes, id(place.cut), id(recipe)
+        number = alike.get(parts)
+        if number is None:
+            known = TensorKind(tensor.dtype, tensor.shape, tensor.size_bytes, place.cut, recipe)
+            number = alike[parts] = kinds.setdefault(known, len(kinds))
+        kind.append(number)
     if any(each.recipe is not None and each.recipe.scheme for each in kinds):
         _check_recipes(index, layout, tuple(kinds), kind)
-    holder = [holders.setdefault(place.holder, len(holders)) for place in placed]
+    holders = {id(place.holder): place.holder for place in placed}  # one object each, as `decide_layout` makes them
+    number_of = {each: number for number, each in enumerate(holders)}
     return CutModel(
         layout=layout,
         names=tuple(tensor.name for tensor in index.tensors),
         kinds=tuple(kinds),
-        holders=tuple(holders),
+        holders=tuple(holders.values()),
         kind=np.array(kind, np.int32),
-        holder=np.array(holder, np.int32),
+        holder=np.array([number_of[id(place.holder)] for place in placed], np.int32),
         shard=np.array([tensor.shard for tensor in index.tensors], np.int32),
         start=np.array([tensor.start for tensor in index.tensors], np.int64),
     )

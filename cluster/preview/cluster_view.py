@@ -12,7 +12,7 @@ from dataclasses import dataclass, replace
 
 from cluster.config import Config
 from cluster.connection import Connection, connect, joined
-from cluster.errors import ClusterLost, NotEnoughResources
+from cluster.errors import NoCoordinator, NotEnoughResources
 from cluster.load_request import LoadRequest
 from cluster.plans.chunk_keys import lasting_keys
 from cluster.plans.load_plan import LoadPlan
@@ -85,7 +85,7 @@ class AskedCluster:
 def find_cluster(address: str | None, config: Config) -> AskedCluster | None:
     """The cluster at `address`; without one, that which this process works with already. None: there is none.
 
-    Raises ClusterLost when no coordinator runs at the address.
+    Raises ClusterLost, as NoCoordinator when none runs at the address.
     """
     if address is None:
         with contextlib.suppress(LongshoreError):  # nobody asked for it: a plan can do without
@@ -94,7 +94,7 @@ def find_cluster(address: str | None, config: Config) -> AskedCluster | None:
         return None
     connection = connect(address, config, start=False)
     if connection is None:
-        raise ClusterLost(
+        raise NoCoordinator(
             "no Longshore coordinator runs in this cluster", hint='the first load starts one; memory="4x24GB" asks none'
         )
     return AskedCluster(connection, tuple(connection.call("rooms")))

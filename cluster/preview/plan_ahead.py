@@ -11,7 +11,6 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from pathlib import Path
 from typing import TYPE_CHECKING
 
 from cluster.async_twins import in_thread
@@ -37,6 +36,7 @@ from cluster.precision.recipes import make_precision
 from cluster.precision.written_quantization import precision_notes
 from cluster.preview.cluster_view import AskedCluster, find_cluster
 from cluster.preview.expected_time import ExpectedTime, Rates, expect
+from cluster.preview.picture_file import picture_path, titled_picture, write_picture
 from cluster.preview.plan_inputs import Measured, find_devices, given_rates, read_rates
 from cluster.preview.plan_layers import layer_table
 from cluster.preview.plan_summary import PlanSummary, spread_evenly, summarize_plan
@@ -137,7 +137,7 @@ def plan(
         check_count("ranks_per_node", ranks_per_node, 1, MAX_RANKS)
     if rank is not None:
         check_count("rank", rank, 0, MAX_RANKS - 1)
-    target = None if picture is None else _picture_path(picture)
+    target = None if picture is None else picture_path(picture)
     given = given_rates(store_rate, network_rate, disk_rate, place_rate)
     rates = given if measured is None else given.over(read_rates(measured))
     if memory is not None and address is not None:
@@ -150,8 +150,18 @@ def plan(
     )
     summary = replace(summary, expected=_expected(summary, rates))
     if target is not None:
-        _write_picture(target, summary, request.uri)
+        write_picture(target, summary, request.uri)
     return summary
+
+
+def draw(request: LoadRequest, config: Config | None = None) -> str:
+    """An SVG of ranks against layers for a load as it was asked for, weighed on nothing.
+
+    Reads the manifest, or the headers, with what this process may read. Raises as `plan` does.
+    """
+    settings = config or Config.from_env()
+    summary = with_live_rules(request, lambda asked: _summarize(asked, None, 0, settings, None, None, None))
+    return titled_picture(summary, request.uri)
 
 
 def _expected(summary: PlanSummary, rates: Rates) -> ExpectedTime | None:
@@ -276,24 +286,6 @@ def _without_file(uri: str | os.PathLike[str]) -> str | os.PathLike[str]:
     if text == CONFIG_KEY:
         return "."
     return text.removesuffix(f"/{CONFIG_KEY}") if text.endswith(f"/{CONFIG_KEY}") else uri
-
-
-def _picture_path(given: str | os.PathLike[str]) -> Path:
-    if not isinstance(given, str | os.PathLike):
-        raise ConfigError(f"picture must be the path of a file, not {given!r:.60}", hint="name it plan.svg")
-    path = Path(given)
-    if path.suffix.lower() != ".svg":
-        raise ConfigError(f"a picture is an SVG file, not {path.name!r:.60}", hint="name it plan.svg")
-    if not path.parent.is_dir():
-        raise ConfigError(f"there is no folder for the picture: {path.parent}")
-    return path
-
-
-def _write_picture(path: Path, summary: PlanSummary, uri: str) -> None:
-    try:
-        path.write_text(summary.picture(f"{uri}: {summary.layout}"), encoding="utf-8")
-    except OSError as error:
-        raise ConfigError(f"the picture cannot be written: {error.strerror}", path=str(path)) from error
 
 
 aplan = in_thread(plan)

@@ -43,6 +43,10 @@ class StageTimes(Jsonable):
         mine, theirs = asdict(self), asdict(other)
         return StageTimes(**{name: mine[name] + theirs[name] for name in mine})
 
+    def __sub__(self, other: StageTimes) -> StageTimes:
+        mine, theirs = asdict(self), asdict(other)
+        return StageTimes(**{name: mine[name] - theirs[name] for name in mine})
+
 
 @dataclass(frozen=True, slots=True)
 class ProcessMemory(Jsonable):
@@ -58,6 +62,21 @@ class ProcessMemory(Jsonable):
     def beyond_bytes(self) -> int:
         """What the load took beyond its destination."""
         return max(0, self.peak_bytes - self.baseline_bytes - self.destination_bytes)
+
+
+@dataclass(frozen=True, slots=True)
+class RankStatus(Jsonable):
+    """One rank of a load or of a resident model at a moment."""
+
+    rank: int
+    host: str  # "" before it has a place
+    # "waiting": for its place or its worker; "starting": that comes up; "loading"; "ready"; "lost": to be replaced
+    state: str
+    incarnation: int  # 0 for the first worker of the rank, one more for each replacement
+    placed_bytes: int  # as LoadProgress has them, of this rank
+    total_bytes: int  # likewise; 0: not known
+    own_bytes: int  # the worker's own memory, the arena not counted; 0: not known
+    device: str  # "cpu" or "cuda"; which one, when it has everything
 
 
 @dataclass(frozen=True, slots=True)

@@ -15,7 +15,7 @@ from cluster.precision.recipes import Precision
 from cluster.reports.bottleneck import LoadLimit, find_limit
 from cluster.reports.node_report import NodeReport
 from cluster.reports.object_check import ObjectCheck, join_checks, unchecked_counts
-from cluster.reports.rank_report import Jsonable, ProcessMemory, RankReport, StageTimes
+from cluster.reports.rank_report import Jsonable, ProcessMemory, RankReport, RankStatus, StageTimes
 
 __all__ = [
     "ClusterStatus",
@@ -29,6 +29,7 @@ __all__ = [
     "ObjectCheck",
     "ProcessMemory",
     "RankReport",
+    "RankStatus",
     "StageTimes",
 ]
 
@@ -251,6 +252,7 @@ class ModelStatus(Jsonable):
     error: str = ""
     signed_by: str = ""  # id of the trusted key that signed its manifest
     taken: str = ""  # what fit="auto" changed so that it fits
+    ranks: tuple[RankStatus, ...] = ()
 
 
 @dataclass(frozen=True, slots=True)
@@ -265,6 +267,11 @@ class NodeStatus(Jsonable):
     quarantined_slots: int
     heartbeat_age_s: float
     disk_unkept_chunks: int = 0  # that its disk tier should have and has not, since the agent began
+    evicted_chunks: int = 0  # from the arena, since the agent began
+    disk_budget_bytes: int = 0  # 0: it has no disk tier
+    disk_used_bytes: int = 0
+    disk_files: int = 0  # chunks in it
+    disk_evicted_chunks: int = 0  # since the agent began
 
 
 @dataclass(frozen=True, slots=True)
@@ -287,3 +294,4 @@ class ClusterStatus(Jsonable):
     models: tuple[ModelStatus, ...]
     nodes: tuple[NodeStatus, ...]
     gangs: tuple[GangStatus, ...] = ()  # idle ones
+    metrics_url: str = ""  # where Prometheus scrapes, as seen from the coordinator's host; empty: nowhere

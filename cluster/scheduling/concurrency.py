@@ -15,6 +15,8 @@ would always find that more requests bring more: taken from the others, on the s
 
 from __future__ import annotations
 
+from collections.abc import Iterable
+
 LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 START = 3
 MARGIN = 0.05  # differences in throughput below this are never taken for one
@@ -87,6 +89,13 @@ class RequestLimit:
         if full:
             self._measured(rate)
             self._go(self._choice(now_s), now_s)
+
+    def said(self, requests: Iterable[tuple[int, float, float]], throttled: int, now_s: float) -> None:
+        """What a rank's update says (see RankUpdate): `finished` and `throttled`."""
+        for size_bytes, took_s, ago_s in requests:
+            self.finished(size_bytes, took_s, now_s - ago_s)
+        for _ in range(throttled):
+            self.throttled(now_s)
 
     def throttled(self, now_s: float) -> None:
         """The store asked for fewer requests."""

@@ -14,27 +14,17 @@ Every operation is O(log n) in the chunks, times the ranks of one node, but for 
 
 from __future__ import annotations
 
-import enum
 import heapq
 from collections import defaultdict
-from collections.abc import Hashable, Iterable, Mapping
+from collections.abc import Hashable, Iterable, Iterator, Mapping
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.scheduling.chunk_state import ChunkState
 from cluster.scheduling.failure_log import FailureLog
 from cluster.scheduling.rank_needs import RankNeeds
 from cluster.scheduling.retry import Fail, Retry
-
-
-class ChunkState(enum.Enum):
-    """Where one needed chunk is."""
-
-    PENDING = "pending"  # to be fetched, or taken from the cache
-    WAITING = "waiting"  # somebody else is fetching the same bytes
-    LEASED = "leased"  # being fetched, perhaps by more than one rank
-    COMMITTED = "committed"  # in the arena; some rank has not placed it
-    DONE = "done"  # no present rank needs it
 
 
 class LeaseQueue:
@@ -100,9 +90,13 @@ class LeaseQueue:
         """All chunks of the load on this node, in plan order."""
         return list(self._order)
 
+    def states(self) -> Iterator[tuple[int, ChunkState]]:
+        """Every chunk and where it is, in plan order."""
+        return zip(self._order, self._state, strict=True)
+
     def pending(self) -> list[int]:
         """Every chunk that nobody fetches yet, in plan order; O(n)."""
-        return [chunk for p, chunk in enumerate(self._order) if self._state[p] is ChunkState.PENDING]
+        return [chunk for chunk, state in self.states() if state is ChunkState.PENDING]
 
     def state(self, chunk: int) -> ChunkState:
         """Where the chunk is. Raises KeyError for a chunk that no rank of the node touches."""

@@ -11,6 +11,8 @@ from cluster.units import show_some
 from storage.host.gpu_memory import GpuMemory
 from storage.host.host_memory import MemoryPool
 
+USUAL_GPUS = 8  # of a machine that has any
+
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
@@ -108,6 +110,24 @@ def bundles_for(layout: Layout, gpus_per_node: Sequence[int]) -> list[int]:
     groups = layout.ranks // group_size
     whole = min(groups, sum(gpus // group_size for gpus in gpus_per_node))
     return [group_size] * whole + [1] * ((groups - whole) * group_size)
+
+
+def bundles_to_wait_for(layout: Layout, gpus_of_nodes: Sequence[int], gpus_per_node: int = 0) -> list[int]:
+    """The same for nodes that are still to come. `gpus_of_nodes`: all that nodes have now, held or free.
+
+    What node types an autoscaler has nobody says, and a bundle that is larger than any of them never comes. So none is
+    larger than `gpus_per_node`, if that was set, or the largest node there is, or else than machines are as a rule.
+    """
+    most = gpus_per_node or max(gpus_of_nodes, default=0) or USUAL_GPUS
+    group_size = layout.tensor_parallel_size
+    size = next(size for size in range(min(most, group_size), 0, -1) if group_size % size == 0)
+    return [size] * (layout.ranks // size)
+
+
+def show_bundles(sizes: Sequence[int]) -> str:
+    """ "2 bundles of 8 GPUs, 1 bundle of 1 GPU" """
+    counts = [(size, sizes.count(size)) for size in dict.fromkeys(sizes)]
+    return ", ".join(f"{count} bundle{'s' * (count > 1)} of {size} GPU{'s' * (size > 1)}" for size, count in counts)
 
 
 def bundle_of_ranks(bundles: Sequence[int]) -> tuple[int, ...]:

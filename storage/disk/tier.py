@@ -20,6 +20,7 @@ import time
 from collections import Counter
 from collections.abc import Iterator
 
+from storage.disk.disk_stats import DiskStats
 from storage.disk.folder import FolderLock, chunk_name, key_of, make_folder, open_folder
 from storage.disk.format import HEADER_BYTES, ChunkHeader, pack_header
 from storage.disk.index import DiskIndex
@@ -49,6 +50,7 @@ class DiskTier:
         """`budget_bytes` 0: half of what the tier has and could have. Raises DiskTierError."""
         self.path = make_folder(parent)
         self.counts: Counter[Written] = Counter()
+        self.evicted_chunks = 0
         self.last_error = ""  # of the last write that was not done
         self._folder = open_folder(self.path)
         self._index = DiskIndex(budget_bytes)
@@ -81,6 +83,18 @@ class DiskTier:
     def unkept_chunks(self) -> int:
         """Writes that came to nothing."""
         return self.counts[Written.NO_ROOM] + self.counts[Written.FULL] + self.counts[Written.FAILED]
+
+    def stats(self) -> DiskStats:
+        """How it stands."""
+        with self._books:
+            return DiskStats(
+                self.budget_bytes,
+                self.used_bytes,
+                len(self._index),
+                self.counts[Written.DONE],
+                self.evicted_chunks,
+                self.unkept_chunks,
+            )
 
     def __len__(self) -> int:
         return len(self._index)
@@ -215,6 +229,7 @@ class DiskTier:
         with self._books:
             gone = self._index.make_room(size_bytes)
         for key in gone or ():
+            self.evicted_chunks += 1
             self._unlink(key)
         return gone is not None
 
@@ -227,6 +242,7 @@ class DiskTier:
                     before_bytes = self._index.used_bytes
                     key = self._index.drop_oldest()
                     left_bytes -= before_bytes - self._index.used_bytes
+                self.evicted_chunks += 1
                 self._unlink(key)
         return left_bytes <= 0
 

@@ -1,4 +1,4 @@
-"""How much memory the GPUs of this host have, and have free: asked of the driver, without a CUDA context.
+"""How much memory the GPUs of this host have, and have free, and which driver: asked of it, without a CUDA context.
 
 A context would take hundreds of megabytes of the very memory that is asked about. The driver's management library
 (NVML) answers in milliseconds where it is installed; its command, nvidia-smi, takes a good part of a second.
@@ -32,6 +32,27 @@ def gpu_memory(library: str = NVML) -> tuple[GpuMemory, ...]:
         return _ask_library(library)
     except (OSError, AttributeError, ValueError):
         return _ask_command()
+
+
+@dataclass(frozen=True, slots=True)
+class GpuDriver:
+    """NVIDIA's, on this host."""
+
+    version: str  # "580.95.05"
+    cuda: str  # "13.0": the newest CUDA that it runs
+
+
+def gpu_driver(library: str = NVML) -> GpuDriver | None:
+    """None where there is no driver, or it does not work."""
+    try:
+        nvml = ctypes.CDLL(library)
+        with _initialized(nvml):
+            text, cuda = ctypes.create_string_buffer(96), ctypes.c_int()
+            _check(nvml.nvmlSystemGetDriverVersion(text, ctypes.c_uint(len(text))))
+            _check(nvml.nvmlSystemGetCudaDriverVersion_v2(ctypes.byref(cuda)))
+        return GpuDriver(text.value.decode(errors="replace"), f"{cuda.value // 1000}.{cuda.value % 1000 // 10}")
+    except (OSError, AttributeError):
+        return None
 
 
 class _Memory(ctypes.Structure):

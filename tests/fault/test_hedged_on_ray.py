@@ -14,7 +14,7 @@ from tests.support.stored_models import CHUNK_BYTES, KV_HEADS, StoredModel
 pytestmark = pytest.mark.slow
 
 NEVER_S = 10_000.0
-LATE = 15  # this request for weights hangs, when others have told how long one takes
+LATE = 12  # from this request for weights on one hangs: others have told how long one takes
 RANKS = 2
 
 
@@ -26,14 +26,17 @@ def test_a_second_request_wins_and_the_slot_of_the_first_comes_back(
     waits = dict.fromkeys(("read_timeout_s", "lease_deadline_s", "stuck_after_s"), NEVER_S)
     longshore.configure(empty=True, fetch_threads=4, hedge_factor=2.0, hedge_after_s=0.3, **waits)
 
+    late: dict[str, int] = {}
+
     def script(asked: Asked) -> tuple[Fault, ...]:
-        return (fault,) if asked.number == LATE else ()
+        whole = asked.number >= LATE and asked.size_bytes == CHUNK_BYTES  # the last chunk of a shard may be too short
+        return (fault,) if whole and late.setdefault("number", asked.number) == asked.number else ()
 
     with FaultProxy(llama.server.endpoint_url, script) as proxy:
         options = {**llama.options, "endpoint_url": proxy.endpoint_url, "placement": "via_arena"}
         with cluster.load(llama.uri, tensor_parallel_size=RANKS, device="cpu", **options) as model:
             report = model.report
-            assert [asked.number for asked, _ in proxy.struck] == [LATE]
+            assert [asked.number for asked, _ in proxy.struck] == [late["number"]]
             assert report.hedges >= report.nodes[0].hedges_won >= 1
             assert report.retries == {}
             assert report.store_bytes == report.nodes[0].needed_bytes

@@ -51,7 +51,7 @@ def test_an_address_where_no_ray_is() -> None:
 
 
 def test_status_starts_no_cluster() -> None:
-    assert said("local").startswith("ClusterLost no Longshore coordinator")
+    assert said("local").startswith("ClusterLost no Ray cluster runs here")
 
 
 def test_another_process_finds_the_coordinator(longshore: Longshore) -> None:

@@ -138,16 +138,18 @@ def test_more_ranks_than_gpus_is_said_in_seconds(checked: Longshore, llama: Stor
 
 
 def test_gpus_that_others_hold(checked: Longshore, llama: StoredModel) -> None:
-    """Another actor has them: the load says what is free; asked to wait, it goes on once they are given back."""
+    """Other actors have them: the load says what is free; asked to wait, it goes on once there are enough, also when
+    they lie otherwise than it has asked Ray for.
+    """
     import ray
 
-    @ray.remote(num_gpus=GPUS_PER_NODE, num_cpus=0)
+    @ray.remote(num_gpus=1, num_cpus=0)
     class Hog:
-        def ready(self) -> bool:
-            return True
+        def node(self) -> str:
+            return str(ray.get_runtime_context().get_node_id())
 
-    hogs = [Hog.remote() for _ in range(2)]
-    ray.get([hog.ready.remote() for hog in hogs])
+    hogs = [Hog.remote() for _ in range(2 * GPUS_PER_NODE)]
+    where = ray.get([hog.node.remote() for hog in hogs])
     with pytest.raises(cluster.NotEnoughResources, match="0 of 4 are free"):
         cluster.load(llama.uri, device="cuda", **llama.options)
     messages: list[str] = []
@@ -156,16 +158,22 @@ def test_gpus_that_others_hold(checked: Longshore, llama: StoredModel) -> None:
             cluster.load,
             llama.uri,
             device="cuda",
+            tensor_parallel_size=2,
             wait_for_resources_s=60,
             progress=lambda now: messages.append(now.message),
             **llama.options,
         )
         eventually(lambda: any("waiting for resources" in m for m in messages), lambda: f"not said: {messages}")
-        for hog in hogs:
-            ray.kill(hog)
-        # It got its GPU; that there is none behind the number is found by the worker.
+        assert "{0: {'GPU': 2.0}} PENDING" in checked.placement_groups()[0], "a node autoscaler would not hear of it"
+        for node in set(where):
+            ray.kill(hogs[where.index(node)])
+        apart = "{0: {'GPU': 1.0}, 1: {'GPU': 1.0}} CREATED"
+        eventually(lambda: any(apart in group for group in checked.placement_groups()), "it does not take them")
+        # It got its GPUs; that there is none behind the number is found by the workers.
         with pytest.raises(cluster.DeviceUnavailable):
             waiting.result(60)
+    for hog in hogs:
+        ray.kill(hog)
 
 
 def test_waiting_for_places_that_a_model_holds(checked: Longshore, llama: StoredModel, odd: StoredModel) -> None:

@@ -28,6 +28,7 @@ from actors.coordination import (
     admission,
     agent_watch,
     gangs,
+    idle_agents,
     load_report,
     load_run,
     model_record,
@@ -70,7 +71,8 @@ from tests.support.simulated_workers import TROUBLES, SimAgent, SimHost, SimWork
 from tests.support.virtual_time import Clock, VirtualLoop
 
 ON_THE_CLOCK = (
-    admission, agent_watch, coordinator, gangs, load_report, load_run, model_record, node_agents, reseating,
+    admission, agent_watch, coordinator, gangs, idle_agents, load_report, load_run, model_record, node_agents,
+    reseating, strays,
 )  # fmt: skip
 ASKS_RAY = (nodes, plan_source, spawn, strays)
 COORDINATOR_GONE_S = 60.0  # see cluster.connection
@@ -244,6 +246,8 @@ class ClusterSimulation:
         self.config = Config.from_env(
             {},
             heartbeat_s=1.0,
+            metrics_port=-1,
+            log_level="ERROR",
             lease_deadline_s=10.0,
             stuck_after_s=12.0,
             orphan_after_s=30.0,
@@ -251,6 +255,7 @@ class ClusterSimulation:
             node_wait_s=node_wait_s,
             cpu_ranks_per_node=2,
             host_reserve_bytes=0,
+            idle_agent_s=3.0 * (seed % 2),
             hedge_factor=0.0 if roomy else 4.0,  # a second fetch of a chunk is not counted then
         )
         self.ray = SimRay(self.clock)
@@ -263,6 +268,7 @@ class ClusterSimulation:
         self.store_trouble = 0.0
         self.problems: list[str] = []
         self.coordinators = 0
+        self._counted: tuple[object, dict[Any, float]] = None, {}
         self._ids = itertools.count(1)
         self._coordinator: Coordinator | None = None
         self._loop: VirtualLoop | None = None
@@ -414,6 +420,7 @@ class ClusterSimulation:
 
         def take(said: Any) -> None:
             if agent.up and not agent.node.host.cut_off:
+                agent.answered(beat)
                 agent.asked_for = said.unknown_loads
                 for load_id in said.ended_loads:
                     agent.end(load_id)
@@ -453,6 +460,17 @@ class ClusterSimulation:
         for client in self.clients:
             if client.error is not None:
                 self.check_error(client.error)
+        self._check_counters()
+
+    def _check_counters(self) -> None:
+        """Of one coordinator: none falls while its host is there."""
+        if self._coordinator is not None:
+            tally = self._coordinator._agents.tally
+            before = self._counted[1] if self._counted[0] is tally else {}
+            totals = dict(tally.books().totals)
+            fell = [(key, value, totals[key]) for key, value in before.items() if totals.get(key, value) < value]
+            assert not fell, f"a counter fell: {fell[0]}"
+            self._counted = tally, totals
 
     def check_error(self, error: LongshoreError) -> None:
         """A load fails with a typed error only, and only when there was a fault that justifies that very one."""
@@ -628,7 +646,9 @@ class ClusterSimulation:
         """Ray, the clock and planning are other ones; nothing that decides is."""
         enter = self._patches.enter_context
         for module in ON_THE_CLOCK:
-            enter(patch.object(module, "time", SimpleNamespace(monotonic=self.clock.monotonic)))
+            enter(
+                patch.object(module, "time", SimpleNamespace(monotonic=self.clock.monotonic, time=self.clock.monotonic))
+            )
         for module in ASKS_RAY:
             enter(patch.object(module, "ray", self.ray))
         enter(patch.object(nodes, "available_resources_per_node", dict))

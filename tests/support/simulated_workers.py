@@ -16,11 +16,12 @@ from typing import TYPE_CHECKING
 from actors.node.node_ledger import NodeLedger
 from cluster.errors import ClusterLost, LoadCancelled
 from cluster.load_request import StoreAccess
-from cluster.messages import NodeFacts, NodeJob, RankHello, RankJob, RankUpdate
+from cluster.messages import AgentBeat, NodeFacts, NodeJob, RankHello, RankJob, RankUpdate
 from cluster.plans.packed_plan import unpack_shared
 from cluster.reports.rank_report import RankReport, StageTimes
 from cluster.reports.report import NodeReport
 from storage.arena.slot_records import SlotState
+from storage.errors import ArenaError
 from storage.host.host_memory import MemoryPool
 from storage.host.processes import ProcessId
 from tests.support.node_simulation import CHUNK_BYTES, NodeSimulation, SimLoad, SimModel, SimRank, SimTables
@@ -140,6 +141,8 @@ class SimAgent:
         self.cluster = node.cluster
         self.incarnation = self.cluster.unique()
         self.asked_for: tuple[str, ...] = ()
+        self.beats, self.was_answered = 0, False
+        self.shut = False
         node.sync()
         node.restart_agent()
         node.agent = self
@@ -148,16 +151,25 @@ class SimAgent:
 
     @property
     def ledger(self) -> NodeLedger:
+        if self.shut:
+            raise ArenaError("this node's agent has been shut down")
         self.node.sync()
         return self.node.ledger
 
     @property
     def up(self) -> bool:
-        return self.node.agent is self
+        return self.node.agent is self and not self.shut
 
     # -- what the coordinator calls ----------------------------------------------------------------------------
 
+    def shutdown(self) -> None:
+        """It does nothing from now on. (The arena, which would go, stays: what is fetched is counted by content.)"""
+        assert not self.ledger.beat("", "", "", self.node.now_s, ()).loads, "it has a load"
+        self.shut = True
+
     def facts(self) -> NodeFacts:
+        if self.shut:
+            raise ArenaError("this node's agent has been shut down")
         slots = self.node.slot_count * self.cluster.config.slot_bytes
         return NodeFacts(self.node.host.node_id, self._host, slots, (MemoryPool("host", 1 << 40, 1 << 40),), (), "")
 
@@ -183,6 +195,8 @@ class SimAgent:
         return self.ledger.report(load_id, self.node.host.node_id, self._host)
 
     def end(self, load_id: str) -> None:
+        if self.shut:
+            return
         for seat in self.node.ranks:
             if seat.alive and seat.load.load_id == load_id:
                 self.node.in_flight_at_fault(seat)
@@ -214,12 +228,20 @@ class SimAgent:
         if not self.up:
             return
         self.cluster.clock.after(self.cluster.config.heartbeat_s, self._beat)
+        self.beats += 1
         beat = self.ledger.beat(self.node.host.node_id, self._host, self.incarnation, self.node.now_s, self.asked_for)
+        beat = replace(beat, number=self.beats, answered=self.was_answered)
         fate = self.cluster.fate()
         times = {"lost": 0, "twice": 2}.get(fate, 1)
         for _ in range(times):
             delay_s = self.cluster.clock.chance.uniform(0.5, 5.0) if fate == "late" else 0.0
             self.cluster.clock.after(delay_s, lambda: self.cluster.heartbeat(self, beat, answered=fate != "unanswered"))
+
+    def answered(self, beat: AgentBeat) -> None:
+        self.was_answered = True
+        if self.shut:
+            return
+        self.ledger.answered(beat)
 
     @property
     def _host(self) -> str:

@@ -17,8 +17,11 @@ from actors.coordination.model_record import ModelRecord, Seat
 from cluster.layouts.mesh import Layout
 from cluster.load_request import LoadRequest, StoreAccess
 from cluster.messages import AgentBeat, ArenaUse, BeatReply, LoadBeat, RankBeat
+from cluster.metrics.figures import NodeFigures
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life, LoadState
+from storage.arena.cache_stats import CacheStats
+from storage.disk.disk_stats import DiskStats
 from storage.store_ref import StoreRef
 
 
@@ -107,6 +110,19 @@ def test_no_node_is_given_up_because_ray_does_not_answer(ray_of: Ray) -> None:
     assert watch.node_ids == {"anybody"}
 
 
+def test_status_has_both_tiers_of_the_cache(ray_of: Ray) -> None:
+    cache = CacheStats(*range(15))
+    disk = DiskStats(budget_bytes=100, used_bytes=60, files=6, written_chunks=9, evicted_chunks=3, unkept_chunks=2)
+    arena = ArenaUse(64, 32, 1, 0, disk_unkept_chunks=2)
+    with_disk = replace(beat("living"), arena=arena, figures=NodeFigures(cache, disk))
+    (node,) = hear(with_disk)[1].status()
+    assert (node.arena_bytes, node.used_bytes, node.evicted_chunks) == (64, 32, cache.evicted)
+    assert (node.disk_budget_bytes, node.disk_used_bytes, node.disk_files) == (100, 60, 6)
+    assert (node.disk_evicted_chunks, node.disk_unkept_chunks) == (3, 2)
+    (without,) = hear(replace(with_disk, figures=NodeFigures(cache)))[1].status()
+    assert (without.disk_budget_bytes, without.disk_used_bytes) == (0, 0)
+
+
 REQUEST = LoadRequest(
     uri="s3://models/llama",
     store=StoreAccess(StoreRef("s3", "models", "llama")),
@@ -192,3 +208,11 @@ def test_an_agent_that_waits_for_a_rank_that_is_done_is_told(
     """It was restarted after the rank had ended, and was told the load before the coordinator knew of that."""
     rank = replace(RANK, pid=pid, done=done, incarnation=incarnation)
     assert hear_of(rank, monkeypatch, report=report) == ([], ["living"] * told)
+
+
+def test_agents_that_were_ended_are_not_told_of(ray_of: Ray) -> None:
+    ray_of.living |= {"busy", "idle"}
+    _, watch, _ = hear(beat("busy"), replace(beat("idle"), loads=()))
+    assert (watch.node_ids, watch.busy_node_ids) == ({"busy", "idle"}, {"busy"})
+    watch.ended(["idle"])
+    assert [node.node for node in watch.status()] == ["busy"]

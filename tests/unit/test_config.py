@@ -16,7 +16,7 @@ def test_settings_come_from_the_environment_and_overrides_win() -> None:
 @pytest.mark.parametrize("value", ["inf", "nan", "1e300", "0", "-1", "", "soon"])
 @pytest.mark.parametrize("name", [name for name in Config.model_fields if name.endswith("_s")])
 def test_times_that_cannot_be_meant(name: str, value: str) -> None:
-    if name in ("warm_workers_s", "node_wait_s", "cluster_lost_after_s") and value == "0":
+    if name in ("warm_workers_s", "node_wait_s", "cluster_lost_after_s", "idle_agent_s") and value == "0":
         assert getattr(Config.from_env({f"LONGSHORE_{name.upper()}": value}), name) == 0  # off, or Ray's
         return
     with pytest.raises(ConfigError, match=f"LONGSHORE_{name.upper()}"):
@@ -50,6 +50,7 @@ def test_what_is_no_size_is_named(text: str) -> None:
 
 def test_unknown_variables() -> None:
     environ = {"LONGSHORE_CHUNK_BYTES": "1", "LONGSHORE_CHUNK_SIZE": "1", "LONGSHORE_": "", "OTHER": "1"}
+    environ["LONGSHORE_HTTP_TOKEN"] = "one of the service's"
     assert Config.unknown_variables(environ) == ["LONGSHORE_", "LONGSHORE_CHUNK_SIZE"]
 
 

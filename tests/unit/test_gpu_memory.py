@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.host.gpu_memory import GpuMemory, gpu_memory
+from storage.host.gpu_memory import GpuDriver, GpuMemory, gpu_driver, gpu_memory
 
 GIB = 1 << 30
 STAND_IN = """
@@ -24,6 +24,12 @@ int nvmlDeviceGetMemoryInfo(void *device, memory_t *memory) {
     memory->total = 24ull << 30; memory->free = (20ull + index) << 30; memory->used = 0;
     return opened == 1 ? 0 : 2;
 }
+int nvmlSystemGetDriverVersion(char *text, unsigned int length) {
+    const char *version = "580.95.05";
+    for (unsigned int at = 0; at < length; at++) { text[at] = version[at]; if (!version[at]) break; }
+    return opened == 1 ? 0 : 2;
+}
+int nvmlSystemGetCudaDriverVersion_v2(int *version) { *version = 13010; return opened == 1 ? 0 : 2; }
 """
 
 
@@ -76,3 +82,9 @@ def test_the_drivers_command(no_command: Path, said: str, meant: tuple[GpuMemory
     command.write_text("#!/bin/sh\nprintf '" + said.replace("\n", "\\n") + "'\n")
     command.chmod(0o755)
     assert gpu_memory("libno-such-driver.so") == meant
+
+
+def test_which_driver(tmp_path: Path, no_command: Path) -> None:
+    assert gpu_driver(library(tmp_path)) == GpuDriver("580.95.05", "13.1")
+    assert gpu_driver(library(tmp_path, init=9)) is None
+    assert gpu_driver("libno-such-driver.so") is None

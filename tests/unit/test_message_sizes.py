@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import pickle
-from dataclasses import replace
+from dataclasses import fields, replace
 
 import pytest
 
@@ -13,13 +13,20 @@ from bench.sim_node import LOAD, NodeRates, SimNode
 from bench.simulate import Model
 from cluster.config import Config
 from cluster.layouts.mesh import Layout
-from cluster.messages import AgentBeat
+from cluster.messages import AgentBeat, LoadBeat, RankBeat
+from cluster.metrics.figures import SOURCES, LoadCounters, NodeFigures, NodeMemory
 from cluster.plans.load_plan import LoadPlan
 from cluster.plans.packed_plan import pack_shared
 from cluster.plans.rank_plans import rank_facts
+from cluster.reports.node_report import ArenaUse
+from cluster.reports.rank_report import StageTimes
 from cluster.request import StoreOptions, make_request
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life
+from cluster.scheduling.retry import RETRIES
+from storage.arena.cache_stats import CacheStats
+from storage.disk.disk_stats import DiskStats
+from storage.host.gpu_memory import GpuMemory
 
 KIB = 1 << 10
 RANKS = 4
@@ -72,6 +79,33 @@ def test_what_agents_tell_the_coordinator_does_not_grow_with_chunks() -> None:
     assert any(beat.loads[0].complete for beat in many)
     assert not many[0].loads[0].complete
     assert many_report <= few_report + 64
+
+
+def test_heartbeats_of_a_node_with_many_gpus_stay_in_the_kilobytes() -> None:
+    """Every figure as large as it gets; two a second of each of a thousand nodes are some megabytes a second."""
+    large = 2**40
+    counters = LoadCounters(
+        dict.fromkeys(SOURCES, large),
+        dict.fromkeys(SOURCES, large),
+        retries=dict.fromkeys(RETRIES, large),
+        leases_granted=large,
+        stages=StageTimes(*[1234.5678] * len(fields(StageTimes))),
+    )
+    gpus = tuple(GpuMemory(large + number, large - number) for number in range(8))
+    figures = NodeFigures(
+        CacheStats(*[large] * 15), DiskStats(*[large] * 6), NodeMemory(large, large, large, large, large, gpus)
+    )
+    ranks = tuple(
+        RankBeat("llama-70b-0123abcd", 1, rank, 0, 2**22 + rank, large + rank, 1.5, requests=64, own_bytes=large - rank)
+        for rank in range(8)
+    )
+    load = LoadBeat("llama-70b-0123abcd", 1, large, None, False, "llama-70b", counters)
+    beat = AgentBeat(
+        "0" * 56, "host-001", "0" * 12, (load,), ranks, ArenaUse(large, large, 9, 9), number=large, figures=figures
+    )
+    assert len(pickle.dumps(beat)) < 4 * KIB
+    more = replace(beat, loads=(load,) * 2, ranks=ranks * 2)
+    assert len(pickle.dumps(more)) - len(pickle.dumps(beat)) < KIB
 
 
 def test_tables_that_nodes_get_do_not_grow_with_ranks_or_replicas() -> None:

@@ -67,6 +67,21 @@ def test_chunks_are_fetched_before_the_device_is_there(node: LocalNode) -> None:
     device.free()
 
 
+def test_asking_how_long_memory_took_waits_for_no_device() -> None:
+    up = threading.Event()
+    device = OpeningDevice(lambda: (up.wait(60), CpuDevice())[1])
+    assert device.fresh_s == 0.0
+    up.set()
+    assert device.name == "cpu"
+    assert device.fresh_s == 0.0
+    device.free()
+    broken = OpeningDevice(unavailable)
+    with pytest.raises(DeviceUnavailable):
+        assert broken.name
+    assert broken.fresh_s == 0.0
+    broken.free()
+
+
 class WithoutRoom(CpuDevice):
     def allocate(self, segment_bytes: tuple[int, ...]) -> None:
         raise DoesNotFit("no room", need_bytes=sum(segment_bytes))

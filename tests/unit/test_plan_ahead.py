@@ -14,7 +14,8 @@ from cluster.config import Config
 from cluster.errors import ConfigError, DoesNotFit, LayoutError
 from cluster.layouts.mesh import Layout
 from cluster.preview import plan_inputs
-from cluster.preview.plan_ahead import plan
+from cluster.preview.plan_ahead import draw, plan
+from cluster.request import StoreOptions, make_request
 from storage.errors import NotACheckpoint
 from storage.host.gpu_memory import GpuMemory
 from tests.support.checkpoints import safetensors_bytes
@@ -183,6 +184,15 @@ def test_the_picture_is_written(model: Path, tmp_path: Path) -> None:
     bars = [bar for bar in root.iter("{http://www.w3.org/2000/svg}rect") if bar.get("class") == "rank"]
     assert [int(bar.attrib["data-bytes"]) for bar in bars] == [rank.size_bytes for rank in found.ranks]
     assert len([line for line in root.iter("{http://www.w3.org/2000/svg}line") if line.get("class") == "have"]) == 2
+
+
+def test_the_picture_of_a_request_is_that_of_its_plan(model: Path, tmp_path: Path) -> None:
+    path = tmp_path / "plan.svg"
+    plan(model, tensor_parallel_size=2, picture=path, config=CONFIG)
+    request = make_request(
+        str(model), layout=Layout(2), store_options=StoreOptions(), credentials=None, layout_rules=None
+    )
+    assert draw(request, CONFIG) == path.read_text(encoding="utf-8")
 
 
 @pytest.mark.parametrize(

@@ -16,8 +16,10 @@ from cluster.scheduling.topology import (
     assign_ranks,
     bundle_of_ranks,
     bundles_for,
+    bundles_to_wait_for,
     ranks_by_node,
     resolve_device,
+    show_bundles,
 )
 
 
@@ -118,3 +120,22 @@ def test_bundles() -> None:
     assert bundles_for(Layout(8), [4, 4]) == [1] * 8
     assert bundles_for(Layout(2, 3), [3, 3]) == [2, 2, 1, 1]
     assert bundle_of_ranks([2, 2, 1, 1]) == (0, 0, 1, 1, 2, 3)
+
+
+@given(layouts, st.lists(st.integers(0, 8), max_size=5))
+def test_what_is_waited_for_can_come(layout: Layout, gpus: list[int]) -> None:
+    bundles = bundles_to_wait_for(layout, gpus)
+    assert sum(bundles) == layout.ranks
+    assert max(bundles) <= (max(gpus, default=0) or 8)
+    assert all(layout.tensor_parallel_size % size == 0 for size in bundles), "no two groups share one"
+
+
+def test_groups_are_waited_for_as_wholes() -> None:
+    assert bundles_to_wait_for(Layout(8), []) == [8]
+    assert bundles_to_wait_for(Layout(16), [0]) == [8, 8]
+    assert bundles_to_wait_for(Layout(8), [4, 1]) == [4, 4]
+    assert bundles_to_wait_for(Layout(6), [4]) == [3, 3]
+    assert bundles_to_wait_for(Layout(2, 3), [8, 8]) == [2, 2, 2]
+    assert bundles_to_wait_for(Layout(8), [], gpus_per_node=4) == [4, 4]
+    assert bundles_to_wait_for(Layout(8), [1], gpus_per_node=8) == [8], "a larger one than those there"
+    assert show_bundles([8, 8, 1]) == "2 bundles of 8 GPUs, 1 bundle of 1 GPU"

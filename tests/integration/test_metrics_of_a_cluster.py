@@ -1,0 +1,110 @@
+"""Metrics over the lives of processes: agents and coordinators come and go, figures do not."""
+
+from __future__ import annotations
+
+import urllib.request
+from collections.abc import Callable
+from contextlib import closing
+from pathlib import Path
+from socket import socket
+
+import pytest
+from prometheus_client.parser import text_string_to_metric_families
+
+import cluster
+from actors.names import COORDINATOR
+from cluster import residents
+from tests.support.ray_clusters import Longshore, eventually
+from tests.support.stored_models import StoredModel
+
+pytestmark = pytest.mark.slow
+
+
+def scrape(url: str) -> dict[tuple[str, ...], float]:
+    """(name, label values by label) -> value; nothing while nobody answers."""
+    try:
+        with urllib.request.urlopen(url, timeout=10) as answer:
+            text = answer.read().decode()
+    except OSError:
+        return {}
+    return {
+        (sample.name, *(value for _, value in sorted(sample.labels.items()))): sample.value
+        for family in text_string_to_metric_families(text)
+        for sample in family.samples
+    }
+
+
+def total(found: dict[tuple[str, ...], float], name: str) -> float:
+    return sum(value for key, value in found.items() if key[0] == name)
+
+
+def free_port() -> int:
+    with closing(socket()) as free:
+        free.bind(("127.0.0.1", 0))
+        port: int = free.getsockname()[1]
+        return port
+
+
+def test_a_coordinator_that_was_killed_is_scraped_at_the_same_place_and_counts_nothing_again(
+    longshore: Longshore, llama: StoredModel
+) -> None:
+    longshore.configure(empty=True, metrics_port=free_port())
+    model = cluster.load(llama.uri, device="cpu", keep=True, **llama.options)
+    url = longshore.status().metrics_url
+    moved = sum(model.report.bytes_by_source.values())
+    eventually(lambda: total(scrape(url), "longshore_chunk_bytes_total") == moved, "the load was not counted")
+    pid = longshore.pid(COORDINATOR)
+    agents = {key for key in scrape(url) if key[0] == "longshore_heartbeat_age_seconds"}
+    longshore.kill(COORDINATOR)
+    longshore.wait_restarted(COORDINATOR, pid)
+
+    def heard() -> bool:
+        found = scrape(url)
+        return agents <= found.keys() and ("longshore_loads", "llama", "ready") in found
+
+    eventually(heard, "the new coordinator does not say what there is", 60)
+    assert longshore.status().metrics_url == url
+    found = scrape(url)
+    assert total(found, "longshore_chunk_bytes_total") == 0  # the one before has counted that
+    assert total(found, "longshore_loads_finished_total") == 0
+    assert total(found, "longshore_rank_placed_bytes") == model.report.placed_bytes
+    residents.release(model.model_id, force=True, address=longshore.address)
+    again = cluster.load(llama.uri, device="cpu", **llama.options)
+    told = {source: size for source, size in again.report.bytes_by_source.items() if size}
+
+    def counted() -> bool:
+        found = scrape(url)
+        return {
+            key[-1]: size for key, size in found.items() if key[0] == "longshore_chunk_bytes_total" and size
+        } == told
+
+    eventually(counted, lambda: f"{told}: {scrape(url)}")
+    again.release()
+
+
+def test_what_is_counted_of_loads_and_ranks_that_fail(
+    longshore: Longshore, llama: StoredModel, copy_of: Callable[[StoredModel], StoredModel]
+) -> None:
+    longshore.configure(empty=True, metrics_port=0)
+    url = longshore.status().metrics_url
+    damaged = copy_of(llama)
+    shard = next(path for path in Path(damaged.in_bucket).iterdir() if path.suffix == ".safetensors")
+    data = bytearray(shard.read_bytes())
+    data[-1] ^= 1
+    shard.write_bytes(data)
+    damaged.server.refresh()
+    with pytest.raises(cluster.LongshoreError):
+        cluster.load(damaged.uri, device="cpu", **damaged.options)
+    eventually(lambda: total(scrape(url), "longshore_chunks_corrupt_total") > 0, "no corrupt chunk was counted")
+    found = scrape(url)
+    assert sum(value for key, value in found.items() if key[0] == "longshore_load_failures_total") == 1
+    assert [
+        value for key, value in found.items() if key[0] == "longshore_loads_finished_total" and "failed" in key
+    ] == [1]
+
+    model = cluster.load(llama.uri, device="cpu", **llama.options)
+    (name,) = longshore.actor_names("worker-")
+    longshore.kill(name)
+    eventually(lambda: total(scrape(url), "longshore_ranks_lost_total") == 1, "no lost rank was counted")
+    eventually(lambda: ("longshore_loads", "llama", "ready") in scrape(url), "it was not filled again", 60)
+    model.release()

@@ -1,0 +1,85 @@
+"""`cluster.reports.event_log`: every change of a load's life is told once, in order, and no more are kept than fit."""
+
+from __future__ import annotations
+
+from hypothesis import given
+from hypothesis import strategies as st
+
+from cluster.reports.event_log import MAX_TEXT, EventLog
+from cluster.scheduling import load_events as ev
+from cluster.scheduling.load_state import Life, LoadState, advance
+
+
+def story(log: EventLog, *events: ev.Event, ranks: int = 2) -> Life:
+    life = Life.new(ranks)
+    for at, event in enumerate(events):
+        after = advance(life, event)
+        log.moved(float(at), life, after, {0: "here", 1: "there"})
+        life = after
+    return life
+
+
+def kinds(log: EventLog, after: int = 0) -> list[tuple[str, int | None]]:
+    return [(event.kind, event.rank) for event in log.after(after)]
+
+
+def test_a_load_is_told_from_planning_to_ready() -> None:
+    log = EventLog()
+    story(log, ev.Planned(), ev.Started(), ev.RankReady(0, 0), ev.RankReady(1, 0))
+    assert kinds(log) == [("state", None), ("state", None), ("rank_ready", 0), ("rank_ready", 1), ("state", None)]
+    assert [event.message for event in log.after(0) if event.kind == "state"] == [
+        "planning -> starting",
+        "starting -> loading",
+        "loading -> ready",
+    ]
+    assert [event.host for event in log.after(0) if event.kind == "rank_ready"] == ["here", "there"]
+
+
+def test_a_lost_rank_and_its_next_worker_are_two_events() -> None:
+    log = EventLog()
+    story(log, ev.Planned(), ev.Started(), ev.RankLost(1, 0), ev.RankReplaced(1, 1), ev.RankReady(1, 1))
+    assert kinds(log)[2:] == [("rank_lost", 1), ("rank_replaced", 1), ("rank_ready", 1)]
+
+
+def test_ranks_of_a_lost_node_are_moved() -> None:
+    log = EventLog()
+    life = story(log, ev.Planned(), ev.Started(), ev.Replanned((0,), attempt=2), ev.RankReplaced(0, 1, attempt=2))
+    assert kinds(log)[2:] == [("moved", None), ("rank_lost", 0), ("rank_replaced", 0)]
+    assert life.attempt == 2
+
+
+def test_an_error_is_told_with_the_state() -> None:
+    log = EventLog()
+    story(log, ev.Failed("no such bucket\x1b[31m"))
+    (event,) = log.after(0)
+    assert event.message == "planning -> failed: no such bucket\\x1b[31m"
+    assert event.details == {"state": "failed"}
+
+
+def test_what_is_late_or_repeated_is_not_told() -> None:
+    log = EventLog()
+    story(log, ev.Planned(), ev.Planned(), ev.Started(), ev.RankReady(0, 0), ev.RankReady(0, 0))
+    assert kinds(log) == [("state", None), ("state", None), ("rank_ready", 0)]
+
+
+def test_the_same_note_again_is_no_news() -> None:
+    log = EventLog()
+    for message in ("waiting for slots", "waiting for slots", "", "waiting for slots", ""):
+        log.note(1.0, message)
+    assert [event.message for event in log.after(0)] == ["waiting for slots", "waiting for slots"]
+
+
+@given(st.integers(1, 20), st.integers(0, 60), st.integers(0, 80))
+def test_readers_see_what_is_kept_and_know_what_is_not(most: int, count: int, after: int) -> None:
+    log = EventLog(most)
+    for number in range(count):
+        log.add(float(number), "note", "x" * 2 * MAX_TEXT)
+    events = log.after(after)
+    assert [event.number for event in events] == list(range(max(after, count - most) + 1, count + 1))
+    assert all(len(event.message) == MAX_TEXT for event in events)
+
+
+def test_states_in_the_words_of_the_table() -> None:
+    log = EventLog()
+    story(log, ev.Planned(), ev.ResourcesMissing())
+    assert [event.details["state"] for event in log.after(0)] == [LoadState.STARTING.value, LoadState.WAITING.value]

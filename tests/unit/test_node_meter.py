@@ -1,0 +1,94 @@
+"""What an agent adds to its heartbeats: its number, memory as the kernel has it, the disk."""
+
+from __future__ import annotations
+
+import os
+import threading
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+
+from actors.node import node_meter
+from actors.node.node_meter import NodeMeter
+from cluster.messages import AgentBeat, RankBeat
+from cluster.metrics.figures import NodeFigures
+from cluster.reports.node_report import ArenaUse
+from storage.arena.cache_stats import CacheStats
+from storage.disk.disk_stats import DiskStats
+from storage.host.gpu_memory import GpuMemory
+from storage.host.own_memory import own_bytes
+
+DISK = DiskStats(10, 5, 1, 2, 3, 4)
+FIGURES = NodeFigures(CacheStats(*[1] * 15))
+
+
+def meter(folder: Path, disk: DiskStats | None = None) -> NodeMeter:
+    writer: Any = SimpleNamespace(stats=lambda: disk)
+    return NodeMeter(str(folder), writer, threading.Event())
+
+
+def beat(*ranks: RankBeat, figures: NodeFigures | None = FIGURES) -> AgentBeat:
+    return AgentBeat("n", "host", "i", (), ranks, ArenaUse(0, 0, 0, 0), figures=figures)
+
+
+def test_heartbeats_are_numbered_and_say_whether_one_was_answered(tmp_path: Path) -> None:
+    there = meter(tmp_path)
+    assert [there.complete(beat()).number for _ in range(3)] == [1, 2, 3]
+    assert not there.complete(beat(figures=None)).answered
+    there.answered()
+    assert there.complete(beat()).answered
+
+
+def test_memory_is_what_the_kernel_says(tmp_path: Path) -> None:
+    mine = RankBeat("x", 1, 0, 0, os.getpid(), 0, 0.0)
+    gone = RankBeat("x", 1, 1, 0, 2**22 + 1, 0, 0.0)  # no process has such a number
+    nobody = RankBeat("x", 1, 2, 0, 0, 0, 0.0)
+    found = meter(tmp_path, DISK).complete(beat(mine, gone, nobody))
+    assert found.figures is not None
+    assert found.figures.disk == DISK
+    memory = found.figures.memory
+    assert 0 < memory.host_free_bytes <= memory.host_total_bytes
+    info = os.statvfs(tmp_path)
+    assert memory.shm_total_bytes == info.f_blocks * info.f_frsize
+    assert 0 < memory.shm_free_bytes <= memory.shm_total_bytes
+    assert memory.agent_bytes == pytest.approx(own_bytes(), rel=0.5)
+    assert found.ranks[0].own_bytes == pytest.approx(own_bytes(), rel=0.5)
+    assert [rank.own_bytes for rank in found.ranks[1:]] == [0, 0]
+
+
+def test_what_cannot_be_looked_at_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    def nothing() -> Any:
+        raise OSError
+
+    monkeypatch.setattr(node_meter, "memory_pools", nothing)
+    found = meter(tmp_path / "gone").complete(beat()).figures
+    assert found is not None
+    assert (found.memory.host_total_bytes, found.memory.shm_total_bytes) == (0, 0)
+    assert found.memory.agent_bytes > 0
+
+
+def test_a_node_without_gpus_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    asked: list[int] = []
+    monkeypatch.setattr(node_meter, "gpu_memory", lambda: asked.append(1) or ())
+    meter(tmp_path).watch_gpus()
+    assert len(asked) == 1
+
+
+def test_gpus_are_looked_at_again_until_the_agent_stops(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    there = meter(tmp_path)
+    answers = [(GpuMemory(10, 9),), (), (GpuMemory(10, 1),)]  # the driver has no answer once
+
+    def ask() -> tuple[GpuMemory, ...]:
+        answer = answers.pop(0)
+        if not answers:
+            there._stopped.set()
+        return answer
+
+    monkeypatch.setattr(node_meter, "gpu_memory", ask)
+    monkeypatch.setattr(node_meter, "GPU_EVERY_S", 0.0)
+    there.watch_gpus()
+    found = there.complete(beat()).figures
+    assert found is not None
+    assert found.memory.gpus == (GpuMemory(10, 1),)
