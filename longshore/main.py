@@ -2,12 +2,16 @@
 
 from __future__ import annotations
 
+import json
+import signal
 import sys
+import threading
 from collections.abc import Sequence
 
 from longshore.install_check import PackageShadowed, check_packages
 
-EXIT_SHADOWED = 7  # as in cluster.command_line.exit_codes, which cannot be imported when this is needed
+EXIT_INTERRUPTED = 130
+EXIT_SHADOWED = 7  # both as in cluster.command_line.exit_codes, which cannot be imported when this is needed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -16,7 +20,19 @@ def main(argv: Sequence[str] | None = None) -> int:
         check_packages()
     except PackageShadowed as error:
         print(f"longshore: {error}", file=sys.stderr)
+        if "--json" in (sys.argv[1:] if argv is None else argv):
+            document = {
+                "type": "PackageShadowed",
+                "message": error.message,
+                "hint": error.hint,
+                "details": error.details,
+            }
+            print(json.dumps({"error": document, "exit_code": EXIT_SHADOWED}, indent=2))
         return EXIT_SHADOWED
     from cluster.command_line.cli import main as run
 
-    return run(argv)
+    code = run(argv)
+    if code == EXIT_INTERRUPTED and threading.current_thread() is threading.main_thread():
+        # A second Ctrl-C, while what was joined is left, ends the process, and not in a traceback of the interpreter's.
+        signal.signal(signal.SIGINT, signal.SIG_DFL)
+    return code

@@ -13,22 +13,18 @@ from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
 from cluster import client
+from cluster.command_line.demo_model import write_demo_model
 from cluster.command_line.demo_sandbox import sandbox
 from cluster.config import Config
 from cluster.connection import disconnect
-from cluster.errors import ConfigError
 from cluster.reports.report import LoadProgress, LoadReport
-from cluster.sample_checkpoint import llama_tensors, write_llama_checkpoint
-from storage.checkpoints.dtypes import tensor_bytes
 from storage.embedded_s3 import EmbeddedS3
 from storage.errors import IntegrityError
 
 if TYPE_CHECKING:
     from storage.publishing.publish import PublishReport
 
-DEFAULT_SIZE_BYTES = 1_000_000_000
 RANKS = 4
-SHARDS = 4
 # What a Llama cuts by rows or by columns over tensor-parallel ranks; everything else every rank holds whole. Written
 # out here a second time on purpose: the demo must not check Longshore's layout by Longshore's layout.
 CUT_BY_ROWS = ("q_proj", "k_proj", "v_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
@@ -60,14 +56,11 @@ def run(
     size_bytes: int | None = None, *, say: Say, show_load: ShowLoad, show_publish: ShowBytes | None = None
 ) -> DemoReport:
     """Run the demo. Raises IntegrityError when one byte differs, any LongshoreError when a step fails."""
-    shape = _shape_for(size_bytes or DEFAULT_SIZE_BYTES)
-    model_bytes = sum(tensor_bytes(dtype, dims) for _, dtype, dims in llama_tensors(**shape))
     with sandbox(), tempfile.TemporaryDirectory(prefix="longshore-demo-") as folder:
         checkpoint, buckets = Path(folder, "checkpoint"), Path(folder, "buckets")
-        begun_s = time.monotonic()
-        write_llama_checkpoint(checkpoint, **shape, shards=SHARDS, seed=0)
-        write_s = time.monotonic() - begun_s
-        say(f"wrote a Llama-shaped bf16 checkpoint of {model_bytes / 1e9:.2f} GB in {SHARDS} shards")
+        written = write_demo_model(checkpoint, size_bytes)
+        model_bytes = written.size_bytes
+        say(f"wrote a Llama-shaped bf16 checkpoint of {model_bytes / 1e9:.2f} GB in {written.shards} shards")
         buckets.mkdir()
         with EmbeddedS3(buckets) as server:
             server.make_bucket("models")
@@ -98,7 +91,7 @@ def run(
                 disconnect()
     return DemoReport(
         model_bytes=model_bytes,
-        write_s=write_s,
+        write_s=written.write_s,
         publish_s=publish_s,
         publish=published,
         first=first,
@@ -148,27 +141,6 @@ def compare_with_safetensors(shard: Any, checkpoint: str, ranks: int) -> tuple[i
 
 def _part(length: int, rank: int, ranks: int) -> slice:
     return slice(length // ranks * rank, length // ranks * (rank + 1))
-
-
-def _shape_for(size_bytes: int) -> dict[str, Any]:
-    """A Llama of about that size: layers of one width, as many as it takes. Raises ConfigError below 20 MB."""
-    if size_bytes < 20_000_000:
-        raise ConfigError("the demo's model must have at least 20 MB", size_bytes=size_bytes)
-    large = size_bytes >= 400_000_000
-    shape: dict[str, Any] = {
-        "hidden": 2048 if large else 512,
-        "intermediate": 5632 if large else 1408,
-        "heads": 16,
-        "kv_heads": 8,
-        "vocab": 32000 if large else 8000,
-        "layers": 1,
-    }
-
-    def total(layers: int) -> int:
-        return sum(tensor_bytes(dtype, dims) for _, dtype, dims in llama_tensors(**{**shape, "layers": layers}))
-
-    per_layer = total(2) - total(1)
-    return {**shape, "layers": max(1, round((size_bytes - total(1)) / per_layer) + 1)}
 
 
 def _config(model_bytes: int) -> Config:

@@ -11,10 +11,12 @@ import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import Protocol, TextIO
+from typing import TYPE_CHECKING, Protocol, TextIO
 
-from cluster.reports.report import LoadProgress
 from cluster.units import printable, show_bytes, show_rate
+
+if TYPE_CHECKING:
+    from cluster.reports.report import LoadProgress
 
 LINE_INTERVAL_S = 2.0
 

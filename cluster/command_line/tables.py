@@ -110,8 +110,9 @@ def status_table(status: ClusterStatus) -> RenderableType:
     ]
     errors = [cell(f"{model.progress.model_id}: {model.error}", "red") for model in status.models if model.error]
     head = cell(f"Longshore {status.version}, coordinator {status.coordinator_incarnation}")
+    scraped = [cell(f"metrics at {status.metrics_url}", "dim")] if status.metrics_url else []
     empty = cell("no models are loaded", "dim")
-    return Group(head, Text(), models if status.models else empty, *errors, *gangs, Text(), nodes)
+    return Group(head, *scraped, Text(), models if status.models else empty, *errors, *gangs, Text(), nodes)
 
 
 def publish_table(report: PublishReport) -> RenderableType:

@@ -2,26 +2,34 @@
 
 from __future__ import annotations
 
-import contextlib
 import importlib
 import os
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
 from cluster.doctor.check import Check
+from cluster.doctor.node_checks import check_each_node, name_of
+from cluster.joining.node_tasks import Node, living_nodes, lost_nodes, on_every_node, why_no_answer
 from cluster.joining.ray_address import check_ray_address
 from cluster.units import show_bytes
 from longshore.install_check import probe
 from storage.errors import LongshoreError
 
+SHOWN_LOST = 5
 PROBE_TIMEOUT_S = 60.0  # a node's first task starts a Python process
 INSTALL_HINT = "pip install 'longshore[cluster]' in the environment that this node's `ray start` runs in"
 
 
-def check_cluster(address: str | None) -> Iterator[Check]:
-    """Ray is installed and reachable, its nodes have our packages in our version, and what resources there are."""
+def check_cluster(
+    address: str | None, uri: str | None = None, store_args: dict[str, Any] | None = None, *, bandwidth: bool = False
+) -> Iterator[Check]:
+    """Ray is installed and reachable, its nodes have our packages in our version, and what resources there are.
+
+    Of nodes with our version also what they have, and with `uri` whether they reach the store, and with `bandwidth`
+    how fast.
+    """
     try:
         yield Check("ray", "ok", version("ray"))
     except PackageNotFoundError:
@@ -46,9 +54,15 @@ def check_cluster(address: str | None) -> Iterator[Check]:
                 yield Check("cluster", "fail", str(error).splitlines()[0], "see `ray status` on the head node")
             return
     try:
-        nodes = [node for node in ray.nodes() if node["Alive"]]
+        nodes = living_nodes(ray)
         yield Check("cluster", "ok", f"{len(nodes)} nodes, head {ray.get_runtime_context().gcs_address}")
-        yield from check_nodes(ray, nodes)
+        yield from check_lost(lost_nodes(ray))
+        same = []
+        for node, check in check_nodes(ray, nodes):
+            yield check
+            if check.outcome in ("ok", "warn"):
+                same.append(node)
+        yield from check_each_node(ray, same, uri, store_args or {}, bandwidth=bandwidth)
         yield check_resources(ray.cluster_resources(), ray.available_resources())
     finally:
         if ours:
@@ -71,31 +85,29 @@ def check_authentication(environ: Any) -> Check:
     return Check("ray authentication", "ok", found)
 
 
-def check_nodes(ray: Any, nodes: list[dict[str, Any]]) -> Iterator[Check]:
+def check_lost(nodes: Sequence[Node]) -> Iterator[Check]:
+    """Nodes that are gone, one by one where they are few."""
+    for node in nodes[-SHOWN_LOST:]:
+        why = node.get("DeathReasonMessage") or "Ray does not say why"
+        hint = "it may come back; until then see its machine, or its pod's last state"
+        yield Check(f"node {name_of(node)}", "warn", f"lost: {why}", hint)
+    if len(nodes) > SHOWN_LOST:
+        yield Check("lost nodes", "warn", f"{len(nodes)} since the head began; the last {SHOWN_LOST} are above")
+
+
+def check_nodes(ray: Any, nodes: Sequence[Node]) -> Iterator[tuple[Node, Check]]:
     """Run `probe` on every node and compare it with this process."""
-    strategies = importlib.import_module("ray.util.scheduling_strategies")
-    task = ray.remote(num_cpus=0, max_retries=0)(probe)
-    asked = {}
-    for node in nodes:
-        only_there = strategies.NodeAffinitySchedulingStrategy(node["NodeID"], soft=False)
-        asked[task.options(scheduling_strategy=only_there).remote()] = node
-    answered, _ = ray.wait(list(asked), num_returns=len(asked), timeout=PROBE_TIMEOUT_S)
     here = probe()
-    for reference, node in asked.items():
-        name = f"node {node['NodeManagerHostname']} {node['NodeID'][:8]}"
-        if reference not in answered:
-            with contextlib.suppress(Exception):
-                ray.cancel(reference, force=True)
-            yield Check(name, "fail", f"no answer in {PROBE_TIMEOUT_S:.0f} s", "see `ray status` and the node's logs")
-            continue
-        try:
-            found = ray.get(reference)
-        except Exception as error:
-            missing = "No module named 'longshore'" in str(error)
-            detail = "longshore is not installed there" if missing else (str(error).strip().splitlines() or ["?"])[-1]
-            yield Check(name, "fail", detail, INSTALL_HINT if missing else "")
-            continue
-        yield compare_probes(name, here, found)
+    for node, found in on_every_node(ray, [(node, ()) for node in nodes], probe, PROBE_TIMEOUT_S):
+        name = f"node {name_of(node)}"
+        if isinstance(found, TimeoutError):
+            yield node, Check(name, "fail", str(found), "see `ray status` and the node's logs")
+        elif isinstance(found, BaseException):
+            missing = "No module named 'longshore'" in str(found)
+            detail = "longshore is not installed there" if missing else why_no_answer(found)
+            yield node, Check(name, "fail", detail, INSTALL_HINT if missing else "")
+        else:
+            yield node, compare_probes(name, here, found)
 
 
 def compare_probes(name: str, here: dict[str, Any], there: dict[str, Any]) -> Check:

@@ -28,6 +28,7 @@ import torch
 print(json.dumps({
     "version": torch.__version__,
     "cuda": torch.version.cuda,
+    "nccl": ".".join(map(str, torch.cuda.nccl.version())) if torch.cuda.is_available() else "",
     "devices": [torch.cuda.get_device_name(i) for i in range(torch.cuda.device_count())],
 }))
 """
@@ -129,6 +130,7 @@ def check_torch(python: str = sys.executable) -> Iterator[Check]:
     found = json.loads(done.stdout.splitlines()[-1])
     devices = found["devices"]
     detail = f"{found['version']}, " + (", ".join(devices) if devices else "no CUDA device")
+    detail += f", NCCL {found['nccl']}" if found.get("nccl") else ""
     if not devices and shutil.which("nvidia-smi"):
         build = "this is a CPU build" if found["cuda"] is None else f"built for CUDA {found['cuda']}"
         yield Check("torch", "warn", detail, f"a driver is here, but torch sees no device: {build}")

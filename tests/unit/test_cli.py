@@ -570,3 +570,43 @@ def test_a_model_that_ends_with_the_command_is_said_to(
     monkeypatch.setattr(FakeModel, "ends_with_process", True)
     _, _, err = run("load", "s3://models/llama")
     assert "local one was started" in err
+
+
+def test_a_demo_model_is_written_and_kept(run: Run, tmp_path: Path) -> None:
+    folder = tmp_path / "a" / "model"
+    code, out, err = run("demo", "--write", str(folder), "--size", "20MB", "--json")
+    assert (code, err) == (0, "")
+    written = json.loads(out)
+    assert written["size_bytes"] == pytest.approx(20_000_000, rel=0.2)
+    assert run("publish", str(folder))[0] == 0
+    assert run("verify", str(folder))[0] == 0
+    plan = json.loads(run("plan", str(folder), "--json")[1])
+    assert sum(rank["size_bytes"] for rank in plan["ranks"]) == written["size_bytes"]
+    # Nothing is overwritten, and what is too small is refused before a folder is made.
+    assert run("demo", "--write", str(folder))[0] == 2
+    assert run("demo", "--write", str(tmp_path / "b"), "--size", "1MB")[0] == 2
+    assert not (tmp_path / "b").exists()
+    assert run("demo", "--write", str(folder / "config.json"))[0] == 2
+
+
+HEAVY = {"numpy", "ray", "torch", "pydantic", "rich", "boto3", "botocore", "blake3", "awscrt", "fsspec", "psutil"}
+
+
+@pytest.mark.parametrize(
+    "argv", [["--version"], ["load", "--help"], ["plan", "u", "--tp", "abc"], ["status", "--watch", "x"]]
+)
+def test_what_needs_no_library_imports_none(argv: list[str]) -> None:
+    code = (
+        "import sys; from longshore.main import main; main(sys.argv[1:]);"
+        f"print(sorted({HEAVY} & {{name.split('.')[0] for name in sys.modules}}))"
+    )
+    done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=60, check=True)
+    assert done.stdout.splitlines()[-1] == "[]"
+
+
+def test_choices_are_those_of_the_code_that_takes_them() -> None:
+    from cluster.command_line import checkpoint_arguments as arguments
+    from cluster.precision.recipes import DTYPES, SCHEMES
+    from cluster.request import PLACEMENTS
+
+    assert (DTYPES, tuple(SCHEMES), PLACEMENTS) == (arguments.DTYPES, arguments.SCHEMES, arguments.PLACEMENTS)

@@ -76,7 +76,7 @@ def test_an_error_of_ours_keeps_its_hint() -> None:
 def test_every_group_is_run_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (host_checks, disk_checks, cluster_checks, store_checks):
         for name in [name for name in vars(module) if name.startswith("check_")]:
-            monkeypatch.setattr(module, name, lambda *_: 1 / 0)
+            monkeypatch.setattr(module, name, lambda *_, **__: 1 / 0)
     checks = run_checks()
     assert outcomes(checks) == {
         "settings": "ok",
@@ -90,7 +90,7 @@ def test_every_group_is_run_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> N
 def test_bad_settings_are_one_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("check_torch", "check_driver", "check_stale_arenas"):
         monkeypatch.setattr(host_checks, name, list)
-    monkeypatch.setattr(cluster_checks, "check_cluster", lambda _: [])
+    monkeypatch.setattr(cluster_checks, "check_cluster", lambda *_, **__: [])
     monkeypatch.setenv("LONGSHORE_FETCH_THREADS", "none")
     checks = run_checks()
     assert the(checks, "settings").outcome == "fail"
@@ -101,7 +101,7 @@ def test_bad_settings_are_one_failed_check(monkeypatch: pytest.MonkeyPatch) -> N
 def test_a_variable_that_is_no_setting_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (host_checks, cluster_checks, store_checks):
         for name in [name for name in vars(module) if name.startswith("check_")]:
-            monkeypatch.setattr(module, name, lambda *_: [])
+            monkeypatch.setattr(module, name, lambda *_, **__: [])
     monkeypatch.setenv("LONGSHORE_CHUNK_SIZE", "8MiB")
     found = the(run_checks(), "unknown settings")
     assert (found.outcome, found.detail) == ("warn", "LONGSHORE_CHUNK_SIZE")
@@ -340,7 +340,7 @@ def test_the_verb_reads_a_model_and_ends_with_0(
 ) -> None:
     monkeypatch.setattr(host_checks, "check_stale_arenas", list)
     monkeypatch.setattr(host_checks, "check_torch", list)
-    monkeypatch.setattr(cluster_checks, "check_cluster", lambda _: [])
+    monkeypatch.setattr(cluster_checks, "check_cluster", lambda *_, **__: [])
     write_tiny_llama(tmp_path)
     assert main(["doctor", str(tmp_path)]) == 0
     out = capsys.readouterr().out
@@ -353,7 +353,7 @@ def test_the_verb_ends_with_1_when_a_check_failed(
 ) -> None:
     monkeypatch.setattr(host_checks, "check_stale_arenas", list)
     monkeypatch.setattr(host_checks, "check_torch", list)
-    monkeypatch.setattr(cluster_checks, "check_cluster", lambda _: [])
+    monkeypatch.setattr(cluster_checks, "check_cluster", lambda *_, **__: [])
     assert main(["doctor", "/no/such/folder", "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert document["ok"] is False

@@ -3,11 +3,14 @@
 from __future__ import annotations
 
 import socket
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
 from cluster.errors import ClusterLost, ConfigError
 from cluster.joining.ray_address import check_ray_address
+from cluster.joining.ray_join import join
 
 
 @pytest.mark.parametrize("address", [None, "", "auto", "local"])
@@ -34,3 +37,18 @@ def test_ipv6() -> None:
 def test_what_is_no_address(address: str) -> None:
     with pytest.raises(ConfigError, match="address="):
         check_ray_address(address)
+
+
+def test_a_cluster_that_wants_a_token_is_typed_and_says_what_to_set() -> None:
+    class AuthenticationError(Exception):
+        """Ray's; no ConnectionError."""
+
+    def init(**_: Any) -> None:
+        raise AuthenticationError("Token authentication is enabled but ...")
+
+    ray = SimpleNamespace(init=init, exceptions=SimpleNamespace(AuthenticationError=AuthenticationError))
+    with pytest.raises(ClusterLost, match=r"no valid token.*RAY_AUTH_MODE"):
+        join(ray, None, start=False)
+    older = SimpleNamespace(init=init, exceptions=SimpleNamespace())  # whose errors are what they were
+    with pytest.raises(AuthenticationError):
+        join(older, None, start=False)

@@ -1,4 +1,4 @@
-"""What each verb of the command `longshore` does: call the client, print its answer. Returns the exit code.
+"""What the verbs about one checkpoint do: load, plan, publish, verify, sign, keygen. Each returns its exit code.
 
 With `--json` one document goes to stdout and nothing else; progress always goes to stderr. The client is
 imported when a verb runs, so `longshore --help` needs neither Ray nor a network.
@@ -8,23 +8,21 @@ from __future__ import annotations
 
 import argparse
 import contextlib
-import json
-import os
 import sys
 from collections.abc import Callable, Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
+from cluster.command_line.answers import answer
+from cluster.command_line.arguments import store_options
 from cluster.command_line.device_map_arguments import device_map_options
 from cluster.command_line.exit_codes import FAILED, INTEGRITY, OK, exit_code
 from cluster.command_line.fit_arguments import fit_ahead_options, fit_options
-from cluster.command_line.progress import StagedDisplay, byte_counter, display_on, moment_of_load, say_on
-from cluster.errors import ConfigError, DoesNotFit
+from cluster.command_line.progress import byte_counter, display_on, moment_of_load, say_on
+from cluster.errors import DoesNotFit
 from cluster.layouts.mesh import Layout
 
 if TYPE_CHECKING:
-    from rich.console import RenderableType
-
     from cluster.reports.report import LoadProgress
 
 
@@ -47,7 +45,7 @@ def run_load(args: argparse.Namespace) -> int:
             **_precision(args),
             **device_map_options(args),
             **fit_options(args),
-            **_store(args),
+            **store_options(args),
             device=args.device,
             keep=args.keep,
             address=args.address,
@@ -59,7 +57,7 @@ def run_load(args: argparse.Namespace) -> int:
         )
     with model:  # this command's hold on it ends here; `keep` is what makes it stay
         report = model.report
-        _answer(args, report.as_dict(), lambda: load_table(report))
+        answer(args, report.as_dict(), lambda: load_table(report))
         if args.keep and model.ends_with_process:
             say_on(
                 sys.stderr,
@@ -94,9 +92,9 @@ def run_plan(args: argparse.Namespace) -> int:
         **_precision(args),
         **device_map_options(args),
         **fit_ahead_options(args),
-        **_store(args),
+        **store_options(args),
     )
-    _answer(args, plan.as_dict(), lambda: plan_table(plan))
+    answer(args, plan.as_dict(), lambda: plan_table(plan))
     return exit_code(DoesNotFit("")) if plan.fit is not None and plan.fit.fits is False else OK
 
 
@@ -115,9 +113,9 @@ def run_publish(args: argparse.Namespace) -> int:
             amax=args.amax,
             sign_key=args.sign_key,
             progress=byte_counter(display, "publish"),
-            **_store(args),
+            **store_options(args),
         )
-    _answer(args, report.as_dict(), lambda: publish_table(report))
+    answer(args, report.as_dict(), lambda: publish_table(report))
     return OK
 
 
@@ -128,9 +126,9 @@ def run_verify(args: argparse.Namespace) -> int:
 
     with display_on(sys.stderr) as display:
         report = client.verify(
-            args.uri, trusted_keys=args.trusted_key, progress=byte_counter(display, "verify"), **_store(args)
+            args.uri, trusted_keys=args.trusted_key, progress=byte_counter(display, "verify"), **store_options(args)
         )
-    _answer(args, report.as_dict(), lambda: verify_table(report))
+    answer(args, report.as_dict(), lambda: verify_table(report))
     if report.source == "headers":
         say_on(sys.stderr, f"longshore: {report.uri} is {report.notes[0]}")
         return FAILED
@@ -142,9 +140,9 @@ def run_sign(args: argparse.Namespace) -> int:
     from cluster.command_line.tables import cell
     from cluster.signing import sign
 
-    signed = sign(args.uri, args.key, **_store(args))
+    signed = sign(args.uri, args.key, **store_options(args))
     said = f"{signed.uri}: revision {signed.revision} is signed with key {signed.key_id}"
-    _answer(args, signed.as_dict(), lambda: cell(said))
+    answer(args, signed.as_dict(), lambda: cell(said))
     return OK
 
 
@@ -158,106 +156,8 @@ def run_keygen(args: argparse.Namespace) -> int:
         f"private key: {made.path} (keep it)\npublic key: {made.public_path}, or in one word {made.public_key}\n"
         f"its id in signatures: {made.key_id}"
     )
-    _answer(args, made.as_dict(), lambda: cell(said))
+    answer(args, made.as_dict(), lambda: cell(said))
     return OK
-
-
-def run_status(args: argparse.Namespace) -> int:
-    """Show the models and nodes of a cluster."""
-    from cluster import residents
-    from cluster.command_line.tables import status_table
-
-    status = residents.status(args.address)
-    _answer(args, status.as_dict(), lambda: status_table(status))
-    return OK
-
-
-def run_release(args: argparse.Namespace) -> int:
-    """Free one model or --all, end idle workers with --warm; --shutdown ends coordinator, agents and arenas too."""
-    from cluster import residents
-    from cluster.command_line.tables import cell
-
-    if (args.model_id is None) != (args.all or args.warm or args.shutdown):
-        raise ConfigError("name one model, or say --all", hint="`longshore status` lists the models")
-    wanted = [args.model_id] if args.model_id is not None else []
-    if args.all:
-        wanted = [model.progress.model_id for model in residents.status(args.address).models]
-    for model_id in wanted:
-        residents.release(model_id, force=args.force, address=args.address)
-    warm = residents.release_warm(address=args.address) if args.warm else 0
-    if args.shutdown:
-        residents.shutdown(args.address)
-    said = f"released {', '.join(wanted) or 'nothing'}" + f"; {warm} idle gangs ended" * args.warm
-    said += "; longshore ended in this cluster" * args.shutdown
-    _answer(args, {"released": wanted, "gangs_ended": warm, "shutdown": args.shutdown}, lambda: cell(said))
-    return OK
-
-
-def run_demo(args: argparse.Namespace) -> int:
-    """The whole way on this machine; what it does is in `cluster.command_line.demo`."""
-    from cluster.command_line import demo
-    from cluster.command_line.load_tables import demo_table
-
-    with StagedDisplay(sys.stderr) as display:
-        report = demo.run(
-            args.size,
-            say=display.say,
-            show_load=lambda progress: display.show(moment_of_load(progress)),
-            show_publish=byte_counter(display, "publish"),
-        )
-    _answer(args, report.as_dict(), lambda: demo_table(report))
-    return OK
-
-
-def run_doctor(args: argparse.Namespace) -> int:
-    """Check what a person would check by hand; 1 when a check failed. Raises InvalidUri."""
-    from cluster.command_line.tables import checks_table
-    from cluster.doctor.doctor import run_checks
-    from cluster.request import StoreOptions
-
-    if args.uri is not None:
-        StoreOptions(**_store(args)).resolve(args.uri)  # a URI that cannot be meant is no finding
-    checks = run_checks(args.uri, address=args.address, **_store(args))
-    failed = [check.name for check in checks if check.outcome == "fail"]
-    document = {"ok": not failed, "checks": [check.as_dict() for check in checks]}
-    _answer(args, document, lambda: checks_table(checks))
-    return 1 if failed else OK
-
-
-def print_json(document: dict[str, Any]) -> None:
-    """One document, one line feed at its end."""
-    _write(json.dumps(document, indent=2, default=str) + "\n")
-
-
-def _answer(args: argparse.Namespace, document: dict[str, Any], table: Callable[[], RenderableType]) -> None:
-    if args.json:
-        print_json(document)
-        return
-    from cluster.command_line.tables import console_on
-
-    console = console_on(sys.stdout)
-    with console.capture() as captured:
-        console.print(table(), soft_wrap=False)
-    _write(captured.get())
-
-
-def _write(text: str) -> None:
-    """Write the answer. A reader that has seen enough and left (`| head`) changes no exit code: the work is done."""
-    try:
-        sys.stdout.write(text)
-        sys.stdout.flush()
-    except BrokenPipeError:
-        _forget_stdout()
-    except OSError:
-        _forget_stdout()
-        raise
-
-
-def _forget_stdout() -> None:
-    """What is still buffered goes nowhere; else Python would try, fail and complain at the very end."""
-    nowhere = os.open(os.devnull, os.O_WRONLY)
-    os.dup2(nowhere, sys.stdout.fileno())
-    os.close(nowhere)
 
 
 def _precision(args: argparse.Namespace) -> dict[str, Any]:
@@ -267,12 +167,3 @@ def _precision(args: argparse.Namespace) -> dict[str, Any]:
 def _sizes(args: argparse.Namespace) -> dict[str, Any]:
     sizes = {field.name: getattr(args, field.name) for field in fields(Layout)}
     return {**sizes, "layout_rules": args.layout_rules}
-
-
-def _store(args: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "endpoint_url": args.endpoint_url,
-        "region": args.region,
-        "profile": args.profile,
-        "anonymous": args.anonymous,
-    }

@@ -1,0 +1,226 @@
+"""What `longshore VERB --help` says beside the options: a page per verb, as data. `help_pages` lays it out."""
+
+from __future__ import annotations
+
+from dataclasses import dataclass, field
+
+
+@dataclass(frozen=True, slots=True)
+class Page:
+    """The help of one verb."""
+
+    summary: str  # in the list of verbs
+    description: tuple[str, ...]  # paragraphs
+    examples: tuple[str, ...]  # command lines that work as they are; a line of comment each comes before with "# "
+    exit_codes: tuple[int, ...]  # those that the verb may end with, beside 0, 1, 2, 130 and 143
+    target: str = ""  # what the verb's first argument is
+    meanings: dict[int, str] = field(default_factory=dict)  # of codes that mean something of their own here
+
+
+URI = "s3://bucket/prefix, another scheme's, or a local folder; or one safetensors file there"
+LOAD = "id of a load or model, as `longshore status` shows it; or as much of its beginning as no other has"
+
+PAGES = {
+    "load": Page(
+        "load a model into the cluster and keep it there",
+        (
+            "Streams the checkpoint at URI into the workers of a Ray cluster: one worker per rank, each with exactly "
+            "its slices, every chunk checked against the digest that `longshore publish` wrote. The model stays "
+            "resident when the command ends; a second load of the same model with the same options gets it at once.",
+            "Joins the cluster that --address or RAY_ADDRESS names, else one that runs on this machine, else starts a "
+            "local one, which ends with the command. What does not fit is refused before a byte moves. Progress goes "
+            "to stderr, the report to stdout.",
+        ),
+        (
+            "longshore load s3://models/llama-70b --tp 8",
+            "longshore load s3://models/llama-70b --tp 4 --fit auto --wait-for-resources 600",
+            "longshore load /data/llama-8b --device cpu --no-keep --json",
+            "# as a job, from outside the cluster:",
+            "ray job submit --address http://head:8265 -- longshore load s3://models/llama-70b --tp 8",
+        ),
+        (3, 4, 5, 6, 7),
+        URI,
+        {130: "interrupted with Ctrl-C; a load that was to stay goes on in the cluster"},
+    ),
+    "plan": Page(
+        "show what would be loaded where; moves no bytes",
+        (
+            "Reads the manifest or the headers of the checkpoint, cuts it as `longshore load` with the same options "
+            "would, and shows what each rank would hold, whether it fits, and how long it should take. Needs no "
+            "cluster, no GPU and no torch; a config.json alone is enough for an estimate.",
+        ),
+        (
+            "longshore plan s3://models/llama-70b --tp 8",
+            "longshore plan llama-70b/config.json --tp 4 --memory 4x24GB --store-rate 40Gbit/s --picture plan.svg",
+        ),
+        (3, 5, 6, 7),
+        URI,
+        {3: "does not fit; no loadable checkpoint there, or it cannot be cut as asked"},
+    ),
+    "publish": Page(
+        "write a manifest with a digest of every chunk",
+        (
+            "Reads every byte of the checkpoint at SOURCE, checks it against the store's own checksums (or reads it "
+            "twice), and writes longshore.manifest.json beside it; with DEST it copies the checkpoint there first, and "
+            "publishes the copy. A publish that was interrupted goes on where it was. It needs no cluster.",
+        ),
+        (
+            "longshore publish s3://models/llama-70b",
+            "longshore publish /data/llama-70b s3://models/llama-70b --sign-key signer",
+        ),
+        (3, 5, 6),
+        "the checkpoint: a local folder or a URI",
+    ),
+    "verify": Page(
+        "read a published model and check every digest",
+        (
+            "Reads everything that the manifest names, compares digests, sizes and tensors, and lists all that "
+            "differs. It needs no cluster.",
+        ),
+        ("longshore verify s3://models/llama-70b", "longshore verify s3://models/llama-70b --trusted-key signer.pub"),
+        (3, 5, 6),
+        URI,
+        {1: "the model was never published, so there is nothing to compare with"},
+    ),
+    "sign": Page(
+        "sign the manifest of a published model",
+        (
+            "Writes longshore.manifest.sig beside the manifest that is there. `longshore publish --sign-key` does both "
+            "at once. The key is read from a file and never sent anywhere.",
+        ),
+        ("longshore sign s3://models/llama-70b --key signer",),
+        (5, 6),
+        URI,
+    ),
+    "keygen": Page(
+        "make a key to sign manifests with: FILE and FILE.pub",
+        (
+            "FILE is the private key, which only its owner can read: keep it where models are published. FILE.pub is "
+            "for everybody who loads them (--trusted-key, LONGSHORE_TRUSTED_KEYS). No file is overwritten.",
+        ),
+        ("longshore keygen signer",),
+        (),
+        "where the private key goes",
+    ),
+    "status": Page(
+        "show the cluster's models and nodes",
+        (
+            "Shows loads and resident models, and the nodes that hold chunks of them. It starts nothing: where no load "
+            "has been yet, no coordinator runs, and that is an error; --watch waits for the first load.",
+            "With --watch it goes on until Ctrl-C. On a terminal it draws bars, rates, ranks by node, nodes and the "
+            "last events; elsewhere it prints a line for each change; with --json a document per look, one per line. "
+            "A coordinator that is killed is waited for; when the cluster is lost the command says so and ends with 7.",
+        ),
+        ("longshore status", "longshore status --watch", "longshore status --watch 5 --json"),
+        (7,),
+        "",
+        {130: "ended with Ctrl-C, as --watch always is"},
+    ),
+    "events": Page(
+        "show what happened to a load, or follow it",
+        (
+            "Lists a load's events, oldest first, with the numbers that --after goes on from: changes of its state, "
+            "ranks that were ready, lost, replaced or moved, and what it waited for. The last 1000 of a load are kept, "
+            "until five minutes after its end.",
+            "With --follow it goes on until the load has failed or was released, with --until ready until it is ready, "
+            "or can be no more. --json prints one document; with --follow one per line, and a last line of kind `end`.",
+        ),
+        (
+            "longshore events llama-70b-3f9a21c4",
+            "longshore events llama-70b --until ready",
+            "longshore events llama-70b-3f9a21c4 --after 17 --json",
+        ),
+        (7,),
+        LOAD,
+        {1: "with --follow or --until: the load failed, or was released before it was ready"},
+    ),
+    "logs": Page(
+        "show what the cluster's processes logged",
+        (
+            "Reads the logs of coordinator, node agents and workers on every node that lives, by a small Ray task "
+            "there: no dashboard is needed, and no coordinator that still runs. With LOAD: the lines of its workers, "
+            "and those of the others that are about it. Lines are in the order of their times, and have neither "
+            "passwords nor tokens.",
+            "Of each process the last megabyte is read. What was on a node that is gone went with it. --json prints "
+            "one document; with --follow one per line.",
+        ),
+        (
+            "longshore logs --tail 100",
+            "longshore logs llama-70b-3f9a21c4 --rank 3 --follow",
+            "longshore logs --node 10.0.0.7 --json",
+        ),
+        (7,),
+    ),
+    "release": Page(
+        "free resident models",
+        (
+            "Takes the `keep` flag from a model: its memory is free as soon as no client holds it, and with --force at "
+            "once. --shutdown ends coordinator, agents and caches too, whatever their version; the Ray cluster stays.",
+        ),
+        (
+            "longshore release llama-70b-3f9a21c4",
+            "longshore release --all --force",
+            "longshore release --shutdown",
+        ),
+        (7,),
+    ),
+    "demo": Page(
+        "load a 1 GB model from a local S3 server into 4 CPU ranks",
+        (
+            "Writes a checkpoint, starts an S3 server and a Ray cluster on this machine, publishes and loads the "
+            "model, compares every slice with what the safetensors library reads, and loads it again from the cache. "
+            "It leaves no process and no file behind. It takes about 4 GB of memory and 2 GB of disk.",
+            "With --write it does nothing but write such a checkpoint, for trying the other verbs without a model of "
+            "one's own: as a Llama is named and shaped, with random values.",
+        ),
+        ("longshore demo", "longshore demo --size 200MB", "longshore demo --write models/small --size 200MB"),
+        (4, 5, 6, 7),
+    ),
+    "serve": Page(
+        "serve the HTTP API and the page, on Ray Serve, until ended",
+        (
+            "Puts the HTTP service on the cluster's Ray Serve: loads, plans, status, events, a page at / and an "
+            "OpenAPI document at /openapi.json. It listens on this machine only, unless --host says otherwise, and "
+            "then a token must be set in LONGSHORE_HTTP_TOKEN.",
+        ),
+        ("longshore serve", "longshore serve --host 0.0.0.0 --port 8000"),
+        (7,),
+        "",
+        {130: "ended with Ctrl-C, as it always is"},
+    ),
+    "doctor": Page(
+        "check this machine, the cluster and a store",
+        (
+            "Checks what an operator would: settings, packages, memory, /dev/shm, disk tier, GPU driver and torch of "
+            "this machine; of every node of the cluster Longshore's, Python's, Ray's and torch's version, GPUs, CUDA "
+            "driver, NCCL, /dev/shm and the clock; with a URI whether the store answers with these credentials, here "
+            "and from every node. Each check says ok, warn, fail or skip, and what to do.",
+            "It moves next to nothing, unless --bandwidth asks how fast bytes come.",
+        ),
+        (
+            "longshore doctor",
+            "longshore doctor s3://models/llama-70b",
+            "longshore doctor s3://models/llama-70b --bandwidth --address head:6379",
+        ),
+        (),
+        "",
+        {1: "a check failed"},
+    ),
+    "completion": Page(
+        "print a script that completes this command in a shell",
+        (
+            "The script completes verbs, options, their values and file names. It is the shell's own code: nothing of "
+            "Longshore runs while you type. Print it again after an upgrade.",
+        ),
+        (
+            "# bash, for this user, from the next shell on (with the package bash-completion):",
+            "longshore completion bash > ~/.local/share/bash-completion/completions/longshore",
+            "# zsh, in a folder of fpath; fish:",
+            "longshore completion zsh > ~/.zfunc/_longshore",
+            "longshore completion fish > ~/.config/fish/completions/longshore.fish",
+        ),
+        (7,),
+        "",
+        {7: "the package shtab is not installed: pip install 'longshore[completion]'"},
+    ),
+}

@@ -1,0 +1,174 @@
+"""What the verbs that follow a cluster do: `status --watch` and `events`. Each returns its exit code.
+
+Both go on over a coordinator that is killed and restarted, and end with ClusterLost when none comes back.
+"""
+
+from __future__ import annotations
+
+import argparse
+import json
+import os
+import sys
+import time
+from collections.abc import Callable, Sequence
+from contextlib import ExitStack, closing
+from typing import TYPE_CHECKING, Protocol
+
+from cluster.command_line.answers import print_json, reader_left, write
+from cluster.command_line.event_lines import line_of_event
+from cluster.command_line.exit_codes import FAILED, OK
+from cluster.command_line.progress import say_on
+from cluster.errors import ModelNotFound, NoCoordinator
+
+if TYPE_CHECKING:
+    from cluster.command_line.looks import Look
+    from cluster.reports.event_log import LoadEvent
+    from cluster.reports.report import ClusterStatus, ModelStatus
+
+WAIT_S = 2.0  # for news of a load, in one call; how it stands is asked in between
+OVER = ("failed", "released")
+
+
+class _Watch(Protocol):
+    """What a look is shown by; both say whether anybody is still there to see it."""
+
+    def show(self, look: Look) -> bool: ...
+
+    def silence(self, silent_s: float) -> bool: ...
+
+
+def watch_status(args: argparse.Namespace) -> int:
+    """Show the cluster until interrupted, or until nobody reads any more. Raises ClusterLost, VersionMismatch.
+
+    Where nothing was loaded yet it waits for the first load.
+    """
+    from cluster.command_line.looks import Looks, looks_in_thread
+    from cluster.command_line.watch_lines import JsonWatch, LineWatch
+
+    found = looks_in_thread(_from_first_load(Looks(args.address).look, args.watch), args.watch)
+    with closing(found), ExitStack() as stack:
+        watch: _Watch
+        if args.json:
+            watch = JsonWatch()
+        elif sys.stdout.isatty() and os.environ.get("TERM", "dumb") != "dumb":  # one that cannot move its cursor
+            from cluster.command_line.watch_view import TerminalWatch
+
+            watch = stack.enter_context(TerminalWatch(sys.stdout))
+        else:
+            watch = LineWatch()
+        for look in found:
+            if not (watch.silence(look) if isinstance(look, float) else watch.show(look)) or reader_left():
+                break
+    return OK
+
+
+def _from_first_load(look: Callable[[], Look], interval_s: float) -> Callable[[], Look]:
+    """The same; but where nothing was loaded in the cluster yet the first look waits until something is."""
+    seen = False
+
+    def patient_look() -> Look:
+        nonlocal seen
+        told = False
+        while True:
+            try:
+                found = look()
+                seen = True
+                return found
+            except NoCoordinator:
+                if seen:  # it was shut down
+                    raise
+            if not told:
+                say_on(sys.stderr, "longshore: nothing was loaded in this cluster yet; waiting for the first load")
+            told = True
+            time.sleep(interval_s)
+
+    return patient_look
+
+
+def run_events(args: argparse.Namespace) -> int:
+    """What happened to a load; with --follow or --until as it happens, and FAILED when it is not what was awaited."""
+    from cluster import residents
+
+    if args.follow or args.until is not None:
+        args.follow, args.until = True, args.until or "end"
+        return _follow(args)
+    try:
+        events = residents.events(args.load, after=args.after, address=args.address)
+    except ModelNotFound:
+        args.load = _full_id(args)
+        events = residents.events(args.load, after=args.after, address=args.address)
+    if args.json:
+        print_json({"model_id": args.load, "events": [event.as_dict() for event in events]})
+    else:
+        _say_what_is_missing(args.after, events)
+        write("".join(f"{line_of_event(event)}\n" for event in events))
+    return OK
+
+
+def _follow(args: argparse.Namespace) -> int:
+    from cluster import residents
+
+    after, incarnation = args.after, ""
+    known = named = False
+    while True:
+        try:
+            events = residents.events(args.load, after=after, wait_s=WAIT_S, address=args.address)
+            status = residents.status(args.address)
+        except ModelNotFound:
+            if known:
+                return _end(args, None)
+            if named:
+                raise
+            named, args.load = True, _full_id(args)
+            continue
+        known = True
+        _say_what_is_missing(after, events)
+        if not _put(args, events) or reader_left():
+            return OK
+        after = events[-1].number if events else after
+        if incarnation not in ("", status.coordinator_incarnation):
+            after = 0  # a coordinator that was restarted counts from 1 again
+            say_on(sys.stderr, "longshore: the coordinator was restarted; its events are numbered from 1 again")
+        elif not events and _is_over(model := _model(status, args.load), args.until):
+            return _end(args, model)
+        incarnation = status.coordinator_incarnation
+
+
+def _full_id(args: argparse.Namespace) -> str:
+    from cluster import residents
+    from cluster.command_line.model_names import full_id
+
+    return full_id(args.load, residents.status(args.address))
+
+
+def _put(args: argparse.Namespace, events: Sequence[LoadEvent]) -> bool:
+    """False when nobody reads any more."""
+    lines = (json.dumps(event.as_dict(), default=str) if args.json else line_of_event(event) for event in events)
+    return write("".join(f"{line}\n" for line in lines))
+
+
+def _end(args: argparse.Namespace, model: ModelStatus | None) -> int:
+    state = "released" if model is None else model.progress.state  # forgotten: minutes after its end
+    if args.json:
+        write(json.dumps({"kind": "end", "state": state, "error": "" if model is None else model.error}) + "\n")
+    if state == "ready" or (args.until == "end" and state == "released"):
+        return OK
+    say_on(sys.stderr, "longshore: the load was released" if state == "released" else f"longshore: {_why(model)}")
+    return FAILED
+
+
+def _why(model: ModelStatus | None) -> str:
+    return f"the load failed: {model.error}" if model is not None and model.error else "the load failed"
+
+
+def _model(status: ClusterStatus, model_id: str) -> ModelStatus | None:
+    return next((model for model in status.models if model.progress.model_id == model_id), None)
+
+
+def _is_over(model: ModelStatus | None, until: str) -> bool:
+    return model is None or model.progress.state in OVER or (until == "ready" and model.progress.state == "ready")
+
+
+def _say_what_is_missing(after: int, events: Sequence[LoadEvent]) -> None:
+    if events and events[0].number > after + 1:
+        say_on(sys.stderr, f"longshore: events {after + 1} to {events[0].number - 1} are kept no longer")

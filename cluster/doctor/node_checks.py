@@ -1,0 +1,164 @@
+"""Checks of every node: GPUs and drivers, /dev/shm, clock, store, bandwidth. What is judged here is pure.
+
+on_every_node --look_at_node, clock_now, bandwidth_here--> judge_* --> Check
+"""
+
+from __future__ import annotations
+
+import time
+from collections.abc import Callable, Iterator, Sequence
+from typing import Any
+
+from cluster.doctor.bandwidth import Bandwidth
+from cluster.doctor.check import Check
+from cluster.doctor.node_look import NodeLook, bandwidth_here, clock_now, look_at_node
+from cluster.joining.node_tasks import Node, on_every_node, why_no_answer
+from cluster.units import show_bytes, show_rate
+
+LOOK_S = 90.0  # torch is imported where there is a GPU
+BANDWIDTH_S = 60.0
+CLOCK_S = 10.0
+CLOCK_ROUNDS = 3
+WARN_SKEW_S = 2.0  # lines of logs and times of events begin to mislead
+FAIL_SKEW_S = 300.0  # stores refuse signatures that are 15 minutes off
+
+
+def check_each_node(
+    ray: Any, nodes: Sequence[Node], uri: str | None, store_args: dict[str, Any], *, bandwidth: bool
+) -> Iterator[Check]:
+    """All checks of nodes that run our version, by node; then what they have to have in common."""
+    looks: list[NodeLook] = []
+    heard: list[Node] = []
+    for node, look in on_every_node(ray, [(node, (uri, store_args)) for node in nodes], look_at_node, LOOK_S):
+        name = name_of(node)
+        if isinstance(look, BaseException):
+            yield Check(f"look {name}", "fail", why_no_answer(look), "see the node's logs")
+            continue
+        looks.append(look)
+        heard.append(node)
+        yield judge_gpus(name, look, int(node["Resources"].get("GPU", 0)))
+        yield judge_shm(name, look)
+        if look.store:
+            yield judge_store(name, look.store)
+    yield from judge_alike(looks)
+    yield from check_clocks(ray, heard)
+    if bandwidth and uri is not None:
+        yield from check_bandwidth(ray, heard, uri, store_args)
+
+
+def check_clocks(ray: Any, nodes: Sequence[Node], clock: Callable[[], float] = time.time) -> Iterator[Check]:
+    """Each node's clock against that of this machine."""
+    for node in nodes:
+        rounds = []
+        for _ in range(CLOCK_ROUNDS):
+            before_s = clock()
+            ((_, there_s),) = on_every_node(ray, [(node, ())], clock_now, CLOCK_S)
+            if isinstance(there_s, BaseException):
+                break
+            rounds.append((before_s, there_s, clock()))
+        yield judge_clock(name_of(node), rounds)
+
+
+def check_bandwidth(ray: Any, nodes: Sequence[Node], uri: str, store_args: dict[str, Any]) -> Iterator[Check]:
+    """All nodes at once, as in a load."""
+    total = 0.0
+    measured = 0
+    for node, found in on_every_node(ray, [(node, (uri, store_args)) for node in nodes], bandwidth_here, BANDWIDTH_S):
+        if isinstance(found, BaseException):
+            yield Check(f"bandwidth {name_of(node)}", "fail", why_no_answer(found))
+            continue
+        yield judge_bandwidth(f"bandwidth {name_of(node)}", found)
+        total += found.read_bytes / found.elapsed_s if found.elapsed_s > 0 else 0.0
+        measured += 1
+    if measured > 1:
+        yield Check("bandwidth", "ok", f"{show_rate(total, 1.0)} into {measured} nodes at once")
+
+
+def name_of(node: Node) -> str:
+    """As the check of its versions names it."""
+    return f"{node['NodeManagerHostname']} {node['NodeID'][:8]}"
+
+
+def judge_gpus(name: str, look: NodeLook, ray_gpus: int) -> Check:
+    """Whether Ray, driver and torch agree on the GPUs."""
+    name = f"gpus {name}"
+    torch = f"torch {look.torch or 'not installed'}, NCCL {look.nccl or 'none'}"
+    if not look.driver:
+        if ray_gpus:
+            return Check(
+                name,
+                "fail",
+                f"Ray counts {ray_gpus}, there is no NVIDIA driver; {torch}",
+                "start the node without --num-gpus, or pass the driver into the container",
+            )
+        return Check(name, "skip", f"none; {torch}")
+    detail = f"{look.gpus} GPUs, {ray_gpus} in Ray, driver {look.driver}, CUDA up to {look.cuda_driver}, {torch}"
+    if look.torch_gpus is None:
+        return Check(name, "fail", detail, "torch cannot be imported there: only workers need it, and this is one")
+    if look.torch_gpus < ray_gpus:
+        hint = "a CPU build of torch, or one for a newer CUDA than the driver runs"
+        return Check(name, "fail", f"{detail}; torch sees {look.torch_gpus}", hint)
+    if not look.nccl:
+        return Check(name, "warn", detail, "without NCCL ranks of other engines cannot talk to each other on GPUs")
+    if ray_gpus > look.gpus:
+        return Check(name, "fail", detail, "more are promised than there are: start the node without --num-gpus")
+    if ray_gpus < look.gpus:
+        return Check(name, "warn", detail, "some GPUs are not offered to Ray")
+    return Check(name, "ok", detail)
+
+
+def judge_alike(looks: Sequence[NodeLook]) -> Iterator[Check]:
+    """Versions that nodes with GPUs have to have in common."""
+    with_gpus = [look for look in looks if look.driver]
+    for what, versions in (
+        ("nccl versions", {look.nccl or "none": look.host for look in with_gpus}),
+        ("cuda drivers", {look.cuda_driver: look.host for look in with_gpus}),
+        ("torch versions", {look.torch.partition("+")[0]: look.host for look in looks if look.torch}),  # of any build
+    ):
+        if len(versions) > 1:
+            found = ", ".join(f"{version} (as on {host})" for version, host in sorted(versions.items()))
+            yield Check(what, "warn", found, "collectives between nodes want the same everywhere")
+
+
+def judge_shm(name: str, look: NodeLook) -> Check:
+    """Room for an arena; what arenas that are there take is no lack of it."""
+    if look.arena_bytes:
+        return Check(
+            f"/dev/shm {name}", "ok", f"{look.shm.detail}; arenas that are there: {show_bytes(look.arena_bytes)}"
+        )
+    return Check(f"/dev/shm {name}", look.shm.outcome, look.shm.detail, look.shm.hint)
+
+
+def judge_store(name: str, checks: Sequence[Check]) -> Check:
+    """The store as that node sees it: what is wrong first, or what was read."""
+    for outcome in ("fail", "warn"):
+        for check in checks:
+            if check.outcome == outcome and check.name != "model":  # of the model this machine has said it
+                return Check(f"store {name}", check.outcome, f"{check.name}: {check.detail}", check.hint)
+    read = next((check.detail for check in checks if check.name == "read"), checks[-1].detail)
+    return Check(f"store {name}", "ok", read)
+
+
+def judge_clock(name: str, rounds: Sequence[tuple[float, float, float]]) -> Check:
+    """From (asked, the node's clock, answered): the round that took least says most."""
+    name = f"clock {name}"
+    if not rounds:
+        return Check(name, "fail", f"no answer in {CLOCK_S:.0f} s", "see the node's logs")
+    asked_s, there_s, answered_s = min(rounds, key=lambda one: one[2] - one[0])
+    skew_s = there_s - (asked_s + answered_s) / 2
+    unsure_s = (answered_s - asked_s) / 2
+    detail = f"{abs(skew_s):.3f} s {'ahead of' if skew_s > 0 else 'behind'} here, give or take {unsure_s:.3f} s"
+    if abs(skew_s) - unsure_s > FAIL_SKEW_S:
+        return Check(name, "fail", detail, "signed requests will be refused there, or are here: set clocks (NTP)")
+    if abs(skew_s) - unsure_s > WARN_SKEW_S:
+        return Check(name, "warn", detail, "times in logs and events mislead: set clocks (NTP)")
+    return Check(name, "ok", detail)
+
+
+def judge_bandwidth(name: str, found: Bandwidth) -> Check:
+    """A figure is no verdict: what is enough is for the reader to say."""
+    if found.error:
+        return Check(name, "fail", f"{found.text}, then: {found.error}")
+    if not found.read_bytes:
+        return Check(name, "warn", "nothing to read under this URI", "name a model")
+    return Check(name, "ok", found.text)

@@ -1,0 +1,497 @@
+"""Looks at a cluster: what is asked, what counts as new, rates, and what is said while nobody answers."""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import itertools
+import json
+import os
+import pty
+import signal
+import subprocess
+import sys
+import threading
+import time
+from collections.abc import Callable, Iterator
+from dataclasses import dataclass, field, replace
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
+
+import pytest
+from rich.console import Console
+
+from cluster import residents
+from cluster.command_line.answers import reader_left
+from cluster.command_line.cli import main
+from cluster.command_line.event_lines import line_of_event
+from cluster.command_line.looks import Happened, Look, Looks, looks_in_thread
+from cluster.command_line.watch_lines import JsonWatch, LineWatch
+from cluster.command_line.watch_view import watch_view
+from cluster.errors import ClusterLost, ModelNotFound, NoCoordinator
+from cluster.layouts.mesh import Layout
+from cluster.process_logs import collecting
+from cluster.process_logs.log_lines import LogLine
+from cluster.reports.event_log import LoadEvent
+from cluster.reports.rank_report import RankStatus
+from cluster.reports.report import ClusterStatus, LoadProgress, ModelStatus, NodeStatus
+
+
+def model(model_id: str, state: str = "loading", placed: int = 0, total: int = 1000, **changes: Any) -> ModelStatus:
+    ranks = tuple(RankStatus(rank, "host-a", "loading", 0, 0, 0, 0, "cpu") for rank in range(2))
+    progress = LoadProgress(model_id, f"s3://b/{model_id}", state, placed, total, placed, 1, 2, 3.0)
+    return replace(ModelStatus(progress, "r1", Layout(2), "cpu", True, 1, ("host-a", "host-a"), ranks=ranks), **changes)
+
+
+def event(number: int, message: str = "it holds all its slices", kind: str = "rank_ready", **more: Any) -> LoadEvent:
+    return LoadEvent(number, 1_700_000_000.0 + number, kind, message, **more)
+
+
+@dataclass
+class Cluster:
+    """Stands in for `cluster.residents`; a test changes what it says."""
+
+    models: list[ModelStatus] = field(default_factory=list)
+    hosts: list[str] = field(default_factory=lambda: ["host-a"])
+    logs: dict[str, list[LoadEvent]] = field(default_factory=dict)
+    incarnation: str = "c1"
+    asked: list[tuple[str, int]] = field(default_factory=list)
+    error: Exception | None = None
+
+    def status(self, address: str | None = None) -> ClusterStatus:
+        if self.error is not None:
+            raise self.error
+        nodes = tuple(NodeStatus(host, host, 1 << 30, 1 << 29, 1, 0, 0.3) for host in self.hosts)
+        return ClusterStatus("0.1.0", self.incarnation, tuple(self.models), nodes)
+
+    def events(
+        self, model_id: str, *, after: int = 0, wait_s: float = 0, address: str | None = None
+    ) -> tuple[LoadEvent, ...]:
+        self.asked.append((model_id, after))
+        if model_id not in self.logs:
+            raise ModelNotFound("no such model", model=model_id)
+        return tuple(e for e in self.logs[model_id] if e.number > after)
+
+
+@pytest.fixture
+def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
+    stand_in = Cluster()
+    monkeypatch.setattr(residents, "status", stand_in.status)
+    monkeypatch.setattr(residents, "events", stand_in.events)
+    return stand_in
+
+
+def ticking(step_s: float = 1.0) -> Callable[[], float]:
+    ticks = itertools.count()
+    return lambda: next(ticks) * step_s
+
+
+# looks
+
+
+def test_an_event_is_seen_once(cluster: Cluster) -> None:
+    cluster.models, cluster.logs = [model("a")], {"a": [event(1), event(2)]}
+    looks = Looks(None, ticking())
+    assert [(h.event.number, h.old) for h in looks.look().events] == [(1, True), (2, True)]
+    assert looks.look().events == ()
+    cluster.logs["a"].append(event(3))
+    assert [(h.event.number, h.old) for h in looks.look().events] == [(3, False)]
+
+
+def test_a_restarted_coordinator_counts_from_1_again(cluster: Cluster) -> None:
+    cluster.models, cluster.logs = [model("a")], {"a": [event(n) for n in range(1, 9)]}
+    looks = Looks(None, ticking())
+    looks.look()
+    cluster.incarnation, cluster.logs = "c2", {"a": [event(1, "after the restart")]}
+    assert [h.event.message for h in looks.look().events] == ["after the restart"]
+
+
+def test_what_is_over_is_asked_about_once_and_what_is_forgotten_is_no_error(cluster: Cluster) -> None:
+    cluster.models = [model("a", "failed"), model("b"), model("gone", "ready")]
+    cluster.logs = {"a": [event(1)], "b": []}
+    looks = Looks(None, ticking())
+    for _ in range(3):
+        looks.look()
+    assert [asked for asked, _ in cluster.asked].count("a") == 1
+    assert cluster.asked[0][0] == "b"  # under way: first
+
+
+def test_rates_are_of_the_last_seconds_and_never_negative(cluster: Cluster) -> None:
+    looks = Looks(None, ticking())
+    cluster.logs = {"a": []}
+    rates = []
+    for placed in (0, 100, 200, 300, 400, 500, 600, 10_600, 50, 150):
+        cluster.models = [model("a", placed=placed)]
+        rates.append(looks.look().rates.get("a"))
+    assert rates[0] is None
+    assert rates[1:7] == [100.0] * 6
+    assert rates[7] == pytest.approx(10_400 / 5, rel=0.25)
+    assert rates[8:] == [None, 100.0]  # a rank was lost: what it had is placed again
+    cluster.models = [model("a", "ready", 1000)]
+    assert looks.look().rates == {}
+
+
+def test_looks_go_on_in_a_thread_that_hangs_alone() -> None:
+    hang = threading.Event()
+    calls = itertools.count()
+
+    def look() -> Any:
+        if next(calls) == 2:
+            hang.wait(30)
+            raise ClusterLost("gone")
+        return SimpleNamespace()
+
+    found = looks_in_thread(look, 0.01)
+    seen: list[Any] = [next(found), next(found)]
+    silence = next(found)
+    assert isinstance(silence, float)
+    assert not any(isinstance(look, float) for look in seen)
+    hang.set()
+    with pytest.raises(ClusterLost):
+        list(found)
+
+
+def test_what_is_wrong_at_once_is_raised_at_once() -> None:
+    def look() -> Look:
+        raise ClusterLost("no coordinator")
+
+    with pytest.raises(ClusterLost):
+        next(looks_in_thread(look, 1.0))
+
+
+def test_a_watch_that_ends_ends_its_thread() -> None:
+    found = looks_in_thread(lambda: SimpleNamespace(), 0.01)  # type: ignore[arg-type, return-value]
+    next(found)
+    next(found)
+    found.close()
+    give_up_s = time.monotonic() + 10
+    while any(thread.name == "longshore-looks" for thread in threading.enumerate()):
+        assert time.monotonic() < give_up_s
+        time.sleep(0.01)
+
+
+# lines and JSON
+
+
+def lines_of(watch: LineWatch, said: list[str], look: Look) -> list[str]:
+    said.clear()
+    assert watch.show(look)
+    return [line.split(" ", 1)[1] for line in "".join(said).splitlines()]
+
+
+def test_lines_are_what_changed(cluster: Cluster) -> None:
+    said: list[str] = []
+    watch = LineWatch(lambda text: not said.append(text), ticking(0.1))  # type: ignore[func-returns-value]
+    looks = Looks(None, ticking())
+    cluster.models, cluster.logs = [model("a", "planning")], {"a": [event(1)]}
+    assert lines_of(watch, said, looks.look()) == [
+        "coordinator c1: 1 models, 1 nodes",
+        "a planning 0 B of 1.00 kB (0 %), 1/2 ranks",
+    ]
+    assert lines_of(watch, said, looks.look()) == []
+    cluster.models = [model("a", placed=500)]
+    cluster.logs["a"] += [
+        event(2, "starting -> loading", "state"),
+        event(3, "its worker is \x1bgone", "rank_lost", rank=1),
+    ]
+    cluster.hosts = ["host-b"]
+    assert lines_of(watch, said, looks.look()) == [
+        "node host-b joined",
+        "node host-a is gone",
+        "a loading 500 B of 1.00 kB (50 %), 250 B/s, 1/2 ranks",
+        "a rank_lost: rank 1: its worker is \\x1bgone",
+    ]
+    cluster.models = [model("a", "failed", error="chunk 7 could not be had")]
+    assert lines_of(watch, said, looks.look())[0].endswith("1/2 ranks, chunk 7 could not be had")
+    cluster.models = []
+    assert lines_of(watch, said, looks.look()) == ["a is not listed any more"]
+
+
+def test_silence_is_told_of_once(cluster: Cluster) -> None:
+    said: list[str] = []
+    watch = LineWatch(lambda text: not said.append(text), ticking())  # type: ignore[func-returns-value]
+    watch.show(Looks(None, ticking()).look())
+    for silent_s in (1.0, 6.0, 7.0, 8.0):
+        watch.silence(silent_s)
+    assert len(said) == 2
+    assert "no answer from the coordinator for 6 s" in said[1]
+
+
+def test_json_is_a_line_per_look(cluster: Cluster) -> None:
+    said: list[str] = []
+    watch = JsonWatch(lambda text: not said.append(text))  # type: ignore[func-returns-value]
+    looks = Looks(None, ticking())
+    cluster.models, cluster.logs = [model("a")], {"a": [event(1)]}
+    watch.show(looks.look())
+    cluster.models = [model("a", placed=300)]
+    cluster.logs["a"].append(event(2))
+    watch.show(looks.look())
+    first, second = (json.loads(line) for line in said)
+    assert (first["events"], second["bytes_per_s"]) == ([], {"a": 300.0})
+    assert [(e["model_id"], e["number"]) for e in second["events"]] == [("a", 2)]
+
+
+# the terminal
+
+
+def drawn(look: Look, events: list[Happened], silent_s: float = 0.0, lines: int = 24, columns: int = 100) -> list[str]:
+    console = Console(width=columns, height=lines, file=io.StringIO(), highlight=False)
+    with console.capture() as captured:
+        console.print(watch_view(look, events, silent_s, lines, columns))
+    return captured.get().splitlines()
+
+
+def test_the_view_says_it_all(cluster: Cluster) -> None:
+    looks = Looks(None, ticking())
+    cluster.models = [model("old", "ready", 1000), model("new", placed=100)]
+    cluster.logs = {"old": [], "new": [event(1, "[bold]\nno markup", rank=1, host="host-a")]}
+    looks.look()
+    cluster.models[1] = model("new", placed=600)
+    look = looks.look()
+    happened = [Happened("new", cluster.logs["new"][0], False)]
+    text = "\n".join(drawn(look, happened))
+    assert text.index("new ") < text.index("old ")  # what is under way comes first
+    assert "600 B of 1.00 kB" in text
+    assert "500 B/s" in text
+    assert "new: host-a 2 loading" in text
+    assert "old: " not in text  # its ranks are ready
+    assert "537 MB of 1.07 GB" in text
+    assert "rank 1 on host-a: [bold]\\nno markup" in text
+    assert "no answer" not in text
+    assert "no answer for 4 s" in drawn(look, happened, silent_s=4.0)[0]
+
+
+@pytest.mark.parametrize("columns", [40, 60, 79, 80, 120])
+def test_what_matters_is_whole_however_narrow_the_terminal(cluster: Cluster, columns: int) -> None:
+    cluster.models = [
+        model("a-long-name-of-a-model-89abcdef", "degraded", placed=500_000_000, total=1_000_000_000),
+        model("b", "released"),
+    ]
+    cluster.hosts, cluster.logs = ["a-long-name-of-a-host-0", "host-b"], {}
+    shown = drawn(Looks(None, ticking()).look(), [], 0.0, 24, columns)
+    assert max(len(line) for line in shown) <= columns
+    (first,) = [line for line in shown if "89abcdef" in line and "degraded" in line]
+    assert " 1/2" in first
+    assert "50 %" in first or "500 MB of 1.00 GB" in first
+    assert any("released" in line and " 1/2" in line for line in shown)
+    assert len([line for line in shown if line.rstrip().endswith("0.3 s ago")]) == 2
+
+
+@pytest.mark.parametrize("lines", [24, 50])
+@pytest.mark.parametrize("columns", [40, 80, 200])
+def test_the_view_fits_the_terminal(cluster: Cluster, lines: int, columns: int) -> None:
+    cluster.models = [model(f"model-{n}", placed=n, error="x\n" * 300) for n in range(64)]
+    cluster.hosts = [f"host-{n:03}" for n in range(64)]
+    cluster.logs = {m.progress.model_id: [event(n, "y" * 400) for n in range(1, 5)] for m in cluster.models}
+    look = Looks(None, ticking()).look()
+    shown = drawn(look, list(look.events), 0.0, lines, columns)
+    assert len(shown) <= lines
+    assert max(len(line) for line in shown) <= columns
+    assert any("models more" in line for line in shown)
+    assert any("nodes more" in line for line in shown)
+
+
+# the verbs
+
+
+def test_status_watch_prints_lines_until_the_cluster_is_lost(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.models, cluster.logs = [model("a")], {"a": []}
+    states: Iterator[str] = iter(["starting", "loading", "ready"])
+    status = cluster.status
+
+    def next_status(address: str | None = None) -> ClusterStatus:
+        if (state := next(states, None)) is None:
+            raise ClusterLost("the coordinator is gone and did not come back")
+        cluster.models = [model("a", state)]
+        return status(address)
+
+    monkeypatch.setattr(residents, "status", next_status)
+    assert main(["status", "--watch", "0.1"]) == 7
+    out, err = capsys.readouterr()
+    assert [line.split()[2] for line in out.splitlines() if " a " in line] == ["starting", "loading", "ready"]
+    assert err == "longshore: the coordinator is gone and did not come back\n"
+
+
+def test_ctrl_c_ends_a_watch_with_130(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    def interrupted(address: str | None = None) -> ClusterStatus:
+        raise KeyboardInterrupt
+
+    monkeypatch.setattr(residents, "status", interrupted)
+    assert main(["status", "--watch"]) == 130
+
+
+def test_a_watch_without_a_cluster_fails_at_once(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster.error = ClusterLost("no Longshore coordinator runs in this cluster")
+    assert main(["status", "--watch", "--json"]) == 7
+    assert json.loads(capsys.readouterr().out)["error"]["type"] == "ClusterLost"
+
+
+def test_a_watch_waits_for_the_first_load_and_ends_when_longshore_is_shut_down(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.models, cluster.logs = [model("a", "ready")], {"a": []}
+    there = iter([False, False, True, False])
+    status = cluster.status
+
+    def next_status(address: str | None = None) -> ClusterStatus:
+        if not next(there):
+            raise NoCoordinator("no Longshore coordinator runs in this cluster")
+        return status(address)
+
+    monkeypatch.setattr(residents, "status", next_status)
+    assert main(["status", "--watch", "0.1"]) == 7
+    out, err = capsys.readouterr()
+    assert " a ready " in out
+    waiting, over = err.splitlines()
+    assert "waiting for the first load" in waiting
+    assert over == "longshore: no Longshore coordinator runs in this cluster"
+
+
+@pytest.mark.parametrize(
+    "argv", [("status", "--watch", "0.1"), ("events", "a", "--follow"), ("logs", "--follow")], ids=lambda argv: argv[0]
+)
+def test_what_follows_ends_when_its_reader_leaves_although_there_is_no_news(
+    cluster: Cluster, monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...]
+) -> None:
+    """As in `longshore status --watch | head -1`, beside a cluster in which nothing happens."""
+    cluster.models, cluster.logs = [model("a")], {"a": [event(1)]}
+    said = [LogLine("2026-01-01T00:00:00.000Z", "host-a", "coordinator", 1, "a line")]
+    collector = SimpleNamespace(collect=lambda: [said.pop()] if said else [], silent={})
+    monkeypatch.setattr(collecting, "LogCollector", lambda *_: collector)
+    reader, writer = os.pipe()
+    with open(writer, "w") as stdout:
+        monkeypatch.setattr(sys, "stdout", stdout)
+        assert not reader_left()
+        leaving = threading.Thread(target=lambda: (os.read(reader, 10), os.close(reader)))
+        leaving.start()
+        assert main(argv) == 0
+        leaving.join()
+        assert reader_left()
+
+
+def test_the_beginning_of_an_id_is_enough(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    over = model("llama-0", "released")
+    cluster.models, cluster.logs = [over, model("llama-1"), model("qwen-2", "ready")], {"llama-1": [event(1)]}
+    for more in ((), ("--json",)):
+        assert main(["events", "llama", *more]) == 0
+        assert "it holds all its slices" in capsys.readouterr().out
+    cluster.logs["qwen-2"] = [event(1)]
+    assert main(["events", "qw", "--follow", "--until", "ready"]) == 0
+    for more in ((), ("--follow",)):
+        assert main(["events", "gemma", *more]) == 2
+    cluster.models.append(model("llama-3"))
+    capsys.readouterr()
+    assert main(["events", "llama", "--json"]) == 2
+    assert "2 loads begin so: llama-1, llama-3" in json.loads(capsys.readouterr().out)["error"]["message"]
+
+
+def test_release_takes_the_beginning_too(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+    released: list[str] = []
+    monkeypatch.setattr(residents, "release", lambda model_id, **_: released.append(model_id))
+    cluster.models = [model("llama-1", "ready"), model("llama-12", "ready"), model("qwen-2", "ready")]
+    assert main(["release", "qwen"]) == 0
+    assert main(["release", "llama-1"]) == 0  # an id comes before what begins so
+    assert main(["release", "llama"]) == 2
+    assert released == ["qwen-2", "llama-1"]
+
+
+def test_events_are_lines_or_one_document(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+    cluster.logs = {"a": [event(4, "x", rank=2, host="h"), event(5, "planning -> starting", "state")]}
+    assert main(["events", "a"]) == 0
+    out, err = capsys.readouterr()
+    assert out == "".join(f"{line_of_event(e)}\n" for e in cluster.logs["a"])
+    assert out.splitlines()[0] == "2023-11-14T22:13:24.000Z     4 rank_ready    rank 2 on h: x"
+    assert "events 1 to 3 are kept no longer" in err
+    assert main(["events", "a", "--after", "4", "--json"]) == 0
+    document = json.loads(capsys.readouterr().out)
+    assert (document["model_id"], [e["number"] for e in document["events"]]) == ("a", [5])
+    assert main(["events", "other"]) == 2
+
+
+@pytest.mark.parametrize(
+    ("state", "until", "code"),
+    [
+        ("ready", "ready", 0),
+        ("failed", "ready", 1),
+        ("failed", "end", 1),
+        ("released", "end", 0),
+        ("released", "ready", 1),
+    ],
+)
+def test_following_ends_with_the_load(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str], state: str, until: str, code: int
+) -> None:
+    cluster.models = [model("a", state, error="why" if state == "failed" else "")]
+    cluster.logs = {"a": [event(1), event(2)]}
+    follow = ["--follow"] if until == "end" else []  # which --until says too
+    assert main(["events", "a", *follow, "--until", until, "--json"]) == code
+    out, err = capsys.readouterr()
+    assert err == {"failed": "longshore: the load failed: why\n"}.get(
+        state, "longshore: the load was released\n" * code
+    )
+    said = [json.loads(line) for line in out.splitlines()]
+    assert [one.get("number") for one in said] == [1, 2, None]
+    assert (said[-1]["kind"], said[-1]["state"]) == ("end", state)
+
+
+def test_following_goes_on_over_a_restarted_coordinator_and_ends_when_the_load_is_forgotten(
+    cluster: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    cluster.models, cluster.logs = [model("a")], {"a": [event(1), event(2)]}
+    rounds = itertools.count()
+    status = cluster.status
+
+    def next_status(address: str | None = None) -> ClusterStatus:
+        at = next(rounds)
+        if at == 1:
+            cluster.incarnation, cluster.logs = "c2", {"a": [event(1, "again")]}
+        if at == 3:
+            cluster.logs = {}
+        return status(address)
+
+    monkeypatch.setattr(residents, "status", next_status)
+    assert main(["events", "a", "--follow"]) == 0
+    out, err = capsys.readouterr()
+    assert [line.split()[1] for line in out.splitlines()] == ["1", "2", "1"]
+    assert "restarted" in err
+
+
+IN_A_TERMINAL = """
+import sys
+from cluster import residents
+from cluster.command_line.cli import main
+from cluster.reports.report import ClusterStatus
+residents.status = lambda address: ClusterStatus("0.1.0", "c1", (), ())
+sys.exit(main(["status", "--watch", "0.1"]))
+"""
+
+
+def test_a_terminal_is_drawn_on_and_given_back(tmp_path: Path) -> None:
+    ours, theirs = pty.openpty()
+    errors = tmp_path / "errors"
+    with open(errors, "w") as stderr:
+        child = subprocess.Popen(
+            [sys.executable, "-c", IN_A_TERMINAL], stdin=theirs, stdout=theirs, stderr=stderr, start_new_session=True,
+            env={**os.environ, "TERM": "xterm", "COLUMNS": "80", "LINES": "24"},
+        )  # fmt: skip
+    os.close(theirs)
+    seen = b""
+    try:
+        while seen.count(b"no models are loaded") < 3:  # drawn again and again
+            seen += os.read(ours, 4096)
+        child.send_signal(signal.SIGINT)
+        with contextlib.suppress(OSError):  # what a pty says when its other side is closed
+            while data := os.read(ours, 4096):
+                seen += data
+        assert child.wait(30) == 130
+    finally:
+        child.kill()
+        child.wait()
+        os.close(ours)
+    assert seen.count(b"\x1b[?1049h") == seen.count(b"\x1b[?1049l") == 1  # the other screen, and back
+    assert seen.count(b"\x1b[?25l") == seen.count(b"\x1b[?25h")  # the cursor
+    assert b"no models are loaded" in seen.split(b"\x1b[?1049l")[1]  # what was seen last stays
+    assert errors.read_text() == "longshore: interrupted\n"
