@@ -1,0 +1,119 @@
+"""What requests and answers of the API look like. Requests are closed: a field that is not known is refused."""
+
+from __future__ import annotations
+
+from typing import Annotated, Any, Literal
+
+from pydantic import BaseModel, ConfigDict, Field
+
+MAX_RANKS = 4096
+Size = Annotated[int, Field(ge=1, le=MAX_RANKS)]
+Text = Annotated[str, Field(max_length=200)]
+
+
+class ModelBody(BaseModel):
+    """A model and how it is cut: the arguments of `cluster.load` that a caller from outside may set.
+
+    Not among them: credentials (they are those of the cluster's nodes), files and folders of the service's machine.
+    """
+
+    model_config = ConfigDict(
+        extra="forbid",
+        json_schema_extra={
+            "examples": [
+                {"uri": "s3://models/llama-70b", "tensor_parallel_size": 8},
+                {"uri": "s3://models/mixtral-8x7b", "tensor_parallel_size": 4, "fit": "auto", "dtype": "bfloat16"},
+            ]
+        },
+    )
+
+    uri: str = Field(min_length=1, max_length=2048, description="s3://bucket/prefix, or another scheme that is allowed")
+    tensor_parallel_size: Size = 1
+    fsdp_size: Size = 1
+    data_parallel_size: Size = 1
+    pipeline_parallel_size: Size = 1
+    expert_parallel_size: Size = 1
+    expert_tensor_parallel_size: int = Field(0, ge=0, le=MAX_RANKS)
+    vocabulary_multiple: Size = 1
+    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    quantization: Text | None = None
+    skip_quantization: list[Text] | None = Field(None, max_length=100)
+    layout_rules: dict[Text, Text] | None = Field(None, max_length=1000)
+    device_map: Text | None = Field(None, description='"auto", "balanced", "sequential" or one device')
+    max_memory: dict[Text, Text | int] | None = Field(None, max_length=64)
+    fit: Literal["strict", "auto"] = "strict"
+    gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
+    reserve_bytes: int | None = Field(None, ge=0, le=1 << 50)
+    endpoint_url: Annotated[str, Field(max_length=500)] | None = Field(
+        None, description="of an S3-compatible server; only those that the operator allows"
+    )
+    region: Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9-]+$")] | None = None
+    anonymous: bool = False
+
+    def arguments(self) -> dict[str, Any]:
+        """As keyword arguments of `cluster.load` and `cluster.plan`, the URI among them as `model_uri`."""
+        given = self.model_dump()
+        return {"model_uri": given.pop("uri"), **given}
+
+
+class LoadBody(ModelBody):
+    """A model to load. It stays resident until it is deleted."""
+
+    device: Literal["auto", "cpu", "cuda"] = "auto"
+    placement: Literal["auto", "via_arena", "direct"] = "auto"
+    wait_for_resources_s: float = Field(0, ge=0, le=86400, allow_inf_nan=False)
+    timeout_s: float | None = Field(None, gt=0, le=86400, allow_inf_nan=False)
+
+
+class PlanBody(ModelBody):
+    """A model to plan: nothing is loaded."""
+
+    memory: Annotated[str, Field(max_length=500)] | None = Field(None, description='"4x24GB"; none: nothing is weighed')
+    host_memory: Text | None = None
+    ranks_per_node: Size | None = None
+    store_rate: Text | None = Field(None, description='"5GB/s", "40Gbit/s"')
+
+
+class Begun(BaseModel):
+    """A load that is under way, or a model that was resident already."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"model_id": "llama-70b-3f9a21c4", "state": "planning", "ready": False}]}
+    )
+
+    model_id: str
+    state: str
+    ready: bool
+
+
+class Models(BaseModel):
+    """Every model that the cluster knows; ended ones for five minutes."""
+
+    models: list[dict[str, Any]] = Field(description="as `longshore status --json` shows them")
+
+
+class Problem(BaseModel):
+    """RFC 9457."""
+
+    model_config = ConfigDict(
+        json_schema_extra={
+            "examples": [
+                {
+                    "type": "urn:longshore:problem:ModelNotFound",
+                    "title": "Not Found",
+                    "status": 404,
+                    "detail": "no such model",
+                    "hint": "longshore status lists the models of this cluster",
+                    "details": {"model": "llama-70b-3f9a21c4"},
+                }
+            ]
+        }
+    )
+
+    type: str
+    title: str
+    status: int
+    detail: str
+    hint: str = ""
+    details: dict[str, Any] = {}
+    errors: list[dict[str, Any]] = Field([], description="of a request that breaks the schema: what is wrong where")

@@ -1,0 +1,179 @@
+"""What the routes do, over the Python client: loads that go on after their request, and views of the cluster.
+
+LongshoreError
++- Busy                         as much is under way as the settings allow; ask again later
+"""
+
+from __future__ import annotations
+
+import asyncio
+import contextlib
+import logging
+import tempfile
+from collections.abc import Callable
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
+from typing import Any, TypeVar
+
+from cluster import client, residents
+from cluster.config import Config
+from cluster.errors import ClusterLost, ConfigError, ModelNotFound
+from cluster.preview import plan_ahead
+from cluster.preview.plan_summary import PlanSummary
+from cluster.reports.chunk_map import ChunkMap
+from cluster.reports.event_log import LoadEvent
+from cluster.reports.report import ClusterStatus, LoadProgress, ModelStatus
+from cluster.request import StoreOptions
+from serving.schemas import LoadBody, ModelBody, PlanBody
+from serving.settings import ServingSettings
+from serving.shared_answer import SharedAnswer
+from storage.errors import LongshoreError, SourceRefused
+
+BEGIN_S = 30.0  # by then a coordinator has taken a load on, or is not well
+CALLS = 64  # of the client at once, beside loads
+_LOG = logging.getLogger("longshore.http")
+T = TypeVar("T")
+
+
+class Busy(LongshoreError):
+    """As much is under way as the settings allow."""
+
+
+class Service:
+    """One replica's. `address`: of the Ray cluster; None: the one that this process is in."""
+
+    def __init__(self, settings: ServingSettings, config: Config | None = None, address: str | None = None) -> None:
+        self.settings = settings
+        self._config = config or Config.from_env()
+        self._address = address
+        self._rules = settings.source_rules()
+        self._loads: dict[asyncio.Task[Any], str] = {}  # not ready yet -> model id, as soon as it is known
+        self._plans = asyncio.Semaphore(settings.plans)
+        self._status = SharedAnswer(lambda: self._call(lambda: residents.status(self._address)))
+        self._threads = ThreadPoolExecutor(CALLS + settings.streams, thread_name_prefix="longshore-http")
+
+    def close(self) -> None:
+        """End the threads, as soon as what they are asking is answered. Loads that were begun go on in the cluster."""
+        self._threads.shutdown(wait=False, cancel_futures=True)
+
+    # -- loads -------------------------------------------------------------------------------------------------
+
+    async def begin(self, body: LoadBody) -> LoadProgress:
+        """Begin a load, or find the model resident: its first progress. It goes on when nobody waits any more.
+
+        Raises what `cluster.load` raises before anything is known of the load; Busy.
+        """
+        self._check(body)
+        if len(self._loads) >= self.settings.loads:
+            raise Busy("too many loads are under way", hint="wait for one to be ready, or ask another replica")
+        loop = asyncio.get_running_loop()
+        first: asyncio.Future[LoadProgress] = loop.create_future()
+
+        def tell(progress: LoadProgress) -> None:
+            def note() -> None:
+                self._loads[task] = progress.model_id
+                if not first.done():
+                    first.set_result(progress)
+
+            if not first.done():
+                loop.call_soon_threadsafe(note)
+
+        task = loop.create_task(self._load(body, tell))
+        self._loads[task] = ""
+        task.add_done_callback(self._ended)
+        await asyncio.wait([task, first], timeout=BEGIN_S, return_when=asyncio.FIRST_COMPLETED)
+        if first.done():
+            return first.result()
+        if task.done():
+            return task.result()
+        task.cancel()
+        raise ClusterLost("the coordinator did not take the load on in time", hint="longshore doctor shows why")
+
+    async def _load(self, body: LoadBody, tell: Callable[[LoadProgress], None]) -> LoadProgress:
+        model = await client.aload(
+            **body.arguments(), keep=True, address=self._address, config=self._config, progress=tell
+        )
+        await model.arelease()  # this process's hold on it; `keep` is what makes it stay
+        (now,) = [m for m in (await self.status()).models if m.progress.model_id == model.model_id]
+        return now.progress
+
+    def _ended(self, task: asyncio.Task[Any]) -> None:
+        model_id = self._loads.pop(task, "")
+        if not task.cancelled() and (error := task.exception()) is not None:
+            _LOG.info("load %s ended: %s", model_id or "(not begun)", error)
+
+    async def release(self, model_id: str, *, force: bool) -> None:
+        """Free a model, or give a load up. Raises ModelNotFound, ClusterLost."""
+        ours = [task for task, of in self._loads.items() if of == model_id]
+        for task in ours:
+            task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, LongshoreError):
+                await task
+        with contextlib.suppress(*([ModelNotFound] if ours else [])):
+            await self._call(lambda: residents.release(model_id, force=force, address=self._address))
+
+    # -- views -------------------------------------------------------------------------------------------------
+
+    async def status(self) -> ClusterStatus:
+        """Raises ClusterLost when no coordinator runs."""
+        return await self._status()
+
+    async def model(self, model_id: str) -> ModelStatus:
+        """Raises ModelNotFound, ClusterLost."""
+        for found in (await self.status()).models:
+            if found.progress.model_id == model_id:
+                return found
+        raise ModelNotFound("no such model", hint="GET /v1/models lists those of this cluster", model=model_id[:200])
+
+    async def events(self, model_id: str, after: int, wait_s: float) -> tuple[LoadEvent, ...]:
+        """Raises ModelNotFound, ClusterLost."""
+        return await self._call(lambda: residents.events(model_id, after=after, wait_s=wait_s, address=self._address))
+
+    async def chunks(self, model_id: str) -> ChunkMap:
+        """Raises ModelNotFound, ClusterLost."""
+        return await self._call(lambda: residents.chunk_map(model_id, address=self._address))
+
+    async def picture(self, body: PlanBody) -> bytes:
+        """An SVG of ranks against layers. Raises as `plan` does."""
+        with tempfile.TemporaryDirectory(prefix="longshore-http-") as folder:
+            path = Path(folder, "plan.svg")
+            await self.plan(body, picture=path)
+            return await asyncio.to_thread(path.read_bytes)
+
+    async def plan(self, body: PlanBody, **more: Any) -> PlanSummary:
+        """Raises what `cluster.plan` raises; Busy."""
+        self._check(body)
+        return await self._planned(lambda: plan_ahead.plan(**body.arguments(), **more, config=self._config))
+
+    async def picture_of(self, model_id: str) -> bytes:
+        """An SVG of ranks against layers, of a model of the cluster. Raises ModelNotFound, ClusterLost, as `plan` does.
+
+        The model's index is read again, with what this process may read: credentials that a client passed are not
+        kept. Where the model was loaded from is not for the caller to say, so the rules for requests do not apply;
+        those of the cluster do.
+        """
+        request = await self._call(lambda: residents.request_of(model_id, address=self._address))
+        return (await self._planned(lambda: plan_ahead.draw(request, self._config))).encode()
+
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _check(self, body: ModelBody) -> None:
+        """Raises SourceRefused, ConfigError, InvalidUri."""
+        if "://" not in body.uri:
+            raise ConfigError("a URI with a scheme is wanted, not a path", hint="s3://bucket/prefix")
+        ref, _ = StoreOptions(body.endpoint_url, body.region, None, body.anonymous).resolve(body.uri)
+        try:
+            self._rules.check(ref)
+        except SourceRefused as error:
+            hint = error.hint.replace("LONGSHORE_ALLOWED_", "LONGSHORE_HTTP_")
+            raise SourceRefused(error.message, hint=hint, **error.details) from error
+
+    async def _planned(self, work: Callable[[], T]) -> T:
+        """At most `settings.plans` at once. Raises Busy."""
+        if self._plans.locked():
+            raise Busy("other plans are being worked out", hint="ask again in a few seconds")
+        async with self._plans:
+            return await self._call(work)
+
+    async def _call(self, verb: Callable[[], T]) -> T:
+        return await asyncio.get_running_loop().run_in_executor(self._threads, verb)

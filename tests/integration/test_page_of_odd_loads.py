@@ -1,0 +1,142 @@
+"""The page in headless Chromium when something is odd: failures, silence, small windows, names that others made up."""
+
+from __future__ import annotations
+
+from collections.abc import Iterator
+from dataclasses import replace
+from pathlib import Path
+from typing import TYPE_CHECKING
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the HTTP service's packages are not installed (longshore[serving])")
+
+from cluster.reports.chunk_map import ChunkMap
+from cluster.reports.report import ModelStatus
+from tests.support.asgi_server import http_server
+from tests.support.browser import axe_violations, chromium, expect, watched
+from tests.support.scripted_service import Script, ScriptedService
+
+if TYPE_CHECKING:
+    from playwright.sync_api import Browser
+
+pytestmark = pytest.mark.slow
+
+MARKUP = "<img src=x onerror=alert(1)><script>alert(1)</script>"
+
+
+@pytest.fixture(scope="module")
+def browser() -> Iterator[Browser]:
+    with chromium() as found:
+        yield found
+
+
+def test_the_memory_of_one_rank_is_no_part_of_anything(browser: Browser) -> None:
+    """A gauge that is full would say that it has run out."""
+    for ranks, gauges in ((1, 0), (2, 2)):
+        script = Script(ranks, 200, 3, part=0.5)
+        with http_server(ScriptedService(script)) as url, watched(browser, url) as seen:
+            cells = seen.page.locator("#ranks tbody td:last-child")
+            expect(cells.first).to_contain_text("700 MB")
+            expect(cells.locator(".bar:visible")).to_have_count(gauges)
+            seen.check()
+
+
+def test_failures_are_shown_told_and_can_be_had_alone(browser: Browser, tmp_path: Path) -> None:
+    script = Script(8, 2000, 10, part=0.5)
+    hostile = "<img src=x onerror=alert(1)> is not in the bucket"
+    with http_server(ScriptedService(script)) as url, watched(browser, url) as seen:
+        page = seen.page
+        expect(page.locator("#state")).to_have_text("loading")
+        script.lost = (3,)
+        script.note("rank_lost", "its worker is gone", rank=3)
+        script.note("note", "waiting for slots")
+        expect(page.locator("#events li.failure")).to_have_count(1)
+        expect(page.locator("#news")).to_contain_text("rank 3 on gpu-00: its worker is gone")
+        expect(page.locator("#ranks tbody tr").nth(3).locator("td").nth(3)).to_have_text("lost")
+        page.locator("#only-failures").check()
+        assert page.locator("#events li:visible").count() == 1
+        script.error = hostile
+        script.note("state", f"loading -> failed: {hostile}", state="failed")
+        expect(page.locator("#error")).to_have_text(hostile)
+        expect(page.locator("#chunks-note")).to_have_text("Chunks as last seen: the load has failed.")
+        assert set(page.locator("#ranks tbody td:last-child").all_text_contents()) == {"-"}  # workers that are gone
+        expect(page.locator("#events li:visible")).to_have_count(2)
+        assert page.locator("img[src=x]").count() == 0
+        page.screenshot(path=str(tmp_path / "page-failed.png"), full_page=True)
+        assert axe_violations(page) == []
+        page.reload()  # a page that had not watched it
+        expect(page.locator("#chunks-note")).to_have_text("Where chunks were is not kept: the load has failed.")
+        expect(page.locator("#counts")).to_be_hidden()
+        script.gone = True
+        expect(page.locator("#load")).to_be_hidden()
+        expect(page.locator("#no-models")).to_be_visible()
+        box = page.locator("#models-title").locator("..").bounding_box()
+        assert box is not None
+        assert box["width"] > 1000  # there is nothing to leave room for beside it
+        seen.check()
+
+
+def test_a_service_that_does_not_answer_is_said_and_comes_back(browser: Browser) -> None:
+    with http_server(ScriptedService(Script(part=0.5))) as url, watched(browser, url) as seen:
+        page = seen.page
+        expect(page.locator("#state")).to_have_text("loading")
+        page.route("**/v1/cluster", lambda route: route.abort())
+        expect(page.locator("#trouble")).to_contain_text("cannot be asked: the service does not answer. What")
+        expect(page.locator("#load")).to_be_visible()
+        page.unroute("**/v1/cluster")
+        expect(page.locator("#trouble")).to_be_hidden()
+        seen.check("ERR_FAILED")
+
+
+def test_a_narrow_window_needs_no_sideways_scrolling(browser: Browser, tmp_path: Path) -> None:
+    size = {"width": 360, "height": 740}
+    with http_server(ScriptedService(Script(part=0.5))) as url, watched(browser, url, viewport=size) as seen:
+        page = seen.page
+        expect(page.locator("#counts tbody tr")).to_have_count(1)
+        page.screenshot(path=str(tmp_path / "page-narrow.png"), full_page=True)
+        assert page.evaluate("document.documentElement.scrollWidth") <= size["width"]
+        rates = page.locator("#rate-now > span")
+        assert all(
+            box["height"] < 30
+            for box in rates.evaluate_all("all => all.map(one => one.getBoundingClientRect().toJSON())")
+        )
+        seen.check()
+
+
+class Hostile(Script):
+    """Names as a scheduler makes them up, and as somebody who may write to the bucket does."""
+
+    @property
+    def hosts(self) -> list[str]:
+        hosts = super().hosts
+        return [f"raycluster-of-somebody-gpu-worker-group-worker-{host}" for host in hosts]
+
+    def model(self) -> ModelStatus:
+        found = super().model()
+        uri, message = f"s3://models/{'folder' * 200}{MARKUP}", f"waiting for {MARKUP}"
+        return replace(found, progress=replace(found.progress, uri=uri, message=message), taken=MARKUP)
+
+    def chunk_map(self) -> ChunkMap:
+        found = super().chunk_map()
+        shards = tuple(replace(shard, key=f"{'k' * 200}{MARKUP}{shard.key}") for shard in found.shards)
+        return replace(found, shards=shards, silent_nodes=(MARKUP,))
+
+
+@pytest.mark.parametrize("width", [375, 1280])
+def test_names_of_others_are_text_and_push_nothing_aside(browser: Browser, width: int) -> None:
+    script = Hostile(24, 2000, 10, part=0.5, model_id="m" * 100)
+    script.note("rank_lost", f"{MARKUP} {'y' * 400}", rank=3)
+    size = {"width": width, "height": 800}
+    with http_server(ScriptedService(script)) as url, watched(browser, url, viewport=size) as seen:
+        page = seen.page
+        expect(page.locator("#counts tbody tr")).to_have_count(3)
+        expect(page.locator("#events li.failure")).to_contain_text(MARKUP)
+        page.locator("#shard").focus()
+        page.keyboard.press("ArrowRight")
+        expect(page.locator("#shard-name")).to_contain_text(MARKUP)
+        assert page.locator("img[src=x], body script").count() == 0
+        assert page.evaluate("document.documentElement.scrollWidth") <= width
+        heights = page.locator("#ranks tbody tr").evaluate_all("all => all.map(one => one.clientHeight)")
+        assert max(heights) < 130
+        seen.check()

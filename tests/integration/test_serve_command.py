@@ -1,0 +1,93 @@
+"""`longshore serve` on a real Ray Serve: it answers, asks for its token, and leaves nothing when it is ended."""
+
+from __future__ import annotations
+
+import json
+import os
+import signal
+import socket
+import subprocess
+import sys
+import urllib.error
+import urllib.request
+from pathlib import Path
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the HTTP service's packages are not installed (longshore[serving])")
+
+from tests.support.ray_clusters import ENVIRONMENT, Longshore, eventually
+
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+
+REPOSITORY = Path(__file__).parents[2]
+TOKEN = "a-token-of-sufficient-length"
+
+
+def free_port() -> int:
+    with socket.create_server(("127.0.0.1", 0)) as taken:
+        return int(taken.getsockname()[1])
+
+
+def ask(url: str, token: str = "") -> tuple[int, str]:
+    headers = {"authorization": f"Bearer {token}"} if token else {}
+    try:
+        with urllib.request.urlopen(urllib.request.Request(url, headers=headers), timeout=30) as answer:
+            return answer.status, answer.read().decode()
+    except urllib.error.HTTPError as error:
+        return error.code, error.read().decode()
+
+
+def test_it_serves_until_it_is_ended(longshore: Longshore) -> None:
+    command = [sys.executable, "-m", "longshore", "serve", "--json", "--address", longshore.address, "--port"]
+    environment = {**os.environ, **ENVIRONMENT, "LONGSHORE_HTTP_TOKEN": TOKEN}
+    with socket.create_server(("127.0.0.1", 0)) as taken:  # a port that somebody has: said, and Serve keeps it not
+        refused = subprocess.run(
+            [*command, str(taken.getsockname()[1])],
+            cwd=REPOSITORY,
+            env=environment,
+            capture_output=True,
+            text=True,
+            timeout=120,
+        )
+    assert refused.returncode == 7, refused.stderr
+    assert "nothing can listen at 127.0.0.1:" in refused.stderr
+    port = free_port()
+    served = subprocess.Popen(
+        [*command, str(port)],
+        cwd=REPOSITORY,
+        env=environment,
+        stdout=subprocess.PIPE,
+        stderr=subprocess.PIPE,
+        text=True,
+    )
+    try:
+        if served.stdout is None:
+            raise RuntimeError("no pipe")
+        lines = []
+        while not (lines and lines[-1].rstrip() == "}"):
+            line = served.stdout.readline()
+            assert line, served.communicate()[1]
+            lines.append(line)
+        url = json.loads("".join(lines))["url"]
+        assert url == f"http://127.0.0.1:{port}/"
+        assert ask(f"{url}healthz")[0] == 200
+        assert "<title>Longshore</title>" in ask(url)[1]
+        assert ask(f"{url}v1/models")[0] == 401
+        assert ask(f"{url}v1/models", "another-token-altogether")[0] == 401
+        status, models = ask(f"{url}v1/models", TOKEN)
+        assert (status, json.loads(models)) == (200, {"models": []})
+        served.send_signal(signal.SIGINT)
+        _, said = served.communicate(timeout=120)
+        assert served.returncode == 130, said
+        assert TOKEN not in said
+    finally:
+        served.kill()
+        served.wait()
+    eventually(lambda: not served_actors(), lambda: f"actors of Ray Serve are left: {served_actors()}", 60)
+
+
+def served_actors() -> list[str]:
+    import ray
+
+    return [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == "serve"]

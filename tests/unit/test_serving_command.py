@@ -1,0 +1,48 @@
+"""`longshore serve` watches what it started: an application that is busy is waited for, one that is gone is said."""
+
+from __future__ import annotations
+
+import threading
+from http.server import BaseHTTPRequestHandler
+
+import pytest
+
+from cluster.errors import ClusterLost
+from serving import command
+from tests.support.http_serving import place, serving
+
+
+class Busy(BaseHTTPRequestHandler):
+    def do_GET(self) -> None:
+        self.server.asked.append(self.path)  # type: ignore[attr-defined]
+        self.send_response(429)
+        self.send_header("content-length", "0")
+        self.end_headers()
+
+    def log_message(self, *_: object) -> None:
+        """Nothing is to be said."""
+
+
+def test_it_ends_when_its_application_is_gone_and_not_when_that_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+    stopped: list[bool] = []
+    monkeypatch.setattr(command, "LOOK_S", 0.01)
+    monkeypatch.setattr(command, "SILENT_S", 0.3)
+    monkeypatch.setattr(command, "stop", lambda: stopped.append(True))
+    ended: list[BaseException] = []
+
+    def serve() -> None:
+        try:
+            command.serve_until_interrupted(None, None, None, lambda url: None)
+        except ClusterLost as error:
+            ended.append(error)
+
+    with serving(Busy) as server:
+        monkeypatch.setattr(command, "start", lambda settings, address: f"{place(server)}/")
+        thread = threading.Thread(target=serve, daemon=True)
+        thread.start()
+        while len(server.asked) < 3:  # type: ignore[attr-defined]
+            thread.join(0.01)
+        assert thread.is_alive()
+    thread.join(60)
+    assert len(ended) == 1
+    assert not stopped  # of a cluster that is lost nothing can be taken away, and another's is not ours

@@ -1,0 +1,169 @@
+"""Requests of the HTTP service that are refused before a cluster is asked, and how they are told."""
+
+from __future__ import annotations
+
+import json
+import threading
+from collections.abc import Iterator
+from typing import Any
+
+import pytest
+
+pytest.importorskip("fastapi", reason="the HTTP service's packages are not installed (longshore[serving])")
+from starlette.testclient import TestClient
+
+import cluster.errors as load_errors
+import storage.errors as byte_errors
+from cluster.config import Config
+from serving.app import make_app
+from serving.problems import MEDIA_TYPE, problem_of, status_of
+from serving.service import Service
+from serving.settings import ServingSettings
+from storage.errors import LongshoreError
+from tests.support.scripted_service import Script, ScriptedService
+
+
+@pytest.fixture(scope="module")
+def client() -> Iterator[TestClient]:
+    app = make_app(Service(ServingSettings(), Config()))
+    with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as made:
+        yield made
+
+
+@pytest.mark.parametrize(
+    ("body", "status", "kind"),
+    [
+        ({"uri": "file:///etc"}, 403, "SourceRefused"),
+        ({"uri": "/etc"}, 422, "ConfigError"),
+        ({"uri": "memory://x"}, 403, "SourceRefused"),
+        ({"uri": "s3://bucket/x", "endpoint_url": "http://169.254.169.254"}, 403, "SourceRefused"),
+        ({"uri": "http://169.254.169.254/latest"}, 403, "SourceRefused"),
+        ({"uri": "s3://bucket/x", "profile": "root"}, 422, "BadRequest"),
+        ({"uri": "s3://bucket/x", "offload_folder": "/etc"}, 422, "BadRequest"),
+        ({"uri": "s3://bucket/x", "credentials": {}}, 422, "BadRequest"),
+        ({"uri": "s3://bucket/x", "layout_rules": "/etc/passwd"}, 422, "BadRequest"),
+        ({"uri": "s3://bucket/x", "tensor_parallel_size": 0}, 422, "BadRequest"),
+        ({"uri": "s3://bucket/x", "tensor_parallel_size": 10**9}, 422, "BadRequest"),
+        ({"uri": "s3://bucket/x", "quantization": "int3"}, 422, "ConfigError"),
+        ({"uri": "s3://bucket/x", "fit": "maybe"}, 422, "BadRequest"),
+        ({"uri": "s3://BAD BUCKET/x"}, 422, "InvalidUri"),
+        ({"uri": "x" * 5000}, 422, "BadRequest"),
+        ([], 422, "BadRequest"),
+        (None, 422, "BadRequest"),
+    ],
+)
+@pytest.mark.parametrize("verb", ["load", "plan"])
+def test_refused_before_anything_is_asked(client: TestClient, verb: str, body: Any, status: int, kind: str) -> None:
+    answer = client.post(f"/v1/models:{verb}", json=body)
+    assert (answer.status_code, answer.json()["type"]) == (status, f"urn:longshore:problem:{kind}")
+    assert answer.headers["content-type"] == MEDIA_TYPE
+
+
+@pytest.mark.parametrize("headers", [{}, {"content-type": "application/x-www-form-urlencoded"}])
+def test_json_that_is_not_called_so_is_refused_and_says_what_to_send(
+    client: TestClient, headers: dict[str, str]
+) -> None:
+    """A form of another site's page needs no leave of ours to send such a body; `curl -d` sends it so too."""
+    answer = client.post("/v1/models:load", content=b'{"uri": "s3://models/llama"}', headers=headers)
+    assert answer.status_code == 422
+    assert "content-type: application/json" in answer.json()["hint"]
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        b"[" * 100_000,
+        b'{"uri":' + b'{"a":' * 30_000 + b"1" + b"}" * 30_001,
+        b'{"uri": "s3://m/x", "gpu_memory_utilization": NaN}',
+        b'{"uri": "s3://m/x", "reserve_bytes": Infinity}',
+        b'{"uri": "s3://m/x", "gpu_memory_utilization": 1e400}',
+        b'{"uri": "s3://m/x", "tensor_parallel_size": ' + b"9" * 5000 + b"}",
+        b'{"uri": "s3://m/x", "\\ud800": 1}',
+        b'{"uri": "s3://m/\\ud800"}',
+        b'{"uri": "s3://m/\\u0000"}',
+        b'{"uri": "s3://m/\xff"}',
+        b'{"uri": "s3://m/x", "layout_rules": {"\\ud800": "column"}}',
+        b'{"uri": "s3://m/x", "uri": "file:///etc"}',
+    ],
+    ids=lambda body: repr(body[:60]),
+)
+def test_json_that_nobody_means_is_a_problem(client: TestClient, body: bytes) -> None:
+    answer = client.post("/v1/models:load", content=body, headers={"content-type": "application/json"})
+    assert answer.status_code in (400, 403, 422)
+    assert answer.headers["content-type"] == MEDIA_TYPE
+
+
+@pytest.mark.parametrize(
+    "body",
+    [
+        {"uri": "s3://AKIA:SEKRET@models/llama"},
+        {"uri": "s3://models/llama?X-Amz-Signature=SEKRET"},
+        {"uri": "https://models.s3.amazonaws.com/llama?X-Amz-Signature=SEKRET"},
+        {"uri": "s3://models/llama", "endpoint_url": "http://user:SEKRET@127.0.0.1:9"},
+        {"uri": "s3://models/llama", "endpoint_url": "http://127.0.0.1:9?key=SEKRET"},
+    ],
+)
+def test_secrets_in_requests_come_back_nowhere(
+    client: TestClient, body: dict[str, str], caplog: pytest.LogCaptureFixture
+) -> None:
+    for verb in ("load", "plan"):
+        answer = client.post(f"/v1/models:{verb}", json=body)
+        assert answer.status_code in (403, 422)
+        assert "SEKRET" not in answer.text
+    assert "SEKRET" not in caplog.text
+
+
+def kinds_of(module: Any) -> list[type[LongshoreError]]:
+    return [kind for kind in vars(module).values() if isinstance(kind, type) and issubclass(kind, LongshoreError)]
+
+
+@pytest.mark.parametrize("kind", [*kinds_of(byte_errors), *kinds_of(load_errors)], ids=lambda kind: kind.__name__)
+def test_every_error_is_a_problem(kind: type[LongshoreError]) -> None:
+    error = kind("what was wrong", hint="what to do", size=3, odd=object)
+    answer = problem_of(error)
+    assert answer.status_code == status_of(error) >= 400
+    assert answer.media_type == MEDIA_TYPE
+    assert b"what was wrong" in bytes(answer.body)
+    assert b"what to do" in bytes(answer.body)
+
+
+def test_names_that_utf8_cannot_spell_are_told_and_hide_nothing_else() -> None:
+    odd = "tensor '\ud800' is not there"
+    script = Script(part=0.5, error=odd)
+    with TestClient(make_app(ScriptedService(script)), base_url="http://localhost") as made:
+        (of_all,) = made.get("/v1/models").json()["models"]
+        (of_cluster,) = made.get("/v1/cluster").json()["models"]
+        alone = made.get(f"/v1/models/{script.model_id}").json()
+    assert of_all["error"] == of_cluster["error"] == alone["error"] == odd
+    answer = problem_of(LongshoreError(odd, hint="\udfff", size=float("nan"), rate=float("inf")))
+    assert json.loads(bytes(answer.body))["detail"] == odd
+
+
+def test_what_nobody_foresaw_tells_nothing_but_its_kind() -> None:
+    answer = problem_of(KeyError("secret"))
+    assert answer.status_code == 500
+    assert b"secret" not in bytes(answer.body)
+
+
+def test_every_operation_has_its_words_and_its_problems(client: TestClient) -> None:
+    document = client.get("/openapi.json").json()
+    for path, operations in document["paths"].items():
+        for method, operation in operations.items():
+            assert operation["summary"], (method, path)
+            if path != "/healthz":
+                assert {"401", "429", "503"} <= set(operation["responses"]), (method, path)
+    assert "Problem" in document["components"]["schemas"]
+    for schema in ("LoadBody", "PlanBody", "Begun", "Problem"):
+        assert document["components"]["schemas"][schema].get("examples"), schema
+
+
+def test_a_replica_that_ends_leaves_no_thread() -> None:
+    others = set(threading.enumerate())
+    service = Service(ServingSettings(endpoints="http://127.0.0.1:9"), Config(), "127.0.0.1:1")
+    with TestClient(make_app(service), base_url="http://localhost", raise_server_exceptions=False) as client:
+        assert client.get("/v1/models").status_code == 503
+        ours = [thread for thread in set(threading.enumerate()) - others if thread.name.startswith("longshore-http")]
+        assert ours
+    for thread in ours:
+        thread.join(10)
+        assert not thread.is_alive()

@@ -1,0 +1,99 @@
+"""A question that many ask: asked once for all who wait, and never answered with what was known before they asked."""
+
+from __future__ import annotations
+
+import asyncio
+
+import pytest
+
+from serving.shared_answer import SharedAnswer
+
+
+class Source:
+    """Counts questions; each is answered with what `now` was when it was asked, as soon as it is let go."""
+
+    def __init__(self) -> None:
+        self.now = 0
+        self.asked = 0
+        self.at_once = 0
+        self.most_at_once = 0
+        self.gate = asyncio.Event()
+
+    async def ask(self) -> int:
+        self.asked += 1
+        self.at_once += 1
+        self.most_at_once = max(self.most_at_once, self.at_once)
+        found = self.now
+        try:
+            await self.gate.wait()
+        finally:
+            self.at_once -= 1
+        if found < 0:
+            raise ValueError(found)
+        return found
+
+
+async def settle() -> None:
+    for _ in range(10):
+        await asyncio.sleep(0)
+
+
+def test_many_share_one_question_and_none_hears_of_the_past() -> None:
+    async def run() -> None:
+        source = Source()
+        shared = SharedAnswer(source.ask)
+        first = asyncio.create_task(shared())
+        await settle()
+        source.now = 1
+        later = [asyncio.create_task(shared()) for _ in range(50)]
+        await settle()
+        assert source.asked == 1, "the second question waits for the first"
+        source.gate.set()
+        assert await first == 0
+        assert await asyncio.gather(*later) == [1] * 50
+        assert (source.asked, source.most_at_once) == (2, 1)
+
+    asyncio.run(run())
+
+
+def test_one_who_gives_up_leaves_the_others_their_answer() -> None:
+    async def run() -> None:
+        source = Source()
+        shared = SharedAnswer(source.ask)
+        impatient, patient = asyncio.create_task(shared()), asyncio.create_task(shared())
+        await settle()
+        impatient.cancel()
+        source.gate.set()
+        assert await patient == 0
+        assert impatient.cancelled()
+
+    asyncio.run(run())
+
+
+def test_all_hear_of_an_error_and_the_next_question_is_asked_anew() -> None:
+    async def run() -> None:
+        source = Source()
+        source.now = -1
+        source.gate.set()
+        shared = SharedAnswer(source.ask)
+        heard = await asyncio.gather(shared(), shared(), return_exceptions=True)
+        assert [type(each) for each in heard] == [ValueError, ValueError]
+        source.now = 5
+        assert await shared() == 5
+
+    asyncio.run(run())
+
+
+def test_an_error_that_nobody_waits_for_any_more_is_no_noise(caplog: pytest.LogCaptureFixture) -> None:
+    async def run() -> None:
+        source = Source()
+        source.now = -1
+        shared = SharedAnswer(source.ask)
+        asker = asyncio.create_task(shared())
+        await settle()
+        asker.cancel()
+        source.gate.set()
+        await settle()
+
+    asyncio.run(run())
+    assert not caplog.records
