@@ -1,0 +1,277 @@
+"""What no schema says of objects together: names, ports, settings, image and commands that must be those of the code.
+
+Each rule is a function from the objects of one rendering to sentences about what is wrong.
+"""
+
+from __future__ import annotations
+
+import ast
+import shlex
+import tomllib
+from collections.abc import Iterator
+from typing import Any
+
+import yaml
+
+from cluster.config import ENV_PREFIX, Config
+from cluster.errors import ConfigError
+from cluster.joining.head_watch import RAY_LIMIT_VARIABLE
+from serving.settings import ENV_PREFIX as SERVICE_PREFIX
+from serving.settings import TOKEN_VARIABLE as HTTP_TOKEN
+from serving.settings import ServingSettings
+from tests.support.kube_manifests import ROOT, Manifest, only, pods, ray_spec
+from tests.support.pod_rules import nodes, settings
+
+RAY_PORTS = {"gcs-server": "DEFAULT_PORT", "dashboard": "DEFAULT_DASHBOARD_PORT"}  # names as KubeRay has them
+KUBERAY_PORTS = {"metrics": 8080, "serve": 8000}  # KubeRay's own defaults; the second also serveConfigV2's
+VARIANTS = ("cpu", "cu130")  # of the image: the Dockerfile's TORCH
+SUBMISSION_MODES = ("K8sJobMode", "HTTPMode", "InteractiveMode", "SidecarMode")  # KubeRay's definition takes any word
+SELECTING = ("NetworkPolicy", "PodDisruptionBudget", "PodMonitor", "Service", "StatefulSet")
+NEEDED = {  # what pods must reach: (a namespace, a network, or "" for everything; port)
+    ("kube-system", 53), ("169.254.20.10/32", 53),  # names, also from NodeLocal DNSCache, which is in no namespace
+    ("", 443), ("", 6443),  # stores, the cloud's tokens, the API server
+    ("169.254.169.254/32", 80), ("169.254.170.23/32", 80), ("169.254.169.252/32", 988),  # roles: EC2, EKS, GKE
+}  # fmt: skip
+GUIDE = (ROOT / "docs" / "deploy.md").read_text()
+
+
+def settings_are_known(manifests: list[Manifest]) -> Iterator[str]:
+    """Every variable is one that the code reads, with a value that it takes."""
+    given = settings(manifests)
+    of_the_service = {f"{SERVICE_PREFIX}{name.upper()}" for name in ServingSettings.model_fields} - {HTTP_TOKEN}
+    unknown = Config.unknown_variables(given)
+    unknown += [name for name in given if name.startswith(SERVICE_PREFIX) and name not in of_the_service]
+    yield from (f"ConfigMap: no such setting: {name}" for name in unknown)
+    yield from (f"ConfigMap: not a setting of ours: {name}" for name in given if not name.startswith(ENV_PREFIX))
+    try:
+        Config.from_env({name: value for name, value in given.items() if name not in unknown})
+        ServingSettings.from_env({**given, HTTP_TOKEN: "a" * 64})
+    except ConfigError as error:
+        yield f"ConfigMap: {error}"
+    for pod in nodes(manifests):
+        sources = [source.get("configMapRef", {}).get("name") for source in pod.main.get("envFrom", [])]
+        if "longshore-settings" not in sources:
+            yield f"{pod.where}: does not get the settings"
+        for variable in pod.main.get("env", []):
+            if variable["name"].startswith(ENV_PREFIX) and variable["name"] != HTTP_TOKEN:
+                yield f"{pod.where}: {variable['name']} belongs in the ConfigMap"
+
+
+def ports_are_ours(manifests: list[Manifest]) -> Iterator[str]:
+    """Ports have the numbers that Ray, KubeRay and the settings give them; policies and scrapes name no other."""
+    from ray._private import ray_constants
+
+    expected = {name: getattr(ray_constants, constant) for name, constant in RAY_PORTS.items()} | KUBERAY_PORTS
+    expected["longshore"] = int(settings(manifests).get("LONGSHORE_METRICS_PORT", 0))
+    for pod in nodes(manifests):
+        for port in pod.main["ports"]:
+            if expected.get(port["name"]) != port["containerPort"]:
+                yield f"{pod.where}: port {port['name']} is {expected.get(port['name'])}, not {port['containerPort']}"
+    agent = ray_constants.DEFAULT_DASHBOARD_AGENT_LISTEN_PORT
+    for policy in (manifest for manifest in manifests if manifest["metadata"]["name"] == "longshore"):
+        if policy["kind"] == "NetworkPolicy":
+            opened = {port["port"] for rule in policy["spec"]["ingress"] for port in rule.get("ports", [])}
+            for port in opened - {*expected.values(), agent}:
+                yield f"NetworkPolicy: nothing of ours listens on {port}"
+            for port in {expected["dashboard"], expected["serve"], expected["longshore"]} - opened:
+                yield f"NetworkPolicy: nobody reaches {port}"
+        if policy["kind"] == "PodMonitor":
+            named = {port["name"] for pod in nodes(manifests) for port in pod.main["ports"]}
+            for endpoint in policy["spec"]["podMetricsEndpoints"]:
+                if endpoint["port"] not in named:
+                    yield f"PodMonitor: no pod has a port {endpoint['port']}"
+        if policy["kind"] == "RayService":
+            serve = yaml.safe_load(policy["spec"]["serveConfigV2"])
+            if serve["http_options"] != {"host": "0.0.0.0", "port": expected["serve"]}:
+                yield "RayService: the service does not listen where the pods' port is"
+
+
+def image_is_built(manifests: list[Manifest]) -> Iterator[str]:
+    """Every image is one version: ours that of the code, with the Ray of the constraints; others pinned."""
+    version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
+    pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
+    for pod in pods(manifests):
+        for container in pod.spec["containers"]:
+            name, _, tag = container["image"].rpartition(":")
+            if name.endswith("/longshore") or pod.ray_start is not None:
+                if tag not in [f"{version}-{variant}" for variant in VARIANTS]:
+                    yield f"{pod.where}: {container['image']} is not an image of version {version}"
+                elif ("nvidia.com/gpu" in container["resources"]["limits"]) and tag.endswith("-cpu"):
+                    yield f"{pod.where}: GPUs, and a PyTorch without CUDA"
+            elif not name or tag == "latest":
+                yield f"{pod.where}: {container['image']} is not one version"
+    for manifest in manifests:
+        cluster = ray_spec(manifest) if "spec" in manifest else None
+        if cluster and cluster["rayVersion"] != pins["ray"]:
+            yield f"{manifest['kind']}: KubeRay is told of Ray {cluster['rayVersion']}, the image has {pins['ray']}"
+
+
+def selectors_find(manifests: list[Manifest]) -> Iterator[str]:
+    """Whatever selects pods selects some."""
+    labels = [pod.labels for pod in pods(manifests)]
+    for manifest in manifests:
+        spec, kind = manifest.get("spec", {}), manifest["kind"]
+        selector = spec.get("podSelector") or spec.get("selector")
+        if not selector or kind not in SELECTING:
+            continue
+        if not any(_matches(selector if kind != "Service" else {"matchLabels": selector}, found) for found in labels):
+            yield f"{kind} {manifest['metadata']['name']}: selects no pod"
+        for pod in nodes(manifests):
+            scraped = {endpoint["port"] for endpoint in spec.get("podMetricsEndpoints", [])}
+            meant = kind == "NetworkPolicy" and manifest["metadata"]["name"] == "longshore"
+            meant |= any(port["name"] in scraped for port in pod.main["ports"])
+            meant |= kind == "PodDisruptionBudget" and pod.where.endswith(" head")
+            if meant and not _matches(selector, pod.labels):
+                yield f"{kind} {manifest['metadata']['name']}: does not select {pod.where}"
+        peers = [peer for rule in spec.get("ingress", []) for peer in rule.get("from", [])]
+        peers += [peer for rule in spec.get("egress", []) for peer in rule.get("to", [])]
+        for peer in peers:
+            wanted = peer.get("podSelector", {})
+            foreign = "namespaceSelector" in peer or "longshore-client" in wanted.get("matchLabels", {})
+            if wanted and not foreign and not any(_matches(wanted, found) for found in labels):
+                yield f"NetworkPolicy {manifest['metadata']['name']}: {wanted} is no pod"
+
+
+def needed_gets_out(manifests: list[Manifest]) -> Iterator[str]:
+    """Pods reach each other, names, stores, and whoever gives out credentials."""
+    for policy in (manifest for manifest in manifests if manifest["metadata"]["name"] == "longshore"):
+        if policy["kind"] != "NetworkPolicy":
+            continue
+        let_out: set[tuple[str, int]] = set()
+        for rule in policy["spec"]["egress"]:
+            for peer in rule.get("to", [{}]):
+                labels = peer.get("namespaceSelector", {}).get("matchLabels", {})
+                where = labels.get("kubernetes.io/metadata.name") or peer.get("ipBlock", {}).get("cidr", "")
+                if "podSelector" not in peer:
+                    let_out |= {(where, port["port"]) for port in rule["ports"]}
+        yield from (f"NetworkPolicy: {where or 'nothing'} is reached at {port}" for where, port in NEEDED - let_out)
+        for direction, peers in (("ingress", "from"), ("egress", "to")):
+            among = [
+                rule
+                for rule in policy["spec"][direction]
+                if {"podSelector": policy["spec"]["podSelector"]} in rule.get(peers, [])
+            ]
+            if not any("ports" not in rule for rule in among):  # workers and agents of Ray take any port
+                yield f"NetworkPolicy: pods of the cluster do not reach each other ({direction})"
+
+
+def _matches(selector: dict[str, Any], labels: dict[str, str]) -> bool:
+    wanted = selector.get("matchLabels", {}).items() <= labels.items()
+    return wanted and all(
+        labels.get(part["key"]) in part["values"] for part in selector.get("matchExpressions", [])
+    )  # we use the operator In only
+
+
+def references_exist(manifests: list[Manifest]) -> Iterator[str]:
+    """Every ConfigMap, Secret, account and storage class is among the objects, or in docs/deploy.md."""
+    there = {(manifest["kind"], manifest["metadata"]["name"]) for manifest in manifests}
+    for kind, name in _references(manifests):
+        if (kind, name) not in there and f"`{name}`" not in GUIDE:
+            yield f"{kind} {name}: neither here nor in docs/deploy.md"
+
+
+def _references(node: Any) -> Iterator[tuple[str, str]]:
+    named = {
+        "configMapRef": "ConfigMap",
+        "configMapKeyRef": "ConfigMap",
+        "secretRef": "Secret",
+        "secretKeyRef": "Secret",
+    }
+    if isinstance(node, list):
+        for item in node:
+            yield from _references(item)
+    elif isinstance(node, dict):
+        for name, value in node.items():
+            if name in named and isinstance(value, dict):
+                yield named[name], value["name"]
+            elif name in ("serviceAccountName", "storageClassName"):
+                yield name[0].upper() + name[1:].removesuffix("Name"), value
+            else:
+                yield from _references(value)
+
+
+def kuberay_takes_it(manifests: list[Manifest]) -> Iterator[str]:
+    """What KubeRay refuses only when it runs."""
+    for manifest in manifests:
+        spec, name = manifest.get("spec", {}), manifest["metadata"]["name"]
+        if manifest["kind"].startswith("Ray") and len(name) > 47:
+            yield f"{manifest['kind']} {name}: longer than the names that KubeRay makes of it may be"
+        if manifest["kind"] == "RayJob":
+            if spec["submissionMode"] not in SUBMISSION_MODES:
+                yield f"RayJob: no such submission mode: {spec['submissionMode']}"
+            if not spec["clusterSelector"].get("ray.io/cluster"):
+                yield "RayJob: on which cluster?"
+            if spec.get("backoffLimit") or spec.get("shutdownAfterJobFinishes"):
+                yield "RayJob: a job on a cluster that is there neither tries again nor ends the cluster"
+    for pod in nodes(manifests):
+        if "restartPolicy" in pod.spec:
+            yield f"{pod.where}: the autoscaler (v2) sets the restart policy"
+        least, now, most = pod.replicas or (0, 0, 0)
+        if not 0 <= least <= now <= most:
+            yield f"{pod.where}: {now} replicas are not between {least} and {most}"
+
+
+def commands_exist(manifests: list[Manifest]) -> Iterator[str]:
+    """A job's command line is one that ours takes; parameters of `ray start` and `ray stop` exist."""
+    from ray.scripts import scripts
+
+    from cluster.command_line.cli import build_parser
+
+    for manifest in manifests:
+        if manifest["kind"] == "RayJob":
+            words = shlex.split(manifest["spec"]["entrypoint"])
+            try:
+                build_parser().parse_args(words[1:])
+            except (SystemExit, ConfigError):
+                yield f"RayJob: {manifest['spec']['entrypoint']!r} is refused"
+    known = {option for parameter in scripts.start.params for option in parameter.opts}
+    known |= {option for parameter in scripts.stop.params for option in parameter.opts}
+    for pod in nodes(manifests):
+        stop = shlex.split(pod.main["lifecycle"]["preStop"]["exec"]["command"][-1])
+        used = [f"--{name}" for name in pod.ray_start or {}] + [word for word in stop if word.startswith("-")]
+        yield from (f"{pod.where}: Ray has no option {option}" for option in used if option not in known)
+
+
+def service_is_ours(manifests: list[Manifest]) -> Iterator[str]:
+    """A RayService runs our application, with arguments that it takes, where a token is at hand."""
+    for manifest in manifests:
+        if manifest["kind"] != "RayService":
+            continue
+        (application,) = yaml.safe_load(manifest["spec"]["serveConfigV2"])["applications"]
+        module, _, name = application["import_path"].partition(":")
+        source = ROOT.joinpath(*module.split(".")).with_suffix(".py")  # read, not imported: it brings all of Ray Serve
+        if not source.exists() or name not in [
+            getattr(node, "name", "") for node in ast.parse(source.read_text()).body
+        ]:
+            yield f"RayService: there is no {application['import_path']}"
+        try:
+            ServingSettings.from_env({HTTP_TOKEN: "a" * 64}, **application.get("args", {}))
+        except ConfigError as error:
+            yield f"RayService: {error}"
+        for pod in nodes(manifests):
+            if HTTP_TOKEN not in [variable["name"] for variable in pod.main.get("env", [])]:
+                yield f"{pod.where}: the service may run there, and finds no token"
+
+
+def head_may_come_back(manifests: list[Manifest]) -> Iterator[str]:
+    """With GCS fault tolerance Ray gives up before our actors do, on every node."""
+    for manifest in manifests:
+        cluster = ray_spec(manifest) if "spec" in manifest else None
+        if not cluster or "gcsFaultToleranceOptions" not in cluster:
+            continue
+        service, _, port = cluster["gcsFaultToleranceOptions"]["redisAddress"].partition(":")
+        redis = only(manifests, "Service", service)
+        if [str(p["port"]) for p in redis["spec"]["ports"]] != [port]:
+            yield "Redis: another port than the cluster asks"
+        config = Config.from_env(settings(manifests))
+        (head,) = (pod for pod in nodes(manifests) if pod.where.endswith(" head"))
+        given = {variable["name"]: variable.get("value") for variable in head.main["env"]}
+        patience_s = float(given.get(RAY_LIMIT_VARIABLE) or 60)
+        if patience_s < 600 or config.orphan_after_s <= patience_s or config.cluster_lost_after_s >= patience_s:
+            yield f"head: Ray waits {patience_s} s for it, our actors {config.orphan_after_s} s"
+
+
+RULES = (
+    settings_are_known, ports_are_ours, image_is_built, selectors_find, needed_gets_out, references_exist,
+    kuberay_takes_it, commands_exist, service_is_ours, head_may_come_back,
+)  # fmt: skip

@@ -1,0 +1,191 @@
+"""What a Kubernetes API server would say of an object, without one.
+
+Core kinds go through `kubernetes-validate`, with nothing unknown allowed. Ray's kinds go through KubeRay's definitions
+as a server applies them: defaults are filled in, the schema is closed, CEL rules are run. Kinds of the Prometheus
+operator have a small closed schema here, of the fields that we use.
+"""
+
+from __future__ import annotations
+
+import copy
+import json
+import os
+import warnings
+from functools import cache
+from pathlib import Path
+from typing import Any
+
+import jsonschema
+import yaml
+
+KUBERNETES = "1.32"
+CRDS = Path(os.environ.get("KUBERAY_CRDS") or Path(__file__).parents[3] / "shared" / "kuberay-crds")
+FAST_LOADER = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
+OPEN = "x-kubernetes-preserve-unknown-fields"
+
+Schema = dict[str, Any]
+
+
+def crds_missing() -> str | None:
+    """Why Ray's kinds cannot be checked here; None when they can."""
+    if (CRDS / "ray.io_rayclusters.yaml").exists():
+        return None
+    return f"KubeRay's definitions are not in {CRDS}: name their folder in KUBERAY_CRDS"
+
+
+def problems(manifest: dict[str, Any]) -> list[str]:
+    """What is wrong with an object, by its schema; nothing when it would be taken."""
+    return list(_problems(json.dumps(manifest)))
+
+
+@cache
+def _problems(written: str) -> list[str]:
+    manifest = json.loads(written)
+    group = manifest["apiVersion"].rpartition("/")[0]
+    if group == "ray.io":
+        return _custom_problems(manifest, definition(manifest["kind"]))
+    if group == "monitoring.coreos.com":
+        return _violations(manifest, MONITORING[manifest["kind"]])
+    return _core_problems(manifest)
+
+
+def _core_problems(manifest: dict[str, Any]) -> list[str]:
+    """Of a kind that every API server knows."""
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the package's own imports
+        import kubernetes_validate
+
+        try:
+            kubernetes_validate.validate(manifest, KUBERNETES, strict=True)
+        except (kubernetes_validate.ValidationError, kubernetes_validate.SchemaNotFoundError) as error:
+            path = "/".join(str(part) for part in getattr(error, "path", ()))
+            return [f"{path}: {str(getattr(error, 'message', error))[:300]}"]
+    return []
+
+
+@cache
+def definition(kind: str) -> Schema:
+    """The stored version's schema of one of Ray's kinds."""
+    crd = yaml.load((CRDS / f"ray.io_{kind.lower()}s.yaml").read_text(), Loader=FAST_LOADER)
+    (version,) = (version for version in crd["spec"]["versions"] if version["storage"])
+    return dict(version["schema"]["openAPIV3Schema"])
+
+
+def _custom_problems(manifest: dict[str, Any], schema: Schema) -> list[str]:
+    """Of a kind with a definition: what its schema and its rules say after its defaults are in."""
+    whole = with_defaults(copy.deepcopy(manifest), schema)
+    return _violations(whole, closed(schema)) + broken_rules(whole, schema)
+
+
+def _violations(manifest: dict[str, Any], schema: Schema) -> list[str]:
+    found = jsonschema.Draft202012Validator(schema).iter_errors(manifest)
+    return [f"{'/'.join(str(part) for part in error.path)}: {error.message[:300]}" for error in found]
+
+
+def with_defaults(value: Any, schema: Schema) -> Any:
+    """The value with every default of the schema in it, as a server stores it."""
+    if isinstance(value, dict):
+        for name, part in schema.get("properties", {}).items():
+            if "default" in part and name not in value:
+                value[name] = copy.deepcopy(part["default"])
+            if name in value:
+                value[name] = with_defaults(value[name], part)
+        rest = schema.get("additionalProperties")
+        if isinstance(rest, dict):
+            for name in value.keys() - schema.get("properties", {}).keys():
+                value[name] = with_defaults(value[name], rest)
+    elif isinstance(value, list) and "items" in schema:
+        return [with_defaults(item, schema["items"]) for item in value]
+    return value
+
+
+def closed(schema: Schema) -> Schema:
+    """The schema as JSON Schema, refusing fields that it does not name: a server would drop them without a word."""
+    made = {name: part for name, part in schema.items() if not name.startswith("x-kubernetes-") and name != "format"}
+    if "properties" in schema:
+        made["properties"] = {name: closed(part) for name, part in schema["properties"].items()}
+        if not schema.get(OPEN) and "additionalProperties" not in schema:
+            made["additionalProperties"] = False
+    for name in ("items", "additionalProperties"):
+        if isinstance(schema.get(name), dict):
+            made[name] = closed(schema[name])
+    if schema.get("x-kubernetes-int-or-string"):
+        made.pop("type", None)
+        made["anyOf"] = [{"type": "integer"}, {"type": "string"}]
+    if schema.get("nullable") and "type" in made:
+        made["type"] = [made["type"], "null"]
+    return made
+
+
+def broken_rules(value: Any, schema: Schema, path: str = "") -> list[str]:
+    """CEL rules of the schema that the value breaks, but for those about an earlier version of it: there is none."""
+    found = []
+    for rule in schema.get("x-kubernetes-validations", []):
+        if "oldSelf" not in rule["rule"] and not _holds(rule["rule"], value):
+            found.append(f"{path}: {rule.get('message') or rule['rule']}")
+    if isinstance(value, dict):
+        for name, part in schema.get("properties", {}).items():
+            if name in value:
+                found += broken_rules(value[name], part, f"{path}/{name}")
+        rest = schema.get("additionalProperties")
+        if isinstance(rest, dict):
+            for name in sorted(value.keys() - schema.get("properties", {}).keys()):
+                found += broken_rules(value[name], rest, f"{path}/{name}")
+    elif isinstance(value, list) and "items" in schema:
+        for index, item in enumerate(value):
+            found += broken_rules(item, schema["items"], f"{path}/{index}")
+    return found
+
+
+def _holds(rule: str, value: Any) -> bool:
+    with warnings.catch_warnings():
+        warnings.simplefilter("ignore")  # of the package's own imports
+        import celpy
+
+        environment = celpy.Environment()
+        return bool(environment.program(environment.compile(rule)).evaluate({"self": celpy.json_to_cel(value)}))
+
+
+def _object(required: list[str], **properties: Any) -> Schema:
+    return {"type": "object", "properties": properties, "required": required, "additionalProperties": False}
+
+
+_TEXT: Schema = {"type": "string", "minLength": 1}
+_TEXTS: Schema = {"type": "object", "additionalProperties": {"type": "string"}}
+_DURATION: Schema = {"type": "string", "pattern": r"^(0|([0-9]+(ms|s|m|h|d|w|y))+)$"}
+_METADATA = _object(["name"], name=_TEXT, namespace=_TEXT, labels=_TEXTS)
+_EXPRESSION = _object(["key", "operator"], key=_TEXT, operator={"enum": ["In", "NotIn", "Exists", "DoesNotExist"]},
+                      values={"type": "array", "items": _TEXT})  # fmt: skip
+_ENDPOINT = _object(["port"], port=_TEXT, path=_TEXT, interval=_DURATION)
+_RULE: Schema = _object(
+    ["expr"], alert=_TEXT, record=_TEXT, expr=_TEXT, labels=_TEXTS, annotations=_TEXTS,
+    **{"for": _DURATION, "keep_firing_for": _DURATION},
+)  # fmt: skip
+_GROUP = _object(
+    ["name", "rules"], name=_TEXT, interval=_DURATION, rules={"type": "array", "items": _RULE, "minItems": 1}
+)
+
+
+def _monitoring(kind: str, spec: Schema) -> Schema:
+    return _object(
+        ["apiVersion", "kind", "metadata", "spec"],
+        apiVersion={"const": "monitoring.coreos.com/v1"},
+        kind={"const": kind},
+        metadata=_METADATA,
+        spec=spec,
+    )
+
+
+MONITORING: dict[str, Schema] = {
+    "PodMonitor": _monitoring(
+        "PodMonitor",
+        _object(
+            ["selector", "podMetricsEndpoints"],
+            selector=_object([], matchLabels=_TEXTS, matchExpressions={"type": "array", "items": _EXPRESSION}),
+            podMetricsEndpoints={"type": "array", "items": _ENDPOINT, "minItems": 1},
+        ),
+    ),
+    "PrometheusRule": _monitoring(
+        "PrometheusRule", _object(["groups"], groups={"type": "array", "items": _GROUP, "minItems": 1})
+    ),
+}
