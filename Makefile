@@ -30,10 +30,10 @@ INSTALLED_TORCH := $(shell cat $(STAMP) 2>/dev/null)
 TORCH ?= $(INSTALLED_TORCH)
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check
-CODE := storage cluster actors longshore bench
+CODE := storage cluster actors serving longshore bench
 
 .DEFAULT_GOAL := help
-.PHONY: help venv check lint test test-fast fuzz demo chaos bench bench-link peers clean other-torch
+.PHONY: help venv check lint test test-fast coverage fuzz demo chaos bench bench-link peers clean other-torch
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -75,10 +75,13 @@ lint: $(STAMP)  ## format, lint and types
 
 check: lint test-fast  ## what has to pass before a commit: format, lint, types, fast tests
 
-test-fast: $(STAMP)  ## tests that start no server and no Ray (about three minutes)
+test-fast: $(STAMP)  ## tests that start no server and no Ray (about five minutes)
 	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(TEST_ARGS)
 
-test: $(STAMP) $(WEIGHTS)  ## every test that needs no GPU, with coverage of storage/ and cluster/
+test: $(STAMP) $(WEIGHTS)  ## every test that needs no GPU (about 40 minutes on 2 cores)
+	$(BIN)/python -m pytest -m "not gpu" $(TEST_ARGS)
+
+coverage: $(STAMP) $(WEIGHTS)  ## the same, with coverage of storage/ and cluster/, at least 90 %: twice the processor time
 	$(BIN)/python -m pytest -m "not gpu" --cov --cov-report=term $(TEST_ARGS)
 
 fuzz: $(STAMP)  ## parsers of foreign bytes under atheris, FUZZ_ARGS='--seconds 60' each; skipped where it cannot be installed

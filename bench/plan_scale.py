@@ -113,7 +113,10 @@ def agent(folder: Path, layout: str, ranks_per_node: int) -> dict[str, Any]:
         ledger.begin(job, 0.0)
     report = ledger.report("load", "node", "host")
     return stages.result(
-        needed_chunks=report.needed_chunks, needed_bytes=report.needed_bytes, overfetch_bytes=report.overfetch_bytes
+        needed_chunks=report.needed_chunks,
+        needed_bytes=report.needed_bytes,
+        overfetch_bytes=report.overfetch_bytes,
+        heartbeat_bytes=len(pickle.dumps(ledger.beat(f"{0:056x}", "host-000", "incarnation0", 0.0, ()))),
     )
 
 
@@ -211,6 +214,7 @@ def table(found: dict[str, Any]) -> str:
     add("shared tables, to each node once", lambda p: f"{p['messages']['shared_bytes'] / 1e6:.1f} MB")
     add("job of a node", lambda p: f"{p['messages']['node_job_bytes'] / 1e3:.1f} kB")
     add("job of a rank", lambda p: f"{p['messages']['rank_job_bytes'] / 1e3:.1f} kB")
+    add("heartbeat of a node", lambda p: f"{p['agent']['heartbeat_bytes'] / 1e3:.1f} kB")
     add("all jobs together", lambda p: f"{p['messages']['coordinator_sends_bytes'] / 1e6:.1f} MB")
     rows.insert(1, ["---"] * len(rows[0]))
     return "\n".join("| " + " | ".join(row) + " |" for row in rows)

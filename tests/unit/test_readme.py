@@ -21,7 +21,7 @@ def test_the_settings_table_lists_every_setting_with_its_default() -> None:
 
 def test_the_command_table_lists_every_verb() -> None:
     usage = build_parser().format_help()
-    verbs = set(re.findall(r"^    ([a-z]+) ", usage, re.MULTILINE))
+    verbs = set(re.findall(r"^    ([a-z]+)(?: |$)", usage, re.MULTILINE))
     assert set(re.findall(r"^\| `longshore (\w+)[^|]*` \|", README, re.MULTILINE)) == verbs
 
 
