@@ -80,6 +80,8 @@ class Gangs:
             kept = await self._recycled(record, seats) if keep and self._may_keep(record, seats) else None
             if kept is None:
                 await _end_workers(seats, removes_files=bool(mapping and mapping.offload_folder))
+                if len(seats) < len(record.seats):  # a restarted coordinator may have been about to look for them
+                    await _end_by_name(record.gang_id)
             told = await asyncio.gather(
                 *(_forget(node_id, record.model_id) for node_id in record.nodes), return_exceptions=True
             )
@@ -196,6 +198,12 @@ async def _end_workers(seats: Sequence[Seat], *, removes_files: bool = False) ->
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), FILES_REMOVED_S)
     await asyncio.gather(*(asyncio.to_thread(spawn.end_actor, seat.worker) for seat in seats))
+
+
+async def _end_by_name(gang_id: str) -> None:
+    with contextlib.suppress(RayError):  # they are strays then
+        found = await asyncio.to_thread(spawn.find_workers, gang_id)
+        await asyncio.gather(*(asyncio.to_thread(spawn.end_actor, worker) for _, worker in found.values()))
 
 
 async def _forget(node_id: str, load_id: str) -> None:

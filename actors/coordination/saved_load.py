@@ -5,6 +5,7 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import pickle
+import time
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -18,6 +19,8 @@ from cluster.scheduling.holders import Holders
 
 SAVED_S = 5.0  # an agent that has not answered by then is not well, and is told all when it begins again
 ANSWER_S = 60.0  # a worker that is well answers at once
+LOOKED_FOR_S = 120.0  # a head that has just come back, or is busy, does not always say at once which actors there are
+LOOK_AGAIN_S = 1.0
 
 
 @dataclass(frozen=True, slots=True)
@@ -102,12 +105,24 @@ async def find_workers_again(record: ModelRecord, incarnations: dict[int, int]) 
     """Seat the living workers by their names, and learn from one of them how the store is read.
 
     A rank without a worker is seated again later, under the incarnation (in `incarnations`) that its agent expects.
+    Raises RayError when Ray cannot say for long which workers there are.
     """
-    workers = await asyncio.to_thread(spawn.find_workers, record.gang_id)
+    workers = await _find_workers(record.gang_id)
     for seat in record.seats.values():
         seat.incarnation, seat.worker = workers.get(seat.rank, (incarnations.get(seat.rank, 0), None))
     await asyncio.gather(*(_ask(record, seat) for seat in record.seats.values() if seat.worker is not None))
     await record.touch()
+
+
+async def _find_workers(gang_id: str) -> dict[int, tuple[int, Any]]:
+    give_up_s = time.monotonic() + LOOKED_FOR_S
+    while True:
+        try:
+            return await asyncio.to_thread(spawn.find_workers, gang_id)
+        except RayError:
+            if time.monotonic() > give_up_s:
+                raise
+        await asyncio.sleep(LOOK_AGAIN_S)
 
 
 async def _ask(record: ModelRecord, seat: Seat) -> None:

@@ -20,7 +20,14 @@ import pytest
 
 from cluster.connection import disconnect
 from storage.arena.arena_files import sweep
-from tests.support.ray_clusters import ENVIRONMENT, OBJECT_STORE_BYTES, Longshore, environment, eventually
+from tests.support.ray_clusters import (
+    ENVIRONMENT,
+    OBJECT_STORE_BYTES,
+    Longshore,
+    environment,
+    eventually,
+    new_ray_cluster,
+)
 
 FAST_DEATH = {
     "health_check_initial_delay_ms": 0,
@@ -91,12 +98,10 @@ class LosableNodes(Longshore):
 def losable_nodes() -> Iterator[LosableNodes]:
     """A head without other nodes; this process is connected to it."""
     import ray
-    from ray.cluster_utils import Cluster
 
     temporary = tempfile.TemporaryDirectory(prefix="ln-", dir="/tmp", ignore_cleanup_errors=True)
     with environment(ENVIRONMENT), temporary as folder:
-        head = {**NODE, "include_dashboard": False, "temp_dir": folder, "_system_config": FAST_DEATH}
-        ray_cluster = Cluster(initialize_head=True, head_node_args=head)
+        ray_cluster = new_ray_cluster(**NODE, temp_dir=folder, _system_config=FAST_DEATH)
         there = LosableNodes(ray_cluster)
         try:
             ray.init(address=ray_cluster.address, log_to_driver=False, configure_logging=False)

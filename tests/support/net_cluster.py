@@ -25,7 +25,7 @@ from cluster.connection import disconnect
 from storage.arena.arena_files import ARENA_PREFIX, sweep
 from tests.support.losable_nodes import NODE, LosableNodes
 from tests.support.net_hosts import Host, Network, why_not
-from tests.support.ray_clusters import ENVIRONMENT, OBJECT_STORE_BYTES, environment, eventually
+from tests.support.ray_clusters import ENVIRONMENT, OBJECT_STORE_BYTES, environment, eventually, new_ray_cluster
 
 HOST_RESOURCE = "host"  # of which this machine has none
 HOSTS = ("left", "right")
@@ -139,13 +139,10 @@ def net_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetCluster
     if reason := why_not():
         pytest.skip(reason)
     import ray
-    from ray.cluster_utils import Cluster
 
     temporary = tempfile.TemporaryDirectory(prefix="lh-", dir="/tmp", ignore_cleanup_errors=True)
     with environment(ENVIRONMENT), temporary as folder, Network() as net:
-        head = {**NODE, "include_dashboard": False, "temp_dir": folder, "node_ip_address": net.address}
-        head["_system_config"] = SLOW_DEATH
-        ray_cluster = Cluster(initialize_head=True, head_node_args=head)
+        ray_cluster = new_ray_cluster(**NODE, temp_dir=folder, node_ip_address=net.address, _system_config=SLOW_DEATH)
         try:
             ray.init(address=ray_cluster.address, log_to_driver=False, configure_logging=False)
             there = NetCluster(ray_cluster, net, Path(folder), tmp_path_factory.getbasetemp())

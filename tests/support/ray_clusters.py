@@ -242,17 +242,22 @@ def environment(ours: Mapping[str, str], without: Sequence[str] = ()) -> Iterato
                 os.environ[name] = value
 
 
+def new_ray_cluster(**head: Any) -> Any:
+    """A `ray.cluster_utils.Cluster` with that head; nobody is connected to it. The caller shuts it down."""
+    from ray._common.utils import get_default_ray_temp_dir
+    from ray.cluster_utils import Cluster
+
+    os.makedirs(get_default_ray_temp_dir(), exist_ok=True)  # Ray notes the cluster there, wherever `temp_dir` is
+    return Cluster(initialize_head=True, head_node_args={**head, "include_dashboard": False})
+
+
 @contextlib.contextmanager
 def ray_cluster_of_two() -> Iterator[Any]:
     """A `ray.cluster_utils.Cluster`; nobody is connected to it."""
-    from ray.cluster_utils import Cluster
-
     node = {"num_cpus": 4, "num_gpus": GPUS_PER_NODE, "object_store_memory": OBJECT_STORE_BYTES}
     temporary = tempfile.TemporaryDirectory(prefix="ls-", dir="/tmp", ignore_cleanup_errors=True)
     with environment(ENVIRONMENT), temporary as folder:
-        ray_cluster = Cluster(
-            initialize_head=True, head_node_args={**node, "include_dashboard": False, "temp_dir": folder}
-        )
+        ray_cluster = new_ray_cluster(**node, temp_dir=folder)
         try:
             ray_cluster.add_node(**node)
             ray_cluster.wait_for_nodes()

@@ -6,6 +6,7 @@ The coordinator and the agents' ledgers are the real ones; Ray, the clock and th
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
 import random
 from collections.abc import Callable
@@ -16,8 +17,11 @@ import pytest
 from hypothesis import HealthCheck, given, settings
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, precondition, rule
+from ray.exceptions import GetTimeoutError
 
-from actors.coordination.agent_watch import AgentWatch
+from actors.coordination import load_run, spawn
+from actors.coordination.agent_watch import REBUILD_S, AgentWatch
+from actors.coordination.model_record import ModelRecord
 from actors.node.rank_place import RankPlace
 from cluster.fit.needs import min_slots
 from storage.arena.chunk_cache import ChunkCache
@@ -323,6 +327,55 @@ def test_a_worker_that_was_given_up_and_is_found_by_its_name_is_replaced() -> No
         cluster.kill_coordinator()
         cluster.settle()
         assert client.ready
+        cluster.end()
+    finally:
+        cluster.close()
+
+
+@pytest.mark.parametrize("after_s", [0.0, 1.0])
+def test_a_model_released_before_a_restarted_coordinator_has_found_its_workers_keeps_none(after_s: float) -> None:
+    cluster = cluster_of(3, 2, True, 0.0)
+    never = asyncio.Event()
+
+    async def still_looking(record: ModelRecord, incarnations: dict[int, int]) -> None:
+        await never.wait()
+
+    try:
+        client = cluster.load("a", 2, 2)
+        cluster.settle()
+        assert client.ready
+        with patch.object(load_run, "find_workers_again", still_looking):
+            cluster.kill_coordinator()
+            cluster.run(after_s)
+            client.release()
+            cluster.run(cluster.config.orphan_after_s / 2)  # before anybody looks for strays
+            assert cluster.workers() == []
+        cluster.end()
+    finally:
+        cluster.close()
+
+
+def test_a_coordinator_that_cannot_find_the_workers_at_once_looks_again() -> None:
+    cluster = cluster_of(3, 2, True, 0.0)
+    unanswered = iter([GetTimeoutError("busy"), GetTimeoutError("busy")])
+    find_workers = spawn.find_workers
+
+    def busy(gang_id: str) -> dict[int, tuple[int, Any]]:
+        if (error := next(unanswered, None)) is not None:
+            raise error
+        return find_workers(gang_id)
+
+    try:
+        client = cluster.load("a", 2, 1)
+        cluster.settle()
+        before = sorted(worker.actor.name for worker in cluster.workers())
+        with patch.object(spawn, "find_workers", busy):
+            cluster.kill_coordinator()
+            cluster.run(REBUILD_S)
+            cluster.settle()
+        assert next(unanswered, None) is None
+        assert client.ready
+        assert sorted(worker.actor.name for worker in cluster.workers()) == before
         cluster.end()
     finally:
         cluster.close()

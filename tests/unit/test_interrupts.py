@@ -44,6 +44,20 @@ def test_rays_handler_comes_out_the_same() -> None:
         sys.exit(3)
 
 
+def test_what_a_call_of_rays_makes_of_it_comes_out_the_same() -> None:
+    def be_ended_in_a_call() -> None:
+        try:
+            os.kill(os.getpid(), signal.SIGTERM)
+        except KeyboardInterrupt:
+            raise KeyboardInterrupt from None  # as ray.get does
+
+    with pytest.raises(Terminated), sigterm_interrupts():
+        be_ended_in_a_call()
+    with pytest.raises(KeyboardInterrupt) as ctrl_c, sigterm_interrupts():
+        os.kill(os.getpid(), signal.SIGINT)
+    assert not isinstance(ctrl_c.value, Terminated)
+
+
 def test_an_ignored_sigterm_stays_ignored_and_other_threads_are_left_alone() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with sigterm_interrupts():
