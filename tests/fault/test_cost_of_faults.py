@@ -2,17 +2,15 @@
 
 from __future__ import annotations
 
-import socket
 import threading
 import time
-from collections.abc import Callable
 from concurrent.futures import ThreadPoolExecutor
 
-import psutil
 import pytest
 
 import cluster
-from tests.support.counting_proxy import Answer, CountingProxy
+from tests.support.counting_proxy import CountingProxy, ports_of
+from tests.support.half_load import readers
 from tests.support.ray_clusters import Longshore, eventually
 from tests.support.reference_slices import shard_differs
 from tests.support.stored_models import CHUNK_BYTES, KV_HEADS, StoredModel
@@ -33,12 +31,7 @@ class HalfwayProxy(CountingProxy):
         self._left_bytes = passing_bytes
         self._stopped: set[int] = set()
         self._open = False
-        self._here = threading.local()  # `port`: the client's, of this thread's connection
         super().__init__(upstream_url)
-
-    def pass_answer(self, answer: Answer, client: socket.socket, count: Callable[[int], None]) -> None:
-        self._here.port = client.getpeername()[1]
-        super().pass_answer(answer, client, count)
 
     def passing(self, path: str, size_bytes: int) -> None:
         if not path.endswith(".safetensors"):
@@ -46,12 +39,12 @@ class HalfwayProxy(CountingProxy):
         with self._gate:
             self._left_bytes -= size_bytes
             if self._left_bytes < 0 and not self._open:
-                self._stopped.add(self._here.port)
+                self._stopped.add(self.heads.port)
                 self._gate.wait_for(lambda: self._open)
 
     def stopped_for(self, pid: int) -> bool:
         """Whether a body that this process reads stands still."""
-        mine = {connection.laddr.port for connection in psutil.Process(pid).net_connections("tcp")}
+        mine = ports_of(pid)
         with self._gate:
             return bool(self._stopped & mine)
 
@@ -77,15 +70,14 @@ def test_a_worker_killed_half_way_costs_what_it_was_reading(longshore: Longshore
         options = {**llama.options, "endpoint_url": proxy.endpoint_url, "device": "cpu"}
         loading = pool.submit(cluster.load, llama.uri, tensor_parallel_size=2, **options)
 
-        def readers() -> list[str]:
+        def reading() -> list[str]:
             if loading.done():
                 loading.result()
-            workers = longshore.living_workers()
-            return [name for name, pid in workers.items() if len(workers) == 2 and proxy.stopped_for(pid)]
+            return readers(longshore, proxy.stopped_for)
 
-        eventually(readers, "the load does not come half-way", 120)
+        eventually(reading, "the load does not come half-way", 120)
         time.sleep(SETTLED_S)  # what had arrived has been told to the agent by then
-        victim = readers()[-1]
+        victim = reading()[-1]
         longshore.kill(victim)
         replacement = victim.removesuffix("-0") + "-1"
         eventually(lambda: replacement in longshore.actor_names("worker-"), "no replacement came", 60)

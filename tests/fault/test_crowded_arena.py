@@ -12,6 +12,7 @@ import pytest
 import cluster
 from cluster.fit.needs import min_slots
 from tests.support.gated_proxy import GatedProxy
+from tests.support.half_load import readers
 from tests.support.ray_clusters import MIB, Longshore, eventually
 from tests.support.reference_slices import shard_differs
 from tests.support.stored_models import KV_HEADS, StoredModel
@@ -52,7 +53,7 @@ def test_a_rank_that_dies_or_stops_holds_nobody_up(
         ]
         proxy.wait_until_held(2)
         eventually(lambda: len(longshore.models()) == 2, "there are not two loads")
-        longshore.kill(longshore.actor_names("worker-")[0], strike)
+        longshore.kill(eventually(lambda: readers(longshore, proxy.holds_for), "no rank reads", 60)[0], strike)
         proxy.open()
         for (tensor_parallel, fsdp), future in zip(layouts, loading, strict=True):
             model = future.result(180)

@@ -16,6 +16,7 @@ from actors.names import COORDINATOR
 from cluster import LoadedModel, LoadReport
 from cluster.scheduling.load_state import LoadState
 from tests.support.gated_proxy import GatedProxy
+from tests.support.half_load import readers
 from tests.support.ray_clusters import Longshore, eventually
 from tests.support.reference_slices import shard_differs
 from tests.support.stored_models import KV_HEADS, StoredModel
@@ -85,7 +86,7 @@ def starting(case: Case) -> None:
 
 def loading(case: Case) -> None:
     case.begin()
-    case.proxy.wait_until_held(4)
+    eventually(lambda: readers(case.longshore, case.proxy.holds_for), "no rank reads", 60)
 
 
 def ready(case: Case) -> None:

@@ -4,54 +4,29 @@ from __future__ import annotations
 
 import signal
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import cluster
 from actors.names import COORDINATOR
-from cluster import LoadedModel
 from tests.support.gated_proxy import GatedProxy
+from tests.support.half_load import HalfLoad
 from tests.support.ray_clusters import Longshore, eventually
-from tests.support.reference_slices import shard_differs
-from tests.support.stored_models import KV_HEADS, StoredModel
+from tests.support.stored_models import StoredModel
 
 pytestmark = pytest.mark.slow
-
-
-class HalfLoad:
-    """A load that is held in its middle: some chunks are placed, every fetch thread waits at the gate."""
-
-    def __init__(self, model: StoredModel, proxy: GatedProxy, pool: ThreadPoolExecutor) -> None:
-        self.stored, self.proxy, self._pool = model, proxy, pool
-
-    def begin(self, **options: Any) -> Future[LoadedModel]:
-        future = self._pool.submit(
-            cluster.load,
-            self.stored.uri,
-            tensor_parallel_size=2,
-            device="cpu",
-            **{**self.stored.options, "endpoint_url": self.proxy.endpoint_url, **options},
-        )
-        eventually(lambda: future.done() or self.proxy.held >= 8, "the load does not reach its middle", 60)
-        if future.done():
-            future.result()
-        return future
-
-    def is_exact(self, model: LoadedModel) -> bool:
-        return model.call(shard_differs, str(self.stored.folder), 2, 1, KV_HEADS) == [[], []]
 
 
 @pytest.fixture
 def half(longshore: Longshore, llama: StoredModel) -> Iterator[HalfLoad]:
     with ThreadPoolExecutor(2) as pool, GatedProxy(llama.server.endpoint_url, ranges=10) as proxy:
-        yield HalfLoad(llama, proxy, pool)
+        yield HalfLoad(longshore, llama, proxy, pool)
 
 
 def test_a_killed_worker_is_replaced(longshore: Longshore, half: HalfLoad) -> None:
     longshore.configure(empty=True)
-    loading = half.begin()
+    loading = half.begin(tensor_parallel_size=2)
     first, second = sorted(longshore.worker_pids())
     longshore.kill(second)
     replacement = second.removesuffix("-0") + "-1"
@@ -59,14 +34,14 @@ def test_a_killed_worker_is_replaced(longshore: Longshore, half: HalfLoad) -> No
     half.proxy.open()
     with loading.result(120) as model:
         assert [rank.incarnation for rank in model.report.ranks] == [0, 1]
-        assert half.is_exact(model)
+        assert half.is_exact(model, 2)
         assert sorted(longshore.worker_pids()) == [first, replacement]
         # How many of its leases ended with it is up to chance: one rank may hold all of them (see test_node_ledger).
 
 
 def test_a_worker_that_dies_too_often_ends_the_load(longshore: Longshore, half: HalfLoad) -> None:
     longshore.configure(empty=True, rank_restarts=0)
-    loading = half.begin()
+    loading = half.begin(tensor_parallel_size=2)
     longshore.kill(sorted(longshore.worker_pids())[0])
     with pytest.raises(cluster.RankLost, match="rank 0 was lost 1 times"):
         loading.result(60)
@@ -80,7 +55,7 @@ def test_a_coordinator_killed_after_ready_is_not_missed(longshore: Longshore, ha
     model = cluster.load(half.stored.uri, **options)
     pids = longshore.worker_pids()
     longshore.wait_restarted(COORDINATOR, longshore.kill(COORDINATOR))
-    assert half.is_exact(model)
+    assert half.is_exact(model, 2)
     eventually(lambda: [m.progress.state for m in longshore.models()] == ["ready"], "status does not show it")
     assert longshore.worker_pids() == pids
     again = cluster.load(half.stored.uri, **options)
@@ -88,7 +63,7 @@ def test_a_coordinator_killed_after_ready_is_not_missed(longshore: Longshore, ha
     assert again.report.resident
     assert again.report.revision == model.report.revision
     model.release()
-    assert half.is_exact(again)
+    assert half.is_exact(again, 2)
     again.release()
     longshore.assert_nothing_left()
 
@@ -133,13 +108,13 @@ def test_a_rank_lost_after_ready_is_filled_again(longshore: Longshore, half: Hal
             model.call(len)
         eventually(lambda: [m.progress.state for m in longshore.models()] == ["ready"], "it is not ready again", 60)
         assert lost.removesuffix("-0") + "-1" in longshore.actor_names("worker-")
-        assert half.is_exact(model)
+        assert half.is_exact(model, 2)
     longshore.assert_nothing_left()
 
 
 def test_a_stopped_worker_is_taken_for_lost(longshore: Longshore, half: HalfLoad) -> None:
     longshore.configure(empty=True, stuck_after_s=3)
-    loading = half.begin()
+    loading = half.begin(tensor_parallel_size=2)
     stopped = sorted(longshore.worker_pids())[0]
     longshore.kill(stopped, signal.SIGSTOP)
     replacement = stopped.removesuffix("-0") + "-1"
@@ -147,4 +122,4 @@ def test_a_stopped_worker_is_taken_for_lost(longshore: Longshore, half: HalfLoad
     half.proxy.open()
     with loading.result(120) as model:
         assert [rank.incarnation for rank in model.report.ranks] == [1, 0]
-        assert half.is_exact(model)
+        assert half.is_exact(model, 2)

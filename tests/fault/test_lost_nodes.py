@@ -3,45 +3,24 @@
 from __future__ import annotations
 
 from collections.abc import Iterator
-from concurrent.futures import Future, ThreadPoolExecutor
-from typing import Any
+from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
 import cluster
-from cluster import LoadedModel
 from tests.support.gated_proxy import GatedProxy
+from tests.support.half_load import HalfLoad
 from tests.support.losable_nodes import LosableNodes
 from tests.support.ray_clusters import eventually
-from tests.support.reference_slices import shard_differs
-from tests.support.stored_models import KV_HEADS, StoredModel
+from tests.support.stored_models import StoredModel
 
 pytestmark = pytest.mark.slow
-
-
-class HalfLoad:
-    """A load that is held in its middle."""
-
-    def __init__(self, model: StoredModel, proxy: GatedProxy, pool: ThreadPoolExecutor) -> None:
-        self.stored, self.proxy, self._pool = model, proxy, pool
-
-    def begin(self, **options: Any) -> Future[LoadedModel]:
-        options = {**self.stored.options, "endpoint_url": self.proxy.endpoint_url, **options}
-        future = self._pool.submit(cluster.load, self.stored.uri, device="cpu", **options)
-        eventually(lambda: future.done() or self.proxy.held >= 8, "the load does not reach its middle", 60)
-        if future.done():
-            future.result()
-        return future
-
-    def is_exact(self, model: LoadedModel) -> bool:
-        ranks = len(model.ranks)
-        return model.call(shard_differs, str(self.stored.folder), 1, ranks, KV_HEADS) == [[]] * ranks
 
 
 @pytest.fixture
 def half(losable: LosableNodes, llama: StoredModel) -> Iterator[HalfLoad]:
     with ThreadPoolExecutor(2) as pool, GatedProxy(llama.server.endpoint_url, ranges=10) as proxy:
-        yield HalfLoad(llama, proxy, pool)
+        yield HalfLoad(losable, llama, proxy, pool)
 
 
 def lose_one(losable: LosableNodes) -> tuple[int, ...]:
@@ -55,13 +34,13 @@ def lose_one(losable: LosableNodes) -> tuple[int, ...]:
 def test_ranks_of_a_node_lost_in_mid_load_go_on_elsewhere(losable: LosableNodes, half: HalfLoad) -> None:
     losable.want(2)
     losable.configure(empty=True, cpu_ranks_per_node=1)
-    loading = half.begin(fsdp_size=2)
+    loading = half.begin(reading=2, fsdp_size=2)
     kept = losable.worker_pids()
     (lost,) = lose_one(losable)
     eventually(lambda: len(losable.actor_names("worker-")) == 2, "no replacement came", 60)
     half.proxy.open()
     with loading.result(120) as model:
-        assert half.is_exact(model)
+        assert half.is_exact(model, 1)
         assert model.report.attempts == 2
         assert [rank.incarnation > 0 for rank in model.report.ranks] == [rank == lost for rank in range(2)]
         assert len(losable.worker_pids().items() & kept.items()) == 1
@@ -78,11 +57,11 @@ def test_bundles_of_a_lost_node_are_followed(losable: LosableNodes, half: HalfLo
     losable.configure(empty=True)
     group = placement_group([{"CPU": 1}] * 2, strategy="SPREAD")
     try:
-        loading = half.begin(fsdp_size=2, placement_group=group)
+        loading = half.begin(reading=2, fsdp_size=2, placement_group=group)
         (lost,) = lose_one(losable)
         half.proxy.open()
         with loading.result(120) as model:
-            assert half.is_exact(model)
+            assert half.is_exact(model, 1)
             assert model.report.attempts == 2
             assert model.report.ranks[lost].incarnation > 0
             assert len({rank.node for rank in model.report.ranks}) == 1
@@ -93,7 +72,7 @@ def test_bundles_of_a_lost_node_are_followed(losable: LosableNodes, half: HalfLo
 def test_a_lost_node_without_room_elsewhere_ends_the_load(losable: LosableNodes, half: HalfLoad) -> None:
     losable.want(1)
     losable.configure(empty=True, cpu_ranks_per_node=1)
-    loading = half.begin(fsdp_size=2)
+    loading = half.begin(reading=2, fsdp_size=2)
     (lost,) = lose_one(losable)
     with pytest.raises(cluster.NodeLost, match=rf"was lost, and its ranks \({lost}\) found no other place") as raised:
         loading.result(60)
@@ -113,4 +92,4 @@ def test_a_model_degrades_and_is_ready_again(losable: LosableNodes, half: HalfLo
             model.call(len)
         losable.add_node()
         eventually(lambda: [m.progress.state for m in losable.models()] == ["ready"], "it is not ready again", 60)
-        assert half.is_exact(model)
+        assert half.is_exact(model, 1)

@@ -22,6 +22,8 @@ from types import TracebackType
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
+import psutil
+
 
 @dataclass(frozen=True, slots=True)
 class Request:
@@ -65,7 +67,8 @@ class CountingProxy:
         self._lock = threading.Lock()
         self._requests: list[Request] = []
         self._connections: dict[threading.Thread, socket.socket] = {}
-        self.heads = threading.local()  # `fields`: headers of this connection's request, by lower-case name
+        # Of this connection: `fields` are its request's headers, by lower-case name; `port` is its client's.
+        self.heads = threading.local()
         proxy = self
 
         class Handler(socketserver.BaseRequestHandler):
@@ -152,6 +155,7 @@ class CountingProxy:
             self._requests.append(request)
 
     def _serve(self, client: socket.socket) -> None:
+        self.heads.port = client.getpeername()[1]
         with socket.create_connection(self._upstream) as server:
             for end in (client, server):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -188,6 +192,14 @@ class CountingProxy:
                         self.after_request(method, path, byte_range)
                     if "close" in (fields.get("connection", ""), answer_fields.get("connection", "")):
                         return
+
+
+def ports_of(pid: int) -> set[int]:
+    """Ports of a process's own TCP connections, by which a proxy tells who asks; none when it is dead."""
+    try:
+        return {connection.laddr.port for connection in psutil.Process(pid).net_connections("tcp")}
+    except psutil.NoSuchProcess:
+        return set()
 
 
 def _read_head(stream: object) -> tuple[bytes, dict[str, str]]:

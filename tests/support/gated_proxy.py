@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import threading
 
-from tests.support.counting_proxy import CountingProxy
+from tests.support.counting_proxy import CountingProxy, ports_of
 
 
 class GatedProxy(CountingProxy):
@@ -21,6 +21,7 @@ class GatedProxy(CountingProxy):
         self._gate = threading.Condition()
         self._left = ranges
         self._held = 0
+        self._ports: set[int] = set()  # of the clients whose requests have come to the gate
         self._open = False
         self._all = False
         super().__init__(upstream_url)
@@ -35,6 +36,7 @@ class GatedProxy(CountingProxy):
                 self._left -= 1
                 return
             self._held += 1
+            self._ports.add(self.heads.port)
             self._gate.notify_all()
             self._gate.wait_for(lambda: self._open)
 
@@ -42,6 +44,12 @@ class GatedProxy(CountingProxy):
     def held(self) -> int:
         """Requests that have come to the closed gate."""
         return self._held
+
+    def holds_for(self, pid: int) -> bool:
+        """Whether a request of this process waits at the closed gate."""
+        mine = ports_of(pid)
+        with self._gate:
+            return not self._open and bool(self._ports & mine)
 
     def wait_until_held(self, requests: int = 1, timeout_s: float = 120.0) -> None:
         """Returns when so many requests wait at the gate. AssertionError when they do not come."""
@@ -53,6 +61,7 @@ class GatedProxy(CountingProxy):
         """From here on every object is held, the manifest too, until `open`."""
         with self._gate:
             self._open, self._all, self._left, self._held = False, True, 0, 0
+            self._ports.clear()
 
     def open(self) -> None:
         """Everything passes from here on."""

@@ -1,0 +1,52 @@
+"""A load of two ranks in CPU memory that stands still in its middle, and who of a cluster's ranks reads there."""
+
+from __future__ import annotations
+
+from collections.abc import Callable
+from concurrent.futures import Future, ThreadPoolExecutor
+from typing import Any
+
+import cluster
+from cluster import LoadedModel
+from tests.support.gated_proxy import GatedProxy
+from tests.support.ray_clusters import Longshore, eventually
+from tests.support.reference_slices import shard_differs
+from tests.support.stored_models import KV_HEADS, StoredModel
+
+RANKS = 2
+
+
+def readers(longshore: Longshore, holds: Callable[[int], bool]) -> list[str]:
+    """Names of the workers that have a request at a proxy's gate, once every rank's worker lives.
+
+    `holds(pid)`: whether the gate holds one of that process.
+    """
+    workers = longshore.living_workers()
+    return [name for name, pid in sorted(workers.items()) if holds(pid)] if len(workers) >= RANKS else []
+
+
+class HalfLoad:
+    """Some chunks have come; whoever reads more waits at the gate until `proxy.open()`."""
+
+    def __init__(self, longshore: Longshore, model: StoredModel, proxy: GatedProxy, pool: ThreadPoolExecutor) -> None:
+        self.stored, self.proxy = model, proxy
+        self._longshore, self._pool = longshore, pool
+
+    def begin(self, *, reading: int = 1, **options: Any) -> Future[LoadedModel]:
+        """Returns when so many ranks read. Raises the load's error when it ends before that."""
+        options = {**self.stored.options, "endpoint_url": self.proxy.endpoint_url, "device": "cpu", **options}
+        loading = self._pool.submit(cluster.load, self.stored.uri, **options)
+
+        def is_half() -> bool:
+            if loading.done():
+                loading.result()
+            return len(readers(self._longshore, self.proxy.holds_for)) >= reading
+
+        eventually(is_half, "the load does not reach its middle", 60)
+        return loading
+
+    def is_exact(self, model: LoadedModel, tensor_parallel_size: int) -> bool:
+        """Whether every slice of both ranks is what the safetensors library reads; the rest is cut for FSDP."""
+        fsdp = RANKS // tensor_parallel_size
+        differs = model.call(shard_differs, str(self.stored.folder), tensor_parallel_size, fsdp, KV_HEADS)
+        return differs == [[]] * RANKS
