@@ -183,7 +183,7 @@ async def _until_busy(idleness: Any) -> None:
 
 
 async def _end_gang(gang: Gang) -> None:
-    await asyncio.gather(*(asyncio.to_thread(spawn.end_actor, seat.worker) for seat in gang.seats))
+    await _end_actors(seat.worker for seat in gang.seats)
     if gang.group is not None:
         await asyncio.to_thread(spawn.remove_group, gang.group)
 
@@ -197,13 +197,17 @@ async def _end_workers(seats: Sequence[Seat], *, removes_files: bool = False) ->
     if removes_files:
         with contextlib.suppress(TimeoutError):
             await asyncio.wait_for(asyncio.gather(*asked, return_exceptions=True), FILES_REMOVED_S)
-    await asyncio.gather(*(asyncio.to_thread(spawn.end_actor, seat.worker) for seat in seats))
+    await _end_actors(seat.worker for seat in seats)
 
 
 async def _end_by_name(gang_id: str) -> None:
     with contextlib.suppress(RayError):  # they are strays then
         found = await asyncio.to_thread(spawn.find_workers, gang_id)
-        await asyncio.gather(*(asyncio.to_thread(spawn.end_actor, worker) for _, worker in found.values()))
+        await _end_actors(worker for _, worker in found.values())
+
+
+async def _end_actors(workers: Iterable[Any]) -> None:
+    await asyncio.gather(*(asyncio.to_thread(spawn.end_actor, worker) for worker in workers))
 
 
 async def _forget(node_id: str, load_id: str) -> None:

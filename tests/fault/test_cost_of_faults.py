@@ -2,18 +2,15 @@
 
 from __future__ import annotations
 
-import threading
 import time
 from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
-import cluster
-from tests.support.counting_proxy import CountingProxy, ports_of
-from tests.support.half_load import readers
+from tests.support.gated_proxy import GatedProxy
+from tests.support.half_load import HalfLoad, readers
 from tests.support.ray_clusters import Longshore, eventually
-from tests.support.reference_slices import shard_differs
-from tests.support.stored_models import CHUNK_BYTES, KV_HEADS, StoredModel
+from tests.support.stored_models import CHUNK_BYTES, StoredModel
 
 pytestmark = pytest.mark.slow
 
@@ -23,15 +20,15 @@ PATIENCE_S = 240.0
 MOST_MORE = 0.15  # of an undisturbed load's bytes, that the loss of one worker may cost
 
 
-class HalfwayProxy(CountingProxy):
-    """Stops every body of weights where it is, once so many bytes of them have passed, until `go_on`."""
+class HalfwayProxy(GatedProxy):
+    """Stops every body of weights where it is, once so many bytes of them have passed, until `open`."""
 
     def __init__(self, upstream_url: str, passing_bytes: int) -> None:
-        self._gate = threading.Condition()
         self._left_bytes = passing_bytes
-        self._stopped: set[int] = set()
-        self._open = False
-        super().__init__(upstream_url)
+        super().__init__(upstream_url, ranges=0)
+
+    def before_request(self, method: str, path: str, byte_range: tuple[int, int] | None) -> None:
+        """Every request passes."""
 
     def passing(self, path: str, size_bytes: int) -> None:
         if not path.endswith(".safetensors"):
@@ -39,23 +36,7 @@ class HalfwayProxy(CountingProxy):
         with self._gate:
             self._left_bytes -= size_bytes
             if self._left_bytes < 0 and not self._open:
-                self._stopped.add(self.heads.port)
-                self._gate.wait_for(lambda: self._open)
-
-    def stopped_for(self, pid: int) -> bool:
-        """Whether a body that this process reads stands still."""
-        mine = ports_of(pid)
-        with self._gate:
-            return bool(self._stopped & mine)
-
-    def go_on(self) -> None:
-        with self._gate:
-            self._open = True
-            self._gate.notify_all()
-
-    def close(self) -> None:
-        self.go_on()
-        super().close()
+                self.wait_at_gate()
 
     def weights_bytes(self) -> int:
         return sum(size for path, size in self.bytes_by_path().items() if path.endswith(".safetensors"))
@@ -67,23 +48,16 @@ def test_a_worker_killed_half_way_costs_what_it_was_reading(longshore: Longshore
     longshore.configure(empty=True, fetch_threads=REQUESTS, **patience)
     half_bytes = sum(path.stat().st_size for path in llama.folder.glob("*.safetensors")) // 2
     with ThreadPoolExecutor(1) as pool, HalfwayProxy(llama.server.endpoint_url, half_bytes) as proxy:
-        options = {**llama.options, "endpoint_url": proxy.endpoint_url, "device": "cpu"}
-        loading = pool.submit(cluster.load, llama.uri, tensor_parallel_size=2, **options)
-
-        def reading() -> list[str]:
-            if loading.done():
-                loading.result()
-            return readers(longshore, proxy.stopped_for)
-
-        eventually(reading, "the load does not come half-way", 120)
+        half = HalfLoad(longshore, llama, proxy, pool)
+        loading = half.begin(tensor_parallel_size=2)
         time.sleep(SETTLED_S)  # what had arrived has been told to the agent by then
-        victim = reading()[-1]
+        victim = readers(longshore, proxy.holds_for)[-1]
         longshore.kill(victim)
         replacement = victim.removesuffix("-0") + "-1"
         eventually(lambda: replacement in longshore.actor_names("worker-"), "no replacement came", 60)
-        proxy.go_on()
+        proxy.open()
         with loading.result(180) as model:
-            assert model.call(shard_differs, str(llama.folder), 2, 1, KV_HEADS) == [[], []]
+            assert half.is_exact(model, 2)
             assert model.report.placement_mode == "via_arena"
             (node,) = model.report.nodes
         undisturbed_bytes = node.needed_bytes  # (see integration/test_store_traffic.py)

@@ -65,6 +65,13 @@ def _all_but(room_bytes: int) -> int:
     return available_host_bytes() - WORKER_BYTES - room_bytes
 
 
+def _release(longshore: Longshore, model: LoadedModel) -> None:
+    """Until its memory is back: Ray forgets an actor before its process has ended."""
+    pids = longshore.worker_pids().values()
+    model.release()
+    eventually(lambda: not any(map(psutil.pid_exists, pids)), "workers live on")
+
+
 def _smaller(longshore: Longshore, load: Callable[[int], LoadedModel], whole_bytes: int) -> tuple[LoadedModel, int]:
     """A load with room for two thirds, and what it was to leave.
 
@@ -76,10 +83,7 @@ def _smaller(longshore: Longshore, load: Callable[[int], LoadedModel], whole_byt
             model = load(left)
             if model.report.taken:
                 return model, left
-            pids = longshore.worker_pids().values()
-            model.release()
-            # Ray forgets an actor before its process has ended, and its memory comes back only then.
-            eventually(lambda pids=pids: not any(map(psutil.pid_exists, pids)), "workers live on")  # type: ignore[misc]
+            _release(longshore, model)
     raise AssertionError(f"the memory of this machine did not keep still for {TRIES} loads")
 
 

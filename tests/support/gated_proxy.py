@@ -35,15 +35,14 @@ class GatedProxy(CountingProxy):
             if self._left > 0 or self._open:
                 self._left -= 1
                 return
-            self._held += 1
-            self._ports.add(self.heads.port)
-            self._gate.notify_all()
-            self._gate.wait_for(lambda: self._open)
+            self.wait_at_gate()
 
-    @property
-    def held(self) -> int:
-        """Requests that have come to the closed gate."""
-        return self._held
+    def wait_at_gate(self) -> None:
+        """Stand still until `open`. With the gate's lock, which waiting gives back."""
+        self._held += 1
+        self._ports.add(self.heads.port)
+        self._gate.notify_all()
+        self._gate.wait_for(lambda: self._open)
 
     def holds_for(self, pid: int) -> bool:
         """Whether a request of this process waits at the closed gate."""
