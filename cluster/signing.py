@@ -4,11 +4,11 @@ from __future__ import annotations
 
 import os
 from contextlib import closing
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from cluster.async_twins import in_thread
 from cluster.config import Config
+from cluster.reports.rank_report import Jsonable
 from cluster.request import StoreOptions, open_uri
 from storage.checkpoints.checkpoint import check_manifest_size
 from storage.checkpoints.checkpoint_files import read_whole
@@ -21,30 +21,22 @@ from storage.store_ref import Credentials
 
 
 @dataclass(frozen=True, slots=True)
-class SignReport:
+class SignReport(Jsonable):
     """What was signed."""
 
     uri: str
     revision: str
     key_id: str
 
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, ready for `json.dumps`."""
-        return asdict(self)
-
 
 @dataclass(frozen=True, slots=True)
-class KeyReport:
+class KeyReport(Jsonable):
     """A new pair of keys: where they are, and the public one."""
 
     path: str  # of the private key
     public_path: str
     public_key: str  # base64, for LONGSHORE_TRUSTED_KEYS and `trusted_keys`
     key_id: str
-
-    def as_dict(self) -> dict[str, Any]:
-        """Plain values, ready for `json.dumps`."""
-        return asdict(self)
 
 
 def sign(

@@ -8,7 +8,7 @@ from __future__ import annotations
 import tempfile
 import time
 from collections.abc import Callable
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
@@ -17,6 +17,7 @@ from cluster.command_line.demo_model import write_demo_model
 from cluster.command_line.demo_sandbox import sandbox
 from cluster.config import Config
 from cluster.connection import disconnect
+from cluster.reports.rank_report import Jsonable
 from cluster.reports.report import LoadProgress, LoadReport
 from storage.embedded_s3 import EmbeddedS3
 from storage.errors import IntegrityError
@@ -36,7 +37,7 @@ ShowBytes = Callable[..., None]
 
 
 @dataclass(frozen=True, slots=True)
-class DemoReport:
+class DemoReport(Jsonable):
     """What the demo did."""
 
     model_bytes: int
@@ -47,9 +48,6 @@ class DemoReport:
     again: LoadReport  # from the cache
     compared_tensors: int  # slices of all ranks, both loads
     compared_bytes: int
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def run(

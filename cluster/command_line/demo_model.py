@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 import time
-from dataclasses import asdict, dataclass
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 from cluster.errors import ConfigError
+from cluster.reports.rank_report import Jsonable
 from cluster.sample_checkpoint import llama_tensors, write_llama_checkpoint
 from storage.checkpoints.dtypes import tensor_bytes
 
@@ -17,16 +18,13 @@ SHARDS = 4
 
 
 @dataclass(frozen=True, slots=True)
-class WrittenModel:
+class WrittenModel(Jsonable):
     """A checkpoint that was written."""
 
     folder: str
     size_bytes: int  # of its tensors
     shards: int
     write_s: float
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 def write_demo_model(folder: str | Path, size_bytes: int | None = None) -> WrittenModel:

@@ -5,10 +5,10 @@ from __future__ import annotations
 import json
 import re
 from collections.abc import Iterable
-from dataclasses import asdict, dataclass
-from typing import Any
+from dataclasses import dataclass
 
 from cluster.process_logs.log_files import LogPiece
+from cluster.reports.rank_report import Jsonable
 
 _VALUE = r"\"(?:[^\"\\]|\\.)*\"|[^\s\"=]+"  # as `cluster.logs` writes it
 _TEXT = re.compile(rf"(?P<time>\d{{4}}-\d\d-\d\dT[\d:.]+Z) [A-Z]+ [^\s:]+(?P<fields>(?: \w+=(?:{_VALUE}))*): ")
@@ -33,7 +33,7 @@ class LogProcess:
 
 
 @dataclass(frozen=True, slots=True)
-class LogLine:
+class LogLine(Jsonable):
     """One line, and who wrote it."""
 
     time: str  # UTC, as in the line; of a line without one, that of the line before; empty when there is none
@@ -41,9 +41,6 @@ class LogLine:
     process: str
     pid: int
     text: str
-
-    def as_dict(self) -> dict[str, Any]:
-        return asdict(self)
 
 
 @dataclass(frozen=True, slots=True)
