@@ -40,10 +40,14 @@ class HalfLoad:
         def is_half() -> bool:
             if loading.done():
                 loading.result()
-            return len(readers(self._longshore, self.proxy.holds_for)) >= reading
+            return len(self.readers()) >= reading
 
         eventually(is_half, "the load does not reach its middle", 60)
         return loading
+
+    def readers(self) -> list[str]:
+        """Names of the workers that read, and so have said hello to their agent."""
+        return readers(self._longshore, self.proxy.holds_for)
 
     def is_exact(self, model: LoadedModel, tensor_parallel_size: int) -> bool:
         """Whether every slice of both ranks is what the safetensors library reads; the rest is cut for FSDP."""

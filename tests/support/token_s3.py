@@ -40,13 +40,11 @@ class TokenS3:
     def __init__(self, objects: dict[str, bytes], ahead: timedelta = timedelta()) -> None:
         self.objects, self.ahead = dict(objects), ahead
         self.seen: Counter[str] = Counter()  # requests by access key and answer: "AK1 206", "AK1 ExpiredToken"
-        self.after: dict[
-            int, Callable[[], object]
-        ] = {}  # called before the n-th answer with bytes of an object, from 1
-        self._answers = 0
+        self.before: dict[int, Callable[[], object]] = {}  # called before the n-th ranged request is judged, from 1
+        self._reads = 0
         self._keys: dict[str, Credentials] = {}
         self._good: set[str] = set()
-        self._lock = threading.Lock()
+        self._lock = threading.RLock()  # what is called may issue and expire
         self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
         self._server.store = self  # type: ignore[attr-defined]
         self.endpoint_url = f"http://127.0.0.1:{self._server.server_address[1]}"
@@ -92,12 +90,12 @@ class TokenS3:
         return key_id, "" if key_id in self._good else "ExpiredToken"
 
     def count(self) -> None:
-        """Bytes of an object are about to be sent."""
+        """A range is asked for; whether that is allowed is looked at next."""
         with self._lock:
-            self._answers += 1
-            call = self.after.pop(self._answers, None)
-        if call is not None:
-            call()
+            self._reads += 1
+            call = self.before.pop(self._reads, None)
+            if call is not None:
+                call()
 
     def _sign(self, handler: BaseHTTPRequestHandler, keys: Credentials, region: str, signed: list[str]) -> str:
         url = f"{self.endpoint_url}{handler.path}"
@@ -130,6 +128,9 @@ class _Handler(BaseHTTPRequestHandler):
 
     def do_GET(self) -> None:
         store: TokenS3 = self.server.store  # type: ignore[attr-defined]
+        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
+        if asked:
+            store.count()
         key_id, code = store.refusal(self)
         if code:
             return self._answer(key_id, 403, {}, f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode())
@@ -140,11 +141,9 @@ class _Handler(BaseHTTPRequestHandler):
         if data is None:
             return self._answer(key_id, 404, {}, b"<Error><Code>NoSuchKey</Code></Error>")
         headers = {"ETag": _etag(data)}
-        asked = re.fullmatch(r"bytes=(\d+)-(\d+)", self.headers.get("Range", ""))
         if asked is None:
             return self._answer(key_id, 200, headers, data)
         start, end = int(asked[1]), min(int(asked[2]) + 1, len(data))
-        store.count()
         headers["Content-Range"] = f"bytes {start}-{end - 1}/{len(data)}"
         return self._answer(key_id, 206, headers, data[start:end])
 
