@@ -193,14 +193,19 @@ class Arena:
         return self._view[self._data_offset :]
 
     def reserve(self, stop: Callable[[], bool] = lambda: False, room: Callable[[], bool] = lambda: True) -> int:
-        """Get memory for every slot, in order; returns how many are ready. `stop` is asked before each, and `room`
-        whether the host still has memory: the kernel might end somebody sooner than refuse.
+        """Get memory for every slot, in order; returns how many are ready, 0 of an arena that was closed before.
+        `stop` is asked before each, and `room` whether the host still has memory: the kernel might end somebody sooner
+        than refuse.
 
         Meant for a background thread: `ready_slots` grows as it goes. Writing to a slot that is not ready
         could end the process with SIGBUS. When memory runs out, what no slot in use has is given back, the
         file loses its name, and ArenaTooLarge is raised.
         """
-        for index in range(self.ready_slots, self.slot_count):
+        with self._closing:
+            if self._closed:
+                return 0
+            first = self.ready_slots
+        for index in range(first, self.slot_count):
             with self._closing:
                 if self._closed or stop():
                     return index
