@@ -6,6 +6,7 @@ residents.status, residents.events --Looks.look--> Look --> a view: watch_view (
 
 from __future__ import annotations
 
+import contextlib
 import queue
 import threading
 import time
@@ -140,3 +141,5 @@ def looks_in_thread(look: Callable[[], Look], interval_s: float) -> Generator[Lo
             yield news
     finally:
         over.set()
+        with contextlib.suppress(queue.Empty):
+            found.get_nowait()  # there is room for the last look of the thread, which may wait for that

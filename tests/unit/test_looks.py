@@ -161,14 +161,25 @@ def test_what_is_wrong_at_once_is_raised_at_once() -> None:
 
 
 def test_a_watch_that_ends_ends_its_thread() -> None:
-    found = looks_in_thread(lambda: SimpleNamespace(), 0.01)  # type: ignore[arg-type, return-value]
+    looks: list[int] = []
+    before = threading.enumerate()
+
+    def look() -> Any:
+        looks.append(len(looks))
+        return SimpleNamespace()
+
+    found = looks_in_thread(look, 0.01)
     next(found)
-    next(found)
-    found.close()
-    give_up_s = time.monotonic() + 10
-    while any(thread.name == "longshore-looks" for thread in threading.enumerate()):
+    while isinstance(next(found), float):
+        pass
+    (thread,) = (t for t in threading.enumerate() if t.name == "longshore-looks" and t not in before)
+    give_up_s = time.monotonic() + 60
+    while len(looks) < 4:  # two were shown, one is there, and there is no room for this one
         assert time.monotonic() < give_up_s
         time.sleep(0.01)
+    found.close()
+    thread.join(60)
+    assert not thread.is_alive()
 
 
 # lines and JSON
