@@ -27,6 +27,7 @@ from longshore.version import PROTOCOL_VERSION, __version__
 from storage.errors import LongshoreError
 from storage.store_ref import Credentials
 
+RENEWED_S = 2.0  # a call of the renewer is answered in that time, when anybody answers
 COORDINATOR_GONE_S = 60.0  # a coordinator that has not come back after this long, while Ray lives, is taken for lost
 LOCAL_HEAD_S = 1.0  # nobody starts the head of a local cluster again
 LOOK_S = 1.0  # at the head, while an answer does not come
@@ -177,6 +178,8 @@ class Connection:
             return
 
         def give_back() -> None:
+            if self._renewer is not None:
+                self._renewer.join(RENEWED_S)  # Ray may end next, and nobody should be inside it then
             with contextlib.suppress(LongshoreError, Exception):
                 if self.local:
                     self.call("shutdown", timeout_s=CLOSE_TIMEOUT_S)
