@@ -75,6 +75,9 @@ lint: $(STAMP)  ## format, lint and types
 
 check: lint test-fast  ## what has to pass before a commit: format, lint, types, fast tests
 
+# pytest shows where native code crashed until it is done; with this Python does so until it ends
+test test-fast coverage: export PYTHONFAULTHANDLER = 1
+
 test-fast: $(STAMP)  ## tests that start no server and no Ray (about five minutes)
 	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(TEST_ARGS)
 
