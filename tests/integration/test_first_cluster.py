@@ -22,18 +22,21 @@ import psutil
 import pytest
 
 from storage.arena.arena_files import sweep
-from tests.support.job_cluster import SCRIPTS, free_ports
+from tests.support.free_ports import free_ports
+from tests.support.job_cluster import SCRIPTS
 from tests.support.promtool import needs_prometheus
 from tests.support.ray_clusters import eventually
 
 pytest.importorskip("fastapi", reason="the HTTP service's packages are not installed (longshore[serving])")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300), needs_prometheus]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), needs_prometheus]
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "first_cluster.md").read_text()
 LASTING = ("longshore serve", "longshore status --watch", "prometheus ")  # until Ctrl-C, in a terminal each
-LONGEST_S = 120
+LONGEST_S = 400  # a line
+WAIT_S = 300  # for what must come, on however slow a machine
+START_TRIES = 3  # `ray start` gives up after 30 s
 
 
 def steps() -> dict[str, list[str]]:
@@ -81,7 +84,19 @@ class Machine:
 
     def run(self, line: str) -> str:
         """What it says on stdout; it has to end well."""
-        done = subprocess.run(
+        starts = line.startswith("ray start")
+        done = self._try_to_run(line)
+        for _ in range(START_TRIES - 1 if starts else 0):
+            if done.returncode != 0:
+                self._end_all()  # what it leaves has the ports
+                done = self._try_to_run(line)
+        assert done.returncode == 0, (line, done.stdout, done.stderr)
+        if starts:
+            self.environ.update(self.started)
+        return done.stdout
+
+    def _try_to_run(self, line: str) -> subprocess.CompletedProcess[str]:
+        return subprocess.run(
             ["bash", "-eo", "pipefail", "-c", self._here(line)],
             env=self.environ,
             cwd=self.folder,
@@ -90,10 +105,6 @@ class Machine:
             text=True,
             timeout=LONGEST_S,
         )
-        assert done.returncode == 0, (line, done.stdout, done.stderr)
-        if line.startswith("ray start"):
-            self.environ.update(self.started)
-        return done.stdout
 
     def open_terminal(self, line: str) -> None:
         with open(self.folder / f"{len(self.terminals)}.log", "w") as log:
@@ -120,6 +131,13 @@ class Machine:
             return ""
 
     def close(self) -> None:
+        self._end_all()
+        for process in self.terminals.values():
+            process.wait(WAIT_S)
+        sweep()
+
+    def _end_all(self) -> None:
+        """SIGKILL to every process that was started here, and theirs."""
         mine: set[psutil.Process] = set()
         for process in psutil.process_iter():
             with contextlib.suppress(psutil.Error):
@@ -128,8 +146,7 @@ class Machine:
         for process in mine:
             with contextlib.suppress(psutil.Error):
                 process.kill()
-        psutil.wait_procs(list(mine), timeout=10)
-        sweep()
+        psutil.wait_procs(list(mine), timeout=WAIT_S)
 
 
 @pytest.fixture
@@ -154,13 +171,19 @@ def test_a_new_user_walks_the_document(machine: Machine) -> None:
     assert [any(line.startswith(lasting) for lasting in LASTING) for line in walk["4"]] == [True] * 3
     for line in walk["4"]:
         machine.open_terminal(line)
-    eventually(lambda: "<html" in machine.ask("http://127.0.0.1:8000/"), lambda: machine.said_in(serve), 60)
-    eventually(lambda: "coordinator " in machine.said_in(watch), lambda: machine.said_in(watch), 30)
+
+    def page_is_there() -> bool:
+        assert machine.terminals[serve].poll() is None, machine.said_in(serve)
+        return "<html" in machine.ask("http://127.0.0.1:8000/")
+
+    eventually(page_is_there, lambda: machine.said_in(serve), WAIT_S)
+    eventually(lambda: machine.ask("http://127.0.0.1:9091/-/ready"), lambda: machine.said_in(prometheus), WAIT_S)
+    eventually(lambda: "coordinator " in machine.said_in(watch), lambda: machine.said_in(watch), WAIT_S)
 
     (load,) = walk["5"]
     # (Ray's agent of jobs may not be up yet, as the document says.)
     machine.run(f"for try in 1 2 3 4 5 6; do {load} && exit; sleep 3; done; exit 1")
-    eventually(lambda: " ready " in machine.said_in(watch), lambda: machine.said_in(watch), 30)
+    eventually(lambda: " ready " in machine.said_in(watch), lambda: machine.said_in(watch), WAIT_S)
     assert any(f" {state} " in machine.said_in(watch) for state in ("planning", "starting", "loading"))
     assert '"state":"ready"' in machine.ask("http://127.0.0.1:8000/v1/models").replace(" ", "")
 
@@ -169,7 +192,7 @@ def test_a_new_user_walks_the_document(machine: Machine) -> None:
     assert "loading -> ready" in machine.run(events)
     assert "first-model" in machine.run(logs)
     assert "store_via_arena" in machine.run(scrape)
-    eventually(lambda: json.loads(machine.run(query))["data"]["result"], lambda: machine.said_in(prometheus), 30)
+    eventually(lambda: json.loads(machine.run(query))["data"]["result"], lambda: machine.said_in(prometheus), WAIT_S)
     assert "requests at once" in machine.run(doctor)
     machine.run(again)
     assert len(set(re.findall(r"first-model-[0-9a-f]{8}", machine.ask("http://127.0.0.1:8000/v1/models")))) == 2
@@ -181,7 +204,7 @@ def test_a_new_user_walks_the_document(machine: Machine) -> None:
     codes = {}
     for line, process in machine.terminals.items():
         process.send_signal(signal.SIGINT)
-        codes[line] = process.wait(60)
+        codes[line] = process.wait(WAIT_S)
     assert codes[serve] == 130, machine.said_in(serve)
     assert codes[watch] in (7, 130)  # the first, when it sees that Longshore was shut down
     assert codes[prometheus] == 0, machine.said_in(prometheus)

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import contextlib
 import json
 import os
 import signal
@@ -16,17 +17,13 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the HTTP service's packages are not installed (longshore[serving])")
 
+from tests.support.free_ports import free_ports
 from tests.support.ray_clusters import ENVIRONMENT, Longshore, eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 REPOSITORY = Path(__file__).parents[2]
 TOKEN = "a-token-of-sufficient-length"
-
-
-def free_port() -> int:
-    with socket.create_server(("127.0.0.1", 0)) as taken:
-        return int(taken.getsockname()[1])
 
 
 def ask(url: str, token: str = "") -> tuple[int, str]:
@@ -38,7 +35,7 @@ def ask(url: str, token: str = "") -> tuple[int, str]:
         return error.code, error.read().decode()
 
 
-def test_it_serves_until_it_is_ended(longshore: Longshore) -> None:
+def test_it_serves_until_it_is_ended(longshore: Longshore, tmp_path: Path) -> None:
     command = [sys.executable, "-m", "longshore", "serve", "--json", "--address", longshore.address, "--port"]
     environment = {**os.environ, **ENVIRONMENT, "LONGSHORE_HTTP_TOKEN": TOKEN}
     with socket.create_server(("127.0.0.1", 0)) as taken:  # a port that somebody has: said, and Serve keeps it not
@@ -52,24 +49,16 @@ def test_it_serves_until_it_is_ended(longshore: Longshore) -> None:
         )
     assert refused.returncode == 7, refused.stderr
     assert "nothing can listen at 127.0.0.1:" in refused.stderr
-    port = free_port()
-    served = subprocess.Popen(
-        [*command, str(port)],
-        cwd=REPOSITORY,
-        env=environment,
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-    )
+    (port,) = free_ports(1)
+    out, said = tmp_path / "out", tmp_path / "said"  # not pipes, which somebody would have to read all the time
+    with open(out, "w") as stdout, open(said, "w") as stderr:
+        served = subprocess.Popen(
+            [*command, str(port)], cwd=REPOSITORY, env=environment, stdout=stdout, stderr=stderr, text=True
+        )
     try:
-        if served.stdout is None:
-            raise RuntimeError("no pipe")
-        lines = []
-        while not (lines and lines[-1].rstrip() == "}"):
-            line = served.stdout.readline()
-            assert line, served.communicate()[1]
-            lines.append(line)
-        url = json.loads("".join(lines))["url"]
+        eventually(lambda: "\n}\n" in out.read_text() or served.poll() is not None, said.read_text, 240)
+        assert served.poll() is None, said.read_text()
+        url = json.JSONDecoder().raw_decode(out.read_text())[0]["url"]
         assert url == f"http://127.0.0.1:{port}/"
         assert ask(f"{url}healthz")[0] == 200
         assert "<title>Longshore</title>" in ask(url)[1]
@@ -78,16 +67,29 @@ def test_it_serves_until_it_is_ended(longshore: Longshore) -> None:
         status, models = ask(f"{url}v1/models", TOKEN)
         assert (status, json.loads(models)) == (200, {"models": []})
         served.send_signal(signal.SIGINT)
-        _, said = served.communicate(timeout=120)
-        assert served.returncode == 130, said
-        assert TOKEN not in said
+        assert served.wait(120) == 130, said.read_text()
+        assert TOKEN not in out.read_text() + said.read_text()
+        eventually(lambda: not served_actors(), lambda: f"actors of Ray Serve are left: {served_actors()}", 60)
     finally:
         served.kill()
         served.wait()
-    eventually(lambda: not served_actors(), lambda: f"actors of Ray Serve are left: {served_actors()}", 60)
+        end_served_actors()
 
 
 def served_actors() -> list[str]:
     import ray
 
     return [actor["name"] for actor in ray.util.list_named_actors(all_namespaces=True) if actor["namespace"] == "serve"]
+
+
+def end_served_actors() -> None:
+    """For the tests that follow: who was killed takes nothing away. The controller first, which starts the others."""
+    import ray
+
+    def none_is_left() -> bool:
+        for name in sorted(served_actors(), key=lambda name: (not name.startswith("SERVE_CONTROLLER"), name)):
+            with contextlib.suppress(ValueError):  # gone by itself
+                ray.kill(ray.get_actor(name, namespace="serve"))
+        return not served_actors()
+
+    eventually(none_is_left, lambda: f"actors of Ray Serve are left: {served_actors()}", 60)

@@ -19,6 +19,7 @@ from types import TracebackType
 from typing import Self
 
 from storage.store_ref import Credentials
+from tests.support.free_ports import free_ports
 
 _PROGRAMS = ("ceph-mon", "ceph-osd", "radosgw", "radosgw-admin", "ceph", "ceph-authtool", "monmaptool")
 
@@ -76,7 +77,7 @@ class CephServer:
         self._deadline_s = time.monotonic() + start_timeout_s
         self._children: list[subprocess.Popen[bytes]] = []
         self._environ = {name: value for name, value in os.environ.items() if not name.startswith("CEPH_")}
-        port, mon_v1, mon_v2 = _free_ports(3)
+        port, mon_v1, mon_v2 = free_ports(3)
         self.endpoint_url = f"http://127.0.0.1:{port}"
         for name in ("mon", "osd", "rgw"):
             (folder / name).mkdir(parents=True)
@@ -180,14 +181,6 @@ class CephServer:
             if time.monotonic() > self._deadline_s:
                 raise RuntimeError("Ceph did not start in time")
             time.sleep(0.2)
-
-
-def _free_ports(count: int) -> list[int]:
-    sockets = [socket.create_server(("127.0.0.1", 0)) for _ in range(count)]
-    ports = [sock.getsockname()[1] for sock in sockets]
-    for sock in sockets:
-        sock.close()
-    return ports
 
 
 def _answers(port: int) -> bool:

@@ -26,7 +26,7 @@ from typing import Any, Self
 import psutil
 
 from storage.arena.arena_files import SHM_DIRECTORY, arena_path, sweep
-from tests.support.job_cluster import free_ports
+from tests.support.free_ports import free_ports
 from tests.support.losable_nodes import FAST_DEATH
 from tests.support.ray_clusters import ENVIRONMENT, OBJECT_STORE_BYTES, REPOSITORY, eventually
 
@@ -119,14 +119,14 @@ class HeadCluster:
         """Whether its node still runs; Ray ends it some time after the head."""
         return self._worker is not None and self._worker.poll() is None
 
-    def client(self, code: str, *arguments: str) -> subprocess.Popen[str]:
+    def client(self, code: str, *arguments: str, **environ: str) -> subprocess.Popen[str]:
         """A Python process joined through the worker node; it is talked to by lines."""
         return self._popen(
             [sys.executable, "-c", JOIN + code, self.address, WORKER_IP, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=REPOSITORY,
-            env={**self._environ, "PYTHONPATH": str(REPOSITORY)},
+            env={**self._environ, **environ, "PYTHONPATH": str(REPOSITORY)},
         )
 
     def arenas(self) -> list[str]:
@@ -139,7 +139,8 @@ class HeadCluster:
         """End every process that was started here, and theirs."""
         for process in reversed(self._started):
             end_tree(process.pid)
-            process.wait(30)
+            with contextlib.suppress(subprocess.TimeoutExpired):  # the others are ended all the same
+                process.wait(30)
             for pipe in (process.stdin, process.stdout):
                 if pipe is not None:
                     pipe.close()

@@ -6,7 +6,6 @@ import contextlib
 import json
 import os
 import secrets
-import socket
 import subprocess
 import sys
 import tempfile
@@ -18,6 +17,7 @@ from typing import Any, Self
 import psutil
 
 from storage.arena.arena_files import sweep
+from tests.support.free_ports import free_ports
 
 START_TIMEOUT_S = 150.0
 SCRIPTS = Path(sys.executable).parent  # of the environment under test: `ray`, `longshore`, `python`
@@ -112,8 +112,9 @@ class JobCluster:
                 self._log.seek(0)
                 raise RuntimeError(f"ray start failed: {self._log.read()[-2000:]}")
             code, _ = self.run(str(SCRIPTS / "ray"), "job", "list", "--address", self.dashboard_url)
-            if code == 0 and self.submit("true", timeout_s=60)[0] == 0:
-                return
+            with contextlib.suppress(subprocess.TimeoutExpired):  # not up yet
+                if code == 0 and self.submit("true", timeout_s=60)[0] == 0:
+                    return
             time.sleep(0.5)
 
     def __enter__(self) -> Self:
@@ -123,18 +124,6 @@ class JobCluster:
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
         self.close()
-
-
-def free_ports(count: int) -> list[int]:
-    """Ports that nobody listens on now."""
-    sockets = [socket.socket() for _ in range(count)]
-    try:
-        for one in sockets:
-            one.bind(("127.0.0.1", 0))
-        return [int(one.getsockname()[1]) for one in sockets]
-    finally:
-        for one in sockets:
-            one.close()
 
 
 def json_in(text: str) -> Any:

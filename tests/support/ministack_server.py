@@ -16,6 +16,8 @@ from typing import Self
 
 import pytest
 
+from tests.support.free_ports import free_ports
+
 START_TIMEOUT_S = 60.0
 
 
@@ -27,8 +29,7 @@ class MinistackServer:
         if program is None:
             pytest.skip("ministack is not installed")
         self.access_key_id, self.secret_access_key = "anybody", "any-secret"
-        with socket.create_server(("127.0.0.1", 0)) as listener:
-            self._port = listener.getsockname()[1]
+        (self._port,) = free_ports(1)
         self.endpoint_url = f"http://127.0.0.1:{self._port}"
         environ = {**os.environ, "BIND_HOST": "127.0.0.1", "GATEWAY_PORT": str(self._port)}
         with open(folder / "ministack.log", "wb") as log:

@@ -1,0 +1,31 @@
+"""TCP ports of 127.0.0.1 for servers that a test starts later."""
+
+from __future__ import annotations
+
+import random
+import socket
+
+# Below what Linux gives to whoever asks for any port (32768 and up), so that nobody is given one of them before the
+# server takes it; and beside what Ray takes for its workers (10002-19999).
+_FIRST, _END = 20_000, 32_000
+_given: set[int] = set()
+
+
+def free_ports(count: int) -> list[int]:
+    """Ports that nobody listens on now, and that this process has not named before."""
+    found: list[int] = []
+    while len(found) < count:
+        port = random.randrange(_FIRST, _END)
+        if port not in _given and _is_free(port):
+            _given.add(port)
+            found.append(port)
+    return found
+
+
+def _is_free(port: int) -> bool:
+    with socket.socket() as one:
+        try:
+            one.bind(("127.0.0.1", port))
+        except OSError:
+            return False
+        return True
