@@ -30,6 +30,7 @@ from tests.chaos.proxy import CredentialsFile
 from tests.chaos.strikes import NODES
 from tests.support.losable_nodes import LosableNodes, losable_nodes
 from tests.support.ray_clusters import CREDENTIALS_FILE, MIB, environment, eventually
+from tests.support.s3_servers import notice
 
 KV_HEADS = 2
 CHUNK_BYTES = MIB
@@ -90,7 +91,7 @@ class Bench:
             sweep()
             return not self.longshore.arenas()
 
-        eventually(swept, "arenas are left", 60.0)
+        eventually(swept, "arenas are left")
         self.longshore.end_longshore()
 
     @contextmanager
@@ -175,7 +176,7 @@ class Bench:
         if case.staying == "changed the manifest":
             with (in_bucket / MANIFEST_KEY).open("ab") as manifest:
                 manifest.write(b"\n")
-        self.server.refresh()
+        notice(self.server, in_bucket)
 
 
 @contextmanager

@@ -17,6 +17,7 @@ from storage.errors import IntegrityError
 from tests.support.checkpoints import write_tiny_llama
 from tests.support.ray_clusters import Longshore
 from tests.support.reference_slices import shard_differs
+from tests.support.s3_servers import notice
 from tests.support.stored_models import StoredModel
 
 pytestmark = pytest.mark.slow
@@ -47,7 +48,7 @@ def unpublished(s3_server: EmbeddedS3, tmp_path: Path, request: pytest.FixtureRe
     for path in sorted(tmp_path.iterdir()):
         (model.in_bucket / path.name).unlink()
     model.in_bucket.rmdir()
-    s3_server.refresh()
+    notice(s3_server, model.in_bucket.parent)
 
 
 def _flip(path: Path, at: int) -> None:

@@ -18,9 +18,12 @@ from storage.checkpoints.manifest import MANIFEST_KEY
 from storage.checkpoints.safetensors_header import encode_header
 from tests.support.checkpoints import raw_header, safetensors_bytes, write_objects
 from tests.support.ray_clusters import GPUS_PER_NODE, Longshore, eventually
+from tests.support.s3_servers import notice
 from tests.support.stored_models import WRONG_KEYS, StoredModel
 
 pytestmark = pytest.mark.slow
+
+WAIT_S = 180.0  # for what others give back, on however slow a machine
 
 
 @pytest.fixture
@@ -106,7 +109,7 @@ def test_a_manifest_for_other_bytes(
     replaced = copy_of(llama)
     with (replaced.in_bucket / "model-00001-of-00003.safetensors").open("ab") as file:
         file.write(b"more")
-    llama.server.refresh()
+    notice(replaced.server, replaced.in_bucket)
     with pytest.raises((cluster.ManifestMismatch, cluster.ObjectChanged)):
         cluster.load(replaced.uri, device="cpu", **replaced.options)
 
@@ -130,11 +133,12 @@ def test_more_ranks_than_places(checked: Longshore, llama: StoredModel) -> None:
         assert (caught.value.details["need"], caught.value.details["have"]) == (2, 1)
 
 
-def test_more_ranks_than_gpus_is_said_in_seconds(checked: Longshore, llama: StoredModel) -> None:
-    begun_s = time.monotonic()
-    with pytest.raises(cluster.NotEnoughResources, match="GPUs"):
-        cluster.load(llama.uri, fsdp_size=2 * GPUS_PER_NODE + 1, device="cuda", **llama.options)
-    assert time.monotonic() - begun_s < 30
+def test_more_ranks_than_gpus_is_said_without_asking_ray_for_them(checked: Longshore, llama: StoredModel) -> None:
+    ranks = 2 * GPUS_PER_NODE + 1
+    with pytest.raises(cluster.NotEnoughResources, match="GPUs") as caught:
+        cluster.load(llama.uri, fsdp_size=ranks, device="cuda", **llama.options)
+    found = caught.value.details  # counted; who has waited for Ray in vain cannot say how many there are
+    assert (found["need"], found["total"]) == (ranks, 2 * GPUS_PER_NODE)
 
 
 def test_gpus_that_others_hold(checked: Longshore, llama: StoredModel) -> None:
@@ -149,31 +153,34 @@ def test_gpus_that_others_hold(checked: Longshore, llama: StoredModel) -> None:
             return str(ray.get_runtime_context().get_node_id())
 
     hogs = [Hog.remote() for _ in range(2 * GPUS_PER_NODE)]
-    where = ray.get([hog.node.remote() for hog in hogs])
-    with pytest.raises(cluster.NotEnoughResources, match="0 of 4 are free"):
-        cluster.load(llama.uri, device="cuda", **llama.options)
-    messages: list[str] = []
-    with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(
-            cluster.load,
-            llama.uri,
-            device="cuda",
-            tensor_parallel_size=2,
-            wait_for_resources_s=60,
-            progress=lambda now: messages.append(now.message),
-            **llama.options,
-        )
-        eventually(lambda: any("waiting for resources" in m for m in messages), lambda: f"not said: {messages}")
-        assert "{0: {'GPU': 2.0}} PENDING" in checked.placement_groups()[0], "a node autoscaler would not hear of it"
-        for node in set(where):
-            ray.kill(hogs[where.index(node)])
-        apart = "{0: {'GPU': 1.0}, 1: {'GPU': 1.0}} CREATED"
-        eventually(lambda: any(apart in group for group in checked.placement_groups()), "it does not take them")
-        # It got its GPUs; that there is none behind the number is found by the workers.
-        with pytest.raises(cluster.DeviceUnavailable):
-            waiting.result(60)
-    for hog in hogs:
-        ray.kill(hog)
+    try:
+        where = ray.get([hog.node.remote() for hog in hogs])
+        with pytest.raises(cluster.NotEnoughResources, match="0 of 4 are free"):
+            cluster.load(llama.uri, device="cuda", **llama.options)
+        messages: list[str] = []
+        with ThreadPoolExecutor(1) as pool:
+            waiting = pool.submit(
+                cluster.load,
+                llama.uri,
+                device="cuda",
+                tensor_parallel_size=2,
+                wait_for_resources_s=WAIT_S,
+                progress=lambda now: messages.append(now.message),
+                **llama.options,
+            )
+            eventually(lambda: any("waiting for resources" in m for m in messages), lambda: f"not said: {messages}")
+            group = checked.placement_groups()[0]
+            assert "{0: {'GPU': 2.0}} PENDING" in group, "a node autoscaler would not hear of it"
+            for node in set(where):
+                ray.kill(hogs[where.index(node)])
+            apart = "{0: {'GPU': 1.0}, 1: {'GPU': 1.0}} CREATED"
+            eventually(lambda: any(apart in group for group in checked.placement_groups()), "it does not take them")
+            # It got its GPUs; that there is none behind the number is found by the workers.
+            with pytest.raises(cluster.DeviceUnavailable):
+                waiting.result(WAIT_S)
+    finally:
+        for hog in hogs:
+            ray.kill(hog)
 
 
 def test_waiting_for_places_that_a_model_holds(checked: Longshore, llama: StoredModel, odd: StoredModel) -> None:
@@ -185,13 +192,13 @@ def test_waiting_for_places_that_a_model_holds(checked: Longshore, llama: Stored
             cluster.load,
             llama.uri,
             device="cpu",
-            wait_for_resources_s=60,
+            wait_for_resources_s=WAIT_S,
             progress=lambda now: messages.append(now.message),
             **llama.options,
         )
         eventually(lambda: any(holder.model_id in m for m in messages), lambda: f"not said: {messages}")
         holder.release()
-        waiting.result(60).release()
+        waiting.result(WAIT_S).release()
 
 
 def test_a_gpu_that_torch_cannot_use(checked: Longshore, llama: StoredModel) -> None:

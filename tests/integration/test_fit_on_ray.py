@@ -23,8 +23,9 @@ from storage.host.host_memory import available_host_bytes
 from tests.support.counting_proxy import CountingProxy
 from tests.support.planned_models import llama_shapes
 from tests.support.ray_clusters import Longshore, eventually
+from tests.support.s3_servers import notice
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
 
 NAME = "wide"
 HEADER_BYTES = 1 << 20  # the header is in there, and little else
@@ -46,10 +47,10 @@ def wide(s3_server: EmbeddedS3) -> Iterator[int]:
     with open(folder / "model.safetensors", "wb") as file:
         file.write(header)
         os.truncate(file.fileno(), len(header) + size_bytes)
-    s3_server.refresh()
+    notice(s3_server, folder)
     yield size_bytes
     shutil.rmtree(folder)
-    s3_server.refresh()
+    notice(s3_server, folder.parent)
 
 
 def _held(shard: Any) -> dict[str, int]:

@@ -4,9 +4,7 @@ from __future__ import annotations
 
 import urllib.request
 from collections.abc import Callable
-from contextlib import closing
 from pathlib import Path
-from socket import socket
 
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
@@ -14,7 +12,9 @@ from prometheus_client.parser import text_string_to_metric_families
 import cluster
 from actors.names import COORDINATOR
 from cluster import residents
+from tests.support.free_ports import free_ports
 from tests.support.ray_clusters import Longshore, eventually
+from tests.support.s3_servers import notice
 from tests.support.stored_models import StoredModel
 
 pytestmark = pytest.mark.slow
@@ -38,17 +38,11 @@ def total(found: dict[tuple[str, ...], float], name: str) -> float:
     return sum(value for key, value in found.items() if key[0] == name)
 
 
-def free_port() -> int:
-    with closing(socket()) as free:
-        free.bind(("127.0.0.1", 0))
-        port: int = free.getsockname()[1]
-        return port
-
-
 def test_a_coordinator_that_was_killed_is_scraped_at_the_same_place_and_counts_nothing_again(
     longshore: Longshore, llama: StoredModel
 ) -> None:
-    longshore.configure(empty=True, metrics_port=free_port())
+    (port,) = free_ports(1)
+    longshore.configure(empty=True, metrics_port=port)
     model = cluster.load(llama.uri, device="cpu", keep=True, **llama.options)
     url = longshore.status().metrics_url
     moved = sum(model.report.bytes_by_source.values())
@@ -92,7 +86,7 @@ def test_what_is_counted_of_loads_and_ranks_that_fail(
     data = bytearray(shard.read_bytes())
     data[-1] ^= 1
     shard.write_bytes(data)
-    damaged.server.refresh()
+    notice(damaged.server, damaged.in_bucket)
     with pytest.raises(cluster.LongshoreError):
         cluster.load(damaged.uri, device="cpu", **damaged.options)
     eventually(lambda: total(scrape(url), "longshore_chunks_corrupt_total") > 0, "no corrupt chunk was counted")

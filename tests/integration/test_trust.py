@@ -13,6 +13,7 @@ from cluster.config import Config
 from storage.checkpoints.manifest import MANIFEST_KEY
 from storage.publishing.signature import SIGNATURE_KEY
 from tests.support.ray_clusters import Longshore
+from tests.support.s3_servers import notice
 from tests.support.stored_models import StoredModel
 
 pytestmark = pytest.mark.slow
@@ -53,12 +54,12 @@ def test_only_what_the_cluster_and_the_client_trust_is_loaded(
     cluster.sign(model.uri, ours.path, **model.options)
     with (model.in_bucket / MANIFEST_KEY).open("ab") as manifest:
         manifest.write(b"\n")
-    model.server.refresh()
+    notice(model.server, model.in_bucket)
     with pytest.raises(cluster.BadSignature):
         cluster.load(model.uri, device="cpu", config=Config(), **model.options)
     for name in (SIGNATURE_KEY, MANIFEST_KEY):
         (model.in_bucket / name).unlink()
-        model.server.refresh()
+        notice(model.server, model.in_bucket)
         with pytest.raises(cluster.ManifestUnsigned):
             cluster.load(model.uri, device="cpu", config=Config(), **model.options)
     assert not longshore.models()

@@ -3,7 +3,10 @@
 from __future__ import annotations
 
 import tempfile
+import time
+import uuid
 from collections.abc import Iterator
+from contextlib import closing
 from pathlib import Path
 
 import boto3
@@ -11,16 +14,20 @@ import pytest
 from botocore.config import Config
 
 from storage.embedded_s3 import EmbeddedS3
+from storage.errors import StoreError
+from storage.object_store import ObjectStore
+from storage.open_store import open_store
 from storage.store_ref import StoreRef, parse_uri
 from tests.support.ceph_server import CephServer, missing_programs
 
 S3Server = EmbeddedS3 | CephServer
+START_S = NOTICE_S = 120.0  # on however slow a machine
 
 
 @pytest.fixture(scope="session")
 def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedS3]:
-    """rclone over an empty folder: `server.folder / bucket / key` are its objects (`refresh` after changes by hand)."""
-    with EmbeddedS3(tmp_path_factory.mktemp("rclone")) as server:
+    """rclone over an empty folder: `server.folder / bucket / key` are its objects (`notice` after changes by hand)."""
+    with EmbeddedS3(tmp_path_factory.mktemp("rclone"), start_timeout_s=START_S) as server:
         yield server
 
 
@@ -50,3 +57,29 @@ def make_bucket(server: S3Server, name: str) -> None:
 def server_ref(server: S3Server, path: str) -> StoreRef:
     """The ref of `s3://<path>` on that server."""
     return parse_uri(f"s3://{path}", endpoint_url=server.endpoint_url, region="us-east-1", environ={})
+
+
+def notice(server: EmbeddedS3, folder: Path) -> None:
+    """Returns when the server has noticed what was changed by hand in this folder of it, a bucket or one below.
+
+    `EmbeddedS3.refresh` is a signal, which is obeyed some time later. A folder's files are looked at together: once a
+    file made after the changes is seen, so are they.
+    """
+    marker = f"noticed-{uuid.uuid4().hex}"
+    (folder / marker).touch()
+    ref = server_ref(server, str(folder.relative_to(server.folder)))
+    with closing(open_store(ref, server.credentials())) as store:
+        server.refresh()
+        give_up_s = time.monotonic() + NOTICE_S
+        while not _is_seen(store, marker):
+            assert time.monotonic() < give_up_s, f"{server.endpoint_url} does not look at {folder} again"
+            time.sleep(0.02)
+        store.delete(marker)  # by the server, so that it knows
+
+
+def _is_seen(store: ObjectStore, key: str) -> bool:
+    try:
+        store.stat(key)
+    except StoreError:  # also while a new folder is not known
+        return False
+    return True

@@ -15,6 +15,7 @@ from cluster.sample_checkpoint import write_llama_checkpoint
 from storage.embedded_s3 import EmbeddedS3
 from storage.store_ref import Credentials
 from tests.support.checkpoints import odd_objects, write_objects
+from tests.support.s3_servers import START_S, notice
 
 CHUNK_BYTES = 1 << 20
 HEADS, KV_HEADS = 8, 2
@@ -46,7 +47,7 @@ class StoredModel:
 @pytest.fixture(scope="session")
 def s3_server(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedS3]:
     """A server with the bucket `models`."""
-    with EmbeddedS3(tmp_path_factory.mktemp("s3")) as server:
+    with EmbeddedS3(tmp_path_factory.mktemp("s3"), start_timeout_s=START_S) as server:
         server.make_bucket("models")
         yield server
 
@@ -91,7 +92,7 @@ def minilm(s3_server: EmbeddedS3, minilm_checkpoint: Path) -> StoredModel:
 
 
 @pytest.fixture
-def copy_of(s3_server: EmbeddedS3, request: pytest.FixtureRequest) -> Iterator[Callable[[StoredModel], StoredModel]]:
+def copy_of(request: pytest.FixtureRequest) -> Iterator[Callable[[StoredModel], StoredModel]]:
     """A private copy of a stored model, for a test that damages it; removed after the test."""
     copies: list[StoredModel] = []
 
@@ -99,14 +100,14 @@ def copy_of(s3_server: EmbeddedS3, request: pytest.FixtureRequest) -> Iterator[C
         name = f"copy-{len(copies)}-{abs(hash(request.node.name)) % 10**8}"
         twin = StoredModel(f"s3://models/{name}", model.folder, model.server)
         shutil.copytree(model.in_bucket, twin.in_bucket)
-        model.server.refresh()
         copies.append(twin)
+        notice(twin.server, twin.in_bucket)
         return twin
 
     yield copy
     for twin in copies:
         shutil.rmtree(twin.in_bucket)
-        s3_server.refresh()
+        notice(twin.server, twin.in_bucket.parent)
 
 
 WRONG_KEYS = Credentials(access_key_id="NOBODY", secret_access_key="not-the-secret-of-anybody")
