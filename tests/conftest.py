@@ -23,4 +23,5 @@ pytest_plugins = [
     "tests.support.ray_clusters",
     "tests.support.losable_nodes",
     "tests.support.net_cluster",
+    "tests.support.last_words",
 ]

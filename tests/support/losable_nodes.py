@@ -22,6 +22,7 @@ from cluster.connection import disconnect
 from storage.arena.arena_files import sweep
 from tests.support.ray_clusters import (
     ENVIRONMENT,
+    NODE_START_S,
     OBJECT_STORE_BYTES,
     Longshore,
     environment,
@@ -50,10 +51,11 @@ class LosableNodes(Longshore):
         """Add nodes until there are so many beside the head; take those away that are too many."""
         for node_id in list(self._nodes)[count:]:
             self.kill_node(node_id)
-        added = [self.ray_cluster.add_node(**NODE, wait=False) for _ in range(count - len(self._nodes))]
-        self.ray_cluster.wait_for_nodes()
-        self.added += len(added)
-        self._nodes.update({node.node_id: node for node in added})
+        while len(self._nodes) < count:
+            node = self.ray_cluster.add_node(**NODE, wait=False)
+            self._nodes[node.node_id] = node
+            self.added += 1
+        eventually(lambda: self._nodes.keys() <= self.living(), "nodes do not come up", NODE_START_S)
 
     @property
     def node_ids(self) -> list[str]:
@@ -81,7 +83,7 @@ class LosableNodes(Longshore):
     def kill_node(self, node_id: str) -> None:
         """SIGKILL to all of the node. Returns when Ray knows it."""
         self.ray_cluster.remove_node(self._nodes.pop(node_id), allow_graceful=False)
-        eventually(lambda: node_id not in self.living(), "the node is still taken for living", 60)
+        eventually(lambda: node_id not in self.living(), "the node is still taken for living")
 
     def living(self) -> set[str]:
         """Ids of the nodes that Ray takes for living."""
@@ -100,8 +102,10 @@ def losable_nodes() -> Iterator[LosableNodes]:
     import ray
 
     temporary = tempfile.TemporaryDirectory(prefix="ln-", dir="/tmp", ignore_cleanup_errors=True)
-    with environment(ENVIRONMENT), temporary as folder:
-        ray_cluster = new_ray_cluster(**NODE, temp_dir=folder, _system_config=FAST_DEATH)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(environment(ENVIRONMENT))
+        folder = stack.enter_context(temporary)
+        ray_cluster = stack.enter_context(new_ray_cluster(**NODE, temp_dir=folder, _system_config=FAST_DEATH))
         there = LosableNodes(ray_cluster)
         try:
             ray.init(address=ray_cluster.address, log_to_driver=False, configure_logging=False)
@@ -110,8 +114,6 @@ def losable_nodes() -> Iterator[LosableNodes]:
         finally:
             disconnect()
             ray.shutdown()
-            ray_cluster.shutdown()
-            sweep()
 
 
 @pytest.fixture(scope="module")

@@ -10,6 +10,7 @@ Ray takes a node for dead after some ten seconds without an answer here.
 
 from __future__ import annotations
 
+import contextlib
 import os
 import subprocess
 import sys
@@ -22,7 +23,7 @@ import psutil
 import pytest
 
 from cluster.connection import disconnect
-from storage.arena.arena_files import ARENA_PREFIX, sweep
+from storage.arena.arena_files import ARENA_PREFIX
 from tests.support.losable_nodes import NODE, LosableNodes
 from tests.support.net_hosts import Host, Network, why_not
 from tests.support.ray_clusters import ENVIRONMENT, OBJECT_STORE_BYTES, environment, eventually, new_ray_cluster
@@ -141,8 +142,11 @@ def net_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetCluster
     import ray
 
     temporary = tempfile.TemporaryDirectory(prefix="lh-", dir="/tmp", ignore_cleanup_errors=True)
-    with environment(ENVIRONMENT), temporary as folder, Network() as net:
-        ray_cluster = new_ray_cluster(**NODE, temp_dir=folder, node_ip_address=net.address, _system_config=SLOW_DEATH)
+    with contextlib.ExitStack() as stack:
+        stack.enter_context(environment(ENVIRONMENT))
+        folder, net = stack.enter_context(temporary), stack.enter_context(Network())
+        head = {**NODE, "temp_dir": folder, "node_ip_address": net.address, "_system_config": SLOW_DEATH}
+        ray_cluster = stack.enter_context(new_ray_cluster(**head))
         try:
             ray.init(address=ray_cluster.address, log_to_driver=False, configure_logging=False)
             there = NetCluster(ray_cluster, net, Path(folder), tmp_path_factory.getbasetemp())
@@ -151,5 +155,3 @@ def net_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetCluster
         finally:
             disconnect()
             ray.shutdown()
-            ray_cluster.shutdown()
-            sweep()

@@ -35,6 +35,7 @@ REPOSITORY = Path(__file__).parents[2]
 MIB = 1 << 20
 OBJECT_STORE_BYTES = 80_000_000  # about the least that Ray takes
 GPUS_PER_NODE = 2
+NODE_START_S = 240.0  # on however slow a machine
 TEST_SETTINGS: dict[str, Any] = {
     "arena_bytes": 96 * MIB,
     "slot_bytes": MIB,
@@ -90,8 +91,12 @@ class Longshore:
         disconnect()
         self._running = None
         eventually(lambda: not self.actor_names(), "actors of Longshore are left")
-        sweep()  # of agents that were killed
-        eventually(lambda: not self.arenas(), "arenas are left")
+
+        def swept() -> bool:
+            sweep()  # of agents that were killed: an actor's name goes before its process does
+            return not self.arenas()
+
+        eventually(swept, "arenas are left")
 
     def status(self) -> ClusterStatus:
         return residents.status(self.address)
@@ -194,7 +199,7 @@ class Longshore:
                 return pid if pid != old_pid else None
             return None
 
-        pid: int = eventually(new_pid, f"{name} was not restarted", 60)
+        pid: int = eventually(new_pid, f"{name} was not restarted")
         return pid
 
     # -- other clients -----------------------------------------------------------------------------------------
@@ -212,7 +217,7 @@ class Longshore:
 
 
 def eventually(
-    condition: Callable[[], Any], problem: str | Callable[[], str], timeout_s: float = 20.0, every_s: float = 0.05
+    condition: Callable[[], Any], problem: str | Callable[[], str], timeout_s: float = 120.0, every_s: float = 0.05
 ) -> Any:
     """The condition's first true value. AssertionError when it has none in time."""
     give_up_s = time.monotonic() + timeout_s
@@ -242,13 +247,23 @@ def environment(ours: Mapping[str, str], without: Sequence[str] = ()) -> Iterato
                 os.environ[name] = value
 
 
-def new_ray_cluster(**head: Any) -> Any:
-    """A `ray.cluster_utils.Cluster` with that head; nobody is connected to it. The caller shuts it down."""
+@contextlib.contextmanager
+def new_ray_cluster(**head: Any) -> Iterator[Any]:
+    """A `ray.cluster_utils.Cluster` with that head, to which nobody is connected; it ends with the block."""
     from ray._common.utils import get_default_ray_temp_dir
     from ray.cluster_utils import Cluster
 
     os.makedirs(get_default_ray_temp_dir(), exist_ok=True)  # Ray notes the cluster there, wherever `temp_dir` is
-    return Cluster(initialize_head=True, head_node_args={**head, "include_dashboard": False})
+    ray_cluster = Cluster()
+    try:
+        # Waiting is left to what has no thread of its own, and more patience.
+        ray_cluster.add_node(wait=False, include_dashboard=False, **head)
+        ray_cluster.wait_for_nodes(NODE_START_S)
+        yield ray_cluster
+    finally:
+        ray_cluster.shutdown()
+        ray_cluster.global_state.disconnect()  # `shutdown` forgets it: its threads would look for the head for ever
+        sweep()
 
 
 @contextlib.contextmanager
@@ -256,15 +271,10 @@ def ray_cluster_of_two() -> Iterator[Any]:
     """A `ray.cluster_utils.Cluster`; nobody is connected to it."""
     node = {"num_cpus": 4, "num_gpus": GPUS_PER_NODE, "object_store_memory": OBJECT_STORE_BYTES}
     temporary = tempfile.TemporaryDirectory(prefix="ls-", dir="/tmp", ignore_cleanup_errors=True)
-    with environment(ENVIRONMENT), temporary as folder:
-        ray_cluster = new_ray_cluster(**node, temp_dir=folder)
-        try:
-            ray_cluster.add_node(**node)
-            ray_cluster.wait_for_nodes()
-            yield ray_cluster
-        finally:
-            ray_cluster.shutdown()
-            sweep()
+    with environment(ENVIRONMENT), temporary as folder, new_ray_cluster(**node, temp_dir=folder) as ray_cluster:
+        ray_cluster.add_node(wait=False, **node)
+        ray_cluster.wait_for_nodes(NODE_START_S)
+        yield ray_cluster
 
 
 @pytest.fixture(scope="session")
