@@ -118,10 +118,13 @@ class Strikes:
                 self._signal(strike)
 
     def _signal(self, strike: Strike) -> None:
-        names = self._longshore.actor_names(COORDINATOR if strike.who == "coordinator" else f"{strike.who}-")
-        if not names:
+        longshore, pids = self._longshore, []
+        for name in longshore.actor_names(COORDINATOR if strike.who == "coordinator" else f"{strike.who}-"):
+            with contextlib.suppress(LookupError):  # it is not up yet
+                pids.append(longshore.pid(name))
+        if not pids:
             return
-        process = psutil.Process(self._longshore.pid(names[strike.victim % len(names)]))
+        process = psutil.Process(pids[strike.victim % len(pids)])
         self.struck[strike.name] += 1
         if not strike.stopped_s:
             process.kill()

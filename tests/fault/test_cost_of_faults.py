@@ -54,9 +54,9 @@ def test_a_worker_killed_half_way_costs_what_it_was_reading(longshore: Longshore
         victim = readers(longshore, proxy.holds_for)[-1]
         longshore.kill(victim)
         replacement = victim.removesuffix("-0") + "-1"
-        eventually(lambda: replacement in longshore.actor_names("worker-"), "no replacement came", 60)
+        eventually(lambda: replacement in longshore.actor_names("worker-"), "no replacement came")
         proxy.open()
-        with loading.result(180) as model:
+        with loading.result(300) as model:
             assert half.is_exact(model, 2)
             assert model.report.placement_mode == "via_arena"
             (node,) = model.report.nodes

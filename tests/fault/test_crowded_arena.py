@@ -26,6 +26,7 @@ def one_node(longshore: Longshore) -> Iterator[Any]:
     from ray.util import placement_group, remove_placement_group
 
     group = placement_group([{"CPU": 1}] * 2, strategy="STRICT_PACK")
+    assert group.wait(120)
     try:
         yield group
     finally:
@@ -53,9 +54,9 @@ def test_a_rank_that_dies_or_stops_holds_nobody_up(
         ]
         proxy.wait_until_held(2)
         eventually(lambda: len(longshore.models()) == 2, "there are not two loads")
-        longshore.kill(eventually(lambda: readers(longshore, proxy.holds_for), "no rank reads", 60)[0], strike)
+        longshore.kill(eventually(lambda: readers(longshore, proxy.holds_for), "no rank reads")[0], strike)
         proxy.open()
         for (tensor_parallel, fsdp), future in zip(layouts, loading, strict=True):
-            model = future.result(180)
+            model = future.result(300)
             differs = model.call(shard_differs, str(llama.folder), tensor_parallel, fsdp, KV_HEADS)
             assert differs == [[], []]

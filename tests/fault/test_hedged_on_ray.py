@@ -24,7 +24,7 @@ def test_a_second_request_wins_and_the_slot_of_the_first_comes_back(
 ) -> None:
     """Nothing else would end it: neither a deadline nor a timeout comes in this test."""
     waits = dict.fromkeys(("read_timeout_s", "lease_deadline_s", "stuck_after_s"), NEVER_S)
-    longshore.configure(empty=True, fetch_threads=4, hedge_factor=2.0, hedge_after_s=0.3, **waits)
+    longshore.configure(empty=True, fetch_threads=4, hedge_factor=2.0, hedge_after_s=2.0, **waits)
 
     late: dict[str, int] = {}
 

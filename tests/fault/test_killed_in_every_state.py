@@ -45,7 +45,7 @@ class Case:
                 self.loading.result()
             return state.value in [model.progress.state for model in self.longshore.models()]
 
-        eventually(is_there, lambda: f"not {state.value}: {self.longshore.models()}", 60)
+        eventually(is_there, lambda: f"not {state.value}: {self.longshore.models()}")
 
 
 def planning(case: Case) -> None:
@@ -71,7 +71,7 @@ def waiting(case: Case) -> None:
 def starting(case: Case) -> None:
     """An agent does not answer: it is stopped."""
     cluster.load(case.stored.uri, device="cpu", **case.stored.options).release()
-    pids = [case.longshore.kill(name, signal.SIGSTOP) for name in case.longshore.actor_names("agent-")]
+    pids: list[int] = []
 
     def let_go() -> None:
         for pid in pids:
@@ -80,13 +80,14 @@ def starting(case: Case) -> None:
         case.proxy.open()
 
     case.let_go = let_go
+    pids += [case.longshore.kill(name, signal.SIGSTOP) for name in case.longshore.actor_names("agent-")]
     case.begin()
     case.wait_for(LoadState.STARTING)
 
 
 def loading(case: Case) -> None:
     case.begin()
-    eventually(lambda: readers(case.longshore, case.proxy.holds_for), "no rank reads", 60)
+    eventually(lambda: readers(case.longshore, case.proxy.holds_for), "no rank reads")
 
 
 def ready(case: Case) -> None:
@@ -131,7 +132,7 @@ def kill_worker(case: Case) -> None:
     def first() -> str | None:
         return next((name for name in case.longshore.living_workers() if name.endswith("-0-0")), None)
 
-    case.longshore.kill(eventually(first, "there is no worker of rank 0", 60))
+    case.longshore.kill(eventually(first, "there is no worker of rank 0"))
 
 
 WITH_WORKERS = [LoadState.STARTING, LoadState.LOADING, LoadState.READY, LoadState.DEGRADED]
@@ -165,10 +166,10 @@ def test_a_kill_is_made_good(case: Case, kill: Callable[[Case], None], state: Lo
     kill(case)
     case.let_go()
     if kill is kill_worker:
-        eventually(lambda: [n for n in longshore.actor_names("worker-") if n.endswith("-0-1")], "no replacement", 60)
+        eventually(lambda: [n for n in longshore.actor_names("worker-") if n.endswith("-0-1")], "no replacement")
     assert case.loading is not None
-    model = case.loading.result(120)
-    eventually(lambda: [m.progress.state for m in longshore.models()] == ["ready"], "it is not ready", 60)
+    model = case.loading.result(300)
+    eventually(lambda: [m.progress.state for m in longshore.models()] == ["ready"], "it is not ready")
     assert model.call(shard_differs, str(case.stored.folder), 2, 1, KV_HEADS) == [[], []]
     assert [m.progress.model_id for m in longshore.models()] == [model.model_id]
     if kill is not kill_worker and state in (LoadState.LOADING, LoadState.READY):

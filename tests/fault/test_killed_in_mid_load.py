@@ -32,7 +32,7 @@ def test_a_killed_worker_is_replaced(longshore: Longshore, half: HalfLoad) -> No
     replacement = second.removesuffix("-0") + "-1"
     eventually(lambda: replacement in longshore.actor_names("worker-"), "no replacement came")
     half.proxy.open()
-    with loading.result(120) as model:
+    with loading.result(300) as model:
         assert [rank.incarnation for rank in model.report.ranks] == [0, 1]
         assert half.is_exact(model, 2)
         assert sorted(longshore.worker_pids()) == [first, replacement]
@@ -44,7 +44,7 @@ def test_a_worker_that_dies_too_often_ends_the_load(longshore: Longshore, half: 
     loading = half.begin(tensor_parallel_size=2)
     longshore.kill(sorted(longshore.worker_pids())[0])
     with pytest.raises(cluster.RankLost, match="rank 0 was lost 1 times"):
-        loading.result(60)
+        loading.result(300)
     half.proxy.open()
     longshore.assert_nothing_left()
 
@@ -70,7 +70,7 @@ def test_a_coordinator_killed_after_ready_is_not_missed(longshore: Longshore, ha
 
 def test_a_kept_model_stays_kept_when_the_coordinator_was_killed(longshore: Longshore, half: HalfLoad) -> None:
     """Also when keep came later than the load, and when it was taken back."""
-    longshore.configure(holder_ttl_s=2)
+    longshore.configure(holder_ttl_s=8)
     half.proxy.open()
     options = {**half.stored.options, "device": "cpu"}
     cluster.load(half.stored.uri, **options).release()
@@ -94,7 +94,7 @@ def test_agent_and_coordinator_killed_together_leave_no_worker_for_ever(longshor
     dead = longshore.kill(COORDINATOR), longshore.kill(agent)
     longshore.wait_restarted(COORDINATOR, dead[0])
     longshore.wait_restarted(agent, dead[1])
-    eventually(lambda: not longshore.actor_names("worker-"), "workers that nobody knows are still there", 40)
+    eventually(lambda: not longshore.actor_names("worker-"), "workers that nobody knows are still there")
     with pytest.raises(cluster.ModelNotFound):
         model.call(len)
 
@@ -106,20 +106,21 @@ def test_a_rank_lost_after_ready_is_filled_again(longshore: Longshore, half: Hal
         longshore.kill(lost)
         with pytest.raises(cluster.RankLost):  # this worker is dead, or its place not filled yet
             model.call(len)
-        eventually(lambda: [m.progress.state for m in longshore.models()] == ["ready"], "it is not ready again", 60)
-        assert lost.removesuffix("-0") + "-1" in longshore.actor_names("worker-")
+        replacement = lost.removesuffix("-0") + "-1"  # whoever looks sooner may still be told "ready"
+        eventually(lambda: replacement in longshore.actor_names("worker-"), "it was not replaced")
+        eventually(lambda: [m.progress.state for m in longshore.models()] == ["ready"], "it is not ready again")
         assert half.is_exact(model, 2)
     longshore.assert_nothing_left()
 
 
 def test_a_stopped_worker_is_taken_for_lost(longshore: Longshore, half: HalfLoad) -> None:
-    longshore.configure(empty=True, stuck_after_s=3)
+    longshore.configure(empty=True, stuck_after_s=10, read_timeout_s=240, lease_deadline_s=240)
     loading = half.begin(tensor_parallel_size=2)
     stopped = half.readers()[0]  # one that has not spoken yet is given longer
     longshore.kill(stopped, signal.SIGSTOP)
     replacement, rank = stopped.removesuffix("-0") + "-1", int(stopped.split("-")[-2])
-    eventually(lambda: replacement in longshore.actor_names("worker-"), "it was not replaced", 60)
+    eventually(lambda: replacement in longshore.actor_names("worker-"), "it was not replaced")
     half.proxy.open()
-    with loading.result(120) as model:
+    with loading.result(300) as model:
         assert [each.rank for each in model.report.ranks if each.incarnation] == [rank]
         assert half.is_exact(model, 2)

@@ -99,6 +99,7 @@ def weights_bytes(proxy: CountingProxy) -> int:
 def test_with_gcs_fault_tolerance_a_load_goes_on(llama: StoredModel) -> None:
     """A rank beside the head goes on without it; one that was lost with it begins anew on the next."""
     patience = {"node_wait_s": 2 * WAIT_S, "orphan_after_s": 4 * WAIT_S}  # a head may take long to start
+    patience |= {"read_timeout_s": 2 * WAIT_S, "lease_deadline_s": 2 * WAIT_S}  # who waits at the gate waits once
     with Redis() as redis, HeadCluster(redis) as there, GatedProxy(llama.server.endpoint_url, ranges=4) as proxy:
         asked = arguments(llama, proxy, grouped=False, cpu_ranks_per_node=1, **patience)
         first = there.client(LOAD, asked)
@@ -124,7 +125,8 @@ def test_without_it_clients_hear_of_the_loss_and_the_next_cluster_reads_the_disk
     with HeadCluster() as there:
         with GatedProxy(llama.server.endpoint_url, ranges=0) as proxy:
             proxy.hold_all()  # the chunks will be in the arena
-            client = there.client(OUTLIVE, arguments(llama, proxy, cluster_lost_after_s=4, **disk))
+            asked = arguments(llama, proxy, cluster_lost_after_s=4, **disk)
+            client = there.client(OUTLIVE, asked, RAY_gcs_rpc_server_reconnect_timeout_s="600")  # Ray would end it
             chunks = int(said(client, "READY"))
             on_disk = str(tmp_path / SUBFOLDER)
             eventually(lambda: len(chunks_in(on_disk)) == chunks, "chunks do not come to disk", WAIT_S)

@@ -37,9 +37,9 @@ def test_ranks_of_a_node_lost_in_mid_load_go_on_elsewhere(losable: LosableNodes,
     loading = half.begin(reading=2, fsdp_size=2)
     kept = losable.worker_pids()
     (lost,) = lose_one(losable)
-    eventually(lambda: len(losable.actor_names("worker-")) == 2, "no replacement came", 60)
+    eventually(lambda: len(losable.actor_names("worker-")) == 2, "no replacement came")
     half.proxy.open()
-    with loading.result(120) as model:
+    with loading.result(300) as model:
         assert half.is_exact(model, 1)
         assert model.report.attempts == 2
         assert [rank.incarnation > 0 for rank in model.report.ranks] == [rank == lost for rank in range(2)]
@@ -56,11 +56,12 @@ def test_bundles_of_a_lost_node_are_followed(losable: LosableNodes, half: HalfLo
     losable.want(1)
     losable.configure(empty=True)
     group = placement_group([{"CPU": 1}] * 2, strategy="SPREAD")
+    assert group.wait(120)
     try:
         loading = half.begin(reading=2, fsdp_size=2, placement_group=group)
         (lost,) = lose_one(losable)
         half.proxy.open()
-        with loading.result(120) as model:
+        with loading.result(300) as model:
             assert half.is_exact(model, 1)
             assert model.report.attempts == 2
             assert model.report.ranks[lost].incarnation > 0
@@ -75,7 +76,7 @@ def test_a_lost_node_without_room_elsewhere_ends_the_load(losable: LosableNodes,
     loading = half.begin(reading=2, fsdp_size=2)
     (lost,) = lose_one(losable)
     with pytest.raises(cluster.NodeLost, match=rf"was lost, and its ranks \({lost}\) found no other place") as raised:
-        loading.result(60)
+        loading.result(300)
     assert "LONGSHORE_NODE_WAIT_S" in raised.value.hint
     half.proxy.open()
 
@@ -86,10 +87,10 @@ def test_a_model_degrades_and_is_ready_again(losable: LosableNodes, half: HalfLo
     half.proxy.open()
     with cluster.load(half.stored.uri, fsdp_size=2, device="cpu", **half.stored.options) as model:
         lose_one(losable)
-        eventually(lambda: "1 ranks wait for a place" in losable.models()[0].progress.message, "it does not wait", 60)
+        eventually(lambda: "1 ranks wait for a place" in losable.models()[0].progress.message, "it does not wait")
         assert losable.models()[0].progress.state == "degraded"
         with pytest.raises(cluster.RankLost):
             model.call(len)
         losable.add_node()
-        eventually(lambda: [m.progress.state for m in losable.models()] == ["ready"], "it is not ready again", 60)
+        eventually(lambda: [m.progress.state for m in losable.models()] == ["ready"], "it is not ready again")
         assert half.is_exact(model, 1)

@@ -64,7 +64,7 @@ def test_a_read_that_hangs_costs_its_deadline_and_no_more(shm_dir: Path, placeme
 
 def test_a_hedge_does_not_wait_for_the_deadline(shm_dir: Path, plan: LoadPlan) -> None:
     stalls = Stalls(OBJECTS, lambda number: number == TENSORS - 1)
-    settings = {"hedge_factor": 1.0, "hedge_after_s": 0.3, "lease_deadline_s": NEVER_S, "stuck_after_s": NEVER_S}
+    settings = {"hedge_factor": 1.0, "hedge_after_s": 2.0, "lease_deadline_s": NEVER_S, "stuck_after_s": NEVER_S}
     with closing(stalls.store()) as store, local_node(shm_dir, slots=40, **settings) as node:
         ranks, report = run(node, plan, store)
         assert stalls.hanging == 1

@@ -19,6 +19,7 @@ from tests.support.faults import (
     Before,
     Cut,
     Drop,
+    Fault,
     Flip,
     Refuse,
     Rewrite,
@@ -148,10 +149,16 @@ def test_an_object_replaced_in_mid_load_is_never_mixed_with_the_old_one(
 ) -> None:
     tensors = {"same": TENSORS, "shorter": TENSORS - 4, "longer": TENSORS + 1}[size]
     newer = flat_objects(tensors=tensors, rows=4096, seed=4)
-    put = Before(lambda: own_bucket.become(newer[KEY]))
+    is_due = _nth(after_requests)
+
+    def script(asked: Asked) -> tuple[Fault, ...]:
+        if is_due(asked):
+            own_bucket.become(newer[KEY])  # nobody else is let through before the server has noticed
+        return ()
+
     plan = own_bucket.plan()
     with (
-        FaultProxy(own_bucket.server.endpoint_url, only(put, where=_nth(after_requests))) as proxy,
+        FaultProxy(own_bucket.server.endpoint_url, script) as proxy,
         own_bucket.store(proxy.endpoint_url) as store,
         local_node(shm_dir, slots=32) as node,
     ):

@@ -18,7 +18,7 @@ from tests.support.ray_clusters import ENVIRONMENT, REPOSITORY, Longshore
 pytestmark = pytest.mark.slow
 
 EXAMPLES = REPOSITORY / "examples"
-TIMEOUT_S = 150
+TIMEOUT_S = 500
 
 
 def run(longshore: Longshore, *command: str) -> str:

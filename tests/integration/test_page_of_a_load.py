@@ -15,7 +15,7 @@ from cluster.config import Config
 from serving.service import Service
 from serving.settings import ServingSettings, digest_of
 from tests.support.asgi_server import http_server
-from tests.support.browser import WAIT_MS, Watched, axe_violations, chromium, watched
+from tests.support.browser import WAIT_MS, Watched, axe_violations, chromium, expect, watched
 from tests.support.ray_clusters import CREDENTIALS_FILE, Longshore
 from tests.support.stored_models import StoredModel
 
@@ -54,8 +54,6 @@ def seen(longshore: Longshore, llama: StoredModel) -> Iterator[Watched]:
 
 
 def test_a_load_from_nothing_to_ready_to_released(seen: Watched, body: dict[str, Any], tmp_path: Path) -> None:
-    from playwright.sync_api import expect
-
     page = seen.page
     expect(page.locator("#no-models")).to_be_visible(timeout=2 * WAIT_MS)
     with httpx.Client(base_url=seen.origin, headers={"authorization": f"Bearer {TOKEN}"}, timeout=60) as api:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -11,11 +12,11 @@ import torch
 
 from tests.support.gloo_rank import CASES, IDS, RANKS
 from tests.support.hf_models import MOE_FAMILIES, SHARD_BYTES, make_tiny
-from tests.support.ray_clusters import REPOSITORY
+from tests.support.ray_clusters import REPOSITORY, eventually
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
-TIMEOUT_S = 150
+TIMEOUT_S = 300
 
 
 @pytest.fixture(scope="module")
@@ -29,26 +30,38 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[torch.
         again = type(model).from_pretrained(folder / case).eval()
         with torch.no_grad():
             expected[case] = again(input_ids=IDS).logits
-    ranks = [
-        subprocess.Popen(
-            [sys.executable, "-m", "tests.support.gloo_rank", str(rank), str(folder)],
-            cwd=REPOSITORY,
-            stdout=subprocess.PIPE,
-            stderr=subprocess.STDOUT,
-            text=True,
-        )
-        for rank in range(RANKS)
-    ]
+    run_ranks(folder)
+    return {
+        case: (expected[case], [torch.load(folder / f"{case}-{rank}.pt") for rank in range(RANKS)]) for case in CASES
+    }
+
+
+def run_ranks(folder: Path) -> None:
+    """Until both have ended, or one with an error: the other would wait for it."""
+    ranks: list[subprocess.Popen[bytes]] = []
+    logs = [folder / f"rank-{rank}.log" for rank in range(RANKS)]
+
+    def said(rank: int) -> str:
+        return f"rank {rank} ({ranks[rank].poll()}): {logs[rank].read_text()[-3000:]}"
+
+    def failed() -> list[int]:
+        return [rank for rank in range(RANKS) if ranks[rank].poll()]
+
     try:
-        said = [rank.communicate(timeout=TIMEOUT_S)[0] for rank in ranks]
+        for rank, log in enumerate(logs):
+            with open(log, "wb") as out:
+                command = [sys.executable, "-m", "tests.support.gloo_rank", str(rank), str(folder)]
+                ranks.append(subprocess.Popen(command, cwd=REPOSITORY, stdout=out, stderr=out))
+        eventually(
+            lambda: failed() or all(rank.poll() == 0 for rank in ranks),
+            lambda: "\n".join(said(rank) for rank in range(RANKS)),
+            TIMEOUT_S,
+        )
+        assert not failed(), "\n".join(said(rank) for rank in failed())
     finally:
         for rank in ranks:
             rank.kill()
             rank.wait()
-    assert [rank.returncode for rank in ranks] == [0] * RANKS, "\n".join(text[-3000:] for text in said)
-    return {
-        case: (expected[case], [torch.load(folder / f"{case}-{rank}.pt") for rank in range(RANKS)]) for case in CASES
-    }
 
 
 Outcomes = dict[str, tuple[torch.Tensor, list[dict[str, Any]]]]

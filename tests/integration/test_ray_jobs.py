@@ -11,7 +11,7 @@ import pytest
 from tests.support.job_cluster import SCRIPTS, JobCluster, json_in
 from tests.support.stored_models import StoredModel
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(400)]
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import json
-import time
 from collections.abc import Iterator
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -166,21 +165,25 @@ def test_workers_of_a_load_that_failed_or_was_given_up_do_not_stay(warm: Longsho
         warm.assert_nothing_left()
 
 
-def test_a_call_that_goes_on_keeps_its_worker_from_the_next_load(warm: Longshore, llama: StoredModel) -> None:
+def test_a_call_that_goes_on_keeps_its_worker_from_the_next_load(
+    warm: Longshore, llama: StoredModel, tmp_path: Path
+) -> None:
+    arrived = tmp_path / "arrived"
+
     def sleep(shard: object) -> None:
         import time
 
-        time.sleep(20)
+        arrived.touch()
+        time.sleep(60)
 
     model = load(llama)
     with ThreadPoolExecutor(1) as pool:
         calling = pool.submit(model.call, sleep, ranks=[0])
-        eventually(lambda: calling.running(), "no call")
-        time.sleep(1)
+        eventually(arrived.exists, "no call", 60)
         model.release()
         assert gangs(warm) == []
         with pytest.raises(cluster.RankLost):
-            calling.result(30)
+            calling.result(60)
     warm.assert_nothing_left()
 
 

@@ -18,7 +18,7 @@ from tests.support.checkpoints import write_tiny_llama
 from tests.support.ray_clusters import ENVIRONMENT, REPOSITORY, Longshore
 from tests.support.stored_models import StoredModel
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(300)]
+pytestmark = pytest.mark.slow
 
 
 def command(longshore: Longshore, *argv: str) -> dict[str, Any]:

@@ -72,9 +72,10 @@ def watched(browser: Browser, origin: str, **options: Any) -> Iterator[Watched]:
 
 
 def expect(thing: Any) -> Any:
-    """What Playwright waits for, imported where there is one."""
+    """What Playwright waits for, imported where there is one; for WAIT_MS as all else, and not its own 5 s."""
     from playwright.sync_api import expect as found
 
+    found.set_options(timeout=WAIT_MS)
     return found(thing)
 
 

@@ -17,7 +17,7 @@ import socket
 import socketserver
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
@@ -33,7 +33,7 @@ class Request:
     path: str  # decoded, without the query: "/bucket/key"
     range: tuple[int, int] | None  # half-open, as asked for
     status: int
-    body_bytes: int  # of the answer, as they passed; fewer than promised when somebody broke off
+    body_bytes: int  # of the answer, as they passed; fewer than promised while it comes or when somebody broke off
 
 
 @dataclass(frozen=True, slots=True)
@@ -65,7 +65,7 @@ class CountingProxy:
         parts = urlsplit(upstream_url)
         self._upstream = (parts.hostname or "", parts.port or 80)
         self._lock = threading.Lock()
-        self._requests: list[Request] = []
+        self._answered: list[tuple[Request, Passed]] = []  # the bytes of its body are in the second
         self._connections: dict[threading.Thread, socket.socket] = {}
         # Of this connection: `fields` are its request's headers, by lower-case name; `port` is its client's.
         self.heads = threading.local()
@@ -94,9 +94,10 @@ class CountingProxy:
         self._thread.start()
 
     def requests(self, method: str = "GET") -> list[Request]:
-        """Requests so far, in the order in which their answers ended or broke off."""
+        """Requests so far, in the order in which their answers began; whoever has an answer whole finds it here."""
         with self._lock:
-            return [request for request in self._requests if request.method == method]
+            answered = [(request, passed.total_bytes) for request, passed in self._answered]
+        return [replace(request, body_bytes=size) for request, size in answered if request.method == method]
 
     def bytes_by_path(self) -> dict[str, int]:
         """Body bytes of successful GETs of objects, by path."""
@@ -128,7 +129,7 @@ class CountingProxy:
     def clear(self) -> None:
         """Forget what was written down."""
         with self._lock:
-            self._requests.clear()
+            self._answered.clear()
 
     def close(self) -> None:
         """Stop listening and end every connection; no thread is left."""
@@ -150,9 +151,9 @@ class CountingProxy:
     ) -> None:
         self.close()
 
-    def _note(self, request: Request) -> None:
+    def _note(self, request: Request, passed: Passed) -> None:
         with self._lock:
-            self._requests.append(request)
+            self._answered.append((request, passed))
 
     def _serve(self, client: socket.socket) -> None:
         self.heads.port = client.getpeername()[1]
@@ -174,8 +175,9 @@ class CountingProxy:
                     self.before_request(method, path, byte_range)
                     refusal = self.refusal(method, path, byte_range)
                     if refusal is not None:  # (of a request without a body)
+                        status = int(refusal.split(b" ", 2)[1])
+                        self._note(Request(method, path, byte_range, status, 0), Passed(lambda size_bytes: None))
                         client.sendall(refusal)
-                        self._note(Request(method, path, byte_range, int(refusal.split(b" ", 2)[1]), 0))
                         continue
                     try:
                         server.sendall(head)
@@ -184,10 +186,8 @@ class CountingProxy:
                         status = int(answer.split(b" ", 2)[1])
                         has_body = method != "HEAD" and status not in (204, 304)
                         passed = Passed(lambda size_bytes, path=path: self.passing(path, size_bytes))  # type: ignore[misc]
-                        try:
-                            self.pass_answer(Answer(answer, answer_fields, from_server, has_body), client, passed)
-                        finally:
-                            self._note(Request(method, path, byte_range, status, passed.total_bytes))
+                        self._note(Request(method, path, byte_range, status, 0), passed)
+                        self.pass_answer(Answer(answer, answer_fields, from_server, has_body), client, passed)
                     finally:
                         self.after_request(method, path, byte_range)
                     if "close" in (fields.get("connection", ""), answer_fields.get("connection", "")):

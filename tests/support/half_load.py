@@ -34,7 +34,13 @@ class HalfLoad:
 
     def begin(self, *, reading: int = 1, **options: Any) -> Future[LoadedModel]:
         """Returns when so many ranks read. Raises the load's error when it ends before that."""
-        options = {**self.stored.options, "endpoint_url": self.proxy.endpoint_url, "device": "cpu", **options}
+        options = {
+            **self.stored.options,
+            "endpoint_url": self.proxy.endpoint_url,
+            "device": "cpu",
+            "timeout_s": 300,
+            **options,
+        }
         loading = self._pool.submit(cluster.load, self.stored.uri, **options)
 
         def is_half() -> bool:
@@ -42,7 +48,7 @@ class HalfLoad:
                 loading.result()
             return len(self.readers()) >= reading
 
-        eventually(is_half, "the load does not reach its middle", 60)
+        eventually(is_half, "the load does not reach its middle")
         return loading
 
     def readers(self) -> list[str]:

@@ -11,7 +11,7 @@ Play = Callable[[socket.socket, int], None]  # one request was read; the number 
 
 
 class ScriptedServer:
-    """Reads requests, plays what it is told, and remembers the requests."""
+    """Reads requests, plays what it is told, and remembers the requests of all connections."""
 
     def __init__(self, play: Play, tls: ssl.SSLContext | None = None) -> None:
         self._play = play
@@ -20,9 +20,16 @@ class ScriptedServer:
         self.port = self._listener.getsockname()[1]
         self.heads: list[str] = []
         self.connections = 0
+        self._mine = threading.local()
         self.over = threading.Event()
         self._threads = [threading.Thread(target=self._accept, daemon=True)]
         self._threads[0].start()
+
+    @property
+    def head(self) -> str:
+        """Of the request that the calling thread plays for: the last of `heads` may be another connection's."""
+        head: str = self._mine.head
+        return head
 
     def close(self) -> None:
         self.over.set()
@@ -52,7 +59,8 @@ class ScriptedServer:
                         if not data:
                             return
                         head += data
-                    self.heads.append(head.decode("latin-1"))
+                    self._mine.head = head.decode("latin-1")
+                    self.heads.append(self._mine.head)
                     self._play(sock, number)
         except OSError:
             return

@@ -15,7 +15,7 @@ from cluster.config import Config
 from storage.arena.arena import Arena
 from storage.arena.arena_files import LOCK_PATIENCE_S, arena_path, one_at_a_time, untouched_bytes
 from storage.errors import ArenaTooLarge, ArenaTooSmall
-from storage.host.host_memory import available_host_bytes, memory_pools
+from storage.host.host_memory import MemoryPool, memory_pools
 
 MIB = 1 << 20
 
@@ -83,13 +83,14 @@ def test_memory_that_gets_short_while_the_arena_takes_its_own(shm_dir: Path, mon
     arena.close()
 
 
-def test_what_arenas_are_still_to_take_is_not_free(shm_dir: Path) -> None:
+def test_what_arenas_are_still_to_take_is_not_free(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    pool = MemoryPool("host", 1 << 40, 1 << 41)  # else others take and give back meanwhile
+    monkeypatch.setattr(node_resources, "memory_pools", lambda: (pool,))
     assert untouched_bytes(str(shm_dir)) == 0
     with Arena.create(arena_path("cluster", "node", str(shm_dir)), slot_count=512, slot_bytes=MIB) as arena:
-        assert untouched_bytes(str(shm_dir)) >= 512 * MIB
-        before = available_host_bytes()
-        free = min(pool.free_bytes for pool in host_pools(str(shm_dir)))
-        assert free < before - 256 * MIB  # (others take and give back meanwhile)
+        untouched = untouched_bytes(str(shm_dir))
+        assert untouched >= 512 * MIB
+        assert [seen.free_bytes for seen in host_pools(str(shm_dir))] == [pool.free_bytes - untouched]
         arena.reserve(stop=lambda: arena.ready_slots == 64)
         assert 447 * MIB < untouched_bytes(str(shm_dir)) <= 449 * MIB
     (shm_dir / "longshore-arena-link").symlink_to("/etc/passwd")

@@ -103,10 +103,24 @@ def test_so_many_work_as_the_agent_says(work: RankWork):
     fetchers.join()
 
 
-def test_a_thread_that_waits_for_another_try_lets_others_work_and_comes_back_for_its_place(work: RankWork):
+def test_a_thread_that_waits_for_another_try_lets_others_work(work: RankWork):
     work.take(Orders(leases=leases(0, 1), requests=1))
-    first = work.next_lease()
+    assert work.next_lease() is not None
+    thread = threading.Thread(target=work._fetcher.pause, args=("unavailable", 60.0), daemon=True)
+    thread.start()
+    assert work.next_lease() is not None  # the place is free
+    assert thread.is_alive()
+    work.stop(LoadCancelled("enough"))
+    thread.join(PATIENCE_S)
+    assert not thread.is_alive()
+
+
+def test_a_thread_that_waited_for_another_try_comes_back_for_its_place(work: RankWork):
+    work.take(Orders(leases=leases(0, 1), requests=2))
+    first, second = work.next_lease(), work.next_lease()
     assert first is not None
+    assert second is not None
+    work.take(Orders(requests=1))
     returned = threading.Event()
 
     def pause() -> None:
@@ -115,8 +129,6 @@ def test_a_thread_that_waits_for_another_try_lets_others_work_and_comes_back_for
 
     thread = threading.Thread(target=pause, daemon=True)
     thread.start()
-    second = work.next_lease()  # the place is free
-    assert second is not None
     assert not returned.wait(0.1)  # its wait is over, but somebody works in its place
     work.fetched(committed(second), 100, 0.01)
     assert returned.wait(PATIENCE_S)

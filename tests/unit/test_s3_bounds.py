@@ -8,11 +8,13 @@ import time
 import tracemalloc
 from collections.abc import Callable, Iterator
 from contextlib import closing, contextmanager, suppress
+from typing import TYPE_CHECKING
 
 import pytest
 
 from storage.errors import AccessDenied, ObjectNotFound, StoreError, StoreUnavailable
 from storage.s3 import bounds as s3_bounds
+from storage.s3 import session as s3_session
 from storage.s3 import store as s3
 from storage.s3.bounds import MAX_ANSWER_BYTES, MAX_MARKS, check_document
 from storage.s3.errors import MAX_ERROR_BODY_BYTES
@@ -20,17 +22,34 @@ from storage.s3.store import S3Store
 from storage.store_ref import Credentials, StoreRef
 from tests.support.scripted_server import Play, ScriptedServer, answer
 
+if TYPE_CHECKING:
+    from mypy_boto3_s3.client import S3Client
+
 pytestmark = pytest.mark.slow
 KEYS = Credentials("id", "secret")
+READ_S = 30.0
 MIB = 1 << 20
 
 
 @contextmanager
-def store_behind(play: Play, read_timeout_s: float = 5.0) -> Iterator[tuple[S3Store, ScriptedServer]]:
+def store_behind(play: Play) -> Iterator[tuple[S3Store, ScriptedServer]]:
     server = ScriptedServer(play)
     ref = StoreRef("s3", "bucket", "", endpoint_url=f"http://127.0.0.1:{server.port}", region="us-east-1")
-    with closing(server), closing(S3Store(ref, KEYS, read_timeout_s=read_timeout_s)) as store:
+    with closing(server), closing(S3Store(ref, KEYS, read_timeout_s=READ_S)) as store:
         yield store, server
+
+
+@contextmanager
+def answers_end(after_s: float) -> Iterator[None]:
+    """Far sooner than one read does: what ends an answer is not that this machine was slow to send the next piece."""
+
+    def bound(client: S3Client, *, uri: str, answer_s: float) -> None:
+        assert answer_s == 2 * READ_S
+        s3_bounds.bound_answers(client, uri=uri, answer_s=after_s)
+
+    with pytest.MonkeyPatch.context() as patched:
+        patched.setattr(s3_session, "bound_answers", bound)
+        yield
 
 
 def refusal(ask: Callable[[], object], kind: type[StoreError] = StoreError) -> str:
@@ -206,11 +225,11 @@ def drip(first: bytes, piece: bytes) -> Play:
     ids=["status", "head", "continue", "body", "chunks"],
 )
 def test_an_answer_that_trickles_ends(first: bytes, piece: bytes) -> None:
-    with store_behind(drip(first, piece), read_timeout_s=0.5) as (store, server):
+    with answers_end(after_s=1.0), store_behind(drip(first, piece)) as (store, server):
         before_s = time.monotonic()
         assert "in time" in refusal(listed(store), StoreUnavailable)
-        assert time.monotonic() - before_s >= 0.9  # twice the read timeout, and once
-    assert server.connections == 1
+        assert time.monotonic() - before_s >= 0.9
+    assert server.connections <= 1  # it was not asked again
 
 
 def test_an_answer_that_was_cut_short_is_no_shorter_listing() -> None:
@@ -257,7 +276,7 @@ def test_listings_that_take_too_long_together(monkeypatch: pytest.MonkeyPatch) -
 
 def test_uploads_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(s3_bounds, "_CHANGES_TAKE", 1)
-    with store_behind(drip(b"HTTP/1.1 200 OK\r\nx: ", b"y"), read_timeout_s=0.3) as (store, _):
+    with answers_end(after_s=0.5), store_behind(drip(b"HTTP/1.1 200 OK\r\nx: ", b"y")) as (store, _):
         assert "in time" in refusal(lambda: store.put("key", b"x"), StoreUnavailable)
     with store_behind(endless("HTTP/1.1 200 OK\r\n\r\n", b"x" * MIB)) as (store, _):
         assert "bytes" in refusal(lambda: store.put("key", b"x"), StoreError)

@@ -37,6 +37,7 @@ class PickyServer:
     def __init__(self, access_key: str, ahead: timedelta = timedelta()) -> None:
         self.access_key, self.ahead = access_key, ahead
         self.refused = 0
+        self._lock = threading.Lock()  # four connections are served at the same time
         self.server = ScriptedServer(self._play)
         self.endpoint_url = f"http://127.0.0.1:{self.server.port}"
 
@@ -47,7 +48,7 @@ class PickyServer:
         self.server.close()
 
     def _play(self, sock: socket.socket, _: int) -> None:
-        head, clock = self.server.heads[-1], datetime.now(UTC) + self.ahead
+        head, clock = self.server.head, datetime.now(UTC) + self.ahead
         signed_at = re.search(r"X-Amz-Date: (\w+)", head)
         scope = re.search(r"Credential=(\w+)/(\d+)/us-east-1", head)
         assert signed_at is not None
@@ -75,7 +76,8 @@ class PickyServer:
         return None
 
     def _refuse(self, sock: socket.socket, code: str, clock: datetime) -> None:
-        self.refused += 1
+        with self._lock:
+            self.refused += 1
         body = f"<Error><Code>{code}</Code><Message>no</Message></Error>".encode()
         sock.sendall(
             answer("403 F", {"Date": format_datetime(clock, usegmt=True), "Content-Length": str(len(body))}, body)
@@ -91,6 +93,7 @@ def fetch_all(store: S3Store) -> tuple[list[bytes], dict[str, int]]:
     fetcher.pause = lambda *_: None
     found: list[bytes] = [b""] * count
     retries: dict[str, int] = {}
+    lock = threading.Lock()
 
     def work(first: int) -> None:
         for chunk in range(first, count, 4):
@@ -98,8 +101,9 @@ def fetch_all(store: S3Store) -> tuple[list[bytes], dict[str, int]]:
             result = fetcher.fetch(LeaseOrder(f"lease-{chunk}", chunk, 0, 1000.0), [memory], fetcher.clock())
             assert result.commit is not None, result.failure
             found[chunk] = bytes(memory)
-            for cause, times in result.retries.items():
-                retries[cause] = retries.get(cause, 0) + times
+            with lock:
+                for cause, times in result.retries.items():
+                    retries[cause] = retries.get(cause, 0) + times
 
     threads = [threading.Thread(target=work, args=(first,)) for first in range(4)]
     for thread in threads:

@@ -26,7 +26,7 @@ class Busy(BaseHTTPRequestHandler):
 def test_it_ends_when_its_application_is_gone_and_not_when_that_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped: list[bool] = []
     monkeypatch.setattr(command, "LOOK_S", 0.01)
-    monkeypatch.setattr(command, "SILENT_S", 0.3)
+    monkeypatch.setattr(command, "SILENT_S", 3.0)
     monkeypatch.setattr(command, "stop", lambda: stopped.append(True))
     ended: list[BaseException] = []
 
@@ -40,7 +40,7 @@ def test_it_ends_when_its_application_is_gone_and_not_when_that_is_busy(monkeypa
         monkeypatch.setattr(command, "start", lambda settings, address: f"{place(server)}/")
         thread = threading.Thread(target=serve, daemon=True)
         thread.start()
-        while len(server.asked) < 3:  # type: ignore[attr-defined]
+        while len(server.asked) < 3 and thread.is_alive():  # type: ignore[attr-defined]
             thread.join(0.01)
         assert thread.is_alive()
     thread.join(60)
