@@ -24,4 +24,5 @@ pytest_plugins = [
     "tests.support.losable_nodes",
     "tests.support.net_cluster",
     "tests.support.last_words",
+    "tests.support.last_exit",
 ]

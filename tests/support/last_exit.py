@@ -1,0 +1,31 @@
+"""The process of the tests ends without C++ tearing itself down, when it has used Ray.
+
+Each node that `ray.cluster_utils` has started leaves a client of its head behind, with threads of gRPC that nobody can
+end (Ray 2.60). While destructors of static objects run, now and then one of them crashes the process, after the last
+line of the tests and with a status that says nothing of them.
+"""
+
+from __future__ import annotations
+
+import atexit
+import os
+import sys
+
+import pytest
+
+_SESSION = pytest.StashKey[pytest.Session]()
+
+
+def pytest_sessionstart(session: pytest.Session) -> None:
+    session.config.stash[_SESSION] = session
+
+
+@pytest.hookimpl(trylast=True)
+def pytest_unconfigure(config: pytest.Config) -> None:
+    session = config.stash.get(_SESSION, None)
+    if session is None or "ray" not in sys.modules:
+        return
+    atexit._run_exitfuncs()
+    for stream in (sys.stdout, sys.stderr):
+        stream.flush()
+    os._exit(int(session.exitstatus))
