@@ -81,7 +81,7 @@ test test-fast coverage: export PYTHONFAULTHANDLER = 1
 test-fast: $(STAMP)  ## tests that start no server and no Ray (about five minutes)
 	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(TEST_ARGS)
 
-test: $(STAMP) $(WEIGHTS)  ## every test that needs no GPU (about 40 minutes on 2 cores)
+test: $(STAMP) $(WEIGHTS)  ## every test that needs no GPU (40 to 50 minutes on 2 cores)
 	$(BIN)/python -m pytest -m "not gpu" $(TEST_ARGS)
 
 coverage: $(STAMP) $(WEIGHTS)  ## the same, with coverage of storage/ and cluster/, at least 90 %: twice the processor time
