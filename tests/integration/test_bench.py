@@ -12,7 +12,7 @@ import pytest
 
 from bench.range_server import NoRangeServer, find_nginx
 from bench.tables import BEGIN, END
-from tests.support.head_cluster import end_tree
+from tests.support.head_cluster import run_to_its_end
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(2500)]
 
@@ -20,19 +20,6 @@ ROOT = Path(__file__).resolve().parents[2]
 # each kind of contender once, from each source; peers that are not installed must say so
 LINES = "ceiling_raw,limit_arena:verified,limit_direct:recycled,longshore_arena:*,longshore_load:via_arena_fresh"
 PEERS = "runai_s3*,obstore_ranges*,safetensors_clone*"
-
-
-def to_its_end(command: list[str], timeout_s: float) -> subprocess.CompletedProcess[str]:
-    """As `subprocess.run`; what takes too long is ended with all that it began, the cluster of a run too."""
-    with subprocess.Popen(
-        command, cwd=ROOT, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, stdin=subprocess.DEVNULL
-    ) as process:
-        try:
-            said, complained = process.communicate(timeout=timeout_s)
-        except BaseException:
-            end_tree(process.pid)
-            raise
-    return subprocess.CompletedProcess(command, process.returncode, said, complained)
 
 
 @pytest.fixture(scope="module")
@@ -49,7 +36,7 @@ def run_of_bench(needs_nginx: None, tmp_path_factory: pytest.TempPathFactory) ->
     docs = out / "docs.md"
     docs.write_text(f"before\n\n{BEGIN}\nold\n{END}\n\nafter\n")
     command = [sys.executable, "-m", "bench.run", "--small", "--only", f"{LINES},{PEERS}"]
-    done = to_its_end([*command, "--out", str(out), "--docs", str(docs)], timeout_s=2400)
+    done = run_to_its_end([*command, "--out", str(out), "--docs", str(docs)], 2400, cwd=ROOT, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((out / "results.json").read_text()), out, done.stdout
 
@@ -107,7 +94,8 @@ def test_it_writes_a_chart_and_the_tables(run_of_bench: tuple[dict[str, Any], Pa
 
 def test_a_program_without_nginx_says_so(tmp_path: Path) -> None:
     code = "import bench.range_server as r, bench.run as b; r._PATH = '/nowhere'; raise SystemExit(b.main())"
-    done = to_its_end([sys.executable, "-c", code, "--small", "--size", "8MB", "--out", str(tmp_path)], timeout_s=2400)
+    command = [sys.executable, "-c", code, "--small", "--size", "8MB", "--out", str(tmp_path)]
+    done = run_to_its_end(command, 2400, cwd=ROOT, stdin=subprocess.DEVNULL)
     assert done.returncode == 2
     assert "nginx is not installed" in done.stderr
     assert "Traceback" not in done.stderr

@@ -14,7 +14,6 @@ import contextlib
 import json
 import os
 import shutil
-import subprocess
 import sys
 import tempfile
 from collections.abc import Iterator, Mapping
@@ -25,8 +24,8 @@ from typing import Any
 from cluster.connection import disconnect
 from storage.arena.arena_files import sweep
 from tests.support.free_ports import free_ports
-from tests.support.head_cluster import START_TRIES, STARTED, WAIT_S, end_all_with, end_tree
-from tests.support.ray_clusters import ENVIRONMENT, OBJECT_STORE_BYTES, REPOSITORY, Longshore, environment, eventually
+from tests.support.head_cluster import end_node, start_node
+from tests.support.ray_clusters import ENVIRONMENT, OBJECT_STORE_BYTES, REPOSITORY, Longshore, environment
 
 HEAD_ID = "fffffffffffffffffffffffffffffffffffffffffffffffffff00000"  # of the fake provider
 HEAD_TYPE = "ray.head.default"
@@ -57,7 +56,7 @@ def autoscaled_cluster(
     address = f"127.0.0.1:{gcs}"
     (folder / "autoscaling.json").write_text(json.dumps(_config(types, address, idle_s, version)))
     environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environ |= {**ENVIRONMENT, VARIABLE: str(folder), "PYTHONPATH": str(REPOSITORY)}
+    environ |= {**ENVIRONMENT, "PYTHONPATH": str(REPOSITORY)}
     environ |= {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
     if version == 2:
         environ |= {"RAY_enable_autoscaler_v2": "1", "RAY_CLOUD_INSTANCE_ID": HEAD_ID}
@@ -67,8 +66,12 @@ def autoscaled_cluster(
     command += ["--num-cpus=0", "--num-gpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}"]
     command += [f"--dashboard-agent-listen-port={dashboard_agent}", f"--dashboard-agent-grpc-port={agent_grpc}"]
     command += [f"--autoscaling-config={folder}/autoscaling.json"]
+    mark = {VARIABLE: str(folder)}
     try:
-        with _head(command, environ, folder), environment(ENVIRONMENT):
+        with contextlib.ExitStack() as stack:
+            head = start_node(command, folder / "start.log", environ, mark)
+            stack.callback(end_node, head, mark)
+            stack.enter_context(environment(ENVIRONMENT))
             ray.init(address=address, log_to_driver=False, configure_logging=False)
             there = AutoscaledNodes(SimpleNamespace(address=address))
             try:
@@ -80,50 +83,6 @@ def autoscaled_cluster(
     finally:
         sweep()
         shutil.rmtree(folder, ignore_errors=True)
-
-
-@contextlib.contextmanager
-def _head(command: list[str], environ: dict[str, str], folder: Path) -> Iterator[None]:
-    """It is up inside; after it every process of the cluster is ended, whoever its parent is."""
-    tries_left = START_TRIES
-    while True:
-        tries_left -= 1
-        try:
-            head = _try_to_start(command, environ, folder)
-            break
-        except RuntimeError:
-            if not tries_left:
-                raise
-    try:
-        yield
-    finally:
-        _end(head, folder)
-
-
-def _try_to_start(command: list[str], environ: dict[str, str], folder: Path) -> subprocess.Popen[bytes]:
-    path = folder / "start.log"
-    with open(path, "w") as log:
-        head = subprocess.Popen(
-            command, env=environ, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log, start_new_session=True
-        )
-
-    def is_up() -> bool:
-        if head.poll() is not None:
-            raise RuntimeError(f"ray start failed: {path.read_text()[-2000:]}")
-        return STARTED in path.read_text()
-
-    try:
-        eventually(is_up, lambda: f"ray start does not end: {path.read_text()[-2000:]}", WAIT_S)
-    except BaseException:
-        _end(head, folder)
-        raise
-    return head
-
-
-def _end(head: subprocess.Popen[bytes], folder: Path) -> None:
-    end_tree(head.pid)
-    head.wait(WAIT_S)
-    end_all_with(VARIABLE, str(folder))
 
 
 def _config(types: Mapping[str, Mapping[str, float]], address: str, idle_s: float, version: int) -> dict[str, Any]:

@@ -19,6 +19,7 @@ import socket
 import subprocess
 import sys
 import tempfile
+from collections.abc import Mapping
 from pathlib import Path
 from types import TracebackType
 from typing import Any, Self
@@ -121,13 +122,17 @@ class HeadCluster:
 
     def client(self, code: str, *arguments: str, **environ: str) -> subprocess.Popen[str]:
         """A Python process joined through the worker node; it is talked to by lines."""
-        return self._popen(
+        process = subprocess.Popen(
             [sys.executable, "-c", JOIN + code, self.address, WORKER_IP, *arguments],
             stdin=subprocess.PIPE,
             stdout=subprocess.PIPE,
             cwd=REPOSITORY,
             env={**self._environ, **environ, "PYTHONPATH": str(REPOSITORY)},
+            text=True,
+            start_new_session=True,
         )
+        self._started.append(process)
+        return process
 
     def arenas(self) -> list[str]:
         """Files in shared memory, of this cluster and of those that were here before."""
@@ -149,42 +154,13 @@ class HeadCluster:
         shutil.rmtree(self._folder, ignore_errors=True)
 
     def _start_node(self, name: str, *arguments: str, **environ: str) -> subprocess.Popen[str]:
-        tries_left = START_TRIES
-        while True:
-            tries_left -= 1
-            path = self._folder / f"{name}-{len(self._started)}.log"
-            try:
-                return self._try_to_start(path, arguments, {**environ, NODE_VARIABLE: str(path)})
-            except RuntimeError:
-                end_all_with(NODE_VARIABLE, str(path))
-                if not tries_left:
-                    raise
-
-    def _try_to_start(self, path: Path, arguments: tuple[str, ...], environ: dict[str, str]) -> subprocess.Popen[str]:
+        path = self._folder / f"{name}-{len(self._started)}.log"
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", *arguments, "--block", "--disable-usage-stats"]
         command += ["--num-cpus=2", "--num-gpus=0", f"--object-store-memory={OBJECT_STORE_BYTES}"]
-        with open(path, "w") as log:
-            node = self._popen(
-                command,
-                stdin=subprocess.DEVNULL,
-                stdout=log,
-                stderr=log,
-                cwd=self._folder,
-                env={**self._environ, **environ, "PYTHONPATH": str(REPOSITORY)},
-            )
-
-        def is_up() -> bool:
-            if node.poll() is not None:
-                raise RuntimeError(f"ray start failed: {path.read_text()[-2000:]}")
-            return STARTED in path.read_text()
-
-        eventually(is_up, lambda: f"ray start does not end: {path.read_text()[-2000:]}", WAIT_S)
+        mark = {NODE_VARIABLE: str(path)}
+        node = start_node(command, path, {**self._environ, **environ, "PYTHONPATH": str(REPOSITORY)}, mark)
+        self._started.append(node)
         return node
-
-    def _popen(self, command: list[str], **options: Any) -> subprocess.Popen[str]:
-        process: subprocess.Popen[str] = subprocess.Popen(command, text=True, start_new_session=True, **options)
-        self._started.append(process)
-        return process
 
     def __enter__(self) -> Self:
         return self
@@ -204,6 +180,55 @@ NODE = "node:{WORKER_IP}"
 """
 
 
+def start_node(
+    command: list[str], log: Path, environ: Mapping[str, str], mark: Mapping[str, str]
+) -> subprocess.Popen[str]:
+    """A `ray start --block` that is up. Ray gives up after 30 s: it is tried again then, with nothing left of the try.
+
+    `log`: what it says, in the folder it runs in. `mark`: a variable that processes of this node have and no others,
+    with its value. Raises RuntimeError with the end of the log when it does not come up.
+    """
+    tries_left = START_TRIES
+    while True:
+        tries_left -= 1
+        with open(log, "w") as out:
+            node = subprocess.Popen(
+                command,
+                stdin=subprocess.DEVNULL,
+                stdout=out,
+                stderr=out,
+                cwd=log.parent,
+                env={**environ, **mark},
+                text=True,
+                start_new_session=True,
+            )
+        try:
+            eventually(lambda node=node: _is_up(node, log), lambda: f"ray start does not end: {_end_of(log)}", WAIT_S)
+            return node
+        except BaseException as error:
+            end_node(node, mark)
+            if not tries_left or not isinstance(error, RuntimeError):
+                raise
+
+
+def _is_up(node: subprocess.Popen[str], log: Path) -> bool:
+    if node.poll() is not None:
+        raise RuntimeError(f"ray start failed: {_end_of(log)}")
+    return STARTED in log.read_text()
+
+
+def _end_of(log: Path) -> str:
+    return log.read_text()[-2000:]
+
+
+def end_node(node: subprocess.Popen[str], mark: Mapping[str, str]) -> None:
+    """SIGKILL to all of a node of `start_node`, whoever the parents are."""
+    end_tree(node.pid)
+    node.wait(WAIT_S)
+    for variable, value in mark.items():
+        end_all_with(variable, value)
+
+
 def end_all_with(variable: str, value: str) -> None:
     """SIGKILL to every process with this in its environment, whoever its parent is."""
     for process in psutil.process_iter():
@@ -221,6 +246,17 @@ def end_tree(pid: int) -> None:
             with contextlib.suppress(psutil.NoSuchProcess):
                 process.kill()
         psutil.wait_procs(everything, timeout=30)
+
+
+def run_to_its_end(command: list[str], timeout_s: float, **options: Any) -> subprocess.CompletedProcess[str]:
+    """As `subprocess.run` with what it says; what takes too long is ended with all that it began, its cluster too."""
+    with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
+        try:
+            out, err = process.communicate(timeout=timeout_s)
+        except BaseException:
+            end_tree(process.pid)
+            raise
+    return subprocess.CompletedProcess(command, process.returncode, out, err)
 
 
 def said(client: subprocess.Popen[str], word: str) -> str:

@@ -6,7 +6,6 @@ import http.server
 import json
 import os
 import socket
-import subprocess
 import sys
 import time
 from collections.abc import Iterable, Iterator
@@ -26,7 +25,7 @@ from storage.arena.arena_files import ARENA_PREFIX
 from storage.errors import AccessDenied
 from storage.object_store import MemoryStore
 from tests.support.checkpoints import write_tiny_llama
-from tests.support.head_cluster import end_tree
+from tests.support.head_cluster import run_to_its_end
 from tests.support.http_serving import place, serving
 
 
@@ -256,21 +255,10 @@ def test_a_real_cluster_is_probed_node_by_node() -> None:
         "print(json.dumps([check.as_dict() for check in check_cluster(None)]))\n"
         "ray.shutdown()\n"
     )
-    with subprocess.Popen(
-        [sys.executable, "-c", code],
-        env={**os.environ, "RAY_AUTH_MODE": "disabled"},
-        stdout=subprocess.PIPE,
-        stderr=subprocess.PIPE,
-        text=True,
-        start_new_session=True,
-    ) as client:
-        try:
-            out, err = client.communicate(timeout=240)
-        finally:
-            if client.poll() is None:  # its cluster too: nobody else would end it, and it has our pipes
-                end_tree(client.pid)
-    assert client.returncode == 0, err
-    checks = [Check(**check) for check in json.loads(out.splitlines()[-1])]
+    environ = {**os.environ, "RAY_AUTH_MODE": "disabled"}
+    done = run_to_its_end([sys.executable, "-c", code], 240, env=environ, start_new_session=True)
+    assert done.returncode == 0, done.stderr
+    checks = [Check(**check) for check in json.loads(done.stdout.splitlines()[-1])]
     assert "1 nodes" in the(checks, "cluster").detail
     (node,) = [check for check in checks if check.name.startswith("node ")]
     assert node.outcome == "ok"
