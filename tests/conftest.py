@@ -15,12 +15,12 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
     signal.signal(signal.SIGINT, signal.default_int_handler)
 
 pytest_plugins = [
+    "tests.support.ray_clusters",  # before those that import it, which pytest would complain of
     "tests.support.shared_memory",
     "tests.support.checkpoint_fixtures",
     "tests.support.s3_servers",
     "tests.support.stored_models",
     "tests.support.family_checkpoints",
-    "tests.support.ray_clusters",
     "tests.support.losable_nodes",
     "tests.support.net_cluster",
     "tests.support.last_words",

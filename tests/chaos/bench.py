@@ -13,16 +13,13 @@ from pathlib import Path
 from typing import Any
 
 import boto3
-import ray
 from botocore.config import Config as BotoConfig
 from ray._private import auto_init_hook
 
 import cluster
-from actors.names import NAMESPACE
 from cluster import residents
 from cluster.fit.needs import min_slots
 from cluster.sample_checkpoint import write_llama_checkpoint
-from storage.arena.arena_files import sweep
 from storage.checkpoints.manifest import MANIFEST_KEY
 from storage.embedded_s3 import EmbeddedS3
 from tests.chaos.cases import BUCKET, RANKS_PER_NODE, Case
@@ -83,15 +80,8 @@ class Bench:
 
     def kill_everything(self) -> None:
         """Coordinator, agents and workers die at once, and what they had in shared memory is gone."""
-        for name in self.longshore.actor_names():
-            with contextlib.suppress(ValueError):
-                ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
-
-        def swept() -> bool:  # what a dying process still has is left alone
-            sweep()
-            return not self.longshore.arenas()
-
-        eventually(swept, "arenas are left")
+        self.longshore.kill_everything()
+        eventually(self.longshore.swept, "arenas are left")
         self.longshore.end_longshore()
 
     @contextmanager

@@ -118,10 +118,8 @@ class Strikes:
                 self._signal(strike)
 
     def _signal(self, strike: Strike) -> None:
-        longshore, pids = self._longshore, []
-        for name in longshore.actor_names(COORDINATOR if strike.who == "coordinator" else f"{strike.who}-"):
-            with contextlib.suppress(LookupError):  # it is not up yet
-                pids.append(longshore.pid(name))
+        prefix = COORDINATOR if strike.who == "coordinator" else f"{strike.who}-"
+        pids = [pid for _, pid in sorted(self._longshore.living_pids(prefix).items())]
         if not pids:
             return
         process = psutil.Process(pids[strike.victim % len(pids)])

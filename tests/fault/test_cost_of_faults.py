@@ -8,7 +8,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 from tests.support.gated_proxy import GatedProxy
-from tests.support.half_load import HalfLoad, readers
+from tests.support.half_load import HalfLoad
 from tests.support.ray_clusters import Longshore, eventually
 from tests.support.stored_models import CHUNK_BYTES, StoredModel
 
@@ -51,7 +51,7 @@ def test_a_worker_killed_half_way_costs_what_it_was_reading(longshore: Longshore
         half = HalfLoad(longshore, llama, proxy, pool)
         loading = half.begin(tensor_parallel_size=2)
         time.sleep(SETTLED_S)  # what had arrived has been told to the agent by then
-        victim = readers(longshore, proxy.holds_for)[-1]
+        victim = half.readers()[-1]
         longshore.kill(victim)
         replacement = victim.removesuffix("-0") + "-1"
         eventually(lambda: replacement in longshore.actor_names("worker-"), "no replacement came")

@@ -6,13 +6,14 @@ import json
 import socket
 import time
 from collections.abc import Callable, Iterator
-from concurrent.futures import ThreadPoolExecutor
+from concurrent.futures import Future, ThreadPoolExecutor
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 import cluster
+from cluster import LoadedModel
 from cluster import connection as connection_module
 from storage.checkpoints.manifest import MANIFEST_KEY
 from storage.checkpoints.safetensors_header import encode_header
@@ -141,6 +142,20 @@ def test_more_ranks_than_gpus_is_said_without_asking_ray_for_them(checked: Longs
     assert (found["need"], found["total"]) == (ranks, 2 * GPUS_PER_NODE)
 
 
+def load_that_waits(pool: ThreadPoolExecutor, stored: StoredModel, text: str, **options: Any) -> Future[LoadedModel]:
+    """A load that waits for resources; returns when it has said so, with this text."""
+    messages: list[str] = []
+    loading = pool.submit(
+        cluster.load,
+        stored.uri,
+        wait_for_resources_s=WAIT_S,
+        progress=lambda now: messages.append(now.message),
+        **{**stored.options, **options},
+    )
+    eventually(lambda: any(text in message for message in messages), lambda: f"not said: {messages}")
+    return loading
+
+
 def test_gpus_that_others_hold(checked: Longshore, llama: StoredModel) -> None:
     """Other actors have them: the load says what is free; asked to wait, it goes on once there are enough, also when
     they lie otherwise than it has asked Ray for.
@@ -157,18 +172,8 @@ def test_gpus_that_others_hold(checked: Longshore, llama: StoredModel) -> None:
         where = ray.get([hog.node.remote() for hog in hogs])
         with pytest.raises(cluster.NotEnoughResources, match="0 of 4 are free"):
             cluster.load(llama.uri, device="cuda", **llama.options)
-        messages: list[str] = []
         with ThreadPoolExecutor(1) as pool:
-            waiting = pool.submit(
-                cluster.load,
-                llama.uri,
-                device="cuda",
-                tensor_parallel_size=2,
-                wait_for_resources_s=WAIT_S,
-                progress=lambda now: messages.append(now.message),
-                **llama.options,
-            )
-            eventually(lambda: any("waiting for resources" in m for m in messages), lambda: f"not said: {messages}")
+            waiting = load_that_waits(pool, llama, "waiting for resources", device="cuda", tensor_parallel_size=2)
             group = checked.placement_groups()[0]
             assert "{0: {'GPU': 2.0}} PENDING" in group, "a node autoscaler would not hear of it"
             for node in set(where):
@@ -186,17 +191,8 @@ def test_gpus_that_others_hold(checked: Longshore, llama: StoredModel) -> None:
 def test_waiting_for_places_that_a_model_holds(checked: Longshore, llama: StoredModel, odd: StoredModel) -> None:
     checked.configure(cpu_ranks_per_node=1)
     holder = cluster.load(odd.uri, fsdp_size=2, device="cpu", **odd.options)
-    messages: list[str] = []
     with ThreadPoolExecutor(1) as pool:
-        waiting = pool.submit(
-            cluster.load,
-            llama.uri,
-            device="cpu",
-            wait_for_resources_s=WAIT_S,
-            progress=lambda now: messages.append(now.message),
-            **llama.options,
-        )
-        eventually(lambda: any(holder.model_id in m for m in messages), lambda: f"not said: {messages}")
+        waiting = load_that_waits(pool, llama, holder.model_id, device="cpu")
         holder.release()
         waiting.result(WAIT_S).release()
 

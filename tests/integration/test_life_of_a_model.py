@@ -168,7 +168,6 @@ def test_release_while_workers_are_being_made(longshore: Longshore, llama: Store
             eventually(
                 lambda state=wanted, load=loading: state in states(longshore) or load.done(),
                 f"never {wanted}",
-                WAIT_S,
                 every_s=0.005,
             )
             for model in longshore.models():

@@ -80,23 +80,27 @@ class Longshore:
 
     def end_longshore(self) -> None:
         """No coordinator, no agents, no arenas; the Ray cluster stays."""
-        import ray
-
         try:
             residents.shutdown(self.address)
         except LongshoreError:
-            for name in self.actor_names():
-                with contextlib.suppress(ValueError):
-                    ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
+            self.kill_everything()
         disconnect()
         self._running = None
         eventually(lambda: not self.actor_names(), "actors of Longshore are left")
+        eventually(self.swept, "arenas are left")
 
-        def swept() -> bool:
-            sweep()  # of agents that were killed: an actor's name goes before its process does
-            return not self.arenas()
+    def kill_everything(self) -> None:
+        """Coordinator, agents and workers die at once; what they had in shared memory stays until it is `swept`."""
+        import ray
 
-        eventually(swept, "arenas are left")
+        for name in self.actor_names():
+            with contextlib.suppress(ValueError):
+                ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
+
+    def swept(self) -> bool:
+        """Whether no arena is left, once those of dead agents are removed; what a dying process still has is not."""
+        sweep()
+        return not self.arenas()
 
     def status(self) -> ClusterStatus:
         return residents.status(self.address)
@@ -180,15 +184,19 @@ class Longshore:
         """Process id of every worker, by actor name. LookupError when one is not up yet."""
         return {name: self.pid(name) for name in self.actor_names("worker-")}
 
-    def living_workers(self) -> dict[str, int]:
-        """As `worker_pids`, of those whose processes are up."""
+    def living_pids(self, prefix: str) -> dict[str, int]:
+        """Process id of every actor whose name begins so and whose process is up, by name."""
         from ray._private.state import actors
 
         return {
             actor["Name"]: int(actor["Address"].get("Pid") or actor["Pid"])
             for actor in actors().values()  # type: ignore[no-untyped-call]
-            if actor["Name"].startswith("worker-") and actor["State"] == "ALIVE"
+            if actor["Name"].startswith(prefix) and actor["State"] == "ALIVE"
         }
+
+    def living_workers(self) -> dict[str, int]:
+        """As `worker_pids`, of those whose processes are up."""
+        return self.living_pids("worker-")
 
     def wait_restarted(self, name: str, old_pid: int) -> int:
         """The process id of the actor that took the killed one's place."""
@@ -256,13 +264,11 @@ def new_ray_cluster(**head: Any) -> Iterator[Any]:
     os.makedirs(get_default_ray_temp_dir(), exist_ok=True)  # Ray notes the cluster there, wherever `temp_dir` is
     ray_cluster = Cluster()
     try:
-        # Waiting is left to what has no thread of its own, and more patience.
-        ray_cluster.add_node(wait=False, include_dashboard=False, **head)
+        ray_cluster.add_node(wait=False, include_dashboard=False, **head)  # it would wait for 30 s at most
         ray_cluster.wait_for_nodes(NODE_START_S)
         yield ray_cluster
     finally:
         ray_cluster.shutdown()
-        ray_cluster.global_state.disconnect()  # `shutdown` forgets it: its threads would look for the head for ever
         sweep()
 
 

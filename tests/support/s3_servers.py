@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import tempfile
-import time
 import uuid
 from collections.abc import Iterator
 from contextlib import closing
@@ -19,9 +18,10 @@ from storage.object_store import ObjectStore
 from storage.open_store import open_store
 from storage.store_ref import StoreRef, parse_uri
 from tests.support.ceph_server import CephServer, missing_programs
+from tests.support.ray_clusters import eventually
 
 S3Server = EmbeddedS3 | CephServer
-START_S = NOTICE_S = 120.0  # on however slow a machine
+START_S = 120.0  # on however slow a machine
 
 
 @pytest.fixture(scope="session")
@@ -70,10 +70,7 @@ def notice(server: EmbeddedS3, folder: Path) -> None:
     ref = server_ref(server, str(folder.relative_to(server.folder)))
     with closing(open_store(ref, server.credentials())) as store:
         server.refresh()
-        give_up_s = time.monotonic() + NOTICE_S
-        while not _is_seen(store, marker):
-            assert time.monotonic() < give_up_s, f"{server.endpoint_url} does not look at {folder} again"
-            time.sleep(0.02)
+        eventually(lambda: _is_seen(store, marker), f"{server.endpoint_url} does not look at {folder} again")
         store.delete(marker)  # by the server, so that it knows
 
 
