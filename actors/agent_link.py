@@ -2,16 +2,27 @@
 
 from __future__ import annotations
 
-import pickle
 from typing import Any
 
 import ray
 from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from actors.names import COORDINATOR, NAMESPACE, agent_name
-from cluster.errors import ClusterLost
+from cluster.errors import AgentEnded, ClusterLost
 from cluster.joining.remote_errors import unwrapped
-from cluster.messages import AgentBeat, BeatReply, JoinReply, Orders, RankHello, RankUpdate, Words
+from cluster.messages import (
+    UNVERSIONED,
+    AgentBeat,
+    BeatReply,
+    JoinReply,
+    Orders,
+    RankHello,
+    RankUpdate,
+    Words,
+    check_version,
+    pack_message,
+    unpack_message,
+)
 from storage.host.processes import ProcessId
 
 CALL_TIMEOUT_S = 30.0
@@ -26,16 +37,44 @@ class _NamedActor:
         self._handle: Any = None
 
     def call(self, method: str, *args: Any) -> Any:
-        """One answer. Raises ClusterLost when there is none in time, else what the actor raised."""
+        """One answer. Raises ClusterLost when there is none in time or the agent ends, else what the actor raised."""
         try:
             if self._handle is None:
                 self._handle = ray.get_actor(self._name, namespace=NAMESPACE)
             return ray.get(getattr(self._handle, method).remote(*args), timeout=CALL_TIMEOUT_S)
         except RayTaskError as error:
-            raise unwrapped(error) from None
+            raised = unwrapped(error)
+            if not isinstance(raised, AgentEnded):
+                raise raised from None
+            self._handle = None  # there may be another one soon
+            raise ClusterLost(f"{self._what} was shut down", actor=self._name) from None
         except (RayActorError, GetTimeoutError, ValueError) as error:
             self._handle = None
             raise ClusterLost(f"{self._what} does not answer", actor=self._name, cause=type(error).__name__) from error
+
+
+class PackedCalls:
+    """The calls of an agent, each behind this process's version; answers are to be unpacked (`NodeAgent.packed`)."""
+
+    def __init__(self, agent: Any) -> None:
+        self._agent = agent
+
+    def __getattr__(self, call: str) -> _PackedCall:
+        return _PackedCall(self._agent, call)
+
+
+class _PackedCall:
+    def __init__(self, agent: Any, call: str) -> None:
+        self._agent = agent
+        self._call = call
+
+    def remote(self, *arguments: Any) -> Any:
+        """Return what Ray does for a call. Raises VersionMismatch for an agent that knows nothing of versions."""
+        packed: Any = getattr(self._agent, "packed", None)
+        if packed is None:
+            check_version(UNVERSIONED, "a node's agent", "this process")
+        beside = [argument for argument in arguments if isinstance(argument, ray.ObjectRef)]  # the last ones
+        return packed.remote(self._call, pack_message(arguments[: len(arguments) - len(beside)]), *beside)
 
 
 class RayAgentLink:
@@ -45,17 +84,21 @@ class RayAgentLink:
         self._actor = _NamedActor(agent_name(node_id), "the node's agent")
 
     def join(self, hello: RankHello) -> JoinReply:
-        reply: JoinReply = self._actor.call("join", hello)
+        reply: JoinReply = self._ask("join", hello)
         return reply
 
     def exchange(self, update: RankUpdate) -> Orders:
-        # As bytes: Ray's own pickling in Python costs both sides more than all the rest of the call.
-        orders: Orders = pickle.loads(self._actor.call("exchange_packed", pickle.dumps(update, protocol=5)))
+        orders: Orders = self._ask("exchange", update)
         return orders
 
     def check_in(self, process: ProcessId, words: Words) -> float:
-        age_s: float = self._actor.call("check_in", process, words)
+        age_s: float = self._ask("check_in", process, words)
         return age_s
+
+    def _ask(self, call: str, *arguments: object) -> Any:
+        # As bytes also because Ray's own pickling in Python costs both sides more than all the rest of the call.
+        answer = self._actor.call("packed", call, pack_message(arguments))
+        return unpack_message(answer, "the node's agent", "the rank's process")
 
 
 class RayCoordinatorLink:
@@ -65,5 +108,6 @@ class RayCoordinatorLink:
         self._actor = _NamedActor(COORDINATOR, "the coordinator")
 
     def heartbeat(self, beat: AgentBeat) -> BeatReply:
-        reply: BeatReply = self._actor.call("heartbeat", beat)
+        packed = self._actor.call("heartbeat_packed", beat.node_id, pack_message(beat))
+        reply: BeatReply = unpack_message(packed, "the coordinator", "the agent")
         return reply

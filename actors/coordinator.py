@@ -12,6 +12,7 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 import uuid
 from dataclasses import replace
@@ -21,19 +22,22 @@ from ray.exceptions import RayError
 
 from actors.coordination import nodes, spawn
 from actors.coordination.agent_watch import REBUILD_S, AgentWatch
+from actors.coordination.attaching import Attaching
 from actors.coordination.gangs import Gangs
 from actors.coordination.idle_agents import IdleAgents
 from actors.coordination.load_run import LoadRun
 from actors.coordination.model_record import ModelRecord, new_model_id
 from actors.coordination.planner import Planner
+from actors.coordination.saved_load import save
 from actors.coordination.strays import StrayWatch
 from actors.coordination.watching import ChunkMaps, events_after
 from actors.metrics import MetricsServer
 from cluster.config import Config
-from cluster.errors import LoadCancelled, ModelNotFound
-from cluster.load_request import LoadRequest
-from cluster.logs import configure_logs
-from cluster.messages import AgentBeat, BeatReply
+from cluster.errors import ConfigError, LoadCancelled, ModelNotFound, VersionMismatch
+from cluster.load_request import LoadRequest, StoreAccess
+from cluster.logs import RepeatedWork, configure_logs
+from cluster.messages import AgentBeat, BeatReply, GroupMember, pack_message, unpack_message
+from cluster.node_settings import NodeSettings
 from cluster.preview.held_chunks import Holdings
 from cluster.reports.chunk_map import ChunkMap
 from cluster.reports.event_log import LoadEvent
@@ -45,22 +49,34 @@ from cluster.trust import TrustPolicy
 from longshore.install_check import check_packages
 from longshore.version import PROTOCOL_VERSION, __version__
 from storage.errors import LongshoreError
-from storage.store_ref import Credentials
+from storage.problems import printable_uri
 
+_LOG = logging.getLogger("longshore.coordinator")
 ENDED_KEPT_S = 300.0  # a failed or released model stays listed for this long, so that its error can be read
 
 
 class Coordinator:
     """Plain class; `actors.launch` makes the actor."""
 
-    def __init__(self, config: Config) -> None:
+    def __init__(self, given: Config | None = None) -> None:
+        """`given`: settings of the program that started the cluster. None: those of this node's environment count.
+
+        Settings that cannot be meant are raised from calls, not from here: Ray would lose the error's type.
+        """
         check_packages()
+        self._given = given
+        self._problem: ConfigError | None = None
+        try:
+            self._settings = NodeSettings.here(nodes.this_node() if given is None else "", given)
+        except ConfigError as error:
+            self._problem, self._settings = error, NodeSettings(Config(), "")
+        config = self._config = self._settings.config
         configure_logs(config.logs)
-        self._config = config
         self._trust = TrustPolicy.of(config)
         self._incarnation = uuid.uuid4().hex[:12]
         self._planner = Planner(config.chunk_bytes, config.read_timeout_s, self._trust)
         self._models: dict[str, ModelRecord] = {}
+        self._attaching = Attaching(self._models, self._planner, config.access_grace_s)
         self._agents = AgentWatch(self._incarnation, config.stuck_after_s, self._models, self._run, self._load_run)
         self._metrics = MetricsServer(config, self._agents.tally)
         self._gangs = Gangs(config.warm_workers_s)
@@ -73,9 +89,10 @@ class Coordinator:
     # -- clients -----------------------------------------------------------------------------------------------
 
     async def ping(self) -> dict[str, Any]:
-        """Who this is. Clients compare the versions with their own."""
+        """Who this is. Clients compare the versions with their own, and raise the `problem` when there is one."""
         self._start_keeper()
         return {
+            "problem": self._problem,
             "version": __version__,
             "protocol": PROTOCOL_VERSION,
             "incarnation": self._incarnation,
@@ -84,7 +101,11 @@ class Coordinator:
         }
 
     async def load(self, request: LoadRequest) -> tuple[str, bool]:
-        """(model id, True when it was resident or under way already). The caller holds it from now on."""
+        """(model id, True when it was resident or under way already). The caller holds it from now on.
+
+        Waits for the store when a model of that identity is there: the caller's own access is checked.
+        """
+        self._check_settings()
         self._trust.sources.check(request.store.ref, request.store.credentials)
         await self._ready()
         if request.device == "auto":
@@ -93,13 +114,8 @@ class Coordinator:
         request.fit.check_device(request.device)
         for model_id in [record.model_id for record in self._models.values() if record.is_answered_by(request)]:
             del self._models[model_id]
-        for record in list(self._models.values()):
-            if record.request.identity() != request.identity() or record.life.is_over:
-                continue
-            if record.life.is_ready and not await self._planner.is_current(record.request, record.revision):
-                continue  # the stored model is another one by now; who holds the old one keeps it
-            if record.life.is_over:
-                continue
+        record = await self._attaching.attach(request)
+        if record is not None:
             await self._hold(record, request)
             return record.model_id, True
         record = ModelRecord(
@@ -133,19 +149,19 @@ class Coordinator:
         return record.workers()
 
     async def renew(self, client_id: str, model_ids: list[str]) -> list[str]:
-        """The client lives and still wants these models. Answers with those whose credentials must be said again."""
+        """Extend a client's holds. Return the models for which it must supply its credentials again."""
         now_s = time.monotonic()
         found = [record for model_id in model_ids if (record := self._models.get(model_id)) is not None]
         for record in found:
             record.holders = record.holders.hold(client_id, now_s)
-        return [record.model_id for record in found if record.credentials_missing]
+        return [record.model_id for record in found if record.restored and not record.access.has(client_id)]
 
-    async def supply(self, model_id: str, credentials: Credentials) -> None:
-        """Credentials that an earlier incarnation of this actor was told, and did not save."""
-        record = await self._record(model_id)
-        record.request = replace(record.request, store=replace(record.request.store, credentials=credentials))
-        record.credentials_missing = False
-        await record.touch()
+    async def supply(self, model_id: str, client_id: str, access: StoreAccess) -> None:
+        """Take a holder's access again, which an earlier incarnation of this actor knew and did not save.
+
+        Raises what the store says of it: AccessDenied, StoreUnavailable, ...
+        """
+        await self._attaching.supply(await self._record(model_id), client_id, access)
 
     async def release(self, model_id: str, client_id: str | None, *, force: bool = False) -> bool:
         """Drop one hold, or with `force` all of them and `keep`. True when the memory is being freed."""
@@ -159,14 +175,13 @@ class Coordinator:
         await self._end(record, LoadCancelled("the model was released", model=model_id))
         return True
 
-    async def unkeep(self, model_id: str) -> bool:
-        """Take the keep flag away; the model goes when nobody holds it. True when it is being freed."""
+    async def unkeep(self, model_id: str, client_id: str) -> int:
+        """Drop the keep flag and a client's hold; end the model when nobody holds it. Return how many clients do."""
         record = await self._record(model_id)
-        record.holders = Holders(False, record.holders.heard_s)
-        freed = await self.release(model_id, None)
-        if not freed:
-            await self._load_run(record).save()
-        return freed
+        record.holders = Holders(False, record.holders.drop(client_id).heard_s)
+        if not await self.release(model_id, None):
+            await save(record)
+        return len(record.holders)
 
     async def release_warm(self) -> int:
         """End the workers that wait for a load; how many gangs there were."""
@@ -174,9 +189,13 @@ class Coordinator:
 
     async def status(self) -> ClusterStatus:
         await self._ready()
-        models = tuple(record.status() for record in self._models.values())
+        models = [record.status() for record in self._models.values() if not record.life.is_over]
+        ended = [record.status() for record in self._models.values() if record.life.is_over]
         nodes_now, gangs, url = self._agents.status(), self._gangs.status(), self._metrics.url
-        return ClusterStatus(__version__, self._incarnation, models, nodes_now, gangs, url)
+        settings = self._settings.of_coordinator()
+        return ClusterStatus(
+            __version__, self._incarnation, tuple(models), nodes_now, gangs, url, tuple(ended), settings
+        )
 
     async def events(self, model_id: str, after: int, timeout_s: float) -> tuple[LoadEvent, ...]:
         """What happened to a load since its event number `after`; waits up to `timeout_s` for something."""
@@ -203,10 +222,14 @@ class Coordinator:
 
     async def shutdown(self) -> None:
         """End every model and agent. For a cluster that is about to stop; the caller then ends this actor."""
-        await self._ready()
+        if self._problem is None:
+            await self._ready()
         await self._gangs.close()
-        for record in list(self._models.values()):
-            await self._end(record, LoadCancelled("the cluster is shut down", model=record.model_id))
+        ends = [
+            self._end(record, LoadCancelled("the cluster is shut down", model=record.model_id))
+            for record in list(self._models.values())
+        ]
+        await asyncio.gather(*ends, return_exceptions=True)  # one that does not end delays no other
         agents = await asyncio.to_thread(spawn.agent_node_ids) | self._agents.node_ids
         await asyncio.gather(*(spawn.shut_agent(node_id) for node_id in agents), return_exceptions=True)
         if self._keeper is not None:
@@ -216,17 +239,39 @@ class Coordinator:
 
     async def agent_of(self, node_id: str) -> Any:
         """Handle of a node's agent, with this cluster's settings; started when there is none."""
+        self._check_settings()
         self._idle_agents.needed(node_id)
-        return await asyncio.to_thread(spawn.start_agent, node_id, "", self._config)
+        return await asyncio.to_thread(spawn.start_agent, node_id, "", self._given)
+
+    async def bind_group(self, load_id: str, group: str, uri: str, revision: str) -> str:
+        """The revision of the model that the group's processes load, the one that asks among them from now on."""
+        await self._ready()
+        return self._agents.bind(GroupMember(load_id, group, uri, revision))
 
     # -- agents ------------------------------------------------------------------------------------------------
 
     async def heartbeat(self, beat: AgentBeat) -> BeatReply:
         """An agent lives; progress of its ranks is in the message."""
+        self._check_settings()
         self._start_keeper()
         return await self._agents.heard(beat)
 
+    async def heartbeat_packed(self, node_id: str, beat: bytes) -> bytes:
+        """`heartbeat`, packed by `pack_message`. Raises VersionMismatch when the agent runs another Longshore."""
+        self._start_keeper()
+        try:
+            heard: AgentBeat = unpack_message(beat, f"the agent of node {node_id}", "the coordinator")
+        except VersionMismatch:
+            await self._agents.refused(node_id)
+            raise
+        return pack_message(await self.heartbeat(heard))
+
+    def _check_settings(self) -> None:
+        if self._problem is not None:
+            raise self._problem
+
     async def _ready(self) -> None:
+        self._check_settings()
         self._start_keeper()
         await self._agents.rebuilt.wait()
 
@@ -237,7 +282,9 @@ class Coordinator:
         record = self._models.get(model_id)
         if record is None:
             raise ModelNotFound(
-                "no such model", hint="longshore status lists the models of this cluster", model=model_id
+                "no such model",
+                hint="longshore status lists the models of this cluster",
+                model=printable_uri(model_id)[:200],
             )
         return record
 
@@ -245,10 +292,9 @@ class Coordinator:
         """One more client wants the model."""
         kept = record.holders.keep
         record.holders = record.holders.hold(request.client_id, time.monotonic(), keep=request.keep)
-        if request.store.credentials is not None:
-            await self.supply(record.model_id, request.store.credentials)
         if record.holders.keep and not kept:
-            await self._load_run(record).save()
+            await save(record)
+        await record.touch()  # its access may be what somebody waits for
 
     def _run(self, record: ModelRecord, incarnations: dict[int, int] | None = None) -> None:
         record.tally = self._agents.tally
@@ -258,17 +304,21 @@ class Coordinator:
         record.task = asyncio.get_running_loop().create_task(work)
 
     def _load_run(self, record: ModelRecord) -> LoadRun:
-        return LoadRun(record, self._planner, self._config, self._models, self._admission, self._gangs)
+        return LoadRun(record, self._planner, self._config, self._models, self._admission, self._gangs, self._given)
 
     async def _end(self, record: ModelRecord, error: LongshoreError) -> None:
-        """Free everything a model has."""
-        if record.task is not None and not record.task.done():
-            record.task.cancel()
-            with contextlib.suppress(asyncio.CancelledError, Exception):
-                await record.task
+        """Free everything a model has. No load is given it from now on."""
+        if record.ending is None:
+            record.ending = asyncio.get_running_loop().create_task(self._free(record, error))
+        await asyncio.shield(record.ending)
+
+    async def _free(self, record: ModelRecord, error: LongshoreError) -> None:
+        await record.stop_task()
         await self._load_run(record).end(error)
 
     def _start_keeper(self) -> None:
+        if self._problem is not None:
+            return
         if self._rebuilding is None:
             self._metrics.start()
             self._rebuilding = asyncio.get_running_loop().create_task(self._agents.rebuild())
@@ -277,21 +327,27 @@ class Coordinator:
 
     async def _keep_house(self) -> None:
         """Lapsed holders, ended models that nobody asked about for long, and what is left of unknown ones."""
-        strays = StrayWatch(self._config.orphan_after_s)
+        strays, work = StrayWatch(self._config.orphan_after_s), RepeatedWork(_LOG)
         while True:
             await asyncio.sleep(min(1.0, self._config.holder_ttl_s / 4))
             now_s = time.monotonic()
-            with contextlib.suppress(RayError):
+            with work.turn("the look at agents"), contextlib.suppress(RayError):
                 await self._agents.forget_dead_nodes()
                 await self._idle_agents.look()
             if strays.is_due(now_s):
                 known = {record.gang_id for record in self._models.values() if not record.life.is_over}
-                await strays.look(known | self._gangs.ids)
+                with work.turn("the look for orphans"):
+                    await strays.look(known | self._gangs.ids)
             for record in list(self._models.values()):
-                if record.life.is_over:
-                    if now_s - record.ended_s > ENDED_KEPT_S:
-                        self._models.pop(record.model_id, None)
-                    continue
-                record.holders = record.holders.without_lapsed(now_s, self._config.holder_ttl_s)
-                if not record.holders.wanted:
-                    await self._end(record, LoadCancelled("every client that wanted it is gone", model=record.model_id))
+                with work.turn(f"the look at {record.model_id}"):
+                    await self._keep_model(record, now_s)
+
+    async def _keep_model(self, record: ModelRecord, now_s: float) -> None:
+        if record.life.is_over:
+            if now_s - record.ended_s > ENDED_KEPT_S:
+                self._models.pop(record.model_id, None)
+            return
+        record.holders = record.holders.without_lapsed(now_s, self._config.holder_ttl_s)
+        record.access = record.access.without_gone(record.holders.ids, now_s - self._config.access_grace_s)
+        if not record.holders.wanted:
+            await self._end(record, LoadCancelled("every client that wanted it is gone", model=record.model_id))

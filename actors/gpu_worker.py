@@ -1,7 +1,7 @@
 """The process of one rank: hosts a load, then keeps its tensors and answers calls beside them.
 
     coordinator -- start(job) --> HostedLoad in a thread --> outcome(load) returns its report, or raises its error
-    client ------- call(load, fn) --> fn(shard, ...) in this process, one at a time
+    client ------- call(load, packed function) --> fn(shard, ...) in this process, one at a time
     coordinator -- recycle(load) --> the process is as new, and another load may start
 
 Three groups of calls never wait for each other (`CONCURRENCY_GROUPS`): control, wait (calls that block for as long
@@ -11,31 +11,35 @@ names it: an answer for the load before is never taken for one about this load.
 
 from __future__ import annotations
 
+import contextlib
 import gc
+import logging
 import os
 import sys
 import threading
 import time
-from collections.abc import Callable
 from dataclasses import replace
+from itertools import islice
 from typing import Any
-
-import numpy as np
-from numpy.typing import NDArray
 
 from actors.devices.segment_memory import PROCESS_MEMORY
 from actors.rank.arena_maps import PROCESS_ARENAS
 from actors.rank.hosted_load import HostedLoad
+from actors.rank.user_function import run_function
 from actors.rank_link import AgentLink
-from cluster.errors import LoadCancelled, ModelNotFound, RemoteCallFailed
+from cluster.errors import LoadCancelled, ModelNotFound
 from cluster.load_request import StoreAccess
-from cluster.logs import configure_logs
-from cluster.messages import RankJob
+from cluster.logs import RepeatedWork, configure_logs
+from cluster.messages import RankJob, Version
 from cluster.reports.report import RankReport
+from cluster.tensor_batches import Cursor, Entry, TensorBatch, cut_batch
+from cluster.user_values import Packed, Raised
 from longshore.install_check import check_packages
+from longshore.version import VERSION
 from storage.errors import LongshoreError
 from storage.host.processes import ProcessId
 
+_LOG = logging.getLogger("longshore.worker")
 CONCURRENCY_GROUPS = {"control": 4, "wait": 8, "call": 1}
 WATCHES_PER_ORPHANHOOD = 20
 LEFT_ON_GPU_BYTES = 256 << 20  # workspaces of libraries, which stay: half of what a plan leaves free on a GPU
@@ -57,9 +61,9 @@ class GpuWorker:
 
     # -- control -----------------------------------------------------------------------------------------------
 
-    def ping(self) -> ProcessId:
-        """Who this is; answers also while a load or a call runs."""
-        return ProcessId.current()
+    def hello(self) -> Version:
+        """Return which Longshore this process runs: the first question to it, answered as soon as it is up."""
+        return VERSION
 
     def start(self, job: RankJob, shared: bytes = b"") -> ProcessId:
         """Begin the load and return at once. A job while this worker has one changes nothing.
@@ -131,34 +135,33 @@ class GpuWorker:
 
     # -- call --------------------------------------------------------------------------------------------------
 
-    def call(self, load_id: str, fn: Callable[..., Any], args: tuple[Any, ...], kwargs: dict[str, Any]) -> Any:
-        """`fn(shard, *args, **kwargs)` beside the tensors. Raises what it raises; RemoteCallFailed when it exits."""
+    def call(self, load_id: str, call: Packed) -> Packed | Raised:
+        """Run a user's function beside the tensors: see `run_function`."""
         with self._loaded(load_id).shard() as shard:
-            try:
-                return fn(shard, *args, **kwargs)
-            except SystemExit as error:
-                # Ray would end this actor, but only after `lifetime` has returned: nobody would hear of it, for ever.
-                raise RemoteCallFailed(
-                    f"the function called exit({error.code!r}) on rank {shard.rank}",
-                    hint="return from it instead; the rank and its tensors are still there",
-                    rank=shard.rank,
-                ) from None
+            return run_function(shard, call)
 
-    def tensor_names(self, load_id: str) -> tuple[str, ...]:
-        with self._loaded(load_id).shard() as shard:
-            return tuple(shard)
-
-    def tensor_copy(self, load_id: str, name: str) -> tuple[str, tuple[int, ...], NDArray[np.uint8]]:
-        """(torch dtype's name, shape, bytes) of one tensor, on the host.
+    def tensor_batch(self, load_id: str, start: Cursor, most_bytes: int) -> TensorBatch:
+        """Copy the bytes of tensors to the host, from `start` on, at most so many (`cut_batch`).
 
         As bytes, because torch cannot pickle tensors of its unsigned types and newer float types.
         """
         import torch
 
+        from actors.handover.tensor_views import as_bytes
+
         with self._loaded(load_id).shard() as shard:
-            tensor = shard[name].detach().cpu().contiguous()
-            data = tensor.reshape(-1).view(torch.uint8).numpy()
-            return str(tensor.dtype).removeprefix("torch."), tuple(tensor.shape), data
+            sizes = (tensor.nbytes for tensor in islice(shard.values(), start.tensor, None))
+            parts, after = cut_batch(sizes, start, most_bytes)
+            data = torch.empty(sum(part.size_bytes for part in parts), dtype=torch.uint8)
+            entries, begin = [], 0
+            for (_, offset, size_bytes), (name, tensor) in zip(
+                parts, islice(shard.items(), start.tensor, None), strict=False
+            ):
+                data[begin : begin + size_bytes] = as_bytes(tensor)[offset : offset + size_bytes]
+                begin += size_bytes
+                dtype = str(tensor.dtype).removeprefix("torch.")
+                entries.append(Entry(name, dtype, tuple(tensor.shape), tensor.nbytes, offset, size_bytes))
+            return TensorBatch(tuple(entries), data.numpy(), after)
 
     # -- inside ------------------------------------------------------------------------------------------------
 
@@ -186,12 +189,10 @@ class GpuWorker:
 
     def _watch(self) -> None:
         """A worker that nobody coordinates any more ends itself, or it would hold its GPU for ever; an idle one too."""
-        heard_s = time.monotonic()
+        heard_s, work = time.monotonic(), RepeatedWork(_LOG)
         while not self._stopped.wait(self._orphan_after_s / WATCHES_PER_ORPHANHOOD):
-            try:
+            with work.turn("asking the agent for the coordinator"), contextlib.suppress(LongshoreError):
                 age_s = self._agent().check_in(ProcessId.current(), PROCESS_ARENAS.words())
                 heard_s = max(heard_s, time.monotonic() - age_s)
-            except LongshoreError:
-                pass  # nobody there, or nobody well
             if time.monotonic() - heard_s > self._orphan_after_s:
                 os._exit(1)  # threads of the user's code may never return

@@ -1,62 +1,73 @@
 """A rank inside a process of the user's own: an actor, an engine's worker, a `torchrun` rank.
 
-    with host_rank("s3://models/llama", rank, tensor_parallel_size=8) as shard:     # every process with its own rank
-        norm = shard["model.norm.weight"]                                          # a tensor on this process's device
+    with cluster.host_rank("s3://models/llama", rank, tensor_parallel_size=8, group="run-7") as shard:
+        norm = shard["model.norm.weight"]  # a tensor on this process's device
 
-Each process plans for itself, and all come to the same plan. Ranks on one node share that node's agent and arena, so a
-chunk still leaves the store once per node. The coordinator does not know of these ranks: they live and die with the
-process, and `cluster.status` does not list them.
+Each process plans for itself, and all of a group come to the same plan. Ranks on one node share that node's agent and
+arena, so a chunk still leaves the store once per node. The coordinator knows only which revision a group loads: the
+ranks live and die with the process, and `cluster.status` does not list them.
 """
 
 from __future__ import annotations
 
 import contextlib
 import os
+import socket
+import threading
 import time
 import uuid
-from collections.abc import Iterator, Sequence
+from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import Future, wait
 from dataclasses import replace
-from typing import Any
+from typing import Any, TypeVar
 
 import ray
 from ray.exceptions import RayError, RayTaskError
 
 from actors import launch
-from actors.agent_link import RayAgentLink
-from actors.coordination.jobs import fetch_settings
-from actors.coordination.node_limits import own_gpus, own_limits, own_misfit
+from actors.agent_link import PackedCalls, RayAgentLink
+from actors.coordination.jobs import fetch_settings, slots_taken
+from actors.coordination.node_limits import own_device, own_gpus, own_limits, own_misfit
 from actors.devices.device import open_device
 from actors.devices.mapped_device import open_mapped_rank
 from actors.names import NAMESPACE, agent_name
 from actors.rank.executor import RankLoader
 from actors.shard import RankShard
+from cluster.argument_types import checks_arguments
 from cluster.config import Config
 from cluster.device_map.options import GivenMap, GivenMemory
-from cluster.errors import ClusterLost, ConfigError
+from cluster.errors import AgentEnded, ClusterLost, ConfigError, LoadTimeout
 from cluster.fit.needs import min_slots
 from cluster.fit.options import STRICT, FitOptions
+from cluster.joining.patience import LOOK_S, Patience
+from cluster.joining.ray_private import started_here
 from cluster.joining.remote_errors import unwrapped
 from cluster.layouts.live_rules import with_live_rules
 from cluster.layouts.mesh import Layout
 from cluster.layouts.rules_file import LayoutRules
 from cluster.load_request import LoadRequest
-from cluster.messages import JoinReply, NodeFacts, NodeJob, RankHello, RankJob
+from cluster.messages import GroupMember, JoinReply, NodeFacts, NodeJob, RankHello, RankJob, unpack_message
 from cluster.metrics.labels import model_label
 from cluster.plans.packed_plan import pack_shared
 from cluster.plans.prepare import prepare_plan
 from cluster.plans.rank_plans import RankFacts, rank_facts
-from cluster.precision.recipes import make_precision
+from cluster.precision.recipes import Dtype, make_precision
 from cluster.request import StoreOptions, make_request
 from cluster.trust import TrustPolicy
+from storage.errors import RevisionMismatch
+from storage.host.processes import ProcessId
 from storage.store_ref import Credentials
+
+T = TypeVar("T")
 
 BEGIN_EVERY_S = 0.2  # between two requests for slots that other loads hold
 CALL_TIMEOUT_S = 60.0
 
 
+@checks_arguments
 @contextlib.contextmanager
 def host_rank(
-    model_uri: str,
+    model_uri: str | os.PathLike[str],
     rank: int,
     *,
     tensor_parallel_size: int = 1,
@@ -66,14 +77,14 @@ def host_rank(
     expert_parallel_size: int = 1,
     expert_tensor_parallel_size: int = 0,
     vocabulary_multiple: int = 1,
-    device: str = "cpu",
+    device: str = "auto",
     endpoint_url: str | None = None,
     region: str | None = None,
     profile: str | None = None,
     anonymous: bool = False,
     credentials: Credentials | None = None,
     layout_rules: LayoutRules | None = None,
-    dtype: str = "auto",
+    dtype: Dtype = "auto",
     quantization: str | None = None,
     skip_quantization: Sequence[str] | None = None,
     device_map: GivenMap | None = None,
@@ -82,19 +93,46 @@ def host_rank(
     gpu_memory_utilization: float | None = None,
     reserve_bytes: int | None = None,
     trusted_keys: Sequence[str | os.PathLike[str]] | None = None,
+    signed_name: str | None = None,
+    revision: str | None = None,
+    group: str | None = None,
+    timeout_s: float | None = None,
     config: Config | None = None,
 ) -> Iterator[RankShard]:
     """Load the slices of one rank, verified, into the calling process; blocks until all are there.
 
-    `device`: "cpu", or "cuda" for the first GPU that is visible here; with a `device_map`, "cuda" for all of them. The
-    memory is given up at the end of the block; tensors taken out of `shard` stay valid and keep theirs. The process
-    must have joined Ray; coordinator and agent are started when there are none. `gpu_memory_utilization`,
-    `reserve_bytes`: what stays free, as for `cluster.load`; a rank that does not fit is refused before a byte moves.
-    There is no `fit="auto"`: each process decides for its own rank, and all ranks of a model have to hold it alike.
-    `trusted_keys` as for `cluster.load`, where the settings of this very process are the cluster's. Raises ConfigError
-    for a rank that the layout has not got, DoesNotFit, else as `cluster.load` does.
+    The process must have joined Ray; coordinator and agent are started when there are none. The memory is freed at the
+    end of the block; tensors taken out of `shard` stay valid and keep theirs. There is no `fit="auto"`: each process
+    decides for its own rank, and all ranks of a model have to hold it alike.
+
+    Args:
+        model_uri: As for `cluster.load`, like all that is not named here.
+        rank: Of the layout, from 0. Each process hosts its own.
+        device: "cpu", or "cuda" for the first GPU that is visible here (with a `device_map`, for all of them). "auto",
+            the default, is "cuda" where the process sees a GPU, else "cpu".
+        gpu_memory_utilization: See `reserve_bytes`.
+        reserve_bytes: What stays free. A rank that does not fit is refused before a byte moves.
+        revision: The only revision of the model that is accepted.
+        group: A name that all processes which belong together pass, and no others: a run's or job's id. The first
+            process's revision binds the others for as long as any of them is in its block. Processes that share a model
+            pass this or `revision`, or they could load two revisions when one is published meanwhile.
+        timeout_s: Seconds until LoadTimeout; None waits as long as it takes.
+        config: Settings of this process, which only narrow those of the cluster; None reads them from the environment.
+
+    Returns:
+        A context manager that gives the rank's shard.
+
+    Raises:
+        ConfigError: The layout has no such rank, or it has several and neither `group` nor `revision` is given.
+        RevisionMismatch: The store has another revision than the group's processes load, or than `revision`.
+        DoesNotFit: The rank does not fit into this process's device or host.
+        ArenaBusy: Other loads held the node's arena slots for longer than `LONGSHORE_SLOTS_WAIT_S`; it names them.
+        LoadTimeout: `timeout_s` has passed.
+        LongshoreError: Else as `cluster.load` does.
     """
-    config = config or Config.from_env()
+    patience = Patience(None if timeout_s is None else time.monotonic() + timeout_s)
+    device = own_device(device)
+    own = config or Config.from_env()
     request = make_request(
         model_uri,
         layout=Layout(
@@ -110,23 +148,36 @@ def host_rank(
         credentials=credentials,
         layout_rules=layout_rules,
         device=device,
-        trusted_keys=config.public_keys() if trusted_keys is None else trusted_keys,
+        trusted_keys=own.public_keys() if trusted_keys is None else trusted_keys,
+        signed_name=signed_name,
+        revision=revision,
         precision=make_precision(dtype, quantization, skip_quantization),
         device_map=device_map,
         max_memory=max_memory,
         offload_folder=offload_folder,
         fit=FitOptions(STRICT, gpu_memory_utilization, reserve_bytes),
     )
+    if not 0 <= rank < request.world_size:
+        raise ConfigError(f"the layout has ranks 0 to {request.world_size - 1}, not {rank}")
+    if request.world_size > 1 and not group and revision is None:
+        raise ConfigError(
+            f"the {request.world_size} processes of this layout could load two revisions of the model",
+            hint='pass the same group="..." to all of them (the id of your run), or revision=',
+        )
+    own.source_rules().check(request.store.ref, credentials)
+    given = own if started_here() else None
+    config = _settings_in_force(given, patience)
     if request.device_map is not None:
         limits = own_limits(request.device_map, device, request.fit, config)
         request = replace(request, node_memory=limits)
-    if not 0 <= rank < request.world_size:
-        raise ConfigError(f"the layout has ranks 0 to {request.world_size - 1}, not {rank}")
     trust = TrustPolicy.of(config)
     chunk_bytes, read_timeout_s = config.chunk_bytes, config.read_timeout_s
-    _, plan = with_live_rules(
-        request,
-        lambda asked: prepare_plan(asked, chunk_bytes=chunk_bytes, read_timeout_s=read_timeout_s, trust=trust),
+    _, plan = _within(
+        patience,
+        lambda: with_live_rules(
+            request,
+            lambda asked: prepare_plan(asked, chunk_bytes=chunk_bytes, read_timeout_s=read_timeout_s, trust=trust),
+        ),
     )
     shared = pack_shared(plan)
     # One load per rank: what ranks of a node have in common, they share through the arena.
@@ -134,6 +185,8 @@ def host_rank(
     link = _HostedLink(
         ray.get_runtime_context().get_node_id(),
         config,
+        given,
+        patience,
         NodeJob(
             load_id=load_id,
             attempt=1,
@@ -149,10 +202,13 @@ def host_rank(
             most_requests=config.fetch_threads,
             hedge_factor=config.hedge_factor,
             hedge_after_s=config.hedge_after_s,
-            model=model_label(model_uri),
+            model=model_label(request.uri),
+            process=ProcessId.current(),
+            group=GroupMember(load_id, group, request.uri, plan.revision) if group else None,
         ),
     )
     link.check_fit(rank_facts(plan.cut, plan.chunks.largest_bytes)[rank], request)
+    link.bind_group()
     job = RankJob(load_id, 1, rank, 0, shared, request.store, fetch_settings(config), request.placement)
     if request.device_map is None:
         memory = open_device(device)
@@ -161,54 +217,153 @@ def host_rank(
     try:
         try:
             link.begin()
-            RankLoader(link, job, memory).run()
+            _load(RankLoader(link, job, memory), patience)
         finally:
             link.end()
         yield RankShard(plan.ranks[rank], memory)
     finally:
         memory.free()
+        link.leave()
+
+
+def _load(loader: RankLoader, patience: Patience) -> None:
+    """Run the loader. Raises LoadTimeout when the caller's time is over before its end."""
+    over = threading.Event()
+
+    def watch() -> None:
+        while not over.wait(patience.left_s(LOOK_S)):
+            try:
+                patience.check()
+            except LoadTimeout as error:
+                loader.cancel(error)
+                return
+
+    watcher = threading.Thread(target=watch, name="timeout", daemon=True)
+    watcher.start()
+    try:
+        loader.run()
+    finally:
+        over.set()
+        watcher.join()
+
+
+def _within(patience: Patience, work: Callable[[], T]) -> T:
+    """What `work` returns or raises. Raises LoadTimeout when that takes too long; `work` is left alone then."""
+    done: Future[T] = Future()
+
+    def run() -> None:
+        try:
+            done.set_result(work())
+        except BaseException as error:
+            done.set_exception(error)
+
+    threading.Thread(target=run, name="plan", daemon=True).start()
+    while not wait([done], patience.left_s(LOOK_S)).done:
+        patience.check()
+    return done.result()
 
 
 class _HostedLink(RayAgentLink):
     """A rank's line to its agent that tells the agent of the load too, as no coordinator does."""
 
-    def __init__(self, node_id: str, config: Config, job: NodeJob) -> None:
+    def __init__(self, node_id: str, config: Config, given: Config | None, patience: Patience, job: NodeJob) -> None:
+        """`given`: see `launch.ensure_coordinator`."""
         super().__init__(node_id)
         self._node_id = node_id
         self._config = config
+        self._given = given
+        self._patience = patience
         self._job = job
+
+    def bind_group(self) -> None:
+        """Returns when the group's processes load what was planned. Raises RevisionMismatch, ClusterLost."""
+        group = self._job.group
+        if group is None:
+            return
+        said = group.load_id, group.group, group.uri, group.revision
+        bound = self._again(
+            lambda: _answer(launch.ensure_coordinator(self._given, self._patience).bind_group.remote(*said))
+        )
+        if bound != group.revision:
+            raise RevisionMismatch(
+                f"the processes of the group {group.group!r} load another revision of the model",
+                hint="it was published again meanwhile: end the group's processes and start them all again",
+                uri=group.uri,
+                expected=bound,
+                found=group.revision,
+            )
 
     def check_fit(self, facts: RankFacts, request: LoadRequest) -> None:
         """Returns when the rank fits here. Raises DoesNotFit, ArenaError, ClusterLost."""
-        here: NodeFacts = _answer(self._agent().facts.remote())
+        here: NodeFacts = self._again(lambda: self._ask_agent("facts"))
         (rank,), device = self._job.ranks, request.device
         misfit = own_misfit(rank, facts, own_gpus(device), here.pools, device, request.fit, self._config)
         if misfit is not None:
             raise misfit
 
     def begin(self) -> None:
-        """Returns when the agent has the slots that the load must have. Raises ArenaError, ClusterLost."""
-        agent = self._agent()
-        while not _answer(agent.begin.remote(self._job)):
-            time.sleep(BEGIN_EVERY_S)
+        """Returns when the agent has the slots that the load must have. Raises ArenaError, ClusterLost, LoadTimeout."""
+        began_s = time.monotonic()
+        while not self._again(lambda: self._ask_agent("begin", self._job)):
+            waited_s = time.monotonic() - began_s
+            if waited_s > self._config.slots_wait_s:
+                holders = self._again(lambda: self._ask_agent("slot_holders"))
+                raise slots_taken(self._job, socket.gethostname(), waited_s, holders)
+            self._patience.sleep(BEGIN_EVERY_S)
 
     def join(self, hello: RankHello) -> JoinReply:
-        reply = super().join(hello)
-        if not reply.known and reply.stop is None:  # the agent was restarted
-            self.begin()
+        try:
             reply = super().join(hello)
+            if not reply.known and reply.stop is None:  # the agent was restarted
+                self.begin()
+                reply = super().join(hello)
+        except ClusterLost:
+            self._agent()  # after an agent that was shut down there is none, until the coordinator starts another
+            raise
         return reply
-
-    def _agent(self) -> Any:
-        """Of this node; started when there is none."""
-        coordinator = launch.ensure_coordinator(self._config)
-        return _answer(coordinator.agent_of.remote(self._node_id))
 
     def end(self) -> None:
         """The agent may forget the load. An agent that is gone has."""
+        self._tell("end")
+
+    def leave(self) -> None:
+        """The group has a process less."""
+        if self._job.group is not None:
+            self._tell("leave")
+
+    def _tell(self, call: str) -> None:
         with contextlib.suppress(RayError, ValueError):
             handle = ray.get_actor(agent_name(self._node_id), namespace=NAMESPACE)
-            ray.get(handle.end.remote(self._job.load_id), timeout=CALL_TIMEOUT_S)
+            ray.get(getattr(handle, call).remote(self._job.load_id), timeout=CALL_TIMEOUT_S)
+
+    def _again(self, ask: Callable[[], T]) -> T:
+        """An answer; asked again while an agent or the coordinator ends and Ray, or the coordinator, starts another."""
+        give_up_s = time.monotonic() + CALL_TIMEOUT_S
+        while True:
+            self._patience.check()
+            try:
+                return ask()
+            except (AgentEnded, ClusterLost):
+                if time.monotonic() > give_up_s:
+                    raise
+            self._patience.sleep(BEGIN_EVERY_S)
+
+    def _agent(self) -> Any:
+        """Of this node; started when there is none."""
+        coordinator = launch.ensure_coordinator(self._given, self._patience)
+        return PackedCalls(_answer(coordinator.agent_of.remote(self._node_id)))
+
+    def _ask_agent(self, call: str, *arguments: object) -> Any:
+        answer = _answer(getattr(self._agent(), call).remote(*arguments))
+        return unpack_message(answer, "the node's agent", "this process")
+
+
+def _settings_in_force(given: Config | None, patience: Patience) -> Config:
+    """The cluster's settings, which bind this process too; `given`: see `launch.ensure_coordinator`."""
+    hello = _answer(launch.ensure_coordinator(given, patience).ping.remote())
+    if hello["problem"] is not None:
+        raise hello["problem"]
+    return Config(**hello["settings"])
 
 
 def _answer(reference: Any) -> Any:

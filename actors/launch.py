@@ -6,22 +6,31 @@
 from __future__ import annotations
 
 import contextlib
+import math
+import time
+from collections.abc import Callable
 from typing import Any
 
 import ray
-from ray._private.state import actors
-from ray.exceptions import RayActorError, RayError, RaySystemError
+from ray.exceptions import GetTimeoutError, RayActorError, RayError, RaySystemError, RayTaskError
 
+from actors.coordination.nodes import this_node
 from actors.coordinator import Coordinator
 from actors.names import COORDINATOR, NAMESPACE, process_of
 from cluster.config import Config
-from cluster.errors import ClusterError, ClusterLost, PackageMissing
+from cluster.errors import ClusterError, ClusterLost, PackageMissing, VersionMismatch
+from cluster.joining.patience import LOOK_S, UNLIMITED, Patience
+from cluster.joining.ray_private import actor_table
+from cluster.messages import check_version
+from cluster.node_settings import NodeSettings
 from cluster.process_logs.log_files import KINDS
 from cluster.process_logs.log_lines import LogProcess
-from longshore.install_check import PackageShadowed, check_packages, probe
+from longshore.install_check import PackageShadowed, check_packages
 from storage.errors import LongshoreError
+from storage.problems import install_hint
 
 HEAD_RESOURCE = "node:__internal_head__"
+START_S = 60.0  # a process of Ray's is up by then; who gives a deadline waits until that
 
 
 def find_coordinator() -> Any | None:
@@ -31,10 +40,36 @@ def find_coordinator() -> Any | None:
     return None
 
 
-def ensure_coordinator(config: Config) -> Any:
-    """The coordinator's handle; starts one when none runs. Raises PackageMissing, PackageShadowed, ClusterLost."""
+def ensure_coordinator(given: Config | None = None, patience: Patience = UNLIMITED) -> Any:
+    """The coordinator's handle; starts one when none runs.
+
+    Args:
+        given: Settings of the program that started the Ray cluster, when this is it. None: the coordinator reads the
+            environment of its node.
+        patience: How long the caller waits; by default START_S for each process that is started.
+
+    Raises:
+        PackageMissing, PackageShadowed: A node cannot run it. Nothing was made there then.
+        VersionMismatch: The cluster has another Longshore.
+        ConfigError: The environment of the head has bad settings.
+        ClusterLost: Nobody answers.
+        LoadTimeout, LoadCancelled: As `patience` says.
+    """
     check_packages()
-    pinned = config.pin_coordinator_to_head and HEAD_RESOURCE in ray.cluster_resources()  # type: ignore[no-untyped-call]
+    handle = find_coordinator() or _start_coordinator(given, patience)
+    hello = _answer(handle.ping.remote(), patience)
+    check_version((hello["protocol"], hello["version"]), "the coordinator", "this process")
+    return handle
+
+
+def _start_coordinator(given: Config | None, patience: Patience) -> Any:
+    """Handle of a new coordinator, or of one that another client has just started. Raises as `ensure_coordinator`."""
+    _check_installed(patience)
+    on_head = {"resources": {HEAD_RESOURCE: 0.001}}
+    pinned = HEAD_RESOURCE in ray.cluster_resources()  # type: ignore[no-untyped-call]
+    if pinned:
+        config = given or _answer(ray.remote(_config_there).options(num_cpus=0, **on_head).remote(), patience)
+        pinned = config.pin_coordinator_to_head
     handle: Any = (
         ray.remote(Coordinator)
         .options(
@@ -43,27 +78,39 @@ def ensure_coordinator(config: Config) -> Any:
             lifetime="detached",
             get_if_exists=True,
             num_cpus=0,
-            resources={HEAD_RESOURCE: 0.001} if pinned else None,
+            **(on_head if pinned else {}),
             max_restarts=-1,
             max_concurrency=1000,
         )
-        .remote(config)
+        .remote(given)
     )
-    try:
-        ray.get(handle.ping.remote(), timeout=60)
-    except LongshoreError:
-        raise
-    except (RayActorError, RaySystemError) as error:
-        raise _diagnosed(error, "the coordinator could not start") from error
-    except RayError as error:
-        raise ClusterLost("the coordinator did not answer", cause=str(error)[:500]) from error
     return handle
 
 
+def _config_there() -> Config:
+    """The settings in the environment of the node that this task runs on. Raises ConfigError."""
+    return NodeSettings.here(this_node()).config
+
+
+def _answer(reference: Any, patience: Patience) -> Any:
+    """What the head answers. Raises why the coordinator cannot start."""
+    try:
+        return _wait(reference, patience)
+    except (RayTaskError, RayActorError, RaySystemError) as error:
+        if isinstance(cause := getattr(error, "cause", None), LongshoreError):
+            raise cause from None
+        raise _diagnosed(error, "the coordinator could not start") from error
+    except RayError as error:
+        raise ClusterLost("the coordinator did not answer", cause=str(error)[:500]) from error
+
+
 def processes() -> dict[tuple[str, int], LogProcess]:
-    """(node id, pid) -> which of our actors it is, as far as Ray remembers them: dead ones too."""
+    """(node id, pid) -> which of our actors it is, as far as Ray remembers them: dead ones too.
+
+    Raises DependencyChanged.
+    """
     found = {}
-    for actor in actors().values():
+    for actor in actor_table().values():
         process = process_of(actor["Name"]) if actor["ActorClassName"].rsplit(".", 1)[-1] in KINDS else None
         pid = int(actor.get("Pid") or actor["Address"].get("Pid") or 0)
         if process is not None and pid:
@@ -71,17 +118,71 @@ def processes() -> dict[tuple[str, int], LogProcess]:
     return found
 
 
-def _diagnosed(error: Exception, what: str) -> Exception:
-    """Why an actor of ours could not be made: asks a plain task on the cluster what its Python finds."""
+def _wait(reference: Any, patience: Patience) -> Any:
+    """Return an answer of a process that may have to be started. Raises as `ray.get` and `patience` do."""
+    give_up_s = time.monotonic() + (START_S if math.isinf(patience.left_s(math.inf)) else math.inf)
+    while not ray.wait([reference], timeout=patience.left_s(LOOK_S))[0]:
+        patience.check()
+        if time.monotonic() > give_up_s:
+            raise GetTimeoutError(f"no answer in {START_S:.0f} s")
+    return ray.get(reference)
+
+
+def _check_installed(patience: Patience) -> None:
+    """Return when the cluster has this Longshore. Nothing is left there, whatever it has.
+
+    Raises PackageMissing, PackageShadowed, VersionMismatch, ClusterLost, and as `patience` does.
+    """
+    on_head = {HEAD_RESOURCE: 0.001} if HEAD_RESOURCE in ray.cluster_resources() else None  # type: ignore[no-untyped-call]
+    asked = ray.remote(_look_for_packages()).options(num_cpus=0, max_retries=0, resources=on_head).remote()
     try:
-        found = ray.get(ray.remote(probe).options(num_cpus=0).remote(), timeout=60)
-    except Exception as failed:
-        if "longshore" in str(failed) and "No module" in str(failed):
-            return PackageMissing(
-                "the cluster's nodes do not have longshore installed",
-                hint="pip install longshore[cluster] on every node, or build it into the image",
-            )
-        return ClusterError(what, cause=str(error)[:500])
-    if found.get("problem"):
+        found = _wait(asked, patience)
+    except BaseException as error:
+        with contextlib.suppress(RayError):
+            ray.cancel(asked, force=True)
+        if isinstance(error, RayError):
+            raise ClusterLost("the Ray cluster runs no tasks", cause=str(error).strip()[-500:]) from error
+        raise
+    if (unfit := _unfit(found)) is not None:
+        raise unfit
+
+
+def _unfit(found: dict[str, Any] | None) -> Exception | None:
+    """Return why nodes with these packages cannot run our actors. None: they can."""
+    address = ray.get_runtime_context().gcs_address
+    if found is None:
+        return PackageMissing(
+            "the cluster's nodes do not have longshore installed",
+            hint=f"on every node, or when its image is built: {install_hint('cluster')}. address= and RAY_ADDRESS name "
+            'another cluster; address="local" starts one for this process',
+            address=address,
+        )
+    if found["problem"]:
         return PackageShadowed(str(found["problem"]))
-    return ClusterError(what, cause=str(error)[:500])
+    try:
+        check_version((found["protocol"], found["version"]), f"the Ray cluster at {address}", "this process")
+    except VersionMismatch as error:
+        return error
+    return None
+
+
+def _look_for_packages() -> Callable[[], dict[str, Any] | None]:
+    """Return the task that looks. A local function: Ray sends its code, and imports nothing of ours to run it."""
+
+    def look() -> dict[str, Any] | None:
+        try:
+            from longshore.install_check import probe
+        except ImportError:
+            return None
+        return probe()
+
+    return look
+
+
+def _diagnosed(error: Exception, what: str) -> Exception:
+    """Return why an actor of ours could not be made: a plain task on the cluster says what its Python finds."""
+    try:
+        found = ray.get(ray.remote(_look_for_packages()).options(num_cpus=0).remote(), timeout=START_S)
+    except Exception:
+        return ClusterError(what, cause=str(error)[:500])
+    return _unfit(found) or ClusterError(what, cause=str(error)[:500])

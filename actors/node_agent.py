@@ -8,10 +8,8 @@ Every decision is the ledger's; this class adds the lock, the clock, the waiting
 
 from __future__ import annotations
 
-import contextlib
 import logging
 import os
-import pickle
 import socket
 import threading
 import time
@@ -19,6 +17,7 @@ import uuid
 from dataclasses import replace
 
 from actors.node.arena_filling import ArenaFilling
+from actors.node.chunk_flow import JobTables
 from actors.node.disk_writer import DiskWriter
 from actors.node.node_ledger import NodeLedger
 from actors.node.node_meter import NodeMeter
@@ -26,8 +25,22 @@ from actors.node.node_resources import host_pools, open_arena
 from actors.node.survivors import Survivors
 from actors.rank_link import CoordinatorLink
 from cluster.config import Config
-from cluster.logs import LogFields, configure_logs
-from cluster.messages import JoinReply, NodeFacts, NodeJob, Orders, RankHello, RankUpdate, Words
+from cluster.errors import AgentEnded, VersionMismatch
+from cluster.logs import LogFields, RepeatedWork, configure_logs
+from cluster.messages import (
+    BeatReply,
+    JoinReply,
+    NodeFacts,
+    NodeJob,
+    Orders,
+    RankHello,
+    RankUpdate,
+    SlotHolder,
+    Words,
+    pack_message,
+    unpack_message,
+)
+from cluster.node_settings import NodeSettings, node_name
 from cluster.preview.held_chunks import HeldChunks, key_blocks
 from cluster.reports.chunk_map import NodeView
 from cluster.reports.report import NodeReport
@@ -36,7 +49,7 @@ from longshore.version import __version__
 from storage.arena.arena import Arena
 from storage.arena.arena_files import SHM_DIRECTORY, arena_path
 from storage.arena.chunk_cache import ChunkCache
-from storage.errors import ArenaError, LongshoreError
+from storage.errors import LongshoreError
 from storage.host.gpu_memory import gpu_memory
 from storage.host.own_memory import PeakMemory
 from storage.host.processes import ProcessId
@@ -50,32 +63,37 @@ class NodeAgent:
 
     def __init__(
         self,
-        config: Config,
+        given: Config | None,
         cluster_id: str,
         node_id: str,
         host: str = "",
         coordinator: CoordinatorLink | None = None,
         directory: str = SHM_DIRECTORY,
     ) -> None:
+        """`given`: settings of the program that started the cluster. None: those of this node's environment count."""
         check_packages()
-        self._config = config
         self._node_id = node_id
         self._host = host or socket.gethostname()
         self._coordinator = coordinator
-        if coordinator is not None:
-            configure_logs(config.logs)
-        self._about = LogFields(node=self._host).extra
+        about = LogFields(node=self._host)
+        self._about = about.extra
+        self._work = RepeatedWork(_LOG, about)
         self._incarnation = uuid.uuid4().hex[:12]
         self._heard_s = time.monotonic()
         self._changed = threading.Condition()
         self._stopped = threading.Event()
         self._error: LongshoreError | None = None
         self._asked_for: tuple[str, ...] = ()
+        self._heard_of = self._told = ""  # incarnation of the coordinator: that answered last, that has the settings
         self._memory: dict[str, PeakMemory] = {}  # of this process, by load
         self._arena: Arena | None = None
         self._survivors = Survivors("", self._incarnation, restored=False)
         self._threads: list[threading.Thread] = []
         try:
+            self._settings = NodeSettings.here(node_name(self._host, node_id), given)
+            config = self._config = self._settings.config
+            if coordinator is not None:
+                configure_logs(config.logs)
             self._arena, restored = open_arena(config, arena_path(cluster_id, node_id, directory), directory)
             cache = ChunkCache(self._arena.slot_count, journal=self._arena, ready_slots=self._arena.ready_slots)
             self._survivors = Survivors(self._arena.path, self._incarnation, restored=restored)
@@ -94,6 +112,17 @@ class NodeAgent:
             self._threads.append(thread)
             thread.start()
 
+    def packed(self, call: str, arguments: bytes, *beside: bytes) -> bytes:
+        """Answer one of the calls below, which came with its sender's version, with ours (`actors.agent_link`).
+
+        `beside`: the last arguments, if they were in Ray's object store. Raises VersionMismatch before anything that
+        another Longshore has sent is unpickled, and what the call raises.
+        """
+        if call.startswith("_"):
+            raise ValueError(f"no call of an agent: {call}")
+        asked = unpack_message(arguments, "the process that asks", f"the agent on {self._host}")
+        return pack_message(getattr(self, call)(*asked, *beside))
+
     # -- coordinator -------------------------------------------------------------------------------------------
 
     def facts(self) -> NodeFacts:
@@ -107,6 +136,7 @@ class NodeAgent:
             pools=host_pools(os.path.dirname(arena.path)),
             gpus=gpu_memory(),
             version=__version__,
+            slot_bytes=arena.slot_bytes,
         )
 
     def begin(self, job: NodeJob, shared: bytes = b"") -> bool:
@@ -117,12 +147,24 @@ class NodeAgent:
         job = replace(job, shared=job.shared or shared)
         with self._changed:
             self._usable()
-            memory = PeakMemory()
-            begun = self._ledger.begin(job, time.monotonic())
+            reserved = self._ledger.reserve(job, time.monotonic())
+            self._changed.notify_all()
+        if reserved is not None:
+            return reserved
+        memory, tables = PeakMemory(), JobTables.of(job)  # without the lock: ranks wait for it
+        with self._changed:
+            self._usable()
+            begun = self._ledger.begin(job, time.monotonic(), tables)
             if begun:
                 self._memory.setdefault(job.load_id, memory)
             self._changed.notify_all()
             return begun
+
+    def slot_holders(self) -> tuple[SlotHolder, ...]:
+        """Which loads have or want the arena's slots, for one that has waited for some in vain."""
+        with self._changed:
+            self._usable()
+            return self._ledger.slot_holders()
 
     def holds(self, keys: bytes) -> HeldChunks:
         """Which of those chunks are in the arena and on disk. A look only; their keys come one after the other."""
@@ -170,12 +212,23 @@ class NodeAgent:
             self._ledger.end(load_id, time.monotonic())
             self._changed.notify_all()
 
-    def shutdown(self) -> None:
-        """Give the arena back. The agent does nothing after that. Idempotent."""
-        self._stopped.set()
-        if self._arena is None:
-            return
+    def leave(self, load_id: str) -> None:
+        """The process that hosted the load's rank has let go of it, and belongs to its group no more."""
         with self._changed:
+            self._ledger.leave(load_id)
+
+    def shutdown(self, *, only_idle: bool = False) -> bool:
+        """Give the arena back. The agent does nothing after that. Idempotent.
+
+        With `only_idle` nothing happens, and False is returned, while a load is here or asks to be.
+        """
+        with self._changed:
+            if self._arena is None:
+                self._stopped.set()
+                return True
+            if only_idle and self._ledger.is_busy and not self._stopped.is_set():
+                return False
+            self._stopped.set()
             self._arena.unlink()
             self._changed.notify_all()
         for thread in self._threads:
@@ -183,6 +236,7 @@ class NodeAgent:
                 thread.join()
         with self._changed:  # so that nobody is in the middle of a slot record
             self._arena.close()
+        return True
 
     # -- ranks -------------------------------------------------------------------------------------------------
 
@@ -218,10 +272,6 @@ class NodeAgent:
                 orders = self._ledger.orders_for(update, time.monotonic())
             return orders or self._ledger.no_orders(update)
 
-    def exchange_packed(self, update: bytes) -> bytes:
-        """`exchange`, packed by a process of ours and for it."""
-        return pickle.dumps(self.exchange(pickle.loads(update)), protocol=5)
-
     def check_in(self, process: ProcessId, words: Words) -> float:
         """Seconds since this agent last heard the coordinator: by this, workers know that they are orphans.
 
@@ -242,58 +292,74 @@ class NodeAgent:
     def _tick(self) -> None:
         """Deadlines and deaths."""
         while not self._stopped.wait(self._config.heartbeat_s / 2):
-            with self._changed:
-                processes = self._ledger.processes()
-                for memory in self._memory.values():
-                    memory.sample()
-            dead = [process for process in processes if not process.is_alive()]
-            mapping = self._survivors.mapping()
-            with self._changed:
-                now_s = time.monotonic()
-                for process in (unmapped := self._survivors.take_unmapped(mapping)):
-                    self._ledger.settle(process)
-                changed = self._ledger.expire(now_s)
-                for process in dead:
-                    self._ledger.process_dead(process, now_s)
-                overdue = self._ledger.overdue(now_s)
-                if changed or dead or unmapped:
-                    self._changed.notify_all()
-            for process in overdue:
-                if process != ProcessId.current():  # (a test, or a program of one process, hosts agent and ranks)
-                    _LOG.warning(
-                        "process %d is killed: it holds a slot that was taken from it", process.pid, extra=self._about
-                    )
-                    process.kill()  # it neither let go of its slot nor died: only its death makes the slot safe
+            with self._work.turn("the look at deadlines and processes"):
+                self._look_at_processes()
+
+    def _look_at_processes(self) -> None:
+        with self._changed:
+            processes = self._ledger.processes()
+            for memory in self._memory.values():
+                memory.sample()
+        dead = [process for process in processes if not process.is_alive()]
+        mapping = self._survivors.mapping()
+        with self._changed:
+            now_s = time.monotonic()
+            for process in (unmapped := self._survivors.take_unmapped(mapping)):
+                self._ledger.settle(process)
+            changed = self._ledger.expire(now_s)
+            for process in dead:
+                for load_id in self._ledger.process_dead(process, now_s):
+                    self._memory.pop(load_id, None)
+            overdue = self._ledger.overdue(now_s)
+            if changed or dead or unmapped:
+                self._changed.notify_all()
+        for process in overdue:
+            if process != ProcessId.current():  # (a test, or a program of one process, hosts agent and ranks)
+                _LOG.warning(
+                    "process %d is killed: it holds a slot that was taken from it", process.pid, extra=self._about
+                )
+                process.kill()  # it neither let go of its slot nor died: only its death makes the slot safe
 
     def _beat(self) -> None:
         """Heartbeat to the coordinator; an agent that has heard none for long ends itself."""
-        if self._coordinator is None:
-            return
-        me = self._node_id, self._host, self._incarnation
-        while not self._stopped.wait(self._config.heartbeat_s):
-            with self._changed:
-                beat = self._ledger.beat(*me, time.monotonic(), self._asked_for)
+        while self._coordinator is not None and not self._stopped.wait(self._config.heartbeat_s):
             reply = None
-            with contextlib.suppress(Exception):  # a thread that died of it would make this node look dead
-                beat = self._meter.complete(beat)
-                reply = self._coordinator.heartbeat(beat)
+            with self._work.turn("the heartbeat"):
+                reply = self._say_alive(self._coordinator)
             silent_s = 0.0 if reply else time.monotonic() - self._heard_s
             if (reply and reply.node_dead) or silent_s > self._config.orphan_after_s:
                 self.shutdown()  # in order: a SIGKILL, as of Ray on a node that it gave up, would leave the arena
                 os._exit(1)
-            if reply is None:
-                continue
-            self._heard_s = time.monotonic()
+
+    def _say_alive(self, coordinator: CoordinatorLink) -> BeatReply | None:
+        """The coordinator's answer to one heartbeat; None when there was none."""
+        with self._changed:
+            beat = self._ledger.beat(self._node_id, self._host, self._incarnation, time.monotonic(), self._asked_for)
+        beat = self._meter.complete(beat)
+        if not self._told or self._told != self._heard_of:
+            beat = replace(beat, settings=self._settings.of_agent())
+        try:
+            reply = coordinator.heartbeat(beat)
+        except VersionMismatch:
+            raise  # it is logged
+        except LongshoreError:
+            return None  # nobody there
+        self._heard_s = time.monotonic()
+        self._heard_of = reply.coordinator
+        if beat.settings:
+            self._told = reply.coordinator
+        if not reply.node_dead:
             self._meter.answered()
             with self._changed:
                 self._ledger.answered(beat)
             self._asked_for = reply.unknown_loads
             for load_id in reply.ended_loads:
                 self.end(load_id)
+        return reply
 
     def _usable(self) -> Arena:
         if (error := self._error or self._filling.error) is not None:
             raise error
         if self._arena is None or self._stopped.is_set():
-            raise ArenaError("this node's agent has been shut down", node=self._node_id)
+            raise AgentEnded("the agent of this node was shut down", node=self._node_id)
         return self._arena

@@ -70,7 +70,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
 
 def measure(folder: Path, rounds: int, ranks: int) -> dict[str, Any]:
     """Every case `rounds` times; medians."""
-    options: dict[str, Any] = {"tensor_parallel_size": ranks, "device": "cpu"}
+    options: dict[str, Any] = {"tensor_parallel_size": ranks, "device": "cpu", "progress": False}
     first = stored(folder, SMALL, 0)
     begun_s = time.monotonic()
     config = cluster.Config.from_env(arena_bytes=1536 * MIB, warm_workers_s=WARM_S)

@@ -12,6 +12,7 @@ from typing import TYPE_CHECKING, Any
 from longshore.install_check import check_packages
 
 if TYPE_CHECKING:
+    from actors.hosting import host_rank as host_rank
     from cluster.client import aload as aload
     from cluster.client import apublish as apublish
     from cluster.client import averify as averify
@@ -19,6 +20,8 @@ if TYPE_CHECKING:
     from cluster.client import publish as publish
     from cluster.client import verify as verify
     from cluster.config import Config as Config
+    from cluster.errors import AgentEnded as AgentEnded
+    from cluster.errors import CallTimeout as CallTimeout
     from cluster.errors import ChunkFailed as ChunkFailed
     from cluster.errors import ClusterError as ClusterError
     from cluster.errors import ClusterLost as ClusterLost
@@ -62,6 +65,7 @@ if TYPE_CHECKING:
     from longshore.install_check import PackageShadowed as PackageShadowed
     from longshore.version import __version__ as __version__
     from storage.errors import AccessDenied as AccessDenied
+    from storage.errors import ArenaBusy as ArenaBusy
     from storage.errors import ArenaCorrupt as ArenaCorrupt
     from storage.errors import ArenaError as ArenaError
     from storage.errors import ArenaTooLarge as ArenaTooLarge
@@ -69,6 +73,7 @@ if TYPE_CHECKING:
     from storage.errors import BadSignature as BadSignature
     from storage.errors import CheckpointError as CheckpointError
     from storage.errors import CredentialsExpired as CredentialsExpired
+    from storage.errors import DependencyChanged as DependencyChanged
     from storage.errors import DiskChunkUnusable as DiskChunkUnusable
     from storage.errors import DiskTierError as DiskTierError
     from storage.errors import IntegrityError as IntegrityError
@@ -87,11 +92,14 @@ if TYPE_CHECKING:
     from storage.errors import ObjectChanged as ObjectChanged
     from storage.errors import ObjectNotFound as ObjectNotFound
     from storage.errors import PickleRefused as PickleRefused
+    from storage.errors import ProxyRefused as ProxyRefused
     from storage.errors import PublishError as PublishError
     from storage.errors import RangeMismatch as RangeMismatch
     from storage.errors import ReadEnded as ReadEnded
+    from storage.errors import RevisionMismatch as RevisionMismatch
     from storage.errors import ShortRead as ShortRead
     from storage.errors import SignatureError as SignatureError
+    from storage.errors import SignedNameMismatch as SignedNameMismatch
     from storage.errors import SigningUnavailable as SigningUnavailable
     from storage.errors import SourceRefused as SourceRefused
     from storage.errors import StoreError as StoreError
@@ -99,15 +107,18 @@ if TYPE_CHECKING:
     from storage.errors import Throttled as Throttled
     from storage.errors import UnknownSigner as UnknownSigner
     from storage.errors import UnsupportedStore as UnsupportedStore
+    from storage.errors import WeakDigest as WeakDigest
     from storage.publishing.publish import PublishReport as PublishReport
     from storage.publishing.verify import VerifyReport as VerifyReport
 
 # module -> public names that live there; the block above tells type checkers the same (a test compares them)
 _EXPORTS = {
+    "actors.hosting": "host_rank",
     "cluster.client": "aload apublish averify load publish verify",
     "cluster.config": "Config",
     "cluster.errors": (
-        "ChunkFailed ClusterError ClusterLost ConfigError DeviceUnavailable DoesNotFit DoesNotFitNow "
+        "AgentEnded CallTimeout ChunkFailed ClusterError ClusterLost ConfigError DeviceUnavailable DoesNotFit "
+        "DoesNotFitNow "
         "IllegalTransition LayoutError LoadCancelled LoadError LoadForgotten LoadTimeout ModelConfigError "
         "ModelNotFound ModuleMismatch NoCoordinator NodeLost NotEnoughResources PackageMissing PlanError RankLost "
         "RankTaken RemoteCallFailed UnknownFamily VersionMismatch"
@@ -121,19 +132,22 @@ _EXPORTS = {
     "longshore.install_check": "PackageShadowed",
     "longshore.version": "__version__",
     "storage.errors": (
-        "AccessDenied ArenaCorrupt ArenaError ArenaTooLarge ArenaTooSmall BadSignature CheckpointError "
-        "CredentialsExpired DiskChunkUnusable DiskTierError IntegrityError InvalidAmax InvalidHeader InvalidIndex "
-        "InvalidKey InvalidManifest InvalidUri LongshoreError ManifestError ManifestMismatch ManifestUnsigned "
-        "NewerManifest NotACheckpoint ObjectChanged ObjectNotFound PickleRefused PublishError RangeMismatch ReadEnded "
-        "ShortRead SignatureError SigningUnavailable SourceRefused StoreError StoreUnavailable Throttled UnknownSigner "
-        "UnsupportedStore"
+        "AccessDenied ArenaBusy ArenaCorrupt ArenaError ArenaTooLarge ArenaTooSmall BadSignature "
+        "CheckpointError CredentialsExpired DependencyChanged DiskChunkUnusable DiskTierError IntegrityError "
+        "InvalidAmax "
+        "InvalidHeader InvalidIndex InvalidKey InvalidManifest InvalidUri LongshoreError ManifestError "
+        "ManifestMismatch ManifestUnsigned NewerManifest NotACheckpoint ObjectChanged ObjectNotFound PickleRefused "
+        "ProxyRefused PublishError RangeMismatch ReadEnded RevisionMismatch ShortRead SignatureError "
+        "SignedNameMismatch SigningUnavailable SourceRefused StoreError StoreUnavailable Throttled UnknownSigner "
+        "UnsupportedStore WeakDigest"
     ),
     "storage.publishing.publish": "PublishReport",
     "storage.publishing.verify": "VerifyReport",
 }
 _HOME_OF = {name: module for module, names in _EXPORTS.items() for name in names.split()}
 
-__all__ = sorted(_HOME_OF)
+if not TYPE_CHECKING:  # type checkers would take a list that is worked out for an empty one
+    __all__ = sorted(_HOME_OF)
 
 check_packages()
 
@@ -147,4 +161,4 @@ def __getattr__(name: str) -> Any:
 
 
 def __dir__() -> list[str]:
-    return sorted({*globals(), *__all__})
+    return sorted({*globals(), *_HOME_OF})

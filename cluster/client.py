@@ -13,31 +13,42 @@ import time
 from collections.abc import Callable, Sequence
 from typing import TYPE_CHECKING, Any
 
-from cluster.async_twins import GIVEN_UP, in_thread
+from cluster.argument_types import checks_arguments
+from cluster.async_twins import GIVEN_UP, in_thread, load_in_thread
+from cluster.command_line.progress import byte_counter, load_counter, shown_progress
 from cluster.config import Config
 from cluster.connection import connect
 from cluster.device_map.options import GivenMap, GivenMemory
-from cluster.errors import ClusterLost, LoadCancelled
+from cluster.errors import ClusterLost, ConfigError, LoadCancelled
 from cluster.fit.options import STRICT, FitOptions
+from cluster.joining.patience import Patience
 from cluster.layouts.live_rules import with_live_rules
 from cluster.layouts.mesh import Layout
 from cluster.layouts.rules_file import LayoutRules
 from cluster.model import LoadedModel
-from cluster.precision.recipes import make_precision
+from cluster.precision.recipes import Dtype, make_precision
 from cluster.reports.report import LoadProgress
-from cluster.request import StoreOptions, make_request, open_destination, open_uri, read_keys
+from cluster.request import (
+    StoreOptions,
+    make_request,
+    open_destination,
+    open_uri,
+    read_keys,
+    read_revision,
+    read_signed_name,
+)
 from cluster.tracing import load_trace
 from cluster.wait import load_on
+from storage.store_ref import Credentials
 
 if TYPE_CHECKING:
     from storage.publishing.publish import PublishReport
     from storage.publishing.verify import VerifyReport
-    from storage.store_ref import Credentials
 
-Progress = Callable[[LoadProgress], None]
 Keys = Sequence[str | os.PathLike[str]]
 
 
+@checks_arguments
 def load(
     model_uri: str | os.PathLike[str],
     *,
@@ -54,7 +65,7 @@ def load(
     wait_for_resources_s: float = 0,
     placement: str = "auto",
     placement_group: Any = None,
-    progress: Progress | None = None,
+    progress: bool | Callable[[LoadProgress], None] | None = None,
     timeout_s: float | None = None,
     endpoint_url: str | None = None,
     region: str | None = None,
@@ -62,7 +73,7 @@ def load(
     anonymous: bool = False,
     credentials: Credentials | None = None,
     layout_rules: LayoutRules | None = None,
-    dtype: str = "auto",
+    dtype: Dtype = "auto",
     quantization: str | None = None,
     skip_quantization: Sequence[str] | None = None,
     device_map: GivenMap | None = None,
@@ -72,6 +83,8 @@ def load(
     gpu_memory_utilization: float | None = None,
     reserve_bytes: int | None = None,
     trusted_keys: Keys | None = None,
+    signed_name: str | None = None,
+    revision: str | None = None,
     config: Config | None = None,
 ) -> LoadedModel:
     """Load a model into the cluster's devices, every chunk verified; returns when every rank has its slices.
@@ -85,24 +98,30 @@ def load(
     `layout_rules`: a pattern of tensor names to a rule, or a JSON file of that: they come before the model family's own
     (docs/layouts.md). `placement`: "via_arena" (chunks stay cached on the node), "direct" (what one rank alone wants
     goes into its host memory without a copy, uncached), "auto" (direct when the node's arena is smaller than its
-    share). `dtype`: what floating-point tensors are cast to ("bfloat16", "float16", "float32"; "auto": as stored).
+    share). `dtype`: what floating-point tensors are cast to ("bfloat16" or "bf16", "float16", "float32", also as a
+    torch.dtype; "auto": as stored).
     `quantization`: "fp8" (a scale per row), "fp8_tensor", "int8", "int4" or "nf4" of linear layers and experts, on
     the way in, but for those whose names match `skip_quantization` (patterns; "default" among them, and alone when
     None, stands for heads, towers and experts in one tensor). `placement_group`: rank i takes bundle i of yours.
-    `progress` is called from this thread with every change. A second load of the same model with the same options
-    gets the resident one.
+    `progress`: True shows a bar on stderr, in a terminal or a notebook (lines elsewhere), False nothing; a function is
+    called from this thread with every change; None: a bar on a terminal, nothing elsewhere. A second load of the same
+    model with the same options gets the resident one.
     `device_map` ("auto", "balanced", "balanced_low_0", "sequential", one device, or modules and their devices)
-    gives one rank several devices, as Accelerate does: GPUs, then "cpu", then "disk". `max_memory`: limits by device;
-    `offload_folder`: on the node, for what goes to disk (docs/device_map.md).
+    gives one rank several devices, as Accelerate does: GPUs, then "cpu", then "disk". `max_memory`: limits by device
+    ({0: "20GB", "cpu": "60GB"}); `offload_folder`: on the node, for what goes to disk. Either of them without a
+    `device_map` means "auto" within it (docs/device_map.md).
     `fit="strict"` refuses what does not fit before a byte moves, and says which change would; "auto" takes the first of
     as given, bfloat16, fp8, int8, int4 that fits (`report.taken`). `gpu_memory_utilization` (part of each GPU's memory
     that may be in use in all) and `reserve_bytes` (of each GPU, or host for CPU ranks): what stays free.
     `trusted_keys`: public keys (base64, or files with one) of which one must have signed the manifest; None: as the
-    settings say.
+    settings say; after a key may stand `:NAME`, for which alone it is trusted. `signed_name`: the name under which the
+    manifest must be signed; None: the path of the URI without scheme and bucket. `revision`: the only one that is
+    accepted (`report.revision` of a load or of `publish`); None: the one that is stored.
 
     Raises (all LongshoreError): StoreError (SourceRefused: a place that the settings do not allow), CheckpointError,
-    ManifestError (SignatureError: unsigned, signed with another key, tampered with), PlanError (LayoutError,
-    DoesNotFit), NotEnoughResources, IntegrityError, ChunkFailed, RankLost, LoadTimeout, ClusterLost, VersionMismatch.
+    ManifestError (SignatureError: unsigned, signed with another key or as another model, tampered with;
+    RevisionMismatch), PlanError (LayoutError, DoesNotFit), NotEnoughResources, IntegrityError, ChunkFailed, RankLost,
+    LoadTimeout, ClusterLost, VersionMismatch.
     """
     started_s = time.monotonic()
     config = config or Config.from_env()
@@ -126,6 +145,8 @@ def load(
         placement=placement,
         placement_group=placement_group,
         trusted_keys=config.public_keys() if trusted_keys is None else trusted_keys,
+        signed_name=signed_name,
+        revision=revision,
         precision=make_precision(dtype, quantization, skip_quantization),
         device_map=device_map,
         max_memory=max_memory,
@@ -133,19 +154,23 @@ def load(
         fit=FitOptions(fit, gpu_memory_utilization, reserve_bytes),
     )
     config.source_rules().check(request.store.ref, credentials)
-    connection = connect(address, config)
+    patience = Patience(None if timeout_s is None else started_s + timeout_s, GIVEN_UP.get())
+    connection = connect(address, config, patience=patience)
     if connection is None:
         raise ClusterLost("no cluster could be joined or started")
-    given_up = GIVEN_UP.get()
-    with load_trace(request.uri, started_s) as done:
+    with load_trace(request.uri, started_s) as done, shown_progress(progress, load_counter) as show:
         model_id, report = with_live_rules(
             request,
-            lambda asked: load_on(connection, asked, progress, given_up, called_s=started_s, timeout_s=timeout_s),
+            lambda asked: load_on(connection, asked, show, patience, called_s=started_s),
         )
         done(report)
-    return LoadedModel(connection, model_id, report)
+    model = LoadedModel(connection, model_id, report)
+    if not connection.holds(model_id):
+        raise LoadCancelled("this process released the model while it was loaded", model=model_id)
+    return model
 
 
+@checks_arguments
 def publish(
     uri_or_path: str | os.PathLike[str],
     dest: str | os.PathLike[str] | None = None,
@@ -155,7 +180,8 @@ def publish(
     force: bool = False,
     amax: bool = False,
     sign_key: str | os.PathLike[str] | None = None,
-    progress: Callable[..., None] | None = None,
+    signed_name: str | None = None,
+    progress: bool | Callable[..., None] | None = None,
     endpoint_url: str | None = None,
     region: str | None = None,
     profile: str | None = None,
@@ -165,16 +191,19 @@ def publish(
 ) -> PublishReport:
     """Write the manifest of a checkpoint beside it, or copy the checkpoint to `dest` and write it there.
 
-    What is read is checked against the store's own checksums, or read twice. An interrupted publish goes on where
-    it was. A manifest of a later Longshore is replaced only by `force`. `amax`: record the largest absolute value of
-    each row of the weights, so that loads that quantize read less (docs/precision.md). `sign_key`: file with the
-    private key that signs the manifest. Store options apply to both URIs. Raises ConfigError (a destination inside the
-    source or around it), PublishError, IntegrityError, CheckpointError, NewerManifest, InvalidKey, StoreError.
+    What is read is checked against the store's own checksums, or read twice. An interrupted publish goes on where it
+    was. A manifest of a later Longshore is replaced only by `force`. `amax`: record the largest absolute value of each
+    row of the weights, so that loads that quantize read less (docs/precision.md). `sign_key`: file with the private key
+    that signs the manifest, under `signed_name` (None: the path without scheme and bucket). `progress` as for `load`.
+    Store options apply to both URIs. Raises ConfigError (a destination inside the source or around it), PublishError,
+    IntegrityError, CheckpointError, NewerManifest, InvalidKey, StoreError.
     """
     from storage.publishing.publish import publish as publish_store
     from storage.publishing.signing_keys import SigningKey
 
     config = (config or Config.from_env()).changed(chunk_bytes=chunk_bytes)
+    if signed_name is not None and sign_key is None:
+        raise ConfigError("signed_name names a model that is signed, but there is no sign_key")
     options = StoreOptions(endpoint_url, region, profile, anonymous)
     rules = config.source_rules()
     with contextlib.ExitStack() as stack:
@@ -184,6 +213,7 @@ def publish(
         if dest is not None:
             target = open_destination(dest, uri_or_path, options, credentials, config.read_timeout_s, rules)
             stack.callback(target.close)
+        show = stack.enter_context(shown_progress(progress, lambda display: byte_counter(display, "publish")))
         return publish_store(
             source,
             target,
@@ -191,17 +221,21 @@ def publish(
             chunk_bytes=config.chunk_bytes,
             force=force,
             amax=amax,
-            progress=_until_given_up(progress),
+            progress=_until_given_up(show),
             only_key=only_key,
             sign_key=None if sign_key is None else SigningKey.read(sign_key),
+            signed_name=read_signed_name(signed_name),
         )
 
 
+@checks_arguments
 def verify(
     uri: str | os.PathLike[str],
     *,
     trusted_keys: Keys | None = None,
-    progress: Callable[..., None] | None = None,
+    signed_name: str | None = None,
+    revision: str | None = None,
+    progress: bool | Callable[..., None] | None = None,
     endpoint_url: str | None = None,
     region: str | None = None,
     profile: str | None = None,
@@ -212,8 +246,8 @@ def verify(
     """Read everything the manifest names and compare digests and tensors. Damage is in the report, no exception.
 
     A model that was not published has nothing to compare with: its report is not ok, and its `source` is "headers".
-    `trusted_keys` as for `load`: SignatureError before anything else is read. Raises InvalidManifest, CheckpointError,
-    ObjectChanged, StoreError.
+    `trusted_keys`, `signed_name` and `revision` as for `load`: SignatureError, RevisionMismatch before anything else is
+    read; `progress` too. Raises InvalidManifest, CheckpointError, ObjectChanged, StoreError.
     """
     from storage.publishing.verify import verify as verify_store
 
@@ -221,8 +255,16 @@ def verify(
     options = StoreOptions(endpoint_url, region, profile, anonymous)
     store, only_key = open_uri(uri, options, credentials, config.read_timeout_s, config.source_rules())
     keys = config.public_keys() if trusted_keys is None else read_keys(trusted_keys)
-    with contextlib.closing(store):
-        return verify_store(store, progress=_until_given_up(progress), only_key=only_key, trusted_keys=keys)
+    shown = shown_progress(progress, lambda display: byte_counter(display, "verify"))
+    with contextlib.closing(store), shown as show:
+        return verify_store(
+            store,
+            progress=_until_given_up(show),
+            only_key=only_key,
+            trusted_keys=keys,
+            signed_name=read_signed_name(signed_name),
+            revision=read_revision(revision),
+        )
 
 
 def _until_given_up(progress: Callable[..., None] | None) -> Callable[..., None] | None:
@@ -240,6 +282,6 @@ def _until_given_up(progress: Callable[..., None] | None) -> Callable[..., None]
     return told
 
 
-aload = in_thread(load)
+aload = load_in_thread(load)
 apublish = in_thread(publish)
 averify = in_thread(verify)

@@ -13,21 +13,28 @@ from cluster.errors import ConfigError
 from cluster.logs import LogFormat, LogLevel, LogSettings
 from cluster.units import parse_bytes
 from storage.errors import InvalidKey
-from storage.publishing.signing_keys import public_key
-from storage.source_rules import ANY, DEFAULT_SCHEMES, SourceRules
+from storage.publishing.signing_keys import trusted_key
+from storage.source_rules import ANY, DEFAULT_SCHEMES, SourceRules, with_own_endpoint
 
 ENV_PREFIX = "LONGSHORE_"
 SERVICE_PREFIX = "LONGSHORE_HTTP_"  # settings of the HTTP service, read by `serving.settings`
 MIB = 1 << 20
 NO_FOLDER = "none"
 NO_KEYS = "none"
+_OF_CLIENTS = {
+    "cluster_lost_after_s",
+    "allowed_schemes",
+    "allowed_endpoints",
+    "allowed_buckets",
+    "trusted_keys",
+}
 MAX_S = 1_000_000.0  # more than eleven days is a slip, and more than sockets and locks can be told to wait is a crash
 
 
 class Config(BaseModel):
-    """Settings of a cluster (read where the coordinator starts) or of a client. Each is `LONGSHORE_<NAME>` too."""
+    """Settings of a cluster (see `cluster.node_settings`) or of a client. Each is `LONGSHORE_<NAME>` too."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     arena_bytes: int = Field(0, ge=0)  # shared memory per node for chunks; 0: a quarter of free /dev/shm, 8 GiB at most
     slot_bytes: int = Field(8 * MIB, ge=MIB, le=16 * MIB)  # one arena slot: the largest chunk that can be loaded
@@ -41,6 +48,7 @@ class Config(BaseModel):
     hedge_after_s: float = Field(2.0, gt=0, le=MAX_S)  # and it is at least so old
     rank_restarts: int = Field(3, ge=0)  # replacements of one rank's worker before the load fails
     node_wait_s: float = Field(0.0, ge=0, le=MAX_S)  # ranks of a lost node wait that long for room; 0: not at all
+    slots_wait_s: float = Field(600.0, gt=0, le=MAX_S)  # a load waits that long for arena slots that others hold
     heartbeat_s: float = Field(0.5, gt=0, le=MAX_S)  # worker to agent, agent to coordinator
     stuck_after_s: float = Field(
         60.0, gt=0, le=MAX_S
@@ -51,6 +59,7 @@ class Config(BaseModel):
     cluster_lost_after_s: float = Field(
         0.0, ge=0, le=MAX_S
     )  # clients wait that long for the head; 0: 3/4 of Ray's limit
+    access_grace_s: float = Field(300.0, ge=0, le=MAX_S)  # how long access that worked attaches to a model offline
     holder_ttl_s: float = Field(30.0, gt=0, le=MAX_S)  # a client not heard of for this long no longer holds its models
     warm_workers_s: float = Field(0.0, ge=0, le=MAX_S)  # workers of a released model wait that long for the next load
     idle_agent_s: float = Field(0.0, ge=0, le=MAX_S)  # agents end that long after their last model; 0: they stay
@@ -69,7 +78,7 @@ class Config(BaseModel):
     allowed_schemes: str = DEFAULT_SCHEMES  # schemes that models may be read from; "any": all that are installed
     allowed_endpoints: str = ANY  # servers that may be read from
     allowed_buckets: str = ANY  # buckets that may be read from
-    trusted_keys: str = NO_KEYS  # public keys, or files with one: manifests must be signed with one of them
+    trusted_keys: str = NO_KEYS  # KEY or KEY:NAME, base64 or files: manifests must be signed with one of them
 
     @field_validator("*", mode="before")
     @classmethod
@@ -113,7 +122,7 @@ class Config(BaseModel):
     def _keys(cls, value: str) -> str:
         """Files are read at once: settings travel to where they are not."""
         try:
-            return value if value == NO_KEYS else ",".join(public_key(part.strip()) for part in value.split(","))
+            return value if value == NO_KEYS else ",".join(trusted_key(part.strip()) for part in value.split(","))
         except InvalidKey as error:
             raise ValueError(str(error)) from error
 
@@ -156,17 +165,22 @@ class Config(BaseModel):
             if ENV_PREFIX + name.upper() in environ
         }
         values.update({name: value for name, value in overrides.items() if value is not None})
+        if "allowed_endpoints" in values:
+            values["allowed_endpoints"] = with_own_endpoint(values["allowed_endpoints"], environ)
         return cls._checked(values, ENV_PREFIX)
 
-    def differences(self, running: Mapping[str, Any]) -> list[str]:
-        """`name=value` of each setting that a cluster with these settings has otherwise; its value."""
-        own = self.model_dump()
+    def without_effect(self, running: Mapping[str, Any]) -> list[str]:
+        """Return `name=value` of the cluster for each setting that was given here and that the cluster has otherwise.
+
+        Settings by which a client narrows what it may load, and those of the client itself, have an effect.
+        """
+        own = self.model_dump(include=self.model_fields_set - _OF_CLIENTS)
         return [f"{name}={value!r}" for name, value in running.items() if name in own and own[name] != value]
 
     def changed(self, **overrides: Any) -> Config:
         """These settings with other values where `overrides` are not None. Raises ConfigError."""
         given = {name: value for name, value in overrides.items() if value is not None}
-        return self._checked({**self.model_dump(), **given}, "") if given else self
+        return self._checked({**self.model_dump(exclude_unset=True), **given}, "") if given else self
 
     @classmethod
     def _checked(cls, values: dict[str, Any], prefix: str) -> Config:

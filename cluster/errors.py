@@ -12,8 +12,9 @@ LongshoreError
 |  +- ClusterLost               no coordinator, or Ray itself cannot be reached
 |  |  +- NoCoordinator          Ray answers, and nothing was loaded yet, or Longshore was shut down
 |  |  +- LoadForgotten          coordinators were killed, again and again, before the load had begun
+|  +- AgentEnded                a node's agent was shut down; the next load on the node starts another
 |  +- NotEnoughResources        more ranks than GPUs (or CPU ranks) free; says who holds them
-|  +- VersionMismatch           client and cluster run different Longshore versions
+|  +- VersionMismatch           client, coordinator, agents and workers run different Longshore versions
 |  +- PackageMissing            a node does not have longshore installed
 |  +- DeviceUnavailable         the worker cannot use the device Ray gave it
 +- LoadError
@@ -26,7 +27,8 @@ LongshoreError
 |  +- IllegalTransition         a load was told what cannot happen in its state: a bug of ours
 +- ModelNotFound                no such model in this cluster
 +- ModuleMismatch               a rank's tensors and a torch module do not go together; lists every name
-+- RemoteCallFailed             a function sent by LoadedModel.call raised
++- RemoteCallFailed             a function sent by LoadedModel.call raised, or its result cannot be sent back
++- CallTimeout                  ranks have not answered LoadedModel.call within its timeout_s; names them
 """
 
 from __future__ import annotations
@@ -74,6 +76,10 @@ class NoCoordinator(ClusterLost):
     """The Ray cluster is there, without a coordinator: nothing was loaded yet, or Longshore was shut down."""
 
 
+class AgentEnded(ClusterError):
+    """A node's agent was shut down, because the node was idle or taken for dead; the next load there starts another."""
+
+
 class LoadForgotten(ClusterLost):
     """The coordinator was killed before agents kept the load for it; so were those that were asked anew."""
 
@@ -83,7 +89,7 @@ class NotEnoughResources(ClusterError):
 
 
 class VersionMismatch(ClusterError):
-    """Client and cluster run different versions of Longshore."""
+    """Processes that belong together run different versions of Longshore: the message names both."""
 
 
 class PackageMissing(ClusterError):
@@ -135,4 +141,8 @@ class ModuleMismatch(LongshoreError):
 
 
 class RemoteCallFailed(LongshoreError):
-    """A function that LoadedModel.call sent to a rank raised there."""
+    """A function that LoadedModel.call sent to a rank raised there, or its result cannot be sent back."""
+
+
+class CallTimeout(LongshoreError):
+    """Ranks have not answered LoadedModel.call within its timeout_s; `details["ranks"]` names them."""

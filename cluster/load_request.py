@@ -46,6 +46,8 @@ class LoadRequest:
     device_map: DeviceMapOptions | None = None  # one rank with several devices
     node_memory: tuple[tuple[DeviceKey, int], ...] = ()  # limits of that map where none were given, once they are known
     tried: tuple[FitTry, ...] = ()  # of fit="auto", once decided: its steps, the last of them taken
+    signed_name: str = ""  # under which the manifest must be signed, if it must be; "": the path of the URI
+    revision: str = ""  # the only one that will do; "": what is stored
     auto_identity: str = ""  # of fit="auto", once decided: that of the request as it was asked
 
     @property
@@ -79,6 +81,7 @@ class LoadRequest:
                 rules,
                 None if group is None else group.hex(),
                 sorted(self.trusted_keys),  # who checks signatures never shares with who did not
+                self.signed_name,
                 self.precision,
                 self.device_map,
                 self.fit.identity(),  # nor who takes what fits with who takes nothing else

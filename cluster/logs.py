@@ -17,12 +17,14 @@ import os
 import re
 import sys
 import time
-from collections.abc import Iterable
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
 from dataclasses import asdict, dataclass
 from typing import Any, Literal, TextIO
 
 from cluster.reports.event_log import LoadEvent
 from cluster.units import printable
+from storage.problems import without_secrets
 
 LogFormat = Literal["text", "json"]
 LogLevel = Literal["DEBUG", "INFO", "WARNING", "ERROR"]
@@ -30,21 +32,6 @@ LogSettings = tuple[str, str]  # format, level; empty ones: as it is
 
 ROOT = "longshore"
 FIELDS = ("load", "attempt", "rank", "chunk", "node", "cause", "event")
-_HIDDEN = "<hidden>"
-_SECRETS = (
-    (re.compile(r"(?<=://)[^/\s'\"]+@"), f"{_HIDDEN}@"),  # user and password of a URL
-    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?s:.)*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"), _HIDDEN),
-    (re.compile(r"\bhf_[A-Za-z0-9]{20,}"), _HIDDEN),  # a token of Hugging Face
-    (
-        re.compile(
-            r"(?i)(?<![A-Za-z0-9])((?:x-amz-(?:signature|credential|security-token)|access_?key(?:_?id)?|secret\w*|sig|signature"
-            r"|session_?token|token|password|passwd|api_?key|account_?key|private_?key|cookie)\\?[\"']?\s*[=:]\s*\\?[\"']?)"
-            r"(?:(?<=[\"'])[^\"'\r\n]+|[^\s&\"',}]+)"  # in quotes: up to the next, words and all
-        ),
-        rf"\g<1>{_HIDDEN}",
-    ),
-    (re.compile(r"(?i)\b(bearer|basic|aws4-hmac-sha256)\s+[^\r\n]+"), rf"\g<1> {_HIDDEN}"),
-)
 _LEVELS = {"rank_lost": logging.WARNING, "moved": logging.WARNING, "rank_ready": logging.DEBUG}
 
 
@@ -91,6 +78,31 @@ def log_events(logger: logging.Logger, load_id: str, attempt: int, events: Itera
         logger.log(level, "%s", event.message, extra=fields.extra)
 
 
+class RepeatedWork:
+    """Work that a thread or task does for ever: what a turn of it raises is logged, and the next turn comes.
+
+    The same error is logged once, until a turn ends well.
+    """
+
+    def __init__(self, logger: logging.Logger, about: LogFields | None = None) -> None:
+        self._logger = logger
+        self._extra = (about or LogFields()).extra
+        self._logged: dict[str, str] = {}  # what -> its last error
+
+    @contextmanager
+    def turn(self, what: str) -> Iterator[None]:
+        """One turn, inside the block. `what` names the work in the log."""
+        try:
+            yield
+        except Exception as error:
+            text = f"{type(error).__name__}: {error}"
+            if self._logged.get(what) != text:
+                self._logged[what] = text
+                self._logger.exception("%s failed, and is done again", what, extra=self._extra)
+        else:
+            self._logged.pop(what, None)
+
+
 class TextFormatter(logging.Formatter):
     """A line of text; what is in a message cannot make it two."""
 
@@ -108,13 +120,6 @@ class JsonFormatter(logging.Formatter):
         said |= dict(_fields(record))
         said |= {"pid": os.getpid(), "message": _message(record)}
         return json.dumps(said, default=str)
-
-
-def without_secrets(text: str) -> str:
-    """The text without what looks like a password, a token or a signature."""
-    for pattern, instead in _SECRETS:
-        text = pattern.sub(instead, text)
-    return text
 
 
 def _message(record: logging.LogRecord) -> str:

@@ -6,22 +6,57 @@
     agent --AgentBeat--> coordinator --BeatReply--> agent
 
 Every message of a load carries its attempt and, where a rank speaks, the rank's incarnation: by these numbers late and
-repeated messages are told apart, never by arrival. The tables that all of a load have in common (`shared`) stay packed,
-as no event loop needs them, and go into Ray's object store once per load: nodes get them from each other, once each.
+repeated messages are told apart, never by arrival. Messages are pickled by position, so processes of different
+versions would misread each other: the sender's version comes first (`pack_message`). The tables that all of a load have
+in common (`shared`) stay packed, as no event loop needs them, and go into Ray's object store once per load: nodes get
+them from each other, once each.
 """
 
 from __future__ import annotations
 
+import pickle
 from dataclasses import dataclass, field
+from typing import Any
 
+from cluster.errors import VersionMismatch
 from cluster.load_request import StoreAccess
 from cluster.metrics.figures import EndedPart, LoadCounters, NodeFigures, RankFigures
 from cluster.reports.node_report import ArenaUse
+from cluster.reports.report import SettingStatus
+from longshore.version import VERSION
 from storage.errors import LongshoreError
 from storage.host.gpu_memory import GpuMemory
 from storage.host.host_memory import MemoryPool
 from storage.host.processes import ProcessId
 from storage.store_checksum import Span
+
+UNVERSIONED = (4, "an earlier version")  # of processes that cannot say it
+
+Version = tuple[int, str]  # see `longshore.version.VERSION`
+
+
+def check_version(theirs: Version, sender: str, receiver: str) -> None:
+    """Raise VersionMismatch unless the sender runs the same Longshore as this process, which is the receiver."""
+    if tuple(theirs) == VERSION:
+        return
+    raise VersionMismatch(
+        f"{sender} runs longshore {theirs[1]} (protocol {theirs[0]}), {receiver} {VERSION[1]} (protocol {VERSION[0]})",
+        hint="install one version on every node and for every client, then end what still runs with "
+        "`longshore release --shutdown`",
+    )
+
+
+def pack_message(message: object) -> bytes:
+    """Return the message pickled, after a line with this process's version that every receiver can read."""
+    return b"%d %s\n" % (VERSION[0], VERSION[1].encode()) + pickle.dumps(message, protocol=5)
+
+
+def unpack_message(packed: bytes, sender: str, receiver: str) -> Any:
+    """Return the message. Raises VersionMismatch, before anything is unpickled, when the versions differ."""
+    line, _, message = packed.partition(b"\n")
+    protocol, _, release = line.decode().partition(" ")
+    check_version((int(protocol), release), sender, receiver)
+    return pickle.loads(message)
 
 
 @dataclass(frozen=True, slots=True)
@@ -34,6 +69,16 @@ class FetchSettings:
     heartbeat_s: float
 
 
+@dataclass(frozen=True, slots=True)
+class GroupMember:
+    """A process that hosts a rank (`actors.hosting`) and belongs to others: all of a group load the same revision."""
+
+    load_id: str
+    group: str  # as its processes call it
+    uri: str  # of the model
+    revision: str
+
+
 @dataclass(frozen=True, slots=True, eq=False)
 class NodeJob:
     """One node's share of a load."""
@@ -41,7 +86,7 @@ class NodeJob:
     load_id: str
     attempt: int
     shared: bytes  # SharedTables, packed; empty when they come beside the message
-    store_identity: str  # part of the cache key of chunks without a digest
+    store_identity: str  # part of the cache key of chunks without a collision-resistant digest
     ranks: tuple[int, ...]  # of the load, on this node
     done: frozenset[int]  # ranks that have everything already: not none only when an agent was restarted
     min_slots: int  # slots without which this load could not go on
@@ -56,6 +101,8 @@ class NodeJob:
     again: bool = False  # an agent was told this before, and was restarted
     replaced: bool = False  # before that, some rank's process was replaced
     model: str = ""  # what it is counted under (`cluster.metrics.labels`)
+    process: ProcessId | None = None  # that hosts its rank and ends it, by its death at the latest
+    group: GroupMember | None = None  # of that process
 
     @property
     def part(self) -> tuple[str, int]:
@@ -217,6 +264,22 @@ class NodeFacts:
     pools: tuple[MemoryPool, ...]  # its memory comes out of them; untouched pages of arenas are taken off
     gpus: tuple[GpuMemory, ...]  # in the order of the driver; empty where unknown
     version: str
+    slot_bytes: int = 0  # of its arena; 0: as the coordinator's settings say
+
+
+@dataclass(frozen=True, slots=True)
+class SlotHolder:
+    """A load's slots on one node: those that it uses, or may use whenever it wants to."""
+
+    load_id: str
+    slots: int
+    model: str = ""  # what the load is counted under
+    pid: int = 0  # of the process that hosts the rank (`actors.hosting`)
+    waits: bool = False  # it has none yet, and asked before
+
+    def __str__(self) -> str:
+        who = f"{self.load_id} (process {self.pid})" if self.pid else self.load_id
+        return f"{who}: {'waits for ' if self.waits else ''}{self.slots}"
 
 
 @dataclass(frozen=True, slots=True)
@@ -247,6 +310,8 @@ class AgentBeat:
     answered: bool = False  # some coordinator has answered one before: that one has counted what was in it
     ended: tuple[EndedPart, ...] = ()  # parts of loads that are over, until a heartbeat with them was answered
     figures: NodeFigures | None = None
+    settings: tuple[SettingStatus, ...] = ()  # that the agent goes by: until this coordinator has answered them
+    members: tuple[GroupMember, ...] = ()  # of groups, until they let go of their rank or are dead
 
 
 @dataclass(frozen=True, slots=True)

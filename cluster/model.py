@@ -4,21 +4,28 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import re
-from collections.abc import Callable, Iterator
-from typing import TYPE_CHECKING, Any
+import math
+import operator
+import threading
+import weakref
+from collections.abc import Callable, Iterable, Iterator, Sequence
+from typing import TYPE_CHECKING, Any, TypeVar
 
 from cluster.connection import Connection
-from cluster.errors import ClusterLost, ConfigError, RankLost, RemoteCallFailed
-from cluster.joining.remote_errors import unwrapped
+from cluster.errors import ConfigError
+from cluster.rank_calls import RankCalls, share, withdraw
 from cluster.reports.report import LoadReport
+from cluster.tensor_batches import BATCH_BYTES, Cursor, TensorBatch, tensors
+from cluster.user_values import pack_call, result_of
 from storage.errors import LongshoreError
 
 if TYPE_CHECKING:
     import torch
 
+T = TypeVar("T")
 
-_COLOURS = re.compile(r"\x1b\[[0-9;]*m")
+_handles: weakref.WeakSet[LoadedModel] = weakref.WeakSet()  # of this process
+_handles_lock = threading.Lock()
 
 
 class LoadedModel:
@@ -33,6 +40,8 @@ class LoadedModel:
         self.report = report
         self._connection = connection
         self._released = False
+        with _handles_lock:
+            _handles.add(self)
 
     @property
     def ends_with_process(self) -> bool:
@@ -45,48 +54,73 @@ class LoadedModel:
         report = self.report
         return range(report.layout.ranks)
 
-    def call(self, fn: Callable[..., Any], *args: Any, ranks: list[int] | None = None, **kwargs: Any) -> list[Any]:
-        """`fn(shard, *args, **kwargs)` inside every worker (or those of `ranks`); the results in that order.
+    def call(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        ranks: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """Run `fn(shard, *args, **kwargs)` inside the workers, on all ranks at once, and return the results by rank.
 
         `shard` maps tensor names to the rank's own tensors on its device, and has `.rank`, `.coords`, `.slices`.
         `shard.into(module)` fills a torch module with them; what is to stay for later calls goes into `shard.kept`.
-        Raises RemoteCallFailed with the function's traceback, RankLost when a worker died.
+        A coroutine function is awaited. A generator, or any other iterator, comes back as a list of all its items.
+
+        A rank runs one function at a time: a second call waits for the first one there. The first failure ends the
+        call, whatever the other ranks do. Their functions are not ended: one that has not begun never begins, one that
+        runs goes on, and can see in `ray.get_runtime_context().is_canceled()` that nobody waits for it. One that is
+        stuck, in a collective with a rank that died say, ends only with its worker: `cluster.release(model,
+        force=True)` ends it within half a minute, and so does `release` when nobody else holds the model.
+
+        Args:
+            fn: A function of the shard. It is pickled, like its arguments and its result.
+            *args: Arguments for it.
+            ranks: Ranks to run it on; the results have their order. None: all ranks.
+            timeout_s: Seconds that the whole call may take, waiting for earlier calls included. None: no limit.
+            **kwargs: Named arguments for it; `ranks` and `timeout_s` are not among them.
+
+        Raises:
+            ConfigError: `ranks`, `timeout_s` or `fn` are of a wrong type, or an argument cannot be pickled.
+            RemoteCallFailed: The function raised, and `details["rank"]` says where; or its result cannot be pickled. A
+                LongshoreError comes back as it is. A function that raised waits one second for the death of another
+                rank, which comes first.
+            RankLost: A worker died during the call, or is being replaced after it died in an earlier one.
+            CallTimeout: Not all ranks have answered in time; `details["ranks"]` names those.
+            ClusterLost: The cluster's head or its coordinator is gone.
+            LoadCancelled: The model was released.
         """
-        wanted = list(self.ranks) if ranks is None else [self._checked_rank(rank) for rank in ranks]
-        workers = self._workers()
-        return [
-            self._get(reference, rank)
-            for rank, reference in [
-                (rank, workers[rank].call.options(concurrency_group="call").remote(self.model_id, fn, args, kwargs))
-                for rank in wanted
-            ]
-        ]
+        return self._call(None, fn, args, kwargs, ranks, timeout_s)
 
-    async def acall(self, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> list[Any]:
-        """`call`, without blocking the event loop."""
-        return await asyncio.to_thread(self.call, fn, *args, **kwargs)
+    async def acall(
+        self,
+        fn: Callable[..., Any],
+        *args: Any,
+        ranks: Sequence[int] | None = None,
+        timeout_s: float | None = None,
+        **kwargs: Any,
+    ) -> list[Any]:
+        """`call`, without blocking the event loop. Cancelling the task ends the wait, as a failure does."""
+        return await _until_cancelled(self._call, fn, args, kwargs, ranks, timeout_s)
 
-    def iter_tensors(self, rank: int) -> Iterator[tuple[str, torch.Tensor]]:
-        """(name, CPU copy) of each of a rank's tensors, one at a time."""
-        import torch
+    def iter_tensors(self, rank: int, *, timeout_s: float | None = None) -> Iterator[tuple[str, torch.Tensor]]:
+        """Yield (name, CPU copy) of each of a rank's tensors, in the rank's order.
 
-        worker = self._workers()[self._checked_rank(rank)]
-        names = self._get(worker.tensor_names.options(concurrency_group="call").remote(self.model_id), rank)
-        for name in names:
-            asked = worker.tensor_copy.options(concurrency_group="call").remote(self.model_id, name)
-            dtype, shape, data = self._get(asked, rank)
-            # Copied: what Ray hands out are read-only views of its object store, which is small.
-            copy = torch.empty(data.size, dtype=torch.uint8)
-            copy.numpy()[:] = data
-            yield name, copy.view(getattr(torch, dtype)).reshape(shape)
+        They are copied in batches of 8 MiB, one ahead of the caller, so memory is bounded by that and the largest
+        tensor. Functions that a call runs on the rank are waited for. `timeout_s`: seconds to wait for the rank, in
+        all; None: no limit. Raises as `call` does.
+        """
+        return self._tensors(None, self._checked_rank(rank), _checked_timeout(timeout_s))
 
-    def state_dict(self, rank: int) -> dict[str, torch.Tensor]:
-        """CPU copies of all of a rank's tensors: for looking and testing, not for serving."""
-        return dict(self.iter_tensors(rank))
+    def state_dict(self, rank: int, *, timeout_s: float | None = None) -> dict[str, torch.Tensor]:
+        """Return CPU copies of all of a rank's tensors: for looking and testing, not for serving. As `iter_tensors`."""
+        return dict(self.iter_tensors(rank, timeout_s=timeout_s))
 
-    async def astate_dict(self, rank: int) -> dict[str, torch.Tensor]:
-        """`state_dict`, without blocking the event loop."""
-        return await asyncio.to_thread(self.state_dict, rank)
+    async def astate_dict(self, rank: int, *, timeout_s: float | None = None) -> dict[str, torch.Tensor]:
+        """`state_dict`, without blocking the event loop. Cancelling the task ends the wait."""
+        rank, timeout_s = self._checked_rank(rank), _checked_timeout(timeout_s)
+        return await _until_cancelled(lambda cancelled: dict(self._tensors(cancelled, rank, timeout_s)))
 
     def release(self) -> None:
         """Give this hold back; memory is freed when nobody else holds the model and it is not kept. Idempotent."""
@@ -117,43 +151,86 @@ class LoadedModel:
     def __repr__(self) -> str:
         return f"LoadedModel({self.model_id!r}, ranks={len(self.ranks)})"
 
+    # -- inside ------------------------------------------------------------------------------------------------
+
+    def _call(
+        self,
+        cancelled: threading.Event | None,
+        fn: Callable[..., Any],
+        args: tuple[Any, ...],
+        kwargs: dict[str, Any],
+        ranks: Sequence[int] | None,
+        timeout_s: float | None,
+    ) -> list[Any]:
+        if not callable(fn):
+            raise ConfigError(f"call takes a function of the shard, not {fn!r:.60}")
+        wanted = self._checked_ranks(ranks)
+        calls = RankCalls(self._connection, self.model_id, _checked_timeout(timeout_s), cancelled)
+        packed = pack_call(fn, args, kwargs)
+        workers = calls.workers()
+        sent = share(packed, len(wanted))
+        asked = ((rank, self._method(workers[rank], "call").remote(self.model_id, sent)) for rank in wanted)
+        return calls.answers(asked, result_of)
+
+    def _tensors(
+        self, cancelled: threading.Event | None, rank: int, timeout_s: float | None
+    ) -> Iterator[tuple[str, torch.Tensor]]:
+        calls = RankCalls(self._connection, self.model_id, timeout_s, cancelled)
+        ask = self._method(calls.workers()[rank], "tensor_batch").remote
+
+        def batches() -> Iterator[TensorBatch]:
+            asked: Any = ask(self.model_id, Cursor(), BATCH_BYTES)
+            try:
+                while asked is not None:
+                    batch: TensorBatch
+                    (batch,) = calls.answers([(rank, asked)])
+                    asked = None if batch.after is None else ask(self.model_id, batch.after, BATCH_BYTES)
+                    yield batch
+            finally:
+                if asked is not None:
+                    withdraw(asked)
+
+        return tensors(batches())
+
+    def _method(self, worker: Any, name: str) -> Any:
+        """A method of a worker, in the group of calls that run one at a time."""
+        return getattr(worker, name).options(concurrency_group="call")
+
+    def _checked_ranks(self, ranks: Iterable[int] | None) -> list[int]:
+        if ranks is None:
+            return list(self.ranks)
+        if isinstance(ranks, str | bytes) or not isinstance(ranks, Iterable):
+            one = f"ranks=[{ranks}]" if isinstance(ranks, int) else f"ranks=[0] to ranks=[{len(self.ranks) - 1}]"
+            raise ConfigError(f"ranks is a list of rank numbers, not {ranks!r:.40}", hint=f"{one} means one rank")
+        return [self._checked_rank(rank) for rank in ranks]
+
     def _checked_rank(self, rank: int) -> int:
-        if rank not in self.ranks:
-            raise ConfigError(f"there is no rank {rank!r:.40}: the model has ranks 0 to {len(self.ranks) - 1}")
-        return rank
+        with contextlib.suppress(TypeError):  # numpy's integers are ranks too
+            if not isinstance(rank, bool) and operator.index(rank) in self.ranks:
+                return operator.index(rank)
+        raise ConfigError(f"there is no rank {rank!r:.40}: the model has ranks 0 to {len(self.ranks) - 1}")
 
-    def _workers(self) -> list[Any]:
-        workers: list[Any] = self._connection.call("workers", self.model_id)
-        return workers
 
-    def _get(self, reference: Any, rank: int) -> Any:
-        from ray.exceptions import RayActorError, RayError, RaySystemError, RayTaskError, UnserializableException
+def give_up_handles(model_id: str) -> None:
+    """Mark every LoadedModel of this process that holds the model as released."""
+    with _handles_lock:
+        for handle in _handles:
+            if handle.model_id == model_id:
+                handle._released = True
 
-        try:
-            return self._connection.answer(reference)
-        except RayTaskError as error:
-            cause = unwrapped(error)
-            if isinstance(getattr(error, "cause", None), LongshoreError):
-                raise cause from None
-            # The text of Ray's error is the remote traceback, coloured for a terminal.
-            said = _COLOURS.sub("", str(error))
-            raise RemoteCallFailed(f"the function raised on rank {rank}:\n{said}", rank=rank) from error
-        except UnserializableException as error:  # an exception of the user's that pickle cannot make again
-            said = _COLOURS.sub("", str(error))
-            raise RemoteCallFailed(f"the function raised on rank {rank}:\n{said}", rank=rank) from error
-        except RaySystemError as error:  # how Ray says that pickle could not make the result again
-            raise RemoteCallFailed(
-                f"the result of rank {rank} cannot be read here",
-                hint="return numbers, strings or numpy arrays, or copy tensors out with iter_tensors",
-                rank=rank,
-                cause=_COLOURS.sub("", str(error)).splitlines()[0][:300],
-            ) from error
-        except RayActorError as error:
-            raise RankLost(
-                f"rank {rank} died during the call",
-                hint="longshore status shows whether it has been replaced",
-                rank=rank,
-                model=self.model_id,
-            ) from error
-        except RayError as error:
-            raise ClusterLost("Ray failed under the call", cause=str(error)[:300]) from error
+
+async def _until_cancelled(work: Callable[..., T], *args: Any) -> T:
+    """Run `work(cancelled, *args)` in a thread, which notices within a second that the task was cancelled."""
+    cancelled = threading.Event()
+    try:
+        return await asyncio.to_thread(work, cancelled, *args)
+    finally:
+        cancelled.set()
+
+
+def _checked_timeout(timeout_s: float | None) -> float | None:
+    if timeout_s is None:
+        return None
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+        raise ConfigError(f"timeout_s is a number of seconds above 0, or None, not {timeout_s!r:.40}")
+    return float(timeout_s)

@@ -4,7 +4,8 @@ from __future__ import annotations
 
 import math
 import os
-from collections.abc import Iterable, Sequence
+import re
+from collections.abc import Sequence
 from dataclasses import dataclass, replace
 from typing import Any
 
@@ -19,12 +20,18 @@ from storage.checkpoints.checkpoint import split_model_uri
 from storage.errors import InvalidUri, StoreError, UnsupportedStore
 from storage.object_store import ObjectStore
 from storage.open_store import open_store
-from storage.publishing.signing_keys import public_key
-from storage.source_rules import SourceRules
-from storage.store_ref import Credentials, StoreRef, parse_uri
+from storage.problems import quote
+from storage.publishing.signature import MAX_NAME_CHARACTERS, is_name
+from storage.publishing.signing_keys import trusted_key
+from storage.source_rules import DEFAULT_SCHEMES, SourceRules
+from storage.store_ref import ALIASES, Credentials, StoreRef, check_printable, parse_uri
 
 DEVICES = ("auto", "cpu", "cuda")
 PLACEMENTS = ("auto", "via_arena", "direct")
+_REVISION = re.compile(r"[0-9a-f]{64}")
+# What is taken for a local path unless it is looked at: "s3:/models/x", "meta-llama/Llama-3-8B".
+_WITHOUT_SLASHES = re.compile(rf"({'|'.join([*ALIASES, *DEFAULT_SCHEMES.split(',')])}):(?!//)(.+)", re.I | re.S)
+_HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/\w[\w.-]*/?")
 
 
 @dataclass(frozen=True, slots=True)
@@ -36,16 +43,30 @@ class StoreOptions:
     profile: str | None = None
     anonymous: bool = False
 
-    def resolve(self, uri: str | os.PathLike[str]) -> tuple[StoreRef, str | None]:
-        """The store that `uri` names, and the one file in it when it names a single safetensors file."""
-        root, only_key = split_model_uri(as_text(uri))
+    def resolve(self, uri: str | os.PathLike[str], *, new: bool = False) -> tuple[StoreRef, str | None]:
+        """The store that `uri` names, and the one file in it when it names a single safetensors file.
+
+        `new`: a local folder need not be there yet. Raises InvalidUri, also for a URI with a query, a fragment, a user
+        or a password; UnsupportedStore.
+        """
+        text = as_text(uri)
+        check_printable(text)
+        root, only_key = split_model_uri(text)
+        if not new and _HUB_NAME.fullmatch(root) and not os.path.lexists(root):
+            raise InvalidUri(
+                f"no such file or folder here: {quote(root)}",
+                hint=f"write hf://{root.rstrip('/')} for that model of the Hugging Face Hub",
+                folder=os.getcwd(),
+            )
         return self.place(root), only_key
 
     def place(self, uri: str | os.PathLike[str]) -> StoreRef:
-        """The store that `uri` names as a folder. Raises InvalidUri, UnsupportedStore."""
+        """The store that `uri` names as a folder, which may be new. Raises InvalidUri, UnsupportedStore."""
+        text = as_text(uri)
+        _check_local(text)
         try:
             return parse_uri(
-                as_text(uri),
+                text,
                 endpoint_url=self.endpoint_url,
                 region=self.region,
                 profile=self.profile,
@@ -57,6 +78,17 @@ class StoreOptions:
             raise InvalidUri(error.message, hint=error.hint, **error.details) from error
 
 
+def _check_local(text: str) -> None:
+    """Raise InvalidUri for a URI that lacks slashes after its scheme, unless there is a local file of that name."""
+    match = _WITHOUT_SLASHES.fullmatch(text)
+    if match is not None and not os.path.lexists(text):
+        scheme, rest = match[1].lower(), match[2].lstrip("/")
+        if re.search("[?#@]", rest):  # maybe a secret
+            rest = "bucket/prefix"
+        meant = f"{scheme}://{'/' * (scheme == 'file')}{rest}"
+        raise InvalidUri(f"no slashes after {scheme}:, and no local file of that name", hint=f"write {quote(meant)}")
+
+
 def is_seconds(given: object) -> bool:
     """Whether it is a finite number from 0 on."""
     return isinstance(given, int | float) and not isinstance(given, bool) and math.isfinite(given) and given >= 0
@@ -66,7 +98,7 @@ def as_text(uri: object) -> str:
     """A URI or a local path, also as a `pathlib.Path`. Raises ConfigError for what is neither, InvalidUri for none."""
     text = os.fspath(uri) if isinstance(uri, os.PathLike) else uri
     if not isinstance(text, str):
-        raise ConfigError(f"a URI or a path is wanted, not {text!r:.40}")
+        raise ConfigError(f"a URI or a path is wanted, not {type(text).__name__}")
     if not text.strip():
         raise InvalidUri("an empty URI", hint="name a folder, or write s3://bucket/prefix")
     return text
@@ -85,6 +117,8 @@ def make_request(
     placement: str = "auto",
     placement_group: Any = None,
     trusted_keys: Sequence[str | os.PathLike[str]] = (),
+    signed_name: str | None = None,
+    revision: str | None = None,
     fit: FitOptions | None = None,
     precision: Precision | None = None,
     device_map: GivenMap | None = None,
@@ -111,6 +145,8 @@ def make_request(
         device = "cuda" if mapping.gpus else "cpu"
     fit.check_device(device)
     ref, only_key = store_options.resolve(uri)
+    if credentials is not None:
+        ref = replace(ref, options=credentials.place())
     return LoadRequest(
         uri=f"{ref.uri}/{only_key}" if only_key else ref.uri,
         store=StoreAccess(ref, credentials),
@@ -124,6 +160,8 @@ def make_request(
         placement=placement,
         placement_group=placement_group,
         trusted_keys=read_keys(trusted_keys),
+        signed_name=read_signed_name(signed_name),
+        revision=read_revision(revision),
         precision=precision,
         device_map=mapping,
         fit=fit,
@@ -131,16 +169,29 @@ def make_request(
 
 
 def read_keys(sources: Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
-    """Public keys in base64, each once, from base64 or files. Raises ConfigError, InvalidKey."""
-    if isinstance(sources, str | bytes):
-        raise ConfigError("trusted_keys is a list of public keys, not one text")
-    if not isinstance(sources, Iterable):
-        raise ConfigError(f"trusted_keys is a list of public keys, not {sources!r:.60}")
-    sources = list(sources)
-    wrong = [source for source in sources if not isinstance(source, str | os.PathLike)]
-    if wrong:
-        raise ConfigError(f"a trusted key is base64 or a file, not {wrong[0]!r:.60}")
-    return tuple(dict.fromkeys(public_key(source) for source in sources))
+    """Trusted keys, each once, from base64 or files, `:NAME` behind them (`trusted_key`). Raises InvalidKey."""
+    return tuple(dict.fromkeys(trusted_key(source) for source in sources))
+
+
+def read_signed_name(given: str | None) -> str:
+    """Return the name that is asked for; "" for None, which asks for the path of the URI. Raises ConfigError."""
+    if given is None:
+        return ""
+    if not isinstance(given, str) or not is_name(given):
+        raise ConfigError(f"signed_name is one line of at most {MAX_NAME_CHARACTERS} characters, not {given!r:.80}")
+    return given
+
+
+def read_revision(given: str | None) -> str:
+    """Return the revision that is asked for; "" for None, which asks for none. Raises ConfigError."""
+    if given is None:
+        return ""
+    if not isinstance(given, str) or not _REVISION.fullmatch(given):
+        raise ConfigError(
+            f"a revision is 64 hex digits, not {given!r:.80}",
+            hint="whole, as `longshore publish`, `longshore plan` and reports of loads show it",
+        )
+    return given
 
 
 def open_uri(
@@ -172,7 +223,7 @@ def open_destination(
     Raises ConfigError for a file, and for a place inside the source or around it: the copy would become part of
     what is copied. SourceRefused, StoreError when a local folder cannot be made.
     """
-    ref, only_key = options.resolve(uri)
+    ref, only_key = options.resolve(uri, new=True)
     if only_key is not None:
         raise ConfigError("the destination must be a folder, not a file", dest=os.fspath(uri))
     (rules or SourceRules()).check(ref, credentials)

@@ -6,15 +6,16 @@ import os
 from contextlib import closing
 from dataclasses import dataclass
 
+from cluster.argument_types import checks_arguments
 from cluster.async_twins import in_thread
 from cluster.config import Config
 from cluster.reports.rank_report import Jsonable
-from cluster.request import StoreOptions, open_uri
+from cluster.request import StoreOptions, open_uri, read_signed_name
 from storage.checkpoints.checkpoint import check_manifest_size
 from storage.checkpoints.checkpoint_files import read_whole
 from storage.checkpoints.manifest import MANIFEST_KEY, parse_manifest
-from storage.errors import ObjectChanged
-from storage.publishing.signature import SIGNATURE_KEY, sign_manifest
+from storage.errors import ObjectChanged, WeakDigest
+from storage.publishing.signature import SIGNATURE_KEY, check_signable, sign_manifest, signed_name_of
 from storage.publishing.signing_keys import SigningKey, key_id
 from storage.retrying import RetryPolicy, with_retries
 from storage.store_ref import Credentials
@@ -26,6 +27,7 @@ class SignReport(Jsonable):
 
     uri: str
     revision: str
+    name: str  # the model's, under which it was signed
     key_id: str
 
 
@@ -39,10 +41,12 @@ class KeyReport(Jsonable):
     key_id: str
 
 
+@checks_arguments
 def sign(
     uri: str | os.PathLike[str],
     key: str | os.PathLike[str],
     *,
+    signed_name: str | None = None,
     endpoint_url: str | None = None,
     region: str | None = None,
     profile: str | None = None,
@@ -52,9 +56,10 @@ def sign(
 ) -> SignReport:
     """Sign the manifest of a published model as it is stored now, with the private key in the file `key`.
 
+    `signed_name`: the name under which whoever trusts the key will load it; None: the path without scheme and bucket.
     A signature there is replaced. What is signed is what the store answers: where others can write, publish with
-    `sign_key` instead, or compare the revision. Raises InvalidKey, SigningUnavailable, InvalidManifest, StoreError
-    (ObjectNotFound when the model was never published).
+    `sign_key` instead, or compare the revision. Raises InvalidKey, SigningUnavailable, InvalidManifest, WeakDigest
+    (published with XXH3), StoreError (ObjectNotFound when the model was never published).
     """
     config = config or Config.from_env()
     signing_key = SigningKey.read(key)
@@ -62,18 +67,24 @@ def sign(
     options = StoreOptions(endpoint_url, region, profile, anonymous)
     store, _ = open_uri(uri, options, credentials, config.read_timeout_s, config.source_rules())
     with closing(store):
+        name = signed_name_of(store.uri, read_signed_name(signed_name))
         info = with_retries(lambda: store.stat(MANIFEST_KEY), policy)
         check_manifest_size(info, store.uri)
         data = read_whole(store, info, policy)
         manifest = parse_manifest(data)
-        signature = sign_manifest(data, signing_key)
+        try:
+            check_signable(manifest.hash)
+        except WeakDigest as error:
+            raise error.with_details(uri=store.uri) from None
+        signature = sign_manifest(data, signing_key, name)
         with_retries(lambda: store.put(SIGNATURE_KEY, signature), policy)
         now = with_retries(lambda: store.stat(MANIFEST_KEY), policy)
         if (now.size_bytes, now.etag) != (info.size_bytes, info.etag):
             raise ObjectChanged("the manifest was replaced while it was signed: sign it again", uri=store.uri)
-        return SignReport(store.uri, manifest.revision, key_id(signing_key.public))
+        return SignReport(store.uri, manifest.revision, name, key_id(signing_key.public))
 
 
+@checks_arguments
 def generate_key(path: str | os.PathLike[str]) -> KeyReport:
     """Write a new private key to `path` (mode 0600) and its public half to `path`.pub; nothing is overwritten.
 

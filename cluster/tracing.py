@@ -18,11 +18,11 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from cluster.logs import without_secrets
 from cluster.metrics.labels import model_label
 from cluster.reports.report import LoadReport
 from longshore.version import __version__
 from storage.errors import LongshoreError
+from storage.problems import without_secrets
 
 ENDPOINTS = ("OTEL_EXPORTER_OTLP_TRACES_ENDPOINT", "OTEL_EXPORTER_OTLP_ENDPOINT")
 NAME = "longshore"

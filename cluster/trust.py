@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from cluster.config import Config
 from storage.errors import UnknownSigner
-from storage.publishing.signing_keys import key_id
+from storage.publishing.signing_keys import TrustedKey, key_id
 from storage.source_rules import SourceRules
 
 
@@ -16,7 +16,7 @@ class TrustPolicy:
     """What one process allows. The default: the usual schemes, and unsigned manifests."""
 
     sources: SourceRules = field(default_factory=SourceRules)
-    keys: tuple[str, ...] = ()  # base64; empty: manifests need no signature
+    keys: tuple[str, ...] = ()  # as `trusted_key` writes them; empty: manifests need no signature
 
     @classmethod
     def of(cls, config: Config) -> TrustPolicy:
@@ -30,11 +30,12 @@ class TrustPolicy:
         """
         if not self.keys or not asked:
             return self.keys or tuple(asked)
-        both = tuple(key for key in asked if key in self.keys)
+        own, wanted = ([TrustedKey.parse(key) for key in keys] for keys in (self.keys, asked))
+        both = dict.fromkeys(str(one.both(other)) for other in wanted for one in own if one.public == other.public)
         if not both:
             raise UnknownSigner(
                 "no key is trusted both by the request and by the cluster's settings",
-                hint="LONGSHORE_TRUSTED_KEYS, where the coordinator started, lists the cluster's",
-                trusted=",".join(sorted(map(key_id, self.keys))[:8]),
+                hint="LONGSHORE_TRUSTED_KEYS of the coordinator's node lists the cluster's",
+                trusted=",".join(sorted(key_id(key.public) for key in own)[:8]),
             )
-        return both
+        return tuple(both)

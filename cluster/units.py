@@ -6,8 +6,8 @@ import re
 from collections.abc import Iterable
 
 from cluster.errors import ConfigError
+from storage.problems import show_bytes as show_bytes
 
-_STEPS = ("B", "kB", "MB", "GB", "TB", "PB")
 _SUFFIXES = {
     "": 1,
     "k": 10**3,
@@ -21,18 +21,6 @@ _SUFFIXES = {
     "p": 10**15,
     "pi": 2**50,
 }
-
-
-def show_bytes(count: float) -> str:
-    """Decimal units, three digits: `1.07 GB`, `512 kB`, `7 B`."""
-    power = 0
-    while abs(count) >= 999.5 and power < len(_STEPS) - 1:
-        count /= 1000
-        power += 1
-    if power == 0:
-        return f"{count:.0f} B"
-    digits = max(0, 3 - len(str(int(abs(count)))))
-    return f"{count:.{digits}f} {_STEPS[power]}"
 
 
 def show_rate(count: float, seconds: float) -> str:

@@ -20,7 +20,7 @@ from torch.distributed.device_mesh import init_device_mesh
 from torch.distributed.fsdp import fully_shard
 from transformers import AutoConfig, AutoModelForCausalLM
 
-from actors.hosting import host_rank
+from cluster import host_rank
 
 
 def main() -> None:
@@ -40,7 +40,8 @@ def main() -> None:
     for layer in model.model.layers:
         fully_shard(layer, mesh=mesh)
     fully_shard(model, mesh=mesh)
-    with host_rank(given.model, rank, fsdp_size=ranks, device=given.device) as shard:
+    group = "{MASTER_ADDR}:{MASTER_PORT}".format(**os.environ)  # the same in all processes of this torchrun
+    with host_rank(given.model, rank, fsdp_size=ranks, device=given.device, group=group) as shard:
         shard.into(model)  # the parameters are the rank's tensors now, and keep their memory after the block
 
     ids = torch.arange(1, 33, device=given.device)[None]

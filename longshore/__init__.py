@@ -1,5 +1,36 @@
-"""The door: an import name nothing else takes, from which the three generic ones are checked and run.
+"""Longshore's Python client under a name that nothing else takes: `import longshore; longshore.load("s3://...")`.
 
-`storage`, `cluster` and `actors` are names that a folder of anybody's may have. `longshore` looks where they
-come from (`longshore.install_check`) before anything imports them, so it needs only the standard library.
+Anybody may have a folder or a file that is called `storage`, `cluster` or `actors`. So this package looks where they
+come from (`longshore.install_check`) before it imports them, and needs only the standard library itself. It offers
+every public name of `cluster`, loaded when it is first used (PEP 562).
 """
+
+from __future__ import annotations
+
+import importlib.util
+from typing import TYPE_CHECKING, Any
+
+from longshore.install_check import PackageShadowed as PackageShadowed
+from longshore.install_check import check_packages
+from longshore.version import __version__ as __version__
+
+if TYPE_CHECKING:
+    from cluster import *  # noqa: F403
+else:
+
+    def __getattr__(name: str) -> Any:
+        if name != "__all__" and (name.startswith("_") or importlib.util.find_spec(f"longshore.{name}")):
+            raise AttributeError(f"module 'longshore' has no attribute {name!r}")  # or a submodule, imported next
+        check_packages()
+        import cluster
+
+        if name not in ("__all__", *cluster.__all__):
+            raise AttributeError(f"module 'longshore' has no attribute {name!r}")
+        globals()[name] = value = getattr(cluster, name)  # the next use does not come through here
+        return value
+
+    def __dir__() -> list[str]:
+        check_packages()
+        import cluster
+
+        return sorted({*globals(), *cluster.__all__})

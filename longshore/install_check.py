@@ -2,8 +2,8 @@
 
 The names are generic. A Ray job whose working_dir holds a folder `storage/` puts that folder first on the
 path of the driver and of every actor the job starts; the actor would then run somebody else's code, or fail
-with an ImportError that explains nothing. All three must live beside this package; `check_packages` says so
-when they do not.
+with an ImportError that explains nothing. A file `cluster.py` beside a script does the same to the script. All three
+must live beside this package; `check_packages` says so when they do not.
 """
 
 from __future__ import annotations
@@ -12,6 +12,7 @@ import importlib.util
 import os
 import platform
 import socket
+from collections.abc import Sequence
 from importlib.metadata import PackageNotFoundError, version
 from typing import Any
 
@@ -40,27 +41,29 @@ def _rebuild(message: str, hint: str, details: dict[str, Any]) -> PackageShadowe
     return PackageShadowed(message, hint=hint, **details)
 
 
-def package_origins() -> dict[str, str]:
-    """Folder of each package as an import would find it now, links resolved; "" where there is none."""
-    return {name: _origin(name) for name in PACKAGES}
+def package_origins(packages: Sequence[str] = PACKAGES) -> dict[str, str]:
+    """Folder or file of each package as an import would find it now, links resolved; "" where there is none."""
+    return {name: _origin(name) for name in packages}
 
 
-def check_packages() -> None:
-    """Raise PackageShadowed unless all of our packages lie in the folder that this one lies in."""
+def check_packages(*also: str) -> None:
+    """Raise PackageShadowed unless our packages, and those of `also`, lie in the folder that this one lies in."""
     home = _home()
-    elsewhere = {name: origin for name, origin in package_origins().items() if origin != os.path.join(home, name)}
+    origins = package_origins((*PACKAGES, *also))
+    elsewhere = {name: origin for name, origin in origins.items() if origin != os.path.join(home, name)}
     if not elsewhere:
         return
     found = "; ".join(
         f"{name!r} would come from {origin}" if origin else f"{name!r} is missing" for name, origin in elsewhere.items()
     )
     if all(elsewhere.values()):
+        names = " and ".join(dict.fromkeys(os.path.basename(origin) for origin in elsewhere.values()))
         hint = (
-            "Something else of that name comes first on the import path. If it is in a Ray job's "
-            "working_dir, rename it there or submit from another folder; otherwise look at PYTHONPATH"
+            f"Rename {names}: beside a script, in the current folder, in a Ray job's working_dir or on PYTHONPATH "
+            "that name comes before Longshore's package"
         )
     else:
-        hint = "The installation is incomplete: reinstall longshore"
+        hint = "The installation is incomplete: reinstall it, from the checkout or the wheel"
     raise PackageShadowed(f"not Longshore's own packages: {found} (ours: {home})", hint=hint, **elsewhere)
 
 

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from importlib.metadata import PackageNotFoundError, version
 
-PROTOCOL_VERSION = 3  # of the messages between client, coordinator, agents and workers: +1 when they change
+PROTOCOL_VERSION = 5  # of the messages between client, coordinator, agents and workers: +1 when they change
 
 
 def _installed_version() -> str:
@@ -15,3 +15,6 @@ def _installed_version() -> str:
 
 
 __version__ = _installed_version()
+
+# What two processes say first. Always a number and a text, so that every version can read it.
+VERSION = (PROTOCOL_VERSION, __version__)

@@ -20,11 +20,12 @@ from serving.access import Access
 from serving.event_stream import stream
 from serving.page_files import read_page
 from serving.problems import MEDIA_TYPE, Json, problem, problem_of
-from serving.schemas import Begun, LoadBody, Models, PlanBody, Problem
+from serving.schemas import Begun, Freed, LoadBody, Models, PlanBody, Problem
 from serving.service import Busy, Service
 from storage.errors import LongshoreError
 
 ModelId = Annotated[str, Path(max_length=100, pattern=r"^[A-Za-z0-9._-]+$", examples=["llama-70b-3f9a21c4"])]
+_JSON_HINT = "send a JSON object, with the header content-type: application/json"
 COMMON = (400, 401, 403, 408, 413, 422, 429, 500, 502, 503)
 
 
@@ -78,15 +79,20 @@ def _add_errors(app: FastAPI) -> None:
 
     @app.exception_handler(RequestValidationError)
     async def not_as_the_schema(request: Request, error: RequestValidationError) -> Response:
+        if (no_json := next((e for e in error.errors() if e["type"] == "json_invalid"), None)) is not None:
+            at = f"{no_json['ctx']['error']}, at character {no_json['loc'][-1]}"
+            return problem(HTTPStatus.BAD_REQUEST, "NoJson", f"the body is no JSON: {at}", hint=_JSON_HINT)
         wrong = [{"where": list(e["loc"]), "what": e["msg"]} for e in error.errors()[:50]]
         said = "the request is not as its schema says"
         whole = any(e["loc"] == ("body",) for e in error.errors())
-        hint = "send a JSON object, with the header content-type: application/json" if whole else ""
+        hint = _JSON_HINT if whole else ""
         return problem(HTTPStatus.UNPROCESSABLE_ENTITY, "BadRequest", said, hint=hint, errors=jsonable_encoder(wrong))
 
     @app.exception_handler(HTTPException)
     async def no_such_route(request: Request, error: HTTPException) -> Response:
         status = HTTPStatus(error.status_code)
+        if status is HTTPStatus.BAD_REQUEST:  # FastAPI's, of a body that no parser gets through: not UTF-8, too deep
+            return problem(status, "NoJson", "the body is no JSON", hint=_JSON_HINT)
         headers = dict(error.headers or {})
         return problem(status, status.phrase.title().replace(" ", ""), str(error.detail), headers=headers)
 
@@ -147,7 +153,10 @@ def _add_models(app: FastAPI, service: Service) -> None:
     @app.get("/v1/models", summary="Every model of the cluster", tags=["models"], responses=_problems())
     async def models() -> Models:
         status = await _or_none(service.status)
-        return Models(models=[] if status is None else [model.as_dict() for model in status.models])
+        return Models(
+            models=[] if status is None else [model.as_dict() for model in status.models],
+            ended=[] if status is None else [model.as_dict() for model in status.ended],
+        )
 
     @app.get("/v1/models/{model_id}", summary="One model", tags=["models"], responses=_problems(404))
     async def model(model_id: ModelId) -> dict[str, Any]:
@@ -166,16 +175,14 @@ def _add_models(app: FastAPI, service: Service) -> None:
 
     @app.delete(
         "/v1/models/{model_id}",
-        status_code=204,
-        summary="Free a model that nobody holds, or give a load up",
+        summary="Keep a model no longer: it is freed unless a process holds it; give a load up",
         tags=["models"],
         responses=_problems(404),
     )
     async def release(
-        model_id: ModelId, force: Annotated[bool, Query(description="whoever holds it")] = False
-    ) -> Response:
-        await service.release(model_id, force=force)
-        return Response(status_code=204)
+        model_id: ModelId, force: Annotated[bool, Query(description="free it whoever holds it")] = False
+    ) -> Freed:
+        return Freed(**(await service.release(model_id, force=force)).as_dict())
 
 
 def _add_watching(app: FastAPI, service: Service) -> None:

@@ -15,6 +15,7 @@ from cluster.connection import connect
 from cluster.errors import ClusterError, ClusterLost, PackageMissing
 from longshore.version import __version__
 from serving.settings import ServingSettings
+from storage.problems import install_hint
 
 APPLICATION = "longshore"
 ANSWER_S = 15.0
@@ -125,6 +126,6 @@ def _ray_serve() -> Any:
         from ray import serve
     except ImportError as error:
         raise PackageMissing(
-            "the HTTP service's packages are not installed", hint='pip install "longshore[serving]"', package=error.name
+            "the HTTP service's packages are not installed", hint=install_hint("serving"), package=error.name
         ) from error
     return serve

@@ -35,7 +35,7 @@ class ModelBody(BaseModel):
     expert_parallel_size: Size = 1
     expert_tensor_parallel_size: int = Field(0, ge=0, le=MAX_RANKS)
     vocabulary_multiple: Size = 1
-    dtype: Literal["auto", "bfloat16", "float16", "float32"] = "auto"
+    dtype: Literal["auto", "bfloat16", "float16", "float32", "bf16", "fp16", "fp32"] = "auto"
     quantization: Text | None = None
     skip_quantization: list[Text] | None = Field(None, max_length=100)
     layout_rules: dict[Text, Text] | None = Field(None, max_length=1000)
@@ -44,6 +44,12 @@ class ModelBody(BaseModel):
     fit: Literal["strict", "auto"] = "strict"
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     reserve_bytes: int | None = Field(None, ge=0, le=1 << 50)
+    signed_name: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
+        None, description="under which the manifest must be signed, if it must be; none: the path of the URI"
+    )
+    revision: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = Field(
+        None, description="the only one that is accepted; none: the one that is stored"
+    )
     endpoint_url: Annotated[str, Field(max_length=500)] | None = Field(
         None, description="of an S3-compatible server; only those that the operator allows"
     )
@@ -86,10 +92,23 @@ class Begun(BaseModel):
     ready: bool
 
 
+class Freed(BaseModel):
+    """What became of a model that is not to be kept any more."""
+
+    model_config = ConfigDict(
+        json_schema_extra={"examples": [{"model_id": "llama-70b-3f9a21c4", "freed": False, "holders": 2}]}
+    )
+
+    model_id: str
+    freed: bool  # its memory is free
+    holders: int  # processes that still hold it
+
+
 class Models(BaseModel):
-    """Every model that the cluster knows; ended ones for five minutes."""
+    """Every model that the cluster knows."""
 
     models: list[dict[str, Any]] = Field(description="as `longshore status --json` shows them")
+    ended: list[dict[str, Any]] = Field(description="failed or released within the last five minutes")
 
 
 class Problem(BaseModel):

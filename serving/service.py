@@ -24,6 +24,7 @@ from cluster.reports.chunk_map import ChunkMap
 from cluster.reports.event_log import LoadEvent
 from cluster.reports.report import ClusterStatus, LoadProgress, ModelStatus
 from cluster.request import StoreOptions
+from cluster.residents import Released
 from serving.schemas import LoadBody, ModelBody, PlanBody
 from serving.settings import ServingSettings
 from serving.shared_answer import SharedAnswer
@@ -94,7 +95,7 @@ class Service:
             **body.arguments(), keep=True, address=self._address, config=self._config, progress=tell
         )
         await model.arelease()  # this process's hold on it; `keep` is what makes it stay
-        (now,) = [m for m in (await self.status()).models if m.progress.model_id == model.model_id]
+        (now,) = [m for m in (await self.status()).listed if m.progress.model_id == model.model_id]
         return now.progress
 
     def _ended(self, task: asyncio.Task[Any]) -> None:
@@ -102,15 +103,16 @@ class Service:
         if not task.cancelled() and (error := task.exception()) is not None:
             _LOG.info("load %s ended: %s", model_id or "(not begun)", error)
 
-    async def release(self, model_id: str, *, force: bool) -> None:
-        """Free a model, or give a load up. Raises ModelNotFound, ClusterLost."""
+    async def release(self, model_id: str, *, force: bool) -> Released:
+        """Free a model, or give a load up; whether it is freed. Raises ModelNotFound, ClusterLost."""
         ours = [task for task, of in self._loads.items() if of == model_id]
         for task in ours:
             task.cancel()
             with contextlib.suppress(asyncio.CancelledError, LongshoreError):
                 await task
         with contextlib.suppress(*([ModelNotFound] if ours else [])):
-            await self._call(lambda: residents.release(model_id, force=force, address=self._address))
+            return await self._call(lambda: residents.release(model_id, force=force, address=self._address))
+        return Released(model_id, freed=True, holders=0)
 
     # -- views -------------------------------------------------------------------------------------------------
 
@@ -120,7 +122,7 @@ class Service:
 
     async def model(self, model_id: str) -> ModelStatus:
         """Raises ModelNotFound, ClusterLost."""
-        for found in (await self.status()).models:
+        for found in (await self.status()).listed:
             if found.progress.model_id == model_id:
                 return found
         raise ModelNotFound("no such model", hint="GET /v1/models lists those of this cluster", model=model_id[:200])

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from cluster.errors import ConfigError
-from storage.source_rules import SourceRules
+from storage.source_rules import SourceRules, with_own_endpoint
 
 ENV_PREFIX = "LONGSHORE_HTTP_"
 TOKEN_VARIABLE = f"{ENV_PREFIX}TOKEN"
@@ -22,7 +22,7 @@ SCHEMES = "s3,gs,az,hf"  # no local files: whoever may call the service is not w
 class ServingSettings(BaseModel):
     """Each is `LONGSHORE_HTTP_<NAME>` too. Travels to the replicas, so nothing in it is a secret."""
 
-    model_config = ConfigDict(frozen=True, extra="forbid")
+    model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
     host: str = "127.0.0.1"  # beyond this machine only when told so, and then with a token
     port: int = Field(8000, ge=1, le=65535)
@@ -72,8 +72,11 @@ class ServingSettings(BaseModel):
         return settings
 
     def source_rules(self) -> SourceRules:
-        """Which places requests may name; the coordinator's own rules come on top."""
-        return SourceRules.parse(self.schemes, self.endpoints, self.buckets)
+        """Which places requests may name; the coordinator's own rules come on top.
+
+        `default` covers the endpoint in the environment of this process, where requests get theirs.
+        """
+        return SourceRules.parse(self.schemes, with_own_endpoint(self.endpoints, os.environ), self.buckets)
 
 
 def digest_of(token: str) -> str:

@@ -1,7 +1,7 @@
 """Digests of bytes, by name: two for chunks and manifests, and those that object stores themselves speak.
 
     blake3       32 bytes   the default of a manifest: cryptographic, about 3.5 GB/s on one core
-    xxh3_128     16 bytes   faster, against accidents only
+    xxh3_128     16 bytes   faster, against accidents only: another content with the same digest is made in microseconds
     sha256, md5, crc32, crc32c, crc64nvme        what a store says of its objects (ObjectInfo.checksums)
 
 Digests are bytes in the order in which the algorithm's hex form is written (CRCs: big-endian, as in S3).
@@ -17,8 +17,6 @@ from typing import Protocol
 import xxhash
 from awscrt import checksums as _crt
 from blake3 import blake3
-
-from storage.errors import IntegrityError
 
 Buffer = bytes | bytearray | memoryview
 
@@ -68,6 +66,7 @@ _NEW: dict[str, Callable[[], Hasher]] = {
 
 HASH_NAMES: frozenset[str] = frozenset(_NEW)  # every name that new_hasher knows
 MANIFEST_HASH_NAMES: frozenset[str] = frozenset({"blake3", "xxh3_128"})  # those a manifest may use
+COLLISION_RESISTANT: frozenset[str] = frozenset({"blake3"})  # of those, what signatures and shared caches may rely on
 DIGEST_SIZES: dict[str, int] = {name: new().digest_size for name, new in _NEW.items()}  # bytes, by name
 
 
@@ -84,16 +83,3 @@ def digest_of(name: str, data: Buffer) -> bytes:
     hasher = new_hasher(name)
     hasher.update(data)
     return hasher.digest()
-
-
-def check_digest(name: str, data: Buffer, expected: bytes, **where: object) -> None:
-    """Raise IntegrityError, with both digests and `where` in its details, unless `data` has that digest."""
-    found = digest_of(name, data)
-    if found != expected:
-        raise IntegrityError(
-            f"bytes do not have the published {name} digest",
-            hint="the object was changed or damaged after it was published, or damaged on its way",
-            expected=expected.hex(),
-            found=found.hex(),
-            **where,
-        )

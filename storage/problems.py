@@ -1,7 +1,8 @@
-"""All that is wrong with one input, collected before it is refused, and safe to print."""
+"""All that is wrong with one input, collected before it is refused, and safe to print; what to do about a package."""
 
 from __future__ import annotations
 
+import re
 import reprlib
 from collections.abc import Iterable, Iterator
 
@@ -15,6 +16,77 @@ def quote(value: object) -> str:
         return reprlib.repr(value)
     cut = value if len(value) <= MAX_QUOTED else f"{value[:MAX_QUOTED]}... ({len(value)} characters)"
     return "".join(c if c.isprintable() else ascii(c)[1:-1] for c in f"'{cut}'")
+
+
+_STEPS = ("B", "kB", "MB", "GB", "TB", "PB")
+
+
+def show_bytes(count: float) -> str:
+    """Decimal units, three digits: `1.07 GB`, `512 kB`, `7 B`."""
+    power = 0
+    while abs(count) >= 999.5 and power < len(_STEPS) - 1:
+        count /= 1000
+        power += 1
+    if power == 0:
+        return f"{count:.0f} B"
+    digits = max(0, 3 - len(str(int(abs(count)))))
+    return f"{count:.{digits}f} {_STEPS[power]}"
+
+
+_HEAD = re.compile(r"[^/?#@\s]*:/+")  # "s3://"; with one slash it is a slip of the pen
+_SCHEMES_WITH_AT = ("az:", "abfs:", "abfss:")  # az://container@account is how Azure writes a place
+_HOST_AND_PORT = re.compile(r"(\[[^\]@]*\]|[^:\[\]]*)(:[0-9]{0,5})?")
+_BARE_QUERY = re.compile(r"\?[^/?]*=")  # of a URL that was pasted without its scheme
+_BARE_PASSWORD = re.compile(r"[^/\s]*:[^/\s]*@")
+_WORD = re.compile(r"[^\s'\"<>(),;]*[?#@][^\s'\"<>(),;]*")
+_HIDDEN = "<hidden>"
+_SECRETS = (
+    (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?s:.)*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"), _HIDDEN),
+    (re.compile(r"\bhf_[A-Za-z0-9]{20,}"), _HIDDEN),  # a token of Hugging Face
+    (
+        re.compile(
+            r"(?i)(?<![A-Za-z0-9])((?:x-amz-(?:signature|credential|security-token)|access_?key(?:_?id)?|secret\w*|sig|signature"
+            r"|session_?token|token|password|passwd|api_?key|account_?key|private_?key|cookie)\\?[\"']?\s*[=:]\s*\\?[\"']?)"
+            r"(?:(?<=[\"'])[^\"'\r\n]+|[^\s&\"',}]+)"  # in quotes: up to the next, words and all
+        ),
+        rf"\g<1>{_HIDDEN}",
+    ),
+    (re.compile(r"(?i)\b(bearer|basic|aws4-hmac-sha256)\s+[^\r\n]+"), rf"\g<1> {_HIDDEN}"),
+)
+
+
+def printable_uri(uri: str) -> str:
+    """Return a URI or a path without what may be a secret: a user, a password, a query, a fragment.
+
+    Everything that prints a URI from outside prints this. A local path stays as it is, unless it looks like a URL that
+    was pasted without its scheme.
+    """
+    head = _HEAD.match(uri)
+    if head is None:
+        place = _BARE_QUERY.split(uri, maxsplit=1)[0]
+        return place.rpartition("@")[2] if _BARE_PASSWORD.match(uri) else place
+    place = re.split(r"[?#]", uri[head.end() :], maxsplit=1)[0]
+    authority = "" if head[0].lower() == "file:///" else place.partition("/")[0]
+    user, at, host = authority.rpartition("@")
+    plain = not at or (head[0].lower().startswith(_SCHEMES_WITH_AT) and ":" not in user)
+    if not plain or not (_HOST_AND_PORT.fullmatch(host) or "::" in host):
+        # A password may have a slash, a question mark or an @ in it, so all up to the last @ may belong to it.
+        _, at, place = uri[head.end() :].rpartition("@")
+        place = re.split(r"[?#]", place, maxsplit=1)[0] if at else ""
+    return head[0] + place
+
+
+def without_secrets(text: str) -> str:
+    """Return a text without what looks like a password, a token or a signature, and with each URI in it printable."""
+    text = _WORD.sub(lambda word: printable_uri(word[0]), text)
+    for pattern, instead in _SECRETS:
+        text = pattern.sub(instead, text)
+    return text
+
+
+def install_hint(extra: str) -> str:
+    """Return how to install an extra of Longshore: not by name, which PyPI does not have, so anybody could take it."""
+    return f"pip install '.[{extra}]' in a checkout of Longshore, or 'PATH/TO/THE_WHEEL.whl[{extra}]'"
 
 
 class Problems:

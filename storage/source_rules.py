@@ -2,7 +2,8 @@
 
     schemes      always a list; DEFAULT_SCHEMES leaves out what opens local files, archives or other machines' shells
                  under another name (fsspec knows some thirty schemes, and chains of them)
-    endpoints    "any", or scheme://host[:port] of servers, and "default" for the one of the node's AWS configuration
+    endpoints    "any", or scheme://host[:port] of servers, and "default" for the one of the node's AWS configuration or
+                 environment
     buckets      "any", or names of buckets and containers
 
 A client checks its own settings, the coordinator its own again: the second decides, whatever a client sends.
@@ -10,11 +11,13 @@ A client checks its own settings, the coordinator its own again: the second deci
 
 from __future__ import annotations
 
+from collections.abc import Mapping
 from dataclasses import dataclass
 from urllib.parse import urlsplit
 
 from storage.errors import SourceRefused
-from storage.store_ref import ALIASES, Credentials, StoreRef
+from storage.problems import printable_uri, quote
+from storage.store_ref import ALIASES, WHO_OPTIONS, Credentials, StoreRef, environment_endpoint
 
 DEFAULT_SCHEMES = "file,s3,gs,az,hf,http,https,memory"
 ANY = "any"
@@ -22,8 +25,6 @@ DEFAULT_ENDPOINT = "default"
 _PORTS = {"http": 80, "https": 443}
 _IN_NO_BUCKET = {"file", "memory", "http", "https"}
 _OFF_THE_NET = {"file", "memory"}
-# Options that say who asks and not where: others may name another host, a proxy or a second file system.
-_PLAIN_OPTIONS = {"token", "key", "secret", "project", "anon", "account_key", "sas_token"}
 
 
 @dataclass(frozen=True, slots=True)
@@ -50,7 +51,7 @@ class SourceRules:
         if self.schemes is not None and ref.scheme not in self.schemes:
             raise SourceRefused(
                 f"the scheme {ref.scheme[:40]!r} is not allowed",
-                hint="LONGSHORE_ALLOWED_SCHEMES lists those that are, where the coordinator started and here",
+                hint="LONGSHORE_ALLOWED_SCHEMES lists those that are, on the coordinator's node and here",
                 allowed=",".join(sorted(self.schemes)),
             )
         if self.endpoints is not None and ref.scheme not in _OFF_THE_NET:
@@ -66,7 +67,7 @@ class SourceRules:
                 "this bucket is not allowed", hint="LONGSHORE_ALLOWED_BUCKETS lists those that are", bucket=ref.bucket
             )
         options = credentials.fsspec_options if credentials is not None else {}
-        odd = sorted(k for k, v in options.items() if k not in _PLAIN_OPTIONS or not isinstance(v, str | bool))
+        odd = sorted(k for k, v in options.items() if k not in WHO_OPTIONS or not isinstance(v, str | bool))
         if odd and (self.endpoints is not None or self.buckets is not None):
             raise SourceRefused(
                 "with a list of allowed endpoints or buckets, options may say who asks and nothing else",
@@ -76,11 +77,29 @@ class SourceRules:
 
 def origin(url: str) -> str:
     """scheme://host:port of a URL, in one spelling. Raises ValueError."""
-    parts = urlsplit(url)
+    try:
+        parts = urlsplit(url)
+    except ValueError:  # its message may quote what stands before an @
+        parts = urlsplit("")
     if parts.scheme not in _PORTS or not parts.hostname or parts.username is not None or parts.password is not None:
-        raise ValueError(f"not a server: {url[:80]!r}; write https://host or http://host:port")
+        raise ValueError(f"not a server: {quote(printable_uri(url))}; write https://host or http://host:port")
     host = parts.hostname.rstrip(".").lower()
     return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port or _PORTS[parts.scheme]}"
+
+
+def with_own_endpoint(endpoints: str, environ: Mapping[str, str]) -> str:
+    """Return the list, with the endpoint that the AWS variables of `environ` name where `default` is on it.
+
+    Requests carry that endpoint, as nodes may have another environment. So `default` covers it in the environment that
+    the list comes from, and in no other.
+    """
+    if DEFAULT_ENDPOINT not in (part.strip() for part in endpoints.split(",")):
+        return endpoints
+    try:
+        own = origin(environment_endpoint(environ) or "")
+    except ValueError:  # none, or one with which no store could be opened
+        return endpoints
+    return f"{endpoints},{own}"
 
 
 def _listed(text: str) -> frozenset[str] | None:
@@ -97,7 +116,7 @@ def _endpoint(text: str) -> str:
         return text
     found = origin(text)
     if urlsplit(text).path.strip("/") or "?" in text or "#" in text:
-        raise ValueError(f"not a server: {text[:80]!r}; a server has no path here")
+        raise ValueError(f"not a server: {quote(printable_uri(text))}; a server has no path here")
     return found
 
 

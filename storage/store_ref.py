@@ -18,14 +18,17 @@ from dataclasses import dataclass, field, replace
 from typing import Any, Literal
 from urllib.parse import unquote, urlsplit
 
-from storage.errors import StoreError, UnsupportedStore
-from storage.problems import quote
+from storage.errors import InvalidUri, StoreError, UnsupportedStore
+from storage.problems import printable_uri, quote
 
 AddressingStyle = Literal["auto", "path", "virtual"]
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]{0,40})://")
 _BUCKET = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._\-]{1,254}$")  # wider than S3 allows: other servers take more
+_FROM_ABOVE = re.compile(r"^(?:\.{1,2}(?:/+|$))+")
 ALIASES = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "abfs": "az", "abfss": "az"}
+# Options of fsspec that say who asks and not where: others may name another host, a proxy or a second file system.
+WHO_OPTIONS = frozenset({"token", "key", "secret", "project", "anon", "account_key", "sas_token"})
 _WITHOUT_BUCKET = {"file", "memory"}  # the whole rest of the URI is a path
 
 
@@ -42,6 +45,7 @@ class StoreRef:
     addressing_style: AddressingStyle = "auto"
     anonymous: bool = False  # requests are not signed
     ca_bundle: str | None = None  # path of a PEM file, on the node that opens it
+    options: str = ""  # of `Credentials.place`: what its options say of where the store is
 
     @property
     def uri(self) -> str:
@@ -51,8 +55,13 @@ class StoreRef:
         return f"{self.scheme}://{'/'.join(part for part in (self.bucket, self.prefix) if part)}"
 
     def identity(self) -> str:
-        """A stable string of what decides which bytes a key names: for cache keys. Not of who reads them."""
-        parts = [self.scheme, self.endpoint_url or "", self.region or "", self.bucket, self.prefix]
+        """Return a stable string of what decides which bytes a key names, for cache keys. Not of who reads them.
+
+        The profile counts for S3 without an endpoint: it may name one.
+        """
+        profile = (self.profile or "") if self.scheme == "s3" and not self.endpoint_url else ""
+        endpoint = [self.scheme, self.endpoint_url or (profile and f"profile {profile}"), self.region or ""]
+        parts = [*endpoint, self.bucket, self.prefix, *filter(None, [self.options])]
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def child(self, path: str) -> StoreRef:
@@ -78,6 +87,24 @@ class Credentials:
 
     __str__ = __repr__
 
+    def place(self) -> str:
+        """Return a digest of the options that may say where the store is; "" when there is none."""
+        options = sorted((name, value) for name, value in self.fsspec_options.items() if name not in WHO_OPTIONS)
+        if not options:
+            return ""
+        text = json.dumps(options, skipkeys=True, default=lambda value: type(value).__qualname__)
+        return hashlib.sha256(text.encode()).hexdigest()
+
+
+def path_of(uri: str) -> str:
+    """Return the path of a store's URI without scheme and bucket: the same wherever a model is mirrored.
+
+    A whole bucket has no path: its name is returned.
+    """
+    scheme, _, rest = uri.partition("://")
+    bucket, _, path = ("", "", rest) if scheme in _WITHOUT_BUCKET else rest.partition("/")
+    return path.strip("/") or bucket
+
 
 def parse_uri(
     uri: str,
@@ -94,10 +121,12 @@ def parse_uri(
 
     For s3 the standard variables AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, AWS_REGION and AWS_DEFAULT_REGION of
     `environ` (default: the process's) fill what is not given, so that nodes with another environment still open
-    the same place; profile and CA bundle stay those of the node that opens it. Raises StoreError for a URI with
-    a user or password in it, with `..`, or without a bucket; UnsupportedStore for chained URIs ("a::b://").
+    the same place; profile and CA bundle stay those of the node that opens it. Raises InvalidUri for a URI with a user,
+    a password, a query or a fragment; StoreError for one with `..` elsewhere than at the beginning of a relative path,
+    or without a bucket; UnsupportedStore for chained URIs ("a::b://").
     """
     environ = os.environ if environ is None else environ
+    check_printable(uri)
     match = _SCHEME.match(uri)
     if not uri or "\0" in uri:
         raise StoreError("an empty or broken URI")
@@ -116,37 +145,25 @@ def parse_uri(
             raise StoreError(f"a file URI names another host: {quote(host)}", hint="write file:///absolute/path")
         return _file_ref(unquote(slash + path), uri)
     bucket, _, prefix = rest.partition("/")
-    if "@" in bucket and scheme != "az":  # az://container@account is how Azure writes its places, without secrets
-        raise StoreError(
-            "a URI may not carry a user or password",
-            hint="pass credentials apart, or use the store's credential chain",
-            scheme=scheme[:40],
-        )
     _refuse_climbing(prefix if scheme not in _WITHOUT_BUCKET else rest, f"{scheme}://{rest}")
     if scheme in _WITHOUT_BUCKET:
         return StoreRef(scheme, "", rest.strip("/"))
     if scheme in ("http", "https"):
         try:
-            parts = urlsplit(uri)
+            has_host = bool(urlsplit(uri).hostname)
         except ValueError:  # "http://[host"
-            parts = urlsplit("")
-        if not parts.hostname or parts.query or parts.fragment:
-            raise StoreError(
-                "an http URI must be a folder: host and path, without query or fragment",
-                hint="presigned URLs name one object and cannot be listed; use the s3 URI",
-            )
+            has_host = False
+        if not has_host:
+            raise StoreError("an http URI must be a folder: host and path", hint=f"write {scheme}://host/path")
         return StoreRef(scheme, bucket, prefix.strip("/"), ca_bundle=ca_bundle)
     if not bucket:
         raise StoreError(f"no bucket in the URI {quote(uri)}", hint=f"write {scheme}://bucket/prefix")
     if scheme != "s3":
-        return StoreRef(scheme, bucket, prefix.strip("/"), endpoint_url=endpoint_url, anonymous=anonymous)
+        checked = _check_endpoint(endpoint_url) if endpoint_url else None
+        return StoreRef(scheme, bucket, prefix.strip("/"), endpoint_url=checked, anonymous=anonymous)
     if not _BUCKET.match(bucket):
         raise StoreError(f"not a bucket name: {quote(bucket)}")
-    if "?" in prefix or "#" in prefix:
-        # Both are legal in keys, but in a model's URI they are nearly always a pasted presigned URL.
-        raise StoreError("an s3 URI has no query or fragment", hint="write s3://bucket/prefix")
-    if environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() != "true":
-        endpoint_url = endpoint_url or environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL")
+    endpoint_url = endpoint_url or environment_endpoint(environ)
     return StoreRef(
         scheme,
         bucket,
@@ -160,8 +177,28 @@ def parse_uri(
     )
 
 
+def check_printable(uri: str) -> None:
+    """Raise InvalidUri for a URI that may carry a secret. The message has nothing of what it may be."""
+    shown = printable_uri(uri)
+    if shown != uri:
+        raise InvalidUri(
+            "a URI may carry no user, password, query or fragment",
+            hint="presigned and SAS URLs name one object: write the folder's URI, such as s3://bucket/prefix, and pass"
+            " credentials apart or in the environment; in the path of file:// write %3F for ? and %23 for #",
+            uri=quote(shown),
+        )
+
+
+def environment_endpoint(environ: Mapping[str, str]) -> str | None:
+    """Return the S3 endpoint that AWS's standard variables name, unchecked; None when they name none."""
+    if environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true":
+        return None
+    return environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or None
+
+
 def _file_ref(path: str, written: str) -> StoreRef:
-    _refuse_climbing(path, written)
+    """A relative path may begin with `..`; what follows may not climb. `getcwd` knows no links that it could miss."""
+    _refuse_climbing(_FROM_ABOVE.sub("", path) if path == written else path, written)
     return StoreRef("file", "", os.path.abspath(path))
 
 
@@ -177,12 +214,14 @@ def _check_endpoint(endpoint_url: str) -> str:
         port_ok = parts.port is None or 0 < parts.port < 65536
     except ValueError:
         port_ok = False
-    if not port_ok or parts.scheme not in ("http", "https") or not parts.hostname or parts.query or parts.fragment:
+    if not port_ok or parts.scheme not in ("http", "https") or not parts.hostname:
         raise StoreError(
             "not an endpoint URL",
             hint="write http://host:port or https://host; AWS_ENDPOINT_URL_S3 and AWS_ENDPOINT_URL count when none is"
             " given",
         )
-    if parts.username is not None or parts.password is not None:
-        raise StoreError("an endpoint URL may not carry a user or password", hint="pass credentials apart")
+    if printable_uri(endpoint_url) != endpoint_url:
+        raise StoreError(
+            "an endpoint URL may carry no user, password, query or fragment", hint="pass credentials apart"
+        )
     return endpoint_url.rstrip("/")

@@ -7,7 +7,7 @@ import time
 from collections.abc import Collection, Iterable, Mapping
 from dataclasses import dataclass, replace
 
-from actors.coordination import nodes
+from actors.coordination import nodes, spawn
 from actors.coordination.finished import finished, settled
 from actors.coordination.gangs import Gangs
 from actors.coordination.model_record import ModelRecord, Seat
@@ -98,7 +98,7 @@ async def come_up(seats: Iterable[Seat]) -> bool:
 
 async def _up(seat: Seat) -> None:
     worker = seat.worker
-    await asyncio.wait_for(worker.ping.options(concurrency_group="control").remote(), STARTING_S)
+    await spawn.meet_worker(worker, seat.host, STARTING_S)
     seat.is_up = seat.is_up or seat.worker is worker
 
 

@@ -24,14 +24,15 @@ from actors.coordination.load_run import LoadRun
 from actors.coordination.model_record import ModelRecord, Seat
 from actors.coordination.saved_load import SavedLoad
 from actors.coordination.strays import end_strays
-from cluster.messages import AgentBeat, BeatReply, RankBeat
+from cluster.messages import AgentBeat, BeatReply, GroupMember, RankBeat
 from cluster.metrics.tally import Tally
-from cluster.reports.report import NodeStatus
+from cluster.reports.report import NodeStatus, SettingStatus
 from cluster.scheduling.load_state import LoadState
 
 SILENT_S = 5.0  # an agent that is well speaks more often
 HELLO_S = 60.0  # a worker that is well has opened its device and its store by then, and speaks
 ASKED_S = 1.0  # what Ray said of the nodes is that old at most: all agents of a new coordinator speak at once
+BIND_S = 60.0  # a process that was told its group's revision has told its agent by then
 REBUILD_S = 20.0  # an agent that has not told of its loads by then is gone
 
 
@@ -55,6 +56,8 @@ class AgentWatch:
         self._go_on = go_on
         self._load_run = load_run
         self._beats: dict[str, tuple[AgentBeat, float]] = {}  # node id -> (the last one, when)
+        self._settings: dict[str, tuple[SettingStatus, ...]] = {}  # node id -> that its agent goes by
+        self._binding: dict[str, tuple[GroupMember, float]] = {}  # by load id: not known to an agent yet; since when
         self._told: set[str] = set()  # nodes whose agents have told of all their loads
         self._heard = asyncio.Condition()
         self._asking = asyncio.Lock()
@@ -70,8 +73,20 @@ class AgentWatch:
 
     @property
     def busy_node_ids(self) -> set[str]:
-        """Those of them whose agents had a load when they were heard last."""
-        return {node_id for node_id, (beat, _) in self._beats.items() if beat.loads}
+        """Those of them whose agents had a load, or a process that hosts a rank, when they were heard last."""
+        return {node_id for node_id, (beat, _) in self._beats.items() if beat.loads or beat.members}
+
+    def bind(self, member: GroupMember) -> str:
+        """The revision that the member's group loads: that of its living processes, else the member's own."""
+        now_s = time.monotonic()
+        binding = {load_id: (m, since_s) for load_id, (m, since_s) in self._binding.items() if now_s - since_s < BIND_S}
+        members = [*(m for beat, _ in self._beats.values() for m in beat.members), *(m for m, _ in binding.values())]
+        same = (m.revision for m in members if (m.group, m.uri) == (member.group, member.uri))
+        revision = next(same, member.revision)
+        if revision == member.revision:
+            binding[member.load_id] = member, now_s
+        self._binding = binding
+        return revision
 
     def ended(self, node_ids: Iterable[str]) -> None:
         """Their agents were ended: there is nothing to tell of these nodes."""
@@ -80,13 +95,17 @@ class AgentWatch:
 
     def status(self) -> tuple[NodeStatus, ...]:
         now_s = time.monotonic()
-        return tuple(_status_of(beat, now_s - heard_s) for beat, heard_s in self._beats.values())
+        return tuple(
+            _status_of(beat, now_s - heard_s, self._settings.get(node_id, ()))
+            for node_id, (beat, heard_s) in self._beats.items()
+        )
 
     async def forget_dead_nodes(self) -> None:
         """Leave nodes out that Ray knows to be dead, which is asked only when somebody is silent; and what they and
         forgotten models had in the tally.
         """
         self.tally.keep(self._beats, self._models)
+        self._settings = {node_id: kept for node_id, kept in self._settings.items() if node_id in self._beats}
         now_s = time.monotonic()
         silent = [node_id for node_id, (_, heard_s) in self._beats.items() if now_s - heard_s > SILENT_S]
         if silent:
@@ -117,7 +136,11 @@ class AgentWatch:
             self._beats.pop(beat.node_id, None)
             return BeatReply(self._coordinator, node_dead=True)
         self._beats[beat.node_id] = (beat, time.monotonic())
+        if beat.settings:
+            self._settings[beat.node_id] = beat.settings
         self.tally.heard(beat, time.monotonic())
+        for member in beat.members:
+            self._binding.pop(member.load_id, None)
         for load_id, packed in beat.records.items():
             if packed:  # else a load that no coordinator began (`actors.hosting`)
                 self._adopt(load_id, packed, beat)
@@ -137,6 +160,13 @@ class AgentWatch:
         await self._note_progress(beat)
         self._begin_again(beat)
         return BeatReply(self._coordinator, unknown, tuple(ended))
+
+    async def refused(self, node_id: str) -> None:
+        """Forget a node whose agent runs another Longshore: nothing that it says can be read, also not what it has."""
+        self._beats.pop(node_id, None)
+        self._told.add(node_id)
+        async with self._heard:
+            self._heard.notify_all()
 
     async def _is_given_up(self, node_id: str) -> bool:
         """Whether Ray takes the node for dead; asked when its agent speaks for the first time or after a silence."""
@@ -210,7 +240,7 @@ class AgentWatch:
         return (seat.incarnation, seat.attempt) == (rank.incarnation, rank.attempt)
 
 
-def _status_of(beat: AgentBeat, age_s: float) -> NodeStatus:
+def _status_of(beat: AgentBeat, age_s: float, settings: tuple[SettingStatus, ...]) -> NodeStatus:
     disk = beat.figures.disk if beat.figures is not None else None
     return NodeStatus(
         node=beat.node_id,
@@ -226,4 +256,5 @@ def _status_of(beat: AgentBeat, age_s: float) -> NodeStatus:
         disk_used_bytes=disk.used_bytes if disk is not None else 0,
         disk_files=disk.files if disk is not None else 0,
         disk_evicted_chunks=disk.evicted_chunks if disk is not None else 0,
+        settings=settings,
     )

@@ -1,8 +1,9 @@
 """Ends agents that nobody needs, after `Config.idle_agent_s`: Ray's autoscaler takes no node away that has an actor.
 
 A node is needed while a model has ranks there, workers wait there for the next load, or its agent tells of a load
-(`actors.hosting` begins some that no coordinator knows). An agent that ends takes its arena along, and what was
-cached in it; what is on disk stays. The next load on the node starts another.
+(`actors.hosting` begins some that no coordinator knows). What an agent has told may be old, so it says itself whether
+it has a load, and does not end then. An agent that ends takes its arena along, and what was cached in it; what is on
+disk stays. The next load on the node starts another.
 """
 
 from __future__ import annotations
@@ -46,8 +47,8 @@ class IdleAgents:
             return
         async with self._admission:
             if due := self._due():
-                await asyncio.gather(*(spawn.shut_agent(node_id) for node_id in due), return_exceptions=True)
-                self._agents.ended(due)
+                ended = await asyncio.gather(*(spawn.shut_agent(node_id, only_idle=True) for node_id in due))
+                self._agents.ended(node_id for node_id, is_ended in zip(due, ended, strict=True) if is_ended)
 
     def _due(self) -> list[str]:
         seated = {node for model in self._models.values() if not model.life.is_over for node in model.nodes}

@@ -5,12 +5,15 @@ The plan's shared tables go beside these messages: see `actors.coordination.load
 
 from __future__ import annotations
 
+from collections.abc import Sequence
+
 from actors.coordination.model_record import ModelRecord, Seat
 from actors.coordination.saved_load import SavedLoad
 from cluster.config import Config
 from cluster.fit.needs import min_slots
-from cluster.messages import FetchSettings, NodeJob, RankJob
+from cluster.messages import FetchSettings, NodeJob, RankJob, SlotHolder
 from cluster.metrics.labels import model_label
+from storage.errors import ArenaBusy
 
 
 def node_job(record: ModelRecord, node_id: str, attempt: int, config: Config) -> NodeJob:
@@ -26,7 +29,7 @@ def node_job(record: ModelRecord, node_id: str, attempt: int, config: Config) ->
         store_identity=record.request.store.ref.identity(),
         ranks=tuple(seat.rank for seat in seats),
         done=frozenset(seat.rank for seat in seats if seat.report is not None),
-        min_slots=min_slots(len(seats)),
+        min_slots=min_slots(len(seats)) if any(seat.report is None for seat in seats) else 0,
         chunk_attempts=config.chunk_attempts,
         lease_deadline_s=config.lease_deadline_s,
         placement=record.request.placement,
@@ -38,6 +41,21 @@ def node_job(record: ModelRecord, node_id: str, attempt: int, config: Config) ->
         again=(node_id, attempt) in record.begun,
         replaced=any(seat.replaced for seat in seats),
         model=model_label(record.request.uri),
+    )
+
+
+def slots_taken(job: NodeJob, host: str, waited_s: float, holders: Sequence[SlotHolder]) -> ArenaBusy:
+    """The error of a load that has waited for its slots for as long as it may."""
+    others = [str(holder) for holder in holders if holder.load_id != job.load_id]
+    return ArenaBusy(
+        "the load did not get its arena slots in time: other loads hold them",
+        hint="wait for them, release one (`longshore release`) or end its process, raise LONGSHORE_ARENA_BYTES, or let "
+        "loads wait longer (LONGSHORE_SLOTS_WAIT_S)",
+        load=job.load_id,
+        host=host,
+        needed_slots=job.min_slots,
+        waited_s=round(waited_s, 1),
+        holders="; ".join(others) or "none any more",
     )
 
 

@@ -21,10 +21,11 @@ from typing import Any
 from ray.exceptions import RayError
 
 from actors.coordination import nodes, spawn
+from actors.coordination.attaching import use_working_access
 from actors.coordination.finished import alongside, finished, settled
 from actors.coordination.fit_choice import FitChoice
 from actors.coordination.gangs import Gangs
-from actors.coordination.jobs import node_job, rank_job
+from actors.coordination.jobs import node_job, rank_job, slots_taken
 from actors.coordination.load_report import make_report
 from actors.coordination.model_record import ModelRecord, Seat
 from actors.coordination.node_agents import ACTOR_GONE, NodeAgents
@@ -32,7 +33,7 @@ from actors.coordination.node_limits import node_memory
 from actors.coordination.plan_source import PlanSource
 from actors.coordination.planner import Planner
 from actors.coordination.reseating import Reseating
-from actors.coordination.saved_load import find_workers_again, save
+from actors.coordination.saved_load import find_workers_again
 from actors.coordination.seating import take_seats
 from actors.coordination.tending import tend_all
 from cluster.config import Config
@@ -45,6 +46,7 @@ from cluster.scheduling.warm_pool import IdleGang
 from storage.errors import LongshoreError
 
 PROCESS_START_S = 120.0  # of a worker, on a machine that is busy with something else
+FREED_S = 30.0  # a model that is being released has freed its places and memory by then
 
 RankEvent = load_events.RankReady | load_events.RankLost | load_events.RankReplaced
 
@@ -60,7 +62,9 @@ class LoadRun:
         models: dict[str, ModelRecord],
         admission: asyncio.Lock,
         gangs: Gangs,
+        given: Config | None,
     ) -> None:
+        """`given`: see `spawn.start_agent`."""
         self._record = record
         self._planner = planner
         self._config = config
@@ -68,7 +72,7 @@ class LoadRun:
         self._admission = admission
         self._gangs = gangs
         self._source = PlanSource(record, planner, config.holder_ttl_s)
-        self._agents = NodeAgents(record, config)
+        self._agents = NodeAgents(record, given)
         self._reseating = Reseating(record, config, models, admission, gangs, self._agents, self._source, self.begin_on)
 
     # -- the two ways in ---------------------------------------------------------------------------------------
@@ -135,6 +139,8 @@ class LoadRun:
             record.request = replace(record.request, node_memory=limits)
         plan = await self._planner.prepare(record.request)
         record.plan, record.revision, record.signed_by = plan, plan.revision, plan.signed_by
+        for client_id in record.holders.ids:  # whoever attached before asked with the same access
+            record.proven(client_id, record.request.store)
         record.total_bytes = sum(rank.read_bytes for rank in plan.ranks)
         record.planned_s = time.monotonic()
         await self._event(load_events.Planned)
@@ -144,6 +150,8 @@ class LoadRun:
         """Decide which rank sits where. One load at a time, or two would take the same places. The gang taken over."""
         record, request = self._record, self._record.request
         deadline_s = time.monotonic() + request.wait_for_resources_s
+        if freeing := [o.ending for o in self._models.values() if o.ending is not None and not o.ending.done()]:
+            await asyncio.wait(freeing, timeout=FREED_S)
         while True:
             async with self._admission:
                 try:
@@ -188,16 +196,22 @@ class LoadRun:
             return agent.begin.remote(node_job(record, node_id, attempt, self._config), shared)
 
         for attempt in record.attempts_on(node_id):
+            began_s = time.monotonic()
             while not await self._agents.ask(node_id, functools.partial(begin, attempt=attempt)):
                 await record.touch("waiting for arena slots that other loads hold")
+                await self._check_slots_come(node_id, attempt, time.monotonic() - began_s)
                 await asyncio.sleep(0.2)
             record.begun.add((node_id, attempt))
         if record.message:
             await record.touch("")
 
-    async def save(self) -> None:
-        """What agents keep for a coordinator that is killed has changed."""
-        await save(self._record)
+    async def _check_slots_come(self, node_id: str, attempt: int, waited_s: float) -> None:
+        """Returns while the load may go on waiting for slots. Raises ArenaBusy, which names who holds them."""
+        if waited_s < max(self._config.slots_wait_s, self._record.request.wait_for_resources_s):
+            return
+        holders = await self._agents.ask(node_id, lambda agent: agent.slot_holders.remote())
+        job = node_job(self._record, node_id, attempt, self._config)
+        raise slots_taken(job, self._record.nodes[node_id], waited_s, holders)
 
     async def _tend(self, seat: Seat) -> None:
         """Keep one rank alive: a worker that dies is replaced, `rank_restarts` times in a row before it has loaded."""
@@ -237,10 +251,11 @@ class LoadRun:
 
     async def _give_job(self, seat: Seat) -> None:
         shared = await self._source.shared()
+        if seat.replaced:
+            await use_working_access(self._record, self._planner)
         job = rank_job(self._record, seat, self._config)
         if not seat.is_up:
-            ping = seat.worker.ping.options(concurrency_group="control").remote()  # the process is being started
-            await asyncio.wait_for(ping, PROCESS_START_S + self._config.stuck_after_s)
+            await spawn.meet_worker(seat.worker, seat.host, PROCESS_START_S + self._config.stuck_after_s)
             seat.is_up = True
         seat.told_s = time.monotonic()
         # Until a worker has said hello to its agent, nobody else would notice that it is stuck.
@@ -275,7 +290,7 @@ class LoadRun:
 
     async def _report(self) -> LoadReport:
         record = self._record
-        plan = await self._source.plan()
+        plan = record.plan or record.outline or await self._source.plan()
         answers = await asyncio.gather(*(self._node_report(node_id) for node_id in record.nodes))
         return make_report(record, plan, answers)
 
@@ -288,8 +303,6 @@ class LoadRun:
                 return report
             except ModelNotFound:  # the agent was restarted just now, and its ranks need nothing of it
                 await self.begin_on(node_id)
-
-    # -- small things ------------------------------------------------------------------------------------------
 
     async def _event(self, kind: type[load_events.Event]) -> None:
         await self._record.advance(kind(attempt=self._record.life.attempt))

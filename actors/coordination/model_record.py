@@ -15,7 +15,7 @@ from typing import Any
 
 from cluster.errors import RankLost, UnknownFamily
 from cluster.fit.options import what_was_taken
-from cluster.load_request import LoadRequest
+from cluster.load_request import LoadRequest, StoreAccess
 from cluster.logs import log_events
 from cluster.metrics.labels import model_label
 from cluster.metrics.load_tally import LoadView
@@ -27,6 +27,7 @@ from cluster.scheduling import load_state
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_events import Event
 from cluster.scheduling.load_state import Life, LoadState, RankLife
+from cluster.scheduling.store_access import ProvenAccess
 from storage.errors import LongshoreError
 from storage.host.own_memory import PeakMemory
 
@@ -67,6 +68,7 @@ class ModelRecord:
     ended_s: float = 0.0  # READY, or over
     memory: PeakMemory = field(default_factory=PeakMemory)  # the coordinator's
     plan: PackedPlan | None = None
+    outline: PackedPlan | None = None  # of the plan: a restarted coordinator knows it without asking the store
     shared: Any = None  # the plan's tables in Ray's object store, for agents and workers
     total_bytes: int = 0
     revision: str = ""
@@ -82,8 +84,11 @@ class ModelRecord:
     report: LoadReport | None = None
     error: LongshoreError | None = None
     message: str = ""
-    credentials_missing: bool = False  # the coordinator was restarted, and a client must say them again
+    access: ProvenAccess = field(default_factory=ProvenAccess)  # of each client, as far as it has worked
+    restored: bool = False  # by a coordinator that was restarted: clients must supply their credentials again
+    had_credentials: bool = False  # restored, and some client had passed credentials, which are in no saved state
     task: asyncio.Task[None] | None = None
+    ending: asyncio.Task[None] | None = None  # frees what the model has: from then on no load is given it
     events: EventLog = field(default_factory=EventLog)  # for who watches
     tally: Tally | None = None  # that counts this load
     version: int = 0  # grows with every change a waiting client would want to see
@@ -96,6 +101,46 @@ class ModelRecord:
     def nodes(self) -> dict[str, str]:
         """node id -> host, of the nodes that have ranks."""
         return {seat.node_id: seat.host for seat in self.seats.values()}
+
+    @property
+    def is_planned(self) -> bool:
+        """True once the model was read: its revision is known, and the access that read it has worked."""
+        return bool(self.revision)
+
+    @property
+    def is_usable(self) -> bool:
+        """True while a load may be given this model."""
+        return self.ending is None and not self.life.is_over
+
+    @property
+    def credentials_missing(self) -> bool:
+        """True while a restarted coordinator waits for a client to supply its credentials again."""
+        return self.had_credentials and not self.access.proofs
+
+    def serves(self, request: LoadRequest) -> bool:
+        """Return True when this model is what the request asks for, as far as the request says."""
+        return self.is_usable and self.request.identity() == request.identity()
+
+    def proven(self, client_id: str, access: StoreAccess, at_s: float | None = None) -> None:
+        """Note that the store accepted a client's access, now or at `at_s`; the model is read with it from now on."""
+        self.access = self.access.proven(client_id, access, time.monotonic() if at_s is None else at_s)
+        self.read_with(self.access.candidates({*self.holders.ids, client_id})[0])
+
+    def read_with(self, access: StoreAccess) -> None:
+        """Let whoever reads for this model next use that access."""
+        self.request = replace(self.request, store=access)
+
+    async def stop_task(self) -> None:
+        """Cancel whoever leads the load; return when that has ended."""
+        if self.task is not None and not self.task.done():
+            self.task.cancel()
+            with contextlib.suppress(asyncio.CancelledError, Exception):
+                await self.task
+
+    async def planned_or_over(self) -> None:
+        """Return when the model was planned, or no load can be given it any more."""
+        async with self.changed:
+            await self.changed.wait_for(lambda: self.is_planned or not self.is_usable)
 
     def attempts_on(self, node_id: str) -> tuple[int, ...]:
         """Attempts that brought ranks to the node, ascending: each is a part of the load there."""
@@ -150,7 +195,8 @@ class ModelRecord:
 
     def is_at_hand(self, identity: str, revision: str) -> bool:
         """Whether a load of that identity, of that revision, would be given this model at once."""
-        return self.life.is_ready and self.revision == revision and self.request.identity() == identity
+        ready = self.is_usable and self.life.is_ready
+        return ready and self.revision == revision and self.request.identity() == identity
 
     def is_answered_by(self, request: LoadRequest) -> bool:
         """Whether this load ended for want of rules, and `request` asks for the same with some: a question that its
@@ -212,6 +258,7 @@ class ModelRecord:
             signed_by=self.signed_by,
             taken=what_was_taken(request.tried),
             ranks=tuple(self._rank_status(rank) for rank in range(len(self.life.ranks))),
+            ended_age_s=time.monotonic() - self.ended_s if self.life.is_over else 0.0,
         )
 
     def as_asked(self) -> LoadRequest:

@@ -89,6 +89,11 @@ def own_limits(
     return () if limits is None else limits
 
 
+def own_device(device: str) -> str:
+    """The device of a rank in the calling process: for "auto" it is "cuda" where the process sees a GPU, else "cpu"."""
+    return ("cuda" if own_gpus("cuda") else "cpu") if device == "auto" else device
+
+
 def own_gpus(device: str) -> list[GpuMemory]:
     """Those that the calling process sees, when it is to use them."""
     if device != "cuda":

@@ -6,21 +6,24 @@ Functions that are not `async` block on Ray: the coordinator runs them in a thre
 from __future__ import annotations
 
 import asyncio
+import socket
 from collections import Counter
 from collections.abc import Awaitable, Callable, Iterable
 from dataclasses import replace
 from typing import Any
 
 import ray
-from ray._private.state import available_resources_per_node
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
+from actors.agent_link import PackedCalls
 from actors.coordination import spawn
 from actors.coordination.plan_source import IN_MESSAGE_BYTES
-from cluster.errors import ClusterError, NotEnoughResources
+from cluster.errors import ClusterError, ConfigError, NotEnoughResources
+from cluster.joining.ray_private import available_resources_per_node
 from cluster.load_request import LoadRequest
-from cluster.messages import NodeFacts
+from cluster.messages import NodeFacts, unpack_message
+from cluster.node_settings import node_name
 from cluster.preview.held_chunks import HeldChunks
 from cluster.scheduling.topology import NodeInfo, show_bundles
 from cluster.units import show_some
@@ -32,10 +35,15 @@ GROUP_GRACE_S = 10.0  # resources that are free are given within seconds
 Place = tuple[str, str, tuple[PlacementGroup, int] | None]  # (node id, host, (group, bundle index))
 
 
+def this_node() -> str:
+    """Return the name of the node that this actor or task runs on, for messages."""
+    return node_name(socket.gethostname(), ray.get_runtime_context().get_node_id())
+
+
 def cluster_nodes(cpu_seats: Iterable[str], cpu_ranks_per_node: int) -> list[NodeInfo]:
     """Living nodes in the order of their ids, with what is free on them. `cpu_seats`: nodes of CPU ranks that sit."""
     seats = Counter(cpu_seats)
-    free = available_resources_per_node()  # type: ignore[no-untyped-call]
+    free = available_resources_per_node()
     found = []
     for node in sorted(_ray_nodes(), key=lambda node: str(node["NodeID"])):
         if not node["Alive"]:
@@ -63,14 +71,14 @@ async def facts_of(
 ) -> dict[str, NodeInfo]:
     """What each agent says of its node; `ask` is `NodeAgents.ask`. Raises what an agent raised: ArenaTooLarge...
 
-    An agent that cannot have its arena is ended, so that the next load tries anew.
+    An agent that cannot have its arena, or whose settings are bad, is ended, so that the next load tries anew.
     """
     node_ids = list(node_ids)
     asked = (ask(node_id, lambda agent: agent.facts.remote()) for node_id in node_ids)
     answers: list[NodeFacts | BaseException] = await asyncio.gather(*asked, return_exceptions=True)
     failures = [answer for answer in answers if isinstance(answer, BaseException)]
     for node_id, answer in zip(node_ids, answers, strict=True):
-        cannot = isinstance(getattr(answer, "cause", answer), ArenaError)
+        cannot = isinstance(getattr(answer, "cause", answer), ArenaError | ConfigError)
         if cannot and (agent := await asyncio.to_thread(spawn.find_agent, node_id)) is not None:
             await asyncio.to_thread(spawn.end_actor, agent)
     if failures:
@@ -83,6 +91,7 @@ async def facts_of(
             pools=facts.pools,
             gpus=facts.gpus,
             arena_bytes=facts.arena_bytes,
+            slot_bytes=facts.slot_bytes,
         )
         for node_id, facts in zip(node_ids, answers, strict=True)
         if isinstance(facts, NodeFacts)
@@ -100,10 +109,11 @@ async def _with_room(info: NodeInfo) -> NodeInfo:
     if agent is None:
         return info
     try:
-        facts: NodeFacts = await asyncio.wait_for(agent.facts.remote(), FACTS_S)
+        answer = await asyncio.wait_for(PackedCalls(agent).facts.remote(), FACTS_S)
+        facts: NodeFacts = unpack_message(answer, f"the agent on {info.host}", "the coordinator")
     except (RayError, TimeoutError, LongshoreError):
         return info  # an agent that is not well is as good as none
-    return replace(info, gpus=facts.gpus, pools=facts.pools, arena_bytes=facts.arena_bytes)
+    return replace(info, gpus=facts.gpus, pools=facts.pools, arena_bytes=facts.arena_bytes, slot_bytes=facts.slot_bytes)
 
 
 async def held_on(node_ids: Iterable[str], keys: bytes) -> dict[str, HeldChunks | str]:
@@ -118,7 +128,8 @@ async def _held_on(node_id: str, keys: Any) -> HeldChunks | str:
     if agent is None:
         return "no agent runs there yet"
     try:
-        held: HeldChunks = await asyncio.wait_for(agent.holds.remote(keys), FACTS_S)
+        answer = await asyncio.wait_for(PackedCalls(agent).holds.remote(keys), FACTS_S)
+        held: HeldChunks = unpack_message(answer, "its agent", "the coordinator")
     except TimeoutError:
         return f"its agent does not answer within {FACTS_S:.0f} s"
     except (RayError, LongshoreError) as error:

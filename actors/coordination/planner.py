@@ -25,23 +25,26 @@ from cluster.fit.search import PlannedChange
 from cluster.load_request import LoadRequest
 from cluster.plans.packed_plan import PackedPlan
 from cluster.trust import TrustPolicy
-from storage.errors import LongshoreError
+from storage.errors import LongshoreError, StoreUnavailable
 
 _LENGTH = struct.Struct("<Q")
 PLANNING_TIMEOUT_S = 300.0
-MOST_PROCESSES = 4
+MOST_PLANS = 4  # at once
+CHECK_TIMEOUT_S = 60.0
+MOST_CHECKS = 8  # at once; they are small, and wait for no plan
 _OURS = str(Path(longshore.__file__).resolve().parents[1])
 
 
 class Planner:
-    """Runs `cluster.plans.planning_process` requests, MOST_PROCESSES at once."""
+    """Runs `cluster.plans.planning_process` requests: MOST_PLANS plans and MOST_CHECKS checks at once."""
 
     def __init__(self, chunk_bytes: int, read_timeout_s: float, trust: TrustPolicy | None = None) -> None:
         self._settings = (chunk_bytes, read_timeout_s)
         self._trust = trust or TrustPolicy()
         self._idle: list[Process] = []
         self._all: set[Process] = set()
-        self._places = asyncio.Semaphore(MOST_PROCESSES)
+        self._plans = asyncio.Semaphore(MOST_PLANS)
+        self._checks = asyncio.Semaphore(MOST_CHECKS)
 
     async def prepare(self, request: LoadRequest) -> PackedPlan:
         """Read the model's index and plan. Raises what that raises: StoreError, ManifestError, PlanError..."""
@@ -54,8 +57,15 @@ class Planner:
         return found
 
     async def is_current(self, request: LoadRequest, known: str) -> bool:
-        """True while the stored model is still the revision `known`; one small request to the store."""
-        same: bool = await self._ask("is_current", request, known, self._trust)
+        """Return True while the stored model is still the revision `known`; one small request to the store.
+
+        Raises StoreUnavailable when the store does not answer within CHECK_TIMEOUT_S.
+        """
+        try:
+            asked = self._ask("is_current", request, known, self._trust, places=self._checks)
+            same: bool = await asyncio.wait_for(asked, CHECK_TIMEOUT_S)
+        except TimeoutError as error:
+            raise StoreUnavailable("the store does not answer", uri=request.uri, waited_s=CHECK_TIMEOUT_S) from error
         return same
 
     async def close(self) -> None:
@@ -64,8 +74,8 @@ class Planner:
         for process in list(self._all):
             await self._end(process)
 
-    async def _ask(self, verb: str, *args: Any) -> Any:
-        async with self._places:
+    async def _ask(self, verb: str, *args: Any, places: asyncio.Semaphore | None = None) -> Any:
+        async with places or self._plans:
             process = None
             try:
                 process = self._take_idle() or await self._start()

@@ -14,6 +14,7 @@ from ray.exceptions import RayError
 from actors.coordination import nodes, spawn
 from actors.coordination.model_record import ModelRecord, Seat
 from cluster.load_request import LoadRequest
+from cluster.plans.packed_plan import PackedPlan
 from cluster.scheduling import load_state
 from cluster.scheduling.holders import Holders
 
@@ -31,6 +32,7 @@ class SavedLoad:
     attempt: int
     revision: str
     signed_by: str
+    outline: PackedPlan | None  # what the report needs of the plan
     total_bytes: int
     seats: tuple[tuple[int, str, str, int], ...]  # (rank, node id, host, attempt that brought it there)
     gang_id: str  # its workers are named by it
@@ -46,11 +48,12 @@ class SavedLoad:
             record.life.attempt,
             record.revision,
             record.signed_by,
+            record.plan.outline() if record.plan is not None else record.outline,
             record.total_bytes,
             tuple((seat.rank, seat.node_id, seat.host, seat.attempt) for seat in record.seats.values()),
             record.gang_id,
             record.group,
-            record.request.store.credentials is not None or record.credentials_missing,
+            record.request.store.credentials is not None or record.had_credentials,
             dict(record.host_bytes),
             dict(record.pools),
         )
@@ -73,9 +76,11 @@ class SavedLoad:
             total_bytes=self.total_bytes,
             revision=self.revision,
             signed_by=self.signed_by,
+            outline=self.outline,
             gang_id=self.gang_id,
             group=self.group,
-            credentials_missing=self.has_credentials,
+            restored=True,
+            had_credentials=self.has_credentials,
             host_bytes=self.host_bytes,
             pools=self.pools,
         )
@@ -128,13 +133,13 @@ async def _find_workers(gang_id: str) -> dict[int, tuple[int, Any]]:
 async def _ask(record: ModelRecord, seat: Seat) -> None:
     """What the seat's worker works on, if on anything: a worker that idles is given its job (again) by who tends it."""
     with contextlib.suppress(RayError, TimeoutError):  # dead or not well: who tends it finds out
+        await spawn.meet_worker(seat.worker, seat.host, ANSWER_S)
         asked = seat.worker.assignment.options(concurrency_group="control").remote()
         assignment = await asyncio.wait_for(asked, ANSWER_S)
         seat.started = assignment is not None and assignment[0] == record.model_id
         if seat.started:
-            # A kept model may have no client that could say its credentials again.
-            record.request = replace(record.request, store=assignment[1])
-            record.credentials_missing = False
+            # A kept model may have no client that could supply credentials again.
+            record.proven(record.request.client_id, assignment[1])
 
 
 def _bundles(group: Any, request: LoadRequest) -> list[Any]:

@@ -27,6 +27,7 @@ from actors.names import NAMESPACE, agent_name, gang_of_worker, group_name, work
 from actors.node_agent import NodeAgent
 from cluster.config import Config
 from cluster.errors import ClusterLost
+from cluster.messages import UNVERSIONED, check_version
 
 REMOVE_TRIES = 10
 SHUT_S = 10.0  # an agent that is well has ended all by then
@@ -34,22 +35,24 @@ NAME_FREE_S = 5.0  # Ray gives the name of a dead actor back within moments, of 
 AGENT_CALLS = 256  # calls an agent answers at once: every rank of the node may be waiting for orders
 
 
-def start_agent(node_id: str, host: str, config: Config) -> Any:
+def start_agent(node_id: str, host: str, given: Config | None) -> Any:
     """The agent of a node; makes one when there is none. Returns at once, but for one that is just dying.
+
+    `given`: settings of the program that started the cluster; None: the agent reads the environment of its node.
 
     Raises ClusterLost when the name stays taken by nobody who can be found: the node died, as a rule.
     """
     give_up_s = time.monotonic() + NAME_FREE_S
     while True:
         try:
-            return _find_or_make_agent(node_id, host, config)
+            return _find_or_make_agent(node_id, host, given)
         except ValueError as error:  # Ray found the name taken, and when it looked whose it is, that one was dead
             if time.monotonic() > give_up_s:
                 raise ClusterLost("a node's agent can neither be found nor made", host=host or node_id) from error
             time.sleep(0.1)
 
 
-def _find_or_make_agent(node_id: str, host: str, config: Config) -> Any:
+def _find_or_make_agent(node_id: str, host: str, given: Config | None) -> Any:
     return (
         ray.remote(NodeAgent)
         .options(
@@ -62,7 +65,7 @@ def _find_or_make_agent(node_id: str, host: str, config: Config) -> Any:
             max_concurrency=AGENT_CALLS,
             scheduling_strategy=NodeAffinitySchedulingStrategy(node_id, soft=False),
         )
-        .remote(config, ray.get_runtime_context().gcs_address, node_id, host, RayCoordinatorLink())
+        .remote(given, ray.get_runtime_context().gcs_address, node_id, host, RayCoordinatorLink())
     )
 
 
@@ -112,6 +115,17 @@ def start_worker(
     )
 
 
+async def meet_worker(worker: Any, host: str, timeout_s: float) -> None:
+    """Return when the worker's process is up, however long ago it was started.
+
+    Raises VersionMismatch when it runs another Longshore, RayError when it died, TimeoutError.
+    """
+    hello = getattr(worker, "hello", None)
+    asked = hello and hello.options(concurrency_group="control").remote()
+    version = await asyncio.wait_for(asked, timeout_s) if asked else UNVERSIONED
+    check_version(version, f"a worker on {host}", "the coordinator")
+
+
 def find_workers(gang_id: str) -> dict[int, tuple[int, Any]]:
     """rank -> (incarnation, handle) of the gang's living workers, the last incarnation of each rank."""
     found: dict[int, tuple[int, Any]] = {}
@@ -147,13 +161,18 @@ def remove_group(group: PlacementGroup) -> None:
                 return
 
 
-async def shut_agent(node_id: str) -> None:
-    """End a node's agent, which gives its arena back."""
+async def shut_agent(node_id: str, *, only_idle: bool = False) -> bool:
+    """End a node's agent, which gives its arena back. With `only_idle` it says itself whether it has no load.
+
+    Return whether it was ended.
+    """
     agent = find_agent(node_id)
     if agent is not None:
         with contextlib.suppress(Exception):
-            await asyncio.wait_for(agent.shutdown.remote(), SHUT_S)
+            if not await asyncio.wait_for(agent.shutdown.remote(only_idle=only_idle), SHUT_S):
+                return False
         end_actor(agent)
+    return True
 
 
 def end_actor(handle: Any) -> None:

@@ -9,15 +9,19 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
+import logging
 import time
 
 import ray
-from ray._raylet import PlacementGroupID
 from ray.exceptions import RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from actors.coordination import spawn
 from actors.names import NAMESPACE, gang_of_worker, group_name
+from cluster.joining.ray_private import placement_group_id
+from storage.errors import DependencyChanged
+
+_LOG = logging.getLogger("longshore.coordinator")
 
 
 class StrayWatch:
@@ -70,7 +74,10 @@ def _groups() -> dict[str, tuple[str, str]]:
 
 def _end(name: str, group_id: str) -> None:
     if group_id:
-        spawn.remove_group(PlacementGroup(PlacementGroupID.from_hex(group_id)))
+        try:
+            spawn.remove_group(PlacementGroup(placement_group_id(group_id)))
+        except DependencyChanged as error:  # all else works without it
+            _LOG.warning("the placement group %s has no owner and stays: %s", name, error)
         return
     with contextlib.suppress(ValueError):
         spawn.end_actor(ray.get_actor(name, namespace=NAMESPACE))

@@ -6,8 +6,10 @@ import asyncio
 import contextlib
 import time
 
+from actors.agent_link import PackedCalls
 from actors.coordination import spawn
 from actors.coordination.model_record import ModelRecord
+from cluster.messages import unpack_message
 from cluster.reports.chunk_map import ChunkMap, NodeChunks, NodeView, ShardChunks
 from cluster.reports.event_log import LoadEvent
 
@@ -59,5 +61,6 @@ async def _ask_node(model_id: str, node_id: str) -> NodeView:
     agent = await asyncio.to_thread(spawn.find_agent, node_id)
     if agent is None:
         raise TimeoutError
-    answer: NodeView = await asyncio.wait_for(agent.chunks_now.remote(model_id), ANSWER_S)
+    packed = await asyncio.wait_for(PackedCalls(agent).chunks_now.remote(model_id), ANSWER_S)
+    answer: NodeView = unpack_message(packed, "a node's agent", "the coordinator")
     return answer

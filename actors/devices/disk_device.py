@@ -29,16 +29,14 @@ class DiskDevice:
         self._folder = folder
         self._slices = slices
         self._staged: dict[int, NDArray[np.uint8]] = {}  # tensors that are still to be converted, by segment
-        self._sealed = False
 
     @property
     def held_bytes(self) -> int:
         return self._folder.size_bytes + sum(len(memory) for memory in self._staged.values())
 
     def allocate(self, segment_bytes: tuple[int, ...]) -> None:
-        self._folder.open(sum(segment_bytes))
-        for piece, size_bytes in zip(self._slices, segment_bytes, strict=True):
-            self._folder.create(piece.name, size_bytes)
+        names = (piece.name for piece in self._slices)
+        self._folder.open(dict(zip(names, segment_bytes, strict=True)))
 
     def attach_arena(self, arena: memoryview) -> None:
         pass
@@ -81,7 +79,6 @@ class DiskDevice:
                 dtype, shape = torch_dtype(piece.dtype, piece.sizes)
                 index[piece.name] = index_entry(str(dtype).removeprefix("torch."), shape)
         self._folder.seal(index)
-        self._sealed = True
 
     def tensors(self, slices: tuple[TensorSlice, ...]) -> dict[str, torch.Tensor]:
         """Mapped from the files; what is written to them changes no file."""
@@ -107,7 +104,4 @@ class DiskDevice:
             self._staged[segment][offset : offset + len(data)] = data
 
     def free(self) -> None:
-        if self._sealed:
-            self._folder.close()
-        else:
-            self._folder.remove()
+        self._folder.remove()

@@ -127,7 +127,7 @@ class MappedDevice:
 
 
 def open_mapped(
-    plan: RankPlan, folder: str, owner: str, incarnation: int, open_gpu: Callable[[int], Device] | None = None
+    plan: RankPlan, folder: str, owner: str, open_gpu: Callable[[int], Device] | None = None
 ) -> MappedDevice:
     """The devices that the plan names, none of their memory taken yet. `owner`: see `OffloadFolder`."""
     parts: dict[DeviceKey, Device] = {}
@@ -140,7 +140,7 @@ def open_mapped(
                 (piece for piece in plan.slices if plan.segment_devices[piece.segment] == DISK),
                 key=lambda piece: piece.segment,
             )
-            parts[key] = DiskDevice(OffloadFolder(folder, owner, incarnation), tuple(on_disk))
+            parts[key] = DiskDevice(OffloadFolder(folder, owner), tuple(on_disk))
         elif key == CPU:
             from actors.devices.cpu_device import CpuDevice
 
@@ -154,8 +154,8 @@ def open_mapped_rank(plan: RankPlan, job: RankJob) -> Device:
     """The same for a rank's job: host memory and files at once, GPUs while the first chunks are fetched."""
     owner = f"{job.load_id} {job.rank}"
     if not any(isinstance(key, int) for key in plan.segment_devices):
-        return open_mapped(plan, job.offload_folder, owner, job.incarnation)
-    return OpeningDevice(lambda: open_mapped(plan, job.offload_folder, owner, job.incarnation))
+        return open_mapped(plan, job.offload_folder, owner)
+    return OpeningDevice(lambda: open_mapped(plan, job.offload_folder, owner))
 
 
 def _open_gpu(index: int) -> Device:

@@ -14,7 +14,11 @@ from __future__ import annotations
 
 import itertools
 from collections import Counter
-from collections.abc import Iterable
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
 
 from actors.node.chunk_errors import given_up, never_brought
 from actors.node.chunk_sources import ChunkSources, source_of
@@ -24,7 +28,7 @@ from actors.node.rank_place import ChunkKeys, RankPlace
 from actors.node.second_leases import SecondLeases
 from cluster.messages import DIRECT, DISK_UNUSABLE, Commit, FetchFailure, LeaseOrder, NodeJob, RankUpdate
 from cluster.metrics.figures import LoadCounters
-from cluster.plans.packed_plan import unpack_shared
+from cluster.plans.packed_plan import SharedTables, unpack_shared
 from cluster.scheduling.lease_queue import LeaseQueue
 from cluster.scheduling.retry import Fail, cause_of
 from storage.arena.chunk_cache import ChunkCache
@@ -36,19 +40,32 @@ GRANT_BATCH = 64  # readable chunks told in one answer
 _DIRECT_NUMBERS = itertools.count(1)
 
 
+@dataclass(frozen=True, slots=True, eq=False)
+class JobTables:
+    """What a job's packed tables say. Made once, without the agent's lock: of a large model that takes a while."""
+
+    shared: SharedTables
+    needs: Mapping[int, NDArray[np.int64]]  # rank -> chunks that it touches
+    largest_chunk_bytes: int
+
+    @classmethod
+    def of(cls, job: NodeJob) -> JobTables:
+        shared = unpack_shared(job.shared)
+        needs = {rank: shared.chunk_ids(rank) for rank in job.ranks}
+        return cls(shared, needs, int(shared.chunks.sizes_bytes().max(initial=0)))
+
+
 class ChunkFlow:
     """See above. `cache` is shared with the node's other loads; the owner of slots is `NodeJob.part`."""
 
-    def __init__(self, job: NodeJob, cache: ChunkCache, now_s: float, disk: DiskBacklog) -> None:
-        tables = unpack_shared(job.shared)
-        needs = {rank: tables.chunk_ids(rank) for rank in job.ranks}
+    def __init__(self, job: NodeJob, cache: ChunkCache, now_s: float, disk: DiskBacklog, tables: JobTables) -> None:
         incarnations = job.incarnations or (0,) * len(job.ranks)
         self.ranks = {
             rank: RankPlace(rank, incarnation, heard_s=now_s)
             for rank, incarnation in zip(job.ranks, incarnations, strict=True)
         }
-        self.keys = ChunkKeys(tables, job.store_identity, job.load_id)
-        self.queue = LeaseQueue(needs)
+        self.keys = ChunkKeys(tables.shared, job.store_identity, job.load_id)
+        self.queue = LeaseQueue(tables.needs)
         self.hedges = SecondLeases(job, cache, self.keys, self.queue)
         self.error: LongshoreError | None = None  # a chunk's budget is spent
         # Into the ranks' own memory, past the arena: when asked for, or when neither arena nor disk could keep them.

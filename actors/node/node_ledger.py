@@ -13,15 +13,17 @@ import functools
 import random
 from collections import OrderedDict, defaultdict
 from collections.abc import Iterable
+from dataclasses import replace
+from typing import Any
 
+from actors.node.chunk_flow import JobTables
 from actors.node.disk_backlog import DiskBacklog
 from actors.node.node_beat import ended_parts, load_beats, rank_beats
 from actors.node.node_load import NodeLoad
 from actors.node.object_checks import KeptSpans
-from cluster.errors import ModelNotFound, RankTaken
-from cluster.messages import AgentBeat, NodeJob, Orders, RankHello, RankUpdate
+from cluster.errors import LoadCancelled, ModelNotFound, RankTaken
+from cluster.messages import AgentBeat, GroupMember, NodeJob, Orders, RankHello, RankUpdate, SlotHolder
 from cluster.metrics.figures import NodeFigures
-from cluster.plans.packed_plan import unpack_shared
 from cluster.reports.chunk_map import NodeView, least_done, runs_of
 from cluster.reports.node_report import ArenaUse
 from cluster.reports.report import NodeReport
@@ -55,18 +57,20 @@ class NodeLedger:
         self._loads: dict[tuple[str, int], NodeLoad] = {}  # by load id and attempt
         self._ended: OrderedDict[tuple[str, int], NodeLoad] = OrderedDict()
         self._untold: OrderedDict[tuple[str, int], NodeLoad] = OrderedDict()  # ended, and no coordinator knows it yet
-        self._refused: dict[tuple[str, int], float] = {}  # parts that wait for their minimum: when they asked last
+        self._asking: dict[tuple[str, int], tuple[NodeJob, float]] = {}  # have not begun yet: when they asked last
+        self._members: dict[str, tuple[ProcessId, GroupMember]] = {}  # by load id, beyond the load's end
+        self._ended_unknown: OrderedDict[str, None] = OrderedDict()  # ended, and had not begun here
         self._restored: defaultdict[ProcessId, list[str]] = defaultdict(list)
         for lease in restored:
             self._restored[lease.holder].append(lease.lease_id)
 
     # -- coordinator -------------------------------------------------------------------------------------------
 
-    def begin(self, job: NodeJob, now_s: float) -> bool:
-        """True when the load has its minimum of slots; False: other loads have them, ask again.
+    def reserve(self, job: NodeJob, now_s: float) -> bool | None:
+        """None: the job has its slots, and `begin` is to follow. True: its load is here. False: others have the slots.
 
-        The same job again only says which ranks are done by now. Raises ArenaTooSmall when the arena can never do,
-        LoadCancelled when the load was ended before this message came.
+        The same job again only says which ranks are done by now; one that was refused asks again and again. Raises
+        ArenaTooSmall when the arena can never do, LoadCancelled when the load was ended before this message came.
         """
         if job.part in self._loads:
             self._loads[job.part].told_again(job)
@@ -74,19 +78,47 @@ class NodeLedger:
         ended = self._ended.get(job.part)
         if ended is not None and ended.error is not None:
             raise ended.error
-        largest = int(unpack_shared(job.shared).chunks.sizes_bytes().max(initial=0))
-        if largest > self._slot_bytes:
+        if job.process is not None and job.load_id in self._ended_unknown:
+            raise LoadCancelled("the load was ended before it began", load=job.load_id)
+        if job.process is not None and job.group is not None:
+            self._members[job.load_id] = job.process, job.group
+        granted = self._cache.reserve(job.part, job.min_slots)
+        self._asking[job.part] = job, now_s
+        return None if granted else False
+
+    def begin(self, job: NodeJob, now_s: float, tables: JobTables | None = None) -> bool:
+        """`reserve`, and the load is here when it has its slots. `tables`: the job's, unpacked."""
+        reserved = self.reserve(job, now_s)
+        if reserved is not None:
+            return reserved
+        tables = tables or JobTables.of(job)
+        if tables.largest_chunk_bytes > self._slot_bytes:
+            self._give_up([job.part], now_s)
             raise ArenaTooSmall(
-                f"the model was published in chunks of {largest} bytes, the arena's slots have {self._slot_bytes}",
+                f"the model was published in chunks of {tables.largest_chunk_bytes} bytes, the arena's slots have "
+                f"{self._slot_bytes}",
                 hint="set LONGSHORE_SLOT_BYTES to at least that for the cluster, or publish with smaller chunks",
                 load=job.load_id,
             )
-        if not self._cache.reserve(job.part, job.min_slots):
-            self._refused[job.part] = now_s
-            return False
-        self._refused.pop(job.part, None)
-        self._loads[job.part] = NodeLoad(job, self._cache, now_s, self._kept, self._disk)
+        del self._asking[job.part]
+        self._loads[job.part] = NodeLoad(job, self._cache, now_s, self._kept, self._disk, tables)
         return True
+
+    @property
+    def is_busy(self) -> bool:
+        """Whether any load is here or asks to be, or a process of a group holds a rank."""
+        return bool(self._loads or self._asking or self._members)
+
+    def slot_holders(self) -> tuple[SlotHolder, ...]:
+        """Loads that have slots, also ended ones whose ranks have not let go, then those that wait for some."""
+        found = []
+        for part, load in (*self._loads.items(), *self._ended.items()):
+            if slots := self._cache.shares.demand(part):
+                found.append(_holder(load.job, slots))
+        for part, (job, _) in self._asking.items():
+            waits = part in self._cache.shares.waiting
+            found.append(replace(_holder(job, job.min_slots), waits=waits))
+        return tuple(found)
 
     def rank_lost(self, load_id: str, rank: int, incarnation: int, now_s: float) -> None:
         """The rank's worker is dead, or about to be; `incarnation` will say hello next."""
@@ -100,13 +132,19 @@ class NodeLedger:
 
     def end(self, load_id: str, now_s: float) -> None:
         """Forget the load. What its ranks still read or write stays fenced until they let go or are dead."""
-        self._give_up([part for part in self._refused if part[0] == load_id], now_s)
-        for load in self._parts(load_id):
+        self._give_up([part for part in self._asking if part[0] == load_id], now_s)
+        if not (parts := self._parts(load_id)):
+            self._ended_unknown[load_id] = None
+            _keep_last(self._ended_unknown)
+        for load in parts:
             self._ended[load.job.part] = self._untold[load.job.part] = self._loads.pop(load.job.part)
-            for kept in (self._ended, self._untold):
-                while len(kept) > ENDED_KEPT:
-                    kept.popitem(last=False)
+            _keep_last(self._ended)
+            _keep_last(self._untold)
             self._wake(load.end(now_s))
+
+    def leave(self, load_id: str) -> None:
+        """The process that hosted the load's rank has let go of it."""
+        self._members.pop(load_id, None)
 
     def fail_all(self, error: LongshoreError) -> None:
         """The node cannot go on: every load on it ends with that error."""
@@ -199,23 +237,36 @@ class NodeLedger:
         """Take back overdue leases. True when there were any. Who asks for slots no more, waits for them no more: its
         coordinator was killed, or has ended the load, and those behind it wait too.
         """
-        self._give_up([part for part, asked_s in self._refused.items() if now_s - asked_s > ASKS_AGAIN_S], now_s)
+        self._give_up([part for part, (_, asked_s) in self._asking.items() if now_s - asked_s > ASKS_AGAIN_S], now_s)
         return self._took_back(self._cache.expire(now_s), now_s)
 
-    def process_dead(self, process: ProcessId, now_s: float) -> None:
-        """The process is dead for certain. Its rank's next incarnation comes by `rank_lost` or by its own hello."""
+    def process_dead(self, process: ProcessId, now_s: float) -> set[str]:
+        """The process is dead for certain. Its rank's next incarnation comes by `rank_lost` or by its own hello.
+
+        Loads that it hosted end with it; their ids.
+        """
         ended = {lease.key for lease in self._cache.process_dead(process)}
         self._restored.pop(process, None)
         for load in (*self._loads.values(), *self._ended.values()):
             ended |= load.process_dead(process, now_s)
         self._wake(ended)
+        asking = (job for job, _ in self._asking.values())
+        hosted = {job.load_id for job in (*self._jobs(), *asking) if job.process == process}
+        for load_id in hosted:
+            self.end(load_id, now_s)
+        for load_id in [load_id for load_id, (member, _) in self._members.items() if member == process]:
+            self.leave(load_id)
+        return hosted
 
     def processes(self) -> set[ProcessId]:
         """Every process whose death would matter here."""
         ranks = {
             place.process for load in self._loads.values() for place in load.ranks.values() if place.process is not None
         }
-        return ranks | self._cache.processes()
+        asking = (job for job, _ in self._asking.values())
+        hosts = {job.process for job in (*self._jobs(), *asking) if job.process is not None}
+        members = {process for process, _ in self._members.values()}
+        return ranks | hosts | members | self._cache.processes()
 
     def overdue(self, now_s: float) -> set[ProcessId]:
         """Processes that must die, because they hold slots that were taken from them."""
@@ -245,6 +296,7 @@ class NodeLedger:
             records,
             ended=ended_parts(self._untold.values()),
             figures=NodeFigures(stats),
+            members=tuple(member for _, member in self._members.values()),
         )
 
     def answered(self, beat: AgentBeat) -> None:
@@ -266,9 +318,12 @@ class NodeLedger:
             return parts
         raise ModelNotFound("this node does not know the load", load=load_id)
 
-    def _give_up(self, refused: list[tuple[str, int]], now_s: float) -> None:
-        for part in refused:
-            del self._refused[part]
+    def _jobs(self) -> list[NodeJob]:
+        return [load.job for load in self._loads.values()]
+
+    def _give_up(self, asking: list[tuple[str, int]], now_s: float) -> None:
+        for part in asking:
+            del self._asking[part]
             self._cache.end_owner(part, now_s)
 
     def _took_back(self, leases: list[Lease], now_s: float) -> bool:
@@ -283,6 +338,15 @@ class NodeLedger:
         if keys:
             for load in self._loads.values():
                 load.wake(keys)
+
+
+def _keep_last(ended: OrderedDict[Any, Any]) -> None:
+    while len(ended) > ENDED_KEPT:
+        ended.popitem(last=False)
+
+
+def _holder(job: NodeJob, slots: int) -> SlotHolder:
+    return SlotHolder(job.load_id, slots, job.model, 0 if job.process is None else job.process.pid)
 
 
 def _replaced(message: RankHello | RankUpdate) -> LongshoreError:

@@ -10,7 +10,9 @@ says so (in an update, or by a hello: then it has nothing in use) or is dead, ne
 
 from __future__ import annotations
 
-from actors.node.chunk_flow import ChunkFlow
+from dataclasses import replace
+
+from actors.node.chunk_flow import ChunkFlow, JobTables
 from actors.node.chunk_sources import source_of
 from actors.node.disk_backlog import DiskBacklog
 from actors.node.object_checks import KeptSpans, ObjectChecks
@@ -34,13 +36,15 @@ class NodeLoad:
     Methods that return keys: the fetches of these bytes have ended, well or not; other loads may wait for them.
     """
 
-    def __init__(self, job: NodeJob, cache: ChunkCache, now_s: float, kept: KeptSpans, disk: DiskBacklog) -> None:
-        self.job = job
+    def __init__(
+        self, job: NodeJob, cache: ChunkCache, now_s: float, kept: KeptSpans, disk: DiskBacklog, tables: JobTables
+    ) -> None:
+        self.job = replace(job, shared=b"")
         self.load_id = job.load_id
         self.record = job.record  # replaced when the coordinator has something new to note
         self._cache = cache
         self._disk = disk
-        self._flow = ChunkFlow(job, cache, now_s, disk)
+        self._flow = ChunkFlow(self.job, cache, now_s, disk, tables)
         self.counters = self._flow.counters
         self._checks = ObjectChecks(self._flow.keys, self._flow.queue.chunks(), kept, (cache.forget, disk.forget))
         self._ended: LongshoreError | None = None

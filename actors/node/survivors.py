@@ -30,7 +30,7 @@ class Survivors:
         """Who maps the arena now; nobody where there are no survivors, as it takes a look at every process."""
         try:
             return set(processes_mapping(self._path)) if self.left else set()
-        except FileNotFoundError:  # the agent is being shut down
+        except OSError:  # the agent is being shut down, or the kernel does not say
             return set(self.left)
 
     def take_unmapped(self, mapping: set[ProcessId]) -> set[ProcessId]:

@@ -63,7 +63,13 @@ def main(spec: Spec) -> None:
     import cluster
 
     recycled = spec.options["memory"] == "recycled"
-    arguments = {"fsdp_size": RANKS, "device": "cpu", "placement": spec.options["placement"], **store_arguments(spec)}
+    arguments = {
+        "fsdp_size": RANKS,
+        "device": "cpu",
+        "placement": spec.options["placement"],
+        "progress": False,
+        **store_arguments(spec),
+    }
     with our_cluster(spec, our_config(spec)):
         # Starts the workers, which stay warm. The twin touches the memory that is recycled, too; workers keep the arena
         # mapped from their second load on.

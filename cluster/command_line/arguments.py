@@ -42,13 +42,23 @@ def add_verb(verbs: Verbs, name: str, run: Run, target: str = "") -> argparse.Ar
 
 
 def add_trusted(verb: argparse.ArgumentParser) -> None:
+    verb.add_argument("--revision", metavar="HEX", help="refuse every other revision of the model (64 digits)")
     verb.add_argument(
         "--trusted-key",
         action="append",
         metavar="KEY",
-        help="refuse a manifest that is not signed with this public key (base64 or a file; may be given again; "
-        "default: LONGSHORE_TRUSTED_KEYS)",
+        help="refuse a manifest that is not signed with this public key (base64 or a file, :NAME behind it where the "
+        "key is trusted for that model alone; may be given again; default: LONGSHORE_TRUSTED_KEYS)",
     )
+    add_signed_name(verb, "it must be signed under this name")
+
+
+def add_signed_name(verb: argparse.ArgumentParser, what: str) -> None:
+    verb.add_argument("--signed-name", metavar="NAME", help=f"{what} (default: the path without scheme and bucket)")
+
+
+def trusted_options(args: argparse.Namespace) -> dict[str, Any]:
+    return {"trusted_keys": args.trusted_key, "signed_name": args.signed_name, "revision": args.revision}
 
 
 def add_address(verb: argparse.ArgumentParser) -> None:

@@ -8,6 +8,7 @@ from cluster.command_line import checkpoint_commands as commands
 from cluster.command_line.arguments import (
     Verbs,
     add_address,
+    add_signed_name,
     add_store,
     add_trusted,
     add_verb,
@@ -19,7 +20,7 @@ from cluster.command_line.device_map_arguments import add_device_map
 from cluster.command_line.fit_arguments import add_fit, add_fit_ahead
 
 # Those of `cluster.precision.recipes` and `cluster.request`, which import numpy and more; a test compares them.
-DTYPES = ("auto", "bfloat16", "float16", "float32")
+DTYPES = ("auto", "bfloat16", "float16", "float32", "bf16", "fp16", "fp32")
 SCHEMES = ("fp8", "fp8_tensor", "int8", "int4", "nf4")
 PLACEMENTS = ("auto", "via_arena", "direct")
 
@@ -80,7 +81,12 @@ def add_checkpoint_verbs(verbs: Verbs) -> None:
         metavar="DEST",
         help="copy the model there, publish the copy (default: in place)",
     )
-    publish.add_argument("--hash", choices=("blake3", "xxh3_128"), default="blake3", help="of the chunks")
+    publish.add_argument(
+        "--hash",
+        choices=("blake3", "xxh3_128"),
+        default="blake3",
+        help="of the chunks (xxh3_128 is faster, finds accidents only, and cannot be signed)",
+    )
     publish.add_argument(
         "--chunk-size", type=size_of, default=None, metavar="BYTES", help="1MiB to 16MiB (default: 8MiB)"
     )
@@ -89,6 +95,7 @@ def add_checkpoint_verbs(verbs: Verbs) -> None:
         "--amax", action="store_true", help="record the largest value of each row: loads that quantize then read less"
     )
     publish.add_argument("--sign-key", metavar="FILE", help="sign the manifest with this private key")
+    add_signed_name(publish, "name to sign it under")
     add_store(publish)
 
     verify = add_verb(verbs, "verify", commands.run_verify, "URI")
@@ -97,6 +104,7 @@ def add_checkpoint_verbs(verbs: Verbs) -> None:
 
     sign = add_verb(verbs, "sign", commands.run_sign, "URI")
     sign.add_argument("--key", metavar="FILE", required=True, help="private key, as `longshore keygen` makes it")
+    add_signed_name(sign, "name to sign it under")
     add_store(sign)
 
     add_verb(verbs, "keygen", commands.run_keygen, "FILE")

@@ -9,21 +9,21 @@ from __future__ import annotations
 import argparse
 import contextlib
 import sys
-from collections.abc import Callable, Iterator
+from collections.abc import Iterator
 from dataclasses import fields
 from typing import TYPE_CHECKING, Any
 
 from cluster.command_line.answers import answer
-from cluster.command_line.arguments import store_options
+from cluster.command_line.arguments import store_options, trusted_options
 from cluster.command_line.device_map_arguments import device_map_options
 from cluster.command_line.exit_codes import FAILED, INTEGRITY, OK, exit_code
 from cluster.command_line.fit_arguments import fit_ahead_options, fit_options
-from cluster.command_line.progress import byte_counter, display_on, moment_of_load, say_on
+from cluster.command_line.progress import byte_counter, display_on, load_counter, say_on
 from cluster.errors import DoesNotFit
 from cluster.layouts.mesh import Layout
 
 if TYPE_CHECKING:
-    from cluster.reports.report import LoadProgress
+    pass
 
 
 def run_load(args: argparse.Namespace) -> int:
@@ -31,14 +31,7 @@ def run_load(args: argparse.Namespace) -> int:
     from cluster import client
     from cluster.command_line.load_tables import load_table
 
-    seen = ""
-
-    def show(progress: LoadProgress) -> None:
-        nonlocal seen
-        seen = progress.model_id
-        display.show(moment_of_load(progress))
-
-    with display_on(sys.stderr) as display, _says_what_stays(lambda: seen if args.keep else ""):
+    with display_on(sys.stderr) as display, _says_what_goes_on():
         model = client.load(
             args.uri,
             **_sizes(args),
@@ -52,8 +45,8 @@ def run_load(args: argparse.Namespace) -> int:
             wait_for_resources_s=args.wait_for_resources,
             placement=args.placement,
             timeout_s=args.timeout,
-            trusted_keys=args.trusted_key,
-            progress=show,
+            **trusted_options(args),
+            progress=load_counter(display),
         )
     with model:  # this command's hold on it ends here; `keep` is what makes it stay
         report = model.report
@@ -68,13 +61,13 @@ def run_load(args: argparse.Namespace) -> int:
 
 
 @contextlib.contextmanager
-def _says_what_stays(model_id: Callable[[], str]) -> Iterator[None]:
-    """When the block is interrupted: that the load goes on, where it was to stay."""
+def _says_what_goes_on() -> Iterator[None]:
+    """When the block is interrupted: what of the load goes on in the cluster, and how to look at it and end it."""
     try:
         yield
-    except KeyboardInterrupt:
-        if model_id():
-            say_on(sys.stderr, f"longshore: the load goes on in the cluster; longshore release {model_id()} ends it")
+    except KeyboardInterrupt as interrupt:
+        for note in getattr(interrupt, "__notes__", ["nothing was asked of the cluster yet"]):
+            say_on(sys.stderr, f"longshore: {note}")
         raise
 
 
@@ -87,7 +80,7 @@ def run_plan(args: argparse.Namespace) -> int:
         args.uri,
         ranks_per_node=args.ranks_per_node,
         rank=args.rank,
-        trusted_keys=args.trusted_key,
+        **trusted_options(args),
         **_sizes(args),
         **_precision(args),
         **device_map_options(args),
@@ -112,6 +105,7 @@ def run_publish(args: argparse.Namespace) -> int:
             force=args.force,
             amax=args.amax,
             sign_key=args.sign_key,
+            signed_name=args.signed_name,
             progress=byte_counter(display, "publish"),
             **store_options(args),
         )
@@ -126,7 +120,7 @@ def run_verify(args: argparse.Namespace) -> int:
 
     with display_on(sys.stderr) as display:
         report = client.verify(
-            args.uri, trusted_keys=args.trusted_key, progress=byte_counter(display, "verify"), **store_options(args)
+            args.uri, **trusted_options(args), progress=byte_counter(display, "verify"), **store_options(args)
         )
     answer(args, report.as_dict(), lambda: verify_table(report))
     if report.source == "headers":
@@ -140,8 +134,8 @@ def run_sign(args: argparse.Namespace) -> int:
     from cluster.command_line.tables import cell
     from cluster.signing import sign
 
-    signed = sign(args.uri, args.key, **store_options(args))
-    said = f"{signed.uri}: revision {signed.revision} is signed with key {signed.key_id}"
+    signed = sign(args.uri, args.key, signed_name=args.signed_name, **store_options(args))
+    said = f"{signed.uri}: revision {signed.revision} is signed as {signed.name} with key {signed.key_id}"
     answer(args, signed.as_dict(), lambda: cell(said))
     return OK
 

@@ -9,7 +9,9 @@ from __future__ import annotations
 
 import argparse
 import contextlib
+import difflib
 import os
+import re
 import sys
 import traceback
 from collections.abc import Sequence
@@ -25,6 +27,7 @@ from cluster.errors import ConfigError
 from cluster.joining.interrupts import Terminated, sigterm_interrupts
 from longshore.version import __version__
 from storage.errors import LongshoreError
+from storage.problems import without_secrets
 
 
 def main(argv: Sequence[str] | None = None) -> int:
@@ -33,8 +36,13 @@ def main(argv: Sequence[str] | None = None) -> int:
     for name in ("stdout", "stderr"):
         if getattr(sys, name) is None:  # closed by whoever started us (`>&-`)
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # for as long as the process lives
+    parser = build_parser()
+    if not words:  # a verb is missing, as in a command line that is wrong otherwise, but help is what is wanted
+        with contextlib.suppress(OSError):
+            parser.print_help(sys.stderr)
+        return USAGE
     try:
-        args = build_parser().parse_args(words)
+        args = parser.parse_args(words)
     except ConfigError as error:  # argparse's: usage and what is wrong are on stderr
         if _wants_json(words):
             _print_error(error, USAGE)
@@ -76,9 +84,10 @@ def _failed(error: Exception, args: argparse.Namespace) -> int:
     code = exit_code(error)
     if args.debug:
         with contextlib.suppress(OSError):
-            traceback.print_exception(error)
+            # Errors of libraries that ours were raised from may quote a URL.
+            print(without_secrets("".join(traceback.format_exception(error))), end="", file=sys.stderr)
     foreseen = isinstance(error, LongshoreError) or hasattr(error, "hint")
-    text = str(error) if foreseen else f"{type(error).__name__}: {error} (--debug shows where)"
+    text = str(error) if foreseen else f"{type(error).__name__}: {without_secrets(str(error))} (--debug shows where)"
     say_on(sys.stderr, f"longshore: {text}")
     if args.json:
         _print_error(error, code, in_a_line=_endless(args))
@@ -88,7 +97,7 @@ def _failed(error: Exception, args: argparse.Namespace) -> int:
 def _print_error(error: Exception, code: int, *, kind: str = "", in_a_line: bool = False) -> None:
     document: dict[str, Any] = {
         "type": kind or type(error).__name__,
-        "message": getattr(error, "message", str(error)),
+        "message": getattr(error, "message", without_secrets(str(error))),
         "hint": getattr(error, "hint", ""),
         "details": getattr(error, "details", {}),
     }
@@ -110,7 +119,16 @@ class _Parser(argparse.ArgumentParser):
     """Raises ConfigError, after it has printed what argparse prints, instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
+        message = without_secrets(message)  # of words in the wrong place, maybe a presigned URL
         with contextlib.suppress(OSError):
             self.print_usage(sys.stderr)
+        message += _nearest_choice(message)
         say_on(sys.stderr, f"{self.prog}: error: {message}")
         raise ConfigError(message, hint=f"{self.prog} --help")
+
+
+def _nearest_choice(message: str) -> str:
+    """Return what may have been meant, to be added to argparse's message about a verb or value that is not there."""
+    found = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
+    near = difflib.get_close_matches(found[1], re.findall(r"[\w.-]+", found[2]), 1) if found else []
+    return f"; did you mean {near[0]}?" if near else ""

@@ -8,14 +8,21 @@ from __future__ import annotations
 import argparse
 import importlib
 import sys
+from collections.abc import Sequence
+from typing import TYPE_CHECKING
 
 from cluster.command_line.answers import answer, print_json
 from cluster.command_line.arguments import store_options
 from cluster.command_line.exit_codes import FAILED, OK
-from cluster.command_line.progress import StagedDisplay, byte_counter, moment_of_load, say_on
+from cluster.command_line.progress import StagedDisplay, byte_counter, load_counter, say_on
 from cluster.command_line.watch_commands import watch_status
-from cluster.errors import ConfigError
+from cluster.errors import ClusterLost, ConfigError, ModelNotFound
 from cluster.units import show_bytes
+from longshore.install_check import check_packages
+from storage.errors import LongshoreError
+
+if TYPE_CHECKING:
+    from cluster.residents import Released
 
 
 def run_status(args: argparse.Namespace) -> int:
@@ -44,15 +51,45 @@ def run_release(args: argparse.Namespace) -> int:
         wanted = [model.progress.model_id for model in residents.status(args.address).models]
     elif wanted:
         wanted = [full_id(args.model_id, residents.status(args.address))]
-    for model_id in wanted:
-        residents.release(model_id, force=args.force, address=args.address)
+    results, failed = _release_each(wanted, args)
     warm = residents.release_warm(address=args.address) if args.warm else 0
     if args.shutdown:
         residents.shutdown(args.address)
-    said = f"released {', '.join(wanted) or 'nothing'}" + f"; {warm} idle gangs ended" * args.warm
-    said += "; longshore ended in this cluster" * args.shutdown
-    answer(args, {"released": wanted, "gangs_ended": warm, "shutdown": args.shutdown}, lambda: cell(said))
-    return OK
+    said = "; ".join(map(str, results)) or ("nothing was released" if failed else "nothing to release")
+    said += f"; {warm} idle gangs ended" * args.warm + "; longshore ended in this cluster" * args.shutdown
+    document = {
+        "released": [result.model_id for result in results if result.freed],
+        "held": {result.model_id: result.holders for result in results if not result.freed},
+        "failed": {model_id: str(error) for model_id, error in failed.items()},
+        "gangs_ended": warm,
+        "shutdown": args.shutdown,
+    }
+    answer(args, document, lambda: cell(said))
+    return FAILED if failed else OK
+
+
+def _release_each(
+    model_ids: Sequence[str], args: argparse.Namespace
+) -> tuple[list[Released], dict[str, LongshoreError]]:
+    """What became of each model. With --all, one that fails is said and left, and one that ended meanwhile is nothing.
+
+    Raises ClusterLost: nobody answers for the others either.
+    """
+    from cluster import residents
+
+    results, failed = [], {}
+    for model_id in model_ids:
+        try:
+            results.append(residents.release(model_id, force=args.force, address=args.address))
+        except ClusterLost:
+            raise
+        except LongshoreError as error:
+            if not args.all:
+                raise
+            if not isinstance(error, ModelNotFound):
+                failed[model_id] = error
+                say_on(sys.stderr, f"longshore: {model_id}: {error}")
+    return results, failed
 
 
 def run_demo(args: argparse.Namespace) -> int:
@@ -66,7 +103,7 @@ def run_demo(args: argparse.Namespace) -> int:
         report = demo.run(
             args.size,
             say=display.say,
-            show_load=lambda progress: display.show(moment_of_load(progress)),
+            show_load=load_counter(display),
             show_publish=byte_counter(display, "publish"),
         )
     answer(args, report.as_dict(), lambda: demo_table(report))
@@ -102,6 +139,7 @@ def run_doctor(args: argparse.Namespace) -> int:
 
 def run_serve(args: argparse.Namespace) -> int:
     """Serve until interrupted; the token comes from LONGSHORE_HTTP_TOKEN, never from an argument."""
+    check_packages("serving")
     serving = importlib.import_module("serving.command")  # the one seam that points there, by name
 
     def say(url: str) -> None:

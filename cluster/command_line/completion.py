@@ -10,6 +10,7 @@ from typing import Any
 from cluster.command_line.answers import print_json, write
 from cluster.command_line.exit_codes import OK
 from cluster.errors import PackageMissing
+from storage.problems import install_hint
 
 SHELLS = ("bash", "zsh", "fish")
 _FILES = ("FILE", "FILE.svg", "URI", "SOURCE", "DEST")  # names of values that may be a path here
@@ -35,9 +36,8 @@ def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
         shtab: Any = importlib.import_module("shtab")
     except ImportError as error:
         raise PackageMissing(
-            "the package that writes completions is not installed", hint='pip install "longshore[completion]"',
-            package="shtab",
-        ) from error  # fmt: skip
+            "the package that writes completions is not installed", hint=install_hint("completion"), package="shtab"
+        ) from error
     for action in _actions(parser):
         if action.metavar in _FILES:
             action.complete = shtab.FILE  # type: ignore[attr-defined]

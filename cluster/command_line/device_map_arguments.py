@@ -22,7 +22,9 @@ def add_device_map(verb: argparse.ArgumentParser) -> None:
         "or a JSON file of them",
     )
     group.add_argument(
-        "--max-memory", metavar="LIMITS", help="of each device: '0=20GB,1=20GB,cpu=60GB' (default: what the node has)"
+        "--max-memory",
+        metavar="LIMITS",
+        help="of each device: '0=20GB,1=20GB,cpu=60GB' (default: what the node has); alone: with --device-map auto",
     )
     group.add_argument(
         "--offload-folder",

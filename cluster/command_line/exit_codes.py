@@ -21,6 +21,7 @@ from longshore.install_check import PackageShadowed
 from storage.errors import (
     ArenaError,
     CheckpointError,
+    DependencyChanged,
     IntegrityError,
     InvalidKey,
     InvalidUri,
@@ -71,7 +72,7 @@ EXIT_CODES = (
     ExitCode(
         7,
         "the cluster: lost, without the package, of another version, or our packages are shadowed",
-        (ClusterError, ClusterLost, VersionMismatch, PackageMissing, PackageShadowed),
+        (ClusterError, ClusterLost, VersionMismatch, PackageMissing, PackageShadowed, DependencyChanged),
     ),
     ExitCode(
         INTERRUPTED, "interrupted with Ctrl-C; a load that was to stay goes on in the cluster", (KeyboardInterrupt,)

@@ -4,6 +4,8 @@ from __future__ import annotations
 
 from dataclasses import dataclass, field
 
+from storage.problems import install_hint
+
 
 @dataclass(frozen=True, slots=True)
 class Page:
@@ -85,8 +87,9 @@ PAGES = {
     "sign": Page(
         "sign the manifest of a published model",
         (
-            "Writes longshore.manifest.sig beside the manifest that is there. `longshore publish --sign-key` does both "
-            "at once. The key is read from a file and never sent anywhere.",
+            "Writes longshore.manifest.sig beside the manifest that is there, for this manifest under one name: "
+            "whoever loads another model in its place is told. `longshore publish --sign-key` does both at once. The "
+            "key is read from a file and never sent anywhere.",
         ),
         ("longshore sign s3://models/llama-70b --key signer",),
         (5, 6),
@@ -154,8 +157,10 @@ PAGES = {
     "release": Page(
         "free resident models",
         (
-            "Takes the `keep` flag from a model: its memory is free as soon as no client holds it, and with --force at "
-            "once. --shutdown ends coordinator, agents and caches too, whatever their version; the Ray cluster stays.",
+            "Takes the `keep` flag from a model: its memory is free as soon as no process holds it, and with --force "
+            "at once. It says which models were freed, and how many processes still hold the others. With --all it "
+            "goes on after a model that cannot be freed.",
+            "--shutdown ends coordinator, agents and caches too, whatever their version; the Ray cluster stays.",
         ),
         (
             "longshore release llama-70b-3f9a21c4",
@@ -163,6 +168,7 @@ PAGES = {
             "longshore release --shutdown",
         ),
         (7,),
+        meanings={1: "with --all: a model could not be freed"},
     ),
     "demo": Page(
         "load a 1 GB model from a local S3 server into 4 CPU ranks",
@@ -221,6 +227,6 @@ PAGES = {
         ),
         (7,),
         "",
-        {7: "the package shtab is not installed: pip install 'longshore[completion]'"},
+        {7: f"the package shtab is not installed: {install_hint('completion')}"},
     ),
 }

@@ -10,11 +10,11 @@ from rich.text import Text
 
 from cluster.command_line.tables import NOT_ASKED, cell, digests, facts, table_of
 from cluster.fit.search import steps_text
-from cluster.reports.report import LoadReport
 from cluster.units import show_bytes, show_rate
 
 if TYPE_CHECKING:
     from cluster.command_line.demo import DemoReport
+    from cluster.reports.report import LoadReport
 
 
 def load_table(report: LoadReport) -> RenderableType:
@@ -50,11 +50,11 @@ def load_table(report: LoadReport) -> RenderableType:
                 "to the first byte / READY after the last",
                 f"{report.first_byte_s * 1e3:.0f} ms / {report.ready_after_last_byte_s * 1e3:.0f} ms",
             ),
-            ("total", f"{report.total_s:.2f} s, {show_rate(report.placed_bytes, report.total_s)}"),
+            ("total", f"{report.total_s:.2f} s, {_rate(report)}"),
             ("limit", report.limit.sentence),
             ("retries", _counts(report.retries)),
-            ("peak host memory", show_bytes(report.peak_host_bytes)),
-            ("beyond the tensors'", show_bytes(report.host_bytes_beyond_destination)),
+            ("peak host memory", f"{show_bytes(report.peak_host_bytes)}, {_arenas(report)}"),
+            ("beyond the tensors'", f"{show_bytes(report.host_bytes_beyond_destination)}, {_arenas(report)}"),
         ]
     )
     ranks = table_of(
@@ -89,6 +89,15 @@ def load_table(report: LoadReport) -> RenderableType:
         ],
     )
     return Group(overall, Text(), ranks)
+
+
+def _rate(report: LoadReport) -> str:
+    """How fast it came, from the call on; a model that was there did not come."""
+    return "already resident" if report.resident else show_rate(report.placed_bytes, report.total_s)
+
+
+def _arenas(report: LoadReport) -> str:
+    return f"{show_bytes(report.arena_bytes)} of it the arena" + "s" * (len(report.nodes) > 1)
 
 
 def _converted(report: LoadReport) -> str:

@@ -68,7 +68,7 @@ class Looks:
 
     def _to_ask(self, status: ClusterStatus) -> list[ModelStatus]:
         """Loads under way first; one that is over is asked about once."""
-        models = [model for model in status.models if model.progress.model_id not in self._asked_when_over]
+        models = [model for model in status.listed if model.progress.model_id not in self._asked_when_over]
         models.sort(key=lambda model: (model.progress.state in _OVER, model.progress.state == "ready"))
         asked = models[:MOST_ASKED]
         self._asked_when_over |= {m.progress.model_id for m in asked if m.progress.state in _OVER}

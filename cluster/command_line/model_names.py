@@ -14,7 +14,7 @@ def full_id(given: str, status: ClusterStatus) -> str:
 
     Raises ConfigError when several may be meant. Pure.
     """
-    states = {model.progress.model_id: model.progress.state for model in status.models}
+    states = {model.progress.model_id: model.progress.state for model in status.listed}
     if given in states or not given:
         return given
     found = [model_id for model_id in states if model_id.startswith(given)]

@@ -4,23 +4,31 @@ from __future__ import annotations
 
 from collections.abc import Iterator, Sequence
 from itertools import groupby
+from typing import TYPE_CHECKING
 
 from rich.console import Group, RenderableType
 from rich.text import Text
 
 from cluster.command_line.tables import NOT_ASKED, cell, digests, facts, table_of
 from cluster.device_map.deciding import device_name
-from cluster.preview.plan_summary import PlanSummary
+from cluster.preview.plan_layers import fold_layers, show_runs
+from cluster.preview.plan_picture import at_rank, row_name, row_sizes
 from cluster.preview.rank_tensors import TensorPart, show_ranges
 from cluster.reports.object_check import unchecked_counts
 from cluster.units import show_bytes
 
+if TYPE_CHECKING:
+    from cluster.preview.plan_summary import PlanSummary
+
 SHOWN_RANKS = 64  # rows; ranks of a large layout differ in little
+BAR_CHARS = 40  # of the widest bar
+SHOWN_ROWS = 24  # of bars; with more, only those of whole ranks
 _STYLES = {True: "green", False: "bold red", None: "yellow"}
 
 
 def plan_table(plan: PlanSummary) -> RenderableType:
-    """What would be loaded where, and whether it fits."""
+    """Whether it fits, and what would be loaded where."""
+    said = [cell(plan.fit.sentence, _STYLES[plan.fit.fits]), Text()] if plan.fit else []
     overall = facts(
         [
             *([] if plan.estimated else [("revision", plan.revision)]),
@@ -59,10 +67,49 @@ def plan_table(plan: PlanSummary) -> RenderableType:
         rows.append(row)
     ranks = table_of((*headers, "chunks >", "dtypes"), rows)
     more = [cell(f"and {len(plan.ranks) - len(shown)} more ranks", "dim")] if len(plan.ranks) > len(shown) else []
-    said = [Text(), cell(plan.fit.sentence, _STYLES[plan.fit.fits])] if plan.fit else []
     devices = [Text(), _devices_table(plan)] if plan.device_map else []
     parts = [Text(), _parts_table(plan.of_rank)] if plan.of_rank else []
-    return Group(overall, Text(), ranks, *more, *devices, *parts, *said)
+    return Group(*said, overall, Text(), *_picture(plan), ranks, *more, *devices, *parts)
+
+
+def _picture(plan: PlanSummary) -> Iterator[RenderableType]:
+    """Bars of what ranks have of each layer, those that are alike in one row; `|`: where the device's memory ends."""
+    if plan.layers is None:
+        return
+    folded, counts = fold_layers(plan.layers)
+    names = [row_name(layer, count) for layer, count in zip(folded.layers, counts, strict=True)]
+    verdict = plan.verdict
+    alike: dict[tuple[tuple[int, ...], int | None, int | None], list[int]] = {}
+    cells_of = folded.by_rank()
+    for rank, cells in cells_of.items():
+        sizes = tuple(sum(each.values()) for each in cells)
+        alike.setdefault((sizes, at_rank(verdict.have_bytes, rank), at_rank(verdict.need_bytes, rank)), []).append(rank)
+    most = max((max(sum(sizes), have or 0, need or 0) for sizes, have, need in alike), default=0) or 1
+    each_layer = sum(1 + sum(map(bool, sizes)) for sizes, _, _ in alike) <= SHOWN_ROWS
+    rows: list[tuple[object, ...]] = []
+    for (sizes, have, need), ranks in list(alike.items())[:SHOWN_ROWS]:
+        total = max(sum(sizes), need or 0)
+        room = "" if have is None else f", has {show_bytes(have)}"
+        room += f", {show_bytes(total - have)} too much" if have is not None and total > have else ""
+        who = f"{'ranks' if len(ranks) > 1 else 'rank'} {show_runs(ranks)}"
+        rows.append((who, "whole rank", _bar(total, have, most), cell(f"{show_bytes(total)}{room}")))
+        for name, each, size, count in zip(names, cells_of[ranks[0]], sizes, counts, strict=True):
+            if size and each_layer:
+                rows.append(("", name, _bar(size, None, most), row_sizes([each], count)))
+    table = table_of(("", "", "", ""), rows)
+    table.show_header = False
+    yield table
+    yield Text()
+
+
+def _bar(size: int, have: int | None, most: int) -> Text:
+    """A bar to scale; what is beyond `have` in red."""
+    length = max(1, round(size / most * BAR_CHARS))
+    if have is None:
+        return Text("#" * length)
+    end = round(have / most * BAR_CHARS)
+    over = max(1, length - end) if size > have else 0
+    return Text.assemble("#" * min(length, end), " " * (end - length), "|", ("#" * over, _STYLES[False]))
 
 
 def _parts_table(parts: Sequence[TensorPart]) -> RenderableType:

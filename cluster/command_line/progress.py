@@ -1,17 +1,19 @@
-"""What a command shows while it works: a bar on a terminal, plain lines in a log. Always on stderr.
+"""What a command, or a verb of the client, shows while it works: a bar on a terminal, plain lines in a log. On stderr.
 
-LoadProgress         --moment_of_load--> Moment --> BarDisplay | LineDisplay
-publish's, verify's   --byte_counter-->
+LoadProgress         --load_counter--> Moment --> BarDisplay | LineDisplay
+publish's, verify's  --byte_counter-->
 """
 
 from __future__ import annotations
 
+import sys
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import ExitStack, contextmanager, suppress
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, Protocol, TextIO
+from importlib.util import find_spec
+from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 
 from cluster.units import printable, show_bytes, show_rate
 
@@ -19,6 +21,9 @@ if TYPE_CHECKING:
     from cluster.reports.report import LoadProgress
 
 LINE_INTERVAL_S = 2.0
+
+T = TypeVar("T")
+GivenProgress = bool | Callable[[T], None] | None
 
 
 @dataclass(frozen=True, slots=True)
@@ -95,45 +100,58 @@ def line_of(moment: Moment, began: Moment) -> str:
 
 
 class BarDisplay:
-    """A bar that fills, for a terminal. Use as a context manager so that the cursor comes back."""
+    """A bar that fills, for a terminal or a notebook. Use as a context manager so that the cursor comes back.
+
+    Displays that are open on one stream at the same time share it, a bar each; alone they would overwrite each other.
+    """
+
+    _shared: dict[TextIO, tuple[Any, int]] = {}  # noqa: RUF012  # stream -> rich's Progress, open displays
+    _lock = threading.Lock()
 
     def __init__(self, stream: TextIO) -> None:
-        from rich.console import Console
-        from rich.progress import (
-            BarColumn,
-            DownloadColumn,
-            Progress,
-            TextColumn,
-            TimeElapsedColumn,
-            TransferSpeedColumn,
-        )
-
-        self._bar = Progress(
-            TextColumn("{task.description:<10}", markup=False),
-            BarColumn(),
-            DownloadColumn(),
-            TransferSpeedColumn(),
-            TimeElapsedColumn(),
-            TextColumn("{task.fields[note]}", markup=False),
-            console=Console(file=stream),
-        )
-        self._task = self._bar.add_task("", total=None, note="")
+        self._stream = stream
 
     def show(self, moment: Moment) -> None:
-        self._bar.update(
+        self._bars.update(
             self._task,
             description=printable(moment.state),
             completed=moment.done_bytes,
             total=moment.total_bytes or None,
             note=printable(moment.note),
+            visible=True,
         )
 
     def __enter__(self) -> BarDisplay:
-        self._bar.start()
+        with self._lock:
+            self._bars, users = self._shared.get(self._stream) or (_bars_on(self._stream), 0)
+            self._shared[self._stream] = (self._bars, users + 1)
+            self._task = self._bars.add_task("", total=None, note="", visible=False)
+            self._bars.start()
         return self
 
     def __exit__(self, *_: object) -> None:
-        self._bar.stop()
+        with self._lock:
+            _, users = self._shared.pop(self._stream)
+            if users > 1:
+                self._shared[self._stream] = (self._bars, users - 1)
+            else:
+                self._bars.stop()
+
+
+def _bars_on(stream: TextIO) -> Any:
+    from rich.console import Console
+    from rich.progress import BarColumn, DownloadColumn, Progress, TextColumn, TimeElapsedColumn, TransferSpeedColumn
+
+    return Progress(
+        TextColumn("{task.description:<10}", markup=False),
+        BarColumn(),
+        DownloadColumn(),
+        TransferSpeedColumn(),
+        TimeElapsedColumn(),
+        TextColumn("{task.fields[note]}", markup=False),
+        console=Console(file=stream),
+        redirect_stdout=_is_terminal(sys.stdout),  # what goes to a file or a pipe stays there
+    )
 
 
 class _Counted(Protocol):
@@ -147,6 +165,11 @@ class _Counted(Protocol):
 
     @property
     def key(self) -> str: ...
+
+
+def load_counter(display: Display) -> Callable[[LoadProgress], None]:
+    """A callback that shows a load's progress."""
+    return lambda progress: display.show(moment_of_load(progress))
 
 
 def byte_counter(display: Display, state: str) -> Callable[[_Counted], None]:
@@ -193,7 +216,7 @@ class StagedDisplay:
 def say_on(stream: TextIO, line: str) -> None:
     """One line, control characters written out. Whoever reads it may be gone, or the disk of the log full: the line
     is lost then, and the command goes on, since what it does and the code it ends with count for more."""
-    with suppress(OSError):
+    with suppress(OSError, ValueError):  # ValueError: the stream is closed
         stream.write(printable(line) + "\n")
         stream.flush()
 
@@ -201,8 +224,44 @@ def say_on(stream: TextIO, line: str) -> None:
 @contextmanager
 def display_on(stream: TextIO) -> Iterator[Display]:
     """The display that suits the stream."""
-    if stream.isatty():
+    if _is_terminal(stream) or _in_notebook():
         with BarDisplay(stream) as bar:
             yield bar
     else:
         yield LineDisplay(stream)
+
+
+@contextmanager
+def shown_progress(
+    given: GivenProgress[T], counter: Callable[[Display], Callable[[T], None]]
+) -> Iterator[Callable[[T], None] | None]:
+    """What a verb calls with its progress: the `progress` that it was given, or one that shows it on stderr.
+
+    True: a bar on a terminal and in a notebook, lines elsewhere. None: a bar on a terminal only. False: nothing.
+    """
+    if given is None:
+        given = _is_terminal(sys.stderr)
+    if not isinstance(given, bool):
+        yield given
+    elif given and sys.stderr is not None:
+        with display_on(sys.stderr) as display:
+            yield counter(display)
+    else:
+        yield None
+
+
+def _is_terminal(stream: TextIO | None) -> bool:
+    """Whether it is one; a stream may be missing (pythonw) or closed (a daemon)."""
+    try:
+        return stream is not None and stream.isatty()
+    except ValueError:
+        return False
+
+
+def _in_notebook() -> bool:
+    """Whether a bar can be shown in a notebook: rich needs ipywidgets for one that moves."""
+    if "IPython" not in sys.modules or find_spec("ipywidgets") is None:
+        return False
+    from rich.console import Console
+
+    return Console().is_jupyter

@@ -5,6 +5,7 @@ Text from outside (URIs, names, errors) goes through `cell`, so it can be neithe
 
 from __future__ import annotations
 
+import io
 from collections import Counter
 from collections.abc import Iterable, Sequence
 from typing import TYPE_CHECKING, TextIO
@@ -13,11 +14,11 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cluster.reports.report import ClusterStatus
 from cluster.units import printable, show_bytes
 
 if TYPE_CHECKING:
     from cluster.doctor.check import Check
+    from cluster.reports.report import ClusterStatus, NodeStatus
     from storage.publishing.publish import PublishReport
     from storage.publishing.verify import VerifyReport
 
@@ -29,6 +30,14 @@ _STYLES = {"ok": "green", "warn": "yellow", "fail": "bold red", "skip": "dim"}
 def console_on(stream: TextIO) -> Console:
     """A console that neither wraps tables at 80 columns nor colours them where no terminal is."""
     return Console(file=stream, width=None if stream.isatty() else PLAIN_WIDTH, highlight=False)
+
+
+def as_text(table: RenderableType) -> str:
+    """A table as `print` shows it: plain text, no line feed at its end."""
+    console = Console(file=io.StringIO(), width=PLAIN_WIDTH, highlight=False)
+    with console.capture() as captured:
+        console.print(table)
+    return "\n".join(line.rstrip() for line in captured.get().splitlines())
 
 
 def cell(value: object, style: str = "") -> Text:
@@ -88,7 +97,7 @@ def status_table(status: ClusterStatus) -> RenderableType:
         ],
     )
     nodes = table_of(
-        ("node", "host", "arena >", "used >", "leased >", "quarantined >", "not on disk >", "heard >"),
+        ("node", "host", "arena >", "used >", "leased >", "quarantined >", "disk >", "not on disk >", "heard >"),
         [
             (
                 node.node[:12],
@@ -97,6 +106,7 @@ def status_table(status: ClusterStatus) -> RenderableType:
                 show_bytes(node.used_bytes),
                 node.leased_slots,
                 node.quarantined_slots,
+                _disk(node),
                 node.disk_unkept_chunks or "-",
                 f"{node.heartbeat_age_s:.1f} s ago",
             )
@@ -108,11 +118,42 @@ def status_table(status: ClusterStatus) -> RenderableType:
         for gang in status.gangs
         if (where := ", ".join(f"{host}: {count}" for host, count in Counter(gang.rank_hosts).items()))
     ]
-    errors = [cell(f"{model.progress.model_id}: {model.error}", "red") for model in status.models if model.error]
+    ended = table_of(
+        ("ended lately", "state", "", "why"),
+        [
+            (
+                model.progress.model_id,
+                cell(model.progress.state, "red" if model.progress.state == "failed" else "dim"),
+                f"{model.ended_age_s:.0f} s ago",
+                model.error,
+            )
+            for model in status.ended
+        ],
+    )
     head = cell(f"Longshore {status.version}, coordinator {status.coordinator_incarnation}")
     scraped = [cell(f"metrics at {status.metrics_url}", "dim")] if status.metrics_url else []
     empty = cell("no models are loaded", "dim")
-    return Group(head, *scraped, Text(), models if status.models else empty, *errors, *gangs, Text(), nodes)
+    after: list[RenderableType] = [Text(), ended] if status.ended else []
+    after += _settings(status)
+    return Group(head, *scraped, Text(), models if status.models else empty, *gangs, Text(), nodes, *after)
+
+
+def _settings(status: ClusterStatus) -> list[RenderableType]:
+    """Settings that somebody has given, each once, with all the places that it comes from."""
+    found: dict[tuple[str, str], dict[str, None]] = {}
+    for setting in (*status.settings, *(each for node in status.nodes for each in node.settings)):
+        if not setting.is_default:
+            found.setdefault((setting.name, str(setting.value)), {})[setting.source] = None
+    rows = [(name, value, ", ".join(sources)) for (name, value), sources in found.items()]
+    rest = cell("other settings have their defaults; --json shows them", "dim")
+    return [Text(), table_of(("setting", "value", "from"), rows), rest] if rows else []
+
+
+def _disk(node: NodeStatus) -> str:
+    """The use of a node's disk tier."""
+    return (
+        f"{show_bytes(node.disk_used_bytes)} of {show_bytes(node.disk_budget_bytes)}" if node.disk_budget_bytes else "-"
+    )
 
 
 def publish_table(report: PublishReport) -> RenderableType:

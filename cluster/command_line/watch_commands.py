@@ -162,7 +162,7 @@ def _why(model: ModelStatus | None) -> str:
 
 
 def _model(status: ClusterStatus, model_id: str) -> ModelStatus | None:
-    return next((model for model in status.models if model.progress.model_id == model_id), None)
+    return next((model for model in status.listed if model.progress.model_id == model_id), None)
 
 
 def _is_over(model: ModelStatus | None, until: str) -> bool:

@@ -55,10 +55,10 @@ class LineWatch:
 
     def _models(self, look: Look) -> Iterator[str]:
         now_s = self._clock()
-        present = {model.progress.model_id for model in look.status.models}
+        present = {model.progress.model_id for model in look.status.listed}
         yield from (f"{model_id} is not listed any more" for model_id in self._shown if model_id not in present)
         self._shown = {model_id: shown for model_id, shown in self._shown.items() if model_id in present}
-        for model in look.status.models:
+        for model in look.status.listed:
             progress = model.progress
             at_s, state, placed_bytes = self._shown.get(progress.model_id, (0.0, "", -1))
             moved = progress.placed_bytes != placed_bytes and now_s - at_s >= AGAIN_S

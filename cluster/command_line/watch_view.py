@@ -84,14 +84,14 @@ def watch_view(
         head.append(f"   no answer for {silent_s:.0f} s; it may be restarting", style="bold yellow")
     room = max(12, lines) - 9 - LEAST_EVENTS  # head, titles, blank lines, what says that there is more
     nodes = sorted(status.nodes, key=lambda node: node.host)[: max(2, room // 3)]
-    models = sorted(status.models, key=_place)
+    models = sorted(status.listed, key=_place)
     details = [_one_line(detail) for model in models if (detail := _detail(model))][: max(1, room // 3)]
     models = models[: max(2, room - len(nodes) - len(details))]
     left = max(LEAST_EVENTS, lines - 9 - len(models) - len(nodes) - len(details))
     parts: list[RenderableType] = [_one_line(head), Text()]
-    if status.models:
+    if status.listed:
         table = _few_of_models(models) if narrow else _models(models, look.rates, wide)
-        parts += [table, *_more(len(status.models) - len(models), "models"), *details]
+        parts += [table, *_more(len(status.listed) - len(models), "models"), *details]
     else:
         parts.append(cell("no models are loaded", "dim"))
     parts += [
@@ -118,13 +118,17 @@ def _models(models: Iterable[ModelStatus], rates: Mapping[str, float], wide: boo
         placed = f"{show_bytes(progress.placed_bytes)} of " if moving and progress.total_bytes else ""
         table.add_row(
             cell(progress.model_id if wide else _shortened(progress.model_id)),
-            cell(progress.state, _STATES.get(progress.state, "cyan")),
+            cell(f"{progress.state}{_age(model) if wide else ''}", _STATES.get(progress.state, "cyan")),
             _bar(progress.placed_bytes, progress.total_bytes, wide) if moving else Text(),
             cell(f"{placed}{show_bytes(progress.total_bytes)}" if progress.total_bytes else "-"),
             cell(f"{show_bytes(rate)}/s" if moving and rate is not None else "-"),
             cell(f"{progress.ranks_ready}/{progress.ranks_total}"),
         )
     return table
+
+
+def _age(model: ModelStatus) -> str:
+    return f" {model.ended_age_s:.0f} s ago" if model.ended_age_s else ""
 
 
 def _few_of_models(models: Iterable[ModelStatus]) -> Table:

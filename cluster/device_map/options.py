@@ -10,6 +10,7 @@ import os
 import re
 from collections.abc import Mapping
 from dataclasses import dataclass, replace
+from typing import Protocol, runtime_checkable
 
 from cluster.device_map.deciding import CPU, DISK, DeviceKey, DeviceMap, device_order
 from cluster.errors import ConfigError
@@ -22,8 +23,20 @@ MAX_GPUS = 64  # of one rank
 MAX_ENTRIES = 1 << 20
 GPU_SHARE_ALONE = 0.9  # of a single GPU whose limit nobody gave, as Accelerate has it: the rest is for activations
 
-GivenMap = str | int | Mapping[str, int | str]
-GivenMemory = Mapping[int | str, int | str]
+
+@runtime_checkable
+class TorchDevice(Protocol):
+    """What a torch.device has; torch may not be there."""
+
+    @property
+    def type(self) -> str: ...
+    @property
+    def index(self) -> int | None: ...
+
+
+GivenDevice = int | str | TorchDevice
+GivenMap = GivenDevice | Mapping[str, GivenDevice]
+GivenMemory = Mapping[int | str, int | float | str]
 
 
 @dataclass(frozen=True, slots=True)
@@ -84,24 +97,28 @@ def parse_device_map(
     layout: Layout,
     device: str,
 ) -> DeviceMapOptions | None:
-    """The options that were given; None when no device map is asked for. Raises ConfigError."""
-    if device_map is None:
-        for name, given in (("max_memory", max_memory), ("offload_folder", offload_folder)):
-            if given is not None:
-                raise ConfigError(f"{name} goes with device_map", hint='add device_map="auto"')
+    """The options that were given; None when no device map is asked for. Raises ConfigError.
+
+    `max_memory` and `offload_folder` mean something only for a rank with several devices: alone they go with "auto".
+    """
+    given = {"device_map": device_map, "max_memory": max_memory, "offload_folder": offload_folder}
+    asked = [name for name, value in given.items() if value is not None]
+    if not asked:
         return None
     if layout.ranks > 1:
         raise ConfigError(
-            f"device_map is for one rank that owns several devices, and the layout has {layout.ranks} ranks ({layout})",
-            hint="leave the other sizes at 1, or use pipeline_parallel_size to spread layers over ranks",
+            f"{asked[0]} is for one rank that owns several devices, and the layout has {layout.ranks} ranks ({layout})",
+            hint="leave the other sizes at 1, or use pipeline_parallel_size to spread layers over ranks; "
+            "gpu_memory_utilization and reserve_bytes say what each rank leaves free",
         )
+    device_map = POLICIES[0] if device_map is None else device_map
     folder = _folder(offload_folder)
     limits = None if max_memory is None else _limits(max_memory)
     if isinstance(device_map, str) and device_map in POLICIES:
         options = DeviceMapOptions(device_map, (), limits, folder)
     elif isinstance(device_map, Mapping):
         options = DeviceMapOptions("", _modules(device_map), limits, folder)
-    elif isinstance(device_map, str | int):
+    elif isinstance(device_map, str | int | TorchDevice):
         options = DeviceMapOptions("", (("", parse_device(device_map, ", ".join(POLICIES))),), limits, folder)
     else:
         raise ConfigError(f"device_map must be a word or a dictionary, not {device_map!r:.80}")
@@ -136,7 +153,7 @@ def _agreeing(options: DeviceMapOptions, device: str) -> DeviceMapOptions:
     return options
 
 
-def _modules(given: Mapping[str, int | str]) -> tuple[tuple[str, DeviceKey], ...]:
+def _modules(given: Mapping[str, GivenDevice]) -> tuple[tuple[str, DeviceKey], ...]:
     if not given:
         raise ConfigError("device_map is empty", hint='name modules and their devices, or use device_map="auto"')
     if len(given) > MAX_ENTRIES:

@@ -9,17 +9,23 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
+from cluster.connection import disconnect
 from cluster.doctor.check import Check
 from cluster.doctor.node_checks import check_each_node, name_of
+from cluster.errors import NoCoordinator
 from cluster.joining.node_tasks import Node, living_nodes, lost_nodes, on_every_node, why_no_answer
-from cluster.joining.ray_address import check_ray_address
+from cluster.joining.ray_join import find_cluster
+from cluster.joining.ray_private import NAMES
+from cluster.residents import status
 from cluster.units import show_bytes
 from longshore.install_check import probe
 from storage.errors import LongshoreError
+from storage.private_names import missing
+from storage.problems import install_hint
 
 SHOWN_LOST = 5
 PROBE_TIMEOUT_S = 60.0  # a node's first task starts a Python process
-INSTALL_HINT = "pip install 'longshore[cluster]' in the environment that this node's `ray start` runs in"
+INSTALL_HINT = f"in the environment that this node's `ray start` runs in: {install_hint('cluster')}"
 
 
 def check_cluster(
@@ -33,25 +39,25 @@ def check_cluster(
     try:
         yield Check("ray", "ok", version("ray"))
     except PackageNotFoundError:
-        yield Check("ray", "fail", "not installed", "pip install 'longshore[cluster]'")
+        yield Check("ray", "fail", "not installed", install_hint("cluster"))
         return
+    for gone in missing(NAMES):
+        yield Check("ray", "fail", gone.message, gone.hint)
     yield check_authentication(os.environ)
-    address = address or os.environ.get("RAY_ADDRESS") or None
-    try:
-        check_ray_address(address)
-    except LongshoreError as error:
-        yield Check("cluster", "fail", str(error))
-        return
     ray: Any = importlib.import_module("ray")
     ours = not ray.is_initialized()
     if ours:
         try:
-            ray.init(address=address or "auto", logging_level="ERROR", log_to_driver=False, configure_logging=False)
-        except ConnectionError as error:
-            if address in (None, "auto", "local"):
+            found = find_cluster(address)
+            if found is None:
                 yield Check("cluster", "skip", "none runs here and none was named; `longshore load` starts a local one")
-            else:
-                yield Check("cluster", "fail", str(error).splitlines()[0], "see `ray status` on the head node")
+                return
+            ray.init(address=found, logging_level="ERROR", log_to_driver=False, configure_logging=False)
+        except LongshoreError as error:
+            yield Check("cluster", "fail", str(error))
+            return
+        except ConnectionError as error:
+            yield Check("cluster", "fail", str(error).splitlines()[0], "see `ray status` on the head node")
             return
     try:
         nodes = living_nodes(ray)
@@ -63,10 +69,25 @@ def check_cluster(
             if check.outcome in ("ok", "warn"):
                 same.append(node)
         yield from check_each_node(ray, same, uri, store_args or {}, bandwidth=bandwidth)
+        yield check_settings_in_force(address)
         yield check_resources(ray.cluster_resources(), ray.available_resources())
     finally:
         if ours:
+            disconnect()
             ray.shutdown()
+
+
+def check_settings_in_force(address: str | None) -> Check:
+    """What the coordinator goes by, and where it comes from; defaults are not listed."""
+    name = "settings in force"
+    try:
+        settings = status(address).settings
+    except NoCoordinator:
+        return Check(name, "skip", "no coordinator runs; the next load starts one with those of the head's environment")
+    except LongshoreError as error:
+        return Check(name, "fail", str(error))
+    given = [f"{setting.name}={setting.value} ({setting.source})" for setting in settings if not setting.is_default]
+    return Check(name, "ok", ", ".join(given) or "all at their defaults")
 
 
 def check_authentication(environ: Any) -> Check:

@@ -11,6 +11,7 @@ A check returns what it found; one that raises has failed and says why, and the 
 
 from __future__ import annotations
 
+import os
 from collections.abc import Callable, Iterable
 from functools import partial
 from typing import Any
@@ -32,7 +33,7 @@ def run_checks(
     five seconds, on every node at once, or here where no cluster is. `store_args` are those of `cluster.load`:
     endpoint_url, region, profile, anonymous.
     """
-    settings = guarded("settings", _check_settings)
+    settings = guarded("settings", partial(host_checks.check_settings, os.environ))
     config = Config.from_env() if settings[0].outcome == "ok" else Config()
     checks: list[tuple[str, Callable[[], Iterable[Check]]]] = [
         ("packages", host_checks.check_packages_here),
@@ -61,13 +62,3 @@ def guarded(name: str, run: Callable[[], Iterable[Check]]) -> list[Check]:
     except Exception as error:
         found.append(Check(name, "fail", f"{type(error).__name__}: {error}"))
     return found
-
-
-def _check_settings() -> list[Check]:
-    changed = Config.from_env().model_dump(exclude_defaults=True)
-    told = ", ".join(f"{name}={value}" for name, value in changed.items())
-    checks = [Check("settings", "ok", told or "all at their defaults")]
-    if unknown := Config.unknown_variables():
-        known = "README lists the settings; these change nothing"
-        checks.append(Check("unknown settings", "warn", ", ".join(unknown), known))
-    return checks

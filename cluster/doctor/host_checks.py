@@ -6,7 +6,7 @@ import json
 import shutil
 import subprocess
 import sys
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
 from pathlib import Path
 
 from cluster.config import Config
@@ -16,6 +16,7 @@ from cluster.units import show_bytes
 from longshore.install_check import probe
 from storage.arena.arena_files import SHM_DIRECTORY, sweep
 from storage.host.host_memory import available_host_bytes, free_bytes, is_memory_backed
+from storage.problems import install_hint
 
 PROGRAM_TIMEOUT_S = 60.0
 LITTLE_MEMORY_BYTES = 2 << 30
@@ -42,6 +43,16 @@ def check_packages_here() -> Iterator[Check]:
     else:
         yield Check("packages", "ok", f"longshore {found['version']} from {Path(found['origins']['cluster']).parent}")
     yield Check("python", "ok", f"{found['python']} at {sys.executable}")
+
+
+def check_settings(environ: Mapping[str, str]) -> Iterator[Check]:
+    """What the environment sets, and variables in it that look like settings and are none. Raises ConfigError."""
+    changed = Config.from_env(environ).model_dump(exclude_unset=True)
+    told = ", ".join(f"{name}={value}" for name, value in changed.items())
+    yield Check("settings", "ok", told or "all at their defaults")
+    if unknown := Config.unknown_variables(environ):
+        known = "README lists the settings; these change nothing"
+        yield Check("unknown settings", "warn", ", ".join(unknown), known)
 
 
 def check_memory() -> Iterator[Check]:
@@ -122,7 +133,7 @@ def check_torch(python: str = sys.executable) -> Iterator[Check]:
     if done.returncode:
         said = (done.stderr.strip().splitlines() or [f"ended with {done.returncode}"])[-1]
         if "No module named 'torch'" in said:
-            hint = "only workers need it: pip install 'longshore[cluster]' on the nodes"
+            hint = f"only workers need it, on the nodes: {install_hint('cluster')}"
             yield Check("torch", "warn", "not installed here", hint)
         else:
             yield Check("torch", "fail", said, "import torch by hand to see the whole error")

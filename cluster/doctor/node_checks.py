@@ -1,4 +1,4 @@
-"""Checks of every node: GPUs and drivers, /dev/shm, clock, store, bandwidth. What is judged here is pure.
+"""Checks of every node: GPUs and drivers, niceness, /dev/shm, clock, store, bandwidth. What is judged here is pure.
 
 on_every_node --look_at_node, clock_now, bandwidth_here--> judge_* --> Check
 """
@@ -7,6 +7,7 @@ from __future__ import annotations
 
 import time
 from collections.abc import Callable, Iterator, Sequence
+from dataclasses import replace
 from typing import Any
 
 from cluster.doctor.bandwidth import Bandwidth
@@ -36,7 +37,9 @@ def check_each_node(
             continue
         looks.append(look)
         heard.append(node)
+        yield from (replace(check, name=f"{check.name} {name}") for check in look.settings)
         yield judge_gpus(name, look, int(node["Resources"].get("GPU", 0)))
+        yield judge_niceness(name, look)
         yield judge_shm(name, look)
         if look.store:
             yield judge_store(name, look.store)
@@ -118,6 +121,17 @@ def judge_alike(looks: Sequence[NodeLook]) -> Iterator[Check]:
         if len(versions) > 1:
             found = ", ".join(f"{version} (as on {host})" for version, host in sorted(versions.items()))
             yield Check(what, "warn", found, "collectives between nodes want the same everywhere")
+
+
+def judge_niceness(name: str, look: NodeLook) -> Check:
+    """Return whether the node's workers get processor time beside other processes of the machine."""
+    detail = f"workers run with niceness {look.niceness}"
+    if look.niceness <= 0:
+        return Check(f"niceness {name}", "ok", detail)
+    hint = (
+        "beside a busy process loads starve: set RAY_worker_niceness=0 where `ray start` runs, and start the node anew"
+    )
+    return Check(f"niceness {name}", "warn", detail, hint)
 
 
 def judge_shm(name: str, look: NodeLook) -> Check:

@@ -8,7 +8,7 @@ import os
 import subprocess
 import sys
 import time
-from collections.abc import Mapping
+from collections.abc import Callable, Iterable, Mapping
 from contextlib import closing
 from dataclasses import dataclass
 from importlib.metadata import PackageNotFoundError, distributions, version
@@ -18,8 +18,9 @@ from typing import Any
 from cluster.config import Config
 from cluster.doctor.bandwidth import Bandwidth, measure_bandwidth
 from cluster.doctor.check import Check
-from cluster.doctor.host_checks import PROGRAM_TIMEOUT_S, TORCH_QUESTION, check_arena
+from cluster.doctor.host_checks import PROGRAM_TIMEOUT_S, TORCH_QUESTION, check_arena, check_settings
 from cluster.doctor.store_checks import LISTED, READ_TIMEOUT_S, check_store
+from cluster.node_settings import node_environment
 from cluster.request import StoreOptions
 from storage.arena.arena_files import ARENA_PREFIX, SHM_DIRECTORY
 from storage.errors import LongshoreError
@@ -38,8 +39,10 @@ class NodeLook:
     torch: str
     nccl: str
     torch_gpus: int | None  # that torch sees; None: not asked, as there is no driver
+    niceness: int  # of Ray's workers: that of the process which looks
     arena_bytes: int  # of arenas that are there: a cluster runs
     shm: Check  # whether an arena fits, when there is none yet
+    settings: tuple[Check, ...]  # in the environment in which the node was started
     store: tuple[Check, ...]  # empty: no URI was given
 
 
@@ -47,7 +50,9 @@ def look_at_node(uri: str | None, store_args: dict[str, Any]) -> NodeLook:
     """Takes seconds where there is a GPU, as torch is asked then, in a process of its own; else some milliseconds."""
     driver = gpu_driver()
     asked = _ask_torch() if driver is not None else None
-    (shm,) = check_arena(Config.from_env())
+    environ = node_environment()
+    settings = _outcome("settings", lambda: check_settings(environ))
+    (shm,) = check_arena(Config.from_env(environ) if settings[0].outcome == "ok" else Config())
     return NodeLook(
         host=os.uname().nodename,
         gpus=len(gpu_memory()) if driver is not None else 0,
@@ -56,9 +61,11 @@ def look_at_node(uri: str | None, store_args: dict[str, Any]) -> NodeLook:
         torch=str(asked["version"]) if asked else _version("torch"),
         nccl=str(asked["nccl"]) if asked else _nccl_package(),
         torch_gpus=len(asked["devices"]) if asked else None,
+        niceness=os.getpriority(os.PRIO_PROCESS, 0),
         arena_bytes=sum(os.path.getsize(path) for path in glob.glob(f"{SHM_DIRECTORY}/{ARENA_PREFIX}*")),
         shm=shm,
-        store=tuple(_look_at_store(uri, store_args)) if uri is not None else (),
+        settings=settings,
+        store=_outcome("store", lambda: check_store(uri, store_args)) if uri is not None else (),
     )
 
 
@@ -75,13 +82,13 @@ def bandwidth_here(uri: str, store_args: dict[str, Any]) -> Bandwidth:
         return measure_bandwidth(store, list(islice(store.list(), LISTED)))
 
 
-def _look_at_store(uri: str, store_args: dict[str, Any]) -> list[Check]:
+def _outcome(name: str, look: Callable[[], Iterable[Check]]) -> tuple[Check, ...]:
     found: list[Check] = []
     try:
-        found.extend(check_store(uri, store_args))
+        found.extend(look())
     except LongshoreError as error:
-        found.append(Check("store", "fail", str(error)))
-    return found
+        found.append(Check(name, "fail", str(error)))
+    return tuple(found)
 
 
 def _ask_torch() -> Mapping[str, Any] | None:

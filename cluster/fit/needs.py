@@ -85,11 +85,12 @@ def check_fit(
     for index, ranks in ranks_by_node(rank_nodes).items():
         node = nodes[index]
         arena_bytes = node.arena_bytes or planned_arena_bytes(node.shm_free_bytes, config)
-        slots, need_slots = arena_bytes // config.slot_bytes, min_slots(len(ranks))
+        slot_bytes = node.slot_bytes or config.slot_bytes
+        slots, need_slots = arena_bytes // slot_bytes, min_slots(len(ranks))
         if slots < need_slots:
             problems.append(
                 f"{node.host}: {len(ranks)} ranks need {need_slots} arena slots "
-                f"of {show_bytes(config.slot_bytes)}, the arena has {slots}"
+                f"of {show_bytes(slot_bytes)}, the arena has {slots}"
             )
             hints.append("Raise LONGSHORE_ARENA_BYTES (and the container's /dev/shm) or lower LONGSHORE_SLOT_BYTES")
         new_arena_bytes = 0 if node.arena_bytes else arena_bytes

@@ -12,6 +12,7 @@ import time
 from collections.abc import Callable
 
 from cluster.errors import ClusterLost
+from cluster.joining.patience import UNLIMITED, Patience
 from cluster.joining.ray_address import check_ray_address
 
 RAY_LIMIT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
@@ -74,10 +75,10 @@ class HeadWatch:
             away_s=round(away_s, 1),
         )
 
-    def wait(self) -> None:
-        """Returns when the head is there. Raises ClusterLost when it does not come."""
+    def wait(self, patience: Patience = UNLIMITED) -> None:
+        """Returns when the head is there. Raises ClusterLost when it does not come, and as `Patience.check` does."""
         while not self.check():
-            time.sleep(LOOK_AGAIN_S)
+            patience.sleep(LOOK_AGAIN_S)
 
     def close(self) -> None:
         self._closed.set()

@@ -1,4 +1,4 @@
-"""One Ray task on every node, and what Ray says of nodes and of its own folders. `ray` is the module, joined."""
+"""One Ray task on every node, and what Ray says of nodes. `ray` is the module, joined."""
 
 from __future__ import annotations
 
@@ -70,9 +70,3 @@ def on_every_node(
             yield node, error
         else:
             yield node, answer
-
-
-def logs_folder() -> str:
-    """Of the Ray session, on the node of the worker process that this runs in."""
-    worker = importlib.import_module("ray._private.worker")
-    return str(worker.global_worker.node.get_logs_dir_path())

@@ -14,11 +14,12 @@ import re
 from collections import Counter
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
+from functools import partial
 from itertools import accumulate
 from typing import TYPE_CHECKING
 
 from cluster.errors import ConfigError, LayoutError, UnknownFamily
-from cluster.layouts.mesh import Layout, RankCoords
+from cluster.layouts.mesh import Layout, RankCoords, sizes_that_do
 from cluster.layouts.rules import FAMILIES, Rule, Rules
 from cluster.layouts.stages import decide_stages
 from cluster.layouts.tensor_cut import TensorCut, cut_tensor, experts_of
@@ -28,6 +29,7 @@ from storage.checkpoints.model_index import Tensor
 if TYPE_CHECKING:
     from cluster.layouts.model_config import ModelConfig  # brings pydantic
 
+_MAX_TRIES = 20_000  # cuts of other sizes than were asked for
 _LISTED_CHARS = 8000  # of names in one message: what is stored may be called anything, and be anything much
 _NUMBER = re.compile(r"(?<=[.'])[0-9]+(?=[.'])")  # a whole part of a name
 _OF_EXPERTS = ("experts", "expert")
@@ -63,7 +65,7 @@ def decide_layout(
     problems: list[str] = []
     cuts: list[TensorCut] = []
     known: dict[tuple[object, ...], TensorCut | str] = {}  # tensors alike are cut alike
-    refused: dict[tuple[object, ...], tuple[Tensor, Rule, Part | None]] = {}
+    kinds: dict[bool, list[tuple[Tensor, Rule, Part | None]]] = {True: [], False: []}  # by whether they are refused
     for tensor, rule, part in zip(tensors, found, parts, strict=True):
         if rule is None:
             continue
@@ -71,16 +73,17 @@ def decide_layout(
         cut = known.get(alike)
         if cut is None:
             cut = known[alike] = _cut(tensor, rule, part, layout, config)
+            kinds[isinstance(cut, str)].append((tensor, rule, part))
         if isinstance(cut, str):
             problems.append(f"{tensor.name!r:.200}: {cut}")
-            refused.setdefault(alike, (tensor, rule, part))
         else:
             cuts.append(cut)
     experts = _expert_places(tensors, found, layout)
     if unnamed or problems or isinstance(experts, str):
-        hint = _sizes_that_do(list(refused.values()), layout, config)
         spread = experts if isinstance(experts, str) else ""
-        raise _layout_error(unnamed, problems, spread, layout, config, hint)
+        numbers = _expert_numbers(tensors, found)[0] if spread else []
+        sizes = _sizes_that_do([*kinds[True], *kinds[False]], numbers, layout, config) if problems or spread else []
+        raise _layout_error(unnamed, problems, spread, layout, config, sizes)
     stages = decide_stages(tensors, layout)
     holders: dict[tuple[tuple[int, ...], int | None], Holder] = {}
     return [
@@ -106,19 +109,44 @@ def _cut(tensor: Tensor, rule: Rule, part: Part | None, layout: Layout, config: 
     return cut_tensor(tensor, rule, layout, config)
 
 
-def _sizes_that_do(refused: list[tuple[Tensor, Rule, Part | None]], layout: Layout, config: ModelConfig | None) -> str:
-    """Which smaller tensor_parallel_size none of the refused tensors stands in the way of, as a hint."""
-    sizes = []
-    for size in range(1, layout.tensor_parallel_size):
-        if layout.tensor_parallel_size % size or not refused:
-            continue
+def _sizes_that_do(
+    kinds: Sequence[tuple[Tensor, Rule, Part | None]],
+    numbers: Sequence[int | None],
+    layout: Layout,
+    config: ModelConfig | None,
+) -> list[str]:
+    """Return which other sizes of tensor or expert parallelism all tensors can be cut with, as hints.
+
+    `kinds`: one tensor of each kind, those that were refused first. `numbers`: of tensors' experts, when they cannot be
+    spread as they are.
+    """
+    experts = max((number for number in numbers if number is not None), default=-1) + 1
+    left = _MAX_TRIES
+
+    def does(name: str, size: int) -> bool:
+        nonlocal left
         try:
-            smaller = replace(layout, tensor_parallel_size=size)
+            other = replace(layout, **{name: size})
         except ConfigError:  # the experts do not fit it
-            continue
-        if not any(isinstance(_cut(*one, smaller, config), str) for one in refused):
-            sizes.append(str(size))
-    return f"these tensors can be cut with tensor_parallel_size={' or '.join(sizes)}" if sizes else ""
+            return False
+        if numbers and other.expert_parallel_size > 1 and (not experts or experts % other.expert_parallel_size):
+            return False
+        for kind in kinds:
+            left -= 1
+            if left < 0 or isinstance(_cut(*kind, other, config), str):
+                return False
+        return True
+
+    names = [name for name in ("tensor_parallel_size", "expert_parallel_size") if getattr(layout, name) > 1]
+    return [said for name in names if (said := sizes_that_do(name, getattr(layout, name), partial(does, name)))]
+
+
+def _expert_numbers(tensors: Sequence[Tensor], rules: Sequence[Rule | None]) -> tuple[list[int | None], list[str]]:
+    """(the number of each tensor's expert, names of one expert's tensors whose names do not say which)."""
+    own = [rule is not None and experts_of(rule) == "one" for rule in rules]
+    numbers = [expert_number(tensor.name) if one else None for tensor, one in zip(tensors, own, strict=True)]
+    lost = [f"{t.name!r:.200}" for t, one, number in zip(tensors, own, numbers, strict=True) if one and number is None]
+    return numbers, lost
 
 
 def _expert_places(tensors: Sequence[Tensor], rules: Sequence[Rule | None], layout: Layout) -> list[int | None] | str:
@@ -128,9 +156,7 @@ def _expert_places(tensors: Sequence[Tensor], rules: Sequence[Rule | None], layo
     """
     if layout.expert_parallel_size == 1:
         return [None] * len(tensors)
-    own = [rule is not None and experts_of(rule) == "one" for rule in rules]
-    numbers = [expert_number(tensor.name) if one else None for tensor, one in zip(tensors, own, strict=True)]
-    lost = [f"{t.name!r:.200}" for t, one, number in zip(tensors, own, numbers, strict=True) if one and number is None]
+    numbers, lost = _expert_numbers(tensors, rules)
     if lost:
         return f"{_count(lost)} one expert's by rule, but no name says which expert's: {_patterns(lost)}"
     experts = max((number for number in numbers if number is not None), default=-1) + 1
@@ -161,11 +187,11 @@ def expert_number(name: str) -> int | None:
 
 
 def _layout_error(
-    unnamed: list[str], problems: list[str], spread: str, layout: Layout, config: ModelConfig | None, sizes: str
+    unnamed: list[str], problems: list[str], spread: str, layout: Layout, config: ModelConfig | None, sizes: list[str]
 ) -> LayoutError:
-    """`spread`: what is wrong with the experts as a whole; `sizes`: a hint at what would do."""
+    """`spread`: what is wrong with the experts as a whole; `sizes`: hints at what would do."""
     parts = []
-    hints = [sizes] if sizes else []
+    hints = [*sizes]
     kind = LayoutError
     why = why_unnamed(unnamed, config.quantization if config else None)
     if unnamed:

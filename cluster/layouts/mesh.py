@@ -14,12 +14,16 @@ transformers: with tensor_parallel_size=4, data_parallel_size=2 the plane has 8 
 from __future__ import annotations
 
 import math
+from collections.abc import Callable, Iterable
 from dataclasses import dataclass, replace
+from itertools import islice
 
 from cluster.errors import ConfigError
 
 MAX_RANKS = 1 << 16
 MAX_VOCABULARY_MULTIPLE = 1 << 16
+MAX_NAMED_SIZES = 6  # that would work, in one message
+MAX_TRIED_SIZE = 256
 _SIZES = ("tensor_parallel_size", "fsdp_size", "data_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
 
 
@@ -56,11 +60,17 @@ class Layout:
             raise ConfigError(f"a layout of {self.ranks} ranks is larger than {MAX_RANKS}")
         plane = self.tensor_parallel_size * self.data_parallel_size
         if plane % (self.expert_parallel_size * self.expert_cuts):
+            cuts = self.expert_tensor_parallel_size
+            fine = sizes_that_do(
+                "expert_parallel_size",
+                self.expert_parallel_size,
+                lambda size: plane % (size * (cuts or max(1, self.tensor_parallel_size // size))) == 0,
+            )
             raise ConfigError(
                 f"expert_parallel_size={self.expert_parallel_size} with each expert cut {self.expert_cuts} ways does "
                 f"not fit {plane} ranks (tensor_parallel_size x data_parallel_size)",
                 hint="experts are spread over the ranks of tensor and data parallelism: their product must be a "
-                "multiple of expert_parallel_size x expert_tensor_parallel_size",
+                "multiple of expert_parallel_size x expert_tensor_parallel_size" + (f". {fine}" if fine else ""),
             )
 
     def __str__(self) -> str:
@@ -114,6 +124,19 @@ class Layout:
         spread = self.expert_parallel_size * self.expert_cuts
         period = math.lcm(spread, self.tensor_parallel_size) // self.tensor_parallel_size
         return replace(coords, data=coords.data % period)
+
+
+def sizes_that_do(name: str, asked: int, does: Callable[[int], bool]) -> str:
+    """Return `name can be 2, 4 or 1`: the sizes for which `does` is true, nearest to `asked` first; "" without any."""
+    near = sorted(range(1, MAX_TRIED_SIZE + 1), key=lambda size: (abs(size - asked), size))
+    found = list(islice(filter(does, near), MAX_NAMED_SIZES))
+    return f"{name} can be {one_of(found)}" if found else ""
+
+
+def one_of(values: Iterable[object]) -> str:
+    """Return `1, 2 or 4`."""
+    *first, last = map(str, values)
+    return f"{', '.join(first)} or {last}" if first else last
 
 
 def check_count(name: str, value: object, least: int, most: int) -> None:

@@ -12,10 +12,10 @@ from cluster.layouts.families.defaults import CONFIG_DEFAULTS
 from cluster.precision.quantization_config import QuantizationConfig, find_quantization
 from storage.checkpoints.model_index import ModelIndex, OtherFile
 from storage.checksum import new_hasher
-from storage.errors import IntegrityError
+from storage.errors import IntegrityError, ManifestMismatch, ObjectNotFound
 from storage.json_bounds import json_values
 from storage.object_store import ObjectStore, read_bytes
-from storage.problems import Problems, quote
+from storage.problems import Problems, quote, show_bytes
 from storage.ranges import ByteRange
 
 CONFIG_KEY = "config.json"
@@ -85,6 +85,7 @@ def parse_model_config(data: bytes) -> ModelConfig:
         raise ModelConfigError(f"config.json cannot be used: {problems}") from exc
 
 
+_UPLOAD_HINT = "upload the published file again, or publish the model again"
 _NO_OBJECT = ("model_type", "model_attributes_type", "dict_type")  # of pydantic's errors
 _OBJECT_WANTED = "Input should be an object"
 
@@ -96,17 +97,49 @@ def _field(path: tuple[int | str, ...]) -> str:
 
 
 def read_model_config(store: ObjectStore, index: ModelIndex) -> ModelConfig | None:
-    """The config of a stored model, checked against its digest when one was published; None when it has none.
+    """Return the config of a stored model, checked as `check_model_config` does; None when it has none.
 
-    Raises ModelConfigError, IntegrityError, StoreError.
+    Raises ModelConfigError, ManifestMismatch, IntegrityError, StoreError.
     """
+    data = _read_config(store, index)
+    return None if data is None else parse_model_config(data)
+
+
+def check_model_config(store: ObjectStore, index: ModelIndex) -> None:
+    """Raise ManifestMismatch or IntegrityError unless config.json is the published one, if one was published."""
+    if index.source == "manifest":
+        _read_config(store, index)
+
+
+def _read_config(store: ObjectStore, index: ModelIndex) -> bytes | None:
     file = next((file for file in index.files if file.key == CONFIG_KEY), None)
     if file is None:
         return None
     _check_size(file.size_bytes)
+    if file.digest is not None:
+        _check_published_size(store, file)
     data = read_bytes(store, file.key, ByteRange(0, file.size_bytes))
     _check_digest(file, data)
-    return parse_model_config(data)
+    return data
+
+
+def _check_published_size(store: ObjectStore, file: OtherFile) -> None:
+    """Else a shorter file would be a range that the store refuses."""
+    try:
+        found_bytes = store.stat(file.key).size_bytes
+    except ObjectNotFound:
+        found_bytes = 0
+    if found_bytes < file.size_bytes:
+        raise ManifestMismatch(
+            f"config.json is cut short: {show_bytes(found_bytes)} of {show_bytes(file.size_bytes)} are there",
+            hint=_UPLOAD_HINT,
+            uri=store.uri,
+            key=file.key,
+        )
+    if found_bytes > file.size_bytes:
+        raise ManifestMismatch(
+            f"config.json has {found_bytes} bytes, published with {file.size_bytes}", hint=_UPLOAD_HINT, uri=store.uri
+        )
 
 
 def _check_size(size_bytes: int) -> None:
@@ -121,7 +154,9 @@ def _check_digest(file: OtherFile, data: bytes) -> None:
     hasher = new_hasher(name)
     hasher.update(data)
     if hasher.hexdigest() != expected:
-        raise IntegrityError("config.json is not the published one", key=file.key, expected=file.digest)
+        raise IntegrityError(
+            "config.json is not the published one", hint=_UPLOAD_HINT, key=file.key, expected=file.digest
+        )
 
 
 def _language_part(fields: dict[str, Any]) -> dict[str, Any]:

@@ -38,7 +38,8 @@ def decide_stages(tensors: Sequence[Tensor], layout: Layout) -> Stages:
     if len(layers) < count:
         raise LayoutError(
             f"{len(layers)} layers cannot be shared by pipeline_parallel_size={count}",
-            hint="a stage has at least one layer; layers are found by names such as model.layers.7.",
+            hint=(f"pipeline_parallel_size can be 1 to {len(layers)}: " if len(layers) > 1 else "")
+            + "a stage has at least one layer; layers are found by names such as model.layers.7.",
             stack=stack or None,
         )
     where = [_end(tensor.name) if layer is None else None for tensor, layer in zip(tensors, layer_of, strict=True)]

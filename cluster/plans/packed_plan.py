@@ -9,7 +9,7 @@ from __future__ import annotations
 
 import pickle
 from collections.abc import Iterable
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 from typing import Any
 
 import numpy as np
@@ -55,6 +55,10 @@ class PackedPlan:
     signed_by: str = ""  # id of the trusted key that signed the manifest
     memory: ProcessMemory | None = None  # of the process that planned
     quantization_config: dict[str, Any] | None = None  # see cluster.precision.written_quantization
+
+    def outline(self) -> PackedPlan:
+        """Return the part that does not grow with ranks and tensors: what a report of the load says of the model."""
+        return replace(self, ranks=(), shared=b"")
 
 
 def pack_shared(plan: LoadPlan) -> bytes:

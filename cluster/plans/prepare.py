@@ -11,7 +11,7 @@ from contextlib import closing
 from cluster.errors import ConfigError, ModelConfigError, PlanError
 from cluster.fit.changes import Change
 from cluster.fit.search import PlannedChange
-from cluster.layouts.model_config import ModelConfig, read_model_config
+from cluster.layouts.model_config import ModelConfig, check_model_config, read_model_config
 from cluster.layouts.rules import parse_rules, rules_for
 from cluster.load_request import LoadRequest
 from cluster.plans.amax_reader import amax_reader
@@ -31,7 +31,7 @@ def prepare_plan(
     """What is stored, and what each rank of the request gets of it. Moves no weights.
 
     `trust` is of the process that plans; what the request trusts narrows it. Raises StoreError (SourceRefused before
-    anything is asked), CheckpointError, ManifestError (SignatureError) or PlanError.
+    anything is asked), CheckpointError, ManifestError (SignatureError, RevisionMismatch) or PlanError.
     """
     # A device map asks whether the head is the embedding.
     with_config = request.layout.cuts_tensors or request.device_map is not None
@@ -51,15 +51,25 @@ def read_model(
 ) -> tuple[ModelIndex, ModelConfig | None]:
     """What is stored, and its config; None: it has none, or it is broken and the request can do without.
 
-    Raises as `prepare_plan` does.
+    A published config.json must be as it was published, needed or not. Raises as `prepare_plan` does.
     """
     trust = trust or TrustPolicy()
     trust.sources.check(request.store.ref, request.store.credentials)
     keys = trust.keys_for(request.trusted_keys)
     with closing(open_store(request.store.ref, request.store.credentials, read_timeout_s=read_timeout_s)) as store:
-        index = open_model(store, chunk_bytes=chunk_bytes, only_key=request.only_key, trusted_keys=keys)
+        index = open_model(
+            store,
+            chunk_bytes=chunk_bytes,
+            only_key=request.only_key,
+            trusted_keys=keys,
+            signed_name=request.signed_name,
+            revision=request.revision,
+        )
+        if not with_config:
+            check_model_config(store, index)
+            return index, None
         try:
-            return index, read_model_config(store, index) if with_config else None
+            return index, read_model_config(store, index)
         except ModelConfigError:
             if request.layout.cuts_tensors:
                 raise

@@ -13,8 +13,9 @@ from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Iterable, Mapping, Sequence
+from collections.abc import Callable, Sequence
 from dataclasses import dataclass
+from typing import TYPE_CHECKING, TypeAlias
 
 from cluster.errors import ConfigError
 from cluster.layouts.region import Range, Region, whole
@@ -27,9 +28,23 @@ from storage.checkpoints.dtypes import DTYPE_BITS
 from storage.checkpoints.model_index import Tensor
 from storage.problems import MAX_LISTED, quote
 
+if TYPE_CHECKING:
+    from torch import dtype as TorchDtype
+else:
+
+    class _OfTorch(type):
+        def __instancecheck__(cls, value: object) -> bool:
+            return (type(value).__module__, type(value).__name__) == ("torch", "dtype")
+
+    # torch.dtype, where torch need not be there
+    TorchDtype = _OfTorch("torch.dtype", (), {})
+
+Dtype: TypeAlias = str | TorchDtype  # of an argument
 GROUP = 128  # weights of a row that share a scale, with int4
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 DTYPES = ("auto", *_DTYPES)
+_SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
+DTYPE_NAMES = (*DTYPES, *_SHORT)
 
 
 @dataclass(frozen=True, slots=True)
@@ -78,7 +93,8 @@ class Precision:
 
     def __post_init__(self) -> None:
         if self.dtype not in DTYPES:
-            raise ConfigError(f"dtype must be one of {', '.join(DTYPES)}, not {self.dtype!r:.40}")
+            names = ", ".join(DTYPE_NAMES)
+            raise ConfigError(f"dtype must be one of {names} or a torch.dtype, not {self.dtype!r:.40}")
         if self.quantization not in QUANTIZATIONS:
             raise ConfigError(f"quantization must be one of {', '.join(SCHEMES)}, not {self.quantization!r:.40}")
         if self.quantization and self.dtype == "float32":
@@ -130,15 +146,15 @@ def region_bytes(region: Region, dtype: str) -> int:
     return count * DTYPE_BITS[dtype] // 8
 
 
-def make_precision(dtype: str, quantization: str | None, skip: Sequence[str] | None) -> Precision:
+def dtype_of(given: Dtype) -> str:
+    """The one of DTYPES that a caller means by one of DTYPE_NAMES or a torch.dtype; what is no such, as text."""
+    name = given if isinstance(given, str) else str(given).removeprefix("torch.")
+    return _SHORT.get(name, name) if name in DTYPE_NAMES else str(given)
+
+
+def make_precision(dtype: Dtype, quantization: str | None, skip: Sequence[str] | None) -> Precision:
     """From the arguments of a verb; None: the default. Raises ConfigError."""
-    if isinstance(skip, str | bytes):
-        raise ConfigError("skip_quantization is a list of patterns, not one text")
-    if quantization is not None and not isinstance(quantization, str):
-        raise ConfigError(f"quantization must be one of {', '.join(SCHEMES)}, not {quantization!r:.40}")
-    if skip is not None and (not isinstance(skip, Iterable) or isinstance(skip, Mapping)):
-        raise ConfigError(f"skip_quantization is a list of patterns, not {skip!r:.40}")
-    return Precision(dtype, quantization or "", (DEFAULT,) if skip is None else tuple(skip))
+    return Precision(dtype_of(dtype), quantization or "", (DEFAULT,) if skip is None else tuple(skip))
 
 
 def decide_recipes(tensors: Sequence[Tensor], precision: Precision, family: str = "") -> list[Recipe | None]:

@@ -18,7 +18,7 @@ from dataclasses import dataclass
 from typing import TYPE_CHECKING, Any
 
 from cluster.errors import ConfigError
-from cluster.units import parse_bytes, show_bytes
+from cluster.units import parse_bytes
 
 if TYPE_CHECKING:
     from cluster.reports.report import LoadReport
@@ -135,9 +135,3 @@ def measured_rates(report: LoadReport | Mapping[str, Any]) -> Rates:
 def _alone(rate: float, share: float) -> float | None:
     """A stage that was hardly busy shows nothing of what it can do."""
     return rate / share if rate > 0 and share >= 0.05 else None
-
-
-def show_rates(rates: Rates) -> str:
-    """`store 5 GB/s, place 12 GB/s`."""
-    said = [(stage, getattr(rates, stage)) for stage in STAGES]
-    return ", ".join(f"{stage} {show_bytes(rate)}/s" for stage, rate in said if rate is not None)

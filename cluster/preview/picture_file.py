@@ -11,8 +11,6 @@ from cluster.preview.plan_summary import PlanSummary
 
 def picture_path(given: str | os.PathLike[str]) -> Path:
     """Where the picture is to go. Raises ConfigError for what cannot be meant."""
-    if not isinstance(given, str | os.PathLike):
-        raise ConfigError(f"picture must be the path of a file, not {given!r:.60}", hint="name it plan.svg")
     path = Path(given)
     if path.suffix.lower() != ".svg":
         raise ConfigError(f"a picture is an SVG file, not {path.name!r:.60}", hint="name it plan.svg")

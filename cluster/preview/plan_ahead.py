@@ -11,8 +11,8 @@ import time
 from collections.abc import Sequence
 from contextlib import closing
 from dataclasses import replace
-from typing import TYPE_CHECKING
 
+from cluster.argument_types import checks_arguments
 from cluster.async_twins import in_thread
 from cluster.config import Config
 from cluster.device_map.options import GivenMap, GivenMemory
@@ -32,7 +32,7 @@ from cluster.plans.amax_reader import amax_reader
 from cluster.plans.prepare import plan_changes, plan_model, read_model
 from cluster.plans.rank_plans import rank_facts
 from cluster.plans.recorded_scales import ReadAmax
-from cluster.precision.recipes import make_precision
+from cluster.precision.recipes import Dtype, make_precision
 from cluster.precision.written_quantization import precision_notes
 from cluster.preview.cluster_view import AskedCluster, find_cluster
 from cluster.preview.expected_time import ExpectedTime, Rates, expect
@@ -48,13 +48,12 @@ from storage.errors import NotACheckpoint, StoreError
 from storage.object_store import read_bytes
 from storage.open_store import open_store
 from storage.ranges import ByteRange
-
-if TYPE_CHECKING:
-    from storage.store_ref import Credentials
+from storage.store_ref import Credentials
 
 OFFERS_S = 20.0  # a plan of a very large model does not wait longer for what else could be offered
 
 
+@checks_arguments
 def plan(
     model_uri: str | os.PathLike[str],
     *,
@@ -85,13 +84,15 @@ def plan(
     anonymous: bool = False,
     credentials: Credentials | None = None,
     layout_rules: LayoutRules | None = None,
-    dtype: str = "auto",
+    dtype: Dtype = "auto",
     quantization: str | None = None,
     skip_quantization: Sequence[str] | None = None,
     device_map: GivenMap | None = None,
     max_memory: GivenMemory | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
     trusted_keys: Sequence[str | os.PathLike[str]] | None = None,
+    signed_name: str | None = None,
+    revision: str | None = None,
     config: Config | None = None,
 ) -> PlanSummary:
     """What a load would put where, from where, and whether it fits. Moves no weights, needs no cluster.
@@ -127,6 +128,8 @@ def plan(
         credentials=credentials,
         layout_rules=layout_rules,
         trusted_keys=config.public_keys() if trusted_keys is None else trusted_keys,
+        signed_name=signed_name,
+        revision=revision,
         precision=make_precision(dtype, quantization, skip_quantization),
         device_map=device_map,
         max_memory=max_memory,
@@ -230,7 +233,7 @@ def _read(request: LoadRequest, config: Config) -> tuple[ModelIndex, ModelConfig
     try:
         return read_model(request, **limits, trust=trust)  # type: ignore[arg-type]
     except NotACheckpoint as nothing:
-        if request.trusted_keys or request.only_key is not None:
+        if request.trusted_keys or request.revision or request.only_key is not None:
             raise
         data = _config_alone(request, config)
         if data is None:

@@ -49,8 +49,6 @@ def read_rates(given: Measured) -> Rates:
     """Rates of an earlier load, from its report or the file of it. Raises ConfigError."""
     if isinstance(given, LoadReport | Mapping):
         return measured_rates(given)
-    if not isinstance(given, str | os.PathLike):
-        raise ConfigError(f"measured must be a report or a file of one, not {given!r:.60}", hint=_HINT)
     path = Path(given)
     try:
         if path.stat().st_size > MAX_REPORT_BYTES:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import re
 from collections import Counter
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 import numpy as np
@@ -13,6 +14,7 @@ from cluster.plans.cut_model import CutModel
 from cluster.plans.segments import layer_of
 
 MAX_LAYERS = 400  # told apart; what is beyond them counts as one
+MAX_RUNS = 3  # of numbers, in the name of a row of equal layers
 _FRONT = re.compile(r"embed|wte|wpe|visual|vision|audio", re.IGNORECASE)
 
 
@@ -35,6 +37,43 @@ class LayerTable:
         """The same, by rank, ascending."""
         found = {rank: column.bytes_by_dtype for column in self.columns for rank in column.ranks}
         return dict(sorted(found.items()))
+
+
+def fold_layers(table: LayerTable) -> tuple[LayerTable, tuple[int, ...]]:
+    """Return the table with equal layers in one row, at the place of the first, and how many layers each row has.
+
+    Equal are numbered layers of one stack of which every rank has as much. The row has the bytes of all of them.
+    """
+    alike: dict[tuple[object, ...], list[int]] = {}
+    for at, layer in enumerate(table.layers):
+        stack, _, number = layer.rpartition(".")
+        cells = tuple(tuple(column.bytes_by_dtype[at].items()) for column in table.columns)
+        alike.setdefault((stack, cells) if number.isdecimal() else (layer, at, None), []).append(at)
+    rows = list(alike.values())
+    columns = []
+    for column in table.columns:
+        totals = ({dtype: size * len(row) for dtype, size in column.bytes_by_dtype[row[0]].items()} for row in rows)
+        columns.append(LayerColumn(column.ranks, tuple(totals)))
+    return LayerTable(tuple(_folded_name(table, row) for row in rows), tuple(columns)), tuple(map(len, rows))
+
+
+def _folded_name(table: LayerTable, row: Sequence[int]) -> str:
+    if len(row) == 1:
+        return table.layers[row[0]]
+    names = [table.layers[at].rpartition(".") for at in row]
+    return f"{names[0][0]}.{show_runs([int(number) for _, _, number in names])}"
+
+
+def show_runs(numbers: Sequence[int]) -> str:
+    """Return `0-79`, or `0, 2-5, ...`: numbers in ascending order, MAX_RUNS runs of them."""
+    runs: list[list[int]] = []
+    for number in numbers:
+        if runs and number == runs[-1][-1] + 1:
+            runs[-1] = [runs[-1][0], number]
+        else:
+            runs.append([number])
+    shown = ["-".join(map(str, run)) for run in runs[:MAX_RUNS]]
+    return ", ".join([*shown, "..."] if len(runs) > MAX_RUNS else shown)
 
 
 def layer_table(cut: CutModel) -> LayerTable:

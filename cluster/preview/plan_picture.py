@@ -1,80 +1,106 @@
-"""A plan as a picture: ranks against layers, one bar per rank and layer, coloured by dtype, widths to scale. Pure.
+"""A plan as a picture: whether it fits, then ranks against layers, one bar per rank and row, coloured by dtype. Pure.
 
-            rank 0      rank 1      rank 2      rank 3
-    embed   ######      ######
-    0       ####        ####                                 # BF16
-    1       ####        ####                                 = U8 ...
-    2                               ####        ####
-    head                            ######      ######
-    all     #########|  #########|  #########|  #########|   | the memory that the device has for it
+    does not fit: rank 1 needs 35.3 GB of device memory, a GPU has 23.5 GB
+                          rank 0      rank 1
+    whole rank            ########|   ########|##   10.5 GB to 12.1 GB       | the memory that the device has for it
+    embed                 ##                        2.10 GB                  # what is beyond it is red
+    layers.0-79 (80)      ######      ########      80 x 105 MB = 8.40 GB    # BF16
+    head                              ##            2.10 GB                  = U8 ...
 
-Bars of layers share one scale, bars of whole ranks another; both are written beside them. Names come from checkpoints,
-so they are escaped and cut.
+Layers of which every rank has as much are one row. All bars share one scale. Names come from checkpoints, so they are
+escaped and cut.
 """
 
 from __future__ import annotations
 
+import textwrap
 from collections import Counter
 from collections.abc import Mapping, Sequence
+from dataclasses import dataclass
 from html import escape
 
-from cluster.preview.plan_layers import LayerTable
+from cluster.preview.plan_layers import LayerTable, fold_layers
 from cluster.units import printable, show_bytes
 
 MAX_DRAWN_RANKS = 64
-_ROW, _BAR, _GAP, _TOP = 14, 10, 8, 64  # pixels
+_ROW, _BAR, _GAP, _LINE = 16, 10, 8, 18  # pixels
 _NAME_CHARS = 44
-_PALETTE = ("#0072b2", "#e69f00", "#009e73", "#d55e00", "#cc79a7", "#56b4e9", "#f0e442", "#999999")  # told by most eyes
-_COLOURS = {"BF16": 0, "F16": 5, "F32": 3, "F8_E4M3": 1, "F8_E5M2": 4, "I8": 2, "I32": 2, "U8": 6}
+_VERDICT_CHARS, _VERDICT_LINES = 110, 6
+_PALETTE = ("#0072b2", "#e69f00", "#009e73", "#56b4e9", "#cc79a7", "#f0e442", "#999999", "#44aa99")  # told by most eyes
+_COLOURS = {"BF16": 0, "F16": 3, "F32": 7, "F8_E4M3": 1, "F8_E5M2": 4, "I8": 2, "I32": 2, "U8": 5}
+_TOO_MUCH = "#c00000"  # no dtype has it
+_FITS = {True: "#006633", False: _TOO_MUCH, None: "#444444"}
 
 
-def draw_plan(table: LayerTable, title: str, have_bytes: Sequence[int | None] = ()) -> str:
-    """An SVG document. `have_bytes`: memory of each rank's device for the load, where it is known."""
-    by_rank = table.by_rank()
+@dataclass(frozen=True, slots=True)
+class Verdict:
+    """Whether a plan fits, as far as that is known."""
+
+    sentence: str = ""
+    fits: bool | None = None
+    have_bytes: tuple[int | None, ...] = ()  # memory of each rank's device for the load, where it is known
+    need_bytes: tuple[int | None, ...] = ()  # of each rank's device: its tensors and what is converted beside them
+
+
+NOT_KNOWN = Verdict()
+
+
+def draw_plan(table: LayerTable, title: str, verdict: Verdict = NOT_KNOWN) -> str:
+    """An SVG document."""
+    folded, counts = fold_layers(table)
+    by_rank = folded.by_rank()
     drawn = dict(list(by_rank.items())[:MAX_DRAWN_RANKS])
     totals = {rank: _sum(layers) for rank, layers in drawn.items()}
+    needs = {rank: max(sum(total.values()), at_rank(verdict.need_bytes, rank) or 0) for rank, total in totals.items()}
+    haves = {rank: have for rank in drawn if (have := at_rank(verdict.have_bytes, rank)) is not None}
     dtypes = sorted({dtype for total in totals.values() for dtype in total})
     colours = _colours(dtypes)
-    most_layer = max((sum(cell.values()) for layers in drawn.values() for cell in layers), default=0) or 1
-    known = [have for have in have_bytes if have is not None]
-    most_rank = max([*(sum(total.values()) for total in totals.values()), *known], default=0) or 1
+    most = max([*needs.values(), *haves.values()], default=0) or 1
 
+    names = ["whole rank", *(row_name(layer, count) for layer, count in zip(folded.layers, counts, strict=True))]
+    rows: list[Sequence[Mapping[str, int]]] = [
+        list(totals.values()),
+        *([layers[at] for layers in drawn.values()] for at in range(len(folded.layers))),
+    ]
+    sizes = [row_sizes(cells, count) for cells, count in zip(rows, (1, *counts), strict=True)]
+    said = textwrap.wrap(printable(verdict.sentence).replace("\n", " "), _VERDICT_CHARS)[:_VERDICT_LINES]
     column = max(14.0, min(150.0, 960.0 / max(1, len(drawn))))
-    bar = column - _GAP
-    left = 16 + 7 * max([len("whole rank"), *(len(_name(layer)) for layer in table.layers)])
-    rows = len(table.layers)
-    bottom = _TOP + _ROW * (rows + 2)
-    width, height = max(640.0, left + column * len(drawn) + 24), bottom + 22 * (2 + len(dtypes)) + 30
+    scale = (column - _GAP) / most
+    left = 16 + 7 * max(map(len, names))
+    right = left + column * len(drawn)
+    top = 44 + _LINE * len(said) + 24
+    bottom = top + _ROW * len(names) + _GAP
+    legend = _legend(drawn, totals, colours, most, bool(haves))
+    width = max(640.0, right + 7 * max(map(len, sizes)) + 24, 16 + 6.5 * max((len(line) for line in said), default=0))
+    height = bottom + 22 * (len(legend) + 2)
     out = [
         f'<svg xmlns="http://www.w3.org/2000/svg" role="img" aria-labelledby="title desc" viewBox="0 0 {width:.0f} '
         f'{height:.0f}" width="{width:.0f}" height="{height:.0f}" font-family="sans-serif" font-size="11">',
         f'<title id="title">{_text(title, 300)}</title>',
-        f'<desc id="desc">{_text(_described(table, totals, len(by_rank)), 600)}</desc>',
+        f'<desc id="desc">{_text(_described(table, totals, len(by_rank), verdict), 900)}</desc>',
         '<rect width="100%" height="100%" fill="#ffffff"/>',
         f'<text x="8" y="20" font-size="14">{_text(title, 150)}</text>',
     ]
+    style = f'class="verdict" font-size="13" fill="{_FITS[verdict.fits]}"'
+    out += [_label(8, 44 + _LINE * at, line, "start", style) for at, line in enumerate(said)]
+    out.append(_label(left - 8, top - 10, "rank", "end"))
     for at, rank in enumerate(drawn):
-        out.append(_label(left + at * column + bar / 2, _TOP - 10, str(rank), "middle"))
-    out.append(_label(left - 8, _TOP - 10, "rank", "end"))
-    for row, layer in enumerate(table.layers):
-        y = _TOP + row * _ROW
-        out.append(_label(left - 8, y + _BAR - 1, _name(layer), "end"))
-        for at, (rank, layers) in enumerate(drawn.items()):
-            where = f"rank {rank}, {_name(layer)}"
-            out += _bar(left + at * column, y, bar / most_layer, layers[row], colours, "layer", where)
-    y = _TOP + (rows + 1) * _ROW
-    out.append(_label(left - 8, y + _BAR - 1, "whole rank", "end"))
-    for at, (rank, total) in enumerate(totals.items()):
-        x = left + at * column
-        out += _bar(x, y, bar / most_rank, total, colours, "rank", f"rank {rank}")
-        have = have_bytes[rank] if rank < len(have_bytes) else None
-        if have is not None:
-            out.append(
-                f'<line class="have" data-bytes="{have}" x1="{x + have * bar / most_rank:.3f}" y1="{y - 3}" '
-                f'x2="{x + have * bar / most_rank:.3f}" y2="{y + _BAR + 3}" stroke="#000000" stroke-width="1.5">'
-                f"<title>rank {rank}: the device has {show_bytes(have)} for it</title></line>"
-            )
-    out += _legend(left, bottom + 30, drawn, totals, colours, most_layer, most_rank, known)
+        out.append(_label(left + at * column + (column - _GAP) / 2, top - 10, str(rank), "middle"))
+    for row, (name, cells, size) in enumerate(zip(names, rows, sizes, strict=True)):
+        y = top + row * _ROW + (_GAP if row else 0)
+        out.append(_label(left - 8, y + _BAR - 1, name, "end"))
+        out.append(_label(right, y + _BAR - 1, size, "start", 'class="size"'))
+        for at, (rank, cell) in enumerate(zip(drawn, cells, strict=True)):
+            kind, where = ("layer", f"rank {rank}, {name}") if row else ("rank", f"rank {rank}")
+            out += _bar(left + at * column, y, scale, cell, colours, kind, where)
+    for at, rank in enumerate(drawn):
+        if rank in haves:
+            out += _device(left + at * column, top, scale, rank, haves[rank], sum(totals[rank].values()), needs[rank])
+    for at, (colour, text) in enumerate(legend):
+        y = bottom + 22 * (at + 1)
+        if colour:
+            out.append(f'<rect x="{left}" y="{y - _BAR}" width="{_BAR}" height="{_BAR}" fill="{colour}"/>')
+        out.append(_label(left + (16 if colour else 0), y, text, "start"))
     if len(by_rank) > len(drawn):
         out.append(_label(left, height - 12, f"and {len(by_rank) - len(drawn)} more ranks", "start"))
     return "\n".join([*out, "</svg>", ""])
@@ -95,32 +121,67 @@ def _bar(
     return out
 
 
+def _device(x: float, y: float, scale: float, rank: int, have: int, size: int, need: int) -> list[str]:
+    """Where the memory of a rank's device ends, what is converted beside the tensors, and what has no room."""
+    out = []
+    if need > size:
+        out.append(
+            f'<rect class="need" data-bytes="{need - size}" x="{x + size * scale:.3f}" y="{y + 0.5}" '
+            f'width="{(need - size) * scale:.3f}" height="{_BAR - 1}" fill="none" stroke="#444444">'
+            f"<title>rank {rank}: {show_bytes(need - size)} beside it: alignment, and tensors that are converted"
+            "</title></rect>"
+        )
+    if need > have:
+        out.append(
+            f'<rect class="over" data-bytes="{need - have}" x="{x + have * scale:.3f}" y="{y - 2}" '
+            f'width="{(need - have) * scale:.3f}" height="{_BAR + 4}" fill="{_TOO_MUCH}">'
+            f"<title>rank {rank}: {show_bytes(need - have)} too much for its device</title></rect>"
+        )
+    at = f"{x + have * scale:.3f}"
+    return [
+        *out,
+        f'<line class="have" data-bytes="{have}" x1="{at}" y1="{y - 3}" x2="{at}" y2="{y + _BAR + 3}" '
+        f'stroke="#000000" stroke-width="1.5"><title>rank {rank}: the device has {show_bytes(have)} for it'
+        "</title></line>",
+    ]
+
+
+def row_name(layer: str, count: int) -> str:
+    """What stands before the bars of a row: the layer, or those that are alike and how many they are."""
+    return f"{_name(layer)} ({count})" if count > 1 else _name(layer)
+
+
+def row_sizes(cells: Sequence[Mapping[str, int]], count: int) -> str:
+    """What stands beside the bars of a row: `35.3 GB`, `33.0 GB to 35.3 GB`, `80 x 429 MB = 34.3 GB`."""
+    sizes = sorted({total for cell in cells if (total := sum(cell.values()))})
+    if len(sizes) == 1 and count > 1:
+        return f"{count} x {show_bytes(sizes[0] / count)} = {show_bytes(sizes[0])}"
+    return " to ".join(dict.fromkeys(map(show_bytes, sizes[:: max(1, len(sizes) - 1)])))
+
+
 def _legend(
-    left: float,
-    y: float,
     drawn: Mapping[int, object],
     totals: Mapping[int, Counter[str]],
     colours: Mapping[str, str],
-    most_layer: int,
-    most_rank: int,
-    known: Sequence[int],
-) -> list[str]:
-    out = []
+    most: int,
+    known: bool,
+) -> list[tuple[str, str]]:
+    """(colour, text) of each line."""
+    lines = []
     for dtype, colour in colours.items():
         total = sum(each[dtype] for each in totals.values())
-        out.append(f'<rect x="{left}" y="{y - _BAR}" width="{_BAR}" height="{_BAR}" fill="{colour}"/>')
-        out.append(_label(left + 16, y, f"{dtype}: {show_bytes(total)} on {len(drawn)} ranks", "start"))
-        y += 22
-    scale = f"widest bar: {show_bytes(most_layer)} of a layer, {show_bytes(most_rank)} of a rank"
-    out.append(_label(left, y, scale + ("; line: memory that the device has for it" if known else ""), "start"))
-    return out
+        lines.append((colour, f"{dtype}: {show_bytes(total)} on {len(drawn)} ranks"))
+    if known:
+        lines.append((_TOO_MUCH, "beyond the memory that the device has for it, where the line is"))
+    return [*lines, ("", f"a full bar: {show_bytes(most)}")]
 
 
-def _described(table: LayerTable, totals: Mapping[int, Counter[str]], ranks: int) -> str:
+def _described(table: LayerTable, totals: Mapping[int, Counter[str]], ranks: int, verdict: Verdict) -> str:
     sizes = [sum(total.values()) for total in totals.values()]
     ends = dict.fromkeys(show_bytes(size) for size in (min(sizes, default=0), max(sizes, default=0)))
     span = " to ".join(ends)
-    return f"{ranks} ranks against {len(table.layers)} layers; a rank has {span}."
+    said = f"{ranks} ranks against {len(table.layers)} layers; a rank has {span}."
+    return f"{verdict.sentence.rstrip('.')}. {said}" if verdict.sentence else said
 
 
 def _colours(dtypes: Sequence[str]) -> dict[str, str]:
@@ -140,13 +201,17 @@ def _sum(layers: Sequence[Mapping[str, int]]) -> Counter[str]:
     return total
 
 
+def at_rank(values: Sequence[int | None], rank: int) -> int | None:
+    return values[rank] if rank < len(values) else None
+
+
 def _name(layer: str) -> str:
     shown = printable(layer).replace("\n", " ")
     return shown if len(shown) <= _NAME_CHARS else "..." + shown[3 - _NAME_CHARS :]
 
 
-def _label(x: float, y: float, text: str, anchor: str) -> str:
-    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}">{_text(text, 120)}</text>'
+def _label(x: float, y: float, text: str, anchor: str, more: str = "") -> str:
+    return f'<text x="{x:.1f}" y="{y:.1f}" text-anchor="{anchor}" {more}>{_text(text, 120)}</text>'
 
 
 def _text(text: str, most: int) -> str:

@@ -20,7 +20,7 @@ from cluster.precision.written_quantization import precision_of, quantization_co
 from cluster.preview.expected_time import ExpectedTime
 from cluster.preview.held_chunks import HeldChunks, node_sources
 from cluster.preview.plan_layers import LayerTable
-from cluster.preview.plan_picture import draw_plan
+from cluster.preview.plan_picture import NOT_KNOWN, Verdict, draw_plan
 from cluster.preview.rank_tensors import TensorPart
 from cluster.reports.object_check import ONLY_PART, ObjectCheck, join_checks, verified_by
 from cluster.scheduling.topology import ranks_by_node
@@ -101,6 +101,16 @@ class PlanSummary:
     of_rank: tuple[TensorPart, ...] = ()  # of the rank that was named: its part of each tensor
     notes: tuple[str, ...] = ()  # for people: what was skipped, what is an estimate
 
+    def __str__(self) -> str:
+        """The tables that `longshore plan` prints."""
+        from cluster.command_line.plan_table import plan_table
+        from cluster.command_line.tables import as_text
+
+        return as_text(plan_table(self))
+
+    def __repr__(self) -> str:
+        return f"PlanSummary({self.revision!r}, ranks={len(self.ranks)}, placed_bytes={self.placed_bytes})"
+
     def as_dict(self) -> dict[str, Any]:
         """Plain dicts, lists, numbers and strings, ready for `json.dumps`."""
         return {**asdict(self), "bytes_by_source": self.bytes_by_source}
@@ -115,12 +125,23 @@ class PlanSummary:
         }
 
     def picture(self, title: str = "a load plan") -> str:
-        """An SVG document: ranks against layers, coloured by dtype, to scale."""
-        have = {}
-        for device in self.fit.devices if self.fit else ():
-            have[device.rank] = None if device.have_bytes is None or device.device else device.have_bytes
-        table = self.layers or LayerTable((), ())
-        return draw_plan(table, title, [have.get(rank.rank) for rank in self.ranks])
+        """An SVG document: whether it fits, then ranks against layers, coloured by dtype, to scale."""
+        return draw_plan(self.layers or LayerTable((), ()), title, self.verdict)
+
+    @property
+    def verdict(self) -> Verdict:
+        """Whether it fits, for people: nothing where nobody knows what there is."""
+        if self.fit is None or self.fit.fits is None:
+            return NOT_KNOWN
+        # A rank with several devices has no bar of its own.
+        alone = {device.rank: None if device.device else device for device in self.fit.devices}
+        of_rank = [alone.get(rank.rank) for rank in self.ranks]
+        return Verdict(
+            self.fit.sentence,
+            self.fit.fits,
+            tuple(device.have_bytes if device else None for device in of_rank),
+            tuple(device.need_bytes if device else None for device in of_rank),
+        )
 
 
 def summarize_plan(

@@ -13,8 +13,9 @@ from cluster.config import Config
 from cluster.connection import join_cluster
 from cluster.errors import ClusterLost, ConfigError
 from cluster.joining.head_watch import HeadWatch, lost_after_s
-from cluster.joining.node_tasks import Node, living_nodes, logs_folder, on_every_node, why_no_answer
+from cluster.joining.node_tasks import Node, living_nodes, on_every_node, why_no_answer
 from cluster.joining.ray_join import address_of
+from cluster.joining.ray_private import logs_folder
 from cluster.process_logs.log_files import LogPiece, is_full, read_logs
 from cluster.process_logs.log_lines import LineReader, LogFilter, LogLine, LogProcess, merged
 
@@ -48,21 +49,26 @@ class LogCollector:
         self.silent = {}
         lines: list[LogLine] = []
         for _ in range(MOST_ROUNDS):
-            found, more = self._round(nodes)
+            found, nodes = self._round(nodes)
             lines += found
-            if not more:
+            if not nodes:
                 break
         return merged(lines)
 
-    def _round(self, nodes: Sequence[Node]) -> tuple[list[LogLine], bool]:
-        """What each node has to say in one answer, and whether one had more."""
+    def _round(self, nodes: Sequence[Node]) -> tuple[list[LogLine], list[Node]]:
+        """Return the lines of one answer of each node, and the nodes to ask again: all that answered, if one has more.
+
+        Nodes of one machine read the same files, and only the process's own node knows its name. So none is left out.
+        """
         names: dict[tuple[str, int], LogProcess] = self._launch.processes()
         found: dict[str, tuple[Node, LogPiece]] = {}  # nodes of one machine may share the folder: each file once
         more = False
+        answered = []
         for node, answer in on_every_node(self._ray, [(node, (self._seen,)) for node in nodes], read_here, READ_S):
             if isinstance(answer, BaseException):
                 self.silent[node["NodeManagerHostname"]] = why_no_answer(answer)
                 continue
+            answered.append(node)
             more = more or is_full(answer)
             for piece in answer:
                 if piece.file not in found or (node["NodeID"], piece.pid) in names:
@@ -72,7 +78,7 @@ class LogCollector:
             self._seen[piece.file] = piece.end
             process = names.get((node["NodeID"], piece.pid))
             lines += self._reader.read(node["NodeManagerHostname"], piece, process)
-        return lines, more
+        return lines, answered if more else []
 
 
 def is_called(node: Node, name: str) -> bool:

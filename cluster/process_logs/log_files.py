@@ -11,7 +11,7 @@ import re
 from collections.abc import Iterable, Mapping
 from dataclasses import dataclass
 
-from cluster.logs import without_secrets
+from storage.problems import without_secrets
 
 KINDS = {"Coordinator": "coordinator", "NodeAgent": "agent", "GpuWorker": "worker"}  # by the actor's class
 HEAD_BYTES = 1024  # in which Ray names the class

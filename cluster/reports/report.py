@@ -17,6 +17,8 @@ from cluster.reports.node_report import NodeReport
 from cluster.reports.object_check import ObjectCheck, join_checks, unchecked_counts
 from cluster.reports.rank_report import Jsonable, ProcessMemory, RankReport, RankStatus, StageTimes
 
+DEFAULT = "default"  # source of a setting that nobody has given
+
 __all__ = [
     "ClusterStatus",
     "GangStatus",
@@ -30,6 +32,7 @@ __all__ = [
     "ProcessMemory",
     "RankReport",
     "RankStatus",
+    "SettingStatus",
     "StageTimes",
 ]
 
@@ -67,6 +70,16 @@ class LoadReport(Jsonable):
     precision: Precision = field(default_factory=Precision)  # what tensors were cast to, or quantized
     quantization_config: dict[str, Any] | None = None  # of config.json for an engine that takes the quantized weights
 
+    def __str__(self) -> str:
+        """The table that `longshore load` prints."""
+        from cluster.command_line.load_tables import load_table
+        from cluster.command_line.tables import as_text
+
+        return as_text(load_table(self))
+
+    def __repr__(self) -> str:
+        return f"LoadReport({self.model_id!r}, ranks={len(self.ranks)}, total_s={self.total_s:.2f})"
+
     def as_dict(self) -> dict[str, Any]:
         """With what follows from the rest."""
         derived = {
@@ -86,6 +99,7 @@ class LoadReport(Jsonable):
             "converted_tensors": self.converted_tensors,
             "peak_staging_bytes": self.peak_staging_bytes,
             "peak_host_bytes": self.peak_host_bytes,
+            "arena_bytes": self.arena_bytes,
             "host_bytes_beyond_destination": self.host_bytes_beyond_destination,
         }
         return {**asdict(self), **derived}
@@ -194,7 +208,7 @@ class LoadReport(Jsonable):
     @property
     def peak_host_bytes(self) -> int:
         """Highest memory of all our processes, tensors in CPU memory included, and each node's arena once."""
-        return self._arena_bytes + sum(process.peak_bytes for process in self.processes)
+        return self.arena_bytes + sum(process.peak_bytes for process in self.processes)
 
     @property
     def processes(self) -> tuple[ProcessMemory, ...]:
@@ -215,10 +229,11 @@ class LoadReport(Jsonable):
     @property
     def host_bytes_beyond_destination(self) -> int:
         """Each node's arena once, and what every process took beyond its baseline and its tensors."""
-        return self._arena_bytes + sum(process.beyond_bytes for process in self.processes)
+        return self.arena_bytes + sum(process.beyond_bytes for process in self.processes)
 
     @property
-    def _arena_bytes(self) -> int:
+    def arena_bytes(self) -> int:
+        """Shared memory of the arenas of all its nodes. Other loads use them too."""
         return sum(node.arena_bytes for node in self.nodes)
 
 
@@ -253,6 +268,21 @@ class ModelStatus(Jsonable):
     signed_by: str = ""  # id of the trusted key that signed its manifest
     taken: str = ""  # what fit="auto" changed so that it fits
     ranks: tuple[RankStatus, ...] = ()
+    ended_age_s: float = 0.0  # how long ago it failed or was released
+
+
+@dataclass(frozen=True, slots=True)
+class SettingStatus(Jsonable):
+    """One setting that is in force."""
+
+    name: str  # of the variable: LONGSHORE_ARENA_BYTES
+    value: str | int | float | bool  # of trusted keys their ids
+    source: str  # "environment of node HOST ID", "the program that started the cluster" or DEFAULT
+
+    @property
+    def is_default(self) -> bool:
+        """Whether nobody has given it."""
+        return self.source == DEFAULT
 
 
 @dataclass(frozen=True, slots=True)
@@ -272,6 +302,7 @@ class NodeStatus(Jsonable):
     disk_used_bytes: int = 0
     disk_files: int = 0  # chunks in it
     disk_evicted_chunks: int = 0  # since the agent began
+    settings: tuple[SettingStatus, ...] = ()  # of the agent
 
 
 @dataclass(frozen=True, slots=True)
@@ -295,3 +326,16 @@ class ClusterStatus(Jsonable):
     nodes: tuple[NodeStatus, ...]
     gangs: tuple[GangStatus, ...] = ()  # idle ones
     metrics_url: str = ""  # where Prometheus scrapes, as seen from the coordinator's host; empty: nowhere
+    ended: tuple[ModelStatus, ...] = ()  # failed or released within the last five minutes
+    settings: tuple[SettingStatus, ...] = ()  # of the coordinator
+
+    def __str__(self) -> str:
+        """The tables that `longshore status` prints."""
+        from cluster.command_line.tables import as_text, status_table
+
+        return as_text(status_table(self))
+
+    @property
+    def listed(self) -> tuple[ModelStatus, ...]:
+        """All models, those that ended lately too."""
+        return self.models + self.ended

@@ -16,6 +16,11 @@ class Holders:
         return len(self.heard_s)
 
     @property
+    def ids(self) -> frozenset[str]:
+        """Client ids."""
+        return frozenset(client_id for client_id, _ in self.heard_s)
+
+    @property
     def wanted(self) -> bool:
         return self.keep or bool(self.heard_s)
 

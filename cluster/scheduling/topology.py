@@ -28,6 +28,7 @@ class NodeInfo:
     alive: bool = True
     gpus: tuple[GpuMemory, ...] = ()  # all that it has; empty: what they have is not known
     arena_bytes: int = 0  # of the arena that its agent already has; 0: none yet
+    slot_bytes: int = 0  # of that arena; 0: as the settings say
     pools: tuple[MemoryPool, ...] = ()  # that its memory comes out of; empty: only `memory_free_bytes` is known
     kept_bytes: int = 0  # host memory that workers on it keep for the load that takes them over
 

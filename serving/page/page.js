@@ -114,10 +114,10 @@ function current() {
 }
 
 function show(cluster) {
-  state.models = cluster.models ?? [];
+  state.models = [...(cluster.models ?? []), ...(cluster.ended ?? [])];
   const nodes = cluster.nodes ?? [];
   say($("cluster"), cluster.version
-    ? `version ${cluster.version}, ${counted(nodes.length, "node")}, ${counted(state.models.length, "model")}`
+    ? `version ${cluster.version}, ${counted(nodes.length, "node")}, ${counted(cluster.models.length, "model")}`
     : "no coordinator runs yet: the first load starts one");
   $("no-models").hidden = state.models.length > 0;
   remember(state.models, performance.now() / 1000);

@@ -143,13 +143,6 @@ class ChunkCache:
         self._table.to_free(index)
         return Answer.DONE
 
-    def acknowledge(self, lease_id: str) -> Answer:
-        """`abandon` for a lease that was taken back; LATE, and no change, for one that still runs."""
-        index, answer = self._table.find(lease_id)
-        if index is not None and self._table.slots[index].state is SlotState.LEASED:
-            return Answer.LATE
-        return answer if index is None else self.abandon(lease_id)
-
     def expire(self, now_s: float) -> list[Lease]:
         """Take back each lease whose deadline has passed: the chunk is anybody's, the slot quarantined."""
         expired = []
@@ -230,13 +223,6 @@ class ChunkCache:
             return False
         self._table.unpin(chunk.slot, pinner)
         return True
-
-    def drop_pins(self, pinner: Hashable) -> int:
-        """All pins of one pinner at once; how many. What its process may be reading stays held."""
-        slots = sorted(self._table.pinned_by.get(pinner, ()))
-        for index in slots:
-            self._table.unpin(index, pinner)
-        return len(slots)
 
     def hold(self, chunk: CachedChunk, process: ProcessId, reader: Hashable, *, owner: Hashable = None) -> bool:
         """`reader` in `process` is about to be told that it may read: no reuse of the slot before `release`.

@@ -77,15 +77,15 @@ class MemoryJournal:
 
 
 def digest_key(hash_name: str, digest: bytes, size_bytes: int) -> bytes:
-    """Cache key of a chunk with a published digest: equal bytes are one chunk, whatever model has them."""
+    """Return the cache key of a chunk with a collision-resistant digest: equal bytes are one chunk in every model."""
     return _key("digest", hash_name, digest.hex(), str(size_bytes))
 
 
 def location_key(store: str, object_key: str, version: str, byte_range: ByteRange) -> bytes:
-    """Cache key of a chunk without a digest: where it is stored.
+    """Return the cache key of a chunk without such a digest: where it is stored.
 
-    `store` names endpoint, bucket and prefix; `version` is the object's ETag. Where the store has none, pass
-    something that no other load shares, or stale bytes could be taken for new ones.
+    `store` names endpoint, bucket and prefix; `version` is the object's ETag, and its digest if it has any. Where it
+    has neither, pass something that no other load shares, or stale bytes could be taken for new ones.
     """
     return _key("location", store, object_key, version, str(byte_range.start), str(byte_range.end))
 

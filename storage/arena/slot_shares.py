@@ -59,6 +59,11 @@ class SlotShares:
         share = self._shares.get(owner)
         return 0 if share is None else share.minimum
 
+    def demand(self, owner: Hashable) -> int:
+        """Slots that nobody else can have: those the owner uses, its minimum at least."""
+        share = self._shares.get(owner)
+        return 0 if share is None else share.demand
+
     def reserve(self, owner: Hashable, minimum: int) -> bool:
         """Guarantee the owner `minimum` slots. False: ask again later; those who asked before come first.
 

@@ -51,7 +51,6 @@ class SlotTable:
         self.in_flight: defaultdict[bytes, set[int]] = defaultdict(set)  # key -> slots LEASED for it
         self.leased_by: defaultdict[ProcessId, set[int]] = defaultdict(set)  # LEASED or QUARANTINED
         self.held_by: defaultdict[ProcessId, set[int]] = defaultdict(set)
-        self.pinned_by: defaultdict[Hashable, set[int]] = defaultdict(set)
         self.quarantine: set[int] = set()
         self.leased_slots = 0
         self.used_bytes = 0  # of committed chunks
@@ -164,14 +163,12 @@ class SlotTable:
         pins = self.slots[index].pins
         if pinner not in pins:
             pins[pinner] = owner
-            self.pinned_by[pinner].add(index)
             self._shares.claim(owner, index)
             self.settle(index)
 
     def unpin(self, index: int, pinner: Hashable) -> None:
         """The pin must be there."""
         self._shares.drop(self.slots[index].pins.pop(pinner), index)
-        _discard(self.pinned_by, pinner, index)
         self.settle(index)
 
     def hold(self, index: int, reader: Reader, owner: Hashable) -> None:

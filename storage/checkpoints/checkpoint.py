@@ -1,8 +1,9 @@
 """From a store to a ModelIndex: the manifest if there is one, else the Hugging Face layout and its headers.
 
-    list the root ---- longshore.manifest.json? --yes--> one GET, signature checked if keys are trusted,
-                  |                                      sizes compared, current ETags pinned
-                  \\--no--> index or files chosen by name -> headers read in parallel -> chunks derived
+    longshore.manifest.json? --yes--> one GET, signature checked if keys are trusted; each shard asked for by name,
+                             |        sizes compared, current ETags pinned. Nothing is listed
+                             \\--no--> root listed, or common names tried: index or files chosen by name
+                                      -> headers read in parallel -> chunks derived
 
 Nothing but names, headers and JSON is read here; no byte of weights moves.
 """
@@ -36,13 +37,15 @@ from storage.errors import (
     ManifestMismatch,
     ManifestUnsigned,
     ObjectNotFound,
+    RevisionMismatch,
     SignatureError,
 )
 from storage.object_store import ObjectInfo, ObjectStore, read_bytes
-from storage.problems import Problems, quote
-from storage.publishing.signature import MAX_SIGNATURE_BYTES, SIGN_HINT, SIGNATURE_KEY, check_signature
+from storage.problems import Problems, quote, show_bytes
+from storage.publishing.signature import MAX_SIGNATURE_BYTES, SIGN_HINT, SIGNATURE_KEY, check_signable, check_signature
 from storage.ranges import ByteRange
 from storage.retrying import RetryPolicy, with_retries
+from storage.store_ref import path_of
 
 NO_MANIFEST = (
     "no manifest: structure and transport are checked, and whole objects by the store's own checksums where it keeps"
@@ -70,33 +73,67 @@ def open_model(
     only_key: str | None = None,
     policy: RetryPolicy | None = None,
     trusted_keys: Sequence[str] = (),
+    signed_name: str = "",
+    revision: str = "",
 ) -> ModelIndex:
-    """Everything a plan needs to know of the model at the store's root, or of the one file `only_key` in it.
+    """Return everything a plan needs to know of the model at the store's root, or of the one file in it.
 
-    `chunk_bytes` matters when there is no manifest. With `trusted_keys` (`signing_keys.public_key`) nothing but a
-    manifest that is signed with one of them will do: SignatureError. Raises NotACheckpoint, PickleRefused,
-    InvalidHeader, InvalidIndex, InvalidManifest, ManifestMismatch (each lists all it found) and the store's own errors.
+    Args:
+        store: opened on the model's root.
+        chunk_bytes: size of chunks of a model without a manifest.
+        only_key: the one file of the model that is meant; None: all.
+        policy: how requests are tried again.
+        trusted_keys: public keys (`signing_keys.trusted_key`) of which one must have signed the manifest; none: it
+            needs no signature.
+        signed_name: the name under which it must be signed; "": the path of the store's URI.
+        revision: the only one that is accepted; "": any.
+
+    Raises NotACheckpoint, PickleRefused, InvalidHeader, InvalidIndex, InvalidManifest, ManifestMismatch (each lists all
+    it found), SignatureError, RevisionMismatch and the store's own errors.
     """
     policy = policy or RetryPolicy()
     inventory = Inventory(store, policy)
-    found = inventory.find([MANIFEST_KEY]).get(MANIFEST_KEY)
+    found = inventory.look_up([MANIFEST_KEY]).get(MANIFEST_KEY)
     if found is not None:
-        manifest, signed_by = _read_manifest(store, found, policy, trusted_keys, inventory)
+        manifest, signed_by = _read_manifest(store, found, policy, trusted_keys, signed_name, inventory)
         index = replace(manifest.index(), signed_by=signed_by)
-        if only_key is None:
+        if only_key is None or any(shard.key == only_key for shard in index.shards):
+            index = index if only_key is None else _one_shard(index, only_key)
+            check_wanted(revision, index.revision, store.uri)
             return _as_stored(index, inventory, store.uri)
-        if any(shard.key == only_key for shard in index.shards):
-            return _as_stored(_one_shard(index, only_key), inventory, store.uri)
     if trusted_keys:
-        raise not_published(store.uri)
+        raise not_published(inventory, store.uri)
     checkpoint = scan_checkpoint(
         store, only_key=only_key, policy=policy, inventory=inventory, checksum_chunk_bytes=chunk_bytes
     )
-    return _derived(checkpoint, chunk_bytes, _versions_digest(store, inventory, only_key, policy))
+    found_revision = _versions_digest(store, inventory, only_key, policy)
+    check_wanted(revision, found_revision, store.uri)
+    return _derived(checkpoint, chunk_bytes, found_revision)
 
 
-def not_published(uri: str) -> ManifestUnsigned:
-    """The error for a model without a manifest, where only signed ones are trusted."""
+def check_wanted(wanted: str, found: str, uri: str) -> None:
+    """Raise RevisionMismatch unless the stored revision is the wanted one; "" wants any."""
+    if wanted not in ("", found):
+        raise RevisionMismatch(
+            "another revision of the model is stored than was asked for",
+            hint="the model was published again, or an older one was put back; `longshore plan` shows its revision",
+            uri=uri,
+            expected=wanted,
+            found=found or "not published",
+        )
+
+
+def not_published(inventory: Inventory, uri: str) -> ManifestUnsigned | AccessDenied:
+    """Return the error for a model whose manifest cannot be read, where only signed ones are trusted.
+
+    Raises ObjectNotFound for a root that is not there.
+    """
+    if inventory.listed is None and inventory.denied is not None:
+        return AccessDenied(
+            "the manifest may not be read, or there is none",
+            hint=f"without s3:ListBucket a store answers both alike; if there is none, {SIGN_HINT}",
+            uri=uri,
+        )
     return ManifestUnsigned(
         "not published, and only models with a signed manifest are trusted", hint=SIGN_HINT, uri=uri
     )
@@ -108,14 +145,15 @@ def read_manifest(
     policy: RetryPolicy,
     *,
     trusted_keys: Sequence[str] = (),
+    signed_name: str = "",
     inventory: Inventory | None = None,
 ) -> Manifest:
     """The checked manifest, in one request for the version that `info` describes.
 
-    With `trusted_keys` its signature is checked before anything in it is looked at; `inventory` says whether there is
-    one. Raises InvalidManifest, SignatureError.
+    With `trusted_keys` its signature is checked before anything in it is looked at, under `signed_name` or by default
+    the path of the store's URI; `inventory` says whether there is one. Raises InvalidManifest, SignatureError.
     """
-    return _read_manifest(store, info, policy, trusted_keys, inventory)[0]
+    return _read_manifest(store, info, policy, trusted_keys, signed_name, inventory)[0]
 
 
 def _read_manifest(
@@ -123,6 +161,7 @@ def _read_manifest(
     info: ObjectInfo,
     policy: RetryPolicy,
     trusted_keys: Sequence[str],
+    signed_name: str,
     inventory: Inventory | None,
 ) -> tuple[Manifest, str]:
     """With the id of the key that signed it, "" when no key is trusted."""
@@ -132,8 +171,11 @@ def _read_manifest(
         data = read_whole(store, info, policy)
         if trusted_keys:
             signature = _read_signature(store, inventory or Inventory(store, policy), policy)
-            signed_by = check_signature(data, signature, trusted_keys)
-        return parse_manifest(data), signed_by
+            signed_by = check_signature(data, signature, trusted_keys, signed_name or path_of(store.uri))
+        manifest = parse_manifest(data)
+        if trusted_keys:
+            check_signable(manifest.hash)
+        return manifest, signed_by
     except (InvalidManifest, SignatureError) as error:
         raise error.with_details(uri=store.uri) from error.__cause__
 
@@ -145,7 +187,7 @@ def check_manifest_size(info: ObjectInfo, uri: str) -> None:
 
 
 def _read_signature(store: ObjectStore, inventory: Inventory, policy: RetryPolicy) -> bytes | None:
-    info = inventory.find([SIGNATURE_KEY]).get(SIGNATURE_KEY)
+    info = inventory.look_up([SIGNATURE_KEY]).get(SIGNATURE_KEY)
     if info is None:
         return None
     if info.size_bytes > MAX_SIGNATURE_BYTES:
@@ -164,7 +206,7 @@ def check_revision(store: ObjectStore, revision: str, *, only_key: str | None = 
     if published is not None:
         if only_key is None:
             return published == revision
-        if revision == _shard_revision(published, only_key):
+        if revision == shard_revision(published, only_key):
             return True
     return _versions_digest(store, Inventory(store, policy), only_key, policy) == revision
 
@@ -210,14 +252,18 @@ def _derived(checkpoint: Checkpoint, chunk_bytes: int, revision: str) -> ModelIn
 
 def _as_stored(index: ModelIndex, inventory: Inventory, uri: str) -> ModelIndex:
     """The published model, pinned to the objects as they are now. Raises ManifestMismatch."""
-    now = inventory.find([*(shard.key for shard in index.shards), *(file.key for file in index.files)])
+    now = inventory.look_up([*(shard.key for shard in index.shards), *(file.key for file in index.files)])
+    missing = "is missing" if inventory.denied is None else "is missing, or may not be read"
     problems = Problems()
     shards: list[Shard] = []
     copied = 0
     for shard in index.shards:
         info = now.get(shard.key)
         if info is None:
-            problems.add(f"shard {quote(shard.key)} is missing")
+            problems.add(f"shard {quote(shard.key)} {missing}")
+        elif info.size_bytes < shard.size_bytes:
+            have, whole = show_bytes(info.size_bytes), show_bytes(shard.size_bytes)
+            problems.add(f"shard {quote(shard.key)} is cut short: {have} of {whole} are there")
         elif info.size_bytes != shard.size_bytes:
             problems.add(f"shard {quote(shard.key)} has {info.size_bytes} bytes, published with {shard.size_bytes}")
         else:
@@ -226,7 +272,7 @@ def _as_stored(index: ModelIndex, inventory: Inventory, uri: str) -> ModelIndex:
     if problems:
         raise ManifestMismatch(
             f"the manifest is for other bytes than are stored: {problems}",
-            hint="put the published files back, or publish the model again",
+            hint="upload the published files again, or publish the model again",
             uri=uri,
         )
     notes = []
@@ -245,7 +291,7 @@ def _one_shard(index: ModelIndex, key: str) -> ModelIndex:
     digests = index.chunks.digests
     return replace(
         index,
-        revision=_shard_revision(index.revision, key),
+        revision=shard_revision(index.revision, key),
         shards=(index.shards[number],),
         tensors=tuple(replace(t, shard=0) for t in index.tensors if t.shard == number),
         chunks=ChunkTable(
@@ -258,7 +304,8 @@ def _one_shard(index: ModelIndex, key: str) -> ModelIndex:
     )
 
 
-def _shard_revision(revision: str, key: str) -> str:
+def shard_revision(revision: str, key: str) -> str:
+    """Return the revision of one file of a published model, as a model of its own."""
     return hashlib.sha256(f"{revision}/{key}".encode()).hexdigest()
 
 

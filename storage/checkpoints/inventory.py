@@ -1,7 +1,8 @@
-"""What is stored under a model's root: one listing where the store lists, else one stat per key."""
+"""What is stored under a model's root: by listing it, where that is needed and allowed, or key by key."""
 
 from __future__ import annotations
 
+import threading
 from collections.abc import Callable, Iterable, Sequence
 from concurrent.futures import ThreadPoolExecutor
 from itertools import islice
@@ -19,19 +20,37 @@ R = TypeVar("R")
 
 
 class Inventory:
-    """Objects below a store's root, as they were when it was made."""
+    """Objects below a store's root."""
 
     def __init__(self, store: ObjectStore, policy: RetryPolicy) -> None:
-        """Raises ObjectNotFound for a root that is not there, StoreUnavailable."""
         self._store = store
         self._policy = policy
-        self.denied: AccessDenied | None = None  # why it could not be listed, if that was why
-        self.listed = with_retries(self._list, policy)  # key -> info, or None when it cannot be listed
+        self.denied: AccessDenied | None = None  # why the root could not be listed, if that was why
+        self._lock = threading.Lock()
+        self._listing: list[dict[str, ObjectInfo] | None] = []  # one, once the root was listed
+
+    @property
+    def listed(self) -> dict[str, ObjectInfo] | None:
+        """All objects by key, as they were at the first look; None when the root cannot be listed.
+
+        Raises ObjectNotFound for a root that is not there, StoreUnavailable.
+        """
+        with self._lock:
+            if not self._listing:
+                self._listing.append(with_retries(self._list, self._policy))
+            return self._listing[0]
 
     def find(self, keys: Iterable[str]) -> dict[str, ObjectInfo]:
-        """Those of `keys` that are there."""
+        """Return those of `keys` that are there, from one listing if the store allows it."""
         if self.listed is not None:
             return {key: self.listed[key] for key in keys if key in self.listed}
+        return self.look_up(keys)
+
+    def look_up(self, keys: Iterable[str]) -> dict[str, ObjectInfo]:
+        """Return those of `keys` that are there, each asked for by name, as they are now.
+
+        The root is listed only when a key is refused: S3 answers so of a missing object to those who may not list.
+        """
         infos = map_threads(self._stat, list(keys))
         return {info.key: info for info in infos if info is not None}
 
@@ -51,10 +70,11 @@ class Inventory:
         except ObjectNotFound:
             return None
         except AccessDenied:
-            # S3 says 403 of a missing object to those who may not list.
-            if self.denied is None:
-                raise
-            return None
+            if self.listed is None and self.denied is not None:
+                return None  # missing, as far as anybody can tell who may not list
+            if self.listed is not None and key not in self.listed:
+                return None
+            raise
 
 
 def map_threads(function: Callable[[T], R], items: Sequence[T], threads: int = THREADS) -> list[R]:

@@ -19,13 +19,14 @@ from storage.checkpoints.dtypes import DTYPE_BITS, MAX_DIMENSIONS, MAX_ELEMENTS,
 from storage.errors import InvalidHeader
 from storage.json_bounds import json_values
 from storage.object_store import ObjectStore, read_bytes
-from storage.problems import Problems, quote
+from storage.problems import Problems, quote, show_bytes
 from storage.ranges import ByteRange
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
 MAX_JSON_VALUES = 5_000_000  # bounds the memory that parsing takes; half a million tensors in one file
 FIRST_READ_BYTES = 256 << 10  # holds the whole header of nearly every shard
+CUT_SHORT_HINT = "upload it again: the upload ended early"
 METADATA_KEY = "__metadata__"
 
 
@@ -59,7 +60,9 @@ def header_bytes(data: bytes, file_size_bytes: int) -> int:
     if length > MAX_HEADER_BYTES:
         raise InvalidHeader(f"not a safetensors file: header of {length} bytes, the format allows {MAX_HEADER_BYTES}")
     if LENGTH_BYTES + length > file_size_bytes:
-        raise InvalidHeader(f"header cut short: it takes {LENGTH_BYTES + length} bytes of {file_size_bytes}")
+        raise InvalidHeader(
+            f"header cut short: it takes {LENGTH_BYTES + length} bytes of {file_size_bytes}", hint=CUT_SHORT_HINT
+        )
     return LENGTH_BYTES + int(length)
 
 
@@ -76,7 +79,12 @@ def parse_header(data: bytes, file_size_bytes: int) -> Header:
     ]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.end, tensor.name))
     if len(tensors) == len(entries):  # else the holes are known already
-        _check_tiling(tensors, data_start, file_size_bytes, problems)
+        whole_bytes = max((tensor.end for tensor in tensors), default=data_start)
+        _check_tiling(tensors, data_start, max(whole_bytes, file_size_bytes), problems)
+        if whole_bytes > file_size_bytes:
+            problems.add(f"cut short: {show_bytes(file_size_bytes)} of {show_bytes(whole_bytes)} are there")
+            if len(problems) == 1:
+                raise InvalidHeader(f"the file is {problems}", hint=CUT_SHORT_HINT)
     if problems:
         raise InvalidHeader(f"invalid safetensors header: {problems}", problems=len(problems))
     return Header(tuple(tensors), metadata, data_start)
@@ -208,8 +216,6 @@ def _check_tiling(tensors: list[HeaderTensor], data_start: int, file_size_bytes:
             problems.add(f"tensor {quote(tensor.name)} overlaps the one before by {at - tensor.start} bytes")
         elif tensor.start > at:
             problems.add(f"{tensor.start - at} bytes before tensor {quote(tensor.name)} belong to no tensor")
-        if tensor.end > file_size_bytes:
-            problems.add(f"tensor {quote(tensor.name)} ends at byte {tensor.end} of a file of {file_size_bytes}")
         at = max(at, tensor.end)
     if at < file_size_bytes:
         problems.add(f"{file_size_bytes - at} bytes at the end belong to no tensor")

@@ -56,7 +56,7 @@ def available_host_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") ->
 def _groups(proc: Path, cgroup: Path) -> Iterator[tuple[Path, int]]:
     """(folder, version) of this process's control group and of each around it, as far as they can be seen."""
     own = {}  # version -> path
-    for line in _text(proc / "self/cgroup").splitlines():
+    for line in _text(proc / "self/cgroup").split("\n"):
         number, _, rest = line.partition(":")
         controllers, _, path = rest.partition(":")
         if number == "0" and not controllers:
@@ -92,10 +92,10 @@ def _limited(folder: Path, version: int, boot: str) -> MemoryPool | None:
 
 
 def _text(path: Path) -> str:
-    """What a file of the kernel says; empty where there is none."""
+    """What a file of the kernel says; empty where there is none. Names of folders in it may be any bytes."""
     try:
-        return path.read_text().strip()
-    except (OSError, UnicodeDecodeError):
+        return os.fsdecode(path.read_bytes()).strip()
+    except OSError:
         return ""
 
 
@@ -109,8 +109,8 @@ def is_memory_backed(directory: str | os.PathLike[str]) -> bool:
     """Whether files in `directory` live in memory (tmpfs) and so count against the host's, too."""
     device = os.stat(directory).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_text().splitlines():
-        left, _, right = line.partition(" - ")
-        if left.split()[2] == wanted:
-            return right.split()[0] in ("tmpfs", "ramfs", "devtmpfs")
+    for line in Path("/proc/self/mountinfo").read_bytes().split(b"\n")[:-1]:  # names of folders may be any bytes
+        left, _, right = line.partition(b" - ")
+        if left.split()[2].decode() == wanted:
+            return right.split()[0] in (b"tmpfs", b"ramfs", b"devtmpfs")
     return False

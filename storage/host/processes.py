@@ -1,16 +1,21 @@
 """Processes by pid *and* start time, so that a reused pid is never taken for the process that had it.
 
-Read from Linux's /proc. A zombie counts as dead: its threads are gone and its mappings with them.
+Read from Linux's /proc. A process is alive while any of its threads is: the first one may end, and is a zombie then,
+while others still write to the memory that the process maps. Names in these files are bytes: a title is cut at 15 of
+them, in the middle of a character as well.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
 
 _PROC = Path("/proc")
+_ENDED = (b"Z", b"X", b"x")  # states of a thread that runs no more: zombie, dead
+_GONE = (FileNotFoundError, ProcessLookupError)
 
 
 @dataclass(frozen=True, slots=True, order=True)
@@ -30,13 +35,19 @@ class ProcessId:
 
     @classmethod
     def of(cls, pid: int) -> ProcessId | None:
-        """The process that has `pid` now; None when there is none or only its zombie is left."""
+        """The process that has `pid` now; None when there is none or only its zombie is left.
+
+        Raises OSError when the kernel does not say.
+        """
         start_time = _start_time(pid)
         return None if start_time is None else cls(pid, start_time)
 
     def is_alive(self) -> bool:
-        """Whether this very process still runs (or is stopped); a zombie does not."""
-        return _start_time(self.pid) == self.start_time
+        """Whether any thread of this very process still runs, or is stopped. True also when the kernel does not say."""
+        try:
+            return _start_time(self.pid) == self.start_time
+        except OSError:
+            return True
 
     def kill(self) -> bool:
         """SIGKILL, if the pid still belongs to this process. True when the signal was sent."""
@@ -57,36 +68,71 @@ class ProcessId:
 
 
 def _start_time(pid: int) -> int | None:
-    """Field 22 of /proc/<pid>/stat, or None for a process that is gone or a zombie."""
+    """Field 22 of /proc/<pid>/stat, or None for a process without a living thread. Raises OSError."""
+    process = _PROC / str(pid)
     try:
-        text = (_PROC / str(pid) / "stat").read_text()
-    except (FileNotFoundError, ProcessLookupError, PermissionError):
+        state, start_time = _stat(process)
+        lives = state not in _ENDED or _any_task(process, lambda task: _stat(task)[0] not in _ENDED)
+    except _GONE:
         return None
+    return start_time if lives else None
+
+
+def _stat(folder: Path) -> tuple[bytes, int]:
+    """(state, start time) of the process or thread in that folder."""
+    data = (folder / "stat").read_bytes()
     # Field 2 is the command's name in parentheses and may itself hold spaces and parentheses.
-    fields = text[text.rindex(")") + 2 :].split()
-    return None if fields[0] in "ZX" else int(fields[19])
+    fields = data[data.rindex(b")") + 2 :].split()
+    return fields[0], int(fields[19])
+
+
+def _any_task(process: Path, holds: Callable[[Path], bool]) -> bool:
+    """Whether it holds of any of the process's threads. Raises what `holds` does, but for threads that are gone."""
+    while True:
+        some_left = False
+        for task in os.listdir(process / "task"):
+            try:
+                if holds(process / "task" / task):
+                    return True
+            except _GONE:
+                some_left = True  # it may have started another one before
+        if not some_left:
+            return False
 
 
 def processes_mapping(path: str | os.PathLike[str]) -> list[ProcessId]:
     """Every process that maps the file at `path` now, the calling one included, in pid order.
 
-    Looks at all processes of this pid namespace whose maps may be read: one's own user's, or all for root.
+    Looks at all processes of this pid namespace whose maps may be read: one's own user's, or all for root. Raises
+    OSError when there is no such file, or when the kernel does not say.
     """
     info = os.stat(path)
     device = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}"
-    wanted = (device, str(info.st_ino))
+    wanted = [device.encode(), str(info.st_ino).encode()]
     found = []
     for entry in sorted(int(name) for name in os.listdir(_PROC) if name.isdigit()):
-        process = ProcessId.of(entry)
-        if process is not None and _maps(entry, wanted):
-            found.append(process)
+        try:
+            process = ProcessId.of(entry)
+            if process is not None and _maps(_PROC / str(entry), wanted):
+                found.append(process)
+        except (*_GONE, PermissionError):
+            pass
     return found
 
 
-def _maps(pid: int, wanted: tuple[str, str]) -> bool:
-    try:
-        with open(_PROC / str(pid) / "maps", encoding="utf-8", errors="replace") as lines:
-            # address perms offset dev inode [path]
-            return any(tuple(line.split(maxsplit=5)[3:5]) == wanted for line in lines)
-    except OSError:
-        return False
+def _maps(process: Path, wanted: list[bytes]) -> bool:
+    """Whether the process maps the file with that device and inode. Raises OSError."""
+    lines = _map_lines(process)
+    if lines:
+        return _names_file(lines, wanted)
+    # Its first thread has ended, and shows no maps; those of the others are the process's.
+    return _any_task(process, lambda task: _names_file(_map_lines(task), wanted))
+
+
+def _map_lines(folder: Path) -> list[bytes]:
+    return (folder / "maps").read_bytes().split(b"\n")[:-1]
+
+
+def _names_file(lines: list[bytes], wanted: list[bytes]) -> bool:
+    # address perms offset dev inode [path]
+    return any(line.split(maxsplit=5)[3:5] == wanted for line in lines)

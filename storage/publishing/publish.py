@@ -45,7 +45,7 @@ from storage.publishing.one_object import ObjectPublisher, PublishJob
 from storage.publishing.one_object import PublishProgress as PublishProgress
 from storage.publishing.places import check_same, is_entry_of, same_place
 from storage.publishing.report import PublishReport as PublishReport
-from storage.publishing.signature import SIGNATURE_KEY
+from storage.publishing.signature import SIGNATURE_KEY, check_signable, signed_name_of
 from storage.publishing.signing_keys import SigningKey, key_id
 from storage.publishing.written import write_amax, write_manifest
 from storage.retrying import RetryPolicy, with_retries
@@ -64,6 +64,7 @@ def publish(
     progress: Callable[[PublishProgress], None] | None = None,
     policy: RetryPolicy | None = None,
     sign_key: SigningKey | None = None,
+    signed_name: str = "",
     amax: bool = False,
 ) -> PublishReport:
     """Publish the checkpoint at the root of `source`: in place, or copied to `dest`.
@@ -71,11 +72,13 @@ def publish(
     `concurrency` is the number of reads in flight; memory is about that many chunks. What an interrupted publish
     finished is not read again; what is published and unchanged is not read at all, unless `force`. `progress` is
     called from several threads, one at a time. With `sign_key` the manifest is signed, and then only this publish's own
-    readings count: neither a journal nor a manifest is believed that is not signed with the same key. With `amax` the
+    readings count: neither a journal nor a manifest is believed that is not signed with the same key and under the same
+    name: `signed_name`, by default the path of the URI where the manifest is written. With `amax` the
     largest absolute value of each row of the weights is written beside the manifest (`storage.checkpoints.amax`);
     shards that an earlier publish had finished are read once more for it.
 
-    Raises PublishError for arguments that cannot be meant, IntegrityError (shard and chunk in its details) when
+    Raises PublishError for arguments that cannot be meant, WeakDigest for a `sign_key` with digests that can be
+    forged, IntegrityError (shard and chunk in its details) when
     two readings, the store's checksum or the copy disagree, ObjectChanged when an object is replaced meanwhile,
     CheckpointError for what is no checkpoint, NewerManifest where a later Longshore published (unless `force`),
     StoreError. No new manifest is written then. In place, one that was
@@ -83,6 +86,8 @@ def publish(
     """
     if hash_name not in MANIFEST_HASH_NAMES:
         raise PublishError(f"unknown hash {hash_name!r}", hint=f"one of {', '.join(sorted(MANIFEST_HASH_NAMES))}")
+    if sign_key is not None:
+        check_signable(hash_name)
     if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
         raise PublishError(f"chunk_bytes={chunk_bytes}: from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}")
     if concurrency < 1:
@@ -90,7 +95,9 @@ def publish(
     policy = policy or RetryPolicy()
     if dest is not None and same_place(source, dest, policy):
         dest = None
-    run = _Publish(source, dest, hash_name, chunk_bytes, policy, progress, sign_key, amax)
+    if sign_key is not None:
+        signed_name = signed_name_of((dest or source).uri, signed_name)
+    run = _Publish(source, dest, hash_name, chunk_bytes, policy, progress, sign_key, signed_name, amax)
     return run.run(concurrency, force, only_key)
 
 
@@ -106,9 +113,11 @@ class _Publish:
         policy: RetryPolicy,
         progress: Callable[[PublishProgress], None] | None,
         sign_key: SigningKey | None,
+        signed_name: str,
         amax: bool,
     ) -> None:
         self._sign_key = sign_key
+        self._signed_name = signed_name
         self._amax = amax
         self._source = source
         self._dest = dest if dest is not None else source
@@ -172,7 +181,9 @@ class _Publish:
         if info is None or force:
             return None
         try:
-            return read_manifest(self._dest, info, self._policy, trusted_keys=keys, inventory=stored)
+            return read_manifest(
+                self._dest, info, self._policy, trusted_keys=keys, signed_name=self._signed_name, inventory=stored
+            )
         except NewerManifest:
             raise
         except (InvalidManifest, SignatureError):
@@ -261,7 +272,14 @@ class _Publish:
             tensors=_manifest_tensors(checkpoint),
             files=[entry for entry in entries if not isinstance(entry, ManifestShard)],
         )
-        write_manifest(self._dest, manifest, self._policy, sign_key=self._sign_key, signed_before=self._signed_before)
+        write_manifest(
+            self._dest,
+            manifest,
+            self._policy,
+            sign_key=self._sign_key,
+            signed_name=self._signed_name,
+            signed_before=self._signed_before,
+        )
         return manifest
 
     def _report(
@@ -286,6 +304,7 @@ class _Publish:
             elapsed_s=time.monotonic() - started_s,
             amax=any(file.path == AMAX_KEY for file in manifest.files),
             signed_by=None if self._sign_key is None else key_id(self._sign_key.public),
+            signed_name=None if self._sign_key is None else self._signed_name,
         )
 
 

@@ -28,6 +28,7 @@ class PublishReport:
     elapsed_s: float
     amax: bool = False  # the manifest lists the largest value of each row of the weights
     signed_by: str | None = None  # id of the key that the manifest is signed with, by this publish or already
+    signed_name: str | None = None  # the name that it is signed under
 
     def as_dict(self) -> dict[str, Any]:
         """Plain values, ready for `json.dumps`."""

@@ -14,9 +14,12 @@ import contextlib
 import hashlib
 import os
 import stat
+from dataclasses import dataclass
+from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NoReturn, Self
 
 from storage.errors import InvalidKey, SigningUnavailable
+from storage.problems import install_hint
 
 if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -50,6 +53,48 @@ def public_key(source: str | os.PathLike[str]) -> str:
         return _from_base64(body)
     except InvalidKey as error:
         raise error.with_details(path=text) from None
+
+
+def trusted_key(source: str | os.PathLike[str]) -> str:
+    """Return a trusted key as one text: a public key, or `KEY:NAME` where it may sign models of that name only.
+
+    Args:
+        source: base64 or a file, as for `public_key`. In a str, `:NAME` may follow: the name under which a model must
+            be signed. `*` in it stands for any characters.
+
+    Raises InvalidKey.
+    """
+    if not isinstance(source, str) or ":" not in source:
+        return public_key(source)
+    key, *names = (part.strip() for part in source.split(":"))
+    if not all(name and name.isprintable() for name in names):
+        raise InvalidKey("a trusted key has an empty name", hint="write KEY, or KEY:NAME")
+    return str(TrustedKey(public_key(key), tuple(names)))
+
+
+@dataclass(frozen=True, slots=True)
+class TrustedKey:
+    """A public key, and patterns that the names of models signed with it must match, all of them."""
+
+    public: str
+    names: tuple[str, ...] = ()
+
+    @classmethod
+    def parse(cls, text: str) -> Self:
+        """From what `trusted_key` returned."""
+        public, *names = text.split(":")
+        return cls(public, tuple(names))
+
+    def __str__(self) -> str:
+        return ":".join((self.public, *self.names))
+
+    def may_sign(self, name: str) -> bool:
+        """Whether the key is trusted for a model of that name."""
+        return all(fnmatchcase(name, pattern) for pattern in self.names)
+
+    def both(self, other: TrustedKey) -> TrustedKey:
+        """Return the same key for the names that both are trusted for."""
+        return TrustedKey(self.public, tuple(dict.fromkeys((*self.names, *other.names))))
 
 
 def key_id(public: str) -> str:
@@ -188,6 +233,4 @@ def _write_new(path: str, data: bytes, mode: int) -> None:
 
 
 def _unavailable(error: ImportError) -> NoReturn:
-    raise SigningUnavailable(
-        "signatures need the package cryptography", hint="pip install 'longshore[signing]'"
-    ) from error
+    raise SigningUnavailable("signatures need the package cryptography", hint=install_hint("signing")) from error

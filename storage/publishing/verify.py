@@ -11,7 +11,7 @@ from itertools import accumulate
 from typing import Any, Literal
 
 from storage.checkpoints.amax import AMAX_KEY
-from storage.checkpoints.checkpoint import not_published, read_manifest
+from storage.checkpoints.checkpoint import check_wanted, not_published, read_manifest, shard_revision
 from storage.checkpoints.checkpoint_files import scan_checkpoint
 from storage.checkpoints.chunking import fixed_bounds
 from storage.checkpoints.inventory import Inventory
@@ -81,30 +81,39 @@ def verify(
     progress: Callable[[VerifyProgress], None] | None = None,
     policy: RetryPolicy | None = None,
     trusted_keys: Sequence[str] = (),
+    signed_name: str = "",
+    revision: str = "",
 ) -> VerifyReport:
     """Compare everything the manifest names, or the one shard `only_key`, with what is stored now.
 
     Damage is in the report, never an exception. Digests of chunks, shards and files are compared, the tensors with each
     shard's header, and recorded maxima with the weights. Without a manifest the headers are checked, and the report is
     not ok: nothing says which bytes are the right ones. `progress` is called from several threads, one at a time. With
-    `trusted_keys` the manifest must be signed with one of them, else nothing is read.
+    `trusted_keys` the manifest must be signed with one of them, under `signed_name` (`open_model`), and with `revision`
+    it must be that one, else nothing is read.
 
-    Raises InvalidManifest, SignatureError, CheckpointError (without a manifest), ObjectChanged when an object is
-    replaced meanwhile, and StoreError when the store cannot be read.
+    Raises InvalidManifest, SignatureError, RevisionMismatch, CheckpointError (without a manifest), ObjectChanged when
+    an object is replaced meanwhile, and StoreError when the store cannot be read.
     """
     started_s = time.monotonic()
     policy = policy or RetryPolicy()
     inventory = Inventory(store, policy)
-    info = inventory.find([MANIFEST_KEY]).get(MANIFEST_KEY)
+    info = inventory.look_up([MANIFEST_KEY]).get(MANIFEST_KEY)
     if info is None and trusted_keys:
-        raise not_published(store.uri)
+        raise not_published(inventory, store.uri)
     manifest = None
     if info is not None:
-        manifest = read_manifest(store, info, policy, trusted_keys=trusted_keys, inventory=inventory)
+        manifest = read_manifest(
+            store, info, policy, trusted_keys=trusted_keys, signed_name=signed_name, inventory=inventory
+        )
     if manifest is not None and only_key is not None:
         shards = tuple(shard for shard in manifest.shards if shard.path == only_key)
         if not shards:
             raise NotACheckpoint("the manifest does not name that file", uri=store.uri, key=only_key)
+    found_revision = "" if manifest is None else manifest.revision
+    if found_revision and only_key is not None:
+        found_revision = shard_revision(found_revision, only_key)
+    check_wanted(revision, found_revision, store.uri)
     if manifest is None:
         checkpoint = scan_checkpoint(store, only_key=only_key, policy=policy, inventory=inventory)
         return VerifyReport(
@@ -125,7 +134,8 @@ def verify(
             notes=(NOT_PUBLISHED,),
             elapsed_s=time.monotonic() - started_s,
         )
-    return _Verify(store, manifest, policy, progress).run(inventory, concurrency, only_key, started_s)
+    report = _Verify(store, manifest, policy, progress).run(inventory, concurrency, only_key, started_s)
+    return replace(report, revision=found_revision)
 
 
 class _Verify:
@@ -164,7 +174,7 @@ class _Verify:
             for entry in (*self._manifest.shards, *self._manifest.files)
             if only_key is None or entry.path == only_key
         ]
-        now = inventory.find([entry.path for entry in entries])
+        now = inventory.look_up([entry.path for entry in entries])
         jobs = [
             (entry, now[entry.path])
             for entry in entries

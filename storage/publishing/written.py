@@ -37,7 +37,13 @@ def write_amax(
 
 
 def write_manifest(
-    store: ObjectStore, manifest: Manifest, policy: RetryPolicy, *, sign_key: SigningKey | None, signed_before: bool
+    store: ObjectStore,
+    manifest: Manifest,
+    policy: RetryPolicy,
+    *,
+    sign_key: SigningKey | None,
+    signed_name: str,
+    signed_before: bool,
 ) -> None:
     """With `signed_before` there is a signature, of an older one. Raises PublishError, IntegrityError, StoreError."""
     data = manifest.to_json()
@@ -50,7 +56,7 @@ def write_manifest(
         with_retries(lambda: store.delete(SIGNATURE_KEY), policy)
     _write(store, MANIFEST_KEY, data, policy)
     if sign_key is not None:
-        signature = sign_manifest(data, sign_key)
+        signature = sign_manifest(data, sign_key, signed_name)
         with_retries(lambda: store.put(SIGNATURE_KEY, signature), policy)
 
 

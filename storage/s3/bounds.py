@@ -14,17 +14,19 @@ from collections.abc import Iterator
 from typing import TYPE_CHECKING, Any
 
 from botocore import exceptions as boto
-from botocore.awsrequest import (
+from urllib3 import exceptions as urllib3
+
+from storage.errors import StoreError, StoreUnavailable
+from storage.read_limit import ReadLimit
+from storage.s3.botocore_private import (
     AWSHTTPConnection,
     AWSHTTPConnectionPool,
     AWSHTTPSConnection,
     AWSHTTPSConnectionPool,
     AWSResponse,
+    close_idle_connections,
+    replace_http_session,
 )
-from urllib3 import exceptions as urllib3
-
-from storage.errors import StoreError, StoreUnavailable
-from storage.read_limit import ReadLimit
 from storage.s3.errors import MAX_ERROR_BODY_BYTES
 
 if TYPE_CHECKING:
@@ -39,11 +41,8 @@ _PIECE_BYTES = 1 << 16
 
 def bound_answers(client: S3Client, *, uri: str, answer_s: float) -> None:
     """From now on every answer ends within `answer_s` of its request and within the limits above; StoreError else."""
-    endpoint: Any = client._endpoint  # type: ignore[attr-defined]  # botocore has no other way to its HTTP session
-    session = endpoint.http_session
-    session._pool_classes_by_scheme = {"http": _HttpPool, "https": _HttpsPool}
-    session._manager.pool_classes_by_scheme = session._pool_classes_by_scheme
-    endpoint.http_session = _BoundedSession(session, uri, answer_s)
+    pools = {"http": _HttpPool, "https": _HttpsPool}
+    replace_http_session(client, pools, lambda session: _BoundedSession(session, uri, answer_s))
 
 
 def check_document(body: bytes) -> None:
@@ -92,11 +91,7 @@ class _BoundedSession:
         return AWSResponse(response.url, response.status_code, response.headers, _Read(body))
 
     def close(self) -> None:
-        """Idle connections are closed now, not when the last error that came over them is forgotten."""
-        for manager in (self._session._manager, *self._session._proxy_managers.values()):
-            for key in manager.pools.keys():  # noqa: SIM118  # it cannot be iterated
-                if (pool := manager.pools.get(key)) is not None:
-                    pool.close()
+        close_idle_connections(self._session)
         self._session.close()
 
     def _body(self, request: Any, response: Any) -> bytes:

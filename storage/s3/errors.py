@@ -18,10 +18,11 @@ from storage.errors import (
     StoreUnavailable,
     Throttled,
 )
+from storage.proxies import Proxy, proxy_refusal
+from storage.retrying import passing_refusal
 
 MAX_ERROR_BODY_BYTES = 64 << 10  # of an error's body, no more than this is read
 
-_THROTTLES = {"SlowDown", "Throttling", "ThrottlingException", "TooManyRequests", "RequestLimitExceeded"}
 _MISSING = {"NoSuchKey": "no such object", "NoSuchBucket": "no such bucket", "NoSuchUpload": "no such upload"}
 _DENIALS = {
     "InvalidAccessKeyId": "the access key is not known there",
@@ -31,7 +32,6 @@ _DENIALS = {
     "RequestTimeTooSkewed": "this machine's clock is off by more than 15 minutes",
 }
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestTimeTooSkewed"}
-_WORTH_A_RETRY = {"RequestTimeout", "InternalError", "ServiceUnavailable", "OperationAborted"}
 _REGION_HEADER = "x-amz-bucket-region"
 
 
@@ -68,7 +68,10 @@ def store_error(
             else "check the endpoint URL, the region and the addressing style",
             **where,
         )
-    if code in _THROTTLES or status == 429 or (status == 503 and code in ("", "ServiceUnavailable")):
+    if status == 407:
+        return proxy_refusal(status, uri=uri, key=key, range=range)
+    passing = passing_refusal(status, code)
+    if passing is Throttled:
         return Throttled("the store asks for fewer requests", **where)
     if status == 412 or code == "PreconditionFailed":
         return ObjectChanged("object is not the pinned version", **where)
@@ -89,15 +92,18 @@ def store_error(
             ),
             **where,
         )
-    if status >= 500 or code in _WORTH_A_RETRY:
-        return StoreUnavailable("the store answered with a server error", **where)
+    if passing is not None:
+        return passing("the store could not answer now" + (f": {said}" if said else ""), **where)
     return StoreError("the store refused the request" + (f": {said}" if said else ""), **where)
 
 
-def connection_error(error: Exception, *, uri: str, endpoint: str, timeout_s: float | None = None) -> StoreError:
+def connection_error(
+    error: Exception, *, uri: str, endpoint: str, timeout_s: float | None = None, proxy: Proxy | None = None
+) -> StoreError:
     """The error for a request that got no whole answer. Raise it from `error`."""
     kind = type(error).__name__
-    where: dict[str, Any] = {"uri": uri, "endpoint": endpoint}
+    where: dict[str, Any] = {"uri": uri, "endpoint": endpoint, "proxy": proxy and str(proxy)}
+    peer = "store" if proxy is None else "proxy"
     if isinstance(error, ssl.SSLCertVerificationError):
         return StoreError(
             f"the store's certificate is not trusted: {one_line(error.verify_message)}",
@@ -108,16 +114,19 @@ def connection_error(error: Exception, *, uri: str, endpoint: str, timeout_s: fl
         return StoreUnavailable("the store did not answer in time", timeout_s=timeout_s, cause=kind, **where)
     if isinstance(error, ConnectionRefusedError):
         return StoreUnavailable(
-            "the store refused the connection",
-            hint="is the endpoint URL right, and the server up?",
+            f"the {peer} refused the connection",
+            hint=f"is the {'endpoint' if proxy is None else 'proxy'} URL right, and the server up?",
             cause=kind,
             **where,
         )
     if kind == "gaierror":
         return StoreUnavailable(
-            "the store's host name is not known", hint="check the endpoint URL", cause=kind, **where
+            f"the {peer}'s host name is not known",
+            hint=f"check the {'endpoint' if proxy is None else 'proxy'} URL",
+            cause=kind,
+            **where,
         )
-    return StoreUnavailable("the connection to the store failed", cause=kind, **where)
+    return StoreUnavailable(f"the connection to the {peer} failed", cause=kind, **where)
 
 
 def one_line(text: str | None) -> str:

@@ -17,6 +17,7 @@ from botocore.exceptions import BotoCoreError, ClientError
 from storage.checksum import DIGEST_SIZES
 from storage.errors import AccessDenied, CredentialsExpired, LongshoreError, StoreError, StoreUnavailable
 from storage.object_store import ObjectInfo
+from storage.proxies import proxy_refusal
 from storage.s3.answer import normal_etag
 from storage.s3.errors import store_error
 
@@ -99,9 +100,10 @@ def md5_header(data: bytes | bytearray | memoryview) -> str:
     return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
 
 
-def error_code(error: Exception) -> str:
-    """The S3 error code of a refusal, "" when there was none."""
-    return str(error.response.get("Error", {}).get("Code", "")) if isinstance(error, ClientError) else ""
+def code_of(parsed: Mapping[str, Any]) -> str:
+    """The S3 error code of a parsed refusal; "" when it has none, where botocore has the status."""
+    code = str(parsed.get("Error", {}).get("Code", ""))
+    return "" if code.isdigit() else code
 
 
 def from_botocore_error(error: Exception, *, uri: str, key: str | None = None) -> StoreError:
@@ -113,10 +115,9 @@ def from_botocore_error(error: Exception, *, uri: str, key: str | None = None) -
         answer = error.response
         meta = answer.get("ResponseMetadata", {})
         details = answer.get("Error", {})
-        code = error_code(error)
         return store_error(
             int(meta.get("HTTPStatusCode", 0)),
-            "" if code.isdigit() else code,
+            code_of(answer),
             str(details.get("Message", "")),
             meta.get("HTTPHeaders", {}),
             uri=uri,
@@ -138,6 +139,12 @@ def from_botocore_error(error: Exception, *, uri: str, key: str | None = None) -
         return StoreUnavailable(
             "the connection to the store failed", hint="does the server speak https?", cause="SSLError", **where
         )
+    if isinstance(error, boto.ProxyConnectionError):
+        # http.client tells the proxy's answer to CONNECT in no other way.
+        answered = re.search(r"Tunnel connection failed: (\d{3})", str(error.kwargs.get("error")))
+        if answered:
+            return proxy_refusal(int(answered[1]), **where)
+        return StoreUnavailable("the proxy cannot be reached", hint="check HTTPS_PROXY and HTTP_PROXY", **where)
     if isinstance(error, boto.ConnectTimeoutError | boto.ReadTimeoutError):
         return StoreUnavailable("the store did not answer in time", **where)
     if isinstance(error, boto.EndpointConnectionError):

@@ -6,7 +6,9 @@ everything would send it round until Python's stack ends. And where an endpoint 
 
 from __future__ import annotations
 
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
+
+from storage.s3.botocore_private import follow_no_redirects
 
 if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
@@ -14,9 +16,4 @@ if TYPE_CHECKING:
 
 def bound_redirects(client: S3Client, *, own_endpoint: bool) -> None:
     """No redirect of HeadBucket is followed, and with an endpoint of its own none at all."""
-
-    def mark(model: Any, context: dict[str, Any], **_: Any) -> None:
-        if own_endpoint or model.name == "HeadBucket":
-            context.setdefault("s3_redirect", {})["redirected"] = True
-
-    client.meta.events.register("before-call.s3", mark)
+    follow_no_redirects(client, lambda operation: own_endpoint or operation == "HeadBucket")

@@ -8,9 +8,10 @@ Only refused requests lead here. Credentials that tell when they end botocore re
 
 from __future__ import annotations
 
-import functools
+import random
 import threading
 import time
+from collections.abc import Mapping
 from dataclasses import dataclass, replace
 from email.utils import parsedate_to_datetime
 from typing import TYPE_CHECKING, Any
@@ -22,8 +23,10 @@ from botocore.config import Config
 from botocore.exceptions import BotoCoreError
 
 from storage.errors import CredentialsExpired
+from storage.retrying import RetryPolicy, passing_refusal
+from storage.s3.botocore_private import on_refused, share_service_models
 from storage.s3.bounds import bound_answers
-from storage.s3.info import from_botocore_error
+from storage.s3.info import code_of, from_botocore_error
 from storage.s3.redirects import bound_redirects
 from storage.s3.signing import sign_by_clock
 from storage.store_ref import Credentials, StoreRef
@@ -32,6 +35,7 @@ if TYPE_CHECKING:
     from botocore.credentials import Credentials as BotoCredentials
     from mypy_boto3_s3.client import S3Client
 
+_ATTEMPTS = 3  # tries of one request that is no read; whole operations are tried again above
 CLOCK_SLACK_S = 60.0  # a clock that is off by less is not why a request was refused: stores allow 15 minutes
 
 
@@ -87,7 +91,7 @@ class S3Sessions:
         ref = self._ref
         try:
             core = botocore.session.Session(profile=ref.profile)
-            core.register_component("data_loader", _service_models())
+            share_service_models(core)
             if self._passed is not None:
                 key_id, secret = self._passed.access_key_id or "", self._passed.secret_access_key or ""
                 core.set_credentials(key_id, secret, self._passed.session_token)
@@ -103,6 +107,7 @@ class S3Sessions:
                 config=self._config,
             )
             credentials = None if ref.anonymous else core.get_credentials()
+            _retry_by_our_table(client)
             bound_redirects(client, own_endpoint=ref.endpoint_url is not None)
             sign_by_clock(client, credentials, lambda: self._clock_offset_s)
             bound_answers(client, uri=ref.uri, answer_s=self._answer_s)
@@ -119,10 +124,16 @@ def clock_offset_s(server_time: object, now_s: float) -> float | None:
         return None
 
 
-@functools.cache
-def _service_models() -> Any:
-    """botocore's descriptions of S3, parsed once per process: by far the most of what a client costs to make."""
-    return botocore.session.get_session().get_component("data_loader")
+def _retry_by_our_table(client: S3Client) -> None:
+    """Have the client retry what `passing_refusal` lists, besides what botocore itself retries."""
+    policy = RetryPolicy(attempts=_ATTEMPTS)
+
+    def pause_s(status: int, parsed: Mapping[str, Any], attempts: int) -> float | None:
+        if attempts >= _ATTEMPTS or passing_refusal(status, code_of(parsed)) is None:
+            return None
+        return policy.pause_s(attempts, random.random())
+
+    on_refused(client, pause_s)
 
 
 def _client_config(ref: StoreRef, read_timeout_s: float, connect_timeout_s: float) -> Config:
@@ -130,7 +141,7 @@ def _client_config(ref: StoreRef, read_timeout_s: float, connect_timeout_s: floa
     return Config(
         connect_timeout=connect_timeout_s,
         read_timeout=read_timeout_s,
-        retries={"mode": "standard", "total_max_attempts": 3},
+        retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
         max_pool_connections=32,
         s3={"addressing_style": ref.addressing_style},
         # Servers that send whole-object checksums with ranges, or refuse trailing ones, exist.

@@ -5,17 +5,13 @@ from __future__ import annotations
 import re
 from collections.abc import Callable
 from dataclasses import dataclass
-from datetime import UTC, datetime, timedelta
 from typing import TYPE_CHECKING, Any
 from urllib.parse import quote, urlsplit
 
-from botocore.auth import SIGV4_TIMESTAMP, S3SigV4Auth
-from botocore.awsrequest import AWSRequest, AWSResponse
-from botocore.compat import HTTPHeaders
 from botocore.exceptions import NoCredentialsError
-from botocore.httpsession import get_cert_path
 
 from storage.errors import UnsupportedStore
+from storage.s3.botocore_private import AWSRequest, AWSResponse, HTTPHeaders, OffsetAuth, get_cert_path, on_signed
 
 if TYPE_CHECKING:
     from botocore.credentials import Credentials as BotoCredentials
@@ -110,7 +106,7 @@ def sign_get(
         raise NoCredentialsError()
     request = AWSRequest("GET", f"{'https' if route.tls else 'http'}://{route.host_header}{path}", headers=headers)
     frozen = credentials.get_frozen_credentials()
-    _OffsetAuth(frozen, route.signing_name, route.signing_region, clock_offset_s).add_auth(request)
+    OffsetAuth(frozen, route.signing_name, route.signing_region, clock_offset_s).add_auth(request)
     return path, dict(request.headers.items())
 
 
@@ -127,23 +123,9 @@ def sign_by_clock(client: S3Client, credentials: BotoCredentials | None, clock_o
         if (offset_s := clock_offset_s()) and "Authorization" in request.headers:
             region = signing.get("region") or client.meta.region_name
             frozen = credentials.get_frozen_credentials()
-            _OffsetAuth(frozen, signing.get("signing_name", "s3"), region, offset_s).add_auth(request)
+            OffsetAuth(frozen, signing.get("signing_name", "s3"), region, offset_s).add_auth(request)
 
-    client.meta.events.register_last("request-created.s3", sign_again)
-
-
-class _OffsetAuth(S3SigV4Auth):
-    """SigV4 by another clock than this machine's."""
-
-    def __init__(self, credentials: Any, service_name: str, region_name: str, clock_offset_s: float) -> None:
-        super().__init__(credentials, service_name, region_name)
-        self._clock_offset_s = clock_offset_s
-
-    def _modify_request_before_signing(self, request: AWSRequest) -> None:
-        if self._clock_offset_s:
-            now = datetime.now(UTC) + timedelta(seconds=self._clock_offset_s)
-            request.context["timestamp"] = now.strftime(SIGV4_TIMESTAMP)
-        super()._modify_request_before_signing(request)  # type: ignore[misc]
+    on_signed(client, sign_again)
 
 
 class _NoBody:

@@ -17,6 +17,7 @@ from typing import TYPE_CHECKING, Any
 
 from storage.errors import AccessDenied, CredentialsExpired, ObjectChanged, ObjectNotFound, RangeMismatch, StoreError
 from storage.object_store import ObjectInfo, check_key, cut
+from storage.proxies import find_proxy
 from storage.ranges import ByteRange
 from storage.read_limit import ReadLimit
 from storage.s3.errors import store_error
@@ -226,8 +227,9 @@ class S3Store:
             if self._wire is None or self._route is None:
                 with asking(uri=self.uri):
                     self._route = find_route(self._client, self._ref.bucket)
+                proxy = find_proxy(self._client.meta.endpoint_url)  # of the URL that botocore looks at
                 self._wire = WireClient(
-                    Endpoint(self._route.host, self._route.port, self._route.tls),
+                    Endpoint(self._route.host, self._route.port, self._route.tls, proxy),
                     uri=self.uri,
                     read_timeout_s=self._read_timeout_s,
                     connect_timeout_s=self._connect_timeout_s,

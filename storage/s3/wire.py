@@ -5,6 +5,7 @@
              ^                                   |  refused: error body read (64 KiB at most), connection closed
              +---- back to the pool only when every byte of the answer was read
 
+Through an HTTP proxy a connection to an https store is a tunnel, and a request to an http store names it whole.
 SDK bodies copy each byte two or three times; this copies none. What a server may get wrong (200 for a range,
 no If-Match, other range, other length, an encoding) is checked on every answer before a byte of it is stored.
 Nothing is retried here but one thing: a kept-alive connection that the server had closed meanwhile.
@@ -24,6 +25,7 @@ from pathlib import Path
 from typing import Any
 
 from storage.errors import ReadEnded, StoreError, StoreUnavailable
+from storage.proxies import Proxy, proxy_refusal
 from storage.ranges import ByteRange
 from storage.read_limit import ReadLimit
 from storage.s3.answer import check_answer, head_of, refusal
@@ -42,9 +44,15 @@ class Endpoint:
     host: str
     port: int
     tls: bool
+    proxy: Proxy | None = None  # what they go through
 
     def __str__(self) -> str:
-        return f"{'https' if self.tls else 'http'}://{self.host}:{self.port}"
+        return f"{'https' if self.tls else 'http'}://{self.address}"
+
+    @property
+    def address(self) -> str:
+        """host:port, as a request line has it."""
+        return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
 
 
 class WireClient:
@@ -127,7 +135,9 @@ class WireClient:
 
     def _translated(self, error: Exception, key: str, byte_range: ByteRange, received: Received) -> StoreError:
         endpoint = str(self.endpoint)
-        found = connection_error(error, uri=self._uri, endpoint=endpoint, timeout_s=self._read_timeout_s)
+        found = connection_error(
+            error, uri=self._uri, endpoint=endpoint, timeout_s=self._read_timeout_s, proxy=self.endpoint.proxy
+        )
         if received.bytes:
             found = found.with_details(received_bytes=received.bytes)
         return found.with_details(key=key, range=str(byte_range))
@@ -136,6 +146,8 @@ class WireClient:
         self, path: str, headers: Mapping[str, str], limit: ReadLimit
     ) -> tuple[http.client.HTTPConnection, socket.socket, http.client.HTTPResponse]:
         """Send a GET and read the head of its answer. The connection is closed on every error."""
+        if self.endpoint.proxy is not None and not self.endpoint.tls:  # RFC 9112, 3.2.2: the absolute form
+            path, headers = f"{self.endpoint}{path}", {**headers, **self.endpoint.proxy.headers()}
         connection = self._take_idle()
         if connection is not None:
             try:
@@ -151,7 +163,8 @@ class WireClient:
             connection = http.client.HTTPSConnection(endpoint.host, endpoint.port, context=self._tls)
         else:
             connection = http.client.HTTPConnection(endpoint.host, endpoint.port)
-        raw = socket.create_connection((endpoint.host, endpoint.port), timeout=self._connect_timeout_s)
+        peer = endpoint.proxy or endpoint
+        raw = socket.create_connection((peer.host, peer.port), timeout=self._connect_timeout_s)
         try:
             limit.attach(raw)
             raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
@@ -159,7 +172,9 @@ class WireClient:
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._receive_buffer_bytes)
             set_receive_timer(raw, self._read_timeout_s)
             sock = raw
-            if self._tls is not None:  # the handshake is under the connect timeout
+            if self._tls is not None:  # the handshake is under the connect timeout, and what the proxy does before it
+                if endpoint.proxy is not None:
+                    self._open_tunnel(raw, endpoint.proxy)
                 sock = self._tls.wrap_socket(raw, server_hostname=endpoint.host)
             sock.settimeout(self._read_timeout_s)
         except BaseException:
@@ -171,6 +186,16 @@ class WireClient:
         # server has closed this one.
         connection.auto_open = 0
         return connection
+
+    def _open_tunnel(self, raw: socket.socket, proxy: Proxy) -> None:
+        """Have the proxy connect `raw` to the store (CONNECT, RFC 9110, 9.3.6). Raises ProxyRefused..."""
+        lines = [f"CONNECT {self.endpoint.address} HTTP/1.1", f"Host: {self.endpoint.address}", "User-Agent: longshore"]
+        lines += [f"{name}: {value}" for name, value in proxy.headers().items()]
+        raw.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
+        with http.client.HTTPResponse(raw, method="CONNECT") as answer:
+            answer.begin()
+            if not 200 <= answer.status < 300:
+                raise proxy_refusal(answer.status, uri=self._uri, endpoint=str(self.endpoint), proxy=str(proxy))
 
     def _take_idle(self) -> http.client.HTTPConnection | None:
         now_s = time.monotonic()

@@ -73,7 +73,7 @@ class Bench:
             settings |= {"disk_cache_dir": str(disk), "disk_cache_bytes": 64 * MIB}
         if case.disk == "full" and not os.path.ismount(disk):
             settings["disk_cache_bytes"] = DISK_BYTES
-        self.longshore.configure(**settings)
+        self.longshore.configure(empty=case.other_version, **settings)
         if any(strike.name in ("coordinator killed", "node lost") for strike in case.strikes):
             # Idle workers are nobody's after it, and wait for `orphan_after_s`: so would every such case.
             residents.release_warm(address=self.longshore.address)
@@ -115,6 +115,7 @@ class Bench:
             "address": self.longshore.address,
             "wait_for_resources_s": 30.0,  # idle gangs and nodes that were lost may be in the way
             "trusted_keys": [self.keys.public_key] if case.proof == "signed" else None,
+            "progress": False,  # a bar would be in the way of the lines that say what became of each load
         }
 
     def replace_objects(self, case: Case) -> None:

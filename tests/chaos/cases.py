@@ -28,6 +28,7 @@ STAYING = (
 )
 LAYOUTS = ((1, 1, 1), (2, 1, 1), (2, 1, 1), (1, 2, 1), (1, 1, 2), (2, 2, 1))  # tensor parallel, fully sharded, copies
 WIDE_LAYOUTS = ((2, 2, 1), (1, 4, 1), (1, 2, 2), (2, 1, 2))  # more than a node has room for
+HOSTS = ("killed", "without its first thread")  # the second goes on in another, and is killed too
 RANKS_PER_NODE = 3
 BUCKET = "chaos"
 PLACEMENTS = ("auto", "via_arena", "via_arena", "direct")
@@ -75,6 +76,12 @@ class Case:
     renewals: tuple[float, ...] = ()  # credentials are those of the nodes, and end at these parts of the bytes
     arena: str = "large"  # "smallest": just the slots without which a load cannot begin
     disk: str = ""  # state of the disk tier at the start: "kept" chunks of an earlier cluster, "damaged" ones, "full"
+    refused_at: float = -1.0  # as `Strike.at`: another call asks for the same with wrong credentials; below 0: none
+    loaded_again: bool = False  # while it is being released
+    other_version: bool = False  # the agents of all nodes but the head's run another Longshore
+
+    host: str = ""  # one of HOSTS: a process beside the loads hosts their first rank for itself
+    host_killed_at: float = 0.0  # as `Strike.at`
 
     @property
     def uri(self) -> str:
@@ -91,7 +98,7 @@ class Case:
     @property
     def own_cluster(self) -> bool:
         """Whether it needs agents and arenas that no case had before, and none can have after it."""
-        return bool(self.disk)
+        return bool(self.disk) or self.other_version
 
     def __str__(self) -> str:
         loads = " and ".join("x".join(map(str, layout)) for layout in self.layouts)
@@ -107,6 +114,10 @@ class Case:
         if self.given_up:
             when = f"after {self.given_up_at:.1f} s" if self.given_up == "timed out" else f"at {self.given_up_at:.0%}"
             strikes.append(f"{self.given_up} {when}")
+        strikes += [f"asked for with wrong credentials at {self.refused_at:.0%}"] if self.refused_at >= 0 else []
+        strikes += ["loaded again during its release"] if self.loaded_again else []
+        strikes += ["agents of another version"] if self.other_version else []
+        strikes += [f"a host {self.host}, killed at {self.host_killed_at:.0%}"] if self.host else []
         arena = ", smallest arena" if self.arena == "smallest" else ""
         return f"{loads} {self.placement}{arena}, {self.proof}: {'; '.join([*store, *strikes]) or 'no fault'}"
 
@@ -150,6 +161,11 @@ def make_case(seed: int) -> Case:
         renewals=tuple(sorted(rng.random() for _ in range(rng.randint(1, 2)))) if rng.random() < 0.12 else (),
         arena=arena,
         disk=disk,
+        refused_at=rng.random() if rng.random() < 0.12 else -1.0,
+        loaded_again=rng.random() < 0.12,
+        other_version=rng.random() < 0.04,
+        host=rng.choice(HOSTS) if rng.random() < 0.1 else "",
+        host_killed_at=rng.random(),
     )
 
 

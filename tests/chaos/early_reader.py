@@ -7,6 +7,7 @@ from pathlib import Path
 from types import TracebackType
 from typing import Self
 
+from cluster.user_values import pack_call, result_of
 from storage.errors import LongshoreError
 from tests.chaos.bench import KV_HEADS
 from tests.chaos.cases import Case
@@ -71,5 +72,5 @@ class EarlyReader:
         if assigned is None:
             return None
         call = worker.call.options(concurrency_group="call")
-        arguments = (str(self._folder), self._case.layouts, KV_HEADS)
-        return list(ray.get(call.remote(assigned[0], fits_no_layout, arguments, {}), timeout=ANSWER_S))
+        packed = pack_call(fits_no_layout, (str(self._folder), self._case.layouts, KV_HEADS), {})
+        return list(result_of(0, ray.get(call.remote(assigned[0], packed), timeout=ANSWER_S)))

@@ -48,6 +48,8 @@ def justifies(case: Case, error: str) -> bool:
         return True
     if case.given_up and error in GIVEN_UP_ERRORS[case.given_up]:
         return True
+    if error == "VersionMismatch":
+        return case.other_version
     if error == "IntegrityError":  # without digests damage is found when all has come, too late for another try
         return not case.published and bool(set(DAMAGING) & set(case.passing))
     killed = {"agent" if strike.who == "node" else strike.who for strike in case.strikes if not strike.stopped_s}

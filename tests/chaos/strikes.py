@@ -28,14 +28,16 @@ Answer = TypeVar("Answer")
 
 
 class Strikes:
-    """`struck` counts by name. `give_up`: what the caller of the first load does; `client`: the process beside us."""
+    """`struck` counts by name. `give_up`, `ask_refused`: what callers do; `client`, `host`: processes beside us."""
 
     def __init__(
         self, longshore: LosableNodes, case: Case, proxy: ChaosProxy, size_bytes: int, credentials: CredentialsFile
     ) -> None:
         self.struck: Counter[str] = Counter()
         self.give_up: Callable[[], object] | None = None
+        self.ask_refused: Callable[[], object] | None = None
         self.client: subprocess.Popen[str] | None = None
+        self.host: subprocess.Popen[str] | None = None
         self._longshore, self._case, self._proxy, self._credentials = longshore, case, proxy, credentials
         self._over, self._node_wanted = threading.Event(), threading.Event()
         self._lock = threading.Lock()
@@ -47,6 +49,10 @@ class Strikes:
         if case.given_up and case.given_up != "timed out":
             calls.append((case.given_up_at, self._give_up))
         calls += [(at, self._renew) for at in case.renewals]
+        if case.host:
+            calls.append((case.host_killed_at, self._kill_host))
+        if case.refused_at >= 0:
+            calls.append((case.refused_at, self._ask_refused))
         for at, call in calls:
             proxy.at_bytes(int(at * size_bytes), call)
 
@@ -146,6 +152,16 @@ class Strikes:
     def _give_up(self) -> None:
         if not self._over.is_set() and self.give_up is not None:
             self._apart(self.give_up)
+
+    def _ask_refused(self) -> None:
+        if not self._over.is_set() and self.ask_refused is not None:
+            self.struck["wrong credentials"] += 1
+            self._apart(self.ask_refused)
+
+    def _kill_host(self) -> None:
+        if not self._over.is_set() and self.host is not None and self.host.poll() is None:
+            self.host.kill()
+            self.struck[f"host {self._case.host}"] += 1
 
     def _renew(self) -> None:
         """The file first: who is refused finds other credentials there."""

@@ -42,6 +42,10 @@ CASES = {
     "client-killed": replace(PLAIN, seed=6, strikes=(Strike("client", 0.5),), client_alone=True),
     "cancelled": replace(PLAIN, seed=7, given_up="cancelled", given_up_at=0.3),
     "node-lost": replace(PLAIN, seed=8, layouts=((2, 2, 1),), strikes=(Strike("node", 0.5),)),
+    "wrong-credentials-then-loaded-again": replace(PLAIN, seed=10, refused_at=0.4, loaded_again=True),
+    "agents-of-another-version": replace(PLAIN, seed=11, layouts=((2, 2, 1),), other_version=True),
+    "host-killed-in-the-smallest-arena": replace(PLAIN, seed=12, arena="smallest", host="killed", host_killed_at=0.3),
+    "host-without-its-first-thread": replace(PLAIN, seed=13, host="without its first thread", host_killed_at=0.7),
     "disk-damaged": replace(PLAIN, seed=9, disk="damaged", arena="smallest"),
 }
 
@@ -60,10 +64,16 @@ def test_a_load_under_faults_is_exact_or_rightly_refused_and_leaves_nothing(runn
     assert outcome.kind in (EXACT, REFUSED), f"{outcome.said}: {outcome.case}"
     for strike in case.strikes:
         assert outcome.struck[strike.name]
+    if case.host:
+        assert outcome.struck[f"host {case.host}"]
+    if case.refused_at >= 0:
+        assert outcome.struck["wrong credentials"]
     if case.renewals:
         assert outcome.struck["store: credentials ended and were renewed"]
     if name == "bits-flipped-without-digests":
         assert (outcome.kind, outcome.said) == (REFUSED, "IntegrityError")
+    elif case.other_version:
+        assert (outcome.kind, outcome.said) == (REFUSED, "VersionMismatch")
     elif not case.given_up:
         assert outcome.kind == EXACT
 
@@ -89,6 +99,7 @@ def test_only_its_own_faults_justify_an_error(number: int) -> None:
         own.add("IntegrityError")
     assert {error for error in errors if justifies(case, error)} == own
     assert not justifies(case, "RankLost")
+    assert justifies(case, "VersionMismatch") == case.other_version
     assert case.strikes or not justifies(case, "ClusterLost")
     assert any(strike.who == "node" for strike in case.strikes) or not justifies(case, "NodeLost")
 

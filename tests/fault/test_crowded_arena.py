@@ -60,3 +60,17 @@ def test_a_rank_that_dies_or_stops_holds_nobody_up(
             model = future.result(300)
             differs = model.call(shard_differs, str(llama.folder), tensor_parallel, fsdp, KV_HEADS)
             assert differs == [[], []]
+
+
+def test_a_load_waits_for_slots_until_its_time_is_over(longshore: Longshore, llama: StoredModel, one_node: Any) -> None:
+    longshore.configure(empty=True, arena_bytes=min_slots(2) * MIB, slots_wait_s=2)
+    with ThreadPoolExecutor(1) as pool, GatedProxy(llama.server.endpoint_url, ranges=6) as proxy:
+        options = {**llama.options, "endpoint_url": proxy.endpoint_url, "placement_group": one_node, "device": "cpu"}
+        first = pool.submit(cluster.load, llama.uri, tensor_parallel_size=2, **options)
+        proxy.wait_until_held()
+        (holder,) = longshore.models()
+        with pytest.raises(cluster.ArenaBusy, match=f"{holder.progress.model_id}: 5") as busy:
+            cluster.load(llama.uri, fsdp_size=2, **options)
+        assert busy.value.details["waited_s"] >= 2
+        proxy.open()
+        first.result(300).release()

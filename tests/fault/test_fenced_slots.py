@@ -172,7 +172,7 @@ def test_a_killed_agents_successor_keeps_what_was_committed_and_fences_what_was_
                 third = cache.lease(B, me, 10)
                 assert third is not None
                 assert third.slot not in (chunk.slot, quarantined.slot)
-                assert cache.acknowledge(lease_id)
+                assert cache.abandon(lease_id)
                 assert arena.slot(chunk.slot) == b"a" * SLOT
     finally:
         agent.kill()

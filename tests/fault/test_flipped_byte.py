@@ -38,7 +38,7 @@ def test_a_flipped_byte(
     assert details["chunk"] >= 0
     assert details["rank"] in range(tp)
     assert details["expected"] != details["found"]
-    (model,) = (m for m in longshore.status().models if m.progress.uri == damaged.uri)
+    (model,) = (m for m in longshore.status().ended if m.progress.uri == damaged.uri)
     assert model.progress.state == "failed"
     assert SHARD in model.error
     longshore.assert_nothing_left()

@@ -14,7 +14,7 @@ from tests.support.counting_proxy import CountingProxy
 from tests.support.disk_chunks import chunks_in
 from tests.support.gated_proxy import GatedProxy
 from tests.support.head_cluster import WAIT_S, HeadCluster, Redis, said
-from tests.support.ray_clusters import TEST_SETTINGS, eventually
+from tests.support.ray_clusters import TEST_SETTINGS, eventually, variables
 from tests.support.stored_models import KV_HEADS, StoredModel
 
 pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
@@ -32,8 +32,7 @@ if given["grouped"]:
     except ValueError:
         group = placement_group([{NODE: 0.01}] * 2, name="ranks", lifetime="detached")
 model = cluster.load(given["uri"], tensor_parallel_size=2, device="cpu", endpoint_url=given["endpoint"], keep=True,
-                     region="us-east-1", credentials=Credentials(*given["keys"]), placement_group=group,
-                     config=cluster.Config(**given["settings"]))
+                     region="us-east-1", credentials=Credentials(*given["keys"]), placement_group=group)
 result = {"model": model.model_id, "nodes": model.report.as_dict()["nodes"],
         "ranks": model.report.as_dict()["ranks"],
         "different": model.call(shard_differs, given["folder"], 2, 1, given["kv_heads"])}
@@ -48,7 +47,7 @@ given = json.loads(sys.argv[1])
 options = dict(device="cpu", region="us-east-1", credentials=Credentials(*given["keys"]))
 group = ray.util.placement_group([{NODE: 0.01}] * 2)
 model = cluster.load(given["uri"], tensor_parallel_size=2, endpoint_url=given["open"], placement_group=group,
-                     config=cluster.Config(**given["settings"]), **options)
+                     **options)
 def raised(verb, *arguments, **options):
     try:
         return repr(verb(*arguments, **options))
@@ -69,7 +68,7 @@ print("SHUT", flush=True)
 """
 
 
-def arguments(model: StoredModel, proxy: CountingProxy, *, grouped: bool = True, **settings: Any) -> str:
+def arguments(model: StoredModel, proxy: CountingProxy, *, grouped: bool = True) -> str:
     """`grouped`: all ranks are on the worker node."""
     given = {
         "uri": model.uri,
@@ -79,7 +78,6 @@ def arguments(model: StoredModel, proxy: CountingProxy, *, grouped: bool = True,
         "open": model.server.endpoint_url,
         "keys": [model.server.access_key_id, model.server.secret_access_key],
         "grouped": grouped,
-        "settings": {**TEST_SETTINGS, **settings},
     }
     return json.dumps(given)
 
@@ -100,8 +98,13 @@ def test_with_gcs_fault_tolerance_a_load_goes_on(llama: StoredModel) -> None:
     """A rank beside the head goes on without it; one that was lost with it begins anew on the next."""
     patience = {"node_wait_s": 2 * WAIT_S, "orphan_after_s": 4 * WAIT_S}  # a head may take long to start
     patience |= {"read_timeout_s": 2 * WAIT_S, "lease_deadline_s": 2 * WAIT_S}  # who waits at the gate waits once
-    with Redis() as redis, HeadCluster(redis) as there, GatedProxy(llama.server.endpoint_url, ranges=4) as proxy:
-        asked = arguments(llama, proxy, grouped=False, cpu_ranks_per_node=1, **patience)
+    environ = variables({**TEST_SETTINGS, **patience, "cpu_ranks_per_node": 1})
+    with (
+        Redis() as redis,
+        HeadCluster(redis, **environ) as there,
+        GatedProxy(llama.server.endpoint_url, ranges=4) as proxy,
+    ):
+        asked = arguments(llama, proxy, grouped=False)
         first = there.client(LOAD, asked)
         proxy.wait_until_held(4, WAIT_S)
         there.lose_head()
@@ -122,11 +125,11 @@ def test_without_it_clients_hear_of_the_loss_and_the_next_cluster_reads_the_disk
     llama: StoredModel, tmp_path: Path
 ) -> None:
     disk = {"disk_cache_dir": str(tmp_path), "disk_cache_bytes": 1 << 28}
-    with HeadCluster() as there:
+    with HeadCluster(**variables({**TEST_SETTINGS, **disk})) as there:
         with GatedProxy(llama.server.endpoint_url, ranges=0) as proxy:
             proxy.hold_all()  # the chunks will be in the arena
-            asked = arguments(llama, proxy, cluster_lost_after_s=4, **disk)
-            client = there.client(OUTLIVE, asked, RAY_gcs_rpc_server_reconnect_timeout_s="600")  # Ray would end it
+            patience = {"RAY_gcs_rpc_server_reconnect_timeout_s": "600", "LONGSHORE_CLUSTER_LOST_AFTER_S": "4"}
+            client = there.client(OUTLIVE, arguments(llama, proxy), **patience)  # Ray would end it
             chunks = int(said(client, "READY"))
             on_disk = str(tmp_path / SUBFOLDER)
             eventually(lambda: len(chunks_in(on_disk)) == chunks, "chunks do not come to disk", WAIT_S)
@@ -142,7 +145,7 @@ def test_without_it_clients_hear_of_the_loss_and_the_next_cluster_reads_the_disk
         eventually(lambda: not there.worker_is_up, "the worker node stays with the lost head", WAIT_S)
         there.start_worker()
         with CountingProxy(llama.server.endpoint_url) as proxy:
-            node = loaded(there.client(LOAD, arguments(llama, proxy, **disk)))["nodes"][0]
+            node = loaded(there.client(LOAD, arguments(llama, proxy)))["nodes"][0]
             assert (node["disk_chunks"], node["disk_bytes"]) == (node["needed_chunks"], node["needed_bytes"])
             assert weights_bytes(proxy) == 0
         assert len(before) == len(there.arenas()) == 1

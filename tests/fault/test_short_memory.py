@@ -57,7 +57,7 @@ def tell(uri, **changed):
         with load(uri, **changed) as model:
             said = model.call(shard_differs, folder, 1, 1, int(kv_heads))
     except cluster.LongshoreError as error:
-        seen = [m.progress for m in cluster.status(address).models if m.progress.uri == uri]
+        seen = [m.progress for m in cluster.status(address).listed if m.progress.uri == uri]
         moved = sum(progress.store_bytes + progress.placed_bytes for progress in seen)
         said = {"error": type(error).__name__, "said": str(error), "moved": moved, **error.details}
     print(json.dumps(said), flush=True)

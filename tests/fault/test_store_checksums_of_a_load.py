@@ -83,7 +83,7 @@ def test_every_object_is_checked_and_a_flipped_byte_ends_the_load(
         load()
     assert caught.value.details["shard"] == SHARD
     assert caught.value.details["expected"] != caught.value.details["found"]
-    (failed,) = (m for m in longshore.status().models if m.progress.uri == unpublished.uri and m.error)
+    (failed,) = (m for m in longshore.status().ended if m.progress.uri == unpublished.uri and m.error)
     assert failed.progress.state == "failed"
     longshore.assert_nothing_left()
     # Mended, it loads: nothing of the damaged object was kept.

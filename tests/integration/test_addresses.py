@@ -2,17 +2,37 @@
 
 from __future__ import annotations
 
+import contextlib
+import glob
 import os
+import signal
+import socket
 import subprocess
 import sys
+import sysconfig
+import tempfile
+from collections.abc import Iterator
 from pathlib import Path
 
+import psutil
 import pytest
 
 import cluster
 from cluster import residents
 from cluster.config import Config
-from tests.support.ray_clusters import ENVIRONMENT, REPOSITORY, TEST_SETTINGS, Longshore, eventually
+from cluster.joining import local_watch
+from storage.arena.arena_files import ARENA_PREFIX, SHM_DIRECTORY, sweep
+from storage.host.processes import ProcessId
+from tests.support.free_ports import free_ports
+from tests.support.ray_clusters import (
+    ENVIRONMENT,
+    NODE_START_S,
+    OBJECT_STORE_BYTES,
+    REPOSITORY,
+    TEST_SETTINGS,
+    Longshore,
+    eventually,
+)
 from tests.support.stored_models import StoredModel
 
 pytestmark = pytest.mark.slow
@@ -50,6 +70,167 @@ def test_an_address_where_no_ray_is() -> None:
     assert "127.0.0.1:1" in text
 
 
+LOAD = """
+import sys, cluster
+try:
+    cluster.load(sys.argv[1], device="cpu", timeout_s=120)
+except cluster.LongshoreError as error:
+    print(type(error).__name__, error)
+"""
+LEFT = """
+import ray
+from ray._private.state import actors
+from ray.util import list_named_actors, placement_group_table
+print(actors(), list_named_actors(all_namespaces=True), placement_group_table())
+ray.shutdown()
+"""
+LOCAL = """
+with cluster.load(sys.argv[1], device="cpu", address="local") as model:
+    print("ranks", len(model.report.ranks))
+"""
+
+
+def without_the_package() -> tuple[str, str]:
+    """A Python that has Ray and not Longshore, and its PYTHONPATH: there `.pth` files do nothing."""
+    python, packages = str(getattr(sys, "_base_executable", "")), sysconfig.get_path("purelib")
+    tried = subprocess.run(
+        [python, "-c", "import ray, importlib.util as u; print([u.find_spec(n) for n in ('longshore', 'actors')])"],
+        env={**os.environ, "PYTHONPATH": packages},
+        cwd="/",
+        capture_output=True,
+        text=True,
+    )
+    if tried.stdout != "[None, None]\n":
+        pytest.skip(f"no such Python here: {tried.stdout or tried.stderr[-200:]}")
+    return python, packages
+
+
+@contextlib.contextmanager
+def started_head(folder: Path, python: str = sys.executable, **variables: str) -> Iterator[tuple[str, dict[str, str]]]:
+    """`ray start --head` by that Python: its address, and an environment in which Ray finds it by itself."""
+    gcs, client, agent_http, agent_grpc = free_ports(4)
+    environ = {name: value for name, value in os.environ.items() if name != "RAY_ADDRESS"}
+    environ |= {**ENVIRONMENT, "RAY_TMPDIR": str(folder), "LONGSHORE_ARENA_BYTES": "96MiB"}
+    command = [python, "-m", "ray.scripts.scripts", "start", "--head", "--block", "--num-cpus=2", "--num-gpus=0"]
+    command += [f"--port={gcs}", f"--ray-client-server-port={client}", "--node-ip-address=127.0.0.1"]
+    command += [f"--dashboard-agent-listen-port={agent_http}", f"--dashboard-agent-grpc-port={agent_grpc}"]
+    command += [f"--object-store-memory={OBJECT_STORE_BYTES}", "--include-dashboard=false"]
+    with (folder / "start.log").open("w+") as log:
+        head = subprocess.Popen(
+            command, env={**environ, **variables}, cwd=folder, stdout=log, stderr=log, start_new_session=True
+        )
+        try:
+            started = "address file"
+            eventually(lambda: (folder / "ray" / "ray_current_cluster").exists(), started, NODE_START_S)
+            yield f"127.0.0.1:{gcs}", environ
+        finally:
+            mine = [*psutil.Process(head.pid).children(recursive=True), psutil.Process(head.pid)]
+            for process in mine:
+                with contextlib.suppress(psutil.Error):
+                    process.kill()
+            psutil.wait_procs(mine)
+            head.wait()
+            sweep()
+
+
+def loaded(code: str, model: Path, environ: dict[str, str], folder: Path) -> str:
+    """What a program says that loads the model in a folder of its own."""
+    done = subprocess.run(
+        [sys.executable, "-c", code, str(model)],
+        env=environ,
+        cwd=folder,
+        capture_output=True,
+        text=True,
+        timeout=400,
+    )
+    return done.stdout + done.stderr[-2000:] * bool(done.returncode)
+
+
+def test_a_cluster_without_the_package_is_left_as_it_was(odd: StoredModel) -> None:
+    python, packages = without_the_package()
+    with tempfile.TemporaryDirectory(prefix="lf-", dir="/tmp", ignore_cleanup_errors=True) as name:
+        folder = Path(name)
+        with started_head(folder, python, PYTHONPATH=packages) as (address, environ):
+            looks_there = LEFT.replace(
+                "import ray\n", f"import ray\nray.init(address='{address}', log_to_driver=False)\n"
+            )
+            refused, left, local = loaded(LOAD + looks_there + LOCAL, odd.folder, environ, folder).splitlines()
+    assert refused.startswith("PackageMissing the cluster's nodes do not have longshore installed")
+    assert address in refused
+    assert 'address="local"' in refused
+    assert left == "{} [] {}"
+    assert local == "ranks 1"
+
+
+@pytest.mark.parametrize("listens", [True, False], ids=["a stopped head", "a head that ended"])
+def test_a_head_that_does_not_answer_is_a_typed_error(listens: bool, tmp_path: Path) -> None:
+    """Another process of its cluster is there, by which Ray finds it. Ray itself would wait for minutes."""
+    with socket.create_server(
+        ("127.0.0.1", 0)
+    ) as server:  # takes connections, as the kernel does for a stopped process
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        if not listens:
+            server.close()
+        (tmp_path / "ray").mkdir()
+        (tmp_path / "ray" / "ray_current_cluster").write_text(address)
+        named = 'exec -a raylet "$0" -c "import time; time.sleep(900)" "$1"'
+        raylet = subprocess.Popen(["bash", "-c", named, sys.executable, f"--gcs-address={address}"])
+        try:
+            environ = {**os.environ, **ENVIRONMENT, "RAY_TMPDIR": str(tmp_path)}
+            environ.pop("RAY_ADDRESS", None)
+            said_of = loaded(LOAD, tmp_path, environ, tmp_path)
+        finally:
+            raylet.kill()
+            raylet.wait()
+    assert said_of.startswith("ClusterLost a Ray cluster has processes on this machine, and its head does not answer")
+    assert address in said_of
+
+
+KEEPS = """
+import sys, cluster
+from cluster.connection import disconnect
+from cluster.joining.ray_private import logs_folder
+model = cluster.load(sys.argv[1], device="cpu", address="local")
+print(logs_folder(), flush=True)
+sys.stdin.readline()
+disconnect()
+print("ended", flush=True)
+sys.stdin.readline()
+"""
+
+
+@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, None])
+def test_a_local_cluster_ends_with_the_process_that_started_it(number: int | None, odd: StoredModel) -> None:
+    """However that ends; None: it goes on, and ends the cluster in order."""
+    environ = {**os.environ, **ENVIRONMENT, "LONGSHORE_ARENA_BYTES": "96MiB"}
+    before = set(glob.glob(f"{SHM_DIRECTORY}/{ARENA_PREFIX}*"))
+    with subprocess.Popen(
+        [sys.executable, "-c", KEEPS, str(odd.folder)],
+        env=environ,
+        cwd=REPOSITORY,
+        stdin=subprocess.PIPE,
+        stdout=subprocess.PIPE,
+        text=True,
+    ) as client:
+        assert client.stdout is not None
+        assert client.stdin is not None
+        logs = client.stdout.readline().strip()
+        assert len(local_watch.members(logs)) >= 5  # head, agents, actors
+        assert set(glob.glob(f"{SHM_DIRECTORY}/{ARENA_PREFIX}*")) > before
+        (watcher,) = (each for each in psutil.Process(client.pid).children() if local_watch.__name__ in each.cmdline())
+        if number is None:
+            client.stdin.write("\n")
+            client.stdin.flush()
+            assert client.stdout.readline() == "ended\n"
+        else:
+            client.send_signal(number)
+            client.wait()
+        eventually(lambda: not local_watch.members(logs), lambda: f"left: {local_watch.members(logs)}", 60)
+        eventually(lambda: ProcessId.of(watcher.pid) is None, "the process that watches is left", 60)
+        assert set(glob.glob(f"{SHM_DIRECTORY}/{ARENA_PREFIX}*")) <= before
+        client.kill()
+
+
 def test_status_starts_no_cluster() -> None:
     assert said("local").startswith("ClusterLost no Ray cluster runs here")
 
@@ -58,19 +239,22 @@ def test_another_process_finds_the_coordinator(longshore: Longshore) -> None:
     assert said(longshore.address).startswith(longshore.status().version)
 
 
-def test_whoever_starts_the_cluster_anew_brings_the_settings_and_others_hear_which_are_in_force(
+def test_whoever_starts_the_cluster_anew_brings_no_settings(
     longshore: Longshore, odd: StoredModel, tmp_path: Path, caplog: pytest.LogCaptureFixture
 ) -> None:
+    """Those of the nodes' environment count, and the log names the others that differ."""
     options = {**odd.options, "device": "cpu"}
+    longshore.end_longshore()
     cluster.load(odd.uri, **options, config=Config(**TEST_SETTINGS)).release()
+    assert not caplog.records
     residents.shutdown(longshore.address)
     eventually(lambda: not longshore.actor_names(), "the cluster does not end")
-    settings = {**TEST_SETTINGS, "disk_cache_dir": str(tmp_path), "disk_cache_bytes": 64 << 20}
-    cluster.load(odd.uri, **options, config=Config(**settings)).release()
-    eventually(lambda: list(tmp_path.glob("*/*.chunk")), "the second coordinator has no disk tier")
-    assert not caplog.records
-    cluster.load(odd.uri, **options, config=Config(**TEST_SETTINGS)).release()
-    assert f"disk_cache_dir='{tmp_path}'" in caplog.text
+    others = {**TEST_SETTINGS, "disk_cache_dir": str(tmp_path), "arena_bytes": 32 << 20}
+    with cluster.load(odd.uri, **options, config=Config(**others)):
+        assert {node.arena_bytes for node in longshore.status().nodes} == {TEST_SETTINGS["arena_bytes"]}
+        assert {node.disk_budget_bytes for node in longshore.status().nodes} == {0}
+    assert "arena_bytes=100663296" in caplog.text
+    assert "disk_cache_dir='none'" in caplog.text
     longshore.end_longshore()
 
 

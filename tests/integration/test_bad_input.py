@@ -13,12 +13,15 @@ from typing import Any
 import pytest
 
 import cluster
+from actors.hosting import host_rank
 from cluster import LoadedModel
 from cluster import connection as connection_module
+from cluster.config import Config
+from cluster.joining import coordinator_line
 from storage.checkpoints.manifest import MANIFEST_KEY
 from storage.checkpoints.safetensors_header import encode_header
 from tests.support.checkpoints import raw_header, safetensors_bytes, write_objects
-from tests.support.ray_clusters import GPUS_PER_NODE, Longshore, eventually
+from tests.support.ray_clusters import GPUS_PER_NODE, TEST_SETTINGS, Longshore, eventually
 from tests.support.s3_servers import notice
 from tests.support.stored_models import WRONG_KEYS, StoredModel
 
@@ -249,12 +252,34 @@ def test_ranks_in_the_callers_placement_group(longshore: Longshore, llama: Store
 
 def test_a_client_of_another_version(longshore: Longshore, monkeypatch: pytest.MonkeyPatch, llama: StoredModel) -> None:
     before = longshore.status().models
-    monkeypatch.setattr(connection_module, "__version__", "0.0.9")
+    monkeypatch.setattr(coordinator_line, "__version__", "0.0.9")
     connection_module.disconnect()
     with pytest.raises(cluster.VersionMismatch, match=r"0\.0\.9"):
         cluster.load(llama.uri, device="cpu", **llama.options)
     monkeypatch.undo()
     assert len(longshore.status().models) == len(before)
+
+
+def test_an_agent_of_another_version(longshore: Longshore, llama: StoredModel) -> None:
+    import ray
+
+    longshore.configure(empty=True)
+    for node in ray.nodes():
+        longshore.start_other_agent(node["NodeID"])
+    options = {"fsdp_size": 2, "device": "cpu", **llama.options}
+    with pytest.raises(cluster.VersionMismatch, match=r"the agent on .* 9\.9\.9 \(protocol 6\)") as refused:
+        cluster.load(llama.uri, **options)
+    assert "longshore release --shutdown" in refused.value.hint
+    longshore.assert_nothing_left()
+    with (
+        pytest.raises(cluster.VersionMismatch),
+        host_rank(llama.uri, 0, config=Config(**TEST_SETTINGS), **llama.options),
+    ):
+        raise AssertionError("a rank was hosted beside an agent of another version")
+    assert longshore.status().nodes == ()  # nothing that such an agent says is taken for known
+    longshore.end_longshore()
+    longshore.configure()
+    cluster.load(llama.uri, **options).release()
 
 
 def test_no_coordinator(longshore: Longshore) -> None:

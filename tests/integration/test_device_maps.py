@@ -35,15 +35,59 @@ def test_host_memory_and_disk(longshore: Longshore, llama: StoredModel, tmp_path
         assert rank.bytes_by_device == planned.ranks[0].bytes_by_device
         kept = sorted(path.name for path in folder.iterdir())
         assert "index.json" in kept
-        with pytest.raises(cluster.ConfigError, match="belongs to another load"):
+        with pytest.raises(cluster.ConfigError, match="another load uses the offload folder"):
             cluster.load(llama.uri, **{**options, "device_map": spread | {"lm_head": "disk"}})
         assert sorted(path.name for path in folder.iterdir()) == kept
-    loader = pytest.importorskip("accelerate.utils.offload").OffloadedWeightsLoader(save_folder=str(folder))
-    assert set(loader) == {name for name in kept_tensors(kept)}
+        loader = pytest.importorskip("accelerate.utils.offload").OffloadedWeightsLoader(save_folder=str(folder))
+        assert set(loader) == {name.removesuffix(".dat") for name in kept if name.endswith(".dat")}
+    assert not folder.exists()
 
 
-def kept_tensors(names: list[str]) -> set[str]:
-    return {name.removesuffix(".dat") for name in names if name.endswith(".dat")}
+@pytest.mark.parametrize("warm_s", [0.0, 300.0])
+def test_an_offload_folder_can_be_used_again(
+    longshore: Longshore, llama: StoredModel, tmp_path: Path, warm_s: float
+) -> None:
+    """After a release, also by the same worker; and after everything was killed."""
+    longshore.configure(warm_workers_s=warm_s)
+    folder = tmp_path / "offload"
+    folder.mkdir()
+    options = {"device_map": SPREAD | {"lm_head": "cpu"}, "offload_folder": folder, **llama.options}
+
+    def load_again() -> cluster.LoadedModel:
+        model = cluster.load(llama.uri, **options)
+        assert model.call(shard_differs, str(llama.folder), 1, 1, KV_HEADS) == [[]]
+        return model
+
+    pids = set()
+    for _ in range(2):
+        with load_again() as model:
+            pids.add(model.report.ranks[0].pid)
+            assert (folder / "index.json").exists()
+        assert list(folder.iterdir()) == []
+    assert len(pids) == (1 if warm_s else 2)
+
+    load_again()
+    longshore.kill_everything()
+    longshore.end_longshore()
+    assert (folder / "index.json").exists()
+    longshore.configure()
+    with load_again():
+        pass
+    assert list(folder.iterdir()) == []
+
+
+def test_a_killed_worker_s_place_in_the_offload_folder_is_taken_by_its_replacement(
+    longshore: Longshore, llama: StoredModel, tmp_path: Path
+) -> None:
+    folder = tmp_path / "offload"
+    options = {"device_map": SPREAD | {"lm_head": "cpu"}, "offload_folder": folder, **llama.options}
+    with cluster.load(llama.uri, **options) as model:
+        (worker,) = longshore.actor_names("worker-")
+        longshore.kill(worker)
+        eventually(lambda: longshore.actor_names("worker-") not in ([], [worker]), "no replacement came")
+        eventually(lambda: [m.progress.state for m in longshore.models()] == ["ready"], "it is not ready again")
+        assert model.call(shard_differs, str(llama.folder), 1, 1, KV_HEADS) == [[]]
+    assert list(folder.iterdir()) == []
 
 
 def test_limits_that_nobody_gave_are_those_of_the_node(longshore: Longshore, llama: StoredModel) -> None:
@@ -61,7 +105,8 @@ def test_a_rank_in_a_process_of_ones_own(longshore: Longshore, llama: StoredMode
     with host_rank(llama.uri, 0, **options) as shard:
         assert set(shard.device_map.values()) == {"cpu", "disk"}
         assert shard_differs(shard, str(llama.folder), 1, 1, KV_HEADS) == []
-    assert (tmp_path / "offload" / "index.json").exists()
+        assert (tmp_path / "offload" / "index.json").exists()
+    assert not (tmp_path / "offload").exists()
 
 
 def test_a_rank_gets_the_gpus_that_its_map_names(longshore: Longshore, llama: StoredModel) -> None:

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import time
+from concurrent.futures import ThreadPoolExecutor
+from pathlib import Path
 from typing import Any
 
 import pytest
 
 import cluster
+from cluster import residents
+from tests.support.checkpoints import safetensors_bytes, write_objects
 from tests.support.counting_proxy import CountingProxy
-from tests.support.ray_clusters import TEST_SETTINGS, Longshore
+from tests.support.gated_proxy import GatedProxy
+from tests.support.ray_clusters import Longshore, eventually
 from tests.support.reference_slices import shard_differs
 from tests.support.stored_models import KV_HEADS, StoredModel
 
@@ -21,9 +27,8 @@ class Engine:
     """Somebody's inference engine: one process per rank, made and placed by somebody."""
 
     def load(self, uri: str, rank: int, options: dict[str, Any], check: Any) -> Any:
-        from actors.hosting import host_rank
-
-        with host_rank(uri, rank, **options) as shard:
+        with cluster.host_rank(uri, rank, **options) as shard:
+            assert shard.device == "cpu"  # "auto": these processes see no GPU
             self.kept = shard["model.norm.weight"]
             return check(shard)
 
@@ -35,7 +40,7 @@ def test_ranks_in_the_users_own_actors(longshore: Longshore, llama: StoredModel)
     import ray
 
     longshore.configure(empty=True)
-    folder, config = str(llama.folder), cluster.Config(**TEST_SETTINGS)
+    folder = str(llama.folder)
     here = ray.util.scheduling_strategies.NodeAffinitySchedulingStrategy(
         ray.get_runtime_context().get_node_id(), soft=False
     )
@@ -45,7 +50,7 @@ def test_ranks_in_the_users_own_actors(longshore: Longshore, llama: StoredModel)
             **llama.options,
             "endpoint_url": proxy.endpoint_url,
             "tensor_parallel_size": 2,
-            "config": config,
+            "group": "engines",
         }
         loads = [
             engine.load.remote(llama.uri, rank, options, lambda shard: shard_differs(shard, folder, 2, 1, KV_HEADS))
@@ -69,16 +74,89 @@ def test_ranks_in_the_users_own_actors(longshore: Longshore, llama: StoredModel)
         ray.kill(engine)
 
 
-def test_a_rank_that_the_layout_has_not_got(longshore: Longshore, llama: StoredModel) -> None:
-    from actors.hosting import host_rank
+def test_a_group_loads_one_revision(longshore: Longshore, tmp_path: Path) -> None:
+    """Between the plans of its processes the model is published again."""
+    import ray
 
-    with pytest.raises(cluster.ConfigError, match="ranks 0 to 1"), host_rank(llama.uri, 2, fsdp_size=2):
+    longshore.configure(empty=True, idle_agent_s=1.0)
+    folder, options = tmp_path / "model", {"fsdp_size": 2}
+
+    def publish(seed: int) -> None:
+        write_objects(folder, {"model.safetensors": safetensors_bytes([("model.norm.weight", "F32", (64, 8))], seed)})
+        cluster.publish(folder)
+
+    publish(1)
+    engines = [ray.remote(Engine).remote() for _ in range(2)]
+    with cluster.host_rank(folder, 0, group="run-1", **options):
+        publish(2)
+        time.sleep(4.0)  # longer than an idle agent lives
+        assert longshore.actor_names("agent-"), "its process holds a rank"
+        late = engines[0].load.remote(str(folder), 1, {**options, "group": "run-1"}, len)
+        with pytest.raises(cluster.RevisionMismatch, match="group 'run-1' load another revision"):
+            ray.get(late, timeout=120)
+        other = {**options, "group": "run-2"}
+        loads = [engine.load.remote(str(folder), rank, other, len) for rank, engine in enumerate(engines)]
+        assert ray.get(loads, timeout=120) == [1, 1]
+    publish(3)
+
+    def begins_anew() -> bool:
+        try:
+            with cluster.host_rank(folder, 0, group="run-1", **options):
+                return True
+        except cluster.RevisionMismatch:
+            return False
+
+    eventually(begins_anew, "the group is bound, and nobody is in it")
+    for engine in engines:
+        ray.kill(engine)
+
+
+def test_ranks_of_several_processes_name_their_group_or_revision(longshore: Longshore, llama: StoredModel) -> None:
+    with (
+        pytest.raises(cluster.ConfigError, match=r"could load two revisions.*group="),
+        cluster.host_rank(llama.uri, 0, tensor_parallel_size=2, **llama.options),
+    ):
+        pass
+    revision = cluster.plan(llama.uri, **llama.options).revision
+    with cluster.host_rank(llama.uri, 0, tensor_parallel_size=2, revision=revision, **llama.options) as shard:
+        assert len(shard) > 1
+
+
+def test_a_host_waits_no_longer_than_it_says(longshore: Longshore, llama: StoredModel) -> None:
+    longshore.configure(empty=True)
+    for ranges in (0, 4):  # while it plans, and while it loads
+        with GatedProxy(llama.server.endpoint_url, ranges=ranges) as proxy:
+            if not ranges:
+                proxy.hold_all()
+            options = {**llama.options, "endpoint_url": proxy.endpoint_url, "timeout_s": 3.0}
+            with pytest.raises(cluster.LoadTimeout), cluster.host_rank(llama.uri, 0, **options):
+                pass
+    longshore.assert_nothing_left()
+
+
+def test_a_host_goes_on_with_another_agent_after_a_shutdown(longshore: Longshore, llama: StoredModel) -> None:
+    longshore.configure(empty=True)
+    with GatedProxy(llama.server.endpoint_url, ranges=4) as proxy, ThreadPoolExecutor(1) as pool:
+        options = {**llama.options, "endpoint_url": proxy.endpoint_url}
+
+        def load() -> list[str]:
+            with cluster.host_rank(llama.uri, 0, **options) as shard:
+                return shard_differs(shard, str(llama.folder), 1, 1, KV_HEADS)
+
+        loading = pool.submit(load)
+        proxy.wait_until_held()
+        residents.shutdown(longshore.address)
+        proxy.open()
+        assert loading.result(200) == []
+    longshore.end_longshore()
+
+
+def test_a_rank_that_the_layout_has_not_got(longshore: Longshore, llama: StoredModel) -> None:
+    with pytest.raises(cluster.ConfigError, match="ranks 0 to 1"), cluster.host_rank(llama.uri, 2, fsdp_size=2):
         pass
 
 
 def test_bad_bytes_reach_the_host_as_the_same_error(longshore: Longshore, llama: StoredModel) -> None:
-    from actors.hosting import host_rank
-
-    with pytest.raises(cluster.ObjectNotFound), host_rank("s3://no-such-bucket/model", 0, **llama.options):
+    with pytest.raises(cluster.ObjectNotFound), cluster.host_rank("s3://no-such-bucket/model", 0, **llama.options):
         pass
     longshore.assert_nothing_left()

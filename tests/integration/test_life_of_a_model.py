@@ -29,7 +29,8 @@ def states(longshore: Longshore) -> list[str]:
 
 def last_state(longshore: Longshore) -> str:
     """Of the model that was asked for last, over or not."""
-    return longshore.status().models[-1].progress.state
+    status = longshore.status()
+    return (status.models or status.ended)[-1].progress.state
 
 
 @pytest.fixture
@@ -57,6 +58,18 @@ def test_a_second_load_gets_the_resident_model(longshore: Longshore, llama: Stor
     longshore.assert_nothing_left()
     with pytest.raises(cluster.LoadCancelled, match="released"):
         second.call(len)
+
+
+def test_progress_is_shown_or_not(longshore: Longshore, llama: StoredModel, capfd: pytest.CaptureFixture[str]) -> None:
+    said = {}
+    for progress in (True, False, None):
+        cluster.load(llama.uri, device="cpu", progress=progress, **llama.options).release()
+        said[progress] = capfd.readouterr().err
+    assert "ready" in said[True]
+    assert "ready" not in said[False] + said[None]  # no terminal here
+    with pytest.raises(cluster.ConfigError, match="load: progress must be True or False, a function or None, not str"):
+        cluster.load(llama.uri, device="cpu", progress="yes", **llama.options)  # type: ignore[arg-type]
+    longshore.assert_nothing_left()
 
 
 OTHER_CLIENT = """
@@ -96,10 +109,49 @@ def test_keep_outlives_its_client_until_it_is_taken_back(longshore: Longshore, l
     eventually(lambda: longshore.models()[0].holders == 0, "the client still holds it")
     (model,) = longshore.models()
     assert (model.progress.state, model.keep) == ("ready", True)
-    cluster.release(model_id)
+    released = cluster.release(model_id)
+    assert (released.model_id, released.freed, released.holders) == (model_id, True, 0)
     longshore.assert_nothing_left()
     with pytest.raises(cluster.ModelNotFound):
         cluster.release("no-such-model")
+    with pytest.raises(cluster.ConfigError, match="model must be a LoadedModel or a str, not int"):
+        cluster.release(7)  # type: ignore[arg-type]
+
+
+@pytest.mark.parametrize("by_id", [False, True])
+def test_release_frees_a_kept_model_that_this_process_holds(
+    longshore: Longshore, llama: StoredModel, by_id: bool
+) -> None:
+    """Every handle of the process is released by it, and `with` blocks end as usual."""
+    with (
+        cluster.load(llama.uri, device="cpu", keep=True, **llama.options) as model,
+        cluster.load(llama.uri, device="cpu", **llama.options) as other,
+    ):
+        released = cluster.release(model.model_id if by_id else model)
+        assert (released.freed, released.holders) == (True, 0)
+        assert "is freed" in str(released)
+        longshore.assert_nothing_left()
+        with pytest.raises(cluster.LoadCancelled, match="released"):
+            other.call(len)
+
+
+def test_release_says_who_else_holds_a_model_and_leaves_later_holds_alone(
+    longshore: Longshore, llama: StoredModel
+) -> None:
+    with other_client(longshore, llama, llama.server.endpoint_url, "keep") as other:
+        model_id, _ = other.stdout.readline().split()
+        mine = cluster.load(llama.uri, device="cpu", **llama.options)
+        released = cluster.release(mine)
+        assert (released.model_id, released.freed, released.holders) == (model_id, False, 1)
+        assert "another process holds it" in str(released)
+        (model,) = longshore.models()
+        assert (model.progress.state, model.keep, model.holders) == ("ready", False, 1)
+        again = cluster.load(llama.uri, device="cpu", **llama.options)
+        mine.release()  # it holds nothing any more
+        assert (again.model_id, longshore.models()[0].holders) == (model_id, 2)
+    eventually(lambda: longshore.models()[0].holders == 1, "the other process still holds it")
+    assert asyncio.run(cluster.arelease(again)).freed
+    longshore.assert_nothing_left()
 
 
 def test_the_hold_of_a_killed_client_lapses(longshore: Longshore, llama: StoredModel) -> None:
@@ -126,7 +178,7 @@ def test_a_load_ends_when_its_client_is_killed_in_the_middle(
 def test_timeout_ends_the_load_and_leaves_nothing(longshore: Longshore, llama: StoredModel, gate: GatedProxy) -> None:
     with pytest.raises(cluster.LoadTimeout) as caught:
         cluster.load(llama.uri, timeout_s=6, **gated_options(llama, gate))
-    assert caught.value.details["model"] == longshore.status().models[-1].progress.model_id
+    assert caught.value.details["model"] == longshore.status().ended[-1].progress.model_id
     assert last_state(longshore) == "released"
     longshore.assert_nothing_left()
 
@@ -148,13 +200,16 @@ def test_one_caller_gives_up_and_the_other_gets_the_model(
             assert len(longshore.actor_names("worker-")) == 1
 
 
-def test_release_in_the_middle_ends_the_load(longshore: Longshore, llama: StoredModel, gate: GatedProxy) -> None:
+@pytest.mark.parametrize("force", [False, True])
+def test_release_in_the_middle_ends_the_load(
+    longshore: Longshore, llama: StoredModel, gate: GatedProxy, force: bool
+) -> None:
     with ThreadPoolExecutor(1) as pool, contextlib.ExitStack() as stack:
         stack.callback(gate.open)
         loading = pool.submit(cluster.load, llama.uri, **gated_options(llama, gate))
         gate.wait_until_held()
         (model,) = longshore.models()
-        cluster.release(model.progress.model_id, force=True)
+        assert cluster.release(model.progress.model_id, force=force).freed
         with pytest.raises(cluster.LoadCancelled, match="released"):
             loading.result(WAIT_S)
     longshore.assert_nothing_left()
@@ -200,7 +255,7 @@ def test_async_twins(
         with contextlib.suppress(asyncio.CancelledError):
             await task
         assert task.cancelled()
-        assert (await cluster.astatus()).models[-1].progress.state == "released"
+        assert (await cluster.astatus()).ended[-1].progress.state == "released"
         gate.open()
         async with await cluster.aload(llama.uri, **gated_options(llama, gate)) as model:
             assert len(await model.astate_dict(0)) == (await model.acall(len))[0]

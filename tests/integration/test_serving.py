@@ -101,7 +101,8 @@ def test_a_model_is_loaded_watched_and_freed(api: httpx.Client, readable: dict[s
     assert len(cluster_now["nodes"]) == 1
     assert api.get("/readyz").json()["coordinator"] == cluster_now["coordinator_incarnation"]
 
-    assert api.delete(f"/v1/models/{model_id}").status_code == 204
+    freed = api.delete(f"/v1/models/{model_id}")
+    assert (freed.status_code, freed.json()) == (200, {"model_id": model_id, "freed": True, "holders": 0})
     assert eventually(lambda: state_of(api, model_id) == "released", "it is not freed")
     assert frames(api, f"/v1/loads/{model_id}/events")[-1]["data"]["state"] == "released"
 
@@ -141,7 +142,7 @@ def test_a_load_is_given_up(api: httpx.Client, readable: dict[str, Any], longsho
     eventually(lambda: state_of(api, model_id) == "waiting", "it does not wait")
     message = api.get(f"/v1/models/{model_id}").json()["progress"]["message"]
     assert "waiting for resources" in message
-    assert api.delete(f"/v1/models/{model_id}").status_code == 204
+    assert api.delete(f"/v1/models/{model_id}").json()["freed"]
     assert state_of(api, model_id) == "released"
 
 
@@ -161,7 +162,7 @@ def test_streams_and_loads_are_bounded(longshore: Longshore, readable: dict[str,
             parts = first.iter_text()
             next(parts)
             assert api.get(f"/v1/loads/{model_id}/events").status_code == 429
-        assert api.delete(f"/v1/models/{model_id}").status_code == 204
+        assert api.delete(f"/v1/models/{model_id}").json()["freed"]
 
         def told() -> list[dict[str, Any]]:
             """Nothing while the stream above still has its place: the service hears later that nobody reads it."""

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import shutil
 from collections.abc import Callable
 from pathlib import Path
 
@@ -12,6 +13,8 @@ from actors.hosting import host_rank
 from cluster.config import Config
 from storage.checkpoints.manifest import MANIFEST_KEY
 from storage.publishing.signature import SIGNATURE_KEY
+from tests.support.checkpoints import safetensors_bytes, write_objects
+from tests.support.forged_chunk import forged
 from tests.support.ray_clusters import Longshore
 from tests.support.s3_servers import notice
 from tests.support.stored_models import StoredModel
@@ -63,6 +66,52 @@ def test_only_what_the_cluster_and_the_client_trust_is_loaded(
         with pytest.raises(cluster.ManifestUnsigned):
             cluster.load(model.uri, device="cpu", config=Config(), **model.options)
     assert not longshore.models()
+
+
+def test_another_signed_model_is_not_loaded_as_this_one(
+    longshore: Longshore,
+    llama: StoredModel,
+    odd: StoredModel,
+    copy_of: Callable[[StoredModel], StoredModel],
+    tmp_path: Path,
+) -> None:
+    ours = cluster.generate_key(tmp_path / "ours")
+    model, other = copy_of(llama), copy_of(odd)
+    for each in (model, other):
+        cluster.sign(each.uri, ours.path, **each.options)
+    longshore.configure(trusted_keys=f"{ours.public_key}:copy-*")
+    cluster.load(model.uri, device="cpu", **model.options).release()
+    shutil.rmtree(model.in_bucket)
+    shutil.copytree(other.in_bucket, model.in_bucket)
+    notice(model.server, model.in_bucket)
+    with pytest.raises(cluster.SignedNameMismatch, match="signed_name='copy-1-"):
+        cluster.load(model.uri, device="cpu", **model.options)
+    name = other.uri.removeprefix("s3://models/")
+    with cluster.load(model.uri, device="cpu", signed_name=name, **model.options) as mirrored:
+        with pytest.raises(cluster.SignedNameMismatch):
+            cluster.load(
+                model.uri, device="cpu", **model.options
+            )  # the resident one is not given to who asks otherwise
+        revision = mirrored.report.revision
+        with cluster.load(model.uri, device="cpu", signed_name=name, revision=revision, **model.options) as same:
+            assert same.model_id == mirrored.model_id
+        with pytest.raises(cluster.RevisionMismatch):
+            cluster.load(model.uri, device="cpu", signed_name=name, revision="0" * 64, **model.options)
+    cluster.sign(model.uri, ours.path, signed_name="llama", **model.options)
+    with pytest.raises(cluster.SignedNameMismatch, match="trusted for other names"):
+        cluster.load(model.uri, device="cpu", signed_name="llama", **model.options)
+
+
+def test_forged_chunks_of_one_tenant_stay_with_it(longshore: Longshore, tmp_path: Path) -> None:
+    """Both publish with XXH3; the other tenant's file has the digests of ours, and other bytes."""
+    ours = safetensors_bytes([("weight", "U8", (1 << 20,))], seed=1)
+    longshore.configure(chunk_bytes=1 << 20)
+    for name, content in (("theirs", forged(ours, block=2)), ("ours", ours)):
+        write_objects(tmp_path / name, {"model.safetensors": content})
+        cluster.publish(tmp_path / name, hash_name="xxh3_128")
+        with cluster.load(tmp_path / name, device="cpu") as model:
+            (found,) = model.call(lambda shard: shard["weight"].numpy().tobytes())
+            assert found == content[-(1 << 20) :]
 
 
 def test_the_coordinator_refuses_what_a_client_would_allow(longshore: Longshore, llama: StoredModel) -> None:

@@ -28,7 +28,7 @@ def test_rules_travel_with_the_request(longshore: Longshore, tmp_path: Path) -> 
         ]
         with cluster.load(folder, **sizes, device="cpu", address=longshore.address) as again:
             assert again.model_id == model.model_id  # the same rules, so the same model
-        states = [m.progress.state for m in longshore.status().models if m.progress.uri.endswith(str(folder))]
+        states = [m.progress.state for m in longshore.status().listed if m.progress.uri.endswith(str(folder))]
         assert states == ["ready"]  # what was refused for want of rules, and asked for again with them, is no failure
     for stage in (0, 1):
         first, second = held[2 * stage : 2 * stage + 2]
@@ -52,6 +52,6 @@ def test_what_nobody_knows_is_refused(longshore: Longshore, tmp_path: Path) -> N
     with pytest.raises(cluster.UnknownFamily, match="made_up") as caught:
         cluster.load(folder, tensor_parallel_size=2, device="cpu", address=longshore.address)
     assert "layout_rules={" in caught.value.hint
-    (refused,) = [model for model in longshore.status().models if model.progress.uri.endswith(str(folder))]
+    (refused,) = [model for model in longshore.status().ended if model.progress.uri.endswith(str(folder))]
     assert (refused.progress.state, refused.rank_hosts, refused.holders) == ("failed", (), 0)
     assert "made_up" in refused.error

@@ -15,7 +15,14 @@ import pytest
 import cluster
 from actors.names import COORDINATOR
 from tests.support.checkpoints import write_tiny_llama
-from tests.support.ray_clusters import ENVIRONMENT, REPOSITORY, Longshore
+from tests.support.ray_clusters import (
+    ENVIRONMENT,
+    OBJECT_STORE_BYTES,
+    REPOSITORY,
+    Longshore,
+    environment,
+    new_ray_cluster,
+)
 from tests.support.stored_models import StoredModel
 
 pytestmark = pytest.mark.slow
@@ -103,7 +110,29 @@ def test_the_doctor_looks_at_every_node(longshore: Longshore, tmp_path: Path) ->
     code, out, err = run(longshore, "doctor", str(tmp_path / "llama"), "--bandwidth", "--json")
     checks = {check["name"]: check for check in json.loads(out)["checks"]}
     assert code == 1, err  # the nodes claim GPUs that do not exist, and no driver is there
-    for kind, outcome in (("node", "ok"), ("gpus", "fail"), ("clock", "ok"), ("store", "ok"), ("bandwidth", "ok")):
+    expected = {"node": "ok", "gpus": "fail", "clock": "ok", "niceness": "warn", "store": "ok", "bandwidth": "ok"}
+    for kind, outcome in expected.items():
         found = [check for name, check in checks.items() if name.startswith(f"{kind} ")]
         assert [check["outcome"] for check in found] == [outcome, outcome], found
     assert "into 2 nodes at once" in checks["bandwidth"]["detail"]
+
+
+NICENESS = """
+import os, sys, cluster
+with cluster.load(sys.argv[1], device="cpu", address=sys.argv[2]) as model:
+    print(model.call(lambda shard: os.getpriority(os.PRIO_PROCESS, 0)))
+"""
+
+
+def test_workers_have_the_niceness_that_nodes_were_started_with(odd: StoredModel, tmp_path: Path) -> None:
+    here = os.getpriority(os.PRIO_PROCESS, 0)
+    started = environment({**ENVIRONMENT, "RAY_worker_niceness": "0", "LONGSHORE_ARENA_BYTES": "96MiB"})
+    with started, new_ray_cluster(num_cpus=2, object_store_memory=OBJECT_STORE_BYTES) as nodes:
+        asked: dict[str, Any] = {"capture_output": True, "text": True, "timeout": 240, "cwd": REPOSITORY}
+        without = {name: value for name, value in os.environ.items() if name != "RAY_worker_niceness"}
+        loaded = [sys.executable, "-c", NICENESS, str(odd.folder), nodes.address]
+        assert subprocess.run(loaded, env=without, check=True, **asked).stdout == f"[{here}]\n"
+        doctor = [sys.executable, "-m", "longshore", "doctor", "--json", "--address", nodes.address]
+        checks = json.loads(subprocess.run(doctor, env=without, **asked).stdout)["checks"]
+    (niceness,) = (check for check in checks if check["name"].startswith("niceness "))
+    assert niceness["detail"] == f"workers run with niceness {here}"

@@ -25,7 +25,15 @@ from cluster.connection import disconnect
 from storage.arena.arena_files import sweep
 from tests.support.free_ports import free_ports
 from tests.support.head_cluster import end_node, start_node
-from tests.support.ray_clusters import ENVIRONMENT, OBJECT_STORE_BYTES, REPOSITORY, Longshore, environment
+from tests.support.ray_clusters import (
+    ENVIRONMENT,
+    OBJECT_STORE_BYTES,
+    REPOSITORY,
+    TEST_SETTINGS,
+    Longshore,
+    environment,
+    variables,
+)
 
 HEAD_ID = "fffffffffffffffffffffffffffffffffffffffffffffffffff00000"  # of the fake provider
 HEAD_TYPE = "ray.head.default"
@@ -56,7 +64,7 @@ def autoscaled_cluster(
     address = f"127.0.0.1:{gcs}"
     (folder / "autoscaling.json").write_text(json.dumps(_config(types, address, idle_s, version)))
     environ = {name: value for name, value in os.environ.items() if not name.startswith("RAY_")}
-    environ |= {**ENVIRONMENT, "PYTHONPATH": str(REPOSITORY)}
+    environ |= {**ENVIRONMENT, **variables(TEST_SETTINGS), "PYTHONPATH": str(REPOSITORY)}
     environ |= {"RAY_FAKE_CLUSTER": "1", "AUTOSCALER_UPDATE_INTERVAL_S": "1"}
     if version == 2:
         environ |= {"RAY_enable_autoscaler_v2": "1", "RAY_CLOUD_INSTANCE_ID": HEAD_ID}

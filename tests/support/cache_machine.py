@@ -174,13 +174,6 @@ class CacheMachine(RuleBasedStateMachine):
         self.running.pop(lease.lease_id, None)
 
     @rule(lease=leases)
-    def acknowledge(self, lease: Lease) -> None:
-        late = lease.lease_id in self.open and lease.lease_id not in self.running
-        assert bool(self.cache.acknowledge(lease.lease_id)) == late
-        if late:
-            del self.open[lease.lease_id]
-
-    @rule(lease=leases)
     def revoke(self, lease: Lease) -> None:
         answer = self.cache.revoke(lease.lease_id, self.now_s)
         assert bool(answer) == (lease.lease_id in self.running)
@@ -204,7 +197,6 @@ class CacheMachine(RuleBasedStateMachine):
             for answer in (
                 self.cache.commit(name, LENGTH_BYTES),
                 self.cache.abandon(name),
-                self.cache.acknowledge(name),
                 self.cache.revoke(name, self.now_s),
             ):
                 assert answer is Answer.UNKNOWN
@@ -230,10 +222,6 @@ class CacheMachine(RuleBasedStateMachine):
     def unpin(self, chunk: CachedChunk, owner: str, rank: int) -> None:
         if self.cache.unpin(chunk, (owner, rank)):
             self.pins[(owner, rank)].remove(chunk.slot)
-
-    @rule(owner=owners, rank=st.integers(0, 2))
-    def drop_pins(self, owner: str, rank: int) -> None:
-        assert self.cache.drop_pins((owner, rank)) == len(self.pins.pop((owner, rank), set()))
 
     @rule(chunk=chunks, worker=workers, reader=st.sampled_from("ab"), owner=owners)
     def tell_to_read(self, chunk: CachedChunk, worker: int, reader: str, owner: str) -> None:

@@ -15,6 +15,7 @@ import asyncio
 import contextlib
 import itertools
 import re
+import sys
 from collections.abc import Callable, Coroutine
 from pathlib import Path
 from types import SimpleNamespace
@@ -27,6 +28,7 @@ from actors import coordinator
 from actors.coordination import (
     admission,
     agent_watch,
+    attaching,
     gangs,
     idle_agents,
     load_report,
@@ -42,6 +44,7 @@ from actors.coordination import (
 from actors.coordination.model_record import ModelRecord
 from actors.coordinator import Coordinator
 from actors.names import agent_name, worker_name
+from cluster import messages
 from cluster.config import Config
 from cluster.errors import (
     ChunkFailed,
@@ -54,25 +57,36 @@ from cluster.errors import (
     NodeLost,
     NotEnoughResources,
     RankLost,
+    VersionMismatch,
 )
 from cluster.layouts.mesh import Layout
 from cluster.load_request import LoadRequest, StoreAccess
-from cluster.messages import AgentBeat
+from cluster.messages import AgentBeat, pack_message, unpack_message
 from cluster.plans.packed_plan import PackedPlan
 from cluster.plans.rank_plans import RankFacts
 from cluster.scheduling import load_state
 from cluster.scheduling.load_state import LoadState
-from storage.errors import IntegrityError, LongshoreError, ShortRead, StoreUnavailable, Throttled
+from storage.checkpoints.checkpoint import check_wanted
+from storage.errors import (
+    AccessDenied,
+    ArenaBusy,
+    IntegrityError,
+    LongshoreError,
+    RevisionMismatch,
+    ShortRead,
+    StoreUnavailable,
+    Throttled,
+)
 from storage.host.own_memory import PeakMemory
-from storage.store_ref import StoreRef
+from storage.store_ref import Credentials, StoreRef
 from tests.support.node_simulation import CHUNK_BYTES, SimModel, check_sources
 from tests.support.simulated_ray import NODE_DETECTED_S, Handle, Host, SimActor, SimRay
-from tests.support.simulated_workers import TROUBLES, SimAgent, SimHost, SimWorker
+from tests.support.simulated_workers import TROUBLES, SimAgent, SimHost, SimHosting, SimWorker
 from tests.support.virtual_time import Clock, VirtualLoop
 
 ON_THE_CLOCK = (
-    admission, agent_watch, coordinator, gangs, idle_agents, load_report, load_run, model_record, node_agents,
-    reseating, strays,
+    admission, agent_watch, attaching, coordinator, gangs, idle_agents, load_report, load_run, model_record,
+    node_agents, reseating, strays,
 )  # fmt: skip
 ASKS_RAY = (nodes, plan_source, spawn, strays)
 COORDINATOR_GONE_S = 60.0  # see cluster.connection
@@ -81,6 +95,7 @@ EARLY = ("", "planning", "waiting", "starting")
 STORE_FAULTS = (StoreUnavailable, Throttled, ShortRead, IntegrityError)
 ENDS_WITHIN_S = 400.0  # of a load, when nothing goes wrong any more
 GONE_WITHIN_S = 200.0
+OTHER_VERSION = (6, "9.9.9")
 
 # An error that a load may end with -> the faults that justify it; without any of them it has to be READY.
 JUSTIFIED: dict[type[LongshoreError], set[str]] = {
@@ -92,7 +107,12 @@ JUSTIFIED: dict[type[LongshoreError], set[str]] = {
     LoadForgotten: {"coordinator"},
     LoadCancelled: {"client"},
     LoadTimeout: {"client"},
+    AccessDenied: {"access"},
+    RevisionMismatch: {"revision"},
+    StoreUnavailable: {"away"},
     NotEnoughResources: {"places"},
+    VersionMismatch: {"version"},
+    ArenaBusy: {"worker", "agent", "coordinator", "node", "message", "slow"},
 }
 
 
@@ -115,16 +135,19 @@ class SimPlanner:
 
     async def prepare(self, request: LoadRequest) -> PackedPlan:
         await asyncio.sleep(self._cluster.clock.chance.uniform(0.01, 1.0))
+        self._cluster.check_access(request.store)
+        check_wanted(request.revision, self._cluster.revision, request.uri)
         model = self._cluster.models[request.uri]
         needs = needs_of(model, request)
         shared = model.shared(needs)
         self._cluster.planned[shared] = model
         ranks = tuple(RankFacts(*[CHUNK_BYTES * len(chunks)] * 3) for chunks in needs.values())
-        return PackedPlan("v1", "blake3", CHUNK_BYTES * len(model.contents), ranks, shared)
+        return PackedPlan(self._cluster.revision, "blake3", CHUNK_BYTES * len(model.contents), ranks, shared)
 
     async def is_current(self, request: LoadRequest, known: str) -> bool:
-        await asyncio.sleep(0.01)
-        return known == "v1"
+        await asyncio.sleep(self._cluster.clock.chance.uniform(0.01, 0.5))
+        self._cluster.check_access(request.store)
+        return known == self._cluster.revision
 
     async def close(self) -> None:
         return None
@@ -234,7 +257,8 @@ class SimClient:
             await asyncio.sleep(self.cluster.config.holder_ttl_s / 4)
             if self._held:
                 with contextlib.suppress(LongshoreError):
-                    await self.cluster.ask("renew", self.request.client_id, [self._held])
+                    for model_id in await self.cluster.ask("renew", self.request.client_id, [self._held]):
+                        await self.cluster.ask("supply", model_id, self.request.client_id, self.request.store)
 
 
 class ClusterSimulation:
@@ -250,6 +274,7 @@ class ClusterSimulation:
             log_level="ERROR",
             lease_deadline_s=10.0,
             stuck_after_s=12.0,
+            slots_wait_s=120.0,
             orphan_after_s=30.0,
             holder_ttl_s=8.0,
             node_wait_s=node_wait_s,
@@ -263,7 +288,11 @@ class ClusterSimulation:
         self.planned: dict[bytes, SimModel] = {}
         self.hosts: list[SimHost] = []
         self.clients: list[SimClient] = []
+        self.hostings: list[SimHosting] = []
         self.faults: set[str] = set()  # kinds that there have been
+        self.revision = "v1"  # of every stored model
+        self.refused: set[str] = set()  # access keys that the store does not accept
+        self.store_is_away = False
         self.trouble = 0.0  # how often a message does not simply arrive
         self.store_trouble = 0.0
         self.problems: list[str] = []
@@ -304,9 +333,11 @@ class ClusterSimulation:
     def load(self, uri: str, tensor_parallel_size: int, replicas: int, **options: Any) -> SimClient:
         """A new client that wants the model."""
         timeout_s = options.pop("timeout_s", None)
+        key = options.pop("key", None)
+        credentials = None if key is None else Credentials(key, "secret")
         request = LoadRequest(
             uri=uri,
-            store=StoreAccess(StoreRef("s3", "models", uri)),
+            store=StoreAccess(StoreRef("s3", "models", uri), credentials),
             only_key=None,
             layout=Layout(tensor_parallel_size, 1, replicas),
             device="cpu",
@@ -314,6 +345,7 @@ class ClusterSimulation:
             keep=options.pop("keep", False),
             client_id=self.unique(),
             wait_for_resources_s=options.pop("wait_for_resources_s", 0.0),
+            revision=options.pop("revision", ""),
             placement="via_arena",
         )
         if timeout_s is not None:
@@ -328,6 +360,20 @@ class ClusterSimulation:
         known = {id(worker) for worker in found}
         old = [worker for node in self.hosts for worker in node.workers.values() if id(worker) not in known]
         return found + [worker for worker in old if worker.rank is not None and worker.rank.alive]
+
+    def host_rank(self, uri: str, node: SimHost) -> SimHosting:
+        """A program on that node that hosts a rank of the model."""
+        hosting = SimHosting(node, self.models[uri])
+        self.hostings.append(hosting)
+        return hosting
+
+    def kill_hosting(self, hosting: SimHosting) -> None:
+        self.faults.add("worker")
+        hosting.node.kill(hosting.rank)
+
+    def leader_exits(self, worker: SimWorker) -> None:
+        self.faults.add("worker")
+        worker.leader_exits()
 
     def kill_worker(self, worker: SimWorker) -> None:
         self.faults.add("worker")
@@ -348,6 +394,11 @@ class ClusterSimulation:
             if not agent.actor.dead:
                 delay_s = self.clock.chance.uniform(0.2, 3.0)
                 self.clock.after(delay_s, lambda: self.ray.start(agent.actor, lambda: SimAgent(node, agent.actor)))
+
+    def install_other_version(self, node: SimHost) -> None:
+        """Agents that start on the node from now on run another Longshore; the one that runs goes on."""
+        self.faults.add("version")
+        node.version = OTHER_VERSION
 
     def kill_node(self, node: SimHost) -> None:
         if node.host.lives:
@@ -409,13 +460,15 @@ class ClusterSimulation:
     def heartbeat(self, agent: SimAgent, beat: AgentBeat, *, answered: bool) -> None:
         """An agent's."""
         coordinator, loop = self._coordinator, self._loop
+        with patch.object(messages, "VERSION", agent.version):
+            node_id, packed = beat.node_id, pack_message(beat)
         if coordinator is None or loop is None or agent.node.host.cut_off:
             return
 
         def reply(task: asyncio.Task[Any]) -> None:
             if not answered or task.cancelled() or task.exception() is not None:
                 return
-            said = task.result()
+            said = unpack_message(task.result(), "the coordinator", "the agent")
             self.clock.soon(lambda: take(said))
 
         def take(said: Any) -> None:
@@ -425,7 +478,14 @@ class ClusterSimulation:
                 for load_id in said.ended_loads:
                     agent.end(load_id)
 
-        self.clock.soon(lambda: self._begin(loop, coordinator.heartbeat(beat), reply))
+        self.clock.soon(lambda: self._begin(loop, coordinator.heartbeat_packed(node_id, packed), reply))
+
+    def check_access(self, access: StoreAccess) -> None:
+        """Raise what the store says to a request with that access."""
+        if self.store_is_away:
+            raise StoreUnavailable("the store is away")
+        if access.credentials is not None and access.credentials.access_key_id in self.refused:
+            raise AccessDenied("refused", key=access.credentials.access_key_id)
 
     def fate(self) -> str:
         """Of a message."""
@@ -460,6 +520,10 @@ class ClusterSimulation:
         for client in self.clients:
             if client.error is not None:
                 self.check_error(client.error)
+                self.check_own_error(client)
+        for hosting in self.hostings:
+            if hosting.rank.error is not None:
+                self.check_error(hosting.rank.error)
         self._check_counters()
 
     def _check_counters(self) -> None:
@@ -477,6 +541,18 @@ class ClusterSimulation:
         causes = JUSTIFIED.get(type(error))
         assert causes is not None, f"nobody foresaw {error!r} {error.details}"
         assert causes & self.faults, f"nothing that went wrong ({self.faults}) justifies {error!r}"
+
+    def check_own_error(self, client: SimClient) -> None:
+        """What other clients do, or may not do, ends nobody's load."""
+        if isinstance(client.error, LoadCancelled):
+            unheard = self.faults & {"coordinator", "message", "node"}  # its hold may have lapsed
+            assert client.given_up or unheard, f"a load ended because another client released: {client.error!r}"
+        if isinstance(client.error, AccessDenied):
+            credentials = client.request.store.credentials
+            assert credentials is not None, "the credentials of another client ended a load"
+            assert credentials.access_key_id in self.refused, "the credentials of another client ended a load"
+        if isinstance(client.error, RevisionMismatch):
+            assert client.error.details["expected"] == client.request.revision, "another client asked for that revision"
 
     def _check_holds_all(self, record: ModelRecord, rank: int, worker: Handle) -> None:
         process = worker.actor.process if worker is not None else None
@@ -496,12 +572,17 @@ class ClusterSimulation:
         for worker in self.workers():
             if self.clock.chance.random() < 0.5:  # others never wake, and are found to be stuck
                 worker.continue_process()
+        for hosting in self.hostings:
+            hosting.rank.asleep = False
         self._run_until(ENDS_WITHIN_S, self._is_settled, "a load does not end, though nothing goes wrong any more")
 
     def _is_settled(self) -> bool:
         states = {record.life.state for record in self.records() if not record.life.is_over}
         return (
-            not any(client.waits for client in self.clients) and self._loop is not None and states <= {LoadState.READY}
+            not any(client.waits for client in self.clients)
+            and all(hosting.is_over for hosting in self.hostings)
+            and self._loop is not None
+            and states <= {LoadState.READY}
         )
 
     def end(self) -> None:
@@ -523,7 +604,7 @@ class ClusterSimulation:
                 and self._coordinator is not None
                 and self._loop is not None
             ):
-                self._begin(self._loop, self._coordinator.unkeep(record.model_id), lambda task: task.exception())
+                self._begin(self._loop, self._coordinator.unkeep(record.model_id, ""), lambda task: task.exception())
         return self._is_empty()
 
     def _is_empty(self) -> bool:
@@ -534,7 +615,7 @@ class ClusterSimulation:
                 stats = node.cache.stats()
                 if node.ledger._loads or stats.leased_slots or stats.quarantined_slots or stats.in_use_slots:
                     return False
-                if node.cache.shares.waiting:
+                if node.ledger.is_busy or node.cache.shares.waiting:
                     return False
         return not self.workers()
 
@@ -543,6 +624,10 @@ class ClusterSimulation:
         found = [f"{record.model_id} {record.life} {record.message}" for record in self.records()]
         found += [f"{client.model_id} {client.state} waits={client.waits}" for client in self.clients]
         found += [f"{worker.actor.name} stopped={worker.stopped} {worker.at_work}" for worker in self.workers()]
+        for hosting in self.hostings:
+            rank = hosting.rank
+            if not hosting.is_over:
+                found.append(f"{rank.load.load_id} begun={rank.load.begun} joined={rank.joined} {rank.error!r}")
         for node in self.hosts:
             if node.agent is not None:
                 found.append(f"{node.host} {list(node.ledger._loads)} {node.cache.stats()}")
@@ -605,6 +690,9 @@ class ClusterSimulation:
             if worker.node is node:
                 worker.actor.process = None
                 worker.killed()
+        for hosting in self.hostings:
+            if hosting.node is node:
+                node.kill(hosting.rank)
         if node.agent is not None:
             agent = node.agent
             agent.killed()
@@ -614,6 +702,12 @@ class ClusterSimulation:
         """What no task was asked about."""
         if not isinstance(error, LongshoreError | RayActorError | TimeoutError) or isinstance(error, IllegalTransition):
             self.problems.append(f"in a task of its own: {error!r}")
+
+    def _logged(self, message: str, *args: Any, **_: Any) -> None:
+        """What the coordinator's repeated work raised, and went on after."""
+        error = sys.exc_info()[1]
+        if error is not None:
+            self._unforeseen(error)
 
     def _start_agent(self, node_id: str, host: str, config: Config) -> Handle:
         with contextlib.suppress(ValueError):
@@ -660,3 +754,4 @@ class ClusterSimulation:
         enter(patch.object(coordinator, "check_packages", lambda: None))
         enter(patch.object(PeakMemory, "sample", lambda memory: None))
         enter(patch.object(load_state, "advance", self._advance))
+        enter(patch.object(coordinator._LOG, "exception", self._logged))

@@ -57,6 +57,14 @@ def settings_are_known(manifests: list[Manifest]) -> Iterator[str]:
                 yield f"{pod.where}: {variable['name']} belongs in the ConfigMap"
 
 
+def workers_are_not_last(manifests: list[Manifest]) -> Iterator[str]:
+    """Ray's workers run with the machine's normal priority: the raylet passes its environment on to them."""
+    for pod in nodes(manifests):
+        given = {variable["name"]: variable.get("value") for variable in pod.main.get("env", [])}
+        if given.get("RAY_worker_niceness") != "0":
+            yield f"{pod.where}: workers run with niceness {given.get('RAY_worker_niceness', 15)}"
+
+
 def ports_are_ours(manifests: list[Manifest]) -> Iterator[str]:
     """Ports have the numbers that Ray, KubeRay and the settings give them; policies and scrapes name no other."""
     from ray._private import ray_constants
@@ -272,6 +280,6 @@ def head_may_come_back(manifests: list[Manifest]) -> Iterator[str]:
 
 
 RULES = (
-    settings_are_known, ports_are_ours, image_is_built, selectors_find, needed_gets_out, references_exist,
-    kuberay_takes_it, commands_exist, service_is_ours, head_may_come_back,
+    settings_are_known, workers_are_not_last, ports_are_ours, image_is_built, selectors_find, needed_gets_out,
+    references_exist, kuberay_takes_it, commands_exist, service_is_ours, head_may_come_back,
 )  # fmt: skip

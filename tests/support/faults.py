@@ -134,6 +134,9 @@ def zeros_from(part: float, data: Callable[[Asked], bytes]) -> Instead:
 TRANSIENT: dict[str, Callable[[random.Random, int], Fault]] = {
     "500": lambda rng, size: Refuse(500, "InternalError"),
     "503": lambda rng, size: Refuse(503, "SlowDown"),
+    "408": lambda rng, size: Refuse(408),
+    "425": lambda rng, size: Refuse(425),
+    "400": lambda rng, size: Refuse(400, "KMS.ThrottlingException"),
     "429": lambda rng, size: Refuse(429, "TooManyRequests"),
     "drop": lambda rng, size: Drop(),
     "drop-reset": lambda rng, size: Drop(reset=True),

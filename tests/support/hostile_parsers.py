@@ -236,7 +236,12 @@ def _checkpoint_seeds() -> list[bytes]:
 
 PARSERS = (
     Parser("manifest", _manifest, (InvalidManifest,), lambda: [_published()[MANIFEST_KEY]]),
-    Parser("signature", parse_signature, (BadSignature,), lambda: [sign_manifest(b"manifest", SigningKey.generate())]),
+    Parser(
+        "signature",
+        parse_signature,
+        (BadSignature,),
+        lambda: [sign_manifest(b"manifest", SigningKey.generate(), "llama")],
+    ),
     Parser("amax", _amax, (InvalidAmax,), _amax_seeds, False),
     Parser("journal", _journal, (InvalidManifest,), _journal_seeds),
     Parser("index", _index, (InvalidIndex,), lambda: [odd_objects()[INDEX_KEY]]),

@@ -23,6 +23,8 @@ def pytest_runtest_makereport(item: pytest.Item, call: pytest.CallInfo[Any]) -> 
     if report.failed:
         for there in getattr(item, "funcargs", {}).values():
             if isinstance(there, Longshore):
+                if there.ray_cluster.head_node is None:  # the cluster was ended before what failed
+                    break
                 said = "\n".join(_last_words(Path(there.ray_cluster.head_node.get_logs_dir_path()), call.start))
                 report.sections.append((f"what processes said last, at {time.strftime('%X')}", said))
                 break

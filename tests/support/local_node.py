@@ -24,7 +24,7 @@ from actors.rank.arena_maps import PROCESS_ARENAS
 from actors.rank.executor import RankLoader
 from actors.rank_link import AgentLink
 from cluster.config import Config
-from cluster.errors import ClusterLost
+from cluster.errors import AgentEnded, ClusterLost
 from cluster.fit.needs import min_slots
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import read_model_config
@@ -38,7 +38,6 @@ from cluster.reports.report import NodeReport, RankReport
 from storage.checkpoints.checkpoint import open_model
 from storage.checkpoints.model_index import ModelIndex
 from storage.checksum import digest_of
-from storage.errors import ArenaError
 from storage.host.processes import ProcessId
 from storage.object_store import MemoryStore, ObjectStore
 from storage.store_ref import StoreRef
@@ -48,26 +47,30 @@ SLOT_BYTES = 1 << 20
 
 
 def plan_of(
-    objects: Mapping[str, bytes], sizes: tuple[int, int, int] = (1, 1, 1), chunk_bytes: int = 4096, digests: bool = True
+    objects: Mapping[str, bytes],
+    sizes: tuple[int, int, int] = (1, 1, 1),
+    chunk_bytes: int = 4096,
+    digests: bool = True,
+    hash_name: str = "blake3",
 ) -> LoadPlan:
     """A plan for (tensor parallel, fully sharded, data parallel) `sizes`, its chunks with the digests of `objects`."""
     store = MemoryStore(dict(objects))
     index = open_model(store, chunk_bytes=chunk_bytes)
     if digests:
-        index = with_digests(index, objects)
+        index = with_digests(index, objects, hash_name)
     config = read_model_config(store, index) if sizes[0] > 1 else None
     return build_load_plan(index, Layout(*sizes), rules_for(config, None), config)
 
 
-def with_digests(index: ModelIndex, objects: Mapping[str, bytes]) -> ModelIndex:
+def with_digests(index: ModelIndex, objects: Mapping[str, bytes], hash_name: str = "blake3") -> ModelIndex:
     """The index with the chunks' digests, as a manifest would have them; chunks may be smaller than a manifest's."""
     chunks = index.chunks
     found = []
     for chunk in range(len(chunks)):
         span = chunks.byte_range(chunk)
-        found.append(digest_of("blake3", objects[index.shards[chunks.shard[chunk]].key][span.start : span.end]))
+        found.append(digest_of(hash_name, objects[index.shards[chunks.shard[chunk]].key][span.start : span.end]))
     table = np.frombuffer(b"".join(found), np.uint8).reshape(len(chunks), -1)
-    return replace(index, chunks=replace(chunks, hash_name="blake3", digests=table))
+    return replace(index, chunks=replace(chunks, hash_name=hash_name, digests=table))
 
 
 @dataclass
@@ -128,7 +131,14 @@ class LocalNode:
         if arena is not None:
             arena.close()
 
-    def begin(self, plan: LoadPlan, load_id: str = "", ranks: Sequence[int] = (), done: Sequence[int] = ()) -> str:
+    def begin(
+        self,
+        plan: LoadPlan,
+        load_id: str = "",
+        ranks: Sequence[int] = (),
+        done: Sequence[int] = (),
+        store_identity: str = "twin",
+    ) -> str:
         """Tell the agent of a load; waits for its slots. Returns the load's id."""
         self.loads += not load_id
         load_id = load_id or f"load-{self.loads}"
@@ -137,7 +147,7 @@ class LocalNode:
             load_id=load_id,
             attempt=1,
             shared=pack_shared(plan),
-            store_identity="twin",
+            store_identity=store_identity,
             ranks=tuple(ranks),
             done=frozenset(done),
             min_slots=min_slots(len(ranks)),
@@ -176,9 +186,9 @@ class LocalNode:
         job = self.job(plan, load_id, rank, incarnation)
         return Rank(RankLoader(link or self.agent, job, device, store=store), device)
 
-    def load(self, plan: LoadPlan, store: ObjectStore) -> tuple[list[Rank], NodeReport]:
+    def load(self, plan: LoadPlan, store: ObjectStore, store_identity: str = "twin") -> tuple[list[Rank], NodeReport]:
         """Begin and run all ranks; raises the first error of any."""
-        load_id = self.begin(plan)
+        load_id = self.begin(plan, store_identity=store_identity)
         ranks = self.ranks(plan, store, load_id)
         run_all(ranks)
         for rank in ranks:
@@ -228,7 +238,7 @@ class SwitchedLink:
         self.calls += 1
         try:
             orders = self.agent.exchange(update)
-        except ArenaError as error:
+        except AgentEnded as error:
             raise ClusterLost("the agent is gone") from error
         if self.lose_answer > 0:
             self.lose_answer -= 1

@@ -24,10 +24,12 @@ from tests.support.ray_clusters import (
     ENVIRONMENT,
     NODE_START_S,
     OBJECT_STORE_BYTES,
+    TEST_SETTINGS,
     Longshore,
     environment,
     eventually,
     new_ray_cluster,
+    variables,
 )
 
 FAST_DEATH = {
@@ -36,7 +38,7 @@ FAST_DEATH = {
     "health_check_timeout_ms": 2000,
     "health_check_failure_threshold": 3,
 }
-NODE = {"num_cpus": 2, "object_store_memory": OBJECT_STORE_BYTES}
+NODE: dict[str, Any] = {"num_cpus": 2, "object_store_memory": OBJECT_STORE_BYTES, "env_vars": variables(TEST_SETTINGS)}
 
 
 class LosableNodes(Longshore):
@@ -69,9 +71,9 @@ class LosableNodes(Longshore):
 
     def node_of(self, name: str) -> str:
         """Id of the node where a living actor is."""
-        from ray._private.state import actors
+        from cluster.joining.ray_private import actor_table
 
-        for actor in actors().values():  # type: ignore[no-untyped-call]
+        for actor in actor_table().values():
             if actor["Name"] == name and actor["State"] == "ALIVE":
                 return str(actor["Address"]["NodeID"])
         raise LookupError(f"no living actor {name}")

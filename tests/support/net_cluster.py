@@ -26,7 +26,15 @@ from cluster.connection import disconnect
 from storage.arena.arena_files import ARENA_PREFIX
 from tests.support.losable_nodes import NODE, LosableNodes
 from tests.support.net_hosts import Host, Network, why_not
-from tests.support.ray_clusters import ENVIRONMENT, OBJECT_STORE_BYTES, environment, eventually, new_ray_cluster
+from tests.support.ray_clusters import (
+    ENVIRONMENT,
+    OBJECT_STORE_BYTES,
+    TEST_SETTINGS,
+    environment,
+    eventually,
+    new_ray_cluster,
+    variables,
+)
 
 HOST_RESOURCE = "host"  # of which this machine has none
 HOSTS = ("left", "right")
@@ -62,7 +70,8 @@ class NetCluster(LosableNodes):
         command = [sys.executable, "-m", "ray.scripts.scripts", "start", f"--address={self.address}"]
         command += [f"--node-ip-address={host.address}", f"--object-store-memory={OBJECT_STORE_BYTES}"]
         command += ["--block", "--num-cpus=2", "--num-gpus=0", f'--resources={{"{HOST_RESOURCE}": 2}}']
-        self._starts[host.name] = host.start(command, {**os.environ, **ENVIRONMENT}, self._log(host))
+        environ = {**os.environ, **ENVIRONMENT, **variables(TEST_SETTINGS)}
+        self._starts[host.name] = host.start(command, environ, self._log(host))
         if wait:
             self._wait_node(host)
 

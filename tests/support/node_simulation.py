@@ -103,6 +103,7 @@ class SimLoad:
     incarnations: dict[int, int] = field(default_factory=dict)
     seats: dict[int, SimRank] = field(default_factory=dict)  # the process it started last for each rank
     done: set[int] = field(default_factory=set)
+    host: SimRank | None = None  # the process that hosts its only rank, and begins and ends it; else the coordinator
 
     def job(self) -> NodeJob:
         return NodeJob(
@@ -121,6 +122,7 @@ class SimLoad:
             incarnations=tuple(self.incarnations.get(rank, 0) for rank in self.needs),
             again=self.begun_before,
             replaced=self.replaced,
+            process=None if self.host is None else self.host.process,
         )
 
 
@@ -134,6 +136,7 @@ class SimRank:
         self.alive = True
         self.asleep = False
         self.joined = False
+        self.has_joined = False  # any agent: it maps the arena
         self.left = False  # its run has ended
         self.error: LongshoreError | None = None
         self.numbers = itertools.count(1)
@@ -239,7 +242,7 @@ class SimRank:
         if isinstance(answer, LongshoreError):
             self._end(answer)
         elif answer is True:
-            self.joined = True
+            self.joined = self.has_joined = True
 
     def exchange(self, fate: str = "arrives", want: int = 3, wait: bool = False, *, cancel: bool = False) -> None:
         if not self.joined:
@@ -388,6 +391,14 @@ class NodeSimulation:
         self.begin(load)
         return load
 
+    def host_rank(self, model: SimModel, chunks: Sequence[int]) -> SimRank:
+        """A process that is to begin a load of one rank for itself: no coordinator knows of it."""
+        load = SimLoad(f"hosted-{len(self.loads)}", model, {0: chunks}, self.hedge_after_s, incarnations={0: 0})
+        load.host = load.seats[0] = SimRank(self, load, 0, 0)
+        self.loads[load.load_id] = load
+        self.ranks.append(load.host)
+        return load.host
+
     def add_part(self, load: SimLoad, needs: Mapping[int, Sequence[int]]) -> SimLoad:
         """Ranks of the same load that a lost node had: a later attempt brings them here."""
         part = SimLoad(load.load_id, load.model, needs, attempt=load.attempt + 1)
@@ -397,7 +408,7 @@ class NodeSimulation:
         return part
 
     def begin(self, load: SimLoad) -> None:
-        if not load.begun and not load.ended:
+        if not load.begun and not load.ended and (load.host is None or load.host.works):
             load.begun = self.ledger.begin(load.job(), self.now_s)
             load.begun_before |= load.begun
 
@@ -410,7 +421,7 @@ class NodeSimulation:
 
     def give_up_rank(self, load: SimLoad, rank: int) -> None:
         """Its process is dead or stuck: the next incarnation may come."""
-        if load.begun and not load.ended and rank in load.seats:
+        if load.begun and not load.ended and rank in load.seats and load.host is None:
             load.seats.pop(rank)
             load.done.discard(rank)
             load.incarnations[rank] += 1
@@ -458,6 +469,11 @@ class NodeSimulation:
         living = {rank.process for rank in self.ranks if rank.alive}
         for process in self.ledger.processes() - living:
             self.ledger.process_dead(process, self.now_s)
+        for load in self.loads.values():
+            if load.host is not None and not load.host.alive:
+                load.ended = True
+                assert load.job().part not in self.ledger._loads, "a share has outlived its process"
+                assert load.job().part not in self.cache.shares.waiting
         self.ledger.expire(self.now_s)
         by_process = {rank.process: rank for rank in self.ranks}
         for process in self.ledger.overdue(self.now_s):
@@ -485,6 +501,9 @@ class NodeSimulation:
         for _ in range(rounds):
             self.end_failed_loads()
             self.tick()
+            for load in self.loads.values():
+                if load.host is not None and load.host.left and not load.ended:
+                    self.end_load(load)
             open_loads = [load for load in self.loads.values() if not load.ended]
             for load in open_loads:
                 self.begin(load)

@@ -19,9 +19,10 @@ from cluster.layouts.model_config import ModelConfig
 from cluster.layouts.region import Region
 from cluster.layouts.rules import Rules
 from cluster.layouts.tensor_cut import region_of
-from cluster.plans.planning import build_load_plan, check_plan
+from cluster.plans.planning import build_load_plan
 from cluster.precision.quantization_config import QuantizationConfig
 from storage.checkpoints.model_index import Tensor
+from tests.support.plan_oracle import check_plan
 from tests.support.planned_models import carry_out, store_arrays
 
 Array = NDArray[Any]

@@ -1,7 +1,7 @@
 """One real Ray cluster of two nodes for all tests of a session, and what a test does with it.
 
     def test_something(longshore: Longshore) -> None:
-        longshore.configure(holder_ttl_s=2)         # settings of the coordinator; TEST_SETTINGS when not called
+        longshore.configure(holder_ttl_s=2)         # settings of the cluster; TEST_SETTINGS when not called
         model = cluster.load(uri, **options, address=longshore.address)
 
 Each node claims two GPUs that do not exist: enough to be counted, never used. After each test every model is gone,
@@ -23,9 +23,9 @@ from typing import Any
 
 import pytest
 
-from actors.names import COORDINATOR, NAMESPACE
+from actors.names import COORDINATOR, NAMESPACE, agent_name
 from cluster import residents
-from cluster.config import Config
+from cluster.config import ENV_PREFIX, Config
 from cluster.connection import Connection, connect, disconnect
 from cluster.reports.report import ClusterStatus, ModelStatus
 from storage.arena.arena_files import SHM_DIRECTORY, arena_path, sweep
@@ -53,6 +53,11 @@ ENVIRONMENT = {
 }
 
 
+def variables(settings: Mapping[str, Any]) -> dict[str, str]:
+    """The environment of nodes that have these settings."""
+    return {f"{ENV_PREFIX}{name.upper()}": str(value) for name, value in settings.items()}
+
+
 class Longshore:
     """A cluster with two nodes, as a test sees it."""
 
@@ -72,11 +77,23 @@ class Longshore:
         if self._running is not None and (empty or self._running != wanted):
             self.end_longshore()
         disconnect()
-        connection = connect(self.address, wanted)
+        connection = connect(self.address, wanted, start=False)  # a line to one that runs
+        if connection is None:
+            self.start(**settings)
+            connection = connect(self.address, wanted, start=False)
         if connection is None:
             raise RuntimeError("no coordinator was started")
         self._running = wanted
         return connection
+
+    def start(self, **settings: Any) -> None:
+        """Start a coordinator with TEST_SETTINGS and these where none runs; this process has joined the cluster.
+
+        As the program that started the nodes does. A load starts one with the settings in the nodes' environment.
+        """
+        from actors.launch import ensure_coordinator
+
+        ensure_coordinator(Config(**{**TEST_SETTINGS, **settings}))
 
     def end_longshore(self) -> None:
         """No coordinator, no agents, no arenas; the Ray cluster stays."""
@@ -107,7 +124,38 @@ class Longshore:
 
     def models(self) -> list[ModelStatus]:
         """Those that are not over."""
-        return [model for model in self.status().models if model.progress.state not in ("failed", "released")]
+        return list(self.status().models)
+
+    def start_other_agent(self, node_id: str) -> None:
+        """Start an agent on the node whose process runs another version of Longshore. It ends with Longshore."""
+        import ray
+        from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
+
+        from actors.agent_link import RayCoordinatorLink
+        from actors.node_agent import NodeAgent
+
+        class OtherAgent(NodeAgent):  # local, so that it travels by value
+            def __init__(self, *arguments: Any) -> None:
+                from cluster import messages
+
+                messages.VERSION = (6, "9.9.9")
+                super().__init__(*arguments)
+
+        config = Config(**TEST_SETTINGS) if self._running is None else self._running
+        only_there = NodeAffinitySchedulingStrategy(node_id, soft=False)
+        agent = (
+            ray.remote(OtherAgent)
+            .options(
+                name=agent_name(node_id),
+                namespace=NAMESPACE,
+                lifetime="detached",
+                num_cpus=0,
+                max_concurrency=16,
+                scheduling_strategy=only_there,
+            )
+            .remote(config, self.address, node_id, "", RayCoordinatorLink())
+        )
+        ray.get(agent.coordinator_age_s.remote())
 
     # -- what is there -----------------------------------------------------------------------------------------
 
@@ -122,9 +170,9 @@ class Longshore:
 
     def pid(self, name: str) -> int:
         """Process id of a living actor."""
-        from ray._private.state import actors
+        from cluster.joining.ray_private import actor_table
 
-        for actor in actors().values():  # type: ignore[no-untyped-call]
+        for actor in actor_table().values():
             if actor["Name"] == name and actor["State"] == "ALIVE":
                 return int(actor["Address"].get("Pid") or actor["Pid"])
         raise LookupError(f"no living actor {name}")
@@ -186,11 +234,11 @@ class Longshore:
 
     def living_pids(self, prefix: str) -> dict[str, int]:
         """Process id of every actor whose name begins so and whose process is up, by name."""
-        from ray._private.state import actors
+        from cluster.joining.ray_private import actor_table
 
         return {
             actor["Name"]: int(actor["Address"].get("Pid") or actor["Pid"])
-            for actor in actors().values()  # type: ignore[no-untyped-call]
+            for actor in actor_table().values()
             if actor["Name"].startswith(prefix) and actor["State"] == "ALIVE"
         }
 
@@ -276,6 +324,7 @@ def new_ray_cluster(**head: Any) -> Iterator[Any]:
 def ray_cluster_of_two() -> Iterator[Any]:
     """A `ray.cluster_utils.Cluster`; nobody is connected to it."""
     node = {"num_cpus": 4, "num_gpus": GPUS_PER_NODE, "object_store_memory": OBJECT_STORE_BYTES}
+    node["env_vars"] = variables(TEST_SETTINGS)
     temporary = tempfile.TemporaryDirectory(prefix="ls-", dir="/tmp", ignore_cleanup_errors=True)
     with environment(ENVIRONMENT), temporary as folder, new_ray_cluster(**node, temp_dir=folder) as ray_cluster:
         ray_cluster.add_node(wait=False, **node)

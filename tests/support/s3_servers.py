@@ -2,9 +2,10 @@
 
 from __future__ import annotations
 
+import json
 import tempfile
 import uuid
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
 
@@ -40,8 +41,8 @@ def ceph() -> Iterator[CephServer]:
         yield server
 
 
-def make_bucket(server: S3Server, name: str) -> None:
-    """A bucket, by the S3 call that any client would make."""
+def make_bucket(server: S3Server, name: str, allowed: Sequence[str] = ()) -> None:
+    """A bucket, by the S3 calls that any client would make. `allowed`: what everybody may do to its objects."""
     client = boto3.client(
         "s3",
         endpoint_url=server.endpoint_url,
@@ -51,6 +52,10 @@ def make_bucket(server: S3Server, name: str) -> None:
         config=Config(request_checksum_calculation="when_required", response_checksum_validation="when_required"),
     )
     client.create_bucket(Bucket=name)
+    if allowed:
+        statement = {"Effect": "Allow", "Principal": "*", "Action": allowed, "Resource": f"arn:aws:s3:::{name}/*"}
+        policy = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
+        client.put_bucket_policy(Bucket=name, Policy=policy)
     client.close()
 
 

@@ -40,6 +40,7 @@ class Call:
 
     method: str
     args: tuple[Any, ...]
+    named: dict[str, Any]
     answer: asyncio.Future[Any]
 
     def give(self, result: Any) -> None:
@@ -154,8 +155,8 @@ class SimRay:
         for call in calls:
             self.clock.soon(lambda call=call: call.fail(RayActorError()), CALLS_FAIL_S)  # type: ignore[misc]
 
-    def call(self, actor: SimActor, method: str, args: tuple[Any, ...]) -> asyncio.Future[Any]:
-        call = Call(method, args, asyncio.get_running_loop().create_future())
+    def call(self, actor: SimActor, method: str, args: tuple[Any, ...], named: dict[str, Any]) -> asyncio.Future[Any]:
+        call = Call(method, args, named, asyncio.get_running_loop().create_future())
         if self.silent:
             call.fail(RayActorError())
             return call.answer
@@ -203,7 +204,7 @@ class SimRay:
             self.clock.after(0.2, lambda: self._deliver(actor, call))
             return
         try:
-            answer = getattr(process, call.method)(*call.args)
+            answer = getattr(process, call.method)(*call.args, **call.named)
         except AssertionError:
             raise  # what must always hold does not
         except Exception as raised:
@@ -269,5 +270,5 @@ class _Method:
     def options(self, **_: Any) -> _Method:
         return self
 
-    def remote(self, *args: Any) -> asyncio.Future[Any]:
-        return self._ray.call(self._actor, self._method, args)
+    def remote(self, *args: Any, **named: Any) -> asyncio.Future[Any]:
+        return self._ray.call(self._actor, self._method, args, named)

@@ -8,20 +8,34 @@ What must always hold is asserted where it could break: see `SimHost.write` and 
 
 from __future__ import annotations
 
-import random
+import asyncio
 from collections.abc import Callable
 from dataclasses import replace
 from typing import TYPE_CHECKING
+from unittest.mock import patch
 
 from actors.node.node_ledger import NodeLedger
-from cluster.errors import ClusterLost, LoadCancelled
+from cluster import messages
+from cluster.errors import AgentEnded, ClusterLost, LoadCancelled, VersionMismatch
 from cluster.load_request import StoreAccess
-from cluster.messages import AgentBeat, NodeFacts, NodeJob, RankHello, RankJob, RankUpdate
+from cluster.messages import (
+    AgentBeat,
+    NodeFacts,
+    NodeJob,
+    RankHello,
+    RankJob,
+    RankUpdate,
+    SlotHolder,
+    Version,
+    pack_message,
+    unpack_message,
+)
 from cluster.plans.packed_plan import unpack_shared
 from cluster.reports.rank_report import RankReport, StageTimes
 from cluster.reports.report import NodeReport
+from longshore.version import VERSION
 from storage.arena.slot_records import SlotState
-from storage.errors import ArenaError
+from storage.errors import AccessDenied, LongshoreError, StoreUnavailable
 from storage.host.host_memory import MemoryPool
 from storage.host.processes import ProcessId
 from tests.support.node_simulation import CHUNK_BYTES, NodeSimulation, SimLoad, SimModel, SimRank, SimTables
@@ -46,6 +60,7 @@ class SimHost(NodeSimulation):
         self.workers: dict[ProcessId, SimWorker] = {}
         self.spare_fetches = 0  # what was in flight at faults may be fetched once more
         self.needed: set[object] = set()
+        self.version = VERSION  # of the agents that start there from now on
 
     def sync(self) -> None:
         self.now_s = self.cluster.clock.now_s
@@ -54,8 +69,12 @@ class SimHost(NodeSimulation):
         self.spare_fetches += len(rank.leases) + len(rank.committed)
 
     def mapping(self) -> list[SimRank]:
-        """Those that have left too: a worker keeps its mapping for the next load."""
-        return [rank for rank in self.ranks if rank.alive]
+        """Those that have left too: a worker keeps its mapping for the next load. A program of a user's does not."""
+        return [
+            rank
+            for rank in self.ranks
+            if rank.alive and (rank.load.host is None or (rank.has_joined and not rank.left))
+        ]
 
     def check_in(self) -> None:
         """Workers without a rank at work say so to their agent, now and then."""
@@ -68,8 +87,8 @@ class SimHost(NodeSimulation):
         if rank.alive:
             self.in_flight_at_fault(rank)
             super().kill(rank)
-            worker = self.workers[rank.process]
-            self.cluster.ray.died(worker.actor)
+            if rank.process in self.workers:
+                self.cluster.ray.died(self.workers[rank.process].actor)
 
     def write(self, who: SimRank, slot: int, content: object) -> None:
         """A slot is written by its holder only, and never after it was given to somebody else, not even late."""
@@ -91,6 +110,21 @@ class SimHost(NodeSimulation):
 
     def late_message_arrives(self, index: int = 0) -> None:
         super().late_message_arrives(self.cluster.clock.chance.randrange(8))
+
+    def begin(self, load: SimLoad) -> None:
+        """By the process that hosts its rank."""
+        if self.agent is not None and self.agent.up:
+            self.sync()
+            if self.agent.version != VERSION:
+                raise VersionMismatch("the node's agent runs another version")
+            super().begin(load)
+            if load.begun:
+                self.needed |= {load.model.content(chunk) for chunk in load.needs[0]}
+
+    def end_load(self, load: SimLoad) -> None:
+        load.ended = True
+        if self.agent is not None:
+            self.agent.end(load.load_id)
 
     def _hand_in(self, message: RankHello | RankUpdate) -> object:
         """Whoever speaks for an incarnation that is over changes nothing, but for slots that it gives back."""
@@ -139,6 +173,7 @@ class SimAgent:
     def __init__(self, node: SimHost, actor: SimActor) -> None:
         self.node, self.actor = node, actor
         self.cluster = node.cluster
+        self.version = node.version
         self.incarnation = self.cluster.unique()
         self.asked_for: tuple[str, ...] = ()
         self.beats, self.was_answered = 0, False
@@ -151,8 +186,9 @@ class SimAgent:
 
     @property
     def ledger(self) -> NodeLedger:
+        assert self.version == VERSION, "it would misread a message of another version"
         if self.shut:
-            raise ArenaError("this node's agent has been shut down")
+            raise AgentEnded("the agent of this node was shut down")
         self.node.sync()
         return self.node.ledger
 
@@ -162,14 +198,29 @@ class SimAgent:
 
     # -- what the coordinator calls ----------------------------------------------------------------------------
 
-    def shutdown(self) -> None:
+    def packed(self, call: str, arguments: bytes) -> bytes:
+        with patch.object(messages, "VERSION", self.version):
+            asked = unpack_message(arguments, "the process that asks", "the agent")
+            return pack_message(getattr(self, call)(*asked))
+
+    def shutdown(self, *, only_idle: bool = False) -> bool:
         """It does nothing from now on. (The arena, which would go, stays: what is fetched is counted by content.)"""
-        assert not self.ledger.beat("", "", "", self.node.now_s, ()).loads, "it has a load"
+        if self.shut:
+            return True
+        self.node.sync()
+        if only_idle and self.node.ledger.is_busy:
+            return False
+        assert not self.node.ledger.is_busy, "it has a load"
         self.shut = True
+        return True
+
+    def slot_holders(self) -> tuple[SlotHolder, ...]:
+        return self.ledger.slot_holders()
 
     def facts(self) -> NodeFacts:
+        assert self.version == VERSION, "its answer would be misread"
         if self.shut:
-            raise ArenaError("this node's agent has been shut down")
+            raise AgentEnded("the agent of this node was shut down")
         slots = self.node.slot_count * self.cluster.config.slot_bytes
         return NodeFacts(self.node.host.node_id, self._host, slots, (MemoryPool("host", 1 << 40, 1 << 40),), (), "")
 
@@ -189,7 +240,7 @@ class SimAgent:
         self.ledger.rank_lost(load_id, rank, incarnation, self.node.now_s)
 
     def keep_record(self, load_id: str, record: bytes) -> None:
-        self.ledger.keep_record(load_id, record)
+        self.node.ledger.keep_record(load_id, record)
 
     def report(self, load_id: str) -> NodeReport:
         return self.ledger.report(load_id, self.node.host.node_id, self._host)
@@ -200,7 +251,8 @@ class SimAgent:
         for seat in self.node.ranks:
             if seat.alive and seat.load.load_id == load_id:
                 self.node.in_flight_at_fault(seat)
-        self.ledger.end(load_id, self.node.now_s)
+        self.node.sync()
+        self.node.ledger.end(load_id, self.node.now_s)
 
     def coordinator_age_s(self) -> float:
         return 0.0
@@ -229,7 +281,10 @@ class SimAgent:
             return
         self.cluster.clock.after(self.cluster.config.heartbeat_s, self._beat)
         self.beats += 1
-        beat = self.ledger.beat(self.node.host.node_id, self._host, self.incarnation, self.node.now_s, self.asked_for)
+        self.node.sync()
+        beat = self.node.ledger.beat(
+            self.node.host.node_id, self._host, self.incarnation, self.node.now_s, self.asked_for
+        )
         beat = replace(beat, number=self.beats, answered=self.was_answered)
         fate = self.cluster.fate()
         times = {"lost": 0, "twice": 2}.get(fate, 1)
@@ -248,6 +303,90 @@ class SimAgent:
         return f"host-{self.node.host.node_id}"
 
 
+class SimHosting:
+    """A program that hosts one rank (`actors.hosting`): it asks its node's agent for slots, loads, ends the load."""
+
+    def __init__(self, node: SimHost, model: SimModel) -> None:
+        self.node, self.cluster = node, node.cluster
+        self.rank = node.host_rank(model, range(len(model.contents)))
+        self._pace_s = self.cluster.clock.chance.choice(PACES_S)
+        self._asked_s = self._heard_s = self.cluster.clock.now_s
+        if self._pace_s == max(PACES_S):
+            self.cluster.faults.add("slow")
+        self.cluster.client_loop.create_task(self._begin())
+
+    @property
+    def is_over(self) -> bool:
+        return not self.rank.alive or self.rank.load.ended
+
+    async def _begin(self) -> None:
+        """`_HostedLink.begin`, then the rank loads."""
+        while not (self.rank.load.begun or self.is_over):
+            try:
+                await self.cluster.ask("agent_of", self.node.host.node_id)
+                self.node.begin(self.rank.load)
+            except VersionMismatch as error:
+                self._fail(error)
+            except (LongshoreError, ValueError):  # (the node is lost)
+                if self.cluster.clock.now_s - self._asked_s > AGENT_GONE_S:
+                    self._fail(ClusterLost("the node's agent does not answer"))
+            await asyncio.sleep(0.2)
+        self._act()
+
+    def _act(self) -> None:
+        rank, chance = self.rank, self.cluster.clock.chance
+        if self.is_over:
+            return
+        self.cluster.clock.after(chance.uniform(0.02, 2 * self._pace_s), self._act)
+        if rank.asleep:
+            return
+        if rank.left:
+            if chance.random() < 0.3:  # it may be killed before
+                self._end()
+            return
+        if self.node.agent is not None and self.node.agent.up:
+            self._heard_s = self.cluster.clock.now_s
+        elif self.cluster.clock.now_s - self._heard_s > AGENT_GONE_S:
+            rank._end(ClusterLost("the node's agent does not answer"))
+            return
+        try:
+            if not rank.joined:
+                self.node.begin(rank.load)
+            elif self.node.agent is not None and self.node.agent.version != VERSION:
+                raise VersionMismatch("the node's agent runs another version")
+        except VersionMismatch as error:
+            rank._end(error)
+            return
+        act_once(rank, self.cluster)
+
+    def _fail(self, error: LongshoreError) -> None:
+        self.rank.error = error
+        self._end()
+
+    def _end(self) -> None:
+        self.node.end_load(self.rank.load)
+
+
+def act_once(rank: SimRank, cluster: ClusterSimulation) -> None:
+    """One to three things that a rank does."""
+    chance = cluster.clock.chance
+
+    def speak() -> None:
+        if not rank.left:
+            rank.exchange(cluster.fate(), chance.randrange(1, 5))
+
+    rank.give_back_closed()
+    choices: list[Callable[[], None]] = [speak]
+    if len(rank.leases) > len(rank.writing):
+        choices.append(lambda: rank.begin_write(chance.randrange(8)))
+    if rank.writing:
+        choices.append(lambda: rank.end_write(cluster.store_fault(), chance.randrange(8)))
+    if rank.readable:
+        choices.append(lambda: rank.place(chance.randrange(8)))
+    for _ in range(1 + chance.randrange(3)):
+        chance.choice(choices)()
+
+
 class SimWorker:
     """The process of a rank."""
 
@@ -257,6 +396,7 @@ class SimWorker:
         self.rank: SimRank | None = None
         self.store: StoreAccess | None = None
         self.stopped = False  # SIGSTOP
+        self.leaderless = False  # its first thread has ended: Ray takes it for dead, the others go on
         self.dead = False
         self._outcome, self._lifetime = Later(), Later()
         self._heard_s = 0.0
@@ -269,7 +409,9 @@ class SimWorker:
         return self.rank is not None and not self.dead and not self.rank.left
 
     def stop_process(self) -> None:
-        """SIGSTOP."""
+        """SIGSTOP. (Of a process that Ray takes for dead, only a SIGKILL of the test's own would be the end.)"""
+        if self.leaderless:
+            return
         self.stopped = True
         if self.rank is not None:
             self.rank.asleep = True
@@ -281,6 +423,13 @@ class SimWorker:
         if self.rank is not None:
             self.rank.asleep = False
 
+    def leader_exits(self) -> None:
+        """Its first thread ends, and Ray sees a dead process. The rank's threads go on until they are told to stop."""
+        if self.rank is not None and self.at_work and not self.stopped:
+            self.leaderless = True
+            self.actor.process = None
+            self.cluster.ray.died(self.actor)
+
     def killed(self) -> None:
         """SIGKILL."""
         self.dead = True
@@ -291,8 +440,8 @@ class SimWorker:
 
     # -- what the coordinator calls ----------------------------------------------------------------------------
 
-    def ping(self) -> None:
-        return None
+    def hello(self) -> Version:
+        return VERSION
 
     def start(self, job: RankJob, shared: bytes) -> None:
         if self.rank is not None:
@@ -307,6 +456,14 @@ class SimWorker:
         self.node.ranks.append(self.rank)
         self.node.workers[self.rank.process] = self
         self._heard_s = self.cluster.clock.now_s
+        try:
+            self.cluster.check_access(job.store)
+        except AccessDenied as error:
+            self.rank._end(error)
+            self._end(self.rank)
+            return
+        except StoreUnavailable:
+            pass  # it tries again for longer than the store is away
         self._later()
 
     def assignment(self) -> tuple[str, StoreAccess] | None:
@@ -335,35 +492,26 @@ class SimWorker:
         clock.after(clock.chance.uniform(0.02, 2 * self._pace_s), self._act)
 
     def _act(self) -> None:
-        """One thing that a rank does."""
-        rank, chance = self.rank, self.cluster.clock.chance
+        """What a rank does at a time."""
+        rank = self.rank
         if rank is None or not self.at_work or not rank.alive:
             return
         self._later()
         if rank.asleep:
             return
-        rank.give_back_closed()
-        choices: list[Callable[[], None]] = [lambda: self._speak(rank, chance)]
-        if len(rank.leases) > len(rank.writing):
-            choices.append(lambda: rank.begin_write(chance.randrange(8)))
-        if rank.writing:
-            choices.append(lambda: rank.end_write(self.cluster.store_fault(), chance.randrange(8)))
-        if rank.readable:
-            choices.append(lambda: rank.place(chance.randrange(8)))
-        for _ in range(1 + chance.randrange(3)):
-            chance.choice(choices)()
-        if rank.left:
-            self._end(rank)
-
-    def _speak(self, rank: SimRank, chance: random.Random) -> None:
-        if rank.left:
-            return
-        if self.node.agent is not None:
+        agent = self.node.agent
+        if agent is not None and agent.version != VERSION:
+            rank._end(VersionMismatch("the node's agent runs another version"))
+        elif agent is not None:
             self._heard_s = self.cluster.clock.now_s
         elif self.cluster.clock.now_s - self._heard_s > AGENT_GONE_S:
             rank._end(ClusterLost("the node's agent does not answer"))
-            return
-        rank.exchange(self.cluster.fate(), chance.randrange(1, 5))
+        if not rank.left:
+            act_once(rank, self.cluster)
+        if rank.left:
+            self._end(rank)
+            if self.leaderless:
+                self.killed()  # by the end of its last thread
 
     def _end(self, rank: SimRank) -> None:
         if rank.error is not None:

@@ -51,13 +51,18 @@ class TokenS3:
         self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
         self._thread.start()
 
+    def new_keys(self) -> Credentials:
+        """Make keys that are accepted until they `expire`."""
+        with self._lock:
+            key_id = f"AK{len(self._keys) + 1}"
+            keys = self._keys[key_id] = Credentials(key_id, secrets.token_hex(16), secrets.token_hex(16))
+            self._good.add(key_id)
+        return keys
+
     def issue(self, file: Path) -> str:
         """The access key id of new keys, which the credentials file has now, and nothing else; replaced in one go."""
-        key_id = f"AK{len(self._keys) + 1}"
-        keys = Credentials(key_id, secrets.token_hex(16), secrets.token_hex(16))
-        with self._lock:
-            self._keys[key_id] = keys
-            self._good.add(key_id)
+        keys = self.new_keys()
+        key_id = str(keys.access_key)
         whole = file.with_suffix(".new")
         whole.write_text(
             f"[default]\naws_access_key_id={key_id}\naws_secret_access_key={keys.secret_key}\n"

@@ -15,11 +15,12 @@ from cluster.config import Config
 from cluster.errors import DoesNotFit
 from cluster.fit.host_room import WORKER_BYTES
 from cluster.layouts.mesh import Layout
-from cluster.messages import NodeFacts
+from cluster.messages import NodeFacts, Version
 from cluster.plans.rank_plans import RankFacts
 from cluster.request import StoreOptions, make_request
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life
+from longshore.version import VERSION
 from storage.host.host_memory import MemoryPool
 
 MIB = 1 << 20
@@ -55,21 +56,22 @@ class Worker:
 
     def __init__(self, host: Host, *, comes: bool = True) -> None:
         self.host = host
-        self.pings = 0
+        self.hellos = 0
         self.comes = comes
         host.free_bytes -= WORKER_BYTES // 2
-        self.ping = self
+        self.hello = self
 
     def options(self, concurrency_group: str) -> Worker:
         assert concurrency_group == "control"  # a load or a call keeps it from nothing
         return self
 
-    async def remote(self) -> None:
-        self.pings += 1
+    async def remote(self) -> Version:
+        self.hellos += 1
         if not self.comes:
             raise RuntimeError("it died")
-        if self.pings == 1:
+        if self.hellos == 1:
             self.host.free_bytes -= WORKER_BYTES // 2
+        return VERSION
 
 
 class NoGangs:
@@ -108,7 +110,7 @@ def test_workers_that_are_just_starting_are_counted_once(started: int) -> None:
     workers = [Worker(host) for _ in range(started)]
     record, plan = case(host, workers)
     fit(host, record, plan)
-    assert [worker.pings for worker in workers] == [1] * started
+    assert [worker.hellos for worker in workers] == [1] * started
     assert [seat.is_up for seat in record.seats.values()] == [rank < started for rank in range(RANKS)]
     assert sum(record.host_bytes.values()) == TENSORS_BYTES  # promised
 
@@ -128,7 +130,7 @@ def test_what_fits_in_no_case_waits_for_no_worker() -> None:
     record, plan = case(host, workers)
     with pytest.raises(DoesNotFit):
         fit(host, record, plan)
-    assert [worker.pings for worker in workers] == [0, 0]
+    assert [worker.hellos for worker in workers] == [0, 0]
 
 
 def test_workers_that_never_come_up_end_the_waiting() -> None:
@@ -137,7 +139,7 @@ def test_workers_that_never_come_up_end_the_waiting() -> None:
     record, plan = case(host, workers)
     with pytest.raises(DoesNotFit):
         fit(host, record, plan)
-    assert [worker.pings for worker in workers] == [1, 1]
+    assert [worker.hellos for worker in workers] == [1, 1]
 
 
 def test_a_worker_that_was_replaced_meanwhile_is_not_taken_for_the_new_one() -> None:

@@ -16,7 +16,7 @@ from actors.coordination.agent_watch import AgentWatch
 from actors.coordination.model_record import ModelRecord, Seat
 from cluster.layouts.mesh import Layout
 from cluster.load_request import LoadRequest, StoreAccess
-from cluster.messages import AgentBeat, ArenaUse, BeatReply, LoadBeat, RankBeat
+from cluster.messages import AgentBeat, ArenaUse, BeatReply, GroupMember, LoadBeat, RankBeat
 from cluster.metrics.figures import NodeFigures
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life, LoadState
@@ -216,3 +216,23 @@ def test_agents_that_were_ended_are_not_told_of(ray_of: Ray) -> None:
     assert (watch.node_ids, watch.busy_node_ids) == ({"busy", "idle"}, {"busy"})
     watch.ended(["idle"])
     assert [node.node for node in watch.status()] == ["busy"]
+
+
+def test_a_group_has_one_revision_while_a_process_of_it_lives(ray_of: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    def member(number: int, revision: str, group: str = "run") -> GroupMember:
+        return GroupMember(f"hosted-{number}", group, "s3://m", revision)
+
+    async def run() -> list[str]:
+        watch = AgentWatch("coordinator", 60.0, {}, lambda *_: None, lambda *_: None)  # type: ignore[arg-type]
+        found = [watch.bind(member(0, "r1")), watch.bind(member(1, "r2")), watch.bind(member(2, "r2", "other"))]
+        quiet = replace(beat("living"), loads=())
+        await watch.heard(replace(quiet, members=(member(0, "r1"),)))
+        assert watch.busy_node_ids == {"living"}
+        monkeypatch.setattr(agent_watch, "BIND_S", -1.0)  # who asked and told no agent is forgotten
+        found.append(watch.bind(member(3, "r2")))
+        await watch.heard(quiet)
+        assert watch.busy_node_ids == set()
+        found.append(watch.bind(member(4, "r2")))
+        return found
+
+    assert asyncio.run(run()) == ["r1", "r1", "r2", "r1", "r2"]

@@ -1,6 +1,7 @@
 """Opening a model: with a manifest, without one, one file of it, on stores that cannot list."""
 
 import json
+from dataclasses import replace
 from pathlib import Path
 
 import numpy as np
@@ -25,6 +26,7 @@ from storage.errors import (
 )
 from storage.object_store import MemoryStore, ObjectInfo
 from storage.publishing.publish import publish
+from storage.publishing.signing_keys import SigningKey
 from storage.ranges import ByteRange
 from storage.retrying import RetryPolicy
 from tests.support.checkpoints import (
@@ -92,21 +94,22 @@ def test_odd_checkpoints_open_both_ways() -> None:
     assert open_model(published(objects)).tensors == derived.tensors
 
 
-def test_with_a_manifest_one_listing_and_one_read_are_enough(llama: dict[str, bytes]) -> None:
+def test_with_a_manifest_it_is_read_first_and_nothing_is_listed(llama: dict[str, bytes]) -> None:
     store = WrappedStore(published(llama))
     index = open_model(store)
     check_whole(index, llama)
     assert index.source == "manifest"
     assert index.notes == ()
-    assert store.requests == ["list", "read_into"]
+    assert store.requests[:2] == ["stat", "read_into"]
+    assert store.requests[2:] == ["stat"] * len(llama)  # each object of the model, by name
     assert index.chunks.digests is not None
     assert len(index.chunks.digests) == len(index.chunks)
 
 
 def test_copied_objects_are_pinned_to_their_new_versions(llama: dict[str, bytes]) -> None:
     class Copied(WrappedStore):
-        def list(self, prefix: str = ""):  # type: ignore[no-untyped-def]
-            return (ObjectInfo(i.key, i.size_bytes, f"new-{i.etag}") for i in super().list(prefix))
+        def stat(self, key: str) -> ObjectInfo:
+            return replace(super().stat(key), etag=f"new-{super().stat(key).etag}")
 
         def read_into(self, key, byte_range, buffer, *, etag=None):  # type: ignore[no-untyped-def]
             return super().read_into(key, byte_range, buffer, etag=(etag or "").removeprefix("new-") or None)
@@ -222,6 +225,15 @@ def test_missing_and_forbidden_look_the_same_to_those_who_may_not_list(llama: di
     index = open_model(store, chunk_bytes=MIB)
     check_whole(index, llama)
     assert check_revision(store, index.revision)
+    published_one = ReadOnlyByName(published(llama))
+    check_whole(open_model(published_one), llama)
+    assert published_one.requests.count("list") == 0
+    with pytest.raises(AccessDenied, match="may not be read, or there is none"):
+        open_model(store, trusted_keys=[SigningKey.generate().public])
+    shard = next(key for key in llama if key.endswith(".safetensors"))
+    published_one.delete(shard)
+    with pytest.raises(ManifestMismatch, match=f"'{shard}' is missing, or may not be read"):
+        open_model(published_one)
     for nothing in ({}, {"x.safetensors": b""}):
         with pytest.raises(AccessDenied):
             open_model(ReadOnlyByName(MemoryStore(nothing)))

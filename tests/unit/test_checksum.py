@@ -10,11 +10,9 @@ from storage.checksum import (
     DIGEST_SIZES,
     HASH_NAMES,
     MANIFEST_HASH_NAMES,
-    check_digest,
     digest_of,
     new_hasher,
 )
-from storage.errors import IntegrityError
 
 # "123456789" is the check input of the CRC catalogues; the others are the algorithms' own.
 VECTORS = [
@@ -52,11 +50,3 @@ def test_pieces_and_whole_agree(name: str, pieces: list[bytes]) -> None:
 def test_unknown_name_is_refused() -> None:
     with pytest.raises(ValueError, match="unknown hash 'sha1'"):
         new_hasher("sha1")
-
-
-def test_check_digest_says_where() -> None:
-    check_digest("blake3", b"x", digest_of("blake3", b"x"))
-    with pytest.raises(IntegrityError) as caught:
-        check_digest("blake3", b"x", digest_of("blake3", b"y"), chunk=7)
-    assert caught.value.details["chunk"] == 7
-    assert caught.value.details["found"] == digest_of("blake3", b"x").hex()

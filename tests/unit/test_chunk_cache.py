@@ -64,10 +64,12 @@ def test_no_slot_while_all_are_pinned_then_one():
     assert lease is not None
     assert cache.lease(key(2), W2, 10) is None
     assert cache.commit(lease.lease_id, 5, ["rank 0", "rank 1"])
+    chunk = cache.lookup(key(1))
+    assert chunk is not None
     assert cache.lease(key(2), W2, 10) is None
-    assert cache.drop_pins("rank 0") == 1
+    assert cache.unpin(chunk, "rank 0")
     assert cache.lease(key(2), W2, 10) is None
-    assert cache.drop_pins("rank 1") == 1
+    assert cache.unpin(chunk, "rank 1")
     assert cache.lease(key(2), W2, 10) is not None
 
 
@@ -79,7 +81,7 @@ def test_dropping_a_dead_ranks_pins_keeps_what_it_may_be_reading():
     assert cache.pin(chunk, ("load", 0, 3))
     assert cache.hold(chunk, W2, ("load", 0, 3))
     assert cache.processes() == {W2}
-    cache.drop_pins(("load", 0, 3))
+    assert cache.unpin(chunk, ("load", 0, 3))
     assert cache.lease(key(2), W1, 10) is None
     assert cache.process_dead(W2) == []
     assert cache.lease(key(2), W1, 10) is not None
@@ -132,9 +134,8 @@ def test_a_lease_past_its_deadline_gives_back_the_chunk_and_not_the_slot():
     assert key(1) not in cache
     assert cache.overdue(12, 5) == []
     assert cache.overdue(15, 5) == [late]
-    assert cache.acknowledge(late.lease_id)
-    assert cache.acknowledge(late.lease_id) is Answer.REPEATED
-    assert cache.acknowledge(again.lease_id) is Answer.LATE
+    assert cache.abandon(late.lease_id)
+    assert cache.abandon(late.lease_id) is Answer.REPEATED
     assert cache.overdue(15, 5) == []
 
 
@@ -184,7 +185,7 @@ def test_a_load_that_was_refused_and_ended_blocks_nobody():
     assert len(cache.end_owner("old", 0)) == 2
     for lease in taken:
         assert lease is not None
-        assert cache.acknowledge(lease.lease_id)
+        assert cache.abandon(lease.lease_id)
     assert cache.lease(key(3), W1, 10, owner="young")
 
 
@@ -210,7 +211,7 @@ def test_leases_of_another_arena_or_before_a_restart_are_told_apart():
     after = ChunkCache(1, journal=journal)
     assert after.restore([W1], 5) == [after.overdue(5, 0)[0]]
     assert after.commit(old.lease_id, 5) is Answer.LATE
-    assert after.acknowledge(old.lease_id)
+    assert after.abandon(old.lease_id)
     new = after.lease(key(1), W1, 10)
     assert new is not None
     assert new.lease_id != old.lease_id
@@ -246,4 +247,3 @@ def test_what_does_not_exist():
         cache.shares.drop("nobody", 0)
     assert not cache.unpin(chunk, "nobody")
     assert not cache.release(chunk, W1, "nobody")
-    assert cache.drop_pins("nobody") == 0

@@ -15,6 +15,7 @@ from typing import Any
 
 import pytest
 
+import cluster
 from cluster import client, residents
 from cluster.command_line.cli import build_parser, main
 from cluster.errors import ClusterLost, ConfigError, NotEnoughResources
@@ -130,7 +131,7 @@ def test_load_passes_every_option_to_the_client(run: Run, fake_load: SimpleNames
             "--no-keep",
         ],
         *["--address", "head:6379", "--wait-for-resources", "30", "--timeout", "600", "--placement", "direct"],
-        *["--trusted-key", "k1", "--trusted-key", "k2"],
+        *["--trusted-key", "k1", "--trusted-key", "k2", "--revision", "ab" * 32, "--signed-name", "n"],
         *["--layout-rules", "rules.json", "--dtype", "bfloat16", "--quantization", "int4"],
         *["--skip-quantization", "default", "--skip-quantization", "**.down_proj.weight"],
         *["--fit", "auto", "--gpu-memory-utilization", "0.9", "--reserve", "2GB"],
@@ -164,6 +165,8 @@ def test_load_passes_every_option_to_the_client(run: Run, fake_load: SimpleNames
         "placement": "direct",
         "timeout_s": 600.0,
         "trusted_keys": ["k1", "k2"],
+        "signed_name": "n",
+        "revision": "ab" * 32,
         "endpoint_url": "http://store:9000",
         "region": "r",
         "profile": "p",
@@ -204,6 +207,22 @@ def test_wrong_usage_is_2(run: Run, argv: list[str]) -> None:
     assert "longshore" in err
 
 
+def test_the_command_alone_prints_its_help(run: Run) -> None:
+    _, help_page, _ = run("--help")
+    assert run() == (2, "", help_page)
+
+
+@pytest.mark.parametrize(
+    ("argv", "meant"),
+    [(["plna", "s3://m"], "plan"), (["relaese"], "release"), (["load", "s3://m", "--device", "cude"], "cuda")],
+)
+def test_the_nearest_verb_or_value_is_suggested(run: Run, argv: list[str], meant: str) -> None:
+    code, out, err = run(*argv)
+    assert (code, out) == (2, "")
+    assert err.endswith(f"; did you mean {meant}?\n")
+    assert "did you mean" not in run("xyzzy")[2]
+
+
 def test_help_names_every_verb_and_exit_code(run: Run) -> None:
     code, out, _ = run("--help")
     assert code == 0
@@ -236,6 +255,34 @@ def test_load_prints_a_table_and_lines_of_progress(run: Run, fake_load: SimpleNa
     assert "each with its blake3 digest" in out
     assert [line.split()[1] for line in err.splitlines()] == ["planning", "loading", "ready"]
     assert "\x1b" not in out + err
+
+
+def test_a_resident_model_has_no_rate(run: Run, fake_load: SimpleNamespace) -> None:
+    def total() -> str:
+        return next(
+            line.rstrip() for line in run("load", "s3://models/llama")[1].splitlines() if line.startswith(" total")
+        )
+
+    assert total().endswith("B/s")
+    fake_load.report = replace(load_report(), resident=True)
+    assert total().endswith(" s, already resident")
+
+
+def test_the_peak_of_memory_names_the_share_of_the_arena(run: Run, fake_load: SimpleNamespace) -> None:
+    loaded = load_report()
+    fake_load.report = replace(loaded, nodes=(replace(loaded.nodes[0], arena_bytes=5_400_000_000),))
+    _, out, _ = run("load", "s3://models/llama")
+    (line,) = (line.rstrip() for line in out.splitlines() if "peak host memory" in line)
+    assert line.endswith("GB, 5.40 GB of it the arena")
+    assert json.loads(run("load", "s3://models/llama", "--json")[1])["arena_bytes"] == 5_400_000_000
+
+
+def test_a_report_prints_as_its_table(run: Run, fake_load: SimpleNamespace) -> None:
+    fake_load.report = load_report()
+    _, out, _ = run("load", "s3://models/llama")
+    assert str(fake_load.report) == "\n".join(line.rstrip() for line in out.splitlines())
+    assert repr(fake_load.report).startswith("LoadReport('llama-1', ranks=")
+    assert len(repr(fake_load.report)) < 80
 
 
 def test_load_without_digests_says_so(run: Run, fake_load: SimpleNamespace) -> None:
@@ -275,24 +322,45 @@ def test_json_is_one_document_on_stdout(run: Run, fake_load: SimpleNamespace) ->
 def test_status(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     progress = LoadProgress("m1", "s3://b/m", "ready", 10, 10, 10, 4, 4, 1.0)
     broken = LoadProgress("m2", "s3://b/n", "failed", 0, 10, 0, 0, 1, 1.0)
-    models = (
-        ModelStatus(progress, "r1", Layout(4), "cuda", True, 2, ("a", "a", "b", "b")),
-        ModelStatus(broken, "r2", Layout(), "cpu", False, 0, (), "chunk 7 could not be had"),
+    models = (ModelStatus(progress, "r1", Layout(4), "cuda", True, 2, ("a", "a", "b", "b")),)
+    ended = (ModelStatus(broken, "r2", Layout(), "cpu", False, 0, (), "chunk 7 could not be had", ended_age_s=41.7),)
+    node = NodeStatus(
+        "0123456789abcdef",
+        "a",
+        1 << 30,
+        1 << 29,
+        1,
+        0,
+        0.3,
+        disk_unkept_chunks=17,
+        disk_budget_bytes=4 << 30,
+        disk_used_bytes=3 << 29,
     )
-    node = NodeStatus("0123456789abcdef", "a", 1 << 30, 1 << 29, 1, 0, 0.3, disk_unkept_chunks=17)
     gang = GangStatus("m0-12ab", "cuda", ("a", "a", "b"), 1 << 20, 12.0)
-    status = ClusterStatus("0.1.0", "c1", models, (node,), (gang,))
+    status = ClusterStatus("0.1.0", "c1", models, (node,), (gang,), ended=ended)
     monkeypatch.setattr(residents, "status", lambda address: status)
     code, out, _ = run("status")
     assert code == 0
     assert "4/4" in out
-    assert "m2: chunk 7 could not be had" in out
+    lines = out.splitlines()
+    assert [line.split() for line in lines if line.startswith("m2")] == [
+        ["m2", "failed", "42", "s", "ago", "chunk", "7", "could", "not", "be", "had"]
+    ]
+    assert lines.index(next(line for line in lines if line.startswith("ended lately"))) > lines.index(
+        next(line for line in lines if line.startswith("0123456789ab"))
+    )
+    assert "1.61 GB of 4.29 GB" in out  # of the disk tier
+    assert str(status) == "\n".join(line.rstrip() for line in lines)
     assert "537 MB" in out
     assert "17" in next(line for line in out.splitlines() if "537 MB" in line)
     assert "a: 2, b: 1" in out
     assert "3 cuda workers of m0-12ab idle for 12 s" in out
     code, out, _ = run("status", "--json")
-    assert json.loads(out)["models"][1]["error"] == "chunk 7 could not be had"
+    document = json.loads(out)
+    assert [model["progress"]["model_id"] for model in document["models"]] == ["m1"]
+    assert [(model["error"], model["ended_age_s"]) for model in document["ended"]] == [
+        ("chunk 7 could not be had", 41.7)
+    ]
 
 
 @pytest.mark.parametrize(
@@ -312,14 +380,61 @@ def test_release(run: Run, monkeypatch: pytest.MonkeyPatch, argv: list[str], cal
         ModelStatus(LoadProgress(m, "u", "ready", 1, 1, 1, 1, 1, 1.0), "r", Layout(), "cpu", True, 0, ("a",))
         for m in ("m1", "m2")
     )
-    monkeypatch.setattr(residents, "status", lambda address: ClusterStatus("v", "c", models, ()))
-    monkeypatch.setattr(residents, "release", lambda m, force, address: done.append(("release", m, force)))
+    dead = (replace(models[0], progress=replace(models[0].progress, model_id="m0", state="failed")),)
+    monkeypatch.setattr(residents, "status", lambda address: ClusterStatus("v", "c", models, (), ended=dead))
+
+    def release(model_id: str, force: bool, address: str | None) -> residents.Released:
+        done.append(("release", model_id, force))
+        return residents.Released(model_id, model_id == "m1", int(model_id != "m1"))
+
+    monkeypatch.setattr(residents, "release", release)
     monkeypatch.setattr(residents, "shutdown", lambda address: done.append(("shutdown",)))
     monkeypatch.setattr(residents, "release_warm", lambda address: done.append(("release_warm",)) or 1)
     code, out, _ = run("release", *argv, "--json")
     assert code == 0
     assert done == calls
-    assert json.loads(out)["released"] == [call[1] for call in calls if call[0] == "release"]
+    asked = [call[1] for call in calls if call[0] == "release"]
+    said = json.loads(out)
+    assert (said["released"], said["held"]) == ([m for m in asked if m == "m1"], {"m2": 1} if "m2" in asked else {})
+    _, out, _ = run("release", *argv)
+    assert ("m1 is freed" in out) == ("m1" in asked)
+    assert ("m2 is not kept any more, but another process holds it" in out) == ("m2" in asked)
+
+
+def test_ctrl_c_says_what_goes_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    interrupt = KeyboardInterrupt()
+    interrupt.add_note("the load goes on in the cluster")
+    fail_with(monkeypatch, interrupt)
+    assert run("load", "s3://m") == (130, "", "longshore: the load goes on in the cluster\nlongshore: interrupted\n")
+
+
+def test_release_all_goes_on_after_one_that_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+    outcomes: dict[str, Any] = {
+        "m1": cluster.RemoteCallFailed("a bug"),
+        "m2": cluster.ModelNotFound("it ended just now"),
+        "m3": residents.Released("m3", True, 0),
+    }
+    models = tuple(
+        ModelStatus(LoadProgress(m, "u", "ready", 1, 1, 1, 1, 1, 1.0), "r", Layout(), "cpu", True, 0, ("a",))
+        for m in outcomes
+    )
+    monkeypatch.setattr(residents, "status", lambda address: ClusterStatus("v", "c", models, ()))
+
+    def release(model_id: str, force: bool, address: str | None) -> residents.Released:
+        if isinstance(outcomes[model_id], Exception):
+            raise outcomes[model_id]
+        return outcomes[model_id]
+
+    monkeypatch.setattr(residents, "release", release)
+    code, out, err = run("release", "--all", "--json")
+    assert (code, err) == (1, "longshore: m1: a bug\n")
+    said = json.loads(out)
+    assert (said["released"], said["failed"]) == (["m3"], {"m1": "a bug"})
+    assert run("release", "--all")[:2] == (1, "m3 is freed\n")
+    assert run("release", "m1")[0] == 1
+    assert run("release", "m2")[0] == 2
+    outcomes["m1"] = cluster.ClusterLost("nobody answers")
+    assert run("release", "--all")[0] == 7
 
 
 # what fails
@@ -368,7 +483,8 @@ def test_an_error_cannot_carry_escape_codes(run: Run, monkeypatch: pytest.Monkey
 
 def test_ctrl_c_is_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_with(monkeypatch, KeyboardInterrupt())
-    assert run("load", "s3://m") == (130, "", "longshore: interrupted\n")
+    quiet = "longshore: nothing was asked of the cluster yet\n"
+    assert run("load", "s3://m") == (130, "", f"{quiet}longshore: interrupted\n")
 
 
 # for real, without a cluster
@@ -378,6 +494,9 @@ def test_publish_plan_verify(run: Run, model: Path) -> None:
     code, out, err = run("publish", str(model), "--chunk-size", "1MiB")
     assert code == 0, err
     assert "manifest written" in out
+
+    plan_page = run("plan", str(model), "--dtype", "bf16")[1]
+    assert str(plan_ahead.plan(model, dtype="bf16")) == "\n".join(line.rstrip() for line in plan_page.splitlines())
 
     code, out, _ = run("plan", str(model), "--tp", "2", "--json")
     plan = json.loads(out)
@@ -463,7 +582,7 @@ def test_bad_input_ends_with_its_code(run: Run, model: Path, tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(
-    "uri", ["", "  ", "s3://", "s3://b/../m", "..", "../m", "s3://a:b@c/m", "s3://b!/m", "file://host/m"]
+    "uri", ["", "  ", "s3://", "s3:/b/m", "s3://b/../m", "m/../n", "s3://a:b@c/m", "s3://b!/m", "file://host/m"]
 )
 def test_a_uri_that_cannot_be_meant_is_2(run: Run, model: Path, uri: str) -> None:
     for argv in (["plan", uri], ["verify", uri], ["publish", uri], ["publish", str(model), uri], ["doctor", uri]):
@@ -606,7 +725,7 @@ def test_what_needs_no_library_imports_none(argv: list[str]) -> None:
 
 def test_choices_are_those_of_the_code_that_takes_them() -> None:
     from cluster.command_line import checkpoint_arguments as arguments
-    from cluster.precision.recipes import DTYPES, SCHEMES
+    from cluster.precision.recipes import DTYPE_NAMES, SCHEMES
     from cluster.request import PLACEMENTS
 
-    assert (DTYPES, tuple(SCHEMES), PLACEMENTS) == (arguments.DTYPES, arguments.SCHEMES, arguments.PLACEMENTS)
+    assert (DTYPE_NAMES, tuple(SCHEMES), PLACEMENTS) == (arguments.DTYPES, arguments.SCHEMES, arguments.PLACEMENTS)

@@ -22,17 +22,21 @@ from ray.exceptions import GetTimeoutError
 from actors.coordination import load_run, spawn
 from actors.coordination.agent_watch import REBUILD_S, AgentWatch
 from actors.coordination.model_record import ModelRecord
+from actors.coordinator import Coordinator
 from actors.node.rank_place import RankPlace
+from cluster.errors import VersionMismatch
 from cluster.fit.needs import min_slots
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.leases import Lease
 from storage.arena.slot_table import SlotTable
+from storage.errors import LongshoreError
 from tests.support.cluster_simulation import ClusterSimulation, SimClient
 from tests.support.node_simulation import SimModel
 from tests.support.simulated_workers import SimHost, SimWorker
 
 MODELS = {"a": SimModel(tuple(range(12))), "b": SimModel((3, 4, 5, 50, 51, 52, 53)), "c": SimModel((90,))}
 LAYOUTS = ((1, 1), (2, 1), (1, 2), (3, 1))  # (tensor parallel, replicas)
+KEYS = (None, None, "good", "other", "refused")  # access keys that clients pass; the store refuses the last
 ROOMY_SLOTS = 200
 SCALE = settings().max_examples // 40  # 1 in the usual profile
 
@@ -41,7 +45,8 @@ def cluster_of(seed: int, hosts: int, roomy: bool, node_wait_s: float) -> Cluste
     slots = ROOMY_SLOTS if roomy else min_slots(2) + 2
     cluster = ClusterSimulation(seed, hosts=hosts, slots=slots, roomy=roomy, node_wait_s=node_wait_s)
     cluster.models.update(MODELS)
-    cluster.faults.add("places")  # loads that ask for more than there is are refused
+    cluster.refused.add("refused")
+    cluster.faults |= {"access", "places"}  # loads that ask for more than there is are refused
     return cluster
 
 
@@ -90,15 +95,40 @@ class ClusterMachine(RuleBasedStateMachine):
         wait_s=st.sampled_from([0.0, 30.0]),
         timeout_s=st.sampled_from([None, None, None, 3.0, 10.0]),
         keep=st.sampled_from([False, False, False, True]),
+        key=st.sampled_from(KEYS),
     )
-    def load(self, uri: str, layout: tuple[int, int], wait_s: float, timeout_s: float | None, keep: bool) -> None:
-        self.the_cluster.load(uri, *layout, wait_for_resources_s=wait_s, timeout_s=timeout_s, keep=keep)
+    def load(
+        self, uri: str, layout: tuple[int, int], wait_s: float, timeout_s: float | None, keep: bool, key: str | None
+    ) -> None:
+        self.the_cluster.load(uri, *layout, wait_for_resources_s=wait_s, timeout_s=timeout_s, keep=keep, key=key)
 
     @precondition(lambda self: self.cluster is not None and 0 < len(self.cluster.clients) < 5)
     @rule(index=st.integers(0, 4))
     def same_load_again(self, index: int) -> None:
         request = self.the_cluster.clients[index % len(self.the_cluster.clients)].request
         self.the_cluster.load(request.uri, request.layout.tensor_parallel_size, request.layout.data_parallel_size)
+
+    @precondition(lambda self: self.cluster is not None and len(self.cluster.hostings) < 3)
+    @rule(uri=st.sampled_from(sorted(MODELS)), index=st.integers(0, 3))
+    def program_hosts_a_rank(self, uri: str, index: int) -> None:
+        host = self._host(index)
+        if host is not None:
+            self.the_cluster.host_rank(uri, host)
+
+    @rule(index=st.integers(0, 3), stop=st.booleans())
+    def program_is_killed_or_stopped(self, index: int, stop: bool) -> None:
+        hostings = [hosting for hosting in self.the_cluster.hostings if not hosting.is_over]
+        if hostings and stop:
+            self.the_cluster.faults.add("worker")
+            hostings[index % len(hostings)].rank.asleep = True
+        elif hostings:
+            self.the_cluster.kill_hosting(hostings[index % len(hostings)])
+
+    @rule(index=st.integers(0, 9))
+    def first_thread_of_a_worker_ends(self, index: int) -> None:
+        worker = self._worker(index)
+        if worker is not None:
+            self.the_cluster.leader_exits(worker)
 
     @rule(index=st.integers(0, 9), seconds=st.sampled_from([0.0, 0.5]))
     def worker_is_killed(self, index: int, seconds: float) -> None:
@@ -124,6 +154,14 @@ class ClusterMachine(RuleBasedStateMachine):
     def agent_is_killed(self, index: int, seconds: float) -> None:
         host = self._host(index)
         if host is not None:
+            self.the_cluster.kill_agent(host)
+            self.the_cluster.run(seconds)
+
+    @rule(index=st.integers(0, 3), seconds=st.sampled_from([0.0, 0.5]))
+    def agent_is_replaced_by_one_of_another_version(self, index: int, seconds: float) -> None:
+        host = self._host(index)
+        if host is not None:
+            self.the_cluster.install_other_version(host)
             self.the_cluster.kill_agent(host)
             self.the_cluster.run(seconds)
 
@@ -217,14 +255,22 @@ def wish(cluster: ClusterSimulation, chance: random.Random) -> None:
         wait_for_resources_s=chance.choice([0.0, 30.0]),
         timeout_s=chance.choice([None, None, None, 10.0]),
         keep=chance.random() < 0.2,
+        key=chance.choice(KEYS),
     )
 
 
 def disturb(cluster: ClusterSimulation, chance: random.Random) -> None:
     """One fault."""
     workers, living = cluster.workers(), [node for node in cluster.hosts if node.host.lives]
-    action = chance.randrange(14)
-    if action < 2 and workers:
+    action = chance.randrange(18)
+    hostings = [hosting for hosting in cluster.hostings if not hosting.is_over]
+    if action == 15 and living:
+        cluster.host_rank(chance.choice(sorted(MODELS)), chance.choice(living))
+    elif action == 16 and hostings:
+        cluster.kill_hosting(chance.choice(hostings))
+    elif action == 17 and workers:
+        cluster.leader_exits(chance.choice(workers))
+    elif action < 2 and workers:
         cluster.kill_worker(chance.choice(workers))
     elif action < 4 and workers:
         cluster.stop_worker(chance.choice(workers))
@@ -233,6 +279,10 @@ def disturb(cluster: ClusterSimulation, chance: random.Random) -> None:
             worker.continue_process()
     elif action == 5 and living:
         cluster.kill_agent(chance.choice(living))
+    elif action == 13 and living and chance.random() < 0.3:
+        node = chance.choice(living)
+        cluster.install_other_version(node)
+        cluster.kill_agent(node)
     elif action < 8:
         cluster.kill_coordinator()
     elif action == 8 and living and chance.random() < 0.5:
@@ -286,6 +336,40 @@ def close_call(seed: int) -> ClusterSimulation:
     return cluster
 
 
+def hosted_life(seed: int) -> ClusterSimulation:
+    """Programs that host ranks beside a load, in an arena that is small, and are killed or lose their first thread."""
+    chance = random.Random(seed)
+    cluster = cluster_of(seed, 1, chance.random() < 0.3, 0.0)
+    node = cluster.hosts[0]
+    try:
+        for _ in range(chance.randrange(20, 60)):
+            running = [hosting for hosting in cluster.hostings if not hosting.is_over]
+            if len(running) < 3 and chance.random() < 0.3:
+                cluster.host_rank(chance.choice(sorted(MODELS)), node)
+            elif running and chance.random() < 0.2:
+                cluster.kill_hosting(chance.choice(running))
+            elif chance.random() < 0.05:
+                cluster.load("a", 1, 1, wait_for_resources_s=30.0)
+            elif chance.random() < 0.05:
+                cluster.kill_agent(node)
+            elif chance.random() < 0.05 and cluster.workers():
+                cluster.leader_exits(chance.choice(cluster.workers()))
+            cluster.run(chance.choice([0.05, 0.3, 1.0]))
+        cluster.settle()
+        for hosting in cluster.hostings:
+            assert not hosting.rank.alive or hosting.rank.finished or hosting.rank.error is not None
+        cluster.end()
+    finally:
+        cluster.close()
+    return cluster
+
+
+@settings(max_examples=60 * SCALE, deadline=None, derandomize=SCALE == 1, suppress_health_check=list(HealthCheck))
+@given(seed=st.integers(0, 2**32))
+def test_programs_that_host_ranks(seed: int) -> None:
+    hosted_life(seed)
+
+
 @settings(max_examples=120 * SCALE, deadline=None, derandomize=SCALE == 1, suppress_health_check=list(HealthCheck))
 @given(seed=st.integers(0, 2**32))
 def test_long_lives(seed: int) -> None:
@@ -307,6 +391,53 @@ def test_without_faults_every_load_is_ready_and_each_chunk_is_fetched_once_by_a_
         assert all(client.ready for client in clients)
         assert len({client.model_id for client in clients}) == 1
         assert all(node.spare_fetches == 0 for node in cluster.hosts)
+        cluster.end()
+    finally:
+        cluster.close()
+
+
+def test_at_a_shutdown_a_model_that_does_not_end_delays_no_other() -> None:
+    cluster = cluster_of(5, 2, True, 0.0)
+    free = Coordinator._free
+    try:
+        stuck, other = cluster.load("a", 1, 1), cluster.load("b", 1, 1)
+        cluster.settle()
+
+        async def slowly(coordinator: Coordinator, record: ModelRecord, error: LongshoreError) -> None:
+            if record.model_id == stuck.model_id:
+                await asyncio.sleep(30.0)
+            await free(coordinator, record, error)
+
+        with patch.object(Coordinator, "_free", slowly):
+            cluster.client_loop.create_task(cluster.ask("shutdown"))
+            cluster.run(10.0)
+            over = {record.model_id: record.life.is_over for record in cluster.records()}
+            assert over == {stuck.model_id: False, other.model_id: True}
+            cluster.run(40.0)
+        assert all(record.life.is_over for record in cluster.records())
+    finally:
+        cluster.close()
+
+
+@pytest.mark.parametrize("after_s", [None, 0.5, 3.0, 6.0])
+def test_an_agent_of_another_version_ends_a_load_with_one_typed_error(after_s: float | None) -> None:
+    """It is there before the load, or takes the place of one that was killed while the load is under way."""
+    cluster = cluster_of(11, 2, True, 0.0)
+    try:
+        if after_s is None:
+            cluster.install_other_version(cluster.hosts[0])
+        client = cluster.load("a", 3, 1)
+        if after_s is not None:
+            cluster.trouble = 0.5  # it goes slowly
+            cluster.run(after_s)
+            cluster.install_other_version(cluster.hosts[0])
+            cluster.kill_agent(cluster.hosts[0])
+        cluster.settle()
+        assert client.ready or type(client.error) is VersionMismatch
+        assert after_s is not None or (client.error is not None and "9.9.9" in str(client.error))
+        other = cluster.load("b", 3, 1)
+        cluster.settle()
+        assert type(other.error) is VersionMismatch
         cluster.end()
     finally:
         cluster.close()

@@ -14,10 +14,12 @@ from ray.exceptions import RayActorError
 
 from actors.coordination import nodes
 from actors.coordination.model_record import ModelRecord
+from cluster import messages
 from cluster.command_line.cli import main
 from cluster.config import Config
 from cluster.errors import ClusterLost
 from cluster.layouts.mesh import Layout
+from cluster.messages import pack_message, unpack_message
 from cluster.plans.chunk_keys import NO_KEY
 from cluster.preview import cluster_view, plan_ahead
 from cluster.preview.cluster_view import AskedCluster, find_cluster, node_names, seat_ranks
@@ -29,6 +31,7 @@ from cluster.request import StoreOptions, make_request
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life
 from cluster.scheduling.topology import NodeInfo
+from longshore.version import VERSION
 from storage.errors import ArenaError
 from storage.host.gpu_memory import GpuMemory
 from tests.support.checkpoints import safetensors_bytes
@@ -73,17 +76,20 @@ def test_agents_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) ->
     here = HeldChunks.of([(True, False)])
 
     def agent(answer: Any) -> SimpleNamespace:
-        async def holds(keys: bytes) -> HeldChunks:
-            assert keys == NO_KEY
+        async def packed(call: str, arguments: bytes) -> bytes:
+            assert (call, unpack_message(arguments, "the coordinator", "a test")) == ("holds", (NO_KEY,))
             if answer == "silent":
                 await asyncio.sleep(60)
             if isinstance(answer, Exception):
                 raise answer
-            return here
+            with monkeypatch.context() as patched:
+                patched.setattr(messages, "VERSION", answer or VERSION)
+                return pack_message(here)
 
-        return SimpleNamespace(holds=SimpleNamespace(remote=holds))
+        return SimpleNamespace(packed=SimpleNamespace(remote=packed))
 
     agents = {"well": agent(""), "dead": agent(RayActorError()), "slow": agent("silent"), "ill": agent(ArenaError("x"))}
+    agents |= {"older": SimpleNamespace(), "other": agent((6, "9.9.9"))}
     monkeypatch.setattr(nodes.spawn, "find_agent", agents.get)
     monkeypatch.setattr(nodes, "FACTS_S", 0.1)
     found = asyncio.run(nodes.held_on([*agents, "new"], NO_KEY))
@@ -93,6 +99,8 @@ def test_agents_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) ->
         "slow": "its agent does not answer within 0 s",
         "ill": "its agent does not answer (ArenaError)",
         "new": "no agent runs there yet",
+        "older": "its agent does not answer (VersionMismatch)",
+        "other": "its agent does not answer (VersionMismatch)",
     }
 
 

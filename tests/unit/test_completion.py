@@ -89,4 +89,4 @@ def test_without_the_package_it_says_what_to_install(
 ) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)
     assert main(["completion", "bash"]) == 7
-    assert "longshore[completion]" in capsys.readouterr().err
+    assert "pip install '.[completion]'" in capsys.readouterr().err

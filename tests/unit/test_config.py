@@ -16,7 +16,8 @@ def test_settings_come_from_the_environment_and_overrides_win() -> None:
 @pytest.mark.parametrize("value", ["inf", "nan", "1e300", "0", "-1", "", "soon"])
 @pytest.mark.parametrize("name", [name for name in Config.model_fields if name.endswith("_s")])
 def test_times_that_cannot_be_meant(name: str, value: str) -> None:
-    if name in ("warm_workers_s", "node_wait_s", "cluster_lost_after_s", "idle_agent_s") and value == "0":
+    may_be_off = ("warm_workers_s", "node_wait_s", "cluster_lost_after_s", "idle_agent_s", "access_grace_s")
+    if name in may_be_off and value == "0":
         assert getattr(Config.from_env({f"LONGSHORE_{name.upper()}": value}), name) == 0  # off, or Ray's
         return
     with pytest.raises(ConfigError, match=f"LONGSHORE_{name.upper()}"):
@@ -66,6 +67,9 @@ def test_the_folder_for_chunks_on_disk() -> None:
 
 def test_settings_that_a_running_cluster_has_otherwise_are_named() -> None:
     running = Config(heartbeat_s=0.25).model_dump()
-    assert Config(heartbeat_s=0.25).differences(running) == []
-    assert Config(heartbeat_s=0.25, fetch_threads=3).differences(running) == ["fetch_threads=16"]
-    assert Config().differences({**running, "of_another_version": 1}) == ["heartbeat_s=0.25"]
+    assert Config(heartbeat_s=0.25).without_effect(running) == []
+    assert Config(heartbeat_s=0.25, fetch_threads=3).without_effect(running) == ["fetch_threads=16"]
+    assert Config(heartbeat_s=0.5).without_effect({**running, "of_another_version": 1}) == ["heartbeat_s=0.25"]
+    assert Config().without_effect(running) == []  # nothing was given here
+    narrowing = {"allowed_schemes": "s3", "trusted_keys": "none", "cluster_lost_after_s": 3.0}
+    assert Config(**narrowing).without_effect(running) == []

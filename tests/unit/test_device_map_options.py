@@ -18,11 +18,12 @@ from cluster.fit.needs import gpu_bytes, host_bytes
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig
 from cluster.plans.load_plan import LoadPlan
-from cluster.plans.planning import build_load_plan, check_plan
+from cluster.plans.planning import build_load_plan
 from cluster.plans.rank_plans import rank_facts
 from cluster.precision.recipes import Precision
 from cluster.preview.plan_summary import summarize_plan
 from cluster.request import StoreOptions, make_request
+from tests.support.plan_oracle import check_plan
 from tests.support.planned_models import as_bf16, carry_out, llama_shapes, random_arrays, store_arrays
 
 ARRAYS = random_arrays(llama_shapes(3, 32, 48, 4, 2, 40))
@@ -71,8 +72,10 @@ def test_what_is_read() -> None:
         (dict(device_map="auto", max_memory={0: 1, "cuda:0": 1}), "twice"),
         (dict(device_map="auto", folder="relative"), "absolute path"),
         (dict(device_map="auto", folder="/"), "a folder of its own"),
-        (dict(device_map=None, max_memory={0: 1}), "max_memory goes with device_map"),
-        (dict(device_map=None, folder="/x"), "offload_folder goes with device_map"),
+        (dict(device_map=None, max_memory={}), "max_memory must be a dictionary"),
+        (dict(device_map=None, max_memory={0: 1}, layout={"tensor_parallel_size": 2}), "max_memory is for one rank"),
+        (dict(device_map=None, folder="/x", layout={"fsdp_size": 2}), "offload_folder is for one rank"),
+        (dict(device_map=None, max_memory={0: 1}, device="cpu"), "device='cpu' has no GPUs"),
         (dict(device_map="auto", layout={"tensor_parallel_size": 2}), "the layout has 2 ranks"),
         (dict(device_map="auto", layout={"data_parallel_size": 3}), "the layout has 3 ranks"),
         (dict(device_map={"": 0}, device="cpu"), "device='cpu' has no GPUs"),
@@ -82,6 +85,13 @@ def test_what_is_read() -> None:
 def test_what_cannot_be_meant(arguments: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         options(**arguments)
+
+
+def test_limits_alone_are_limits_of_the_usual_map() -> None:
+    limits = {0: 10, "cpu": "2GiB"}
+    assert options(None, limits) == options("auto", limits)
+    assert options(None, {"cpu": 5}, "/x") == options("auto", {"cpu": 5}, "/x")
+    assert options(None, None, "/x") == options("auto", None, "/x")
 
 
 def planned(device_map: Any, max_memory: Any = None, folder: Any = None, config: ModelConfig | None = None) -> LoadPlan:

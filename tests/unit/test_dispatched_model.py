@@ -46,7 +46,7 @@ def test_logits_are_those_of_the_whole_model(tmp_path: Path, tied: bool, main: s
     config = parse_model_config(objects["config.json"])
     plan = build_load_plan(index, Layout(), config=config, device_map=options)
     rank = plan.ranks[0]
-    device = open_mapped(rank, str(folder), "load 0", 0)
+    device = open_mapped(rank, str(folder), "load 0")
     items = expand_read_items(rank.sources, plan.chunks)
     device.allocate(rank.segment_bytes)
     for chunk in rank.chunk_ids.tolist():

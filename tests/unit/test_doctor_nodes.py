@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import threading
 from collections.abc import Callable, Iterator
 from dataclasses import replace
@@ -24,8 +25,9 @@ from storage.ranges import ByteRange
 from tests.support.checkpoints import write_tiny_llama
 
 SHM = Check("/dev/shm", "ok", "64 GB free")
-GPU_NODE = NodeLook("a", 8, "580.1", "13.0", "2.13.0", "2.27.3", 8, 0, SHM, ())
-CPU_NODE = NodeLook("b", 0, "", "", "2.13.0+cpu", "", None, 0, SHM, ())
+SETTINGS = (Check("settings", "ok", "all at their defaults"),)
+GPU_NODE = NodeLook("a", 8, "580.1", "13.0", "2.13.0", "2.27.3", 8, 0, 0, SHM, SETTINGS, ())
+CPU_NODE = NodeLook("b", 0, "", "", "2.13.0+cpu", "", None, 0, 0, SHM, SETTINGS, ())
 
 
 # judgements
@@ -58,6 +60,14 @@ def test_versions_that_nodes_have_to_have_in_common() -> None:
     found = {check.name: check for check in node_checks.judge_alike([GPU_NODE, other, CPU_NODE])}
     assert set(found) == {"nccl versions", "cuda drivers", "torch versions"}
     assert found["nccl versions"].detail == "2.20.0 (as on c), 2.27.3 (as on a)"
+
+
+@pytest.mark.parametrize(("niceness", "outcome"), [(-5, "ok"), (0, "ok"), (15, "warn")])
+def test_workers_of_low_priority_are_warned_of(niceness: int, outcome: str) -> None:
+    check = node_checks.judge_niceness("a 1234", replace(CPU_NODE, niceness=niceness))
+    assert (check.name, check.outcome) == ("niceness a 1234", outcome)
+    assert str(niceness) in check.detail
+    assert ("RAY_worker_niceness=0" in check.hint) == (outcome == "warn")
 
 
 def test_an_arena_that_is_there_is_no_lack_of_shared_memory() -> None:
@@ -220,7 +230,9 @@ def test_every_node_is_looked_at(nodes: list[Node], tmp_path: Path) -> None:
     write_tiny_llama(tmp_path / "llama")
     checks = list(node_checks.check_each_node(None, nodes, str(tmp_path / "llama"), {}, bandwidth=True))
     assert {check.name: check.outcome for check in checks if "one" in check.name} == {
+        "settings one one01234": "ok",
         "gpus one one01234": "skip",
+        "niceness one one01234": "ok" if os.nice(0) <= 0 else "warn",
         "/dev/shm one one01234": next(c.outcome for c in checks if c.name.startswith("/dev/shm")),
         "store one one01234": "ok",
         "clock one one01234": "ok",

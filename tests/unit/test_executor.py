@@ -10,12 +10,11 @@ from pathlib import Path
 import pytest
 
 from actors.rank.executor import RankLoader
-from cluster.errors import ChunkFailed, ClusterLost, DoesNotFit, LoadCancelled, RankLost
+from cluster.errors import AgentEnded, ChunkFailed, ClusterLost, DoesNotFit, LoadCancelled, RankLost
 from cluster.fit.needs import min_slots
 from cluster.plans.load_plan import LoadPlan
 from cluster.reports.report import RankReport
 from storage.errors import (
-    ArenaError,
     IntegrityError,
     LongshoreError,
     ObjectChanged,
@@ -364,9 +363,9 @@ def test_an_agent_that_shuts_down_is_an_error_not_a_hang(shm_dir: Path):
         store.go.set()
         for thread in threads:
             thread.join()
-        assert all(isinstance(rank.outcome, ArenaError) for rank in ranks)
+        assert all(isinstance(rank.outcome, AgentEnded) for rank in ranks)
         for call in (node.agent.facts, lambda: node.agent.report("x"), lambda: node.agent.rank_lost("x", 0, 1)):
-            with pytest.raises(ArenaError):
+            with pytest.raises(AgentEnded):
                 call()
         node.agent.end("x")
         node.agent.shutdown()

@@ -21,16 +21,18 @@ README = Path(__file__).resolve().parents[2] / "README.md"
     ("code", "kinds"),
     [
         (1, "LongshoreError LoadError ChunkFailed RankLost NodeLost LoadTimeout LoadCancelled PublishError"),
-        (1, "RemoteCallFailed"),
+        (1, "RemoteCallFailed CallTimeout"),
         (2, "ConfigError ModelNotFound InvalidUri"),
         (
             3,
             "PlanError LayoutError DoesNotFit ModelConfigError NotACheckpoint PickleRefused InvalidHeader InvalidIndex",
         ),
-        (4, "NotEnoughResources DeviceUnavailable ArenaTooLarge ArenaTooSmall ArenaCorrupt"),
+        (4, "NotEnoughResources DeviceUnavailable ArenaTooLarge ArenaTooSmall ArenaBusy ArenaCorrupt"),
         (5, "StoreError ObjectNotFound AccessDenied StoreUnavailable Throttled ShortRead RangeMismatch ObjectChanged"),
+        (5, "ProxyRefused"),
         (6, "IntegrityError ManifestError InvalidManifest NewerManifest ManifestMismatch InvalidAmax"),
-        (7, "ClusterError ClusterLost VersionMismatch PackageMissing"),
+        (6, "RevisionMismatch SignatureError SignedNameMismatch WeakDigest"),
+        (7, "DependencyChanged ClusterError ClusterLost VersionMismatch PackageMissing"),
     ],
 )
 def test_errors_map_to_codes(code: int, kinds: str) -> None:

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import ConfigError
-from cluster.preview.expected_time import STAGES, Rates, expect, measured_rates, parse_rate, show_rates
+from cluster.preview.expected_time import STAGES, Rates, expect, measured_rates, parse_rate
 
 rates = st.builds(Rates, *(st.none() | st.floats(1e3, 1e12) for _ in STAGES), start_s=st.floats(0, 100))
 sizes = st.integers(0, 1 << 45)
@@ -72,7 +72,6 @@ def test_what_a_load_measured() -> None:
     found = measured_rates(REPORT)
     assert (found.store, found.network, found.start_s, found.source) == (2_000, None, 2.0, "measured")
     assert found.place == pytest.approx(5_000)  # 2,000 per rank and 2 s, busy for a fifth of it
-    assert show_rates(found) == "store 2.00 kB/s, place 5.00 kB/s"
     again = expect(2_000, 2_000, 2_000, found)
     assert again is not None
     assert again.stages_s["store"] == pytest.approx(1.0)  # half of the measured time: it was busy for half of it

@@ -7,7 +7,7 @@ import pickle
 import subprocess
 import sys
 import threading
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
@@ -27,6 +27,9 @@ from cluster.messages import Orders, RankJob, RankUpdate
 from cluster.plans.load_plan import LoadPlan
 from cluster.plans.planning import build_load_plan
 from cluster.reports.report import RankReport
+from cluster.tensor_batches import Cursor, TensorBatch, tensors
+from cluster.user_values import pack_call, result_of
+from longshore.version import VERSION
 from storage.checkpoints.checkpoint import open_model
 from storage.errors import LongshoreError
 from storage.host.processes import ProcessId
@@ -81,34 +84,51 @@ def job(node: LocalNode, plan: LoadPlan, tmp_path: Path) -> RankJob:
     return replace(node.job(plan, node.begin(plan), 0), store=access)
 
 
+def called(worker: GpuWorker, load_id: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
+    """What `LoadedModel.call` does, without Ray."""
+    return result_of(0, worker.call(load_id, pack_call(fn, args, kwargs)))
+
+
+def copied(worker: GpuWorker, load_id: str, most_bytes: int = 1 << 20) -> dict[str, torch.Tensor]:
+    """What `LoadedModel.state_dict` does, without Ray."""
+
+    def batches() -> Iterator[TensorBatch]:
+        after: Cursor | None = Cursor()
+        while after is not None:
+            yield (batch := worker.tensor_batch(load_id, after, most_bytes))
+            after = batch.after
+
+    return dict(tensors(batches()))
+
+
 def test_start_outcome_call_copy_stop(worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path, stored: Any):
     me = worker.start(job(node, plan, tmp_path))
-    assert me == worker.ping() == ProcessId.current()
+    assert me == ProcessId.current()
+    assert worker.hello() == VERSION
     report = worker.outcome(LOAD)
     assert isinstance(report, RankReport)
     assert (report.node, report.device, report.size_bytes) == ("node-1", "cpu", plan.ranks[0].size_bytes)
     assert worker.outcome(LOAD) == report  # asked again, the same answer
     reference = {name: bytes(entry["data"]) for name, entry in safetensors.deserialize(stored["model.safetensors"])}
-    assert set(worker.tensor_names(LOAD)) == set(reference)
-    for name, data in reference.items():
-        dtype, shape, found = worker.tensor_copy(LOAD, name)
-        assert (dtype, shape, found.tobytes()) == ("bfloat16", (64, 8), data)
+    for most_bytes in (1, 1000, 1500, 1 << 20):  # a tensor has 1024
+        found = copied(worker, LOAD, most_bytes)
+        assert {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in found.items()} == reference
+        assert {(tensor.dtype, tensor.shape) for tensor in found.values()} == {(torch.bfloat16, (64, 8))}
 
     def count(shard: RankShard, add: int, *, times: int) -> int:
         return (len(shard) + add) * times
 
-    assert worker.call(LOAD, count, (1,), {"times": 2}) == 26
-    with pytest.raises(ZeroDivisionError):  # a user's error is the user's
-        worker.call(LOAD, lambda shard: 1 / 0, (), {})
+    assert called(worker, LOAD, count, 1, times=2) == 26
+    with pytest.raises(RemoteCallFailed, match="ZeroDivisionError") as caught:
+        called(worker, LOAD, lambda shard: 1 / 0)
+    assert isinstance(caught.value.__cause__, ZeroDivisionError)
     with pytest.raises(RemoteCallFailed, match=r"exit\(3\) on rank 0"):  # in an actor, SystemExit would end it
-        worker.call(LOAD, lambda shard: sys.exit(3), (), {})
-    assert worker.call(LOAD, count, (1,), {"times": 2}) == 26
-    with pytest.raises(KeyError):
-        worker.tensor_copy(LOAD, "no such tensor")
+        called(worker, LOAD, lambda shard: sys.exit(3))
+    assert called(worker, LOAD, count, 1, times=2) == 26
     worker.stop()
     worker.lifetime(LOAD)
     with pytest.raises(ModelNotFound):
-        worker.call(LOAD, count, (1,), {"times": 2})
+        called(worker, LOAD, count, 1, times=2)
     assert worker._load is not None
     assert worker._load._device is not None
     assert worker._load._device._segments == []  # type: ignore[attr-defined]
@@ -126,9 +146,8 @@ def test_started_twice_it_loads_once(worker: GpuWorker, node: LocalNode, plan: L
 
 def test_before_it_is_ready_there_is_no_model(worker: GpuWorker):
     for ask in (
-        lambda: worker.tensor_names(LOAD),
-        lambda: worker.tensor_copy(LOAD, "a"),
-        lambda: worker.call(LOAD, len, (), {}),
+        lambda: copied(worker, LOAD),
+        lambda: called(worker, LOAD, len),
     ):
         with pytest.raises(ModelNotFound, match="no loaded model"):
             ask()
@@ -143,7 +162,7 @@ def test_a_load_that_fails_says_why_and_leaves_no_model(
         worker.outcome(LOAD)
     assert caught.value.details["shard"] == "model.safetensors"
     with pytest.raises(ModelNotFound):
-        worker.tensor_names(LOAD)
+        copied(worker, LOAD)
 
 
 def test_an_error_that_nobody_foresaw_comes_back_as_one_that_pickles(
@@ -168,7 +187,7 @@ def test_stopped_in_mid_load(node: LocalNode, plan: LoadPlan, tmp_path: Path):
     with pytest.raises(LoadCancelled):
         worker.outcome(LOAD)
     with pytest.raises(ModelNotFound):
-        worker.tensor_names(LOAD)
+        copied(worker, LOAD)
     worker.start(job(node, plan, tmp_path))  # too late: nothing begins any more
     _join_watch()
 
@@ -185,11 +204,11 @@ def test_a_recycled_worker_is_as_new(worker: GpuWorker, node: LocalNode, plan: L
     """The next load gets its own tensors and its own answers; what was asked about the one before is refused."""
     worker.start(job(node, plan, tmp_path))
     first = worker.outcome(LOAD)
-    assert len(worker.tensor_names(LOAD)) == len(SPECS)
+    assert len(copied(worker, LOAD)) == len(SPECS)
     assert worker.recycle(LOAD) is not None
     assert worker.recycle(LOAD) is not None  # again: changes nothing
     assert worker.assignment() is None
-    for ask in (lambda: worker.tensor_names(LOAD), lambda: worker.call(LOAD, len, (), {})):
+    for ask in (lambda: copied(worker, LOAD), lambda: called(worker, LOAD, len)):
         with pytest.raises(ModelNotFound):
             ask()
     node.agent.end(LOAD)
@@ -202,13 +221,13 @@ def test_a_recycled_worker_is_as_new(worker: GpuWorker, node: LocalNode, plan: L
     second = worker.outcome(second_load.load_id)
     assert second.size_bytes == first.size_bytes
     with pytest.raises(ModelNotFound):
-        worker.call(LOAD, len, (), {})
+        called(worker, LOAD, len)
     assert worker.assignment() == (second_load.load_id, second_load.store)
     reference = {name: bytes(entry["data"]) for name, entry in safetensors.deserialize(stored["model.safetensors"])}
-    for name, data in reference.items():
-        assert worker.tensor_copy(second_load.load_id, name)[2].tobytes() == data
+    found = copied(worker, second_load.load_id)
+    assert {name: tensor.view(torch.uint8).numpy().tobytes() for name, tensor in found.items()} == reference
     assert worker.recycle(LOAD) is None  # it has another load by now
-    assert worker.tensor_names(second_load.load_id)
+    assert copied(worker, second_load.load_id)
 
 
 def test_what_calls_kept_goes_with_the_model(worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path):
@@ -222,8 +241,8 @@ def test_what_calls_kept_goes_with_the_model(worker: GpuWorker, node: LocalNode,
         shard.kept["module"] = module
         return len(shard.kept)
 
-    assert worker.call(LOAD, keep, (), {}) == 1
-    assert worker.call(LOAD, lambda shard: list(shard.kept), (), {}) == ["module"]
+    assert called(worker, LOAD, keep) == 1
+    assert called(worker, LOAD, lambda shard: list(shard.kept)) == ["module"]
     assert worker.recycle(LOAD) == sum(
         -(-size // mmap.PAGESIZE) * mmap.PAGESIZE for size in plan.ranks[0].segment_bytes
     )
@@ -252,25 +271,28 @@ def test_recycled_after_a_load_that_failed(worker: GpuWorker, node: LocalNode, p
     assert worker.outcome("load-2").size_bytes == plan.ranks[0].size_bytes
 
 
+AT_WORK, GO_ON = threading.Event(), threading.Event()
+
+
+def work(shard: RankShard) -> float:
+    """A function that is sent by name, so that it finds these events."""
+    AT_WORK.set()
+    GO_ON.wait(60)
+    return float(shard["layers.0.weight"].float().sum())
+
+
 def test_a_worker_whose_user_is_at_work_is_not_recycled(
     worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path
 ):
     """The call would run on into the next load, and hold up its calls."""
     worker.start(job(node, plan, tmp_path))
     worker.outcome(LOAD)
-    began, go = threading.Event(), threading.Event()
-
-    def work(shard: RankShard) -> float:
-        began.set()
-        go.wait(60)
-        return float(shard["layers.0.weight"].float().sum())
-
     sums: list[float] = []
-    calling = threading.Thread(target=lambda: sums.append(worker.call(LOAD, work, (), {})))
+    calling = threading.Thread(target=lambda: sums.append(called(worker, LOAD, work)))
     calling.start()
-    assert began.wait(30)
+    assert AT_WORK.wait(30)
     assert worker.recycle(LOAD) is None
-    go.set()
+    GO_ON.set()
     calling.join()
     assert len(sums) == 1  # its tensors stayed
     assert worker.recycle(LOAD) is not None

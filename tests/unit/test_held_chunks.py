@@ -14,6 +14,7 @@ from hypothesis import strategies as st
 from actors.node.disk_backlog import DiskBacklog
 from actors.node.node_ledger import NodeLedger
 from actors.node_agent import NodeAgent
+from cluster.errors import AgentEnded
 from cluster.plans.chunk_keys import NO_KEY, chunk_key, lasting_keys
 from cluster.plans.load_plan import LoadPlan
 from cluster.plans.planning import needed_chunks
@@ -23,7 +24,6 @@ from cluster.reports.node_report import NodeReport
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slot_records import KEY_BYTES
 from storage.disk.folder import SUBFOLDER
-from storage.errors import ArenaError
 from storage.host.processes import ProcessId
 from storage.object_store import MemoryStore
 from tests.support.checkpoints import flat_objects
@@ -159,5 +159,5 @@ def test_keys_are_those_of_the_load(objects: dict[str, bytes]) -> None:
 def test_an_agent_that_is_shut_down_says_so(shm_dir: Path) -> None:
     with local_node(shm_dir, 4) as node:
         assert node.agent.holds(b"") == HeldChunks.of([])
-    with pytest.raises(ArenaError):
+    with pytest.raises(AgentEnded):
         node.agent.holds(NO_KEY)

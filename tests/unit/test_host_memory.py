@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+
 import pytest
 
 from storage.host.host_memory import available_host_bytes, free_bytes, is_memory_backed, memory_pools
@@ -73,6 +75,13 @@ def test_every_group_around_the_process_counts(proc, tmp_path, names, root, said
     assert (pod.free_bytes, pod.total_bytes) == (300_000, 800_000)
     assert len({host.pool_id, container.pool_id, pod.pool_id}) == 3
     assert available_host_bytes(str(proc), str(tmp_path / "cgroup")) == 300_000  # the tightest is one further out
+
+
+def test_a_group_whose_name_is_no_text(proc, tmp_path):
+    (proc / "self").mkdir()
+    (proc / "self/cgroup").write_bytes(b"0::/pod\xe3\x83\n")
+    limited(tmp_path / "cgroup" / os.fsdecode(b"pod\xe3\x83"), V2, 600_000, 100_000, 0)
+    assert available_host_bytes(str(proc), str(tmp_path / "cgroup")) == 500_000
 
 
 @pytest.mark.parametrize("path", ["/system.slice/docker-4711.scope", "/../../kubepods/pod1"])

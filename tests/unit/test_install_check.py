@@ -98,6 +98,41 @@ def test_importing_cluster_tells_too(tmp_path: Path, package: str) -> None:
     assert f"PackageShadowed: not Longshore's own packages: {package!r} would come from" in done.stderr
 
 
+@pytest.mark.parametrize("code", ["import longshore; longshore.load", "from longshore import load"])
+def test_a_file_beside_the_script_is_named(tmp_path: Path, code: str) -> None:
+    target = shadow(tmp_path, "cluster", "module")
+    script = tmp_path / "train.py"
+    script.write_text(f"{code}\n")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=60)
+    assert done.returncode == 1
+    assert f"PackageShadowed: not Longshore's own packages: 'cluster' would come from {target}" in done.stderr
+    assert "Rename cluster.py" in done.stderr
+
+
+def test_a_module_that_was_imported_before_is_named(tmp_path: Path) -> None:
+    target = shadow(tmp_path, "cluster", "module")
+    code = "import cluster, longshore\ntry:\n    longshore.load\nexcept longshore.PackageShadowed as e:\n    print(e)"
+    done = run_python(code, tmp_path)
+    assert f"'cluster' would come from {target}" in done.stdout, done.stderr
+
+
+def test_a_script_that_is_called_cluster_is_named(tmp_path: Path) -> None:
+    script = tmp_path / "cluster.py"
+    script.write_text("import longshore\nlongshore.load\n")
+    environment = {name: value for name, value in os.environ.items() if name != "PYTHONPATH"}
+    done = subprocess.run([sys.executable, str(script)], env=environment, capture_output=True, text=True, timeout=60)
+    assert f"'cluster' would come from {script}" in done.stderr
+    assert "Rename cluster.py" in done.stderr
+
+
+def test_serve_names_what_shadows_serving(tmp_path: Path) -> None:
+    target = shadow(tmp_path, "serving", "module")
+    done = run_python("import sys; from longshore.main import main; sys.exit(main(['serve']))", tmp_path)
+    assert done.returncode == 7, done.stderr
+    assert f"'serving' would come from {target}" in done.stderr
+
+
 @pytest.mark.parametrize("package", PACKAGES)
 def test_the_command_says_it_in_one_line(tmp_path: Path, package: str) -> None:
     shadow(tmp_path, package, "package")

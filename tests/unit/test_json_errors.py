@@ -39,6 +39,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[
         (("plan", "u", "--tp", "abc", "--js"), "'abc'"),
         (("load", "--json"), "required: URI"),
         (("nothing", "--json"), "invalid choice: 'nothing'"),
+        (("plann", "--json"), "did you mean plan?"),
         (("--json",), "required: VERB"),
         (("events", "a", "--until", "never", "--json"), "'never'"),
         (("logs", "--rank", "-1", "--json"), "'-1' is not a whole number from 0 on"),

@@ -183,6 +183,8 @@ CHANGES: list[tuple[str, str, str, str, Any]] = [  # (rule, rendering, kind, pat
     ("settings_are_known", "overlays/gpu", "ConfigMap", "data/LONGSHORE_HTTP_TOKEN", "a secret"),
     ("settings_are_known", "overlays/gpu", "RayCluster", f"{MAIN}/envFrom", []),
     ("settings_are_known", "overlays/gpu", "RayCluster", f"{MAIN}/env/0/name", "LONGSHORE_HTTP_SECRET"),
+    ("workers_are_not_last", "overlays/gpu", "RayCluster", f"{MAIN}/env/1/value", "15"),
+    ("workers_are_not_last", "overlays/gpu", "RayCluster", f"{HEAD}/containers/0/env/1", GONE),
     ("ports_are_ours", "overlays/gpu", "ConfigMap", "data/LONGSHORE_METRICS_PORT", "9465"),
     ("ports_are_ours", "overlays/gpu", "RayCluster", f"{HEAD}/containers/0/ports/1/containerPort", 8266),
     ("ports_are_ours", "overlays/gpu", "NetworkPolicy", "spec/ingress/1/ports/0/port", 8264),
@@ -222,7 +224,7 @@ CHANGES: list[tuple[str, str, str, str, Any]] = [  # (rule, rendering, kind, pat
     ("service_is_ours", "overlays/gpu-service", "RayService",
      f"{IN_SERVICE}/env", []),
     ("head_may_come_back", "gpu+ft+host-path", "ConfigMap", "data/LONGSHORE_ORPHAN_AFTER_S", "120"),
-    ("head_may_come_back", "gpu+ft+host-path", "RayCluster", f"{HEAD}/containers/0/env/1", {"name": "RAY_X"}),
+    ("head_may_come_back", "gpu+ft+host-path", "RayCluster", f"{HEAD}/containers/0/env/2", {"name": "RAY_X"}),
     ("head_may_come_back", "gpu+ft+host-path", "RayCluster", "spec/gcsFaultToleranceOptions/redisAddress",
      "longshore-redis:6380"),
 ]  # fmt: skip

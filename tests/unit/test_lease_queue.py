@@ -305,7 +305,8 @@ class Node:
             self.placed[rank].add(chunk)
 
     def die(self, rank: int) -> None:
-        self.cache.drop_pins(rank)
+        for cached in self.readable[rank].values():
+            assert self.cache.unpin(cached, rank)
         self.queue.rank_lost(rank)
         for lease in self.cache.process_dead(self.processes[rank]):
             self.queue.requeue(self.leases[rank][lease.lease_id], rank, "worker_died", now_s=self.now_s)

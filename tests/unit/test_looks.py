@@ -289,6 +289,15 @@ def test_what_matters_is_whole_however_narrow_the_terminal(cluster: Cluster, col
     assert len([line for line in shown if line.rstrip().endswith("0.3 s ago")]) == 2
 
 
+def test_what_ended_is_last_and_has_an_age(cluster: Cluster) -> None:
+    cluster.models = [model("dead", "failed", ended_age_s=41.7), model("alive", "ready")]
+    shown = [
+        line for line in drawn(Looks(None, ticking()).look(), [], 0.0, 24, 120) if " 1/2" in line or " 2/2" in line
+    ]
+    assert [line.split()[:2] for line in shown] == [["alive", "ready"], ["dead", "failed"]]
+    assert "failed 42 s ago" in shown[1]
+
+
 @pytest.mark.parametrize("lines", [24, 50])
 @pytest.mark.parametrize("columns", [40, 80, 200])
 def test_the_view_fits_the_terminal(cluster: Cluster, lines: int, columns: int) -> None:
@@ -401,7 +410,12 @@ def test_the_beginning_of_an_id_is_enough(cluster: Cluster, capsys: pytest.Captu
 
 def test_release_takes_the_beginning_too(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     released: list[str] = []
-    monkeypatch.setattr(residents, "release", lambda model_id, **_: released.append(model_id))
+
+    def release(model_id: str, **_: object) -> residents.Released:
+        released.append(model_id)
+        return residents.Released(model_id, freed=True, holders=0)
+
+    monkeypatch.setattr(residents, "release", release)
     cluster.models = [model("llama-1", "ready"), model("llama-12", "ready"), model("qwen-2", "ready")]
     assert main(["release", "qwen"]) == 0
     assert main(["release", "llama-1"]) == 0  # an id comes before what begins so

@@ -114,6 +114,7 @@ def test_a_second_worker_of_the_rank_fills_the_folder_again(
         first = mapped_rank(node, plan, MemoryStore(llama), folder, load_id)
         run_all([first])
         assert isinstance(first.outcome, RankReport), first.outcome
+        first.device.free()  # its worker has ended
         node.agent.rank_lost(load_id, 0, 0)
         second = mapped_rank(node, plan, MemoryStore(llama), folder, load_id, incarnation=1)
         run_all([second])

@@ -12,13 +12,14 @@ import pytest
 
 from cluster.errors import ModelConfigError, PlanError
 from cluster.layouts.mesh import Layout
-from cluster.plans.planning import build_load_plan, check_plan
+from cluster.plans.planning import build_load_plan
 from cluster.preview import meta_estimate
 from cluster.preview.meta_estimate import MAX_COUNT, estimate_index, index_of
 from cluster.preview.plan_ahead import plan
 from storage.checkpoints.checkpoint import open_model
 from storage.local import LocalStore
 from tests.support.hf_models import FAMILIES, save_tiny
+from tests.support.plan_oracle import check_plan
 
 pytest.importorskip("transformers")
 MIB = 1 << 20

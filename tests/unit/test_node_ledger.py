@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import random
 from collections import Counter
+from collections.abc import Callable
 from dataclasses import replace
 
 import pytest
@@ -14,7 +15,7 @@ from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, pr
 from actors.node.node_ledger import NodeLedger
 from cluster.errors import ChunkFailed, LoadCancelled
 from cluster.fit.needs import min_slots
-from cluster.messages import Orders, RankHello, RankUpdate
+from cluster.messages import GroupMember, Orders, RankHello, RankUpdate
 from storage.arena.chunk_cache import ChunkCache
 from storage.errors import (
     ArenaTooSmall,
@@ -98,6 +99,17 @@ class NodeMachine(RuleBasedStateMachine):
         model = list(self.node.loads.values())[index % len(self.node.loads)].model
         self.node.add_load(model, data.draw(needs_of(len(model.contents))))
 
+    @precondition(lambda self: len(self.node.loads) < 4)
+    @rule(model=st.one_of(models, plain_models))
+    def new_host(self, model: SimModel) -> None:
+        self.node.host_rank(model, range(len(model.contents)))
+
+    @rule(index=st.integers(0, 3))
+    def host_ends(self, index: int) -> None:
+        load = self._load(index)
+        if load is not None and load.host is not None and load.host.left:
+            self.node.end_load(load)
+
     @rule(index=st.integers(0, 3), rank=st.integers(0, 2))
     def begin_and_start(self, index: int, rank: int) -> None:
         load = self._load(index)
@@ -177,7 +189,7 @@ class NodeMachine(RuleBasedStateMachine):
     @rule(index=st.integers(0, 3))
     def end_load(self, index: int) -> None:
         load = self._load(index)
-        if load is not None:
+        if load is not None and load.host is None:
             self.node.end_load(load)
 
     @rule()
@@ -231,6 +243,8 @@ def test_long_lives(seed: int) -> None:
         model = chance.choice(models)
         count, ranks = len(model.contents), chance.randrange(1, 4)
         node.add_load(model, {rank: chance.sample(range(count), chance.randrange(count + 1)) for rank in range(ranks)})
+        if chance.random() < 0.5:
+            node.host_rank(model, range(count))
     trouble = chance.choice([0.02, 0.1, 0.3])
     for _ in range(300):
         for load in node.loads.values():
@@ -655,6 +669,92 @@ def test_a_load_that_asks_for_slots_no_more_keeps_nobody_waiting():
         node.time_passes(1.0)
         node.begin(behind)
     assert behind.begun
+
+
+def waiting(node: NodeSimulation, host: SimRank) -> None:
+    assert not host.load.begun
+
+
+def begun(node: NodeSimulation, host: SimRank) -> None:
+    node.end_load(node.loads["load-0"])
+    node.begin(host.load)
+    assert host.load.begun
+
+
+def writing(node: NodeSimulation, host: SimRank) -> None:
+    begun(node, host)
+    host.exchange()
+    host.exchange(want=2)
+    host.begin_write()
+    assert node.cache.stats().leased_slots
+
+
+def left(node: NodeSimulation, host: SimRank) -> None:
+    """It has everything and has said so, and dies before it ends the load."""
+    begun(node, host)
+    while not host.left:
+        node.take_turn(host)
+
+
+@pytest.mark.parametrize("state", [waiting, begun, writing, left])
+def test_a_hosted_share_ends_with_its_process(state: Callable[[NodeSimulation, SimRank], None]) -> None:
+    node = NodeSimulation(min_slots(1))
+    node.add_load(SimModel((1,)), {0: [0]})
+    host = node.host_rank(SimModel((5, 6, 7)), [0, 1, 2])
+    node.begin(host.load)
+    state(node, host)
+    holders = {holder.load_id: holder for holder in node.ledger.slot_holders()}
+    assert ("hosted-1" in holders) == (state is not left)
+    assert all(holder.pid == host.process.pid for load_id, holder in holders.items() if load_id == "hosted-1")
+    node.kill(host)
+    node.tick()
+    assert "hosted-1" not in {holder.load_id for holder in node.ledger.slot_holders()}
+    assert "hosted-1" not in {load.load_id for load in node.ledger.beat("node", "", "0", 0.0, ()).loads}
+    assert host.process not in node.ledger.processes()
+    node.check_nothing_is_left()
+
+
+def test_a_process_belongs_to_its_group_until_it_leaves_or_is_dead() -> None:
+    node = NodeSimulation(9)
+    hosts = [node.host_rank(SimModel((5, 6)), [0, 1]) for _ in range(2)]
+    for host in hosts:
+        member = GroupMember(host.load.load_id, "run", "s3://m", "r1")
+        assert node.ledger.begin(replace(host.load.job(), group=member), 0.0)
+        node.ledger.end(host.load.load_id, 0.0)
+
+    def members() -> list[str]:
+        return [member.load_id for member in node.ledger.beat("node", "host", "0", 0.0, ()).members]
+
+    assert members() == [host.load.load_id for host in hosts]
+    assert node.ledger.is_busy
+    node.kill(hosts[0])
+    node.ledger.process_dead(hosts[0].process, 0.0)
+    assert members() == [hosts[1].load.load_id]
+    node.ledger.leave(hosts[1].load.load_id)
+    assert members() == []
+    assert not node.ledger.is_busy
+
+
+def test_a_hosted_load_that_ended_before_it_began_does_not_begin() -> None:
+    """Messages of one process may overtake each other, and it lives on."""
+    ledger = NodeLedger(ChunkCache(9), CHUNK_BYTES)
+    load = SimLoad("hosted-0", SimModel((1,)), {0: [0]}, incarnations={0: 0})
+    load.host = SimRank(NodeSimulation(9), load, 0, 0)
+    ledger.end("hosted-0", 0.0)
+    with pytest.raises(LoadCancelled, match="before it began"):
+        ledger.begin(load.job(), 0.0)
+    assert ledger.slot_holders() == ()
+
+
+def test_who_holds_the_slots() -> None:
+    node, (first,) = node_with(ranks=1, slots=7)
+    node.add_load(SimModel((7,)), {0: [0], 1: [0]})
+    node.begin(node.host_rank(SimModel((8,)), [0]).load)
+    said = [str(holder) for holder in node.ledger.slot_holders()]
+    assert said == ["load-0: 3", "load-1: waits for 5", "hosted-2 (process 101): waits for 3"]
+    first.exchange(want=2)
+    node.end_load(first.load)
+    assert next(str(holder) for holder in node.ledger.slot_holders()) == "load-0: 2"  # until its process lets go
 
 
 @pytest.mark.parametrize("digests", [True, False])

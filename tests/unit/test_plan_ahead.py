@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import io
 import json
 from pathlib import Path
 from typing import Any
@@ -10,11 +11,14 @@ from xml.etree import ElementTree
 import pytest
 
 from cluster.command_line.cli import main
+from cluster.command_line.plan_table import plan_table
+from cluster.command_line.tables import console_on
 from cluster.config import Config
 from cluster.errors import ConfigError, DoesNotFit, LayoutError
 from cluster.layouts.mesh import Layout
 from cluster.preview import plan_inputs
 from cluster.preview.plan_ahead import draw, plan
+from cluster.preview.plan_summary import PlanSummary
 from cluster.request import StoreOptions, make_request
 from storage.errors import NotACheckpoint
 from storage.host.gpu_memory import GpuMemory
@@ -206,29 +210,30 @@ def test_the_picture_of_a_request_is_that_of_its_plan(model: Path, tmp_path: Pat
         ({"gpu_memory_utilization": 90}, "above 0 and at most 1"),
         ({"reserve_bytes": -1}, "reserve_bytes"),
         ({"host_memory": "plenty"}, "not a size"),
-        ({"host_memory": 6e10}, "host_memory must be bytes"),
+        ({"host_memory": 6e10}, "host_memory must be a str, a whole number or None, not float"),
         ({"host_memory": -1}, "host_memory must be bytes"),
-        ({"host_memory": True}, "host_memory must be bytes"),
+        ({"host_memory": True}, "host_memory must be .* not bool"),
         ({"picture": "plan.png"}, "SVG"),
         ({"picture": "/no/such/folder/plan.svg"}, "no folder"),
         ({"measured": "/no/such/report.json"}, "not the report of a load"),
         ({"measured": {}}, "not the report of a load"),
-        ({"measured": 5}, "measured must be a report"),
-        ({"measured": [1]}, "measured must be a report"),
-        ({"picture": 5}, "picture must be the path"),
+        ({"measured": 5}, "measured must be a LoadReport, a dict, a str, a path or None, not int"),
+        ({"measured": [1]}, "measured must be .* not list of int"),
+        ({"picture": 5}, "picture must be a str, a path or None, not int"),
         ({"ranks_per_node": "2"}, "ranks_per_node must be a whole number"),
         ({"ranks_per_node": 1.5}, "ranks_per_node must be a whole number"),
         ({"ranks_per_node": True}, "ranks_per_node must be a whole number"),
         ({"memory": "4x24"}, "24 bytes"),
-        ({"trusted_keys": 5}, "a list of public keys, not 5"),
-        ({"trusted_keys": [5]}, "base64 or a file, not 5"),
+        ({"trusted_keys": 5}, "trusted_keys must be a list .* not int"),
+        ({"trusted_keys": [5]}, "trusted_keys must be a list .* not list of int"),
         ({"layout_rules": ""}, "names no file"),
-        ({"quantization": 0}, "quantization must be one of"),
-        ({"quantization": False}, "quantization must be one of"),
-        ({"quantization": "fp8", "skip_quantization": {"a": 1}}, "a list of patterns"),
+        ({"quantization": 0}, "quantization must be a str or None, not int"),
+        ({"quantization": False}, "quantization must be a str or None, not bool"),
+        ({"quantization": "fp8", "skip_quantization": {"a": 1}}, "skip_quantization must be a list .* not dict"),
         ({"quantization": "fp8", "dtype": "float32"}, "contradict"),
-        ({"device_map": "auto", "offload_folder": 5}, "offload_folder must be an absolute path"),
-        ({"offload_folder": "/tmp/x"}, "goes with device_map"),
+        ({"device_map": "auto", "offload_folder": 5}, "offload_folder must be a str, a path or None, not int"),
+        ({"offload_folder": "/tmp/x"}, "needs max_memory where no cluster says"),
+        ({"max_memory": {0: "2GB"}, "tensor_parallel_size": 2}, "max_memory is for one rank"),
         (
             {"quantization": "fp8", "skip_quantization": ["default", "down_proj", "**.dwn_proj.*"]},
             "'down_proj', '\\*\\*.dwn",
@@ -239,6 +244,48 @@ def test_the_picture_of_a_request_is_that_of_its_plan(model: Path, tmp_path: Pat
 def test_what_cannot_be_meant_is_one_clear_error(model: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         plan(model, **options)
+
+
+def test_max_memory_alone_limits_each_device(model: Path) -> None:
+    half = whole(model) * 2 // 3
+    found = plan(model, max_memory={0: half, "cpu": "1GB"}, config=CONFIG)
+    assert found == plan(model, device_map="auto", max_memory={0: half, "cpu": "1GB"}, config=CONFIG)
+    assert found.device_map is not None
+    assert set(found.device_map.values()) == {0, "cpu"}
+    assert found.ranks[0].bytes_by_device["cuda:0"] <= half
+
+
+def test_a_size_that_cannot_be_is_answered_with_those_that_can(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+    for tp, said in ((3, "2, 4, 1 or 8"), (6, "4, 8, 2 or 1"), (1000, "8, 4, 2 or 1")):
+        assert main(["plan", str(model), "--tp", str(tp)]) == 3
+        assert f"tensor_parallel_size can be {said}" in capsys.readouterr().err
+    for size in (1, 2, 4, 8):
+        plan(model, tensor_parallel_size=size)
+    assert main(["plan", str(model), "--pp", "99"]) == 3
+    assert "pipeline_parallel_size can be 1 to 4" in capsys.readouterr().err
+
+
+def test_what_does_not_fit_is_red_on_a_terminal_only(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    class Terminal(io.StringIO):
+        def isatty(self) -> bool:
+            return True
+
+    monkeypatch.setenv("TERM", "xterm-256color")
+    monkeypatch.delenv("NO_COLOR", raising=False)
+    tight = plan(model, memory="4x1MB", config=CONFIG)
+    roomy = plan(model, memory="4x24GB", config=CONFIG)
+
+    def printed(stream: io.StringIO, found: PlanSummary) -> str:
+        console_on(stream).print(plan_table(found))
+        return stream.getvalue()
+
+    assert "\x1b[1;31mdoes not fit" in printed(Terminal(), tight)
+    assert "\x1b[1;31m#" in printed(Terminal(), tight)
+    assert "\x1b[32mfits" in printed(Terminal(), roomy)
+    assert "\x1b[1;31m" not in printed(Terminal(), roomy)
+    assert "\x1b[" not in printed(io.StringIO(), tight)
+    monkeypatch.setenv("NO_COLOR", "1")
+    assert "31m" not in printed(Terminal(), tight)
 
 
 def test_modules_of_a_device_map_are_those_of_the_model(model: Path) -> None:
@@ -271,7 +318,13 @@ def test_the_command_says_it_on_one_screen_and_ends_as_a_refused_load(
     assert main(["plan", str(model), "--memory", "4x600MB", "--store-rate", "1GB/s", "--reserve", "599500kB"]) == 3
     said = capsys.readouterr().out
     assert len(said.splitlines()) <= SCREEN_LINES
-    assert "does not fit: ranks 0, 1, 2, 3 need" in said
+    assert said.startswith("does not fit: ranks 0, 1, 2, 3 need")
+    (whole_rank,) = [line for line in said.splitlines() if "whole rank" in line]
+    assert whole_rank.startswith("ranks 0-3 ")
+    assert ", has 500 kB, " in whole_rank
+    assert whole_rank.rstrip().endswith(" too much")
+    (layers,) = [line for line in said.splitlines() if "model.layers.0-3 (4)" in line]
+    assert " 4 x " in layers
     assert "500 kB" in said
     assert "expected time" in said
     assert main(["plan", str(model), "--memory", "4x24GB", "--picture", str(tmp_path / "a.svg"), "--json"]) == 0

@@ -15,8 +15,8 @@ from cluster.layouts.mesh import Layout
 from cluster.plans.load_plan import LoadPlan
 from cluster.plans.planning import build_load_plan
 from cluster.precision.recipes import Precision
-from cluster.preview.plan_layers import MAX_LAYERS, LayerColumn, LayerTable, layer_table
-from cluster.preview.plan_picture import MAX_DRAWN_RANKS, draw_plan
+from cluster.preview.plan_layers import MAX_LAYERS, LayerColumn, LayerTable, fold_layers, layer_table
+from cluster.preview.plan_picture import MAX_DRAWN_RANKS, NOT_KNOWN, Verdict, draw_plan
 from tests.support.planned_models import llama_shapes, random_arrays, store_arrays
 
 SVG = "{http://www.w3.org/2000/svg}"
@@ -29,8 +29,12 @@ def llama_plan(layout: Layout, precision: Precision | None = None) -> LoadPlan:
     return build_load_plan(stored.index, layout, precision=precision or Precision())
 
 
-def drawn(table: LayerTable, title: str = "a plan", have: tuple[int | None, ...] = ()) -> ElementTree.Element:
-    return ElementTree.fromstring(draw_plan(table, title, have).encode())
+def drawn(table: LayerTable, title: str = "a plan", verdict: Verdict = NOT_KNOWN) -> ElementTree.Element:
+    return ElementTree.fromstring(draw_plan(table, title, verdict).encode())
+
+
+def texts(root: ElementTree.Element, kind: str | None = None) -> list[str]:
+    return [str(text.text) for text in root.iter(f"{SVG}text") if kind is None or text.get("class") == kind]
 
 
 @pytest.mark.parametrize(
@@ -64,9 +68,10 @@ def test_the_table_has_every_byte_of_every_rank(layout: Layout, precision: Preci
 def test_bars_are_to_scale() -> None:
     plan = llama_plan(Layout(pipeline_parallel_size=2), Precision(quantization="int8"))
     table = layer_table(plan.cut)
-    root = drawn(table, have=(900_000, None))
+    root = drawn(table, verdict=Verdict("fits", True, (900_000, None)))
+    folded, _ = fold_layers(table)
     for kind, wanted in (
-        ("layer", [size for cells in table.by_rank().values() for cell in cells for size in cell.values()]),
+        ("layer", [size for cells in folded.by_rank().values() for cell in cells for size in cell.values()]),
         ("rank", None),
     ):
         bars = [bar for bar in root.iter(f"{SVG}rect") if bar.get("class") == kind]
@@ -104,7 +109,7 @@ def test_whoever_cannot_see_it_is_told() -> None:
 )
 def test_any_name_gives_a_document(names: list[str], title: str, sizes: list[int]) -> None:
     cells = tuple({f"D{at}": size for at, size in enumerate(sizes) if size} for _ in names)
-    drawn(LayerTable(tuple(names), (LayerColumn((0, 1), cells),)), title, (None, 5))
+    drawn(LayerTable(tuple(names), (LayerColumn((0, 1), cells),)), title, Verdict(title, False, (None, 5), (9,)))
 
 
 @pytest.mark.parametrize("name", ['"/><script>alert(1)</script>', "]]>&amp;", "\x00\x1b[31m", "\ud800", "a\nb" * 99])
@@ -125,3 +130,42 @@ def test_pictures_have_bounds() -> None:
     assert len([bar for bar in root.iter(f"{SVG}rect") if bar.get("class") == "layer"]) == MAX_DRAWN_RANKS
     assert any(text.text == f"and {300 - MAX_DRAWN_RANKS} more ranks" for text in root.iter(f"{SVG}text"))
     drawn(layer_table(build_load_plan(store_arrays({}).index, Layout()).cut))
+
+
+def test_equal_layers_are_one_row_with_their_count_and_size() -> None:
+    layers = ("embed", *(f"model.layers.{n}" for n in range(80)), "tower.layers.0", "head")
+    dense, expert = {"BF16": 10**8}, {"BF16": 10**9}
+    cells = ({"BF16": 2 * 10**9}, *(expert if n in (3, 5, 6, 9, 20) else dense for n in range(80)), dense, {})
+    other = (*cells[:-1], {"BF16": 2 * 10**9})
+    table = LayerTable(layers, (LayerColumn((0,), cells), LayerColumn((1,), other)))
+    folded, counts = fold_layers(table)
+    names = ("embed", "model.layers.0-2, 4, 7-8, ...", "model.layers.3, 5-6, 9, ...", "tower.layers.0", "head")
+    assert (folded.layers, counts) == (names, (1, 75, 5, 1, 1))
+    for rank, row in folded.by_rank().items():
+        assert sum(sum(cell.values()) for cell in row) == sum(sum(cell.values()) for cell in table.by_rank()[rank])
+    root = drawn(table)
+    assert f"{names[1]} (75)" in texts(root)
+    assert texts(root, "size") == [
+        *("14.6 GB to 16.6 GB", "2.00 GB", "75 x 100 MB = 7.50 GB", "5 x 1.00 GB = 5.00 GB", "100 MB", "2.00 GB")
+    ]
+
+
+def test_the_verdict_is_on_top_and_what_does_not_fit_is_red() -> None:
+    first, second = LayerColumn((0,), ({"U8": 600}, {"U8": 400})), LayerColumn((1,), ({"U8": 100}, {}))
+    table = LayerTable(("a", "b"), (first, second))
+    said = "does not fit: rank 0 needs 1.1 kB of device memory, a GPU has 700 B"
+    root = drawn(table, verdict=Verdict(said, False, (700, 700), (1100, 100)))
+    assert texts(root)[1] == texts(root, "verdict")[0] == said
+    assert said in str(next(root.iter(f"{SVG}desc")).text)
+    bars = list(root.iter(f"{SVG}rect"))
+    assert [bar.attrib["data-bytes"] for bar in bars if bar.get("class") == "need"] == ["100"]  # beside the tensors
+    (over,) = [bar for bar in bars if bar.get("class") == "over"]
+    line = next(line for line in root.iter(f"{SVG}line") if line.get("class") == "have")
+    assert (over.attrib["data-bytes"], over.attrib["x"]) == ("400", line.attrib["x1"])
+    (verdict,) = [text for text in root.iter(f"{SVG}text") if text.get("class") == "verdict"]
+    assert over.attrib["fill"] == verdict.attrib["fill"]
+    assert over.attrib["fill"] not in {bar.get("fill") for bar in bars if bar.get("class") == "rank"}
+    tops = {kind: [float(bar.attrib["y"]) for bar in bars if bar.get("class") == kind] for kind in ("rank", "layer")}
+    assert max(tops["rank"]) < min(tops["layer"])
+    fits = drawn(table, verdict=Verdict("fits", True, (2000, 2000), (1100, 100)))
+    assert not [bar for bar in fits.iter(f"{SVG}rect") if bar.get("class") == "over"]

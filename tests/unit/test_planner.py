@@ -14,14 +14,14 @@ from pathlib import Path
 import pytest
 
 from actors.coordination import planner as planner_module
-from actors.coordination.planner import MOST_PROCESSES, Planner
+from actors.coordination.planner import MOST_PLANS, Planner
 from cluster.errors import ClusterError
 from cluster.layouts.mesh import Layout
 from cluster.load_request import LoadRequest
 from cluster.plans.packed_plan import unpack_shared
 from cluster.plans.prepare import prepare_plan
 from cluster.request import StoreOptions, make_request
-from storage.errors import LongshoreError, NotACheckpoint
+from storage.errors import LongshoreError, NotACheckpoint, StoreUnavailable
 from storage.host.processes import ProcessId
 from tests.support.checkpoints import write_tiny_llama
 from tests.support.shared_memory import REPOSITORY
@@ -143,7 +143,38 @@ def test_many_requests_at_once_share_a_few_children(model: Path):
     async def body(planner: Planner) -> None:
         plans = await asyncio.gather(*(planner.prepare(request(model, fsdp)) for fsdp in (1, 2, 3, 4, 1, 2)))
         assert [len(plan.ranks) for plan in plans] == [1, 2, 3, 4, 1, 2]
-        assert len(planner._all) <= MOST_PROCESSES
+        assert len(planner._all) <= MOST_PLANS
+
+    with_planner(body)
+
+
+def test_checks_wait_for_no_plan(model: Path):
+    async def body(planner: Planner) -> None:
+        packed = await planner.prepare(request(model))
+        (child,) = planner._all
+        os.kill(child.pid, signal.SIGSTOP)  # it takes the first plan and never answers
+        plans = [asyncio.ensure_future(planner.prepare(request(model)))]
+        await asyncio.sleep(0.1)
+        planner._plans = asyncio.Semaphore(0)
+        plans.append(asyncio.ensure_future(planner.prepare(request(model))))
+        assert await planner.is_current(request(model), packed.revision)
+        for plan in plans:
+            plan.cancel()
+        await asyncio.gather(*plans, return_exceptions=True)
+
+    with_planner(body)
+
+
+def test_a_check_that_takes_too_long_says_that_the_store_is_away(model: Path, monkeypatch: pytest.MonkeyPatch):
+    async def body(planner: Planner) -> None:
+        assert not await planner.is_current(request(model), "another")
+        (child,) = planner._all
+        os.kill(child.pid, signal.SIGSTOP)
+        monkeypatch.setattr(planner_module, "CHECK_TIMEOUT_S", 0.2)
+        with pytest.raises(StoreUnavailable):
+            await planner.is_current(request(model), "another")
+        monkeypatch.undo()
+        assert not await planner.is_current(request(model), "another")
 
     with_planner(body)
 

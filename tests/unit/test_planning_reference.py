@@ -9,7 +9,8 @@ from numpy.typing import NDArray
 
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig
-from cluster.plans.planning import build_load_plan, check_plan
+from cluster.plans.planning import build_load_plan
+from tests.support.plan_oracle import check_plan
 from tests.support.planned_models import as_bf16, carry_out, llama_shapes, random_arrays, store_arrays
 
 HEADS, KV_HEADS, HIDDEN, INNER, VOCABULARY = 8, 2, 64, 88, 100

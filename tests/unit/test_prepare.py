@@ -2,12 +2,14 @@
 
 from __future__ import annotations
 
+import os
 from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
 import pytest
 
+from cluster.command_line.exit_codes import exit_code
 from cluster.device_map.options import DeviceMapOptions
 from cluster.errors import LayoutError, PlanError
 from cluster.fit.changes import Change
@@ -17,7 +19,17 @@ from cluster.load_request import LoadRequest
 from cluster.plans.prepare import plan_changes, plan_model, prepare_plan, still_current
 from cluster.plans.rank_plans import rank_facts
 from cluster.request import StoreOptions, make_request
-from storage.errors import CheckpointError, NotACheckpoint, ObjectNotFound, PickleRefused, StoreError
+from cluster.units import show_bytes
+from storage.errors import (
+    CheckpointError,
+    IntegrityError,
+    InvalidHeader,
+    ManifestMismatch,
+    NotACheckpoint,
+    ObjectNotFound,
+    PickleRefused,
+    StoreError,
+)
 from storage.local import LocalStore
 from storage.publishing.publish import publish
 from tests.support.checkpoints import odd_objects, safetensors_bytes, write_objects, write_tiny_llama
@@ -52,6 +64,47 @@ def test_a_broken_config_matters_to_tensor_parallelism_only(tmp_path: Path):
         prepare_plan(request(tmp_path, 2), chunk_bytes=MIB, read_timeout_s=5)
     _, plan = prepare_plan(request(tmp_path, 1, 2), chunk_bytes=MIB, read_timeout_s=5)
     assert len(plan.ranks) == 2
+
+
+@pytest.mark.parametrize("published", [True, False])
+def test_a_shard_that_is_cut_short_is_told_in_one_line(tmp_path: Path, published: bool):
+    write_tiny_llama(tmp_path, shards=1)
+    if published:
+        publish(LocalStore(str(tmp_path)))
+    (shard,) = tmp_path.glob("*.safetensors")
+    whole_bytes = shard.stat().st_size
+    os.truncate(shard, 1_500_000)
+    with pytest.raises(ManifestMismatch if published else InvalidHeader) as refused:
+        prepare_plan(request(tmp_path), chunk_bytes=MIB, read_timeout_s=5)
+    assert f"cut short: 1.50 MB of {show_bytes(whole_bytes)} are there" in refused.value.message
+    assert len(refused.value.message) < 150
+    assert "again" in refused.value.hint
+    assert shard.name in str(refused.value)
+
+
+@pytest.mark.parametrize("ranks", [1, 2])
+@pytest.mark.parametrize(
+    ("change", "said"),
+    [
+        (lambda text: text[:100], "config.json is cut short: 100 B of"),
+        (lambda text: text + b" ", "published with"),
+        (lambda text: text.replace(b"128", b"256"), "config.json is not the published one"),
+        (None, "config.json is cut short: 0 B of"),
+    ],
+)
+def test_a_config_that_is_not_the_published_one_has_a_hint(tmp_path: Path, ranks: int, change: Any, said: str):
+    write_tiny_llama(tmp_path)
+    publish(LocalStore(str(tmp_path)))
+    config = tmp_path / "config.json"
+    if change is None:
+        config.unlink()
+    else:
+        config.write_bytes(change(config.read_bytes()))
+    with pytest.raises((ManifestMismatch, IntegrityError)) as refused:
+        prepare_plan(request(tmp_path, ranks), chunk_bytes=MIB, read_timeout_s=5)
+    assert said in refused.value.message
+    assert refused.value.hint == "upload the published file again, or publish the model again"
+    assert exit_code(refused.value) == 6
 
 
 def test_a_broken_config_does_not_stand_in_the_way_of_a_device_map(tmp_path: Path):

@@ -1,9 +1,10 @@
 """Messages about hostile input stay short and printable."""
 
+import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.problems import MAX_LISTED, MAX_QUOTED, Problems, quote
+from storage.problems import MAX_LISTED, MAX_QUOTED, Problems, printable_uri, quote, without_secrets
 
 
 @given(st.text() | st.text(min_size=MAX_QUOTED * 3))
@@ -40,3 +41,35 @@ def test_names_keep_what_can_be_read() -> None:
     assert quote("a\nb\x00") == "'a\\nb\\x00'"
     assert quote("x" * 500).startswith("'xxx")
     assert "500 characters" in quote("x" * 500)
+
+
+@pytest.mark.parametrize(
+    ("uri", "shown"),
+    [
+        ("s3://bucket/a/b", "s3://bucket/a/b"),
+        ("az://container@account/x", "az://container@account/x"),
+        ("hf://org/model@main", "hf://org/model@main"),
+        ("http://[::1]:9000/a", "http://[::1]:9000/a"),
+        ("file:///srv/a:b@c", "file:///srv/a:b@c"),
+        ("/srv/what?/a#b", "/srv/what?/a#b"),
+        ("az://container/x?sv=1&sig=SECRET", "az://container/x"),
+        ("az://container:SECRET@account/x", "az://account/x"),
+        ("https://me:SECRET@host/a", "https://host/a"),
+        ("https://SECRET@host:1/a#SECRET", "https://host:1/a"),
+        ("s3://KEY:SE/CR?ET@bucket/x", "s3://bucket/x"),
+        ("s3:/bucket/x?sig=SECRET", "s3:/bucket/x"),
+        ("a::az://c/x?sig=SECRET", "a::az://c/x"),
+        ("host.example/x?sig=SECRET", "host.example/x"),
+        ("me:SECRET@host/x", "host/x"),
+    ],
+)
+def test_a_uri_is_printed_without_what_may_be_secret(uri: str, shown: str) -> None:
+    assert printable_uri(uri) == shown
+    assert printable_uri(shown) == shown
+    assert "SECRET" not in without_secrets(f"cannot read '{uri}', twice: ({uri})")
+    assert printable_uri("s3://KEY:SECRET") == "s3://"
+
+
+@given(st.text(max_size=40), st.sampled_from(["s3", "az", "hf", "file", "x"]), st.text(max_size=20))
+def test_no_query_is_ever_printed(place: str, scheme: str, query: str) -> None:
+    assert not printable_uri(f"{scheme}://{place}?QUERY{query}".replace("@", "")).count("QUERY")

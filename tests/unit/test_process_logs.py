@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import logging
+from collections import Counter
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -90,9 +91,12 @@ def test_a_node_answers_with_bounded_messages_until_all_is_said(
     assert sum(piece.read_bytes for piece in pieces) <= 250
     assert log_files.is_full(pieces)
     assert len(pieces) < 8
-    nodes.folders = {"n3": folder}
+    nodes.folders = {"n3": folder, "n4": None}
+    nodes.asked.clear()
     said = [line.text for line in LogCollector(None, LogFilter()).collect()]
     assert sorted(said) == [f"{pid}" * 19 for pid in range(1, 9)]
+    assert nodes.asked["n3"] > 1
+    assert nodes.asked["n4"] == 1, "a node that does not answer is waited for once"
 
 
 def test_secrets_stay_on_the_node(tmp_path: Path) -> None:
@@ -189,6 +193,7 @@ class Nodes:
 
     def __init__(self, folders: dict[str, Path | None]) -> None:
         self.folders = folders
+        self.asked: Counter[str] = Counter()
         self.names = {
             ("n1", 1): LogProcess("coordinator"),
             ("n2", 2): LogProcess("agent"),
@@ -204,6 +209,7 @@ class Nodes:
 
     def on_every_node(self, ray: Any, asked: Any, work: Any, timeout_s: float) -> Any:
         for node, (seen,) in asked:
+            self.asked[node["NodeID"]] += 1
             folder = self.folders[node["NodeID"]]
             yield node, TimeoutError("no answer in 30 s") if folder is None else read_logs(str(folder), seen)
 

@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import errno
 import mmap
 import os
 import signal
@@ -12,7 +13,10 @@ from pathlib import Path
 
 import pytest
 
+from storage.host import processes
 from storage.host.processes import ProcessId, processes_mapping
+from tests.support.odd_processes import CUT_TITLE, LEADERLESS, TITLED, running
+from tests.support.ray_clusters import eventually
 
 
 @pytest.fixture
@@ -66,6 +70,56 @@ def test_a_pid_that_nobody_has():
     gone = ProcessId(child.pid, 1)
     assert not gone.is_alive()
     assert not gone.kill()
+
+
+def state_of(pid: int) -> bytes:
+    return Path(f"/proc/{pid}/stat").read_bytes().rpartition(b")")[2].split()[0]
+
+
+def test_alive_until_its_last_thread_has_ended():
+    with running(LEADERLESS.format(work="pass")) as child:
+        eventually(lambda: state_of(child.pid) == b"Z", "its first thread does not end")
+        process = ProcessId.of(child.pid)
+        assert process is not None
+        assert process.is_alive()
+        assert process.kill()
+        os.waitid(os.P_PID, child.pid, os.WEXITED | os.WNOWAIT)
+        assert not process.is_alive()
+        assert ProcessId.of(child.pid) is None
+
+
+def test_what_a_process_without_its_first_thread_maps(tmp_path):
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 8192)
+    work = "import mmap; file = open(sys.argv[1], 'r+b'); sys.mapped = mmap.mmap(file.fileno(), 0)"
+    with running(LEADERLESS.format(work=work), str(path)) as child:
+        eventually(lambda: state_of(child.pid) == b"Z", "its first thread does not end")
+        assert processes_mapping(path) == [ProcessId.of(child.pid)]
+
+
+def test_a_title_that_is_cut_inside_a_character(tmp_path):
+    with running(TITLED) as child:
+        assert CUT_TITLE in Path(f"/proc/{child.pid}/stat").read_bytes()
+        process = ProcessId.of(child.pid)
+        assert process is not None
+        assert process.is_alive()
+        (tmp_path / "file").write_bytes(b"x")
+        assert processes_mapping(tmp_path / "file") == []
+
+
+@pytest.mark.parametrize(
+    ("error", "alive"),
+    [(errno.ENOENT, False), (errno.ESRCH, False), (errno.EMFILE, True), (errno.EACCES, True), (errno.ENOMEM, True)],
+)
+def test_dead_only_when_the_kernel_says_so(sleeper, monkeypatch, error, alive):
+    process = ProcessId.of(sleeper.pid)
+    assert process is not None
+
+    def refuse(folder):
+        raise OSError(error, os.strerror(error))
+
+    monkeypatch.setattr(processes, "_stat", refuse)
+    assert process.is_alive() is alive
 
 
 def test_a_name_with_parentheses_and_spaces_is_parsed(tmp_path):

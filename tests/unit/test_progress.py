@@ -2,11 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+import builtins
 import io
+import sys
+import threading
 from dataclasses import dataclass
+from pathlib import Path
+from types import SimpleNamespace
+from typing import Any
 
 import pytest
 
+import cluster
 from cluster.command_line.progress import (
     LineDisplay,
     Moment,
@@ -14,9 +22,12 @@ from cluster.command_line.progress import (
     byte_counter,
     display_on,
     line_of,
+    load_counter,
     moment_of_load,
+    shown_progress,
 )
 from cluster.reports.report import LoadProgress
+from tests.support.checkpoints import write_tiny_llama
 
 
 class Terminal(io.StringIO):
@@ -135,3 +146,100 @@ def test_lines_said_between_stages_stand_on_their_own() -> None:
     assert shown.startswith("first\n")
     assert "\n\x1b[?25hsecond\n" in shown  # the first bar has ended
     assert shown.count("\x1b[?25h") == 2  # two bars, both ended
+
+
+@pytest.fixture
+def model(tmp_path: Path) -> Path:
+    write_tiny_llama(tmp_path / "llama")
+    return tmp_path / "llama"
+
+
+def shown_on_stderr(monkeypatch: pytest.MonkeyPatch, stream: Any) -> Any:
+    monkeypatch.setattr(sys, "stderr", stream)
+    return stream
+
+
+@pytest.mark.parametrize("verb", [cluster.publish, cluster.verify])
+def test_verbs_show_a_bar_lines_or_nothing(verb: Any, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    cluster.publish(model, progress=False)
+    shown = {}
+    for kind in (Terminal, io.StringIO):
+        for progress in (None, True, False):
+            stream = shown_on_stderr(monkeypatch, kind())
+            verb(model, progress=progress, **({"force": True} if verb is cluster.publish else {}))
+            shown[kind, progress] = stream.getvalue()
+    assert "\x1b[" in shown[Terminal, None]
+    assert "\x1b[" in shown[Terminal, True]
+    assert verb.__name__ in shown[io.StringIO, True]
+    assert "\x1b[" not in shown[io.StringIO, True]
+    assert {shown[io.StringIO, None], shown[Terminal, False], shown[io.StringIO, False]} == {""}
+
+
+def test_a_function_is_called_and_nothing_is_shown(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    stream = shown_on_stderr(monkeypatch, Terminal())
+    seen: list[int] = []
+    cluster.publish(model, progress=lambda moment: seen.append(moment.done_bytes))
+    assert seen
+    assert stream.getvalue() == ""
+
+
+def test_a_stderr_that_is_closed_or_missing_fails_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    closed = io.StringIO()
+    closed.close()
+    for stream in (closed, None):
+        shown_on_stderr(monkeypatch, stream)
+        for progress in (None, True):
+            cluster.publish(model, progress=progress)
+
+
+def test_what_is_printed_to_a_file_meanwhile_stays_there(monkeypatch: pytest.MonkeyPatch) -> None:
+    stdout = io.StringIO()
+    monkeypatch.setattr(sys, "stdout", stdout)
+    terminal = shown_on_stderr(monkeypatch, Terminal())
+    with shown_progress(None, load_counter) as show:
+        assert show is not None
+        show(LoadProgress("m", "s3://b/m", "loading", 5, 10, 7_000_000, 1, 4, 2.5, ""))
+        print("a result")
+    assert stdout.getvalue() == "a result\n"
+    assert "loading" in terminal.getvalue()
+
+
+def test_two_bars_at_once_share_the_terminal(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    terminal = shown_on_stderr(monkeypatch, Terminal())
+    both = threading.Barrier(2)
+
+    def one() -> None:
+        with display_on(terminal) as display:
+            both.wait(60)
+            display.show(Moment("loading", 1, 2, 0.5))
+            both.wait(60)
+
+    async def two() -> None:
+        await asyncio.gather(asyncio.to_thread(one), asyncio.to_thread(one))
+
+    asyncio.run(two())
+    assert terminal.getvalue().count("\x1b[?25l") == 1  # the cursor is hidden once, by the bar that both are in
+    assert terminal.getvalue().endswith("\x1b[?25h")
+
+
+def test_a_notebook_gets_a_bar(monkeypatch: pytest.MonkeyPatch) -> None:
+    class Output:
+        def __enter__(self) -> None: ...
+        def __exit__(self, *_: object) -> None: ...
+        def clear_output(self, wait: bool) -> None: ...
+
+    shown: list[Any] = []
+    stream = shown_on_stderr(monkeypatch, io.StringIO())
+    shell = type("ZMQInteractiveShell", (), {})()
+    monkeypatch.setattr(builtins, "get_ipython", lambda: shell, raising=False)
+    widgets = SimpleNamespace(Output=Output, __spec__=SimpleNamespace())
+    monkeypatch.setitem(sys.modules, "IPython", SimpleNamespace())  # type: ignore[misc]
+    monkeypatch.setitem(sys.modules, "IPython.display", SimpleNamespace(display=shown.append))  # type: ignore[misc]
+    for installed in (True, False):
+        monkeypatch.setitem(sys.modules, "ipywidgets", widgets if installed else None)  # type: ignore[misc]
+        shown.clear()
+        with shown_progress(True, load_counter) as show:
+            assert show is not None
+            show(LoadProgress("m", "s3://b/m", "loading", 5, 10, 7_000_000, 1, 4, 2.5, ""))
+        assert bool(shown) is installed  # without ipywidgets lines are shown
+        assert ("loading" in stream.getvalue()) is not installed

@@ -13,6 +13,7 @@ import pytest
 
 import cluster
 import cluster.errors
+import longshore
 import storage.errors
 
 PACKAGE = Path(cluster.__file__).parent
@@ -29,7 +30,7 @@ def test_every_public_name_is_there(name: str) -> None:
 def test_verbs_have_async_twins_with_the_same_parameters() -> None:
     for verb in VERBS:
         plain, twin = getattr(cluster, verb), getattr(cluster, f"a{verb}")
-        assert inspect.iscoroutinefunction(twin)
+        assert inspect.iscoroutinefunction(inspect.unwrap(twin, stop=inspect.iscoroutinefunction))
         assert list(inspect.signature(plain).parameters) == list(inspect.signature(twin).parameters), verb
 
 
@@ -58,6 +59,39 @@ def test_no_module_of_the_package_hides_a_public_name() -> None:
 def test_an_unknown_name_is_an_attribute_error() -> None:
     with pytest.raises(AttributeError, match="no attribute 'lode'"):
         cluster.lode  # noqa: B018
+
+
+def test_longshore_offers_the_same_names() -> None:
+    assert longshore.__all__ == cluster.__all__
+    for name in cluster.__all__:
+        assert getattr(longshore, name) is getattr(cluster, name)
+    assert set(cluster.__all__) <= set(dir(longshore))
+    assert not {path.stem for path in Path(longshore.__file__).parent.glob("*.py")} & set(cluster.__all__)
+    with pytest.raises(AttributeError, match="module 'longshore' has no attribute 'lode'"):
+        longshore.lode  # noqa: B018
+
+
+def test_type_checkers_see_the_names_of_longshore() -> None:
+    # They follow the star to the names that `cluster` imports for them, unless it has an `__all__` they cannot read.
+    tree = ast.parse(Path(longshore.__file__).read_text())
+    blocks = [node for node in tree.body if isinstance(node, ast.If) and "TYPE_CHECKING" in ast.dump(node.test)]
+    assert [ast.unparse(line) for block in blocks for line in block.body] == ["from cluster import *"]
+    assert not [
+        node
+        for node in ast.parse((PACKAGE / "__init__.py").read_text()).body
+        if isinstance(node, ast.Assign) and ast.unparse(node.targets[0]) == "__all__"
+    ]
+
+
+def test_import_longshore_loads_nothing_but_the_standard_library() -> None:
+    code = (
+        "import sys, longshore\n"
+        "print(*sorted({'cluster', 'storage', 'ray', 'torch'} & set(sys.modules)))\n"
+        "longshore.load, longshore.plan, longshore.StoreError\n"
+        "print(*sorted({'ray', 'torch'} & set(sys.modules)))\n"
+    )
+    done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
+    assert (done.stdout.split(), done.stderr) == ([], "")
 
 
 def test_import_and_planning_modules_load_nothing_heavy() -> None:

@@ -38,7 +38,7 @@ def test_a_cut_that_is_not_on_blocks_says_so_and_which_sizes_do() -> None:
     )
     assert "1 tensor cannot be cut: 'a.weight_scale_inv': parts of 192 of dim 1 of its weight (64, 1536)" in str(error)
     assert "do not fall on blocks of 128" in str(error)
-    assert "these tensors can be cut with tensor_parallel_size=1 or 2 or 4" in str(error)
+    assert "tensor_parallel_size can be 6, 4, 12, 3, 2 or 1" in str(error)
 
 
 @pytest.mark.parametrize(

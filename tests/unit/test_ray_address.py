@@ -3,13 +3,15 @@
 from __future__ import annotations
 
 import socket
+import threading
 from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 from cluster.errors import ClusterLost, ConfigError
-from cluster.joining.ray_address import check_ray_address
+from cluster.joining import ray_join
+from cluster.joining.ray_address import check_head, check_ray_address
 from cluster.joining.ray_join import join
 
 
@@ -39,16 +41,28 @@ def test_what_is_no_address(address: str) -> None:
         check_ray_address(address)
 
 
-def test_a_cluster_that_wants_a_token_is_typed_and_says_what_to_set() -> None:
+def test_a_head_that_takes_connections_and_is_silent_is_lost() -> None:
+    with socket.create_server(("127.0.0.1", 0)) as server:
+        address = f"127.0.0.1:{server.getsockname()[1]}"
+        with pytest.raises(ClusterLost, match="answers nothing"):
+            check_head(address, timeout_s=0.1)
+        answering = threading.Thread(target=lambda: [server.accept()[0].close() for _ in range(4)])
+        answering.start()  # (the first two are those of the check above)
+        check_head(address)
+        answering.join()
+
+
+def test_a_cluster_that_wants_a_token_is_typed_and_says_what_to_set(monkeypatch: pytest.MonkeyPatch) -> None:
     class AuthenticationError(Exception):
         """Ray's; no ConnectionError."""
 
     def init(**_: Any) -> None:
         raise AuthenticationError("Token authentication is enabled but ...")
 
+    monkeypatch.setattr(ray_join, "check_head", lambda address: None)
     ray = SimpleNamespace(init=init, exceptions=SimpleNamespace(AuthenticationError=AuthenticationError))
     with pytest.raises(ClusterLost, match=r"no valid token.*RAY_AUTH_MODE"):
-        join(ray, None, start=False)
+        join(ray, "head:6379", start=False)
     older = SimpleNamespace(init=init, exceptions=SimpleNamespace())  # whose errors are what they were
     with pytest.raises(AuthenticationError):
-        join(older, None, start=False)
+        join(older, "head:6379", start=False)

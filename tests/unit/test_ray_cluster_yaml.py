@@ -94,6 +94,10 @@ def test_settings_are_the_codes(written: dict[str, Any]) -> None:
     assert Config.from_env(ours).disk_cache_dir.startswith(f"{_mounted(written)}/")  # a folder in it can be our own
 
 
+def test_workers_run_with_normal_priority(written: dict[str, Any]) -> None:
+    assert _variables(written["docker"]["run_options"])["RAY_worker_niceness"] == "0"
+
+
 def test_shared_memory_holds_what_is_put_there(written: dict[str, Any]) -> None:
     docker = written["docker"]
     arena = parse_bytes(_variables(docker["run_options"])["LONGSHORE_ARENA_BYTES"])

@@ -6,6 +6,7 @@ from types import SimpleNamespace
 from typing import Any
 
 from actors.coordination.model_record import ModelRecord, Seat
+from cluster.joining.patience import UNLIMITED
 from cluster.layouts.mesh import Layout
 from cluster.load_request import LoadRequest, StoreAccess
 from cluster.plans.packed_plan import PackedPlan
@@ -64,6 +65,6 @@ def test_ready_is_shown_with_the_report_only() -> None:
         return LoadProgress("m", "s3://b/m", state, 40, 40, store_bytes, 1, 1, 1.0)
 
     answers = iter([(1, moment("loading", 25), None), (2, moment("ready", 25), None), (3, moment("ready", 40), report)])
-    connection: Any = SimpleNamespace(call=lambda *_: (*next(answers), None))
-    assert wait_until_ready(connection, "m", shown.append, None, None) == (report, True)
+    connection: Any = SimpleNamespace(call=lambda *_, **__: (*next(answers), None))
+    assert wait_until_ready(connection, "m", shown.append, UNLIMITED) == (report, True)
     assert [(now.state, now.store_bytes) for now in shown] == [("loading", 25), ("ready", 40)]

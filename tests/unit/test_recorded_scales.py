@@ -16,12 +16,13 @@ from cluster.layouts.model_config import ModelConfig
 from cluster.layouts.rules import Rules, parse_rules
 from cluster.plans import recorded_scales
 from cluster.plans.load_plan import LoadPlan
-from cluster.plans.planning import build_load_plan, check_plan, overfetch_bytes
+from cluster.plans.planning import build_load_plan, overfetch_bytes
 from cluster.plans.rank_plans import rank_facts
 from cluster.precision.recipes import Precision
 from cluster.precision.recorded_amax import Amax
 from storage.checkpoints.model_index import Tensor
 from storage.publishing.amax_scan import AmaxScan
+from tests.support.plan_oracle import check_plan
 from tests.support.planned_models import StoredModel, carry_out, llama_shapes, store_arrays
 
 CONFIG = ModelConfig(model_type="llama", num_attention_heads=8, num_key_value_heads=4, head_dim=8)

@@ -4,17 +4,19 @@ from __future__ import annotations
 
 import pickle
 from dataclasses import replace
+from pathlib import Path
 from typing import Any
 
 import pytest
 
+import cluster
 from cluster.errors import ConfigError, PlanError
 from cluster.fit.changes import steps_of_auto
 from cluster.fit.options import FitOptions
 from cluster.layouts.mesh import Layout
 from cluster.load_request import LoadRequest, StoreAccess
 from cluster.precision.recipes import Precision
-from cluster.request import StoreOptions, is_nested, make_request, open_uri
+from cluster.request import StoreOptions, is_nested, make_request, open_destination, open_uri
 from storage.errors import InvalidUri, LongshoreError, StoreError, UnsupportedStore
 from storage.store_ref import Credentials
 
@@ -147,6 +149,61 @@ def test_a_folder_is_inside_another_under_any_name(tmp_path: Any):
 def test_a_uri_that_cannot_be_meant(uri: str):
     with pytest.raises(InvalidUri):
         StoreOptions().resolve(uri)
+
+
+@pytest.mark.parametrize(
+    ("written", "meant"),
+    [
+        ("s3:/models/x", "s3://models/x"),
+        ("s3:models/x", "s3://models/x"),
+        ("S3:/models/x/model.safetensors", "s3://models/x"),
+        ("gs:/models/x", "gs://models/x"),
+        ("file:srv/x", "file:///srv/x"),
+        ("hf:meta-llama/Llama-3-8B", "hf://meta-llama/Llama-3-8B"),
+        ("meta-llama/Llama-3-8B", "hf://meta-llama/Llama-3-8B"),
+        ("meta-llama/Llama-3-8B/", "hf://meta-llama/Llama-3-8B"),
+    ],
+)
+def test_what_is_no_local_folder_is_not_taken_for_one(
+    written: str, meant: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
+):
+    monkeypatch.chdir(tmp_path)
+    for verb in (cluster.load, cluster.plan, cluster.verify, cluster.publish):
+        with pytest.raises(InvalidUri, match=r"no such file or folder here|no local file of that name") as caught:
+            verb(written)
+        assert meant in caught.value.hint
+    Path(written.rpartition(".safetensors")[0].rpartition("/")[0] or written).mkdir(parents=True)
+    assert StoreOptions().resolve(written)[0].scheme == "file"
+
+
+@pytest.mark.parametrize("written", ["s3:/models/x?X-Amz-Signature=hush", "s3:/key:hush@models/x"])
+def test_a_misspelled_uri_shows_no_secret(written: str):
+    with pytest.raises(InvalidUri) as caught:
+        StoreOptions().resolve(written)
+    assert "hush" not in str(caught.value)
+
+
+def test_a_new_folder_is_made_but_not_for_a_misspelled_uri(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    open_destination("models/copy", "s3://models/m", StoreOptions(), None, 5.0).close()
+    assert (tmp_path / "models" / "copy").is_dir()
+    with pytest.raises(InvalidUri, match="no local file of that name"):
+        open_destination("s3:/models/copy", "s3://models/m", StoreOptions(), None, 5.0)
+    assert [path.name for path in tmp_path.iterdir()] == ["models"]
+
+
+@pytest.mark.parametrize("written", ["../m", "./../m", "../../b/m", "..//m/"])
+def test_a_relative_path_may_begin_above(written: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    (tmp_path / "b" / "a").mkdir(parents=True)
+    monkeypatch.chdir(tmp_path / "b" / "a")
+    assert StoreOptions().place(written).prefix == str(tmp_path / "b" / "m")
+    assert StoreOptions().resolve("../model.safetensors")[0].prefix == str(tmp_path / "b")
+
+
+@pytest.mark.parametrize("written", ["m/../n", "../m/../n", "../%2e%2e/m", "..\\m", "/a/../m", "s3://b/../m"])
+def test_nothing_else_may_climb(written: str):
+    with pytest.raises(InvalidUri, match=r"'\.\.' in"):
+        StoreOptions().place(written)
 
 
 def test_a_scheme_that_nobody_serves_is_another_matter():

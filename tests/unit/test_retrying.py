@@ -14,7 +14,7 @@ from storage.errors import (
     StoreUnavailable,
     Throttled,
 )
-from storage.retrying import RetryPolicy, with_retries, worth_a_retry
+from storage.retrying import RetryPolicy, passing_refusal, with_retries, worth_a_retry
 
 
 class Request:
@@ -70,3 +70,41 @@ def test_what_may_pass() -> None:
 def test_other_errors_are_not_touched() -> None:
     with pytest.raises(ZeroDivisionError):
         with_retries(lambda: 1 // 0, RetryPolicy(), sleep=lambda s: None)
+
+
+@pytest.mark.parametrize(
+    ("status", "code", "kind"),
+    [
+        (408, "", StoreUnavailable),
+        (425, "", StoreUnavailable),
+        (429, "", Throttled),
+        (500, "", StoreUnavailable),
+        (503, "", Throttled),
+        (503, "ServiceUnavailable", Throttled),
+        (503, "XMinioServerNotInitialized", StoreUnavailable),
+        (509, "", Throttled),
+        (400, "KMS.ThrottlingException", Throttled),
+        (400, "ThrottlingException", Throttled),
+        (400, "SlowDown", Throttled),
+        (400, "RequestTimeout", StoreUnavailable),
+        (409, "OperationAborted", StoreUnavailable),
+        (400, "KMS.DependencyTimeoutException", StoreUnavailable),
+        (0, "Throttling", Throttled),
+        (400, "", None),
+        (400, "KMS.DisabledException", None),
+        (403, "AccessDenied", None),
+        (404, "NoSuchKey", None),
+        (409, "BucketAlreadyExists", None),
+        (501, "NotImplemented", None),
+    ],
+)
+def test_refusals_that_pass_by_status_and_code(status: int, code: str, kind: type[StoreError] | None) -> None:
+    assert passing_refusal(status, code) is kind
+
+
+def test_all_codes_that_botocore_retries_are_listed() -> None:
+    standard = pytest.importorskip("botocore.retries.standard")
+    for code in standard.ThrottledRetryableChecker._THROTTLED_ERROR_CODES:
+        assert passing_refusal(400, code) is Throttled
+    for code in standard.TransientRetryableChecker._TRANSIENT_ERROR_CODES:
+        assert passing_refusal(400, code) is not None

@@ -2,11 +2,10 @@
 
 from __future__ import annotations
 
-import datetime
-import ipaddress
 import pickle
 import socket
 import ssl
+from collections import Counter
 from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
@@ -33,6 +32,7 @@ from storage.read_limit import ReadLimit
 from storage.s3.answer import check_answer, normal_etag
 from storage.s3.store import S3Store
 from storage.store_ref import Credentials, StoreRef
+from tests.support.certificates import make_certificates
 from tests.support.scripted_server import Play, ScriptedServer, answer
 
 BODY = b"0123456789"
@@ -148,6 +148,10 @@ BAD: list[tuple[str, bytes, type[StoreError], str]] = [
     ("slow down", refusal("503 Slow Down", b"SlowDown"), Throttled, "fewer"),
     ("bare 503", answer("503 X", {"Content-Length": "0"}), Throttled, "fewer"),
     ("429", refusal("429 Too Many", b"TooManyRequests"), Throttled, "fewer"),
+    ("408", answer("408 Request Timeout", {"Content-Length": "0"}), StoreUnavailable, "status=408"),
+    ("425", answer("425 Too Early", {"Content-Length": "0"}), StoreUnavailable, "status=425"),
+    ("kms", refusal("400 Bad Request", b"KMS.ThrottlingException"), Throttled, "KMS.ThrottlingException"),
+    ("request timeout", refusal("400 Bad Request", b"RequestTimeout", b"idle"), StoreUnavailable, "now: idle"),
     ("500", refusal("500 Internal", b"InternalError"), StoreUnavailable, "status=500"),
     ("502", answer("502 Bad Gateway", {"Content-Length": "0"}), StoreUnavailable, "status=502"),
     ("bomb", answer("500 X", {"Content-Length": str(len(BOMB))}, BOMB), StoreUnavailable, "status=500"),
@@ -179,6 +183,42 @@ def test_bad_answers(serve: Serve, data: bytes, kind: type[StoreError], says: st
     assert store._wire is not None
     assert store._wire._idle == []  # a connection with an unread answer is never used again
     assert server.connections == 1  # nothing was retried
+
+
+@pytest.mark.parametrize(
+    "refused",
+    [
+        answer("408 Request Timeout", {"Content-Length": "0"}),
+        answer("425 Too Early", {"Content-Length": "0"}),
+        refusal("400 Bad Request", b"KMS.ThrottlingException"),
+    ],
+    ids=["408", "425", "KMS"],
+)
+def test_look_ups_listings_and_writes_are_tried_again(serve: Serve, refused: bytes) -> None:
+    listing = b"<ListBucketResult><KeyCount>0</KeyCount></ListBucketResult>"
+    seen: Counter[str] = Counter()
+
+    def play(sock: socket.socket, _: int) -> None:
+        method = server.head.split(" ")[0]
+        seen[method] += 1
+        if seen[method] == 1:
+            sock.sendall(refused if method != "HEAD" else refused.partition(b"\r\n\r\n")[0] + b"\r\n\r\n")
+        elif method == "HEAD":
+            sock.sendall(answer("200 OK", {"Content-Length": "10", "ETag": '"v1"'}))
+        else:
+            body = listing if method == "GET" else b""
+            sock.sendall(answer("200 OK", {"Content-Length": str(len(body)), "ETag": '"v1"'}, body))
+
+    server, store = serve(play)
+    if b"KMS" not in refused:  # the answer to a HEAD has no body, and so no code
+        assert store.stat("key").etag == "v1"
+        assert seen.pop("HEAD") == 2
+    assert list(store.list()) == []
+    assert store.put("key", b"data").etag == "v1"
+    with store.upload("key") as upload:
+        upload.write(memoryview(b"data"))
+        upload.complete()
+    assert seen == {"GET": 2, "PUT": 3}
 
 
 def test_416_is_asked_after_when_a_version_is_pinned(serve: Serve) -> None:
@@ -322,45 +362,7 @@ def test_normal_etag(value: str | None, expected: str | None) -> None:
 
 @pytest.fixture(scope="module")
 def certificates(tmp_path_factory: pytest.TempPathFactory) -> tuple[Path, Path]:
-    """(PEM of a CA, PEM of a key and certificate for 127.0.0.1 that it signed)."""
-    x509 = pytest.importorskip("cryptography.x509")
-    from cryptography.hazmat.primitives import hashes, serialization
-    from cryptography.hazmat.primitives.asymmetric import ec
-
-    def name(text: str) -> object:
-        return x509.Name([x509.NameAttribute(x509.NameOID.COMMON_NAME, text)])
-
-    now = datetime.datetime.now(datetime.UTC)
-    ca_key, key = ec.generate_private_key(ec.SECP256R1()), ec.generate_private_key(ec.SECP256R1())
-
-    def builder(subject: str, public: object) -> object:
-        return (
-            x509.CertificateBuilder()
-            .subject_name(name(subject))
-            .issuer_name(name("test CA"))
-            .public_key(public)
-            .serial_number(x509.random_serial_number())
-            .not_valid_before(now - datetime.timedelta(days=1))
-            .not_valid_after(now + datetime.timedelta(days=1))
-        )
-
-    ca = (
-        builder("test CA", ca_key.public_key())  # type: ignore[attr-defined]
-        .add_extension(x509.BasicConstraints(ca=True, path_length=0), critical=True)
-        .sign(ca_key, hashes.SHA256())
-    )
-    own = (
-        builder("store", key.public_key())  # type: ignore[attr-defined]
-        .add_extension(x509.SubjectAlternativeName([x509.IPAddress(ipaddress.ip_address("127.0.0.1"))]), critical=False)
-        .sign(ca_key, hashes.SHA256())
-    )
-    folder = tmp_path_factory.mktemp("tls")
-    (folder / "ca.pem").write_bytes(ca.public_bytes(serialization.Encoding.PEM))
-    (folder / "own.pem").write_bytes(
-        key.private_bytes(serialization.Encoding.PEM, serialization.PrivateFormat.PKCS8, serialization.NoEncryption())
-        + own.public_bytes(serialization.Encoding.PEM)
-    )
-    return folder / "ca.pem", folder / "own.pem"
+    return make_certificates(tmp_path_factory.mktemp("tls"))
 
 
 class TestTls:

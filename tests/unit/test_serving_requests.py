@@ -5,6 +5,7 @@ from __future__ import annotations
 import json
 import threading
 from collections.abc import Iterator
+from pathlib import Path
 from typing import Any
 
 import pytest
@@ -20,7 +21,11 @@ from serving.problems import MEDIA_TYPE, problem_of, status_of
 from serving.service import Service
 from serving.settings import ServingSettings
 from storage.errors import LongshoreError
+from tests.support.checkpoints import write_tiny_llama
 from tests.support.scripted_service import Script, ScriptedService
+from tests.support.stored_models import StoredModel
+
+NOWHERE = "127.0.0.1:1"  # no cluster
 
 
 @pytest.fixture(scope="module")
@@ -45,7 +50,10 @@ def client() -> Iterator[TestClient]:
         ({"uri": "s3://bucket/x", "tensor_parallel_size": 0}, 422, "BadRequest"),
         ({"uri": "s3://bucket/x", "tensor_parallel_size": 10**9}, 422, "BadRequest"),
         ({"uri": "s3://bucket/x", "quantization": "int3"}, 422, "ConfigError"),
+        ({"uri": "s3://bucket/x", "dtype": "int8"}, 422, "BadRequest"),
+        ({"uri": "s3://bucket/x", "dtype": "fp32", "quantization": "fp8"}, 422, "ConfigError"),
         ({"uri": "s3://bucket/x", "fit": "maybe"}, 422, "BadRequest"),
+        ({"uri": "s3://bucket/x", "revision": "5f0c"}, 422, "BadRequest"),
         ({"uri": "s3://BAD BUCKET/x"}, 422, "InvalidUri"),
         ({"uri": "x" * 5000}, 422, "BadRequest"),
         ([], 422, "BadRequest"),
@@ -98,6 +106,8 @@ def test_json_that_nobody_means_is_a_problem(client: TestClient, body: bytes) ->
     [
         {"uri": "s3://AKIA:SEKRET@models/llama"},
         {"uri": "s3://models/llama?X-Amz-Signature=SEKRET"},
+        {"uri": "az://models/llama?sv=1&sig=SEKRET"},
+        {"uri": "memory://llama#SEKRET"},
         {"uri": "https://models.s3.amazonaws.com/llama?X-Amz-Signature=SEKRET"},
         {"uri": "s3://models/llama", "endpoint_url": "http://user:SEKRET@127.0.0.1:9"},
         {"uri": "s3://models/llama", "endpoint_url": "http://127.0.0.1:9?key=SEKRET"},
@@ -125,6 +135,28 @@ def test_every_error_is_a_problem(kind: type[LongshoreError]) -> None:
     assert answer.media_type == MEDIA_TYPE
     assert b"what was wrong" in bytes(answer.body)
     assert b"what to do" in bytes(answer.body)
+
+
+@pytest.mark.parametrize(
+    ("body", "where"),
+    [(b'{"uri": ', ", at character 8"), (b"not json", ", at character 0"), (b"\xff", ""), (b"[" * 100_000, "")],
+)
+@pytest.mark.parametrize("verb", ["load", "plan"])
+def test_a_body_that_is_no_json_is_400_as_the_documents_say(
+    client: TestClient, verb: str, body: bytes, where: str
+) -> None:
+    path = f"/v1/models:{verb}"
+    answer = client.post(path, content=body, headers={"content-type": "application/json"})
+    assert (answer.status_code, answer.headers["content-type"]) == (400, MEDIA_TYPE)
+    said = answer.json()
+    assert (said["type"], said["status"]) == ("urn:longshore:problem:NoJson", 400)
+    assert said["detail"].startswith("the body is no JSON")
+    assert said["detail"].endswith(where)
+    assert "content-type: application/json" in said["hint"]
+    listed = client.get("/openapi.json").json()["paths"][path]["post"]["responses"]["400"]
+    assert listed["content"] == {MEDIA_TYPE: {"schema": {"$ref": "#/components/schemas/Problem"}}}
+    page = (Path(__file__).resolve().parents[2] / "docs" / "serving.md").read_text()
+    assert "| 400, 408 | the body is no JSON (`urn:longshore:problem:NoJson`)" in page
 
 
 def test_names_that_utf8_cannot_spell_are_told_and_hide_nothing_else() -> None:
@@ -157,9 +189,44 @@ def test_every_operation_has_its_words_and_its_problems(client: TestClient) -> N
         assert document["components"]["schemas"][schema].get("examples"), schema
 
 
+@pytest.mark.slow
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
+def test_the_default_endpoint_is_that_of_the_pod(
+    name: str, llama: StoredModel, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """As where a Secret gives the pods their endpoint and keys."""
+    keys = llama.server.credentials()
+    for variable, value in {
+        name: llama.server.endpoint_url,
+        "AWS_REGION": llama.server.region,
+        "AWS_ACCESS_KEY_ID": keys.access_key_id,
+        "AWS_SECRET_ACCESS_KEY": keys.secret_access_key,
+    }.items():
+        monkeypatch.setenv(variable, str(value))
+    app = make_app(Service(ServingSettings(), Config(), NOWHERE))
+    with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
+        planned = client.post("/v1/models:plan", json={"uri": llama.uri})
+        assert planned.status_code == 200, planned.text
+        other = {"uri": llama.uri, "endpoint_url": "http://127.0.0.1:9"}
+        refused = client.post("/v1/models:plan", json=other)
+        assert (refused.status_code, refused.json()["type"]) == (403, "urn:longshore:problem:SourceRefused")
+
+
+def test_only_the_revision_that_is_asked_for(tmp_path: Path) -> None:
+    write_tiny_llama(tmp_path)
+    app = make_app(Service(ServingSettings(schemes="file"), Config(), NOWHERE))
+    with TestClient(app, base_url="http://localhost", raise_server_exceptions=False) as client:
+        planned = client.post("/v1/models:plan", json={"uri": f"file://{tmp_path}"})
+        revision = planned.json()["revision"]
+        assert client.post("/v1/models:plan", json={"uri": f"file://{tmp_path}", "revision": revision}).is_success
+        refused = client.post("/v1/models:plan", json={"uri": f"file://{tmp_path}", "revision": "0" * 64})
+        assert (refused.status_code, refused.json()["type"]) == (422, "urn:longshore:problem:RevisionMismatch")
+        assert refused.json()["details"]["found"] == revision
+
+
 def test_a_replica_that_ends_leaves_no_thread() -> None:
     others = set(threading.enumerate())
-    service = Service(ServingSettings(endpoints="http://127.0.0.1:9"), Config(), "127.0.0.1:1")
+    service = Service(ServingSettings(endpoints="http://127.0.0.1:9"), Config(), NOWHERE)
     with TestClient(make_app(service), base_url="http://localhost", raise_server_exceptions=False) as client:
         assert client.get("/v1/models").status_code == 503
         ours = [thread for thread in set(threading.enumerate()) - others if thread.name.startswith("longshore-http")]

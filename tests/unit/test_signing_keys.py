@@ -19,6 +19,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage.errors import InvalidKey
+from storage.problems import install_hint
 from storage.publishing.signing_keys import SigningKey, is_signed_by, key_id, public_key
 
 
@@ -120,4 +121,4 @@ def test_reading_public_keys_needs_no_package() -> None:
         "try:\n    SigningKey.generate()\nexcept SigningUnavailable as error:\n    print(error.hint)\n"
     )
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=60, check=True)
-    assert done.stdout == "True\npip install 'longshore[signing]'\n"
+    assert done.stdout == f"True\n{install_hint('signing')}\n"

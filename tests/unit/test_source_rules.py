@@ -6,6 +6,7 @@ from contextlib import closing
 
 import pytest
 
+from cluster.config import Config
 from storage.errors import LongshoreError, SourceRefused, UnsupportedStore
 from storage.fsspec_store import FsspecStore
 from storage.s3.store import S3Store
@@ -160,7 +161,7 @@ def test_uris_that_climb_or_chain_name_no_place(uri: str) -> None:
 
 @pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
 def test_an_endpoint_of_the_environment_is_one_like_any_other(name: str) -> None:
-    """Of the client's environment: it goes into the request. The coordinator's own is what `default` stands for."""
+    """Of the client's environment: it goes into the request. `default` covers that of the list's own environment."""
     ref = parse_uri("s3://models/llama", environ={name: "http://169.254.169.254"})
     assert ref.endpoint_url == "http://169.254.169.254"
     for listed in ("default", "https://store.example"):
@@ -171,6 +172,34 @@ def test_an_endpoint_of_the_environment_is_one_like_any_other(name: str) -> None
     assert ignored.endpoint_url is None
     with pytest.raises(SourceRefused):  # without `default`, what the node's configuration says is not asked
         SourceRules.parse("s3", "https://store.example", "any").check(ignored)
+
+
+@pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
+def test_default_covers_the_endpoint_of_its_environment(name: str) -> None:
+    environ = {name: "https://Store.example/", "LONGSHORE_ALLOWED_ENDPOINTS": "https://other.example, default"}
+    rules = Config.from_env(environ).source_rules()
+    rules.check(parse_uri("s3://models/llama", environ=environ))
+    rules.check(parse_uri("s3://models/llama", environ={}))
+    with pytest.raises(SourceRefused):
+        rules.check(parse_uri("s3://models/llama", environ={name: "https://third.example"}))
+    for changed in ({"AWS_IGNORE_CONFIGURED_ENDPOINT_URLS": "true"}, {"LONGSHORE_ALLOWED_ENDPOINTS": "https://other"}):
+        with pytest.raises(SourceRefused):
+            Config.from_env(environ | changed).source_rules().check(parse_uri("s3://models/llama", environ=environ))
+
+
+@pytest.mark.parametrize(
+    "url", ["https://me:hunter2@store.example", "https://me:hunter2@[store", "https://me:hunter\u21002@h"]
+)
+def test_no_message_shows_the_password_in_an_endpoint(url: str) -> None:
+    environ = {"AWS_ENDPOINT_URL": url, "LONGSHORE_ALLOWED_ENDPOINTS": "default"}
+    assert Config.from_env(environ).allowed_endpoints == "default"
+    for scheme in ("s3", "gs"):
+        with pytest.raises(LongshoreError) as refused:
+            parse_uri(f"{scheme}://models/llama", endpoint_url=url, environ=environ)
+        assert "hunter" not in str(refused.value)
+    with pytest.raises(LongshoreError) as bad:
+        Config.from_env({"LONGSHORE_ALLOWED_ENDPOINTS": url})
+    assert "hunter" not in str(bad.value)
 
 
 @pytest.mark.parametrize("region", ["evil.example/", "x@evil.example", "evil.example#", "a b", "x.evil.example:80"])

@@ -2,13 +2,19 @@
 
 from __future__ import annotations
 
+import asyncio
+from types import SimpleNamespace
+from typing import cast
 from unittest.mock import patch
 
 import pytest
+from ray.exceptions import RayActorError
 
-from actors.coordination import spawn
+from actors.coordination import node_agents, spawn
+from actors.coordination.model_record import ModelRecord
+from actors.coordination.node_agents import NodeAgents
 from cluster.config import Config
-from cluster.errors import ClusterLost
+from cluster.errors import ClusterError, ClusterLost, PackageMissing
 
 TAKEN = ValueError("Failed to look up actor with name 'agent-1'")
 
@@ -27,3 +33,31 @@ def test_a_name_that_stays_taken_is_an_error_that_names_the_host(monkeypatch: py
         pytest.raises(ClusterLost, match="alpha"),
     ):
         spawn.start_agent("1", "alpha", Config())
+
+
+@pytest.mark.parametrize(
+    ("said", "kind"),
+    [
+        ("The actor died because ...\nModuleNotFoundError: No module named 'actors'", PackageMissing),
+        ("The actor died because ...\nTypeError: __init__() takes 7 arguments", ClusterError),
+    ],
+)
+def test_an_agent_that_cannot_start_is_made_once(
+    said: str, kind: type[ClusterError], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    made = 0
+
+    def start_agent(node_id: str, host: str, config: object) -> SimpleNamespace:
+        nonlocal made
+        made += 1
+        return SimpleNamespace(packed=SimpleNamespace(remote=dies))
+
+    async def dies(*_: object) -> None:
+        raise RayActorError("id", said, actor_init_failed=True)
+
+    monkeypatch.setattr(spawn, "start_agent", start_agent)
+    monkeypatch.setattr(node_agents.nodes, "living_nodes", lambda: {"1": "alpha"})
+    record = cast("ModelRecord", SimpleNamespace(nodes={"1": "alpha"}))
+    with pytest.raises(kind, match="alpha") as raised:
+        asyncio.run(NodeAgents(record, Config()).ask("1", lambda agent: agent.facts.remote()))
+    assert (type(raised.value), made) == (kind, 1)

@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import pickle
+from dataclasses import replace
 
 import pytest
 from hypothesis import given
@@ -53,6 +54,21 @@ def test_what_a_uri_names(uri: str, scheme: str, bucket: str, prefix: str) -> No
         "s3://bucket/a/..%2f..",
         "s3://bucket/%2e%2e/x",
         "s3://bucket/x?X-Amz-Signature=abc",
+        "az://container/models?sig=abc",
+        "az://container:hunter2@account/models",
+        "gs://bucket/x#abc",
+        "hf://org/model?token=1",
+        "memory://a?token=1",
+        "file:///srv/x?token=1",
+        "file:///srv/x#abc",
+        "foo://a/b?token=1",
+        "simplecache::az://c/x?sig=abc",
+        "KEY:SECRET@host?sig=abc://x",
+        "s3:/bucket/x?sig=abc",
+        "host.example/x?sig=abc",
+        "s3://KEY:SE/CRET@bucket/x",
+        "s3://KEY:SECRET@b/x?sig=abc",
+        "http://h?",
         "gs://",
         "file://otherhost/x",
         "file:///a/../b",
@@ -67,7 +83,7 @@ def test_what_a_uri_names(uri: str, scheme: str, bucket: str, prefix: str) -> No
 def test_refused(uri: str) -> None:
     with pytest.raises(StoreError) as caught:
         parse_uri(uri, environ={})
-    for secret in ("SECRET", "hunter2", "abc", "token=1"):
+    for secret in ("SECRET", "SE/CRET", "hunter2", "abc", "token=1"):
         assert secret not in str(caught.value)
 
 
@@ -95,12 +111,15 @@ def test_environment_fills_what_is_not_given() -> None:
 
 def test_identity_is_of_the_place_and_not_of_the_reader() -> None:
     ref = parse_uri("s3://bucket/x", environ={})
-    assert ref.identity() == parse_uri("s3://bucket/x", profile="me", ca_bundle="/ca", environ={}).identity()
+    assert ref.identity() == parse_uri("s3://bucket/x", anonymous=True, ca_bundle="/ca", environ={}).identity()
+    there = parse_uri("s3://bucket/x", endpoint_url="http://h", environ={})
+    assert there.identity() == replace(there, profile="me").identity()
     others = [
         parse_uri("s3://bucket/y", environ={}),
         parse_uri("s3://bucket2/x", environ={}),
         parse_uri("s3://bucket/x", endpoint_url="http://h", environ={}),
         parse_uri("s3://bucket/x", region="r", environ={}),
+        parse_uri("s3://bucket/x", profile="me", environ={}),  # it may name an endpoint
         parse_uri("gs://bucket/x", environ={}),
         parse_uri("s3://bucket/x/", environ={}).child("sub"),
     ]
@@ -139,8 +158,11 @@ def test_open_store_by_scheme(tmp_path: object) -> None:
         open_store(parse_uri("nonsense://bucket/x"))
 
 
-@pytest.mark.parametrize(("uri", "package"), [("gs://bucket/x", "gcsfs"), ("az://bucket/x", "adlfs")])
+@pytest.mark.parametrize(
+    ("uri", "package"), [("gs://bucket/x", "gcsfs"), ("az://bucket/x", "adlfs"), ("hf://org/model", "huggingface_hub")]
+)
 def test_missing_package_is_named(uri: str, package: str, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setitem(__import__("sys").modules, package, None)  # as if it were not installed
-    with pytest.raises(UnsupportedStore, match=f"pip install {package}"):
+    scheme = uri.partition(":")[0]
+    with pytest.raises(UnsupportedStore, match=rf"not installed \({package}.*\. pip install '\.\[{scheme}\]'"):
         open_store(parse_uri(uri))

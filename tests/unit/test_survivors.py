@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import subprocess
 import sys
+import time
 from collections.abc import Iterator
 from contextlib import contextmanager
 from pathlib import Path
@@ -19,6 +20,7 @@ from storage.object_store import MemoryStore
 from tests.support.checkpoints import flat_objects
 from tests.support.exact_ranks import check_exact
 from tests.support.local_node import LocalNode, local_node, plan_of, run_all
+from tests.support.odd_processes import LEADERLESS, TITLED, running
 from tests.support.ray_clusters import eventually
 
 OBJECTS = flat_objects(tensors=12)
@@ -112,6 +114,26 @@ def test_a_survivor_that_unmaps_the_arena_holds_nothing(shm_dir: Path) -> None:
         assert not node.agent.begin(job(node, plan))
         child.unmap()
         goes_on(node, plan)
+
+
+@pytest.mark.slow
+def test_a_survivor_lives_while_any_thread_does(shm_dir: Path) -> None:
+    """Its first thread has ended, and what the kernel keeps of its title is no text: its others may still write."""
+    plan = plan_of(OBJECTS, (1, 1, 2), 1024)
+    with local_node(shm_dir, slots=len(plan.chunks)) as node:
+        run_all(node.ranks(plan, MemoryStore(OBJECTS), node.begin(plan)))
+        arena = node.agent._arena
+        assert arena is not None
+        work = "from storage.arena.arena import Arena; sys.arena = Arena.open(sys.argv[1])"
+        with running(LEADERLESS.format(work=work), arena.path) as child, running(TITLED):
+            eventually(lambda: Path(f"/proc/{child.pid}/maps").read_bytes() == b"", "its first thread does not end", 20)
+            node.crash()
+            node.agent = node.start_agent()
+            for _ in range(10):
+                assert not node.agent.begin(job(node, plan))
+                time.sleep(node.config.heartbeat_s)
+            child.kill()
+            goes_on(node, plan)
 
 
 def test_an_agent_without_an_arena_tells_workers_whether_they_are_orphans(tmp_path: Path) -> None:

@@ -4,6 +4,7 @@ from __future__ import annotations
 
 import json
 import stat
+from dataclasses import replace
 from pathlib import Path
 from typing import Any
 
@@ -11,6 +12,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
+from actors import hosting
+from actors.hosting import host_rank
 from cluster import client
 from cluster.command_line.cli import main
 from cluster.config import Config
@@ -24,7 +27,16 @@ from cluster.request import StoreOptions, make_request
 from cluster.signing import generate_key, sign
 from cluster.trust import TrustPolicy
 from storage.checkpoints.manifest import MANIFEST_KEY
-from storage.errors import BadSignature, InvalidKey, ManifestUnsigned, ObjectNotFound, SourceRefused, UnknownSigner
+from storage.errors import (
+    BadSignature,
+    InvalidKey,
+    ManifestUnsigned,
+    ObjectNotFound,
+    RevisionMismatch,
+    SignedNameMismatch,
+    SourceRefused,
+    UnknownSigner,
+)
 from storage.publishing.signature import SIGNATURE_KEY
 from storage.publishing.signing_keys import SigningKey
 from storage.source_rules import SourceRules
@@ -176,6 +188,96 @@ def test_the_verbs_want_signatures(model: Path, key: Path, monkeypatch: pytest.M
         plan_ahead.plan(model, trusted_keys=public)  # type: ignore[arg-type]
     with pytest.raises(InvalidKey):
         plan_ahead.plan(model, trusted_keys=[key])
+
+
+def test_names_of_two_lists_of_keys_must_both_match() -> None:
+    team, own = f"{KEYS[0]}:team/*", TrustPolicy(keys=(f"{KEYS[0]}:*/llama", KEYS[1]))
+    assert own.keys_for([team]) == (f"{KEYS[0]}:*/llama:team/*",)
+    assert own.keys_for([KEYS[0], KEYS[1]]) == (f"{KEYS[0]}:*/llama", KEYS[1])
+    assert TrustPolicy(keys=(KEYS[0],)).keys_for([team]) == (team,)
+    assert TrustPolicy().keys_for([team]) == (team,)
+    with pytest.raises(UnknownSigner):
+        own.keys_for([KEYS[2]])
+
+
+def test_a_model_is_loaded_under_the_name_that_it_was_signed_with(
+    model: Path, key: Path, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosting, "_settings_in_force", lambda given: Config())  # there is no cluster
+    public, here = f"{key}.pub", str(model).strip("/")
+    for verb in (client.verify, plan_ahead.plan):
+        verb(model, trusted_keys=[public])
+        verb(model, trusted_keys=[public], signed_name=here)
+        verb(model, signed_name="whatever")  # who trusts no key checks no signature
+        with pytest.raises(SignedNameMismatch):
+            verb(model, trusted_keys=[public], signed_name="llama")
+        with pytest.raises(ConfigError, match="signed_name is one line"):
+            verb(model, signed_name="a\nb")
+    with pytest.raises(SignedNameMismatch), host_rank(model, 0, device="cpu", trusted_keys=[public], signed_name="x"):
+        pass
+    assert sign(model, key, signed_name="llama").name == "llama"
+    monkeypatch.setenv("LONGSHORE_TRUSTED_KEYS", f"{public}:llama")
+    for verb in (client.verify, plan_ahead.plan):
+        verb(model, signed_name="llama")
+        with pytest.raises(SignedNameMismatch):
+            verb(model)
+    monkeypatch.setenv("LONGSHORE_TRUSTED_KEYS", f"{public}:team-b/*")
+    assert main(["plan", str(model), "--signed-name", "llama"]) == 6
+    assert main(["sign", str(model), "--key", str(key), "--signed-name", "team-b/llama"]) == 0
+    assert main(["verify", str(model), "--signed-name", "team-b/llama"]) == 0
+    assert main(["publish", str(model), "--sign-key", str(key), "--signed-name", "llama"]) == 0
+    assert main(["publish", str(model), "--signed-name", "llama"]) == 2  # nobody signs
+    assert main(["verify", str(model), "--signed-name", "llama", "--trusted-key", public]) == 0
+
+
+def test_requests_for_other_names_share_no_model(model: Path) -> None:
+    one, other = request(model, (KEYS[0],)), replace(request(model, (KEYS[0],)), signed_name="llama")
+    assert one.identity() != other.identity()
+
+
+def test_only_the_revision_that_is_asked_for(
+    model: Path, key: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
+) -> None:
+    monkeypatch.setattr(hosting, "_settings_in_force", lambda given: Config())  # there is no cluster
+    first = plan_ahead.plan(model).revision
+    signed_before = {name: (model / name).read_bytes() for name in (MANIFEST_KEY, SIGNATURE_KEY)}
+    for name in ("model.safetensors.index.json", *[path.name for path in model.glob("*.safetensors")]):
+        (model / name).unlink()
+    write_tiny_llama(model, seed=1)
+    second = client.publish(model, sign_key=key).revision
+    for verb in (client.verify, plan_ahead.plan):
+        assert verb(model, revision=second).revision == second
+        with pytest.raises(RevisionMismatch) as refused:
+            verb(model, revision=first)
+        assert (refused.value.details["expected"], refused.value.details["found"]) == (first, second)
+        with pytest.raises(ConfigError, match="64 hex digits"):
+            verb(model, revision=second[:12])
+    with pytest.raises(RevisionMismatch), host_rank(model, 0, device="cpu", revision=first):
+        pass
+    for name, data in signed_before.items():  # whoever can write to the bucket puts the old ones back
+        (model / name).write_bytes(data)
+    for verb in (client.verify, plan_ahead.plan):
+        with pytest.raises(RevisionMismatch):
+            verb(model, trusted_keys=[f"{key}.pub"], revision=second)
+    assert main(["plan", str(model), "--revision", second]) == 6
+    assert "another revision of the model is stored" in capsys.readouterr().err
+
+
+def test_one_file_and_an_unpublished_model_have_a_revision_too(model: Path) -> None:
+    file = next(model.glob("*.safetensors"))
+    whole, one = client.verify(model).revision, client.verify(file).revision
+    assert whole != one
+    assert plan_ahead.plan(file, revision=one).revision == client.verify(file, revision=one).revision == one
+    for verb in (client.verify, plan_ahead.plan):
+        with pytest.raises(RevisionMismatch):
+            verb(file, revision=whole)
+    (model / MANIFEST_KEY).unlink()
+    bare = plan_ahead.plan(model).revision
+    assert plan_ahead.plan(model, revision=bare).revision == bare
+    with pytest.raises(RevisionMismatch):
+        plan_ahead.plan(model, revision=whole)
+    with pytest.raises(RevisionMismatch, match="not published"):
+        client.verify(model, revision=bare)
 
 
 def test_what_was_never_published_cannot_be_signed(tmp_path: Path, key: Path) -> None:

@@ -1,0 +1,100 @@
+"""Settings of a node: from the environment in which its `ray start` ran, whoever loads first.
+
+A client's `runtime_env` changes the environment of actors and tasks. It does not change that of the raylet, from which
+they all descend: so that one is read. Where a program starts a local Ray cluster itself, the program's settings are the
+nodes'. They are handed to the coordinator and from it to the agents.
+"""
+
+from __future__ import annotations
+
+import os
+from collections.abc import Collection, Mapping
+from dataclasses import dataclass, replace
+from pathlib import Path
+
+from cluster.config import ENV_PREFIX, NO_KEYS, Config
+from cluster.errors import ConfigError
+from cluster.reports.report import DEFAULT, SettingStatus
+from storage.publishing.signing_keys import TrustedKey, key_id
+
+# What agents go by: those of other nodes may differ. The first four are theirs alone.
+_OF_AGENTS_ALONE = {"arena_bytes", "slot_bytes", "disk_cache_dir", "disk_cache_bytes"}
+_OF_AGENTS = _OF_AGENTS_ALONE | {"host_reserve_bytes", "heartbeat_s", "orphan_after_s", "log_format", "log_level"}
+RAYLET = b"raylet"  # Ray's process on each node, as the kernel names it
+_PROC = Path("/proc")
+
+
+@dataclass(frozen=True, slots=True)
+class NodeSettings:
+    """Settings in force in an actor of ours, and where those that are not defaults come from."""
+
+    config: Config
+    source: str
+
+    @classmethod
+    def here(cls, node: str, given: Config | None = None) -> NodeSettings:
+        """Return the settings of the node that this process runs on.
+
+        Args:
+            node: Its name, for messages.
+            given: Settings of the program that started the cluster. None: the cluster was started by `ray start`.
+
+        Raises:
+            ConfigError: The environment of the node has values that cannot be meant.
+        """
+        if given is not None:
+            return cls(given, "the program that started the cluster")
+        try:
+            return cls(Config.from_env(node_environment()), f"environment of node {node}")
+        except ConfigError as error:
+            raise ConfigError(
+                f"environment of node {node}: {error.message}",
+                hint="correct it where `ray start` runs on that node, and start the node again",
+            ) from error
+
+    def of_coordinator(self) -> tuple[SettingStatus, ...]:
+        """Return each setting that the coordinator goes by, and where it comes from."""
+        return self._status(set(Config.model_fields) - _OF_AGENTS_ALONE)
+
+    def of_agent(self) -> tuple[SettingStatus, ...]:
+        """Return each setting that an agent goes by, and where it comes from."""
+        return self._status(_OF_AGENTS)
+
+    def _status(self, names: Collection[str]) -> tuple[SettingStatus, ...]:
+        values = self.config.model_dump()
+        keys = (TrustedKey.parse(key) for key in self.config.public_keys())
+        values["trusted_keys"] = ",".join(str(replace(key, public=key_id(key.public))) for key in keys) or NO_KEYS
+        given = self.config.model_fields_set
+        return tuple(
+            SettingStatus(ENV_PREFIX + name.upper(), values[name], self.source if name in given else DEFAULT)
+            for name in Config.model_fields
+            if name in names
+        )
+
+
+def node_name(host: str, node_id: str) -> str:
+    """Return what messages call a node. Several nodes may be on one host."""
+    return f"{host} {node_id[:8]}"
+
+
+def node_environment() -> Mapping[str, str]:
+    """Return the environment of the raylet from which this process descends; its own where there is none.
+
+    Its own also where the kernel does not show the raylet's, as when another user runs it.
+    """
+    try:
+        pid = os.getppid()
+        while pid:
+            if (_PROC / str(pid) / "comm").read_bytes().strip() == RAYLET:
+                return _environment_of(pid)
+            # The name of a process, in parentheses, may have parentheses and spaces in it.
+            pid = int((_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()[1])
+    except OSError:
+        pass
+    return os.environ
+
+
+def _environment_of(pid: int) -> dict[str, str]:
+    variables = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
+    pairs = (os.fsdecode(variable).partition("=") for variable in variables if b"=" in variable)
+    return {name: value for name, _, value in pairs}

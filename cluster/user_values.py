@@ -1,0 +1,134 @@
+"""Values of user code that travel between a client and a worker: functions, arguments, results and exceptions.
+
+    client   pack_call(fn, args, kwargs) --Packed--> worker: unpack, run
+    client   result_of(rank, answer) <--Packed or Raised-- worker
+
+Longshore pickles them itself, so that a value that cannot travel is a typed error. Ray sees one opaque pickle, the
+buffers of large arrays, which it shares without a copy, and its own references, which it must count.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import io
+import pickle
+from collections.abc import Callable, Mapping
+from dataclasses import dataclass
+from typing import Any
+
+from cluster.errors import ConfigError, RemoteCallFailed
+from storage.errors import LongshoreError
+
+MOST_CAUSE_CHARS = 300
+
+
+@dataclass(frozen=True, slots=True)
+class Packed:
+    """A pickled value."""
+
+    data: Any  # bytes-like: the pickle
+    buffers: tuple[Any, ...]  # bytes-like: memory of arrays, outside of the pickle
+    references: tuple[Any, ...]  # Ray's object references and actor handles in the value
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes of the pickle and its buffers."""
+        return sum(memoryview(part).nbytes for part in (self.data, *self.buffers))
+
+
+@dataclass(frozen=True, slots=True)
+class Raised:
+    """An exception that a user's function raised in a worker."""
+
+    text: str  # its traceback
+    kind: str  # name of its type
+    exception: Packed | None  # None when it cannot be pickled
+
+
+def pack(value: Any) -> Packed:
+    """Pickle a value. Raises whatever its pickling raises."""
+    import ray
+    from ray import cloudpickle
+
+    references: list[Any] = []
+    counted = (ray.ObjectRef, ray.actor.ActorHandle)
+
+    def reference_number(found: Any) -> int | None:
+        if not isinstance(found, counted):
+            return None
+        references.append(found)
+        return len(references) - 1
+
+    file = io.BytesIO()
+    buffers: list[pickle.PickleBuffer] = []
+    pickler: Any = cloudpickle.CloudPickler(file, protocol=5, buffer_callback=buffers.append)  # type: ignore[no-untyped-call]
+    pickler.persistent_id = reference_number
+    pickler.dump(value)
+    # (`getbuffer` is no choice: Python 3.11 crashes when it collects such a buffer as garbage.)
+    return Packed(pickle.PickleBuffer(file.getvalue()), tuple(buffers), tuple(references))
+
+
+def unpack(packed: Packed) -> Any:
+    """Make the value again. Raises whatever its unpickling raises."""
+    unpickler: Any = pickle.Unpickler(io.BytesIO(packed.data), buffers=packed.buffers)
+    unpickler.persistent_load = packed.references.__getitem__
+    return unpickler.load()
+
+
+def pack_call(fn: Callable[..., Any], args: tuple[Any, ...], kwargs: Mapping[str, Any]) -> Packed:
+    """Pickle a function and its arguments. Raises ConfigError, which names the one that cannot be pickled."""
+    try:
+        return pack((fn, args, kwargs))
+    except Exception as error:
+        arguments = {f"argument {number}": value for number, value in enumerate(args, 1)}
+        arguments |= {f"argument {name!r}": value for name, value in kwargs.items()}
+        named = {"the function": fn, **arguments}
+        what = next((name for name, value in named.items() if not _can_be_packed(value)), "the call")
+        raise ConfigError(
+            f"{what} cannot be sent to the ranks",
+            hint="send numbers, strings, numpy arrays or tensors on the CPU; make locks, files, connections and models "
+            "inside the function",
+            type=type(named.get(what)).__name__ if what in arguments else None,
+            cause=show_cause(error),
+        ) from error
+
+
+def result_of(rank: int, answer: Packed | Raised) -> Any:
+    """Return what the function returned on a rank.
+
+    Raises the function's own error when it is a LongshoreError; RemoteCallFailed for any other exception, which is its
+    `__cause__` where pickle can make it again, and for a result that cannot be unpickled in this process.
+    """
+    if isinstance(answer, Raised):
+        exception = None
+        if answer.exception is not None:
+            with contextlib.suppress(Exception):
+                exception = unpack(answer.exception)
+        if isinstance(exception, LongshoreError):
+            raise exception.with_details(rank=rank)
+        raise RemoteCallFailed(
+            f"the function raised {answer.kind} on rank {rank}:\n{answer.text.rstrip()}", rank=rank, type=answer.kind
+        ) from (exception if isinstance(exception, BaseException) else None)
+    try:
+        return unpack(answer)
+    except Exception as error:
+        raise RemoteCallFailed(
+            f"the result of rank {rank} cannot be read here",
+            hint="return numbers, strings, numpy arrays or tensors on the CPU",
+            rank=rank,
+            cause=show_cause(error),
+        ) from error
+
+
+def show_cause(error: BaseException) -> str:
+    """Return the type and the first line of an exception's message, for a detail of an error."""
+    lines = str(error).strip().splitlines() or [""]
+    return f"{type(error).__name__}: {lines[0]}"[:MOST_CAUSE_CHARS]
+
+
+def _can_be_packed(value: Any) -> bool:
+    try:
+        pack(value)
+    except Exception:
+        return False
+    return True

@@ -1,0 +1,98 @@
+"""Arguments of a wrong type are refused at the door, by every public function, before anything begins."""
+
+from __future__ import annotations
+
+import inspect
+from collections.abc import Callable, Sequence
+from typing import Any
+
+import pytest
+
+import cluster
+from actors.hosting import host_rank
+from cluster.argument_types import checks_arguments
+from cluster.errors import ConfigError
+from storage.store_ref import Credentials
+
+PUBLIC = {
+    **{name: value for name in cluster.__all__ if inspect.isfunction(value := getattr(cluster, name))},
+    "host_rank": host_rank,
+}
+VERBS = {
+    name: value
+    for name, value in PUBLIC.items()
+    if not inspect.iscoroutinefunction(inspect.unwrap(value, stop=inspect.iscoroutinefunction))
+}
+ANYTHING = {"placement_group"}  # Ray's own class, which is not imported here
+
+
+class Unknown:
+    """A type that nothing accepts."""
+
+
+def arguments() -> list[tuple[str, str]]:
+    parameters = ((verb, name) for verb, function in VERBS.items() for name in inspect.signature(function).parameters)
+    return [(verb, name) for verb, name in parameters if name not in ANYTHING]
+
+
+@pytest.mark.parametrize(("verb", "argument"), arguments())
+def test_every_argument_of_every_verb_is_checked(verb: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr("cluster.connection.connect", lambda *_, **__: pytest.fail("it has begun"))
+    required = [p.name for p in inspect.signature(VERBS[verb]).parameters.values() if p.default is p.empty]
+    given: dict[str, Any] = {name: 0 if name == "rank" else "model" for name in required}
+    with pytest.raises(ConfigError, match=f"^{verb}: {argument} must be .*, not Unknown$"):
+        VERBS[verb](**{**given, argument: Unknown()})
+
+
+@pytest.mark.parametrize(
+    ("options", "said"),
+    [
+        ({"progress": "yes"}, "load: progress must be True or False, a function or None, not str"),
+        ({"keep": "yes"}, "load: keep must be True or False, not str"),
+        ({"keep": 1}, "load: keep must be True or False, not int"),
+        ({"timeout_s": "5"}, "load: timeout_s must be a number or None, not str"),
+        ({"timeout_s": True}, "load: timeout_s must be a number or None, not bool"),
+        ({"tensor_parallel_size": 2.0}, "load: tensor_parallel_size must be a whole number, not float"),
+        ({"config": {"arena_bytes": 1}}, "load: config must be a Config or None, not dict of str to int"),
+        ({"trusted_keys": "key"}, "load: trusted_keys must be a list (each item a str or a path) or None, not str"),
+        ({"trusted_keys": [1, "a"]}, "trusted_keys must be a list .* not list of int and str"),
+        ({"layout_rules": {"a": 1}}, "layout_rules must be a dict, a str, a path or None, not dict of str to int"),
+        ({"max_memory": []}, "max_memory must be a dict or None, not empty list"),
+        ({"device_map": [0]}, "device_map must be .* not list of int"),
+    ],
+)
+def test_the_message_names_argument_type_and_what_is_accepted(options: dict[str, Any], said: str) -> None:
+    with pytest.raises(ConfigError, match=said.replace("(", "\\(").replace(")", "\\)")):
+        cluster.load("model", **options)
+
+
+def test_a_value_is_never_shown() -> None:
+    with pytest.raises(ConfigError) as caught:
+        cluster.load("model", credentials={"secret_access_key": "hush"})  # type: ignore[arg-type]
+    assert "hush" not in str(caught.value)
+    assert "credentials must be a Credentials or None, not dict of str to str" in str(caught.value)
+
+
+def test_what_is_accepted_comes_through() -> None:
+    @checks_arguments
+    def verb(
+        *names: str,
+        keys: Sequence[str] = (),
+        limit: float | None = None,
+        told: bool | Callable[[int], None] = False,
+        access: Credentials | None = None,
+        **others: object,
+    ) -> tuple[object, ...]:
+        """Return them."""
+        return (*names, keys, limit, told, access, others)
+
+    access = Credentials("id", "secret")
+    assert verb("a", keys=("k",), limit=3, told=print, access=access, other=5) == (
+        *("a", ("k",), 3, print, access),
+        {"other": 5},
+    )
+    assert verb.__doc__ == "Return them."
+    with pytest.raises(TypeError, match="positional"):
+        cluster.status("a", "b")  # type: ignore[call-arg]
+    with pytest.raises(TypeError, match="unexpected keyword argument 'tp'"):
+        cluster.load("model", tp=4)  # type: ignore[call-arg]
