@@ -156,7 +156,7 @@ def test_a_cluster_without_the_package_is_left_as_it_was(odd: StoredModel) -> No
             )
             refused, left, local = loaded(LOAD + looks_there + LOCAL, odd.folder, environ, folder).splitlines()
     assert refused.startswith("PackageMissing the cluster's nodes do not have longshore installed")
-    assert address in refused
+    assert address.removeprefix("127.0.0.1") in refused  # Ray names the host by another address of its own
     assert 'address="local"' in refused
     assert left == "{} [] {}"
     assert local == "ranks 1"
@@ -165,9 +165,8 @@ def test_a_cluster_without_the_package_is_left_as_it_was(odd: StoredModel) -> No
 @pytest.mark.parametrize("listens", [True, False], ids=["a stopped head", "a head that ended"])
 def test_a_head_that_does_not_answer_is_a_typed_error(listens: bool, tmp_path: Path) -> None:
     """Another process of its cluster is there, by which Ray finds it. Ray itself would wait for minutes."""
-    with socket.create_server(
-        ("127.0.0.1", 0)
-    ) as server:  # takes connections, as the kernel does for a stopped process
+    # takes connections on every address, as the kernel does for a stopped process
+    with socket.create_server(("", 0)) as server:
         address = f"127.0.0.1:{server.getsockname()[1]}"
         if not listens:
             server.close()
@@ -183,7 +182,7 @@ def test_a_head_that_does_not_answer_is_a_typed_error(listens: bool, tmp_path: P
             raylet.kill()
             raylet.wait()
     assert said_of.startswith("ClusterLost a Ray cluster has processes on this machine, and its head does not answer")
-    assert address in said_of
+    assert address.removeprefix("127.0.0.1") in said_of  # Ray names the host by another address of its own
 
 
 KEEPS = """
