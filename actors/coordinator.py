@@ -36,7 +36,7 @@ from cluster.config import Config
 from cluster.errors import ConfigError, LoadCancelled, ModelNotFound, VersionMismatch
 from cluster.load_request import LoadRequest, StoreAccess
 from cluster.logs import RepeatedWork, configure_logs
-from cluster.messages import AgentBeat, BeatReply, GroupMember, pack_message, unpack_message
+from cluster.messages import UNVERSIONED, AgentBeat, GroupMember, check_version, pack_message, unpack_message
 from cluster.node_settings import NodeSettings
 from cluster.preview.held_chunks import Holdings
 from cluster.reports.chunk_map import ChunkMap
@@ -77,7 +77,9 @@ class Coordinator:
         self._planner = Planner(config.chunk_bytes, config.read_timeout_s, self._trust)
         self._models: dict[str, ModelRecord] = {}
         self._attaching = Attaching(self._models, self._planner, config.access_grace_s)
-        self._agents = AgentWatch(self._incarnation, config.stuck_after_s, self._models, self._run, self._load_run)
+        self._agents = AgentWatch(
+            self._incarnation, config.stuck_after_s, self._models, self._run, self._load_run, self._end
+        )
         self._metrics = MetricsServer(config, self._agents.tally)
         self._gangs = Gangs(config.warm_workers_s)
         self._admission = asyncio.Lock()  # who takes which rank places is decided one load at a time
@@ -159,9 +161,9 @@ class Coordinator:
     async def supply(self, model_id: str, client_id: str, access: StoreAccess) -> None:
         """Take a holder's access again, which an earlier incarnation of this actor knew and did not save.
 
-        Raises what the store says of it: AccessDenied, StoreUnavailable, ...
+        It is kept once the store has accepted it.
         """
-        await self._attaching.supply(await self._record(model_id), client_id, access)
+        self._attaching.supply(await self._record(model_id), client_id, access)
 
     async def release(self, model_id: str, client_id: str | None, *, force: bool = False) -> bool:
         """Drop one hold, or with `force` all of them and `keep`. True when the memory is being freed."""
@@ -243,28 +245,33 @@ class Coordinator:
         self._idle_agents.needed(node_id)
         return await asyncio.to_thread(spawn.start_agent, node_id, "", self._given)
 
-    async def bind_group(self, load_id: str, group: str, uri: str, revision: str) -> str:
+    async def bind_group(self, member: GroupMember) -> str:
         """The revision of the model that the group's processes load, the one that asks among them from now on."""
         await self._ready()
-        return self._agents.bind(GroupMember(load_id, group, uri, revision))
+        return self._agents.bind(member)
 
     # -- agents ------------------------------------------------------------------------------------------------
 
-    async def heartbeat(self, beat: AgentBeat) -> BeatReply:
-        """An agent lives; progress of its ranks is in the message."""
-        self._check_settings()
-        self._start_keeper()
-        return await self._agents.heard(beat)
+    async def heartbeat_packed(self, node_id: str, packed: bytes) -> bytes:
+        """An agent lives; progress of its ranks is in the message. Takes and returns what `pack_message` made.
 
-    async def heartbeat_packed(self, node_id: str, beat: bytes) -> bytes:
-        """`heartbeat`, packed by `pack_message`. Raises VersionMismatch when the agent runs another Longshore."""
+        Raises VersionMismatch when the agent runs another Longshore.
+        """
         self._start_keeper()
         try:
-            heard: AgentBeat = unpack_message(beat, f"the agent of node {node_id}", "the coordinator")
+            beat: AgentBeat = unpack_message(packed, f"the agent of node {node_id}", "the coordinator")
         except VersionMismatch:
             await self._agents.refused(node_id)
             raise
-        return pack_message(await self.heartbeat(heard))
+        self._check_settings()
+        return pack_message(await self._agents.heard(beat))
+
+    async def heartbeat(self, beat: Any) -> None:
+        """Refuse an agent of a Longshore before protocol 5, which calls this. Raises VersionMismatch."""
+        self._start_keeper()
+        node_id = str(getattr(beat, "node_id", ""))
+        await self._agents.refused(node_id)
+        check_version(UNVERSIONED, f"the agent of node {node_id}", "the coordinator")
 
     def _check_settings(self) -> None:
         if self._problem is not None:

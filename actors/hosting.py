@@ -39,7 +39,7 @@ from cluster.device_map.options import GivenMap, GivenMemory
 from cluster.errors import AgentEnded, ClusterLost, ConfigError, LoadTimeout
 from cluster.fit.needs import min_slots
 from cluster.fit.options import STRICT, FitOptions
-from cluster.joining.patience import LOOK_S, Patience
+from cluster.joining.patience import LOOK_S, Patience, checked_timeout
 from cluster.joining.ray_private import started_here
 from cluster.joining.remote_errors import unwrapped
 from cluster.layouts.live_rules import with_live_rules
@@ -60,8 +60,10 @@ from storage.store_ref import Credentials
 
 T = TypeVar("T")
 
-BEGIN_EVERY_S = 0.2  # between two requests for slots that other loads hold
+BEGIN_EVERY_S = 0.2  # between the first two requests for slots that other loads hold; each later pause is twice as long
+BEGIN_AT_LEAST_EVERY_S = 2.0
 CALL_TIMEOUT_S = 60.0
+TELL_S = 5.0  # a rank that ends waits no longer for an agent that does not answer
 
 
 @checks_arguments
@@ -130,6 +132,7 @@ def host_rank(
         LoadTimeout: `timeout_s` has passed.
         LongshoreError: Else as `cluster.load` does.
     """
+    timeout_s = checked_timeout(timeout_s)
     patience = Patience(None if timeout_s is None else time.monotonic() + timeout_s)
     device = own_device(device)
     own = config or Config.from_env()
@@ -204,7 +207,7 @@ def host_rank(
             hedge_after_s=config.hedge_after_s,
             model=model_label(request.uri),
             process=ProcessId.current(),
-            group=GroupMember(load_id, group, request.uri, plan.revision) if group else None,
+            group=GroupMember(load_id, group, request.uri, plan.revision, ProcessId.current()) if group else None,
         ),
     )
     link.check_fit(rank_facts(plan.cut, plan.chunks.largest_bytes)[rank], request)
@@ -280,14 +283,12 @@ class _HostedLink(RayAgentLink):
         group = self._job.group
         if group is None:
             return
-        said = group.load_id, group.group, group.uri, group.revision
-        bound = self._again(
-            lambda: _answer(launch.ensure_coordinator(self._given, self._patience).bind_group.remote(*said))
-        )
+        bound = self._again(lambda: _answer(self._coordinator().bind_group.remote(group), self._patience))
         if bound != group.revision:
             raise RevisionMismatch(
                 f"the processes of the group {group.group!r} load another revision of the model",
-                hint="it was published again meanwhile: end the group's processes and start them all again",
+                hint="it was published again meanwhile: end the group's processes and start them all again. Copies "
+                "that are not published have a revision each: publish one and copy that to the nodes",
                 uri=group.uri,
                 expected=bound,
                 found=group.revision,
@@ -304,12 +305,14 @@ class _HostedLink(RayAgentLink):
     def begin(self) -> None:
         """Returns when the agent has the slots that the load must have. Raises ArenaError, ClusterLost, LoadTimeout."""
         began_s = time.monotonic()
+        pause_s = BEGIN_EVERY_S
         while not self._again(lambda: self._ask_agent("begin", self._job)):
             waited_s = time.monotonic() - began_s
             if waited_s > self._config.slots_wait_s:
                 holders = self._again(lambda: self._ask_agent("slot_holders"))
                 raise slots_taken(self._job, socket.gethostname(), waited_s, holders)
-            self._patience.sleep(BEGIN_EVERY_S)
+            self._patience.sleep(pause_s)
+            pause_s = min(2 * pause_s, BEGIN_AT_LEAST_EVERY_S)  # the whole job is sent each time
 
     def join(self, hello: RankHello) -> JoinReply:
         try:
@@ -334,7 +337,7 @@ class _HostedLink(RayAgentLink):
     def _tell(self, call: str) -> None:
         with contextlib.suppress(RayError, ValueError):
             handle = ray.get_actor(agent_name(self._node_id), namespace=NAMESPACE)
-            ray.get(getattr(handle, call).remote(self._job.load_id), timeout=CALL_TIMEOUT_S)
+            ray.get(getattr(handle, call).remote(self._job.load_id), timeout=TELL_S)
 
     def _again(self, ask: Callable[[], T]) -> T:
         """An answer; asked again while an agent or the coordinator ends and Ray, or the coordinator, starts another."""
@@ -350,26 +353,29 @@ class _HostedLink(RayAgentLink):
 
     def _agent(self) -> Any:
         """Of this node; started when there is none."""
-        coordinator = launch.ensure_coordinator(self._given, self._patience)
-        return PackedCalls(_answer(coordinator.agent_of.remote(self._node_id)))
+        return PackedCalls(_answer(self._coordinator().agent_of.remote(self._node_id), self._patience))
+
+    def _coordinator(self) -> Any:
+        return launch.ensure_coordinator(self._given, self._patience)
 
     def _ask_agent(self, call: str, *arguments: object) -> Any:
-        answer = _answer(getattr(self._agent(), call).remote(*arguments))
+        answer = _answer(getattr(self._agent(), call).remote(*arguments), self._patience)
         return unpack_message(answer, "the node's agent", "this process")
 
 
 def _settings_in_force(given: Config | None, patience: Patience) -> Config:
     """The cluster's settings, which bind this process too; `given`: see `launch.ensure_coordinator`."""
-    hello = _answer(launch.ensure_coordinator(given, patience).ping.remote())
+    hello = _answer(launch.ensure_coordinator(given, patience).ping.remote(), patience)
     if hello["problem"] is not None:
         raise hello["problem"]
     return Config(**hello["settings"])
 
 
-def _answer(reference: Any) -> Any:
+def _answer(reference: Any, patience: Patience) -> Any:
     try:
-        return ray.get(reference, timeout=CALL_TIMEOUT_S)
+        return ray.get(reference, timeout=patience.left_s(CALL_TIMEOUT_S))
     except RayTaskError as error:
         raise unwrapped(error) from None
     except RayError as error:
+        patience.check()
         raise ClusterLost("the node's agent does not answer", cause=type(error).__name__) from error

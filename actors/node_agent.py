@@ -352,6 +352,7 @@ class NodeAgent:
             self._meter.answered()
             with self._changed:
                 self._ledger.answered(beat)
+                self._ledger.take_members(reply.members)
             self._asked_for = reply.unknown_loads
             for load_id in reply.ended_loads:
                 self.end(load_id)

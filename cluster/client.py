@@ -11,7 +11,7 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from typing import TYPE_CHECKING, Any
+from typing import TYPE_CHECKING
 
 from cluster.argument_types import checks_arguments
 from cluster.async_twins import GIVEN_UP, in_thread, load_in_thread
@@ -21,7 +21,7 @@ from cluster.connection import connect
 from cluster.device_map.options import GivenMap, GivenMemory
 from cluster.errors import ClusterLost, ConfigError, LoadCancelled
 from cluster.fit.options import STRICT, FitOptions
-from cluster.joining.patience import Patience
+from cluster.joining.patience import Patience, checked_timeout
 from cluster.layouts.live_rules import with_live_rules
 from cluster.layouts.mesh import Layout
 from cluster.layouts.rules_file import LayoutRules
@@ -29,6 +29,7 @@ from cluster.model import LoadedModel
 from cluster.precision.recipes import Dtype, make_precision
 from cluster.reports.report import LoadProgress
 from cluster.request import (
+    PlacementGroup,
     StoreOptions,
     make_request,
     open_destination,
@@ -64,7 +65,7 @@ def load(
     address: str | None = None,
     wait_for_resources_s: float = 0,
     placement: str = "auto",
-    placement_group: Any = None,
+    placement_group: PlacementGroup | None = None,
     progress: bool | Callable[[LoadProgress], None] | None = None,
     timeout_s: float | None = None,
     endpoint_url: str | None = None,
@@ -123,7 +124,7 @@ def load(
     RevisionMismatch), PlanError (LayoutError, DoesNotFit), NotEnoughResources, IntegrityError, ChunkFailed, RankLost,
     LoadTimeout, ClusterLost, VersionMismatch.
     """
-    started_s = time.monotonic()
+    started_s, deadline_s = time.monotonic(), checked_timeout(timeout_s)
     config = config or Config.from_env()
     request = make_request(
         model_uri,
@@ -154,7 +155,7 @@ def load(
         fit=FitOptions(fit, gpu_memory_utilization, reserve_bytes),
     )
     config.source_rules().check(request.store.ref, credentials)
-    patience = Patience(None if timeout_s is None else started_s + timeout_s, GIVEN_UP.get())
+    patience = Patience(None if deadline_s is None else started_s + deadline_s, GIVEN_UP.get())
     connection = connect(address, config, patience=patience)
     if connection is None:
         raise ClusterLost("no cluster could be joined or started")

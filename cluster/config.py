@@ -80,6 +80,13 @@ class Config(BaseModel):
     allowed_buckets: str = ANY  # buckets that may be read from
     trusted_keys: str = NO_KEYS  # KEY or KEY:NAME, base64 or files: manifests must be signed with one of them
 
+    def __init__(self, **values: Any) -> None:
+        """Raises ConfigError that names every bad setting."""
+        try:
+            super().__init__(**values)
+        except ValidationError as error:
+            raise _refusal(error) from error
+
     @field_validator("*", mode="before")
     @classmethod
     def _size(cls, value: Any, info: ValidationInfo) -> Any:
@@ -186,7 +193,13 @@ class Config(BaseModel):
     def _checked(cls, values: dict[str, Any], prefix: str) -> Config:
         try:
             return cls(**values)
-        except ValidationError as error:
-            found = ((".".join(map(str, e["loc"])), e["msg"]) for e in error.errors())
-            problems = "; ".join(f"{prefix}{name.upper() if prefix else name}: {said}" for name, said in found)
-            raise ConfigError(f"bad settings: {problems}") from error
+        except ConfigError as error:
+            if isinstance(error.__cause__, ValidationError):
+                raise _refusal(error.__cause__, prefix) from error.__cause__
+            raise
+
+
+def _refusal(error: ValidationError, prefix: str = "") -> ConfigError:
+    found = ((".".join(map(str, e["loc"])), e["msg"]) for e in error.errors())
+    problems = "; ".join(f"{prefix}{name.upper() if prefix else name}: {said}" for name, said in found)
+    return ConfigError(f"bad settings: {problems}")

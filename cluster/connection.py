@@ -129,7 +129,7 @@ class Connection(CoordinatorLine):
             self._held.clear()
         import ray
 
-        if not ray.is_initialized() or self._coordinator is None:
+        if not ray.is_initialized():
             return
 
         def give_back() -> None:
@@ -142,7 +142,8 @@ class Connection(CoordinatorLine):
                 for model_id in held:
                     self.call("release", model_id, self.client_id, timeout_s=5)
 
-        self._while_ray_lives(give_back)
+        if self._coordinator is not None:
+            self._while_ray_lives(give_back)
         if self.local:
             with contextlib.suppress(Exception):
                 end_local(ray)

@@ -77,6 +77,7 @@ class GroupMember:
     group: str  # as its processes call it
     uri: str  # of the model
     revision: str
+    process: ProcessId
 
 
 @dataclass(frozen=True, slots=True, eq=False)
@@ -322,3 +323,4 @@ class BeatReply:
     unknown_loads: tuple[str, ...] = ()  # send their records next time
     ended_loads: tuple[str, ...] = ()  # forget them
     node_dead: bool = False  # Ray has given the node up, and all on it: end yourself
+    members: tuple[GroupMember, ...] = ()  # an earlier agent of the node told of them: they are yours if they live

@@ -4,7 +4,6 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import math
 import operator
 import threading
 import weakref
@@ -13,6 +12,7 @@ from typing import TYPE_CHECKING, Any, TypeVar
 
 from cluster.connection import Connection
 from cluster.errors import ConfigError
+from cluster.joining.patience import checked_timeout
 from cluster.rank_calls import RankCalls, share, withdraw
 from cluster.reports.report import LoadReport
 from cluster.tensor_batches import BATCH_BYTES, Cursor, TensorBatch, tensors
@@ -111,7 +111,7 @@ class LoadedModel:
         tensor. Functions that a call runs on the rank are waited for. `timeout_s`: seconds to wait for the rank, in
         all; None: no limit. Raises as `call` does.
         """
-        return self._tensors(None, self._checked_rank(rank), _checked_timeout(timeout_s))
+        return self._tensors(None, self._checked_rank(rank), checked_timeout(timeout_s))
 
     def state_dict(self, rank: int, *, timeout_s: float | None = None) -> dict[str, torch.Tensor]:
         """Return CPU copies of all of a rank's tensors: for looking and testing, not for serving. As `iter_tensors`."""
@@ -119,7 +119,7 @@ class LoadedModel:
 
     async def astate_dict(self, rank: int, *, timeout_s: float | None = None) -> dict[str, torch.Tensor]:
         """`state_dict`, without blocking the event loop. Cancelling the task ends the wait."""
-        rank, timeout_s = self._checked_rank(rank), _checked_timeout(timeout_s)
+        rank, timeout_s = self._checked_rank(rank), checked_timeout(timeout_s)
         return await _until_cancelled(lambda cancelled: dict(self._tensors(cancelled, rank, timeout_s)))
 
     def release(self) -> None:
@@ -165,7 +165,7 @@ class LoadedModel:
         if not callable(fn):
             raise ConfigError(f"call takes a function of the shard, not {fn!r:.60}")
         wanted = self._checked_ranks(ranks)
-        calls = RankCalls(self._connection, self.model_id, _checked_timeout(timeout_s), cancelled)
+        calls = RankCalls(self._connection, self.model_id, checked_timeout(timeout_s), cancelled)
         packed = pack_call(fn, args, kwargs)
         workers = calls.workers()
         sent = share(packed, len(wanted))
@@ -226,11 +226,3 @@ async def _until_cancelled(work: Callable[..., T], *args: Any) -> T:
         return await asyncio.to_thread(work, cancelled, *args)
     finally:
         cancelled.set()
-
-
-def _checked_timeout(timeout_s: float | None) -> float | None:
-    if timeout_s is None:
-        return None
-    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
-        raise ConfigError(f"timeout_s is a number of seconds above 0, or None, not {timeout_s!r:.40}")
-    return float(timeout_s)

@@ -15,12 +15,13 @@ from pathlib import Path
 from cluster.config import ENV_PREFIX, NO_KEYS, Config
 from cluster.errors import ConfigError
 from cluster.reports.report import DEFAULT, SettingStatus
-from storage.publishing.signing_keys import TrustedKey, key_id
+from storage.publishing.signing_keys import TrustedKey, key_id, with_absolute_files
 
 # What agents go by: those of other nodes may differ. The first four are theirs alone.
 _OF_AGENTS_ALONE = {"arena_bytes", "slot_bytes", "disk_cache_dir", "disk_cache_bytes"}
 _OF_AGENTS = _OF_AGENTS_ALONE | {"host_reserve_bytes", "heartbeat_s", "orphan_after_s", "log_format", "log_level"}
 RAYLET = b"raylet"  # Ray's process on each node, as the kernel names it
+KEYS = ENV_PREFIX + "TRUSTED_KEYS"
 _PROC = Path("/proc")
 
 
@@ -44,8 +45,12 @@ class NodeSettings:
         """
         if given is not None:
             return cls(given, "the program that started the cluster")
+        shown = raylet_environment()
+        source = f"environment of node {node}"
+        if shown is None:
+            source = f"environment of an actor on node {node} (the kernel does not show that of its raylet)"
         try:
-            return cls(Config.from_env(node_environment()), f"environment of node {node}")
+            return cls(Config.from_env(os.environ if shown is None else shown), source)
         except ConfigError as error:
             raise ConfigError(
                 f"environment of node {node}: {error.message}",
@@ -82,6 +87,11 @@ def node_environment() -> Mapping[str, str]:
 
     Its own also where the kernel does not show the raylet's, as when another user runs it.
     """
+    return raylet_environment() or os.environ
+
+
+def raylet_environment() -> Mapping[str, str] | None:
+    """Return the environment of the raylet from which this process descends; None where the kernel shows none."""
     try:
         pid = os.getppid()
         while pid:
@@ -91,10 +101,14 @@ def node_environment() -> Mapping[str, str]:
             pid = int((_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()[1])
     except OSError:
         pass
-    return os.environ
+    return None
 
 
 def _environment_of(pid: int) -> dict[str, str]:
     variables = (_PROC / str(pid) / "environ").read_bytes().split(b"\0")
     pairs = (os.fsdecode(variable).partition("=") for variable in variables if b"=" in variable)
-    return {name: value for name, _, value in pairs}
+    environ = {name: value for name, _, value in pairs}
+    if (keys := environ.get(KEYS, NO_KEYS)) != NO_KEYS:
+        # The working folder of an actor is the client's.
+        environ[KEYS] = with_absolute_files(keys, os.readlink(_PROC / str(pid) / "cwd"))
+    return environ

@@ -7,7 +7,7 @@ import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, replace
-from typing import Any
+from typing import Any, Protocol, runtime_checkable
 
 from cluster.device_map.options import GivenMap, GivenMemory, parse_device_map
 from cluster.errors import ConfigError
@@ -34,6 +34,15 @@ _WITHOUT_SLASHES = re.compile(rf"({'|'.join([*ALIASES, *DEFAULT_SCHEMES.split(',
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/\w[\w.-]*/?")
 
 
+@runtime_checkable
+class PlacementGroup(Protocol):
+    """Ray's placement group, without importing Ray."""
+
+    id: Any
+
+    def ready(self) -> Any: ...
+
+
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
     """How to reach a store beyond its URI; None means what the environment says."""
@@ -52,7 +61,7 @@ class StoreOptions:
         text = as_text(uri)
         check_printable(text)
         root, only_key = split_model_uri(text)
-        if not new and _HUB_NAME.fullmatch(root) and not os.path.lexists(root):
+        if not new and _HUB_NAME.fullmatch(root) and not os.path.lexists(root.partition("/")[0]):
             raise InvalidUri(
                 f"no such file or folder here: {quote(root)}",
                 hint=f"write hf://{root.rstrip('/')} for that model of the Hugging Face Hub",
@@ -85,7 +94,9 @@ def _check_local(text: str) -> None:
         scheme, rest = match[1].lower(), match[2].lstrip("/")
         if re.search("[?#@]", rest):  # maybe a secret
             rest = "bucket/prefix"
-        meant = f"{scheme}://{'/' * (scheme == 'file')}{rest}"
+        elif scheme == "file":
+            rest = os.path.abspath(match[2])
+        meant = f"{scheme}://{rest}"
         raise InvalidUri(f"no slashes after {scheme}:, and no local file of that name", hint=f"write {quote(meant)}")
 
 
@@ -115,7 +126,7 @@ def make_request(
     keep: bool = False,
     wait_for_resources_s: float = 0.0,
     placement: str = "auto",
-    placement_group: Any = None,
+    placement_group: PlacementGroup | None = None,
     trusted_keys: Sequence[str | os.PathLike[str]] = (),
     signed_name: str | None = None,
     revision: str | None = None,

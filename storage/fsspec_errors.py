@@ -50,8 +50,9 @@ def translated(error: Exception, uri: str, key: str | None) -> StoreError:
         return RangeMismatch("range reaches past the object's end", **where)
     if "Certificate" in type(error).__name__:
         return StoreError("the store's certificate is not trusted", hint="name your CA's PEM file", **where)
-    # aiohttp's payload and disconnect errors are no OSErrors
-    is_transport = isinstance(error, OSError | EOFError) or type(error).__module__.startswith("aiohttp")
+    # Errors of connections are no OSErrors in aiohttp and in httpx, with which huggingface_hub asks.
+    of_client = type(error).__module__.startswith(("aiohttp", "httpx", "httpcore"))
+    is_transport = isinstance(error, OSError | EOFError) or (of_client and type(error).__name__ != "HTTPStatusError")
     if is_transport or passing is not None:
         return StoreUnavailable("the store could not be reached or failed", status=status, **where)
     if isinstance(error, NotImplementedError):

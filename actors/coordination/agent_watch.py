@@ -15,7 +15,9 @@ import asyncio
 import functools
 import math
 import time
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Coroutine, Iterable
+from dataclasses import replace
+from typing import Any
 
 from ray.exceptions import RayError
 
@@ -28,6 +30,7 @@ from cluster.messages import AgentBeat, BeatReply, GroupMember, RankBeat
 from cluster.metrics.tally import Tally
 from cluster.reports.report import NodeStatus, SettingStatus
 from cluster.scheduling.load_state import LoadState
+from storage.errors import ArenaBusy, LongshoreError
 
 SILENT_S = 5.0  # an agent that is well speaks more often
 HELLO_S = 60.0  # a worker that is well has opened its device and its store by then, and speaks
@@ -46,8 +49,9 @@ class AgentWatch:
         models: dict[str, ModelRecord],
         go_on: Callable[[ModelRecord, dict[int, int]], None],
         load_run: Callable[[ModelRecord], LoadRun],
+        end: Callable[[ModelRecord, LongshoreError], Coroutine[Any, Any, None]],
     ) -> None:
-        """`coordinator` is its incarnation; `go_on(record, incarnations)` tends a load that was adopted."""
+        """`coordinator` is its incarnation; `go_on(record, incarnations)` tends an adopted load; `end` ends one."""
         self.rebuilt = asyncio.Event()  # before, a model that is not known may well be there
         self.tally = Tally()
         self._coordinator = coordinator
@@ -55,6 +59,7 @@ class AgentWatch:
         self._models = models
         self._go_on = go_on
         self._load_run = load_run
+        self._end = end
         self._beats: dict[str, tuple[AgentBeat, float]] = {}  # node id -> (the last one, when)
         self._settings: dict[str, tuple[SettingStatus, ...]] = {}  # node id -> that its agent goes by
         self._binding: dict[str, tuple[GroupMember, float]] = {}  # by load id: not known to an agent yet; since when
@@ -62,9 +67,8 @@ class AgentWatch:
         self._heard = asyncio.Condition()
         self._asking = asyncio.Lock()
         self._living: tuple[set[str], float] = set(), -math.inf  # nodes, and when Ray was asked
-        self._telling: dict[
-            tuple[str, str], asyncio.Task[None]
-        ] = {}  # (model id, node id) -> an agent is told it again
+        self._telling: dict[tuple[str, str], asyncio.Task[None]] = {}  # (model id, node id): an agent is told it again
+        self._ending: asyncio.Task[None] | None = None  # the last one, as a loop keeps no tasks alive
 
     @property
     def node_ids(self) -> set[str]:
@@ -135,6 +139,8 @@ class AgentWatch:
         if await self._is_given_up(beat.node_id):
             self._beats.pop(beat.node_id, None)
             return BeatReply(self._coordinator, node_dead=True)
+        members = self._members_of_agent_before(beat)
+        beat = replace(beat, members=(*beat.members, *members))
         self._beats[beat.node_id] = (beat, time.monotonic())
         if beat.settings:
             self._settings[beat.node_id] = beat.settings
@@ -159,7 +165,15 @@ class AgentWatch:
                 record.store_bytes[beat.node_id] = sum(parts)
         await self._note_progress(beat)
         self._begin_again(beat)
-        return BeatReply(self._coordinator, unknown, tuple(ended))
+        return BeatReply(self._coordinator, unknown, tuple(ended), members=members)
+
+    def _members_of_agent_before(self, beat: AgentBeat) -> tuple[GroupMember, ...]:
+        """Return processes of groups that the agent before this one told of, and that this one has not."""
+        before, _ = self._beats.get(beat.node_id, (beat, 0.0))
+        if before.incarnation == beat.incarnation:
+            return ()
+        told = {member.load_id for member in beat.members}
+        return tuple(member for member in before.members if member.load_id not in told)
 
     async def refused(self, node_id: str) -> None:
         """Forget a node whose agent runs another Longshore: nothing that it says can be read, also not what it has."""
@@ -230,6 +244,10 @@ class AgentWatch:
 
     def _was_told(self, told: tuple[str, str], task: asyncio.Task[None]) -> None:
         del self._telling[told]
+        error = None if task.cancelled() else task.exception()
+        record = self._models.get(told[0])
+        if isinstance(error, ArenaBusy) and record is not None and record.life.state is LoadState.LOADING:
+            self._ending = asyncio.get_running_loop().create_task(self._end(record, error))
 
     def _waits_in_vain(self, rank: RankBeat) -> bool:
         """Whether the rank was done before its agent was restarted, and we did not know that when we told the agent."""

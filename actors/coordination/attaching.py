@@ -7,7 +7,7 @@
                     -- the store is asked with the client's access: refused ---------> raises; nobody else notices
                                                                     other revision --> next record, or None
                                                                     same revision ---> the record; the access is kept
-                    -- the store is away and this access worked lately --------------> the record
+                    -- the store is away and this access worked lately --------------> the record; it is logged
 
 Everything is looked at again after each wait, because records end and others begin meanwhile.
 """
@@ -15,15 +15,19 @@ Everything is looked at again after each wait, because records end and others be
 from __future__ import annotations
 
 import asyncio
+import contextlib
+import logging
 import time
 from dataclasses import replace
 
 from actors.coordination.model_record import ModelRecord
-from actors.coordination.planner import Planner
+from actors.coordination.planner import CHECK_TIMEOUT_S, Planner
 from cluster.load_request import LoadRequest, StoreAccess
 from storage.errors import LongshoreError, StoreUnavailable
 
-CHECK_WITH_GRACE_S = 5.0  # how long the check of an access that worked lately may take
+_LOG = logging.getLogger(__name__)
+
+CHECK_WITH_GRACE_S = 20.0  # how long the check of an access that worked lately may take
 
 
 class Attaching:
@@ -34,6 +38,7 @@ class Attaching:
         self._models = models
         self._planner = planner
         self._grace_s = grace_s
+        self._supplied: dict[tuple[str, str], asyncio.Task[None]] = {}  # (model id, client id) -> its access is checked
 
     async def attach(self, request: LoadRequest) -> ModelRecord | None:
         """Return the record that answers the request, or None when it must be loaded.
@@ -55,30 +60,43 @@ class Attaching:
             elif self._models.get(record.model_id) is record and record.serves(request):
                 return record
 
-    async def supply(self, record: ModelRecord, client_id: str, access: StoreAccess) -> None:
-        """Keep a holder's access if it works. Raises what the check raises."""
-        if await self._ask(record, access):
-            record.proven(client_id, access)
-            await record.touch()
+    def supply(self, record: ModelRecord, client_id: str, access: StoreAccess) -> None:
+        """Keep a holder's access if it works. Returns at once: its caller renews other holds too."""
+        key = record.model_id, client_id
+        if key not in self._supplied:
+            self._supplied[key] = asyncio.get_running_loop().create_task(self._supply(record, client_id, access))
+            self._supplied[key].add_done_callback(lambda _: self._supplied.pop(key, None))
+
+    async def _supply(self, record: ModelRecord, client_id: str, access: StoreAccess) -> None:
+        try:
+            if await self._planner.is_current(replace(record.request, store=access), record.revision):
+                record.proven(client_id, access)
+                await record.touch()
+        except LongshoreError as error:
+            _LOG.info("the access of a client of %s was not kept: %s", record.model_id, error)
 
     async def _is_current(self, record: ModelRecord, request: LoadRequest) -> bool:
         """Return True while the store still has the record's revision, as far as this client can tell."""
         now_s = time.monotonic()
         worked_s = record.access.worked_at_s(request.store, now_s - self._grace_s)
+        limit_s = CHECK_TIMEOUT_S if worked_s is None else CHECK_WITH_GRACE_S
+        asked = replace(record.request, store=request.store)
         try:
-            limit_s = None if worked_s is None else CHECK_WITH_GRACE_S
-            current = await asyncio.wait_for(self._ask(record, request.store), limit_s)
-        except (StoreUnavailable, TimeoutError):
+            current = await self._planner.is_current(asked, record.revision, limit_s)
+        except StoreUnavailable as error:
             if worked_s is None:
                 raise
+            _LOG.warning(
+                "a client is given revision %s of %s, which may be an old one: %s",
+                record.revision,
+                record.model_id,
+                error.message,
+            )
             record.proven(request.client_id, request.store, worked_s)
             return True
         if current:
             record.proven(request.client_id, request.store)
         return current
-
-    async def _ask(self, record: ModelRecord, access: StoreAccess) -> bool:
-        return await self._planner.is_current(replace(record.request, store=access), record.revision)
 
 
 def _asks_alike(one: LoadRequest, other: LoadRequest) -> bool:
@@ -87,12 +105,17 @@ def _asks_alike(one: LoadRequest, other: LoadRequest) -> bool:
 
 
 async def use_working_access(record: ModelRecord, planner: Planner) -> None:
-    """Before a process reads for the model again: of several known accesses, take the first that still works."""
+    """Before a process reads for the model again: of the known accesses, take the first that still works.
+
+    One that works and finds another revision in the store is only the second choice. The only one is not asked for.
+    """
     candidates = record.access.candidates(record.holders.ids)
+    working = candidates if len(candidates) == 1 else []
     for access in candidates if len(candidates) > 1 else ():
-        try:
-            await planner.is_current(replace(record.request, store=access), record.revision)
-        except LongshoreError:  # refused, or the store is away: the next one may do better
-            continue
-        record.read_with(access)
-        return
+        with contextlib.suppress(LongshoreError):  # refused, or the store is away: the next one may do better
+            if await planner.is_current(replace(record.request, store=access), record.revision):
+                working.insert(0, access)
+                break
+            working.append(access)
+    if working:
+        record.read_with(working[0])

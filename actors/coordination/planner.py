@@ -56,16 +56,17 @@ class Planner:
         found: tuple[str, list[PlannedChange]] = await self._ask("changes", request, self._trust, purpose, limits)
         return found
 
-    async def is_current(self, request: LoadRequest, known: str) -> bool:
+    async def is_current(self, request: LoadRequest, known: str, limit_s: float = CHECK_TIMEOUT_S) -> bool:
         """Return True while the stored model is still the revision `known`; one small request to the store.
 
-        Raises StoreUnavailable when the store does not answer within CHECK_TIMEOUT_S.
+        Raises StoreUnavailable when the store does not answer within `limit_s`, from when it is asked.
         """
-        try:
-            asked = self._ask("is_current", request, known, self._trust, places=self._checks)
-            same: bool = await asyncio.wait_for(asked, CHECK_TIMEOUT_S)
-        except TimeoutError as error:
-            raise StoreUnavailable("the store does not answer", uri=request.uri, waited_s=CHECK_TIMEOUT_S) from error
+        async with self._checks:
+            try:
+                asked = self._exchange("is_current", request, known, self._trust)
+                same: bool = await asyncio.wait_for(asked, limit_s)
+            except TimeoutError as error:
+                raise StoreUnavailable("the store does not answer", uri=request.uri, waited_s=limit_s) from error
         return same
 
     async def close(self) -> None:
@@ -74,21 +75,24 @@ class Planner:
         for process in list(self._all):
             await self._end(process)
 
-    async def _ask(self, verb: str, *args: Any, places: asyncio.Semaphore | None = None) -> Any:
-        async with places or self._plans:
-            process = None
-            try:
-                process = self._take_idle() or await self._start()
-                answer = await asyncio.wait_for(_exchange(process, verb, args), PLANNING_TIMEOUT_S)
-            except (TimeoutError, OSError, EOFError) as error:
-                await self._end(process)
-                raise ClusterError(
-                    "planning did not end", hint="the coordinator's node may be out of memory", cause=repr(error)
-                ) from error
-            except BaseException:
-                await self._end(process)  # its answer would be taken for the next request's
-                raise
-            self._idle.append(process)
+    async def _ask(self, verb: str, *args: Any) -> Any:
+        async with self._plans:
+            return await self._exchange(verb, *args)
+
+    async def _exchange(self, verb: str, *args: Any) -> Any:
+        process = None
+        try:
+            process = self._take_idle() or await self._start()
+            answer = await asyncio.wait_for(_exchange(process, verb, args), PLANNING_TIMEOUT_S)
+        except (TimeoutError, OSError, EOFError) as error:
+            await self._end(process)
+            raise ClusterError(
+                "planning did not end", hint="the coordinator's node may be out of memory", cause=repr(error)
+            ) from error
+        except BaseException:
+            await self._end(process)  # its answer would be taken for the next request's
+            raise
+        self._idle.append(process)
         if isinstance(answer, LongshoreError):
             raise answer
         return answer

@@ -12,7 +12,7 @@ import time
 from typing import Any
 
 import ray
-from ray.exceptions import RayError
+from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import (
     PlacementGroup,
     placement_group,
@@ -168,9 +168,14 @@ async def shut_agent(node_id: str, *, only_idle: bool = False) -> bool:
     """
     agent = find_agent(node_id)
     if agent is not None:
-        with contextlib.suppress(Exception):
-            if not await asyncio.wait_for(agent.shutdown.remote(only_idle=only_idle), SHUT_S):
-                return False
+        try:
+            ended = await asyncio.wait_for(agent.shutdown.remote(only_idle=only_idle), SHUT_S)
+        except RayActorError:
+            ended = True  # it is dead
+        except Exception:
+            ended = not only_idle  # who does not answer may have a load
+        if not ended:
+            return False
         end_actor(agent)
     return True
 

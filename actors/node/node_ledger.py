@@ -58,8 +58,9 @@ class NodeLedger:
         self._ended: OrderedDict[tuple[str, int], NodeLoad] = OrderedDict()
         self._untold: OrderedDict[tuple[str, int], NodeLoad] = OrderedDict()  # ended, and no coordinator knows it yet
         self._asking: dict[tuple[str, int], tuple[NodeJob, float]] = {}  # have not begun yet: when they asked last
-        self._members: dict[str, tuple[ProcessId, GroupMember]] = {}  # by load id, beyond the load's end
+        self._members: dict[str, GroupMember] = {}  # by load id, beyond the load's end
         self._ended_unknown: OrderedDict[str, None] = OrderedDict()  # ended, and had not begun here
+        self._left: OrderedDict[str, None] = OrderedDict()  # let go of by processes that were not known here
         self._restored: defaultdict[ProcessId, list[str]] = defaultdict(list)
         for lease in restored:
             self._restored[lease.holder].append(lease.lease_id)
@@ -80,8 +81,8 @@ class NodeLedger:
             raise ended.error
         if job.process is not None and job.load_id in self._ended_unknown:
             raise LoadCancelled("the load was ended before it began", load=job.load_id)
-        if job.process is not None and job.group is not None:
-            self._members[job.load_id] = job.process, job.group
+        if job.group is not None:
+            self._members[job.load_id] = job.group
         granted = self._cache.reserve(job.part, job.min_slots)
         self._asking[job.part] = job, now_s
         return None if granted else False
@@ -144,7 +145,15 @@ class NodeLedger:
 
     def leave(self, load_id: str) -> None:
         """The process that hosted the load's rank has let go of it."""
-        self._members.pop(load_id, None)
+        if self._members.pop(load_id, None) is None:
+            self._left[load_id] = None
+            _keep_last(self._left)
+
+    def take_members(self, members: Iterable[GroupMember]) -> None:
+        """Take over living processes of groups, which an agent before this one knew."""
+        for member in members:
+            if member.load_id not in self._left and member.process.is_alive():
+                self._members[member.load_id] = member
 
     def fail_all(self, error: LongshoreError) -> None:
         """The node cannot go on: every load on it ends with that error."""
@@ -254,7 +263,7 @@ class NodeLedger:
         hosted = {job.load_id for job in (*self._jobs(), *asking) if job.process == process}
         for load_id in hosted:
             self.end(load_id, now_s)
-        for load_id in [load_id for load_id, (member, _) in self._members.items() if member == process]:
+        for load_id in [load_id for load_id, member in self._members.items() if member.process == process]:
             self.leave(load_id)
         return hosted
 
@@ -265,7 +274,7 @@ class NodeLedger:
         }
         asking = (job for job, _ in self._asking.values())
         hosts = {job.process for job in (*self._jobs(), *asking) if job.process is not None}
-        members = {process for process, _ in self._members.values()}
+        members = {member.process for member in self._members.values()}
         return ranks | hosts | members | self._cache.processes()
 
     def overdue(self, now_s: float) -> set[ProcessId]:
@@ -296,7 +305,7 @@ class NodeLedger:
             records,
             ended=ended_parts(self._untold.values()),
             figures=NodeFigures(stats),
-            members=tuple(member for _, member in self._members.values()),
+            members=tuple(self._members.values()),
         )
 
     def answered(self, beat: AgentBeat) -> None:

@@ -8,7 +8,7 @@ and has no rank that speaks), when it maps the arena no more, or when it is dead
 from __future__ import annotations
 
 from cluster.messages import Words
-from storage.host.processes import ProcessId, processes_mapping
+from storage.host.processes import ProcessId, may_map, processes_mapping
 
 
 class Survivors:
@@ -27,11 +27,8 @@ class Survivors:
         return settled
 
     def mapping(self) -> set[ProcessId]:
-        """Who maps the arena now; nobody where there are no survivors, as it takes a look at every process."""
-        try:
-            return set(processes_mapping(self._path)) if self.left else set()
-        except OSError:  # the agent is being shut down, or the kernel does not say
-            return set(self.left)
+        """Return the survivors that map the arena, or that the kernel does not show."""
+        return {process for process in set(self.left) if may_map(process, self._path)}
 
     def take_unmapped(self, mapping: set[ProcessId]) -> set[ProcessId]:
         """Those that were not among `mapping`, and are no survivors therefore."""

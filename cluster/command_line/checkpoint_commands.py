@@ -11,7 +11,7 @@ import contextlib
 import sys
 from collections.abc import Iterator
 from dataclasses import fields
-from typing import TYPE_CHECKING, Any
+from typing import Any
 
 from cluster.command_line.answers import answer
 from cluster.command_line.arguments import store_options, trusted_options
@@ -21,9 +21,6 @@ from cluster.command_line.fit_arguments import fit_ahead_options, fit_options
 from cluster.command_line.progress import byte_counter, display_on, load_counter, say_on
 from cluster.errors import DoesNotFit
 from cluster.layouts.mesh import Layout
-
-if TYPE_CHECKING:
-    pass
 
 
 def run_load(args: argparse.Namespace) -> int:

@@ -87,8 +87,8 @@ def _failed(error: Exception, args: argparse.Namespace) -> int:
             # Errors of libraries that ours were raised from may quote a URL.
             print(without_secrets("".join(traceback.format_exception(error))), end="", file=sys.stderr)
     foreseen = isinstance(error, LongshoreError) or hasattr(error, "hint")
-    text = str(error) if foreseen else f"{type(error).__name__}: {without_secrets(str(error))} (--debug shows where)"
-    say_on(sys.stderr, f"longshore: {text}")
+    text = str(error) if foreseen else f"{type(error).__name__}: {error} (--debug shows where)"
+    say_on(sys.stderr, f"longshore: {without_secrets(text)}")
     if args.json:
         _print_error(error, code, in_a_line=_endless(args))
     return code
@@ -97,7 +97,7 @@ def _failed(error: Exception, args: argparse.Namespace) -> int:
 def _print_error(error: Exception, code: int, *, kind: str = "", in_a_line: bool = False) -> None:
     document: dict[str, Any] = {
         "type": kind or type(error).__name__,
-        "message": getattr(error, "message", without_secrets(str(error))),
+        "message": without_secrets(getattr(error, "message", str(error))),
         "hint": getattr(error, "hint", ""),
         "details": getattr(error, "details", {}),
     }

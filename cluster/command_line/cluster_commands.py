@@ -55,8 +55,11 @@ def run_release(args: argparse.Namespace) -> int:
     warm = residents.release_warm(address=args.address) if args.warm else 0
     if args.shutdown:
         residents.shutdown(args.address)
-    said = "; ".join(map(str, results)) or ("nothing was released" if failed else "nothing to release")
-    said += f"; {warm} idle gangs ended" * args.warm + "; longshore ended in this cluster" * args.shutdown
+    said = [str(result) for result in results]
+    if not said and (failed or args.all):
+        said.append("nothing was released" if failed else "nothing to release")
+    said += [f"{warm} idle gangs ended"] * args.warm
+    said += ["longshore ended in this cluster, with all its models"] * args.shutdown
     document = {
         "released": [result.model_id for result in results if result.freed],
         "held": {result.model_id: result.holders for result in results if not result.freed},
@@ -64,7 +67,7 @@ def run_release(args: argparse.Namespace) -> int:
         "gangs_ended": warm,
         "shutdown": args.shutdown,
     }
-    answer(args, document, lambda: cell(said))
+    answer(args, document, lambda: cell("; ".join(said)))
     return FAILED if failed else OK
 
 

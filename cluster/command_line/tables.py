@@ -168,6 +168,7 @@ def publish_table(report: PublishReport) -> RenderableType:
             ("chunks", f"{report.chunks} of up to {show_bytes(report.chunk_bytes)}, {report.hash_name}"),
             ("other files", report.files),
             ("largest values of rows", "recorded" if report.amax else "not recorded"),
+            ("signed", f"by {report.signed_by} as {report.signed_name}" if report.signed_by else "no"),
             ("read", f"{show_bytes(report.read_bytes)} in {report.elapsed_s:.1f} s"),
             ("copied", show_bytes(report.copied_bytes)),
             ("resumed", f"{report.resumed} objects" if report.resumed else "-"),

@@ -4,7 +4,8 @@
 
 Ray ends its head with that process, in whatever way it dies. Workers, actors and Ray's agents wait for the head then,
 for minutes, and with them the arena stays. A process belongs to the cluster when its output goes to the folder of logs
-that this cluster alone has: so no name decides, and no other cluster's process is touched.
+that this cluster alone has, or when it bears a title of Ray's and has files there open (Ray's agents write to the raylet).
+So no other cluster's process is touched, and no other program that joined this one.
 """
 
 from __future__ import annotations
@@ -41,19 +42,25 @@ def watch(logs_folder: str) -> subprocess.Popen[bytes]:
 
 
 def members(logs_folder: str) -> list[ProcessId]:
-    """Return the processes of this user whose output goes to that folder, but for this one."""
+    """Return the processes of this user that belong to the cluster with that folder, but for this one."""
     found = []
     prefix = os.path.join(os.path.realpath(logs_folder), "")
     for name in os.listdir("/proc"):
-        if not name.isdecimal() or int(name) == os.getpid():
-            continue
-        for descriptor in ("1", "2"):
+        if name.isdecimal() and int(name) != os.getpid():
             with contextlib.suppress(OSError):  # it has ended, or is another user's
-                if os.readlink(f"/proc/{name}/fd/{descriptor}").startswith(prefix):
-                    process = ProcessId.of(int(name))
-                    found += [process] if process is not None else []
-                    break
+                process = ProcessId.of(int(name))
+                if process is not None and _writes_to(prefix, Path("/proc", name)):
+                    found.append(process)
     return found
+
+
+def _writes_to(prefix: str, process: Path) -> bool:
+    descriptors = os.listdir(process / "fd") if (process / "cmdline").read_bytes().startswith(b"ray::") else ("1", "2")
+    for descriptor in descriptors:
+        with contextlib.suppress(OSError):  # it was closed
+            if os.readlink(process / "fd" / descriptor).startswith(prefix):
+                return True
+    return False
 
 
 def end_cluster(logs_folder: str) -> None:

@@ -2,12 +2,13 @@
 
 from __future__ import annotations
 
+import math
 import threading
 import time
 from collections.abc import Callable, Iterator
 from contextlib import contextmanager
 
-from cluster.errors import LoadCancelled, LoadTimeout
+from cluster.errors import ConfigError, LoadCancelled, LoadTimeout
 
 LOOK_S = 1.0  # between two looks at a cancellation that cannot wake whoever waits
 
@@ -60,3 +61,12 @@ class Patience:
 
 
 UNLIMITED = Patience()
+
+
+def checked_timeout(timeout_s: float | None) -> float | None:
+    """Return a timeout that a caller gave. Raises ConfigError unless it is None or a number of seconds above 0."""
+    if timeout_s is None:
+        return None
+    if isinstance(timeout_s, bool) or not isinstance(timeout_s, int | float) or not 0 < timeout_s < math.inf:
+        raise ConfigError(f"timeout_s is a number of seconds above 0, or None, not {timeout_s!r:.40}")
+    return float(timeout_s)

@@ -127,8 +127,10 @@ def _check_published_size(store: ObjectStore, file: OtherFile) -> None:
     """Else a shorter file would be a range that the store refuses."""
     try:
         found_bytes = store.stat(file.key).size_bytes
-    except ObjectNotFound:
-        found_bytes = 0
+    except ObjectNotFound as error:
+        raise ManifestMismatch(
+            "config.json is missing, and was published", hint=_UPLOAD_HINT, uri=store.uri, key=file.key
+        ) from error
     if found_bytes < file.size_bytes:
         raise ManifestMismatch(
             f"config.json is cut short: {show_bytes(found_bytes)} of {show_bytes(file.size_bytes)} are there",

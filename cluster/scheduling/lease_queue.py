@@ -192,7 +192,7 @@ class LeaseQueue:
         """
         if rank is None or not cause:
             self._end_lease(self._position[chunk], now_s)
-            return Retry(0.0, False)
+            return Retry(0.0)
         return self.failed(chunk, rank, cause, None, now_s=now_s, fraction=fraction)
 
     def failed(

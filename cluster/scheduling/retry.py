@@ -32,7 +32,6 @@ class Budget:
     failures: int  # so many are forgiven; the next one ends it. 0: never retried
     base_s: float = 0.0  # longest wait after the first failure; doubles with each one more
     cap_s: float = 0.0  # no wait is longer
-    same_worker: int = 0  # failures after which another worker should try, when there is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -40,7 +39,6 @@ class Retry:
     """Try again."""
 
     delay_s: float
-    avoid_worker: bool  # by another worker, if there is one
 
 
 @dataclass(frozen=True, slots=True)
@@ -52,20 +50,20 @@ class Fail:
 
 # Budgets of one chunk over all workers of a node; a worker's own tries (Config.fetch_attempts) come before.
 RETRIES: Mapping[str, Budget] = {
-    "connect": Budget(failures=12, base_s=0.1, cap_s=5.0, same_worker=4),
-    "dns": Budget(failures=12, base_s=0.2, cap_s=10.0, same_worker=12),  # workers of a node ask the same resolver
-    "reset": Budget(failures=12, base_s=0.05, cap_s=2.0, same_worker=4),
-    "stalled": Budget(failures=8, base_s=0.05, cap_s=2.0, same_worker=2),  # each has cost a timeout already
-    "server_error": Budget(failures=12, base_s=0.1, cap_s=5.0, same_worker=12),
-    "unavailable": Budget(failures=12, base_s=0.1, cap_s=5.0, same_worker=4),  # in no way that has a name
-    "throttled": Budget(failures=20, base_s=0.5, cap_s=20.0, same_worker=20),  # no worker is luckier than others
-    "short_read": Budget(failures=12, base_s=0.05, cap_s=2.0, same_worker=4),
-    "range_mismatch": Budget(failures=6, base_s=0.1, cap_s=2.0, same_worker=2),
-    "digest_mismatch": Budget(failures=3, base_s=0.05, cap_s=1.0, same_worker=2),
-    "lease_expired": Budget(failures=4, same_worker=0),
-    "worker_died": Budget(failures=6, same_worker=0),
+    "connect": Budget(failures=12, base_s=0.1, cap_s=5.0),
+    "dns": Budget(failures=12, base_s=0.2, cap_s=10.0),
+    "reset": Budget(failures=12, base_s=0.05, cap_s=2.0),
+    "stalled": Budget(failures=8, base_s=0.05, cap_s=2.0),  # each has cost a timeout already
+    "server_error": Budget(failures=12, base_s=0.1, cap_s=5.0),
+    "unavailable": Budget(failures=12, base_s=0.1, cap_s=5.0),  # in no way that has a name
+    "throttled": Budget(failures=20, base_s=0.5, cap_s=20.0),
+    "short_read": Budget(failures=12, base_s=0.05, cap_s=2.0),
+    "range_mismatch": Budget(failures=6, base_s=0.1, cap_s=2.0),
+    "digest_mismatch": Budget(failures=3, base_s=0.05, cap_s=1.0),
+    "lease_expired": Budget(failures=4),
+    "worker_died": Budget(failures=6),
     # Whoever was refused has renewed them; what was told when they end is renewed before that, and costs no try.
-    "credentials_expired": Budget(failures=3, base_s=0.5, cap_s=5.0, same_worker=3),
+    "credentials_expired": Budget(failures=3, base_s=0.5, cap_s=5.0),
     "object_changed": Budget(failures=0),
     "not_found": Budget(failures=0),
     "access_denied": Budget(failures=0),
@@ -122,4 +120,4 @@ def decide(cause: str, failures: int, fraction: float, *, budgets: Mapping[str, 
         times = f"{failures} times" if budget.failures else "which no retry helps"
         return Fail(f"{cause.replace('_', ' ')}, {times}")
     longest_s = min(budget.cap_s, budget.base_s * 2.0 ** min(failures - 1, 60))
-    return Retry(delay_s=fraction * longest_s, avoid_worker=failures > budget.same_worker)
+    return Retry(delay_s=fraction * longest_s)

@@ -324,6 +324,8 @@ def _versions_digest(store: ObjectStore, inventory: Inventory, only_key: str | N
     """SHA-256, in hex, of (key, size, ETag) of every object of an unpublished model; a listing is enough."""
     if only_key is not None:
         infos = inventory.find([only_key])
+        if not infos and inventory.denied is not None:
+            raise inventory.denied
     else:
         infos = candidates(inventory, None)
         if inventory.listed is None and INDEX_KEY in infos:

@@ -54,7 +54,8 @@ def header_bytes(data: bytes, file_size_bytes: int) -> int:
     """Bytes of length and JSON together, from the first eight bytes. Raises InvalidHeader."""
     if file_size_bytes < LENGTH_BYTES or len(data) < LENGTH_BYTES:
         raise InvalidHeader(
-            f"not a safetensors file: {min(file_size_bytes, len(data))} bytes, the length alone takes 8"
+            f"not a safetensors file: {min(file_size_bytes, len(data))} bytes, the length alone takes 8",
+            hint=CUT_SHORT_HINT,
         )
     (length,) = struct.unpack_from("<Q", data)
     if length > MAX_HEADER_BYTES:
@@ -90,16 +91,12 @@ def parse_header(data: bytes, file_size_bytes: int) -> Header:
     return Header(tuple(tensors), metadata, data_start)
 
 
-def read_header(store: ObjectStore, key: str, size_bytes: int, *, etag: str | None = None) -> Header:
-    """The checked header of one stored file, in one small request or, for a long header, two.
-
-    Raises InvalidHeader (with the key in its details) and what `ObjectStore.read_into` raises.
-    """
-    return read_head(store, key, size_bytes, etag=etag)[0]
-
-
 def read_head(store: ObjectStore, key: str, size_bytes: int, *, etag: str | None = None) -> tuple[Header, bytes]:
-    """As `read_header`, and the bytes that it was read from: `[0, data_start)` of the file."""
+    """Return a stored file's checked header, and the bytes that it was read from: `[0, data_start)` of the file.
+
+    Makes one small request or, for a long header, two. Raises InvalidHeader (with the key in its details) and what
+    `ObjectStore.read_into` raises.
+    """
     try:
         data = read_bytes(store, key, ByteRange(0, min(FIRST_READ_BYTES, size_bytes)), etag=etag)
         needed = header_bytes(data, size_bytes)

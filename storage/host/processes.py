@@ -106,9 +106,7 @@ def processes_mapping(path: str | os.PathLike[str]) -> list[ProcessId]:
     Looks at all processes of this pid namespace whose maps may be read: one's own user's, or all for root. Raises
     OSError when there is no such file, or when the kernel does not say.
     """
-    info = os.stat(path)
-    device = f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}"
-    wanted = [device.encode(), str(info.st_ino).encode()]
+    wanted = _as_in_maps(path)
     found = []
     for entry in sorted(int(name) for name in os.listdir(_PROC) if name.isdigit()):
         try:
@@ -118,6 +116,22 @@ def processes_mapping(path: str | os.PathLike[str]) -> list[ProcessId]:
         except (*_GONE, PermissionError):
             pass
     return found
+
+
+def may_map(process: ProcessId, path: str | os.PathLike[str]) -> bool:
+    """Return False when the process is dead or does not map the file at `path`; True when it does or nobody can say."""
+    try:
+        return process.is_alive() and _maps(_PROC / str(process.pid), _as_in_maps(path))
+    except _GONE:
+        return process.is_alive()
+    except OSError:
+        return True
+
+
+def _as_in_maps(path: str | os.PathLike[str]) -> list[bytes]:
+    """Return device and inode of a file as /proc/PID/maps has them. Raises OSError when there is no such file."""
+    info = os.stat(path)
+    return [f"{os.major(info.st_dev):02x}:{os.minor(info.st_dev):02x}".encode(), str(info.st_ino).encode()]
 
 
 def _maps(process: Path, wanted: list[bytes]) -> bool:

@@ -13,9 +13,9 @@ import binascii
 import contextlib
 import hashlib
 import os
+import re
 import stat
 from dataclasses import dataclass
-from fnmatch import fnmatchcase
 from typing import TYPE_CHECKING, NoReturn, Self
 
 from storage.errors import InvalidKey, SigningUnavailable
@@ -72,6 +72,19 @@ def trusted_key(source: str | os.PathLike[str]) -> str:
     return str(TrustedKey(public_key(key), tuple(names)))
 
 
+def with_absolute_files(keys: str, folder: str) -> str:
+    """Return trusted keys, separated by commas, with the names of files that are relative joined to `folder`."""
+    found = []
+    for source in keys.split(","):
+        key, colon, names = source.strip().partition(":")
+        try:
+            _from_base64(key)
+        except InvalidKey:
+            key = os.path.join(folder, key)
+        found.append(key + colon + names)
+    return ",".join(found)
+
+
 @dataclass(frozen=True, slots=True)
 class TrustedKey:
     """A public key, and patterns that the names of models signed with it must match, all of them."""
@@ -90,11 +103,15 @@ class TrustedKey:
 
     def may_sign(self, name: str) -> bool:
         """Whether the key is trusted for a model of that name."""
-        return all(fnmatchcase(name, pattern) for pattern in self.names)
+        return all(_matches(pattern, name) for pattern in self.names)
 
     def both(self, other: TrustedKey) -> TrustedKey:
         """Return the same key for the names that both are trusted for."""
         return TrustedKey(self.public, tuple(dict.fromkeys((*self.names, *other.names))))
+
+
+def _matches(pattern: str, name: str) -> bool:
+    return re.fullmatch(".*".join(map(re.escape, pattern.split("*"))), name, re.DOTALL) is not None
 
 
 def key_id(public: str) -> str:

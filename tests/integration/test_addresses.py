@@ -198,6 +198,17 @@ sys.stdin.readline()
 """
 
 
+def lives(process: psutil.Process) -> bool:
+    try:
+        return process.status() != psutil.STATUS_ZOMBIE
+    except psutil.NoSuchProcess:
+        return False
+
+
+def ray_s_own(process: psutil.Process) -> bool:
+    return local_watch.__name__ not in process.cmdline()
+
+
 @pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, None])
 def test_a_local_cluster_ends_with_the_process_that_started_it(number: int | None, odd: StoredModel) -> None:
     """However that ends; None: it goes on, and ends the cluster in order."""
@@ -215,6 +226,8 @@ def test_a_local_cluster_ends_with_the_process_that_started_it(number: int | Non
         assert client.stdin is not None
         logs = client.stdout.readline().strip()
         assert len(local_watch.members(logs)) >= 5  # head, agents, actors
+        processes = [each for each in psutil.Process(client.pid).children(recursive=True) if ray_s_own(each)]
+        assert len(processes) >= 5
         assert set(glob.glob(f"{SHM_DIRECTORY}/{ARENA_PREFIX}*")) > before
         (watcher,) = (each for each in psutil.Process(client.pid).children() if local_watch.__name__ in each.cmdline())
         if number is None:
@@ -224,7 +237,8 @@ def test_a_local_cluster_ends_with_the_process_that_started_it(number: int | Non
         else:
             client.send_signal(number)
             client.wait()
-        eventually(lambda: not local_watch.members(logs), lambda: f"left: {local_watch.members(logs)}", 60)
+        eventually(lambda: not any(map(lives, processes)), lambda: f"left: {processes}", 20)
+        assert not local_watch.members(logs)
         eventually(lambda: ProcessId.of(watcher.pid) is None, "the process that watches is left", 60)
         assert set(glob.glob(f"{SHM_DIRECTORY}/{ARENA_PREFIX}*")) <= before
         client.kill()

@@ -144,7 +144,7 @@ class SimPlanner:
         ranks = tuple(RankFacts(*[CHUNK_BYTES * len(chunks)] * 3) for chunks in needs.values())
         return PackedPlan(self._cluster.revision, "blake3", CHUNK_BYTES * len(model.contents), ranks, shared)
 
-    async def is_current(self, request: LoadRequest, known: str) -> bool:
+    async def is_current(self, request: LoadRequest, known: str, limit_s: float = 0.0) -> bool:
         await asyncio.sleep(self._cluster.clock.chance.uniform(0.01, 0.5))
         self._cluster.check_access(request.store)
         return known == self._cluster.revision

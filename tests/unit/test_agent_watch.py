@@ -22,6 +22,7 @@ from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life, LoadState
 from storage.arena.cache_stats import CacheStats
 from storage.disk.disk_stats import DiskStats
+from storage.host.processes import ProcessId
 from storage.store_ref import StoreRef
 
 
@@ -59,7 +60,7 @@ def hear(*beats: AgentBeat) -> tuple[list[BeatReply], AgentWatch, dict[str, Mode
         raise AssertionError("no load is to be gone on with")
 
     async def run() -> tuple[Sequence[BeatReply], AgentWatch]:
-        watch = AgentWatch("coordinator", 60.0, models, nobody, nobody)
+        watch = AgentWatch("coordinator", 60.0, models, nobody, nobody, nobody)
         return await asyncio.gather(*map(watch.heard, beats)), watch
 
     replies, watch = asyncio.run(run())
@@ -94,7 +95,7 @@ def test_who_was_silent_is_looked_at_again(ray_of: Ray, monkeypatch: pytest.Monk
     monkeypatch.setattr(agent_watch, "ASKED_S", -1.0)
 
     async def run() -> tuple[bool, bool, set[str]]:
-        watch = AgentWatch("coordinator", 60.0, {}, lambda *_: None, lambda *_: None)  # type: ignore[arg-type]
+        watch = AgentWatch("coordinator", 60.0, {}, *[lambda *_: None] * 3)  # type: ignore[arg-type, list-item]
         first = await watch.heard(beat("living"))
         ray_of.living.clear()
         second = await watch.heard(beat("living"))
@@ -153,10 +154,13 @@ def hear_of(rank: RankBeat, monkeypatch: pytest.MonkeyPatch, **seat: Any) -> tup
     monkeypatch.setattr(spawn, "end_actor", ended.append)
     run = Run()
 
+    async def end(record: ModelRecord, error: Exception) -> None:
+        raise error
+
     async def listen() -> None:
         record = ModelRecord("llama-1", REQUEST, replace(Life.new(1), state=LoadState.LOADING), Holders())
         record.seats = {0: Seat(0, "living", "host", None, worker="its worker", started=True, **seat)}
-        watch = AgentWatch("coordinator", 60.0, {"llama-1": record}, lambda *_: None, lambda _: run)  # type: ignore[arg-type, return-value]
+        watch = AgentWatch("coordinator", 60.0, {"llama-1": record}, *[lambda *_: None, lambda _: run, end])  # type: ignore[arg-type, list-item]
         loads = (LoadBeat("llama-1", 1, 0, None, rank.done),)
         await watch.heard(AgentBeat("living", "host", "agent", loads, (rank,), ArenaUse(0, 0, 0, 0)))
         await asyncio.sleep(0)
@@ -220,10 +224,10 @@ def test_agents_that_were_ended_are_not_told_of(ray_of: Ray) -> None:
 
 def test_a_group_has_one_revision_while_a_process_of_it_lives(ray_of: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
     def member(number: int, revision: str, group: str = "run") -> GroupMember:
-        return GroupMember(f"hosted-{number}", group, "s3://m", revision)
+        return GroupMember(f"hosted-{number}", group, "s3://m", revision, ProcessId(1, 1))
 
     async def run() -> list[str]:
-        watch = AgentWatch("coordinator", 60.0, {}, lambda *_: None, lambda *_: None)  # type: ignore[arg-type]
+        watch = AgentWatch("coordinator", 60.0, {}, *[lambda *_: None] * 3)  # type: ignore[arg-type, list-item]
         found = [watch.bind(member(0, "r1")), watch.bind(member(1, "r2")), watch.bind(member(2, "r2", "other"))]
         quiet = replace(beat("living"), loads=())
         await watch.heard(replace(quiet, members=(member(0, "r1"),)))

@@ -159,7 +159,7 @@ def test_a_delay_is_waited_out():
     queue = LeaseQueue({0: ids(1, 2)})
     queue.leased(1, 0)
     decision = queue.failed(1, 0, "throttled", now_s=100.0, fraction=0.5)
-    assert decision == Retry(0.25, avoid_worker=False)
+    assert decision == Retry(0.25)
     assert queue.next_for(0, 100.2) == 2
     assert queue.next_for(0, 100.25) == 1
 
@@ -180,7 +180,7 @@ def test_what_was_given_back_is_nobodys_failure():
     queue = LeaseQueue({0: ids(1)})
     for _ in range(50):
         queue.leased(1, 0)
-        assert queue.requeue(1, None, "") == Retry(0.0, False)
+        assert queue.requeue(1, None, "") == Retry(0.0)
     assert queue.next_for(0) == 1
     assert queue.failures(1) == ()
 

@@ -718,7 +718,7 @@ def test_a_process_belongs_to_its_group_until_it_leaves_or_is_dead() -> None:
     node = NodeSimulation(9)
     hosts = [node.host_rank(SimModel((5, 6)), [0, 1]) for _ in range(2)]
     for host in hosts:
-        member = GroupMember(host.load.load_id, "run", "s3://m", "r1")
+        member = GroupMember(host.load.load_id, "run", "s3://m", "r1", host.process)
         assert node.ledger.begin(replace(host.load.job(), group=member), 0.0)
         node.ledger.end(host.load.load_id, 0.0)
 

@@ -89,6 +89,6 @@ def test_waits_grow_with_failures_up_to_the_cap_and_scale_with_chance(cause, fai
 
 
 def test_another_worker_is_asked_for_once_one_has_had_its_tries():
-    assert decide("digest_mismatch", 2, 0.0) == Retry(0.0, avoid_worker=False)
-    assert decide("digest_mismatch", 3, 0.0) == Retry(0.0, avoid_worker=True)
-    assert decide("worker_died", 1, 0.9) == Retry(0.0, avoid_worker=True)
+    assert decide("digest_mismatch", 2, 0.0) == Retry(0.0)
+    assert decide("digest_mismatch", 3, 0.0) == Retry(0.0)
+    assert decide("worker_died", 1, 0.9) == Retry(0.0)

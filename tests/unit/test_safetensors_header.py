@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 from safetensors import SafetensorError, deserialize
 
 from storage.checkpoints import safetensors_header
-from storage.checkpoints.safetensors_header import encode_header, parse_header, read_header
+from storage.checkpoints.safetensors_header import encode_header, parse_header, read_head
 from storage.errors import InvalidHeader
 from storage.object_store import MemoryStore
 from storage.ranges import ByteRange
@@ -227,10 +227,10 @@ def test_reading_takes_one_request_or_two_for_a_long_header() -> None:
     short = safetensors_bytes([("a", "F32", (1000, 1000))])
     long = safetensors_bytes([(f"tensor.{i}.{'x' * 100}", "U8", (1,)) for i in range(3000)])
     store = CountingStore({"short": short, "long": long})
-    assert read_header(store, "short", len(short)) == parse_header(short, len(short))
+    assert read_head(store, "short", len(short))[0] == parse_header(short, len(short))
     assert [r.size_bytes for r in store.ranges] == [safetensors_header.FIRST_READ_BYTES]
     store.ranges.clear()
-    header = read_header(store, "long", len(long))
+    header, _ = read_head(store, "long", len(long))
     assert header == parse_header(long, len(long))
     assert len(store.ranges) == 2
     assert store.ranges[-1].end == header.data_start
@@ -239,7 +239,7 @@ def test_reading_takes_one_request_or_two_for_a_long_header() -> None:
 def test_reading_names_the_object_in_the_error() -> None:
     store = MemoryStore({"x.safetensors": b"garbage!" * 4})
     with pytest.raises(InvalidHeader, match=r"key=x\.safetensors"):
-        read_header(store, "x.safetensors", 32)
+        read_head(store, "x.safetensors", 32)
 
 
 def test_encoded_header_is_padded() -> None:

@@ -203,7 +203,7 @@ def test_names_of_two_lists_of_keys_must_both_match() -> None:
 def test_a_model_is_loaded_under_the_name_that_it_was_signed_with(
     model: Path, key: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hosting, "_settings_in_force", lambda given: Config())  # there is no cluster
+    monkeypatch.setattr(hosting, "_settings_in_force", lambda given, patience: Config())  # there is no cluster
     public, here = f"{key}.pub", str(model).strip("/")
     for verb in (client.verify, plan_ahead.plan):
         verb(model, trusted_keys=[public])
@@ -238,7 +238,7 @@ def test_requests_for_other_names_share_no_model(model: Path) -> None:
 def test_only_the_revision_that_is_asked_for(
     model: Path, key: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(hosting, "_settings_in_force", lambda given: Config())  # there is no cluster
+    monkeypatch.setattr(hosting, "_settings_in_force", lambda given, patience: Config())  # there is no cluster
     first = plan_ahead.plan(model).revision
     signed_before = {name: (model / name).read_bytes() for name in (MANIFEST_KEY, SIGNATURE_KEY)}
     for name in ("model.safetensors.index.json", *[path.name for path in model.glob("*.safetensors")]):

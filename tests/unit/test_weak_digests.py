@@ -141,7 +141,7 @@ def test_whoever_trusts_keys_accepts_no_such_digests(weak: Path, key: Path, monk
         verb(weak)  # who trusts no key is told of accidents, as ever
         with pytest.raises(WeakDigest, match="publish the model again"):
             verb(weak, trusted_keys=[public])
-    monkeypatch.setattr(hosting, "_settings_in_force", lambda given: Config())  # there is no cluster
+    monkeypatch.setattr(hosting, "_settings_in_force", lambda given, patience: Config())  # there is no cluster
     with pytest.raises(WeakDigest), host_rank(weak, 0, device="cpu", trusted_keys=[public]):
         pass
     monkeypatch.setenv("LONGSHORE_TRUSTED_KEYS", public)
