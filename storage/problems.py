@@ -73,9 +73,9 @@ def printable_uri(uri: str) -> str:
         # A password may have a slash, a question mark or an @ in it, so all up to the last @ may belong to it.
         _, at, place = uri[head.end() :].rpartition("@")
         place = re.split(r"[?#]", place, maxsplit=1)[0] if at else ""
-        host = place.partition("/")[0]
+        host, slash, path = place.partition("/")
         if not _HOST_AND_PORT.fullmatch(host) and "::" not in host:
-            place = ""
+            place = _HIDDEN + slash + path
     return head[0] + place
 
 

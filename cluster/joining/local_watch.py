@@ -4,8 +4,8 @@
 
 Ray ends its head with that process, in whatever way it dies. Workers, actors and Ray's agents wait for the head then,
 for minutes, and with them the arena stays. A process belongs to the cluster when its output goes to the folder of logs
-that this cluster alone has, or when it bears a title of Ray's and has files there open (Ray's agents write to the raylet).
-So no other cluster's process is touched, and no other program that joined this one.
+that this cluster alone has. So does one with a title of Ray's and files open there: Ray's agents write to the raylet.
+No other cluster's process is touched, and no other program that joined this one.
 """
 
 from __future__ import annotations

@@ -187,11 +187,13 @@ def test_a_head_that_does_not_answer_is_a_typed_error(listens: bool, tmp_path: P
 
 KEEPS = """
 import sys, cluster
+from cluster import residents
 from cluster.connection import disconnect
 from cluster.joining.ray_private import logs_folder
 model = cluster.load(sys.argv[1], device="cpu", address="local")
 print(logs_folder(), flush=True)
-sys.stdin.readline()
+if sys.stdin.readline().strip() == "shut down":
+    residents.shutdown()
 disconnect()
 print("ended", flush=True)
 sys.stdin.readline()
@@ -209,9 +211,9 @@ def ray_s_own(process: psutil.Process) -> bool:
     return local_watch.__name__ not in process.cmdline()
 
 
-@pytest.mark.parametrize("number", [signal.SIGKILL, signal.SIGTERM, None])
-def test_a_local_cluster_ends_with_the_process_that_started_it(number: int | None, odd: StoredModel) -> None:
-    """However that ends; None: it goes on, and ends the cluster in order."""
+@pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, "disconnect", "shut down"])
+def test_a_local_cluster_ends_with_the_process_that_started_it(end: int | str, odd: StoredModel) -> None:
+    """However that ends; a word: it goes on, and ends the cluster in order."""
     environ = {**os.environ, **ENVIRONMENT, "LONGSHORE_ARENA_BYTES": "96MiB"}
     before = set(glob.glob(f"{SHM_DIRECTORY}/{ARENA_PREFIX}*"))
     with subprocess.Popen(
@@ -230,12 +232,12 @@ def test_a_local_cluster_ends_with_the_process_that_started_it(number: int | Non
         assert len(processes) >= 5
         assert set(glob.glob(f"{SHM_DIRECTORY}/{ARENA_PREFIX}*")) > before
         (watcher,) = (each for each in psutil.Process(client.pid).children() if local_watch.__name__ in each.cmdline())
-        if number is None:
-            client.stdin.write("\n")
+        if isinstance(end, str):
+            client.stdin.write(f"{end}\n")
             client.stdin.flush()
             assert client.stdout.readline() == "ended\n"
         else:
-            client.send_signal(number)
+            client.send_signal(end)
             client.wait()
         eventually(lambda: not any(map(lives, processes)), lambda: f"left: {processes}", 20)
         assert not local_watch.members(logs)

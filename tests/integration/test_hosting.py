@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import os
+import signal
 import time
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
@@ -120,6 +122,45 @@ def test_ranks_of_several_processes_name_their_group_or_revision(longshore: Long
     revision = cluster.plan(llama.uri, **llama.options).revision
     with cluster.host_rank(llama.uri, 0, tensor_parallel_size=2, revision=revision, **llama.options) as shard:
         assert len(shard) > 1
+
+
+def test_a_group_is_bound_although_its_nodes_agent_dies(longshore: Longshore, tmp_path: Path) -> None:
+    import ray
+
+    longshore.configure(empty=True)
+    folder = tmp_path / "model"
+
+    def publish(seed: int) -> None:
+        write_objects(folder, {"model.safetensors": safetensors_bytes([("model.norm.weight", "F32", (64, 8))], seed)})
+        cluster.publish(folder)
+
+    publish(1)
+    engine = ray.remote(Engine).remote()
+    options = {"fsdp_size": 2, "group": "run-1"}
+    with cluster.host_rank(folder, 0, **options):
+        publish(2)
+        time.sleep(2.0)  # the agent tells the coordinator of the group
+        longshore.kill(*longshore.actor_names("agent-"))
+        eventually(lambda: longshore.status().nodes, "no agent comes back")
+        with pytest.raises(cluster.RevisionMismatch, match="group 'run-1' load another revision"):
+            ray.get(engine.load.remote(str(folder), 1, options, len), timeout=120)
+    longshore.assert_nothing_left()
+    ray.kill(engine)
+
+
+def test_a_host_waits_no_longer_for_an_agent_that_is_stuck(longshore: Longshore, llama: StoredModel) -> None:
+    longshore.configure(empty=True)
+    with cluster.host_rank(llama.uri, 0, **llama.options):  # there is an agent
+        pass
+    pid = longshore.kill(*longshore.actor_names("agent-"), signal.SIGSTOP)
+    began_s = time.monotonic()
+    try:
+        with pytest.raises(cluster.LoadTimeout), cluster.host_rank(llama.uri, 0, **llama.options, timeout_s=3.0):
+            pass
+    finally:
+        os.kill(pid, signal.SIGCONT)
+    assert time.monotonic() - began_s < 30.0  # one call alone would take a minute
+    longshore.assert_nothing_left()
 
 
 def test_a_host_waits_no_longer_than_it_says(longshore: Longshore, llama: StoredModel) -> None:

@@ -65,7 +65,7 @@ def test_it_serves_until_it_is_ended(longshore: Longshore, tmp_path: Path) -> No
         assert ask(f"{url}v1/models")[0] == 401
         assert ask(f"{url}v1/models", "another-token-altogether")[0] == 401
         status, models = ask(f"{url}v1/models", TOKEN)
-        assert (status, json.loads(models)) == (200, {"models": []})
+        assert (status, json.loads(models)) == (200, {"models": [], "ended": []})
         served.send_signal(signal.SIGINT)
         assert served.wait(120) == 130, said.read_text()
         assert TOKEN not in out.read_text() + said.read_text()

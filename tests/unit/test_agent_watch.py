@@ -6,6 +6,7 @@ import asyncio
 import time
 from collections.abc import Sequence
 from dataclasses import replace
+from types import SimpleNamespace
 from typing import Any
 
 import pytest
@@ -14,6 +15,8 @@ from ray.exceptions import RayError
 from actors.coordination import agent_watch, nodes, spawn
 from actors.coordination.agent_watch import AgentWatch
 from actors.coordination.model_record import ModelRecord, Seat
+from actors.coordinator import Coordinator
+from cluster.errors import VersionMismatch
 from cluster.layouts.mesh import Layout
 from cluster.load_request import LoadRequest, StoreAccess
 from cluster.messages import AgentBeat, ArenaUse, BeatReply, GroupMember, LoadBeat, RankBeat
@@ -22,6 +25,7 @@ from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life, LoadState
 from storage.arena.cache_stats import CacheStats
 from storage.disk.disk_stats import DiskStats
+from storage.errors import ArenaBusy
 from storage.host.processes import ProcessId
 from storage.store_ref import StoreRef
 
@@ -240,3 +244,58 @@ def test_a_group_has_one_revision_while_a_process_of_it_lives(ray_of: Ray, monke
         return found
 
     assert asyncio.run(run()) == ["r1", "r1", "r2", "r1", "r2"]
+
+
+def test_a_new_agent_is_told_of_the_processes_that_the_one_before_knew(ray_of: Ray) -> None:
+    """Until it has told of them itself they bind their group."""
+    member = GroupMember("hosted-0", "run", "s3://m", "r1", ProcessId(1, 1))
+    quiet = replace(beat("living"), loads=())
+
+    async def run() -> list[tuple[GroupMember, ...]]:
+        watch = AgentWatch("coordinator", 60.0, {}, *[lambda *_: None] * 3)  # type: ignore[arg-type, list-item]
+        told = [(await watch.heard(replace(quiet, members=(member,)))).members]
+        told.append((await watch.heard(replace(quiet, incarnation="another"))).members)
+        assert watch.bind(replace(member, load_id="hosted-1", revision="r2")) == "r1"
+        told.append((await watch.heard(replace(quiet, incarnation="another", members=(member,)))).members)
+        told.append((await watch.heard(replace(quiet, incarnation="another"))).members)
+        assert watch.busy_node_ids == set()
+        return told
+
+    assert asyncio.run(run()) == [(), (member,), (), ()]
+
+
+@pytest.mark.parametrize("state", [LoadState.LOADING, LoadState.READY])
+def test_a_load_that_gets_no_slots_of_a_new_agent_ends(ray_of: Ray, state: LoadState) -> None:
+    """One that is ready needs none, and is told to the agent again."""
+    ended: list[str] = []
+
+    class Refused:
+        async def begin_on(self, node_id: str) -> None:
+            raise ArenaBusy("other loads hold them", host=node_id)
+
+    async def end(record: ModelRecord, error: Exception) -> None:
+        ended.append(f"{record.model_id}: {error}")
+
+    async def listen() -> None:
+        record = ModelRecord("llama-1", REQUEST, replace(Life.new(1), state=state), Holders())
+        record.seats = {0: Seat(0, "living", "host", None, worker="its worker", started=True)}
+        rest: Any = (lambda *_: None, lambda _: Refused(), end)
+        watch = AgentWatch("coordinator", 60.0, {"llama-1": record}, *rest)
+        await watch.heard(replace(beat("living"), loads=()))
+        await asyncio.sleep(0.01)
+
+    asyncio.run(listen())
+    assert ended == ["llama-1: other loads hold them (host=living)"] * (state is LoadState.LOADING)
+
+
+def test_an_agent_from_before_protocol_5_is_refused(ray_of: Ray) -> None:
+    """It sends its heartbeat as an object, to a method that no agent of this version calls."""
+
+    async def run() -> AgentWatch:
+        watch = AgentWatch("coordinator", 60.0, {}, *[lambda *_: None] * 3)  # type: ignore[arg-type, list-item]
+        coordinator: Any = SimpleNamespace(_agents=watch, _start_keeper=lambda: None)
+        with pytest.raises(VersionMismatch, match="the agent of node living runs longshore an earlier version"):
+            await Coordinator.heartbeat(coordinator, beat("living"))
+        return watch
+
+    assert asyncio.run(run()).node_ids == set()

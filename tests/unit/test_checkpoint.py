@@ -157,6 +157,25 @@ def test_one_file_of_a_folder(llama: dict[str, bytes]) -> None:
         open_model(MemoryStore(llama), only_key="x.safetensors")
 
 
+def test_expired_credentials_are_no_other_revision(llama: dict[str, bytes]) -> None:
+    """Also of a model that is one file, which is asked for by name."""
+    keys = [key for key in llama if key.endswith(".safetensors")]
+    for only_key in (None, keys[1]):
+        index = open_model(MemoryStore(llama), only_key=only_key)
+        with pytest.raises(AccessDenied):
+            check_revision(DeniedStore(MemoryStore(llama)), index.revision, only_key=only_key)
+
+
+class DeniedStore(NoListStore):
+    """Nothing may be read."""
+
+    def stat(self, key: str) -> ObjectInfo:
+        raise AccessDenied("expired")
+
+    def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
+        raise AccessDenied("expired")
+
+
 def test_a_file_beside_the_published_ones_opens_by_its_header(llama: dict[str, bytes]) -> None:
     extra = safetensors_bytes([("x", "F32", (3,))])
     store = published(llama)

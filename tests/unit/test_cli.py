@@ -399,6 +399,8 @@ def test_release(run: Run, monkeypatch: pytest.MonkeyPatch, argv: list[str], cal
     _, out, _ = run("release", *argv)
     assert ("m1 is freed" in out) == ("m1" in asked)
     assert ("m2 is not kept any more, but another process holds it" in out) == ("m2" in asked)
+    assert ("longshore ended in this cluster" in out) == ("--shutdown" in argv)
+    assert "nothing" not in out
 
 
 def test_ctrl_c_says_what_goes_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:

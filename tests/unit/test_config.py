@@ -2,6 +2,8 @@
 
 from __future__ import annotations
 
+import pickle
+
 import pytest
 
 from cluster.config import MIB, Config
@@ -27,6 +29,12 @@ def test_times_that_cannot_be_meant(name: str, value: str) -> None:
 def test_every_bad_setting_is_named() -> None:
     with pytest.raises(ConfigError, match=r"LONGSHORE_CHUNK_BYTES.*LONGSHORE_FETCH_THREADS"):
         Config.from_env({"LONGSHORE_CHUNK_BYTES": "many", "LONGSHORE_FETCH_THREADS": "0"})
+
+
+def test_bad_settings_of_a_program_are_a_config_error() -> None:
+    with pytest.raises(ConfigError, match=r"bad settings: arena_bytes: .*; arena_bytez: "):
+        Config(arena_bytes="x", arena_bytez=5)
+    assert pickle.loads(pickle.dumps(Config(fetch_threads=2))) == Config(fetch_threads=2)
 
 
 def test_changed() -> None:

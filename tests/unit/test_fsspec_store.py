@@ -62,9 +62,18 @@ class _Answered(Exception):
         self.status = status
 
 
+def of_httpx(name: str) -> Exception:
+    """An error as httpx has it; huggingface_hub brings that package, which is not needed here."""
+    error: Exception = type(name, (Exception,), {"__module__": "httpx"})("https://host/?sig=SECRET")
+    return error
+
+
 @pytest.mark.parametrize(
     ("error", "kind"),
     [
+        (of_httpx("ConnectError"), StoreUnavailable),
+        (of_httpx("ReadTimeout"), StoreUnavailable),
+        (of_httpx("HTTPStatusError"), StoreError),
         (FileNotFoundError("x"), ObjectNotFound),
         (_Answered(404), ObjectNotFound),
         (_Answered(401), AccessDenied),

@@ -3,6 +3,8 @@
 from __future__ import annotations
 
 import random
+import subprocess
+import sys
 from collections import Counter
 from collections.abc import Callable
 from dataclasses import replace
@@ -857,3 +859,19 @@ def test_a_hello_after_the_end_keeps_no_slot_though_its_process_dies_at_once():
     node.kill(first)
     node.tick()
     assert node.cache.stats().in_use_slots == 0
+
+
+def test_a_new_agent_takes_over_the_living_processes_of_groups() -> None:
+    ended = subprocess.Popen([sys.executable, "-c", ""])
+    ended.wait()
+    living, dead = ProcessId.current(), ProcessId(ended.pid, 1)
+    members = [
+        GroupMember(f"hosted-{number}", "run", "s3://m", "r1", process)
+        for number, process in enumerate((living, dead, living))
+    ]
+    ledger = NodeLedger(ChunkCache(9), CHUNK_BYTES)
+    ledger.leave("hosted-2")  # before the agent was told of it
+    ledger.take_members(members)
+    assert ledger.beat("node", "host", "0", 0.0, ()).members == (members[0],)
+    ledger.leave("hosted-0")
+    assert not ledger.is_busy

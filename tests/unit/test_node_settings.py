@@ -45,6 +45,31 @@ def test_the_environment_is_that_of_the_raylet(proc: Path, monkeypatch: pytest.M
     assert node_environment() is os.environ  # another user's
 
 
+def test_the_source_says_when_the_kernel_shows_no_raylet(proc: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    (proc / "70" / "environ").write_bytes(b"LONGSHORE_FETCH_THREADS=7\0")
+    monkeypatch.setenv("LONGSHORE_FETCH_THREADS", "3")
+    assert (NodeSettings.here(NODE).config.fetch_threads, NodeSettings.here(NODE).source) == (
+        7,
+        f"environment of node {NODE}",
+    )
+    (proc / "70" / "comm").write_bytes(b"other\n")
+    assert NodeSettings.here(NODE).config.fetch_threads == 3
+    assert "environment of an actor" in NodeSettings.here(NODE).source
+
+
+def test_a_key_file_is_that_of_the_nodes_folder(
+    proc: Path, tmp_path_factory: pytest.TempPathFactory, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    """The working folder of an actor is that of the client which loads first."""
+    folder, evil = tmp_path_factory.mktemp("operator"), tmp_path_factory.mktemp("client")
+    (folder / "signer.pub").write_text(KEYS[0])
+    (evil / "signer.pub").write_text(KEYS[1])
+    (proc / "70" / "cwd").symlink_to(folder)
+    (proc / "70" / "environ").write_bytes(f"LONGSHORE_TRUSTED_KEYS=signer.pub:a/*, {KEYS[1]}\0".encode())
+    monkeypatch.chdir(evil)
+    assert NodeSettings.here(NODE).config.trusted_keys == f"{KEYS[0]}:a/*,{KEYS[1]}"
+
+
 def test_bad_values_name_variable_and_node(proc: Path) -> None:
     with pytest.raises(ConfigError, match="LONGSHORE_FETCH_THREADS") as error:  # 70 are too many
         NodeSettings.here(NODE)

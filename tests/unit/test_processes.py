@@ -14,7 +14,7 @@ from pathlib import Path
 import pytest
 
 from storage.host import processes
-from storage.host.processes import ProcessId, processes_mapping
+from storage.host.processes import ProcessId, may_map, processes_mapping
 from tests.support.odd_processes import CUT_TITLE, LEADERLESS, TITLED, running
 from tests.support.ray_clusters import eventually
 
@@ -134,6 +134,25 @@ def test_a_name_with_parentheses_and_spaces_is_parsed(tmp_path):
     finally:
         child.kill()
         child.communicate()
+
+
+def test_a_process_may_map_a_file_unless_the_kernel_denies_it(tmp_path, sleeper, monkeypatch):
+    path = tmp_path / "file"
+    path.write_bytes(b"x" * 8192)
+    me, other = ProcessId.current(), ProcessId.of(sleeper.pid)
+    with open(path, "r+b") as file, mmap.mmap(file.fileno(), 0):
+        assert [may_map(process, path) for process in (me, other)] == [True, False]
+    assert not may_map(me, path)
+    for error, maps in ((errno.EACCES, True), (errno.EMFILE, True), (errno.ESRCH, True)):
+
+        def refuse(folder, error=error):
+            raise OSError(error, os.strerror(error))
+
+        monkeypatch.setattr(processes, "_map_lines", refuse)
+        assert may_map(other, path) is maps
+    sleeper.kill()
+    sleeper.wait()
+    assert not may_map(other, path)
 
 
 def test_who_maps_a_file(tmp_path, sleeper):

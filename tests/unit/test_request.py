@@ -158,7 +158,7 @@ def test_a_uri_that_cannot_be_meant(uri: str):
         ("s3:models/x", "s3://models/x"),
         ("S3:/models/x/model.safetensors", "s3://models/x"),
         ("gs:/models/x", "gs://models/x"),
-        ("file:srv/x", "file:///srv/x"),
+        ("file:srv/x", "file://{here}/srv/x"),
         ("hf:meta-llama/Llama-3-8B", "hf://meta-llama/Llama-3-8B"),
         ("meta-llama/Llama-3-8B", "hf://meta-llama/Llama-3-8B"),
         ("meta-llama/Llama-3-8B/", "hf://meta-llama/Llama-3-8B"),
@@ -171,9 +171,16 @@ def test_what_is_no_local_folder_is_not_taken_for_one(
     for verb in (cluster.load, cluster.plan, cluster.verify, cluster.publish):
         with pytest.raises(InvalidUri, match=r"no such file or folder here|no local file of that name") as caught:
             verb(written)
-        assert meant in caught.value.hint
+        assert meant.format(here=tmp_path) in caught.value.hint
     Path(written.rpartition(".safetensors")[0].rpartition("/")[0] or written).mkdir(parents=True)
     assert StoreOptions().resolve(written)[0].scheme == "file"
+
+
+def test_the_hub_is_not_suggested_below_a_local_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch):
+    monkeypatch.chdir(tmp_path)
+    (tmp_path / "runs").mkdir()
+    with pytest.raises(cluster.ObjectNotFound):
+        cluster.plan("runs/last")
 
 
 @pytest.mark.parametrize("written", ["s3:/models/x?X-Amz-Signature=hush", "s3:/key:hush@models/x"])

@@ -24,6 +24,7 @@ URIS = [
     "az://container/llama?sv=2024&sig=SECRET",
     "az://container:SECRET@account/llama",
     "az://container/llama?sig=SECRET.safetensors",
+    "az://container@account:SECRET/llama",
     "gs://bucket/llama#SECRET",
     "hf://org/model?token=SECRET",
     "s3://AKIA:SECRET@bucket/llama",

@@ -61,3 +61,28 @@ def test_an_agent_that_cannot_start_is_made_once(
     with pytest.raises(kind, match="alpha") as raised:
         asyncio.run(NodeAgents(record, Config()).ask("1", lambda agent: agent.facts.remote()))
     assert (type(raised.value), made) == (kind, 1)
+
+
+@pytest.mark.parametrize(
+    ("answer", "only_idle", "ended"),
+    [
+        (True, True, True),
+        (False, True, False),
+        (TimeoutError(), True, False),  # it may have a load
+        (TimeoutError(), False, True),
+        (RayActorError("id", "it died"), True, True),
+    ],
+)
+def test_an_agent_that_does_not_answer_is_not_idle(
+    answer: bool | Exception, only_idle: bool, ended: bool, monkeypatch: pytest.MonkeyPatch
+) -> None:
+    async def shutdown(**_: object) -> bool:
+        if isinstance(answer, Exception):
+            raise answer
+        return answer
+
+    agent, killed = SimpleNamespace(shutdown=SimpleNamespace(remote=shutdown)), []
+    monkeypatch.setattr(spawn, "find_agent", lambda node_id: agent)
+    monkeypatch.setattr(spawn, "end_actor", killed.append)
+    assert asyncio.run(spawn.shut_agent("1", only_idle=only_idle)) is ended
+    assert killed == [agent] * ended
