@@ -29,7 +29,7 @@ from cluster.metrics.load_tally import Durations
 from cluster.metrics.samples import Coordinator, Sample, samples
 from cluster.metrics.tally import Books, Tally
 from longshore.version import __version__
-from storage.host.own_memory import own_bytes
+from storage.host.memory import own_bytes
 
 OFF = -1
 BOOKS_S = 5.0  # a loop that takes longer to copy them is not well

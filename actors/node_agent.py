@@ -51,7 +51,7 @@ from storage.arena.arena_files import SHM_DIRECTORY, arena_path
 from storage.arena.chunk_cache import ChunkCache
 from storage.errors import LongshoreError
 from storage.host.gpu_memory import gpu_memory
-from storage.host.own_memory import PeakMemory
+from storage.host.memory import PeakMemory
 from storage.host.processes import ProcessId
 
 _LOG = logging.getLogger("longshore.agent")

@@ -12,11 +12,9 @@ from dataclasses import dataclass
 
 from cluster.layouts.model_config import ModelConfig
 from storage.checkpoints.checkpoint import chunk_table
-from storage.checkpoints.chunking import chunk_bounds
-from storage.checkpoints.dtypes import tensor_bytes
 from storage.checkpoints.manifest import Manifest, ManifestShard, ManifestTensor
-from storage.checkpoints.model_index import ModelIndex, Shard, Tensor
-from storage.checkpoints.safetensors_header import Header, HeaderTensor
+from storage.checkpoints.model_index import ModelIndex, Shard, Tensor, chunk_bounds
+from storage.checkpoints.safetensors_header import Header, HeaderTensor, tensor_bytes
 
 MIB = 1 << 20
 HEADER_BYTES_PER_TENSOR = 128  # about what safetensors needs for one entry

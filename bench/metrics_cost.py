@@ -24,8 +24,8 @@ from cluster.metrics.tally import Tally
 from cluster.reports.node_report import ArenaUse
 from cluster.reports.rank_report import StageTimes
 from cluster.scheduling.load_state import LoadState, RankLife
-from storage.arena.cache_stats import CacheStats
-from storage.disk.disk_stats import DiskStats
+from storage.arena.chunk_cache import CacheStats
+from storage.disk.tier import DiskStats
 from storage.host.gpu_memory import GpuMemory
 
 CASES = ((1, 1), (16, 4), (64, 4), (256, 1), (1024, 1))  # nodes; models, each with a rank on every GPU

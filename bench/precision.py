@@ -68,7 +68,7 @@ def measure(folder: str, dtype: str, quantization: str) -> dict[str, Any]:
     from bench.local_rank import load_rank, node_agent
     from cluster.config import Config
     from cluster.precision.recipes import Precision
-    from storage.host.own_memory import own_bytes
+    from storage.host.memory import own_bytes
 
     config = Config(arena_bytes=ARENA_BYTES)
     precision = Precision(dtype, quantization)

@@ -200,7 +200,7 @@ def publish(
     IntegrityError, CheckpointError, NewerManifest, InvalidKey, StoreError.
     """
     from storage.publishing.publish import publish as publish_store
-    from storage.publishing.signing_keys import SigningKey
+    from storage.publishing.signing import SigningKey
 
     config = (config or Config.from_env()).changed(chunk_bytes=chunk_bytes)
     if signed_name is not None and sign_key is None:

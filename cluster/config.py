@@ -13,7 +13,7 @@ from cluster.errors import ConfigError
 from cluster.logs import LogFormat, LogLevel, LogSettings
 from cluster.units import parse_bytes
 from storage.errors import InvalidKey
-from storage.publishing.signing_keys import trusted_key
+from storage.publishing.signing import trusted_key
 from storage.source_rules import ANY, DEFAULT_SCHEMES, SourceRules, with_own_endpoint
 
 ENV_PREFIX = "LONGSHORE_"

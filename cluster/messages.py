@@ -26,9 +26,9 @@ from cluster.reports.report import SettingStatus
 from longshore.version import VERSION
 from storage.errors import LongshoreError
 from storage.host.gpu_memory import GpuMemory
-from storage.host.host_memory import MemoryPool
+from storage.host.memory import MemoryPool
 from storage.host.processes import ProcessId
-from storage.store_checksum import Span
+from storage.stores.store_checksum import Span
 
 UNVERSIONED = (4, "an earlier version")  # of processes that cannot say it
 

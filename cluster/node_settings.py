@@ -15,7 +15,7 @@ from pathlib import Path
 from cluster.config import ENV_PREFIX, NO_KEYS, Config
 from cluster.errors import ConfigError
 from cluster.reports.report import DEFAULT, SettingStatus
-from storage.publishing.signing_keys import TrustedKey, key_id, with_absolute_files
+from storage.publishing.signing import TrustedKey, key_id, with_absolute_files
 
 # What agents go by: those of other nodes may differ. The first four are theirs alone.
 _OF_AGENTS_ALONE = {"arena_bytes", "slot_bytes", "disk_cache_dir", "disk_cache_bytes"}

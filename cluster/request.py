@@ -18,13 +18,12 @@ from cluster.load_request import LoadRequest, StoreAccess
 from cluster.precision.recipes import Precision
 from storage.checkpoints.checkpoint import split_model_uri
 from storage.errors import InvalidUri, StoreError, UnsupportedStore
-from storage.object_store import ObjectStore
-from storage.open_store import open_store
 from storage.problems import quote
-from storage.publishing.signature import MAX_NAME_CHARACTERS, is_name
-from storage.publishing.signing_keys import trusted_key
+from storage.publishing.signing import MAX_NAME_CHARACTERS, is_name, trusted_key
 from storage.source_rules import DEFAULT_SCHEMES, SourceRules
 from storage.store_ref import ALIASES, Credentials, StoreRef, check_printable, parse_uri
+from storage.stores.object_store import ObjectStore
+from storage.stores.open_store import open_store
 
 DEVICES = ("auto", "cpu", "cuda")
 PLACEMENTS = ("auto", "via_arena", "direct")

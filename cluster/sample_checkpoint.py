@@ -12,8 +12,7 @@ from typing import Any
 
 import numpy as np
 
-from storage.checkpoints.dtypes import tensor_bytes
-from storage.checkpoints.safetensors_header import encode_header
+from storage.checkpoints.safetensors_header import encode_header, tensor_bytes
 
 BLOCK_BYTES = 4 << 20  # written at a time: all the memory that this takes
 DTYPE = "BF16"

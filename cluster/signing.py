@@ -15,10 +15,9 @@ from storage.checkpoints.checkpoint import check_manifest_size
 from storage.checkpoints.checkpoint_files import read_whole
 from storage.checkpoints.manifest import MANIFEST_KEY, parse_manifest
 from storage.errors import ObjectChanged, WeakDigest
-from storage.publishing.signature import SIGNATURE_KEY, check_signable, sign_manifest, signed_name_of
-from storage.publishing.signing_keys import SigningKey, key_id
-from storage.retrying import RetryPolicy, with_retries
+from storage.publishing.signing import SIGNATURE_KEY, SigningKey, check_signable, key_id, sign_manifest, signed_name_of
 from storage.store_ref import Credentials
+from storage.stores.retrying import RetryPolicy, with_retries
 
 
 @dataclass(frozen=True, slots=True)

@@ -7,7 +7,7 @@ from dataclasses import dataclass, field
 
 from cluster.config import Config
 from storage.errors import UnknownSigner
-from storage.publishing.signing_keys import TrustedKey, key_id
+from storage.publishing.signing import TrustedKey, key_id
 from storage.source_rules import SourceRules
 
 

@@ -1,17 +1,13 @@
-"""Digests of bytes, by name: two for chunks and manifests, and those that object stores themselves speak.
+"""Digests of bytes, by name: two for chunks and manifests, and those that object stores use.
 
-    blake3       32 bytes   the default of a manifest: cryptographic, about 3.5 GB/s on one core
-    xxh3_128     16 bytes   faster, against accidents only: another content with the same digest is made in microseconds
-    sha256, md5, crc32, crc32c, crc64nvme        what a store says of its objects (ObjectInfo.checksums)
-
-Digests are bytes in the order in which the algorithm's hex form is written (CRCs: big-endian, as in S3).
-Hashing releases the GIL for buffers of a few KiB and more; one hasher belongs to one thread.
+The CRCs of two neighbouring runs combine to the CRC of both, without the bytes.
 """
 
 from __future__ import annotations
 
 import hashlib
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from functools import lru_cache
 from typing import Protocol
 
 import xxhash
@@ -83,3 +79,56 @@ def digest_of(name: str, data: Buffer) -> bytes:
     hasher = new_hasher(name)
     hasher.update(data)
     return hasher.digest()
+
+
+_POLYNOMIALS: dict[str, tuple[int, int]] = {  # bits, reflected polynomial
+    "crc32": (32, 0xEDB88320),
+    "crc32c": (32, 0x82F63B78),
+    "crc64nvme": (64, 0x9A6C9329AC4BC9B5),
+}
+
+COMBINABLE: frozenset[str] = frozenset(_POLYNOMIALS)  # names of hashes (`storage.checksum`) that can be combined
+
+
+def combine(name: str, first: bytes, second: bytes, second_bytes: int) -> bytes:
+    """The CRC of A + B from the CRCs of A and of B and the length of B.
+
+    Digests as `Hasher.digest` gives them, big-endian. Raises ValueError for a hash that cannot be combined.
+    """
+    if name not in _POLYNOMIALS:
+        raise ValueError(f"digests of {name!r} cannot be combined; those of {', '.join(sorted(COMBINABLE))} can")
+    bits, polynomial = _POLYNOMIALS[name]
+    moved = _multiply(int.from_bytes(first, "big"), _shift(name, second_bytes), bits, polynomial)
+    return (moved ^ int.from_bytes(second, "big")).to_bytes(bits // 8, "big")
+
+
+def combine_all(name: str, runs: Iterable[tuple[bytes, int]]) -> bytes:
+    """The CRC of runs that follow each other, from (CRC, length in bytes) of each; of nothing, that of no bytes."""
+    bits, _ = _POLYNOMIALS[name]
+    whole = bytes(bits // 8)
+    for digest, size_bytes in runs:
+        whole = combine(name, whole, digest, size_bytes)
+    return whole
+
+
+@lru_cache(maxsize=4096)  # chunks of a model have few sizes; each costs some 30 multiplications
+def _shift(name: str, size_bytes: int) -> int:
+    """x^(8 * size_bytes), by squaring."""
+    bits, polynomial = _POLYNOMIALS[name]
+    power, square = 1 << (bits - 1), 1 << (bits - 1 - 8)  # x^0, x^8
+    while size_bytes:
+        if size_bytes & 1:
+            power = _multiply(power, square, bits, polynomial)
+        square = _multiply(square, square, bits, polynomial)
+        size_bytes >>= 1
+    return power
+
+
+def _multiply(left: int, right: int, bits: int, polynomial: int) -> int:
+    """The product of two polynomials modulo the third."""
+    product = 0
+    for place in range(bits - 1, -1, -1):
+        if left >> place & 1:
+            product ^= right
+        right = right >> 1 ^ polynomial if right & 1 else right >> 1
+    return product

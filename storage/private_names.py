@@ -1,6 +1,6 @@
 """Private names of other packages, found one by one: their authors may rename any of them in any version.
 
-One module for each package holds them all, and nobody else uses any: `storage/s3/botocore_private.py` and
+One module for each package holds them all, and nobody else uses any: `storage/stores/s3/botocore_private.py` and
 `cluster/joining/ray_private.py`. pyproject.toml allows the versions of TESTED and no others.
 """
 

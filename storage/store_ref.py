@@ -1,4 +1,4 @@
-"""Where a model is, and who may read it: parsed once, sent to every node, opened there (`storage.open_store`).
+"""Where a model is, and who may read it: parsed once, sent to every node, opened there (`storage.stores.open_store`).
 
     parse_uri("s3://models/llama", endpoint_url=...) -> StoreRef      names a place; no secrets in it
 

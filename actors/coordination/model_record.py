@@ -29,7 +29,7 @@ from cluster.scheduling.load_events import Event
 from cluster.scheduling.load_state import Life, LoadState, RankLife
 from cluster.scheduling.store_access import ProvenAccess
 from storage.errors import LongshoreError
-from storage.host.own_memory import PeakMemory
+from storage.host.memory import PeakMemory
 
 _LOG = logging.getLogger("longshore.load")
 

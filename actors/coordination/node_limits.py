@@ -23,7 +23,7 @@ from cluster.fit.options import FitOptions
 from cluster.plans.rank_plans import RankFacts
 from cluster.scheduling.topology import NodeInfo
 from storage.host.gpu_memory import GpuMemory
-from storage.host.host_memory import MemoryPool, available_host_bytes
+from storage.host.memory import MemoryPool, available_host_bytes
 
 
 async def node_memory(

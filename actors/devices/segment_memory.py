@@ -20,7 +20,7 @@ from collections.abc import Sequence
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.host.paging import populate
+from storage.host.memory import populate
 
 _BLOCK_BYTES = 2 << 20  # so much is made present at once: a huge page, on every machine that matters here
 _TRIAL_BLOCKS = 16

@@ -5,7 +5,7 @@ from __future__ import annotations
 import torch
 
 from cluster.plans.load_plan import TensorSlice
-from storage.checkpoints.dtypes import tensor_bytes
+from storage.checkpoints.safetensors_header import tensor_bytes
 
 
 def tensor_views(segments: list[torch.Tensor], slices: tuple[TensorSlice, ...]) -> dict[str, torch.Tensor]:

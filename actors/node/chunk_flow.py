@@ -32,7 +32,7 @@ from cluster.plans.packed_plan import SharedTables, unpack_shared
 from cluster.scheduling.lease_queue import LeaseQueue
 from cluster.scheduling.retry import Fail, cause_of
 from storage.arena.chunk_cache import ChunkCache
-from storage.arena.leases import Answer, CachedChunk
+from storage.arena.slots import Answer, CachedChunk
 from storage.errors import LongshoreError
 
 GRANT_BATCH = 64  # readable chunks told in one answer

@@ -12,7 +12,7 @@ from dataclasses import dataclass
 from typing import Protocol
 
 from storage.arena.chunk_cache import ChunkCache
-from storage.arena.leases import CachedChunk
+from storage.arena.slots import CachedChunk
 from storage.host.processes import ProcessId
 
 _OWNER = "disk"  # in the cache's books: without a minimum, so it takes no slot that a load is waiting for

@@ -11,8 +11,7 @@ from cluster.config import Config
 from storage.arena.arena import Arena
 from storage.arena.chunk_cache import ChunkCache
 from storage.checksum import digest_of
-from storage.disk.disk_stats import DiskStats
-from storage.disk.tier import DiskTier, Written
+from storage.disk.tier import DiskStats, DiskTier, Written
 from storage.errors import DiskTierError
 from storage.host.processes import ProcessId
 

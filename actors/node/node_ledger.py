@@ -28,7 +28,7 @@ from cluster.reports.chunk_map import NodeView, least_done, runs_of
 from cluster.reports.node_report import ArenaUse
 from cluster.reports.report import NodeReport
 from storage.arena.chunk_cache import ChunkCache
-from storage.arena.leases import Lease
+from storage.arena.slots import Lease
 from storage.errors import ArenaTooSmall, LongshoreError
 from storage.host.processes import ProcessId
 

@@ -23,7 +23,7 @@ from cluster.reports.chunk_map import PartView, letters_of, shards_of
 from cluster.reports.report import NodeReport
 from cluster.scheduling.concurrency import RequestLimit
 from storage.arena.chunk_cache import ChunkCache
-from storage.arena.leases import Lease
+from storage.arena.slots import Lease
 from storage.errors import LongshoreError
 from storage.host.processes import ProcessId
 

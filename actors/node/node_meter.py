@@ -12,8 +12,7 @@ from actors.node.disk_writer import DiskWriter
 from cluster.messages import AgentBeat, RankBeat
 from cluster.metrics.figures import NodeMemory
 from storage.host.gpu_memory import GpuMemory, gpu_memory
-from storage.host.host_memory import free_bytes, memory_pools
-from storage.host.own_memory import own_bytes
+from storage.host.memory import free_bytes, memory_pools, own_bytes
 
 GPU_EVERY_S = 10.0  # where only the driver's command answers, each look is a process
 

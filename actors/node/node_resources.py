@@ -11,7 +11,7 @@ from cluster.config import Config
 from storage.arena.arena import Arena
 from storage.arena.arena_files import check_room, default_arena_bytes, one_at_a_time, sweep, untouched_bytes
 from storage.errors import ArenaCorrupt, ArenaTooSmall
-from storage.host.host_memory import MemoryPool, available_host_bytes, free_bytes, memory_pools
+from storage.host.memory import MemoryPool, available_host_bytes, free_bytes, memory_pools
 
 LEFT_BYTES = 512 << 20  # that an arena leaves, at most: the settings may ask for a larger reserve than a host has
 LOOK_EVERY_SLOTS = 8

@@ -18,8 +18,7 @@ from cluster.messages import Commit
 from cluster.reports.object_check import ONLY_PART, ObjectCheck
 from storage.checkpoints.model_index import Shard
 from storage.errors import IntegrityError
-from storage.object_checksum import NO_CHECKSUM
-from storage.store_checksum import Span
+from storage.stores.store_checksum import NO_CHECKSUM, Span
 
 NOT_KNOWN = "parts of it had been fetched before, and what was fetched then is not known any more"
 NO_MD5 = "its ETag is not the MD5 of its bytes"

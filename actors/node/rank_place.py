@@ -9,7 +9,7 @@ from cluster.messages import RankHello, RankUpdate
 from cluster.metrics.figures import RankFigures
 from cluster.plans.chunk_keys import chunk_key
 from cluster.plans.packed_plan import SharedTables
-from storage.arena.leases import CachedChunk
+from storage.arena.slots import CachedChunk
 from storage.host.processes import ProcessId
 
 

@@ -16,7 +16,7 @@ from cluster.scheduling.chunk_state import ChunkState
 from cluster.scheduling.hedging import Hedges
 from cluster.scheduling.lease_queue import LeaseQueue
 from storage.arena.chunk_cache import ChunkCache
-from storage.arena.leases import Lease
+from storage.arena.slots import Lease
 
 
 class SecondLeases(Hedges):

@@ -20,10 +20,10 @@ from cluster.messages import DISK_READ, DISK_UNUSABLE, Commit, FetchFailure, Lea
 from cluster.plans.packed_plan import SharedTables
 from cluster.reports.report import StageTimes
 from cluster.scheduling.retry import Fail, cause_of, decide
-from storage.disk.folder import DiskReader
+from storage.disk.files import DiskReader
 from storage.errors import DiskChunkUnusable, DiskTierError, LongshoreError, ReadEnded
-from storage.object_store import ObjectStore
-from storage.read_limit import ReadLimit, ReadLimits
+from storage.stores.object_store import ObjectStore
+from storage.stores.read_limit import ReadLimit, ReadLimits
 
 _LOG = logging.getLogger("longshore.rank")
 _NOTABLE = ("digest_mismatch", "object_changed", "credentials_expired")  # worth a line, whatever comes of it

@@ -13,10 +13,9 @@ from dataclasses import dataclass
 from cluster.plans.packed_plan import SharedTables
 from storage.checksum import Hasher, new_hasher
 from storage.errors import IntegrityError, LongshoreError
-from storage.object_store import ObjectStore, cut, read_pieces
-from storage.ranges import ByteRange
-from storage.read_limit import ReadLimit
-from storage.store_checksum import Span, SpanHasher
+from storage.stores.object_store import ByteRange, ObjectStore, cut, read_pieces
+from storage.stores.read_limit import ReadLimit
+from storage.stores.store_checksum import Span, SpanHasher
 
 
 @dataclass(slots=True)

@@ -40,8 +40,8 @@ from cluster.reports.report import RankReport
 from storage.arena.arena import Arena
 from storage.errors import IntegrityError, LongshoreError
 from storage.host.processes import ProcessId
-from storage.object_store import ObjectStore
-from storage.open_store import open_store
+from storage.stores.object_store import ObjectStore
+from storage.stores.open_store import open_store
 
 AGENT_GONE_S = 60.0  # an agent that does not answer for this long is not coming back
 AGENT_BACK_S = 15.0  # Ray restarts an agent, and the coordinator tells it its loads, well within this

@@ -16,9 +16,8 @@ from cluster.messages import RankJob
 from cluster.metrics.figures import RankFigures
 from cluster.plans.load_plan import RankPlan
 from cluster.reports.report import RankReport, StageTimes
-from storage.host.host_cpu import CpuClock, usable_cpus
-from storage.host.own_memory import PeakMemory, own_bytes
-from storage.host.processes import ProcessId
+from storage.host.memory import PeakMemory, own_bytes
+from storage.host.processes import CpuClock, ProcessId, usable_cpus
 
 
 class RankMeter:

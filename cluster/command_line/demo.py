@@ -19,8 +19,8 @@ from cluster.config import Config
 from cluster.connection import disconnect
 from cluster.reports.rank_report import Jsonable
 from cluster.reports.report import LoadProgress, LoadReport
-from storage.embedded_s3 import EmbeddedS3
 from storage.errors import IntegrityError
+from storage.stores.embedded_s3 import EmbeddedS3
 
 if TYPE_CHECKING:
     from storage.publishing.publish import PublishReport

@@ -10,7 +10,7 @@ from typing import Any
 from cluster.errors import ConfigError
 from cluster.reports.rank_report import Jsonable
 from cluster.sample_checkpoint import llama_tensors, write_llama_checkpoint
-from storage.checkpoints.dtypes import tensor_bytes
+from storage.checkpoints.safetensors_header import tensor_bytes
 
 DEFAULT_SIZE_BYTES = 1_000_000_000
 LEAST_SIZE_BYTES = 20_000_000

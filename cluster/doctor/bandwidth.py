@@ -9,8 +9,7 @@ from dataclasses import dataclass
 
 from cluster.units import show_bytes, show_rate
 from storage.errors import LongshoreError
-from storage.object_store import ObjectInfo, ObjectStore
-from storage.ranges import ByteRange
+from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore
 
 PROBE_S = 5.0
 MOST_BYTES = 4 << 30  # of one probe

@@ -8,7 +8,7 @@ from cluster.config import Config
 from cluster.doctor.check import Check
 from cluster.units import show_bytes
 from storage.disk.tier import DiskTier
-from storage.host.host_memory import free_bytes, is_memory_backed
+from storage.host.memory import free_bytes, is_memory_backed
 
 NAME = "disk tier"
 

@@ -15,7 +15,7 @@ from cluster.fit.needs import min_slots, planned_arena_bytes
 from cluster.units import show_bytes
 from longshore.install_check import probe
 from storage.arena.arena_files import SHM_DIRECTORY, sweep
-from storage.host.host_memory import available_host_bytes, free_bytes, is_memory_backed
+from storage.host.memory import available_host_bytes, free_bytes, is_memory_backed
 from storage.problems import install_hint
 
 PROGRAM_TIMEOUT_S = 60.0

@@ -25,7 +25,7 @@ from cluster.request import StoreOptions
 from storage.arena.arena_files import ARENA_PREFIX, SHM_DIRECTORY
 from storage.errors import LongshoreError
 from storage.host.gpu_memory import gpu_driver, gpu_memory
-from storage.open_store import open_store
+from storage.stores.open_store import open_store
 
 
 @dataclass(frozen=True, slots=True)

@@ -16,9 +16,8 @@ from cluster.doctor.check import Check
 from cluster.request import StoreOptions
 from cluster.units import show_bytes
 from storage.checkpoints.manifest import MANIFEST_KEY
-from storage.object_store import ObjectStore, read_bytes
-from storage.open_store import open_store
-from storage.ranges import ByteRange
+from storage.stores.object_store import ByteRange, ObjectStore, read_bytes
+from storage.stores.open_store import open_store
 
 READ_TIMEOUT_S = 10.0
 LISTED = 1000  # objects looked at

@@ -4,7 +4,7 @@
     claim          = the same of a load that is still at it, less what it has placed
     of each pool   the needs of all nodes that take from it, and all claims on it, fit beyond the reserve
 
-A pool (`storage.host.host_memory`) is a host's memory or that of a container around the node; nodes on one host
+A pool (`storage.host.memory`) is a host's memory or that of a container around the node; nodes on one host
 share it. Whoever took more would be ended by the kernel, or by Ray, which kills workers of a host that is nearly full.
 """
 
@@ -17,7 +17,7 @@ from dataclasses import dataclass, replace
 from cluster.config import Config
 from cluster.scheduling.topology import NodeInfo
 from cluster.units import show_bytes, show_some
-from storage.host.host_memory import MemoryPool
+from storage.host.memory import MemoryPool
 
 WORKER_BYTES = 300 << 20  # of a worker's process before the first byte of a model: Ray and torch
 

@@ -13,10 +13,8 @@ from cluster.precision.quantization_config import QuantizationConfig, find_quant
 from storage.checkpoints.model_index import ModelIndex, OtherFile
 from storage.checksum import new_hasher
 from storage.errors import IntegrityError, ManifestMismatch, ObjectNotFound
-from storage.json_bounds import json_values
-from storage.object_store import ObjectStore, read_bytes
-from storage.problems import Problems, quote, show_bytes
-from storage.ranges import ByteRange
+from storage.problems import Problems, json_values, quote, show_bytes
+from storage.stores.object_store import ByteRange, ObjectStore, read_bytes
 
 CONFIG_KEY = "config.json"
 MAX_CONFIG_BYTES = 16 << 20  # config.json with the label names of a large classifier is about 1 MB

@@ -15,7 +15,7 @@ from typing import Any
 
 from cluster.errors import ConfigError
 from cluster.layouts.rules import MAX_PATTERN_CHARS, MAX_RULES, parse_rules
-from storage.json_bounds import json_values
+from storage.problems import json_values
 
 LayoutRules = Mapping[str, str] | str | os.PathLike[str]  # the rules, or a file with them
 

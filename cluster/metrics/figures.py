@@ -9,8 +9,8 @@ from collections.abc import Mapping
 from dataclasses import dataclass, field
 
 from cluster.reports.rank_report import StageTimes
-from storage.arena.cache_stats import CacheStats
-from storage.disk.disk_stats import DiskStats
+from storage.arena.chunk_cache import CacheStats
+from storage.disk.tier import DiskStats
 from storage.host.gpu_memory import GpuMemory
 
 SOURCES = ("store_via_arena", "store_direct", "disk", "arena")  # as in LoadReport.bytes_by_source

@@ -13,7 +13,7 @@ from cluster.plans.recorded_scales import ReadAmax
 from cluster.precision.recorded_amax import Amax
 from storage.checkpoints.amax import AMAX_KEY, read_amax
 from storage.checkpoints.model_index import ModelIndex, OtherFile
-from storage.open_store import open_store
+from storage.stores.open_store import open_store
 
 
 def amax_reader(request: LoadRequest, index: ModelIndex, read_timeout_s: float) -> ReadAmax | None:

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from collections.abc import Sequence
 
-from storage.arena.slot_records import KEY_BYTES, digest_key, location_key
+from storage.arena.slots import KEY_BYTES, digest_key, location_key
 from storage.checkpoints.model_index import ChunkTable, Shard
 from storage.checksum import COLLISION_RESISTANT
 

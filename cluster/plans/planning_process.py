@@ -31,7 +31,7 @@ from cluster.precision.written_quantization import quantization_config
 from cluster.reports.report import ProcessMemory
 from cluster.trust import TrustPolicy
 from storage.errors import LongshoreError
-from storage.host.own_memory import high_water_bytes, own_bytes, reset_high_water
+from storage.host.memory import high_water_bytes, own_bytes, reset_high_water
 
 CHANGES_S = 10.0  # a refusal does not wait longer for what else could be offered
 _LENGTH = struct.Struct("<Q")

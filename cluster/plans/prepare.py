@@ -22,7 +22,7 @@ from cluster.plans.recorded_scales import ReadAmax
 from cluster.trust import TrustPolicy
 from storage.checkpoints.checkpoint import check_revision, open_model
 from storage.checkpoints.model_index import ModelIndex
-from storage.open_store import open_store
+from storage.stores.open_store import open_store
 
 
 def prepare_plan(

@@ -24,8 +24,8 @@ from cluster.precision import nf4
 from cluster.precision.quantizable import DEFAULT, check_rows, is_matrix, skipper
 from cluster.precision.quantized_tensors import OF_ACTIVATIONS
 from storage.checkpoints.amax import WEIGHT_DTYPES
-from storage.checkpoints.dtypes import DTYPE_BITS
 from storage.checkpoints.model_index import Tensor
+from storage.checkpoints.safetensors_header import DTYPE_BITS
 from storage.problems import MAX_LISTED, quote
 
 if TYPE_CHECKING:

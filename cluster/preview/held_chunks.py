@@ -12,7 +12,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.reports.report import ModelStatus
-from storage.arena.slot_records import KEY_BYTES
+from storage.arena.slots import KEY_BYTES
 
 BLOCK_CHUNKS = 4096  # that an agent looks for at once: its ranks wait meanwhile
 

@@ -20,8 +20,8 @@ from cluster.errors import ModelConfigError, PlanError
 from cluster.layouts.model_config import MAX_CONFIG_BYTES, parse_model_config
 from cluster.precision.quantization_config import find_quantization
 from cluster.units import show_bytes
-from storage.checkpoints.dtypes import tensor_bytes
 from storage.checkpoints.model_index import ChunkTable, ModelIndex, OtherFile, Shard, Tensor
+from storage.checkpoints.safetensors_header import tensor_bytes
 
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 _NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")

@@ -45,10 +45,9 @@ from cluster.request import StoreOptions, make_request
 from cluster.trust import TrustPolicy
 from storage.checkpoints.model_index import ModelIndex
 from storage.errors import NotACheckpoint, StoreError
-from storage.object_store import read_bytes
-from storage.open_store import open_store
-from storage.ranges import ByteRange
 from storage.store_ref import Credentials
+from storage.stores.object_store import ByteRange, read_bytes
+from storage.stores.open_store import open_store
 
 OFFERS_S = 20.0  # a plan of a very large model does not wait longer for what else could be offered
 

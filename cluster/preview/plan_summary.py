@@ -24,7 +24,7 @@ from cluster.preview.plan_picture import NOT_KNOWN, Verdict, draw_plan
 from cluster.preview.rank_tensors import TensorPart
 from cluster.reports.object_check import ONLY_PART, ObjectCheck, join_checks, verified_by
 from cluster.scheduling.topology import ranks_by_node
-from storage.object_checksum import NO_CHECKSUM
+from storage.stores.store_checksum import NO_CHECKSUM
 
 NOTHING_HELD: Mapping[int, HeldChunks] = {}
 

@@ -9,7 +9,7 @@ from cluster.errors import ConfigError, NotEnoughResources
 from cluster.layouts.mesh import Layout
 from cluster.units import show_some
 from storage.host.gpu_memory import GpuMemory
-from storage.host.host_memory import MemoryPool
+from storage.host.memory import MemoryPool
 
 USUAL_GPUS = 8  # of a machine that has any
 

@@ -12,9 +12,9 @@ import time
 from collections.abc import Iterator
 from dataclasses import dataclass
 
-from storage.arena.arena_format import TOO_LARGE_HINT, is_at
+from storage.arena.arena import TOO_LARGE_HINT, is_at
 from storage.errors import ArenaTooLarge
-from storage.host.host_memory import available_host_bytes, free_bytes, is_memory_backed
+from storage.host.memory import available_host_bytes, free_bytes, is_memory_backed
 
 SHM_DIRECTORY = "/dev/shm"
 ARENA_PREFIX = "longshore-arena-"

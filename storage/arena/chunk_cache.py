@@ -1,32 +1,136 @@
-"""Which chunk is in which slot, who may touch it, which slot may be used again: LRU with leases and fences.
+"""Which chunk is in which slot, who may touch it, which slot may be reused: LRU with leases and fences.
 
-              lease                      commit                      pin, hold
-      FREE ----------> LEASED ---------------------> COMMITTED <-----------------> in use
-       ^ ^   abandon,    |                              |  ^        unpin, release
-       | +---------------+ holder dead                  |  |
-       |                 | deadline passed, revoked     +--+ evicted by a lease, when nobody uses it
-       |                 v
-       +---------- QUARANTINED                a deadline returns the chunk, never the slot: the holder may
-        abandoned, holder dead                be writing until it says that it is not, or is dead
-
-Pure: no clock, no I/O; the caller passes the time and does what the answers say. One thread at a time. State
-changes are written to a SlotJournal before they are returned, so an agent that restarts (`restore`) never
-hands out a slot that somebody may still touch.
+After a restart the slots are as the journal left them, and held for whoever may still be reading.
 """
 
 from __future__ import annotations
 
 import heapq
 import secrets
-from collections.abc import Hashable, Iterable
+from collections.abc import Hashable, Iterable, Sequence
+from dataclasses import dataclass
 
-from storage.arena.cache_stats import CacheCounts, CacheStats, stats_of
-from storage.arena.leases import Answer, CachedChunk, Lease
-from storage.arena.slot_records import KEY_BYTES, MemoryJournal, SlotJournal, SlotState
-from storage.arena.slot_restart import restore_slots, settle_survivor, slots_with_memory
 from storage.arena.slot_shares import SlotShares
-from storage.arena.slot_table import SlotTable
+from storage.arena.slots import (
+    KEY_BYTES,
+    Answer,
+    CachedChunk,
+    Lease,
+    MemoryJournal,
+    SlotJournal,
+    SlotRecord,
+    SlotState,
+    SlotTable,
+)
 from storage.host.processes import ProcessId
+
+_SURVIVOR = "may have been reading when the agent restarted"
+
+
+def slots_with_memory(records: Sequence[SlotRecord], ready_slots: int) -> int:
+    """How many slots have memory: one that was ever used has, whatever the last count (`ready_slots`) said."""
+    used = [index for index, record in enumerate(records) if record.generation]
+    return max([ready_slots, *(index + 1 for index in used)])
+
+
+def restore_slots(
+    table: SlotTable,
+    records: Sequence[SlotRecord],
+    ready_slots: int,
+    survivors: Sequence[ProcessId],
+    now_s: float,
+) -> list[Lease]:
+    """Fill a table that was never used; the leases of slots that are quarantined now.
+
+    Committed chunks are back, each held for every survivor until `settle_survivor` or its death.
+    """
+    quarantined = []
+    table.free.clear()
+    for index, record in enumerate(records):
+        table.slots[index].generation = record.generation
+        if record.state is SlotState.COMMITTED and record.key not in table.by_key:
+            table.restore_committed(index, record)
+            for process in survivors:
+                table.hold(index, (process, _SURVIVOR), None)
+            table.settle(index)
+        elif record.state in (SlotState.LEASED, SlotState.QUARANTINED) and record.holder is not None:
+            generation = record.generation
+            lease_id = table.lease_id(index, generation)
+            lease = Lease(lease_id, index, generation, record.key, record.holder, None, now_s)
+            table.to_leased(index, lease)
+            table.to_quarantine(index, now_s)
+            quarantined.append(lease)
+        elif index < ready_slots:
+            table.free.append(index)
+    return quarantined
+
+
+def settle_survivor(
+    table: SlotTable, process: ProcessId, still_reading: Iterable[tuple[CachedChunk, Hashable]]
+) -> None:
+    """The survivor reads these (chunk, reader) and nothing else."""
+    for chunk, reader in still_reading:
+        if table.has(chunk):
+            table.hold(chunk.slot, (process, reader), None)
+    for index in sorted(table.held_by.get(process, ())):
+        if (process, _SURVIVOR) in table.slots[index].holds:
+            table.release(index, (process, _SURVIVOR))
+
+
+@dataclass(slots=True)
+class CacheCounts:
+    """What has happened since the cache was made; see CacheStats."""
+
+    hits: int = 0
+    misses: int = 0
+    committed: int = 0
+    evicted: int = 0
+    expired: int = 0
+    duplicates: int = 0
+    quarantined: int = 0
+
+
+@dataclass(frozen=True, slots=True)
+class CacheStats:
+    """Counts since the cache was made; `*_slots` and `used_bytes` are now."""
+
+    slot_count: int
+    ready_slots: int
+    free_slots: int
+    leased_slots: int
+    committed_slots: int
+    quarantined_slots: int
+    in_use_slots: int  # committed ones that cannot be evicted now
+    used_bytes: int  # of committed chunks
+    hits: int
+    misses: int
+    committed: int
+    evicted: int
+    expired: int  # leases taken back after their deadline
+    duplicates: int  # committed although another slot had the chunk
+    quarantined: int  # slots that went into quarantine
+
+
+def stats_of(table: SlotTable, counts: CacheCounts, ready_slots: int) -> CacheStats:
+    """The numbers now, in O(1)."""
+    committed_slots = len(table.by_key)
+    return CacheStats(
+        slot_count=len(table.slots),
+        ready_slots=ready_slots,
+        free_slots=len(table.free),
+        leased_slots=table.leased_slots,
+        committed_slots=committed_slots,
+        quarantined_slots=len(table.quarantine),
+        in_use_slots=committed_slots - len(table.evictable),
+        used_bytes=table.used_bytes,
+        hits=counts.hits,
+        misses=counts.misses,
+        committed=counts.committed,
+        evicted=counts.evicted,
+        expired=counts.expired,
+        duplicates=counts.duplicates,
+        quarantined=counts.quarantined,
+    )
 
 
 class ChunkCache:

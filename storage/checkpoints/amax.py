@@ -17,16 +17,15 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.checkpoints.chunking import DEFAULT_CHUNK_BYTES, fixed_bounds
-from storage.checkpoints.model_index import OtherFile
+from storage.checkpoints.model_index import DEFAULT_CHUNK_BYTES, OtherFile, fixed_bounds
 from storage.checkpoints.safetensors_header import Header, encode_header
 from storage.checkpoints.tensor_table import HeaderBytes
 from storage.checksum import new_hasher
 from storage.errors import IntegrityError, InvalidAmax, InvalidHeader, ManifestMismatch, ObjectNotFound
-from storage.object_store import ObjectStore, read_bytes
 from storage.problems import quote
-from storage.retrying import RetryPolicy, with_retries
-from storage.streaming import ranges_of
+from storage.stores.object_store import ObjectStore, read_bytes
+from storage.stores.retrying import RetryPolicy, with_retries
+from storage.stores.streaming import ranges_of
 
 AMAX_KEY = "longshore.amax"
 FORMAT = {"format": "longshore.amax", "version": "1"}

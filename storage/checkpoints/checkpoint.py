@@ -18,18 +18,18 @@ from dataclasses import replace
 import numpy as np
 
 from storage.checkpoints.checkpoint_files import (
+    INDEX_KEY,
     OWN_KEYS,
+    SUFFIX,
     Checkpoint,
+    Inventory,
     candidates,
     read_index,
     read_whole,
     scan_checkpoint,
 )
-from storage.checkpoints.chunking import DEFAULT_CHUNK_BYTES, chunk_bounds
-from storage.checkpoints.hf_layout import INDEX_KEY, SUFFIX
-from storage.checkpoints.inventory import Inventory
 from storage.checkpoints.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES, Manifest, manifest_front, parse_manifest
-from storage.checkpoints.model_index import ChunkTable, ModelIndex, OtherFile, Shard
+from storage.checkpoints.model_index import DEFAULT_CHUNK_BYTES, ChunkTable, ModelIndex, OtherFile, Shard, chunk_bounds
 from storage.errors import (
     AccessDenied,
     BadSignature,
@@ -40,12 +40,11 @@ from storage.errors import (
     RevisionMismatch,
     SignatureError,
 )
-from storage.object_store import ObjectInfo, ObjectStore, read_bytes
 from storage.problems import Problems, quote, show_bytes
-from storage.publishing.signature import MAX_SIGNATURE_BYTES, SIGN_HINT, SIGNATURE_KEY, check_signable, check_signature
-from storage.ranges import ByteRange
-from storage.retrying import RetryPolicy, with_retries
+from storage.publishing.signing import MAX_SIGNATURE_BYTES, SIGN_HINT, SIGNATURE_KEY, check_signable, check_signature
 from storage.store_ref import path_of
+from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore, read_bytes
+from storage.stores.retrying import RetryPolicy, with_retries
 
 NO_MANIFEST = (
     "no manifest: structure and transport are checked, and whole objects by the store's own checksums where it keeps"

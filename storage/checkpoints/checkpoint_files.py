@@ -1,37 +1,285 @@
-"""What a checkpoint's files say of themselves: shards by name, headers in parallel, tensors by the index.
-
-Only names, headers and JSON are read; every one of them is checked before it is believed.
-"""
+"""The files of a checkpoint: the inventory of a folder, the Hugging Face layout, shards and their headers."""
 
 from __future__ import annotations
 
-from collections.abc import Iterable, Mapping, Sequence
+import json
+import re
+import threading
+from collections.abc import Callable, Collection, Iterable, Mapping, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from itertools import islice
+from typing import TypeVar
 
 from storage.checkpoints.amax import AMAX_KEY
-from storage.checkpoints.hf_layout import (
-    INDEX_KEY,
-    MAX_INDEX_BYTES,
-    SINGLE_KEY,
-    SUFFIX,
-    assign_tensors,
-    choose_layout,
-    is_pickle,
-    parse_weight_map,
-)
-from storage.checkpoints.inventory import MAX_LISTED, Inventory, map_threads
-from storage.checkpoints.manifest import MANIFEST_KEY
-from storage.checkpoints.manifest_fields import is_safe_path
+from storage.checkpoints.manifest import MANIFEST_KEY, is_safe_path
 from storage.checkpoints.model_index import Tensor
 from storage.checkpoints.safetensors_header import Header, read_head
-from storage.errors import InvalidHeader, InvalidIndex, NotACheckpoint
-from storage.object_checksum import AskedChecksum, ask_checksum
-from storage.object_store import LeavesOut, ObjectInfo, ObjectStore, read_bytes
-from storage.problems import Problems, quote
-from storage.publishing.signature import SIGNATURE_KEY
-from storage.ranges import ByteRange
-from storage.retrying import RetryPolicy, with_retries
+from storage.errors import (
+    AccessDenied,
+    InvalidHeader,
+    InvalidIndex,
+    NotACheckpoint,
+    ObjectNotFound,
+    PickleRefused,
+    StoreError,
+    UnsupportedStore,
+)
+from storage.problems import Problems, json_values, quote
+from storage.publishing.signing import SIGNATURE_KEY
+from storage.stores.object_store import ByteRange, LeavesOut, ObjectInfo, ObjectStore, check_key, read_bytes
+from storage.stores.retrying import RetryPolicy, with_retries
+from storage.stores.store_checksum import AskedChecksum, ask_checksum
+
+INDEX_KEY = "model.safetensors.index.json"
+SINGLE_KEY = "model.safetensors"
+SUFFIX = ".safetensors"
+INDEX_SUFFIX = ".safetensors.index.json"
+PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
+MAX_INDEX_BYTES = 64 << 20
+MAX_JSON_VALUES = 2_000_000  # bounds the memory that parsing takes
+MAX_SEEN = 10  # names listed when nothing can be loaded
+PICKLE_HINT = (
+    "pickle files run code when they are opened; convert them once, with `safetensors.torch.save_file` or "
+    "the Hugging Face `convert` space, and load the result"
+)
+_NUMBERED = re.compile(r"(.*)-(\d{5,6})-of-(\d{5,6})\.safetensors")
+
+
+@dataclass(frozen=True, slots=True)
+class Layout:
+    """The choice: an index to follow, or the shards themselves."""
+
+    index_key: str | None  # the index that names the shards; None: shard_keys are all there is to know
+    shard_keys: tuple[str, ...]  # ascending; empty when an index names them
+    skipped: tuple[str, ...]  # safetensors in the root that may not be part of the model, ascending
+
+
+def choose_layout(keys: Collection[str], *, where: str) -> Layout:
+    """What to load of a folder with those keys; `where` is for messages.
+
+    Raises PickleRefused when there is nothing but pickles, NotACheckpoint when there is nothing at all, and
+    InvalidIndex when numbered shards are not complete or there are several indexes.
+    """
+    root = sorted(key for key in keys if "/" not in key)
+    files = [key for key in root if key.endswith(SUFFIX)]
+    indexes = [key for key in root if key.endswith(INDEX_SUFFIX) and not _consolidated(key)]
+    if INDEX_KEY in indexes:
+        return Layout(INDEX_KEY, (), tuple(files))
+    if SINGLE_KEY in files:
+        return Layout(None, (SINGLE_KEY,), tuple(key for key in files if key != SINGLE_KEY))
+    if len(indexes) == 1:
+        return Layout(indexes[0], (), tuple(files))
+    if indexes:
+        raise InvalidIndex(
+            f"several indexes, none of them {INDEX_KEY}: {', '.join(map(quote, indexes[:MAX_SEEN]))}",
+            hint="name one .safetensors file in the URI, or keep one variant in the folder",
+            uri=where,
+        )
+    if not files:
+        raise _nothing_to_load(keys, where)
+    own = [key for key in files if not _consolidated(key)] or files
+    if missing := _missing_numbers(own):
+        raise InvalidIndex(f"shards are missing: {missing}", hint="the upload is not complete", uri=where)
+    return Layout(None, tuple(own), tuple(key for key in files if key not in own))
+
+
+def parse_weight_map(data: bytes) -> dict[str, str]:
+    """Tensor name -> shard key, from an index's JSON. Raises InvalidIndex that lists every problem."""
+    if len(data) > MAX_INDEX_BYTES:
+        raise InvalidIndex(f"index of {len(data)} bytes; at most {MAX_INDEX_BYTES} are read")
+    values = json_values(data)
+    if values > MAX_JSON_VALUES:
+        raise InvalidIndex(f"index has some {values} JSON values; at most {MAX_JSON_VALUES} are read")
+    problems = Problems()
+
+    def refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
+        seen: set[str] = set()
+        for name, _ in pairs:
+            if name in seen:
+                problems.add(f"duplicate name {quote(name)}")
+            seen.add(name)
+        return dict(pairs)
+
+    try:
+        parsed = json.loads(data.decode("utf-8"), object_pairs_hook=refuse_duplicates)
+    except RecursionError:
+        raise InvalidIndex("index is nested too deep") from None
+    except ValueError as error:
+        raise InvalidIndex(f"index is not JSON: {quote(str(error))}") from error
+    weight_map = parsed.get("weight_map") if isinstance(parsed, dict) else None
+    if not isinstance(weight_map, dict) or not weight_map:
+        raise InvalidIndex("index has no weight_map")
+    refused: set[str] = set()
+    for name, key in weight_map.items():
+        if not isinstance(key, str):
+            problems.add(f"tensor {quote(name)}: file is not a string: {quote(key)}")
+        elif key not in refused and (problem := _shard_problem(key)):
+            refused.add(key)
+            problems.add(problem)
+    if problems:
+        raise InvalidIndex(f"invalid index: {problems}", problems=len(problems))
+    return weight_map
+
+
+def assign_tensors(
+    shard_keys: tuple[str, ...], headers: Mapping[str, Header], weight_map: Mapping[str, str] | None
+) -> tuple[Tensor, ...]:
+    """The model's tensors, by shard, start, end and name; a copy that the index does not pick is left out.
+
+    Raises InvalidIndex that lists tensors that are missing, not in the index, or in two shards.
+    """
+    problems = Problems()
+    picked: dict[str, Tensor] = {}
+    for number, key in enumerate(shard_keys):
+        for found in headers[key].tensors:
+            tensor = Tensor(found.name, found.dtype, found.shape, number, found.start, found.end)
+            if weight_map is None:
+                if found.name in picked:
+                    first = shard_keys[picked[found.name].shard]
+                    problems.add(f"tensor {quote(found.name)} is in {quote(first)} and in {quote(key)}")
+                picked[found.name] = tensor
+            elif found.name not in weight_map:
+                problems.add(f"tensor {quote(found.name)} of {quote(key)} is not in the index")
+            elif weight_map[found.name] == key:
+                picked[found.name] = tensor
+    for name, key in (weight_map or {}).items():
+        if name not in picked:
+            problems.add(f"tensor {quote(name)} is not in {quote(key)}, where the index has it")
+    if problems:
+        hint = "name one .safetensors file in the URI to load it alone" if weight_map is None else ""
+        raise InvalidIndex(f"files and index disagree: {problems}", hint=hint, problems=len(problems))
+    return tuple(sorted(picked.values(), key=lambda t: (t.shard, t.start, t.end, t.name)))
+
+
+def is_pickle(key: str) -> bool:
+    """True for a file that may be a pickle, by its name."""
+    return key.lower().endswith(PICKLE_SUFFIXES)
+
+
+def _consolidated(key: str) -> bool:
+    """True for the names under which Mistral and Meta store the same weights a second time."""
+    return key.startswith("consolidated")
+
+
+def _shard_problem(key: str) -> str:
+    try:
+        check_key(key)
+    except StoreError:
+        return f"hostile path {quote(key)}"
+    if is_pickle(key):
+        return f"{quote(key)} is a pickle file"
+    return "" if key.endswith(SUFFIX) else f"{quote(key)} is not a safetensors file"
+
+
+def _missing_numbers(files: list[str]) -> str:
+    """The numbers of `model-00001-of-00004.safetensors` that are not there, as text for a message."""
+    groups: dict[tuple[str, int], set[int]] = {}
+    for key in files:
+        if match := _NUMBERED.fullmatch(key):
+            groups.setdefault((match[1], int(match[3])), set()).add(int(match[2]))
+    problems = Problems(
+        f"{quote(stem)} has {len(numbers)} of {count}"
+        for (stem, count), numbers in groups.items()
+        if len(numbers) < count
+    )
+    return str(problems)
+
+
+def _nothing_to_load(keys: Collection[str], where: str) -> NotACheckpoint | PickleRefused:
+    pickles = sorted(filter(is_pickle, keys))
+    nested = sorted({key.rpartition("/")[0] for key in keys if key.endswith(SUFFIX)})
+    if nested:
+        return NotACheckpoint(
+            f"no safetensors files in the folder itself, but in {', '.join(map(quote, nested[:MAX_SEEN]))}",
+            hint="name that folder in the URI",
+            uri=where,
+        )
+    if pickles:
+        seen = ", ".join(map(quote, pickles[:MAX_SEEN]))
+        return PickleRefused(f"only pickle files: {seen}", hint=PICKLE_HINT, uri=where)
+    if not keys:
+        return NotACheckpoint("nothing is stored there", hint="check bucket, path and spelling", uri=where)
+    seen = ", ".join(map(quote, sorted(keys)[:MAX_SEEN]))
+    return NotACheckpoint(f"no safetensors files; {len(keys)} others: {seen}", uri=where)
+
+
+MAX_LISTED = 20_000  # a root with more objects is a bucket, not a model: its keys are asked for one by one
+THREADS = 16
+
+T = TypeVar("T")
+R = TypeVar("R")
+
+
+class Inventory:
+    """Objects below a store's root."""
+
+    def __init__(self, store: ObjectStore, policy: RetryPolicy) -> None:
+        self._store = store
+        self._policy = policy
+        self.denied: AccessDenied | None = None  # why the root could not be listed, if that was why
+        self._lock = threading.Lock()
+        self._listing: list[dict[str, ObjectInfo] | None] = []  # one, once the root was listed
+
+    @property
+    def listed(self) -> dict[str, ObjectInfo] | None:
+        """All objects by key, as they were at the first look; None when the root cannot be listed.
+
+        Raises ObjectNotFound for a root that is not there, StoreUnavailable.
+        """
+        with self._lock:
+            if not self._listing:
+                self._listing.append(with_retries(self._list, self._policy))
+            return self._listing[0]
+
+    def find(self, keys: Iterable[str]) -> dict[str, ObjectInfo]:
+        """Return those of `keys` that are there, from one listing if the store allows it."""
+        if self.listed is not None:
+            return {key: self.listed[key] for key in keys if key in self.listed}
+        return self.look_up(keys)
+
+    def look_up(self, keys: Iterable[str]) -> dict[str, ObjectInfo]:
+        """Return those of `keys` that are there, each asked for by name, as they are now.
+
+        The root is listed only when a key is refused: S3 answers so of a missing object to those who may not list.
+        """
+        infos = map_threads(self._stat, list(keys))
+        return {info.key: info for info in infos if info is not None}
+
+    def _list(self) -> dict[str, ObjectInfo] | None:
+        try:
+            infos = list(islice(self._store.list(), MAX_LISTED + 1))
+        except UnsupportedStore:
+            return None
+        except AccessDenied as error:
+            self.denied = error.with_traceback(None)  # many may read the objects of a bucket and not list it
+            return None
+        return {info.key: info for info in infos} if len(infos) <= MAX_LISTED else None
+
+    def _stat(self, key: str) -> ObjectInfo | None:
+        try:
+            return with_retries(lambda: self._store.stat(key), self._policy)
+        except ObjectNotFound:
+            return None
+        except AccessDenied:
+            if self.listed is None and self.denied is not None:
+                return None  # missing, as far as anybody can tell who may not list
+            if self.listed is not None and key not in self.listed:
+                return None
+            raise
+
+
+def map_threads(function: Callable[[T], R], items: Sequence[T], threads: int = THREADS) -> list[R]:
+    """`function` of every item, in order, several at a time; the first error ends it."""
+    if len(items) < 2:
+        return [function(item) for item in items]
+    with ThreadPoolExecutor(min(threads, len(items)), thread_name_prefix="longshore-open") as executor:
+        futures = [executor.submit(function, item) for item in items]
+        try:
+            return [future.result() for future in futures]
+        finally:
+            executor.shutdown(wait=False, cancel_futures=True)
+
 
 JOURNAL_KEY = "longshore.publish.json"  # of a publish under way
 PROBE_KEY = "longshore.publish.probe"  # tells whether source and destination are one place; there for a moment

@@ -1,14 +1,6 @@
-"""The manifest of a published model: one JSON object beside the shards, believed only after `parse_manifest`.
+"""The manifest of a published model: one JSON object beside the shards, used only after `parse_manifest`.
 
-    longshore.manifest.json
-      format, version, revision        revision: SHA-256 of the canonical JSON of everything else
-      hash, chunk_bytes                one hash for all digests below, written in hex
-      shards   path size etag source_etag checked_by digest, chunk_ends [...], chunk_digests [...]     by path
-      tensors  name dtype shape shard start end                      by shard, then start, then end, then name
-      files    path size etag source_etag checked_by digest                   config, tokenizer, ...   by path
-
-Chunk i of a shard is `[chunk_ends[i-1], chunk_ends[i])`; the first begins at 0, the last ends with the shard.
-ETags are a hint: an object that was copied has another, the digests decide.
+A refusal names every problem in sentences that are safe to print.
 """
 
 from __future__ import annotations
@@ -21,17 +13,95 @@ from itertools import pairwise
 from typing import Annotated, Literal
 
 import numpy as np
-from pydantic import BaseModel, ConfigDict, FailFast, Field, StringConstraints, ValidationError
+from pydantic import AfterValidator, BaseModel, ConfigDict, FailFast, Field, StringConstraints, ValidationError
+from pydantic_core import PydanticCustomError
 
-from storage.checkpoints.chunking import MAX_CHUNK_BYTES, MIN_CHUNK_BYTES
-from storage.checkpoints.dtypes import DTYPE_BITS, MAX_DIMENSIONS, tensor_bytes
-from storage.checkpoints.manifest_fields import MANIFEST_VERSION, ETag, Hex, Path, Size
-from storage.checkpoints.manifest_refusal import newer, refusal, schema_problems
-from storage.checkpoints.model_index import ChunkTable, ModelIndex, OtherFile, Shard, Tensor
+from storage.checkpoints.model_index import (
+    MAX_CHUNK_BYTES,
+    MIN_CHUNK_BYTES,
+    ChunkTable,
+    ModelIndex,
+    OtherFile,
+    Shard,
+    Tensor,
+)
+from storage.checkpoints.safetensors_header import DTYPE_BITS, MAX_DIMENSIONS, MAX_ELEMENTS, tensor_bytes
 from storage.checksum import DIGEST_SIZES
-from storage.errors import InvalidManifest
-from storage.json_bounds import json_values
-from storage.problems import Problems, quote
+from storage.errors import InvalidManifest, NewerManifest, StoreError
+from storage.problems import Problems, json_values, quote
+from storage.stores.object_store import check_key
+
+MANIFEST_VERSION: Literal[1] = 1
+MAX_PATH_CHARACTERS = 1024  # what S3 allows in bytes
+
+
+def is_safe_path(key: str) -> bool:
+    """Whether a key may stand in a manifest: no control characters, nothing that looks like a scheme or drive."""
+    return key.isprintable() and ":" not in key.partition("/")[0] and len(key) <= MAX_PATH_CHARACTERS
+
+
+def _safe_path(path: str) -> str:
+    try:
+        check_key(path)
+    except StoreError as error:
+        raise PydanticCustomError(
+            "path", "not a relative path below the model: {path}", {"path": quote(path)}
+        ) from error
+    if not is_safe_path(path):
+        raise PydanticCustomError("path", "unsafe characters in path {path}", {"path": quote(path)})
+    return path
+
+
+Size = Annotated[int, Field(ge=0, le=MAX_ELEMENTS)]
+Hex = Annotated[str, StringConstraints(pattern=r"^([0-9a-f]{2})+$")]
+ETag = Annotated[str, StringConstraints(max_length=1024)] | None
+Path = Annotated[str, StringConstraints(max_length=MAX_PATH_CHARACTERS), AfterValidator(_safe_path)]
+
+
+MAX_ERRORS_LISTED = 100_000  # schema errors that are turned into sentences at all
+
+
+def refusal(problems: Problems) -> InvalidManifest:
+    """The error that lists them."""
+    return InvalidManifest(
+        f"invalid manifest: {problems}",
+        hint="publish the model again, with `longshore publish`",
+        problems=len(problems),
+    )
+
+
+def newer(version: int) -> NewerManifest:
+    """The error for a manifest of a later version than ours."""
+    return NewerManifest(
+        f"manifest version {version}, this Longshore reads version {MANIFEST_VERSION}",
+        hint="update Longshore to read it; a publish with force replaces it",
+        version=version,
+    )
+
+
+def schema_problems(error: ValidationError) -> Problems:
+    """Pydantic's findings as sentences; another format or version is the only one worth telling.
+
+    Raises NewerManifest.
+    """
+    if error.error_count() > MAX_ERRORS_LISTED:
+        return Problems([f"{error.error_count()} entries are not what the format asks for"])
+    found = error.errors(include_url=False, include_context=False)
+    for entry in found:
+        if entry["type"] == "missing":
+            continue
+        if entry["loc"] == ("format",):
+            return Problems([f"not a Longshore manifest: format is {quote(entry['input'])}"])
+        if entry["loc"] == ("version",):
+            version = entry["input"]
+            if isinstance(version, int) and version > MANIFEST_VERSION:
+                raise newer(version)
+            return Problems([f"manifest version {quote(version)}, this Longshore reads version {MANIFEST_VERSION}"])
+    return Problems(
+        f"{quote('.'.join(map(str, entry['loc'])))[1:-1]}: {entry['msg']}" if entry["loc"] else entry["msg"]
+        for entry in found
+    )
+
 
 MANIFEST_KEY = "longshore.manifest.json"
 MAX_MANIFEST_BYTES = 512 << 20

@@ -1,7 +1,11 @@
-"""Verified chunks on disk: what outlives the arena, the node's agent and the cluster. LRU within a budget of bytes.
+"""Which chunks are on disk, in order of their last use, and what has to go for a new one. Pure: no file is touched.
+
+How a disk tier stands and what it has done, in numbers.
+
+Verified chunks on disk: what outlives the arena, the node's agent and the cluster. LRU within a budget of bytes.
 
     write(key, ...)   room made -> temporary file, full size at once -> bytes -> fsync -> renamed to its name
-    key in tier       whether there is such a file; reading is `storage.disk.folder.DiskReader`'s, and verifies
+    key in tier       whether there is such a file; reading is `storage.disk.files.DiskReader`'s, and verifies
 
 Several processes may use one folder: each change of it is made under a lock on a file in it, and whoever finds that
 somebody else has changed it looks again. A process that is killed leaves temporary files, which the next look removes;
@@ -17,16 +21,126 @@ import os
 import stat
 import threading
 import time
-from collections import Counter
-from collections.abc import Iterator
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator
+from dataclasses import dataclass
 
-from storage.disk.disk_stats import DiskStats
-from storage.disk.folder import FolderLock, chunk_name, key_of, make_folder, open_folder
-from storage.disk.format import HEADER_BYTES, ChunkHeader, pack_header
-from storage.disk.index import DiskIndex
+from storage.disk.files import (
+    HEADER_BYTES,
+    ChunkHeader,
+    FolderLock,
+    chunk_name,
+    key_of,
+    make_folder,
+    open_folder,
+    pack_header,
+)
 from storage.errors import DiskTierError
-from storage.host.host_memory import free_bytes
-from storage.temporary_files import is_temporary, open_locked, remove_unless_locked
+from storage.host.memory import free_bytes
+from storage.stores.local import is_temporary, open_locked, remove_unless_locked
+
+
+class DiskIndex:
+    """Sizes of finished files by key, least recently used first, and of files that are being written, by name.
+
+    The law: what fits goes in only after enough was taken out, so `used_bytes` never rises above `budget_bytes`.
+    """
+
+    def __init__(self, budget_bytes: int) -> None:
+        self.budget_bytes = budget_bytes
+        self.used_bytes = 0  # finished files and reservations
+        self._chunks: OrderedDict[bytes, int] = OrderedDict()
+        self._reserved: dict[str, int] = {}
+
+    def __contains__(self, key: object) -> bool:
+        return key in self._chunks
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    @property
+    def keys(self) -> tuple[bytes, ...]:
+        """Finished ones, least recently used first."""
+        return tuple(self._chunks)
+
+    def replace(
+        self,
+        chunks: Iterable[tuple[bytes, int]],
+        reserved: Iterable[tuple[str, int]],
+        *,
+        kept: bool = False,
+        gone: Iterable[bytes] = (),
+    ) -> None:
+        """What a look at the folder has shown; `chunks` least recently used first. `kept`: it was a look for what is
+        new, and what was known is still there but for what is `gone`.
+        """
+        if kept:
+            for key in gone:
+                self.remove(key)
+            for key, size_bytes in chunks:
+                self.add(key, size_bytes)
+            for name in tuple(self._reserved):
+                self.release(name)
+            for name, size_bytes in reserved:
+                self.reserve(name, size_bytes)
+            return
+        self._chunks = OrderedDict(chunks)
+        self._reserved = dict(reserved)
+        self.used_bytes = sum(self._chunks.values()) + sum(self._reserved.values())
+
+    def make_room(self, size_bytes: int) -> list[bytes] | None:
+        """Keys that are out now, so that `size_bytes` more fit; None, and no change, when nothing helps."""
+        fixed_bytes = self.used_bytes - sum(self._chunks.values()) if self._reserved else 0
+        if fixed_bytes + size_bytes > self.budget_bytes:
+            return None
+        gone = []
+        while self.used_bytes + size_bytes > self.budget_bytes:
+            gone.append(self.drop_oldest())
+        return gone
+
+    def drop_oldest(self) -> bytes:
+        """The key of the one used least recently, which is out now. Raises KeyError when there is none."""
+        key, size_bytes = self._chunks.popitem(last=False)
+        self.used_bytes -= size_bytes
+        return key
+
+    def reserve(self, name: str, size_bytes: int) -> None:
+        """A file of that size is about to be written; `make_room` was asked first."""
+        self.release(name)
+        self._reserved[name] = size_bytes
+        self.used_bytes += size_bytes
+
+    def release(self, name: str) -> None:
+        """Nothing came of it, or it is finished."""
+        self.used_bytes -= self._reserved.pop(name, 0)
+
+    def add(self, key: bytes, size_bytes: int) -> None:
+        """A finished file, used last of all."""
+        self.remove(key)
+        self._chunks[key] = size_bytes
+        self.used_bytes += size_bytes
+
+    def touch(self, key: bytes) -> None:
+        """It was used last of all."""
+        if key in self._chunks:
+            self._chunks.move_to_end(key)
+
+    def remove(self, key: bytes) -> None:
+        """It is not there any more."""
+        self.used_bytes -= self._chunks.pop(key, 0)
+
+
+@dataclass(frozen=True, slots=True)
+class DiskStats:
+    """Counts since the tier was opened by this process; `budget_bytes`, `used_bytes` and `files` are now."""
+
+    budget_bytes: int
+    used_bytes: int  # files that are being written included
+    files: int
+    written_chunks: int
+    evicted_chunks: int
+    unkept_chunks: int  # that should be there and are not
+
 
 LOOK_SHARE = 100  # of the time, at most one part in so many goes into looking at every file of a large folder
 LARGE = 1000  # files

@@ -1,14 +1,13 @@
-"""Processes by pid *and* start time, so that a reused pid is never taken for the process that had it.
+"""Processes by pid and start time, so that a reused pid is never taken for the process that had it.
 
-Read from Linux's /proc. A process is alive while any of its threads is: the first one may end, and is a zombie then,
-while others still write to the memory that the process maps. Names in these files are bytes: a title is cut at 15 of
-them, in the middle of a character as well.
+Also how busy the processors of this host are.
 """
 
 from __future__ import annotations
 
 import os
 import signal
+import time
 from collections.abc import Callable
 from dataclasses import dataclass
 from pathlib import Path
@@ -150,3 +149,37 @@ def _map_lines(folder: Path) -> list[bytes]:
 def _names_file(lines: list[bytes], wanted: list[bytes]) -> bool:
     # address perms offset dev inode [path]
     return any(line.split(maxsplit=5)[3:5] == wanted for line in lines)
+
+
+class CpuClock:
+    """Starts now."""
+
+    def __init__(self) -> None:
+        self._process_s = time.process_time()
+        self._ticks = _busy_and_all()
+
+    def process_s(self) -> float:
+        """Processor seconds of all threads of this process since the start."""
+        return time.process_time() - self._process_s
+
+    def host_busy(self) -> float:
+        """The part of all the host's processor time since the start that anybody used, 0 to 1; 0 when unknown."""
+        busy, total = _busy_and_all()
+        passed = total - self._ticks[1]
+        return min(1.0, (busy - self._ticks[0]) / passed) if passed > 0 else 0.0
+
+
+def usable_cpus() -> int:
+    """Processors that this process may run on."""
+    return len(os.sched_getaffinity(0))
+
+
+def _busy_and_all() -> tuple[int, int]:
+    """Clock ticks of all processors since the host's start: used by anybody, and all."""
+    try:
+        with open("/proc/stat", encoding="ascii") as lines:
+            ticks = [int(field) for field in lines.readline().split()[1:9]]  # guests are in user time already
+    except (OSError, ValueError):
+        return 0, 0
+    idle = sum(ticks[3:5])  # idle, and idle while a disk is waited for
+    return sum(ticks) - idle, sum(ticks)

@@ -1,21 +1,21 @@
-"""The largest absolute value of each row of a shard's weights, found while the shard's bytes go by.
-
-    bytes, in order, of any lengths --> elements of each weight --> rows --> the largest magnitude of each
-
-A float without its sign, read as a whole number, is the larger the larger the float is; above infinity are the NaNs. So
-magnitudes are compared as whole numbers, of the width that is stored, and a row with a NaN has NaN.
-"""
+"""The largest absolute value of each row of a shard's weights: found while it is read, compared by a verification."""
 
 from __future__ import annotations
 
+from collections import defaultdict
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.checkpoints.amax import Amax
-from storage.checkpoints.model_index import Tensor
+from storage.checkpoints.amax import AMAX_KEY, Amax, is_recorded, read_amax
+from storage.checkpoints.manifest import Manifest
+from storage.checkpoints.model_index import OtherFile, Tensor
+from storage.checkpoints.tensor_table import BadTensor
+from storage.errors import IntegrityError, InvalidAmax, ManifestMismatch
+from storage.stores.object_store import ObjectStore
+from storage.stores.retrying import RetryPolicy
 
 # Compared at a time: what was just read or hashed is not fetched again for a copy without signs.
 BLOCK_BYTES = 128 << 10
@@ -122,3 +122,54 @@ def _as_float32(dtype: str, words: Words) -> Amax:
             found = words.view(np.float16 if dtype == "F16" else np.float64).astype(np.float32)
     found[np.isnan(found)] = np.nan
     return found
+
+
+class Recorded:
+    """Of one published model: nothing to do where its manifest lists no maxima."""
+
+    def __init__(self, manifest: Manifest) -> None:
+        entry = next((file for file in manifest.files if file.path == AMAX_KEY), None)
+        self._file = None
+        self._weights: dict[str, list[Tensor]] = defaultdict(list)  # by path of the shard
+        self._found: dict[str, Amax] = {}
+        if entry is None:
+            return
+        self._file = OtherFile(AMAX_KEY, entry.size_bytes, f"{manifest.hash}:{entry.digest}")
+        for t in manifest.tensors:
+            if is_recorded(t):
+                weight = Tensor(t.name, t.dtype, t.shape, t.shard, t.start, t.end)
+                self._weights[manifest.shards[t.shard].path].append(weight)
+
+    def weights_of(self, path: str) -> list[Tensor]:
+        """Weights of a shard whose maxima are to be compared."""
+        return self._weights.get(path, [])
+
+    def add(self, rows: dict[str, Amax]) -> None:
+        """What a shard has whose chunks are the published ones."""
+        self._found.update(rows)
+
+    def differences(self, store: ObjectStore, policy: RetryPolicy) -> list[BadTensor]:
+        """Weights whose maxima are others than the recorded ones. Raises StoreError."""
+        if self._file is None:
+            return []
+        shapes = {
+            weight.name: weight.shape
+            for weights in self._weights.values()
+            for weight in weights
+            if weight.name in self._found
+        }
+        try:
+            recorded = read_amax(store, self._file, shapes, policy)
+        except (InvalidAmax, ManifestMismatch, IntegrityError) as error:
+            return [BadTensor(AMAX_KEY, "", "the largest values of weights", error.message)]
+        return [
+            BadTensor(AMAX_KEY, name, *_first_difference(recorded[name], found))
+            for name, found in self._found.items()
+            if not np.array_equal(recorded[name], found, equal_nan=True)
+        ]
+
+
+def _first_difference(recorded: Amax, found: Amax) -> tuple[str, str]:
+    one, other = recorded.reshape(-1), found.reshape(-1)
+    row = int(np.flatnonzero(~((one == other) | (np.isnan(one) & np.isnan(other))))[0])
+    return f"{one[row]} as the largest value of row {row}", f"{other[row]}"

@@ -14,9 +14,9 @@ from pydantic import ValidationError
 
 from storage.checkpoints.checkpoint_files import JOURNAL_KEY, read_whole
 from storage.checkpoints.manifest import MAX_JSON_VALUES, MAX_MANIFEST_BYTES, ManifestEntry, ManifestFile, ManifestShard
-from storage.json_bounds import json_values
-from storage.object_store import ObjectInfo, ObjectStore
-from storage.retrying import RetryPolicy, with_retries
+from storage.problems import json_values
+from storage.stores.object_store import ObjectInfo, ObjectStore
+from storage.stores.retrying import RetryPolicy, with_retries
 
 MIN_PAUSE_S = 1.0  # between two saves
 PAUSE_PER_SAVE = 10.0  # times what the last save took: a slow store is kept busy with the model, not with this

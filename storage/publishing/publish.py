@@ -1,55 +1,201 @@
-"""Publish a checkpoint: read everything, check what was read, write the manifest last.
-
-    scan names and headers --> for each shard and file, several at a time:
-        read, hash, compare with the store's checksum   or   read, hash, read again, compare
-        copying: written while it is read, then read back from the destination and compared
-        --> journal
-    --> sizes and ETags again --> recorded maxima, if asked for --> manifest --> its signature --> journal removed
-
-A manifest says "these bytes are the model", so it must not bless a bad reading. Nothing of the model is held in
-memory but a few chunks, and of what is recorded one number for each row.
-"""
+"""Publish a checkpoint: read everything, check what was read, write the manifest last."""
 
 from __future__ import annotations
 
 import contextlib
 import time
+import uuid
 from collections import Counter
 from collections.abc import Callable, Mapping, Sequence
-from dataclasses import replace
+from dataclasses import asdict, dataclass, replace
+from functools import partial
+from typing import Any
 
-from storage.checkpoints.amax import AMAX_KEY, is_recorded
+from storage.checkpoints.amax import AMAX_KEY, Amax, encode_amax, is_recorded
 from storage.checkpoints.checkpoint import read_manifest
-from storage.checkpoints.checkpoint_files import JOURNAL_KEY, OWN_KEYS, Checkpoint, names_left_out, scan_checkpoint
-from storage.checkpoints.chunking import (
-    DEFAULT_CHUNK_BYTES,
-    MAX_CHUNK_BYTES,
-    MIN_CHUNK_BYTES,
-    chunk_bounds,
-    fixed_bounds,
+from storage.checkpoints.checkpoint_files import (
+    JOURNAL_KEY,
+    OWN_KEYS,
+    PROBE_KEY,
+    Checkpoint,
+    Inventory,
+    names_left_out,
+    scan_checkpoint,
 )
-from storage.checkpoints.inventory import Inventory
 from storage.checkpoints.manifest import (
     MANIFEST_KEY,
+    MAX_MANIFEST_BYTES,
     Manifest,
     ManifestFile,
     ManifestShard,
     ManifestTensor,
 )
-from storage.checkpoints.model_index import Tensor
-from storage.checksum import MANIFEST_HASH_NAMES
-from storage.errors import InvalidManifest, NewerManifest, PublishError, SignatureError, StoreError
-from storage.object_store import ObjectInfo, ObjectStore
+from storage.checkpoints.model_index import (
+    DEFAULT_CHUNK_BYTES,
+    MAX_CHUNK_BYTES,
+    MIN_CHUNK_BYTES,
+    Tensor,
+    chunk_bounds,
+    fixed_bounds,
+)
+from storage.checksum import MANIFEST_HASH_NAMES, digest_of
+from storage.errors import (
+    AccessDenied,
+    IntegrityError,
+    InvalidManifest,
+    NewerManifest,
+    ObjectChanged,
+    ObjectNotFound,
+    PublishError,
+    SignatureError,
+    StoreError,
+)
 from storage.publishing.journal import Journal
 from storage.publishing.one_object import ObjectPublisher, PublishJob
 from storage.publishing.one_object import PublishProgress as PublishProgress
-from storage.publishing.places import check_same, is_entry_of, same_place
-from storage.publishing.report import PublishReport as PublishReport
-from storage.publishing.signature import SIGNATURE_KEY, check_signable, signed_name_of
-from storage.publishing.signing_keys import SigningKey, key_id
-from storage.publishing.written import write_amax, write_manifest
-from storage.retrying import RetryPolicy, with_retries
-from storage.streaming import RangeReader, run_readers
+from storage.publishing.signing import SIGNATURE_KEY, SigningKey, check_signable, key_id, sign_manifest, signed_name_of
+from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore, read_bytes
+from storage.stores.retrying import RetryPolicy, with_retries
+from storage.stores.streaming import RangeReader, ranges_of, run_readers
+
+
+def same_place(source: ObjectStore, dest: ObjectStore, policy: RetryPolicy) -> bool:
+    """Whether both stores are one: copying objects over themselves would end badly.
+
+    URIs do not tell: two servers can have a bucket of one name, a folder many names. So something is written.
+    """
+    if source is dest or not (source.uri == dest.uri or source.uri[:5] == dest.uri[:5] == "file:"):
+        return source is dest
+    token = uuid.uuid4().hex.encode()
+    with_retries(lambda: dest.put(PROBE_KEY, token), policy)
+    try:
+        return with_retries(lambda: read_bytes(source, PROBE_KEY, ByteRange(0, len(token))), policy) == token
+    except (ObjectNotFound, AccessDenied):
+        return False
+    finally:
+        with_retries(lambda: dest.delete(PROBE_KEY), policy)
+
+
+def is_entry_of(entry: ManifestFile, source: ObjectInfo, stored: ObjectInfo | None) -> bool:
+    """Whether an entry is for these very versions; without ETags nobody can tell."""
+    return (
+        stored is not None
+        and None not in (entry.etag, entry.source_etag)
+        and (entry.size_bytes, entry.source_etag) == (source.size_bytes, source.etag)
+        and (entry.size_bytes, entry.etag) == (stored.size_bytes, stored.etag)
+    )
+
+
+def check_same(expected: ObjectInfo, now: ObjectInfo | None, uri: str) -> None:
+    """Raise ObjectChanged unless size and, where both are known, ETag are the same."""
+    same = (
+        now is not None
+        and now.size_bytes == expected.size_bytes
+        and (expected.etag == now.etag or None in (expected.etag, now.etag))
+    )
+    if not same:
+        raise ObjectChanged(
+            "object was replaced or removed while it was published",
+            hint="publish again when nobody writes to the folder",
+            uri=uri,
+            key=expected.key,
+            expected=expected.etag,
+            found=now.etag if now else "nothing",
+        )
+
+
+PIECE_BYTES = 8 << 20  # written and read back at a time
+
+
+def write_amax(
+    store: ObjectStore, names: Sequence[str], rows: Mapping[str, Amax], hash_name: str, policy: RetryPolicy
+) -> ManifestFile:
+    """The manifest's entry of the maxima of those weights, in that order. Raises IntegrityError, StoreError."""
+    data = encode_amax((name, rows[name]) for name in names)
+    _write(store, AMAX_KEY, data, policy)
+    info = with_retries(lambda: store.stat(AMAX_KEY), policy)
+    return ManifestFile(
+        path=AMAX_KEY,
+        size_bytes=len(data),
+        etag=info.etag,
+        source_etag=info.etag,
+        checked_by="read-twice+read-back",  # of what it was computed from, and of itself
+        digest=digest_of(hash_name, data).hex(),
+    )
+
+
+def write_manifest(
+    store: ObjectStore,
+    manifest: Manifest,
+    policy: RetryPolicy,
+    *,
+    sign_key: SigningKey | None,
+    signed_name: str,
+    signed_before: bool,
+) -> None:
+    """With `signed_before` there is a signature, of an older one. Raises PublishError, IntegrityError, StoreError."""
+    data = manifest.to_json()
+    if len(data) > MAX_MANIFEST_BYTES:
+        raise PublishError(
+            f"the manifest would have {len(data)} bytes; at most {MAX_MANIFEST_BYTES} are read",
+            hint="publish with larger chunks",
+        )
+    if signed_before:  # it would call the new manifest tampered with
+        with_retries(lambda: store.delete(SIGNATURE_KEY), policy)
+    _write(store, MANIFEST_KEY, data, policy)
+    if sign_key is not None:
+        signature = sign_manifest(data, sign_key, signed_name)
+        with_retries(lambda: store.put(SIGNATURE_KEY, signature), policy)
+
+
+def _write(store: ObjectStore, key: str, data: bytes, policy: RetryPolicy) -> None:
+    """Written and read back; what differs is taken away. Raises IntegrityError."""
+    with_retries(lambda: _send(store, key, data), policy)
+    for place in ranges_of(fixed_bounds(len(data), PIECE_BYTES)):
+        written = with_retries(partial(read_bytes, store, key, place), policy)
+        if written != data[place.start : place.end]:
+            with_retries(lambda: store.delete(key), policy)
+            what = "the manifest" if key == MANIFEST_KEY else key
+            raise IntegrityError(f"{what} does not read as it was written", uri=store.uri)
+
+
+def _send(store: ObjectStore, key: str, data: bytes) -> None:
+    if key == MANIFEST_KEY or len(data) <= PIECE_BYTES:
+        store.put(key, data)  # a manifest is there at once or not at all, on any store
+        return
+    with store.upload(key) as upload:
+        for place in ranges_of(fixed_bounds(len(data), PIECE_BYTES)):
+            upload.write(memoryview(data)[place.start : place.end])
+        upload.complete()
+
+
+@dataclass(frozen=True, slots=True)
+class PublishReport:
+    """What a publish did."""
+
+    uri: str  # where the manifest is
+    revision: str
+    hash_name: str
+    chunk_bytes: int
+    shards: int
+    tensors: int
+    chunks: int
+    files: int  # other files that the manifest names
+    size_bytes: int  # of all shards
+    read_bytes: int  # this time, every reading counted
+    copied_bytes: int  # written to the destination
+    resumed: int  # shards and files that an earlier, interrupted publish had finished
+    unchanged: bool  # the manifest was there and is for what is stored: nothing was read
+    checks: dict[str, int]  # how the source was checked -> number of objects
+    skipped: tuple[str, ...]  # not published: weights that are no part of the model, odd names, fifos, links to nowhere
+    elapsed_s: float
+    amax: bool = False  # the manifest lists the largest value of each row of the weights
+    signed_by: str | None = None  # id of the key that the manifest is signed with, by this publish or already
+    signed_name: str | None = None  # the name that it is signed under
+
+    def as_dict(self) -> dict[str, Any]:
+        """Plain values, ready for `json.dumps`."""
+        return asdict(self)
 
 
 def publish(

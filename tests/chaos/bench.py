@@ -21,7 +21,7 @@ from cluster import residents
 from cluster.fit.needs import min_slots
 from cluster.sample_checkpoint import write_llama_checkpoint
 from storage.checkpoints.manifest import MANIFEST_KEY
-from storage.embedded_s3 import EmbeddedS3
+from storage.stores.embedded_s3 import EmbeddedS3
 from tests.chaos.cases import BUCKET, RANKS_PER_NODE, Case
 from tests.chaos.proxy import CredentialsFile
 from tests.chaos.strikes import NODES

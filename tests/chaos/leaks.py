@@ -10,7 +10,7 @@ import psutil
 
 from actors.names import COORDINATOR, gang_of_worker
 from storage.arena.arena_files import sweep
-from storage.temporary_files import is_temporary
+from storage.stores.local import is_temporary
 from tests.chaos.interrupts import check_interrupted
 from tests.support.losable_nodes import LosableNodes
 from tests.support.ray_clusters import eventually

@@ -6,7 +6,7 @@ import os
 import threading
 from pathlib import Path
 
-from storage.embedded_s3 import EmbeddedS3
+from storage.stores.embedded_s3 import EmbeddedS3
 from tests.support.fault_proxy import FaultProxy
 
 _EXPIRED = b"<?xml version='1.0'?><Error><Code>ExpiredToken</Code><Message>as the case has it</Message></Error>"

@@ -13,8 +13,8 @@ from cluster import client
 from cluster.preview.plan_ahead import plan
 from cluster.signing import generate_key, sign
 from storage.errors import AccessDenied, ManifestMismatch
-from storage.open_store import open_store
 from storage.store_ref import parse_uri
+from storage.stores.open_store import open_store
 from tests.support.ceph_server import CephServer
 from tests.support.checkpoints import write_tiny_llama
 from tests.support.counting_proxy import CountingProxy

@@ -14,8 +14,7 @@ from hypothesis import settings
 from storage.arena.arena import Arena
 from storage.arena.arena_files import arena_path, sweep
 from storage.arena.chunk_cache import ChunkCache
-from storage.arena.leases import Answer
-from storage.arena.slot_records import MemoryJournal, SlotRecord, SlotState
+from storage.arena.slots import Answer, MemoryJournal, SlotRecord, SlotState
 from storage.host.processes import ProcessId
 from tests.support.cache_machine import CacheMachine
 

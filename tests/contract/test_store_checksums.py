@@ -15,15 +15,20 @@ import boto3
 import pytest
 from botocore.config import Config
 
-from storage.embedded_s3 import EmbeddedS3
-from storage.object_checksum import NO_CHECKSUM, NOT_COMBINABLE, AskedChecksum, ask_checksum
-from storage.object_store import ObjectInfo
-from storage.open_store import open_store
-from storage.ranges import ByteRange
-from storage.retrying import RetryPolicy
-from storage.s3.parts import ends_of_parts, part_ends
-from storage.store_checksum import SpanHasher, StoreChecksum
 from storage.store_ref import Credentials, parse_uri
+from storage.stores.embedded_s3 import EmbeddedS3
+from storage.stores.object_store import ByteRange, ObjectInfo
+from storage.stores.open_store import open_store
+from storage.stores.retrying import RetryPolicy
+from storage.stores.s3.store import ends_of_parts, part_ends
+from storage.stores.store_checksum import (
+    NO_CHECKSUM,
+    NOT_COMBINABLE,
+    AskedChecksum,
+    SpanHasher,
+    StoreChecksum,
+    ask_checksum,
+)
 from tests.support.ceph_server import CephServer
 from tests.support.ministack_server import MinistackServer
 from tests.support.s3_servers import make_bucket

@@ -23,12 +23,11 @@ from storage.errors import (
     StoreError,
     StoreUnavailable,
 )
-from storage.fsspec_store import FsspecStore
-from storage.local import LocalStore
-from storage.object_store import PIECE_BYTES, MemoryStore, ObjectStore, read_bytes, read_pieces
-from storage.ranges import ByteRange
-from storage.s3.store import S3Store
 from storage.store_ref import Credentials, parse_uri
+from storage.stores.fsspec_store import FsspecStore
+from storage.stores.local import LocalStore
+from storage.stores.object_store import PIECE_BYTES, ByteRange, MemoryStore, ObjectStore, read_bytes, read_pieces
+from storage.stores.s3.store import S3Store
 from tests.support.s3_servers import S3Server, make_bucket, server_ref
 
 _numbers = itertools.count()

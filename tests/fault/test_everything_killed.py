@@ -18,8 +18,7 @@ import pytest
 
 import cluster
 from storage.arena.arena_files import SHM_DIRECTORY, sweep
-from storage.disk.folder import SUBFOLDER
-from storage.disk.format import HEADER_BYTES
+from storage.disk.files import HEADER_BYTES, SUBFOLDER
 from tests.support.counting_proxy import CountingProxy
 from tests.support.disk_chunks import chunks_in
 from tests.support.gated_proxy import GatedProxy

@@ -11,8 +11,7 @@ import pytest
 from storage.arena.arena import Arena
 from storage.arena.arena_files import arena_path, sweep
 from storage.arena.chunk_cache import ChunkCache
-from storage.arena.leases import Answer
-from storage.arena.slot_records import SlotState
+from storage.arena.slots import Answer, SlotState
 from storage.host.processes import ProcessId, processes_mapping
 from tests.support.shared_memory import ask, start_python
 

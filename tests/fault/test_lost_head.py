@@ -9,7 +9,7 @@ from typing import Any
 
 import pytest
 
-from storage.disk.folder import SUBFOLDER
+from storage.disk.files import SUBFOLDER
 from tests.support.counting_proxy import CountingProxy
 from tests.support.disk_chunks import chunks_in
 from tests.support.gated_proxy import GatedProxy

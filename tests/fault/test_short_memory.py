@@ -15,7 +15,7 @@ from typing import Any
 
 import pytest
 
-from storage.host.host_memory import available_host_bytes
+from storage.host.memory import available_host_bytes
 from tests.support.counting_proxy import CountingProxy
 from tests.support.ray_clusters import ENVIRONMENT, OBJECT_STORE_BYTES, REPOSITORY, TEST_SETTINGS
 from tests.support.short_memory import ShortMemory, short_memory

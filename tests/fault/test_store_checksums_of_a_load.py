@@ -12,8 +12,8 @@ import pytest
 from botocore.config import Config
 
 import cluster
-from storage.embedded_s3 import EmbeddedS3
 from storage.errors import IntegrityError
+from storage.stores.embedded_s3 import EmbeddedS3
 from tests.support.checkpoints import write_tiny_llama
 from tests.support.ray_clusters import Longshore
 from tests.support.reference_slices import shard_differs

@@ -9,8 +9,8 @@ import pytest
 
 from cluster.errors import ChunkFailed
 from cluster.plans.load_plan import LoadPlan
-from storage.embedded_s3 import EmbeddedS3
 from storage.errors import IntegrityError
+from storage.stores.embedded_s3 import EmbeddedS3
 from tests.support.checkpoints import flat_objects
 from tests.support.exact_ranks import check_exact
 from tests.support.fault_proxy import FaultProxy

@@ -21,10 +21,10 @@ from cluster.reports.bottleneck import find_limit
 from cluster.reports.report import RankReport
 from cluster.scheduling.concurrency import LEVELS
 from storage.checkpoints.checkpoint import open_model
-from storage.embedded_s3 import EmbeddedS3
-from storage.object_store import MemoryStore, ObjectStore
-from storage.open_store import open_store
 from storage.store_ref import parse_uri
+from storage.stores.embedded_s3 import EmbeddedS3
+from storage.stores.object_store import MemoryStore, ObjectStore
+from storage.stores.open_store import open_store
 from tests.support.checkpoints import safetensors_bytes
 from tests.support.limited_proxy import LimitedProxy
 from tests.support.local_node import Rank, local_node, plan_of, run_all

@@ -15,7 +15,7 @@ from cluster.plans.planning import build_load_plan
 from cluster.precision.recipes import SCHEMES, Precision
 from cluster.reports.report import RankReport
 from storage.checkpoints.checkpoint import open_model
-from storage.object_store import MemoryStore
+from storage.stores.object_store import MemoryStore
 from tests.support.local_node import Rank, local_node, run_all
 from tests.support.planned_models import llama_shapes
 from tests.support.reference_slices import as_bytes

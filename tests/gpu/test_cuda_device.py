@@ -24,7 +24,7 @@ from cluster.precision.recipes import Precision
 from cluster.reports.report import RankReport
 from storage.arena.arena import Arena
 from storage.checkpoints.checkpoint import open_model
-from storage.object_store import MemoryStore
+from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import odd_objects, read_objects, write_objects, write_tiny_llama
 from tests.support.local_node import Rank, local_node, plan_of, run_all
 from tests.support.reference_slices import as_bytes, differing_slices, stored_bytes

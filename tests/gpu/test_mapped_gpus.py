@@ -20,7 +20,7 @@ from cluster.layouts.mesh import Layout
 from cluster.plans.planning import build_load_plan
 from cluster.reports.report import RankReport
 from storage.checkpoints.checkpoint import open_model
-from storage.object_store import MemoryStore
+from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import read_objects, write_tiny_llama
 from tests.support.local_node import Rank, local_node, run_all, with_digests
 from tests.support.reference_slices import as_bytes, stored_bytes

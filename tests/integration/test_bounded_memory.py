@@ -9,8 +9,8 @@ import pytest
 import cluster
 from cluster.sample_checkpoint import write_llama_checkpoint
 from cluster.units import show_bytes
-from storage.embedded_s3 import EmbeddedS3
-from storage.host.own_memory import own_bytes
+from storage.host.memory import own_bytes
+from storage.stores.embedded_s3 import EmbeddedS3
 from tests.support.ray_clusters import Longshore
 from tests.support.stored_models import StoredModel, publish_to
 

@@ -16,10 +16,9 @@ import cluster
 from cluster.errors import ConfigError, DoesNotFit
 from cluster.fit.host_room import WORKER_BYTES
 from cluster.model import LoadedModel
-from storage.checkpoints.dtypes import tensor_bytes
-from storage.checkpoints.safetensors_header import encode_header
-from storage.embedded_s3 import EmbeddedS3
-from storage.host.host_memory import available_host_bytes
+from storage.checkpoints.safetensors_header import encode_header, tensor_bytes
+from storage.host.memory import available_host_bytes
+from storage.stores.embedded_s3 import EmbeddedS3
 from tests.support.counting_proxy import CountingProxy
 from tests.support.planned_models import llama_shapes
 from tests.support.ray_clusters import Longshore, eventually

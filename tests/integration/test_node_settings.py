@@ -19,7 +19,7 @@ from cluster.config import Config
 from cluster.connection import disconnect
 from cluster.doctor.doctor import run_checks
 from cluster.node_settings import node_name
-from storage.disk.folder import SUBFOLDER
+from storage.disk.files import SUBFOLDER
 from tests.support.ray_clusters import (
     ENVIRONMENT,
     OBJECT_STORE_BYTES,

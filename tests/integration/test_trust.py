@@ -12,7 +12,7 @@ import cluster
 from actors.hosting import host_rank
 from cluster.config import Config
 from storage.checkpoints.manifest import MANIFEST_KEY
-from storage.publishing.signature import SIGNATURE_KEY
+from storage.publishing.signing import SIGNATURE_KEY
 from tests.support.checkpoints import safetensors_bytes, write_objects
 from tests.support.forged_chunk import forged
 from tests.support.ray_clusters import Longshore

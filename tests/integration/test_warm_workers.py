@@ -13,7 +13,7 @@ import pytest
 import cluster
 from actors.names import COORDINATOR
 from cluster.residents import release_warm
-from storage.host.host_memory import available_host_bytes
+from storage.host.memory import available_host_bytes
 from tests.support.gated_proxy import GatedProxy
 from tests.support.ray_clusters import GPUS_PER_NODE, Longshore, eventually
 from tests.support.reference_slices import shard_differs

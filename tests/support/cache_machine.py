@@ -14,8 +14,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
 from storage.arena.chunk_cache import ChunkCache
-from storage.arena.leases import Answer, CachedChunk, Lease
-from storage.arena.slot_records import MemoryJournal, SlotJournal, SlotState
+from storage.arena.slots import Answer, CachedChunk, Lease, MemoryJournal, SlotJournal, SlotState
 from storage.errors import ArenaTooSmall
 from storage.host.processes import ProcessId
 

@@ -12,8 +12,7 @@ import numpy as np
 from hypothesis import strategies as st
 
 from cluster.sample_checkpoint import partition_tensors, write_llama_checkpoint
-from storage.checkpoints.dtypes import DTYPE_BITS, tensor_bits, tensor_bytes
-from storage.checkpoints.safetensors_header import encode_header
+from storage.checkpoints.safetensors_header import DTYPE_BITS, encode_header, tensor_bits, tensor_bytes
 
 TensorSpec = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
 INDEX_KEY = "model.safetensors.index.json"

@@ -77,7 +77,7 @@ from storage.errors import (
     StoreUnavailable,
     Throttled,
 )
-from storage.host.own_memory import PeakMemory
+from storage.host.memory import PeakMemory
 from storage.store_ref import Credentials, StoreRef
 from tests.support.node_simulation import CHUNK_BYTES, SimModel, check_sources
 from tests.support.simulated_ray import NODE_DETECTED_S, Handle, Host, SimActor, SimRay

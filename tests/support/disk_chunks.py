@@ -6,9 +6,9 @@ import os
 from pathlib import Path
 
 from storage.checksum import digest_of
-from storage.disk.folder import LOCK_NAME, DiskReader, key_of
+from storage.disk.files import LOCK_NAME, DiskReader, key_of
 from storage.disk.tier import DiskTier, Written
-from storage.temporary_files import is_temporary
+from storage.stores.local import is_temporary
 
 
 def chunk_of(number: int, size_bytes: int = 1000) -> tuple[bytes, bytes]:

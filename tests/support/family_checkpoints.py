@@ -18,7 +18,7 @@ from cluster.plans.load_plan import LoadPlan, RankPlan
 from cluster.plans.planning import build_load_plan
 from storage.checkpoints.checkpoint import open_model
 from storage.checkpoints.model_index import ModelIndex
-from storage.local import LocalStore
+from storage.stores.local import LocalStore
 from tests.support.hf_models import FAMILIES, save_tiny
 from tests.support.planned_models import Bytes, carry_out
 

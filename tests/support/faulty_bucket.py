@@ -13,10 +13,10 @@ from cluster.plans.load_plan import LoadPlan
 from cluster.plans.planning import build_load_plan
 from cluster.reports.report import NodeReport
 from storage.checkpoints.checkpoint import open_model
-from storage.embedded_s3 import EmbeddedS3
 from storage.errors import LongshoreError, StoreError
-from storage.object_store import ObjectStore
-from storage.open_store import open_store
+from storage.stores.embedded_s3 import EmbeddedS3
+from storage.stores.object_store import ObjectStore
+from storage.stores.open_store import open_store
 from tests.support.checkpoints import flat_objects
 from tests.support.faults import Asked
 from tests.support.local_node import LocalNode, Rank, run_all, with_digests

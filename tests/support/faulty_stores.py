@@ -10,9 +10,8 @@ from dataclasses import replace
 
 from storage.checksum import digest_of
 from storage.errors import AccessDenied, LongshoreError, ReadEnded, StoreUnavailable
-from storage.object_store import ObjectInfo, ObjectStore, Upload
-from storage.ranges import ByteRange
-from storage.read_limit import ReadLimit
+from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore, Upload
+from storage.stores.read_limit import ReadLimit
 
 
 class WrappedStore:

@@ -13,13 +13,12 @@ import botocore.session
 from botocore.awsrequest import HeadersDict
 from botocore.parsers import create_parser
 
-from storage.arena.slot_records import COPY_BYTES, SlotRecord, SlotState, pack_copy, unpack_copy
+from storage.arena.slots import COPY_BYTES, SlotRecord, SlotState, pack_copy, unpack_copy
 from storage.checksum import new_hasher
-from storage.disk.folder import chunk_name, key_of
-from storage.disk.format import HEADER_BYTES, ChunkHeader, pack_header, read_chunk, unpack_header
+from storage.disk.files import HEADER_BYTES, ChunkHeader, chunk_name, key_of, pack_header, read_chunk, unpack_header
 from storage.host.processes import ProcessId
-from storage.s3.bounds import check_document
-from storage.s3.info import asking, checksums_of_head, composites_of_head, object_info
+from storage.stores.s3.answers import asking, checksums_of_head, composites_of_head, object_info
+from storage.stores.s3.bounds import check_document
 
 KEY = bytes(range(32))
 CHUNK = b"what a chunk holds " * 5

@@ -15,13 +15,13 @@ import numpy as np
 
 from cluster.errors import ModelConfigError
 from cluster.layouts.model_config import parse_model_config
-from storage.arena.arena_format import CHECKSUM, GEOMETRY, RECORDS_AT, arena_size_bytes, map_checked, pack_geometry
+from storage.arena.arena import CHECKSUM, GEOMETRY, RECORDS_AT, arena_size_bytes, map_checked, pack_geometry
 from storage.checkpoints.amax import AmaxBytes, encode_amax
 from storage.checkpoints.checkpoint import open_model
-from storage.checkpoints.hf_layout import INDEX_KEY, parse_weight_map
+from storage.checkpoints.checkpoint_files import INDEX_KEY, parse_weight_map
 from storage.checkpoints.manifest import MANIFEST_KEY, parse_manifest
 from storage.checkpoints.safetensors_header import parse_header
-from storage.disk.folder import chunk_name
+from storage.disk.files import chunk_name
 from storage.errors import (
     ArenaError,
     BadSignature,
@@ -34,16 +34,14 @@ from storage.errors import (
     SourceRefused,
     StoreError,
 )
-from storage.object_store import MemoryStore, check_key, read_bytes
 from storage.publishing.journal import JournalContents, parse_journal
 from storage.publishing.publish import publish
-from storage.publishing.signature import parse_signature, sign_manifest
-from storage.publishing.signing_keys import SigningKey
-from storage.ranges import ByteRange
-from storage.retrying import RetryPolicy
-from storage.s3.answer import check_answer, head_of, refusal
+from storage.publishing.signing import SigningKey, parse_signature, sign_manifest
 from storage.source_rules import SourceRules
 from storage.store_ref import parse_uri
+from storage.stores.object_store import ByteRange, MemoryStore, check_key, read_bytes
+from storage.stores.retrying import RetryPolicy
+from storage.stores.s3.answers import check_answer, head_of, refusal
 from tests.support import hostile_files as files
 from tests.support.checkpoints import flat_objects, odd_objects
 

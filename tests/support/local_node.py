@@ -39,8 +39,8 @@ from storage.checkpoints.checkpoint import open_model
 from storage.checkpoints.model_index import ModelIndex
 from storage.checksum import digest_of
 from storage.host.processes import ProcessId
-from storage.object_store import MemoryStore, ObjectStore
 from storage.store_ref import StoreRef
+from storage.stores.object_store import MemoryStore, ObjectStore
 
 HEARTBEAT_S = 0.05
 SLOT_BYTES = 1 << 20

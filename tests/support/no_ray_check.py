@@ -26,7 +26,7 @@ NEED_NO_RAY = (
     "storage.arena.arena",
     "storage.arena.chunk_cache",
     "storage.checkpoints.manifest",
-    "storage.s3.store",
+    "storage.stores.s3.store",
 )
 
 

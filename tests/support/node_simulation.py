@@ -30,7 +30,7 @@ from cluster.plans.cut_model import CutModel
 from cluster.plans.packed_plan import SharedTables
 from cluster.reports.node_report import NodeReport
 from storage.arena.chunk_cache import ChunkCache
-from storage.arena.slot_records import MemoryJournal
+from storage.arena.slots import MemoryJournal
 from storage.checkpoints.model_index import ChunkTable, Shard
 from storage.errors import LongshoreError
 from storage.host.processes import ProcessId

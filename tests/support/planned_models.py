@@ -13,8 +13,8 @@ from numpy.typing import NDArray
 
 from cluster.plans.load_plan import LoadPlan, RankPlan, TensorSlice
 from cluster.plans.read_items import expand_read_items
-from storage.checkpoints.dtypes import DTYPE_BITS
 from storage.checkpoints.model_index import ChunkTable, ModelIndex, Shard, Tensor
+from storage.checkpoints.safetensors_header import DTYPE_BITS
 from tests.support.checkpoints import safetensors_bytes
 
 NF4_STATE = ".quant_state.bitsandbytes__nf4"

@@ -13,11 +13,11 @@ import boto3
 import pytest
 from botocore.config import Config
 
-from storage.embedded_s3 import EmbeddedS3
 from storage.errors import StoreError
-from storage.object_store import ObjectStore
-from storage.open_store import open_store
 from storage.store_ref import StoreRef, parse_uri
+from storage.stores.embedded_s3 import EmbeddedS3
+from storage.stores.object_store import ObjectStore
+from storage.stores.open_store import open_store
 from tests.support.ceph_server import CephServer, missing_programs
 from tests.support.ray_clusters import eventually
 

@@ -18,7 +18,7 @@ from cluster.plans.load_plan import LoadPlan
 from cluster.plans.planning import build_load_plan
 from cluster.plans.read_items import expand_read_items
 from storage.checkpoints.checkpoint import open_model
-from storage.local import LocalStore
+from storage.stores.local import LocalStore
 
 ONE_RANK = Layout()
 CHUNK_BYTES = 1 << 14

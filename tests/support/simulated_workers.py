@@ -34,9 +34,9 @@ from cluster.plans.packed_plan import unpack_shared
 from cluster.reports.rank_report import RankReport, StageTimes
 from cluster.reports.report import NodeReport
 from longshore.version import VERSION
-from storage.arena.slot_records import SlotState
+from storage.arena.slots import SlotState
 from storage.errors import AccessDenied, LongshoreError, StoreUnavailable
-from storage.host.host_memory import MemoryPool
+from storage.host.memory import MemoryPool
 from storage.host.processes import ProcessId
 from tests.support.node_simulation import CHUNK_BYTES, NodeSimulation, SimLoad, SimModel, SimRank, SimTables
 from tests.support.simulated_ray import Host, Later, SimActor

@@ -10,8 +10,8 @@ from typing import Any
 import fsspec
 from fsspec.spec import AbstractFileSystem
 
-from storage.fsspec_store import FsspecStore
 from storage.store_ref import StoreRef
+from storage.stores.fsspec_store import FsspecStore
 
 
 class Stalls:

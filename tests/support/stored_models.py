@@ -12,8 +12,8 @@ import pytest
 
 import cluster
 from cluster.sample_checkpoint import write_llama_checkpoint
-from storage.embedded_s3 import EmbeddedS3
 from storage.store_ref import Credentials
+from storage.stores.embedded_s3 import EmbeddedS3
 from tests.support.checkpoints import odd_objects, write_objects
 from tests.support.s3_servers import START_S, notice
 

@@ -7,8 +7,7 @@ from dataclasses import replace
 from itertools import pairwise
 
 from storage.checksum import digest_of
-from storage.object_store import MemoryStore, ObjectInfo
-from storage.ranges import ByteRange
+from storage.stores.object_store import ByteRange, MemoryStore, ObjectInfo
 from tests.support.faulty_stores import WrappedStore
 
 

@@ -21,7 +21,7 @@ from cluster.request import StoreOptions, make_request
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life
 from longshore.version import VERSION
-from storage.host.host_memory import MemoryPool
+from storage.host.memory import MemoryPool
 
 MIB = 1 << 20
 TENSORS_BYTES = 500 * MIB

@@ -23,8 +23,8 @@ from cluster.messages import AgentBeat, ArenaUse, BeatReply, GroupMember, LoadBe
 from cluster.metrics.figures import NodeFigures
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life, LoadState
-from storage.arena.cache_stats import CacheStats
-from storage.disk.disk_stats import DiskStats
+from storage.arena.chunk_cache import CacheStats
+from storage.disk.tier import DiskStats
 from storage.errors import ArenaBusy
 from storage.host.processes import ProcessId
 from storage.store_ref import StoreRef

@@ -25,13 +25,12 @@ from storage.errors import (
     ObjectChanged,
     StoreUnavailable,
 )
-from storage.local import LocalStore
-from storage.object_store import MemoryStore, ObjectStore, read_bytes
 from storage.publishing.publish import PublishReport, publish
-from storage.publishing.signing_keys import SigningKey
+from storage.publishing.signing import SigningKey
 from storage.publishing.verify import verify
-from storage.ranges import ByteRange
-from storage.retrying import RetryPolicy
+from storage.stores.local import LocalStore
+from storage.stores.object_store import ByteRange, MemoryStore, ObjectStore, read_bytes
+from storage.stores.retrying import RetryPolicy
 from tests.support.checkpoints import safetensors_bytes, sharded_objects
 from tests.support.faulty_stores import FailingStore, FlipByteStore, WrappedStore
 
@@ -209,7 +208,7 @@ def test_a_signed_manifest_vouches_for_it() -> None:
 
 
 def test_a_large_file_is_written_in_parts(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("storage.publishing.written.PIECE_BYTES", 1000)
+    monkeypatch.setattr("storage.publishing.publish.PIECE_BYTES", 1000)
     store = WrappedStore(MemoryStore(OBJECTS))
     run(store)
     assert "upload" in store.requests

@@ -20,8 +20,8 @@ from cluster.request import StoreOptions, make_request
 from cluster.trust import TrustPolicy
 from storage.checkpoints.amax import AMAX_KEY, read_amax
 from storage.errors import IntegrityError, ManifestMismatch
-from storage.local import LocalStore
 from storage.publishing.publish import publish
+from storage.stores.local import LocalStore
 from tests.support.checkpoints import write_tiny_llama
 
 MIB = 1 << 20

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.checkpoints.dtypes import DTYPE_BITS
 from storage.checkpoints.model_index import Tensor
+from storage.checkpoints.safetensors_header import DTYPE_BITS
 from storage.publishing import amax_scan
 from storage.publishing.amax_scan import AmaxScan
 

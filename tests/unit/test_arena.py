@@ -16,7 +16,7 @@ import zlib
 import numpy as np
 import pytest
 
-from storage.arena.arena import Arena
+from storage.arena.arena import GEOMETRY, RECORDS_AT, Arena, arena_size_bytes
 from storage.arena.arena_files import (
     ARENA_PREFIX,
     SweptArena,
@@ -25,8 +25,7 @@ from storage.arena.arena_files import (
     default_arena_bytes,
     sweep,
 )
-from storage.arena.arena_format import GEOMETRY, RECORDS_AT, arena_size_bytes
-from storage.arena.slot_records import COPY_BYTES, FREE_RECORD, RECORD_BYTES, SlotRecord, SlotState
+from storage.arena.slots import COPY_BYTES, FREE_RECORD, RECORD_BYTES, SlotRecord, SlotState
 from storage.errors import ArenaCorrupt, ArenaError, ArenaTooLarge
 from storage.host.processes import ProcessId
 from tests.support.shared_memory import ask, start_python

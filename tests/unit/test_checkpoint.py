@@ -8,7 +8,7 @@ import numpy as np
 import pytest
 from safetensors import deserialize
 
-from storage.checkpoints import inventory
+from storage.checkpoints import checkpoint_files
 from storage.checkpoints.checkpoint import check_revision, open_model, read_manifest, split_model_uri
 from storage.checkpoints.manifest import MANIFEST_KEY, MAX_MANIFEST_BYTES
 from storage.checkpoints.model_index import ModelIndex
@@ -24,11 +24,10 @@ from storage.errors import (
     StoreUnavailable,
     UnsupportedStore,
 )
-from storage.object_store import MemoryStore, ObjectInfo
 from storage.publishing.publish import publish
-from storage.publishing.signing_keys import SigningKey
-from storage.ranges import ByteRange
-from storage.retrying import RetryPolicy
+from storage.publishing.signing import SigningKey
+from storage.stores.object_store import ByteRange, MemoryStore, ObjectInfo
+from storage.stores.retrying import RetryPolicy
 from tests.support.checkpoints import (
     INDEX_KEY,
     odd_objects,
@@ -261,7 +260,7 @@ def test_missing_and_forbidden_look_the_same_to_those_who_may_not_list(llama: di
 def test_a_root_with_too_many_objects_is_asked_by_name(
     llama: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(inventory, "MAX_LISTED", 3)
+    monkeypatch.setattr(checkpoint_files, "MAX_LISTED", 3)
     check_whole(open_model(MemoryStore(llama), chunk_bytes=MIB), llama)
 
 

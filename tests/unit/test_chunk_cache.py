@@ -6,8 +6,7 @@ import pytest
 from hypothesis import settings
 
 from storage.arena.chunk_cache import ChunkCache
-from storage.arena.leases import Answer
-from storage.arena.slot_records import MemoryJournal, SlotRecord, SlotState
+from storage.arena.slots import Answer, MemoryJournal, SlotRecord, SlotState
 from storage.errors import ArenaTooSmall
 from storage.host.processes import ProcessId
 from tests.support.cache_machine import CacheMachine

@@ -22,10 +22,9 @@ from cluster.plans.packed_plan import SharedTables
 from storage.checkpoints.model_index import ChunkTable, Shard
 from storage.checksum import digest_of
 from storage.errors import IntegrityError, ReadEnded, StoreUnavailable
-from storage.object_store import PIECE_BYTES, MemoryStore, ObjectStore
-from storage.ranges import ByteRange
-from storage.s3.store import S3Store
 from storage.store_ref import Credentials, StoreRef
+from storage.stores.object_store import PIECE_BYTES, ByteRange, MemoryStore, ObjectStore
+from storage.stores.s3.store import S3Store
 from tests.support.faulty_stores import FailingStore
 from tests.support.node_simulation import NO_TENSORS
 from tests.support.scripted_server import ScriptedServer, answer

@@ -6,9 +6,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage.checkpoints.chunking import CUT_ALIGN_BYTES, chunk_bounds, fixed_bounds, row_step_bytes
-from storage.checkpoints.dtypes import atom_bytes, tensor_bytes
-from storage.checkpoints.safetensors_header import Header, encode_header, parse_header
+from storage.checkpoints.model_index import CUT_ALIGN_BYTES, chunk_bounds, fixed_bounds, row_step_bytes
+from storage.checkpoints.safetensors_header import Header, atom_bytes, encode_header, parse_header, tensor_bytes
 from tests.support.checkpoints import TensorSpec, tensor_specs
 
 MIB = 1 << 20

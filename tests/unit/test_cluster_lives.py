@@ -27,8 +27,7 @@ from actors.node.rank_place import RankPlace
 from cluster.errors import VersionMismatch
 from cluster.fit.needs import min_slots
 from storage.arena.chunk_cache import ChunkCache
-from storage.arena.leases import Lease
-from storage.arena.slot_table import SlotTable
+from storage.arena.slots import Lease, SlotTable
 from storage.errors import LongshoreError
 from tests.support.cluster_simulation import ClusterSimulation, SimClient
 from tests.support.node_simulation import SimModel

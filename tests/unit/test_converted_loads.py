@@ -26,8 +26,7 @@ from cluster.precision.recipes import Precision
 from cluster.reports.report import RankReport
 from storage.checkpoints.checkpoint import open_model
 from storage.errors import LongshoreError
-from storage.object_store import MemoryStore
-from storage.ranges import ByteRange
+from storage.stores.object_store import ByteRange, MemoryStore
 from tests.support.local_node import Rank, SwitchedLink, local_node, run_all, start_all, with_digests
 from tests.support.planned_models import NF4_STATE, assemble, llama_shapes
 from tests.support.reference_quantized import quantized

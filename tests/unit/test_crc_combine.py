@@ -8,8 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.checksum import digest_of
-from storage.crc_combine import COMBINABLE, combine, combine_all
+from storage.checksum import COMBINABLE, combine, combine_all, digest_of
 
 NAMES = sorted(COMBINABLE)
 

@@ -19,7 +19,7 @@ from actors.shard import RankShard
 from cluster.errors import DeviceUnavailable, DoesNotFit
 from cluster.plans.load_plan import LoadPlan
 from cluster.plans.read_items import ReadItems, expand_read_items
-from storage.checkpoints.dtypes import DTYPE_BITS, tensor_bytes
+from storage.checkpoints.safetensors_header import DTYPE_BITS, tensor_bytes
 from tests.support.checkpoints import odd_objects, safetensors_bytes
 from tests.support.local_node import plan_of
 from tests.support.reference_slices import as_bytes, stored_bytes

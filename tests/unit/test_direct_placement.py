@@ -12,7 +12,7 @@ from hypothesis import strategies as st
 from cluster.plans.load_plan import LoadPlan
 from cluster.plans.read_items import expand_read_items, whole_chunks
 from storage.errors import IntegrityError, LongshoreError
-from storage.object_store import MemoryStore
+from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import flat_objects, odd_objects
 from tests.support.faulty_stores import FlipByteStore, WrappedStore
 from tests.support.local_node import Rank, local_node, plan_of, run_all

@@ -5,7 +5,7 @@ from __future__ import annotations
 from actors.node.disk_backlog import DiskBacklog, DiskWrite
 from actors.node.node_ledger import NodeLedger
 from storage.arena.chunk_cache import ChunkCache
-from storage.arena.leases import CachedChunk
+from storage.arena.slots import CachedChunk
 from storage.host.processes import ProcessId
 
 RANK, WRITER = ProcessId(1, 1), ProcessId(2, 1)

@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage.checksum import MANIFEST_HASH_NAMES, digest_of
-from storage.disk.format import HEADER_BYTES, KEY_BYTES, ChunkHeader, open_plain, pack_header, read_chunk, unpack_header
+from storage.disk.files import HEADER_BYTES, KEY_BYTES, ChunkHeader, open_plain, pack_header, read_chunk, unpack_header
 from storage.errors import DiskChunkUnusable
 
 KEY = bytes(range(KEY_BYTES))

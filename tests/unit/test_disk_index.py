@@ -5,7 +5,7 @@ from __future__ import annotations
 from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, rule
 
-from storage.disk.index import DiskIndex
+from storage.disk.tier import DiskIndex
 
 BUDGET_BYTES = 100
 KEYS = [bytes([number]) for number in range(8)]

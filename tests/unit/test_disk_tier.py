@@ -16,10 +16,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.disk import folder as disk_folder
+from storage.disk import files as disk_folder
 from storage.disk import tier as disk_tier
-from storage.disk.folder import LOCK_NAME, SUBFOLDER, DiskReader, chunk_name
-from storage.disk.format import HEADER_BYTES
+from storage.disk.files import HEADER_BYTES, LOCK_NAME, SUBFOLDER, DiskReader, chunk_name
 from storage.disk.tier import DiskTier, Written
 from storage.errors import DiskChunkUnusable, DiskTierError
 from tests.support.disk_chunks import chunk_of, chunks_in, folder_bytes, read, temporaries_in, write
@@ -381,7 +380,7 @@ if subprocess.run(mount, capture_output=True).returncode:
     print("REFUSED")
     sys.exit()
 from tests.support.disk_chunks import folder_bytes, read, write
-from storage.disk.folder import DiskReader
+from storage.disk.files import DiskReader
 from storage.disk.tier import DiskTier
 tier = DiskTier(sys.argv[1], 1_000_000)
 written = [write(tier, number, 8000).name for number in range(20)]

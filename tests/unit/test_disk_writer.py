@@ -11,8 +11,8 @@ from pathlib import Path
 import pytest
 
 from cluster.fit.needs import min_slots
-from storage.disk.folder import SUBFOLDER, chunk_name
-from storage.object_store import MemoryStore
+from storage.disk.files import SUBFOLDER, chunk_name
+from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import flat_objects
 from tests.support.disk_chunks import chunks_in
 from tests.support.exact_ranks import check_exact

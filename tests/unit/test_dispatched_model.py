@@ -15,7 +15,7 @@ from cluster.layouts.model_config import parse_model_config
 from cluster.plans.planning import build_load_plan
 from cluster.plans.read_items import expand_read_items
 from storage.checkpoints.checkpoint import open_model
-from storage.object_store import MemoryStore
+from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import read_objects
 from tests.support.hf_models import save_tiny
 

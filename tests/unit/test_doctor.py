@@ -23,7 +23,7 @@ from cluster.doctor.doctor import guarded, run_checks
 from longshore.install_check import probe
 from storage.arena.arena_files import ARENA_PREFIX
 from storage.errors import AccessDenied
-from storage.object_store import MemoryStore
+from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import write_tiny_llama
 from tests.support.head_cluster import run_to_its_end
 from tests.support.http_serving import place, serving

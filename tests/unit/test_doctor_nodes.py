@@ -20,8 +20,7 @@ from cluster.doctor.doctor import run_checks
 from cluster.doctor.node_look import NodeLook, bandwidth_here, look_at_node
 from cluster.joining import node_tasks
 from storage.errors import AccessDenied, StoreError
-from storage.object_store import MemoryStore
-from storage.ranges import ByteRange
+from storage.stores.object_store import ByteRange, MemoryStore
 from tests.support.checkpoints import write_tiny_llama
 
 SHM = Check("/dev/shm", "ok", "64 GB free")

@@ -3,7 +3,7 @@
 import pytest
 from safetensors import deserialize
 
-from storage.checkpoints.dtypes import DTYPE_BITS, atom_bytes, tensor_bits, tensor_bytes
+from storage.checkpoints.safetensors_header import DTYPE_BITS, atom_bytes, tensor_bits, tensor_bytes
 from tests.support.checkpoints import raw_header
 
 

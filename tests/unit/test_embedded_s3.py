@@ -15,11 +15,10 @@ from pathlib import Path
 
 import pytest
 
-from storage.embedded_s3 import EmbeddedS3, find_rclone
 from storage.errors import StoreUnavailable, UnsupportedStore
-from storage.object_store import read_bytes
-from storage.open_store import open_store
-from storage.ranges import ByteRange
+from storage.stores.embedded_s3 import EmbeddedS3, find_rclone
+from storage.stores.object_store import ByteRange, read_bytes
+from storage.stores.open_store import open_store
 from tests.support.counting_proxy import CountingProxy
 from tests.support.ray_clusters import eventually
 from tests.support.s3_servers import make_bucket, server_ref
@@ -89,7 +88,7 @@ def test_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
 @pytest.mark.slow
 def test_dies_with_its_parent(tmp_path: Path) -> None:
     code = (
-        "import sys, time; from storage.embedded_s3 import EmbeddedS3\n"
+        "import sys, time; from storage.stores.embedded_s3 import EmbeddedS3\n"
         "print(EmbeddedS3(sys.argv[1]).pid, flush=True); time.sleep(60)"
     )
     parent = subprocess.Popen(

@@ -23,8 +23,7 @@ from storage.errors import (
     StoreUnavailable,
     Throttled,
 )
-from storage.object_store import MemoryStore
-from storage.ranges import ByteRange
+from storage.stores.object_store import ByteRange, MemoryStore
 from tests.support.checkpoints import flat_objects, odd_objects, read_objects, write_tiny_llama
 from tests.support.exact_ranks import check_exact, expected
 from tests.support.faulty_stores import FailingStore, FlipByteStore, WrappedStore

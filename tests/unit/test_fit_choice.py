@@ -32,7 +32,7 @@ from cluster.scheduling.topology import NodeInfo
 from cluster.trust import TrustPolicy
 from storage.errors import StoreError
 from storage.host.gpu_memory import GpuMemory
-from storage.host.host_memory import MemoryPool
+from storage.host.memory import MemoryPool
 from tests.support.planned_models import write_linear_llama
 
 MIB = 1 << 20

@@ -9,13 +9,11 @@ from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
 
 import pytest
 
-from storage import http_limits
 from storage.errors import ObjectNotFound, RangeMismatch, StoreError
-from storage.fsspec_store import FsspecStore
-from storage.http_limits import most_bytes, stays_at_home
-from storage.object_store import read_bytes
-from storage.ranges import ByteRange
 from storage.store_ref import parse_uri
+from storage.stores import fsspec_store
+from storage.stores.fsspec_store import FsspecStore, most_bytes, stays_at_home
+from storage.stores.object_store import ByteRange, read_bytes
 from tests.support.http_serving import place, serving
 
 DATA = bytes(range(256)) * 64
@@ -113,7 +111,7 @@ def test_no_answer_is_read_beyond_what_was_asked_for(
             read_bytes(store, key, ByteRange(0, 10))
     with pytest.raises(ObjectNotFound):  # its page is longer than the range, and says nothing
         store.stat("missing")
-    monkeypatch.setattr(http_limits, "MAX_PAGE_BYTES", 100)
+    monkeypatch.setattr(fsspec_store, "MAX_PAGE_BYTES", 100)
     with pytest.raises(RangeMismatch):
         list(store.list())
 
@@ -141,4 +139,4 @@ def test_which_redirects_stay(asked: str, target: str, fine: bool) -> None:
 
 def test_how_much_an_answer_may_have() -> None:
     assert most_bytes("bytes=10-19") == 10
-    assert most_bytes(None) == most_bytes("bytes=-5") == most_bytes("lines=1-2") == http_limits.MAX_PAGE_BYTES
+    assert most_bytes(None) == most_bytes("bytes=-5") == most_bytes("lines=1-2") == fsspec_store.MAX_PAGE_BYTES

@@ -19,12 +19,9 @@ from storage.errors import (
     StoreUnavailable,
     Throttled,
 )
-from storage.fsspec_errors import translated
-from storage.fsspec_info import checksums_of, version_of
-from storage.fsspec_store import FsspecStore
-from storage.object_store import read_bytes
-from storage.ranges import ByteRange
 from storage.store_ref import parse_uri
+from storage.stores.fsspec_store import FsspecStore, checksums_of, translated, version_of
+from storage.stores.object_store import ByteRange, read_bytes
 
 NOW = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
 

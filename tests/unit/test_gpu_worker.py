@@ -33,8 +33,8 @@ from longshore.version import VERSION
 from storage.checkpoints.checkpoint import open_model
 from storage.errors import LongshoreError
 from storage.host.processes import ProcessId
-from storage.local import LocalStore
 from storage.store_ref import parse_uri
+from storage.stores.local import LocalStore
 from tests.support.checkpoints import safetensors_bytes, write_objects
 from tests.support.local_node import Belongings, LocalNode, SwitchedLink, local_node, plan_of
 from tests.support.shared_memory import REPOSITORY

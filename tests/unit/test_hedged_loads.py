@@ -11,8 +11,7 @@ import safetensors
 
 from cluster.plans.packed_plan import pack_shared, unpack_shared
 from cluster.reports.report import RankReport
-from storage.object_store import MemoryStore
-from storage.ranges import ByteRange
+from storage.stores.object_store import ByteRange, MemoryStore
 from tests.support.checkpoints import flat_objects
 from tests.support.faulty_stores import HangingStore
 from tests.support.local_node import Belongings, local_node, plan_of, start_all

@@ -22,10 +22,10 @@ from cluster.preview import held_chunks
 from cluster.preview.held_chunks import HeldChunks, NodeSources, key_blocks, node_sources
 from cluster.reports.node_report import NodeReport
 from storage.arena.chunk_cache import ChunkCache
-from storage.arena.slot_records import KEY_BYTES
-from storage.disk.folder import SUBFOLDER
+from storage.arena.slots import KEY_BYTES
+from storage.disk.files import SUBFOLDER
 from storage.host.processes import ProcessId
-from storage.object_store import MemoryStore
+from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import flat_objects
 from tests.support.disk_chunks import chunks_in
 from tests.support.local_node import LocalNode, local_node, plan_of, run_all

@@ -7,8 +7,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.checkpoints import hf_layout
-from storage.checkpoints.hf_layout import INDEX_KEY, assign_tensors, choose_layout, parse_weight_map
+from storage.checkpoints import checkpoint_files
+from storage.checkpoints.checkpoint_files import INDEX_KEY, assign_tensors, choose_layout, parse_weight_map
 from storage.checkpoints.safetensors_header import Header, parse_header
 from storage.errors import CheckpointError, InvalidIndex, NotACheckpoint, PickleRefused
 from tests.support.checkpoints import TensorSpec, safetensors_bytes
@@ -103,7 +103,7 @@ def test_duplicate_names_and_size_are_refused(monkeypatch: pytest.MonkeyPatch) -
     data = b'{"weight_map": {"a": "m.safetensors", "a": "n.safetensors"}}'
     with pytest.raises(InvalidIndex, match="duplicate name 'a'"):
         parse_weight_map(data)
-    monkeypatch.setattr(hf_layout, "MAX_INDEX_BYTES", 10)
+    monkeypatch.setattr(checkpoint_files, "MAX_INDEX_BYTES", 10)
     with pytest.raises(InvalidIndex, match="at most 10"):
         parse_weight_map(data)
 

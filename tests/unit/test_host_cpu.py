@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import time
 
-from storage.host.host_cpu import CpuClock, usable_cpus
+from storage.host.processes import CpuClock, usable_cpus
 
 
 def test_work_is_seen():

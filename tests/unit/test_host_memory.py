@@ -6,7 +6,7 @@ import os
 
 import pytest
 
-from storage.host.host_memory import available_host_bytes, free_bytes, is_memory_backed, memory_pools
+from storage.host.memory import available_host_bytes, free_bytes, is_memory_backed, memory_pools
 
 
 @pytest.fixture

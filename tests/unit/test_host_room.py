@@ -9,7 +9,7 @@ import pytest
 from cluster.config import Config
 from cluster.fit.host_room import WORKER_BYTES, Claim, NodeNeed, larger_claims, room_problems
 from cluster.scheduling.topology import NodeInfo
-from storage.host.host_memory import MemoryPool
+from storage.host.memory import MemoryPool
 
 GIB = 1 << 30
 CONFIG = Config(host_reserve_bytes=GIB)

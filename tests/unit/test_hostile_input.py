@@ -10,7 +10,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.layouts import model_config
-from storage.checkpoints import hf_layout, manifest, safetensors_header
+from storage.checkpoints import checkpoint_files, manifest, safetensors_header
 from storage.errors import StoreError
 from tests.support.hostile_parsers import PARSERS, Parser
 from tests.support.mutations import changed_bytes, changed_json
@@ -27,7 +27,7 @@ PER_BYTE = 400  # of memory for a byte of input: "[],[],..." makes an object of 
 MOST_VALUES = max(
     manifest.MAX_JSON_VALUES,
     safetensors_header.MAX_JSON_VALUES,
-    hf_layout.MAX_JSON_VALUES,
+    checkpoint_files.MAX_JSON_VALUES,
     model_config.MAX_JSON_VALUES,
 )
 

@@ -20,7 +20,7 @@ from cluster.precision.ignored_modules import find_ignored
 from cluster.precision.recipes import Precision
 from cluster.precision.written_quantization import quantization_config
 from storage.checkpoints.checkpoint import open_model
-from storage.local import LocalStore
+from storage.stores.local import LocalStore
 from tests.support.hf_models import DENSE_SIZES, FAMILIES, TinyFamily, make_model, save_model
 from tests.support.reference_quantized import quantized, restored
 from tests.unit.test_quantized_checkpoints import write_quantized

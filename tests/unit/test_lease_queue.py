@@ -13,7 +13,7 @@ from cluster.scheduling.chunk_state import ChunkState
 from cluster.scheduling.lease_queue import LeaseQueue
 from cluster.scheduling.retry import Fail, Retry
 from storage.arena.chunk_cache import ChunkCache
-from storage.arena.leases import Answer, CachedChunk
+from storage.arena.slots import Answer, CachedChunk
 from storage.host.processes import ProcessId
 
 

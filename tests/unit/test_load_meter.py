@@ -16,7 +16,7 @@ from cluster.metrics.figures import SOURCES, LoadCounters, RankFigures
 from cluster.plans.packed_plan import pack_shared, unpack_shared
 from cluster.reports.rank_report import StageTimes
 from storage.host.processes import ProcessId
-from storage.object_store import MemoryStore
+from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import odd_objects
 from tests.support.local_node import LocalNode, local_node, plan_of
 

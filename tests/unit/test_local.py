@@ -14,9 +14,8 @@ from pathlib import Path
 import pytest
 
 from storage.errors import AccessDenied, ObjectChanged, ObjectNotFound, StoreError
-from storage.local import LocalStore
-from storage.object_store import read_bytes
-from storage.ranges import ByteRange
+from storage.stores.local import LocalStore
+from storage.stores.object_store import ByteRange, read_bytes
 
 
 @pytest.fixture
@@ -143,7 +142,7 @@ def test_uploads_in_progress_are_not_listed(root: Path) -> None:
 def test_what_a_killed_writer_left_is_removed(root: Path) -> None:
     writer = """
 import sys, os, signal
-from storage.local import LocalStore
+from storage.stores.local import LocalStore
 with LocalStore(sys.argv[1]).upload("a/x") as upload:
     upload.write(memoryview(b"12345"))
     os.kill(os.getpid(), signal.SIGKILL)

@@ -17,8 +17,8 @@ from cluster.errors import ConfigError
 from cluster.logs import ROOT, JsonFormatter, LogFields, TextFormatter, configure_logs, log_events
 from cluster.reports.event_log import EventLog
 from cluster.scheduling.load_state import Life, LoadState
-from storage.object_store import MemoryStore
 from storage.problems import without_secrets
+from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import odd_objects
 from tests.support.local_node import local_node, plan_of
 

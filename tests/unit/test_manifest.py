@@ -10,9 +10,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
+from storage.checkpoints import manifest
 from storage.checkpoints import manifest as manifest_module
-from storage.checkpoints import manifest_refusal
-from storage.checkpoints.chunking import chunk_bounds
 from storage.checkpoints.manifest import (
     Manifest,
     ManifestFile,
@@ -22,6 +21,7 @@ from storage.checkpoints.manifest import (
     manifest_front,
     parse_manifest,
 )
+from storage.checkpoints.model_index import chunk_bounds
 from storage.checkpoints.safetensors_header import parse_header
 from storage.checksum import DIGEST_SIZES
 from storage.errors import InvalidManifest
@@ -262,7 +262,7 @@ def test_size_and_number_of_values_are_bounded(monkeypatch: pytest.MonkeyPatch) 
         with pytest.raises(InvalidManifest, match="at most 10 are read"):
             parse_manifest(data)
     with monkeypatch.context() as patch:
-        patch.setattr(manifest_refusal, "MAX_ERRORS_LISTED", 2)
+        patch.setattr(manifest, "MAX_ERRORS_LISTED", 2)
         with pytest.raises(InvalidManifest, match="entries are not what the format asks for"):
             parse_manifest(b'{"format": "longshore.manifest"}')
 

@@ -21,7 +21,7 @@ from cluster.plans.planning import build_load_plan
 from cluster.reports.report import RankReport
 from storage.checkpoints.checkpoint import open_model
 from storage.errors import IntegrityError
-from storage.object_store import MemoryStore
+from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import read_objects, write_tiny_llama
 from tests.support.faulty_stores import FlipByteStore
 from tests.support.local_node import LocalNode, Rank, local_node, run_all, with_digests

@@ -23,7 +23,7 @@ from cluster.plans.planning import build_load_plan
 from cluster.plans.read_items import ReadItems
 from cluster.precision.recipes import Precision
 from storage.checkpoints.checkpoint import open_model
-from storage.object_store import MemoryStore
+from storage.stores.object_store import MemoryStore
 from tests.support.local_node import Belongings, Rank, local_node, start_all
 from tests.support.planned_models import llama_shapes
 

@@ -16,7 +16,7 @@ from cluster.layouts.rules import rules_for
 from cluster.plans.planning import build_load_plan
 from cluster.precision.recipes import SCHEMES, Precision
 from storage.checkpoints.checkpoint import open_model
-from storage.object_store import MemoryStore
+from storage.stores.object_store import MemoryStore
 from tests.support.shards import shard_of
 
 CONFIG = ModelConfig(model_type="llama", num_attention_heads=4, num_key_value_heads=2, head_dim=64)

@@ -24,8 +24,8 @@ from cluster.request import StoreOptions, make_request
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life
 from cluster.scheduling.retry import RETRIES
-from storage.arena.cache_stats import CacheStats
-from storage.disk.disk_stats import DiskStats
+from storage.arena.chunk_cache import CacheStats
+from storage.disk.tier import DiskStats
 from storage.host.gpu_memory import GpuMemory
 
 KIB = 1 << 10

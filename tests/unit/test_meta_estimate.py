@@ -17,7 +17,7 @@ from cluster.preview import meta_estimate
 from cluster.preview.meta_estimate import MAX_COUNT, estimate_index, index_of
 from cluster.preview.plan_ahead import plan
 from storage.checkpoints.checkpoint import open_model
-from storage.local import LocalStore
+from storage.stores.local import LocalStore
 from tests.support.hf_models import FAMILIES, save_tiny
 from tests.support.plan_oracle import check_plan
 

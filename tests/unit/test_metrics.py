@@ -28,7 +28,7 @@ from cluster.metrics.page import render_page
 from cluster.metrics.tally import Tally
 from cluster.reports.node_report import ArenaUse
 from cluster.scheduling.load_state import LoadState
-from storage.arena.cache_stats import CacheStats
+from storage.arena.chunk_cache import CacheStats
 from tests.support.promtool import needs_promtool, promtool
 
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"

@@ -15,7 +15,7 @@ from cluster.layouts.model_config import MAX_CONFIG_BYTES, ModelConfig, parse_mo
 from storage.checkpoints.model_index import OtherFile
 from storage.checksum import new_hasher
 from storage.errors import IntegrityError
-from storage.object_store import MemoryStore
+from storage.stores.object_store import MemoryStore
 from tests.support.planned_models import store_arrays
 
 LLAMA = {

@@ -17,7 +17,7 @@ from cluster.plans.rank_plans import RankFacts
 from cluster.scheduling.topology import NodeInfo, assign_gpus
 from cluster.scheduling.warm_pool import IdleGang, choose
 from storage.host.gpu_memory import GpuMemory
-from storage.host.host_memory import MemoryPool
+from storage.host.memory import MemoryPool
 
 GB = 10**9
 CONFIG = Config(device_reserve_bytes=GB, host_reserve_bytes=2 * GB)

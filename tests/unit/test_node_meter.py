@@ -15,10 +15,10 @@ from actors.node.node_meter import NodeMeter
 from cluster.messages import AgentBeat, RankBeat
 from cluster.metrics.figures import NodeFigures
 from cluster.reports.node_report import ArenaUse
-from storage.arena.cache_stats import CacheStats
-from storage.disk.disk_stats import DiskStats
+from storage.arena.chunk_cache import CacheStats
+from storage.disk.tier import DiskStats
 from storage.host.gpu_memory import GpuMemory
-from storage.host.own_memory import own_bytes
+from storage.host.memory import own_bytes
 
 DISK = DiskStats(10, 5, 1, 2, 3, 4)
 FIGURES = NodeFigures(CacheStats(*[1] * 15))

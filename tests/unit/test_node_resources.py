@@ -15,7 +15,7 @@ from cluster.config import Config
 from storage.arena.arena import Arena
 from storage.arena.arena_files import LOCK_PATIENCE_S, arena_path, one_at_a_time, untouched_bytes
 from storage.errors import ArenaTooLarge, ArenaTooSmall
-from storage.host.host_memory import MemoryPool, memory_pools
+from storage.host.memory import MemoryPool, memory_pools
 
 MIB = 1 << 20
 

@@ -14,7 +14,7 @@ from cluster.config import Config
 from cluster.errors import ConfigError
 from cluster.node_settings import NodeSettings, node_environment
 from cluster.reports.report import ClusterStatus, NodeStatus, SettingStatus
-from storage.publishing.signing_keys import key_id
+from storage.publishing.signing import key_id
 from tests.unit.test_trust import KEYS
 
 NODE = "head-1 0a1b2c3d"

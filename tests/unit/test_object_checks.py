@@ -14,9 +14,9 @@ from cluster.plans.planning import build_load_plan
 from cluster.reports.object_check import ONLY_PART, ObjectCheck, join_checks, unchecked_counts, verified_by
 from cluster.reports.report import RankReport
 from storage.checkpoints.checkpoint import open_model
-from storage.disk.folder import SUBFOLDER
+from storage.disk.files import SUBFOLDER
 from storage.errors import IntegrityError
-from storage.object_checksum import NO_CHECKSUM, NOT_COMBINABLE
+from storage.stores.store_checksum import NO_CHECKSUM, NOT_COMBINABLE
 from tests.support.checkpoints import flat_objects, sharded_objects
 from tests.support.disk_chunks import chunks_in
 from tests.support.exact_ranks import check_exact

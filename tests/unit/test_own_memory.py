@@ -6,7 +6,7 @@ import mmap
 import os
 from pathlib import Path
 
-from storage.host.own_memory import PeakMemory, high_water_bytes, own_bytes, reset_high_water
+from storage.host.memory import PeakMemory, high_water_bytes, own_bytes, reset_high_water
 
 MIB = 1 << 20
 SLACK = 8 * MIB  # what the interpreter itself may take or give back meanwhile

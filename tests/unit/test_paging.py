@@ -1,11 +1,11 @@
-"""`storage.host.paging`: pages come at once, and keep what is in them."""
+"""`storage.host.memory`: pages come at once, and keep what is in them."""
 
 from __future__ import annotations
 
 import mmap
 import resource
 
-from storage.host.paging import address_of, populate
+from storage.host.memory import address_of, populate
 
 SIZE = 8 << 20
 

@@ -19,8 +19,7 @@ from cluster.plans.planning import build_load_plan, needed_chunks
 from cluster.preview import plan_summary
 from cluster.preview.plan_summary import spread_evenly, summarize_plan
 from cluster.reports.object_check import ONLY_PART, ObjectCheck, unchecked_counts
-from storage.object_checksum import NO_CHECKSUM
-from storage.store_checksum import StoreChecksum
+from storage.stores.store_checksum import NO_CHECKSUM, StoreChecksum
 from tests.support.planned_models import as_bf16, llama_shapes, random_arrays, store_arrays
 
 

@@ -30,8 +30,8 @@ from storage.errors import (
     PickleRefused,
     StoreError,
 )
-from storage.local import LocalStore
 from storage.publishing.publish import publish
+from storage.stores.local import LocalStore
 from tests.support.checkpoints import odd_objects, safetensors_bytes, write_objects, write_tiny_llama
 from tests.support.planned_models import as_bf16, llama_shapes, random_arrays, store_arrays
 

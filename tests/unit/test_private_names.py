@@ -19,9 +19,9 @@ from packaging.requirements import Requirement
 from cluster.joining import ray_private
 from storage.errors import DependencyChanged
 from storage.private_names import TESTED, PrivateName, missing
-from storage.s3 import botocore_private
-from storage.s3.store import S3Store
 from storage.store_ref import Credentials, StoreRef
+from storage.stores.s3 import botocore_private
+from storage.stores.s3.store import S3Store
 
 ROOT = Path(__file__).resolve().parents[2]
 BOTOCORE = [each for each in botocore_private.NAMES if "." not in each.name]
@@ -43,7 +43,7 @@ def test_private_names_of_ray_are_there() -> None:
 def test_a_name_that_botocore_lost_is_named(gone: PrivateName, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.delattr(importlib.import_module(gone.module), gone.name)
     with pytest.raises(DependencyChanged, match=f"{gone.module}.{gone.name}") as caught:
-        runpy.run_path(str(ROOT / "storage" / "s3" / "botocore_private.py"))
+        runpy.run_path(str(ROOT / "storage" / "stores" / "s3" / "botocore_private.py"))
     assert gone.needed_for in caught.value.message
     assert f"pip install 'botocore{TESTED['botocore']}'" in caught.value.hint
     assert caught.value.details["installed"] == version("botocore")

@@ -16,7 +16,7 @@ from cluster.reports.report import RankReport, StageTimes
 from cluster.scheduling import load_events, load_state
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.topology import NodeInfo
-from storage.host.host_memory import MemoryPool
+from storage.host.memory import MemoryPool
 from storage.store_ref import StoreRef
 
 REQUEST = LoadRequest(

@@ -14,12 +14,11 @@ from pathlib import Path
 import pytest
 
 from storage.errors import InvalidUri, ProxyRefused, StoreError, StoreUnavailable
-from storage.fsspec_store import FsspecStore
-from storage.object_store import read_bytes
-from storage.proxies import Proxy, find_proxy
-from storage.ranges import ByteRange
-from storage.s3.store import S3Store
 from storage.store_ref import Credentials, StoreRef
+from storage.stores.connections import Proxy, find_proxy
+from storage.stores.fsspec_store import FsspecStore
+from storage.stores.object_store import ByteRange, read_bytes
+from storage.stores.s3.store import S3Store
 from tests.support.certificates import make_certificates
 from tests.support.forward_proxy import ForwardProxy
 from tests.support.scripted_server import ScriptedServer, answer

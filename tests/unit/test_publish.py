@@ -22,12 +22,11 @@ from storage.errors import (
     PublishError,
     StoreUnavailable,
 )
-from storage.local import LocalStore
-from storage.object_store import MemoryStore, ObjectInfo, ObjectStore, read_bytes
 from storage.publishing.publish import PublishProgress, PublishReport, publish
 from storage.publishing.verify import verify
-from storage.ranges import ByteRange
-from storage.retrying import RetryPolicy
+from storage.stores.local import LocalStore
+from storage.stores.object_store import ByteRange, MemoryStore, ObjectInfo, ObjectStore, read_bytes
+from storage.stores.retrying import RetryPolicy
 from tests.support.checkpoints import odd_objects, safetensors_bytes, sharded_objects, write_objects
 from tests.support.faulty_stores import (
     ChecksumStore,
@@ -436,9 +435,9 @@ def test_memory_is_bounded_by_chunks_not_by_the_model() -> None:
 @pytest.mark.slow
 def test_the_real_checkpoint_is_copied_and_verified(minilm_shards: Path, tmp_path: Path) -> None:
     """From a folder to a bucket of a real S3 server and back to a model."""
-    from storage.embedded_s3 import EmbeddedS3
-    from storage.open_store import open_store
     from storage.store_ref import parse_uri
+    from storage.stores.embedded_s3 import EmbeddedS3
+    from storage.stores.open_store import open_store
     from tests.support.s3_servers import notice
 
     source = open_store(parse_uri(str(minilm_shards)))

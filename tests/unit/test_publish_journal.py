@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from storage.checkpoints.checkpoint_files import JOURNAL_KEY
 from storage.checkpoints.manifest import ManifestFile
-from storage.object_store import MemoryStore
 from storage.publishing.journal import Journal
-from storage.retrying import RetryPolicy
+from storage.stores.object_store import MemoryStore
+from storage.stores.retrying import RetryPolicy
 from tests.support.faulty_stores import WrappedStore
 
 POLICY = RetryPolicy(attempts=1)

@@ -21,7 +21,7 @@ from cluster.precision.recipes import SCHEMES, Precision, decide_recipes
 from cluster.precision.written_quantization import quantization_config
 from storage.checkpoints.checkpoint import open_model
 from storage.checkpoints.model_index import Tensor
-from storage.local import LocalStore
+from storage.stores.local import LocalStore
 from tests.support.hf_models import FAMILIES, make_tiny, save_tiny
 from tests.support.planned_models import carry_out
 from tests.support.reference_quantized import quantized, restored

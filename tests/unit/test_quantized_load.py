@@ -14,7 +14,7 @@ from cluster.layouts.model_config import parse_model_config
 from cluster.layouts.rules import rules_for
 from cluster.layouts.tensor_cut import region_of
 from storage.checkpoints.model_index import Tensor
-from storage.object_store import MemoryStore
+from storage.stores.object_store import MemoryStore
 from tests.support.local_node import local_node, plan_of
 from tests.support.planned_models import llama_shapes
 from tests.support.quantized_models import Grouped, Stored, named, take_region

@@ -14,7 +14,7 @@ from cluster.errors import LoadCancelled
 from cluster.messages import Commit, LeaseOrder, Orders
 from cluster.plans.packed_plan import pack_shared, unpack_shared
 from cluster.scheduling.concurrency import START
-from storage.object_store import MemoryStore
+from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import safetensors_bytes
 from tests.support.local_node import plan_of
 

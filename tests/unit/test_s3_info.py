@@ -10,8 +10,7 @@ from botocore import exceptions as boto
 
 from storage.checksum import digest_of
 from storage.errors import AccessDenied, StoreError, StoreUnavailable, Throttled
-from storage.s3.errors import parse_error_body
-from storage.s3.info import checksums_of_head, from_botocore_error, md5_header
+from storage.stores.s3.answers import checksums_of_head, from_botocore_error, md5_header, parse_error_body
 
 DATA = b"some object"
 

@@ -9,10 +9,9 @@ from http.server import BaseHTTPRequestHandler
 import pytest
 
 from storage.errors import StoreError
-from storage.object_store import read_bytes
-from storage.ranges import ByteRange
-from storage.s3.store import S3Store
 from storage.store_ref import Credentials, parse_uri
+from storage.stores.object_store import ByteRange, read_bytes
+from storage.stores.s3.store import S3Store
 from tests.support.http_serving import place, serving
 
 pytestmark = pytest.mark.slow

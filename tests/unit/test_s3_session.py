@@ -19,11 +19,10 @@ from cluster.plans.packed_plan import SharedTables
 from cluster.scheduling.retry import cause_of
 from storage.checkpoints.model_index import ChunkTable, Shard
 from storage.errors import AccessDenied, CredentialsExpired, StoreUnavailable
-from storage.object_store import read_bytes
-from storage.ranges import ByteRange
-from storage.s3.session import clock_offset_s
-from storage.s3.store import S3Store
 from storage.store_ref import Credentials, StoreRef
+from storage.stores.object_store import ByteRange, read_bytes
+from storage.stores.s3.session import clock_offset_s
+from storage.stores.s3.store import S3Store
 from tests.support.node_simulation import NO_TENSORS
 from tests.support.scripted_server import ScriptedServer, answer
 

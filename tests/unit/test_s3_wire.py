@@ -26,12 +26,11 @@ from storage.errors import (
     StoreUnavailable,
     Throttled,
 )
-from storage.object_store import read_bytes
-from storage.ranges import ByteRange
-from storage.read_limit import ReadLimit
-from storage.s3.answer import check_answer, normal_etag
-from storage.s3.store import S3Store
 from storage.store_ref import Credentials, StoreRef
+from storage.stores.object_store import ByteRange, read_bytes
+from storage.stores.read_limit import ReadLimit
+from storage.stores.s3.answers import check_answer, normal_etag
+from storage.stores.s3.store import S3Store
 from tests.support.certificates import make_certificates
 from tests.support.scripted_server import Play, ScriptedServer, answer
 

@@ -12,8 +12,7 @@ from safetensors import SafetensorError, deserialize
 from storage.checkpoints import safetensors_header
 from storage.checkpoints.safetensors_header import encode_header, parse_header, read_head
 from storage.errors import InvalidHeader
-from storage.object_store import MemoryStore
-from storage.ranges import ByteRange
+from storage.stores.object_store import ByteRange, MemoryStore
 from tests.support.checkpoints import TensorSpec, odd_parts, raw_header, safetensors_bytes, tensor_specs
 
 

@@ -9,7 +9,7 @@ from safetensors import deserialize, safe_open
 
 from cluster.sample_checkpoint import llama_tensors, write_llama_checkpoint
 from storage.checkpoints.checkpoint import open_model
-from storage.object_store import MemoryStore
+from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import read_objects, write_tiny_llama
 
 SHAPE = {"hidden": 64, "layers": 2, "intermediate": 96, "heads": 4, "kv_heads": 2, "vocab": 128}

@@ -17,8 +17,8 @@ from cluster.config import Config
 from cluster.errors import ConfigError
 from serving.settings import ServingSettings
 from storage.errors import InvalidUri, StoreError
-from storage.fsspec_store import FsspecStore
 from storage.store_ref import parse_uri
+from storage.stores.fsspec_store import FsspecStore
 
 URIS = [
     "az://container/llama?sv=2024&sig=SECRET",

@@ -22,20 +22,21 @@ from storage.errors import (
     SignedNameMismatch,
     UnknownSigner,
 )
-from storage.object_store import MemoryStore, read_bytes
 from storage.publishing.publish import publish
-from storage.publishing.signature import (
+from storage.publishing.signing import (
     MAX_NAME_CHARACTERS,
     MAX_SIGNATURE_BYTES,
     SIGNATURE_KEY,
+    SigningKey,
     check_signature,
     is_name,
+    key_id,
     parse_signature,
     sign_manifest,
+    trusted_key,
 )
-from storage.publishing.signing_keys import SigningKey, key_id, trusted_key
 from storage.publishing.verify import verify
-from storage.ranges import ByteRange
+from storage.stores.object_store import ByteRange, MemoryStore, read_bytes
 from tests.support.checkpoints import odd_objects, odd_parts, sharded_objects
 from tests.support.faulty_stores import NoListStore
 

@@ -20,7 +20,7 @@ from hypothesis import strategies as st
 
 from storage.errors import InvalidKey
 from storage.problems import install_hint
-from storage.publishing.signing_keys import SigningKey, is_signed_by, key_id, public_key
+from storage.publishing.signing import SigningKey, is_signed_by, key_id, public_key
 
 
 @given(st.binary(max_size=300))
@@ -115,7 +115,7 @@ def test_any_text_is_a_key_or_an_invalid_one(text: str) -> None:
 def test_reading_public_keys_needs_no_package() -> None:
     code = (
         "import sys; sys.modules['cryptography'] = None\n"
-        "from storage.publishing.signing_keys import SigningKey, public_key\n"
+        "from storage.publishing.signing import SigningKey, public_key\n"
         "from storage.errors import SigningUnavailable\n"
         f"print(public_key({SigningKey.generate().public!r}) != '')\n"
         "try:\n    SigningKey.generate()\nexcept SigningUnavailable as error:\n    print(error.hint)\n"

@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.arena.slot_records import (
+from storage.arena.slots import (
     COPY_BYTES,
     FREE_RECORD,
     KEY_BYTES,
@@ -19,7 +19,7 @@ from storage.arena.slot_records import (
     unpack_copy,
 )
 from storage.host.processes import ProcessId
-from storage.ranges import ByteRange
+from storage.stores.object_store import ByteRange
 
 keys = st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES).filter(any)
 processes = st.builds(ProcessId, st.integers(1, 2**31), st.integers(0, 2**63))

@@ -8,10 +8,10 @@ import pytest
 
 from cluster.config import Config
 from storage.errors import LongshoreError, SourceRefused, UnsupportedStore
-from storage.fsspec_store import FsspecStore
-from storage.s3.store import S3Store
 from storage.source_rules import DEFAULT_SCHEMES, SourceRules, origin
 from storage.store_ref import Credentials, StoreRef, parse_uri
+from storage.stores.fsspec_store import FsspecStore
+from storage.stores.s3.store import S3Store
 
 
 def allowed(rules: SourceRules, uri: str, **options: object) -> bool:

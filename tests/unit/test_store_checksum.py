@@ -9,10 +9,9 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.checksum import digest_of
-from storage.crc_combine import COMBINABLE
-from storage.ranges import ByteRange
-from storage.store_checksum import Span, SpanHasher, StoreChecksum
+from storage.checksum import COMBINABLE, digest_of
+from storage.stores.object_store import ByteRange
+from storage.stores.store_checksum import Span, SpanHasher, StoreChecksum
 
 NAMES = sorted(COMBINABLE)
 CUTS = st.lists(st.integers(1, 999), max_size=6)

@@ -10,9 +10,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from storage.errors import LongshoreError, StoreError, UnsupportedStore
-from storage.local import LocalStore
-from storage.open_store import open_store
 from storage.store_ref import Credentials, StoreRef, parse_uri
+from storage.stores.local import LocalStore
+from storage.stores.open_store import open_store
 
 
 @pytest.mark.parametrize(

@@ -10,12 +10,11 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from storage import streaming
 from storage.errors import ObjectNotFound, StoreUnavailable
-from storage.object_store import MemoryStore, ObjectStore
-from storage.ranges import ByteRange
-from storage.retrying import RetryPolicy
-from storage.streaming import CONSUMERS, RangeReader, ranges_of, run_readers
+from storage.stores import streaming
+from storage.stores.object_store import ByteRange, MemoryStore, ObjectStore
+from storage.stores.retrying import RetryPolicy
+from storage.stores.streaming import CONSUMERS, RangeReader, ranges_of, run_readers
 from tests.support.faulty_stores import FailingStore, WrappedStore
 
 FAST = RetryPolicy(attempts=3, base_s=0.0)

@@ -16,7 +16,7 @@ from cluster.plans.load_plan import LoadPlan
 from cluster.plans.packed_plan import pack_shared
 from storage.errors import LongshoreError
 from storage.host.processes import ProcessId, processes_mapping
-from storage.object_store import MemoryStore
+from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import flat_objects
 from tests.support.exact_ranks import check_exact
 from tests.support.local_node import LocalNode, local_node, plan_of, run_all

@@ -22,8 +22,8 @@ from cluster.metrics.tally import Books, Tally
 from cluster.reports.node_report import ArenaUse
 from cluster.reports.rank_report import StageTimes
 from cluster.scheduling.load_state import LoadState, RankLife
-from storage.arena.cache_stats import CacheStats
-from storage.disk.disk_stats import DiskStats
+from storage.arena.chunk_cache import CacheStats
+from storage.disk.tier import DiskStats
 from storage.host.gpu_memory import GpuMemory
 
 LABELS = {"node", "rank", "model", "source", "cause", "stage", "reason", "outcome", "error", "state", "tier"}

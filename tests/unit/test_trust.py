@@ -37,8 +37,7 @@ from storage.errors import (
     SourceRefused,
     UnknownSigner,
 )
-from storage.publishing.signature import SIGNATURE_KEY
-from storage.publishing.signing_keys import SigningKey
+from storage.publishing.signing import SIGNATURE_KEY, SigningKey
 from storage.source_rules import SourceRules
 from tests.support.checkpoints import write_tiny_llama
 

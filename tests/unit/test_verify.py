@@ -9,11 +9,10 @@ from hypothesis import strategies as st
 from storage.checkpoints.checkpoint import open_model
 from storage.checkpoints.manifest import MANIFEST_KEY, Manifest, ManifestTensor, parse_manifest
 from storage.errors import InvalidHeader, InvalidManifest, NotACheckpoint, StoreUnavailable
-from storage.object_store import MemoryStore, read_bytes
 from storage.publishing.publish import publish
 from storage.publishing.verify import NOT_PUBLISHED, VerifyProgress, WrongSize, verify
-from storage.ranges import ByteRange
-from storage.retrying import RetryPolicy
+from storage.stores.object_store import ByteRange, MemoryStore, read_bytes
+from storage.stores.retrying import RetryPolicy
 from tests.support.checkpoints import sharded_objects
 from tests.support.faulty_stores import FailingStore, WrappedStore
 

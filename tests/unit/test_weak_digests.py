@@ -17,12 +17,11 @@ from cluster.request import StoreOptions, make_request
 from cluster.signing import generate_key, sign
 from storage.checkpoints.manifest import MANIFEST_KEY
 from storage.checksum import digest_of
-from storage.disk.folder import SUBFOLDER
+from storage.disk.files import SUBFOLDER
 from storage.errors import WeakDigest
-from storage.object_store import MemoryStore
-from storage.publishing.signature import SIGNATURE_KEY, sign_manifest
-from storage.publishing.signing_keys import SigningKey
+from storage.publishing.signing import SIGNATURE_KEY, SigningKey, sign_manifest
 from storage.store_ref import Credentials, path_of
+from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import safetensors_bytes, write_tiny_llama
 from tests.support.disk_chunks import chunks_in
 from tests.support.forged_chunk import forged

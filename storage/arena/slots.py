@@ -1,0 +1,388 @@
+"""The slots of an arena: what is recorded of each, and every index over them, kept in step.
+
+This module moves slots between states. `chunk_cache` decides.
+"""
+
+from __future__ import annotations
+
+import enum
+import struct
+import uuid
+import zlib
+from collections import OrderedDict, defaultdict
+from collections.abc import Hashable, Sequence
+from dataclasses import dataclass, field
+from typing import Protocol, TypeVar
+
+from blake3 import blake3
+
+from storage.arena.slot_shares import SlotShares
+from storage.host.processes import ProcessId
+from storage.stores.object_store import ByteRange
+
+KEY_BYTES = 32
+
+
+class SlotState(enum.IntEnum):
+    """Who may touch a slot."""
+
+    FREE = 0  # nobody
+    LEASED = 1  # its holder writes
+    COMMITTED = 2  # readers read: the bytes were verified
+    QUARANTINED = 3  # taken back from its holder, who may write all the same
+
+
+@dataclass(frozen=True, slots=True)
+class SlotRecord:
+    """One slot as it is written down."""
+
+    state: SlotState = SlotState.FREE
+    generation: int = 0  # leases this slot has had; never falls
+    length_bytes: int = 0  # of the committed chunk
+    key: bytes = b""  # cache key of the chunk, KEY_BYTES long; empty for a free slot
+    holder: ProcessId | None = None  # who writes or wrote; None for a free or committed slot
+
+
+FREE_RECORD = SlotRecord()
+
+
+class SlotJournal(Protocol):
+    """Where slot records are kept: an Arena's header, or memory in tests."""
+
+    @property
+    def epoch(self) -> str:
+        """Name of this set of slots, unlike that of any other: it makes lease ids unique across restarts."""
+        ...
+
+    def write_record(self, slot: int, record: SlotRecord) -> None:
+        """Keep `record`; a crash in the middle leaves the one before."""
+        ...
+
+    def records(self) -> Sequence[SlotRecord]:
+        """The last record of each slot, in slot order."""
+        ...
+
+
+class MemoryJournal:
+    """The twin of an arena's header in a list; it survives the cache that wrote it, as the file does."""
+
+    def __init__(self, slot_count: int) -> None:
+        self.epoch = uuid.uuid4().hex[:12]
+        self._records = [FREE_RECORD] * slot_count
+
+    def write_record(self, slot: int, record: SlotRecord) -> None:
+        self._records[slot] = record
+
+    def records(self) -> Sequence[SlotRecord]:
+        return tuple(self._records)
+
+
+def digest_key(hash_name: str, digest: bytes, size_bytes: int) -> bytes:
+    """Return the cache key of a chunk with a collision-resistant digest: equal bytes are one chunk in every model."""
+    return _key("digest", hash_name, digest.hex(), str(size_bytes))
+
+
+def location_key(store: str, object_key: str, version: str, byte_range: ByteRange) -> bytes:
+    """Return the cache key of a chunk without such a digest: where it is stored.
+
+    `store` names endpoint, bucket and prefix; `version` is the object's ETag, and its digest if it has any. Where it
+    has neither, pass something that no other load shares, or stale bytes could be taken for new ones.
+    """
+    return _key("location", store, object_key, version, str(byte_range.start), str(byte_range.end))
+
+
+def _key(*parts: str) -> bytes:
+    hasher = blake3()
+    for part in parts:
+        data = part.encode("utf-8", "surrogatepass")
+        hasher.update(struct.pack("<Q", len(data)))  # or ("ab", "c") and ("a", "bc") would be one key
+        hasher.update(data)
+    return hasher.digest()
+
+
+# --- the stored form ---------------------------------------------------------------------------------------
+# A slot has two copies; a write goes to the older one. A process killed in the middle of a write leaves a
+# copy whose checksum fails and the other one whole.
+
+_COPY = struct.Struct("<QQQqQ32sB3x")  # sequence, generation, length, pid, start time, key, state
+_CHECKSUM = struct.Struct("<I")
+COPY_BYTES = 128
+RECORD_BYTES = 2 * COPY_BYTES
+
+
+def pack_copy(sequence: int, record: SlotRecord) -> bytes:
+    """One copy as bytes, COPY_BYTES long. `sequence` counts the writes of this slot and begins at 1."""
+    if record.key and len(record.key) != KEY_BYTES:
+        raise ValueError(f"a cache key has {KEY_BYTES} bytes, this one {len(record.key)}")
+    holder = record.holder or ProcessId(0, 0)
+    body = _COPY.pack(
+        sequence,
+        record.generation,
+        record.length_bytes,
+        holder.pid,
+        holder.start_time,
+        record.key,
+        record.state,
+    )
+    return (body + _CHECKSUM.pack(zlib.crc32(body))).ljust(COPY_BYTES, b"\0")
+
+
+def unpack_copy(data: bytes | memoryview) -> tuple[int, SlotRecord] | None:
+    """(sequence, record) of one copy. None when it was torn; sequence 0 when it was never written."""
+    body = bytes(data[: _COPY.size])
+    sequence, generation, length_bytes, pid, start_time, key, state = _COPY.unpack(body)
+    if not any(data):
+        return 0, FREE_RECORD
+    (checksum,) = _CHECKSUM.unpack(data[_COPY.size : _COPY.size + _CHECKSUM.size])
+    if checksum != zlib.crc32(body) or sequence == 0 or state not in SlotState.__members__.values():
+        return None
+    holder = ProcessId(pid, start_time) if pid else None
+    return sequence, SlotRecord(SlotState(state), generation, length_bytes, key if any(key) else b"", holder)
+
+
+class Answer(enum.Enum):
+    """What became of a report about a lease."""
+
+    DONE = "done"  # it was accepted
+    REPEATED = "repeated"  # it had been accepted before; nothing changed
+    DUPLICATE = "duplicate"  # commit only: the chunk was there already, the slot is free again
+    LATE = "late"  # the lease had ended otherwise; nothing changed
+    UNKNOWN = "unknown"  # no such lease was ever given; nothing changed
+
+    def __bool__(self) -> bool:
+        return self is Answer.DONE
+
+
+@dataclass(frozen=True, slots=True)
+class Lease:
+    """The right of one process to write one chunk into one slot, until a deadline."""
+
+    lease_id: str  # unique over all leases of the arena, restarts included
+    slot: int
+    generation: int  # how many leases the slot has had, this one included
+    key: bytes  # the chunk's cache key
+    holder: ProcessId  # who writes
+    owner: Hashable  # for whom: the load; None after a restart
+    deadline_s: float  # on the caller's clock
+    evicted_key: bytes | None = None  # the chunk that had to make room
+
+
+@dataclass(frozen=True, slots=True)
+class CachedChunk:
+    """A committed chunk and where it is. Good for reading only while a pin or a hold protects it."""
+
+    key: bytes
+    slot: int
+    generation: int  # fences late messages: the slot may have had other chunks before and after
+    length_bytes: int
+
+
+_Name = TypeVar("_Name")
+
+Reader = tuple[ProcessId, Hashable]  # a process and what in it reads
+
+
+@dataclass(slots=True)
+class Slot:
+    """One slot as the agent knows it."""
+
+    state: SlotState = SlotState.FREE
+    generation: int = 0  # leases it has had
+    key: bytes = b""  # of its chunk; empty when free
+    length_bytes: int = 0  # of the committed chunk
+    lease: Lease | None = None  # while LEASED or QUARANTINED
+    quarantined_at_s: float = 0.0
+    pins: dict[Hashable, Hashable] = field(default_factory=dict)  # pinner -> owner that pays for it
+    holds: dict[Reader, Hashable] = field(default_factory=dict)  # reader -> owner that pays for it
+
+    @property
+    def in_use(self) -> bool:
+        """Whether a committed chunk must stay."""
+        return bool(self.pins or self.holds)
+
+
+class SlotTable:
+    """All slots, found by state, key, process and pinner."""
+
+    def __init__(self, slot_count: int, journal: SlotJournal, shares: SlotShares) -> None:
+        self.slots = [Slot() for _ in range(slot_count)]
+        self.free: list[int] = []  # a stack: a slot whose memory is warm is used again first
+        self.by_key: dict[bytes, int] = {}  # committed chunks only
+        self.evictable: OrderedDict[int, None] = OrderedDict()  # committed, not in use; the oldest first
+        self.in_flight: defaultdict[bytes, set[int]] = defaultdict(set)  # key -> slots LEASED for it
+        self.leased_by: defaultdict[ProcessId, set[int]] = defaultdict(set)  # LEASED or QUARANTINED
+        self.held_by: defaultdict[ProcessId, set[int]] = defaultdict(set)
+        self.quarantine: set[int] = set()
+        self.leased_slots = 0
+        self.used_bytes = 0  # of committed chunks
+        self._journal = journal
+        self._shares = shares
+
+    # --- finding -------------------------------------------------------------------------------------------
+
+    def lease_id(self, index: int, generation: int) -> str:
+        """The name of the slot's `generation`-th lease."""
+        return f"{self._journal.epoch}.{index}.{generation}"
+
+    def find(self, lease_id: str) -> tuple[int | None, Answer]:
+        """The slot whose last lease this is and DONE, or None and why not."""
+        epoch, _, rest = lease_id.partition(".")
+        index_text, _, generation_text = rest.partition(".")
+        if epoch != self._journal.epoch or not (index_text.isdecimal() and generation_text.isdecimal()):
+            return None, Answer.UNKNOWN
+        index, generation = int(index_text), int(generation_text)
+        if index >= len(self.slots) or not 1 <= generation <= self.slots[index].generation:
+            return None, Answer.UNKNOWN
+        if generation < self.slots[index].generation:
+            return None, Answer.LATE
+        return index, Answer.DONE
+
+    def chunk(self, index: int) -> CachedChunk:
+        """What is committed in the slot."""
+        slot = self.slots[index]
+        return CachedChunk(slot.key, index, slot.generation, slot.length_bytes)
+
+    def has(self, chunk: CachedChunk) -> bool:
+        """Whether that very chunk is still in that slot."""
+        if not 0 <= chunk.slot < len(self.slots):
+            return False
+        slot = self.slots[chunk.slot]
+        return slot.state is SlotState.COMMITTED and slot.generation == chunk.generation
+
+    # --- moves between states ------------------------------------------------------------------------------
+
+    def to_leased(self, index: int, lease: Lease) -> None:
+        """From FREE, or evicted. The record is written last but before the caller hears of the lease."""
+        slot = self.slots[index]
+        slot.state, slot.generation = SlotState.LEASED, lease.generation
+        slot.key, slot.lease = lease.key, lease
+        self._write(index)
+        self._index_lease(index, lease)
+
+    def to_committed(self, index: int, length_bytes: int) -> None:
+        """From LEASED. The lease's claim becomes the caller's to drop, once the pins have theirs."""
+        slot = self.slots[index]
+        if slot.lease is not None:
+            self._unindex_lease(index, slot.lease)
+        slot.state, slot.length_bytes, slot.lease = SlotState.COMMITTED, length_bytes, None
+        self._write(index)
+        self.leased_slots -= 1
+        self._index_committed(index)
+
+    def to_quarantine(self, index: int, now_s: float) -> None:
+        """From LEASED: the chunk goes back, the slot waits for its holder."""
+        slot = self.slots[index]
+        slot.state, slot.quarantined_at_s = SlotState.QUARANTINED, now_s
+        self._write(index)
+        self.leased_slots -= 1
+        self.quarantine.add(index)
+        _discard(self.in_flight, slot.key, index)
+
+    def to_free(self, index: int) -> None:
+        """From LEASED or QUARANTINED, whose holder writes no more."""
+        slot = self.slots[index]
+        if slot.state is SlotState.LEASED:
+            self.leased_slots -= 1
+        self.quarantine.discard(index)
+        lease, slot.state, slot.key, slot.lease = slot.lease, SlotState.FREE, b"", None
+        self._write(index)
+        if lease is not None:
+            self._unindex_lease(index, lease)
+            self._shares.drop(lease.owner, index)
+        self.free.append(index)
+
+    def evict_oldest(self) -> tuple[int, bytes]:
+        """(slot, key) of the chunk unused for longest, now invisible. Lease the slot in the same step."""
+        index, _ = self.evictable.popitem(last=False)
+        slot = self.slots[index]
+        del self.by_key[slot.key]
+        self.used_bytes -= slot.length_bytes
+        slot.length_bytes = 0
+        return index, slot.key
+
+    def rename(self, key: bytes, new_key: bytes) -> None:
+        """The chunk that is committed under `key`, if any, goes by another: it stays while in use, then goes first."""
+        if key not in self.by_key:
+            return
+        index = self.by_key.pop(key)
+        self.slots[index].key = new_key
+        self._write(index)
+        self.by_key[new_key] = index
+        if index in self.evictable:
+            self.evictable.move_to_end(index, last=False)
+
+    def restore_committed(self, index: int, record: SlotRecord) -> None:
+        """A committed chunk that the journal remembers."""
+        slot = self.slots[index]
+        slot.state, slot.key, slot.length_bytes = SlotState.COMMITTED, record.key, record.length_bytes
+        self._index_committed(index)
+
+    # --- users of committed chunks -------------------------------------------------------------------------
+
+    def pin(self, index: int, pinner: Hashable, owner: Hashable) -> None:
+        """Idempotent."""
+        pins = self.slots[index].pins
+        if pinner not in pins:
+            pins[pinner] = owner
+            self._shares.claim(owner, index)
+            self.settle(index)
+
+    def unpin(self, index: int, pinner: Hashable) -> None:
+        """The pin must be there."""
+        self._shares.drop(self.slots[index].pins.pop(pinner), index)
+        self.settle(index)
+
+    def hold(self, index: int, reader: Reader, owner: Hashable) -> None:
+        """Idempotent."""
+        holds = self.slots[index].holds
+        if reader not in holds:
+            holds[reader] = owner
+            self.held_by[reader[0]].add(index)
+            self._shares.claim(owner, index)
+            self.settle(index)
+
+    def release(self, index: int, reader: Reader) -> None:
+        """The hold must be there."""
+        holds = self.slots[index].holds
+        self._shares.drop(holds.pop(reader), index)
+        if not any(process == reader[0] for process, _ in holds):
+            _discard(self.held_by, reader[0], index)
+        self.settle(index)
+
+    def settle(self, index: int) -> None:
+        """The users of a committed slot have changed: is it evictable? Then it is the one used last."""
+        if self.slots[index].in_use:
+            self.evictable.pop(index, None)
+        else:
+            self.evictable[index] = None
+
+    # --- inside --------------------------------------------------------------------------------------------
+
+    def _write(self, index: int) -> None:
+        slot = self.slots[index]
+        holder = None if slot.lease is None else slot.lease.holder
+        record = SlotRecord(slot.state, slot.generation, slot.length_bytes, slot.key, holder)
+        self._journal.write_record(index, record)
+
+    def _index_committed(self, index: int) -> None:
+        slot = self.slots[index]
+        self.by_key[slot.key] = index
+        self.used_bytes += slot.length_bytes
+
+    def _index_lease(self, index: int, lease: Lease) -> None:
+        self.leased_slots += 1
+        self.leased_by[lease.holder].add(index)
+        self.in_flight[lease.key].add(index)
+        self._shares.claim(lease.owner, index)
+
+    def _unindex_lease(self, index: int, lease: Lease) -> None:
+        _discard(self.in_flight, lease.key, index)
+        _discard(self.leased_by, lease.holder, index)
+
+
+def _discard(table: dict[_Name, set[int]], name: _Name, index: int) -> None:
+    """Take `index` out of the set under `name`, and the set out of the table when it is empty."""
+    if name in table:
+        table[name].discard(index)
+        if not table[name]:
+            del table[name]

@@ -1,0 +1,181 @@
+"""Memory of this host, of its containers, of a folder's file system and of one process; pages mapped before use."""
+
+from __future__ import annotations
+
+import contextlib
+import ctypes
+import mmap
+import os
+from collections.abc import Iterator
+from dataclasses import dataclass
+from pathlib import Path
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryPool:
+    """Memory that several processes share."""
+
+    pool_id: str
+    free_bytes: int  # that can be taken without swapping
+    total_bytes: int
+    reserve_bytes: int = 0  # of the free ones, to be left by whoever asked: above that it would be ended
+
+
+def memory_pools(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> tuple[MemoryPool, ...]:
+    """The host's memory, then that of each control group around this process that has a limit.
+
+    Raises OSError when the kernel does not tell.
+    """
+    found = {}
+    for line in Path(proc, "meminfo").read_text().splitlines():
+        name, _, rest = line.partition(":")
+        if name in ("MemAvailable", "MemTotal"):
+            found[name] = int(rest.split()[0]) * 1024
+    if "MemAvailable" not in found:
+        raise OSError(f"{proc}/meminfo has no MemAvailable")
+    total_bytes = found.get("MemTotal", found["MemAvailable"])
+    boot = _text(Path(proc, "sys/kernel/random/boot_id"))
+    pools = {f"host {boot}": MemoryPool(f"host {boot}", found["MemAvailable"], total_bytes)}
+    for folder, version in _groups(Path(proc), Path(cgroup)):
+        pool = _limited(folder, version, boot)
+        if pool is not None and pool.total_bytes < total_bytes:
+            pools[pool.pool_id] = pool
+    return tuple(pools.values())
+
+
+def available_host_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int:
+    """Memory that can be taken without swapping: what the host has, or the tightest limit leaves.
+
+    Raises OSError when the kernel does not tell.
+    """
+    return min(pool.free_bytes for pool in memory_pools(proc, cgroup))
+
+
+def _groups(proc: Path, cgroup: Path) -> Iterator[tuple[Path, int]]:
+    """(folder, version) of this process's control group and of each around it, as far as they can be seen."""
+    own = {}  # version -> path
+    for line in _text(proc / "self/cgroup").split("\n"):
+        number, _, rest = line.partition(":")
+        controllers, _, path = rest.partition(":")
+        if number == "0" and not controllers:
+            own[2] = path
+        elif "memory" in controllers.split(","):
+            own[1] = path
+    for root, version in ((cgroup, 2), (cgroup / "unified", 2), (cgroup / "memory", 1)):
+        parts = [part for part in own.get(version, "").split("/") if part]
+        # In a namespace of its own, or where only its own part is mounted, the path leads nowhere: the root is it.
+        if ".." in parts or not root.joinpath(*parts).is_dir():
+            parts = []
+        for depth in range(len(parts), -1, -1):
+            yield root.joinpath(*parts[:depth]), version
+
+
+def _limited(folder: Path, version: int, boot: str) -> MemoryPool | None:
+    """What the control group's limits leave, page cache counted as free; None without a limit."""
+    names = {
+        1: (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
+        2: (("memory.max", "memory.high"), "memory.current", "inactive_file"),
+    }
+    limit_names, used_name, cache_name = names[version]
+    limits = [int(text) for name in limit_names if (text := _text(folder / name)).isdigit()]  # else "max": none
+    used = _text(folder / used_name)
+    if not limits or not used.isdigit():
+        return None
+    stat = dict(line.split(" ", 1) for line in _text(folder / "memory.stat").splitlines() if " " in line)
+    # Of groups around it that cannot be seen from here.
+    limits += [int(stat[name]) for name in ("hierarchical_memory_limit",) if stat.get(name, "").isdigit()]
+    limit = min(limits)
+    free = limit - int(used) + int(stat.get(cache_name, 0))
+    return MemoryPool(f"cgroup{version} {boot} {folder.stat().st_ino}", max(0, min(limit, free)), limit)
+
+
+def _text(path: Path) -> str:
+    """What a file of the kernel says; empty where there is none. Names of folders in it may be any bytes."""
+    try:
+        return os.fsdecode(path.read_bytes()).strip()
+    except OSError:
+        return ""
+
+
+def free_bytes(directory: str | os.PathLike[str]) -> int:
+    """Bytes an ordinary user can still write in the file system of `directory`."""
+    info = os.statvfs(directory)
+    return info.f_bavail * info.f_frsize
+
+
+def is_memory_backed(directory: str | os.PathLike[str]) -> bool:
+    """Whether files in `directory` live in memory (tmpfs) and so count against the host's, too."""
+    device = os.stat(directory).st_dev
+    wanted = f"{os.major(device)}:{os.minor(device)}"
+    for line in Path("/proc/self/mountinfo").read_bytes().split(b"\n")[:-1]:  # names of folders may be any bytes
+        left, _, right = line.partition(b" - ")
+        if left.split()[2].decode() == wanted:
+            return right.split()[0] in (b"tmpfs", b"ramfs", b"devtmpfs")
+    return False
+
+
+def own_bytes(pid: int | None = None) -> int:
+    """Resident memory apart from shared memory; of the calling process when `pid` is None. 0 where nothing tells."""
+    total = 0
+    try:
+        with open(f"/proc/{'self' if pid is None else pid}/status", encoding="ascii", errors="replace") as lines:
+            for line in lines:
+                if line.startswith(("RssAnon:", "RssFile:")):
+                    total += int(line.split()[1]) * 1024
+    except (OSError, ValueError, IndexError):
+        return 0
+    return total
+
+
+def high_water_bytes() -> int:
+    """The most that the calling process ever held, shared memory included, since `reset_high_water`; 0 if unknown."""
+    try:
+        with open("/proc/self/status", encoding="ascii", errors="replace") as lines:
+            return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
+    except (OSError, ValueError, IndexError):
+        return 0
+
+
+def reset_high_water() -> None:
+    """Where the kernel does not allow it, the mark is of the process's whole life."""
+    with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as mark:
+        mark.write("5")
+
+
+class PeakMemory:
+    """The calling process's memory since now. `kept_bytes` of it, to be reused or given back, are not counted before
+    the first `sample`.
+    """
+
+    def __init__(self, kept_bytes: int = 0) -> None:
+        self.baseline_bytes = self.peak_bytes = max(0, own_bytes() - kept_bytes)
+
+    def sample(self) -> None:
+        """Look now. Whoever wants the peak of something calls this while it goes on."""
+        self.peak_bytes = max(self.peak_bytes, own_bytes())
+
+
+_MADV_POPULATE_WRITE = 23  # Linux 5.14; Python 3.11 has no name for it
+_PAGE = mmap.PAGESIZE
+
+_madvise = ctypes.CDLL(None, use_errno=True).madvise  # releases the GIL, which mmap.madvise does not
+_madvise.argtypes = [ctypes.c_void_p, ctypes.c_size_t, ctypes.c_int]
+_madvise.restype = ctypes.c_int
+
+
+def populate(address: int, size_bytes: int) -> bool:
+    """Make the pages that hold `[address, address + size_bytes)` present and writable; what is in them stays.
+
+    Every page of the range must belong to a writable mapping of the caller's. False where the kernel cannot: then
+    nothing is lost but time. Releases the GIL.
+    """
+    if size_bytes <= 0:
+        return True
+    start = address - address % _PAGE
+    end = -(-(address + size_bytes) // _PAGE) * _PAGE
+    return bool(_madvise(start, end - start, _MADV_POPULATE_WRITE) == 0)
+
+
+def address_of(memory: memoryview | mmap.mmap) -> int:
+    """Where a writable buffer begins in this process."""
+    return ctypes.addressof(ctypes.c_char.from_buffer(memory))

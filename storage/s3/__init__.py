@@ -1,1 +1,0 @@
-"""S3 and what speaks like it."""

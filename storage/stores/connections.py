@@ -1,0 +1,93 @@
+"""The proxies that the environment names, and the TLS settings, for every connection that Longshore opens itself."""
+
+from __future__ import annotations
+
+import base64
+import ssl
+from dataclasses import dataclass, field
+from typing import Any
+from urllib.parse import quote, unquote, urlsplit
+from urllib.request import getproxies, proxy_bypass
+
+from storage.errors import InvalidUri, ProxyRefused, StoreError
+from storage.stores.retrying import passing_refusal
+
+
+@dataclass(frozen=True, slots=True)
+class Proxy:
+    """Where requests go first. Its text and its repr have no credentials."""
+
+    host: str
+    port: int
+    user: str | None = field(default=None, repr=False)
+    password: str = field(default="", repr=False)
+
+    def __str__(self) -> str:
+        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+    def secret_url(self) -> str:
+        """With user and password, for libraries that take no other form."""
+        credentials = f"{quote(self.user, safe='')}:{quote(self.password, safe='')}@" if self.user is not None else ""
+        return f"http://{credentials}{str(self).removeprefix('http://')}"
+
+    def headers(self) -> dict[str, str]:
+        """What the proxy alone is to read of a request."""
+        if self.user is None:
+            return {}
+        token = base64.b64encode(f"{self.user}:{self.password}".encode()).decode()
+        return {"Proxy-Authorization": f"Basic {token}"}
+
+
+def find_proxy(url: str) -> Proxy | None:
+    """Return the proxy for requests to `url`, None when the environment names none for it.
+
+    Args:
+        url: scheme, host and maybe port of the server; the rest does not count.
+
+    Raises:
+        InvalidUri: the variable holds no URL of a proxy that can be used.
+    """
+    parts = urlsplit(url)
+    named = getproxies().get(parts.scheme)
+    if not named or proxy_bypass(parts.netloc):
+        return None
+    try:
+        proxy = urlsplit(named if "://" in named else f"http://{named.removeprefix('//')}")
+        usable = proxy.scheme == "http" and bool(proxy.hostname)
+        port = proxy.port or 80
+    except ValueError:
+        usable = False
+    if not usable:
+        raise InvalidUri(
+            f"{parts.scheme.upper()}_PROXY names no proxy that can be used",
+            hint="write http://host:port; a proxy that is itself reached by https or SOCKS is not supported",
+        )
+    user = unquote(proxy.username) if proxy.username else None
+    return Proxy(str(proxy.hostname), port, user, unquote(proxy.password or ""))
+
+
+def proxy_refusal(status: int, **where: Any) -> StoreError:
+    """Return the error for a proxy that answered with `status` instead of passing a request on."""
+    if status == 407:
+        return ProxyRefused(
+            "the proxy asks for a user and a password, or refused those it was given",
+            hint="write them into HTTPS_PROXY or HTTP_PROXY, percent-encoded: http://user:password@host:port",
+            status=status,
+            **where,
+        )
+    if (passing := passing_refusal(status)) is not None:
+        return passing("the proxy could not reach the store", status=status, **where)
+    return ProxyRefused(
+        "the proxy refused to pass the request on",
+        hint="allow the store's host and port at the proxy, or list the host in NO_PROXY",
+        status=status,
+        **where,
+    )
+
+
+def tls_context(ca_bundle: str | None, uri: str) -> ssl.SSLContext:
+    """Trusts the CAs of that PEM file, or the system's. `uri` is for the StoreError when it cannot be read."""
+    try:
+        return ssl.create_default_context(cafile=ca_bundle)
+    except (OSError, ssl.SSLError) as error:
+        raise StoreError("the CA bundle cannot be read", ca_bundle=ca_bundle, uri=uri) from error

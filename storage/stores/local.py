@@ -1,0 +1,321 @@
+"""A folder as an object store: positioned reads, versions from file metadata, atomic writes.
+
+Temporary files lie beside their final place. No key names them, and their writer holds a lock on them.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import errno
+import fcntl
+import os
+import secrets
+import socket
+import stat as stat_bits
+import threading
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager
+from typing import Any
+
+from storage.errors import (
+    AccessDenied,
+    ObjectChanged,
+    ObjectNotFound,
+    RangeMismatch,
+    ShortRead,
+    StoreError,
+    StoreUnavailable,
+)
+from storage.stores.object_store import ByteRange, ObjectInfo, check_key, cut
+from storage.stores.read_limit import ReadLimit
+
+TEMP_PREFIX = ".longshore-"
+TEMP_SUFFIX = ".part"
+
+
+def is_temporary(name: str) -> bool:
+    """Whether the name is one of ours."""
+    return name.startswith(TEMP_PREFIX) and name.endswith(TEMP_SUFFIX)
+
+
+def open_locked(folder: str, *, mode: int = 0o666, dir_fd: int | None = None) -> tuple[str, int]:
+    """Path and descriptor of a new temporary file; its lock goes with its writer, however that dies.
+
+    With `dir_fd`, `folder` is relative to that open folder.
+    """
+    while True:
+        path = os.path.join(folder, f"{TEMP_PREFIX}{secrets.token_hex(8)}{TEMP_SUFFIX}")
+        file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=dir_fd)
+        with contextlib.suppress(OSError):  # a file system without locks: nobody can take it for left over either
+            fcntl.flock(file, fcntl.LOCK_EX)
+        if os.fstat(file).st_nlink:
+            return path, file
+        os.close(file)  # somebody swept in the moment before the lock
+
+
+def remove_unless_locked(path: str, *, dir_fd: int | None = None) -> None:
+    """Remove what a killed writer left; a file that is being written stays."""
+    with contextlib.suppress(OSError):  # locked, gone, not ours, or no locks here: it stays
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=dir_fd)
+        try:
+            fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
+            os.unlink(path, dir_fd=dir_fd)
+        finally:
+            os.close(file)
+
+
+_HINT_SAME_FILE = "was it replaced, or does this node see another copy? A path must be one shared file system"
+
+
+class LocalStore:
+    """Files below one folder of this host. Thread-safe."""
+
+    def __init__(self, root: str | os.PathLike[str]) -> None:
+        """The folder may be missing: reads say so, the first write makes it."""
+        self._root = os.path.abspath(root)
+        self.uri = f"file://{self._root}"
+        self._swept: set[str] = set()  # folders that were looked through for what killed writers left
+        self._lock = threading.Lock()
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Size and version. Raises ObjectNotFound (which names this host), AccessDenied, StoreError."""
+        with self._translated(key), self._opened(key) as file:
+            return _info(key, os.fstat(file))
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Files whose key begins with `prefix`, in key order; see `left_out`."""
+        with self._translated(None):
+            if not os.path.isdir(self._root):
+                raise FileNotFoundError(errno.ENOENT, "no such folder")
+            infos = [info for key, info in self._walk() if info is not None and key.startswith(prefix)]
+        yield from sorted(infos, key=lambda info: info.key)
+
+    def left_out(self) -> Iterator[str]:
+        """What `list` leaves out: special files, links to folders and to nowhere, names that are no keys."""
+        with self._translated(None):
+            names = [key for key, info in self._walk() if info is None]
+        yield from names
+
+    def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
+        """See ObjectStore. The file's version is looked at before and after: a file written meanwhile is noticed."""
+        byte_range.check_buffer(buffer)
+        return self.read_pieces(key, byte_range, cut(buffer), etag=etag)
+
+    def read_pieces(
+        self,
+        key: str,
+        byte_range: ByteRange,
+        pieces: Iterable[memoryview],
+        *,
+        etag: str | None = None,
+        limit: ReadLimit | None = None,
+    ) -> str | None:
+        """See ReadsPieces."""
+        check_key(key)
+        if not byte_range.size_bytes:
+            return etag
+        where: dict[str, Any] = {"uri": self.uri, "key": key, "range": str(byte_range)}
+        with self._translated(key), self._opened(key) as file:
+            before = _info(key, os.fstat(file))
+            if etag is not None and before.etag != etag:
+                raise ObjectChanged(
+                    "file is not the pinned version", hint=_HINT_SAME_FILE, expected=etag, found=before.etag, **where
+                )
+            if byte_range.end > before.size_bytes:
+                raise RangeMismatch("range reaches past the file's end", size_bytes=before.size_bytes, **where)
+            position = byte_range.start
+            for piece in pieces:
+                if limit is not None:
+                    limit.check()
+                filled = 0
+                while filled < len(piece):
+                    count = os.preadv(file, [piece[filled:] if filled else piece], position)
+                    if not count:
+                        raise ShortRead("the file became shorter", received_bytes=position - byte_range.start, **where)
+                    filled += count
+                    position += count
+            if _info(key, os.fstat(file)).etag != before.etag:
+                raise ObjectChanged("file was written while it was read", **where)
+            return before.etag
+
+    def put(self, key: str, data: bytes) -> ObjectInfo:
+        """Write beside, sync, rename: readers see the old file or the new one."""
+        with self.upload(key) as upload:
+            upload.write(memoryview(data))
+            return upload.complete()
+
+    @contextmanager
+    def upload(self, key: str) -> Iterator[_LocalUpload]:
+        """A file that appears under its name on `complete`; without that, what was written is removed."""
+        path = self._path(check_key(key))
+        with self._translated(key):
+            self._check_inside(os.path.dirname(path), key)
+            os.makedirs(os.path.dirname(path), exist_ok=True)
+            self._sweep(os.path.dirname(path))
+            upload = _LocalUpload(self, key, path)
+        try:
+            yield upload
+        finally:
+            upload.discard()
+
+    def delete(self, key: str) -> None:
+        """Remove one file; the folders above it stay."""
+        path = self._path(check_key(key))
+        with self._translated(key), contextlib.suppress(FileNotFoundError, NotADirectoryError):
+            self._check_inside(os.path.dirname(path), key)
+            os.unlink(path)
+
+    def close(self) -> None:
+        """Nothing is held open between calls."""
+
+    def _path(self, key: str) -> str:
+        return os.path.join(self._root, key)
+
+    @contextmanager
+    def _opened(self, key: str) -> Iterator[int]:
+        path = self._path(check_key(key))
+        self._check_inside(path, key)
+        # O_NONBLOCK: opening a fifo must not wait for a writer; it means nothing for files.
+        file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
+        try:
+            mode = os.fstat(file).st_mode
+            if stat_bits.S_ISDIR(mode):
+                raise FileNotFoundError(errno.ENOENT, "a folder is no object")
+            if not stat_bits.S_ISREG(mode):
+                raise StoreError("not a regular file", uri=self.uri, key=key)
+            yield file
+        finally:
+            os.close(file)
+
+    def _check_inside(self, path: str, key: str) -> None:
+        real = os.path.realpath(path)
+        if not any(real == root or real.startswith(root.rstrip("/") + "/") for root in _allowed_roots(self._root)):
+            raise StoreError(
+                "a symbolic link leads out of the folder",
+                hint="copy the file there, or name the folder in which the files really are",
+                uri=self.uri,
+                key=key,
+            )
+
+    def _walk(self) -> Iterator[tuple[str, ObjectInfo | None]]:
+        """Everything that is no folder, by its path below the root; None for what cannot be an object."""
+        for folder, folders, names in os.walk(self._root, onerror=_raise):
+            below = os.path.relpath(folder, self._root)
+            links = (name for name in folders if os.path.islink(os.path.join(folder, name)))
+            for name in (*names, *links):
+                if not is_temporary(name):
+                    key = name if below == "." else f"{below}/{name}"
+                    yield key, self._listed(key)
+
+    def _listed(self, key: str) -> ObjectInfo | None:
+        if key.isprintable() and "\\" not in key:
+            try:
+                facts = os.stat(self._path(key))
+                return _info(key, facts) if stat_bits.S_ISREG(facts.st_mode) else None
+            except OSError as error:
+                if error.errno not in (errno.ENOENT, errno.ENOTDIR, errno.ELOOP):
+                    raise
+        return None
+
+    def _sweep(self, folder: str) -> None:
+        """Remove what killed writers left in `folder`, the first time something is written there."""
+        with self._lock:
+            if folder in self._swept:
+                return
+            self._swept.add(folder)
+        with contextlib.suppress(OSError):
+            for name in os.listdir(folder):
+                if is_temporary(name):
+                    remove_unless_locked(os.path.join(folder, name))
+
+    @contextmanager
+    def _translated(self, key: str | None) -> Iterator[None]:
+        """OSErrors as ours, with the host: the same path exists on one node and not on the other."""
+        try:
+            yield
+        except OSError as error:
+            where: dict[str, Any] = {"uri": self.uri, "key": key, "host": socket.gethostname()}
+            cause = errno.errorcode.get(error.errno or 0, type(error).__name__)
+            if isinstance(error, FileNotFoundError | NotADirectoryError):
+                if not os.path.isdir(self._root):
+                    raise ObjectNotFound(
+                        "no such folder on this host",
+                        hint="a local path must be there on every node: use a shared file system or object storage",
+                        **where,
+                    ) from error
+                raise ObjectNotFound("no such file", **where) from error
+            if isinstance(error, PermissionError):
+                raise AccessDenied("not allowed to open this file", **where) from error
+            if error.errno in (errno.EIO, errno.ESTALE, errno.ETIMEDOUT, errno.EAGAIN, errno.EINTR):
+                raise StoreUnavailable("the file system failed", cause=cause, **where) from error
+            hint = "free space there, or choose another place" if error.errno in (errno.ENOSPC, errno.EDQUOT) else ""
+            said = f": {os.strerror(error.errno)}" if error.errno else ""
+            raise StoreError(f"the file system refused{said}", hint=hint, cause=cause, **where) from error
+
+
+class _LocalUpload:
+    """A file being written beside its place."""
+
+    def __init__(self, store: LocalStore, key: str, path: str) -> None:
+        self._store = store
+        self._key = key
+        self._path = path
+        self._temp, self._file = open_locked(os.path.dirname(path))
+        self._open = True
+
+    def write(self, data: memoryview) -> None:
+        self._check_open()
+        with self._store._translated(self._key):
+            data = data.cast("B") if data.ndim != 1 or data.format != "B" else data
+            while len(data):
+                data = data[os.write(self._file, data) :]
+
+    def complete(self) -> ObjectInfo:
+        self._check_open()
+        with self._store._translated(self._key):
+            os.fsync(self._file)
+            os.rename(self._temp, self._path)
+            info = _info(self._key, os.fstat(self._file))
+            os.close(self._file)
+            self._open = False
+            folder = os.open(os.path.dirname(self._path), os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
+            try:
+                os.fsync(folder)
+            finally:
+                os.close(folder)
+        return info
+
+    def discard(self) -> None:
+        """Remove what was written, unless it is complete. Does not raise."""
+        if self._open:
+            self._open = False
+            os.close(self._file)
+            with contextlib.suppress(OSError):
+                os.unlink(self._temp)
+
+    def _check_open(self) -> None:
+        if not self._open:
+            raise StoreError("the upload is over", uri=self._store.uri, key=self._key)
+
+
+def _allowed_roots(root: str) -> Iterator[str]:
+    """Where a file of `root` may really be: below it, or in the blob folder of the Hugging Face cache it is in.
+
+    In that cache `snapshots/<revision>/model.safetensors` is a link to `../../blobs/<digest>`; refusing it would
+    refuse the layout most checkpoints have on disk. Nothing else outside the root is reachable by a link.
+    """
+    real = os.path.realpath(root)
+    yield real
+    parent = os.path.dirname(real)
+    while parent != os.path.dirname(parent):
+        if os.path.basename(parent) == "snapshots":
+            yield os.path.join(os.path.dirname(parent), "blobs")
+        parent = os.path.dirname(parent)
+
+
+def _info(key: str, facts: os.stat_result) -> ObjectInfo:
+    return ObjectInfo(key, facts.st_size, f"{facts.st_size:x}-{facts.st_mtime_ns:x}-{facts.st_ino:x}")
+
+
+def _raise(error: OSError) -> None:
+    raise error

@@ -1,0 +1,288 @@
+"""S3 and compatible servers: boto3 for everything that is not hot, `wire` for the reads."""
+
+from __future__ import annotations
+
+import threading
+import time
+from collections.abc import Iterable, Iterator
+from contextlib import contextmanager, suppress
+from itertools import accumulate, pairwise
+from typing import TYPE_CHECKING, Any
+
+from storage.errors import AccessDenied, CredentialsExpired, ObjectChanged, ObjectNotFound, RangeMismatch, StoreError
+from storage.store_ref import Credentials, StoreRef
+from storage.stores.connections import find_proxy
+from storage.stores.object_store import ByteRange, ObjectInfo, check_key, cut
+from storage.stores.read_limit import ReadLimit
+from storage.stores.s3.answers import (
+    asking,
+    checksums_of_head,
+    composites_of_head,
+    md5_header,
+    normal_etag,
+    object_info,
+    store_error,
+)
+from storage.stores.s3.session import S3Session, S3Sessions
+from storage.stores.s3.signing import Route, find_route, sign_get
+from storage.stores.s3.upload import S3Upload
+from storage.stores.s3.wire import Endpoint, WireClient
+
+if TYPE_CHECKING:
+    from mypy_boto3_s3.client import S3Client
+
+
+MAX_PARTS = 10_000  # of one object, by S3's own rules
+
+
+def part_ends(client: S3Client, bucket: str, key: str, etag: str | None) -> tuple[int, ...]:
+    """Where the parts end; () for an object of another version, or of which the server does not say.
+
+    One request per thousand parts. Raises botocore's errors.
+    """
+    asked: dict[str, Any] = {"Bucket": bucket, "Key": key, "ObjectAttributes": ["ETag", "ObjectParts", "ObjectSize"]}
+    sizes_bytes: list[int] = []
+    while True:
+        answer: Any = client.get_object_attributes(**asked)
+        parts = answer.get("ObjectParts", {})
+        page = [part.get("Size", 0) for part in parts.get("Parts", [])]
+        sizes_bytes += page
+        if normal_etag(answer.get("ETag")) != etag or len(sizes_bytes) > MAX_PARTS:
+            return ()
+        if not (page and parts.get("IsTruncated")):
+            return ends_of_parts(sizes_bytes, answer.get("ObjectSize", 0))
+        asked["PartNumberMarker"] = parts.get("NextPartNumberMarker", 0)
+
+
+def ends_of_parts(sizes_bytes: Iterable[int], object_bytes: int) -> tuple[int, ...]:
+    """Where parts of these sizes end; () when together they are not the object."""
+    ends = tuple(accumulate(sizes_bytes))
+    rising = all(one < other for one, other in pairwise((0, *ends)))
+    return ends if rising and ends and ends[-1] == object_bytes else ()
+
+
+_PART_BYTES = 32 << 20  # of a multipart upload: 10,000 parts make 312 GiB
+_MAX_LIST_PAGE = 1000
+MAX_LISTED_KEYS = 1_000_000  # below one root: a model has a thousand
+MAX_EMPTY_PAGES = 1000
+MAX_LISTING_S = 600.0  # waited for all pages of one listing
+
+
+class S3Store:
+    """One prefix of one bucket. Thread-safe."""
+
+    def __init__(
+        self,
+        ref: StoreRef,
+        credentials: Credentials | None = None,
+        *,
+        read_timeout_s: float = 20.0,
+        connect_timeout_s: float = 5.0,
+        page_size: int = _MAX_LIST_PAGE,
+        part_bytes: int = _PART_BYTES,
+    ) -> None:
+        """Nothing is asked of the store yet. Without `credentials` the AWS credential chain of this process is used.
+
+        Raises AccessDenied for a profile that is not configured here, StoreError for a CA bundle that cannot be read.
+        """
+        self.uri = ref.uri
+        self._ref = ref
+        self._page_size = page_size
+        self._part_bytes = part_bytes
+        self._read_timeout_s = read_timeout_s
+        self._connect_timeout_s = connect_timeout_s
+        self._prefix = f"{ref.prefix}/" if ref.prefix else ""
+        self._lock = threading.Lock()
+        self._wire: WireClient | None = None
+        self._route: Route | None = None
+        self._sessions = S3Sessions(ref, credentials, read_timeout_s, connect_timeout_s)
+
+    @property
+    def _client(self) -> S3Client:
+        return self._sessions.now.client
+
+    def stat(self, key: str) -> ObjectInfo:
+        """Size, ETag and the checksums the server gives for the whole object. One request when the object exists."""
+        try:
+            with self._asking(key):
+                head = self._client.head_object(
+                    Bucket=self._ref.bucket, Key=self._full_key(key), ChecksumMode="ENABLED"
+                )
+                checksums, composites = checksums_of_head(head), composites_of_head(head)
+                return object_info(key, head["ContentLength"], head.get("ETag"), checksums, composites)
+        except ObjectNotFound as error:
+            raise self._which_is_missing(error) from error
+        except AccessDenied as error:
+            # The answer to a HEAD has no body, and so no code: a read is told why.
+            if error.details.get("code") is None and not isinstance(error, CredentialsExpired):
+                with suppress(RangeMismatch):
+                    self.read_into(key, ByteRange(0, 1), memoryview(bytearray(1)))
+            raise
+
+    def part_ends(self, key: str, etag: str | None) -> tuple[int, ...]:
+        """See KeepsParts. One request per thousand parts; () also of another version than `etag`."""
+        with self._asking(key):
+            return part_ends(self._client, self._ref.bucket, self._full_key(key), etag)
+
+    def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
+        """Objects in key order. Those no `check_key` lets through (folder markers, "..") cannot be read: left out."""
+        return (info for info in self._listed(prefix) if _is_safe(info.key))
+
+    def left_out(self) -> Iterator[str]:
+        """Objects that `list` leaves out, but for the empty ones that stand for folders."""
+        keys = (info.key for info in self._listed(""))
+        return (key for key in keys if key and not key.endswith("/") and not _is_safe(key))
+
+    def _listed(self, prefix: str) -> Iterator[ObjectInfo]:
+        """Every key below the root that begins with `prefix`. Raises StoreError for a listing that does not end."""
+        asked_s, pages, keys = 0.0, 0, 0
+        with self._asking(prefix or None):
+            answers = iter(
+                self._client.get_paginator("list_objects_v2").paginate(
+                    Bucket=self._ref.bucket,
+                    Prefix=self._prefix + prefix,
+                    PaginationConfig={"PageSize": self._page_size},
+                )
+            )
+            while True:
+                since_s = time.monotonic()
+                page: Any = next(answers, None)
+                asked_s += time.monotonic() - since_s
+                if page is None:
+                    return
+                pages, found = pages + 1, page.get("Contents", [])
+                keys += len(found)
+                # Pages may be empty, of what was deleted in a bucket with versions; but not all of them.
+                if keys > MAX_LISTED_KEYS or pages > MAX_EMPTY_PAGES + keys or asked_s > MAX_LISTING_S:
+                    raise StoreError("the listing does not end", uri=self.uri, keys=keys, pages=pages)
+                for entry in found:
+                    yield object_info(entry["Key"].removeprefix(self._prefix), entry["Size"], entry.get("ETag"))
+
+    def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
+        """See ObjectStore. One GET, never retried but on a connection that the server had closed while it was idle."""
+        byte_range.check_buffer(buffer)
+        return self.read_pieces(key, byte_range, cut(buffer), etag=etag)
+
+    def read_pieces(
+        self,
+        key: str,
+        byte_range: ByteRange,
+        pieces: Iterable[memoryview],
+        *,
+        etag: str | None = None,
+        limit: ReadLimit | None = None,
+    ) -> str | None:
+        """See ReadsPieces; `read_into` for what is retried."""
+        full_key = self._full_key(key)
+        if not byte_range.size_bytes:
+            return etag
+        wire, route = self._open_wire()
+        session = self._sessions.now
+        with self._asking(key):
+            headers = {"Range": byte_range.http_header()}
+            if etag is not None:
+                headers["If-Match"] = f'"{etag}"'
+            path, signed = sign_get(route, session.credentials, full_key, headers, session.clock_offset_s)
+        try:
+            with self._renewing(session):
+                return wire.read_range(path, signed, byte_range, pieces, key=key, etag=etag, limit=limit)
+        except RangeMismatch as error:
+            # A server that ignores If-Match says "past the end" of an object that was replaced by a shorter one.
+            if error.details.get("status") == 416 and etag is not None:
+                found = self.stat(key).etag
+                if found != etag:
+                    raise ObjectChanged(
+                        "object is not the pinned version", uri=self.uri, key=key, expected=etag, found=found
+                    ) from error
+            raise
+
+    def put(self, key: str, data: bytes) -> ObjectInfo:
+        """One PUT; the server checks the MD5 that goes with it."""
+        with self._asking(key):
+            answer = self._client.put_object(
+                Bucket=self._ref.bucket, Key=self._full_key(key), Body=data, ContentMD5=md5_header(data)
+            )
+            return object_info(key, len(data), answer.get("ETag"))
+
+    @contextmanager
+    def upload(self, key: str) -> Iterator[S3Upload]:
+        """A multipart upload that is aborted unless it is completed; a small object becomes one PUT."""
+        upload = S3Upload(
+            self._client, self._ref.bucket, self._full_key(key), key, self.uri, self._part_bytes, self.stat
+        )
+        try:
+            yield upload
+        finally:
+            upload.abort()
+
+    def delete(self, key: str) -> None:
+        """One DELETE. In a bucket with versioning this hides the object and keeps its bytes."""
+        try:
+            with self._asking(key):
+                self._client.delete_object(Bucket=self._ref.bucket, Key=self._full_key(key))
+        except ObjectNotFound as error:
+            if error.details.get("code") != "NoSuchKey":  # S3 itself does not say so, others do
+                raise
+
+    def close(self) -> None:
+        """Close every connection. Idempotent."""
+        with self._lock:
+            wire, self._wire = self._wire, None
+        if wire is not None:
+            wire.close()
+        self._client.close()
+
+    @contextmanager
+    def _asking(self, key: str | None = None) -> Iterator[None]:
+        """For a block that asks with boto3; raises the errors of a store."""
+        with self._renewing(self._sessions.now), asking(uri=self.uri, key=key):
+            yield
+
+    @contextmanager
+    def _renewing(self, session: S3Session) -> Iterator[None]:
+        """CredentialsExpired comes out of the block when another try is made with others; else AccessDenied."""
+        try:
+            yield
+        except CredentialsExpired as error:
+            if self._sessions.renew(session, error):
+                raise
+            raise AccessDenied(error.message, hint=error.hint, **error.details) from error
+
+    def _full_key(self, key: str) -> str:
+        return self._prefix + check_key(key)
+
+    def _open_wire(self) -> tuple[WireClient, Route]:
+        with self._lock:
+            if self._wire is None or self._route is None:
+                with asking(uri=self.uri):
+                    self._route = find_route(self._client, self._ref.bucket)
+                proxy = find_proxy(self._client.meta.endpoint_url)  # of the URL that botocore looks at
+                self._wire = WireClient(
+                    Endpoint(self._route.host, self._route.port, self._route.tls, proxy),
+                    uri=self.uri,
+                    read_timeout_s=self._read_timeout_s,
+                    connect_timeout_s=self._connect_timeout_s,
+                    ca_bundle=self._sessions.now.ca_bundle or self._route.default_ca_bundle,
+                )
+            return self._wire, self._route
+
+    def _which_is_missing(self, error: StoreError) -> StoreError:
+        """A HEAD's 404 has no body to say whether the key or the bucket is missing: ask."""
+        try:
+            with asking(uri=self.uri):
+                self._client.head_bucket(Bucket=self._ref.bucket)
+        except ObjectNotFound:
+            return store_error(404, "NoSuchBucket", "", {}, uri=self.uri)
+        except AccessDenied:
+            pass
+        except StoreError:
+            return error
+        return store_error(404, "NoSuchKey", "", {}, uri=self.uri, key=error.details.get("key"))
+
+
+def _is_safe(key: str) -> bool:
+    try:
+        check_key(key)
+    except StoreError:
+        return False
+    return True

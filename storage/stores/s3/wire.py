@@ -1,0 +1,345 @@
+"""The body of an HTTP answer, from its socket straight into the caller's memory.
+
+A plain socket is told to wait for a whole piece at once (`MSG_WAITALL`): one system call and one release of the GIL for
+each piece instead of one for each packet. The kernel's own timer (`SO_RCVTIMEO`) ends the wait of a server that stalls.
+
+Ranges of objects over plain HTTP/1.1, straight into the caller's memory: the hot path of every S3 load.
+
+    read_range(path, headers, range, pieces, etag)
+        pooled connection --> send GET --> check_answer(status, headers) --> wire_body: recv into piece after piece
+             ^                                   |  refused: error body read (64 KiB at most), connection closed
+             +---- back to the pool only when every byte of the answer was read
+
+Through an HTTP proxy a connection to an https store is a tunnel, and a request to an http store names it whole.
+SDK bodies copy each byte two or three times; this copies none. What a server may get wrong (200 for a range,
+no If-Match, other range, other length, an encoding) is checked on every answer before a byte of it is stored.
+Nothing is retried here but one thing: a kept-alive connection that the server had closed meanwhile.
+"""
+
+from __future__ import annotations
+
+import contextlib
+import http.client
+import socket
+import ssl
+import struct
+import threading
+import time
+from collections.abc import Iterable, Mapping
+from dataclasses import dataclass
+from pathlib import Path
+from typing import Any
+
+from storage.errors import ReadEnded, ShortRead, StoreError, StoreUnavailable
+from storage.stores.connections import Proxy, proxy_refusal, tls_context
+from storage.stores.object_store import ByteRange
+from storage.stores.read_limit import ReadLimit
+from storage.stores.s3.answers import MAX_ERROR_BODY_BYTES, check_answer, connection_error, head_of, refusal
+
+_MIN_RATE_BYTES_PER_S = 64 << 10  # a body slower than this on average is a stuck one
+
+
+def set_receive_timer(sock: socket.socket, timeout_s: float) -> None:
+    """Bound every blocking receive on the socket. Python's own timeouts, which make it non-blocking, go past it."""
+    whole_s = int(timeout_s)
+    sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", whole_s, int((timeout_s - whole_s) * 1e6)))
+
+
+@dataclass(slots=True)
+class Received:
+    """How far a body has come, also when it breaks off."""
+
+    bytes: int = 0
+
+
+def receive(
+    sock: socket.socket,
+    response: http.client.HTTPResponse,
+    pieces: Iterable[memoryview],
+    timeout_s: float,
+    received: Received,
+    where: dict[str, Any],
+) -> None:
+    """Fill the pieces, one after the other, from the body, whose length was checked to be theirs.
+
+    `sock` is what the answer comes through. Raises ShortRead, StoreUnavailable for a body that drips, TimeoutError for
+    one that stalls; OSError. `received` is right after each of them.
+    """
+    body = response.fp
+    plain = not isinstance(sock, ssl.SSLSocket)
+    started_s = time.monotonic()
+    ahead = len(body.peek())  # what the reader of the head has taken in beyond it comes first
+    if plain:
+        sock.settimeout(None)
+    for piece in pieces:
+        rest = piece
+        while rest:
+            if ahead:
+                count = body.readinto1(rest[:ahead])
+                ahead -= count
+            else:
+                count = _receive_all(sock, rest) if plain else sock.recv_into(rest)
+            if not count:
+                raise ShortRead("the answer ended early", received_bytes=received.bytes, **where)
+            received.bytes += count
+            rest = rest[count:]
+            took_s = time.monotonic() - started_s
+            if took_s > timeout_s and received.bytes < took_s * _MIN_RATE_BYTES_PER_S:
+                raise StoreUnavailable(
+                    "the answer comes too slowly", cause="TimeoutError", received_bytes=received.bytes, **where
+                )
+    if plain:
+        sock.settimeout(timeout_s)
+    # Tells http.client that the body is over; without it the connection would refuse the next request.
+    response.close()
+
+
+def _receive_all(sock: socket.socket, buffer: memoryview) -> int:
+    """Bytes received: all of `buffer` unless the stream ended or the timer ran out."""
+    try:
+        return sock.recv_into(buffer, 0, socket.MSG_WAITALL)
+    except BlockingIOError:  # how the kernel says that the timer ran out before the first byte
+        raise TimeoutError("timed out") from None
+
+
+_RECEIVE_BUFFER_BYTES = 4 << 20
+_MAX_IDLE_S = 15.0  # servers and NATs drop idle connections silently, S3 after some 20 s
+
+
+@dataclass(frozen=True, slots=True)
+class Endpoint:
+    """Where requests for one bucket go."""
+
+    host: str
+    port: int
+    tls: bool
+    proxy: Proxy | None = None  # what they go through
+
+    def __str__(self) -> str:
+        return f"{'https' if self.tls else 'http'}://{self.address}"
+
+    @property
+    def address(self) -> str:
+        """host:port, as a request line has it."""
+        return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+
+
+class WireClient:
+    """Kept-alive connections to one endpoint. Thread-safe: each request has a connection to itself."""
+
+    def __init__(
+        self,
+        endpoint: Endpoint,
+        *,
+        uri: str,
+        read_timeout_s: float,
+        connect_timeout_s: float,
+        ca_bundle: str | None = None,
+        max_idle: int = 64,
+    ) -> None:
+        """`uri` is for messages. Raises StoreError when `ca_bundle` cannot be read."""
+        self.endpoint = endpoint
+        self._uri = uri
+        self._read_timeout_s = read_timeout_s
+        self._connect_timeout_s = connect_timeout_s
+        self._max_idle = max_idle
+        self._lock = threading.Lock()
+        self._idle: list[tuple[http.client.HTTPConnection, float]] = []  # with the time each came back
+        self._closed = False
+        self._tls: ssl.SSLContext | None = tls_context(ca_bundle, uri) if endpoint.tls else None
+        self._receive_buffer_bytes = _usable_receive_buffer_bytes()
+
+    def read_range(
+        self,
+        path: str,
+        headers: Mapping[str, str],
+        byte_range: ByteRange,
+        pieces: Iterable[memoryview],
+        *,
+        key: str,
+        etag: str | None,
+        limit: ReadLimit | None = None,
+    ) -> str | None:
+        """GET `path` (already percent-encoded) into `pieces` and return the answer's ETag (see ReadsPieces).
+
+        Raises the errors of a read.
+        """
+        where: dict[str, Any] = {"uri": self._uri, "key": key, "range": str(byte_range)}
+        limit = limit or ReadLimit()
+        received = Received()
+        try:
+            connection, sock, response = self._request(path, headers, limit)
+            try:
+                found = self._check(response, byte_range, etag, key)
+                receive(sock, response, pieces, self._read_timeout_s, received, where)
+            except BaseException:
+                # Whatever is unread on it would be taken for the next answer. The response holds the socket too.
+                limit.detach()
+                response.close()
+                connection.close()
+                raise
+        except (OSError, http.client.HTTPException, StoreUnavailable) as error:
+            if limit.ended:
+                raise ReadEnded(
+                    "the read was ended: its time was over, or its bytes were not wanted any more",
+                    received_bytes=received.bytes,
+                    **where,
+                ) from error
+            if isinstance(error, StoreUnavailable):
+                raise
+            raise self._translated(error, key, byte_range, received) from error
+        if limit.detach() or response.will_close:
+            connection.close()
+        else:
+            self._give_back(connection)
+        return found
+
+    def close(self) -> None:
+        """Close idle connections, and those in use when their request is done."""
+        with self._lock:
+            self._closed = True
+            idle, self._idle = self._idle, []
+        for connection, _ in idle:
+            connection.close()
+
+    def _translated(self, error: Exception, key: str, byte_range: ByteRange, received: Received) -> StoreError:
+        endpoint = str(self.endpoint)
+        found = connection_error(
+            error, uri=self._uri, endpoint=endpoint, timeout_s=self._read_timeout_s, proxy=self.endpoint.proxy
+        )
+        if received.bytes:
+            found = found.with_details(received_bytes=received.bytes)
+        return found.with_details(key=key, range=str(byte_range))
+
+    def _request(
+        self, path: str, headers: Mapping[str, str], limit: ReadLimit
+    ) -> tuple[http.client.HTTPConnection, socket.socket, http.client.HTTPResponse]:
+        """Send a GET and read the head of its answer. The connection is closed on every error."""
+        if self.endpoint.proxy is not None and not self.endpoint.tls:  # RFC 9112, 3.2.2: the absolute form
+            path, headers = f"{self.endpoint}{path}", {**headers, **self.endpoint.proxy.headers()}
+        connection = self._take_idle()
+        if connection is not None:
+            try:
+                return _exchange(connection, path, headers, limit)
+            except (ConnectionResetError, BrokenPipeError, ConnectionAbortedError):
+                pass  # closed by the server while it was idle; a GET is safe to send again
+        return _exchange(self._connect(limit), path, headers, limit)
+
+    def _connect(self, limit: ReadLimit) -> http.client.HTTPConnection:
+        endpoint = self.endpoint
+        connection: http.client.HTTPConnection
+        if self._tls is not None:
+            connection = http.client.HTTPSConnection(endpoint.host, endpoint.port, context=self._tls)
+        else:
+            connection = http.client.HTTPConnection(endpoint.host, endpoint.port)
+        peer = endpoint.proxy or endpoint
+        raw = socket.create_connection((peer.host, peer.port), timeout=self._connect_timeout_s)
+        try:
+            limit.attach(raw)
+            raw.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
+            if self._receive_buffer_bytes:
+                raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._receive_buffer_bytes)
+            set_receive_timer(raw, self._read_timeout_s)
+            sock = raw
+            if self._tls is not None:  # the handshake is under the connect timeout, and what the proxy does before it
+                if endpoint.proxy is not None:
+                    self._open_tunnel(raw, endpoint.proxy)
+                sock = self._tls.wrap_socket(raw, server_hostname=endpoint.host)
+            sock.settimeout(self._read_timeout_s)
+        except BaseException:
+            limit.detach()
+            raw.close()
+            raise
+        connection.sock = sock
+        # Without this http.client would quietly open a second connection, past the settings above, when the
+        # server has closed this one.
+        connection.auto_open = 0
+        return connection
+
+    def _open_tunnel(self, raw: socket.socket, proxy: Proxy) -> None:
+        """Have the proxy connect `raw` to the store (CONNECT, RFC 9110, 9.3.6). Raises ProxyRefused..."""
+        lines = [f"CONNECT {self.endpoint.address} HTTP/1.1", f"Host: {self.endpoint.address}", "User-Agent: longshore"]
+        lines += [f"{name}: {value}" for name, value in proxy.headers().items()]
+        raw.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
+        with http.client.HTTPResponse(raw, method="CONNECT") as answer:
+            answer.begin()
+            if not 200 <= answer.status < 300:
+                raise proxy_refusal(answer.status, uri=self._uri, endpoint=str(self.endpoint), proxy=str(proxy))
+
+    def _take_idle(self) -> http.client.HTTPConnection | None:
+        now_s = time.monotonic()
+        stale = []
+        found = None
+        with self._lock:
+            if self._closed:
+                raise StoreError("the store was closed", uri=self._uri)
+            while self._idle and found is None:
+                connection, since_s = self._idle.pop()
+                if now_s - since_s > _MAX_IDLE_S:
+                    stale.append(connection)
+                else:
+                    found = connection
+        for connection in stale:
+            connection.close()
+        return found
+
+    def _give_back(self, connection: http.client.HTTPConnection) -> None:
+        with self._lock:
+            if not self._closed and len(self._idle) < self._max_idle:
+                self._idle.append((connection, time.monotonic()))
+                return
+        connection.close()
+
+    def _check(
+        self, response: http.client.HTTPResponse, byte_range: ByteRange, etag: str | None, key: str
+    ) -> str | None:
+        headers = head_of(response.getheaders(), uri=self._uri, key=key)
+        if response.status in (200, 206):
+            if ("content-length" not in headers or "etag" not in headers) and not _has_more(response):
+                # http.client takes the end of the stream for the end of the head: what is missing was cut off.
+                raise StoreUnavailable("the answer ended in its head", cause="EOFError", uri=self._uri, key=key)
+            return check_answer(
+                response.status, headers, byte_range, etag, uri=self._uri, key=key, range=str(byte_range)
+            )
+        body = b""
+        with contextlib.suppress(OSError, http.client.HTTPException):  # the status says enough
+            body = response.read(MAX_ERROR_BODY_BYTES)
+        raise refusal(response.status, headers, body, etag, uri=self._uri, key=key, range=str(byte_range))
+
+
+def _exchange(
+    connection: http.client.HTTPConnection, path: str, headers: Mapping[str, str], limit: ReadLimit
+) -> tuple[http.client.HTTPConnection, socket.socket, http.client.HTTPResponse]:
+    """The connection is closed on every error. Its socket is handed out apart: an answer that ends with the
+    connection takes it over.
+    """
+    sock: socket.socket = connection.sock
+    try:
+        limit.attach(sock)
+        connection.putrequest("GET", path, skip_host=True, skip_accept_encoding=True)
+        for name, value in headers.items():
+            connection.putheader(name, value)
+        connection.endheaders()
+        return connection, sock, connection.getresponse()
+    except BaseException:
+        limit.detach()
+        connection.close()
+        raise
+
+
+def _has_more(response: http.client.HTTPResponse) -> bool:
+    """Whether any byte follows the head; waits for it as long as a read may take."""
+    return response.fp is not None and bool(response.fp.peek(1))
+
+
+def _usable_receive_buffer_bytes() -> int:
+    """What to ask of SO_RCVBUF; 0 to leave the kernel's own tuning alone.
+
+    Asking turns the tuning off, and the kernel cuts the wish to `rmem_max` without a word: with the usual
+    208 KiB that would throttle every connection with some latency.
+    """
+    try:
+        limit = int(Path("/proc/sys/net/core/rmem_max").read_text())
+    except (OSError, ValueError):
+        return 0
+    return _RECEIVE_BUFFER_BYTES if limit >= _RECEIVE_BUFFER_BYTES else 0
