@@ -40,8 +40,7 @@ _HEAD = re.compile(r"[^/?#@\s]*:/+")  # "s3://"; with one slash it is a slip of 
 _SCHEMES_WITH_AT = ("az:", "abfs:", "abfss:")  # az://container@account is how Azure writes a place
 _HOST_AND_PORT = re.compile(r"(\[[^\]@]*\]|[^:\[\]]*)(:[0-9]{0,5})?")
 _BARE_QUERY = re.compile(r"\?[^/?]*=")  # of a URL that was pasted without its scheme
-_BARE_PASSWORD = re.compile(r"[^/\s]*:[^/\s]*@")
-_WORD = re.compile(r"[^\s'\"<>(),;]*[?#@][^\s'\"<>(),;]*")
+_WORD = re.compile(r"[^\s'\"<>(),;]+")
 _HIDDEN = "<hidden>"
 _SECRETS = (
     (re.compile(r"-----BEGIN [A-Z ]*PRIVATE KEY-----(?s:.)*?(?:-----END [A-Z ]*PRIVATE KEY-----|\Z)"), _HIDDEN),
@@ -67,7 +66,8 @@ def printable_uri(uri: str) -> str:
     head = _HEAD.match(uri)
     if head is None:
         place = _BARE_QUERY.split(uri, maxsplit=1)[0]
-        return place.rpartition("@")[2] if _BARE_PASSWORD.match(uri) else place
+        has_password = "@" in re.split(r"[/\s]", uri, maxsplit=1)[0].partition(":")[2]
+        return place.rpartition("@")[2] if has_password else place
     place = re.split(r"[?#]", uri[head.end() :], maxsplit=1)[0]
     authority = "" if head[0].lower() == "file:///" else place.partition("/")[0]
     user, at, host = authority.rpartition("@")
@@ -84,7 +84,7 @@ def printable_uri(uri: str) -> str:
 
 def without_secrets(text: str) -> str:
     """Return a text without what looks like a password, a token or a signature, and with each URI in it printable."""
-    text = _WORD.sub(lambda word: printable_uri(word[0]), text)
+    text = _WORD.sub(lambda word: printable_uri(word[0]) if any(c in word[0] for c in "?#@") else word[0], text)
     for pattern, instead in _SECRETS:
         text = pattern.sub(instead, text)
     return text
