@@ -9,7 +9,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
 from actors.names import COORDINATOR, NAMESPACE, agent_name
 from cluster.errors import AgentEnded, ClusterLost
-from cluster.joining.remote_errors import unwrapped
+from cluster.joining.node_tasks import unwrapped
 from cluster.messages import (
     UNVERSIONED,
     AgentBeat,

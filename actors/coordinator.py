@@ -32,20 +32,19 @@ from actors.coordination.saved_load import save
 from actors.coordination.strays import StrayWatch
 from actors.coordination.watching import ChunkMaps, events_after
 from actors.metrics import MetricsServer
-from cluster.config import Config
+from cluster.config import Config, TrustPolicy
 from cluster.errors import ConfigError, LoadCancelled, ModelNotFound, VersionMismatch
-from cluster.load_request import LoadRequest, StoreAccess
-from cluster.logs import RepeatedWork, configure_logs
 from cluster.messages import UNVERSIONED, AgentBeat, GroupMember, check_version, pack_message, unpack_message
 from cluster.node_settings import NodeSettings
-from cluster.preview.held_chunks import Holdings
-from cluster.reports.chunk_map import ChunkMap
-from cluster.reports.event_log import LoadEvent
-from cluster.reports.report import ClusterStatus, LoadProgress, LoadReport
+from cluster.plans.chunk_keys import Holdings
+from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life, LoadState
 from cluster.scheduling.topology import NodeInfo, resolve_device
-from cluster.trust import TrustPolicy
+from cluster.telemetry.chunk_map import ChunkMap
+from cluster.telemetry.event_log import LoadEvent
+from cluster.telemetry.logs import RepeatedWork, configure_logs
+from cluster.telemetry.report import ClusterStatus, LoadProgress, LoadReport
 from longshore.install_check import check_packages
 from longshore.version import PROTOCOL_VERSION, __version__
 from storage.errors import LongshoreError

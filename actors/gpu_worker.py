@@ -28,12 +28,11 @@ from actors.rank.hosted_load import HostedLoad
 from actors.rank.user_function import run_function
 from actors.rank_link import AgentLink
 from cluster.errors import LoadCancelled, ModelNotFound
-from cluster.load_request import StoreAccess
-from cluster.logs import RepeatedWork, configure_logs
 from cluster.messages import RankJob, Version
-from cluster.reports.report import RankReport
-from cluster.tensor_batches import Cursor, Entry, TensorBatch, cut_batch
-from cluster.user_values import Packed, Raised
+from cluster.request import StoreAccess
+from cluster.telemetry.logs import RepeatedWork, configure_logs
+from cluster.telemetry.report import RankReport
+from cluster.user_values import Cursor, Entry, Packed, Raised, TensorBatch, cut_batch
 from longshore.install_check import check_packages
 from longshore.version import VERSION
 from storage.errors import LongshoreError

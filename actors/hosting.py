@@ -33,27 +33,25 @@ from actors.devices.mapped_device import open_mapped_rank
 from actors.names import NAMESPACE, agent_name
 from actors.rank.executor import RankLoader
 from actors.shard import RankShard
-from cluster.argument_types import checks_arguments
-from cluster.config import Config
+from cluster.config import Config, TrustPolicy
 from cluster.device_map.options import GivenMap, GivenMemory
 from cluster.errors import AgentEnded, ClusterLost, ConfigError, LoadTimeout
 from cluster.fit.needs import min_slots
 from cluster.fit.options import STRICT, FitOptions
+from cluster.joining.node_tasks import unwrapped
 from cluster.joining.patience import LOOK_S, Patience, checked_timeout
 from cluster.joining.ray_private import started_here
-from cluster.joining.remote_errors import unwrapped
 from cluster.layouts.live_rules import with_live_rules
 from cluster.layouts.mesh import Layout
-from cluster.layouts.rules_file import LayoutRules
-from cluster.load_request import LoadRequest
+from cluster.layouts.rules import LayoutRules
 from cluster.messages import GroupMember, JoinReply, NodeFacts, NodeJob, RankHello, RankJob, unpack_message
-from cluster.metrics.labels import model_label
 from cluster.plans.packed_plan import pack_shared
-from cluster.plans.prepare import prepare_plan
+from cluster.plans.planning import prepare_plan
 from cluster.plans.rank_plans import RankFacts, rank_facts
 from cluster.precision.recipes import Dtype, make_precision
-from cluster.request import StoreOptions, make_request
-from cluster.trust import TrustPolicy
+from cluster.public_functions import checks_arguments
+from cluster.request import LoadRequest, StoreOptions, make_request
+from cluster.telemetry.families import model_label
 from storage.errors import RevisionMismatch
 from storage.host.processes import ProcessId
 from storage.store_ref import Credentials

@@ -23,8 +23,7 @@ from cluster.joining.patience import LOOK_S, UNLIMITED, Patience
 from cluster.joining.ray_private import actor_table
 from cluster.messages import check_version
 from cluster.node_settings import NodeSettings
-from cluster.process_logs.log_files import KINDS
-from cluster.process_logs.log_lines import LogProcess
+from cluster.telemetry.process_logs import KINDS, LogProcess
 from longshore.install_check import PackageShadowed, check_packages
 from storage.errors import LongshoreError
 from storage.problems import install_hint

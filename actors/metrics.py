@@ -24,10 +24,9 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from cluster.config import Config
-from cluster.metrics.families import BUCKETS_S, FAMILIES, Family, Kind
-from cluster.metrics.load_tally import Durations
-from cluster.metrics.samples import Coordinator, Sample, samples
-from cluster.metrics.tally import Books, Tally
+from cluster.telemetry.families import BUCKETS_S, FAMILIES, Family, Kind
+from cluster.telemetry.samples import Coordinator, Sample, samples
+from cluster.telemetry.tally import Books, Durations, Tally
 from longshore.version import __version__
 from storage.host.memory import own_bytes
 

@@ -1,6 +1,6 @@
 """The names by which actors find each other. All live in one Ray namespace, detached: nobody owns anybody."""
 
-from cluster.process_logs.log_lines import LogProcess
+from cluster.telemetry.process_logs import LogProcess
 
 NAMESPACE = "longshore"
 COORDINATOR = "coordinator"

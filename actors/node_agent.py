@@ -26,7 +26,6 @@ from actors.node.survivors import Survivors
 from actors.rank_link import CoordinatorLink
 from cluster.config import Config
 from cluster.errors import AgentEnded, VersionMismatch
-from cluster.logs import LogFields, RepeatedWork, configure_logs
 from cluster.messages import (
     BeatReply,
     JoinReply,
@@ -41,9 +40,10 @@ from cluster.messages import (
     unpack_message,
 )
 from cluster.node_settings import NodeSettings, node_name
-from cluster.preview.held_chunks import HeldChunks, key_blocks
-from cluster.reports.chunk_map import NodeView
-from cluster.reports.report import NodeReport
+from cluster.plans.chunk_keys import HeldChunks, key_blocks
+from cluster.telemetry.chunk_map import NodeView
+from cluster.telemetry.logs import LogFields, RepeatedWork, configure_logs
+from cluster.telemetry.report import NodeReport
 from longshore.install_check import check_packages
 from longshore.version import __version__
 from storage.arena.arena import Arena

@@ -15,7 +15,7 @@ if TYPE_CHECKING:
     from cluster.config import Config
     from cluster.messages import NodeJob, RankJob
     from cluster.plans.read_items import ReadItems
-    from cluster.reports.report import NodeReport, RankReport
+    from cluster.telemetry.report import NodeReport, RankReport
 
 
 class NoDevice(CpuDevice):
@@ -80,7 +80,7 @@ class ArenaLoad:
         from cluster.layouts.mesh import Layout
         from cluster.messages import NodeJob, RankJob
         from cluster.plans.packed_plan import pack_shared
-        from cluster.plans.prepare import prepare_plan
+        from cluster.plans.planning import prepare_plan
         from cluster.request import StoreOptions, make_request
 
         config = self._config

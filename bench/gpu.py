@@ -27,7 +27,7 @@ from bench.run_folder import run_folder
 from bench.sample import NoRoom, make_models
 from bench.spec import Spec
 from bench.tuning import find_best
-from cluster.command_line.demo_sandbox import sandbox
+from cluster.command_line.demo import sandbox
 from cluster.joining.interrupts import sigterm_interrupts
 
 _TIMEOUT_S = 300.0

@@ -14,14 +14,14 @@ from cluster.fit.needs import min_slots
 from cluster.layouts.mesh import Layout
 from cluster.messages import FetchSettings, NodeJob, RankJob
 from cluster.plans.packed_plan import pack_shared
-from cluster.plans.prepare import prepare_plan
+from cluster.plans.planning import prepare_plan
 from cluster.precision.recipes import Precision
 from cluster.request import StoreOptions, make_request
 
 if TYPE_CHECKING:
     import torch
 
-    from cluster.reports.report import RankReport
+    from cluster.telemetry.report import RankReport
 
 _LOAD_ID = "bench"
 

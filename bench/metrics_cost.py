@@ -18,12 +18,10 @@ from prometheus_client import CollectorRegistry, generate_latest
 from actors.metrics import TallyCollector
 from bench.arguments import positive_int
 from cluster.messages import AgentBeat, LoadBeat, RankBeat
-from cluster.metrics.figures import SOURCES, LoadCounters, NodeFigures, NodeMemory
-from cluster.metrics.load_tally import LoadView
-from cluster.metrics.tally import Tally
-from cluster.reports.node_report import ArenaUse
-from cluster.reports.rank_report import StageTimes
 from cluster.scheduling.load_state import LoadState, RankLife
+from cluster.telemetry.figures import SOURCES, LoadCounters, NodeFigures, NodeMemory
+from cluster.telemetry.rank_report import ArenaUse, StageTimes
+from cluster.telemetry.tally import LoadView, Tally
 from storage.arena.chunk_cache import CacheStats
 from storage.disk.tier import DiskStats
 from storage.host.gpu_memory import GpuMemory

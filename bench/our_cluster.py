@@ -60,8 +60,8 @@ def our_cluster(spec: Spec, config: Config) -> Iterator[Any]:
     """A local cluster with a coordinator; the connection to it."""
     import ray  # noqa: F401  (missing: said before anything is started)
 
-    from cluster.command_line.demo_sandbox import sandbox
-    from cluster.connection import connect, disconnect
+    from cluster.command_line.demo import sandbox
+    from cluster.joining.connection import connect, disconnect
 
     os.environ["RAY_AUTH_MODE"] = "disabled"
     os.environ["RAY_USAGE_STATS_ENABLED"] = "0"

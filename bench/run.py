@@ -35,7 +35,7 @@ from bench.sample import TUNING_BUCKET, Models, NoRoom, make_models
 from bench.spec import Source, Spec
 from bench.tables import check_docs, markdown, rewrite_docs, terminal
 from bench.tuning import find_best
-from cluster.command_line.demo_sandbox import sandbox
+from cluster.command_line.demo import sandbox
 from cluster.joining.interrupts import sigterm_interrupts
 
 SIZE, SMALL_SIZE = "2GB", "40MB"

@@ -27,9 +27,9 @@ import numpy as np
 
 import cluster
 from bench.arguments import output_file, positive_int
-from cluster.connection import disconnect
+from cluster.command_line.sample_checkpoint import write_llama_checkpoint
+from cluster.joining.connection import disconnect
 from cluster.residents import release_warm
-from cluster.sample_checkpoint import write_llama_checkpoint
 
 MIB = 1 << 20
 SMALL: dict[str, Any] = {

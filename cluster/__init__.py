@@ -52,9 +52,6 @@ if TYPE_CHECKING:
     from cluster.preview.plan_ahead import aplan as aplan
     from cluster.preview.plan_ahead import plan as plan
     from cluster.preview.plan_summary import PlanSummary as PlanSummary
-    from cluster.reports.report import ClusterStatus as ClusterStatus
-    from cluster.reports.report import LoadProgress as LoadProgress
-    from cluster.reports.report import LoadReport as LoadReport
     from cluster.residents import arelease as arelease
     from cluster.residents import astatus as astatus
     from cluster.residents import release as release
@@ -62,6 +59,9 @@ if TYPE_CHECKING:
     from cluster.signing import asign as asign
     from cluster.signing import generate_key as generate_key
     from cluster.signing import sign as sign
+    from cluster.telemetry.report import ClusterStatus as ClusterStatus
+    from cluster.telemetry.report import LoadProgress as LoadProgress
+    from cluster.telemetry.report import LoadReport as LoadReport
     from longshore.install_check import PackageShadowed as PackageShadowed
     from longshore.version import __version__ as __version__
     from storage.errors import AccessDenied as AccessDenied
@@ -126,7 +126,7 @@ _EXPORTS = {
     "cluster.model": "LoadedModel",
     "cluster.preview.plan_ahead": "aplan plan",
     "cluster.preview.plan_summary": "PlanSummary",
-    "cluster.reports.report": "ClusterStatus LoadProgress LoadReport",
+    "cluster.telemetry.report": "ClusterStatus LoadProgress LoadReport",
     "cluster.residents": "arelease astatus release status",
     "cluster.signing": "asign generate_key sign",
     "longshore.install_check": "PackageShadowed",

@@ -3,17 +3,18 @@
 from __future__ import annotations
 
 import os
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
+from dataclasses import dataclass, field
 from ipaddress import ip_address
 from typing import Any
 
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, ValidationInfo, field_validator
 
 from cluster.errors import ConfigError
-from cluster.logs import LogFormat, LogLevel, LogSettings
+from cluster.telemetry.logs import LogFormat, LogLevel, LogSettings
 from cluster.units import parse_bytes
-from storage.errors import InvalidKey
-from storage.publishing.signing import trusted_key
+from storage.errors import InvalidKey, UnknownSigner
+from storage.publishing.signing import TrustedKey, key_id, trusted_key
 from storage.source_rules import ANY, DEFAULT_SCHEMES, SourceRules, with_own_endpoint
 
 ENV_PREFIX = "LONGSHORE_"
@@ -105,7 +106,7 @@ class Config(BaseModel):
 
     @property
     def logs(self) -> LogSettings:
-        """For `cluster.logs.configure_logs`."""
+        """For `cluster.telemetry.logs.configure_logs`."""
         return self.log_format, self.log_level
 
     @field_validator("metrics_host")
@@ -203,3 +204,33 @@ def _refusal(error: ValidationError, prefix: str = "") -> ConfigError:
     found = ((".".join(map(str, e["loc"])), e["msg"]) for e in error.errors())
     problems = "; ".join(f"{prefix}{name.upper() if prefix else name}: {said}" for name, said in found)
     return ConfigError(f"bad settings: {problems}")
+
+
+@dataclass(frozen=True, slots=True)
+class TrustPolicy:
+    """What one process allows. The default: the usual schemes, and unsigned manifests."""
+
+    sources: SourceRules = field(default_factory=SourceRules)
+    keys: tuple[str, ...] = ()  # as `trusted_key` writes them; empty: manifests need no signature
+
+    @classmethod
+    def of(cls, config: Config) -> TrustPolicy:
+        """As the settings say."""
+        return cls(config.source_rules(), config.public_keys())
+
+    def keys_for(self, asked: Sequence[str]) -> tuple[str, ...]:
+        """The keys that count for a request that trusts `asked`: it may narrow the list and never widen it.
+
+        Raises UnknownSigner when nobody is trusted by both.
+        """
+        if not self.keys or not asked:
+            return self.keys or tuple(asked)
+        own, wanted = ([TrustedKey.parse(key) for key in keys] for keys in (self.keys, asked))
+        both = dict.fromkeys(str(one.both(other)) for other in wanted for one in own if one.public == other.public)
+        if not both:
+            raise UnknownSigner(
+                "no key is trusted both by the request and by the cluster's settings",
+                hint="LONGSHORE_TRUSTED_KEYS of the coordinator's node lists the cluster's",
+                trusted=",".join(sorted(key_id(key.public) for key in own)[:8]),
+            )
+        return tuple(both)

@@ -19,10 +19,10 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.errors import VersionMismatch
-from cluster.load_request import StoreAccess
-from cluster.metrics.figures import EndedPart, LoadCounters, NodeFigures, RankFigures
-from cluster.reports.node_report import ArenaUse
-from cluster.reports.report import SettingStatus
+from cluster.request import StoreAccess
+from cluster.telemetry.figures import EndedPart, LoadCounters, NodeFigures, RankFigures
+from cluster.telemetry.rank_report import ArenaUse
+from cluster.telemetry.report import SettingStatus
 from longshore.version import VERSION
 from storage.errors import LongshoreError
 from storage.host.gpu_memory import GpuMemory
@@ -96,12 +96,12 @@ class NodeJob:
     record: bytes  # the coordinator's own notes, handed back to a coordinator that lost them
     placement: str = "via_arena"  # see LoadRequest
     most_requests: int = 16  # in flight, of one rank
-    hedge_factor: float = 0.0  # see cluster.scheduling.hedging; 0: no chunk is fetched by two at once
+    hedge_factor: float = 0.0  # see cluster.scheduling.concurrency; 0: no chunk is fetched by two at once
     hedge_after_s: float = 0.0
     incarnations: tuple[int, ...] = ()  # of `ranks`: earlier ones have nothing to say, also to an agent that is new
     again: bool = False  # an agent was told this before, and was restarted
     replaced: bool = False  # before that, some rank's process was replaced
-    model: str = ""  # what it is counted under (`cluster.metrics.labels`)
+    model: str = ""  # what it is counted under (`cluster.telemetry.families`)
     process: ProcessId | None = None  # that hosts its rank and ends it, by its death at the latest
     group: GroupMember | None = None  # of that process
 
@@ -125,7 +125,7 @@ class RankJob:
     placement: str = "via_arena"  # see LoadRequest
     mapped: bool = False  # the plan has a device map
     offload_folder: str = ""  # of the device map
-    logs: tuple[str, str] = ("", "")  # see cluster.logs.LogSettings
+    logs: tuple[str, str] = ("", "")  # see cluster.telemetry.logs.LogSettings
 
 
 Words = tuple[tuple[str, str], ...]  # (arena path, agent) by whose word ranks of a process use that arena

@@ -14,7 +14,7 @@ from pathlib import Path
 
 from cluster.config import ENV_PREFIX, NO_KEYS, Config
 from cluster.errors import ConfigError
-from cluster.reports.report import DEFAULT, SettingStatus
+from cluster.telemetry.report import DEFAULT, SettingStatus
 from storage.publishing.signing import TrustedKey, key_id, with_absolute_files
 
 # What agents go by: those of other nodes may differ. The first four are theirs alone.

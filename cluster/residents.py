@@ -4,18 +4,17 @@ from __future__ import annotations
 
 from dataclasses import dataclass
 
-from cluster.argument_types import checks_arguments
-from cluster.async_twins import in_thread
 from cluster.config import Config
-from cluster.connection import Connection, connect
 from cluster.errors import ClusterLost, NoCoordinator
+from cluster.joining.connection import Connection, connect
 from cluster.joining.ray_join import import_ray
-from cluster.load_request import LoadRequest
 from cluster.model import LoadedModel, give_up_handles
-from cluster.reports.chunk_map import ChunkMap
-from cluster.reports.event_log import LoadEvent
-from cluster.reports.rank_report import Jsonable
-from cluster.reports.report import ClusterStatus
+from cluster.public_functions import checks_arguments, in_thread
+from cluster.request import LoadRequest
+from cluster.telemetry.chunk_map import ChunkMap
+from cluster.telemetry.event_log import LoadEvent
+from cluster.telemetry.rank_report import Jsonable
+from cluster.telemetry.report import ClusterStatus
 
 LONGEST_WAIT_S = 30.0  # for news, in one call
 

@@ -6,11 +6,10 @@ import os
 from contextlib import closing
 from dataclasses import dataclass
 
-from cluster.argument_types import checks_arguments
-from cluster.async_twins import in_thread
 from cluster.config import Config
-from cluster.reports.rank_report import Jsonable
+from cluster.public_functions import checks_arguments, in_thread
 from cluster.request import StoreOptions, open_uri, read_signed_name
+from cluster.telemetry.rank_report import Jsonable
 from storage.checkpoints.checkpoint import check_manifest_size
 from storage.checkpoints.checkpoint_files import read_whole
 from storage.checkpoints.manifest import MANIFEST_KEY, parse_manifest

@@ -11,11 +11,11 @@ from collections.abc import Sequence
 from longshore.install_check import PackageShadowed, check_packages
 
 EXIT_INTERRUPTED = 130
-EXIT_SHADOWED = 7  # both as in cluster.command_line.exit_codes, which cannot be imported when this is needed
+EXIT_SHADOWED = 7  # both as in cluster.command_line.answers, which cannot be imported when this is needed
 
 
 def main(argv: Sequence[str] | None = None) -> int:
-    """Run one command line and return its exit code (the table is in `cluster.command_line.exit_codes`)."""
+    """Run one command line and return its exit code (the table is in `cluster.command_line.answers`)."""
     try:
         check_packages()
     except PackageShadowed as error:

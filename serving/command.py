@@ -11,8 +11,8 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.config import Config
-from cluster.connection import connect
 from cluster.errors import ClusterError, ClusterLost, PackageMissing
+from cluster.joining.connection import connect
 from longshore.version import __version__
 from serving.settings import ServingSettings
 from storage.problems import install_hint

@@ -7,7 +7,7 @@ import json
 from collections.abc import AsyncIterator
 from typing import Any
 
-from cluster.reports.report import ModelStatus
+from cluster.telemetry.report import ModelStatus
 from serving.problems import status_of
 from serving.service import Service
 from storage.errors import LongshoreError

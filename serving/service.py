@@ -20,11 +20,11 @@ from cluster.config import Config
 from cluster.errors import ClusterLost, ConfigError, ModelNotFound
 from cluster.preview import plan_ahead
 from cluster.preview.plan_summary import PlanSummary
-from cluster.reports.chunk_map import ChunkMap
-from cluster.reports.event_log import LoadEvent
-from cluster.reports.report import ClusterStatus, LoadProgress, ModelStatus
 from cluster.request import StoreOptions
 from cluster.residents import Released
+from cluster.telemetry.chunk_map import ChunkMap
+from cluster.telemetry.event_log import LoadEvent
+from cluster.telemetry.report import ClusterStatus, LoadProgress, ModelStatus
 from serving.schemas import LoadBody, ModelBody, PlanBody
 from serving.settings import ServingSettings
 from serving.shared_answer import SharedAnswer

@@ -15,10 +15,9 @@ from actors.coordination.node_agents import NodeAgents
 from actors.coordination.promised import claims_of, new_workers, promise
 from cluster.config import Config
 from cluster.errors import DoesNotFit, DoesNotFitNow
-from cluster.fit.host_room import Claim, larger_claims
-from cluster.fit.needs import PlannedRanks, check_fit, host_bytes
-from cluster.load_request import LoadRequest
+from cluster.fit.needs import Claim, PlannedRanks, check_fit, host_bytes, larger_claims
 from cluster.plans.packed_plan import PackedPlan
+from cluster.request import LoadRequest
 from cluster.scheduling.topology import NodeInfo
 from cluster.scheduling.warm_pool import IdleGang, in_the_way, with_kept_memory
 

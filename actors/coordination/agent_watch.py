@@ -27,9 +27,9 @@ from actors.coordination.model_record import ModelRecord, Seat
 from actors.coordination.saved_load import SavedLoad
 from actors.coordination.strays import end_strays
 from cluster.messages import AgentBeat, BeatReply, GroupMember, RankBeat
-from cluster.metrics.tally import Tally
-from cluster.reports.report import NodeStatus, SettingStatus
 from cluster.scheduling.load_state import LoadState
+from cluster.telemetry.report import NodeStatus, SettingStatus
+from cluster.telemetry.tally import Tally
 from storage.errors import ArenaBusy, LongshoreError
 
 SILENT_S = 5.0  # an agent that is well speaks more often

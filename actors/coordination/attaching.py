@@ -22,7 +22,7 @@ from dataclasses import replace
 
 from actors.coordination.model_record import ModelRecord
 from actors.coordination.planner import CHECK_TIMEOUT_S, Planner
-from cluster.load_request import LoadRequest, StoreAccess
+from cluster.request import LoadRequest, StoreAccess
 from storage.errors import LongshoreError, StoreUnavailable
 
 _LOG = logging.getLogger(__name__)

@@ -23,15 +23,12 @@ from actors.coordination.promised import claims_of, promise
 from cluster.config import Config
 from cluster.device_map.options import DeviceMapOptions
 from cluster.errors import ClusterError, DoesNotFit, LoadError
-from cluster.fit.changes import OFFLOAD_POLICY, Limits
-from cluster.fit.device_fit import room_on
-from cluster.fit.host_room import larger_claims
-from cluster.fit.needs import host_bytes
+from cluster.fit.needs import host_bytes, larger_claims, room_on
 from cluster.fit.options import AUTO, STRICT, FitTry
-from cluster.fit.search import PlannedChange, cheapest, first_that_fits, offer, steps_text
-from cluster.load_request import LoadRequest
+from cluster.fit.search import OFFLOAD_POLICY, Limits, PlannedChange, cheapest, first_that_fits, offer, steps_text
 from cluster.plans.packed_plan import PackedPlan
 from cluster.plans.rank_plans import RankFacts
+from cluster.request import LoadRequest
 from cluster.scheduling.warm_pool import IdleGang
 from storage.errors import LongshoreError
 

@@ -21,8 +21,8 @@ from ray.exceptions import RayError
 
 from actors.coordination import spawn
 from actors.coordination.model_record import ModelRecord, Seat
-from cluster.reports.report import GangStatus
 from cluster.scheduling.warm_pool import IdleGang
+from cluster.telemetry.report import GangStatus
 
 CALL_TIMEOUT_S = 60.0  # for calls to agents, which answer at once when they are well
 FILES_REMOVED_S = 10.0  # what a load that did not end well has written goes with it

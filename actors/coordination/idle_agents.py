@@ -17,7 +17,7 @@ from actors.coordination.agent_watch import AgentWatch
 from actors.coordination.gangs import Gangs
 from actors.coordination.model_record import ModelRecord
 from cluster.config import Config
-from cluster.scheduling.idle_nodes import IdleNodes
+from cluster.scheduling.warm_pool import IdleNodes
 
 
 class IdleAgents:

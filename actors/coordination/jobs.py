@@ -12,7 +12,7 @@ from actors.coordination.saved_load import SavedLoad
 from cluster.config import Config
 from cluster.fit.needs import min_slots
 from cluster.messages import FetchSettings, NodeJob, RankJob, SlotHolder
-from cluster.metrics.labels import model_label
+from cluster.telemetry.families import model_label
 from storage.errors import ArenaBusy
 
 

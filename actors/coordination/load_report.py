@@ -8,8 +8,8 @@ from collections.abc import Sequence
 
 from actors.coordination.model_record import ModelRecord
 from cluster.plans.packed_plan import PackedPlan
-from cluster.reports.object_check import join_checks, verified_by
-from cluster.reports.report import LoadReport, NodeReport, ProcessMemory
+from cluster.telemetry.rank_report import join_checks, verified_by
+from cluster.telemetry.report import LoadReport, NodeReport, ProcessMemory
 
 
 def make_report(record: ModelRecord, plan: PackedPlan, answers: Sequence[NodeReport]) -> LoadReport:

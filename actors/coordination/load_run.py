@@ -38,17 +38,17 @@ from actors.coordination.seating import take_seats
 from actors.coordination.tending import tend_all
 from cluster.config import Config
 from cluster.errors import ClusterError, ClusterLost, LoadCancelled, ModelNotFound, NodeLost, RankLost, RankTaken
-from cluster.joining.remote_errors import unwrapped
+from cluster.joining.node_tasks import unwrapped
 from cluster.plans.packed_plan import PackedPlan
-from cluster.reports.report import LoadReport, NodeReport
-from cluster.scheduling import load_events
+from cluster.scheduling import load_state
 from cluster.scheduling.warm_pool import IdleGang
+from cluster.telemetry.report import LoadReport, NodeReport
 from storage.errors import LongshoreError
 
 PROCESS_START_S = 120.0  # of a worker, on a machine that is busy with something else
 FREED_S = 30.0  # a model that is being released has freed its places and memory by then
 
-RankEvent = load_events.RankReady | load_events.RankLost | load_events.RankReplaced
+RankEvent = load_state.RankReady | load_state.RankLost | load_state.RankReplaced
 
 
 class LoadRun:
@@ -99,11 +99,11 @@ class LoadRun:
     async def resume(self, incarnations: dict[int, int]) -> None:
         """After the coordinator was restarted: find the workers by name and go on."""
         try:
-            await self._event(load_events.Planned)
-            await self._event(load_events.Started)
+            await self._event(load_state.Planned)
+            await self._event(load_state.Started)
             await find_workers_again(self._record, incarnations)
             for seat in self._record.seats.values():
-                await self._rank_event(load_events.RankReplaced, seat)
+                await self._rank_event(load_state.RankReplaced, seat)
             await tend_all(self._record.seats, self._tend, self._reseating.run)
         except asyncio.CancelledError:
             raise
@@ -125,9 +125,9 @@ class LoadRun:
         record.shared = None
         attempt = record.life.attempt
         if isinstance(error, LoadCancelled):
-            await record.advance(load_events.Released(attempt=attempt))
+            await record.advance(load_state.Released(attempt=attempt))
         else:
-            await record.advance(load_events.Failed(str(error), attempt=attempt))
+            await record.advance(load_state.Failed(str(error), attempt=attempt))
         await self._gangs.part(record, keep=kept)
         await record.touch()
 
@@ -143,7 +143,7 @@ class LoadRun:
             record.proven(client_id, record.request.store)
         record.total_bytes = sum(rank.read_bytes for rank in plan.ranks)
         record.planned_s = time.monotonic()
-        await self._event(load_events.Planned)
+        await self._event(load_state.Planned)
         return plan
 
     async def _take_seats(self) -> IdleGang | None:
@@ -165,15 +165,15 @@ class LoadRun:
                     if not may_wait:
                         raise error.with_details(waited_s=request.wait_for_resources_s or None) from None
                     message = str(error)
-            await self._event(load_events.ResourcesMissing)
+            await self._event(load_state.ResourcesMissing)
             await record.touch(f"waiting for resources: {message}")
             await asyncio.sleep(min(1.0, max(0.05, deadline_s - time.monotonic())))
-        await self._event(load_events.ResourcesGranted)
+        await self._event(load_state.ResourcesGranted)
         if record.message:
             await record.touch("")
         for seat in record.seats.values():
             if seat.incarnation:  # in a gang there may be replacements
-                await self._rank_event(load_events.RankReplaced, seat)
+                await self._rank_event(load_state.RankReplaced, seat)
         return gang
 
     async def _start_workers(self) -> None:
@@ -186,7 +186,7 @@ class LoadRun:
         others = self._models.values()
         await FitChoice(self._record, self._planner, self._agents, self._config, self._gangs).choose(plan, others, gang)
         await asyncio.gather(*(self.begin_on(node_id) for node_id in self._record.nodes))
-        await self._event(load_events.Started)
+        await self._event(load_state.Started)
 
     async def begin_on(self, node_id: str) -> None:
         """Tell one agent; again after it was restarted, with what its ranks have already."""
@@ -226,7 +226,7 @@ class LoadRun:
                 seat.asked_s = time.monotonic()
                 outcome = seat.worker.outcome.options(concurrency_group="wait").remote(record.model_id)
                 seat.report, restarts = await outcome, 0
-                await self._rank_event(load_events.RankReady, seat)
+                await self._rank_event(load_state.RankReady, seat)
                 if record.life.is_ready and record.report is None:
                     record.report = await self._report()
                     record.ended_s = time.monotonic()
@@ -236,7 +236,7 @@ class LoadRun:
             except (*ACTOR_GONE, TimeoutError, RankTaken) as error:
                 # (RankTaken: found by its name by a restarted coordinator, while the word of its end was on its way.)
                 seat.report = None
-                await self._rank_event(load_events.RankLost, seat)
+                await self._rank_event(load_state.RankLost, seat)
                 await self._vacate(seat)
                 restarts += 1
                 if restarts > self._config.rank_restarts:
@@ -247,7 +247,7 @@ class LoadRun:
                         host=seat.host,
                         cause=(str(error) or "its worker did not answer").splitlines()[0][:300],
                     ) from error
-                await self._rank_event(load_events.RankReplaced, seat)
+                await self._rank_event(load_state.RankReplaced, seat)
 
     async def _give_job(self, seat: Seat) -> None:
         shared = await self._source.shared()
@@ -304,7 +304,7 @@ class LoadRun:
             except ModelNotFound:  # the agent was restarted just now, and its ranks need nothing of it
                 await self.begin_on(node_id)
 
-    async def _event(self, kind: type[load_events.Event]) -> None:
+    async def _event(self, kind: type[load_state.Event]) -> None:
         await self._record.advance(kind(attempt=self._record.life.attempt))
 
     async def _rank_event(self, kind: type[RankEvent], seat: Seat) -> None:

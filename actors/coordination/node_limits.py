@@ -16,9 +16,16 @@ from cluster.config import Config
 from cluster.device_map.deciding import DeviceKey
 from cluster.device_map.options import DeviceMapOptions
 from cluster.errors import ConfigError, DoesNotFit, DoesNotFitNow, NotEnoughResources
-from cluster.fit.device_fit import misfit_text, room_on
-from cluster.fit.host_room import WORKER_BYTES, NodeNeed, room_problems
-from cluster.fit.needs import gpu_bytes, host_bytes, planned_arena_bytes
+from cluster.fit.needs import (
+    WORKER_BYTES,
+    NodeNeed,
+    gpu_bytes,
+    host_bytes,
+    misfit_text,
+    planned_arena_bytes,
+    room_on,
+    room_problems,
+)
 from cluster.fit.options import FitOptions
 from cluster.plans.rank_plans import RankFacts
 from cluster.scheduling.topology import NodeInfo

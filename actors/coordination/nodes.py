@@ -21,10 +21,10 @@ from actors.coordination import spawn
 from actors.coordination.plan_source import IN_MESSAGE_BYTES
 from cluster.errors import ClusterError, ConfigError, NotEnoughResources
 from cluster.joining.ray_private import available_resources_per_node
-from cluster.load_request import LoadRequest
 from cluster.messages import NodeFacts, unpack_message
 from cluster.node_settings import node_name
-from cluster.preview.held_chunks import HeldChunks
+from cluster.plans.chunk_keys import HeldChunks
+from cluster.request import LoadRequest
 from cluster.scheduling.topology import NodeInfo, show_bundles
 from cluster.units import show_some
 from storage.errors import ArenaError, LongshoreError

@@ -19,12 +19,11 @@ from pathlib import Path
 from typing import Any
 
 import longshore
+from cluster.config import TrustPolicy
 from cluster.errors import ClusterError
-from cluster.fit.changes import Limits
-from cluster.fit.search import PlannedChange
-from cluster.load_request import LoadRequest
+from cluster.fit.search import Limits, PlannedChange
 from cluster.plans.packed_plan import PackedPlan
-from cluster.trust import TrustPolicy
+from cluster.request import LoadRequest
 from storage.errors import LongshoreError, StoreUnavailable
 
 _LENGTH = struct.Struct("<Q")

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from actors.coordination.model_record import ModelRecord, Seat
-from cluster.fit.host_room import WORKER_BYTES, Claim
+from cluster.fit.needs import WORKER_BYTES, Claim
 from cluster.scheduling.topology import NodeInfo
 
 

@@ -29,8 +29,8 @@ from actors.coordination.saved_load import save
 from cluster.config import Config
 from cluster.errors import ClusterLost, DoesNotFit, NodeLost, NotEnoughResources
 from cluster.plans.packed_plan import PackedPlan
-from cluster.scheduling import load_events
-from cluster.scheduling.replan import lost_ranks, no_place, seat_again
+from cluster.scheduling import load_state
+from cluster.scheduling.topology import lost_ranks, no_place, seat_again
 from storage.errors import LongshoreError
 
 TRY_AGAIN_S = 0.5
@@ -164,8 +164,8 @@ class Reseating:
             raise misfit
         gone: list[Any] = [record.seats[rank].worker for rank in seats]
         record.seats.update(seats)
-        again = [load_events.RankReplaced(rank, record.seats[rank].incarnation, attempt=attempt) for rank in places]
-        await record.advance(load_events.Replanned(tuple(sorted(places)), attempt=attempt), *again)
+        again = [load_state.RankReplaced(rank, record.seats[rank].incarnation, attempt=attempt) for rank in places]
+        await record.advance(load_state.Replanned(tuple(sorted(places)), attempt=attempt), *again)
         for worker in filter(None, gone):
             await asyncio.to_thread(spawn.end_actor, worker)
 

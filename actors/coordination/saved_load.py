@@ -13,8 +13,8 @@ from ray.exceptions import RayError
 
 from actors.coordination import nodes, spawn
 from actors.coordination.model_record import ModelRecord, Seat
-from cluster.load_request import LoadRequest
 from cluster.plans.packed_plan import PackedPlan
+from cluster.request import LoadRequest
 from cluster.scheduling import load_state
 from cluster.scheduling.holders import Holders
 

@@ -10,8 +10,8 @@ from actors.agent_link import PackedCalls
 from actors.coordination import spawn
 from actors.coordination.model_record import ModelRecord
 from cluster.messages import unpack_message
-from cluster.reports.chunk_map import ChunkMap, NodeChunks, NodeView, ShardChunks
-from cluster.reports.event_log import LoadEvent
+from cluster.telemetry.chunk_map import ChunkMap, NodeChunks, NodeView, ShardChunks
+from cluster.telemetry.event_log import LoadEvent
 
 SAME_S = 0.5  # asked again within this, by whomever, the answer is the same
 ANSWER_S = 2.0  # an agent that is well answers at once

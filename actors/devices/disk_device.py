@@ -9,7 +9,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from actors.devices.offload_folder import OffloadFolder
-from cluster.device_map.offload_files import index_entry
+from cluster.device_map.options import index_entry
 from cluster.errors import DeviceUnavailable
 from cluster.plans.load_plan import StagedTensor, TensorSlice
 from cluster.plans.read_items import ReadItems

@@ -20,7 +20,7 @@ import stat
 import time
 from collections.abc import Iterable, Iterator, Mapping
 
-from cluster.device_map.offload_files import INDEX_NAME, offload_name
+from cluster.device_map.options import INDEX_NAME, offload_name
 from cluster.errors import ConfigError, DoesNotFit, PlanError
 from storage.problems import quote
 

@@ -9,8 +9,7 @@ from typing import TYPE_CHECKING, Any
 import torch
 
 from cluster.errors import ConfigError, ModuleMismatch
-from cluster.layouts.dtensor_region import MeshCut, dtensor_region, same_part
-from cluster.layouts.region import Region
+from cluster.layouts.region import MeshCut, Region, dtensor_region, same_part
 from cluster.plans.load_plan import TensorSlice
 
 if TYPE_CHECKING:

@@ -26,7 +26,7 @@ from actors.handover.module_places import Place, find_places, put, tied_names
 from actors.handover.tensor_names import Rename, new_names
 from actors.handover.tensor_views import as_bytes
 from cluster.errors import ConfigError
-from cluster.layouts.dtensor_region import same_part
+from cluster.layouts.region import same_part
 from cluster.plans.load_plan import TensorSlice
 
 

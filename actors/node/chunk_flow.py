@@ -27,10 +27,10 @@ from actors.node.load_meter import LoadMeter
 from actors.node.rank_place import ChunkKeys, RankPlace
 from actors.node.second_leases import SecondLeases
 from cluster.messages import DIRECT, DISK_UNUSABLE, Commit, FetchFailure, LeaseOrder, NodeJob, RankUpdate
-from cluster.metrics.figures import LoadCounters
 from cluster.plans.packed_plan import SharedTables, unpack_shared
 from cluster.scheduling.lease_queue import LeaseQueue
 from cluster.scheduling.retry import Fail, cause_of
+from cluster.telemetry.figures import LoadCounters
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import Answer, CachedChunk
 from storage.errors import LongshoreError

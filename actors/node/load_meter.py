@@ -9,8 +9,8 @@ from __future__ import annotations
 from collections import Counter
 
 from cluster.messages import NodeJob, RankUpdate
-from cluster.metrics.figures import SOURCES, LoadCounters, RankFigures
-from cluster.reports.rank_report import StageTimes
+from cluster.telemetry.figures import SOURCES, LoadCounters, RankFigures
+from cluster.telemetry.rank_report import StageTimes
 
 
 class LoadMeter:

@@ -6,7 +6,7 @@ from collections.abc import Collection, Iterable
 
 from actors.node.node_load import NodeLoad
 from cluster.messages import LoadBeat, RankBeat
-from cluster.metrics.figures import EndedPart
+from cluster.telemetry.figures import EndedPart
 
 
 def load_beats(loads: Iterable[NodeLoad]) -> tuple[LoadBeat, ...]:

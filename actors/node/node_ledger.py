@@ -23,10 +23,10 @@ from actors.node.node_load import NodeLoad
 from actors.node.object_checks import KeptSpans
 from cluster.errors import LoadCancelled, ModelNotFound, RankTaken
 from cluster.messages import AgentBeat, GroupMember, NodeJob, Orders, RankHello, RankUpdate, SlotHolder
-from cluster.metrics.figures import NodeFigures
-from cluster.reports.chunk_map import NodeView, least_done, runs_of
-from cluster.reports.node_report import ArenaUse
-from cluster.reports.report import NodeReport
+from cluster.telemetry.chunk_map import NodeView, least_done, runs_of
+from cluster.telemetry.figures import NodeFigures
+from cluster.telemetry.rank_report import ArenaUse
+from cluster.telemetry.report import NodeReport
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import Lease
 from storage.errors import ArenaTooSmall, LongshoreError

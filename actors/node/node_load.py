@@ -19,9 +19,9 @@ from actors.node.object_checks import KeptSpans, ObjectChecks
 from actors.node.rank_place import RankPlace
 from cluster.errors import LoadCancelled
 from cluster.messages import LeaseOrder, NodeJob, Orders, RankHello, RankUpdate
-from cluster.reports.chunk_map import PartView, letters_of, shards_of
-from cluster.reports.report import NodeReport
 from cluster.scheduling.concurrency import RequestLimit
+from cluster.telemetry.chunk_map import PartView, letters_of, shards_of
+from cluster.telemetry.report import NodeReport
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import Lease
 from storage.errors import LongshoreError
@@ -124,7 +124,7 @@ class NodeLoad:
                 self._flow.lease_lost(chunk, place.rank, "lease_expired", now_s)
 
     def chunks_now(self) -> PartView:
-        """(the model's shards, where each chunk is on this node): see `cluster.reports.chunk_map`."""
+        """(the model's shards, where each chunk is on this node): see `cluster.telemetry.chunk_map`."""
         tables = self._flow.keys.tables
         return shards_of(tables.shards, tables.chunks), letters_of(len(tables.chunks), self._flow.queue.states())
 

@@ -10,7 +10,7 @@ from dataclasses import replace
 
 from actors.node.disk_writer import DiskWriter
 from cluster.messages import AgentBeat, RankBeat
-from cluster.metrics.figures import NodeMemory
+from cluster.telemetry.figures import NodeMemory
 from storage.host.gpu_memory import GpuMemory, gpu_memory
 from storage.host.memory import free_bytes, memory_pools, own_bytes
 

@@ -15,7 +15,7 @@ from dataclasses import dataclass, field
 
 from actors.node.rank_place import ChunkKeys
 from cluster.messages import Commit
-from cluster.reports.object_check import ONLY_PART, ObjectCheck
+from cluster.telemetry.rank_report import ONLY_PART, ObjectCheck
 from storage.checkpoints.model_index import Shard
 from storage.errors import IntegrityError
 from storage.stores.store_checksum import NO_CHECKSUM, Span

@@ -6,9 +6,9 @@ from collections import deque
 from dataclasses import dataclass, field
 
 from cluster.messages import RankHello, RankUpdate
-from cluster.metrics.figures import RankFigures
 from cluster.plans.chunk_keys import chunk_key
 from cluster.plans.packed_plan import SharedTables
+from cluster.telemetry.figures import RankFigures
 from storage.arena.slots import CachedChunk
 from storage.host.processes import ProcessId
 

@@ -3,7 +3,7 @@
     second lease ----commit----> first come, first kept: `close_losers` takes every other lease on the chunk back
                                  loser: told to close; its slot is fenced until it says that it has, or is dead
 
-Whether one is due `cluster.scheduling.hedging` says.
+Whether one is due `cluster.scheduling.concurrency` says.
 """
 
 from __future__ import annotations
@@ -12,9 +12,8 @@ from collections.abc import Iterable
 
 from actors.node.rank_place import ChunkKeys, RankPlace
 from cluster.messages import NodeJob
-from cluster.scheduling.chunk_state import ChunkState
-from cluster.scheduling.hedging import Hedges
-from cluster.scheduling.lease_queue import LeaseQueue
+from cluster.scheduling.concurrency import Hedges
+from cluster.scheduling.lease_queue import ChunkState, LeaseQueue
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import Lease
 

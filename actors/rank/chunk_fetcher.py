@@ -15,11 +15,11 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from actors.rank.chunk_read import ChunkRead, StageClock, spans_of
-from cluster.logs import LogFields
 from cluster.messages import DISK_READ, DISK_UNUSABLE, Commit, FetchFailure, LeaseOrder
 from cluster.plans.packed_plan import SharedTables
-from cluster.reports.report import StageTimes
 from cluster.scheduling.retry import Fail, cause_of, decide
+from cluster.telemetry.logs import LogFields
+from cluster.telemetry.report import StageTimes
 from storage.disk.files import DiskReader
 from storage.errors import DiskChunkUnusable, DiskTierError, LongshoreError, ReadEnded
 from storage.stores.object_store import ObjectStore

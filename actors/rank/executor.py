@@ -32,11 +32,11 @@ from actors.rank.rank_results import Results
 from actors.rank.rank_work import RankWork
 from actors.rank_link import AgentLink
 from cluster.errors import ClusterLost, LoadCancelled
-from cluster.logs import LogFields
 from cluster.messages import DIRECT, Orders, RankHello, RankJob, RankUpdate
 from cluster.plans.load_plan import RankPlan
 from cluster.plans.packed_plan import unpack_shared
-from cluster.reports.report import RankReport
+from cluster.telemetry.logs import LogFields
+from cluster.telemetry.report import RankReport
 from storage.arena.arena import Arena
 from storage.errors import IntegrityError, LongshoreError
 from storage.host.processes import ProcessId

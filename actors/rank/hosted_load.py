@@ -23,7 +23,7 @@ from actors.shard import RankShard
 from cluster.errors import LoadCancelled, ModelNotFound
 from cluster.messages import RankJob
 from cluster.plans.load_plan import RankPlan
-from cluster.reports.report import RankReport
+from cluster.telemetry.report import RankReport
 from storage.errors import LongshoreError
 
 

@@ -13,9 +13,9 @@ from actors.rank.chunk_fetcher import ChunkFetcher
 from actors.rank.chunk_placer import ChunkPlacer
 from actors.rank.rank_work import RankWork
 from cluster.messages import RankJob
-from cluster.metrics.figures import RankFigures
 from cluster.plans.load_plan import RankPlan
-from cluster.reports.report import RankReport, StageTimes
+from cluster.telemetry.figures import RankFigures
+from cluster.telemetry.report import RankReport, StageTimes
 from storage.host.memory import PeakMemory, own_bytes
 from storage.host.processes import CpuClock, ProcessId, usable_cpus
 

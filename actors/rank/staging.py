@@ -17,8 +17,8 @@ from collections.abc import Iterable, KeysView
 
 from actors.devices.device import Device
 from cluster.plans.load_plan import RankPlan
+from cluster.plans.rank_plans import staging_room
 from cluster.plans.read_items import ReadItems
-from cluster.plans.staging_room import staging_room
 from storage.errors import LongshoreError
 
 

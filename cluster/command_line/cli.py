@@ -17,11 +17,10 @@ import traceback
 from collections.abc import Sequence
 from typing import Any, NoReturn
 
-from cluster.command_line.answers import print_json, print_json_line
-from cluster.command_line.checkpoint_arguments import add_checkpoint_verbs
-from cluster.command_line.cluster_arguments import add_cluster_verbs, add_completion
-from cluster.command_line.exit_codes import USAGE, exit_code
-from cluster.command_line.help_pages import exit_codes_text
+from cluster.command_line.answers import USAGE, exit_code, print_json, print_json_line
+from cluster.command_line.checkpoint_commands import add_checkpoint_verbs
+from cluster.command_line.cluster_commands import add_cluster_verbs, add_completion
+from cluster.command_line.help_texts import exit_codes_text
 from cluster.command_line.progress import say_on
 from cluster.errors import ConfigError
 from cluster.joining.interrupts import Terminated, sigterm_interrupts

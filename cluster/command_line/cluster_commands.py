@@ -7,22 +7,37 @@ from __future__ import annotations
 
 import argparse
 import importlib
+import json
 import sys
+import time
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
-from cluster.command_line.answers import answer, print_json
-from cluster.command_line.arguments import store_options
-from cluster.command_line.exit_codes import FAILED, OK
+from cluster.command_line import watch_commands
+from cluster.command_line.answers import FAILED, OK, answer, print_json, reader_left, write
+from cluster.command_line.arguments import (
+    Verbs,
+    add_address,
+    add_store,
+    add_verb,
+    count,
+    interval_of,
+    number_from_0,
+    port_of,
+    size_of,
+    store_options,
+)
+from cluster.command_line.help_texts import LOAD, SHELLS, run_completion
 from cluster.command_line.progress import StagedDisplay, byte_counter, load_counter, say_on
 from cluster.command_line.watch_commands import watch_status
 from cluster.errors import ClusterLost, ConfigError, ModelNotFound
-from cluster.units import show_bytes
+from cluster.units import printable, show_bytes
 from longshore.install_check import check_packages
 from storage.errors import LongshoreError
 
 if TYPE_CHECKING:
     from cluster.residents import Released
+    from cluster.telemetry.process_logs import LogLine
 
 
 def run_status(args: argparse.Namespace) -> int:
@@ -41,8 +56,8 @@ def run_status(args: argparse.Namespace) -> int:
 def run_release(args: argparse.Namespace) -> int:
     """Free one model or --all, end idle workers with --warm; --shutdown ends coordinator, agents and arenas too."""
     from cluster import residents
-    from cluster.command_line.model_names import full_id
     from cluster.command_line.tables import cell
+    from cluster.command_line.watch_commands import full_id
 
     if (args.model_id is None) != (args.all or args.warm or args.shutdown):
         raise ConfigError("name one model, or say --all", hint="`longshore status` lists the models")
@@ -100,7 +115,7 @@ def run_demo(args: argparse.Namespace) -> int:
     if args.write is not None:
         return _write_model(args)
     from cluster.command_line import demo
-    from cluster.command_line.load_tables import demo_table
+    from cluster.command_line.tables import demo_table
 
     with StagedDisplay(sys.stderr) as display:
         report = demo.run(
@@ -114,7 +129,7 @@ def run_demo(args: argparse.Namespace) -> int:
 
 
 def _write_model(args: argparse.Namespace) -> int:
-    from cluster.command_line.demo_model import write_demo_model
+    from cluster.command_line.sample_checkpoint import write_demo_model
     from cluster.command_line.tables import cell
 
     written = write_demo_model(args.write, args.size)
@@ -153,3 +168,114 @@ def run_serve(args: argparse.Namespace) -> int:
 
     serving.serve_until_interrupted(args.host, args.port, args.address, say)
     return OK
+
+
+LOOK_S = 1.0
+
+
+def run_logs(args: argparse.Namespace) -> int:
+    """Print lines of all nodes by time; with --follow until interrupted. Raises ClusterLost, PackageMissing."""
+    from cluster.telemetry.process_logs import LogCollector, LogFilter
+
+    collector = LogCollector(args.address, LogFilter(args.load, args.rank), args.node)
+    lines = collector.collect()
+    told = _tell_silent(collector.silent, {})
+    lines = lines[-args.tail :] if args.tail is not None else lines
+    if args.json and not args.follow:
+        print_json({"lines": [line.as_dict() for line in lines], "silent_nodes": collector.silent})
+        return OK
+    going_on = _put(lines, as_json=args.json)
+    if not lines and not args.follow:
+        say_on(sys.stderr, "longshore: nothing that was asked for is in the logs")
+    while args.follow and going_on and not reader_left():
+        time.sleep(LOOK_S)
+        going_on = _put(collector.collect(), as_json=args.json)
+        told = _tell_silent(collector.silent, told)
+    return OK
+
+
+def line_of(line: LogLine) -> str:
+    """`host-a rank 3 | 2026-11-22T09:30:15.123Z WARNING ...`; nothing in a line commands a terminal."""
+    return printable(f"{line.host} {line.process} | {line.text}")
+
+
+def _put(lines: list[LogLine], *, as_json: bool) -> bool:
+    """False when nobody reads any more."""
+    return write("".join(f"{json.dumps(line.as_dict()) if as_json else line_of(line)}\n" for line in lines))
+
+
+def _tell_silent(silent: dict[str, str], told: dict[str, str]) -> dict[str, str]:
+    """Nodes that did not answer, each once."""
+    for host, why in silent.items():
+        if host not in told:
+            say_on(sys.stderr, f"longshore: no logs of {host}: {why}")
+    return dict(silent)
+
+
+def add_cluster_verbs(verbs: Verbs) -> None:
+    status = add_verb(verbs, "status", run_status)
+    status.add_argument(
+        "--watch",
+        nargs="?",
+        type=interval_of,
+        const=1.0,
+        metavar="SECONDS",
+        help="go on until Ctrl-C, with a look at the cluster so often (default: every second)",
+    )
+    add_address(status)
+
+    events = add_verb(verbs, "events", watch_commands.run_events, "LOAD")
+    events.add_argument("--follow", action="store_true", help="go on until the load is over")
+    events.add_argument(
+        "--until",
+        choices=("end", "ready"),
+        help="what to follow it to: until it has failed or was released (as --follow does), or until it is ready",
+    )
+    events.add_argument(
+        "--after", type=number_from_0, default=0, metavar="N", help="only events with a higher number (default: all)"
+    )
+    add_address(events)
+
+    logs = add_verb(verbs, "logs", run_logs)
+    logs.add_argument("load", nargs="?", metavar="LOAD", help="only what is about this one, or those that begin so")
+    logs.add_argument("--rank", type=number_from_0, metavar="N", help="only what is about this rank, or by its worker")
+    logs.add_argument("--node", metavar="HOST", help="only of this node: its name, IP address, or Ray's id of it")
+    logs.add_argument("--tail", type=count, metavar="N", help="only the last N lines (default: all)")
+    logs.add_argument("--follow", action="store_true", help="go on until Ctrl-C")
+    add_address(logs)
+
+    release = add_verb(verbs, "release", run_release)
+    release.add_argument("model_id", nargs="?", metavar="MODEL_ID", help=LOAD)
+    release.add_argument("--all", action="store_true", help="every model")
+    release.add_argument("--force", action="store_true", help="also when somebody still holds it")
+    release.add_argument("--warm", action="store_true", help="workers of released models that wait for the next load")
+    release.add_argument("--shutdown", action="store_true", help="then end Longshore in this cluster, caches included")
+    add_address(release)
+
+    demo = add_verb(verbs, "demo", run_demo)
+    demo.add_argument("--size", type=size_of, default=None, metavar="BYTES", help="of the model (default: 1 GB)")
+    demo.add_argument(
+        "--write", metavar="FOLDER", help="only write the checkpoint, into this new folder, and leave it there"
+    )
+
+    serve = add_verb(verbs, "serve", run_serve)
+    serve.add_argument("--host", metavar="ADDRESS", help="to listen on (default: 127.0.0.1; others need a token)")
+    serve.add_argument("--port", type=port_of, metavar="PORT", help="to listen on (default: 8000)")
+    add_address(serve)
+
+    doctor = add_verb(verbs, "doctor", run_doctor)
+    doctor.add_argument("uri", nargs="?", metavar="URI", help="a model or bucket that should be readable")
+    doctor.add_argument(
+        "--bandwidth",
+        action="store_true",
+        help="read from the store for 5 seconds, on all nodes at once, at most 4 GiB each (needs URI)",
+    )
+    add_address(doctor)
+    add_store(doctor)
+
+
+def add_completion(verbs: Verbs, parser: argparse.ArgumentParser) -> None:
+    """`parser`: what is completed."""
+    completion = add_verb(verbs, "completion", run_completion)
+    completion.add_argument("shell", choices=SHELLS, help="whose script")
+    completion.set_defaults(parser=parser)

@@ -1,29 +1,79 @@
 """`longshore demo`: the whole way on one machine. A checkpoint is written, uploaded to a real S3 server, published,
 loaded into four ranks in CPU memory, compared byte by byte with what the safetensors library reads, and loaded again
-from the cache. Nothing is left behind, also after Ctrl-C (`cluster.command_line.demo_sandbox`).
+from the cache. Nothing is left behind, also after Ctrl-C (`cluster.command_line.demo`).
 """
 
 from __future__ import annotations
 
+import contextlib
+import ctypes
+import importlib
+import os
+import signal
 import tempfile
 import time
-from collections.abc import Callable
+from collections.abc import Callable, Iterator
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
 
+import psutil
+
 from cluster import client
-from cluster.command_line.demo_model import write_demo_model
-from cluster.command_line.demo_sandbox import sandbox
+from cluster.command_line.sample_checkpoint import write_demo_model
 from cluster.config import Config
-from cluster.connection import disconnect
-from cluster.reports.rank_report import Jsonable
-from cluster.reports.report import LoadProgress, LoadReport
+from cluster.joining.connection import disconnect
+from cluster.joining.interrupts import sigterm_interrupts
+from cluster.telemetry.rank_report import Jsonable
+from cluster.telemetry.report import LoadProgress, LoadReport
 from storage.errors import IntegrityError
 from storage.stores.embedded_s3 import EmbeddedS3
 
 if TYPE_CHECKING:
     from storage.publishing.publish import PublishReport
+
+
+_PR_SET_CHILD_SUBREAPER = 36  # <sys/prctl.h>
+GRACE_S = 5.0
+
+
+@contextlib.contextmanager
+def sandbox() -> Iterator[None]:
+    """Every process begun inside is ended with the block; Ctrl-C and SIGTERM end it in order.
+
+    This process becomes the parent of orphans, so that a daemon whose own parent is gone is found too.
+    """
+    ctypes.CDLL(None, use_errno=True).prctl(_PR_SET_CHILD_SUBREAPER, 1, 0, 0, 0)
+    mine = psutil.Process()
+    before = {child.pid for child in mine.children(recursive=True)}
+    terminated = signal.getsignal(signal.SIGTERM)
+    try:
+        with sigterm_interrupts():
+            yield
+    finally:
+        # From here on a second Ctrl-C or SIGTERM must not leave half of it.
+        ignored = signal.signal(signal.SIGINT, signal.SIG_IGN)
+        signal.signal(signal.SIGTERM, signal.SIG_IGN)
+        try:
+            _end_children(mine, before)
+            importlib.import_module("storage.arena.arena_files").sweep()
+        finally:
+            signal.signal(signal.SIGINT, ignored)
+            signal.signal(signal.SIGTERM, terminated)
+            ctypes.CDLL(None).prctl(_PR_SET_CHILD_SUBREAPER, 0, 0, 0, 0)
+
+
+def _end_children(mine: psutil.Process, before: set[int]) -> None:
+    for attempt in range(20):
+        left = [child for child in mine.children(recursive=True) if child.pid not in before]
+        if not left:
+            return
+        for child in left:
+            with contextlib.suppress(psutil.NoSuchProcess):
+                child.terminate() if attempt == 0 else child.kill()
+        psutil.wait_procs(left, timeout=GRACE_S if attempt == 0 else 1.0)
+    os.write(2, b"longshore: some processes of the demo could not be ended\n")
+
 
 RANKS = 4
 # What a Llama cuts by rows or by columns over tensor-parallel ranks; everything else every rank holds whole. Written

@@ -2,8 +2,15 @@
 
 from __future__ import annotations
 
+import argparse
+import importlib
+import textwrap
+from collections.abc import Iterable, Iterator, Mapping
 from dataclasses import dataclass, field
+from typing import Any
 
+from cluster.command_line.answers import EXIT_CODES, FAILED, INTERRUPTED, OK, TERMINATED, USAGE, print_json, write
+from cluster.errors import PackageMissing
 from storage.problems import install_hint
 
 
@@ -230,3 +237,94 @@ PAGES = {
         {7: f"the package shtab is not installed: {install_hint('completion')}"},
     ),
 }
+
+
+COLUMNS = 78
+_ALWAYS = (OK, FAILED, USAGE, INTERRUPTED, TERMINATED)
+_MEANINGS = {row.code: row.meaning for row in EXIT_CODES}
+
+
+def description_of(page: Page) -> str:
+    """Paragraphs, filled."""
+    return "\n\n".join(textwrap.fill(paragraph, COLUMNS) for paragraph in page.description)
+
+
+def epilog_of(page: Page) -> str:
+    """Examples, then the exit codes that the verb has."""
+    codes = sorted({*_ALWAYS, *page.exit_codes, *page.meanings})
+    meanings = {INTERRUPTED: "interrupted with Ctrl-C", **page.meanings}
+    return f"examples:\n{_examples(page.examples)}\n\n{exit_codes_text(codes, meanings)}"
+
+
+def exit_codes_text(codes: Iterable[int] = tuple(_MEANINGS), meanings: Mapping[int, str] | None = None) -> str:
+    """A table; `meanings` come before the general ones."""
+    meant = {**_MEANINGS, **(meanings or {})}
+    rows = (
+        textwrap.fill(meant[code], COLUMNS, initial_indent=f"  {code:>3}  ", subsequent_indent=" " * 7)
+        for code in codes
+    )
+    return "exit codes:\n" + "\n".join(rows)
+
+
+def _examples(lines: Iterable[str]) -> str:
+    """Lines that are too long go on after a backslash, as a shell takes them."""
+    return "\n".join(_broken(line) for line in lines)
+
+
+def _broken(line: str) -> str:
+    parts = textwrap.wrap(line, COLUMNS - 8, break_long_words=False, break_on_hyphens=False)
+    return " \\\n".join(f"{'      ' if at else '  '}{part}" for at, part in enumerate(parts))
+
+
+SHELLS = ("bash", "zsh", "fish")
+_FILES = ("FILE", "FILE.svg", "URI", "SOURCE", "DEST")  # names of values that may be a path here
+_FOLDERS = ("FOLDER",)
+
+
+def run_completion(args: argparse.Namespace) -> int:
+    """Print the script. Raises PackageMissing."""
+    script = completion_script(args.parser, args.shell)
+    if args.json:
+        print_json({"shell": args.shell, "script": script})
+    else:
+        write(script)
+    return OK
+
+
+def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
+    """What the shell is to run so that it completes the parser's command line. Raises PackageMissing without shtab.
+
+    The parser's texts are not those of its help afterwards.
+    """
+    try:
+        shtab: Any = importlib.import_module("shtab")
+    except ImportError as error:
+        raise PackageMissing(
+            "the package that writes completions is not installed", hint=install_hint("completion"), package="shtab"
+        ) from error
+    for action in _actions(parser):
+        if action.metavar in _FILES:
+            action.complete = shtab.FILE  # type: ignore[attr-defined]
+        elif action.metavar in _FOLDERS:
+            action.complete = shtab.DIRECTORY  # type: ignore[attr-defined]
+        if action.help:
+            action.help = _plain(action.help)
+    script: str = shtab.complete(parser, shell)
+    return script if script.endswith("\n") else f"{script}\n"
+
+
+def _plain(text: str) -> str:
+    """Without what a shell might run or take for the end of a text: descriptions go into its code."""
+    return text.translate(str.maketrans('"\n', "' ", "`$\\"))
+
+
+def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
+    """Of the parser and of all its verbs."""
+    for action in parser._actions:
+        if isinstance(action, argparse._SubParsersAction):
+            for listed in action._choices_actions:
+                verb = action.choices[listed.dest]
+                verb.description = _plain(listed.help or "")  # what a shell shows beside the verb
+                yield from _actions(verb)
+        else:
+            yield action

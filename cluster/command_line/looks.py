@@ -16,8 +16,8 @@ from dataclasses import dataclass
 
 from cluster import residents
 from cluster.errors import ModelNotFound
-from cluster.reports.event_log import LoadEvent
-from cluster.reports.report import ClusterStatus, ModelStatus
+from cluster.telemetry.event_log import LoadEvent
+from cluster.telemetry.report import ClusterStatus, ModelStatus
 
 RATE_OVER_S = 5.0  # a rate is that of the last seconds
 MOST_ASKED = 64  # loads whose events are asked for in one look; those that are under way come first

@@ -18,7 +18,7 @@ from typing import TYPE_CHECKING, Any, Protocol, TextIO, TypeVar
 from cluster.units import printable, show_bytes, show_rate
 
 if TYPE_CHECKING:
-    from cluster.reports.report import LoadProgress
+    from cluster.telemetry.report import LoadProgress
 
 LINE_INTERVAL_S = 2.0
 

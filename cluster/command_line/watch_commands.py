@@ -14,16 +14,15 @@ from collections.abc import Callable, Sequence
 from contextlib import ExitStack, closing
 from typing import TYPE_CHECKING, Protocol
 
-from cluster.command_line.answers import print_json, reader_left, write
-from cluster.command_line.event_lines import line_of_event
-from cluster.command_line.exit_codes import FAILED, OK
+from cluster.command_line.answers import FAILED, OK, line_of_event, print_json, reader_left, write
 from cluster.command_line.progress import say_on
-from cluster.errors import ModelNotFound, NoCoordinator
+from cluster.errors import ConfigError, ModelNotFound, NoCoordinator
 
 if TYPE_CHECKING:
     from cluster.command_line.looks import Look
-    from cluster.reports.event_log import LoadEvent
-    from cluster.reports.report import ClusterStatus, ModelStatus
+    from cluster.telemetry.event_log import LoadEvent
+    from cluster.telemetry.report import ClusterStatus, ModelStatus
+
 
 WAIT_S = 2.0  # for news of a load, in one call; how it stands is asked in between
 OVER = ("failed", "released")
@@ -43,7 +42,7 @@ def watch_status(args: argparse.Namespace) -> int:
     Where nothing was loaded yet it waits for the first load.
     """
     from cluster.command_line.looks import Looks, looks_in_thread
-    from cluster.command_line.watch_lines import JsonWatch, LineWatch
+    from cluster.command_line.watch_view import JsonWatch, LineWatch
 
     found = looks_in_thread(_from_first_load(Looks(args.address).look, args.watch), args.watch)
     with closing(found), ExitStack() as stack:
@@ -136,7 +135,6 @@ def _follow(args: argparse.Namespace) -> int:
 
 def _full_id(args: argparse.Namespace) -> str:
     from cluster import residents
-    from cluster.command_line.model_names import full_id
 
     return full_id(args.load, residents.status(args.address))
 
@@ -172,3 +170,23 @@ def _is_over(model: ModelStatus | None, until: str) -> bool:
 def _say_what_is_missing(after: int, events: Sequence[LoadEvent]) -> None:
     if events and events[0].number > after + 1:
         say_on(sys.stderr, f"longshore: events {after + 1} to {events[0].number - 1} are kept no longer")
+
+
+_OVER = ("failed", "released")
+SHOWN = 5
+
+
+def full_id(given: str, status: ClusterStatus) -> str:
+    """The id that is meant; `given` itself when nothing begins so. Those that are over count when no other does.
+
+    Raises ConfigError when several may be meant. Pure.
+    """
+    states = {model.progress.model_id: model.progress.state for model in status.listed}
+    if given in states or not given:
+        return given
+    found = [model_id for model_id in states if model_id.startswith(given)]
+    found = [model_id for model_id in found if states[model_id] not in _OVER] or found
+    if len(found) > 1:
+        names = ", ".join(found[:SHOWN]) + ", ..." * (len(found) > SHOWN)
+        raise ConfigError(f"{len(found)} loads begin so: {names}", hint="give more of the id", load=given)
+    return found[0] if found else given

@@ -15,15 +15,14 @@ from cluster.device_map.deciding import (
     balanced_memory,
     device_name,
     infer_device_map,
+    module_tree,
 )
-from cluster.device_map.module_tree import module_tree
-from cluster.device_map.offload_files import offload_name
-from cluster.device_map.options import DeviceMapOptions
+from cluster.device_map.options import DeviceMapOptions, offload_name
 from cluster.errors import DoesNotFit, LayoutError
-from cluster.layouts.module_names import TOKEN_EMBEDDINGS
+from cluster.layouts.families import TOKEN_EMBEDDINGS
 from cluster.plans.cut_model import CutModel
 from cluster.plans.rank_plans import rank_facts
-from cluster.plans.segments import ALIGNMENT_BYTES
+from cluster.plans.read_items import ALIGNMENT_BYTES
 from cluster.units import show_bytes
 from storage.problems import MAX_LISTED, quote
 

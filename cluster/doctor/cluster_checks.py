@@ -9,10 +9,10 @@ from importlib.metadata import PackageNotFoundError, version
 from pathlib import Path
 from typing import Any
 
-from cluster.connection import disconnect
 from cluster.doctor.check import Check
 from cluster.doctor.node_checks import check_each_node, name_of
 from cluster.errors import NoCoordinator
+from cluster.joining.connection import disconnect
 from cluster.joining.node_tasks import Node, living_nodes, lost_nodes, on_every_node, why_no_answer
 from cluster.joining.ray_join import find_cluster
 from cluster.joining.ray_private import NAMES

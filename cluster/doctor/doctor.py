@@ -17,10 +17,9 @@ from functools import partial
 from typing import Any
 
 from cluster.config import Config
-from cluster.doctor import cluster_checks, disk_checks, host_checks, store_checks
+from cluster.doctor import cluster_checks, host_checks, store_checks
 from cluster.doctor.check import Check
-from cluster.doctor.node_checks import judge_bandwidth
-from cluster.doctor.node_look import bandwidth_here
+from cluster.doctor.node_checks import bandwidth_here, judge_bandwidth
 from storage.errors import LongshoreError
 
 
@@ -40,7 +39,7 @@ def run_checks(
         ("memory", host_checks.check_memory),
         ("/dev/shm", partial(host_checks.check_arena, config)),
         ("stale arenas", host_checks.check_stale_arenas),
-        (disk_checks.NAME, partial(disk_checks.check_disk_tier, config)),
+        (host_checks.NAME, partial(host_checks.check_disk_tier, config)),
         ("gpu driver", host_checks.check_driver),
         ("torch", host_checks.check_torch),
         ("ray", partial(cluster_checks.check_cluster, address, uri, store_args, bandwidth=bandwidth)),

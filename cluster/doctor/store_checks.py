@@ -2,11 +2,13 @@
 
 from __future__ import annotations
 
+import threading
 import time
 import urllib.error
 import urllib.request
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator, Sequence
 from contextlib import closing
+from dataclasses import dataclass
 from email.utils import parsedate_to_datetime
 from itertools import islice
 from typing import Any
@@ -14,9 +16,10 @@ from typing import Any
 from cluster.config import Config
 from cluster.doctor.check import Check
 from cluster.request import StoreOptions
-from cluster.units import show_bytes
+from cluster.units import show_bytes, show_rate
 from storage.checkpoints.manifest import MANIFEST_KEY
-from storage.stores.object_store import ByteRange, ObjectStore, read_bytes
+from storage.errors import LongshoreError
+from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore, read_bytes
 from storage.stores.open_store import open_store
 
 READ_TIMEOUT_S = 10.0
@@ -82,3 +85,111 @@ def check_clock(endpoint_url: str) -> Check:
     if abs(skew_s) > MAX_SKEW_S:
         return Check("clock", "fail", detail, "signed requests will be refused: set this machine's clock (NTP)")
     return Check("clock", "ok", detail)
+
+
+PROBE_S = 5.0
+MOST_BYTES = 4 << 30  # of one probe
+THREADS = 16  # requests in flight, as of a rank
+LEAST_READ_BYTES, MOST_READ_BYTES = 1 << 18, 8 << 20
+QUICK_S = 0.25  # a read that takes less is followed by one twice as long
+LARGE_BYTES = 1 << 20  # objects below it are left alone where there are larger ones
+
+
+@dataclass(frozen=True, slots=True)
+class Bandwidth:
+    """What a probe read."""
+
+    read_bytes: int
+    elapsed_s: float
+    requests: int
+    threads: int
+    error: str = ""  # of the first read that failed: the probe ended there
+
+    @property
+    def text(self) -> str:
+        """For people."""
+        rate = show_rate(self.read_bytes, self.elapsed_s)
+        return f"{rate} ({show_bytes(self.read_bytes)} in {self.elapsed_s:.1f} s, {self.threads} requests at once)"
+
+
+def measure_bandwidth(
+    store: ObjectStore,
+    objects: Sequence[ObjectInfo],
+    *,
+    probe_s: float = PROBE_S,
+    most_bytes: int = MOST_BYTES,
+    threads: int = THREADS,
+    clock: Callable[[], float] = time.monotonic,
+) -> Bandwidth:
+    """Read ranges of `objects`, those with most bytes first, again and again, until the time or the bytes are spent.
+
+    No read is begun after `probe_s`; one that is under way is waited for. Errors of the store are in the answer.
+    """
+    chosen = [info for info in objects if info.size_bytes >= LARGE_BYTES] or [
+        info for info in objects if info.size_bytes
+    ]
+    probe = _Probe(sorted(chosen, key=lambda info: -info.size_bytes), most_bytes)
+    started_s = clock()
+
+    def work() -> None:
+        buffer = memoryview(bytearray(MOST_READ_BYTES))
+        want_bytes = LEAST_READ_BYTES
+        while clock() - started_s < probe_s and (taken := probe.take(want_bytes)) is not None:
+            info, byte_range = taken
+            begun_s = clock()
+            try:
+                store.read_into(info.key, byte_range, buffer[: byte_range.size_bytes], etag=info.etag)
+            except Exception as error:  # a thread that ends has nobody to tell
+                probe.fail(error)
+                return
+            probe.done(byte_range.size_bytes, clock() - started_s)
+            if clock() - begun_s < QUICK_S:
+                want_bytes = min(MOST_READ_BYTES, 2 * want_bytes)
+
+    workers = [threading.Thread(target=work, name=f"longshore-probe-{n}", daemon=True) for n in range(threads)]
+    for worker in workers:
+        worker.start()
+    for worker in workers:
+        worker.join()
+    return Bandwidth(probe.read_bytes, probe.last_s, probe.requests, threads, probe.error)
+
+
+class _Probe:
+    """Hands out ranges and counts. Thread-safe."""
+
+    def __init__(self, objects: Sequence[ObjectInfo], most_bytes: int) -> None:
+        self._lock = threading.Lock()
+        self._ranges = _positions(objects)
+        self._left_bytes = most_bytes if objects else 0
+        self._at: tuple[ObjectInfo, int] | None = None
+        self.read_bytes = 0
+        self.requests = 0
+        self.last_s = 0.0  # when the last byte had come, from the start
+        self.error = ""
+
+    def take(self, most_bytes: int) -> tuple[ObjectInfo, ByteRange] | None:
+        """The next range; None when enough was handed out or a read has failed."""
+        with self._lock:
+            if self._left_bytes <= 0 or self.error:
+                return None
+            info, start = self._at or next(self._ranges)
+            end = min(info.size_bytes, start + min(most_bytes, self._left_bytes))
+            self._at = (info, end) if end < info.size_bytes else None
+            self._left_bytes -= end - start
+            return info, ByteRange(start, end)
+
+    def done(self, read_bytes: int, at_s: float) -> None:
+        with self._lock:
+            self.read_bytes += read_bytes
+            self.requests += 1
+            self.last_s = max(self.last_s, at_s)
+
+    def fail(self, error: Exception) -> None:
+        said = str(error) if isinstance(error, LongshoreError) else f"{type(error).__name__}: {error}"
+        with self._lock:
+            self.error = self.error or said
+
+
+def _positions(objects: Sequence[ObjectInfo]) -> Iterator[tuple[ObjectInfo, int]]:
+    while True:
+        yield from ((info, 0) for info in objects)

@@ -2,19 +2,177 @@
 
 from __future__ import annotations
 
-from collections.abc import Collection, Mapping, Sequence
+from collections import defaultdict
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cluster.config import Config
 from cluster.device_map.deciding import CPU, DISK
 from cluster.errors import DoesNotFit, DoesNotFitNow
-from cluster.fit.device_fit import device_problem, room_on
-from cluster.fit.host_room import Claim, NodeNeed, room_problems
 from cluster.fit.options import FitOptions
 from cluster.plans.rank_plans import RankFacts
 from cluster.scheduling.topology import NodeInfo, ranks_by_node
-from cluster.units import show_bytes
+from cluster.units import show_bytes, show_some
 from storage.arena.arena_files import default_arena_bytes
+from storage.host.gpu_memory import GpuMemory
+from storage.host.memory import MemoryPool
+
+_SHOWN_RANKS = 8
+
+
+@dataclass(frozen=True, slots=True)
+class DeviceRoom:
+    """What one GPU has for a load."""
+
+    total_bytes: int
+    free_bytes: int | None  # None: not known, taken for all
+    kept_free_bytes: int  # that was asked to stay free
+
+    @property
+    def have_bytes(self) -> int:
+        """Bytes that ranks can take."""
+        free_bytes = self.total_bytes if self.free_bytes is None else self.free_bytes
+        return max(0, free_bytes - self.kept_free_bytes)
+
+    def emptied(self) -> DeviceRoom:
+        """The same without what others have in use."""
+        return replace(self, free_bytes=None)
+
+
+def room_on(gpu: GpuMemory, options: FitOptions, config: Config) -> DeviceRoom:
+    """What the load can take of a GPU."""
+    return DeviceRoom(gpu.total_bytes, gpu.free_bytes, options.kept_free_bytes(gpu.total_bytes, config))
+
+
+Place = tuple[int, int]  # (rank, number of the GPU among the rank's own)
+
+
+def seat_on_devices(needs: Mapping[Place, int], rooms: Sequence[DeviceRoom]) -> dict[Place, DeviceRoom]:
+    """A GPU for each place, the largest need on the roomiest. `needs`: bytes, of one node; `rooms`: its GPUs.
+
+    If there is any way that all fit, they do so. Places beyond the number of GPUs get the least roomy one.
+    """
+    roomiest = sorted(rooms, key=lambda room: room.have_bytes, reverse=True)
+    largest = sorted(needs, key=lambda place: (-needs[place], place))
+    return {place: roomiest[min(at, len(roomiest) - 1)] for at, place in enumerate(largest)} if roomiest else {}
+
+
+def device_problem(host: str, needs: Mapping[Place, int], rooms: Sequence[DeviceRoom]) -> str:
+    """Which ranks lack memory on the GPUs of a node, with need and have; "" when all have it, or nobody knows."""
+    return misfit_text(host, needs, seat_on_devices(needs, rooms))
+
+
+def misfit_text(host: str, needs: Mapping[Place, int], seats: Mapping[Place, DeviceRoom]) -> str:
+    """The same for places that have their GPUs."""
+    tight = [place for place, room in seats.items() if needs[place] > room.have_bytes]
+    if not tight:
+        return ""
+    worst = max(sorted(tight), key=lambda place: needs[place] - seats[place].have_bytes)
+    ranks = sorted({rank for rank, _ in tight})
+    many = len(tight) > 1
+    return (
+        f"{host}{': ' * bool(host)}rank{'s' * (len(ranks) > 1)} {show_some(ranks, _SHOWN_RANKS)} "
+        f"need{'s' * (len(ranks) == 1)} {'up to ' * many}{show_bytes(needs[worst])} of device memory, "
+        f"{show_room(seats[worst])}"
+    )
+
+
+def show_room(room: DeviceRoom) -> str:
+    """`a GPU has 1.07 GB (of 2.15 GB; 0.5 GB in use, 0.57 GB kept free)`."""
+    parts = []
+    if room.free_bytes is not None and room.free_bytes < room.total_bytes:
+        parts.append(f"{show_bytes(room.total_bytes - room.free_bytes)} in use")
+    if room.kept_free_bytes:
+        parts.append(f"{show_bytes(room.kept_free_bytes)} kept free")
+    of = f" (of {show_bytes(room.total_bytes)}{'; ' * bool(parts)}{', '.join(parts)})" if parts else ""
+    return f"a GPU has {show_bytes(room.have_bytes)}{of}"
+
+
+WORKER_BYTES = 300 << 20  # of a worker's process before the first byte of a model: Ray and torch
+
+
+@dataclass(frozen=True, slots=True)
+class NodeNeed:
+    """Host memory that a load is about to take on a node."""
+
+    ranks: int
+    tensor_bytes: int  # of its CPU ranks
+    workers: int = 0  # processes that are still to be started
+    arena_bytes: int = 0  # of an arena that is still to be made
+
+    def less(self, kept_bytes: int) -> int:
+        """Bytes that are not there yet: workers that are taken over keep so many for the tensors."""
+        tensor_bytes = max(0, self.tensor_bytes - kept_bytes)
+        return tensor_bytes + self.workers * WORKER_BYTES + self.arena_bytes
+
+
+@dataclass(frozen=True, slots=True)
+class Claim:
+    """Host memory on a node that a load was promised and has not taken yet."""
+
+    model_id: str
+    node_id: str
+    pool_ids: tuple[str, ...]
+    size_bytes: int
+
+
+def larger_claims(before: Iterable[Claim], after: Iterable[Claim]) -> tuple[Claim, ...]:
+    """Those of `after` as they were when free memory was asked for, between the two: a load takes it meanwhile."""
+    then = {(claim.model_id, claim.node_id): claim.size_bytes for claim in before}
+    return tuple(
+        replace(claim, size_bytes=max(claim.size_bytes, then.get((claim.model_id, claim.node_id), 0)))
+        for claim in after
+    )
+
+
+def room_problems(
+    nodes: Sequence[NodeInfo], needs: Mapping[int, NodeNeed], claims: Collection[Claim], config: Config
+) -> list[str]:
+    """What is missing where; empty when all have room. `needs`: by index into `nodes`."""
+    sharing: dict[str, list[int]] = defaultdict(list)  # pool id -> nodes
+    pools: dict[str, MemoryPool] = {}
+    for index in needs:
+        for pool in _pools(nodes[index], index):
+            known = pools.get(pool.pool_id, pool)
+            pools[pool.pool_id] = min(pool, known, key=lambda seen: seen.free_bytes)
+            sharing[pool.pool_id].append(index)
+    problems: dict[tuple[int, ...], tuple[int, str]] = {}  # by nodes: of several pools the one that lacks most
+    for pool_id, sharers in sharing.items():
+        pool = pools[pool_id]
+        here = {nodes[index].node_id for index in sharers}
+        promised = [claim for claim in claims if pool_id in claim.pool_ids or claim.node_id in here]
+        have = pool.free_bytes - max(config.host_reserve_bytes, pool.reserve_bytes)
+        have -= sum(claim.size_bytes for claim in promised)
+        need = sum(needs[index].less(nodes[index].kept_bytes) for index in sharers)
+        key = tuple(sharers)
+        if need > have and need - have > problems.get(key, (0, ""))[0]:
+            text = _said(", ".join(nodes[index].host for index in sharers), [needs[i] for i in sharers], need, have)
+            problems[key] = need - have, text + _promises(promised)
+    return [text for _, text in problems.values()]
+
+
+def _pools(node: NodeInfo, index: int) -> tuple[MemoryPool, ...]:
+    return node.pools or (MemoryPool(f"node {index}", node.memory_free_bytes, 0),)
+
+
+def _said(hosts: str, needs: Sequence[NodeNeed], need: int, have: int) -> str:
+    ranks, workers = sum(each.ranks for each in needs), sum(each.workers for each in needs)
+    tensor_bytes, arena_bytes = sum(each.tensor_bytes for each in needs), sum(each.arena_bytes for each in needs)
+    processes = f", {show_bytes(workers * WORKER_BYTES)} for {workers} new processes" if workers else ""
+    return (
+        f"{hosts}: needs {show_bytes(need)} of host memory ({show_bytes(tensor_bytes)} for {ranks} ranks, "
+        f"{show_bytes(arena_bytes)} for the arena{processes}), has {show_bytes(max(have, 0))} beyond the reserve"
+    )
+
+
+def _promises(claims: Sequence[Claim]) -> str:
+    by_model: dict[str, int] = defaultdict(int)
+    for claim in claims:
+        by_model[claim.model_id] += claim.size_bytes
+    said = [f"{show_bytes(size)} to {model}" for model, size in sorted(by_model.items()) if size]
+    return f" and what was promised ({show_some(said, 5)})" if said else ""
+
 
 SHOWN = 4  # problems in one message: it is to be read on one screen
 ANY_FIT = FitOptions()
@@ -74,7 +232,7 @@ def check_fit(
 
     `rank_nodes[i]` is the index into `nodes` of rank i (a mapping: of the ranks that come), `device` "cuda" or "cpu".
     What ranks have in host memory counts against their host, what they have on GPUs against those of their node
-    (`cluster.fit.device_fit`; not checked when their memory is unknown). An arena that is still to be made counts
+    (`cluster.fit.needs`; not checked when their memory is unknown). An arena that is still to be made counts
     against its host and /dev/shm, and must have `min_slots` slots. `claims`: what other loads were promised;
     `new_workers`: ranks whose processes are still to come; `options`: what was asked to stay free.
     """

@@ -8,8 +8,8 @@ import subprocess
 from typing import Any
 
 from cluster.errors import ClusterLost, PackageMissing
+from cluster.joining.head_watch import check_head
 from cluster.joining.local_watch import watch
-from cluster.joining.ray_address import check_head
 from cluster.joining.ray_private import address_here, heads_of_processes_here, logs_folder
 from storage.problems import install_hint
 

@@ -19,9 +19,8 @@ from importlib.util import find_spec
 from typing import Any, TypeVar
 
 from cluster.errors import UnknownFamily
-from cluster.layouts.families.unlisted import rows_of_plan
-from cluster.layouts.rule import Rows
-from cluster.load_request import LoadRequest
+from cluster.layouts.families import Rows, rows_of_plan
+from cluster.request import LoadRequest
 
 Answer = TypeVar("Answer")
 

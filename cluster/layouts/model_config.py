@@ -8,7 +8,7 @@ from typing import Annotated, Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError
 
 from cluster.errors import ModelConfigError
-from cluster.layouts.families.defaults import CONFIG_DEFAULTS
+from cluster.layouts.families import CONFIG_DEFAULTS
 from cluster.precision.quantization_config import QuantizationConfig, find_quantization
 from storage.checkpoints.model_index import ModelIndex, OtherFile
 from storage.checksum import new_hasher

@@ -96,3 +96,121 @@ def _with_places(ranges: Sequence[Range]) -> Iterator[tuple[Range, int]]:
     for one in ranges:
         yield one, place
         place += one[1] - one[0]
+
+
+class CutsInsideByte(ValueError):
+    """Elements are smaller than a byte and the box begins or ends within one."""
+
+
+@dataclass(frozen=True, slots=True)
+class BoxRuns:
+    """The contiguous runs of a box, in the order of the box's own bytes."""
+
+    start_bytes: int  # first byte of the box, from the start of its tensor
+    dest_bytes: int  # and from the start of the tensor that it is copied to
+    run_bytes: int  # bytes of one run; 0 for an empty box
+    # (count, distance in bytes, distance where it is copied to) of nested repetitions, outermost first
+    repeats: tuple[tuple[int, int, int], ...]
+
+    @property
+    def count(self) -> int:
+        return math.prod(count for count, _, _ in self.repeats)
+
+
+def find_runs(
+    shape: tuple[int, ...],
+    offsets: tuple[int, ...],
+    sizes: tuple[int, ...],
+    element_bits: int,
+    into_shape: tuple[int, ...] | None = None,
+    into_offsets: tuple[int, ...] | None = None,
+) -> BoxRuns:
+    """The longest runs that make up a box, and how they repeat. Raises CutsInsideByte.
+
+    It is copied to `into_offsets` of a tensor of `into_shape`; to a tensor of its own without. A box that is cut in one
+    dimension, or in dim 0 and one other, has at most one level of repetition.
+    """
+    into_shape = sizes if into_shape is None else into_shape
+    into_offsets = (0,) * len(sizes) if into_offsets is None else into_offsets
+    if 0 in sizes:
+        return BoxRuns(0, 0, 0, ())
+    start = dest = 0
+    run = stride = into_stride = element_bits  # while inner dimensions are whole, one step is as long as the run
+    repeats: list[tuple[int, int, int]] = []  # innermost first
+    dimensions = zip(*map(reversed, (shape, offsets, sizes, into_shape, into_offsets)), strict=True)
+    for full, offset, size, into_full, into_offset in dimensions:
+        start += offset * stride
+        dest += into_offset * into_stride
+        if run == stride == into_stride:
+            run *= size
+        elif size > 1:
+            if repeats and (stride, into_stride) == (repeats[-1][0] * repeats[-1][1], repeats[-1][0] * repeats[-1][2]):
+                repeats[-1] = (repeats[-1][0] * size, *repeats[-1][1:])
+            else:
+                repeats.append((size, stride, into_stride))
+        stride *= full
+        into_stride *= into_full
+    if any(bits % 8 for bits in (start, dest, run, *(bits for repeat in repeats for bits in repeat[1:]))):
+        raise CutsInsideByte(f"box at {offsets} of {sizes} in {shape}, {element_bits} bits an element")
+    return BoxRuns(
+        start // 8, dest // 8, run // 8, tuple((count, src // 8, to // 8) for count, src, to in reversed(repeats))
+    )
+
+
+def element_bits(shape: tuple[int, ...], size_bytes: int) -> int | None:
+    """Bits of one element; 8 for an empty tensor, None when `size_bytes` does not fit the shape."""
+    elements = math.prod(shape)
+    if elements == 0:
+        return 8 if size_bytes == 0 else None
+    bits, rest = divmod(size_bytes * 8, elements)
+    return None if rest or bits == 0 else bits
+
+
+@dataclass(frozen=True, slots=True)
+class MeshCut:
+    """What one dimension of the mesh does to a tensor that it cuts."""
+
+    dim: int  # of the tensor
+    parts: int  # processes along the mesh's dimension
+    part: int  # the one whose share is asked for
+    groups: int = 1  # the dimension is so many groups side by side, each cut in parts
+
+
+def dtensor_region(shape: Sequence[int], cuts: Sequence[MeshCut]) -> Region:
+    """What that place holds; `cuts` in the order of the mesh's dimensions, without those that replicate."""
+    ranges: list[tuple[Range, ...]] = [((0, size),) for size in shape]
+    for cut in cuts:
+        kept: list[Range] = []
+        for first, end in _chunks(_length(ranges[cut.dim]), cut.groups):
+            share = _chunks(end - first, cut.parts)
+            low, high = share[cut.part] if cut.part < len(share) else (end - first,) * 2
+            kept += take(ranges[cut.dim], first + low, first + high)
+        ranges[cut.dim] = tuple(kept)
+    return Region(tuple(ranges))
+
+
+def same_part(one: Region, other: Region) -> bool:
+    """Whether two regions hold the same elements in the same order, padding aside."""
+    if 0 in one.filled or 0 in other.filled:
+        return one.filled == other.filled
+    return [_joined(ranges) for ranges in one.ranges] == [_joined(ranges) for ranges in other.ranges]
+
+
+def _chunks(length: int, parts: int) -> list[Range]:
+    """As torch.chunk deals out: all of ceil(length / parts) but the last ones; fewer when that is enough."""
+    size = -(-length // parts) or 1
+    return [(first, min(first + size, length)) for first in range(0, length, size)]
+
+
+def _length(ranges: Sequence[Range]) -> int:
+    return sum(end - start for start, end in ranges)
+
+
+def _joined(ranges: Sequence[Range]) -> list[Range]:
+    joined: list[Range] = []
+    for start, end in ranges:
+        if joined and joined[-1][1] == start:
+            joined[-1] = (joined[-1][0], end)
+        elif start < end:
+            joined.append((start, end))
+    return joined

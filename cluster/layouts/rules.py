@@ -9,20 +9,23 @@ The tables of the model families are in `cluster.layouts.families`.
 
 from __future__ import annotations
 
+import json
+import os
 import re
 from collections.abc import Callable, Iterable, Mapping, Sequence
 from dataclasses import dataclass
 from functools import lru_cache
-from typing import TYPE_CHECKING
+from pathlib import Path
+from typing import TYPE_CHECKING, Any
 
 from cluster.errors import ConfigError
-from cluster.layouts.families import TABLES
-from cluster.layouts.families.unlisted import nested_rows
-from cluster.layouts.rule import Rows
-from cluster.layouts.rule import Rule as Rule
+from cluster.layouts.families import TABLES, Rows, nested_rows
+from cluster.layouts.families import Rule as Rule
+from storage.problems import json_values
 
 if TYPE_CHECKING:
-    from cluster.layouts.model_config import ModelConfig  # brings pydantic
+    from cluster.layouts.model_config import ModelConfig
+
 
 MAX_RULES = 1000  # of one request
 MAX_PATTERN_CHARS = 256
@@ -156,3 +159,47 @@ def _compile_all(entries: Rows) -> re.Pattern[str]:
 # `model_type` of config.json -> rules.
 FAMILIES: Mapping[str, Rules] = {family: Rules(rows) for family, rows in TABLES.items()}
 _NESTED: Mapping[str, Rules] = {family: Rules(nested_rows(rows)) for family, rows in TABLES.items()}
+
+
+LayoutRules = Mapping[str, str] | str | os.PathLike[str]  # the rules, or a file with them
+
+MAX_RULES_FILE_BYTES = 16 * MAX_RULES * MAX_PATTERN_CHARS  # room for every character as an escape
+
+
+def read_rules(rules: LayoutRules | None) -> dict[str, str] | None:
+    """Checked rules, from a mapping or from the file that is named. Raises ConfigError for either."""
+    if rules is None:
+        return None
+    if rules == "":
+        raise ConfigError("layout_rules names no file: it is an empty text")
+    if isinstance(rules, str | os.PathLike):
+        return _read_file(Path(rules))
+    return parse_rules(rules).as_dict()
+
+
+def _read_file(path: Path) -> dict[str, str]:
+    try:
+        with path.open("rb") as file:
+            data = file.read(MAX_RULES_FILE_BYTES + 1)
+    except (OSError, ValueError) as error:  # ValueError: a zero byte in the name
+        raise ConfigError(f"layout rules cannot be read from {str(path)!r:.200}: {error}") from error
+    try:
+        if len(data) > MAX_RULES_FILE_BYTES or json_values(data) > 8 * MAX_RULES:
+            raise ConfigError(f"it is larger than {MAX_RULES} rules can be")
+        rules = json.loads(data, object_pairs_hook=_unique)
+        if rules is None:
+            raise ConfigError("it must map patterns to rules, not be null")
+        return parse_rules(rules).as_dict()
+    except (ValueError, RecursionError) as error:
+        raise ConfigError(f"layout rules in {str(path)!r:.200}: not JSON: {error}") from error
+    except ConfigError as error:
+        raise ConfigError(f"layout rules in {str(path)!r:.200}: {error.message}", hint=error.hint) from error
+
+
+def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
+    found: dict[str, Any] = {}
+    for name, value in pairs:
+        if name in found:
+            raise ConfigError(f"{name!r:.80} stands there twice")
+        found[name] = value
+    return found

@@ -6,9 +6,8 @@ import math
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cluster.layouts.box import CutsInsideByte, element_bits, find_runs
 from cluster.layouts.mesh import Layout, RankCoords
-from cluster.layouts.region import Region
+from cluster.layouts.region import CutsInsideByte, Region, element_bits, find_runs
 from cluster.layouts.rules import Rule
 from storage.checkpoints.model_index import Tensor
 

@@ -17,10 +17,9 @@ from numpy.typing import NDArray
 
 from cluster.device_map.deciding import DeviceMap
 from cluster.errors import LayoutError
-from cluster.layouts.box import element_bits
 from cluster.layouts.layout import Holder, decide_layout
 from cluster.layouts.mesh import Layout, RankCoords
-from cluster.layouts.region import Box, Region
+from cluster.layouts.region import Box, Region, element_bits
 from cluster.layouts.rules import Rules
 from cluster.layouts.tensor_cut import TensorCut, region_of
 from cluster.precision.recipes import Output, Precision, Recipe, cut_problem, decide_recipes, outputs_of, read_region

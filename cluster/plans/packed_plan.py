@@ -18,7 +18,7 @@ from numpy.typing import NDArray
 from cluster.plans.cut_model import CutModel
 from cluster.plans.load_plan import LoadPlan, RankPlan
 from cluster.plans.rank_plans import RankFacts, plan_rank, rank_chunks
-from cluster.reports.report import ProcessMemory
+from cluster.telemetry.report import ProcessMemory
 from storage.checkpoints.model_index import ChunkTable, Shard
 
 

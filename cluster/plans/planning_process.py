@@ -20,16 +20,15 @@ from collections.abc import Iterator
 from dataclasses import replace
 from typing import Any, BinaryIO
 
-from cluster.fit.changes import Limits, changes_to_offer, steps_of_auto
+from cluster.config import TrustPolicy
 from cluster.fit.options import AUTO
-from cluster.fit.search import PlannedChange
-from cluster.load_request import LoadRequest
+from cluster.fit.search import Limits, PlannedChange, changes_to_offer, steps_of_auto
 from cluster.plans.packed_plan import PackedPlan, pack_shared
-from cluster.plans.prepare import prepare_changes, prepare_plan, still_current
+from cluster.plans.planning import prepare_changes, prepare_plan, still_current
 from cluster.plans.rank_plans import rank_facts
 from cluster.precision.written_quantization import quantization_config
-from cluster.reports.report import ProcessMemory
-from cluster.trust import TrustPolicy
+from cluster.request import LoadRequest
+from cluster.telemetry.report import ProcessMemory
 from storage.errors import LongshoreError
 from storage.host.memory import high_water_bytes, own_bytes, reset_high_water
 

@@ -17,10 +17,26 @@ from cluster.device_map.deciding import DeviceKey, device_order
 from cluster.layouts.mesh import RankCoords
 from cluster.plans.cut_model import CutModel, KindSlice
 from cluster.plans.load_plan import RankPlan, StagedTensor, TensorSlice
-from cluster.plans.segments import ALIGNMENT_BYTES, MemoryMap, place_in_segments, place_on_devices
-from cluster.plans.slice_patterns import source_patterns, touched_chunks
-from cluster.plans.staging_room import staging_room
+from cluster.plans.read_items import (
+    ALIGNMENT_BYTES,
+    MemoryMap,
+    place_in_segments,
+    place_on_devices,
+    source_patterns,
+    touched_chunks,
+)
 from storage.checkpoints.model_index import ChunkTable
+
+
+def staging_room(sizes_bytes: Sequence[tuple[int, int]], chunk_bytes: int) -> int:
+    """Of tensors (size, how many of it), with chunks of at most `chunk_bytes`: the most that is staged at once.
+
+    Tensors begin in the order of the plan. So there is one that is not complete, and while the chunk that completes it
+    is copied there may be whole small ones in that chunk, and the beginning of one more.
+    """
+    total_bytes = sum(size * count for size, count in sizes_bytes)
+    return min(total_bytes, 2 * max((size for size, count in sizes_bytes if count), default=0) + chunk_bytes)
+
 
 KEPT_PLANS = 8  # of different ranks, by a RankPlans
 

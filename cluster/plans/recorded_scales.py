@@ -7,6 +7,7 @@ finite: a weight with a NaN or an infinity is read as if nothing was recorded.
 from __future__ import annotations
 
 from collections.abc import Callable, Mapping
+from contextlib import closing
 from dataclasses import replace
 
 import numpy as np
@@ -16,7 +17,10 @@ from cluster.layouts.tensor_cut import region_of
 from cluster.plans.cut_model import CutModel, TensorKind
 from cluster.precision.recipes import SCHEMES, read_region
 from cluster.precision.recorded_amax import SCALES, Amax, are_finite, carried_bytes, gather
-from storage.checkpoints.amax import MIN_COLUMNS
+from cluster.request import LoadRequest
+from storage.checkpoints.amax import AMAX_KEY, MIN_COLUMNS, read_amax
+from storage.checkpoints.model_index import ModelIndex, OtherFile
+from storage.stores.open_store import open_store
 
 MAX_CARRIED_BYTES = 64 << 20  # in a plan, which every node gets; of more nothing is used
 
@@ -66,3 +70,26 @@ def _with_kinds(cut: CutModel, used: NDArray[np.int64]) -> tuple[tuple[TensorKin
             kind[here] = len(kinds)
             kinds.append(recorded)
     return tuple(kinds), kind
+
+
+def amax_reader(request: LoadRequest, index: ModelIndex, read_timeout_s: float) -> ReadAmax | None:
+    """What reads them; None where none are recorded. The source was checked when the model was read."""
+    file = next((file for file in index.files if file.key == AMAX_KEY), None)
+    return None if file is None or index.source != "manifest" else _AmaxReader(request, file, read_timeout_s)
+
+
+class _AmaxReader:
+    def __init__(self, request: LoadRequest, file: OtherFile, read_timeout_s: float) -> None:
+        self._store = request.store
+        self._file = file
+        self._read_timeout_s = read_timeout_s
+        self._found: dict[str, Amax] = {}
+
+    def __call__(self, weights: Mapping[str, tuple[int, ...]]) -> Mapping[str, Amax]:
+        """By name; `weights`: name -> shape. Raises ManifestMismatch, IntegrityError, InvalidAmax, StoreError."""
+        missing = {name: shape for name, shape in weights.items() if name not in self._found}
+        if missing:
+            ref, credentials = self._store.ref, self._store.credentials
+            with closing(open_store(ref, credentials, read_timeout_s=self._read_timeout_s)) as store:
+                self._found |= read_amax(store, self._file, missing)
+        return {name: self._found[name] for name in weights}

@@ -19,11 +19,12 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING
 
-from cluster.layouts.box import element_bits
+from cluster.layouts.region import element_bits
 from storage.checkpoints.model_index import Tensor
 
 if TYPE_CHECKING:
-    from cluster.precision.quantization_config import QuantizationConfig, WeightScheme  # brings pydantic
+    from cluster.precision.quantization_config import QuantizationConfig, WeightScheme
+
 
 Shape = tuple[int, ...]
 Module = Mapping[str, Tensor]  # the tensors of one module, by the end of their name

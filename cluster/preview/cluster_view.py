@@ -11,15 +11,14 @@ from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cluster.config import Config
-from cluster.connection import Connection, connect, joined
 from cluster.errors import NoCoordinator, NotEnoughResources
-from cluster.load_request import LoadRequest
-from cluster.plans.chunk_keys import lasting_keys
+from cluster.joining.connection import Connection, connect, joined
+from cluster.plans.chunk_keys import HeldChunks, Holdings, lasting_keys
 from cluster.plans.load_plan import LoadPlan
-from cluster.preview.held_chunks import HeldChunks, Holdings
 from cluster.preview.plan_summary import PlanSummary, spread_evenly, summarize_plan
-from cluster.reports.report import ModelStatus
+from cluster.request import LoadRequest
 from cluster.scheduling.topology import NodeInfo, assign_gpus, assign_ranks, places_free, resolve_device
+from cluster.telemetry.report import ModelStatus
 from cluster.units import show_some
 from storage.errors import LongshoreError
 

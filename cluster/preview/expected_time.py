@@ -21,7 +21,7 @@ from cluster.errors import ConfigError
 from cluster.units import parse_bytes
 
 if TYPE_CHECKING:
-    from cluster.reports.report import LoadReport
+    from cluster.telemetry.report import LoadReport
 
 STAGES = ("store", "network", "disk", "place")
 _HINT = 'write it like "5GB/s" or "40Gbit/s"; a number is bytes per second'

@@ -6,48 +6,121 @@ manifest, headers, or config.json alone --> index --> plan of the request --weig
 
 from __future__ import annotations
 
+import json
 import os
 import time
-from collections.abc import Sequence
+from collections.abc import Mapping, Sequence
 from contextlib import closing
 from dataclasses import replace
+from pathlib import Path
+from typing import Any
 
-from cluster.argument_types import checks_arguments
-from cluster.async_twins import in_thread
-from cluster.config import Config
+from cluster.config import Config, TrustPolicy
 from cluster.device_map.options import GivenMap, GivenMemory
 from cluster.errors import ConfigError, LayoutError, ModelConfigError, PlanError
-from cluster.fit.changes import Change
-from cluster.fit.memory_given import GivenDevices, parse_host_memory
+from cluster.fit.needs import room_on
 from cluster.fit.options import STRICT, FitOptions
-from cluster.fit.plan_fit import GIVEN, Devices, check_devices, find_fit, fit_of_resident, fits_on, layouts_for
-from cluster.fit.search import PlannedChange
+from cluster.fit.plan_fit import (
+    GIVEN,
+    IN_CLUSTER,
+    SEEN,
+    Devices,
+    GivenDevices,
+    check_devices,
+    find_fit,
+    fit_of_resident,
+    fits_on,
+    layouts_for,
+    parse_host_memory,
+    parse_memory,
+    rooms_of,
+)
+from cluster.fit.search import Change, PlannedChange
 from cluster.layouts.live_rules import with_live_rules
 from cluster.layouts.mesh import MAX_RANKS, Layout, check_count
 from cluster.layouts.model_config import CONFIG_KEY, MAX_CONFIG_BYTES, ModelConfig, parse_model_config
-from cluster.layouts.rules import parse_rules, rules_for
-from cluster.layouts.rules_file import LayoutRules
-from cluster.load_request import LoadRequest
-from cluster.plans.amax_reader import amax_reader
-from cluster.plans.prepare import plan_changes, plan_model, read_model
+from cluster.layouts.rules import LayoutRules, parse_rules, rules_for
+from cluster.plans.planning import plan_changes, plan_model, read_model
 from cluster.plans.rank_plans import rank_facts
-from cluster.plans.recorded_scales import ReadAmax
+from cluster.plans.recorded_scales import ReadAmax, amax_reader
 from cluster.precision.recipes import Dtype, make_precision
 from cluster.precision.written_quantization import precision_notes
 from cluster.preview.cluster_view import AskedCluster, find_cluster
-from cluster.preview.expected_time import ExpectedTime, Rates, expect
-from cluster.preview.picture_file import picture_path, titled_picture, write_picture
-from cluster.preview.plan_inputs import Measured, find_devices, given_rates, read_rates
-from cluster.preview.plan_layers import layer_table
+from cluster.preview.expected_time import ExpectedTime, Rates, expect, measured_rates, parse_rate
+from cluster.preview.plan_picture import layer_table, tensors_of
 from cluster.preview.plan_summary import PlanSummary, spread_evenly, summarize_plan
-from cluster.preview.rank_tensors import tensors_of
-from cluster.request import StoreOptions, make_request
-from cluster.trust import TrustPolicy
+from cluster.public_functions import checks_arguments, in_thread
+from cluster.request import LoadRequest, StoreOptions, make_request
+from cluster.scheduling.topology import NodeInfo
+from cluster.telemetry.report import LoadReport
 from storage.checkpoints.model_index import ModelIndex
 from storage.errors import NotACheckpoint, StoreError
+from storage.host.gpu_memory import gpu_memory
 from storage.store_ref import Credentials
 from storage.stores.object_store import ByteRange, read_bytes
 from storage.stores.open_store import open_store
+
+Rate = str | float | None
+Measured = LoadReport | Mapping[str, Any] | str | os.PathLike[str]
+MAX_REPORT_BYTES = 256 << 20
+_HINT = "`longshore load --json` prints one"
+
+
+def find_devices(
+    memory: GivenDevices | None, nodes: Sequence[NodeInfo] | None, request: LoadRequest, config: Config
+) -> Devices | None:
+    """What there is to fit into: given, that of a cluster's `nodes`, or seen here; None when nobody knows.
+
+    Raises ConfigError.
+    """
+    if memory is not None:
+        return Devices(rooms_of(parse_memory(memory), request, config), GIVEN)
+    source = SEEN if nodes is None else IN_CLUSTER
+    seen = gpu_memory() if nodes is None else [gpu for node in nodes for gpu in node.gpus]
+    return Devices(tuple(room_on(gpu, request.fit, config) for gpu in seen), source) if seen else None
+
+
+def given_rates(store: Rate, network: Rate, disk: Rate, place: Rate) -> Rates:
+    """As they were given. Raises ConfigError."""
+    parsed = [None if rate is None else parse_rate(rate) for rate in (store, network, disk, place)]
+    return Rates(parsed[0], parsed[1], parsed[2], parsed[3])
+
+
+def read_rates(given: Measured) -> Rates:
+    """Rates of an earlier load, from its report or the file of it. Raises ConfigError."""
+    if isinstance(given, LoadReport | Mapping):
+        return measured_rates(given)
+    path = Path(given)
+    try:
+        if path.stat().st_size > MAX_REPORT_BYTES:
+            raise ConfigError(f"{path} is too large for the report of a load")
+        return measured_rates(json.loads(path.read_bytes()))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not the report of a load: {error}", hint=_HINT) from error
+
+
+def picture_path(given: str | os.PathLike[str]) -> Path:
+    """Where the picture is to go. Raises ConfigError for what cannot be meant."""
+    path = Path(given)
+    if path.suffix.lower() != ".svg":
+        raise ConfigError(f"a picture is an SVG file, not {path.name!r:.60}", hint="name it plan.svg")
+    if not path.parent.is_dir():
+        raise ConfigError(f"there is no folder for the picture: {path.parent}")
+    return path
+
+
+def write_picture(path: Path, summary: PlanSummary, uri: str) -> None:
+    """Raises ConfigError when it cannot be written."""
+    try:
+        path.write_text(titled_picture(summary, uri), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the picture cannot be written: {error.strerror}", path=str(path)) from error
+
+
+def titled_picture(summary: PlanSummary, uri: str) -> str:
+    """An SVG of ranks against layers."""
+    return summary.picture(f"{uri}: {summary.layout}")
+
 
 OFFERS_S = 20.0  # a plan of a very large model does not wait longer for what else could be offered
 

@@ -13,17 +13,15 @@ from numpy.typing import NDArray
 from cluster.device_map.deciding import device_name
 from cluster.fit.plan_fit import PlanFit
 from cluster.layouts.mesh import Layout, RankCoords
+from cluster.plans.chunk_keys import HeldChunks, node_sources
 from cluster.plans.cut_model import KindSlice
 from cluster.plans.load_plan import LoadPlan
 from cluster.plans.rank_plans import memory_map, rank_chunks, rank_facts
 from cluster.precision.written_quantization import precision_of, quantization_config
 from cluster.preview.expected_time import ExpectedTime
-from cluster.preview.held_chunks import HeldChunks, node_sources
-from cluster.preview.plan_layers import LayerTable
-from cluster.preview.plan_picture import NOT_KNOWN, Verdict, draw_plan
-from cluster.preview.rank_tensors import TensorPart
-from cluster.reports.object_check import ONLY_PART, ObjectCheck, join_checks, verified_by
+from cluster.preview.plan_picture import NOT_KNOWN, LayerTable, TensorPart, Verdict, draw_plan
 from cluster.scheduling.topology import ranks_by_node
+from cluster.telemetry.rank_report import ONLY_PART, ObjectCheck, join_checks, verified_by
 from storage.stores.store_checksum import NO_CHECKSUM
 
 NOTHING_HELD: Mapping[int, HeldChunks] = {}
@@ -103,8 +101,7 @@ class PlanSummary:
 
     def __str__(self) -> str:
         """The tables that `longshore plan` prints."""
-        from cluster.command_line.plan_table import plan_table
-        from cluster.command_line.tables import as_text
+        from cluster.command_line.tables import as_text, plan_table
 
         return as_text(plan_table(self))
 

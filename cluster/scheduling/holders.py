@@ -2,7 +2,10 @@
 
 from __future__ import annotations
 
+from collections.abc import Collection
 from dataclasses import dataclass, replace
+
+from cluster.request import StoreAccess
 
 
 @dataclass(frozen=True, slots=True)
@@ -35,3 +38,50 @@ class Holders:
     def without_lapsed(self, now_s: float, ttl_s: float) -> Holders:
         """Without the clients that have not been heard for longer than `ttl_s`."""
         return replace(self, heard_s=tuple(entry for entry in self.heard_s if now_s - entry[1] <= ttl_s))
+
+
+@dataclass(frozen=True, slots=True)
+class Proof:
+    """One client's access, and when the store last accepted it."""
+
+    client_id: str
+    access: StoreAccess
+    proven_s: float
+
+
+@dataclass(frozen=True, slots=True)
+class ProvenAccess:
+    """The access of each client of one model, oldest proof first."""
+
+    proofs: tuple[Proof, ...] = ()
+
+    def proven(self, client_id: str, access: StoreAccess, now_s: float) -> ProvenAccess:
+        """Add a client's access that the store accepted at `now_s`; an earlier one of the same client is replaced."""
+        others = (proof for proof in self.proofs if proof.client_id != client_id)
+        return ProvenAccess(tuple(sorted((*others, Proof(client_id, access, now_s)), key=lambda proof: proof.proven_s)))
+
+    def has(self, client_id: str) -> bool:
+        """Return True when an access of this client has worked."""
+        return any(proof.client_id == client_id for proof in self.proofs)
+
+    def worked_at_s(self, access: StoreAccess, since_s: float) -> float | None:
+        """Return when the store last accepted exactly this access, for any client; None if not after `since_s`."""
+        times_s = [proof.proven_s for proof in self.proofs if proof.access == access and proof.proven_s >= since_s]
+        return max(times_s, default=None)
+
+    def candidates(self, holder_ids: Collection[str]) -> list[StoreAccess]:
+        """Return every access that may be used to read, each once: those of holders first, the newest proof first."""
+        newest_first = sorted(reversed(self.proofs), key=lambda proof: proof.client_id not in holder_ids)
+        found: list[StoreAccess] = []
+        for proof in newest_first:
+            if proof.access not in found:
+                found.append(proof.access)
+        return found
+
+    def without_gone(self, holder_ids: Collection[str], since_s: float) -> ProvenAccess:
+        """Forget clients that hold the model no more, once their proof is older than `since_s`.
+
+        The newest proof of all stays: a kept model without holders must still be readable.
+        """
+        kept = (proof for proof in self.proofs if proof.client_id in holder_ids or proof.proven_s >= since_s)
+        return ProvenAccess(tuple(kept) or self.proofs[-1:])

@@ -14,17 +14,131 @@ Every operation is O(log n) in the chunks, times the ranks of one node, but for 
 
 from __future__ import annotations
 
+import enum
 import heapq
-from collections import defaultdict
+from collections import Counter, defaultdict
 from collections.abc import Hashable, Iterable, Iterator, Mapping
+from dataclasses import dataclass, field
 
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.scheduling.chunk_state import ChunkState
-from cluster.scheduling.failure_log import FailureLog
-from cluster.scheduling.rank_needs import RankNeeds
-from cluster.scheduling.retry import Fail, Retry
+from cluster.scheduling.retry import Fail, Retry, decide
+
+
+class RankNeeds:
+    """Ranks count as present from the start. One byte per rank and chunk; every question is O(ranks of the node)."""
+
+    def __init__(self, positions: Mapping[int, NDArray[np.int64]], count: int) -> None:
+        """`positions`: what each rank touches, of `count` in all."""
+        self.present = set(positions)
+        self.left = dict.fromkeys(positions, 0)  # chunks that the rank has not placed
+        self._wants = {rank: np.unique(touched) for rank, touched in positions.items()}
+        self._outstanding = {rank: np.zeros(count, np.uint8) for rank in positions}  # 1: not placed
+        for rank in positions:
+            self.begin_anew(rank)
+
+    @property
+    def complete(self) -> bool:
+        """Every rank is there and has placed everything."""
+        return len(self.present) == len(self.left) and not any(self.left.values())
+
+    def begin_anew(self, rank: int) -> None:
+        """The rank is there, and has placed nothing."""
+        self.present.add(rank)
+        self._outstanding[rank][self._wants[rank]] = 1
+        self.left[rank] = len(self._wants[rank])
+
+    def placed(self, rank: int, position: int) -> bool:
+        """The rank has it now. False when that was known, never needed, or nobody is there for the rank."""
+        if not self.needs(rank, position):
+            return False
+        self._outstanding[rank][position] = 0
+        self.left[rank] -= 1
+        return True
+
+    def needs(self, rank: int, position: int) -> bool:
+        """Whether the rank is present and has not placed it."""
+        return rank in self.present and bool(self._outstanding[rank][position])
+
+    def needing(self, position: int) -> tuple[int, ...]:
+        """Present ranks that have not placed it, ascending."""
+        return tuple(rank for rank in sorted(self.present) if self._outstanding[rank][position])
+
+    def wants(self, rank: int) -> NDArray[np.int64]:
+        """What the rank touches, placed or not, ascending."""
+        return self._wants[rank]
+
+    def wanted_by(self, position: int) -> tuple[int, ...]:
+        """Ranks that touch it, present or not, placed or not, ascending."""
+        return tuple(rank for rank in sorted(self._wants) if _holds(self._wants[rank], position))
+
+    def missing(self, rank: int) -> list[int]:
+        """What the rank has not placed, ascending."""
+        found: list[int] = np.flatnonzero(self._outstanding[rank]).tolist()
+        return found
+
+
+def _holds(ascending: NDArray[np.int64], position: int) -> bool:
+    index = int(np.searchsorted(ascending, position))
+    return index < len(ascending) and int(ascending[index]) == position
+
+
+@dataclass(slots=True)
+class _Failures:
+    """What went wrong with one chunk so far."""
+
+    by_rank: Counter[int] = field(default_factory=Counter)
+    by_cause: Counter[str] = field(default_factory=Counter)
+    log: list[tuple[int, str]] = field(default_factory=list)  # (rank, cause), in order
+
+
+class FailureLog:
+    """Failures by chunk; a chunk is any number that stands for one. Holds only those that ever failed."""
+
+    def __init__(self) -> None:
+        self._chunks: dict[int, _Failures] = {}
+
+    def __contains__(self, chunk: int) -> bool:
+        """Whether the chunk ever failed."""
+        return chunk in self._chunks
+
+    def __iter__(self) -> Iterator[int]:
+        """Chunks that ever failed."""
+        return iter(self._chunks)
+
+    def add(self, chunk: int, rank: int, cause: str, chunk_attempts: int | None, fraction: float) -> Retry | Fail:
+        """`rank` could not get the chunk. Fail when the cause's budget (`cluster.scheduling.retry`) is spent, or after
+        `chunk_attempts` failures of any cause. `fraction` in [0, 1) spreads the delays.
+        """
+        failures = self._chunks.setdefault(chunk, _Failures())
+        failures.by_rank[rank] += 1
+        failures.by_cause[cause] += 1
+        failures.log.append((rank, cause))
+        decision = decide(cause, failures.by_cause[cause], fraction)
+        if isinstance(decision, Retry) and chunk_attempts is not None and len(failures.log) >= chunk_attempts:
+            return Fail(f"{cause.replace('_', ' ')}, after {len(failures.log)} workers' attempts")
+        return decision
+
+    def has_failed(self, chunk: int, rank: int) -> bool:
+        """Whether this rank ever failed on the chunk."""
+        failures = self._chunks.get(chunk)
+        return failures is not None and failures.by_rank[rank] > 0
+
+    def of(self, chunk: int) -> tuple[tuple[int, str], ...]:
+        """(rank, cause) of every failure of the chunk, in order."""
+        failures = self._chunks.get(chunk)
+        return () if failures is None else tuple(failures.log)
+
+
+class ChunkState(enum.Enum):
+    """Where one needed chunk is."""
+
+    PENDING = "pending"  # to be fetched, or taken from the cache
+    WAITING = "waiting"  # somebody else is fetching the same bytes
+    LEASED = "leased"  # being fetched, perhaps by more than one rank
+    COMMITTED = "committed"  # in the arena; some rank has not placed it
+    DONE = "done"  # no present rank needs it
 
 
 class LeaseQueue:

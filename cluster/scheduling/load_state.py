@@ -6,7 +6,7 @@ the last event was: the last rank that becomes ready makes the load READY.
 
 Events carry the attempt they belong to, and those of a rank its incarnation. What comes late (an older
 attempt or incarnation), twice, or after the end changes nothing. `docs/load_states.md` is printed from these
-tables (`cluster.scheduling.load_state_doc`); the events themselves are in `cluster.scheduling.load_events`.
+tables (`cluster.scheduling.load_state`); the events themselves are in `cluster.scheduling.load_state`.
 
 A node that is lost takes the places of its ranks away, not the plan: what a rank holds does not depend on where it
 sits. So a new attempt (`Replanned`) begins for those ranks only, and the state is what it was.
@@ -19,20 +19,105 @@ from collections.abc import Mapping
 from dataclasses import dataclass, replace
 
 from cluster.errors import IllegalTransition
-from cluster.scheduling.load_events import (
-    Cancelled,
-    Event,
-    Failed,
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class Event:
+    """Something that happened to a load, in one attempt at it."""
+
+    attempt: int = 1
+
+
+@dataclass(frozen=True, slots=True)
+class Planned(Event):
+    """There is a plan, and it fits."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResourcesMissing(Event):
+    """Not all ranks have a place."""
+
+
+@dataclass(frozen=True, slots=True)
+class ResourcesGranted(Event):
+    """All ranks have a place."""
+
+
+@dataclass(frozen=True, slots=True)
+class Started(Event):
+    """Every rank has its worker."""
+
+
+@dataclass(frozen=True, slots=True)
+class RankProgress(Event):
+    """A rank holds so many bytes of its slices."""
+
+    rank: int
+    incarnation: int
+    placed_bytes: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankReady(Event):
+    """A rank holds all its slices."""
+
+    rank: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankLost(Event):
+    """A rank's worker is dead or does not answer; what it held is gone."""
+
+    rank: int
+    incarnation: int
+
+
+@dataclass(frozen=True, slots=True)
+class RankReplaced(Event):
+    """A rank has a new worker, which begins anew."""
+
+    rank: int
+    incarnation: int  # of the new worker
+
+
+@dataclass(frozen=True, slots=True)
+class Replanned(Event):
+    """Ranks of a lost node get other places: a new attempt, of that number. Others keep what they have"""
+
+    ranks: tuple[int, ...] = ()  # whose places are lost
+
+
+@dataclass(frozen=True, slots=True)
+class Failed(Event):
+    """The load cannot go on."""
+
+    error: str
+
+
+@dataclass(frozen=True, slots=True)
+class Cancelled(Event):
+    """Nobody wants the load any more, before it was ready."""
+
+
+@dataclass(frozen=True, slots=True)
+class Released(Event):
+    """Nobody holds the model any more."""
+
+
+EVENTS: tuple[type[Event], ...] = (
     Planned,
-    RankLost,
+    ResourcesMissing,
+    ResourcesGranted,
+    Started,
     RankProgress,
     RankReady,
+    RankLost,
     RankReplaced,
-    Released,
     Replanned,
-    ResourcesGranted,
-    ResourcesMissing,
-    Started,
+    Failed,
+    Cancelled,
+    Released,
 )
 
 
@@ -219,3 +304,49 @@ def _with_rank(life: Life, event: RankProgress | RankReady | RankLost | RankRepl
     if after == before:
         return life.ranks
     return (*life.ranks[: event.rank], after, *life.ranks[event.rank + 1 :])
+
+
+def state_diagram() -> str:
+    """The tables as a Mermaid diagram, without the events that change no state."""
+    arrows: dict[tuple[str, str], list[str]] = {}
+    for state, row in TRANSITIONS.items():
+        for event, to in row.items():
+            if to is not state:
+                arrows.setdefault((state.name, to.name), []).append(event.__name__)
+    for (state, all_ready), to in SETTLES.items():
+        label = "all ranks ready" if all_ready else "a rank is not ready"
+        arrows.setdefault((state.name, to.name), []).append(label)
+    lines = ["stateDiagram-v2", f"    [*] --> {LoadState.PLANNING.name}"]
+    lines += [f"    {start} --> {end}: {', '.join(labels)}" for (start, end), labels in arrows.items()]
+    lines += [f"    {state.name} --> [*]" for state in LoadState if state.is_terminal]
+    return "\n".join(lines)
+
+
+def render_doc() -> str:
+    """The text of docs/load_states.md."""
+    meanings = "\n".join(f"| {state.name} | {MEANINGS[state]} |" for state in LoadState)
+    events = "\n".join(f"| {kind.__name__} | {(kind.__doc__ or '').rstrip('.')} |" for kind in EVENTS)
+    return f"""# The states of a load
+
+Printed from the tables in `cluster/scheduling/load_state.py`; print it again with
+`python -m cluster.scheduling.load_state > docs/load_states.md`.
+
+| state | meaning |
+|---|---|
+{meanings}
+
+```mermaid
+{state_diagram()}
+```
+
+Arrows with a lower-case label follow from the ranks alone, whatever the last event was. Events that are not on an
+arrow out of a state change no state there. Late and repeated events change nothing; FAILED and RELEASED are final.
+
+| event | what happened |
+|---|---|
+{events}
+"""
+
+
+if __name__ == "__main__":
+    print(render_doc(), end="")

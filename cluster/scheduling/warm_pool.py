@@ -9,7 +9,7 @@ The workers of a released model are a *gang*: they stay together, on their nodes
 from __future__ import annotations
 
 from collections import Counter
-from collections.abc import Iterable, Mapping, Sequence
+from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from cluster.layouts.mesh import Layout
@@ -124,3 +124,23 @@ def _has_room(
         if node.alive
     ]
     return sum(free) >= layout.ranks
+
+
+class IdleNodes:
+    """Since when each node that has an agent is not needed."""
+
+    def __init__(self, after_s: float) -> None:
+        """`after_s`: so long a node is not needed before its agent is to end; 0: it never is."""
+        self._after_s = after_s
+        self._needed_s: dict[str, float] = {}  # node id -> when it was needed last, or seen first
+
+    def needed(self, node_id: str, now_s: float) -> None:
+        """Somebody asked for the node's agent just now."""
+        self._needed_s[node_id] = now_s
+
+    def due(self, agents: Collection[str], needed: Collection[str], now_s: float) -> list[str]:
+        """Ids of the nodes whose agents are to end. `agents`: nodes that have one; `needed`: nodes that are in use."""
+        if not self._after_s:
+            return []
+        self._needed_s = {node: now_s if node in needed else self._needed_s.get(node, now_s) for node in agents}
+        return sorted(node for node, last_s in self._needed_s.items() if now_s - last_s > self._after_s)

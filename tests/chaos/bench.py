@@ -18,8 +18,8 @@ from ray._private import auto_init_hook
 
 import cluster
 from cluster import residents
+from cluster.command_line.sample_checkpoint import write_llama_checkpoint
 from cluster.fit.needs import min_slots
-from cluster.sample_checkpoint import write_llama_checkpoint
 from storage.checkpoints.manifest import MANIFEST_KEY
 from storage.stores.embedded_s3 import EmbeddedS3
 from tests.chaos.cases import BUCKET, RANKS_PER_NODE, Case

@@ -5,7 +5,7 @@ from __future__ import annotations
 from collections.abc import Iterable, Mapping
 
 from actors.node.node_load import MAX_BATCH
-from cluster.reports.report import LoadReport
+from cluster.telemetry.report import LoadReport
 from tests.chaos.cases import DAMAGING, Case, world
 from tests.support.faults import (
     Asked,

@@ -12,7 +12,7 @@ from dataclasses import dataclass, field
 from pathlib import Path
 
 import cluster
-from cluster.reports.report import LoadReport
+from cluster.telemetry.report import LoadReport
 from storage.errors import LongshoreError
 from tests.chaos.bench import CHUNK_BYTES, KV_HEADS, SETTINGS, Bench
 from tests.chaos.cases import Case

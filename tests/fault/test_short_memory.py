@@ -39,7 +39,7 @@ LISTING = """<?xml version="1.0"?><ListBucketResult xmlns="http://s3.amazonaws.c
 CLIENT = """
 import json, sys, threading, cluster, ray
 from cluster import residents
-from cluster.connection import disconnect
+from cluster.joining.connection import disconnect
 from storage.store_ref import Credentials
 from tests.support.reference_slices import shard_differs
 endpoint, key, secret, settings, folder, kv_heads, files, half, temp, object_store = sys.argv[1:]

@@ -7,7 +7,7 @@ from pathlib import Path
 
 import pytest
 
-from cluster.reports.report import NodeReport
+from cluster.telemetry.report import NodeReport
 from storage.stores.embedded_s3 import EmbeddedS3
 from tests.support.exact_ranks import check_exact
 from tests.support.fault_proxy import FaultProxy

@@ -16,10 +16,9 @@ from cluster.layouts.rules import rules_for
 from cluster.plans.load_plan import LoadPlan
 from cluster.plans.planning import build_load_plan
 from cluster.plans.read_items import ReadItems
-from cluster.reports import bottleneck
-from cluster.reports.bottleneck import find_limit
-from cluster.reports.report import RankReport
 from cluster.scheduling.concurrency import LEVELS
+from cluster.telemetry import report
+from cluster.telemetry.report import RankReport, find_limit
 from storage.checkpoints.checkpoint import open_model
 from storage.store_ref import parse_uri
 from storage.stores.embedded_s3 import EmbeddedS3
@@ -54,7 +53,7 @@ def bucket(rclone: EmbeddedS3) -> str:
 @pytest.fixture(autouse=True)
 def processors_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
     """Whoever else keeps them busy is not the limit that these tests look for."""
-    monkeypatch.setattr(bottleneck, "FULL", 2.0)
+    monkeypatch.setattr(report, "FULL", 2.0)
 
 
 @contextmanager

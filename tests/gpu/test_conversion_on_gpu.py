@@ -13,7 +13,7 @@ from actors.rank.executor import RankLoader
 from cluster.layouts.mesh import Layout
 from cluster.plans.planning import build_load_plan
 from cluster.precision.recipes import SCHEMES, Precision
-from cluster.reports.report import RankReport
+from cluster.telemetry.report import RankReport
 from storage.checkpoints.checkpoint import open_model
 from storage.stores.object_store import MemoryStore
 from tests.support.local_node import Rank, local_node, run_all

@@ -21,7 +21,7 @@ from cluster.layouts.mesh import Layout
 from cluster.plans.planning import build_load_plan
 from cluster.plans.read_items import ReadItems, expand_read_items
 from cluster.precision.recipes import Precision
-from cluster.reports.report import RankReport
+from cluster.telemetry.report import RankReport
 from storage.arena.arena import Arena
 from storage.checkpoints.checkpoint import open_model
 from storage.stores.object_store import MemoryStore

@@ -18,7 +18,7 @@ from cluster.errors import ModuleMismatch
 from cluster.fit.needs import min_slots
 from cluster.layouts.mesh import Layout
 from cluster.plans.planning import build_load_plan
-from cluster.reports.report import RankReport
+from cluster.telemetry.report import RankReport
 from storage.checkpoints.checkpoint import open_model
 from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import read_objects, write_tiny_llama

@@ -15,9 +15,9 @@ import pytest
 import cluster
 from actors.hosting import host_rank
 from cluster import LoadedModel
-from cluster import connection as connection_module
 from cluster.config import Config
-from cluster.joining import coordinator_line
+from cluster.joining import connection
+from cluster.joining import connection as connection_module
 from storage.checkpoints.manifest import MANIFEST_KEY
 from storage.checkpoints.safetensors_header import encode_header
 from tests.support.checkpoints import raw_header, safetensors_bytes, write_objects
@@ -252,7 +252,7 @@ def test_ranks_in_the_callers_placement_group(longshore: Longshore, llama: Store
 
 def test_a_client_of_another_version(longshore: Longshore, monkeypatch: pytest.MonkeyPatch, llama: StoredModel) -> None:
     before = longshore.status().models
-    monkeypatch.setattr(coordinator_line, "__version__", "0.0.9")
+    monkeypatch.setattr(connection, "__version__", "0.0.9")
     connection_module.disconnect()
     with pytest.raises(cluster.VersionMismatch, match=r"0\.0\.9"):
         cluster.load(llama.uri, device="cpu", **llama.options)

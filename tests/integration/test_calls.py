@@ -18,8 +18,7 @@ import pytest
 
 import cluster
 import cluster.model
-import cluster.rank_calls
-from cluster.rank_calls import RankCalls
+from cluster.model import RankCalls
 from tests.support.checkpoints import safetensors_bytes, write_objects
 from tests.support.ray_clusters import Longshore, eventually
 from tests.support.stored_models import StoredModel
@@ -109,7 +108,7 @@ def raise_when_another_rank_is_dead(shard: Any, folder: Path) -> None:
 def test_the_death_of_a_rank_comes_before_the_errors_that_it_causes(
     model: cluster.LoadedModel, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(cluster.rank_calls, "CAUSE_S", WAIT_S)  # however slow Ray is
+    monkeypatch.setattr(cluster.model, "CAUSE_S", WAIT_S)  # however slow Ray is
     with pytest.raises(cluster.RankLost) as caught:
         model.call(raise_when_another_rank_is_dead, tmp_path)
     assert caught.value.details["rank"] == 0

@@ -14,7 +14,7 @@ import pytest
 
 import cluster
 from cluster.errors import ConfigError, DoesNotFit
-from cluster.fit.host_room import WORKER_BYTES
+from cluster.fit.needs import WORKER_BYTES
 from cluster.model import LoadedModel
 from storage.checkpoints.safetensors_header import encode_header, tensor_bytes
 from storage.host.memory import available_host_bytes

@@ -16,8 +16,8 @@ from actors.hosting import host_rank
 from cluster import residents
 from cluster.command_line.cli import main
 from cluster.config import Config
-from cluster.connection import disconnect
 from cluster.doctor.doctor import run_checks
+from cluster.joining.connection import disconnect
 from cluster.node_settings import node_name
 from storage.disk.files import SUBFOLDER
 from tests.support.ray_clusters import (

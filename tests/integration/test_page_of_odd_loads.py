@@ -11,8 +11,8 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the HTTP service's packages are not installed (longshore[serving])")
 
-from cluster.reports.chunk_map import ChunkMap
-from cluster.reports.report import ModelStatus
+from cluster.telemetry.chunk_map import ChunkMap
+from cluster.telemetry.report import ModelStatus
 from tests.support.asgi_server import http_server
 from tests.support.browser import axe_violations, chromium, expect, watched
 from tests.support.scripted_service import Script, ScriptedService

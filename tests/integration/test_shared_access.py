@@ -17,7 +17,7 @@ import pytest
 import cluster
 from actors.names import COORDINATOR
 from cluster import residents
-from cluster.joining import coordinator_line
+from cluster.joining import connection
 from storage.store_ref import Credentials
 from tests.support.gated_proxy import GatedProxy
 from tests.support.ray_clusters import Longshore, eventually
@@ -227,7 +227,7 @@ def test_a_version_mismatch_does_not_end_what_a_process_holds(
     longshore.configure(holder_ttl_s=TTL_S)
     with cluster.load(llama.uri, device="cpu", **llama.options) as model:
         with monkeypatch.context() as patched:
-            patched.setattr(coordinator_line, "PROTOCOL_VERSION", -1)
+            patched.setattr(connection, "PROTOCOL_VERSION", -1)
             with pytest.raises(cluster.VersionMismatch):
                 cluster.status()
             with pytest.raises(cluster.VersionMismatch):

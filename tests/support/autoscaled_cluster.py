@@ -21,7 +21,7 @@ from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
 
-from cluster.connection import disconnect
+from cluster.joining.connection import disconnect
 from storage.arena.arena_files import sweep
 from tests.support.free_ports import free_ports
 from tests.support.head_cluster import end_node, start_node

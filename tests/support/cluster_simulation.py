@@ -60,10 +60,10 @@ from cluster.errors import (
     VersionMismatch,
 )
 from cluster.layouts.mesh import Layout
-from cluster.load_request import LoadRequest, StoreAccess
 from cluster.messages import AgentBeat, pack_message, unpack_message
 from cluster.plans.packed_plan import PackedPlan
 from cluster.plans.rank_plans import RankFacts
+from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling import load_state
 from cluster.scheduling.load_state import LoadState
 from storage.checkpoints.checkpoint import check_wanted
@@ -89,8 +89,8 @@ ON_THE_CLOCK = (
     node_agents, reseating, strays,
 )  # fmt: skip
 ASKS_RAY = (nodes, plan_source, spawn, strays)
-COORDINATOR_GONE_S = 60.0  # see cluster.connection
-REBUILD_GRACE_S = 20.0  # see cluster.wait
+COORDINATOR_GONE_S = 60.0  # see cluster.joining.connection
+REBUILD_GRACE_S = 20.0  # see cluster.client
 EARLY = ("", "planning", "waiting", "starting")
 STORE_FAULTS = (StoreUnavailable, Throttled, ShortRead, IntegrityError)
 ENDS_WITHIN_S = 400.0  # of a load, when nothing goes wrong any more
@@ -223,7 +223,7 @@ class SimClient:
                 await self.cluster.ask("release", held, self.request.client_id)
 
     async def _until_ready(self) -> None:
-        """`cluster.wait.wait_until_ready`, on the loop."""
+        """`cluster.client.wait_until_ready`, on the loop."""
         clock = self.cluster.clock
         began_s, seen, unknown_since_s = clock.now_s, -1, None
         self.state = ""
@@ -440,7 +440,7 @@ class ClusterSimulation:
     # -- who asks whom -----------------------------------------------------------------------------------------
 
     async def ask(self, method: str, *args: Any) -> Any:
-        """A client's call: `cluster.connection.Connection.call`, on the loop."""
+        """A client's call: `cluster.joining.connection.Connection.call`, on the loop."""
         give_up_s = self.clock.now_s + COORDINATOR_GONE_S
         while True:
             answer = asyncio.get_running_loop().create_future()

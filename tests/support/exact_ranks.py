@@ -7,7 +7,7 @@ from collections.abc import Mapping, Sequence
 import numpy as np
 import safetensors
 
-from cluster.reports.report import RankReport
+from cluster.telemetry.report import RankReport
 from tests.support.local_node import Rank
 from tests.support.reference_slices import torch_share, tp_part
 

@@ -11,7 +11,7 @@ from cluster.layouts.mesh import Layout
 from cluster.layouts.rules import rules_for
 from cluster.plans.load_plan import LoadPlan
 from cluster.plans.planning import build_load_plan
-from cluster.reports.report import NodeReport
+from cluster.telemetry.report import NodeReport
 from storage.checkpoints.checkpoint import open_model
 from storage.errors import LongshoreError, StoreError
 from storage.stores.embedded_s3 import EmbeddedS3

@@ -29,12 +29,12 @@ from cluster.fit.needs import min_slots
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import read_model_config
 from cluster.layouts.rules import rules_for
-from cluster.load_request import StoreAccess
 from cluster.messages import FetchSettings, JoinReply, NodeJob, Orders, RankHello, RankJob, RankUpdate, Words
 from cluster.plans.load_plan import LoadPlan
 from cluster.plans.packed_plan import pack_shared
 from cluster.plans.planning import build_load_plan
-from cluster.reports.report import NodeReport, RankReport
+from cluster.request import StoreAccess
+from cluster.telemetry.report import NodeReport, RankReport
 from storage.checkpoints.checkpoint import open_model
 from storage.checkpoints.model_index import ModelIndex
 from storage.checksum import digest_of

@@ -18,7 +18,7 @@ from typing import Any
 
 import pytest
 
-from cluster.connection import disconnect
+from cluster.joining.connection import disconnect
 from storage.arena.arena_files import sweep
 from tests.support.ray_clusters import (
     ENVIRONMENT,

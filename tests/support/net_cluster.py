@@ -22,7 +22,7 @@ from typing import Any
 import psutil
 import pytest
 
-from cluster.connection import disconnect
+from cluster.joining.connection import disconnect
 from storage.arena.arena_files import ARENA_PREFIX
 from tests.support.losable_nodes import NODE, LosableNodes
 from tests.support.net_hosts import Host, Network, why_not

@@ -26,8 +26,8 @@ import pytest
 from actors.names import COORDINATOR, NAMESPACE, agent_name
 from cluster import residents
 from cluster.config import ENV_PREFIX, Config
-from cluster.connection import Connection, connect, disconnect
-from cluster.reports.report import ClusterStatus, ModelStatus
+from cluster.joining.connection import Connection, connect, disconnect
+from cluster.telemetry.report import ClusterStatus, ModelStatus
 from storage.arena.arena_files import SHM_DIRECTORY, arena_path, sweep
 from storage.errors import LongshoreError
 

@@ -17,7 +17,6 @@ from unittest.mock import patch
 from actors.node.node_ledger import NodeLedger
 from cluster import messages
 from cluster.errors import AgentEnded, ClusterLost, LoadCancelled, VersionMismatch
-from cluster.load_request import StoreAccess
 from cluster.messages import (
     AgentBeat,
     NodeFacts,
@@ -31,8 +30,9 @@ from cluster.messages import (
     unpack_message,
 )
 from cluster.plans.packed_plan import unpack_shared
-from cluster.reports.rank_report import RankReport, StageTimes
-from cluster.reports.report import NodeReport
+from cluster.request import StoreAccess
+from cluster.telemetry.rank_report import RankReport, StageTimes
+from cluster.telemetry.report import NodeReport
 from longshore.version import VERSION
 from storage.arena.slots import SlotState
 from storage.errors import AccessDenied, LongshoreError, StoreUnavailable

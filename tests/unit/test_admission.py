@@ -13,7 +13,7 @@ from actors.coordination.admission import fit_in
 from actors.coordination.model_record import ModelRecord, Seat
 from cluster.config import Config
 from cluster.errors import DoesNotFit
-from cluster.fit.host_room import WORKER_BYTES
+from cluster.fit.needs import WORKER_BYTES
 from cluster.layouts.mesh import Layout
 from cluster.messages import NodeFacts, Version
 from cluster.plans.rank_plans import RankFacts

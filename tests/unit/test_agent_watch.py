@@ -18,11 +18,11 @@ from actors.coordination.model_record import ModelRecord, Seat
 from actors.coordinator import Coordinator
 from cluster.errors import VersionMismatch
 from cluster.layouts.mesh import Layout
-from cluster.load_request import LoadRequest, StoreAccess
 from cluster.messages import AgentBeat, ArenaUse, BeatReply, GroupMember, LoadBeat, RankBeat
-from cluster.metrics.figures import NodeFigures
+from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life, LoadState
+from cluster.telemetry.figures import NodeFigures
 from storage.arena.chunk_cache import CacheStats
 from storage.disk.tier import DiskStats
 from storage.errors import ArenaBusy

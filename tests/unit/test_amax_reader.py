@@ -7,17 +7,16 @@ from typing import Any
 
 import pytest
 
-from cluster.fit.changes import Change
+from cluster.config import TrustPolicy
+from cluster.fit.search import Change
 from cluster.layouts.mesh import Layout
-from cluster.load_request import LoadRequest
-from cluster.plans import amax_reader as amax_reader_module
-from cluster.plans.amax_reader import amax_reader
+from cluster.plans import recorded_scales as amax_reader_module
 from cluster.plans.packed_plan import unpack_shared
+from cluster.plans.planning import plan_changes, prepare_plan, read_model
 from cluster.plans.planning_process import PlanningServer
-from cluster.plans.prepare import plan_changes, prepare_plan, read_model
+from cluster.plans.recorded_scales import amax_reader
 from cluster.precision.recipes import Precision
-from cluster.request import StoreOptions, make_request
-from cluster.trust import TrustPolicy
+from cluster.request import LoadRequest, StoreOptions, make_request
 from storage.checkpoints.amax import AMAX_KEY, read_amax
 from storage.errors import IntegrityError, ManifestMismatch
 from storage.publishing.publish import publish

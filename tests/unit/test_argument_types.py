@@ -10,8 +10,8 @@ import pytest
 
 import cluster
 from actors.hosting import host_rank
-from cluster.argument_types import checks_arguments
 from cluster.errors import ConfigError
+from cluster.public_functions import checks_arguments
 from storage.store_ref import Credentials
 
 PUBLIC = {
@@ -35,7 +35,7 @@ def arguments() -> list[tuple[str, str]]:
 
 @pytest.mark.parametrize(("verb", "argument"), arguments())
 def test_every_argument_of_every_verb_is_checked(verb: str, argument: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr("cluster.connection.connect", lambda *_, **__: pytest.fail("it has begun"))
+    monkeypatch.setattr("cluster.joining.connection.connect", lambda *_, **__: pytest.fail("it has begun"))
     required = [p.name for p in inspect.signature(VERBS[verb]).parameters.values() if p.default is p.empty]
     given: dict[str, Any] = {name: 0 if name == "rank" else "model" for name in required}
     with pytest.raises(ConfigError, match=f"^{verb}: {argument} must be .*, not Unknown$"):

@@ -14,7 +14,7 @@ from actors.coordination import attaching
 from actors.coordination.attaching import Attaching, use_working_access
 from actors.coordination.model_record import ModelRecord
 from cluster.layouts.mesh import Layout
-from cluster.load_request import LoadRequest, StoreAccess
+from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life, LoadState
 from storage.errors import AccessDenied, StoreUnavailable

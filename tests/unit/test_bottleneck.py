@@ -10,8 +10,16 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.layouts.mesh import Layout
-from cluster.reports.bottleneck import LoadLimit, find_limit, stage_shares
-from cluster.reports.report import LoadReport, NodeReport, ProcessMemory, RankReport, StageTimes
+from cluster.telemetry.report import (
+    LoadLimit,
+    LoadReport,
+    NodeReport,
+    ProcessMemory,
+    RankReport,
+    StageTimes,
+    find_limit,
+    stage_shares,
+)
 
 GB = 1_000_000_000
 

@@ -10,7 +10,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.layouts.box import BoxRuns, CutsInsideByte, element_bits, find_runs
+from cluster.layouts.region import BoxRuns, CutsInsideByte, element_bits, find_runs
 
 
 @st.composite

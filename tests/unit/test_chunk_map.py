@@ -1,4 +1,4 @@
-"""`cluster.reports.chunk_map`: letters and runs of chunks, against the plainest way to write them."""
+"""`cluster.telemetry.chunk_map`: letters and runs of chunks, against the plainest way to write them."""
 
 from __future__ import annotations
 
@@ -10,7 +10,8 @@ import numpy as np
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.reports.chunk_map import (
+from cluster.scheduling.lease_queue import ChunkState, LeaseQueue
+from cluster.telemetry.chunk_map import (
     LETTERS,
     NOT_NEEDED,
     ChunkMap,
@@ -21,8 +22,6 @@ from cluster.reports.chunk_map import (
     runs_of,
     shards_of,
 )
-from cluster.scheduling.chunk_state import ChunkState
-from cluster.scheduling.lease_queue import LeaseQueue
 from storage.checkpoints.model_index import ChunkTable, Shard
 
 STATES = st.lists(st.sampled_from([None, *ChunkState]), max_size=60)

@@ -21,7 +21,7 @@ from cluster.command_line.cli import build_parser, main
 from cluster.errors import ClusterLost, ConfigError, NotEnoughResources
 from cluster.layouts.mesh import Layout
 from cluster.preview import plan_ahead
-from cluster.reports.report import (
+from cluster.telemetry.report import (
     ClusterStatus,
     GangStatus,
     LoadProgress,
@@ -726,7 +726,7 @@ def test_what_needs_no_library_imports_none(argv: list[str]) -> None:
 
 
 def test_choices_are_those_of_the_code_that_takes_them() -> None:
-    from cluster.command_line import checkpoint_arguments as arguments
+    from cluster.command_line import checkpoint_commands as arguments
     from cluster.precision.recipes import DTYPE_NAMES, SCHEMES
     from cluster.request import PLACEMENTS
 

@@ -12,13 +12,13 @@ from typing import Any
 import pytest
 
 from cluster import client
-from cluster.async_twins import load_in_thread
+from cluster.client import load_on
 from cluster.errors import ConfigError
 from cluster.joining.patience import UNLIMITED
 from cluster.layouts.mesh import Layout
 from cluster.preview import plan_ahead
+from cluster.public_functions import load_in_thread
 from cluster.request import StoreOptions, make_request
-from cluster.wait import load_on
 from storage.checkpoints.manifest import MANIFEST_KEY
 from tests.support.checkpoints import write_tiny_llama
 

@@ -20,17 +20,16 @@ from cluster.config import Config
 from cluster.errors import ClusterLost
 from cluster.layouts.mesh import Layout
 from cluster.messages import pack_message, unpack_message
-from cluster.plans.chunk_keys import NO_KEY
+from cluster.plans.chunk_keys import NO_KEY, HeldChunks, Holdings
 from cluster.preview import cluster_view, plan_ahead
 from cluster.preview.cluster_view import AskedCluster, find_cluster, node_names, seat_ranks
-from cluster.preview.held_chunks import HeldChunks, Holdings
 from cluster.preview.plan_ahead import plan
 from cluster.preview.plan_summary import PlanSummary
-from cluster.reports.report import ModelStatus
 from cluster.request import StoreOptions, make_request
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life
 from cluster.scheduling.topology import NodeInfo
+from cluster.telemetry.report import ModelStatus
 from longshore.version import VERSION
 from storage.errors import ArenaError
 from storage.host.gpu_memory import GpuMemory

@@ -11,8 +11,7 @@ from pathlib import Path
 import pytest
 
 from cluster.command_line.cli import build_parser, main
-from cluster.command_line.completion import SHELLS, completion_script
-from cluster.command_line.help_texts import PAGES
+from cluster.command_line.help_texts import PAGES, SHELLS, completion_script
 
 pytest.importorskip("shtab")
 

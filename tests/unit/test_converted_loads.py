@@ -23,7 +23,7 @@ from cluster.plans.packed_plan import pack_shared, unpack_shared
 from cluster.plans.planning import build_load_plan
 from cluster.plans.rank_plans import rank_facts
 from cluster.precision.recipes import Precision
-from cluster.reports.report import RankReport
+from cluster.telemetry.report import RankReport
 from storage.checkpoints.checkpoint import open_model
 from storage.errors import LongshoreError
 from storage.stores.object_store import ByteRange, MemoryStore

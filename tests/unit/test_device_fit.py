@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.config import Config
 from cluster.errors import ConfigError
-from cluster.fit.device_fit import DeviceRoom, device_problem, room_on, seat_on_devices
+from cluster.fit.needs import DeviceRoom, device_problem, room_on, seat_on_devices
 from cluster.fit.options import FitOptions
 from storage.host.gpu_memory import GpuMemory
 

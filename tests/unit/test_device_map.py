@@ -9,8 +9,14 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.device_map.deciding import DeviceKey, DeviceMap, balanced_memory, device_order, infer_device_map
-from cluster.device_map.module_tree import module_tree
+from cluster.device_map.deciding import (
+    DeviceKey,
+    DeviceMap,
+    balanced_memory,
+    device_order,
+    infer_device_map,
+    module_tree,
+)
 from cluster.errors import LayoutError
 from tests.support.hf_models import make_tiny
 

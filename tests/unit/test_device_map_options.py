@@ -10,7 +10,7 @@ from typing import Any
 
 import pytest
 
-from cluster.command_line.device_map_arguments import add_device_map, device_map_options
+from cluster.command_line.arguments import add_device_map, device_map_options
 from cluster.device_map.deciding import DeviceMap
 from cluster.device_map.options import DeviceMapOptions, parse_device_map
 from cluster.errors import ConfigError, DoesNotFit, LayoutError

@@ -17,7 +17,7 @@ import pytest
 
 from cluster.command_line.cli import main
 from cluster.config import Config
-from cluster.doctor import cluster_checks, disk_checks, host_checks, store_checks
+from cluster.doctor import cluster_checks, host_checks, store_checks
 from cluster.doctor.check import Check
 from cluster.doctor.doctor import guarded, run_checks
 from longshore.install_check import probe
@@ -74,7 +74,7 @@ def test_an_error_of_ours_keeps_its_hint() -> None:
 
 
 def test_every_group_is_run_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (host_checks, disk_checks, cluster_checks, store_checks):
+    for module in (host_checks, host_checks, cluster_checks, store_checks):
         for name in [name for name in vars(module) if name.startswith("check_") and name != "check_settings"]:
             monkeypatch.setattr(module, name, lambda *_, **__: 1 / 0)
     checks = run_checks()

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.config import MIB, Config
-from cluster.doctor import cluster_checks, disk_checks, host_checks
+from cluster.doctor import cluster_checks, host_checks
 from cluster.doctor.check import Check
 from cluster.doctor.doctor import run_checks
 from storage.disk.tier import DiskTier
@@ -17,15 +17,15 @@ from tests.support.disk_chunks import write
 
 def check(folder: Path | str, budget_bytes: int = 100 * MIB) -> Check:
     config = Config(disk_cache_dir=str(folder), disk_cache_bytes=budget_bytes)
-    (found,) = disk_checks.check_disk_tier(config)
+    (found,) = host_checks.check_disk_tier(config)
     return found
 
 
 @pytest.fixture
 def on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A folder that passes for one on a disk with 10 GB free."""
-    monkeypatch.setattr(disk_checks, "is_memory_backed", lambda _: False)
-    monkeypatch.setattr(disk_checks, "free_bytes", lambda _: 10**10)
+    monkeypatch.setattr(host_checks, "is_memory_backed", lambda _: False)
+    monkeypatch.setattr(host_checks, "free_bytes", lambda _: 10**10)
     return tmp_path
 
 
@@ -47,7 +47,7 @@ def test_what_is_there_is_said_and_stays(on_disk: Path) -> None:
 
 def test_budgets_that_cannot_be_meant(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no chunk fits" in check(on_disk, MIB).hint
-    monkeypatch.setattr(disk_checks, "free_bytes", lambda _: MIB)
+    monkeypatch.setattr(host_checks, "free_bytes", lambda _: MIB)
     assert "full before the budget" in check(on_disk).hint
 
 
@@ -65,8 +65,8 @@ def test_a_folder_that_cannot_be_used_fails_its_check_only(tmp_path: Path, monke
     (tmp_path / "file").write_text("x")
     monkeypatch.setenv("LONGSHORE_DISK_CACHE_DIR", str(tmp_path / "file"))
     found = {check.name: check for check in run_checks()}
-    assert found[disk_checks.NAME].outcome == "fail"
-    assert "cannot make the folder" in found[disk_checks.NAME].detail
+    assert found[host_checks.NAME].outcome == "fail"
+    assert "cannot make the folder" in found[host_checks.NAME].detail
     assert found["python"].outcome == "ok"
 
 

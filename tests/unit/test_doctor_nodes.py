@@ -14,10 +14,10 @@ import pytest
 
 from cluster.command_line.cli import main
 from cluster.doctor import cluster_checks, node_checks
-from cluster.doctor.bandwidth import MOST_READ_BYTES, THREADS, Bandwidth, measure_bandwidth
 from cluster.doctor.check import Check
 from cluster.doctor.doctor import run_checks
-from cluster.doctor.node_look import NodeLook, bandwidth_here, look_at_node
+from cluster.doctor.node_checks import NodeLook, bandwidth_here, look_at_node
+from cluster.doctor.store_checks import MOST_READ_BYTES, THREADS, Bandwidth, measure_bandwidth
 from cluster.joining import node_tasks
 from storage.errors import AccessDenied, StoreError
 from storage.stores.object_store import ByteRange, MemoryStore
@@ -191,7 +191,7 @@ def test_a_node_looks_at_itself(tmp_path: Path) -> None:
 def test_the_bandwidth_of_a_folder(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     write_tiny_llama(tmp_path / "llama")
     monkeypatch.setattr(
-        "cluster.doctor.node_look.measure_bandwidth",
+        "cluster.doctor.node_checks.measure_bandwidth",
         lambda store, objects: measure_bandwidth(store, objects, most_bytes=1000),
     )
     assert bandwidth_here(str(tmp_path / "llama"), {}).read_bytes == 1000

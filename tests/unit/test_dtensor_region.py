@@ -14,9 +14,8 @@ from torch.distributed.tensor import Shard
 from torch.distributed.tensor._utils import _compute_local_shape_and_global_offset
 from torch.distributed.tensor.placement_types import _StridedShard
 
-from cluster.layouts.dtensor_region import MeshCut, dtensor_region, same_part
 from cluster.layouts.mesh import Layout
-from cluster.layouts.region import Region
+from cluster.layouts.region import MeshCut, Region, dtensor_region, same_part
 from cluster.layouts.rules import parse_rules
 from cluster.plans.planning import build_load_plan
 from tests.support.planned_models import carry_out, store_arrays

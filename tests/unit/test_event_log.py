@@ -1,13 +1,13 @@
-"""`cluster.reports.event_log`: every change of a load's life is told once, in order, and no more are kept than fit."""
+"""Every change of a load's life is told once, in order, and no more are kept than fit."""
 
 from __future__ import annotations
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.reports.event_log import MAX_TEXT, EventLog
-from cluster.scheduling import load_events as ev
+from cluster.scheduling import load_state as ev
 from cluster.scheduling.load_state import Life, LoadState, advance
+from cluster.telemetry.event_log import MAX_TEXT, EventLog
 
 
 def story(log: EventLog, *events: ev.Event, ranks: int = 2) -> Life:

@@ -8,7 +8,7 @@ import pytest
 
 import cluster.errors as load_errors
 import storage.errors as byte_errors
-from cluster.command_line.exit_codes import EXIT_CODES, exit_code
+from cluster.command_line.answers import EXIT_CODES, exit_code
 from cluster.joining.interrupts import Terminated
 from longshore.install_check import PackageShadowed
 from longshore.main import EXIT_SHADOWED

@@ -15,21 +15,18 @@ import pytest
 from actors.coordination import nodes
 from actors.coordination.fit_choice import FitChoice
 from actors.coordination.model_record import ModelRecord, Seat
-from cluster.config import Config
+from cluster.config import Config, TrustPolicy
 from cluster.errors import DoesNotFit
-from cluster.fit.changes import Limits
 from cluster.fit.options import FitOptions
-from cluster.fit.search import PlannedChange
+from cluster.fit.search import Limits, PlannedChange
 from cluster.layouts.mesh import Layout
-from cluster.load_request import LoadRequest
 from cluster.messages import NodeFacts
 from cluster.plans.packed_plan import PackedPlan
 from cluster.plans.planning_process import PlanningServer
-from cluster.request import StoreOptions, make_request
+from cluster.request import LoadRequest, StoreOptions, make_request
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life
 from cluster.scheduling.topology import NodeInfo
-from cluster.trust import TrustPolicy
 from storage.errors import StoreError
 from storage.host.gpu_memory import GpuMemory
 from storage.host.memory import MemoryPool

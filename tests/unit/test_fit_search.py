@@ -8,13 +8,23 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.fit.changes import AS_GIVEN, MAX_CHANGES, Change, changes_to_offer, steps_of_auto
-from cluster.fit.search import OFFERED, PlannedChange, cheapest, first_that_fits, offer, steps_text
+from cluster.fit.search import (
+    AS_GIVEN,
+    MAX_CHANGES,
+    OFFERED,
+    Change,
+    PlannedChange,
+    changes_to_offer,
+    cheapest,
+    first_that_fits,
+    offer,
+    steps_of_auto,
+    steps_text,
+)
 from cluster.layouts.mesh import MAX_RANKS, Layout
-from cluster.load_request import LoadRequest
 from cluster.plans.rank_plans import RankFacts
 from cluster.precision.recipes import Precision
-from cluster.request import StoreOptions, make_request
+from cluster.request import LoadRequest, StoreOptions, make_request
 
 REQUEST = make_request(
     "s3://bucket/model", layout=Layout(), store_options=StoreOptions(region="r"), credentials=None, layout_rules=None

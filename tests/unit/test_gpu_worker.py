@@ -22,13 +22,12 @@ from actors.shard import RankShard
 from cluster.device_map.options import parse_device_map
 from cluster.errors import LoadCancelled, ModelNotFound, RemoteCallFailed
 from cluster.layouts.mesh import Layout
-from cluster.load_request import StoreAccess
 from cluster.messages import Orders, RankJob, RankUpdate
 from cluster.plans.load_plan import LoadPlan
 from cluster.plans.planning import build_load_plan
-from cluster.reports.report import RankReport
-from cluster.tensor_batches import Cursor, TensorBatch, tensors
-from cluster.user_values import pack_call, result_of
+from cluster.request import StoreAccess
+from cluster.telemetry.report import RankReport
+from cluster.user_values import Cursor, TensorBatch, pack_call, result_of, tensors
 from longshore.version import VERSION
 from storage.checkpoints.checkpoint import open_model
 from storage.errors import LongshoreError

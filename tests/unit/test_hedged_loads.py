@@ -10,7 +10,7 @@ import pytest
 import safetensors
 
 from cluster.plans.packed_plan import pack_shared, unpack_shared
-from cluster.reports.report import RankReport
+from cluster.telemetry.report import RankReport
 from storage.stores.object_store import ByteRange, MemoryStore
 from tests.support.checkpoints import flat_objects
 from tests.support.faulty_stores import HangingStore

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.fit.needs import min_slots
 from cluster.messages import LeaseOrder
-from cluster.scheduling.hedging import ENOUGH, Hedges
+from cluster.scheduling.concurrency import ENOUGH, Hedges
 from storage.errors import StoreUnavailable
 from tests.support.node_simulation import DEADLINE_S, NodeSimulation, SimModel, SimRank
 

@@ -15,12 +15,11 @@ from actors.node.disk_backlog import DiskBacklog
 from actors.node.node_ledger import NodeLedger
 from actors.node_agent import NodeAgent
 from cluster.errors import AgentEnded
-from cluster.plans.chunk_keys import NO_KEY, chunk_key, lasting_keys
+from cluster.plans import chunk_keys
+from cluster.plans.chunk_keys import NO_KEY, HeldChunks, NodeSources, chunk_key, key_blocks, lasting_keys, node_sources
 from cluster.plans.load_plan import LoadPlan
 from cluster.plans.planning import needed_chunks
-from cluster.preview import held_chunks
-from cluster.preview.held_chunks import HeldChunks, NodeSources, key_blocks, node_sources
-from cluster.reports.node_report import NodeReport
+from cluster.telemetry.rank_report import NodeReport
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import KEY_BYTES
 from storage.disk.files import SUBFOLDER
@@ -58,7 +57,7 @@ def test_every_needed_byte_has_one_source(data: st.DataObject) -> None:
 @given(st.lists(st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES), max_size=20), st.integers(1, 7))
 def test_keys_come_in_blocks(keys: list[bytes], block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
-        patch.setattr(held_chunks, "BLOCK_CHUNKS", block)
+        patch.setattr(chunk_keys, "BLOCK_CHUNKS", block)
         blocks = list(key_blocks(b"".join(keys)))
     assert [key for some in blocks for key in some] == keys
     assert all(len(some) <= block for some in blocks)

@@ -9,10 +9,9 @@ from collections.abc import Iterator
 
 import pytest
 
+from cluster.command_line.answers import EXIT_CODES
 from cluster.command_line.cli import build_parser
-from cluster.command_line.exit_codes import EXIT_CODES
-from cluster.command_line.help_pages import epilog_of, exit_codes_text
-from cluster.command_line.help_texts import PAGES
+from cluster.command_line.help_texts import PAGES, epilog_of, exit_codes_text
 
 
 def verbs() -> dict[str, argparse.ArgumentParser]:

@@ -7,7 +7,7 @@ from dataclasses import replace
 import pytest
 
 from cluster.config import Config
-from cluster.fit.host_room import WORKER_BYTES, Claim, NodeNeed, larger_claims, room_problems
+from cluster.fit.needs import WORKER_BYTES, Claim, NodeNeed, larger_claims, room_problems
 from cluster.scheduling.topology import NodeInfo
 from storage.host.memory import MemoryPool
 

@@ -16,9 +16,8 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 from cluster.layouts.mesh import Layout
 from cluster.layouts.rules import parse_rules
 from cluster.plans.planning import build_load_plan
-from cluster.precision.ignored_modules import find_ignored
 from cluster.precision.recipes import Precision
-from cluster.precision.written_quantization import quantization_config
+from cluster.precision.written_quantization import find_ignored, quantization_config
 from storage.checkpoints.checkpoint import open_model
 from storage.stores.local import LocalStore
 from tests.support.hf_models import DENSE_SIZES, FAMILIES, TinyFamily, make_model, save_model

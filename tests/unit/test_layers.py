@@ -55,10 +55,9 @@ AT_MODULE_LEVEL = {
 IN_FUNCTIONS = {
     "ray": {
         "serving/command",
-        "cluster/connection",
-        "cluster/joining/coordinator_line",
+        "cluster/joining/connection",
         "cluster/doctor/cluster_checks",
-        "cluster/rank_calls",
+        "cluster/model",
         "cluster/user_values",
         "cluster/joining/node_tasks",
         "cluster/joining/ray_join",
@@ -69,7 +68,7 @@ IN_FUNCTIONS = {
         "actors/gpu_worker",
         "cluster/command_line/demo",
         "cluster/preview/meta_estimate",
-        "cluster/tensor_batches",
+        "cluster/user_values",
     },
 }
 PRIVATE_NAMES = {"storage/stores/s3/botocore_private", "cluster/joining/ray_private"}
@@ -88,10 +87,10 @@ UNDOCUMENTED = {
     "utils",
 }  # modules of botocore
 # the two seams that point upward: these may name a module of that room in a string, in one function each
-UPWARD = {"cluster/joining/coordinator_line": "actors", "cluster/command_line/cluster_commands": "serving"}
+UPWARD = {"cluster/joining/connection": "actors", "cluster/command_line/cluster_commands": "serving"}
 # what they import; without these, no circle of imports anywhere
 SEAMS = {
-    ("cluster/joining/coordinator_line", "actors/launch"),
+    ("cluster/joining/connection", "actors/launch"),
     ("cluster/command_line/cluster_commands", "serving/command"),
 }
 

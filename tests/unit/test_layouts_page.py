@@ -11,8 +11,7 @@ import pytest
 from cluster.command_line.cli import build_parser
 from cluster.errors import LayoutError
 from cluster.layouts.mesh import Layout
-from cluster.layouts.rules import Rule
-from cluster.layouts.rules_file import read_rules
+from cluster.layouts.rules import Rule, read_rules
 from tests.support.family_checkpoints import SavedFamily, needs_transformers, reassemble
 from tests.support.hf_models import FAMILIES, MOE_FAMILIES
 from tests.unit.test_family_layouts import EXPERT_LAYOUTS, LAYOUTS

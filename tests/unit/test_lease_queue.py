@@ -9,8 +9,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.scheduling.chunk_state import ChunkState
-from cluster.scheduling.lease_queue import LeaseQueue
+from cluster.scheduling.lease_queue import ChunkState, LeaseQueue
 from cluster.scheduling.retry import Fail, Retry
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import Answer, CachedChunk

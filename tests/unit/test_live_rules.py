@@ -14,15 +14,14 @@ import pytest
 
 from cluster.errors import LayoutError, UnknownFamily
 from cluster.layouts import live_rules
-from cluster.layouts.families.unlisted import rows_of_plan
+from cluster.layouts.families import rows_of_plan
 from cluster.layouts.live_rules import live_rows, with_live_rules
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig
 from cluster.layouts.rules import FAMILIES as TABLES
 from cluster.layouts.rules import MAX_RULES, Rule, Rules, parse_rules, rules_for
-from cluster.load_request import LoadRequest
 from cluster.preview import plan_ahead
-from cluster.request import StoreOptions, make_request
+from cluster.request import LoadRequest, StoreOptions, make_request
 from tests.support.family_checkpoints import SavedFamily, needs_transformers, reassemble
 from tests.support.hf_models import DENSE_SIZES, TinyFamily, save_model
 

@@ -12,9 +12,9 @@ import pytest
 from actors.node.chunk_sources import DISK, STORE, STORE_DIRECT, ChunkSources
 from actors.node.load_meter import LoadMeter
 from cluster.messages import AgentBeat, NodeJob, RankHello, RankUpdate
-from cluster.metrics.figures import SOURCES, LoadCounters, RankFigures
 from cluster.plans.packed_plan import pack_shared, unpack_shared
-from cluster.reports.rank_report import StageTimes
+from cluster.telemetry.figures import SOURCES, LoadCounters, RankFigures
+from cluster.telemetry.rank_report import StageTimes
 from storage.host.processes import ProcessId
 from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import odd_objects

@@ -9,11 +9,15 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import IllegalTransition
-from cluster.scheduling.load_events import (
+from cluster.scheduling.load_state import (
     EVENTS,
+    MEANINGS,
+    TRANSITIONS,
     Cancelled,
     Event,
     Failed,
+    Life,
+    LoadState,
     Planned,
     RankLost,
     RankProgress,
@@ -24,9 +28,9 @@ from cluster.scheduling.load_events import (
     ResourcesGranted,
     ResourcesMissing,
     Started,
+    advance,
+    render_doc,
 )
-from cluster.scheduling.load_state import MEANINGS, TRANSITIONS, Life, LoadState, advance
-from cluster.scheduling.load_state_doc import render_doc
 
 attempts = st.integers(1, 3)
 ranks = st.integers(0, 2)
@@ -232,4 +236,4 @@ def test_the_tables_are_complete():
 
 def test_the_document_is_printed_from_the_tables():
     document = Path(__file__).parents[2] / "docs" / "load_states.md"
-    assert document.read_text() == render_doc(), "python -m cluster.scheduling.load_state_doc > docs/load_states.md"
+    assert document.read_text() == render_doc(), "python -m cluster.scheduling.load_state > docs/load_states.md"

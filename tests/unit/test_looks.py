@@ -23,19 +23,17 @@ import pytest
 from rich.console import Console
 
 from cluster import residents
-from cluster.command_line.answers import reader_left
+from cluster.command_line.answers import line_of_event, reader_left
 from cluster.command_line.cli import main
-from cluster.command_line.event_lines import line_of_event
 from cluster.command_line.looks import Happened, Look, Looks, looks_in_thread
-from cluster.command_line.watch_lines import JsonWatch, LineWatch
-from cluster.command_line.watch_view import watch_view
+from cluster.command_line.watch_view import JsonWatch, LineWatch, watch_view
 from cluster.errors import ClusterLost, ModelNotFound, NoCoordinator
 from cluster.layouts.mesh import Layout
-from cluster.process_logs import collecting
-from cluster.process_logs.log_lines import LogLine
-from cluster.reports.event_log import LoadEvent
-from cluster.reports.rank_report import RankStatus
-from cluster.reports.report import ClusterStatus, LoadProgress, ModelStatus, NodeStatus
+from cluster.telemetry import process_logs
+from cluster.telemetry.event_log import LoadEvent
+from cluster.telemetry.process_logs import LogLine
+from cluster.telemetry.rank_report import RankStatus
+from cluster.telemetry.report import ClusterStatus, LoadProgress, ModelStatus, NodeStatus
 
 
 def model(model_id: str, state: str = "loading", placed: int = 0, total: int = 1000, **changes: Any) -> ModelStatus:
@@ -380,7 +378,7 @@ def test_what_follows_ends_when_its_reader_leaves_although_there_is_no_news(
     cluster.models, cluster.logs = [model("a")], {"a": [event(1)]}
     said = [LogLine("2026-01-01T00:00:00.000Z", "host-a", "coordinator", 1, "a line")]
     collector = SimpleNamespace(collect=lambda: [said.pop()] if said else [], silent={})
-    monkeypatch.setattr(collecting, "LogCollector", lambda *_: collector)
+    monkeypatch.setattr(process_logs, "LogCollector", lambda *_: collector)
     reader, writer = os.pipe()
     with open(writer, "w") as stdout:
         monkeypatch.setattr(sys, "stdout", stdout)
@@ -488,7 +486,7 @@ IN_A_TERMINAL = """
 import sys
 from cluster import residents
 from cluster.command_line.cli import main
-from cluster.reports.report import ClusterStatus
+from cluster.telemetry.report import ClusterStatus
 residents.status = lambda address: ClusterStatus("0.1.0", "c1", (), ())
 sys.exit(main(["status", "--watch", "0.1"]))
 """

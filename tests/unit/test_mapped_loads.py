@@ -18,7 +18,7 @@ from cluster.fit.needs import min_slots
 from cluster.layouts.mesh import Layout
 from cluster.plans.load_plan import LoadPlan
 from cluster.plans.planning import build_load_plan
-from cluster.reports.report import RankReport
+from cluster.telemetry.report import RankReport
 from storage.checkpoints.checkpoint import open_model
 from storage.errors import IntegrityError
 from storage.stores.object_store import MemoryStore

@@ -20,14 +20,12 @@ from actors.metrics import MetricsServer
 from cluster.config import Config
 from cluster.errors import ConfigError
 from cluster.messages import AgentBeat, LoadBeat, RankBeat
-from cluster.metrics import families
-from cluster.metrics.families import FAMILIES
-from cluster.metrics.figures import LoadCounters, NodeFigures
-from cluster.metrics.load_tally import LoadView
-from cluster.metrics.page import render_page
-from cluster.metrics.tally import Tally
-from cluster.reports.node_report import ArenaUse
 from cluster.scheduling.load_state import LoadState
+from cluster.telemetry import families
+from cluster.telemetry.families import FAMILIES, render_page
+from cluster.telemetry.figures import LoadCounters, NodeFigures
+from cluster.telemetry.rank_report import ArenaUse
+from cluster.telemetry.tally import LoadView, Tally
 from storage.arena.chunk_cache import CacheStats
 from tests.support.promtool import needs_promtool, promtool
 

@@ -9,9 +9,8 @@ import pytest
 from actors.coordination.model_record import ModelRecord
 from cluster.errors import DoesNotFit, LayoutError, UnknownFamily
 from cluster.layouts.mesh import Layout
-from cluster.load_request import LoadRequest
-from cluster.request import StoreOptions, make_request
-from cluster.scheduling import load_events
+from cluster.request import LoadRequest, StoreOptions, make_request
+from cluster.scheduling import load_state
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life, advance
 from storage.errors import LongshoreError
@@ -32,7 +31,7 @@ def asked(rules: dict[str, str] | None = None, uri: str = "/models/a", tensor_pa
 
 def refused(error: LongshoreError, holders: Holders | None = None) -> ModelRecord:
     record = ModelRecord("m-1", asked(), Life.new(2), holders or Holders())
-    record.life = advance(record.life, load_events.Failed(str(error), attempt=record.life.attempt))
+    record.life = advance(record.life, load_state.Failed(str(error), attempt=record.life.attempt))
     record.error = error
     return record
 
@@ -67,9 +66,9 @@ def test_what_is_at_hand() -> None:
     record = ModelRecord("m-1", asked(), Life.new(1), Holders(), revision="r1")
     identity = asked().identity()
     assert not record.is_at_hand(identity, "r1")
-    for event in (load_events.Planned, load_events.Started):
+    for event in (load_state.Planned, load_state.Started):
         record.life = advance(record.life, event(attempt=1))
-    record.life = advance(record.life, load_events.RankReady(0, 0, attempt=1))
+    record.life = advance(record.life, load_state.RankReady(0, 0, attempt=1))
     assert record.is_at_hand(identity, "r1")
     assert not record.is_at_hand(identity, "r2")
     assert not record.is_at_hand(asked(RULES).identity(), "r1")

@@ -10,7 +10,7 @@ from actors.coordination.node_limits import node_limits, own_limits, own_misfit,
 from cluster.config import Config
 from cluster.device_map.options import DeviceMapOptions
 from cluster.errors import ConfigError, DoesNotFit, DoesNotFitNow, NotEnoughResources
-from cluster.fit.host_room import WORKER_BYTES
+from cluster.fit.needs import WORKER_BYTES
 from cluster.fit.options import FitOptions
 from cluster.layouts.mesh import Layout
 from cluster.plans.rank_plans import RankFacts

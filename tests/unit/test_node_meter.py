@@ -13,8 +13,8 @@ import pytest
 from actors.node import node_meter
 from actors.node.node_meter import NodeMeter
 from cluster.messages import AgentBeat, RankBeat
-from cluster.metrics.figures import NodeFigures
-from cluster.reports.node_report import ArenaUse
+from cluster.telemetry.figures import NodeFigures
+from cluster.telemetry.rank_report import ArenaUse
 from storage.arena.chunk_cache import CacheStats
 from storage.disk.tier import DiskStats
 from storage.host.gpu_memory import GpuMemory

@@ -13,7 +13,7 @@ from cluster.command_line.tables import console_on, status_table
 from cluster.config import Config
 from cluster.errors import ConfigError
 from cluster.node_settings import NodeSettings, node_environment
-from cluster.reports.report import ClusterStatus, NodeStatus, SettingStatus
+from cluster.telemetry.report import ClusterStatus, NodeStatus, SettingStatus
 from storage.publishing.signing import key_id
 from tests.unit.test_trust import KEYS
 

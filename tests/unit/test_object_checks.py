@@ -11,8 +11,8 @@ from actors.node.object_checks import NO_MD5, NOT_KNOWN
 from cluster.layouts.mesh import Layout
 from cluster.plans.load_plan import LoadPlan
 from cluster.plans.planning import build_load_plan
-from cluster.reports.object_check import ONLY_PART, ObjectCheck, join_checks, unchecked_counts, verified_by
-from cluster.reports.report import RankReport
+from cluster.telemetry.rank_report import ONLY_PART, ObjectCheck, join_checks, unchecked_counts, verified_by
+from cluster.telemetry.report import RankReport
 from storage.checkpoints.checkpoint import open_model
 from storage.disk.files import SUBFOLDER
 from storage.errors import IntegrityError

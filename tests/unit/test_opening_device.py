@@ -13,7 +13,7 @@ from actors.devices.device import Device
 from actors.devices.opening_device import OpeningDevice
 from actors.rank.executor import RankLoader
 from cluster.errors import DeviceUnavailable, DoesNotFit
-from cluster.reports.report import RankReport
+from cluster.telemetry.report import RankReport
 from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import safetensors_bytes
 from tests.support.local_node import Belongings, LocalNode, Rank, local_node, plan_of, start_all

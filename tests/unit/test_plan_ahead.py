@@ -11,12 +11,11 @@ from xml.etree import ElementTree
 import pytest
 
 from cluster.command_line.cli import main
-from cluster.command_line.plan_table import plan_table
-from cluster.command_line.tables import console_on
+from cluster.command_line.tables import console_on, plan_table
 from cluster.config import Config
 from cluster.errors import ConfigError, DoesNotFit, LayoutError
 from cluster.layouts.mesh import Layout
-from cluster.preview import plan_inputs
+from cluster.preview import plan_ahead
 from cluster.preview.plan_ahead import draw, plan
 from cluster.preview.plan_summary import PlanSummary
 from cluster.request import StoreOptions, make_request
@@ -36,7 +35,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_inputs, "gpu_memory", lambda: ())
+    monkeypatch.setattr(plan_ahead, "gpu_memory", lambda: ())
 
 
 def whole(model: Path) -> int:
@@ -85,7 +84,7 @@ def test_auto_plans_what_it_takes(model: Path) -> None:
 def test_gpus_of_this_machine_are_seen(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = whole(model)
     monkeypatch.setattr(
-        plan_inputs, "gpu_memory", lambda: (GpuMemory(4 * full, full // 2), GpuMemory(4 * full, 2 * full))
+        plan_ahead, "gpu_memory", lambda: (GpuMemory(4 * full, full // 2), GpuMemory(4 * full, 2 * full))
     )
     found = plan(model, config=CONFIG).fit
     assert found is not None

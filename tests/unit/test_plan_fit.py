@@ -11,8 +11,7 @@ from hypothesis import strategies as st
 
 from cluster.config import Config
 from cluster.errors import ConfigError
-from cluster.fit.changes import Change
-from cluster.fit.device_fit import DeviceRoom
+from cluster.fit.needs import DeviceRoom
 from cluster.fit.options import FitOptions
 from cluster.fit.plan_fit import (
     GIVEN,
@@ -26,15 +25,13 @@ from cluster.fit.plan_fit import (
     rooms_of,
     weigh,
 )
-from cluster.fit.search import PlannedChange
+from cluster.fit.search import Change, PlannedChange
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig
-from cluster.load_request import LoadRequest
 from cluster.plans.cut_model import CutModel
-from cluster.plans.planning import build_load_plan
-from cluster.plans.prepare import plan_changes
+from cluster.plans.planning import build_load_plan, plan_changes
 from cluster.plans.rank_plans import RankFacts, rank_facts
-from cluster.request import StoreOptions, make_request
+from cluster.request import LoadRequest, StoreOptions, make_request
 from storage.checkpoints.model_index import ModelIndex
 from tests.support.planned_models import llama_shapes, random_arrays, store_arrays
 

@@ -15,8 +15,17 @@ from cluster.layouts.mesh import Layout
 from cluster.plans.load_plan import LoadPlan
 from cluster.plans.planning import build_load_plan
 from cluster.precision.recipes import Precision
-from cluster.preview.plan_layers import MAX_LAYERS, LayerColumn, LayerTable, fold_layers, layer_table
-from cluster.preview.plan_picture import MAX_DRAWN_RANKS, NOT_KNOWN, Verdict, draw_plan
+from cluster.preview.plan_picture import (
+    MAX_DRAWN_RANKS,
+    MAX_LAYERS,
+    NOT_KNOWN,
+    LayerColumn,
+    LayerTable,
+    Verdict,
+    draw_plan,
+    fold_layers,
+    layer_table,
+)
 from tests.support.planned_models import llama_shapes, random_arrays, store_arrays
 
 SVG = "{http://www.w3.org/2000/svg}"

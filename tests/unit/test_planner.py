@@ -17,10 +17,9 @@ from actors.coordination import planner as planner_module
 from actors.coordination.planner import MOST_PLANS, Planner
 from cluster.errors import ClusterError
 from cluster.layouts.mesh import Layout
-from cluster.load_request import LoadRequest
 from cluster.plans.packed_plan import unpack_shared
-from cluster.plans.prepare import prepare_plan
-from cluster.request import StoreOptions, make_request
+from cluster.plans.planning import prepare_plan
+from cluster.request import LoadRequest, StoreOptions, make_request
 from storage.errors import LongshoreError, NotACheckpoint, StoreUnavailable
 from storage.host.processes import ProcessId
 from tests.support.checkpoints import write_tiny_llama

@@ -22,7 +22,7 @@ from cluster.layouts.rules import parse_rules
 from cluster.plans.load_plan import LoadPlan
 from cluster.plans.planning import build_load_plan, overfetch_bytes
 from cluster.plans.rank_plans import rank_facts
-from cluster.plans.segments import ALIGNMENT_BYTES
+from cluster.plans.read_items import ALIGNMENT_BYTES
 from cluster.precision.recipes import SCHEMES, Precision, Recipe, decide_recipes, make_precision
 from storage.checkpoints.model_index import Tensor
 from tests.support.plan_oracle import check_plan

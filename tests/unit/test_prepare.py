@@ -9,16 +9,15 @@ from typing import Any
 
 import pytest
 
-from cluster.command_line.exit_codes import exit_code
+from cluster.command_line.answers import exit_code
 from cluster.device_map.options import DeviceMapOptions
 from cluster.errors import LayoutError, PlanError
-from cluster.fit.changes import Change
+from cluster.fit.search import Change
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig
-from cluster.load_request import LoadRequest
-from cluster.plans.prepare import plan_changes, plan_model, prepare_plan, still_current
+from cluster.plans.planning import plan_changes, plan_model, prepare_plan, still_current
 from cluster.plans.rank_plans import rank_facts
-from cluster.request import StoreOptions, make_request
+from cluster.request import LoadRequest, StoreOptions, make_request
 from cluster.units import show_bytes
 from storage.errors import (
     CheckpointError,

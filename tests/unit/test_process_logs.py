@@ -14,11 +14,18 @@ import pytest
 from actors.names import COORDINATOR, agent_name, process_of, worker_name
 from cluster.command_line.cli import main
 from cluster.errors import ClusterLost
-from cluster.logs import JsonFormatter, LogFields, TextFormatter
-from cluster.process_logs import collecting, log_files
-from cluster.process_logs.collecting import LogCollector
-from cluster.process_logs.log_files import LogPiece, read_logs
-from cluster.process_logs.log_lines import LineReader, LogFilter, LogProcess, fields_of, merged
+from cluster.telemetry import process_logs
+from cluster.telemetry.logs import JsonFormatter, LogFields, TextFormatter
+from cluster.telemetry.process_logs import (
+    LineReader,
+    LogCollector,
+    LogFilter,
+    LogPiece,
+    LogProcess,
+    fields_of,
+    merged,
+    read_logs,
+)
 
 
 def name_of(pid: int, kind: str = "err") -> str:
@@ -63,7 +70,7 @@ def test_reading_goes_on_where_it_was_and_hands_out_whole_lines(tmp_path: Path) 
 
 
 def test_a_long_file_is_read_from_near_its_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(log_files, "MOST_BYTES", 64)
+    monkeypatch.setattr(process_logs, "MOST_BYTES", 64)
     name = write_log(tmp_path, 1, "GpuWorker", *(f"line {n:04}" for n in range(100)))
     (piece,) = read_logs(str(tmp_path), {})
     assert piece.lines == tuple(f"line {n:04}" for n in range(94, 100))  # the first one was not whole
@@ -81,15 +88,15 @@ def test_a_long_file_is_read_from_near_its_end(tmp_path: Path, monkeypatch: pyte
 def test_a_node_answers_with_bounded_messages_until_all_is_said(
     nodes: Nodes, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    monkeypatch.setattr(log_files, "MOST_BYTES", 100)
-    monkeypatch.setattr(log_files, "MOST_NODE_BYTES", 250)
+    monkeypatch.setattr(process_logs, "MOST_BYTES", 100)
+    monkeypatch.setattr(process_logs, "MOST_NODE_BYTES", 250)
     folder = tmp_path / "many"
     folder.mkdir()
     for pid in range(1, 9):
         write_log(folder, pid, "GpuWorker", f"{pid}" * 19)
     pieces = read_logs(str(folder), {})
     assert sum(piece.read_bytes for piece in pieces) <= 250
-    assert log_files.is_full(pieces)
+    assert process_logs.is_full(pieces)
     assert len(pieces) < 8
     nodes.folders = {"n3": folder, "n4": None}
     nodes.asked.clear()
@@ -224,10 +231,10 @@ def nodes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Nodes:
     write_log(shared, 2, "NodeAgent", line("b", at=2))
     write_log(shared, 9, "Coordinator", line("a", at=0, text="is \x1b[2Jkilled"))
     write_log(own, 3, "GpuWorker", line("a", 0, at=3), "raw")
-    monkeypatch.setattr(collecting, "join_cluster", lambda address: (stand_in, stand_in.launch))
-    monkeypatch.setattr(collecting, "address_of", lambda ray: "head:1")
-    monkeypatch.setattr(collecting, "HeadWatch", lambda *_: SimpleNamespace(wait=lambda: None))
-    monkeypatch.setattr(collecting, "on_every_node", stand_in.on_every_node)
+    monkeypatch.setattr(process_logs, "join_cluster", lambda address: (stand_in, stand_in.launch))
+    monkeypatch.setattr(process_logs, "address_of", lambda ray: "head:1")
+    monkeypatch.setattr(process_logs, "HeadWatch", lambda *_: SimpleNamespace(wait=lambda: None))
+    monkeypatch.setattr(process_logs, "on_every_node", stand_in.on_every_node)
     return stand_in
 
 
@@ -257,7 +264,7 @@ def test_logs_of_all_nodes(nodes: Nodes, capsys: pytest.CaptureFixture[str]) -> 
 def test_logs_are_followed(
     nodes: Nodes, tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    from cluster.command_line import log_commands
+    from cluster.command_line import cluster_commands
 
     def appears(seconds: float) -> None:
         path = tmp_path / "own" / name_of(3)
@@ -266,7 +273,7 @@ def test_logs_are_followed(
         with open(path, "a") as file:
             file.write(line("a", 0, at=9, text="new") + "\n")
 
-    monkeypatch.setattr(log_commands.time, "sleep", appears)
+    monkeypatch.setattr(cluster_commands.time, "sleep", appears)
     assert main(["logs", "a", "--rank", "0", "--follow", "--json"]) == 7
     out, err = capsys.readouterr()
     texts = [json.loads(said)["text"] for said in out.splitlines() if said.startswith('{"time')]

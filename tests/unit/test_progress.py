@@ -26,7 +26,7 @@ from cluster.command_line.progress import (
     moment_of_load,
     shown_progress,
 )
-from cluster.reports.report import LoadProgress
+from cluster.telemetry.report import LoadProgress
 from tests.support.checkpoints import write_tiny_llama
 
 

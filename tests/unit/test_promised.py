@@ -7,15 +7,15 @@ from dataclasses import replace
 from actors.coordination.model_record import ModelRecord, Seat
 from actors.coordination.promised import claims_of, new_workers, promise
 from actors.coordination.saved_load import SavedLoad
-from cluster.fit.host_room import WORKER_BYTES
+from cluster.fit.needs import WORKER_BYTES
 from cluster.layouts.mesh import Layout
-from cluster.load_request import LoadRequest, StoreAccess
 from cluster.plans.packed_plan import PackedPlan
 from cluster.plans.rank_plans import RankFacts
-from cluster.reports.report import RankReport, StageTimes
-from cluster.scheduling import load_events, load_state
+from cluster.request import LoadRequest, StoreAccess
+from cluster.scheduling import load_state
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.topology import NodeInfo
+from cluster.telemetry.report import RankReport, StageTimes
 from storage.host.memory import MemoryPool
 from storage.store_ref import StoreRef
 
@@ -83,7 +83,7 @@ def test_models_that_are_ready_or_over_take_nothing_more() -> None:
         seat.report = RankReport(seat.rank, "n", "h", 1, "cpu", 0, 100, 100, StageTimes(), 1, 0.5, 1.0)
     assert claimed(record) == {}
     record = model()
-    record.life = load_state.advance(record.life, load_events.Failed("so", attempt=record.life.attempt))
+    record.life = load_state.advance(record.life, load_state.Failed("so", attempt=record.life.attempt))
     assert claimed(record) == {}
 
 

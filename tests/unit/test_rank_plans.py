@@ -13,8 +13,7 @@ from cluster.plans.load_plan import LoadPlan
 from cluster.plans.packed_plan import pack_shared, unpack_shared
 from cluster.plans.planning import build_load_plan, needed_chunks
 from cluster.plans.rank_plans import KEPT_PLANS, plan_rank, rank_chunks, rank_facts
-from cluster.plans.read_items import expand_read_items
-from cluster.plans.slice_patterns import find_patterns, source_patterns
+from cluster.plans.read_items import expand_read_items, find_patterns, source_patterns
 from tests.support.plan_oracle import check_plan
 from tests.support.planned_models import as_bf16, llama_shapes, random_arrays, store_arrays
 

@@ -10,13 +10,13 @@ from ray.util.placement_group import PlacementGroup
 
 from actors.coordination.model_record import ModelRecord, Seat
 from cluster.layouts.mesh import Layout
-from cluster.load_request import LoadRequest, StoreAccess
 from cluster.plans.packed_plan import PackedPlan
 from cluster.plans.rank_plans import RankFacts
-from cluster.reports.report import RankReport, StageTimes
-from cluster.scheduling import load_events as ev
+from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling import load_state
+from cluster.scheduling import load_state as ev
 from cluster.scheduling.holders import Holders
+from cluster.telemetry.report import RankReport, StageTimes
 from storage.store_ref import Credentials, StoreRef
 
 STORE = StoreAccess(StoreRef("s3", "b", "m"), Credentials("a-key", "the-secret"))

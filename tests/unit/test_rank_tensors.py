@@ -10,7 +10,7 @@ import pytest
 from cluster.command_line.cli import main
 from cluster.errors import ConfigError
 from cluster.preview.plan_ahead import plan
-from cluster.preview.rank_tensors import TensorPart, show_ranges
+from cluster.preview.plan_picture import TensorPart, show_ranges
 from tests.support.planned_models import write_linear_llama
 
 

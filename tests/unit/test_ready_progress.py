@@ -6,15 +6,15 @@ from types import SimpleNamespace
 from typing import Any
 
 from actors.coordination.model_record import ModelRecord, Seat
+from cluster.client import wait_until_ready
 from cluster.joining.patience import UNLIMITED
 from cluster.layouts.mesh import Layout
-from cluster.load_request import LoadRequest, StoreAccess
 from cluster.plans.packed_plan import PackedPlan
 from cluster.plans.rank_plans import RankFacts
-from cluster.reports.report import LoadProgress, RankReport, StageTimes
-from cluster.scheduling import load_events, load_state
+from cluster.request import LoadRequest, StoreAccess
+from cluster.scheduling import load_state
 from cluster.scheduling.holders import Holders
-from cluster.wait import wait_until_ready
+from cluster.telemetry.report import LoadProgress, RankReport, StageTimes
 from storage.store_ref import StoreRef
 
 REQUEST = LoadRequest(
@@ -32,8 +32,8 @@ def record_in(*events: Any) -> ModelRecord:
 
 def loaded() -> tuple[Any, ...]:
     attempt = load_state.Life.new(1).attempt
-    begun = (load_events.Planned, load_events.ResourcesGranted, load_events.Started)
-    return (*(kind(attempt=attempt) for kind in begun), load_events.RankReady(0, 0, attempt=attempt))
+    begun = (load_state.Planned, load_state.ResourcesGranted, load_state.Started)
+    return (*(kind(attempt=attempt) for kind in begun), load_state.RankReady(0, 0, attempt=attempt))
 
 
 def test_the_progress_of_a_ready_load_has_the_reports_figures() -> None:

@@ -7,7 +7,7 @@ import pickle
 import pytest
 
 from cluster.errors import ClusterError, ModelNotFound
-from cluster.joining.remote_errors import unwrapped
+from cluster.joining.node_tasks import unwrapped
 
 
 def test_the_error_inside_rays_wrapper():

@@ -10,8 +10,8 @@ import pytest
 from actors.node.node_ledger import NodeLedger
 from actors.node_agent import NodeAgent
 from cluster.config import Config
-from cluster.logs import RepeatedWork
 from cluster.messages import AgentBeat, BeatReply, RankHello
+from cluster.telemetry.logs import RepeatedWork
 from storage.host.processes import ProcessId
 from tests.support.checkpoints import flat_objects
 from tests.support.cluster_simulation import ClusterSimulation

@@ -9,8 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import NodeLost, NotEnoughResources
-from cluster.scheduling.replan import lost_ranks, no_place, seat_again
-from cluster.scheduling.topology import NodeInfo
+from cluster.scheduling.topology import NodeInfo, lost_ranks, no_place, seat_again
 
 
 def cpu_nodes(*free: int) -> list[NodeInfo]:

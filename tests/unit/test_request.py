@@ -11,12 +11,11 @@ import pytest
 
 import cluster
 from cluster.errors import ConfigError, PlanError
-from cluster.fit.changes import steps_of_auto
 from cluster.fit.options import FitOptions
+from cluster.fit.search import steps_of_auto
 from cluster.layouts.mesh import Layout
-from cluster.load_request import LoadRequest, StoreAccess
 from cluster.precision.recipes import Precision
-from cluster.request import StoreOptions, is_nested, make_request, open_destination, open_uri
+from cluster.request import LoadRequest, StoreAccess, StoreOptions, is_nested, make_request, open_destination, open_uri
 from storage.errors import InvalidUri, LongshoreError, StoreError, UnsupportedStore
 from storage.store_ref import Credentials
 

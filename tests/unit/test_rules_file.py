@@ -12,8 +12,7 @@ from hypothesis import strategies as st
 from cluster.command_line.cli import main
 from cluster.errors import ConfigError
 from cluster.layouts.mesh import Layout
-from cluster.layouts.rules import MAX_RULES, Rule
-from cluster.layouts.rules_file import MAX_RULES_FILE_BYTES, read_rules
+from cluster.layouts.rules import MAX_RULES, MAX_RULES_FILE_BYTES, Rule, read_rules
 from cluster.request import StoreOptions, make_request
 from tests.support.checkpoints import safetensors_bytes
 

@@ -9,7 +9,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the HTTP service's packages are not installed (longshore[serving])")
 
-from cluster.reports.chunk_map import MEANINGS
+from cluster.telemetry.chunk_map import MEANINGS
 from serving.app import make_app
 from serving.settings import ENV_PREFIX, ServingSettings
 from tests.support.scripted_service import Script, ScriptedService

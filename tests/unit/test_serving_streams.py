@@ -10,7 +10,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the HTTP service's packages are not installed (longshore[serving])")
 from starlette.testclient import TestClient
 
-from cluster.reports.report import ClusterStatus
+from cluster.telemetry.report import ClusterStatus
 from serving.app import make_app
 from serving.settings import ServingSettings
 from tests.support.scripted_service import Script, ScriptedService

@@ -9,8 +9,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import LayoutError
+from cluster.layouts.layout import balance, decide_stages
 from cluster.layouts.mesh import Layout
-from cluster.layouts.stages import balance, decide_stages
 from storage.checkpoints.model_index import Tensor
 
 

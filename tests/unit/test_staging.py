@@ -16,9 +16,8 @@ from actors.rank.staging import Staging
 from cluster.layouts.mesh import Layout
 from cluster.plans.load_plan import LoadPlan
 from cluster.plans.planning import build_load_plan
-from cluster.plans.rank_plans import rank_facts
+from cluster.plans.rank_plans import rank_facts, staging_room
 from cluster.plans.read_items import expand_read_items
-from cluster.plans.staging_room import staging_room
 from cluster.precision.recipes import Precision
 from tests.support.planned_models import store_arrays
 

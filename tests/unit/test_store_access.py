@@ -5,8 +5,8 @@ from __future__ import annotations
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.load_request import StoreAccess
-from cluster.scheduling.store_access import ProvenAccess
+from cluster.request import StoreAccess
+from cluster.scheduling.holders import ProvenAccess
 from storage.store_ref import Credentials, StoreRef
 
 GRACE_S = 10.0

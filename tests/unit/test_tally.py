@@ -12,16 +12,13 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, rule
 
 from cluster.messages import AgentBeat, LoadBeat, RankBeat
-from cluster.metrics import families
-from cluster.metrics.families import BUCKETS_S, FAMILIES, Kind
-from cluster.metrics.figures import SOURCES, EndedPart, LoadCounters, NodeFigures, NodeMemory
-from cluster.metrics.labels import MOST_MODELS, MOST_PAIRS, BoundedLabels, model_label
-from cluster.metrics.load_tally import Durations, LoadView
-from cluster.metrics.samples import Coordinator, samples
-from cluster.metrics.tally import Books, Tally
-from cluster.reports.node_report import ArenaUse
-from cluster.reports.rank_report import StageTimes
 from cluster.scheduling.load_state import LoadState, RankLife
+from cluster.telemetry import families
+from cluster.telemetry.families import BUCKETS_S, FAMILIES, MOST_MODELS, MOST_PAIRS, BoundedLabels, Kind, model_label
+from cluster.telemetry.figures import SOURCES, EndedPart, LoadCounters, NodeFigures, NodeMemory
+from cluster.telemetry.rank_report import ArenaUse, StageTimes
+from cluster.telemetry.samples import Coordinator, samples
+from cluster.telemetry.tally import Books, Durations, LoadView, Tally
 from storage.arena.chunk_cache import CacheStats
 from storage.disk.tier import DiskStats
 from storage.host.gpu_memory import GpuMemory

@@ -9,7 +9,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.tensor_batches import BATCH_BYTES, ENTRY_BYTES, Cursor, Entry, TensorBatch, cut_batch, tensors
+from cluster.user_values import BATCH_BYTES, ENTRY_BYTES, Cursor, Entry, TensorBatch, cut_batch, tensors
 
 
 def batches_of(stored: list[bytes], most_bytes: int) -> Iterator[TensorBatch]:

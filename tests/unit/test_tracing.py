@@ -16,12 +16,12 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster import tracing
 from cluster.errors import ChunkFailed
 from cluster.layouts.mesh import Layout
-from cluster.reports.rank_report import RankReport, StageTimes
-from cluster.reports.report import LoadReport, NodeReport
-from cluster.tracing import load_trace, spans_of, tracing_wanted
+from cluster.telemetry import tracing
+from cluster.telemetry.rank_report import RankReport, StageTimes
+from cluster.telemetry.report import LoadReport, NodeReport
+from cluster.telemetry.tracing import load_trace, spans_of, tracing_wanted
 
 REPOSITORY = Path(__file__).parents[2]
 NODE = NodeReport("n", "host", 2, 200, 2, 200, 0, 0, 0, 0, {"reset": 1})
@@ -156,7 +156,7 @@ def test_who_is_asked_for_no_traces_makes_none() -> None:
 
 NOBODY = """
 import importlib.util, os, sys, time
-from cluster.tracing import load_trace, tracing_wanted
+from cluster.telemetry.tracing import load_trace, tracing_wanted
 {first}
 assert not tracing_wanted()
 with load_trace("s3://b/llama", time.monotonic()) as done:
@@ -205,7 +205,7 @@ def collector() -> Iterator[tuple[str, list[bytes]]]:
 
 SENDS = """
 import sys, time
-from cluster.tracing import load_trace
+from cluster.telemetry.tracing import load_trace
 from tests.unit.test_tracing import RANKS, load_report
 with load_trace("s3://b/llama", time.monotonic()) as done:
     done(load_report(*RANKS))

@@ -16,7 +16,7 @@ import numpy as np
 import pytest
 from numpy.typing import NDArray
 
-from cluster.layouts.families.defaults import CONFIG_DEFAULTS
+from cluster.layouts.families import CONFIG_DEFAULTS
 from cluster.layouts.mesh import Layout
 from cluster.layouts.rules import FAMILIES as TABLES
 from cluster.layouts.rules import Rule

@@ -16,16 +16,14 @@ from actors import hosting
 from actors.hosting import host_rank
 from cluster import client
 from cluster.command_line.cli import main
-from cluster.config import Config
+from cluster.config import Config, TrustPolicy
 from cluster.doctor.store_checks import check_store
 from cluster.errors import ConfigError
 from cluster.layouts.mesh import Layout
-from cluster.load_request import LoadRequest
-from cluster.plans.prepare import prepare_plan, still_current
+from cluster.plans.planning import prepare_plan, still_current
 from cluster.preview import plan_ahead
-from cluster.request import StoreOptions, make_request
+from cluster.request import LoadRequest, StoreOptions, make_request
 from cluster.signing import generate_key, sign
-from cluster.trust import TrustPolicy
 from storage.checkpoints.manifest import MANIFEST_KEY
 from storage.errors import (
     BadSignature,

@@ -1,1 +1,0 @@
-"""What is told of a load, while it runs and after it."""
