@@ -20,17 +20,16 @@ from typing import Any
 
 from ray.exceptions import RayError
 
+from actors.agent_link import PackedCalls
 from actors.coordination import nodes, spawn
-from actors.coordination.agent_watch import REBUILD_S, AgentWatch
+from actors.coordination.agent_watch import REBUILD_S, AgentWatch, IdleAgents
 from actors.coordination.attaching import Attaching
 from actors.coordination.gangs import Gangs
-from actors.coordination.idle_agents import IdleAgents
+from actors.coordination.jobs import save
 from actors.coordination.load_run import LoadRun
 from actors.coordination.model_record import ModelRecord, new_model_id
 from actors.coordination.planner import Planner
-from actors.coordination.saved_load import save
-from actors.coordination.strays import StrayWatch
-from actors.coordination.watching import ChunkMaps, events_after
+from actors.coordination.spawn import StrayWatch
 from actors.metrics import MetricsServer
 from cluster.config import Config, TrustPolicy
 from cluster.errors import ConfigError, LoadCancelled, ModelNotFound, VersionMismatch
@@ -41,7 +40,7 @@ from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life, LoadState
 from cluster.scheduling.topology import NodeInfo, resolve_device
-from cluster.telemetry.chunk_map import ChunkMap
+from cluster.telemetry.chunk_map import ChunkMap, NodeChunks, NodeView, ShardChunks
 from cluster.telemetry.event_log import LoadEvent
 from cluster.telemetry.logs import RepeatedWork, configure_logs
 from cluster.telemetry.report import ClusterStatus, LoadProgress, LoadReport
@@ -49,6 +48,59 @@ from longshore.install_check import check_packages
 from longshore.version import PROTOCOL_VERSION, __version__
 from storage.errors import LongshoreError
 from storage.problems import printable_uri
+
+SAME_S = 0.5  # asked again within this, by whomever, the answer is the same
+ANSWER_S = 2.0  # an agent that is well answers at once
+
+
+async def events_after(record: ModelRecord, number: int, timeout_s: float) -> tuple[LoadEvent, ...]:
+    """Events with a higher number; waits up to `timeout_s` for the first."""
+    async with record.changed:
+        with contextlib.suppress(TimeoutError):
+            await asyncio.wait_for(record.changed.wait_for(lambda: bool(record.events.after(number))), timeout_s)
+    return record.events.after(number)
+
+
+class ChunkMaps:
+    """The chunks of loads, as their agents see them. However many watch, an agent is asked once in SAME_S."""
+
+    def __init__(self) -> None:
+        self._asked: dict[str, tuple[float, asyncio.Task[ChunkMap]]] = {}  # model id -> (when, the answer)
+
+    async def of(self, record: ModelRecord) -> ChunkMap:
+        """Agents that do not answer, or do not know the load (yet), are in `silent_nodes`."""
+        now_s = time.monotonic()
+        self._asked = {model: asked for model, asked in self._asked.items() if now_s - asked[0] < SAME_S}
+        if record.model_id not in self._asked:
+            self._asked[record.model_id] = now_s, asyncio.get_running_loop().create_task(_ask(record))
+        return await asyncio.shield(self._asked[record.model_id][1])
+
+
+async def _ask(record: ModelRecord) -> ChunkMap:
+    hosts = record.nodes
+    answers = await asyncio.gather(*(_ask_node(record.model_id, node_id) for node_id in hosts), return_exceptions=True)
+    shards: tuple[ShardChunks, ...] = ()
+    told: list[NodeChunks] = []
+    silent: list[str] = []
+    for (node_id, host), answer in zip(hosts.items(), answers, strict=True):
+        if isinstance(answer, BaseException):
+            silent.append(host)
+            continue
+        shards, runs = answer
+        told.append(NodeChunks(node_id, host, runs))
+    return ChunkMap(
+        record.model_id, sum(shard.chunk_count for shard in shards), shards, tuple(told), tuple(sorted(silent))
+    )
+
+
+async def _ask_node(model_id: str, node_id: str) -> NodeView:
+    agent = await asyncio.to_thread(spawn.find_agent, node_id)
+    if agent is None:
+        raise TimeoutError
+    packed = await asyncio.wait_for(PackedCalls(agent).chunks_now.remote(model_id), ANSWER_S)
+    answer: NodeView = unpack_message(packed, "a node's agent", "the coordinator")
+    return answer
+
 
 _LOG = logging.getLogger("longshore.coordinator")
 ENDED_KEPT_S = 300.0  # a failed or released model stays listed for this long, so that its error can be read

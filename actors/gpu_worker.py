@@ -22,10 +22,9 @@ from dataclasses import replace
 from itertools import islice
 from typing import Any
 
-from actors.devices.segment_memory import PROCESS_MEMORY
+from actors.devices.cpu_device import PROCESS_MEMORY
 from actors.rank.arena_maps import PROCESS_ARENAS
-from actors.rank.hosted_load import HostedLoad
-from actors.rank.user_function import run_function
+from actors.rank.hosted_load import HostedLoad, run_function
 from actors.rank_link import AgentLink
 from cluster.errors import LoadCancelled, ModelNotFound
 from cluster.messages import RankJob, Version

@@ -16,13 +16,10 @@ import time
 import uuid
 from dataclasses import replace
 
-from actors.node.arena_filling import ArenaFilling
 from actors.node.chunk_flow import JobTables
-from actors.node.disk_writer import DiskWriter
+from actors.node.disk_backlog import DiskWriter
 from actors.node.node_ledger import NodeLedger
-from actors.node.node_meter import NodeMeter
-from actors.node.node_resources import host_pools, open_arena
-from actors.node.survivors import Survivors
+from actors.node.node_resources import ArenaFilling, NodeMeter, host_pools, open_arena
 from actors.rank_link import CoordinatorLink
 from cluster.config import Config
 from cluster.errors import AgentEnded, VersionMismatch
@@ -52,7 +49,34 @@ from storage.arena.chunk_cache import ChunkCache
 from storage.errors import LongshoreError
 from storage.host.gpu_memory import gpu_memory
 from storage.host.memory import PeakMemory
-from storage.host.processes import ProcessId
+from storage.host.processes import ProcessId, may_map, processes_mapping
+
+
+class Survivors:
+    """Those of whom it is not known yet. Not thread-safe."""
+
+    def __init__(self, path: str, agent: str, *, restored: bool) -> None:
+        """`agent`: its incarnation. An arena that was not `restored` is new: there are none."""
+        self._path, self._agent = path, agent
+        self.left = {p for p in processes_mapping(path) if p != ProcessId.current()} if restored else set()
+
+    def settles(self, process: ProcessId, words: Words) -> bool:
+        """Whether no rank that said these words goes by what an earlier agent told it; noted then."""
+        settled = all(agent == self._agent for path, agent in words if path == self._path)
+        if settled:
+            self.left.discard(process)
+        return settled
+
+    def mapping(self) -> set[ProcessId]:
+        """Return the survivors that map the arena, or that the kernel does not show."""
+        return {process for process in set(self.left) if may_map(process, self._path)}
+
+    def take_unmapped(self, mapping: set[ProcessId]) -> set[ProcessId]:
+        """Those that were not among `mapping`, and are no survivors therefore."""
+        gone = self.left - mapping
+        self.left -= gone
+        return gone
+
 
 _LOG = logging.getLogger("longshore.agent")
 LONGEST_WAIT_S = 5.0  # of a rank for orders; it must not outlive the rank's patience with the agent

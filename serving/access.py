@@ -14,6 +14,7 @@ from __future__ import annotations
 
 import asyncio
 import hmac
+import importlib.resources
 import re
 import time
 from collections import OrderedDict
@@ -25,9 +26,20 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serving.page_files import PATHS
 from serving.problems import problem
 from serving.settings import ServingSettings, digest_of, is_loopback
+
+_TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}
+_NAMES = ("index.html", "page.css", "page.js", "api.js", "chunks.js", "dom.js", "rate.js", "ranks.js")
+
+PATHS = {"/" if name == "index.html" else f"/{name}": name for name in _NAMES}
+
+
+def read_page() -> dict[str, tuple[bytes, str]]:
+    """path -> (content, media type)."""
+    folder = importlib.resources.files("serving") / "page"
+    return {path: ((folder / name).read_bytes(), _TYPES[name.rpartition(".")[2]]) for path, name in PATHS.items()}
+
 
 OPEN_PATHS = frozenset({*PATHS, "/healthz", "/readyz"})
 CALLERS = 4096  # remembered at once

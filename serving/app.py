@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
+import asyncio
 import contextlib
+import json
 from collections.abc import AsyncIterator, Awaitable, Callable
 from http import HTTPStatus
 from typing import Annotated, Any, Literal
@@ -15,14 +17,56 @@ from starlette.exceptions import HTTPException
 from starlette.types import Receive, Scope, Send
 
 from cluster.errors import NoCoordinator
+from cluster.telemetry.report import ModelStatus
 from longshore.version import __version__
-from serving.access import Access
-from serving.event_stream import stream
-from serving.page_files import read_page
-from serving.problems import MEDIA_TYPE, Json, problem, problem_of
+from serving.access import Access, read_page
+from serving.problems import MEDIA_TYPE, Json, problem, problem_of, status_of
 from serving.schemas import Begun, Freed, LoadBody, Models, PlanBody, Problem
 from serving.service import Busy, Service
 from storage.errors import LongshoreError
+
+LOOK_S = 1.0
+QUIET_S = 15.0  # after that long a comment tells proxies that the line lives
+OVER = ("failed", "released")
+
+
+def frame(kind: str, data: dict[str, Any], number: int | None = None) -> str:
+    """One event, as the wire has it. JSON has no line ends outside of strings, and none inside."""
+    head = "" if number is None else f"id: {number}\n"
+    return f"{head}event: {kind}\ndata: {json.dumps(data)}\n\n"
+
+
+async def stream(service: Service, model_id: str, after: int, *, until: str) -> AsyncIterator[str]:
+    """Frames until the load is over, or `until` "ready" as soon as it is ready; an error ends it as an event too."""
+    shown: dict[str, Any] = {}
+    quiet_s = 0.0
+    try:
+        while True:
+            events = await service.events(model_id, after, LOOK_S)
+            for event in events:
+                after = event.number
+                yield frame(event.kind, event.as_dict(), event.number)
+            now = await service.model(model_id)
+            progress = {k: v for k, v in now.progress.as_dict().items() if k != "elapsed_s"}
+            quiet_s = 0.0 if events or progress != shown else quiet_s + LOOK_S
+            if progress != shown:
+                shown = progress
+                yield frame("progress", now.progress.as_dict())
+            if _is_over(now, until) and not await service.events(model_id, after, 0):
+                yield frame("end", {"state": now.progress.state, "error": now.error})
+                return
+            if quiet_s >= QUIET_S:
+                quiet_s = 0.0
+                yield ": still here\n\n"
+    except asyncio.CancelledError:
+        raise
+    except LongshoreError as error:
+        yield frame("error", {"status": int(status_of(error)), "kind": type(error).__name__, "detail": error.message})
+
+
+def _is_over(now: ModelStatus, until: str) -> bool:
+    return now.progress.state in OVER or (until == "ready" and now.progress.state == "ready")
+
 
 ModelId = Annotated[str, Path(max_length=100, pattern=r"^[A-Za-z0-9._-]+$", examples=["llama-70b-3f9a21c4"])]
 _JSON_HINT = "send a JSON object, with the header content-type: application/json"

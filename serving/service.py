@@ -10,10 +10,10 @@ import asyncio
 import contextlib
 import logging
 import tempfile
-from collections.abc import Callable
+from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
-from typing import Any, TypeVar
+from typing import Any, Generic, TypeVar
 
 from cluster import client, residents
 from cluster.config import Config
@@ -27,13 +27,41 @@ from cluster.telemetry.event_log import LoadEvent
 from cluster.telemetry.report import ClusterStatus, LoadProgress, ModelStatus
 from serving.schemas import LoadBody, ModelBody, PlanBody
 from serving.settings import ServingSettings
-from serving.shared_answer import SharedAnswer
 from storage.errors import LongshoreError, SourceRefused
+
+T = TypeVar("T")
+
+
+class SharedAnswer(Generic[T]):
+    """Who asks while a question is under way shares the next one, so no answer is older than the asking."""
+
+    def __init__(self, ask: Callable[[], Awaitable[T]]) -> None:
+        self._ask = ask
+        self._one_at_a_time = asyncio.Lock()
+        self._coming: asyncio.Task[T] | None = None  # not asked yet
+
+    async def __call__(self) -> T:
+        """The answer, or what asking raised. An asker who gives up leaves the others theirs."""
+        if self._coming is None:
+            self._coming = asyncio.get_running_loop().create_task(self._next())
+            self._coming.add_done_callback(_looked_at)
+        return await asyncio.shield(self._coming)
+
+    async def _next(self) -> T:
+        async with self._one_at_a_time:
+            self._coming = None  # who asks from here on wants a newer answer
+            return await self._ask()
+
+
+def _looked_at(task: asyncio.Task[T]) -> None:
+    """Every asker may have given up; their error is nobody's then, and asyncio need not complain of it."""
+    if not task.cancelled():
+        task.exception()
+
 
 BEGIN_S = 30.0  # by then a coordinator has taken a load on, or is not well
 CALLS = 64  # of the client at once, beside loads
 _LOG = logging.getLogger("longshore.http")
-T = TypeVar("T")
 
 
 class Busy(LongshoreError):

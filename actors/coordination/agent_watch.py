@@ -15,19 +15,22 @@ import asyncio
 import functools
 import math
 import time
-from collections.abc import Callable, Coroutine, Iterable
+from collections.abc import Callable, Coroutine, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
 from ray.exceptions import RayError
 
 from actors.coordination import nodes, spawn
+from actors.coordination.gangs import Gangs
+from actors.coordination.jobs import SavedLoad
 from actors.coordination.load_run import LoadRun
 from actors.coordination.model_record import ModelRecord, Seat
-from actors.coordination.saved_load import SavedLoad
-from actors.coordination.strays import end_strays
+from actors.coordination.spawn import end_strays
+from cluster.config import Config
 from cluster.messages import AgentBeat, BeatReply, GroupMember, RankBeat
 from cluster.scheduling.load_state import LoadState
+from cluster.scheduling.warm_pool import IdleNodes
 from cluster.telemetry.report import NodeStatus, SettingStatus
 from cluster.telemetry.tally import Tally
 from storage.errors import ArenaBusy, LongshoreError
@@ -276,3 +279,40 @@ def _status_of(beat: AgentBeat, age_s: float, settings: tuple[SettingStatus, ...
         disk_evicted_chunks=disk.evicted_chunks if disk is not None else 0,
         settings=settings,
     )
+
+
+class IdleAgents:
+    """`models` is the coordinator's table. Nobody is given a seat while `admission` is held."""
+
+    def __init__(
+        self,
+        config: Config,
+        agents: AgentWatch,
+        gangs: Gangs,
+        models: Mapping[str, ModelRecord],
+        admission: asyncio.Lock,
+    ) -> None:
+        self._agents = agents
+        self._gangs = gangs
+        self._models = models
+        self._admission = admission
+        self._nodes = IdleNodes(config.idle_agent_s)
+
+    def needed(self, node_id: str) -> None:
+        """Somebody asks for the node's agent, and is to find it at work for a while."""
+        self._nodes.needed(node_id, time.monotonic())
+
+    async def look(self) -> None:
+        """End those whose time is over. While a load takes its seats: the next time."""
+        if not self._due() or self._admission.locked():
+            return
+        async with self._admission:
+            if due := self._due():
+                ended = await asyncio.gather(*(spawn.shut_agent(node_id, only_idle=True) for node_id in due))
+                self._agents.ended(node_id for node_id, is_ended in zip(due, ended, strict=True) if is_ended)
+
+    def _due(self) -> list[str]:
+        seated = {node for model in self._models.values() if not model.life.is_over for node in model.nodes}
+        warm = {node for gang in self._gangs.idle() for node in gang.node_ids}
+        needed = seated | warm | self._agents.busy_node_ids
+        return self._nodes.due(self._agents.node_ids, needed, time.monotonic())

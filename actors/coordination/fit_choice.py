@@ -13,13 +13,12 @@ from collections.abc import Collection
 from dataclasses import dataclass, replace
 
 from actors.coordination import nodes
-from actors.coordination.admission import Room, come_up, fit_in, room_of
+from actors.coordination.admission import Room, claims_of, come_up, fit_in, promise, room_of
 from actors.coordination.gangs import Gangs
 from actors.coordination.model_record import ModelRecord
-from actors.coordination.node_agents import NodeAgents
 from actors.coordination.node_limits import node_limits
+from actors.coordination.nodes import NodeAgents
 from actors.coordination.planner import Planner
-from actors.coordination.promised import claims_of, promise
 from cluster.config import Config
 from cluster.device_map.options import DeviceMapOptions
 from cluster.errors import ClusterError, DoesNotFit, LoadError

@@ -2,7 +2,7 @@
 
     part(record, keep) -- recycle every worker --> agents forget the load --> idle gang, for Config.warm_workers_s
                        `- or one cannot be recycled, or nothing is to be kept --> killed, placement group removed
-    take(gang_id)      --> the next load's seats (`actors.coordination.seating`)
+    take(gang_id)      --> the next load's seats (`actors.coordination.load_run`)
 
 Which gang is taken or ended for whom is decided in `cluster.scheduling.warm_pool`; a gang that loses a worker ends
 as a whole. A coordinator that is restarted knows of no gangs: their workers are strays then (see `strays`).

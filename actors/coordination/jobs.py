@@ -5,15 +5,154 @@ The plan's shared tables go beside these messages: see `actors.coordination.load
 
 from __future__ import annotations
 
+import asyncio
+import contextlib
+import pickle
+import time
 from collections.abc import Sequence
+from dataclasses import dataclass, replace
+from typing import Any
 
+from ray.exceptions import RayError
+
+from actors.coordination import nodes, spawn
 from actors.coordination.model_record import ModelRecord, Seat
-from actors.coordination.saved_load import SavedLoad
 from cluster.config import Config
 from cluster.fit.needs import min_slots
 from cluster.messages import FetchSettings, NodeJob, RankJob, SlotHolder
+from cluster.plans.packed_plan import PackedPlan
+from cluster.request import LoadRequest
+from cluster.scheduling import load_state
+from cluster.scheduling.holders import Holders
 from cluster.telemetry.families import model_label
 from storage.errors import ArenaBusy
+
+SAVED_S = 5.0  # an agent that has not answered by then is not well, and is told all when it begins again
+ANSWER_S = 60.0  # a worker that is well answers at once
+LOOKED_FOR_S = 120.0  # a head that has just come back, or is busy, does not always say at once which actors there are
+LOOK_AGAIN_S = 1.0
+
+
+@dataclass(frozen=True, slots=True)
+class SavedLoad:
+    """What agents keep for a coordinator that loses its memory: enough to find every actor again."""
+
+    request: LoadRequest
+    attempt: int
+    revision: str
+    signed_by: str
+    outline: PackedPlan | None  # what the report needs of the plan
+    total_bytes: int
+    seats: tuple[tuple[int, str, str, int], ...]  # (rank, node id, host, attempt that brought it there)
+    gang_id: str  # its workers are named by it
+    group: Any  # our own placement group, or None
+    has_credentials: bool  # the client passed some; they are not kept here
+    host_bytes: dict[int, int]
+    pools: dict[str, tuple[str, ...]]
+
+    @staticmethod
+    def of(record: ModelRecord) -> SavedLoad:
+        return SavedLoad(
+            replace(record.request, store=record.request.store.without_credentials(), keep=record.holders.keep),
+            record.life.attempt,
+            record.revision,
+            record.signed_by,
+            record.plan.outline() if record.plan is not None else record.outline,
+            record.total_bytes,
+            tuple((seat.rank, seat.node_id, seat.host, seat.attempt) for seat in record.seats.values()),
+            record.gang_id,
+            record.group,
+            record.request.store.credentials is not None or record.had_credentials,
+            dict(record.host_bytes),
+            dict(record.pools),
+        )
+
+    def pack(self) -> bytes:
+        return pickle.dumps(self, protocol=5)
+
+    @staticmethod
+    def unpack(data: bytes) -> SavedLoad:
+        saved: SavedLoad = pickle.loads(data)
+        return saved
+
+    def restore(self, load_id: str, now_s: float) -> ModelRecord:
+        """The record as far as it is known. The client that asked is taken to hold it, until it lapses."""
+        record = ModelRecord(
+            model_id=load_id,
+            request=self.request,
+            life=replace(load_state.Life.new(self.request.world_size), attempt=self.attempt),
+            holders=Holders().hold(self.request.client_id, now_s, keep=self.request.keep),
+            total_bytes=self.total_bytes,
+            revision=self.revision,
+            signed_by=self.signed_by,
+            outline=self.outline,
+            gang_id=self.gang_id,
+            group=self.group,
+            restored=True,
+            had_credentials=self.has_credentials,
+            host_bytes=self.host_bytes,
+            pools=self.pools,
+        )
+        group = self.group or self.request.placement_group
+        bundles = _bundles(group, self.request) if group is not None else None
+        record.seats = {
+            rank: Seat(rank, node_id, host, bundles[rank] if bundles else None, attempt, replaced=True)
+            for rank, node_id, host, attempt in self.seats
+        }
+        record.begun = {(seat.node_id, seat.attempt) for seat in record.seats.values()}
+        return record
+
+
+async def save(record: ModelRecord) -> None:
+    """Tell the agents what to keep. Returns when those that are well have it."""
+    packed = SavedLoad.of(record).pack()
+
+    async def tell(node_id: str) -> None:
+        agent = await asyncio.to_thread(spawn.find_agent, node_id)
+        if agent is not None:
+            await asyncio.wait_for(agent.keep_record.remote(record.model_id, packed), SAVED_S)
+
+    await asyncio.gather(*(tell(node_id) for node_id in record.nodes), return_exceptions=True)
+
+
+async def find_workers_again(record: ModelRecord, incarnations: dict[int, int]) -> None:
+    """Seat the living workers by their names, and learn from one of them how the store is read.
+
+    A rank without a worker is seated again later, under the incarnation (in `incarnations`) that its agent expects.
+    Raises RayError when Ray cannot say for long which workers there are.
+    """
+    workers = await _find_workers(record.gang_id)
+    for seat in record.seats.values():
+        seat.incarnation, seat.worker = workers.get(seat.rank, (incarnations.get(seat.rank, 0), None))
+    await asyncio.gather(*(_ask(record, seat) for seat in record.seats.values() if seat.worker is not None))
+    await record.touch()
+
+
+async def _find_workers(gang_id: str) -> dict[int, tuple[int, Any]]:
+    give_up_s = time.monotonic() + LOOKED_FOR_S
+    while True:
+        try:
+            return await asyncio.to_thread(spawn.find_workers, gang_id)
+        except RayError:
+            if time.monotonic() > give_up_s:
+                raise
+        await asyncio.sleep(LOOK_AGAIN_S)
+
+
+async def _ask(record: ModelRecord, seat: Seat) -> None:
+    """What the seat's worker works on, if on anything: a worker that idles is given its job (again) by who tends it."""
+    with contextlib.suppress(RayError, TimeoutError):  # dead or not well: who tends it finds out
+        await spawn.meet_worker(seat.worker, seat.host, ANSWER_S)
+        asked = seat.worker.assignment.options(concurrency_group="control").remote()
+        assignment = await asyncio.wait_for(asked, ANSWER_S)
+        seat.started = assignment is not None and assignment[0] == record.model_id
+        if seat.started:
+            # A kept model may have no client that could supply credentials again.
+            record.proven(record.request.client_id, assignment[1])
+
+
+def _bundles(group: Any, request: LoadRequest) -> list[Any]:
+    return [bundle for _, _, bundle in nodes.places_in_group(group, request)]
 
 
 def node_job(record: ModelRecord, node_id: str, attempt: int, config: Config) -> NodeJob:

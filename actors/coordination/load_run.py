@@ -14,36 +14,190 @@ from __future__ import annotations
 import asyncio
 import functools
 import math
+import socket
 import time
+from collections.abc import Sequence
 from dataclasses import replace
 from typing import Any
 
 from ray.exceptions import RayError
 
 from actors.coordination import nodes, spawn
-from actors.coordination.attaching import use_working_access
-from actors.coordination.finished import alongside, finished, settled
+from actors.coordination.attaching import PlanSource, use_working_access
 from actors.coordination.fit_choice import FitChoice
-from actors.coordination.gangs import Gangs
-from actors.coordination.jobs import node_job, rank_job, slots_taken
-from actors.coordination.load_report import make_report
+from actors.coordination.gangs import Gang, Gangs
+from actors.coordination.jobs import find_workers_again, node_job, rank_job, slots_taken
 from actors.coordination.model_record import ModelRecord, Seat
-from actors.coordination.node_agents import ACTOR_GONE, NodeAgents
 from actors.coordination.node_limits import node_memory
-from actors.coordination.plan_source import PlanSource
+from actors.coordination.nodes import ACTOR_GONE, NodeAgents
 from actors.coordination.planner import Planner
 from actors.coordination.reseating import Reseating
-from actors.coordination.saved_load import find_workers_again
-from actors.coordination.seating import take_seats
-from actors.coordination.tending import tend_all
+from actors.coordination.tending import alongside, finished, settled, tend_all
 from cluster.config import Config
-from cluster.errors import ClusterError, ClusterLost, LoadCancelled, ModelNotFound, NodeLost, RankLost, RankTaken
+from cluster.errors import (
+    ClusterError,
+    ClusterLost,
+    LoadCancelled,
+    ModelNotFound,
+    NodeLost,
+    NotEnoughResources,
+    RankLost,
+    RankTaken,
+)
 from cluster.joining.node_tasks import unwrapped
 from cluster.plans.packed_plan import PackedPlan
 from cluster.scheduling import load_state
-from cluster.scheduling.warm_pool import IdleGang
-from cluster.telemetry.report import LoadReport, NodeReport
+from cluster.scheduling.topology import (
+    assign_gpus,
+    assign_ranks,
+    bundle_of_ranks,
+    bundles_for,
+    bundles_to_wait_for,
+    show_bundles,
+)
+from cluster.scheduling.warm_pool import IdleGang, choose
+from cluster.telemetry.rank_report import join_checks, verified_by
+from cluster.telemetry.report import LoadReport, NodeReport, ProcessMemory
 from storage.errors import LongshoreError
+
+
+def make_report(record: ModelRecord, plan: PackedPlan, answers: Sequence[NodeReport]) -> LoadReport:
+    """What the load did; `answers` per node, in the order of `record.nodes`."""
+    request = record.request
+    objects = join_checks(check for node in answers for check in node.objects)
+    ranks = tuple(seat.report for _, seat in sorted(record.seats.items()) if seat.report is not None)
+    total_s = time.monotonic() - record.created_s
+    # Clocks are not compared across hosts: what a rank measured is counted from when it was given its job.
+    told = [(seat.told_s - record.created_s, seat.report) for seat in record.seats.values() if seat.told_s]
+    first_s = [told_s + rank.start_s for told_s, rank in told if rank is not None]
+    last_s = [told_s + rank.start_s + rank.load_s for told_s, rank in told if rank is not None]
+    planned_s = record.planned_s - record.created_s
+    if first_s:
+        start_s, load_s = max(0.0, min(first_s) - planned_s), max(last_s) - min(first_s)
+    else:  # the coordinator was killed meanwhile, and knows only what the ranks say
+        load_s = max((rank.load_s for rank in ranks), default=0.0)
+        start_s = max(0.0, total_s - planned_s - load_s)
+    return LoadReport(
+        model_id=record.model_id,
+        uri=request.uri,
+        revision=record.revision,
+        verified=plan.verified if plan.verified != "transport" else verified_by(objects),
+        signed_by=record.signed_by,
+        placement_mode="direct" if any(node.direct_bytes for node in answers) else "via_arena",
+        resident=False,
+        layout=request.layout,
+        model_bytes=plan.model_bytes,
+        placed_bytes=sum(rank.size_bytes for rank in ranks),
+        overfetch_bytes=sum(node.overfetch_bytes for node in answers),
+        plan_s=planned_s,
+        start_s=start_s,
+        load_s=load_s,
+        total_s=total_s,
+        attempts=record.life.attempt,
+        ranks=ranks,
+        nodes=tuple(answers),
+        first_byte_s=min(first_s, default=0.0),
+        ready_after_last_byte_s=max(0.0, total_s - max(last_s, default=total_s)),
+        control_plane=_control_plane(record, plan),
+        precision=request.precision,
+        quantization_config=plan.quantization_config,
+        fit=request.tried,
+    )
+
+
+def _control_plane(record: ModelRecord, plan: PackedPlan) -> tuple[ProcessMemory, ...]:
+    record.memory.sample()
+    coordinator = ProcessMemory(
+        "coordinator", socket.gethostname(), record.memory.baseline_bytes, record.memory.peak_bytes
+    )
+    return (coordinator,) if plan.memory is None else (coordinator, plan.memory)
+
+
+async def take_seats(
+    record: ModelRecord, others: Sequence[ModelRecord], gangs: Gangs, config: Config, *, may_wait: bool
+) -> IdleGang | None:
+    """Fill `record.seats` (and `record.group`). `others` are the models that are not over. The gang taken over, if any.
+
+    Raises NotEnoughResources naming who holds what, ClusterError for a placement group that is gone. With `may_wait`,
+    when the caller will ask again, GPUs that are missing are left asked for.
+    """
+    request, layout, cpu_ranks_per_node = record.request, record.request.layout, config.cpu_ranks_per_node
+    holders = [other.model_id for other in others if other.request.device == request.device and other.seats]
+    if request.placement_group is not None:
+        places = await asyncio.to_thread(nodes.places_in_group, request.placement_group, request)
+        _sit(record, places)
+        return None
+    if record.group is not None and await asyncio.to_thread(nodes.is_placed, record.group):
+        await _sit_in_group(record)
+        return None
+    taken = [seat.node_id for other in others if other.request.device == "cpu" for seat in other.seats.values()]
+    taken += [node_id for gang in gangs.idle() if gang.device == "cpu" for node_id in gang.node_ids]
+    infos = await asyncio.to_thread(nodes.cluster_nodes, taken, cpu_ranks_per_node)
+    gpus = request.gpus_per_rank
+    try:
+        choice = choose(gangs.idle(), infos, layout, request.device, cpu_ranks_per_node, holders, gpus)
+    except NotEnoughResources as error:
+        if not may_wait or request.device != "cuda":
+            raise
+        there = [info.gpus_total for info in infos]
+        sizes = [gpus] if gpus > 1 else bundles_to_wait_for(layout, there, config.gpus_per_node)
+        await _ask_for(record, sizes)
+        raise error.with_details(asked_of_ray=show_bundles(sizes)) from None
+    if choice.take is not None:
+        await _ask_for(record, [])
+        gang = gangs.take(choice.take)
+        _join(record, gang)
+        return gang.idle
+    await finished(gangs.end(choice.end))
+    # Proves that there is room, and says who holds it when there is none; Ray decides where the bundles go.
+    assigned = (
+        assign_gpus(choice.nodes, gpus, holders)
+        if gpus > 1
+        else assign_ranks(choice.nodes, layout, request.device, cpu_ranks_per_node, holders)
+    )
+    if request.device == "cuda":
+        await _ask_for(record, [gpus] if gpus > 1 else bundles_for(layout, [info.gpus_free for info in choice.nodes]))
+        try:
+            await nodes.group_ready(record.group, request, holders)
+        except Exception:
+            if not may_wait:
+                await _ask_for(record, [])
+            raise
+        await _sit_in_group(record)
+    else:
+        _sit(record, [(infos[index].node_id, infos[index].host, None) for index in assigned])
+    return None
+
+
+async def _ask_for(record: ModelRecord, sizes: Sequence[int]) -> None:
+    """The load's placement group has bundles of so many GPUs, or there is none; one that is like that stays."""
+    if record.group is not None and nodes.bundle_sizes(record.group) != list(sizes):
+        group, record.group = record.group, None
+        await finished(asyncio.to_thread(spawn.remove_group, group))
+    if record.group is None and sizes:
+        await finished(_create_group(record, list(sizes)))
+
+
+async def _sit_in_group(record: ModelRecord) -> None:
+    sizes = nodes.bundle_sizes(record.group)
+    bundles = (0,) if record.request.gpus_per_rank > 1 else bundle_of_ranks(sizes)
+    _sit(record, await asyncio.to_thread(nodes.places_in_own_group, record.group, bundles))
+
+
+def _sit(record: ModelRecord, places: Sequence[nodes.Place]) -> None:
+    record.seats = {rank: Seat(rank, node_id, host, bundle) for rank, (node_id, host, bundle) in enumerate(places)}
+
+
+def _join(record: ModelRecord, gang: Gang) -> None:
+    """Its workers keep their names, so the load goes by its id from now on."""
+    record.gang_id, record.group = gang.idle.gang_id, gang.group
+    record.seats = {seat.rank: seat for seat in gang.seats}
+
+
+async def _create_group(record: ModelRecord, sizes: list[int]) -> None:
+    """Noted at once: whoever ends the load removes it."""
+    record.group = await asyncio.to_thread(spawn.create_group, record.gang_id, sizes)
+
 
 PROCESS_START_S = 120.0  # of a worker, on a machine that is busy with something else
 FREED_S = 30.0  # a model that is being released has freed its places and memory by then

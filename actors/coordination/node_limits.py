@@ -11,7 +11,7 @@ from collections.abc import Sequence
 
 from actors.coordination import nodes
 from actors.coordination.model_record import ModelRecord
-from actors.coordination.node_agents import NodeAgents
+from actors.coordination.nodes import NodeAgents
 from cluster.config import Config
 from cluster.device_map.deciding import DeviceKey
 from cluster.device_map.options import DeviceMapOptions

@@ -20,12 +20,12 @@ from ray.exceptions import RayError
 
 from actors.coordination import nodes, spawn
 from actors.coordination.admission import fit_on
-from actors.coordination.finished import alongside, finished
+from actors.coordination.attaching import PlanSource
 from actors.coordination.gangs import Gangs
+from actors.coordination.jobs import save
 from actors.coordination.model_record import ModelRecord, Seat
-from actors.coordination.node_agents import NodeAgents
-from actors.coordination.plan_source import PlanSource
-from actors.coordination.saved_load import save
+from actors.coordination.nodes import NodeAgents
+from actors.coordination.tending import alongside, finished
 from cluster.config import Config
 from cluster.errors import ClusterLost, DoesNotFit, NodeLost, NotEnoughResources
 from cluster.plans.packed_plan import PackedPlan

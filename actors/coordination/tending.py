@@ -5,12 +5,48 @@ then. A rank that stays is not disturbed by that.
 from __future__ import annotations
 
 import asyncio
-from collections.abc import Awaitable, Callable, Coroutine, Mapping
-from typing import Any
+from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
+from typing import Any, TypeVar
 
-from actors.coordination.finished import finished, settled
 from actors.coordination.model_record import Seat
 from cluster.errors import NodeLost
+
+T = TypeVar("T")
+
+
+async def finished(step: Coroutine[Any, Any, T]) -> T:
+    """The step's result. When the caller is cancelled meanwhile, the step still ends first; what it notes, stands.
+
+    However often it is cancelled: a gather that is cancelled cancels its tasks, and so does whoever tidies up after it.
+    """
+    task = asyncio.ensure_future(step)
+    cancelled: asyncio.CancelledError | None = None
+    while not task.done():
+        try:
+            await asyncio.wait([task])
+        except asyncio.CancelledError as error:
+            cancelled = error
+    if cancelled is not None:
+        if not task.cancelled():
+            task.exception()  # seen: nobody is told of it any more
+        raise cancelled
+    return task.result()
+
+
+async def alongside(*steps: Coroutine[Any, Any, Any]) -> None:
+    """Every step at once, until all have ended. Raises the first error, or the cancellation of the caller."""
+    tasks = [asyncio.ensure_future(step) for step in steps]
+    try:
+        await asyncio.gather(*tasks)
+    finally:
+        for task in tasks:
+            task.cancel()
+        await finished(settled(tasks))
+
+
+async def settled(steps: Iterable[Awaitable[Any]]) -> None:
+    """Returns when every step has ended, well or not."""
+    await asyncio.gather(*steps, return_exceptions=True)
 
 
 async def tend_all(

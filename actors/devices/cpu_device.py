@@ -4,19 +4,146 @@ no torch.
 
 from __future__ import annotations
 
+import contextlib
+import mmap
+import threading
+import time
+import weakref
+from collections import deque
 from collections.abc import Sequence
 from typing import TYPE_CHECKING
 
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.devices.segment_memory import PROCESS_MEMORY, Segment, SegmentMemory
 from cluster.errors import DoesNotFit
 from cluster.plans.load_plan import StagedTensor, TensorSlice
 from cluster.plans.read_items import ReadItems
+from storage.host.memory import populate
 
 if TYPE_CHECKING:
     import torch
+
+
+_BLOCK_BYTES = 2 << 20  # so much is made present at once: a huge page, on every machine that matters here
+_TRIAL_BLOCKS = 16
+_DEAR_S = 1e-3  # of CPU for a block: twice what its 512 small pages cost. (Huge, it is 0.2 ms when all goes well.)
+
+
+class _HugePages:
+    """Whether huge pages pay: they do not where the kernel must first move memory about to make room for one.
+
+    When the first of them are dear, as many blocks of small pages are tried, and the cheaper kind is kept: where it is
+    not the kernel that makes them dear but a host that has taken the memory back, small ones are no better.
+    """
+
+    def __init__(self) -> None:
+        self.pay = hasattr(mmap, "MADV_HUGEPAGE")
+        self._blocks = {True: 0, False: 0}  # by whether they were huge
+        self._cpu_s = {True: 0.0, False: 0.0}
+
+    def note(self, cpu_s: float, *, huge: bool) -> None:
+        """A block took so long. Two threads here at once lose a count, which changes nothing."""
+        if self._blocks[huge] >= _TRIAL_BLOCKS:
+            return
+        self._blocks[huge] += 1
+        self._cpu_s[huge] += cpu_s
+        if self._blocks[huge] < _TRIAL_BLOCKS:
+            return
+        if huge:
+            self.pay = self._cpu_s[True] <= _DEAR_S * _TRIAL_BLOCKS
+        else:
+            self.pay = self._cpu_s[True] <= 2 * self._cpu_s[False]
+
+
+class Segment:
+    """One block of private memory. `data` is what tensors view."""
+
+    def __init__(self, data: NDArray[np.uint8], memory: mmap.mmap, huge: _HugePages | None) -> None:
+        self.data = data
+        self._address = int(data.ctypes.data)
+        self._origin = self._address % _BLOCK_BYTES  # of the first byte in its block
+        self._memory = memory
+        self._huge = huge  # None when the memory was used before: its pages are there
+        self._advised = False
+        self._adding = threading.Lock()
+        self.fresh_s = 0.0  # thread-seconds for which its pages were made present
+        # Blocks that nobody touched yet.
+        self._absent = bytearray(b"\1" * (0 if huge is None else -(-(self._origin + len(data)) // _BLOCK_BYTES)))
+
+    def touch(self, start: int, end: int) -> None:
+        """The bytes `[start, end)` are about to be written: map their pages, the first time. Thread-safe."""
+        if self._huge is None:
+            return
+        for block in range((self._origin + start) // _BLOCK_BYTES, -(-(self._origin + end) // _BLOCK_BYTES)):
+            if self._absent[block]:
+                self._absent[block] = 0  # two threads here at once do it twice, which changes nothing
+                self._populate(block, self._huge)
+
+    def _populate(self, block: int, huge: _HugePages) -> None:
+        if huge.pay != self._advised:
+            self._advised = huge.pay
+            with contextlib.suppress(OSError):  # a kernel without them
+                self._memory.madvise(mmap.MADV_HUGEPAGE if huge.pay else mmap.MADV_NOHUGEPAGE)
+        begin = max(0, block * _BLOCK_BYTES - self._origin)
+        end = min(len(self.data), (block + 1) * _BLOCK_BYTES - self._origin)
+        since_s, since_cpu_s = time.monotonic(), time.thread_time()
+        populate(self._address + begin, end - begin)
+        with self._adding:
+            self.fresh_s += time.monotonic() - since_s
+        if end - begin == _BLOCK_BYTES:
+            huge.note(time.thread_time() - since_cpu_s, huge=self._advised)
+
+
+class SegmentMemory:
+    """The memory of one process. Thread-safe."""
+
+    def __init__(self) -> None:
+        self._taking = threading.Lock()
+        self._keeps = False
+        # Filled by finalizers, which run anywhere, also where this thread holds a lock: so without one.
+        self._kept: deque[mmap.mmap] = deque()
+
+    @property
+    def kept_bytes(self) -> int:
+        """What is kept and in nobody's use."""
+        return sum(len(memory) for memory in list(self._kept))
+
+    def keep(self, keeps: bool) -> None:
+        """From now on keep what is let go, or unmap it; what is kept goes with `keeps=False`."""
+        self._keeps = keeps
+        if not keeps:
+            self._kept.clear()
+
+    def take(self, sizes: Sequence[int]) -> list[Segment]:
+        """Segments of these sizes. What was kept is used first, and what is left of it unmapped. Raises OSError."""
+        with self._taking:
+            kept = sorted((self._kept.popleft() for _ in range(len(self._kept))), key=len)
+            taken: dict[int, Segment] = {}
+            huge = _HugePages()
+            for index in sorted(range(len(sizes)), key=lambda i: -sizes[i]):  # the largest first, from the largest
+                taken[index] = self._segment(kept.pop() if kept else None, sizes[index], huge)
+            return [taken[index] for index in range(len(sizes))]
+
+    def _segment(self, memory: mmap.mmap | None, size: int, huge: _HugePages) -> Segment:
+        mapped_bytes = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
+        fresh = memory is None or len(memory) < mapped_bytes
+        if memory is None:
+            # Private: a fifth cheaper to touch than mmap's default, and not counted as shared memory.
+            memory = mmap.mmap(-1, mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
+        elif len(memory) != mapped_bytes:
+            memory.resize(mapped_bytes)  # moves pages, not bytes
+        data = np.frombuffer(memory, np.uint8, count=size)
+        weakref.finalize(data, self._let_go, memory).atexit = False
+        return Segment(data, memory, huge if fresh else None)
+
+    def _let_go(self, memory: mmap.mmap) -> None:
+        """Nothing views it any more."""
+        if self._keeps:
+            self._kept.append(memory)
+
+
+PROCESS_MEMORY = SegmentMemory()
 
 
 class CpuDevice:

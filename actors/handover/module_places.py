@@ -2,10 +2,17 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterable
+import re
+import sys
+from collections.abc import Iterable, Mapping, Sequence
+from copy import deepcopy
 from dataclasses import dataclass
+from typing import Any
 
 import torch
+
+from actors.handover.tensor_views import as_bytes
+from cluster.errors import ConfigError
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,3 +74,121 @@ def tied_names(module: torch.nn.Module, places: Iterable[Place]) -> dict[str, tu
 def put(place: Place, tensor: torch.Tensor) -> None:
     """Replace what is at the place."""
     setattr(place.owner, place.attribute, tensor)
+
+
+_INITIALISED = "_is_hf_initialized"  # transformers' own mark on modules, parameters and buffers
+_UNTOUCHED = 0xA5  # every byte of a buffer that nobody has made yet
+
+
+@dataclass(frozen=True, slots=True)
+class Converted:
+    """A tensor under the module's name."""
+
+    tensor: torch.Tensor
+    sources: tuple[str, ...]  # names that it was made of
+    copied: bool  # it has memory of its own
+
+
+def is_one(module: torch.nn.Module) -> bool:
+    """Whether it is a model of transformers, which is imported then."""
+    transformers: Any = sys.modules.get("transformers")
+    return transformers is not None and isinstance(module, transformers.PreTrainedModel)
+
+
+def convert(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, Converted]:
+    """The tensors as transformers' loader would put them, by the module's names.
+
+    Raises ConfigError when the installed transformers has no such mapping, or cannot convert what a rank holds.
+    """
+    try:
+        from transformers.conversion_mapping import get_model_conversion_mapping
+        from transformers.core_model_loading import WeightConverter, WeightRenaming, dot_natural_key, rename_source_key
+    except ImportError as error:
+        raise ConfigError(
+            "convert=True needs transformers 5 with a conversion mapping", hint="or pass rename=", cause=str(error)
+        ) from error
+    model: Any = module
+    mapping = get_model_conversion_mapping(model)
+    renamings = [one for one in mapping if isinstance(one, WeightRenaming)]
+    converters = [one for one in mapping if isinstance(one, WeightConverter)]
+    of_pattern = {pattern: converter for converter in converters for pattern in converter.source_patterns}
+    there = model.state_dict()
+    found: dict[str, Converted] = {}
+    collected: dict[str, Any] = {}
+    sources: dict[str, list[str]] = {}
+    for name in sorted(tensors, key=dot_natural_key):
+        new, pattern = rename_source_key(name, renamings, converters, model.base_model_prefix, there)
+        if new not in there and name in there:
+            new, pattern = name, None
+        if pattern is None or new not in there:
+            found[new if new in there else name] = Converted(tensors[name], (name,), copied=False)
+            continue
+        if new not in collected:
+            collected[new] = deepcopy(of_pattern[pattern])
+        collected[new].add_tensor(new, name, pattern, tensors[name])
+        sources.setdefault(new, []).append(name)
+    for first, converter in collected.items():
+        for name, made in _made(model, first, converter).items():
+            storages = {tensors[source].untyped_storage().data_ptr() for source in sources[first]}
+            copied = made.untyped_storage().data_ptr() not in storages
+            found[name] = Converted(made, tuple(sources[first]), copied)
+    return found
+
+
+def _made(model: Any, first: str, converter: Any) -> dict[str, torch.Tensor]:
+    try:
+        with torch.no_grad():
+            made = converter.convert(first, model=model, config=model.config)
+    except Exception as error:  # transformers raises what it likes
+        raise ConfigError(f"transformers cannot make {first} of this rank's tensors", cause=str(error)[:300]) from error
+    return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
+
+
+def without_ignored(module: torch.nn.Module, unexpected: Iterable[str]) -> list[str]:
+    """The names that count: a model says which names in checkpoints it does not want."""
+    ignored = [re.compile(pattern) for pattern in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()]
+    if any(name.endswith("rotary_emb.inv_freq") for name, _ in module.named_buffers()):
+        ignored.append(re.compile(r"rotary_emb\.inv_freq"))  # that of each layer, in early checkpoints
+    return [name for name in unexpected if not any(pattern.search(name) for pattern in ignored)]
+
+
+def kept_in_float32(module: torch.nn.Module, halves: Iterable[str]) -> frozenset[str]:
+    """Of the names of tensors in 16 bits, those that the model wants in 32 whatever its own dtype is."""
+    always = _patterns(module, "_keep_in_fp32_modules_strict")
+    not_float16 = _patterns(module, "_keep_in_fp32_modules") if getattr(module, "dtype", None) == torch.float16 else []
+    patterns = (*always, *not_float16)
+    return frozenset(name for name in halves if any(pattern.search(name) for pattern in patterns))
+
+
+def make_buffers(module: torch.nn.Module, places: Sequence[Place], device: str) -> list[str]:
+    """Make buffers that no checkpoint has, on the device, by the model's own initialisation; nothing else changes.
+
+    Returns the names of those that it does not make; when there are any, all of them stay on the meta device.
+    """
+    everything: list[Any] = [*module.modules(), *module.parameters(), *module.buffers()]
+    marked = [one for one in everything if not hasattr(one, _INITIALISED)]
+    for one in everything:
+        setattr(one, _INITIALISED, True)  # transformers leaves these alone
+    for place in places:
+        buffer = torch.empty_like(place.tensor, device=device, memory_format=torch.contiguous_format)
+        as_bytes(buffer).fill_(_UNTOUCHED)
+        put(place, buffer)
+        setattr(place.owner, _INITIALISED, False)
+    model: Any = module
+    model.initialize_weights()
+    unmade = []
+    for place in places:
+        data = as_bytes(getattr(place.owner, place.attribute))
+        if len(data) and bool((data == _UNTOUCHED).all()):
+            unmade.append(place.name)
+    if unmade:
+        for place in places:
+            put(place, place.tensor)
+        for one in marked:
+            delattr(one, _INITIALISED)
+    return unmade
+
+
+def _patterns(module: torch.nn.Module, attribute: str) -> list[re.Pattern[str]]:
+    """Of text in which `*` stands for anything."""
+    return [re.compile(pattern.replace("*", ".*")) for pattern in getattr(module, attribute, None) or ()]

@@ -7,27 +7,147 @@ module ----------------------find_places--> places, and which names are tied
 
 from __future__ import annotations
 
-from collections.abc import Mapping
-from dataclasses import dataclass, replace
+from collections.abc import Iterable, Mapping, Sequence
+from dataclasses import dataclass, field, replace
+from typing import Any
 
 import torch
 
-from actors.handover import transformers_models
-from actors.handover.bitsandbytes_layers import (
-    four_bit_difference,
-    is_four_bit,
-    make_four_bit,
-    put_four_bit,
-    stored_with,
-)
+from actors.handover import module_places
 from actors.handover.dtensors import as_dtensor, wanted_part, wrap_local
-from actors.handover.mismatch import Problems, mismatch
 from actors.handover.module_places import Place, find_places, put, tied_names
-from actors.handover.tensor_names import Rename, new_names
+from actors.handover.tensor_names import Rename, likely_prefix, new_names
 from actors.handover.tensor_views import as_bytes
-from cluster.errors import ConfigError
+from cluster.errors import ConfigError, ModuleMismatch
 from cluster.layouts.region import same_part
 from cluster.plans.load_plan import TensorSlice
+from cluster.precision import nf4
+from cluster.precision.quantized_tensors import OF_MODULE, OF_WEIGHT
+from cluster.units import show_some
+
+_OF_BITSANDBYTES = (nf4.ABSMAX, nf4.QUANT_MAP, nf4.STATE)
+_LISTED = 20  # names of a kind in one message
+
+
+@dataclass(slots=True)
+class Problems:
+    """By the module's names, but for `unexpected`."""
+
+    missing: list[str] = field(default_factory=list)
+    unexpected: list[str] = field(default_factory=list)  # the rank's own names
+    offered: list[str] = field(default_factory=list)  # the same after prefix, rename and convert
+    differing: list[str] = field(default_factory=list)  # with what differs
+    untied: list[str] = field(default_factory=list)
+    unmade: list[str] = field(default_factory=list)  # buffers on the meta device that no checkpoint has
+    dtypes: set[tuple[torch.dtype, torch.dtype]] = field(default_factory=set)  # wanted, had
+    float32: frozenset[str] = frozenset()  # no problem: names that are right in this dtype too
+
+    def any(self, *, strict: bool) -> bool:
+        """Whether there is one."""
+        names = strict and (self.missing or self.unexpected)
+        return bool(self.differing or self.untied or self.unmade or names)
+
+
+def mismatch(problems: Problems, *, known: bool, convert: bool, strict: bool) -> ModuleMismatch:
+    """The error for them. `known`: the module is a model of transformers."""
+    parts, hints = [], []
+    missing, unexpected = (problems.missing, problems.unexpected) if strict else ([], [])
+    if missing:
+        parts.append(f"{len(missing)} names of the module are not on this rank: {_some(missing)}")
+    if unexpected:
+        parts.append(f"{len(unexpected)} tensors have no place in the module: {_some(unexpected)}")
+    if any(_is_of_quantization(name) for name in unexpected):
+        hints.append("the rank's weights are quantized: make the module for them (see docs/handing_over.md)")
+    elif missing or unexpected:
+        hints += _hints_of_names(problems, known=known, convert=convert)
+    if problems.differing:
+        parts.append(
+            f"{len(problems.differing)} tensors differ from what the module expects: {_some(problems.differing)}"
+        )
+    if problems.dtypes and not any("quantized" in hint for hint in hints):
+        had = ", ".join(sorted({str(dtype) for _, dtype in problems.dtypes}))
+        hints.append(f"make the module in the dtype of the checkpoint ({had}), or load with dtype=")
+    if problems.untied:
+        parts.append(f"{len(problems.untied)} tied names hold different values: {_some(problems.untied)}")
+        hints.append("the module ties what the checkpoint does not: make it with tie_word_embeddings=False")
+    if problems.unmade:
+        parts.append(
+            f"{len(problems.unmade)} buffers on the meta device are in no checkpoint: {_some(problems.unmade)}"
+        )
+        hints.append(
+            "make the module with buffers for real, as accelerate's init_empty_weights(include_buffers=False) does, "
+            "or set them before"
+        )
+    return ModuleMismatch(
+        "; ".join(parts),
+        hint=". ".join(hints),
+        missing=len(missing) or None,
+        unexpected=len(unexpected) or None,
+        differing=len(problems.differing) or None,
+        untied=len(problems.untied) or None,
+        unmade=len(problems.unmade) or None,
+    )
+
+
+def _hints_of_names(problems: Problems, *, known: bool, convert: bool) -> list[str]:
+    hints = []
+    if likely := likely_prefix(problems.missing, problems.offered):
+        hints.append(f"{likely} would fit most names")
+    elif problems.unexpected:
+        hints.append("names can be changed with prefix= and rename=")
+    elif problems.missing:
+        hints.append("a stage of a pipeline holds a part of the model: make that part only, or pass strict=False")
+    if known and not convert:
+        hints.append("convert=True names and stacks tensors as transformers does when it loads them")
+    return hints
+
+
+def _is_of_quantization(name: str) -> bool:
+    return name.endswith((*OF_WEIGHT, *_OF_BITSANDBYTES)) or name.rpartition(".")[2] in OF_MODULE
+
+
+def _some(names: Sequence[str]) -> str:
+    return show_some((f"{name:.300}" for name in names), _LISTED)
+
+
+def is_four_bit(tensor: torch.Tensor) -> bool:
+    """Whether it is a `Params4bit`, quantized or still to be."""
+    kinds = type(tensor).__mro__
+    return any(kind.__name__ == "Params4bit" and kind.__module__.startswith("bitsandbytes.") for kind in kinds)
+
+
+def stored_with(weight: str, names: Iterable[str]) -> list[str]:
+    """The tensors that a weight of that name is stored with, if it is in 4 bits: absmax, quant_map, the state..."""
+    return [name for name in names if name.startswith(f"{weight}.")]
+
+
+def make_four_bit(
+    name: str, wanted: torch.Tensor, data: torch.Tensor, stored: Mapping[str, torch.Tensor]
+) -> torch.Tensor:
+    """The parameter that takes the place of `wanted`. Raises ModuleMismatch for a state that bitsandbytes refuses."""
+    kind: Any = type(wanted)
+    try:
+        made: torch.Tensor = kind.from_prequantized(data, dict(stored), requires_grad=False, device=data.device)
+    except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as exc:
+        raise ModuleMismatch(f"bitsandbytes cannot read what is stored with {name:.300}: {exc!r:.300}") from exc
+    return made
+
+
+def four_bit_difference(wanted: Any, offered: Any) -> str:
+    """Why a parameter of a `Linear4bit` cannot be that tensor; "" when it can."""
+    if not is_four_bit(offered):
+        return f"expected 4 bits of bitsandbytes, got {offered.dtype} {tuple(offered.shape)}"
+    shape = tuple(wanted.shape if wanted.quant_state is None else wanted.quant_state.shape)
+    if shape != tuple(offered.quant_state.shape):
+        return f"expected 4 bits of {shape}, got those of {tuple(offered.quant_state.shape)}"
+    return ""
+
+
+def put_four_bit(place: Place, tensor: Any) -> None:
+    """Replace what is at the place, and tell its layer."""
+    tensor.module = owner = place.owner
+    owner.quant_state = tensor.quant_state
+    put(place, tensor)
 
 
 @dataclass(frozen=True, slots=True)
@@ -67,7 +187,7 @@ def fill_module(
         raise ConfigError(f"into fills a torch module, not {_shown(module)}", hint="make one on the meta device first")
     if requires_grad is not None and not isinstance(requires_grad, bool):
         raise ConfigError(f"requires_grad must be True, False or None, not {requires_grad!r:.60}")
-    known = transformers_models.is_one(module)
+    known = module_places.is_one(module)
     if convert and not known:
         raise ConfigError(f"convert=True is for models of transformers, not for a {type(module).__name__}")
     named = new_names(tensors, prefix, rename)
@@ -81,19 +201,19 @@ def fill_module(
     problems = Problems()
     if known:
         halves = (name for name, place in places.items() if place.tensor.dtype in (torch.float16, torch.bfloat16))
-        problems.float32 = transformers_models.kept_in_float32(module, halves)
+        problems.float32 = module_places.kept_in_float32(module, halves)
     if convert:
         copied += _cast(offers, problems.float32)
     chosen = _choose(places, tied, offers, problems)
     if known:
-        problems.unexpected = transformers_models.without_ignored(module, problems.unexpected)
+        problems.unexpected = module_places.without_ignored(module, problems.unexpected)
     unmade = [place for place in places.values() if not place.saved and place.tensor.is_meta]
     if not known:
         problems.unmade = [place.name for place in unmade]
     if problems.any(strict=strict):
         raise mismatch(problems, known=known, convert=convert, strict=strict)
     if unmade:
-        problems.unmade = transformers_models.make_buffers(module, unmade, device)
+        problems.unmade = module_places.make_buffers(module, unmade, device)
     if problems.unmade:
         raise mismatch(problems, known=known, convert=convert, strict=strict)
     made: dict[int, torch.Tensor] = {}
@@ -135,7 +255,7 @@ def _joined(places: Mapping[str, Place], offers: Mapping[str, Offer]) -> dict[st
 
 
 def _converted(module: torch.nn.Module, offers: Mapping[str, Offer]) -> tuple[dict[str, Offer], tuple[str, ...]]:
-    made = transformers_models.convert(module, {name: offer.tensor for name, offer in offers.items()})
+    made = module_places.convert(module, {name: offer.tensor for name, offer in offers.items()})
     new = {}
     for name, one in made.items():
         first = offers[one.sources[0]]

@@ -20,20 +20,93 @@ from dataclasses import dataclass
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.node.chunk_errors import given_up, never_brought
-from actors.node.chunk_sources import ChunkSources, source_of
+from actors.node.chunk_sources import ChunkSources, LoadMeter, source_of
 from actors.node.disk_backlog import DiskBacklog, DiskWrite
-from actors.node.load_meter import LoadMeter
 from actors.node.rank_place import ChunkKeys, RankPlace
-from actors.node.second_leases import SecondLeases
+from cluster.errors import ChunkFailed
 from cluster.messages import DIRECT, DISK_UNUSABLE, Commit, FetchFailure, LeaseOrder, NodeJob, RankUpdate
 from cluster.plans.packed_plan import SharedTables, unpack_shared
-from cluster.scheduling.lease_queue import LeaseQueue
+from cluster.scheduling.concurrency import Hedges
+from cluster.scheduling.lease_queue import ChunkState, LeaseQueue
 from cluster.scheduling.retry import Fail, cause_of
 from cluster.telemetry.figures import LoadCounters
 from storage.arena.chunk_cache import ChunkCache
-from storage.arena.slots import Answer, CachedChunk
-from storage.errors import LongshoreError
+from storage.arena.slots import Answer, CachedChunk, Lease
+from storage.errors import IntegrityError, LongshoreError, ObjectChanged, ObjectNotFound
+
+
+class SecondLeases(Hedges):
+    """Hedges of one load on one node. What goes straight into a rank's memory is not among its fetches: there would be
+    no other slot.
+    """
+
+    def __init__(self, job: NodeJob, cache: ChunkCache, keys: ChunkKeys, queue: LeaseQueue) -> None:
+        super().__init__(job.hedge_factor, job.hedge_after_s)
+        self._job, self._cache, self._keys, self._queue = job, cache, keys, queue
+
+    def lease(self, place: RankPlace, now_s: float) -> tuple[int, Lease] | None:
+        """(chunk, lease) for a rank that has nothing else to fetch; None when nothing is due, or no slot is free."""
+        chunk, owner = self.due(now_s), self._job.part
+        if chunk is None or place.process is None or not self._cache.shares.may_claim(owner):
+            return None
+        lease = self._cache.lease(self._keys[chunk], place.process, now_s + self._job.lease_deadline_s, owner=owner)
+        if lease is None:
+            self._cache.shares.satisfied(owner)  # it can do without
+            return None
+        self.begun(lease.lease_id, chunk, now_s, second=True)
+        return chunk, lease
+
+    def close_losers(self, places: Iterable[RankPlace], chunk: int, now_s: float) -> None:
+        """The chunk may be there: then whoever still fetches it is told to stop.
+
+        Slots count as taken back at the lease's own deadline: nobody is killed earlier for having been hedged.
+        """
+        if not self.hedged(chunk) or self._queue.state(chunk) is ChunkState.LEASED:
+            return
+        deadlines = {lease.lease_id: lease.deadline_s for lease in self._cache.in_flight(self._keys[chunk])}
+        for place in places:
+            for lease_id in [lease_id for lease_id, fetched in place.leases.items() if fetched == chunk]:
+                del place.leases[lease_id]
+                self.ended(lease_id, now_s)
+                self._cache.revoke(lease_id, deadlines.get(lease_id, now_s))
+                place.taken_back.add(lease_id)
+                place.to_close.append(lease_id)
+
+
+def never_brought(reason: str, tables: SharedTables, chunk: int, rank: int, cause: str, load_id: str) -> LongshoreError:
+    """Of workers that have said nothing: they died, or their leases ended."""
+    return ChunkFailed(
+        f"a chunk could not be had: {reason}",
+        hint="workers died of it, or were slower than LONGSHORE_LEASE_DEADLINE_S: see their logs and the store",
+        shard=tables.shards[tables.chunks.shard[chunk]].key,
+        chunk=chunk,
+        range=str(tables.chunks.byte_range(chunk)),
+        rank=rank,
+        cause=cause,
+        load=load_id,
+    )
+
+
+def given_up(failure: FetchFailure, place: RankPlace, load_id: str) -> LongshoreError:
+    """Of a worker that has said why, the last of those that tried: names shard, chunk, worker and cause."""
+    where = {"rank": place.rank, "pid": place.process.pid if place.process else None, "tries": failure.tries}
+    if isinstance(failure.error, IntegrityError):
+        return failure.error.with_details(**where)
+    cause = type(failure.error).__name__
+    if deeper := failure.error.details.get("cause"):  # of a connection: what the socket said
+        cause = f"{cause} ({deeper})"
+    details = {**failure.error.details, **where, "cause": cause, "load": load_id}
+    return ChunkFailed(f"a chunk could not be had: {failure.error.message}", hint=_hint(failure.error), **details)
+
+
+def _hint(error: LongshoreError) -> str:
+    """What to do: what the error says, or what its kind means for a load."""
+    if not error.hint and isinstance(error, ObjectChanged):
+        return "the object was replaced under the load: load again, which reads the new version whole"
+    if not error.hint and isinstance(error, ObjectNotFound):
+        return "the object was deleted, or never was there: `longshore verify` lists what is missing"
+    return error.hint
+
 
 GRANT_BATCH = 64  # readable chunks told in one answer
 
@@ -135,7 +208,7 @@ class ChunkFlow:
         return None
 
     def second_lease(self, place: RankPlace, now_s: float) -> LeaseOrder | None:
-        """See `actors.node.second_leases`. From the store: the disk may be what is slow."""
+        """See `actors.node.chunk_flow`. From the store: the disk may be what is slow."""
         found = self.hedges.lease(place, now_s)
         if found is None:
             return None

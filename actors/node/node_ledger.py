@@ -12,25 +12,76 @@ from __future__ import annotations
 import functools
 import random
 from collections import OrderedDict, defaultdict
-from collections.abc import Iterable
+from collections.abc import Collection, Iterable
 from dataclasses import replace
 from typing import Any
 
 from actors.node.chunk_flow import JobTables
 from actors.node.disk_backlog import DiskBacklog
-from actors.node.node_beat import ended_parts, load_beats, rank_beats
 from actors.node.node_load import NodeLoad
 from actors.node.object_checks import KeptSpans
 from cluster.errors import LoadCancelled, ModelNotFound, RankTaken
-from cluster.messages import AgentBeat, GroupMember, NodeJob, Orders, RankHello, RankUpdate, SlotHolder
+from cluster.messages import (
+    AgentBeat,
+    GroupMember,
+    LoadBeat,
+    NodeJob,
+    Orders,
+    RankBeat,
+    RankHello,
+    RankUpdate,
+    SlotHolder,
+)
 from cluster.telemetry.chunk_map import NodeView, least_done, runs_of
-from cluster.telemetry.figures import NodeFigures
+from cluster.telemetry.figures import EndedPart, NodeFigures
 from cluster.telemetry.rank_report import ArenaUse
 from cluster.telemetry.report import NodeReport
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import Lease
 from storage.errors import ArenaTooSmall, LongshoreError
 from storage.host.processes import ProcessId
+
+
+def load_beats(loads: Iterable[NodeLoad]) -> tuple[LoadBeat, ...]:
+    """A line per part of a load."""
+    return tuple(
+        LoadBeat(
+            load.load_id,
+            load.job.attempt,
+            load.store_bytes,
+            load.error,
+            load.complete,
+            load.job.model,
+            load.counters(),
+        )
+        for load in loads
+    )
+
+
+def rank_beats(loads: Collection[NodeLoad], now_s: float) -> tuple[RankBeat, ...]:
+    """A line per rank."""
+    return tuple(
+        RankBeat(
+            load.load_id,
+            load.job.attempt,
+            place.rank,
+            place.incarnation,
+            place.process.pid if place.process else 0,
+            place.placed_bytes,
+            silent_s=now_s - place.heard_s,
+            done=not load.awaited(place),
+            requests=place.figures.requests if place.figures else 0,
+            allowed_requests=place.figures.allowed_requests if place.figures else 0,
+        )
+        for load in loads
+        for place in load.ranks.values()
+    )
+
+
+def ended_parts(loads: Iterable[NodeLoad]) -> tuple[EndedPart, ...]:
+    """The last word on loads that are over."""
+    return tuple(EndedPart(load.load_id, load.job.attempt, load.job.model, load.counters()) for load in loads)
+
 
 QUARANTINE_GRACE_S = 30.0  # a holder that neither lets go of a taken-back slot nor dies within this is killed
 KEPT_PER_SLOT = 4  # chunks whose checksums are remembered: more than the arena can have

@@ -2,16 +2,23 @@
 
 from __future__ import annotations
 
+import contextlib
 import itertools
 import os
+import threading
 from collections.abc import Callable, Mapping
 from dataclasses import replace
 
+from actors.node.disk_backlog import DiskWriter
+from actors.node.node_ledger import NodeLedger
 from cluster.config import Config
+from cluster.messages import AgentBeat, RankBeat
+from cluster.telemetry.figures import NodeMemory
 from storage.arena.arena import Arena
 from storage.arena.arena_files import check_room, default_arena_bytes, one_at_a_time, sweep, untouched_bytes
-from storage.errors import ArenaCorrupt, ArenaTooSmall
-from storage.host.memory import MemoryPool, available_host_bytes, free_bytes, memory_pools
+from storage.errors import ArenaCorrupt, ArenaTooSmall, LongshoreError
+from storage.host.gpu_memory import GpuMemory, gpu_memory
+from storage.host.memory import MemoryPool, available_host_bytes, free_bytes, memory_pools, own_bytes
 
 LEFT_BYTES = 512 << 20  # that an arena leaves, at most: the settings may ask for a larger reserve than a host has
 LOOK_EVERY_SLOTS = 8
@@ -82,3 +89,93 @@ def ray_kills_above(environ: Mapping[str, str]) -> float:
     except ValueError:
         return RAY_KILLS_ABOVE
     return share if 0 < share <= 1 else RAY_KILLS_ABOVE
+
+
+GPU_EVERY_S = 10.0  # where only the driver's command answers, each look is a process
+
+
+class NodeMeter:
+    """Looks when `complete` is called; at GPUs in a thread, because a driver may take its time."""
+
+    def __init__(self, directory: str, disk: DiskWriter, stopped: threading.Event) -> None:
+        """`directory` is the arena's."""
+        self._directory = directory
+        self._disk = disk
+        self._stopped = stopped
+        self._gpus: tuple[GpuMemory, ...] = ()
+        self._numbers = itertools.count(1)
+        self._answered = False
+
+    def watch_gpus(self) -> None:
+        """The thread's work, until the agent stops; ends at once on a node that has none."""
+        self._gpus = gpu_memory()
+        while self._gpus and not self._stopped.wait(GPU_EVERY_S):
+            self._gpus = gpu_memory() or self._gpus  # a driver that does not answer once does so later
+
+    def complete(self, beat: AgentBeat) -> AgentBeat:
+        """With what the agent's ledger does not know. One at a time."""
+        beat = replace(beat, number=next(self._numbers), answered=self._answered)
+        if beat.figures is None:
+            return beat
+        figures = replace(beat.figures, disk=self._disk.stats(), memory=self._memory())
+        return replace(beat, figures=figures, ranks=tuple(_with_memory(rank) for rank in beat.ranks))
+
+    def answered(self) -> None:
+        """Some coordinator has taken a heartbeat in."""
+        self._answered = True
+
+    def _memory(self) -> NodeMemory:
+        memory = NodeMemory(agent_bytes=own_bytes(), gpus=self._gpus)
+        with contextlib.suppress(OSError):
+            pool = min(memory_pools(), key=lambda pool: pool.free_bytes)
+            memory = replace(memory, host_free_bytes=pool.free_bytes, host_total_bytes=pool.total_bytes)
+        with contextlib.suppress(OSError):
+            info = os.statvfs(self._directory)
+            total_bytes = info.f_blocks * info.f_frsize
+            memory = replace(memory, shm_free_bytes=free_bytes(self._directory), shm_total_bytes=total_bytes)
+        return memory
+
+
+def _with_memory(rank: RankBeat) -> RankBeat:
+    """0 when its process is gone, or was never there."""
+    return replace(rank, own_bytes=own_bytes(rank.pid)) if rank.pid else rank
+
+
+LOOK_S = 0.01
+
+
+class ArenaFilling:
+    """Ends when every slot has its memory, or with `error` when the host has no more to give."""
+
+    def __init__(
+        self, config: Config, arena: Arena, ledger: NodeLedger, lock: threading.Condition, stopped: threading.Event
+    ) -> None:
+        """`lock`: the agent's, around the ledger; notified when slots are ready, and when there will be no more."""
+        self.error: LongshoreError | None = None
+        self._config = config
+        self._arena = arena
+        self._ledger = ledger
+        self._lock = lock
+        self._stopped = stopped
+
+    def touch(self) -> None:
+        """A thread's work, named as the thread is: memory for slot after slot. They are usable as they are ready."""
+        try:
+            self._arena.reserve(self._stopped.is_set, room_for_slots(self._config))
+        except LongshoreError as error:
+            self.error = error
+            with self._lock:
+                self._ledger.fail_all(error)
+                self._lock.notify_all()
+
+    def announce_ready(self) -> None:
+        """A thread's work, named as the thread is: the ledger hears of slots as they get their memory."""
+        announced = -1
+        while not self._stopped.is_set() and announced < self._arena.slot_count and self.error is None:
+            ready = self._arena.ready_slots
+            if ready != announced:
+                announced = ready
+                with self._lock:
+                    self._ledger.add_ready(ready)
+                    self._lock.notify_all()
+            self._stopped.wait(LOOK_S)

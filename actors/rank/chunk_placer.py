@@ -2,15 +2,147 @@
 
 from __future__ import annotations
 
+import threading
 import time
+from collections.abc import Iterable, KeysView
 
 from actors.devices.device import Device
-from actors.rank.chunk_read import StageClock
-from actors.rank.staging import Staging
+from actors.rank.chunk_fetcher import StageClock
 from cluster.plans.load_plan import RankPlan
 from cluster.plans.packed_plan import SharedTables
-from cluster.plans.read_items import expand_read_items, whole_chunks
+from cluster.plans.rank_plans import staging_room
+from cluster.plans.read_items import ReadItems, expand_read_items, whole_chunks
 from storage.arena.arena import Arena
+from storage.errors import LongshoreError
+
+
+class Staging:
+    """Of one rank, for one load: what was placed stays placed when the agent is restarted."""
+
+    def __init__(self, device: Device, plan: RankPlan, items: ReadItems, chunk_bytes: int) -> None:
+        """`chunk_bytes`: of the model's largest chunk."""
+        self.room_bytes = staging_room([(each.source.size_bytes, 1) for each in plan.staged], chunk_bytes)
+        self._device = device
+        self._plan = plan
+        first = len(plan.segment_bytes)
+        rows = items.segment >= first
+        self._tensors: dict[int, list[int]] = {}  # of each chunk: numbers of the staged tensors that it touches
+        self._awaited: list[set[int]] = [set() for _ in plan.staged]  # of each of them: chunks
+        for chunk, segment in zip(items.chunk[rows].tolist(), items.segment[rows].tolist(), strict=True):
+            self._tensors.setdefault(chunk, [])
+            if chunk not in self._awaited[segment - first]:
+                self._awaited[segment - first].add(chunk)
+                self._tensors[chunk].append(segment - first)
+        self._order = sorted(self._tensors)
+        self._next = 0  # of them, the first that is not placed
+        self._changed = threading.Condition()
+        self._one = threading.Lock()  # converts at a time: memory is short
+        self._complete = 0  # tensors that have all their chunks and are not converted yet
+        self._placing: set[int] = set()  # chunks
+        self._placed: set[int] = set()
+        self._open_bytes: dict[int, int] = {}  # of the memory of tensors that have some chunks and not all
+        self._broken = False
+        self.converted = 0  # tensors
+        self.peak_bytes = 0  # held at once for tensors that are still to be converted
+        self.convert_s = 0.0
+
+    @property
+    def chunks(self) -> KeysView[int]:
+        """Chunks that touch a tensor to convert."""
+        return self._tensors.keys()
+
+    def choose(self, chunks: Iterable[int], most: int) -> list[int]:
+        """Of these, those that can be placed one after the other, in plan order, while tensors begin in that order too.
+
+        Then the only one that is left unfinished is that which the next chunk goes on with. A chunk that goes on with
+        tensors that have begun, or has nothing to do with any, waits for none.
+        """
+        chosen: list[int] = []
+        with self._changed:
+            begun, at = set(self._open_bytes), self._next
+            for chunk in sorted(chunks):
+                if len(chosen) == most:
+                    break
+                while at < len(self._order) and (self._order[at] in self._placed or self._order[at] in chosen):
+                    at += 1
+                new = set() if chunk in self._placed else set(self._tensors.get(chunk, ())) - begun
+                if new and chunk != self._order[at]:
+                    continue
+                chosen.append(chunk)
+                begun |= new
+        return chosen
+
+    def begin(self, chunk: int) -> bool:
+        """Whether the chunk is to be copied now; False when it was, in whole. Raises DoesNotFit."""
+        if chunk not in self._tensors:
+            return True
+        with self._changed:
+            # Whoever would open a tensor while others wait to be converted is too fast: it keeps its slot for a while.
+            self._changed.wait_for(
+                lambda: self._broken or (chunk not in self._placing and (self._complete <= 1 or not self._opens(chunk)))
+            )
+            if self._broken:
+                raise LongshoreError("the load ends: another thread could not convert a tensor")
+            if chunk in self._placed:
+                return False
+            self._placing.add(chunk)
+            for number in self._tensors[chunk]:
+                if number not in self._open_bytes:
+                    source = self._plan.staged[number].source
+                    self._device.stage(self._plan.staged[number])
+                    self._open_bytes[number] = source.size_bytes
+            self.peak_bytes = max(self.peak_bytes, sum(self._open_bytes.values()))
+        return True
+
+    def end(self, chunk: int) -> None:
+        """The bytes of the chunk are copied, or the device will copy them before what it is told next."""
+        if chunk not in self._tensors:
+            return
+        with self._changed:
+            complete = []
+            for number in self._tensors[chunk]:
+                self._awaited[number].discard(chunk)
+                if not self._awaited[number]:
+                    complete.append(number)
+            self._complete += len(complete)
+        for number in complete:
+            self._convert(number)
+        with self._changed:
+            self._placing.discard(chunk)
+            self._placed.add(chunk)
+            while self._next < len(self._order) and self._order[self._next] in self._placed:
+                self._next += 1
+            self._changed.notify_all()
+
+    def failed(self) -> None:
+        """The load cannot go on: nobody waits for a chunk that will not be placed."""
+        with self._changed:
+            self._broken = True
+            self._changed.notify_all()
+
+    def finish(self) -> None:
+        """Every chunk is placed: tensors that none of them touches, such as those that are all padding."""
+        for number, staged in enumerate(self._plan.staged):
+            if not staged.source.filled_bytes:
+                self._device.stage(staged)
+                self._complete += 1
+                self._convert(number)
+
+    def _opens(self, chunk: int) -> bool:
+        return chunk not in self._placed and any(number not in self._open_bytes for number in self._tensors[chunk])
+
+    def _convert(self, number: int) -> None:
+        staged = self._plan.staged[number]
+        with self._one:
+            begun_s = time.monotonic()
+            self._device.convert(staged, self._plan.slices[staged.first : staged.end])
+            self.converted += 1
+            self.convert_s += time.monotonic() - begun_s
+        with self._changed:
+            self._open_bytes.pop(number, None)
+            self._complete -= 1
+            self._changed.notify_all()
+
 
 MAX_PARTS = 64  # contiguous pieces of a chunk that is received in place: for smaller ones, calls cost more than a copy
 

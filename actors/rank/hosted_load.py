@@ -7,23 +7,27 @@ Whatever belongs to one load only is in here, so that nothing of it can be taken
 
 from __future__ import annotations
 
+import asyncio
 import gc
+import inspect
 import threading
 import time
-from collections.abc import Iterator
+import traceback
+from collections.abc import AsyncIterator, Iterator
 from contextlib import contextmanager
 from dataclasses import replace
+from typing import Any
 
-from actors.devices.device import Device, open_device
+from actors.devices.device import Device, OpeningDevice, open_device
 from actors.devices.mapped_device import open_mapped_rank
-from actors.devices.opening_device import OpeningDevice
 from actors.rank.executor import RankLoader
 from actors.rank_link import AgentLink
 from actors.shard import RankShard
-from cluster.errors import LoadCancelled, ModelNotFound
+from cluster.errors import LoadCancelled, ModelNotFound, RemoteCallFailed
 from cluster.messages import RankJob
 from cluster.plans.load_plan import RankPlan
 from cluster.telemetry.report import RankReport
+from cluster.user_values import Packed, Raised, pack, show_cause, unpack
 from storage.errors import LongshoreError
 
 
@@ -127,3 +131,72 @@ class HostedLoad:
 def _device(kind: str) -> Device:
     """Host memory at once; a GPU comes up while the first chunks are fetched."""
     return open_device(kind) if kind == "cpu" else OpeningDevice(lambda: open_device(kind))
+
+
+MOST_TEXT_CHARS = 20_000  # of a traceback: a message may hold a whole array
+
+
+def run_function(shard: RankShard, call: Packed) -> Packed | Raised:
+    """Run `fn(shard, *args, **kwargs)`. A coroutine is awaited; any iterator is a list of all its items.
+
+    What the function raises is returned. Raises RemoteCallFailed when the call cannot be unpickled here, when the
+    function exits, and when its result cannot be pickled.
+    """
+    try:
+        fn, args, kwargs = unpack(call)
+    except Exception as error:
+        raise RemoteCallFailed(
+            f"the function cannot be read on rank {shard.rank}",
+            hint="its modules must be installed on every node, or sent by Ray's runtime_env",
+            rank=shard.rank,
+            cause=show_cause(error),
+        ) from None
+    try:
+        result = _whole(fn(shard, *args, **kwargs))
+    except SystemExit as error:
+        # Ray would end this actor, but only after `lifetime` has returned: nobody would hear of it, for ever.
+        raise RemoteCallFailed(
+            f"the function called exit({error.code!r}) on rank {shard.rank}",
+            hint="return from it instead; the rank and its tensors are still there",
+            rank=shard.rank,
+        ) from None
+    except BaseException as error:
+        return _raised(error)
+    try:
+        return pack(result)
+    except BaseException as error:
+        raise RemoteCallFailed(
+            f"the result of rank {shard.rank} cannot be sent: it is a {type(result).__name__}",
+            hint="return numbers, strings, numpy arrays or tensors on the CPU; shard.kept keeps what later calls need",
+            rank=shard.rank,
+            type=type(result).__name__,
+            cause=show_cause(error),
+        ) from None
+
+
+def _whole(result: Any) -> Any:
+    """Wait for a coroutine, and take all items of an iterator: neither could leave this process."""
+    if inspect.iscoroutine(result):
+        result = asyncio.run(result)
+    if isinstance(result, AsyncIterator):
+        return asyncio.run(_all_items(result))
+    return list(result) if isinstance(result, Iterator) else result
+
+
+async def _all_items(items: AsyncIterator[Any]) -> list[Any]:
+    return [item async for item in items]
+
+
+def _raised(error: BaseException) -> Raised:
+    trace = error.__traceback__
+    shown = error.with_traceback(trace.tb_next if trace else None)  # from the user's function on
+    text = "".join(traceback.format_exception(shown))
+    if len(text) > MOST_TEXT_CHARS:
+        half = MOST_TEXT_CHARS // 2
+        text = f"{text[:half]}\n[{len(text) - 2 * half} characters are left out]\n{text[-half:]}"
+    try:
+        exception = pack(error)
+        unpack(exception)  # some can be pickled and not be made again
+    except BaseException:
+        exception = None
+    return Raised(text, type(error).__name__, exception)

@@ -12,17 +12,138 @@ from __future__ import annotations
 
 import threading
 import time
-from collections import deque
-from collections.abc import Iterable, Mapping
+from collections import Counter, deque
+from collections.abc import Callable, Iterable, Mapping, Sequence
+from dataclasses import dataclass, field
+from typing import NamedTuple
 
 from actors.rank.chunk_fetcher import ChunkFetcher, FetchedChunk
-from actors.rank.fetch_time import FetchTime
-from actors.rank.rank_results import Results
-from actors.rank.readable_chunks import Choose, Hold, ReadableChunks
 from cluster.messages import LeaseOrder, Orders
 from cluster.scheduling.concurrency import START
 from cluster.scheduling.retry import cause_of
 from storage.errors import LongshoreError
+
+Choose = Callable[[Iterable[int], int], list[int]]  # of these chunks, at most so many that may be placed now, in order
+
+
+HOLD_S = 1.0  # with nothing of its own on the way, before a rank places one that is held back all the same
+
+
+class Hold(NamedTuple):
+    """Of the rank's work, what holding back depends on."""
+
+    stopped: bool
+    draining: bool  # the slots are to be given back
+    fetches: bool  # something of its own is on the way
+
+
+class ReadableChunks:
+    """See above. `choose` None: nothing is ever held back. Used under the lock of the rank's work."""
+
+    def __init__(self, choose: Choose | None = None) -> None:
+        self._choose = choose
+        self._chunks: deque[tuple[int, int]] = deque()  # (chunk, slot)
+        self._held = False  # none of them may be placed now
+
+    def __len__(self) -> int:
+        return len(self._chunks)
+
+    @property
+    def placeable(self) -> bool:
+        """Whether there is one that is not held back."""
+        return bool(self._chunks) and not self._held
+
+    def extend(self, chunks: Sequence[tuple[int, int]]) -> None:
+        """More of them, as (chunk, slot)."""
+        self._chunks.extend(chunks)
+        self._held = self._held and not chunks
+
+    def next(
+        self, changed: threading.Condition, most: int, hold: Callable[[], Hold], on_hold: Callable[[], None]
+    ) -> list[tuple[int, int]]:
+        """Those to place now, when there are some; none when the rank is to stop. `on_hold`: all are held back.
+
+        What it waits for may need the slots of those that are held, here or in another rank: so when nothing comes, the
+        first of them in plan order goes on, whatever it begins. When the slots are to be given back, they are: the
+        agent tells of them again.
+        """
+        while True:
+            changed.wait_for(lambda: self._chunks or hold().stopped)
+            if hold().stopped:
+                return []
+            if chunks := self._take(most):
+                return chunks
+            self._held = True
+            on_hold()
+            more = changed.wait_for(lambda: not self._held or hold().draining or hold().stopped, HOLD_S)
+            if hold().draining:
+                self._chunks.clear()
+                on_hold()
+            elif not (more or hold().fetches):
+                return self._out([min(chunk for chunk, _ in self._chunks)])
+
+    def _take(self, most: int) -> list[tuple[int, int]]:
+        if self._choose is None:
+            return [self._chunks.popleft() for _ in range(min(most, len(self._chunks)))]
+        return self._out(self._choose((chunk for chunk, _ in self._chunks), most))
+
+    def _out(self, chosen: list[int]) -> list[tuple[int, int]]:
+        wanted = set(chosen)
+        taken = [each for each in self._chunks if each[0] in wanted]
+        self._chunks = deque(each for each in self._chunks if each[0] not in wanted)
+        self._held = False
+        return taken
+
+
+@dataclass(slots=True)
+class Results:
+    """What happened since the agent was last told."""
+
+    fetched: list[FetchedChunk] = field(default_factory=list)
+    placed: list[int] = field(default_factory=list)
+    retries: Counter[str] = field(default_factory=Counter)  # by cause
+    requests: list[tuple[int, float, float]] = field(default_factory=list)  # bytes, seconds, when it ended
+    throttled: int = 0
+
+    def __len__(self) -> int:
+        """Chunks that there is something to tell of; most are fetched and placed at once."""
+        return max(len(self.fetched), len(self.placed))
+
+    def add(self, result: FetchedChunk) -> None:
+        """A lease ended."""
+        self.fetched.append(result)
+        self.retries.update(result.retries)
+
+
+@dataclass(slots=True)
+class FetchTime:
+    """Seconds of the rank, each divided among the requests that it may have in flight; from `begin` on."""
+
+    working_s: float = 0.0  # reading, verifying, and placing at once
+    wait_retry_s: float = 0.0  # before another try
+    wait_slot_s: float = 0.0  # the agent had no slot for a chunk
+    wait_lease_s: float = 0.0  # the agent had not answered yet
+    _until_s: float | None = None
+
+    def begin(self, now_s: float) -> None:
+        self._until_s = now_s
+
+    def spend(self, now_s: float, requests: int, working: int, pausing: int, short_of: str) -> None:
+        """Since the last call so many requests worked and paused; the others were short of "slots", "lease" or ""."""
+        if self._until_s is None:
+            return
+        each_s = (now_s - self._until_s) / requests
+        self._until_s = now_s
+        working = min(working, requests)
+        pausing = min(pausing, requests - working)
+        free = requests - working - pausing
+        self.working_s += working * each_s
+        self.wait_retry_s += pausing * each_s
+        if short_of == "slots":
+            self.wait_slot_s += free * each_s
+        elif short_of == "lease":
+            self.wait_lease_s += free * each_s
+
 
 TELL_S = 0.05  # no chunk is kept from the node's other ranks for longer
 

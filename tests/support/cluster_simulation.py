@@ -30,16 +30,11 @@ from actors.coordination import (
     agent_watch,
     attaching,
     gangs,
-    idle_agents,
-    load_report,
     load_run,
     model_record,
-    node_agents,
     nodes,
-    plan_source,
     reseating,
     spawn,
-    strays,
 )
 from actors.coordination.model_record import ModelRecord
 from actors.coordinator import Coordinator
@@ -85,10 +80,10 @@ from tests.support.simulated_workers import TROUBLES, SimAgent, SimHost, SimHost
 from tests.support.virtual_time import Clock, VirtualLoop
 
 ON_THE_CLOCK = (
-    admission, agent_watch, attaching, coordinator, gangs, idle_agents, load_report, load_run, model_record,
-    node_agents, reseating, strays,
+    admission, agent_watch, attaching, coordinator, gangs, agent_watch, load_run, load_run, model_record,
+    nodes, reseating, spawn,
 )  # fmt: skip
-ASKS_RAY = (nodes, plan_source, spawn, strays)
+ASKS_RAY = (nodes, attaching, spawn, spawn)
 COORDINATOR_GONE_S = 60.0  # see cluster.joining.connection
 REBUILD_GRACE_S = 20.0  # see cluster.client
 EARLY = ("", "planning", "waiting", "starting")
@@ -746,7 +741,7 @@ class ClusterSimulation:
         for module in ASKS_RAY:
             enter(patch.object(module, "ray", self.ray))
         enter(patch.object(nodes, "available_resources_per_node", dict))
-        enter(patch.object(strays, "_groups", dict))
+        enter(patch.object(spawn, "_groups", dict))
         enter(patch.object(spawn, "start_agent", self._start_agent))
         enter(patch.object(spawn, "start_worker", self._start_worker))
         enter(patch.object(coordinator, "Planner", lambda *args: SimPlanner(self)))

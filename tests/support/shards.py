@@ -8,7 +8,7 @@ from pathlib import Path
 import numpy as np
 
 from actors.devices.cpu_device import CpuDevice
-from actors.rank.staging import Staging
+from actors.rank.chunk_placer import Staging
 from actors.shard import RankShard
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import read_model_config

@@ -15,8 +15,7 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.rank.chunk_fetcher import ChunkFetcher, FetchedChunk
-from actors.rank.chunk_read import StageClock
+from actors.rank.chunk_fetcher import ChunkFetcher, FetchedChunk, StageClock
 from cluster.messages import LeaseOrder
 from cluster.plans.packed_plan import SharedTables
 from storage.checkpoints.model_index import ChunkTable, Shard

@@ -507,7 +507,7 @@ def test_a_device_without_room_ends_the_load_before_a_byte_moved(shm_dir: Path, 
         def no_room(*_: object, **__: object) -> object:
             raise OSError(12, "Cannot allocate memory")
 
-        monkeypatch.setattr("actors.devices.segment_memory.mmap.mmap", no_room)
+        monkeypatch.setattr("actors.devices.cpu_device.mmap.mmap", no_room)
         rank.run()
         assert isinstance(rank.outcome, DoesNotFit)
         assert store.reads == []

@@ -1,4 +1,4 @@
-"""`actors.coordination.finished`: a step that makes something is not cut in two, however often it is cancelled."""
+"""`actors.coordination.tending`: a step that makes something is not cut in two, however often it is cancelled."""
 
 from __future__ import annotations
 
@@ -7,7 +7,7 @@ import contextlib
 
 import pytest
 
-from actors.coordination.finished import alongside, finished
+from actors.coordination.tending import alongside, finished
 
 
 @pytest.mark.parametrize("cancellations", [1, 2, 3])

@@ -16,7 +16,7 @@ import pytest
 import safetensors
 import torch
 
-from actors.devices.segment_memory import PROCESS_MEMORY
+from actors.devices.cpu_device import PROCESS_MEMORY
 from actors.gpu_worker import GpuWorker
 from actors.shard import RankShard
 from cluster.device_map.options import parse_device_map

@@ -9,8 +9,7 @@ from pathlib import Path
 import numpy as np
 import pytest
 
-from actors.node.chunk_sources import DISK, STORE, STORE_DIRECT, ChunkSources
-from actors.node.load_meter import LoadMeter
+from actors.node.chunk_sources import DISK, STORE, STORE_DIRECT, ChunkSources, LoadMeter
 from cluster.messages import AgentBeat, NodeJob, RankHello, RankUpdate
 from cluster.plans.packed_plan import pack_shared, unpack_shared
 from cluster.telemetry.figures import SOURCES, LoadCounters, RankFigures

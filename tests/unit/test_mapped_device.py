@@ -16,7 +16,7 @@ import pytest
 from actors.devices.cpu_device import CpuDevice
 from actors.devices.mapped_device import MappedDevice, open_mapped
 from actors.devices.offload_folder import LOCK_NAME
-from actors.rank.staging import Staging
+from actors.rank.chunk_placer import Staging
 from cluster.device_map.options import parse_device_map
 from cluster.errors import ConfigError, DoesNotFit, LayoutError
 from cluster.layouts.mesh import Layout

@@ -14,8 +14,7 @@ import torch
 from safetensors.torch import save
 
 from actors.devices.cpu_device import CpuDevice
-from actors.rank.error_frames import empty_frames
-from actors.rank.executor import RankLoader
+from actors.rank.executor import RankLoader, empty_frames
 from cluster.errors import DoesNotFit, LoadCancelled
 from cluster.layouts.mesh import Layout
 from cluster.plans.load_plan import StagedTensor, TensorSlice

@@ -9,7 +9,7 @@ import pytest
 import torch
 from safetensors.torch import save
 
-from actors.devices.segment_memory import PROCESS_MEMORY
+from actors.devices.cpu_device import PROCESS_MEMORY
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig
 from cluster.layouts.rules import rules_for

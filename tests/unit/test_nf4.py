@@ -9,8 +9,8 @@ import torch
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.devices import convert_nf4
-from actors.devices.convert_nf4 import quantize_nf4
+from actors.devices import convert
+from actors.devices.convert import quantize_nf4
 from cluster.precision.nf4 import ABSMAX, BLOCK, QUANT_MAP, STATE, VALUES, packed_state
 from tests.support import reference_quantized
 from tests.support.same_tensors import assert_same
@@ -98,7 +98,7 @@ def test_what_is_infinite_or_no_number_is_as_the_library_has_it(library: Any) ->
 
 def test_borders_between_values() -> None:
     """On each of them, and a step of float32 to both sides, what is looked up is what a comparison says."""
-    middles = convert_nf4._middles(torch.device("cpu"))
+    middles = convert._middles(torch.device("cpu"))
     up, down = torch.tensor(torch.inf), torch.tensor(-torch.inf)
     near = torch.cat((middles, middles.nextafter(up), middles.nextafter(down), torch.tensor(VALUES)))
     weight = torch.zeros(2 * BLOCK)
@@ -114,8 +114,8 @@ def test_borders_between_values() -> None:
 def test_all_of_the_range_is_looked_up_as_it_is_compared() -> None:
     """Every number that the rounding to steps tells apart, and many more."""
     scaled = torch.linspace(-1, 1, 1 << 16)
-    middles = convert_nf4._middles(torch.device("cpu"))
-    assert torch.equal(convert_nf4._look_up(scaled), (scaled[:, None] > middles).sum(1).to(torch.uint8))
-    steps = convert_nf4._step_of(scaled)
+    middles = convert._middles(torch.device("cpu"))
+    assert torch.equal(convert._look_up(scaled), (scaled[:, None] > middles).sum(1).to(torch.uint8))
+    steps = convert._step_of(scaled)
     assert (steps.diff() >= 0).all()
     assert (int(steps[0]), int(steps[-1])) == (0, 128)

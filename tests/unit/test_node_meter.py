@@ -10,8 +10,8 @@ from typing import Any
 
 import pytest
 
-from actors.node import node_meter
-from actors.node.node_meter import NodeMeter
+from actors.node import node_resources
+from actors.node.node_resources import NodeMeter
 from cluster.messages import AgentBeat, RankBeat
 from cluster.telemetry.figures import NodeFigures
 from cluster.telemetry.rank_report import ArenaUse
@@ -62,7 +62,7 @@ def test_what_cannot_be_looked_at_is_left_out(tmp_path: Path, monkeypatch: pytes
     def nothing() -> Any:
         raise OSError
 
-    monkeypatch.setattr(node_meter, "memory_pools", nothing)
+    monkeypatch.setattr(node_resources, "memory_pools", nothing)
     found = meter(tmp_path / "gone").complete(beat()).figures
     assert found is not None
     assert (found.memory.host_total_bytes, found.memory.shm_total_bytes) == (0, 0)
@@ -71,7 +71,7 @@ def test_what_cannot_be_looked_at_is_left_out(tmp_path: Path, monkeypatch: pytes
 
 def test_a_node_without_gpus_is_asked_once(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     asked: list[int] = []
-    monkeypatch.setattr(node_meter, "gpu_memory", lambda: asked.append(1) or ())
+    monkeypatch.setattr(node_resources, "gpu_memory", lambda: asked.append(1) or ())
     meter(tmp_path).watch_gpus()
     assert len(asked) == 1
 
@@ -86,8 +86,8 @@ def test_gpus_are_looked_at_again_until_the_agent_stops(tmp_path: Path, monkeypa
             there._stopped.set()
         return answer
 
-    monkeypatch.setattr(node_meter, "gpu_memory", ask)
-    monkeypatch.setattr(node_meter, "GPU_EVERY_S", 0.0)
+    monkeypatch.setattr(node_resources, "gpu_memory", ask)
+    monkeypatch.setattr(node_resources, "GPU_EVERY_S", 0.0)
     there.watch_gpus()
     found = there.complete(beat()).figures
     assert found is not None

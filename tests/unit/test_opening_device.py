@@ -9,8 +9,7 @@ from pathlib import Path
 import pytest
 
 from actors.devices.cpu_device import CpuDevice
-from actors.devices.device import Device
-from actors.devices.opening_device import OpeningDevice
+from actors.devices.device import Device, OpeningDevice
 from actors.rank.executor import RankLoader
 from cluster.errors import DeviceUnavailable, DoesNotFit
 from cluster.telemetry.report import RankReport

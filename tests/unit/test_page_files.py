@@ -16,8 +16,8 @@ from cluster import residents
 from cluster.errors import ModelNotFound
 from cluster.layouts.mesh import Layout
 from cluster.request import StoreOptions, make_request
+from serving.access import PATHS, read_page
 from serving.app import make_app
-from serving.page_files import PATHS, read_page
 from serving.settings import ServingSettings
 from tests.support.planned_models import write_linear_llama
 from tests.support.scripted_service import Script, ScriptedService

@@ -97,16 +97,16 @@ def test_without_ids_of_placement_groups_the_rest_goes_on(
     monkeypatch: pytest.MonkeyPatch, caplog: pytest.LogCaptureFixture
 ) -> None:
     pytest.importorskip("ray")
-    from actors.coordination import strays
+    from actors.coordination import spawn
 
     monkeypatch.delattr("ray._raylet.PlacementGroupID")
     ended: list[str] = []
-    monkeypatch.setattr(strays, "_workers", lambda: {"worker": ("lost", "")})
-    monkeypatch.setattr(strays, "_groups", lambda: {"group": ("lost", "ab")})
-    monkeypatch.setattr(strays.ray, "get_actor", lambda name, namespace: name)
-    monkeypatch.setattr(strays.spawn, "end_actor", ended.append)
+    monkeypatch.setattr(spawn, "_workers", lambda: {"worker": ("lost", "")})
+    monkeypatch.setattr(spawn, "_groups", lambda: {"group": ("lost", "ab")})
+    monkeypatch.setattr(spawn.ray, "get_actor", lambda name, namespace: name)
+    monkeypatch.setattr(spawn.spawn, "end_actor", ended.append)
     with caplog.at_level(logging.WARNING, "longshore.coordinator"):
-        strays.end_strays(set(), {"worker", "group"})
+        spawn.end_strays(set(), {"worker", "group"})
     assert ended == ["worker"]
     assert "ray._raylet.PlacementGroupID" in caplog.text
 

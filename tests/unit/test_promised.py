@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from dataclasses import replace
 
+from actors.coordination.admission import claims_of, new_workers, promise
+from actors.coordination.jobs import SavedLoad
 from actors.coordination.model_record import ModelRecord, Seat
-from actors.coordination.promised import claims_of, new_workers, promise
-from actors.coordination.saved_load import SavedLoad
 from cluster.fit.needs import WORKER_BYTES
 from cluster.layouts.mesh import Layout
 from cluster.plans.packed_plan import PackedPlan

@@ -11,7 +11,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.devices.segment_memory import Segment, SegmentMemory, _HugePages
+from actors.devices.cpu_device import Segment, SegmentMemory, _HugePages
 
 MIB = 1 << 20
 

@@ -6,7 +6,7 @@ import asyncio
 
 import pytest
 
-from serving.shared_answer import SharedAnswer
+from serving.service import SharedAnswer
 
 
 class Source:

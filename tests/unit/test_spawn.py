@@ -10,9 +10,9 @@ from unittest.mock import patch
 import pytest
 from ray.exceptions import RayActorError
 
-from actors.coordination import node_agents, spawn
+from actors.coordination import nodes, spawn
 from actors.coordination.model_record import ModelRecord
-from actors.coordination.node_agents import NodeAgents
+from actors.coordination.nodes import NodeAgents
 from cluster.config import Config
 from cluster.errors import ClusterError, ClusterLost, PackageMissing
 
@@ -56,7 +56,7 @@ def test_an_agent_that_cannot_start_is_made_once(
         raise RayActorError("id", said, actor_init_failed=True)
 
     monkeypatch.setattr(spawn, "start_agent", start_agent)
-    monkeypatch.setattr(node_agents.nodes, "living_nodes", lambda: {"1": "alpha"})
+    monkeypatch.setattr(nodes, "living_nodes", lambda: {"1": "alpha"})
     record = cast("ModelRecord", SimpleNamespace(nodes={"1": "alpha"}))
     with pytest.raises(kind, match="alpha") as raised:
         asyncio.run(NodeAgents(record, Config()).ask("1", lambda agent: agent.facts.remote()))

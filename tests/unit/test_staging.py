@@ -11,8 +11,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from actors.rank.readable_chunks import Hold, ReadableChunks
-from actors.rank.staging import Staging
+from actors.rank.chunk_placer import Staging
+from actors.rank.rank_work import Hold, ReadableChunks
 from cluster.layouts.mesh import Layout
 from cluster.plans.load_plan import LoadPlan
 from cluster.plans.planning import build_load_plan
