@@ -80,10 +80,9 @@ from tests.support.simulated_workers import TROUBLES, SimAgent, SimHost, SimHost
 from tests.support.virtual_time import Clock, VirtualLoop
 
 ON_THE_CLOCK = (
-    admission, agent_watch, attaching, coordinator, gangs, agent_watch, load_run, load_run, model_record,
-    nodes, reseating, spawn,
+    admission, agent_watch, attaching, coordinator, gangs, load_run, model_record, nodes, reseating, spawn,
 )  # fmt: skip
-ASKS_RAY = (nodes, attaching, spawn, spawn)
+ASKS_RAY = (nodes, attaching, spawn)
 COORDINATOR_GONE_S = 60.0  # see cluster.joining.connection
 REBUILD_GRACE_S = 20.0  # see cluster.client
 EARLY = ("", "planning", "waiting", "starting")

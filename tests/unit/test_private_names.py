@@ -104,7 +104,7 @@ def test_without_ids_of_placement_groups_the_rest_goes_on(
     monkeypatch.setattr(spawn, "_workers", lambda: {"worker": ("lost", "")})
     monkeypatch.setattr(spawn, "_groups", lambda: {"group": ("lost", "ab")})
     monkeypatch.setattr(spawn.ray, "get_actor", lambda name, namespace: name)
-    monkeypatch.setattr(spawn.spawn, "end_actor", ended.append)
+    monkeypatch.setattr(spawn, "end_actor", ended.append)
     with caplog.at_level(logging.WARNING, "longshore.coordinator"):
         spawn.end_strays(set(), {"worker", "group"})
     assert ended == ["worker"]
