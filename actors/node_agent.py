@@ -4,6 +4,12 @@
     threads: touch and announce_ready (slots get their memory), tick (deadlines, dead processes), beat (heartbeat)
 
 Every decision is the ledger's; this class adds the lock, the clock, the waiting and the processes.
+
+Processes that mapped a node's arena when its agent was restarted.
+
+Each may have been reading any chunk by the word of the agent before, so every chunk is held for it until it is known to
+be done with that. It is when it says so (in a rank's message, or when it checks in: an idle worker keeps its mapping
+and has no rank that speaks), when it maps the arena no more, or when it is dead.
 """
 
 from __future__ import annotations

@@ -1,4 +1,10 @@
-"""A model that is loaded, in the hands of a client."""
+"""A model that is loaded, in the hands of a client.
+
+Asks workers of a model and waits for all of their answers at once, with one time limit.
+
+The first failure ends the wait, whatever the other ranks do: they may wait in a collective for the rank that failed,
+for ever. Ray is asked to cancel what is not waited for any more: a function that has not begun never begins.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,16 @@
 """Values that travel between a client and its ranks: functions, arguments, results, errors, copies of tensors.
 
 What cannot travel is an error of Longshore's. Tensors travel in batches that are bounded in bytes.
+
+    client   pack_call(fn, args, kwargs) --Packed--> worker: unpack, run
+    client   result_of(rank, answer) <--Packed or Raised-- worker
+
+Longshore pickles them itself, so that a value that cannot travel is a typed error. Ray sees one opaque pickle, the
+buffers of large arrays, which it shares without a copy, and its own references, which it must count.
+
+A rank's tensors on their way to a client, in batches of bounded size. Pure but for `tensors`, which makes tensors.
+
+A tensor that is larger than a batch comes in several; small ones come many at once.
 """
 
 from __future__ import annotations

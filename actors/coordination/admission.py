@@ -22,7 +22,7 @@ from cluster.scheduling.warm_pool import IdleGang, in_the_way, with_kept_memory
 
 
 def claims_of(models: Iterable[ModelRecord], but: ModelRecord) -> list[Claim]:
-    """What all models but one are still to take, by node: ranks that are replaced take theirs again."""
+    """Return what all models but one are still to take, by node: ranks that are replaced take theirs again."""
     return [
         Claim(record.model_id, node_id, record.pools.get(node_id, ()), size_bytes)
         for record in models
@@ -55,7 +55,7 @@ def _to_take(record: ModelRecord, seats: list[Seat]) -> int:
 
 
 def _taken(record: ModelRecord, seat: Seat) -> int:
-    """What a rank has of its host's memory at least, by what it has placed: that may be on its other devices, and
+    """Return what a rank has of its host's memory at least, by what it has placed: that may be on its other devices, and
     takes less when it is converted.
     """
     host_bytes = record.host_bytes.get(seat.rank, 0)

@@ -7,6 +7,13 @@ beat.ranks --> progress of each rank; one that is alive and silent for too long 
 
 An agent whose node Ray has given up, and which a partition that healed lets speak again, changes nothing: it is told
 to end itself. Its loads have gone on without it, and its record of them is older than theirs.
+
+Ends agents that nobody needs, after `Config.idle_agent_s`: Ray's autoscaler takes no node away that has an actor.
+
+A node is needed while a model has ranks there, workers wait there for the next load, or its agent tells of a load
+(`actors.hosting` begins some that no coordinator knows). What an agent has told may be old, so it says itself whether
+it has a load, and does not end then. An agent that ends takes its arena along, and what was cached in it; what is on
+disk stays. The next load on the node starts another.
 """
 
 from __future__ import annotations

@@ -106,7 +106,7 @@ class Attaching:
 
 
 def _asks_alike(one: LoadRequest, other: LoadRequest) -> bool:
-    """Whether the store's answer to one of two requests for the same model is its answer to the other."""
+    """Return whether the store's answer to one of two requests for the same model is its answer to the other."""
     return (one.store, one.revision) == (other.store, other.revision)
 
 

@@ -35,7 +35,7 @@ LOOK_AGAIN_S = 1.0
 
 @dataclass(frozen=True, slots=True)
 class SavedLoad:
-    """What agents keep for a coordinator that loses its memory: enough to find every actor again."""
+    """Record that agents keep for a coordinator that loses its memory: enough to find every actor again."""
 
     request: LoadRequest
     attempt: int
@@ -140,7 +140,7 @@ async def _find_workers(gang_id: str) -> dict[int, tuple[int, Any]]:
 
 
 async def _ask(record: ModelRecord, seat: Seat) -> None:
-    """What the seat's worker works on, if on anything: a worker that idles is given its job (again) by who tends it."""
+    """Return what the seat's worker works on, if on anything: a worker that idles gets its job (again) from who tends it."""
     with contextlib.suppress(RayError, TimeoutError):  # dead or not well: who tends it finds out
         await spawn.meet_worker(seat.worker, seat.host, ANSWER_S)
         asked = seat.worker.assignment.options(concurrency_group="control").remote()

@@ -7,6 +7,12 @@
     resume:  the same from "tend" on, for a load whose coordinator was killed
 
 What happens next is decided by the pure `cluster.scheduling.load_state`; this file carries it out.
+
+Which node each rank of a load sits on: in a gang that is idle, else as Ray has places.
+
+An idle gang of the same shape is taken over, workers and all; else the places come from Ray: a placement group for
+GPUs, plain affinity for CPU ranks. A load that may wait for GPUs leaves its group pending between two calls: that is
+what Ray's node autoscaler reacts to. It is removed when the load is over, or when places of another shape are found.
 """
 
 from __future__ import annotations
@@ -62,7 +68,7 @@ from storage.errors import LongshoreError
 
 
 def make_report(record: ModelRecord, plan: PackedPlan, answers: Sequence[NodeReport]) -> LoadReport:
-    """What the load did; `answers` per node, in the order of `record.nodes`."""
+    """Return what the load did; `answers` per node, in the order of `record.nodes`."""
     request = record.request
     objects = join_checks(check for node in answers for check in node.objects)
     ranks = tuple(seat.report for _, seat in sorted(record.seats.items()) if seat.report is not None)

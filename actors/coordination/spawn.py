@@ -2,6 +2,12 @@
 
 All are named and detached: an actor that owns another takes it along when it dies. They are ended explicitly, by the
 coordinator or by themselves when they have heard of none for long.
+
+Workers and placement groups of gangs that nobody knows any more: found by their names, ended.
+
+They are left when a coordinator is killed before it told any agent of the load, or together with the load's agents:
+nobody hands its record back then, and detached actors would hold their GPUs for ever. So are idle gangs of a
+coordinator that was killed.
 """
 
 from __future__ import annotations

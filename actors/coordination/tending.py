@@ -1,5 +1,11 @@
 """One task per rank for as long as the model lives; ranks of a node that is lost move, and are tended where they are
 then. A rank that stays is not disturbed by that.
+
+Steps that end before their caller goes on, whatever happens: an actor is being made, and nobody would know of it.
+
+finished(step)       one step, which a cancellation does not cut in two
+alongside(a, b, ..)  several at once; when one fails the others are cancelled, and have ended when the error comes out
+settled(steps)       several at once, whatever becomes of each
 """
 
 from __future__ import annotations

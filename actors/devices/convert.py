@@ -9,6 +9,23 @@ Numerics are those of compressed-tensors with symmetric scales from the smallest
 and for nf4 those of bitsandbytes (`actors.devices.convert`).
 
 Rows are done a few at a time, on a CPU by the calling thread alone.
+
+Numerics are those of compressed-tensors with symmetric scales from the smallest and largest weight (its
+`calculate_qparams`, `quantize`, `pack_to_int32`), each step rounded to the same dtype, so the bytes are the same:
+
+    scale = max |w| / half the range        in the dtype of the weights; 0 becomes the dtype's epsilon
+    q     = round(clamp(w / scale, range))            fp8: the nearest e4m3 to clamp(w / scale, -448, 448)
+
+and for nf4 those of bitsandbytes (`actors.devices.convert`).
+
+Rows are done a few at a time, on a CPU by the calling thread alone.
+
+NF4 of bitsandbytes: the same bytes that its `quantize_4bit` makes on a CPU, with blocks of 64 weights. Torch.
+
+    absmax = max |w| of a block                                    float32
+    number = how many of the fifteen middles between neighbouring values are less than w * (1 / absmax)
+
+Where each weight lies among the middles is looked up, which is some ten times as fast on a CPU as a search is.
 """
 
 from __future__ import annotations

@@ -3,6 +3,14 @@
 A device allocates exactly the plan's segments, once. `place` copies the read items of one chunk out of an arena slot;
 `synchronize` returns when those copies no longer read the slot. Tensors are views into the segments, which they keep
 alive: memory that was handed out is never written again.
+
+A device that comes up while the first chunks are on their way.
+
+Importing torch, making a CUDA context and pinning an arena take seconds, in which a rank can fetch and verify already.
+
+    allocate, attach_arena --> a thread, in order        place, synchronize, tensors --> wait for it, then the device
+
+What goes wrong in the thread comes out of the next call that waits.
 """
 
 from __future__ import annotations

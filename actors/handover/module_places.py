@@ -1,4 +1,10 @@
-"""Where the tensors of a torch module are, by name, and which names stand for one tensor."""
+"""Where the tensors of a torch module are, by name, and which names stand for one tensor.
+
+What models of transformers need to be filled: their names for a checkpoint's tensors, and their rotary buffers.
+
+transformers 5 keeps experts stacked that checkpoints keep one by one, and renames the parts of some models; it says how
+in a mapping that its own loader works by. So that is asked, whatever version is installed, and nothing is known here.
+"""
 
 from __future__ import annotations
 

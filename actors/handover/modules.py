@@ -3,6 +3,10 @@
 tensors by name --prefix, rename, convert--> offered, by the module's names
 module ----------------------find_places--> places, and which names are tied
                              both --------> Filling: every problem at once, then put
+
+Weights of bitsandbytes' `Linear4bit`: one parameter, made of the tensors that are stored for it. No copy.
+
+The class of the parameter that is in the module does it, so nothing is imported here.
 """
 
 from __future__ import annotations

@@ -8,6 +8,13 @@
 A chunk that the cache has already, from another load or under another id, is never leased. Pins and holds are per
 chunk, not per slot: two chunks of a model with the same bytes share a slot, and a rank that placed one still reads
 the other.
+
+A second lease on a chunk whose fetch is far slower than its peers: always in another slot. Pure.
+
+    second lease ----commit----> first come, first kept: `close_losers` takes every other lease on the chunk back
+                                 loser: told to close; its slot is fenced until it says that it has, or is dead
+
+Whether one is due `cluster.scheduling.concurrency` says.
 """
 
 from __future__ import annotations

@@ -2,6 +2,11 @@
 
 An agent that was restarted in the middle of the load begins with what the ranks say (`RankHello.fetched`). Of a rank
 that is gone nobody can say it: what is in the arena may be its work, or may have been there before.
+
+What one part of a load did on its node, counted as it happens; for heartbeats. Pure.
+
+`actors.node.chunk_sources` says for the report what was needed and where it was in the end, also across a restart of
+the agent. Here counts only what this process of the agent saw: whoever adds up agents counts nothing twice.
 """
 
 from __future__ import annotations

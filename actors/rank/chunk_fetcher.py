@@ -2,6 +2,11 @@
 
 The tries here are those of one worker; when they are used up the chunk goes back to the agent, which gives it to
 another worker or ends the load (`cluster.scheduling.retry` has both budgets).
+
+One chunk on its way into memory, over all tries of one lease: what has arrived stays, with its running digest.
+
+try 1   |#########------------------|   the connection was reset: 9 bytes stand, hashed
+try 2            |##################|   asked for the rest only, of the same version
 """
 
 from __future__ import annotations

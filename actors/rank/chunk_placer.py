@@ -1,4 +1,15 @@
-"""From a verified chunk to the rank's memory: what of it is wanted, and where it goes."""
+"""From a verified chunk to the rank's memory: what of it is wanted, and where it goes.
+
+Tensors that are converted on their way in: which chunks they wait for, and when each is done. Thread-safe.
+
+    choose(chunks) -> those that may be placed now: tensors begin in the order of the plan, so few are open at a time
+    begin(chunk) --> the device has memory for what the chunk touches; its bytes are copied there
+    end(chunk)   --> tensors that were waiting for it alone are converted, and their memory is given up
+
+A chunk may come twice, by a fetch of the rank's own and by its agent's word, perhaps at the same time in two threads.
+Only the first is copied; the other one returns when that is done. So nothing is converted before its last byte is
+there, or twice, and nothing is written to memory that was given up.
+"""
 
 from __future__ import annotations
 

@@ -6,6 +6,11 @@
 So many fetch threads work at once as the agent says (it finds what is best for its node,
 `cluster.scheduling.concurrency`); a thread above that is parked, and one that waits before another try lets somebody
 else work. Every method is thread-safe; waiting ends when `stop` is called.
+
+Chunks that stand verified in the arena for a rank to place, and which of them it places next.
+
+In the order in which they came; but what would begin too many tensors that are converted on their way in is held back,
+in its slot, until others have come to their end (`Staging.choose`).
 """
 
 from __future__ import annotations

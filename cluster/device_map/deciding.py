@@ -5,6 +5,13 @@
 
 A device is a GPU's number among those of the rank, "cpu" or "disk". The first GPU and the CPU keep room for the largest
 layer that is still to come, because code that runs such a model moves offloaded layers there, one at a time.
+
+The modules of a model, found in the dotted names of its tensors: a tree, in the order in which a model runs.
+
+    model.layers.0.mlp.up_proj.weight     root -> model -> layers -> 0 -> mlp -> up_proj -> (weight)
+
+A checkpoint does not say in which order its modules run. Numbered ones run by number; embeddings and towers before
+what has numbered modules, norms and heads after it; the rest in the order in which the checkpoint names them.
 """
 
 from __future__ import annotations

@@ -2,6 +2,13 @@
 
 device_map="auto", max_memory={0: "20GB", "cpu": "60GB"}, offload_folder="/scratch/llama"
 device_map={"model.embed_tokens": 0, "model.layers": 1, "model.norm": "cpu", "lm_head": "disk"}
+
+How an offload folder looks, in the format of Hugging Face Accelerate: one file per tensor, and an index. Pure.
+
+    index.json                            {"model.norm.weight": {"dtype": "bfloat16", "shape": [4096]}, ...}
+    model.norm.weight.dat                 the tensor's bytes, nothing else
+
+Names of tensors come from a bucket: one that could leave the folder, or that no file can have, is refused.
 """
 
 from __future__ import annotations

@@ -1,4 +1,22 @@
-"""Whether the memory of every device and host holds its share of a plan. Pure."""
+"""Whether the memory of every device and host holds its share of a plan. Pure.
+
+Whether GPUs hold what ranks put on them. Pure.
+
+    have = free now (all of it where that is not known) - what was asked to stay free
+    need = the rank's slices, alignment included
+
+Ray says how many GPUs of a node a load gets, not which: ranks fit a node when they can be put on different GPUs of it
+so that each has room.
+
+Whether the hosts' memory holds what a load takes, beside what other loads were promised and have not taken. Pure.
+
+    need of a node = tensors of its CPU ranks, less what workers kept for them + processes to be started + a new arena
+    claim          = the same of a load that is still at it, less what it has placed
+    of each pool   the needs of all nodes that take from it, and all claims on it, fit beyond the reserve
+
+A pool (`storage.host.memory`) is a host's memory or that of a container around the node; nodes on one host
+share it. Whoever took more would be ended by the kernel, or by Ray, which kills workers of a host that is nearly full.
+"""
 
 from __future__ import annotations
 

@@ -1,6 +1,13 @@
 """Which of several changes of a load fits: the first of the steps of fit="auto", the cheapest that a refusal offers.
 
 Pure: the changes were planned (`cluster.plans.planning.plan_changes`), and whoever asks says what fits.
+
+Pure: the changes were planned (`cluster.plans.planning.plan_changes`), and whoever asks says what fits.
+
+What could be changed about a load so that it fits: less precision, more ranks, offload. Pure.
+
+steps_of_auto(request)    the request itself, then the steps that fit="auto" may take, in order
+changes_to_offer(request) what a refused load is offered; each is really planned before it is
 """
 
 from __future__ import annotations

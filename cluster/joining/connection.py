@@ -2,6 +2,13 @@
 
 connect(address)  -> Connection(coordinator, ...)     one per process and cluster
 Connection.call() -> the coordinator's answer; waits for a restarted coordinator or head, ClusterLost at a deadline
+
+A process's line to the coordinator: one answer per call, through restarts of the coordinator and of the head.
+
+call(method) -- answered ------------------------------------------> its result, or the error that it raised
+             -- no answer, pings are answered ---------------------> it is at work: wait, as long as the caller wants to
+             -- the actor died --> wait until Ray has restarted it, check its version, call again
+             -- nothing for COORDINATOR_GONE_S, or the head is lost -> ClusterLost
 """
 
 from __future__ import annotations

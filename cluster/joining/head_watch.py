@@ -2,6 +2,10 @@
 
 Ray ends a process that has not reached the head for `RAY_gcs_rpc_server_reconnect_timeout_s`, without a word to the
 code that runs in it. So a client looks for itself, from its first moment on, and says ClusterLost before that.
+
+Whether a Ray address can be joined, asked before Ray is.
+
+`ray.init` waits many minutes for a dead address, in C++, where no Ctrl-C is heard.
 """
 
 from __future__ import annotations

@@ -4,6 +4,34 @@ The tables agree with the tensor-parallel and expert-parallel plans that transfo
 they differ on purpose, a test lists the row with its reason (tests/unit/test_transformers_plans.py). What
 transformers leaves out of its plans is decided as engines such as vLLM do: embedding and head are cut by vocabulary,
 key/value heads are copied when there are fewer of them than ranks, fused matrices are cut in each of their parts.
+
+What modules are called, from model to model: the names by which ends, towers and routers are known. Data.
+
+A name is one part of a dotted tensor name. Pipeline stages, device maps and precision all go by these.
+
+Decoders with experts: Mixtral, Qwen3-MoE, DeepSeek-V3.
+
+Checkpoints have either a tensor for each expert and matrix, which is what the hub has, or all experts of a layer in
+one 3-D tensor, which is how the modules of transformers 5 hold them. Routers are replicated, experts that every token
+passes ("shared") are cut like any other layer.
+
+Models that see: a language model of a family, with a tower before it.
+
+The tower is replicated. It is a small part of the model (some 0.4 to 0.7 billion parameters), no plan of transformers
+cuts it, and its sizes often do not divide: the tower of Qwen2.5-VL has 3420 rows in its MLP, which eight ranks cannot
+share. Who wants it cut by its own heads says so with rules of his own; docs/layouts.md has them.
+
+What a field of config.json means where it is missing, for families whose published files rely on it.
+
+The config.json of Gemma 3's 4B model, for one, does not say how many heads there are. Values are those of the config
+classes in transformers. Other families say what they need; where they do not, that is an error and no guess.
+
+Rules of families that have no table, from the parallel plan that transformers has for them. Pure: a plan goes in.
+
+    {"layers.*.mlp.c_fc": "colwise"}  -->  "model.layers.*.mlp.c_fc.weight": column, "...c_fc.bias": column
+
+A plan names modules that are cut and is silent about the rest. Of the rest only what is known by its name gets a rule
+(norms, routers, embedding, head): a tensor that neither knows stays an error, as everywhere.
 """
 
 from __future__ import annotations

@@ -6,6 +6,13 @@ copies. A (4, 6) weight under a `row` rule, tensor_parallel_size=2, fsdp_size=2 
     0 0 0 1 1 1      rank 3 (fsdp 1, tp 1): offsets (2, 3), sizes (2, 3)
     2 2 2 3 3 3
     2 2 2 3 3 3
+
+Pipeline parallelism: which stage has which tensor. Layers stay whole and in order, stages are balanced by bytes.
+
+What comes before the layers (embedding, a vision tower) is the first stage's, what comes after them (last norm, head)
+the last one's. A model without a head of its own uses its embedding again: both ends have that.
+
+    embed | 0 1 2 | 3 4 5 | 6 7 | norm, head        a large head takes the place of a layer
 """
 
 from __future__ import annotations

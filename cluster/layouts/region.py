@@ -5,6 +5,20 @@ ranges of one dimension. Together, in order, they make the rank's own tensor:
 
     rows of a fused (12, n) tensor   q q q q q q q q k k v v       Region(((4, 8), (9, 10), (11, 12)), ((0, n),))
     rank 1 of 2                              # # # #   #   #       is a (6, n) tensor for the rank
+
+Where the bytes of a box lie in its row-major tensor, and in the one that it is copied to. Geometry only.
+
+the columns 2..4 of a (3, 6) tensor of 2-byte elements     . . # # . .     into a (3, 2) tensor of their own:
+are 3 runs of 4 bytes, the first at byte 4,                . . # # . .
+one every 12 bytes                                         . . # # . .     BoxRuns(4, 0, 4, ((3, 12, 4),))
+
+Which part of a tensor a place in a mesh of processes holds, as torch's DTensor deals it out. Plain numbers only.
+
+A mesh of 2 x 2 processes, a tensor of 8 rows; `Shard(0)` on both dimensions of the mesh, and what FSDP2 makes of a
+tensor that is cut already, `_StridedShard(0, split_factor=2)` then `Shard(0)`:
+
+    rows    0 1 2 3 4 5 6 7        rows    0 1 2 3 4 5 6 7
+    holder  0 0 1 1 2 2 3 3        holder  0 0 2 2 1 1 3 3
 """
 
 from __future__ import annotations

@@ -5,6 +5,12 @@ for any number of parts: `model.layers.*.mlp.up_proj.weight`, `**.norm.weight`. 
 decides.
 
 The tables of the model families are in `cluster.layouts.families`.
+
+Rules from a file that the user names: a JSON object of patterns, each with the name of a rule.
+
+    {"model.layers.*.mixer.in_proj.weight": "column", "**.norm.weight": "replicate"}
+
+The order of the file is the order of precedence.
 """
 
 from __future__ import annotations

@@ -1,4 +1,9 @@
-"""By what name arenas and disks keep a chunk: equal names, equal bytes. Pure."""
+"""By what name arenas and disks keep a chunk: equal names, equal bytes. Pure.
+
+What nodes have of a model's chunks already, and what that spares a load. Pure.
+
+keys of all chunks --> node agents --> HeldChunks of each --> NodeSources: bytes by source, in the words of LoadReport
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,7 @@
-"""From a model and a layout to a load plan. Pure: no byte of weights is read."""
+"""From a request to a load plan: open the store, read the model's index and config, cut it. Reads no weights.
+
+`prepare_plan` is where planning touches the network. `build_load_plan` and all that it calls are pure.
+"""
 
 from __future__ import annotations
 

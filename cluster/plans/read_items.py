@@ -10,6 +10,16 @@ chunk needs at most three items for it, however many rows it has:
                               head     whole runs, 2-D       tail
 
 Items are columns of numbers, not objects: a rank of a 70B model has tens of thousands.
+
+Where the bytes of slices lie in the shards and in a rank's memory, before chunks cut them: 2-D patterns.
+
+A pattern is `count` runs of `run` bytes, `src_stride` apart in the shard. A box cut in one dimension is one pattern.
+
+Where in a rank's memory each slice goes: a few blocks ("segments") that are allocated whole.
+
+Tensors of one layer share a segment, so that an engine that repacks a layer can free it; a segment has at
+most 512 MiB unless one tensor alone is larger. Tensors begin at multiples of 256 bytes. With a device map a segment
+is on one device, and on disk it is a file: one tensor, of its very size.
 """
 
 from __future__ import annotations

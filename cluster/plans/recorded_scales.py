@@ -2,6 +2,10 @@
 
 Only where a rank would read more for a scale than it holds, so that most loads ask for nothing; and only what is
 finite: a weight with a NaN or an infinity is read as if nothing was recorded.
+
+Recorded maxima of the model that is planned: read when a plan needs them, once, however many plans are tried.
+
+The second place where planning touches the network, after `cluster.plans.planning`, which passes this along.
 """
 
 from __future__ import annotations

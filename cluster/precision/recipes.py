@@ -7,6 +7,12 @@
 Names, packing and numerics are those of compressed-tensors, which vLLM, SGLang and transformers read, and of
 bitsandbytes for nf4. A scale is a function of the stored tensor alone, never of how it was cut, so any number of ranks
 comes to the same bytes.
+
+Which tensors a quantization takes: matrices of linear layers, and of experts. Pure.
+
+A format says of linear layers how they are quantized, and readers look nowhere else. What is called `x.weight` and is
+none (embeddings, routers, which are modules of their own) would be read as plain numbers: it is never taken.
+Experts in one tensor (expert, out, in) are taken only where they are asked for: no library reads them quantized.
 """
 
 from __future__ import annotations

@@ -2,6 +2,16 @@
 
 In the form of compressed-tensors, from which vLLM, SGLang and transformers build the layers that hold such weights;
 for nf4 in that of bitsandbytes.
+
+Modules that a quantized model leaves as they are, as readers find them. Pure.
+
+Readers go by the names of their own modules, and a checkpoint has those of its day: what is stored below `visual`,
+`language_model.model` or `vision_tower.vision_model` is below `model.visual`, `model.language_model` and
+`model.vision_tower` in transformers 5. So where a model is more than a language model, or less (saved without its
+head), a pattern finds the module under any such beginning:
+
+    visual.merger.mlp.0               ->  (?:.*[.])?visual(?:[.].*)?       all of a tower that is left whole
+    language_model.model.layers.0.up  ->  (?:.*[.])?layers[.]0[.]up
 """
 
 from __future__ import annotations

@@ -11,6 +11,15 @@ if the requests really were in flight: when leases are short, throughput says no
 
 All ranks of a load on a node go by one limit, measured by what they get together. A rank that searched for itself
 would always find that more requests bring more: taken from the others, on the same link.
+
+When a chunk is fetched a second time, because its fetch is far slower than its peers. Pure.
+
+    begun, ended   every fetch of a load on its node: those that brought their chunk say what is usual
+    due            the oldest fetch, once it is `factor` times as old as usual, and `after_s` at least
+
+The second fetch has a slot of its own; whichever brings the chunk first ends the other. A chunk is hedged once: if the
+store is slow for good, a third request does not help, and deadlines and budgets (`cluster.scheduling.retry`) go on as
+ever.
 """
 
 from __future__ import annotations

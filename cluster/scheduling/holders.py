@@ -1,4 +1,11 @@
-"""Who wants a model to stay: clients that renew their hold, and the keep flag. Pure; the clock is passed in."""
+"""Who wants a model to stay: clients that renew their hold, and the keep flag. Pure; the clock is passed in.
+
+How a model's store is read, and for which clients that has worked. Pure; the clock is passed in.
+
+A load is read with the access that its client passed (store, profile, credentials). Every later client is checked with
+its own access before it is given the model. Only an access that worked is kept, one per client, so that wrong or
+expired credentials of one client change nothing for the others.
+"""
 
 from __future__ import annotations
 

@@ -10,6 +10,21 @@ tables (`cluster.scheduling.load_state`); the events themselves are in `cluster.
 
 A node that is lost takes the places of its ranks away, not the plan: what a rank holds does not depend on where it
 sits. So a new attempt (`Replanned`) begins for those ranks only, and the state is what it was.
+
+Everything that decides about states is in this file. `TRANSITIONS` says what each event does in each state; a
+pair that is not in it is a bug and raises. `SETTLES` says what follows from the ranks alone, whatever
+the last event was: the last rank that becomes ready makes the load READY.
+
+Events carry the attempt they belong to, and those of a rank its incarnation. What comes late (an older
+attempt or incarnation), twice, or after the end changes nothing. `docs/load_states.md` is printed from these
+tables (`cluster.scheduling.load_state`); the events themselves are in `cluster.scheduling.load_state`.
+
+A node that is lost takes the places of its ranks away, not the plan: what a rank holds does not depend on where it
+sits. So a new attempt (`Replanned`) begins for those ranks only, and the state is what it was.
+
+What can happen to a load, as data; `cluster.scheduling.load_state` says what follows from it.
+
+The docstring of each event is its line in `docs/load_states.md`.
 """
 
 from __future__ import annotations

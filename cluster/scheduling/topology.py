@@ -1,4 +1,10 @@
-"""Which rank goes to which node. Pure: nodes are told, not asked."""
+"""Which rank goes to which node. Pure: nodes are told, not asked.
+
+Where the ranks of a lost node go. Pure: nodes are told, not asked.
+
+What a rank holds does not depend on where it sits, so nothing is planned again but the places of the ranks that lost
+theirs. All others stay where they are.
+"""
 
 from __future__ import annotations
 

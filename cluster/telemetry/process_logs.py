@@ -3,6 +3,11 @@
     LogCollector.collect --read_logs, a task per node--> LogPieces --LineReader--> lines by time
 
 Files of a node that is gone went with it. What Ray has rotated away is not looked for.
+
+The files that processes of ours log to on this node. Runs as a Ray task on every node; needs no Ray itself.
+
+Ray sends what a worker process writes to `worker-<id>-<job>-<pid>.err` and `.out` in its session's folder, and begins
+the files of an actor with a line that names its class.
 """
 
 from __future__ import annotations

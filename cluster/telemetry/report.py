@@ -1,6 +1,22 @@
 """What a load tells its caller: progress while it runs, a report when it is done, status of all models.
 
 Plain frozen data; `as_dict` of each is what `--json` prints.
+
+Which stage a load spent its time on: the one that has to get faster if the load is to. Pure.
+
+    start-up   planning and starting workers took longer than moving bytes
+    store      requests waited for the store's bytes, or before another try
+    disk       reading chunks of the disk tier, and checking them
+    verify     hashing
+    memory     making host memory present that tensors are the first to use
+    place      copying to where tensors live; also when fetching waits because placing keeps the slots
+    device     the device's own copies, likewise
+    slots      fetching waited for slots of the arena though nothing keeps them for long: the arena is small
+    control    fetching waited for the agent to hand out leases
+    cpu        all of these wanted more processor than there is
+
+Streaming stages overlap, so the limit is the one that is busy for the largest part of the ranks' load time; the
+others wait for it.
 """
 
 from __future__ import annotations

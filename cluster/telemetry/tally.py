@@ -7,6 +7,14 @@
 Agents count from 0 since their process began, and number their heartbeats. So what is late or repeated is found by
 its number and changes nothing; another incarnation of the agent begins at 0 again, and what it counts is added to
 what there was. Of an agent that an earlier coordinator had answered only growth counts: it has counted the rest.
+
+    heard(beat) ---> by how much has each figure of each part of a load grown?  added under (host, model)
+    load(view)  ---> `cluster.telemetry.tally`
+    books()     ---> copies, from which `cluster.telemetry.samples` makes gauges, elsewhere
+
+Agents count from 0 since their process began, and number their heartbeats. So what is late or repeated is found by
+its number and changes nothing; another incarnation of the agent begins at 0 again, and what it counts is added to
+what there was. Of an agent that an earlier coordinator had answered only growth counts: it has counted the rest.
 """
 
 from __future__ import annotations

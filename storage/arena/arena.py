@@ -1,6 +1,21 @@
 """One node's arena: a shared-memory file of equal slots, mapped by the agent and by every worker of the node.
 
 The file begins with a header, which is checked before anything in it is used, and a lock shows that it is in use.
+
+    0        header     magic, version, geometry, epoch; then the owner and how many slots are ready
+    4096     records    slot_count x 2 copies: what the agent knows of each slot (storage.arena.slots)
+    ...      slots      slot_count x slot_bytes, from a page boundary on
+
+Only the owner (the agent) writes the header and the records; a worker writes a slot that it leased, nothing
+else. Every process that maps the file holds a shared flock on it for as long as it does, so that
+`storage.arena.arena_files.sweep` can tell an arena in use from one that a SIGKILL left behind.
+
+The arena's file: its header, checked before anything believes it, and the lock that says it is in use.
+
+0      magic, version, record bytes, slots, slot bytes, data offset, epoch, checksum
+128    the owner: pid, start time, checksum
+192    how many slots are ready
+4096   records of the slots, then the slots from a page boundary on
 """
 
 from __future__ import annotations

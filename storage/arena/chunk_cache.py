@@ -1,6 +1,19 @@
 """Which chunk is in which slot, who may touch it, which slot may be reused: LRU with leases and fences.
 
 After a restart the slots are as the journal left them, and held for whoever may still be reading.
+
+              lease                      commit                      pin, hold
+      FREE ----------> LEASED ---------------------> COMMITTED <-----------------> in use
+       ^ ^   abandon,    |                              |  ^        unpin, release
+       | +---------------+ holder dead                  |  |
+       |                 | deadline passed, revoked     +--+ evicted by a lease, when nobody uses it
+       |                 v
+       +---------- QUARANTINED                a deadline returns the chunk, never the slot: the holder may
+        abandoned, holder dead                be writing until it says that it is not, or is dead
+
+Pure: no clock, no I/O; the caller passes the time and does what the answers say. One thread at a time. State
+changes are written to a SlotJournal before they are returned, so an agent that restarts (`restore`) never
+hands out a slot that somebody may still touch.
 """
 
 from __future__ import annotations

@@ -1,6 +1,14 @@
 """The slots of an arena: what is recorded of each, and every index over them, kept in step.
 
 This module moves slots between states. `chunk_cache` decides.
+
+`storage.arena.chunk_cache` decides which move is allowed; here each move changes the slot, writes its record, and
+updates the indexes and the shares that depend on it. All moves are O(1).
+
+What an arena remembers about each slot, and the boundary over which the chunk cache writes it down.
+
+A record is written *before* anybody learns of what it says (write-ahead), so that whoever reads the records
+after a crash knows at least as much as any worker was ever told.
 """
 
 from __future__ import annotations

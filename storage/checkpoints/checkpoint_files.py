@@ -1,4 +1,15 @@
-"""The files of a checkpoint: the inventory of a folder, the Hugging Face layout, shards and their headers."""
+"""The files of a checkpoint: the inventory of a folder, the Hugging Face layout, shards and their headers.
+
+Only names, headers and JSON are read; every one of them is checked before it is believed.
+
+Which files of a folder are the model: the Hugging Face layout as it is, decided from names alone.
+
+    model.safetensors.index.json     the shards it names, and for each tensor the shard that counts
+    else model.safetensors           that one file
+    else *.safetensors in the root   all of them, but for copies of another layout (consolidated*)
+
+What is left out is listed, not guessed at. Names come from a bucket: every path is checked before it is used.
+"""
 
 from __future__ import annotations
 

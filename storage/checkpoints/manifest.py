@@ -1,6 +1,16 @@
 """The manifest of a published model: one JSON object beside the shards, used only after `parse_manifest`.
 
 A refusal names every problem in sentences that are safe to print.
+
+    longshore.manifest.json
+      format, version, revision        revision: SHA-256 of the canonical JSON of everything else
+      hash, chunk_bytes                one hash for all digests below, written in hex
+      shards   path size etag source_etag checked_by digest, chunk_ends [...], chunk_digests [...]     by path
+      tensors  name dtype shape shard start end                      by shard, then start, then end, then name
+      files    path size etag source_etag checked_by digest                   config, tokenizer, ...   by path
+
+Chunk i of a shard is `[chunk_ends[i-1], chunk_ends[i])`; the first begins at 0, the last ends with the shard.
+ETags are a hint: an object that was copied has another, the digests decide.
 """
 
 from __future__ import annotations

@@ -1,4 +1,15 @@
-"""One model as the rest of the code sees it: shards, tensors, and where each chunk begins and ends."""
+"""One model as the rest of the code sees it: shards, tensors, and where each chunk begins and ends.
+
+Read from a published manifest (chunks carry digests) or derived from the safetensors headers (they do not).
+
+Where the chunks of one shard end: decided once, from the header, by a pure function.
+
+    [header][ small small small ][ rows of a large tensor ][ more rows ][ last rows, small ]
+
+The header region is cut on its own, so that data chunks hold nothing but tensor bytes. A data chunk ends
+where a tensor ends, else where a row (a slice along dimension 0) ends, so that a rank that wants whole
+tensors or rows touches few chunks it has no use for. Only a row larger than half a chunk is cut inside.
+"""
 
 from __future__ import annotations
 

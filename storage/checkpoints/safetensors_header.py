@@ -1,4 +1,16 @@
-"""The header and element types of a safetensors file, checked by the rules of the format before anything uses them."""
+"""The header and element types of a safetensors file, checked by the rules of the format before anything uses them.
+
+    [0, 8)              n, unsigned, little-endian
+    [8, 8 + n)          JSON: {"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, ...}
+    [8 + n, file size)  the tensors' bytes, no gap, no overlap, nothing left over
+
+`data_offsets` count from 8 + n; everything here counts from the start of the file.
+
+Every element type of the safetensors format, by the name it has there.
+
+Sizes are in bits: F4 and the F6 types are packed, and a tensor of them is valid only when its elements fill
+whole bytes. Checked against `safetensors/src/tensor.rs` of safetensors 0.8.
+"""
 
 from __future__ import annotations
 

@@ -2,6 +2,25 @@
 
 The folder is opened once and used by its descriptor, so no name in it leads out of it.
 Everything a file contains is checked.
+
+<what the settings name>/longshore-chunks/      0700, ours
+    <cache key, hex>.chunk                      0600, one chunk (storage.disk.files)
+    .longshore-<random>.part                    being written, locked by its writer
+    .longshore-lock                             locked while the folder changes; says how often it has
+
+The folder itself may belong to anybody (a volume); what is in it is only used when nobody else could have put it there.
+
+One chunk as a file of the disk tier: a header, then the chunk's bytes. Whatever a file says is checked.
+
+    0    8  magic, with the version of the format
+    8    8  length of the chunk, bytes
+    16  32  cache key of the chunk
+    48  16  name of the hash, padded with zeros
+    64  32  digest of the chunk, padded with zeros
+    96   4  CRC-32 of all before; zeros up to 128
+
+A chunk with a published digest is checked against that one, not against the header's. Without one, the header's digest
+shows accidents only: that nobody else writes there is the folder's own business (`storage.disk.files`).
 """
 
 from __future__ import annotations

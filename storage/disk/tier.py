@@ -10,6 +10,15 @@ Verified chunks on disk: what outlives the arena, the node's agent and the clust
 Several processes may use one folder: each change of it is made under a lock on a file in it, and whoever finds that
 somebody else has changed it looks again. A process that is killed leaves temporary files, which the next look removes;
 a chunk is visible whole or not at all. A full disk is no error: the chunk is not kept, and that is counted.
+
+Verified chunks on disk: what outlives the arena, the node's agent and the cluster. LRU within a budget of bytes.
+
+    write(key, ...)   room made -> temporary file, full size at once -> bytes -> fsync -> renamed to its name
+    key in tier       whether there is such a file; reading is `storage.disk.files.DiskReader`'s, and verifies
+
+Several processes may use one folder: each change of it is made under a lock on a file in it, and whoever finds that
+somebody else has changed it looks again. A process that is killed leaves temporary files, which the next look removes;
+a chunk is visible whole or not at all. A full disk is no error: the chunk is not kept, and that is counted.
 """
 
 from __future__ import annotations

@@ -1,4 +1,16 @@
-"""Memory of this host, of its containers, of a folder's file system and of one process; pages mapped before use."""
+"""Memory of this host, of its containers, of a folder's file system and of one process; pages mapped before use.
+
+What a process takes comes out of several pools at once: the host's memory, and that of each control group around it
+that has a limit (a container, a pod, a batch job, a service), of version 1 and 2, also where `memory.high` would only
+throttle. Processes that share a pool know it by the same id, whatever namespace they look from.
+
+Memory that a process has to itself, cheaply: what it holds apart from shared memory, now and at its highest.
+
+Private pages and mapped files (libraries), from the kernel's counters: some 15 microseconds, whatever the size. The
+proportional set size says it a little better (a library's pages are divided by those who map them) but walks the page
+tables for it: 15 to 20 ms of CPU per mapped GB, with the address space locked. So this is what is sampled while bytes
+stream, and a slight overestimate. The kernel's own high-water mark counts the arena in, which many processes share.
+"""
 
 from __future__ import annotations
 

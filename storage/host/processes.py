@@ -1,6 +1,10 @@
 """Processes by pid and start time, so that a reused pid is never taken for the process that had it.
 
 Also how busy the processors of this host are.
+
+Read from Linux's /proc. A process is alive while any of its threads is: the first one may end, and is a zombie then,
+while others still write to the memory that the process maps. Names in these files are bytes: a title is cut at 15 of
+them, in the middle of a character as well.
 """
 
 from __future__ import annotations

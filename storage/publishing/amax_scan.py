@@ -1,4 +1,10 @@
-"""The largest absolute value of each row of a shard's weights: found while it is read, compared by a verification."""
+"""The largest absolute value of each row of a shard's weights: found while it is read, compared by a verification.
+
+    bytes, in order, of any lengths --> elements of each weight --> rows --> the largest magnitude of each
+
+A float without its sign, read as a whole number, is the larger the larger the float is; above infinity are the NaNs. So
+magnitudes are compared as whole numbers, of the width that is stored, and a row with a NaN has NaN.
+"""
 
 from __future__ import annotations
 

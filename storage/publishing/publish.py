@@ -1,4 +1,14 @@
-"""Publish a checkpoint: read everything, check what was read, write the manifest last."""
+"""Publish a checkpoint: read everything, check what was read, write the manifest last.
+
+    scan names and headers --> for each shard and file, several at a time:
+        read, hash, compare with the store's checksum   or   read, hash, read again, compare
+        copying: written while it is read, then read back from the destination and compared
+        --> journal
+    --> sizes and ETags again --> recorded maxima, if asked for --> manifest --> its signature --> journal removed
+
+A manifest says "these bytes are the model", so it must not bless a bad reading. Nothing of the model is held in
+memory but a few chunks, and of what is recorded one number for each row.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,20 @@
-"""Signatures of manifests, each a small object that is checked before its manifest is parsed, and Ed25519 keys."""
+"""Signatures of manifests, each a small object that is checked before its manifest is parsed, and Ed25519 keys.
+
+    longshore.manifest.sig     {"format", "version", "algorithm": "ed25519", "key_id", "name", "signature": base64}
+
+    what is signed: "longshore.signature\\n2\\n" name "\\n" SHA-256 of the manifest's exact bytes, in hex "\\n"
+
+The digests of a manifest say which bytes are the model; its signature says who says so, and of which model. Whoever can
+write to the bucket can replace all files, by those of another model too, but cannot make a signature of a key that the
+loader trusts. A name is by default the path without scheme and bucket, so a mirror needs no signature of its own.
+
+Ed25519 keys: public ones as text that may travel, private ones that may not.
+
+    longshore keygen FILE  -->  FILE      PKCS#8 PEM, mode 0600: stays where models are published
+                                FILE.pub  PEM: goes to whoever loads them, or its base64 into LONGSHORE_TRUSTED_KEYS
+
+Reading public keys takes the standard library; making keys, signing and checking take the package `cryptography`.
+"""
 
 from __future__ import annotations
 

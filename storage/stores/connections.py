@@ -1,4 +1,11 @@
-"""The proxies that the environment names, and the TLS settings, for every connection that Longshore opens itself."""
+"""The proxies that the environment names, and the TLS settings, for every connection that Longshore opens itself.
+
+    HTTPS_PROXY, HTTP_PROXY    the proxy for requests by https and by http: http://[user:password@]host[:port]
+    NO_PROXY                   hosts, domains or host:port that are asked directly, separated by commas; "*" for all
+
+The names may be in lower case, which counts more. `urllib.request` reads them, for botocore as well. So reads of
+weights take the same way as listings, look-ups and uploads. The user and the password appear in no message.
+"""
 
 from __future__ import annotations
 

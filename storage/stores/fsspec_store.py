@@ -2,6 +2,19 @@
 
 fsspec's file systems report sizes, versions, checksums and errors each in its own way. This module translates them.
 It also bounds what an HTTP server can make the client do.
+
+Not the hot path of large fleets: each read is one `cat_file` and one copy into the caller's buffer. What fsspec
+gives no way to say is which version a range came from. So versions are checked around the reads: a key's version
+is looked up at its first pinned read, and again after any read that ends more than `recheck_s` later. What is
+replaced within that time and not read again is noticed by whoever asks `stat` when the load ends; digests notice
+it always. With `recheck_s=0` every read is followed by a check.
+
+What an HTTP server may make us do: no redirect to another place, no answer larger than what was asked for.
+
+    ask --> redirect? --on_request_redirect--> same host, and not from https to http: followed; else StoreError
+        --> body      --BoundedResponse.read--> the range's bytes at most (MAX_PAGE_BYTES without one); or RangeMismatch
+
+aiohttp is imported where it is needed: few loads come over plain HTTP.
 """
 
 from __future__ import annotations

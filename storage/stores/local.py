@@ -1,6 +1,9 @@
 """A folder as an object store: positioned reads, versions from file metadata, atomic writes.
 
 Temporary files lie beside their final place. No key names them, and their writer holds a lock on them.
+
+A key is a path below the root. Symbolic links are followed only to where the root's owner keeps the bytes
+(`_allowed_roots`); fifos, devices and sockets are refused, since opening one can hang or do things.
 """
 
 from __future__ import annotations

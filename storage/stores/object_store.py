@@ -1,6 +1,18 @@
 """The protocol of an object store, byte ranges, and a store in memory for tests.
 
 Every byte of a model crosses this boundary.
+
+    stat(key)                     size and version of one object, one request
+    list(prefix)                  every object under a prefix, paged by the store
+    read_into(key, range, buf)    exactly those bytes into the caller's buffer, or an error
+    read_pieces(key, range, bufs) the same into several buffers in a row, each while the last one is still in the CPU's
+                                  cache (`ReadsPieces`: the stores of the hot path; `read_pieces` serves all)
+    put(key, data)                a small object, whole and atomic
+    upload(key)                   a large object in parts; visible only when it is complete
+    delete(key)                   one object away, there or not
+
+Keys are relative to the root that the store was opened on, `/`-separated, never absolute and never with `..`
+(`check_key`). Stores are thread-safe: many threads call `read_into` at once, each on a connection of its own.
 """
 
 from __future__ import annotations

@@ -1,4 +1,11 @@
-"""A checksum that a store keeps of an object: asking for it, and comparing it with chunks that were read."""
+"""A checksum that a store keeps of an object: asking for it, and comparing it with chunks that were read.
+
+    whole object    crc(chunk) ... crc(chunk) --combine--> digest
+    composite       crc(chunk) ... --combine--> digest of each part --> digest of the parts' digests in a row
+
+A *span* is a run of bytes with its digest. A chunk is one span, or several when the end of a part lies inside of it.
+Digests other than CRCs cannot be combined: they need a span that is the whole object, or the whole part.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,10 @@
-"""Answers of an S3 server and of boto3, checked and translated: heads, object facts, checksums, errors. Pure."""
+"""Answers of an S3 server and of boto3, checked and translated: heads, object facts, checksums, errors. Pure.
+
+What the head of an S3 server's answer must say before a byte of its body is believed. Pure.
+
+What a server may get wrong (200 for a range, no If-Match, other range, other length, an encoding, a header twice)
+is refused here; what it refuses itself becomes an error of ours.
+"""
 
 from __future__ import annotations
 

@@ -1,4 +1,13 @@
-"""S3 and compatible servers: boto3 for everything that is not hot, `wire` for the reads."""
+"""S3 and compatible servers: boto3 for everything that is not hot, `wire` for the reads.
+
+S3 and what speaks like it: boto3 for all that is not hot, `storage.stores.s3.wire` for the reads.
+
+    stat, list, put, upload, delete    boto3 client: credential chain, pagination, checksums, multipart with abort
+    read_into                          headers signed with botocore's SigV4 --> WireClient --> the caller's buffer
+
+Where requests go is botocore's decision, asked once (`_Route`): region, endpoint, path or virtual style. Reads are
+not retried here, the layer above knows better when; the other calls have botocore's standard three attempts.
+"""
 
 from __future__ import annotations
 
