@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import asyncio
 from typing import Any
 
 import ray
@@ -75,6 +76,15 @@ class _PackedCall:
             check_version(UNVERSIONED, "a node's agent", "this process")
         beside = [argument for argument in arguments if isinstance(argument, ray.ObjectRef)]  # the last ones
         return packed.remote(self._call, pack_message(arguments[: len(arguments) - len(beside)]), *beside)
+
+
+async def ask_agent(agent: Any, timeout_s: float, who: str, call: str, *arguments: Any) -> Any:
+    """Return an agent's answer to the coordinator. Raises TimeoutError, VersionMismatch, what the agent raised.
+
+    `who`: what messages call the agent.
+    """
+    packed = await asyncio.wait_for(getattr(PackedCalls(agent), call).remote(*arguments), timeout_s)
+    return unpack_message(packed, who, "the coordinator")
 
 
 class RayAgentLink:

@@ -20,7 +20,7 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from actors.agent_link import PackedCalls
+from actors.agent_link import ask_agent
 from actors.coordination import nodes, spawn
 from actors.coordination.agent_watch import REBUILD_S, AgentWatch, IdleAgents
 from actors.coordination.attaching import Attaching
@@ -97,8 +97,7 @@ async def _ask_node(model_id: str, node_id: str) -> NodeView:
     agent = await asyncio.to_thread(spawn.find_agent, node_id)
     if agent is None:
         raise TimeoutError
-    packed = await asyncio.wait_for(PackedCalls(agent).chunks_now.remote(model_id), ANSWER_S)
-    answer: NodeView = unpack_message(packed, "a node's agent", "the coordinator")
+    answer: NodeView = await ask_agent(agent, ANSWER_S, "a node's agent", "chunks_now", model_id)
     return answer
 
 

@@ -15,6 +15,7 @@ from pathlib import Path
 from cluster.config import ENV_PREFIX, NO_KEYS, Config
 from cluster.errors import ConfigError
 from cluster.telemetry.report import DEFAULT, SettingStatus
+from storage.host.processes import parent_of
 from storage.publishing.signing import TrustedKey, key_id, with_absolute_files
 
 # What agents go by: those of other nodes may differ. The first four are theirs alone.
@@ -97,8 +98,7 @@ def raylet_environment() -> Mapping[str, str] | None:
         while pid:
             if (_PROC / str(pid) / "comm").read_bytes().strip() == RAYLET:
                 return _environment_of(pid)
-            # The name of a process, in parentheses, may have parentheses and spaces in it.
-            pid = int((_PROC / str(pid) / "stat").read_bytes().rpartition(b")")[2].split()[1])
+            pid = parent_of(pid)
     except OSError:
         pass
     return None

@@ -18,6 +18,7 @@ from urllib.parse import urlsplit
 from storage.errors import SourceRefused
 from storage.problems import printable_uri, quote
 from storage.store_ref import ALIASES, WHO_OPTIONS, Credentials, StoreRef, environment_endpoint
+from storage.stores.connections import host_and_port
 
 DEFAULT_SCHEMES = "file,s3,gs,az,hf,http,https,memory"
 ANY = "any"
@@ -84,7 +85,7 @@ def origin(url: str) -> str:
     if parts.scheme not in _PORTS or not parts.hostname or parts.username is not None or parts.password is not None:
         raise ValueError(f"not a server: {quote(printable_uri(url))}; write https://host or http://host:port")
     host = parts.hostname.rstrip(".").lower()
-    return f"{parts.scheme}://{f'[{host}]' if ':' in host else host}:{parts.port or _PORTS[parts.scheme]}"
+    return f"{parts.scheme}://{host_and_port(host, parts.port or _PORTS[parts.scheme])}"
 
 
 def with_own_endpoint(endpoints: str, environ: Mapping[str, str]) -> str:

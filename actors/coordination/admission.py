@@ -55,7 +55,7 @@ def _to_take(record: ModelRecord, seats: list[Seat]) -> int:
 
 
 def _taken(record: ModelRecord, seat: Seat) -> int:
-    """Return what a rank has of its host's memory at least, by what it has placed: that may be on its other devices, and
+    """Return what a rank has of its host's memory at least, by what it placed: that may be on its other devices, and
     takes less when it is converted.
     """
     host_bytes = record.host_bytes.get(seat.rank, 0)

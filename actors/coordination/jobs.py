@@ -140,7 +140,7 @@ async def _find_workers(gang_id: str) -> dict[int, tuple[int, Any]]:
 
 
 async def _ask(record: ModelRecord, seat: Seat) -> None:
-    """Return what the seat's worker works on, if on anything: a worker that idles gets its job (again) from who tends it."""
+    """Ask what the worker works on, if on anything: one that idles gets its job (again) from who tends it."""
     with contextlib.suppress(RayError, TimeoutError):  # dead or not well: who tends it finds out
         await spawn.meet_worker(seat.worker, seat.host, ANSWER_S)
         asked = seat.worker.assignment.options(concurrency_group="control").remote()

@@ -17,7 +17,7 @@ import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
-from actors.agent_link import PackedCalls
+from actors.agent_link import PackedCalls, ask_agent
 from actors.coordination import spawn
 from actors.coordination.attaching import IN_MESSAGE_BYTES
 from actors.coordination.model_record import ModelRecord
@@ -120,8 +120,7 @@ async def _with_room(info: NodeInfo) -> NodeInfo:
     if agent is None:
         return info
     try:
-        answer = await asyncio.wait_for(PackedCalls(agent).facts.remote(), FACTS_S)
-        facts: NodeFacts = unpack_message(answer, f"the agent on {info.host}", "the coordinator")
+        facts: NodeFacts = await ask_agent(agent, FACTS_S, f"the agent on {info.host}", "facts")
     except (RayError, TimeoutError, LongshoreError):
         return info  # an agent that is not well is as good as none
     return replace(info, gpus=facts.gpus, pools=facts.pools, arena_bytes=facts.arena_bytes, slot_bytes=facts.slot_bytes)
@@ -139,8 +138,7 @@ async def _held_on(node_id: str, keys: Any) -> HeldChunks | str:
     if agent is None:
         return "no agent runs there yet"
     try:
-        answer = await asyncio.wait_for(PackedCalls(agent).holds.remote(keys), FACTS_S)
-        held: HeldChunks = unpack_message(answer, "its agent", "the coordinator")
+        held: HeldChunks = await ask_agent(agent, FACTS_S, "its agent", "holds", keys)
     except TimeoutError:
         return f"its agent does not answer within {FACTS_S:.0f} s"
     except (RayError, LongshoreError) as error:

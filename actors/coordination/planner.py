@@ -10,28 +10,24 @@ from __future__ import annotations
 
 import asyncio
 import contextlib
-import os
 import pickle
 import struct
-import sys
 from asyncio.subprocess import Process
-from pathlib import Path
 from typing import Any
 
-import longshore
 from cluster.config import TrustPolicy
 from cluster.errors import ClusterError
 from cluster.fit.search import Limits, PlannedChange
 from cluster.plans.packed_plan import PackedPlan
 from cluster.request import LoadRequest
 from storage.errors import LongshoreError, StoreUnavailable
+from storage.host.processes import own_module
 
 _LENGTH = struct.Struct("<Q")
 PLANNING_TIMEOUT_S = 300.0
 MOST_PLANS = 4  # at once
 CHECK_TIMEOUT_S = 60.0
 MOST_CHECKS = 8  # at once; they are small, and wait for no plan
-_OURS = str(Path(longshore.__file__).resolve().parents[1])
 
 
 class Planner:
@@ -62,7 +58,7 @@ class Planner:
         """
         async with self._checks:
             try:
-                asked = self._exchange("is_current", request, known, self._trust)
+                asked = self._run("is_current", request, known, self._trust)
                 same: bool = await asyncio.wait_for(asked, limit_s)
             except TimeoutError as error:
                 raise StoreUnavailable("the store does not answer", uri=request.uri, waited_s=limit_s) from error
@@ -76,9 +72,9 @@ class Planner:
 
     async def _ask(self, verb: str, *args: Any) -> Any:
         async with self._plans:
-            return await self._exchange(verb, *args)
+            return await self._run(verb, *args)
 
-    async def _exchange(self, verb: str, *args: Any) -> Any:
+    async def _run(self, verb: str, *args: Any) -> Any:
         process = None
         try:
             process = self._take_idle() or await self._start()
@@ -105,17 +101,9 @@ class Planner:
         return None
 
     async def _start(self) -> Process:
-        # -P: the folder that Ray happens to run us in must not shadow our packages in the child.
-        path = os.pathsep.join(filter(None, (_OURS, os.environ.get("PYTHONPATH"))))
+        command, environ = own_module("cluster.plans.planning_process", *map(str, self._settings))
         process = await asyncio.create_subprocess_exec(
-            sys.executable,
-            "-P",
-            "-m",
-            "cluster.plans.planning_process",
-            *map(str, self._settings),
-            stdin=asyncio.subprocess.PIPE,
-            stdout=asyncio.subprocess.PIPE,
-            env={**os.environ, "PYTHONPATH": path},
+            *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environ
         )
         self._all.add(process)
         return process

@@ -19,24 +19,23 @@ import time
 from pathlib import Path
 
 from storage.arena.arena_files import sweep
-from storage.host.processes import ProcessId
+from storage.host.processes import ProcessId, own_module
 
 LOOK_S = 0.5  # at a process whose end the kernel does not report
 ENDED_S = 20.0  # by then whatever was just being started has been found and ended
-_OURS = str(Path(__file__).resolve().parents[2])
 
 
 def watch(logs_folder: str) -> subprocess.Popen[bytes]:
     """Start a process that waits for the end of this one. Who ends the cluster in order ends it too."""
     me = ProcessId.current()
-    path = os.pathsep.join(filter(None, (_OURS, os.environ.get("PYTHONPATH"))))
+    command, environ = own_module(__name__, str(me.pid), str(me.start_time), logs_folder)
     return subprocess.Popen(
-        [sys.executable, "-P", "-m", __name__, str(me.pid), str(me.start_time), logs_folder],
+        command,
         stdin=subprocess.DEVNULL,
         stdout=subprocess.DEVNULL,
         stderr=subprocess.DEVNULL,
         cwd="/",
-        env={**os.environ, "PYTHONPATH": path},
+        env=environ,
         start_new_session=True,  # neither Ctrl-C nor the end of the terminal ends it
     )
 

@@ -11,6 +11,7 @@ from __future__ import annotations
 
 import os
 import signal
+import sys
 import time
 from collections.abc import Callable
 from dataclasses import dataclass
@@ -18,6 +19,7 @@ from pathlib import Path
 
 _PROC = Path("/proc")
 _ENDED = (b"Z", b"X", b"x")  # states of a thread that runs no more: zombie, dead
+_OURS = str(Path(__file__).resolve().parents[2])
 _GONE = (FileNotFoundError, ProcessLookupError)
 
 
@@ -81,12 +83,31 @@ def _start_time(pid: int) -> int | None:
     return start_time if lives else None
 
 
+def parent_of(pid: int) -> int:
+    """Return the pid of a process's parent, 0 where it has none. Raises OSError."""
+    return int(_fields(_PROC / str(pid))[1])
+
+
+def own_module(module: str, *arguments: str) -> tuple[list[str], dict[str, str]]:
+    """Return the command line and the environment that run a module of this checkout in a child process.
+
+    No folder that the child happens to run in shadows our packages there.
+    """
+    path = os.pathsep.join(filter(None, (_OURS, os.environ.get("PYTHONPATH"))))
+    return [sys.executable, "-P", "-m", module, *arguments], {**os.environ, "PYTHONPATH": path}
+
+
 def _stat(folder: Path) -> tuple[bytes, int]:
     """(state, start time) of the process or thread in that folder."""
+    fields = _fields(folder)
+    return fields[0], int(fields[19])
+
+
+def _fields(folder: Path) -> list[bytes]:
+    """Return the fields of a process or thread from the third on."""
     data = (folder / "stat").read_bytes()
     # Field 2 is the command's name in parentheses and may itself hold spaces and parentheses.
-    fields = data[data.rindex(b")") + 2 :].split()
-    return fields[0], int(fields[19])
+    return data[data.rindex(b")") + 2 :].split()
 
 
 def _any_task(process: Path, holds: Callable[[Path], bool]) -> bool:

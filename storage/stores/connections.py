@@ -20,6 +20,11 @@ from storage.errors import InvalidUri, ProxyRefused, StoreError
 from storage.stores.retrying import passing_refusal
 
 
+def host_and_port(host: str, port: int) -> str:
+    """Return host:port, with an IPv6 address in brackets."""
+    return f"{f'[{host}]' if ':' in host else host}:{port}"
+
+
 @dataclass(frozen=True, slots=True)
 class Proxy:
     """Where requests go first. Its text and its repr have no credentials."""
@@ -30,7 +35,7 @@ class Proxy:
     password: str = field(default="", repr=False)
 
     def __str__(self) -> str:
-        return f"http://{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+        return f"http://{host_and_port(self.host, self.port)}"
 
     def secret_url(self) -> str:
         """With user and password, for libraries that take no other form."""

@@ -14,6 +14,7 @@ from cluster.config import Config
 from cluster.errors import ConfigError
 from cluster.node_settings import NodeSettings, node_environment
 from cluster.telemetry.report import ClusterStatus, NodeStatus, SettingStatus
+from storage.host import processes
 from storage.publishing.signing import key_id
 from tests.unit.test_trust import KEYS
 
@@ -24,6 +25,7 @@ NODE = "head-1 0a1b2c3d"
 def proc(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     """A /proc in which this process descends from a raylet, over a wrapper with an odd name."""
     monkeypatch.setattr(node_settings, "_PROC", tmp_path)
+    monkeypatch.setattr(processes, "_PROC", tmp_path)
     monkeypatch.setattr(os, "getppid", lambda: 71)
     chain = [(71, b"uv (run) 7", 70), (70, b"raylet", 1), (1, b"init", 0)]
     for pid, name, parent in chain:

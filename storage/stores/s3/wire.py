@@ -31,7 +31,7 @@ from pathlib import Path
 from typing import Any
 
 from storage.errors import ReadEnded, ShortRead, StoreError, StoreUnavailable
-from storage.stores.connections import Proxy, proxy_refusal, tls_context
+from storage.stores.connections import Proxy, host_and_port, proxy_refusal, tls_context
 from storage.stores.object_store import ByteRange
 from storage.stores.read_limit import ReadLimit
 from storage.stores.s3.answers import MAX_ERROR_BODY_BYTES, check_answer, connection_error, head_of, refusal
@@ -121,7 +121,7 @@ class Endpoint:
     @property
     def address(self) -> str:
         """host:port, as a request line has it."""
-        return f"{f'[{self.host}]' if ':' in self.host else self.host}:{self.port}"
+        return host_and_port(self.host, self.port)
 
 
 class WireClient:
