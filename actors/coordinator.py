@@ -20,7 +20,6 @@ from typing import Any
 
 from ray.exceptions import RayError
 
-from actors.agent_link import ask_agent
 from actors.coordination import nodes, spawn
 from actors.coordination.agent_watch import REBUILD_S, AgentWatch, IdleAgents
 from actors.coordination.attaching import Attaching
@@ -30,12 +29,13 @@ from actors.coordination.load_run import LoadRun
 from actors.coordination.model_record import ModelRecord, new_model_id
 from actors.coordination.planner import Planner
 from actors.coordination.spawn import StrayWatch
-from actors.metrics import MetricsServer
+from actors.links import ask_agent
+from actors.metrics_server import MetricsServer
 from cluster.config import Config, TrustPolicy
 from cluster.errors import ConfigError, LoadCancelled, ModelNotFound, VersionMismatch
 from cluster.messages import UNVERSIONED, AgentBeat, GroupMember, check_version, pack_message, unpack_message
 from cluster.node_settings import NodeSettings
-from cluster.plans.chunk_keys import Holdings
+from cluster.planning.chunk_keys import Holdings
 from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life, LoadState
@@ -44,8 +44,7 @@ from cluster.telemetry.chunk_map import ChunkMap, NodeChunks, NodeView, ShardChu
 from cluster.telemetry.event_log import LoadEvent
 from cluster.telemetry.logs import RepeatedWork, configure_logs
 from cluster.telemetry.report import ClusterStatus, LoadProgress, LoadReport
-from longshore.install_check import check_packages
-from longshore.version import PROTOCOL_VERSION, __version__
+from longshore.installation import PROTOCOL_VERSION, __version__, check_packages
 from storage.errors import LongshoreError
 from storage.problems import printable_uri
 

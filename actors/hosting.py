@@ -25,19 +25,17 @@ import ray
 from ray.exceptions import RayError, RayTaskError
 
 from actors import launch
-from actors.agent_link import PackedCalls, RayAgentLink
+from actors.coordination.fit import own_device, own_gpus, own_limits, own_misfit
 from actors.coordination.jobs import fetch_settings, slots_taken
-from actors.coordination.node_limits import own_device, own_gpus, own_limits, own_misfit
 from actors.devices.device import open_device
 from actors.devices.mapped_device import open_mapped_rank
-from actors.names import NAMESPACE, agent_name
+from actors.links import NAMESPACE, PackedCalls, RayAgentLink, agent_name
 from actors.rank.executor import RankLoader
 from actors.shard import RankShard
 from cluster.config import Config, TrustPolicy
-from cluster.device_map.options import GivenMap, GivenMemory
 from cluster.errors import AgentEnded, ClusterLost, ConfigError, LoadTimeout
 from cluster.fit.needs import min_slots
-from cluster.fit.options import STRICT, FitOptions
+from cluster.fit.options import STRICT, FitOptions, GivenMap, GivenMemory
 from cluster.joining.node_tasks import unwrapped
 from cluster.joining.patience import LOOK_S, Patience, checked_timeout
 from cluster.joining.ray_private import started_here
@@ -45,13 +43,13 @@ from cluster.layouts.live_rules import with_live_rules
 from cluster.layouts.mesh import Layout
 from cluster.layouts.rules import LayoutRules
 from cluster.messages import GroupMember, JoinReply, NodeFacts, NodeJob, RankHello, RankJob, unpack_message
-from cluster.plans.packed_plan import pack_shared
-from cluster.plans.planning import prepare_plan
-from cluster.plans.rank_plans import RankFacts, rank_facts
+from cluster.planning.make_plan import prepare_plan
+from cluster.planning.packed_plan import pack_shared
+from cluster.planning.rank_plans import RankFacts, rank_facts
 from cluster.precision.recipes import Dtype, make_precision
 from cluster.public_functions import checks_arguments
 from cluster.request import LoadRequest, StoreOptions, make_request
-from cluster.telemetry.families import model_label
+from cluster.telemetry.metrics import model_label
 from storage.errors import RevisionMismatch
 from storage.host.processes import ProcessId
 from storage.store_ref import Credentials

@@ -16,7 +16,7 @@ from ray.exceptions import GetTimeoutError, RayActorError, RayError, RaySystemEr
 
 from actors.coordination.nodes import this_node
 from actors.coordinator import Coordinator
-from actors.names import COORDINATOR, NAMESPACE, process_of
+from actors.links import COORDINATOR, NAMESPACE, process_of
 from cluster.config import Config
 from cluster.errors import ClusterError, ClusterLost, PackageMissing, VersionMismatch
 from cluster.joining.patience import LOOK_S, UNLIMITED, Patience
@@ -24,7 +24,7 @@ from cluster.joining.ray_private import actor_table
 from cluster.messages import check_version
 from cluster.node_settings import NodeSettings
 from cluster.telemetry.process_logs import KINDS, LogProcess
-from longshore.install_check import PackageShadowed, check_packages
+from longshore.installation import PackageShadowed, check_packages
 from storage.errors import LongshoreError
 from storage.problems import install_hint
 
@@ -170,7 +170,7 @@ def _look_for_packages() -> Callable[[], dict[str, Any] | None]:
 
     def look() -> dict[str, Any] | None:
         try:
-            from longshore.install_check import probe
+            from longshore.installation import probe
         except ImportError:
             return None
         return probe()

@@ -22,11 +22,11 @@ import time
 import uuid
 from dataclasses import replace
 
+from actors.links import CoordinatorLink
 from actors.node.chunk_flow import JobTables
 from actors.node.disk_backlog import DiskWriter
 from actors.node.node_ledger import NodeLedger
 from actors.node.node_resources import ArenaFilling, NodeMeter, host_pools, open_arena
-from actors.rank_link import CoordinatorLink
 from cluster.config import Config
 from cluster.errors import AgentEnded, VersionMismatch
 from cluster.messages import (
@@ -43,18 +43,16 @@ from cluster.messages import (
     unpack_message,
 )
 from cluster.node_settings import NodeSettings, node_name
-from cluster.plans.chunk_keys import HeldChunks, key_blocks
+from cluster.planning.chunk_keys import HeldChunks, key_blocks
 from cluster.telemetry.chunk_map import NodeView
 from cluster.telemetry.logs import LogFields, RepeatedWork, configure_logs
 from cluster.telemetry.report import NodeReport
-from longshore.install_check import check_packages
-from longshore.version import __version__
+from longshore.installation import __version__, check_packages
 from storage.arena.arena import Arena
 from storage.arena.arena_files import SHM_DIRECTORY, arena_path
 from storage.arena.chunk_cache import ChunkCache
 from storage.errors import LongshoreError
-from storage.host.gpu_memory import gpu_memory
-from storage.host.memory import PeakMemory
+from storage.host.memory import PeakMemory, gpu_memory
 from storage.host.processes import ProcessId, may_map, processes_mapping
 
 
@@ -143,7 +141,7 @@ class NodeAgent:
             thread.start()
 
     def packed(self, call: str, arguments: bytes, *beside: bytes) -> bytes:
-        """Answer one of the calls below, which came with its sender's version, with ours (`actors.agent_link`).
+        """Answer one of the calls below, which came with its sender's version, with ours (`actors.links`).
 
         `beside`: the last arguments, if they were in Ray's object store. Raises VersionMismatch before anything that
         another Longshore has sent is unpickled, and what the call raises.

@@ -6,9 +6,9 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from actors.devices.device import Device
-from actors.handover.tensor_names import Rename
-from cluster.device_map.deciding import CPU, DISK, device_name
-from cluster.plans.load_plan import RankPlan, TensorSlice
+from actors.handover.module_places import Rename
+from cluster.fit.device_map import CPU, DISK, device_name
+from cluster.planning.plan import RankPlan, TensorSlice
 
 if TYPE_CHECKING:
     import torch
@@ -83,7 +83,7 @@ class RankShard(Mapping[str, "torch.Tensor"]):
         `placements`: by default those of FSDP2, `Shard(0)` on a mesh of one dimension. Raises ModuleMismatch when the
         rank's slice is not what this process's place in the mesh holds.
         """
-        from actors.handover.dtensors import slice_as_dtensor
+        from actors.handover.modules import slice_as_dtensor
 
         return slice_as_dtensor(self._tensors[name], self.slices[name], mesh, placements)
 

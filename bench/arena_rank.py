@@ -7,14 +7,13 @@ import uuid
 from typing import TYPE_CHECKING, Any
 
 from actors.devices.cpu_device import CpuDevice
-from actors.rank.arena_maps import PROCESS_ARENAS
-from actors.rank.executor import RankLoader
+from actors.rank.executor import PROCESS_ARENAS, RankLoader
 from bench.our_cluster import RANKS
 
 if TYPE_CHECKING:
     from cluster.config import Config
     from cluster.messages import NodeJob, RankJob
-    from cluster.plans.read_items import ReadItems
+    from cluster.planning.read_items import ReadItems
     from cluster.telemetry.report import NodeReport, RankReport
 
 
@@ -39,7 +38,7 @@ class ArenaRank:
 
     def prepare(self, node_id: str, job: RankJob) -> None:
         """Everything that a warm worker has before a load begins."""
-        from actors.agent_link import RayAgentLink
+        from actors.links import RayAgentLink
 
         self._loader = RankLoader(RayAgentLink(node_id), job, NoDevice())
 
@@ -79,8 +78,8 @@ class ArenaLoad:
         from cluster.fit.needs import min_slots
         from cluster.layouts.mesh import Layout
         from cluster.messages import NodeJob, RankJob
-        from cluster.plans.packed_plan import pack_shared
-        from cluster.plans.planning import prepare_plan
+        from cluster.planning.make_plan import prepare_plan
+        from cluster.planning.packed_plan import pack_shared
         from cluster.request import StoreOptions, make_request
 
         config = self._config

@@ -28,7 +28,7 @@ from bench.sample import NoRoom, make_models
 from bench.spec import Spec
 from bench.tuning import find_best
 from cluster.command_line.demo import sandbox
-from cluster.joining.interrupts import sigterm_interrupts
+from cluster.joining.patience import sigterm_interrupts
 
 _TIMEOUT_S = 300.0
 _CEILING = "pinned_copy"

@@ -13,8 +13,8 @@ from cluster.config import Config
 from cluster.fit.needs import min_slots
 from cluster.layouts.mesh import Layout
 from cluster.messages import FetchSettings, NodeJob, RankJob
-from cluster.plans.packed_plan import pack_shared
-from cluster.plans.planning import prepare_plan
+from cluster.planning.make_plan import prepare_plan
+from cluster.planning.packed_plan import pack_shared
 from cluster.precision.recipes import Precision
 from cluster.request import StoreOptions, make_request
 

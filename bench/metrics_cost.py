@@ -15,16 +15,15 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from actors.metrics import TallyCollector
+from actors.metrics_server import TallyCollector
 from bench.arguments import positive_int
 from cluster.messages import AgentBeat, LoadBeat, RankBeat
 from cluster.scheduling.load_state import LoadState, RankLife
-from cluster.telemetry.figures import SOURCES, LoadCounters, NodeFigures, NodeMemory
-from cluster.telemetry.rank_report import ArenaUse, StageTimes
-from cluster.telemetry.tally import LoadView, Tally
+from cluster.telemetry.counters import LoadView, Tally
+from cluster.telemetry.stats import SOURCES, ArenaUse, LoadCounters, NodeFigures, NodeMemory, StageTimes
 from storage.arena.chunk_cache import CacheStats
 from storage.disk.tier import DiskStats
-from storage.host.gpu_memory import GpuMemory
+from storage.host.memory import GpuMemory
 
 CASES = ((1, 1), (16, 4), (64, 4), (256, 1), (1024, 1))  # nodes; models, each with a rank on every GPU
 RANKS = 8  # of a model on a node

@@ -59,10 +59,10 @@ def planning(folder: Path, layout: str, _: int) -> dict[str, Any]:
     from cluster.layouts.mesh import Layout
     from cluster.layouts.model_config import ModelConfig
     from cluster.layouts.rules import parse_rules
-    from cluster.plans.packed_plan import PackedPlan, pack_shared
-    from cluster.plans.planning import build_load_plan
-    from cluster.plans.planning_process import without_collector
-    from cluster.plans.rank_plans import rank_facts
+    from cluster.planning.make_plan import build_load_plan
+    from cluster.planning.packed_plan import PackedPlan, pack_shared
+    from cluster.planning.process import without_collector
+    from cluster.planning.rank_plans import rank_facts
     from storage.checkpoints.manifest import parse_manifest
 
     config = ModelConfig.model_validate(json.loads((folder / "config.json").read_text()))
@@ -121,8 +121,8 @@ def agent(folder: Path, layout: str, ranks_per_node: int) -> dict[str, Any]:
 
 
 def worker(folder: Path, layout: str, _: int) -> dict[str, Any]:
-    from cluster.plans.packed_plan import unpack_shared
-    from cluster.plans.read_items import expand_read_items
+    from cluster.planning.packed_plan import unpack_shared
+    from cluster.planning.read_items import expand_read_items
 
     packed = _packed(folder, layout)
     stages = Stages()
@@ -230,7 +230,7 @@ def check_layout(text: str) -> None:
     from cluster.layouts.mesh import Layout
     from cluster.layouts.model_config import ModelConfig
     from cluster.layouts.rules import parse_rules
-    from cluster.plans.planning import build_load_plan
+    from cluster.planning.make_plan import build_load_plan
 
     if re.fullmatch(r"\d{1,6}x\d{1,6}x\d{1,6}", text, re.ASCII) is None:
         raise argparse.ArgumentTypeError(f"not TPxFSDPxDP, as in 8x16x8: {text!r}")

@@ -17,7 +17,7 @@ import time
 from pathlib import Path
 from typing import Any
 
-from cluster.command_line.sample_checkpoint import write_llama_checkpoint
+from cluster.command_line.demo import write_llama_checkpoint
 from cluster.units import parse_bytes, show_bytes
 
 PRECISIONS = (

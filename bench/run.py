@@ -36,7 +36,7 @@ from bench.spec import Source, Spec
 from bench.tables import check_docs, markdown, rewrite_docs, terminal
 from bench.tuning import find_best
 from cluster.command_line.demo import sandbox
-from cluster.joining.interrupts import sigterm_interrupts
+from cluster.joining.patience import sigterm_interrupts
 
 SIZE, SMALL_SIZE = "2GB", "40MB"
 TUNING_PART = 4  # settings are searched on models of that part of the size: some hundred runs

@@ -17,7 +17,7 @@ from typing import TypedDict
 
 from bench.spec import BenchFile, Source, Spec
 from cluster.client import publish
-from cluster.command_line.sample_checkpoint import llama_tensors, write_llama_checkpoint
+from cluster.command_line.demo import llama_tensors, write_llama_checkpoint
 from storage.checkpoints.safetensors_header import tensor_bytes
 
 BUCKET, TUNING_BUCKET = "bench", "tuning"

@@ -18,9 +18,9 @@ from actors.node.node_ledger import NodeLedger
 from bench.sim_flows import Network, NodeLink, WorkerFlows
 from cluster.fit.needs import min_slots
 from cluster.messages import Commit, LeaseOrder, NodeJob, Orders, RankHello, RankUpdate
-from cluster.plans.load_plan import LoadPlan
-from cluster.plans.packed_plan import pack_shared
-from cluster.plans.read_items import expand_read_items
+from cluster.planning.packed_plan import pack_shared
+from cluster.planning.plan import LoadPlan
+from cluster.planning.read_items import expand_read_items
 from storage.arena.chunk_cache import ChunkCache
 from storage.host.processes import ProcessId
 

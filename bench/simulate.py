@@ -25,8 +25,8 @@ from bench.sim_node import NodeRates, SimNode, place_bytes
 from cluster.errors import ConfigError, PlanError
 from cluster.fit.needs import min_slots
 from cluster.layouts.mesh import Layout
-from cluster.plans.load_plan import LoadPlan
-from cluster.plans.planning import build_load_plan, needed_chunks
+from cluster.planning.make_plan import build_load_plan, needed_chunks
+from cluster.planning.plan import LoadPlan
 from cluster.scheduling.topology import NodeInfo, assign_ranks, ranks_by_node
 
 MIB = 1 << 20

@@ -27,9 +27,9 @@ import numpy as np
 
 import cluster
 from bench.arguments import output_file, positive_int
-from cluster.command_line.sample_checkpoint import write_llama_checkpoint
+from cluster.client import release_warm
+from cluster.command_line.demo import write_llama_checkpoint
 from cluster.joining.connection import disconnect
-from cluster.residents import release_warm
 
 MIB = 1 << 20
 SMALL: dict[str, Any] = {

@@ -9,15 +9,22 @@ from __future__ import annotations
 import importlib
 from typing import TYPE_CHECKING, Any
 
-from longshore.install_check import check_packages
+from longshore.installation import check_packages
 
 if TYPE_CHECKING:
     from actors.hosting import host_rank as host_rank
     from cluster.client import aload as aload
     from cluster.client import apublish as apublish
+    from cluster.client import arelease as arelease
+    from cluster.client import asign as asign
+    from cluster.client import astatus as astatus
     from cluster.client import averify as averify
+    from cluster.client import generate_key as generate_key
     from cluster.client import load as load
     from cluster.client import publish as publish
+    from cluster.client import release as release
+    from cluster.client import sign as sign
+    from cluster.client import status as status
     from cluster.client import verify as verify
     from cluster.config import Config as Config
     from cluster.errors import AgentEnded as AgentEnded
@@ -49,21 +56,14 @@ if TYPE_CHECKING:
     from cluster.errors import UnknownFamily as UnknownFamily
     from cluster.errors import VersionMismatch as VersionMismatch
     from cluster.model import LoadedModel as LoadedModel
-    from cluster.preview.plan_ahead import aplan as aplan
-    from cluster.preview.plan_ahead import plan as plan
-    from cluster.preview.plan_summary import PlanSummary as PlanSummary
-    from cluster.residents import arelease as arelease
-    from cluster.residents import astatus as astatus
-    from cluster.residents import release as release
-    from cluster.residents import status as status
-    from cluster.signing import asign as asign
-    from cluster.signing import generate_key as generate_key
-    from cluster.signing import sign as sign
+    from cluster.planning.plan_summary import PlanSummary as PlanSummary
+    from cluster.planning.preview import aplan as aplan
+    from cluster.planning.preview import plan as plan
     from cluster.telemetry.report import ClusterStatus as ClusterStatus
     from cluster.telemetry.report import LoadProgress as LoadProgress
     from cluster.telemetry.report import LoadReport as LoadReport
-    from longshore.install_check import PackageShadowed as PackageShadowed
-    from longshore.version import __version__ as __version__
+    from longshore.installation import PackageShadowed as PackageShadowed
+    from longshore.installation import __version__ as __version__
     from storage.errors import AccessDenied as AccessDenied
     from storage.errors import ArenaBusy as ArenaBusy
     from storage.errors import ArenaCorrupt as ArenaCorrupt
@@ -114,7 +114,9 @@ if TYPE_CHECKING:
 # module -> public names that live there; the block above tells type checkers the same (a test compares them)
 _EXPORTS = {
     "actors.hosting": "host_rank",
-    "cluster.client": "aload apublish averify load publish verify",
+    "cluster.client": (
+        "aload apublish arelease asign astatus averify generate_key load publish release sign status verify"
+    ),
     "cluster.config": "Config",
     "cluster.errors": (
         "AgentEnded CallTimeout ChunkFailed ClusterError ClusterLost ConfigError DeviceUnavailable DoesNotFit "
@@ -124,13 +126,10 @@ _EXPORTS = {
         "RankTaken RemoteCallFailed UnknownFamily VersionMismatch"
     ),
     "cluster.model": "LoadedModel",
-    "cluster.preview.plan_ahead": "aplan plan",
-    "cluster.preview.plan_summary": "PlanSummary",
+    "cluster.planning.preview": "aplan plan",
+    "cluster.planning.plan_summary": "PlanSummary",
     "cluster.telemetry.report": "ClusterStatus LoadProgress LoadReport",
-    "cluster.residents": "arelease astatus release status",
-    "cluster.signing": "asign generate_key sign",
-    "longshore.install_check": "PackageShadowed",
-    "longshore.version": "__version__",
+    "longshore.installation": "PackageShadowed __version__",
     "storage.errors": (
         "AccessDenied ArenaBusy ArenaCorrupt ArenaError ArenaTooLarge ArenaTooSmall BadSignature "
         "CheckpointError CredentialsExpired DependencyChanged DiskChunkUnusable DiskTierError IntegrityError "

@@ -1,8 +1,8 @@
-"""The verbs about one checkpoint: load, publish, verify. Each has an async twin with an `a` in front.
+"""The verbs of the Python client. Each has an async twin with an `a` in front.
 
-    load --LoadRequest--> coordinator; wait for READY while showing progress --> LoadedModel
+load --LoadRequest--> coordinator; wait for READY while showing progress --> LoadedModel
 
-publish and verify, and `cluster.preview.plan_ahead.plan`, work where ray is not installed: they run in this process.
+publish and verify, and `cluster.planning.preview.plan`, work where ray is not installed: they run in this process.
 """
 
 from __future__ import annotations
@@ -11,20 +11,29 @@ import contextlib
 import os
 import time
 from collections.abc import Callable, Sequence
-from dataclasses import replace
+from contextlib import closing
+from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
 from cluster.command_line.progress import byte_counter, load_counter, shown_progress
 from cluster.config import Config
-from cluster.device_map.options import GivenMap, GivenMemory
-from cluster.errors import ClusterLost, ConfigError, LoadCancelled, LoadForgotten, LoadTimeout, ModelNotFound
-from cluster.fit.options import STRICT, FitOptions
+from cluster.errors import (
+    ClusterLost,
+    ConfigError,
+    LoadCancelled,
+    LoadForgotten,
+    LoadTimeout,
+    ModelNotFound,
+    NoCoordinator,
+)
+from cluster.fit.options import STRICT, FitOptions, GivenMap, GivenMemory
 from cluster.joining.connection import Connection, connect
 from cluster.joining.patience import Patience, checked_timeout
+from cluster.joining.ray_join import import_ray
 from cluster.layouts.live_rules import with_live_rules
 from cluster.layouts.mesh import Layout
 from cluster.layouts.rules import LayoutRules
-from cluster.model import LoadedModel
+from cluster.model import LoadedModel, give_up_handles
 from cluster.precision.recipes import Dtype, make_precision
 from cluster.public_functions import GIVEN_UP, checks_arguments, in_thread, load_in_thread
 from cluster.request import (
@@ -38,10 +47,18 @@ from cluster.request import (
     read_revision,
     read_signed_name,
 )
-from cluster.telemetry.report import LoadProgress, LoadReport
+from cluster.telemetry.chunk_map import ChunkMap
+from cluster.telemetry.event_log import LoadEvent
+from cluster.telemetry.report import ClusterStatus, LoadProgress, LoadReport
+from cluster.telemetry.stats import Jsonable
 from cluster.telemetry.tracing import load_trace
-from storage.errors import LongshoreError
+from storage.checkpoints.checkpoint import check_manifest_size
+from storage.checkpoints.checkpoint_files import read_whole
+from storage.checkpoints.manifest import MANIFEST_KEY, parse_manifest
+from storage.errors import LongshoreError, ObjectChanged, WeakDigest
+from storage.publishing.signing import SIGNATURE_KEY, SigningKey, check_signable, key_id, sign_manifest, signed_name_of
 from storage.store_ref import Credentials
+from storage.stores.requests import RetryPolicy, with_retries
 
 if TYPE_CHECKING:
     from storage.publishing.publish import PublishReport
@@ -397,3 +414,197 @@ def _until_given_up(progress: Callable[..., None] | None) -> Callable[..., None]
 aload = load_in_thread(load)
 apublish = in_thread(publish)
 averify = in_thread(verify)
+
+
+LONGEST_WAIT_S = 30.0  # for news, in one call
+
+
+@checks_arguments
+def status(address: str | None = None) -> ClusterStatus:
+    """Models, ranks, arenas. Raises ClusterLost, as NoCoordinator when Ray is there and no coordinator runs."""
+    found: ClusterStatus = _running(address).call("status")
+    return found
+
+
+@checks_arguments
+def events(model_id: str, *, after: int = 0, wait_s: float = 0.0, address: str | None = None) -> tuple[LoadEvent, ...]:
+    """What happened to a load or model since its event number `after`, oldest first; waits up to `wait_s` for news.
+
+    Of a load the last 1000 are kept, until five minutes after its end. Raises ModelNotFound, ClusterLost.
+    """
+    found: tuple[LoadEvent, ...] = _running(address).call("events", model_id, after, min(wait_s, LONGEST_WAIT_S))
+    return found
+
+
+@checks_arguments
+def chunk_map(model_id: str, *, address: str | None = None) -> ChunkMap:
+    """Where each chunk of a load is now, on every node that has ranks of it. Raises ModelNotFound, ClusterLost."""
+    found: ChunkMap = _running(address).call("chunks", model_id)
+    return found
+
+
+@checks_arguments
+def request_of(model_id: str, *, address: str | None = None) -> LoadRequest:
+    """What a model was loaded with, without credentials. Raises ModelNotFound, ClusterLost."""
+    found: LoadRequest = _running(address).call("request_of", model_id)
+    return found
+
+
+@dataclass(frozen=True, slots=True)
+class Released(Jsonable):
+    """What `release` did."""
+
+    model_id: str
+    freed: bool  # the model's memory is free
+    holders: int  # other processes that still hold the model; 0 when it was freed
+
+    def __str__(self) -> str:
+        if self.freed:
+            return f"{self.model_id} is freed"
+        others = "another process holds" if self.holders == 1 else f"{self.holders} other processes hold"
+        return f"{self.model_id} is not kept any more, but {others} it"
+
+
+@checks_arguments
+def release(model: LoadedModel | str, *, force: bool = False, address: str | None = None) -> Released:
+    """Give up every hold of this process on a model, and its keep flag: unless another process holds it, it is freed.
+
+    With `keep=True` a model stays when nobody holds it; `LoadedModel.release` gives up one hold and leaves the flag.
+
+    Args:
+        model: What `load` returned, or the model's id. Every LoadedModel of this process that holds it is released, and
+            its `with` block ends as usual.
+        force: Free it whoever holds it; their calls fail.
+        address: Of the Ray cluster, where this process has not joined it.
+
+    Returns:
+        Whether the memory is free now, else how many other processes still hold the model.
+
+    Raises:
+        ConfigError: `model` is neither a LoadedModel nor an id.
+        ModelNotFound: There is no such model.
+        ClusterLost: No cluster or no coordinator answers.
+    """
+    model_id = model.model_id if isinstance(model, LoadedModel) else model
+    connection = _running(address)
+    give_up_handles(model_id)
+    connection.drop_all(model_id)
+    if force:
+        connection.call("release", model_id, None, force=True)
+        return Released(model_id, True, 0)
+    holders: int = connection.call("unkeep", model_id, connection.client_id)
+    return Released(model_id, not holders, holders)
+
+
+@checks_arguments
+def release_warm(*, address: str | None = None) -> int:
+    """End the workers of released models that wait for the next load; how many models' they were. Raises ClusterLost.
+
+    They give way by themselves to a load that needs their place; other users of the GPUs need this.
+    """
+    ended: int = _running(address).call("release_warm")
+    return ended
+
+
+@checks_arguments
+def shutdown(address: str | None = None) -> None:
+    """End every model, agent and arena, and the coordinator. The Ray cluster stays. Raises ClusterLost."""
+    connection = _running(address, any_version=True)  # it is how one gets rid of another version
+    connection.call("shutdown")
+    connection.end_coordinator()
+
+
+def _running(address: str | None, *, any_version: bool = False) -> Connection:
+    connection = connect(address, Config.from_env(), start=False, any_version=any_version)
+    if connection is None and not import_ray().is_initialized():
+        raise ClusterLost(
+            "no Ray cluster runs here",
+            hint="ray start --head starts one; --address or RAY_ADDRESS says which cluster elsewhere is meant",
+        )
+    if connection is None:
+        raise NoCoordinator(
+            "no Longshore coordinator runs in this cluster",
+            hint="the first load starts one; --address or RAY_ADDRESS says which cluster is meant",
+        )
+    return connection
+
+
+astatus = in_thread(status)
+arelease = in_thread(release)
+
+
+@dataclass(frozen=True, slots=True)
+class SignReport(Jsonable):
+    """What was signed."""
+
+    uri: str
+    revision: str
+    name: str  # the model's, under which it was signed
+    key_id: str
+
+
+@dataclass(frozen=True, slots=True)
+class KeyReport(Jsonable):
+    """A new pair of keys: where they are, and the public one."""
+
+    path: str  # of the private key
+    public_path: str
+    public_key: str  # base64, for LONGSHORE_TRUSTED_KEYS and `trusted_keys`
+    key_id: str
+
+
+@checks_arguments
+def sign(
+    uri: str | os.PathLike[str],
+    key: str | os.PathLike[str],
+    *,
+    signed_name: str | None = None,
+    endpoint_url: str | None = None,
+    region: str | None = None,
+    profile: str | None = None,
+    anonymous: bool = False,
+    credentials: Credentials | None = None,
+    config: Config | None = None,
+) -> SignReport:
+    """Sign the manifest of a published model as it is stored now, with the private key in the file `key`.
+
+    `signed_name`: the name under which whoever trusts the key will load it; None: the path without scheme and bucket.
+    A signature there is replaced. What is signed is what the store answers: where others can write, publish with
+    `sign_key` instead, or compare the revision. Raises InvalidKey, SigningUnavailable, InvalidManifest, WeakDigest
+    (published with XXH3), StoreError (ObjectNotFound when the model was never published).
+    """
+    config = config or Config.from_env()
+    signing_key = SigningKey.read(key)
+    policy = RetryPolicy()
+    options = StoreOptions(endpoint_url, region, profile, anonymous)
+    store, _ = open_uri(uri, options, credentials, config.read_timeout_s, config.source_rules())
+    with closing(store):
+        name = signed_name_of(store.uri, read_signed_name(signed_name))
+        info = with_retries(lambda: store.stat(MANIFEST_KEY), policy)
+        check_manifest_size(info, store.uri)
+        data = read_whole(store, info, policy)
+        manifest = parse_manifest(data)
+        try:
+            check_signable(manifest.hash)
+        except WeakDigest as error:
+            raise error.with_details(uri=store.uri) from None
+        signature = sign_manifest(data, signing_key, name)
+        with_retries(lambda: store.put(SIGNATURE_KEY, signature), policy)
+        now = with_retries(lambda: store.stat(MANIFEST_KEY), policy)
+        if (now.size_bytes, now.etag) != (info.size_bytes, info.etag):
+            raise ObjectChanged("the manifest was replaced while it was signed: sign it again", uri=store.uri)
+        return SignReport(store.uri, manifest.revision, name, key_id(signing_key.public))
+
+
+@checks_arguments
+def generate_key(path: str | os.PathLike[str]) -> KeyReport:
+    """Write a new private key to `path` (mode 0600) and its public half to `path`.pub; nothing is overwritten.
+
+    Raises InvalidKey, SigningUnavailable.
+    """
+    key = SigningKey.generate()
+    public_path = key.save(path)
+    return KeyReport(os.fspath(path), public_path, key.public, key_id(key.public))
+
+
+asign = in_thread(sign)

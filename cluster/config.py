@@ -15,7 +15,7 @@ from cluster.telemetry.logs import LogFormat, LogLevel, LogSettings
 from cluster.units import parse_bytes
 from storage.errors import InvalidKey, UnknownSigner
 from storage.publishing.signing import TrustedKey, key_id, trusted_key
-from storage.source_rules import ANY, DEFAULT_SCHEMES, SourceRules, with_own_endpoint
+from storage.store_ref import ANY, DEFAULT_SCHEMES, SourceRules, with_own_endpoint
 
 ENV_PREFIX = "LONGSHORE_"
 SERVICE_PREFIX = "LONGSHORE_HTTP_"  # settings of the HTTP service, read by `serving.settings`
@@ -75,7 +75,7 @@ class Config(BaseModel):
     metrics_host: str = "127.0.0.1"  # address that it listens on; beyond this host only when told so, as by 0.0.0.0
     log_format: LogFormat = "text"  # of what actors log: "text", or "json", a line each
     log_level: LogLevel = "INFO"  # DEBUG: each failed try, each rank
-    # Lists, separated by commas; storage.source_rules says what they mean.
+    # Lists, separated by commas; storage.store_ref says what they mean.
     allowed_schemes: str = DEFAULT_SCHEMES  # schemes that models may be read from; "any": all that are installed
     allowed_endpoints: str = ANY  # servers that may be read from
     allowed_buckets: str = ANY  # buckets that may be read from

@@ -20,19 +20,17 @@ from typing import Any
 
 from cluster.errors import VersionMismatch
 from cluster.request import StoreAccess
-from cluster.telemetry.figures import EndedPart, LoadCounters, NodeFigures, RankFigures
-from cluster.telemetry.rank_report import ArenaUse
 from cluster.telemetry.report import SettingStatus
-from longshore.version import VERSION
+from cluster.telemetry.stats import ArenaUse, EndedPart, LoadCounters, NodeFigures, RankFigures
+from longshore.installation import VERSION
+from storage.checksum import Span
 from storage.errors import LongshoreError
-from storage.host.gpu_memory import GpuMemory
-from storage.host.memory import MemoryPool
+from storage.host.memory import GpuMemory, MemoryPool
 from storage.host.processes import ProcessId
-from storage.stores.store_checksum import Span
 
 UNVERSIONED = (4, "an earlier version")  # of processes that cannot say it
 
-Version = tuple[int, str]  # see `longshore.version.VERSION`
+Version = tuple[int, str]  # see `longshore.installation.VERSION`
 
 
 def check_version(theirs: Version, sender: str, receiver: str) -> None:
@@ -101,7 +99,7 @@ class NodeJob:
     incarnations: tuple[int, ...] = ()  # of `ranks`: earlier ones have nothing to say, also to an agent that is new
     again: bool = False  # an agent was told this before, and was restarted
     replaced: bool = False  # before that, some rank's process was replaced
-    model: str = ""  # what it is counted under (`cluster.telemetry.families`)
+    model: str = ""  # what it is counted under (`cluster.telemetry.metrics`)
     process: ProcessId | None = None  # that hosts its rank and ends it, by its death at the latest
     group: GroupMember | None = None  # of that process
 

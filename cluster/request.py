@@ -12,10 +12,9 @@ from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
 from typing import Any, Protocol, runtime_checkable
 
-from cluster.device_map.deciding import DeviceKey
-from cluster.device_map.options import DeviceMapOptions, GivenMap, GivenMemory, parse_device_map
 from cluster.errors import ConfigError
-from cluster.fit.options import STRICT, FitOptions, FitTry
+from cluster.fit.device_map import DeviceKey
+from cluster.fit.options import STRICT, DeviceMapOptions, FitOptions, FitTry, GivenMap, GivenMemory, parse_device_map
 from cluster.layouts.mesh import Layout
 from cluster.layouts.rules import LayoutRules, read_rules
 from cluster.precision.recipes import Precision
@@ -23,8 +22,7 @@ from storage.checkpoints.checkpoint import split_model_uri
 from storage.errors import InvalidUri, StoreError, UnsupportedStore
 from storage.problems import quote
 from storage.publishing.signing import MAX_NAME_CHARACTERS, is_name, trusted_key
-from storage.source_rules import DEFAULT_SCHEMES, SourceRules
-from storage.store_ref import ALIASES, Credentials, StoreRef, check_printable, parse_uri
+from storage.store_ref import ALIASES, DEFAULT_SCHEMES, Credentials, SourceRules, StoreRef, check_printable, parse_uri
 from storage.stores.object_store import ObjectStore
 from storage.stores.open_store import open_store
 

@@ -1,7 +1,7 @@
 """Longshore's Python client under a name that nothing else takes: `import longshore; longshore.load("s3://...")`.
 
 Anybody may have a folder or a file that is called `storage`, `cluster` or `actors`. So this package looks where they
-come from (`longshore.install_check`) before it imports them, and needs only the standard library itself. It offers
+come from (`longshore.installation`) before it imports them, and needs only the standard library itself. It offers
 every public name of `cluster`, loaded when it is first used (PEP 562).
 """
 
@@ -10,9 +10,9 @@ from __future__ import annotations
 import importlib.util
 from typing import TYPE_CHECKING, Any
 
-from longshore.install_check import PackageShadowed as PackageShadowed
-from longshore.install_check import check_packages
-from longshore.version import __version__ as __version__
+from longshore.installation import PackageShadowed as PackageShadowed
+from longshore.installation import __version__ as __version__
+from longshore.installation import check_packages
 
 if TYPE_CHECKING:
     from cluster import *  # noqa: F403

@@ -8,7 +8,7 @@ import sys
 import threading
 from collections.abc import Sequence
 
-from longshore.install_check import PackageShadowed, check_packages
+from longshore.installation import PackageShadowed, check_packages
 
 EXIT_INTERRUPTED = 130
 EXIT_SHADOWED = 7  # both as in cluster.command_line.answers, which cannot be imported when this is needed

@@ -26,7 +26,7 @@ from starlette.exceptions import HTTPException
 from starlette.responses import Response
 from starlette.types import ASGIApp, Message, Receive, Scope, Send
 
-from serving.problems import problem
+from serving.schemas import problem
 from serving.settings import ServingSettings, digest_of, is_loopback
 
 _TYPES = {"html": "text/html", "css": "text/css", "js": "text/javascript"}

@@ -18,10 +18,21 @@ from starlette.types import Receive, Scope, Send
 
 from cluster.errors import NoCoordinator
 from cluster.telemetry.report import ModelStatus
-from longshore.version import __version__
+from longshore.installation import __version__
 from serving.access import Access, read_page
-from serving.problems import MEDIA_TYPE, Json, problem, problem_of, status_of
-from serving.schemas import Begun, Freed, LoadBody, Models, PlanBody, Problem
+from serving.schemas import (
+    MEDIA_TYPE,
+    Begun,
+    Freed,
+    Json,
+    LoadBody,
+    Models,
+    PlanBody,
+    Problem,
+    problem,
+    problem_of,
+    status_of,
+)
 from serving.service import Busy, Service
 from storage.errors import LongshoreError
 

@@ -13,7 +13,7 @@ from typing import Any
 from cluster.config import Config
 from cluster.errors import ClusterError, ClusterLost, PackageMissing
 from cluster.joining.connection import connect
-from longshore.version import __version__
+from longshore.installation import __version__
 from serving.settings import ServingSettings
 from storage.problems import install_hint
 

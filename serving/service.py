@@ -15,13 +15,13 @@ from concurrent.futures import ThreadPoolExecutor
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
-from cluster import client, residents
+from cluster import client
+from cluster.client import Released
 from cluster.config import Config
 from cluster.errors import ClusterLost, ConfigError, ModelNotFound
-from cluster.preview import plan_ahead
-from cluster.preview.plan_summary import PlanSummary
+from cluster.planning import preview
+from cluster.planning.plan_summary import PlanSummary
 from cluster.request import StoreOptions
-from cluster.residents import Released
 from cluster.telemetry.chunk_map import ChunkMap
 from cluster.telemetry.event_log import LoadEvent
 from cluster.telemetry.report import ClusterStatus, LoadProgress, ModelStatus
@@ -78,7 +78,7 @@ class Service:
         self._rules = settings.source_rules()
         self._loads: dict[asyncio.Task[Any], str] = {}  # not ready yet -> model id, as soon as it is known
         self._plans = asyncio.Semaphore(settings.plans)
-        self._status = SharedAnswer(lambda: self._call(lambda: residents.status(self._address)))
+        self._status = SharedAnswer(lambda: self._call(lambda: client.status(self._address)))
         self._threads = ThreadPoolExecutor(CALLS + settings.streams, thread_name_prefix="longshore-http")
 
     def close(self) -> None:
@@ -139,7 +139,7 @@ class Service:
             with contextlib.suppress(asyncio.CancelledError, LongshoreError):
                 await task
         with contextlib.suppress(*([ModelNotFound] if ours else [])):
-            return await self._call(lambda: residents.release(model_id, force=force, address=self._address))
+            return await self._call(lambda: client.release(model_id, force=force, address=self._address))
         return Released(model_id, freed=True, holders=0)
 
     # -- views -------------------------------------------------------------------------------------------------
@@ -157,11 +157,11 @@ class Service:
 
     async def events(self, model_id: str, after: int, wait_s: float) -> tuple[LoadEvent, ...]:
         """Raises ModelNotFound, ClusterLost."""
-        return await self._call(lambda: residents.events(model_id, after=after, wait_s=wait_s, address=self._address))
+        return await self._call(lambda: client.events(model_id, after=after, wait_s=wait_s, address=self._address))
 
     async def chunks(self, model_id: str) -> ChunkMap:
         """Raises ModelNotFound, ClusterLost."""
-        return await self._call(lambda: residents.chunk_map(model_id, address=self._address))
+        return await self._call(lambda: client.chunk_map(model_id, address=self._address))
 
     async def picture(self, body: PlanBody) -> bytes:
         """An SVG of ranks against layers. Raises as `plan` does."""
@@ -173,7 +173,7 @@ class Service:
     async def plan(self, body: PlanBody, **more: Any) -> PlanSummary:
         """Raises what `cluster.plan` raises; Busy."""
         self._check(body)
-        return await self._planned(lambda: plan_ahead.plan(**body.arguments(), **more, config=self._config))
+        return await self._planned(lambda: preview.plan(**body.arguments(), **more, config=self._config))
 
     async def picture_of(self, model_id: str) -> bytes:
         """An SVG of ranks against layers, of a model of the cluster. Raises ModelNotFound, ClusterLost, as `plan` does.
@@ -182,8 +182,8 @@ class Service:
         kept. Where the model was loaded from is not for the caller to say, so the rules for requests do not apply;
         those of the cluster do.
         """
-        request = await self._call(lambda: residents.request_of(model_id, address=self._address))
-        return (await self._planned(lambda: plan_ahead.draw(request, self._config))).encode()
+        request = await self._call(lambda: client.request_of(model_id, address=self._address))
+        return (await self._planned(lambda: preview.draw(request, self._config))).encode()
 
     # -- inside ------------------------------------------------------------------------------------------------
 

@@ -11,7 +11,7 @@ from typing import Any
 from pydantic import BaseModel, ConfigDict, Field, ValidationError, field_validator
 
 from cluster.errors import ConfigError
-from storage.source_rules import SourceRules, with_own_endpoint
+from storage.store_ref import SourceRules, with_own_endpoint
 
 ENV_PREFIX = "LONGSHORE_HTTP_"
 TOKEN_VARIABLE = f"{ENV_PREFIX}TOKEN"

@@ -38,8 +38,8 @@ from cluster.config import Config
 from cluster.messages import AgentBeat, BeatReply, GroupMember, RankBeat
 from cluster.scheduling.load_state import LoadState
 from cluster.scheduling.warm_pool import IdleNodes
+from cluster.telemetry.counters import Tally
 from cluster.telemetry.report import NodeStatus, SettingStatus
-from cluster.telemetry.tally import Tally
 from storage.errors import ArenaBusy, LongshoreError
 
 SILENT_S = 5.0  # an agent that is well speaks more often

@@ -27,7 +27,7 @@ import ray
 from actors.coordination.model_record import ModelRecord
 from actors.coordination.planner import CHECK_TIMEOUT_S, Planner
 from cluster.errors import LoadError
-from cluster.plans.packed_plan import PackedPlan
+from cluster.planning.packed_plan import PackedPlan
 from cluster.request import LoadRequest, StoreAccess
 from storage.errors import AccessDenied, LongshoreError, StoreUnavailable
 

@@ -20,11 +20,11 @@ from actors.coordination.model_record import ModelRecord, Seat
 from cluster.config import Config
 from cluster.fit.needs import min_slots
 from cluster.messages import FetchSettings, NodeJob, RankJob, SlotHolder
-from cluster.plans.packed_plan import PackedPlan
+from cluster.planning.packed_plan import PackedPlan
 from cluster.request import LoadRequest
 from cluster.scheduling import load_state
 from cluster.scheduling.holders import Holders
-from cluster.telemetry.families import model_label
+from cluster.telemetry.metrics import model_label
 from storage.errors import ArenaBusy
 
 SAVED_S = 5.0  # an agent that has not answered by then is not well, and is told all when it begins again

@@ -30,11 +30,10 @@ from ray.exceptions import RayError
 
 from actors.coordination import nodes, spawn
 from actors.coordination.attaching import PlanSource, use_working_access
-from actors.coordination.fit_choice import FitChoice
+from actors.coordination.fit import FitChoice, node_memory
 from actors.coordination.gangs import Gang, Gangs
 from actors.coordination.jobs import find_workers_again, node_job, rank_job, slots_taken
 from actors.coordination.model_record import ModelRecord, Seat
-from actors.coordination.node_limits import node_memory
 from actors.coordination.nodes import ACTOR_GONE, NodeAgents
 from actors.coordination.planner import Planner
 from actors.coordination.reseating import Reseating
@@ -51,7 +50,7 @@ from cluster.errors import (
     RankTaken,
 )
 from cluster.joining.node_tasks import unwrapped
-from cluster.plans.packed_plan import PackedPlan
+from cluster.planning.packed_plan import PackedPlan
 from cluster.scheduling import load_state
 from cluster.scheduling.topology import (
     assign_gpus,
@@ -62,8 +61,8 @@ from cluster.scheduling.topology import (
     show_bundles,
 )
 from cluster.scheduling.warm_pool import IdleGang, choose
-from cluster.telemetry.rank_report import join_checks, verified_by
 from cluster.telemetry.report import LoadReport, NodeReport, ProcessMemory
+from cluster.telemetry.stats import join_checks, verified_by
 from storage.errors import LongshoreError
 
 

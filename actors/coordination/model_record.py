@@ -15,16 +15,16 @@ from typing import Any
 
 from cluster.errors import RankLost, UnknownFamily
 from cluster.fit.options import what_was_taken
-from cluster.plans.packed_plan import PackedPlan
+from cluster.planning.packed_plan import PackedPlan
 from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling import load_state
 from cluster.scheduling.holders import Holders, ProvenAccess
 from cluster.scheduling.load_state import Event, Life, LoadState, RankLife
+from cluster.telemetry.counters import LoadView, Tally
 from cluster.telemetry.event_log import EventLog
-from cluster.telemetry.families import model_label
 from cluster.telemetry.logs import log_events
+from cluster.telemetry.metrics import model_label
 from cluster.telemetry.report import LoadProgress, LoadReport, ModelStatus, RankReport, RankStatus
-from cluster.telemetry.tally import LoadView, Tally
 from storage.errors import LongshoreError
 from storage.host.memory import PeakMemory
 

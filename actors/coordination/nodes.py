@@ -17,10 +17,10 @@ import ray
 from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
-from actors.agent_link import PackedCalls, ask_agent
 from actors.coordination import spawn
 from actors.coordination.attaching import IN_MESSAGE_BYTES
 from actors.coordination.model_record import ModelRecord
+from actors.links import PackedCalls, ask_agent
 from cluster.config import Config
 from cluster.errors import (
     AgentEnded,
@@ -34,7 +34,7 @@ from cluster.errors import (
 from cluster.joining.ray_private import available_resources_per_node
 from cluster.messages import NodeFacts, unpack_message
 from cluster.node_settings import node_name
-from cluster.plans.chunk_keys import HeldChunks
+from cluster.planning.chunk_keys import HeldChunks
 from cluster.request import LoadRequest
 from cluster.scheduling.topology import NodeInfo, show_bundles
 from cluster.units import show_some

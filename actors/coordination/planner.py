@@ -18,7 +18,7 @@ from typing import Any
 from cluster.config import TrustPolicy
 from cluster.errors import ClusterError
 from cluster.fit.search import Limits, PlannedChange
-from cluster.plans.packed_plan import PackedPlan
+from cluster.planning.packed_plan import PackedPlan
 from cluster.request import LoadRequest
 from storage.errors import LongshoreError, StoreUnavailable
 from storage.host.processes import own_module
@@ -31,7 +31,7 @@ MOST_CHECKS = 8  # at once; they are small, and wait for no plan
 
 
 class Planner:
-    """Runs `cluster.plans.planning_process` requests: MOST_PLANS plans and MOST_CHECKS checks at once."""
+    """Runs `cluster.planning.process` requests: MOST_PLANS plans and MOST_CHECKS checks at once."""
 
     def __init__(self, chunk_bytes: int, read_timeout_s: float, trust: TrustPolicy | None = None) -> None:
         self._settings = (chunk_bytes, read_timeout_s)
@@ -101,7 +101,7 @@ class Planner:
         return None
 
     async def _start(self) -> Process:
-        command, environ = own_module("cluster.plans.planning_process", *map(str, self._settings))
+        command, environ = own_module("cluster.planning.process", *map(str, self._settings))
         process = await asyncio.create_subprocess_exec(
             *command, stdin=asyncio.subprocess.PIPE, stdout=asyncio.subprocess.PIPE, env=environ
         )

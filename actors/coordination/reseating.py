@@ -19,8 +19,8 @@ from typing import Any
 from ray.exceptions import RayError
 
 from actors.coordination import nodes, spawn
-from actors.coordination.admission import fit_on
 from actors.coordination.attaching import PlanSource
+from actors.coordination.fit import fit_on
 from actors.coordination.gangs import Gangs
 from actors.coordination.jobs import save
 from actors.coordination.model_record import ModelRecord, Seat
@@ -28,7 +28,7 @@ from actors.coordination.nodes import NodeAgents
 from actors.coordination.tending import alongside, finished
 from cluster.config import Config
 from cluster.errors import ClusterLost, DoesNotFit, NodeLost, NotEnoughResources
-from cluster.plans.packed_plan import PackedPlan
+from cluster.planning.packed_plan import PackedPlan
 from cluster.scheduling import load_state
 from cluster.scheduling.topology import lost_ranks, no_place, seat_again
 from storage.errors import LongshoreError

@@ -23,9 +23,8 @@ from ray.exceptions import RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group, placement_group_table, remove_placement_group
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
-from actors.agent_link import RayCoordinatorLink
 from actors.gpu_worker import CONCURRENCY_GROUPS, GpuWorker
-from actors.names import NAMESPACE, agent_name, gang_of_worker, group_name, worker_name
+from actors.links import NAMESPACE, RayCoordinatorLink, agent_name, gang_of_worker, group_name, worker_name
 from actors.node_agent import NodeAgent
 from cluster.config import Config
 from cluster.errors import ClusterLost

@@ -37,9 +37,9 @@ import torch
 
 from actors.handover.tensor_views import torch_dtype
 from cluster.layouts.region import Range, Region
-from cluster.plans.load_plan import StagedTensor, TensorSlice
-from cluster.precision import nf4
-from cluster.precision.nf4 import BLOCK, VALUES
+from cluster.planning.plan import StagedTensor, TensorSlice
+from cluster.precision import quantized_tensors
+from cluster.precision.quantized_tensors import BLOCK, VALUES
 from cluster.precision.recipes import GROUP, SCHEMES, Scheme
 
 _LEAST = 1e-38  # in place of an absmax that is less: 1 / absmax is a number
@@ -126,8 +126,10 @@ def convert(
     scheme, dtype = SCHEMES[staged.recipe.scheme], torch_dtype(staged.recipe.dtype, ())[0]
     if scheme.scale == "block":
         quantize_nf4(weight.reshape(-1), dtype, views[0].reshape(-1), views[1], _at_once(weight))
-        views[2].copy_(torch.tensor(nf4.VALUES))
-        views[3].copy_(torch.tensor(list(nf4.packed_state(staged.recipe.dtype, piece.sizes)), dtype=torch.uint8))
+        views[2].copy_(torch.tensor(quantized_tensors.VALUES))
+        views[3].copy_(
+            torch.tensor(list(quantized_tensors.packed_state(staged.recipe.dtype, piece.sizes)), dtype=torch.uint8)
+        )
         return
     if scheme.packed:
         views[2].copy_(torch.tensor(piece.shape))

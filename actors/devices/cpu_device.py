@@ -25,8 +25,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.errors import DoesNotFit
-from cluster.plans.load_plan import StagedTensor, TensorSlice
-from cluster.plans.read_items import ReadItems
+from cluster.planning.plan import StagedTensor, TensorSlice
+from cluster.planning.read_items import ReadItems
 from storage.host.memory import populate
 
 if TYPE_CHECKING:

@@ -12,8 +12,8 @@ import torch
 from actors.devices.convert import convert
 from actors.handover.tensor_views import tensor_views
 from cluster.errors import DeviceUnavailable, DoesNotFit
-from cluster.plans.load_plan import StagedTensor, TensorSlice
-from cluster.plans.read_items import ReadItems
+from cluster.planning.plan import StagedTensor, TensorSlice
+from cluster.planning.read_items import ReadItems
 
 PORTABLE = 1  # cudaHostRegisterPortable
 

@@ -19,8 +19,8 @@ from collections.abc import Callable, Sequence
 from concurrent.futures import Future, ThreadPoolExecutor
 from typing import TYPE_CHECKING, Protocol
 
-from cluster.plans.load_plan import StagedTensor, TensorSlice
-from cluster.plans.read_items import ReadItems
+from cluster.planning.plan import StagedTensor, TensorSlice
+from cluster.planning.read_items import ReadItems
 
 if TYPE_CHECKING:
     import torch

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import torch
 
-from cluster.plans.load_plan import TensorSlice
+from cluster.planning.plan import TensorSlice
 from storage.checkpoints.safetensors_header import tensor_bytes
 
 

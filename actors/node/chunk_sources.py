@@ -16,8 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.messages import DISK_READ, NodeJob, RankHello, RankUpdate
-from cluster.telemetry.figures import SOURCES, LoadCounters, RankFigures
-from cluster.telemetry.rank_report import StageTimes
+from cluster.telemetry.stats import SOURCES, LoadCounters, RankFigures, StageTimes
 from storage.checkpoints.model_index import ChunkTable
 
 

@@ -33,9 +33,8 @@ from cluster.messages import (
     SlotHolder,
 )
 from cluster.telemetry.chunk_map import NodeView, least_done, runs_of
-from cluster.telemetry.figures import EndedPart, NodeFigures
-from cluster.telemetry.rank_report import ArenaUse
 from cluster.telemetry.report import NodeReport
+from cluster.telemetry.stats import ArenaUse, EndedPart, NodeFigures
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import Lease
 from storage.errors import ArenaTooSmall, LongshoreError

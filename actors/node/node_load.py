@@ -12,11 +12,10 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from actors.node.chunk_flow import ChunkFlow, JobTables
+from actors.node.chunk_flow import ChunkFlow, JobTables, RankPlace
 from actors.node.chunk_sources import source_of
 from actors.node.disk_backlog import DiskBacklog
 from actors.node.object_checks import KeptSpans, ObjectChecks
-from actors.node.rank_place import RankPlace
 from cluster.errors import LoadCancelled
 from cluster.messages import LeaseOrder, NodeJob, Orders, RankHello, RankUpdate
 from cluster.scheduling.concurrency import RequestLimit

@@ -13,12 +13,19 @@ from actors.node.disk_backlog import DiskWriter
 from actors.node.node_ledger import NodeLedger
 from cluster.config import Config
 from cluster.messages import AgentBeat, RankBeat
-from cluster.telemetry.figures import NodeMemory
+from cluster.telemetry.stats import NodeMemory
 from storage.arena.arena import Arena
 from storage.arena.arena_files import check_room, default_arena_bytes, one_at_a_time, sweep, untouched_bytes
 from storage.errors import ArenaCorrupt, ArenaTooSmall, LongshoreError
-from storage.host.gpu_memory import GpuMemory, gpu_memory
-from storage.host.memory import MemoryPool, available_host_bytes, free_bytes, memory_pools, own_bytes
+from storage.host.memory import (
+    GpuMemory,
+    MemoryPool,
+    available_host_bytes,
+    free_bytes,
+    gpu_memory,
+    memory_pools,
+    own_bytes,
+)
 
 LEFT_BYTES = 512 << 20  # that an arena leaves, at most: the settings may ask for a larger reserve than a host has
 LOOK_EVERY_SLOTS = 8

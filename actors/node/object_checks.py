@@ -13,12 +13,12 @@ from collections import OrderedDict
 from collections.abc import Callable, Iterable
 from dataclasses import dataclass, field
 
-from actors.node.rank_place import ChunkKeys
+from actors.node.chunk_flow import ChunkKeys
 from cluster.messages import Commit
-from cluster.telemetry.rank_report import ONLY_PART, ObjectCheck
+from cluster.telemetry.stats import ONLY_PART, ObjectCheck
 from storage.checkpoints.model_index import Shard
+from storage.checksum import NO_CHECKSUM, Span
 from storage.errors import IntegrityError
-from storage.stores.store_checksum import NO_CHECKSUM, Span
 
 NOT_KNOWN = "parts of it had been fetched before, and what was fetched then is not known any more"
 NO_MD5 = "its ETag is not the MD5 of its bytes"

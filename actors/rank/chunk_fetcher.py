@@ -20,16 +20,15 @@ from collections.abc import Callable, Sequence
 from dataclasses import dataclass, field, replace
 
 from cluster.messages import DISK_READ, DISK_UNUSABLE, Commit, FetchFailure, LeaseOrder
-from cluster.plans.packed_plan import SharedTables
+from cluster.planning.packed_plan import SharedTables
 from cluster.scheduling.retry import Fail, cause_of, decide
 from cluster.telemetry.logs import LogFields
 from cluster.telemetry.report import StageTimes
-from storage.checksum import Hasher, new_hasher
+from storage.checksum import Hasher, Span, SpanHasher, new_hasher
 from storage.disk.files import DiskReader
 from storage.errors import DiskChunkUnusable, DiskTierError, IntegrityError, LongshoreError, ReadEnded
 from storage.stores.object_store import ByteRange, ObjectStore, cut, read_pieces
-from storage.stores.read_limit import ReadLimit, ReadLimits
-from storage.stores.store_checksum import Span, SpanHasher
+from storage.stores.requests import ReadLimit, ReadLimits
 
 
 @dataclass(slots=True)

@@ -19,10 +19,10 @@ from collections.abc import Iterable, KeysView
 
 from actors.devices.device import Device
 from actors.rank.chunk_fetcher import StageClock
-from cluster.plans.load_plan import RankPlan
-from cluster.plans.packed_plan import SharedTables
-from cluster.plans.rank_plans import staging_room
-from cluster.plans.read_items import ReadItems, expand_read_items, whole_chunks
+from cluster.planning.packed_plan import SharedTables
+from cluster.planning.plan import RankPlan
+from cluster.planning.rank_plans import staging_room
+from cluster.planning.read_items import ReadItems, expand_read_items, whole_chunks
 from storage.arena.arena import Arena
 from storage.errors import LongshoreError
 

@@ -11,6 +11,11 @@
 
 Nothing here knows Ray: `AgentLink` is a handle to an actor in a cluster and an object in a test. A slot is written
 only under a lease and read only under it or between `readable` and `placed`; when `run` ends, no thread touches it.
+
+The arenas that this process has mapped, and the ranks in it that use them.
+
+A mapping is shared by the ranks of the process. Mapping the pages of an arena anew costs 0.1 CPU s per GB, so a process
+that is kept warm keeps its mapping too.
 """
 
 from __future__ import annotations
@@ -23,29 +28,94 @@ import threading
 import time
 import traceback
 from collections.abc import Callable
-from dataclasses import replace
+from dataclasses import dataclass, replace
 
 from actors.devices.cpu_device import PROCESS_MEMORY
 from actors.devices.device import Device
+from actors.links import AgentLink
 from actors.node.chunk_sources import by_source, source_of
-from actors.rank.arena_maps import PROCESS_ARENAS
 from actors.rank.chunk_fetcher import ChunkFetcher
 from actors.rank.chunk_placer import ChunkPlacer
 from actors.rank.rank_work import RankWork, Results
-from actors.rank_link import AgentLink
 from cluster.errors import ClusterLost, LoadCancelled
-from cluster.messages import DIRECT, Orders, RankHello, RankJob, RankUpdate
-from cluster.plans.load_plan import RankPlan
-from cluster.plans.packed_plan import unpack_shared
-from cluster.telemetry.figures import RankFigures
+from cluster.messages import DIRECT, Orders, RankHello, RankJob, RankUpdate, Words
+from cluster.planning.packed_plan import unpack_shared
+from cluster.planning.plan import RankPlan
 from cluster.telemetry.logs import LogFields
 from cluster.telemetry.report import RankReport, StageTimes
+from cluster.telemetry.stats import RankFigures
 from storage.arena.arena import Arena
 from storage.errors import IntegrityError, LongshoreError
 from storage.host.memory import PeakMemory, own_bytes
 from storage.host.processes import CpuClock, ProcessId, usable_cpus
 from storage.stores.object_store import ObjectStore
 from storage.stores.open_store import open_store
+
+
+@dataclass(slots=True)
+class _Mapping:
+    arena: Arena
+    users: int = 0
+
+
+class ArenaMaps:
+    """Thread-safe. A user is a rank's loader, by any number that tells it from the others."""
+
+    def __init__(self) -> None:
+        self._lock = threading.Lock()
+        self._keeps = False
+        self._mappings: dict[str, _Mapping] = {}  # by epoch
+        self._claims: dict[int, tuple[str, str]] = {}  # user -> (arena path, agent by whose word)
+
+    def keep(self, keeps: bool) -> None:
+        """From now on leave an arena mapped that nobody uses, or not."""
+        with self._lock:
+            self._keeps = keeps
+            if not keeps:
+                self._close_unused()
+
+    def open(self, path: str, epoch: str) -> Arena:
+        """The arena at `path`, which the agent says is of this epoch. Raises ArenaError."""
+        with self._lock:
+            self._close_unused(but=epoch)  # one that was replaced gives its memory back only when nobody maps it
+            mapping = self._mappings.get(epoch)
+            if mapping is None:
+                arena = Arena.open(path)
+                mapping = self._mappings.setdefault(arena.epoch, _Mapping(arena))
+                if mapping.arena is not arena:
+                    arena.close()
+            mapping.users += 1
+            return mapping.arena
+
+    def close(self, arena: Arena) -> None:
+        """One user less; as many times as it was opened."""
+        with self._lock:
+            self._mappings[arena.epoch].users -= 1
+            if not self._keeps:
+                self._close_unused()
+
+    def _close_unused(self, but: str = "") -> None:
+        for epoch, mapping in list(self._mappings.items()):
+            if not mapping.users and epoch != but:
+                del self._mappings[epoch]
+                mapping.arena.close()
+
+    # -- who uses them -----------------------------------------------------------------------------------------
+
+    def claim(self, user: int, path: str, agent: str) -> None:
+        """The user may read and write the arena, by this agent's word."""
+        self._claims[user] = (path, agent)
+
+    def let_go(self, user: int) -> None:
+        """The user touches no arena any more."""
+        self._claims.pop(user, None)
+
+    def words(self, but: int | None = None) -> Words:
+        """(arena path, agent) of the users in this process, `but` that one."""
+        return tuple(claim for key, claim in list(self._claims.items()) if key != but)
+
+
+PROCESS_ARENAS = ArenaMaps()
 
 
 def empty_frames(error: BaseException) -> None:

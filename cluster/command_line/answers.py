@@ -24,9 +24,9 @@ from cluster.errors import (
     PlanError,
     VersionMismatch,
 )
-from cluster.joining.interrupts import Terminated
+from cluster.joining.patience import Terminated
 from cluster.units import printable
-from longshore.install_check import PackageShadowed
+from longshore.installation import PackageShadowed
 from storage.errors import (
     ArenaError,
     CheckpointError,

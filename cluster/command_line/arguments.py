@@ -9,9 +9,8 @@ from collections.abc import Callable
 from typing import Any
 
 from cluster.command_line.help_texts import PAGES, description_of, epilog_of
-from cluster.device_map.options import GivenMap
 from cluster.errors import ConfigError
-from cluster.fit.options import MODES, STRICT
+from cluster.fit.options import MODES, STRICT, GivenMap
 from cluster.units import parse_bytes
 
 CREDENTIALS = (  # broken by hand: argparse fills no descriptions here

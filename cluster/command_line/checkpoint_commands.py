@@ -86,7 +86,7 @@ def _says_what_goes_on() -> Iterator[None]:
 def run_plan(args: argparse.Namespace) -> int:
     """Show what would be loaded where; ends as a load that is refused when it does not fit."""
     from cluster.command_line.tables import plan_table
-    from cluster.preview.plan_ahead import plan as plan_ahead
+    from cluster.planning.preview import plan as plan_ahead
 
     plan = plan_ahead(
         args.uri,
@@ -143,8 +143,8 @@ def run_verify(args: argparse.Namespace) -> int:
 
 def run_sign(args: argparse.Namespace) -> int:
     """Sign the manifest that is there."""
+    from cluster.client import sign
     from cluster.command_line.tables import cell
-    from cluster.signing import sign
 
     signed = sign(args.uri, args.key, signed_name=args.signed_name, **store_options(args))
     said = f"{signed.uri}: revision {signed.revision} is signed as {signed.name} with key {signed.key_id}"
@@ -154,8 +154,8 @@ def run_sign(args: argparse.Namespace) -> int:
 
 def run_keygen(args: argparse.Namespace) -> int:
     """Make a pair of keys; the private one is only written."""
+    from cluster.client import generate_key
     from cluster.command_line.tables import cell
-    from cluster.signing import generate_key
 
     made = generate_key(args.file)
     said = (

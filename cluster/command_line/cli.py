@@ -23,8 +23,8 @@ from cluster.command_line.cluster_commands import add_cluster_verbs, add_complet
 from cluster.command_line.help_texts import exit_codes_text
 from cluster.command_line.progress import say_on
 from cluster.errors import ConfigError
-from cluster.joining.interrupts import Terminated, sigterm_interrupts
-from longshore.version import __version__
+from cluster.joining.patience import Terminated, sigterm_interrupts
+from longshore.installation import __version__
 from storage.errors import LongshoreError
 from storage.problems import without_secrets
 

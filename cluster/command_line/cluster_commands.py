@@ -32,30 +32,30 @@ from cluster.command_line.progress import StagedDisplay, byte_counter, load_coun
 from cluster.command_line.watch_commands import watch_status
 from cluster.errors import ClusterLost, ConfigError, ModelNotFound
 from cluster.units import printable, show_bytes
-from longshore.install_check import check_packages
+from longshore.installation import check_packages
 from storage.errors import LongshoreError
 
 if TYPE_CHECKING:
-    from cluster.residents import Released
+    from cluster.client import Released
     from cluster.telemetry.process_logs import LogLine
 
 
 def run_status(args: argparse.Namespace) -> int:
     """Show the models and nodes of a cluster; with --watch until interrupted."""
-    from cluster import residents
+    from cluster import client
     from cluster.command_line.tables import status_table
 
     if args.watch is not None:
         return watch_status(args)
 
-    status = residents.status(args.address)
+    status = client.status(args.address)
     answer(args, status.as_dict(), lambda: status_table(status))
     return OK
 
 
 def run_release(args: argparse.Namespace) -> int:
     """Free one model or --all, end idle workers with --warm; --shutdown ends coordinator, agents and arenas too."""
-    from cluster import residents
+    from cluster import client
     from cluster.command_line.tables import cell
     from cluster.command_line.watch_commands import full_id
 
@@ -63,13 +63,13 @@ def run_release(args: argparse.Namespace) -> int:
         raise ConfigError("name one model, or say --all", hint="`longshore status` lists the models")
     wanted = [args.model_id] if args.model_id is not None else []
     if args.all:
-        wanted = [model.progress.model_id for model in residents.status(args.address).models]
+        wanted = [model.progress.model_id for model in client.status(args.address).models]
     elif wanted:
-        wanted = [full_id(args.model_id, residents.status(args.address))]
+        wanted = [full_id(args.model_id, client.status(args.address))]
     results, failed = _release_each(wanted, args)
-    warm = residents.release_warm(address=args.address) if args.warm else 0
+    warm = client.release_warm(address=args.address) if args.warm else 0
     if args.shutdown:
-        residents.shutdown(args.address)
+        client.shutdown(args.address)
     said = [str(result) for result in results]
     if not said and (failed or args.all):
         said.append("nothing was released" if failed else "nothing to release")
@@ -93,12 +93,12 @@ def _release_each(
 
     Raises ClusterLost: nobody answers for the others either.
     """
-    from cluster import residents
+    from cluster import client
 
     results, failed = [], {}
     for model_id in model_ids:
         try:
-            results.append(residents.release(model_id, force=args.force, address=args.address))
+            results.append(client.release(model_id, force=args.force, address=args.address))
         except ClusterLost:
             raise
         except LongshoreError as error:
@@ -129,7 +129,7 @@ def run_demo(args: argparse.Namespace) -> int:
 
 
 def _write_model(args: argparse.Namespace) -> int:
-    from cluster.command_line.sample_checkpoint import write_demo_model
+    from cluster.command_line.demo import write_demo_model
     from cluster.command_line.tables import cell
 
     written = write_demo_model(args.write, args.size)

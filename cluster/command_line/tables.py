@@ -15,16 +15,16 @@ from rich.console import Console, Group, RenderableType
 from rich.table import Table
 from rich.text import Text
 
-from cluster.device_map.deciding import device_name
+from cluster.fit.device_map import device_name
 from cluster.fit.search import steps_text
-from cluster.preview.plan_picture import TensorPart, at_rank, fold_layers, row_name, row_sizes, show_ranges, show_runs
-from cluster.telemetry.rank_report import unchecked_counts
+from cluster.planning.plan_picture import TensorPart, at_rank, fold_layers, row_name, row_sizes, show_ranges, show_runs
+from cluster.telemetry.stats import unchecked_counts
 from cluster.units import printable, show_bytes, show_rate
 
 if TYPE_CHECKING:
     from cluster.command_line.demo import DemoReport
-    from cluster.doctor.check import Check
-    from cluster.preview.plan_summary import PlanSummary
+    from cluster.doctor.host_checks import Check
+    from cluster.planning.plan_summary import PlanSummary
     from cluster.telemetry.report import ClusterStatus, LoadReport, NodeStatus
     from storage.publishing.publish import PublishReport
     from storage.publishing.verify import VerifyReport

@@ -19,7 +19,7 @@ from cluster.command_line.progress import say_on
 from cluster.errors import ConfigError, ModelNotFound, NoCoordinator
 
 if TYPE_CHECKING:
-    from cluster.command_line.looks import Look
+    from cluster.command_line.watch_view import Look
     from cluster.telemetry.event_log import LoadEvent
     from cluster.telemetry.report import ClusterStatus, ModelStatus
 
@@ -41,8 +41,7 @@ def watch_status(args: argparse.Namespace) -> int:
 
     Where nothing was loaded yet it waits for the first load.
     """
-    from cluster.command_line.looks import Looks, looks_in_thread
-    from cluster.command_line.watch_view import JsonWatch, LineWatch
+    from cluster.command_line.watch_view import JsonWatch, LineWatch, Looks, looks_in_thread
 
     found = looks_in_thread(_from_first_load(Looks(args.address).look, args.watch), args.watch)
     with closing(found), ExitStack() as stack:
@@ -86,16 +85,16 @@ def _from_first_load(look: Callable[[], Look], interval_s: float) -> Callable[[]
 
 def run_events(args: argparse.Namespace) -> int:
     """What happened to a load; with --follow or --until as it happens, and FAILED when it is not what was awaited."""
-    from cluster import residents
+    from cluster import client
 
     if args.follow or args.until is not None:
         args.follow, args.until = True, args.until or "end"
         return _follow(args)
     try:
-        events = residents.events(args.load, after=args.after, address=args.address)
+        events = client.events(args.load, after=args.after, address=args.address)
     except ModelNotFound:
         args.load = _full_id(args)
-        events = residents.events(args.load, after=args.after, address=args.address)
+        events = client.events(args.load, after=args.after, address=args.address)
     if args.json:
         print_json({"model_id": args.load, "events": [event.as_dict() for event in events]})
     else:
@@ -105,14 +104,14 @@ def run_events(args: argparse.Namespace) -> int:
 
 
 def _follow(args: argparse.Namespace) -> int:
-    from cluster import residents
+    from cluster import client
 
     after, incarnation = args.after, ""
     known = named = False
     while True:
         try:
-            events = residents.events(args.load, after=after, wait_s=WAIT_S, address=args.address)
-            status = residents.status(args.address)
+            events = client.events(args.load, after=after, wait_s=WAIT_S, address=args.address)
+            status = client.status(args.address)
         except ModelNotFound:
             if known:
                 return _end(args, None)
@@ -134,9 +133,9 @@ def _follow(args: argparse.Namespace) -> int:
 
 
 def _full_id(args: argparse.Namespace) -> str:
-    from cluster import residents
+    from cluster import client
 
-    return full_id(args.load, residents.status(args.address))
+    return full_id(args.load, client.status(args.address))
 
 
 def _put(args: argparse.Namespace, events: Sequence[LoadEvent]) -> bool:

@@ -1,6 +1,6 @@
-"""`longshore doctor`: what a person would check by hand, each check on its own.
+"""`longshore doctor`: runs every check in order, and the checks of the Ray cluster itself.
 
-    run_checks -> host_checks    packages, memory, /dev/shm and the arena, GPUs and drivers of this machine
+run_checks -> host_checks    packages, memory, /dev/shm and the arena, GPUs and drivers of this machine
                -> disk_checks    the folder for chunks on disk
                -> cluster_checks Ray, its authentication, every node's packages and versions, resources
                   node_checks    of every node: GPUs, drivers, NCCL, /dev/shm, clock, the store from there
@@ -11,16 +11,161 @@ A check returns what it found; one that raises has failed and says why, and the 
 
 from __future__ import annotations
 
+import importlib
 import os
-from collections.abc import Callable, Iterable
+from collections.abc import Callable, Iterable, Iterator, Sequence
 from functools import partial
+from importlib.metadata import PackageNotFoundError, version
+from pathlib import Path
 from typing import Any
 
+from cluster.client import status
 from cluster.config import Config
-from cluster.doctor import cluster_checks, host_checks, store_checks
-from cluster.doctor.check import Check
-from cluster.doctor.node_checks import bandwidth_here, judge_bandwidth
+from cluster.doctor import host_checks, store_checks
+from cluster.doctor.host_checks import Check
+from cluster.doctor.node_checks import bandwidth_here, check_each_node, judge_bandwidth, name_of
+from cluster.errors import NoCoordinator
+from cluster.joining.connection import disconnect
+from cluster.joining.node_tasks import Node, living_nodes, lost_nodes, on_every_node, why_no_answer
+from cluster.joining.ray_join import find_cluster
+from cluster.joining.ray_private import NAMES
+from cluster.units import show_bytes
+from longshore.installation import probe
 from storage.errors import LongshoreError
+from storage.private_names import missing
+from storage.problems import install_hint
+
+SHOWN_LOST = 5
+PROBE_TIMEOUT_S = 60.0  # a node's first task starts a Python process
+INSTALL_HINT = f"in the environment that this node's `ray start` runs in: {install_hint('cluster')}"
+
+
+def check_cluster(
+    address: str | None, uri: str | None = None, store_args: dict[str, Any] | None = None, *, bandwidth: bool = False
+) -> Iterator[Check]:
+    """Ray is installed and reachable, its nodes have our packages in our version, and what resources there are.
+
+    Of nodes with our version also what they have, and with `uri` whether they reach the store, and with `bandwidth`
+    how fast.
+    """
+    try:
+        yield Check("ray", "ok", version("ray"))
+    except PackageNotFoundError:
+        yield Check("ray", "fail", "not installed", install_hint("cluster"))
+        return
+    for gone in missing(NAMES):
+        yield Check("ray", "fail", gone.message, gone.hint)
+    yield check_authentication(os.environ)
+    ray: Any = importlib.import_module("ray")
+    ours = not ray.is_initialized()
+    if ours:
+        try:
+            found = find_cluster(address)
+            if found is None:
+                yield Check("cluster", "skip", "none runs here and none was named; `longshore load` starts a local one")
+                return
+            ray.init(address=found, logging_level="ERROR", log_to_driver=False, configure_logging=False)
+        except LongshoreError as error:
+            yield Check("cluster", "fail", str(error))
+            return
+        except ConnectionError as error:
+            yield Check("cluster", "fail", str(error).splitlines()[0], "see `ray status` on the head node")
+            return
+    try:
+        nodes = living_nodes(ray)
+        yield Check("cluster", "ok", f"{len(nodes)} nodes, head {ray.get_runtime_context().gcs_address}")
+        yield from check_lost(lost_nodes(ray))
+        same = []
+        for node, check in check_nodes(ray, nodes):
+            yield check
+            if check.outcome in ("ok", "warn"):
+                same.append(node)
+        yield from check_each_node(ray, same, uri, store_args or {}, bandwidth=bandwidth)
+        yield check_settings_in_force(address)
+        yield check_resources(ray.cluster_resources(), ray.available_resources())
+    finally:
+        if ours:
+            disconnect()
+            ray.shutdown()
+
+
+def check_settings_in_force(address: str | None) -> Check:
+    """What the coordinator goes by, and where it comes from; defaults are not listed."""
+    name = "settings in force"
+    try:
+        settings = status(address).settings
+    except NoCoordinator:
+        return Check(name, "skip", "no coordinator runs; the next load starts one with those of the head's environment")
+    except LongshoreError as error:
+        return Check(name, "fail", str(error))
+    given = [f"{setting.name}={setting.value} ({setting.source})" for setting in settings if not setting.is_default]
+    return Check(name, "ok", ", ".join(given) or "all at their defaults")
+
+
+def check_authentication(environ: Any) -> Check:
+    """How Ray's token authentication is set here. The token itself is never shown."""
+    mode = environ.get("RAY_AUTH_MODE", "")
+    sources = [name for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH") if environ.get(name)]
+    if (Path.home() / ".ray" / "auth_token").is_file():
+        sources.append("the auth_token file under ~/.ray")
+    found = f"RAY_AUTH_MODE={mode or 'not set'}, token from: {', '.join(sources) or 'nowhere'}"
+    if mode == "token" and not sources:
+        hint = "set RAY_AUTH_TOKEN or RAY_AUTH_TOKEN_PATH to the cluster's token"
+        return Check("ray authentication", "fail", found, hint)
+    if not mode and sources:
+        hint = "Ray may switch token authentication on by itself: set RAY_AUTH_MODE=token or disabled everywhere"
+        return Check("ray authentication", "warn", found, hint)
+    return Check("ray authentication", "ok", found)
+
+
+def check_lost(nodes: Sequence[Node]) -> Iterator[Check]:
+    """Nodes that are gone, one by one where they are few."""
+    for node in nodes[-SHOWN_LOST:]:
+        why = node.get("DeathReasonMessage") or "Ray does not say why"
+        hint = "it may come back; until then see its machine, or its pod's last state"
+        yield Check(f"node {name_of(node)}", "warn", f"lost: {why}", hint)
+    if len(nodes) > SHOWN_LOST:
+        yield Check("lost nodes", "warn", f"{len(nodes)} since the head began; the last {SHOWN_LOST} are above")
+
+
+def check_nodes(ray: Any, nodes: Sequence[Node]) -> Iterator[tuple[Node, Check]]:
+    """Run `probe` on every node and compare it with this process."""
+    here = probe()
+    for node, found in on_every_node(ray, [(node, ()) for node in nodes], probe, PROBE_TIMEOUT_S):
+        name = f"node {name_of(node)}"
+        if isinstance(found, TimeoutError):
+            yield node, Check(name, "fail", str(found), "see `ray status` and the node's logs")
+        elif isinstance(found, BaseException):
+            missing = "No module named 'longshore'" in str(found)
+            detail = "longshore is not installed there" if missing else why_no_answer(found)
+            yield node, Check(name, "fail", detail, INSTALL_HINT if missing else "")
+        else:
+            yield node, compare_probes(name, here, found)
+
+
+def compare_probes(name: str, here: dict[str, Any], there: dict[str, Any]) -> Check:
+    """Whether a node that answered `there` can work with a client that is `here`."""
+    detail = f"longshore {there['version']}, Python {there['python']}, Ray {there['ray']}"
+    if there["problem"]:
+        return Check(name, "fail", str(there["problem"]))
+    if (there["version"], there["protocol"]) != (here["version"], here["protocol"]):
+        mine = f"; here longshore {here['version']} (protocol {here['protocol']}, there {there['protocol']})"
+        return Check(name, "fail", detail + mine, "install the same version here and on every node")
+    if there["python"].split(".")[:2] != here["python"].split(".")[:2] or there["ray"] != here["ray"]:
+        mine = f"; here Python {here['python']}, Ray {here['ray']}"
+        return Check(name, "warn", detail + mine, "Ray wants the same Python and Ray everywhere")
+    return Check(name, "ok", detail)
+
+
+def check_resources(total: dict[str, float], free: dict[str, float]) -> Check:
+    """GPUs, CPUs and memory that Ray knows of."""
+    gpus, free_gpus = total.get("GPU", 0), free.get("GPU", 0)
+    detail = f"{gpus:g} GPUs ({free_gpus:g} free), {total.get('CPU', 0):g} CPUs ({free.get('CPU', 0):g} free)"
+    detail += f", {show_bytes(total.get('memory', 0))} memory"
+    if gpus and not free_gpus:
+        hint = "`longshore status` shows which models hold them; --wait-for-resources waits"
+        return Check("resources", "warn", detail, hint)
+    return Check("resources", "ok", detail)
 
 
 def run_checks(
@@ -42,7 +187,7 @@ def run_checks(
         (host_checks.NAME, partial(host_checks.check_disk_tier, config)),
         ("gpu driver", host_checks.check_driver),
         ("torch", host_checks.check_torch),
-        ("ray", partial(cluster_checks.check_cluster, address, uri, store_args, bandwidth=bandwidth)),
+        ("ray", partial(check_cluster, address, uri, store_args, bandwidth=bandwidth)),
         ("store", partial(store_checks.check_store, uri, store_args)),
     ]
     found = settings + [check for name, run in checks for check in guarded(name, run)]

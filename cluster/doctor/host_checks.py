@@ -7,17 +7,35 @@ import shutil
 import subprocess
 import sys
 from collections.abc import Iterator, Mapping
+from dataclasses import asdict, dataclass
 from pathlib import Path
+from typing import Literal
 
 from cluster.config import Config
-from cluster.doctor.check import Check
 from cluster.fit.needs import min_slots, planned_arena_bytes
 from cluster.units import show_bytes
-from longshore.install_check import probe
+from longshore.installation import probe
 from storage.arena.arena_files import SHM_DIRECTORY, sweep
 from storage.disk.tier import DiskTier
 from storage.host.memory import available_host_bytes, free_bytes, is_memory_backed
 from storage.problems import install_hint
+
+Outcome = Literal["ok", "warn", "fail", "skip"]
+
+
+@dataclass(frozen=True, slots=True)
+class Check:
+    """What one check found."""
+
+    name: str
+    outcome: Outcome
+    detail: str  # what was seen, with numbers
+    hint: str = ""  # what to do about it
+
+    def as_dict(self) -> dict[str, str]:
+        """Plain strings, ready for `json.dumps`."""
+        return asdict(self)
+
 
 PROGRAM_TIMEOUT_S = 60.0
 LITTLE_MEMORY_BYTES = 2 << 30

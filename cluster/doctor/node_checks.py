@@ -19,8 +19,7 @@ from itertools import islice
 from typing import Any
 
 from cluster.config import Config
-from cluster.doctor.check import Check
-from cluster.doctor.host_checks import PROGRAM_TIMEOUT_S, TORCH_QUESTION, check_arena, check_settings
+from cluster.doctor.host_checks import PROGRAM_TIMEOUT_S, TORCH_QUESTION, Check, check_arena, check_settings
 from cluster.doctor.store_checks import LISTED, READ_TIMEOUT_S, Bandwidth, check_store, measure_bandwidth
 from cluster.joining.node_tasks import Node, on_every_node, why_no_answer
 from cluster.node_settings import node_environment
@@ -28,7 +27,7 @@ from cluster.request import StoreOptions
 from cluster.units import show_bytes, show_rate
 from storage.arena.arena_files import ARENA_PREFIX, SHM_DIRECTORY
 from storage.errors import LongshoreError
-from storage.host.gpu_memory import gpu_driver, gpu_memory
+from storage.host.memory import gpu_driver, gpu_memory
 from storage.stores.open_store import open_store
 
 

@@ -14,7 +14,7 @@ from itertools import islice
 from typing import Any
 
 from cluster.config import Config
-from cluster.doctor.check import Check
+from cluster.doctor.host_checks import Check
 from cluster.request import StoreOptions
 from cluster.units import show_bytes, show_rate
 from storage.checkpoints.manifest import MANIFEST_KEY

@@ -26,15 +26,14 @@ from dataclasses import dataclass, replace
 from typing import Protocol
 
 from cluster.config import Config
-from cluster.device_map.deciding import CPU, DISK
 from cluster.errors import DoesNotFit, DoesNotFitNow
+from cluster.fit.device_map import CPU, DISK
 from cluster.fit.options import FitOptions
-from cluster.plans.rank_plans import RankFacts
+from cluster.planning.rank_plans import RankFacts
 from cluster.scheduling.topology import NodeInfo, ranks_by_node
 from cluster.units import show_bytes, show_some
 from storage.arena.arena_files import default_arena_bytes
-from storage.host.gpu_memory import GpuMemory
-from storage.host.memory import MemoryPool
+from storage.host.memory import GpuMemory, MemoryPool
 
 _SHOWN_RANKS = 8
 

@@ -26,15 +26,12 @@ from typing import Any
 
 from cluster.config import Config
 from cluster.errors import ClusterLost, LoadCancelled, LoadTimeout, NoCoordinator, PackageMissing, VersionMismatch
-from cluster.joining.head_watch import HeadWatch, lost_after_s
-from cluster.joining.interrupts import sigterm_kept
 from cluster.joining.node_tasks import unwrapped
-from cluster.joining.patience import UNLIMITED, Patience
+from cluster.joining.patience import UNLIMITED, HeadWatch, Patience, lost_after_s, sigterm_kept
 from cluster.joining.ray_join import address_of, end_local, import_ray, join
 from cluster.joining.ray_private import started_here
 from cluster.request import StoreAccess
-from longshore.install_check import PackageShadowed
-from longshore.version import PROTOCOL_VERSION, __version__
+from longshore.installation import PROTOCOL_VERSION, PackageShadowed, __version__
 from storage.errors import LongshoreError
 
 COORDINATOR_GONE_S = 60.0  # one that answers nothing, or is not back, for this long while Ray lives is taken for lost

@@ -13,21 +13,29 @@ Which tensors a quantization takes: matrices of linear layers, and of experts. P
 A format says of linear layers how they are quantized, and readers look nowhere else. What is called `x.weight` and is
 none (embeddings, routers, which are modules of their own) would be read as plain numbers: it is never taken.
 Experts in one tensor (expert, out, in) are taken only where they are asked for: no library reads them quantized.
+
+The largest absolute values that were recorded of weights when they were published, as a plan carries them. Pure.
+
+What a scale per row needs of a weight (out, in) is one number for each row, of experts (n, out, in) n times as many;
+what a scale per matrix needs is one for each matrix. So a rank that holds a part of a row has the scale of all of it.
 """
 
 from __future__ import annotations
 
 import math
 import re
-from collections.abc import Callable, Sequence
+from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
 from typing import TYPE_CHECKING, TypeAlias
+
+import numpy as np
+from numpy.typing import NDArray
 
 from cluster.errors import ConfigError
 from cluster.layouts.families import HEADS, OTHER_EMBEDDINGS, ROUTERS, TOKEN_EMBEDDINGS, TOWERS
 from cluster.layouts.region import Range, Region, whole
 from cluster.layouts.rules import MAX_RULES, parse_rules, pattern_problem, unmatched
-from cluster.precision import nf4
+from cluster.precision import quantized_tensors
 from cluster.precision.quantized_tensors import OF_ACTIVATIONS
 from storage.checkpoints.amax import WEIGHT_DTYPES, is_stacked, is_weight_matrix
 from storage.checkpoints.model_index import Tensor
@@ -116,7 +124,7 @@ SCHEMES = {
     "fp8_tensor": Scheme(8, "tensor", packed=False, unit=1),
     "int8": Scheme(8, "channel", packed=True, unit=4),
     "int4": Scheme(4, "group", packed=True, unit=GROUP),
-    "nf4": Scheme(4, "block", packed=False, unit=nf4.BLOCK),
+    "nf4": Scheme(4, "block", packed=False, unit=quantized_tensors.BLOCK),
 }
 QUANTIZATIONS = ("", *SCHEMES)
 
@@ -242,8 +250,8 @@ def decide_recipes(tensors: Sequence[Tensor], precision: Precision, family: str 
         raise ConfigError(
             f"quantization={precision.quantization!r} finds no weight that it could quantize",
             hint=f"it takes matrices of linear layers, called *.weight; int4 those with rows of a multiple of {GROUP}, "
-            f"nf4 of {nf4.BLOCK}; all experts in one tensor only where skip_quantization is given without "
-            f"{DEFAULT!r}; skip_quantization may leave none",
+            f"nf4 of {quantized_tensors.BLOCK}; all experts in one tensor only where skip_quantization is given "
+            f"without {DEFAULT!r}; skip_quantization may leave none",
         )
     return found
 
@@ -319,12 +327,12 @@ def _nf4_outputs(recipe: Recipe, shape: tuple[int, ...], region: Region) -> tupl
         held = Region((*region.ranges[:-1], _scaled(region.ranges[-1], by)), region.padding)
         return Output(suffix, dtype, (*shape[:-1], shape[-1] // by), held, form(math.prod(held.sizes)))
 
-    values, state = (len(nf4.VALUES),), (len(nf4.packed_state(recipe.dtype, region.sizes)),)
+    values, state = (len(quantized_tensors.VALUES),), (len(quantized_tensors.packed_state(recipe.dtype, region.sizes)),)
     return (
         part("", "U8", 2, lambda size_bytes: (size_bytes, 1)),
-        part(nf4.ABSMAX, "F32", nf4.BLOCK, lambda blocks: (blocks,)),
-        Output(nf4.QUANT_MAP, "F32", values, whole(values)),
-        Output(nf4.STATE, "U8", state, whole(state)),
+        part(quantized_tensors.ABSMAX, "F32", quantized_tensors.BLOCK, lambda blocks: (blocks,)),
+        Output(quantized_tensors.QUANT_MAP, "F32", values, whole(values)),
+        Output(quantized_tensors.STATE, "U8", state, whole(state)),
     )
 
 
@@ -343,3 +351,62 @@ def _is_cast(tensor: Tensor, target: str, quantized: bool) -> bool:
 
 def _scaled(ranges: tuple[Range, ...], by: int) -> tuple[Range, ...]:
     return tuple((start // by, -(-end // by)) for start, end in ranges)
+
+
+Amax = NDArray[np.float32]
+SCALES = ("channel", "tensor")  # what they are recorded for; others need no more than a rank holds
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class RecordedAmax:
+    """Of m tensors of a model, side by side."""
+
+    tensors: NDArray[np.int32]  # (m,) their numbers, ascending
+    ends: NDArray[np.int64]  # (m,) into values
+    values: Amax
+
+    def part(self, tensor: int, shape: tuple[int, ...], scale: str, region: Region) -> Amax:
+        """Of what a rank holds of one tensor: (rows,) or (1,), of experts (experts, rows) or (experts,).
+
+        Rows that are padding have 0.
+        """
+        at = int(np.searchsorted(self.tensors, tensor))
+        start = int(self.ends[at - 1]) if at else 0
+        values = self.values[start : int(self.ends[at])]
+        if scale == "tensor":
+            return values.copy() if len(shape) == 2 else _taken(values, 0, region)
+        rows = values.reshape(shape[:-1])
+        for dim in range(rows.ndim):
+            rows = _taken(rows, dim, region)
+        padding = np.zeros((region.padding, *rows.shape[1:]), np.float32)
+        return np.concatenate([rows, padding])
+
+
+def gather(tensors: Sequence[int], found: Sequence[tuple[Amax, str]]) -> RecordedAmax:
+    """From the maxima of each tensor's rows, and what of it shares a scale."""
+    values = [rows.reshape(-1) if scale == "channel" else _of_matrices(rows) for rows, scale in found]
+    return RecordedAmax(
+        np.array(tensors, np.int32),
+        np.cumsum([len(each) for each in values], dtype=np.int64),
+        np.concatenate([np.zeros(0, np.float32), *values]),
+    )
+
+
+def carried_bytes(shape: tuple[int, ...], scale: str) -> int:
+    """What a plan carries of a tensor."""
+    return 4 * math.prod(shape[:-1] if scale == "channel" else shape[:-2])
+
+
+def are_finite(found: Mapping[str, Amax], name: str) -> bool:
+    """Whether scales can be worked out from them. Of NaNs only the tensor itself says which ones."""
+    return bool(np.isfinite(found[name]).all())
+
+
+def _of_matrices(rows: Amax) -> Amax:
+    most: Amax = rows.max(axis=-1).reshape(-1)
+    return most
+
+
+def _taken(values: Amax, dim: int, region: Region) -> Amax:
+    parts = [values[(slice(None),) * dim + (slice(start, end),)] for start, end in region.ranges[dim]]
+    return np.concatenate([values[(slice(None),) * dim + (slice(0, 0),)], *parts], axis=dim)

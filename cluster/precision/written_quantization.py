@@ -26,8 +26,8 @@ from typing import Any
 import numpy as np
 
 from cluster.layouts.families import HEADS, TOWERS
-from cluster.plans.cut_model import CutModel
-from cluster.precision import nf4
+from cluster.planning.cut_model import CutModel
+from cluster.precision import quantized_tensors
 from cluster.precision.recipes import GROUP, SCHEMES, Precision, is_matrix, is_weight, skipper
 from storage.checkpoints.amax import is_stacked
 from storage.checkpoints.model_index import Tensor
@@ -126,7 +126,7 @@ def quantization_config(cut: CutModel) -> dict[str, Any] | None:
         computed = next(kind.recipe.dtype for kind in cut.kinds if kind.recipe is not None and kind.recipe.scheme)
         # transformers takes patterns, others names and parts of names.
         skipped = [form for one in ignored for form in (one.name, one.pattern) if form]
-        return _bitsandbytes(nf4.DTYPES[computed], skipped)
+        return _bitsandbytes(quantized_tensors.DTYPES[computed], skipped)
     group = {
         "targets": ["Linear"],
         "weights": {

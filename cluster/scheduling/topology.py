@@ -15,8 +15,7 @@ from dataclasses import dataclass
 from cluster.errors import ConfigError, NodeLost, NotEnoughResources
 from cluster.layouts.mesh import Layout
 from cluster.units import show_some
-from storage.host.gpu_memory import GpuMemory
-from storage.host.memory import MemoryPool
+from storage.host.memory import GpuMemory, MemoryPool
 
 USUAL_GPUS = 8  # of a machine that has any
 

@@ -14,7 +14,7 @@ import numpy as np
 from numpy.typing import NDArray
 
 from cluster.scheduling.lease_queue import ChunkState
-from cluster.telemetry.rank_report import Jsonable
+from cluster.telemetry.stats import Jsonable
 from storage.checkpoints.model_index import ChunkTable, Shard
 
 # from what is least done to what is most: of a chunk that two parts of a load need, the first counts

@@ -9,7 +9,7 @@ from dataclasses import dataclass, field
 from typing import Any
 
 from cluster.scheduling.load_state import Life
-from cluster.telemetry.rank_report import Jsonable
+from cluster.telemetry.stats import Jsonable
 from cluster.units import printable
 
 MAX_EVENTS = 1000  # of one load; older ones are forgotten

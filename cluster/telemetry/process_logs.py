@@ -21,11 +21,11 @@ from dataclasses import dataclass
 from cluster.config import Config
 from cluster.errors import ClusterLost, ConfigError
 from cluster.joining.connection import join_cluster
-from cluster.joining.head_watch import HeadWatch, lost_after_s
 from cluster.joining.node_tasks import Node, living_nodes, on_every_node, why_no_answer
+from cluster.joining.patience import HeadWatch, lost_after_s
 from cluster.joining.ray_join import address_of
 from cluster.joining.ray_private import logs_folder
-from cluster.telemetry.rank_report import Jsonable
+from cluster.telemetry.stats import Jsonable
 from storage.problems import without_secrets
 
 KINDS = {"Coordinator": "coordinator", "NodeAgent": "agent", "GpuWorker": "worker"}  # by the actor's class

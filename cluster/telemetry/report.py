@@ -29,7 +29,7 @@ from typing import Any
 from cluster.fit.options import FitTry, what_was_taken
 from cluster.layouts.mesh import Layout
 from cluster.precision.recipes import Precision
-from cluster.telemetry.rank_report import (
+from cluster.telemetry.stats import (
     Jsonable,
     NodeReport,
     ObjectCheck,

@@ -18,9 +18,9 @@ import time
 from collections.abc import Callable, Iterator, Mapping
 from typing import Any
 
-from cluster.telemetry.families import model_label
+from cluster.telemetry.metrics import model_label
 from cluster.telemetry.report import LoadReport
-from longshore.version import __version__
+from longshore.installation import __version__
 from storage.errors import LongshoreError
 from storage.problems import without_secrets
 

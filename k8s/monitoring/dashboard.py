@@ -1,6 +1,6 @@
 """Writes dashboard.json, for Grafana, with Grafana's own builders: `python k8s/monitoring/dashboard.py`.
 
-A test holds the two together, and checks every expression with promtool and against `cluster.telemetry.families`.
+A test holds the two together, and checks every expression with promtool and against `cluster.telemetry.metrics`.
 """
 
 from __future__ import annotations

@@ -23,7 +23,6 @@ import secrets
 from collections.abc import Hashable, Iterable, Sequence
 from dataclasses import dataclass
 
-from storage.arena.slot_shares import SlotShares
 from storage.arena.slots import (
     KEY_BYTES,
     Answer,
@@ -32,6 +31,7 @@ from storage.arena.slots import (
     MemoryJournal,
     SlotJournal,
     SlotRecord,
+    SlotShares,
     SlotState,
     SlotTable,
 )

@@ -17,15 +17,14 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
+from storage.checkpoints.manifest import HeaderBytes
 from storage.checkpoints.model_index import DEFAULT_CHUNK_BYTES, OtherFile, fixed_bounds
 from storage.checkpoints.safetensors_header import Header, encode_header
-from storage.checkpoints.tensor_table import HeaderBytes
 from storage.checksum import new_hasher
 from storage.errors import IntegrityError, InvalidAmax, InvalidHeader, ManifestMismatch, ObjectNotFound
 from storage.problems import quote
-from storage.stores.object_store import ObjectStore, read_bytes
-from storage.stores.retrying import RetryPolicy, with_retries
-from storage.stores.streaming import ranges_of
+from storage.stores.object_store import ObjectStore, ranges_of, read_bytes
+from storage.stores.requests import RetryPolicy, with_retries
 
 AMAX_KEY = "longshore.amax"
 FORMAT = {"format": "longshore.amax", "version": "1"}

@@ -44,7 +44,7 @@ from storage.problems import Problems, quote, show_bytes
 from storage.publishing.signing import MAX_SIGNATURE_BYTES, SIGN_HINT, SIGNATURE_KEY, check_signable, check_signature
 from storage.store_ref import path_of
 from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore, read_bytes
-from storage.stores.retrying import RetryPolicy, with_retries
+from storage.stores.requests import RetryPolicy, with_retries
 
 NO_MANIFEST = (
     "no manifest: structure and transport are checked, and whole objects by the store's own checksums where it keeps"

@@ -26,6 +26,7 @@ from storage.checkpoints.amax import AMAX_KEY
 from storage.checkpoints.manifest import MANIFEST_KEY, is_safe_path
 from storage.checkpoints.model_index import Tensor
 from storage.checkpoints.safetensors_header import Header, read_head
+from storage.checksum import AskedChecksum, ask_checksum
 from storage.errors import (
     AccessDenied,
     InvalidHeader,
@@ -39,8 +40,7 @@ from storage.errors import (
 from storage.problems import Problems, json_values, quote
 from storage.publishing.signing import SIGNATURE_KEY
 from storage.stores.object_store import ByteRange, LeavesOut, ObjectInfo, ObjectStore, check_key, read_bytes
-from storage.stores.retrying import RetryPolicy, with_retries
-from storage.stores.store_checksum import AskedChecksum, ask_checksum
+from storage.stores.requests import RetryPolicy, with_retries
 
 INDEX_KEY = "model.safetensors.index.json"
 SINGLE_KEY = "model.safetensors"

@@ -22,8 +22,8 @@ import numpy as np
 from numpy.typing import NDArray
 
 from storage.checkpoints.safetensors_header import DTYPE_BITS, Header, HeaderTensor, atom_bytes
+from storage.checksum import StoreChecksum
 from storage.stores.object_store import ByteRange
-from storage.stores.store_checksum import StoreChecksum
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,15 +13,21 @@ from typing import Any, Literal
 from storage.checkpoints.amax import AMAX_KEY
 from storage.checkpoints.checkpoint import check_wanted, not_published, read_manifest, shard_revision
 from storage.checkpoints.checkpoint_files import Inventory, scan_checkpoint
-from storage.checkpoints.manifest import MANIFEST_KEY, Manifest, ManifestFile, ManifestShard, ManifestTensor
+from storage.checkpoints.manifest import (
+    MANIFEST_KEY,
+    BadTensor,
+    HeaderBytes,
+    Manifest,
+    ManifestFile,
+    ManifestShard,
+    ManifestTensor,
+    table_differences,
+)
 from storage.checkpoints.model_index import fixed_bounds
-from storage.checkpoints.tensor_table import BadTensor, HeaderBytes, table_differences
 from storage.errors import InvalidHeader, NotACheckpoint
-from storage.publishing.amax_scan import AmaxScan, Recorded
-from storage.publishing.one_object import BadChunk, ObjectDigests, digest_object
-from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore
-from storage.stores.retrying import RetryPolicy
-from storage.stores.streaming import RangeReader, ranges_of, run_readers
+from storage.publishing.one_object import AmaxScan, BadChunk, ObjectDigests, Recorded, digest_object
+from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore, RangeReader, ranges_of, run_readers
+from storage.stores.requests import RetryPolicy
 
 NOT_PUBLISHED = "not published: there are no digests to compare; longshore publish writes them"
 

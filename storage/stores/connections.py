@@ -17,7 +17,7 @@ from urllib.parse import quote, unquote, urlsplit
 from urllib.request import getproxies, proxy_bypass
 
 from storage.errors import InvalidUri, ProxyRefused, StoreError
-from storage.stores.retrying import passing_refusal
+from storage.stores.requests import passing_refusal
 
 
 def host_and_port(host: str, port: int) -> str:

@@ -48,12 +48,10 @@ from storage.errors import (
     UnsupportedStore,
 )
 from storage.problems import install_hint, without_secrets
-from storage.source_rules import origin
-from storage.store_ref import Credentials, StoreRef
+from storage.store_ref import Credentials, StoreRef, origin
 from storage.stores.connections import find_proxy, proxy_refusal, tls_context
 from storage.stores.object_store import ByteRange, ObjectInfo, check_key
-from storage.stores.read_limit import ReadLimit, outlived
-from storage.stores.retrying import passing_refusal
+from storage.stores.requests import ReadLimit, outlived, passing_refusal
 
 
 def printable_cause(error: Exception) -> Exception:

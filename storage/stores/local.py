@@ -30,7 +30,7 @@ from storage.errors import (
     StoreUnavailable,
 )
 from storage.stores.object_store import ByteRange, ObjectInfo, check_key, cut
-from storage.stores.read_limit import ReadLimit
+from storage.stores.requests import ReadLimit
 
 TEMP_PREFIX = ".longshore-"
 TEMP_SUFFIX = ".part"

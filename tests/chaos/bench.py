@@ -17,8 +17,8 @@ from botocore.config import Config as BotoConfig
 from ray._private import auto_init_hook
 
 import cluster
-from cluster import residents
-from cluster.command_line.sample_checkpoint import write_llama_checkpoint
+from cluster import client
+from cluster.command_line.demo import write_llama_checkpoint
 from cluster.fit.needs import min_slots
 from storage.checkpoints.manifest import MANIFEST_KEY
 from storage.stores.embedded_s3 import EmbeddedS3
@@ -76,7 +76,7 @@ class Bench:
         self.longshore.configure(empty=case.other_version, **settings)
         if any(strike.name in ("coordinator killed", "node lost") for strike in case.strikes):
             # Idle workers are nobody's after it, and wait for `orphan_after_s`: so would every such case.
-            residents.release_warm(address=self.longshore.address)
+            client.release_warm(address=self.longshore.address)
 
     def kill_everything(self) -> None:
         """Coordinator, agents and workers die at once, and what they had in shared memory is gone."""

@@ -65,7 +65,7 @@ class EarlyReader:
     def _ask(self, name: str) -> list[str] | None:
         import ray
 
-        from actors.names import NAMESPACE
+        from actors.links import NAMESPACE
 
         worker = ray.get_actor(name, namespace=NAMESPACE)
         assigned = ray.get(worker.assignment.options(concurrency_group="control").remote(), timeout=ANSWER_S)

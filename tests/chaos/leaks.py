@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from actors.names import COORDINATOR, gang_of_worker
+from actors.links import COORDINATOR, gang_of_worker
 from storage.arena.arena_files import sweep
 from storage.stores.local import is_temporary
 from tests.chaos.interrupts import check_interrupted

@@ -15,7 +15,7 @@ from pathlib import Path
 from typing import Any
 
 import cluster
-from cluster import residents
+from cluster import client
 from storage.errors import LongshoreError
 from storage.store_ref import Credentials
 from tests.chaos.bench import Bench
@@ -159,4 +159,4 @@ def _release(bench: Bench, uri: str) -> None:
     with contextlib.suppress(LongshoreError):
         for model in bench.longshore.models():
             if model.progress.uri == uri:
-                residents.release(model.progress.model_id, force=True, address=bench.longshore.address)
+                client.release(model.progress.model_id, force=True, address=bench.longshore.address)

@@ -15,7 +15,7 @@ from typing import TypeVar
 
 import psutil
 
-from actors.names import COORDINATOR
+from actors.links import COORDINATOR
 from tests.chaos.cases import Case, Strike
 from tests.chaos.interrupts import check_interrupted
 from tests.chaos.proxy import ChaosProxy, CredentialsFile

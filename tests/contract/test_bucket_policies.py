@@ -10,8 +10,8 @@ from typing import Any
 import pytest
 
 from cluster import client
-from cluster.preview.plan_ahead import plan
-from cluster.signing import generate_key, sign
+from cluster.client import generate_key, sign
+from cluster.planning.preview import plan
 from storage.errors import AccessDenied, ManifestMismatch
 from storage.store_ref import parse_uri
 from storage.stores.open_store import open_store

@@ -15,13 +15,7 @@ import boto3
 import pytest
 from botocore.config import Config
 
-from storage.store_ref import Credentials, parse_uri
-from storage.stores.embedded_s3 import EmbeddedS3
-from storage.stores.object_store import ByteRange, ObjectInfo
-from storage.stores.open_store import open_store
-from storage.stores.retrying import RetryPolicy
-from storage.stores.s3.store import ends_of_parts, part_ends
-from storage.stores.store_checksum import (
+from storage.checksum import (
     NO_CHECKSUM,
     NOT_COMBINABLE,
     AskedChecksum,
@@ -29,6 +23,12 @@ from storage.stores.store_checksum import (
     StoreChecksum,
     ask_checksum,
 )
+from storage.store_ref import Credentials, parse_uri
+from storage.stores.embedded_s3 import EmbeddedS3
+from storage.stores.object_store import ByteRange, ObjectInfo
+from storage.stores.open_store import open_store
+from storage.stores.requests import RetryPolicy
+from storage.stores.s3.store import ends_of_parts, part_ends
 from tests.support.ceph_server import CephServer
 from tests.support.ministack_server import MinistackServer
 from tests.support.s3_servers import make_bucket

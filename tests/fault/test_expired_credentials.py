@@ -13,7 +13,7 @@ import cluster
 from storage.errors import AccessDenied, CredentialsExpired
 from storage.store_ref import StoreRef
 from storage.stores.object_store import ByteRange, read_bytes
-from storage.stores.retrying import RetryPolicy, with_retries
+from storage.stores.requests import RetryPolicy, with_retries
 from storage.stores.s3.store import S3Store
 from tests.support.ray_clusters import CREDENTIALS_FILE, Longshore
 from tests.support.reference_slices import shard_differs

@@ -13,7 +13,7 @@ import pytest
 import ray
 
 import cluster
-from actors.names import NAMESPACE
+from actors.links import NAMESPACE
 from cluster.fit.needs import min_slots
 from cluster.messages import SlotHolder
 from tests.support.gated_proxy import GatedProxy

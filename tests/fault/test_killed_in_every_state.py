@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import cluster
-from actors.names import COORDINATOR
+from actors.links import COORDINATOR
 from cluster import LoadedModel, LoadReport
 from cluster.scheduling.load_state import LoadState
 from tests.support.gated_proxy import GatedProxy

@@ -9,7 +9,7 @@ from concurrent.futures import ThreadPoolExecutor
 import pytest
 
 import cluster
-from actors.names import COORDINATOR
+from actors.links import COORDINATOR
 from tests.support.gated_proxy import GatedProxy
 from tests.support.half_load import HalfLoad
 from tests.support.ray_clusters import Longshore, eventually

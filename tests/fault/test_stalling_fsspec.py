@@ -10,10 +10,10 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import ChunkFailed
-from cluster.plans.load_plan import LoadPlan
+from cluster.planning.plan import LoadPlan
 from storage.errors import ReadEnded, StoreError
 from storage.stores.object_store import ByteRange, read_pieces
-from storage.stores.read_limit import ReadLimit, ReadLimits
+from storage.stores.requests import ReadLimit, ReadLimits
 from tests.support.exact_ranks import check_exact
 from tests.support.faulty_bucket import CHUNK_BYTES, FSDP, KEY, OBJECTS, TENSORS, check_at_rest, refused_with, run
 from tests.support.local_node import Belongings, local_node, plan_of

@@ -8,7 +8,7 @@ from pathlib import Path
 import pytest
 
 from cluster.errors import ChunkFailed
-from cluster.plans.load_plan import LoadPlan
+from cluster.planning.plan import LoadPlan
 from storage.errors import IntegrityError
 from storage.stores.embedded_s3 import EmbeddedS3
 from tests.support.checkpoints import flat_objects

@@ -13,9 +13,9 @@ from actors.devices.cpu_device import CpuDevice
 from actors.rank.executor import RankLoader
 from cluster.layouts.mesh import Layout
 from cluster.layouts.rules import rules_for
-from cluster.plans.load_plan import LoadPlan
-from cluster.plans.planning import build_load_plan
-from cluster.plans.read_items import ReadItems
+from cluster.planning.make_plan import build_load_plan
+from cluster.planning.plan import LoadPlan
+from cluster.planning.read_items import ReadItems
 from cluster.scheduling.concurrency import LEVELS
 from cluster.telemetry import report
 from cluster.telemetry.report import RankReport, find_limit

@@ -11,7 +11,7 @@ from safetensors.torch import save
 from actors.devices.cuda_device import CudaDevice
 from actors.rank.executor import RankLoader
 from cluster.layouts.mesh import Layout
-from cluster.plans.planning import build_load_plan
+from cluster.planning.make_plan import build_load_plan
 from cluster.precision.recipes import SCHEMES, Precision
 from cluster.telemetry.report import RankReport
 from storage.checkpoints.checkpoint import open_model

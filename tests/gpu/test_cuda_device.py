@@ -18,8 +18,8 @@ from actors.devices.device import open_device
 from actors.rank.executor import RankLoader
 from cluster.errors import DoesNotFit
 from cluster.layouts.mesh import Layout
-from cluster.plans.planning import build_load_plan
-from cluster.plans.read_items import ReadItems, expand_read_items
+from cluster.planning.make_plan import build_load_plan
+from cluster.planning.read_items import ReadItems, expand_read_items
 from cluster.precision.recipes import Precision
 from cluster.telemetry.report import RankReport
 from storage.arena.arena import Arena

@@ -13,11 +13,11 @@ from actors.devices.mapped_device import open_mapped_rank
 from actors.handover.modules import fill_module
 from actors.rank.executor import RankLoader
 from actors.shard import RankShard
-from cluster.device_map.options import parse_device_map
 from cluster.errors import ModuleMismatch
 from cluster.fit.needs import min_slots
+from cluster.fit.options import parse_device_map
 from cluster.layouts.mesh import Layout
-from cluster.plans.planning import build_load_plan
+from cluster.planning.make_plan import build_load_plan
 from cluster.telemetry.report import RankReport
 from storage.checkpoints.checkpoint import open_model
 from storage.stores.object_store import MemoryStore

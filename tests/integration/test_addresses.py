@@ -18,9 +18,9 @@ import psutil
 import pytest
 
 import cluster
-from cluster import residents
+from cluster import client
 from cluster.config import Config
-from cluster.joining import local_watch
+from cluster.joining import ray_join
 from storage.arena.arena_files import ARENA_PREFIX, SHM_DIRECTORY, sweep
 from storage.host.processes import ProcessId
 from tests.support.free_ports import free_ports
@@ -208,7 +208,7 @@ def lives(process: psutil.Process) -> bool:
 
 
 def ray_s_own(process: psutil.Process) -> bool:
-    return local_watch.__name__ not in process.cmdline()
+    return ray_join.__name__ not in process.cmdline()
 
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, "disconnect", "shut down"])
@@ -227,11 +227,11 @@ def test_a_local_cluster_ends_with_the_process_that_started_it(end: int | str, o
         assert client.stdout is not None
         assert client.stdin is not None
         logs = client.stdout.readline().strip()
-        assert len(local_watch.members(logs)) >= 5  # head, agents, actors
+        assert len(ray_join.members(logs)) >= 5  # head, agents, actors
         processes = [each for each in psutil.Process(client.pid).children(recursive=True) if ray_s_own(each)]
         assert len(processes) >= 5
         assert set(glob.glob(f"{SHM_DIRECTORY}/{ARENA_PREFIX}*")) > before
-        (watcher,) = (each for each in psutil.Process(client.pid).children() if local_watch.__name__ in each.cmdline())
+        (watcher,) = (each for each in psutil.Process(client.pid).children() if ray_join.__name__ in each.cmdline())
         if isinstance(end, str):
             client.stdin.write(f"{end}\n")
             client.stdin.flush()
@@ -240,7 +240,7 @@ def test_a_local_cluster_ends_with_the_process_that_started_it(end: int | str, o
             client.send_signal(end)
             client.wait()
         eventually(lambda: not any(map(lives, processes)), lambda: f"left: {processes}", 20)
-        assert not local_watch.members(logs)
+        assert not ray_join.members(logs)
         eventually(lambda: ProcessId.of(watcher.pid) is None, "the process that watches is left", 60)
         assert set(glob.glob(f"{SHM_DIRECTORY}/{ARENA_PREFIX}*")) <= before
         client.kill()
@@ -262,7 +262,7 @@ def test_whoever_starts_the_cluster_anew_brings_no_settings(
     longshore.end_longshore()
     cluster.load(odd.uri, **options, config=Config(**TEST_SETTINGS)).release()
     assert not caplog.records
-    residents.shutdown(longshore.address)
+    client.shutdown(longshore.address)
     eventually(lambda: not longshore.actor_names(), "the cluster does not end")
     others = {**TEST_SETTINGS, "disk_cache_dir": str(tmp_path), "arena_bytes": 32 << 20}
     with cluster.load(odd.uri, **options, config=Config(**others)):

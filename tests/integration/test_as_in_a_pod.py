@@ -17,7 +17,7 @@ SCRIPT = """
 grep CapEff: /proc/self/status
 ! touch /usr/written 2> /dev/null && ! touch "$PYTHONPATH/written" 2> /dev/null && echo "root is read-only as $(id -u)"
 python -c "
-from cluster.command_line.sample_checkpoint import write_llama_checkpoint as write
+from cluster.command_line.demo import write_llama_checkpoint as write
 write('model', hidden=256, layers=4, intermediate=688, heads=8, kv_heads=4, vocab=4096, shards=2, seed=1)"
 ray start --head --block --node-ip-address=127.0.0.1 --metrics-export-port={ray_metrics} {start} > /tmp/start.log 2>&1 &
 probe() {{ python -c "

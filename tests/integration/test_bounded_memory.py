@@ -7,7 +7,7 @@ from pathlib import Path
 import pytest
 
 import cluster
-from cluster.command_line.sample_checkpoint import write_llama_checkpoint
+from cluster.command_line.demo import write_llama_checkpoint
 from cluster.units import show_bytes
 from storage.host.memory import own_bytes
 from storage.stores.embedded_s3 import EmbeddedS3

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import cluster
-from cluster import residents
+from cluster import client
 from tests.support.checkpoints import safetensors_bytes, write_objects
 from tests.support.counting_proxy import CountingProxy
 from tests.support.gated_proxy import GatedProxy
@@ -186,7 +186,7 @@ def test_a_host_goes_on_with_another_agent_after_a_shutdown(longshore: Longshore
 
         loading = pool.submit(load)
         proxy.wait_until_held()
-        residents.shutdown(longshore.address)
+        client.shutdown(longshore.address)
         proxy.open()
         assert loading.result(200) == []
     longshore.end_longshore()

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import cluster
-from cluster.plans.load_plan import TensorSlice
+from cluster.planning.plan import TensorSlice
 from tests.support import reference_slices
 from tests.support.ray_clusters import Longshore
 from tests.support.reference_slices import differing_slices, shard_differs, stored_bytes, torch_share

@@ -10,8 +10,8 @@ import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
 import cluster
-from actors.names import COORDINATOR
-from cluster import residents
+from actors.links import COORDINATOR
+from cluster import client
 from tests.support.free_ports import free_ports
 from tests.support.ray_clusters import Longshore, eventually
 from tests.support.s3_servers import notice
@@ -62,7 +62,7 @@ def test_a_coordinator_that_was_killed_is_scraped_at_the_same_place_and_counts_n
     assert total(found, "longshore_chunk_bytes_total") == 0  # the one before has counted that
     assert total(found, "longshore_loads_finished_total") == 0
     assert total(found, "longshore_rank_placed_bytes") == model.report.placed_bytes
-    residents.release(model.model_id, force=True, address=longshore.address)
+    client.release(model.model_id, force=True, address=longshore.address)
     again = cluster.load(llama.uri, device="cpu", **llama.options)
     told = {source: size for source, size in again.report.bytes_by_source.items() if size}
 

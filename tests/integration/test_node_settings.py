@@ -13,7 +13,7 @@ import pytest
 
 import cluster
 from actors.hosting import host_rank
-from cluster import residents
+from cluster import client
 from cluster.command_line.cli import main
 from cluster.config import Config
 from cluster.doctor.doctor import run_checks
@@ -119,7 +119,7 @@ def test_clients_cannot_widen_the_operators_policy(operated: Operated, llama: St
         with host_rank(signed.uri, 0, **signed.options) as shard:
             assert len(shard)
         if not ended:
-            residents.shutdown()
+            client.shutdown()
             eventually(lambda: not operated.actor_names(), "the cluster does not end")
 
 

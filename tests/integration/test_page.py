@@ -12,7 +12,7 @@ import pytest
 
 pytest.importorskip("fastapi", reason="the HTTP service's packages are not installed (longshore[serving])")
 
-from cluster import residents
+from cluster import client
 from cluster.layouts.mesh import Layout
 from cluster.request import StoreOptions, make_request
 from serving.settings import ServingSettings, digest_of
@@ -213,7 +213,7 @@ def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     request = make_request(
         str(tmp_path), layout=Layout(4), store_options=StoreOptions(), credentials=None, layout_rules=None
     )
-    monkeypatch.setattr(residents, "request_of", lambda model_id, address=None: request)
+    monkeypatch.setattr(client, "request_of", lambda model_id, address=None: request)
 
 
 def test_the_plan_is_drawn_when_asked(browser: Browser, planned: None, tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import pytest
 
 import cluster
-from cluster.preview import cluster_view
+from cluster.planning import preview
 from tests.support.ray_clusters import Longshore, eventually
 from tests.support.stored_models import StoredModel
 
@@ -17,7 +17,7 @@ def test_bytes_by_source_are_those_of_the_next_load(
 ) -> None:
     longshore.configure(empty=True)
     # The nodes claim to have GPUs, which are none.
-    monkeypatch.setattr(cluster_view, "resolve_device", lambda infos, device: "cpu")
+    monkeypatch.setattr(preview, "resolve_device", lambda infos, device: "cpu")
 
     def plan() -> cluster.PlanSummary:
         return cluster.plan(llama.uri, address=longshore.address, **llama.options)

@@ -15,8 +15,8 @@ from typing import Any
 import pytest
 
 import cluster
-from actors.names import COORDINATOR
-from cluster import residents
+from actors.links import COORDINATOR
+from cluster import client
 from cluster.joining import connection
 from storage.store_ref import Credentials
 from tests.support.gated_proxy import GatedProxy
@@ -211,7 +211,7 @@ def test_a_process_that_shut_the_cluster_down_can_load_and_hold_again(longshore:
     options = {**llama.options, "device": "cpu"}
     longshore.configure(holder_ttl_s=TTL_S)
     before = cluster.load(llama.uri, **options)
-    residents.shutdown()
+    client.shutdown()
     with pytest.raises(cluster.NoCoordinator):
         before.call(len)
     longshore.start(holder_ttl_s=TTL_S)

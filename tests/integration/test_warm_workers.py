@@ -11,8 +11,8 @@ from typing import Any
 import pytest
 
 import cluster
-from actors.names import COORDINATOR
-from cluster.residents import release_warm
+from actors.links import COORDINATOR
+from cluster.client import release_warm
 from storage.host.memory import available_host_bytes
 from tests.support.gated_proxy import GatedProxy
 from tests.support.ray_clusters import GPUS_PER_NODE, Longshore, eventually

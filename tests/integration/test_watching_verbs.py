@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 import cluster
-from actors.names import COORDINATOR
+from actors.links import COORDINATOR
 from tests.support.checkpoints import write_tiny_llama
 from tests.support.ray_clusters import (
     ENVIRONMENT,

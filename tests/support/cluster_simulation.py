@@ -25,20 +25,10 @@ from unittest.mock import patch
 from ray.exceptions import RayActorError
 
 from actors import coordinator
-from actors.coordination import (
-    admission,
-    agent_watch,
-    attaching,
-    gangs,
-    load_run,
-    model_record,
-    nodes,
-    reseating,
-    spawn,
-)
+from actors.coordination import agent_watch, attaching, fit, gangs, load_run, model_record, nodes, reseating, spawn
 from actors.coordination.model_record import ModelRecord
 from actors.coordinator import Coordinator
-from actors.names import agent_name, worker_name
+from actors.links import agent_name, worker_name
 from cluster import messages
 from cluster.config import Config
 from cluster.errors import (
@@ -56,8 +46,8 @@ from cluster.errors import (
 )
 from cluster.layouts.mesh import Layout
 from cluster.messages import AgentBeat, pack_message, unpack_message
-from cluster.plans.packed_plan import PackedPlan
-from cluster.plans.rank_plans import RankFacts
+from cluster.planning.packed_plan import PackedPlan
+from cluster.planning.rank_plans import RankFacts
 from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling import load_state
 from cluster.scheduling.load_state import LoadState
@@ -80,7 +70,7 @@ from tests.support.simulated_workers import TROUBLES, SimAgent, SimHost, SimHost
 from tests.support.virtual_time import Clock, VirtualLoop
 
 ON_THE_CLOCK = (
-    admission, agent_watch, attaching, coordinator, gangs, load_run, model_record, nodes, reseating, spawn,
+    fit, agent_watch, attaching, coordinator, gangs, load_run, model_record, nodes, reseating, spawn,
 )  # fmt: skip
 ASKS_RAY = (nodes, attaching, spawn)
 COORDINATOR_GONE_S = 60.0  # see cluster.joining.connection

@@ -9,8 +9,8 @@ from dataclasses import replace
 
 from cluster.layouts.mesh import Layout
 from cluster.layouts.rules import rules_for
-from cluster.plans.load_plan import LoadPlan
-from cluster.plans.planning import build_load_plan
+from cluster.planning.make_plan import build_load_plan
+from cluster.planning.plan import LoadPlan
 from cluster.telemetry.report import NodeReport
 from storage.checkpoints.checkpoint import open_model
 from storage.errors import LongshoreError, StoreError

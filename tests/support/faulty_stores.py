@@ -11,7 +11,7 @@ from dataclasses import replace
 from storage.checksum import digest_of
 from storage.errors import AccessDenied, LongshoreError, ReadEnded, StoreUnavailable
 from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore, Upload
-from storage.stores.read_limit import ReadLimit
+from storage.stores.requests import ReadLimit
 
 
 class WrappedStore:

@@ -18,7 +18,7 @@ from storage.checksum import new_hasher
 from storage.disk.files import HEADER_BYTES, ChunkHeader, chunk_name, key_of, pack_header, read_chunk, unpack_header
 from storage.host.processes import ProcessId
 from storage.stores.s3.answers import asking, checksums_of_head, composites_of_head, object_info
-from storage.stores.s3.bounds import check_document
+from storage.stores.s3.session import check_document
 
 KEY = bytes(range(32))
 CHUNK = b"what a chunk holds " * 5

@@ -34,13 +34,11 @@ from storage.errors import (
     SourceRefused,
     StoreError,
 )
-from storage.publishing.journal import JournalContents, parse_journal
-from storage.publishing.publish import publish
+from storage.publishing.publish import JournalContents, parse_journal, publish
 from storage.publishing.signing import SigningKey, parse_signature, sign_manifest
-from storage.source_rules import SourceRules
-from storage.store_ref import parse_uri
+from storage.store_ref import SourceRules, parse_uri
 from storage.stores.object_store import ByteRange, MemoryStore, check_key, read_bytes
-from storage.stores.retrying import RetryPolicy
+from storage.stores.requests import RetryPolicy
 from storage.stores.s3.answers import check_answer, head_of, refusal
 from tests.support import hostile_files as files
 from tests.support.checkpoints import flat_objects, odd_objects

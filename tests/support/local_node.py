@@ -19,10 +19,9 @@ from pathlib import Path
 import numpy as np
 
 from actors.devices.cpu_device import CpuDevice
+from actors.links import AgentLink
 from actors.node_agent import NodeAgent
-from actors.rank.arena_maps import PROCESS_ARENAS
-from actors.rank.executor import RankLoader
-from actors.rank_link import AgentLink
+from actors.rank.executor import PROCESS_ARENAS, RankLoader
 from cluster.config import Config
 from cluster.errors import AgentEnded, ClusterLost
 from cluster.fit.needs import min_slots
@@ -30,9 +29,9 @@ from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import read_model_config
 from cluster.layouts.rules import rules_for
 from cluster.messages import FetchSettings, JoinReply, NodeJob, Orders, RankHello, RankJob, RankUpdate, Words
-from cluster.plans.load_plan import LoadPlan
-from cluster.plans.packed_plan import pack_shared
-from cluster.plans.planning import build_load_plan
+from cluster.planning.make_plan import build_load_plan
+from cluster.planning.packed_plan import pack_shared
+from cluster.planning.plan import LoadPlan
 from cluster.request import StoreAccess
 from cluster.telemetry.report import NodeReport, RankReport
 from storage.checkpoints.checkpoint import open_model

@@ -20,7 +20,7 @@ NEED_NO_RAY = (
     "cluster.command_line.cli",
     "cluster.client",
     "cluster.layouts.layout",
-    "cluster.plans.planning",
+    "cluster.planning.make_plan",
     "cluster.scheduling.load_state",
     "cluster.scheduling.retry",
     "storage.arena.arena",

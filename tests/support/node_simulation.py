@@ -26,9 +26,9 @@ from cluster.errors import LoadCancelled, RankLost
 from cluster.fit.needs import min_slots
 from cluster.layouts.mesh import Layout
 from cluster.messages import Commit, FetchFailure, LeaseOrder, NodeJob, Orders, RankHello, RankUpdate
-from cluster.plans.cut_model import CutModel
-from cluster.plans.packed_plan import SharedTables
-from cluster.telemetry.rank_report import NodeReport
+from cluster.planning.cut_model import CutModel
+from cluster.planning.packed_plan import SharedTables
+from cluster.telemetry.stats import NodeReport
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import MemoryJournal
 from storage.checkpoints.model_index import ChunkTable, Shard

@@ -9,8 +9,8 @@ from itertools import pairwise
 import numpy as np
 
 from cluster.layouts.region import CutsInsideByte
-from cluster.plans.load_plan import LoadPlan, RankPlan, TensorSlice
-from cluster.plans.read_items import ALIGNMENT_BYTES, ReadItems, expand_read_items
+from cluster.planning.plan import LoadPlan, RankPlan, TensorSlice
+from cluster.planning.read_items import ALIGNMENT_BYTES, ReadItems, expand_read_items
 from cluster.precision.recipes import region_bytes
 from storage.checkpoints.model_index import ChunkTable, Shard
 

@@ -11,8 +11,8 @@ from pathlib import Path
 import numpy as np
 from numpy.typing import NDArray
 
-from cluster.plans.load_plan import LoadPlan, RankPlan, TensorSlice
-from cluster.plans.read_items import expand_read_items
+from cluster.planning.plan import LoadPlan, RankPlan, TensorSlice
+from cluster.planning.read_items import expand_read_items
 from storage.checkpoints.model_index import ChunkTable, ModelIndex, Shard, Tensor
 from storage.checkpoints.safetensors_header import DTYPE_BITS
 from tests.support.checkpoints import safetensors_bytes

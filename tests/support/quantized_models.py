@@ -19,7 +19,7 @@ from cluster.layouts.model_config import ModelConfig
 from cluster.layouts.region import Region
 from cluster.layouts.rules import Rules
 from cluster.layouts.tensor_cut import region_of
-from cluster.plans.planning import build_load_plan
+from cluster.planning.make_plan import build_load_plan
 from cluster.precision.quantization_config import QuantizationConfig
 from storage.checkpoints.model_index import Tensor
 from tests.support.plan_oracle import check_plan

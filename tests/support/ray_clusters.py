@@ -23,8 +23,8 @@ from typing import Any
 
 import pytest
 
-from actors.names import COORDINATOR, NAMESPACE, agent_name
-from cluster import residents
+from actors.links import COORDINATOR, NAMESPACE, agent_name
+from cluster import client
 from cluster.config import ENV_PREFIX, Config
 from cluster.joining.connection import Connection, connect, disconnect
 from cluster.telemetry.report import ClusterStatus, ModelStatus
@@ -98,7 +98,7 @@ class Longshore:
     def end_longshore(self) -> None:
         """No coordinator, no agents, no arenas; the Ray cluster stays."""
         try:
-            residents.shutdown(self.address)
+            client.shutdown(self.address)
         except LongshoreError:
             self.kill_everything()
         disconnect()
@@ -120,7 +120,7 @@ class Longshore:
         return not self.arenas()
 
     def status(self) -> ClusterStatus:
-        return residents.status(self.address)
+        return client.status(self.address)
 
     def models(self) -> list[ModelStatus]:
         """Those that are not over."""
@@ -131,7 +131,7 @@ class Longshore:
         import ray
         from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy
 
-        from actors.agent_link import RayCoordinatorLink
+        from actors.links import RayCoordinatorLink
         from actors.node_agent import NodeAgent
 
         class OtherAgent(NodeAgent):  # local, so that it travels by value
@@ -220,7 +220,7 @@ class Longshore:
                 self.assert_nothing_left()
                 return
             for model in self.models():
-                residents.release(model.progress.model_id, force=True, address=self.address)
+                client.release(model.progress.model_id, force=True, address=self.address)
             self.assert_nothing_left()
         except BaseException:
             self.end_longshore()

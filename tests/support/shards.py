@@ -13,10 +13,10 @@ from actors.shard import RankShard
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import read_model_config
 from cluster.layouts.rules import rules_for
-from cluster.plans.cut_model import AS_STORED, Precision
-from cluster.plans.load_plan import LoadPlan
-from cluster.plans.planning import build_load_plan
-from cluster.plans.read_items import expand_read_items
+from cluster.planning.cut_model import AS_STORED, Precision
+from cluster.planning.make_plan import build_load_plan
+from cluster.planning.plan import LoadPlan
+from cluster.planning.read_items import expand_read_items
 from storage.checkpoints.checkpoint import open_model
 from storage.stores.local import LocalStore
 

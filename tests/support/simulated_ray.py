@@ -17,7 +17,7 @@ from typing import Any
 
 from ray.exceptions import RayActorError, RayError
 
-from actors.names import NAMESPACE
+from actors.links import NAMESPACE
 from tests.support.virtual_time import Clock
 
 CALLS_FAIL_S = 0.3  # after a process died, at most

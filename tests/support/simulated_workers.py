@@ -29,11 +29,11 @@ from cluster.messages import (
     pack_message,
     unpack_message,
 )
-from cluster.plans.packed_plan import unpack_shared
+from cluster.planning.packed_plan import unpack_shared
 from cluster.request import StoreAccess
-from cluster.telemetry.rank_report import RankReport, StageTimes
 from cluster.telemetry.report import NodeReport
-from longshore.version import VERSION
+from cluster.telemetry.stats import RankReport, StageTimes
+from longshore.installation import VERSION
 from storage.arena.slots import SlotState
 from storage.errors import AccessDenied, LongshoreError, StoreUnavailable
 from storage.host.memory import MemoryPool

@@ -11,7 +11,7 @@ from typing import Any
 import pytest
 
 import cluster
-from cluster.command_line.sample_checkpoint import write_llama_checkpoint
+from cluster.command_line.demo import write_llama_checkpoint
 from storage.store_ref import Credentials
 from storage.stores.embedded_s3 import EmbeddedS3
 from tests.support.checkpoints import odd_objects, write_objects

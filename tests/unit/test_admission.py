@@ -8,19 +8,19 @@ from typing import Any
 
 import pytest
 
-from actors.coordination import admission
-from actors.coordination.admission import fit_in
+from actors.coordination import fit as fitting
+from actors.coordination.fit import fit_in
 from actors.coordination.model_record import ModelRecord, Seat
 from cluster.config import Config
 from cluster.errors import DoesNotFit
 from cluster.fit.needs import WORKER_BYTES
 from cluster.layouts.mesh import Layout
 from cluster.messages import NodeFacts, Version
-from cluster.plans.rank_plans import RankFacts
+from cluster.planning.rank_plans import RankFacts
 from cluster.request import StoreOptions, make_request
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life
-from longshore.version import VERSION
+from longshore.installation import VERSION
 from storage.host.memory import MemoryPool
 
 MIB = 1 << 20
@@ -148,7 +148,7 @@ def test_a_worker_that_was_replaced_meanwhile_is_not_taken_for_the_new_one() -> 
     seat = record.seats[0]
 
     async def replaced() -> bool:
-        coming = asyncio.ensure_future(admission.come_up([seat]))
+        coming = asyncio.ensure_future(fitting.come_up([seat]))
         await asyncio.sleep(0)
         seat.worker = None
         return await coming

@@ -10,7 +10,7 @@ import pytest
 from actors.node import chunk_flow
 from cluster.fit.needs import min_slots
 from cluster.messages import NodeJob
-from cluster.plans.packed_plan import SharedTables, pack_shared
+from cluster.planning.packed_plan import SharedTables, pack_shared
 from tests.support.checkpoints import flat_objects
 from tests.support.local_node import local_node, plan_of
 

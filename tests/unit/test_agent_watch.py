@@ -22,7 +22,7 @@ from cluster.messages import AgentBeat, ArenaUse, BeatReply, GroupMember, LoadBe
 from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life, LoadState
-from cluster.telemetry.figures import NodeFigures
+from cluster.telemetry.stats import NodeFigures
 from storage.arena.chunk_cache import CacheStats
 from storage.disk.tier import DiskStats
 from storage.errors import ArenaBusy

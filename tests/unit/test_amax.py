@@ -30,7 +30,7 @@ from storage.publishing.signing import SigningKey
 from storage.publishing.verify import verify
 from storage.stores.local import LocalStore
 from storage.stores.object_store import ByteRange, MemoryStore, ObjectStore, read_bytes
-from storage.stores.retrying import RetryPolicy
+from storage.stores.requests import RetryPolicy
 from tests.support.checkpoints import safetensors_bytes, sharded_objects
 from tests.support.faulty_stores import FailingStore, FlipByteStore, WrappedStore
 

@@ -10,11 +10,10 @@ import pytest
 from cluster.config import TrustPolicy
 from cluster.fit.search import Change
 from cluster.layouts.mesh import Layout
-from cluster.plans import recorded_scales as amax_reader_module
-from cluster.plans.packed_plan import unpack_shared
-from cluster.plans.planning import plan_changes, prepare_plan, read_model
-from cluster.plans.planning_process import PlanningServer
-from cluster.plans.recorded_scales import amax_reader
+from cluster.planning import make_plan as amax_reader_module
+from cluster.planning.make_plan import amax_reader, plan_changes, prepare_plan, read_model
+from cluster.planning.packed_plan import unpack_shared
+from cluster.planning.process import PlanningServer
 from cluster.precision.recipes import Precision
 from cluster.request import LoadRequest, StoreOptions, make_request
 from storage.checkpoints.amax import AMAX_KEY, read_amax

@@ -9,8 +9,8 @@ from hypothesis import strategies as st
 
 from storage.checkpoints.model_index import Tensor
 from storage.checkpoints.safetensors_header import DTYPE_BITS
-from storage.publishing import amax_scan
-from storage.publishing.amax_scan import AmaxScan
+from storage.publishing import one_object
+from storage.publishing.one_object import AmaxScan
 
 FLOATS = {"F16": np.float16, "F32": np.float32, "F64": np.float64}
 SHAPES = [(1, 33), (7, 40), (3, 5, 32), (2, 300), (5, 1000), (64, 32)]
@@ -53,11 +53,11 @@ def test_pieces_of_any_length_give_what_the_whole_gives(
         with np.errstate(over="ignore", invalid="ignore"):
             most = np.abs(values_of(dtype, raw)).reshape(shape).max(axis=-1).astype(np.float32)
         expected[f"{number}.weight"] = most
-    before, amax_scan.BLOCK_BYTES = amax_scan.BLOCK_BYTES, block_bytes
+    before, one_object.BLOCK_BYTES = one_object.BLOCK_BYTES, block_bytes
     try:
         found = scanned(data + random.bytes(gap), weights, pieces)
     finally:
-        amax_scan.BLOCK_BYTES = before
+        one_object.BLOCK_BYTES = before
     assert found.keys() == expected.keys()
     for name, most in expected.items():
         assert found[name].dtype == np.float32

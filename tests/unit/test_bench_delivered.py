@@ -10,7 +10,7 @@ import pytest
 from bench.delivered import WrongDelivery, check_tensors
 from bench.host_buffers import FileBuffers, file_ranges
 from bench.spec import BenchFile, Spec
-from cluster.command_line.sample_checkpoint import write_llama_checkpoint
+from cluster.command_line.demo import write_llama_checkpoint
 
 
 @pytest.fixture

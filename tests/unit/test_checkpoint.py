@@ -27,7 +27,7 @@ from storage.errors import (
 from storage.publishing.publish import publish
 from storage.publishing.signing import SigningKey
 from storage.stores.object_store import ByteRange, MemoryStore, ObjectInfo
-from storage.stores.retrying import RetryPolicy
+from storage.stores.requests import RetryPolicy
 from tests.support.checkpoints import (
     INDEX_KEY,
     odd_objects,

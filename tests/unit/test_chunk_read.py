@@ -17,7 +17,7 @@ from hypothesis import strategies as st
 
 from actors.rank.chunk_fetcher import ChunkFetcher, FetchedChunk, StageClock
 from cluster.messages import LeaseOrder
-from cluster.plans.packed_plan import SharedTables
+from cluster.planning.packed_plan import SharedTables
 from storage.checkpoints.model_index import ChunkTable, Shard
 from storage.checksum import digest_of
 from storage.errors import IntegrityError, ReadEnded, StoreUnavailable

@@ -2,7 +2,7 @@
 
 from __future__ import annotations
 
-from cluster.telemetry.rank_report import NodeReport
+from cluster.telemetry.stats import NodeReport
 from tests.support.node_simulation import DEADLINE_S, NodeSimulation, SimLoad, SimModel, SimRank, check_sources
 
 CHUNKS = range(8)

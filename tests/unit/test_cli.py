@@ -16,11 +16,11 @@ from typing import Any
 import pytest
 
 import cluster
-from cluster import client, residents
+from cluster import client
 from cluster.command_line.cli import build_parser, main
 from cluster.errors import ClusterLost, ConfigError, NotEnoughResources
 from cluster.layouts.mesh import Layout
-from cluster.preview import plan_ahead
+from cluster.planning import preview
 from cluster.telemetry.report import (
     ClusterStatus,
     GangStatus,
@@ -232,7 +232,7 @@ def test_help_names_every_verb_and_exit_code(run: Run) -> None:
 
 
 def test_version(run: Run) -> None:
-    from longshore.version import __version__
+    from longshore.installation import __version__
 
     assert run("--version") == (0, f"longshore {__version__}\n", "")
 
@@ -338,7 +338,7 @@ def test_status(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     )
     gang = GangStatus("m0-12ab", "cuda", ("a", "a", "b"), 1 << 20, 12.0)
     status = ClusterStatus("0.1.0", "c1", models, (node,), (gang,), ended=ended)
-    monkeypatch.setattr(residents, "status", lambda address: status)
+    monkeypatch.setattr(client, "status", lambda address: status)
     code, out, _ = run("status")
     assert code == 0
     assert "4/4" in out
@@ -381,15 +381,15 @@ def test_release(run: Run, monkeypatch: pytest.MonkeyPatch, argv: list[str], cal
         for m in ("m1", "m2")
     )
     dead = (replace(models[0], progress=replace(models[0].progress, model_id="m0", state="failed")),)
-    monkeypatch.setattr(residents, "status", lambda address: ClusterStatus("v", "c", models, (), ended=dead))
+    monkeypatch.setattr(client, "status", lambda address: ClusterStatus("v", "c", models, (), ended=dead))
 
-    def release(model_id: str, force: bool, address: str | None) -> residents.Released:
+    def release(model_id: str, force: bool, address: str | None) -> client.Released:
         done.append(("release", model_id, force))
-        return residents.Released(model_id, model_id == "m1", int(model_id != "m1"))
+        return client.Released(model_id, model_id == "m1", int(model_id != "m1"))
 
-    monkeypatch.setattr(residents, "release", release)
-    monkeypatch.setattr(residents, "shutdown", lambda address: done.append(("shutdown",)))
-    monkeypatch.setattr(residents, "release_warm", lambda address: done.append(("release_warm",)) or 1)
+    monkeypatch.setattr(client, "release", release)
+    monkeypatch.setattr(client, "shutdown", lambda address: done.append(("shutdown",)))
+    monkeypatch.setattr(client, "release_warm", lambda address: done.append(("release_warm",)) or 1)
     code, out, _ = run("release", *argv, "--json")
     assert code == 0
     assert done == calls
@@ -414,20 +414,20 @@ def test_release_all_goes_on_after_one_that_fails(run: Run, monkeypatch: pytest.
     outcomes: dict[str, Any] = {
         "m1": cluster.RemoteCallFailed("a bug"),
         "m2": cluster.ModelNotFound("it ended just now"),
-        "m3": residents.Released("m3", True, 0),
+        "m3": client.Released("m3", True, 0),
     }
     models = tuple(
         ModelStatus(LoadProgress(m, "u", "ready", 1, 1, 1, 1, 1, 1.0), "r", Layout(), "cpu", True, 0, ("a",))
         for m in outcomes
     )
-    monkeypatch.setattr(residents, "status", lambda address: ClusterStatus("v", "c", models, ()))
+    monkeypatch.setattr(client, "status", lambda address: ClusterStatus("v", "c", models, ()))
 
-    def release(model_id: str, force: bool, address: str | None) -> residents.Released:
+    def release(model_id: str, force: bool, address: str | None) -> client.Released:
         if isinstance(outcomes[model_id], Exception):
             raise outcomes[model_id]
         return outcomes[model_id]
 
-    monkeypatch.setattr(residents, "release", release)
+    monkeypatch.setattr(client, "release", release)
     code, out, err = run("release", "--all", "--json")
     assert (code, err) == (1, "longshore: m1: a bug\n")
     said = json.loads(out)
@@ -498,7 +498,7 @@ def test_publish_plan_verify(run: Run, model: Path) -> None:
     assert "manifest written" in out
 
     plan_page = run("plan", str(model), "--dtype", "bf16")[1]
-    assert str(plan_ahead.plan(model, dtype="bf16")) == "\n".join(line.rstrip() for line in plan_page.splitlines())
+    assert str(preview.plan(model, dtype="bf16")) == "\n".join(line.rstrip() for line in plan_page.splitlines())
 
     code, out, _ = run("plan", str(model), "--tp", "2", "--json")
     plan = json.loads(out)
@@ -625,7 +625,7 @@ def test_a_chunk_size_that_cannot_be_meant_is_2(run: Run, model: Path, size: str
 
 def test_no_ranks_per_node_is_no_default(model: Path) -> None:
     with pytest.raises(ConfigError, match="ranks_per_node"):
-        plan_ahead.plan(str(model), ranks_per_node=0)
+        preview.plan(str(model), ranks_per_node=0)
 
 
 @pytest.mark.parametrize("module", ["cluster", "longshore"])

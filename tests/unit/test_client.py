@@ -16,7 +16,7 @@ from cluster.client import load_on
 from cluster.errors import ConfigError
 from cluster.joining.patience import UNLIMITED
 from cluster.layouts.mesh import Layout
-from cluster.preview import plan_ahead
+from cluster.planning import preview
 from cluster.public_functions import load_in_thread
 from cluster.request import StoreOptions, make_request
 from storage.checkpoints.manifest import MANIFEST_KEY
@@ -31,12 +31,12 @@ def model(tmp_path: Path) -> Path:
 
 def test_a_path_is_as_good_as_a_string(model: Path, tmp_path: Path) -> None:
     report = client.publish(model, tmp_path / "copy")
-    assert plan_ahead.plan(tmp_path / "copy").revision == report.revision
+    assert preview.plan(tmp_path / "copy").revision == report.revision
     assert client.verify(tmp_path / "copy").ok
 
 
 @pytest.mark.parametrize("uri", [None, 5, b"x", ["x"]])
-@pytest.mark.parametrize("verb", [client.load, plan_ahead.plan, client.publish, client.verify])
+@pytest.mark.parametrize("verb", [client.load, preview.plan, client.publish, client.verify])
 def test_what_is_no_uri_is_refused(verb: Any, uri: object) -> None:
     with pytest.raises(ConfigError, match=r": (model_uri|uri|uri_or_path) must be a str or a path, not"):
         verb(uri)

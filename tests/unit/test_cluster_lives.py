@@ -23,7 +23,7 @@ from actors.coordination import load_run, spawn
 from actors.coordination.agent_watch import REBUILD_S, AgentWatch
 from actors.coordination.model_record import ModelRecord
 from actors.coordinator import Coordinator
-from actors.node.rank_place import RankPlace
+from actors.node.chunk_flow import RankPlace
 from cluster.errors import VersionMismatch
 from cluster.fit.needs import min_slots
 from storage.arena.chunk_cache import ChunkCache

@@ -20,19 +20,18 @@ from cluster.config import Config
 from cluster.errors import ClusterLost
 from cluster.layouts.mesh import Layout
 from cluster.messages import pack_message, unpack_message
-from cluster.plans.chunk_keys import NO_KEY, HeldChunks, Holdings
-from cluster.preview import cluster_view, plan_ahead
-from cluster.preview.cluster_view import AskedCluster, find_cluster, node_names, seat_ranks
-from cluster.preview.plan_ahead import plan
-from cluster.preview.plan_summary import PlanSummary
+from cluster.planning import preview
+from cluster.planning.chunk_keys import NO_KEY, HeldChunks, Holdings
+from cluster.planning.plan_summary import PlanSummary
+from cluster.planning.preview import AskedCluster, find_cluster, node_names, plan, seat_ranks
 from cluster.request import StoreOptions, make_request
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life
 from cluster.scheduling.topology import NodeInfo
 from cluster.telemetry.report import ModelStatus
-from longshore.version import VERSION
+from longshore.installation import VERSION
 from storage.errors import ArenaError
-from storage.host.gpu_memory import GpuMemory
+from storage.host.memory import GpuMemory
 from tests.support.checkpoints import safetensors_bytes
 
 CPU_RANKS = 4
@@ -141,7 +140,7 @@ def model(tmp_path: Path) -> Path:
 def asked(monkeypatch: pytest.MonkeyPatch, line: Asked) -> Asked:
     """Plans find that cluster, named or not."""
     there = AskedCluster(line, tuple(line.call("rooms")))  # type: ignore[arg-type]
-    monkeypatch.setattr(plan_ahead, "find_cluster", lambda address, config: there)
+    monkeypatch.setattr(preview, "find_cluster", lambda address, config: there)
     return line
 
 
@@ -241,15 +240,15 @@ def test_only_a_cluster_that_was_named_must_be_there(monkeypatch: pytest.MonkeyP
     def lost(*args: object, **options: object) -> None:
         raise ClusterLost("gone")
 
-    monkeypatch.setattr(cluster_view, "connect", lambda address, config, start: None)
+    monkeypatch.setattr(preview, "connect", lambda address, config, start: None)
     with pytest.raises(ClusterLost, match="no Longshore coordinator"):
         find_cluster("auto", Config())
-    monkeypatch.setattr(cluster_view, "joined", lambda config: None)
+    monkeypatch.setattr(preview, "joined", lambda config: None)
     assert find_cluster(None, Config()) is None
-    monkeypatch.setattr(cluster_view, "joined", lost)
+    monkeypatch.setattr(preview, "joined", lost)
     assert find_cluster(None, Config()) is None
     line = Asked(list(CPUS), {})
-    monkeypatch.setattr(cluster_view, "joined", lambda config: line)
+    monkeypatch.setattr(preview, "joined", lambda config: line)
     there = find_cluster(None, Config())
     assert there is not None
     assert there.infos == tuple(CPUS)

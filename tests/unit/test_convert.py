@@ -13,7 +13,7 @@ from actors.devices import convert as convert_module
 from actors.devices.convert import convert
 from actors.handover.tensor_views import torch_dtype
 from cluster.layouts.region import Region, whole
-from cluster.plans.load_plan import StagedTensor, TensorSlice
+from cluster.planning.plan import StagedTensor, TensorSlice
 from cluster.precision.recipes import SCHEMES, Recipe, outputs_of, read_region
 from storage.checkpoints.safetensors_header import DTYPE_BITS
 from tests.support.reference_quantized import quantized, restored

@@ -18,10 +18,10 @@ from actors.rank.chunk_placer import ChunkPlacer
 from cluster.fit.needs import min_slots
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig
-from cluster.plans.load_plan import LoadPlan, StagedTensor, TensorSlice
-from cluster.plans.packed_plan import pack_shared, unpack_shared
-from cluster.plans.planning import build_load_plan
-from cluster.plans.rank_plans import rank_facts
+from cluster.planning.make_plan import build_load_plan
+from cluster.planning.packed_plan import pack_shared, unpack_shared
+from cluster.planning.plan import LoadPlan, StagedTensor, TensorSlice
+from cluster.planning.rank_plans import rank_facts
 from cluster.precision.recipes import Precision
 from cluster.telemetry.report import RankReport
 from storage.checkpoints.checkpoint import open_model

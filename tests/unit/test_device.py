@@ -17,8 +17,8 @@ from actors.handover import tensor_views
 from actors.handover.tensor_views import torch_dtype
 from actors.shard import RankShard
 from cluster.errors import DeviceUnavailable, DoesNotFit
-from cluster.plans.load_plan import LoadPlan
-from cluster.plans.read_items import ReadItems, expand_read_items
+from cluster.planning.plan import LoadPlan
+from cluster.planning.read_items import ReadItems, expand_read_items
 from storage.checkpoints.safetensors_header import DTYPE_BITS, tensor_bytes
 from tests.support.checkpoints import odd_objects, safetensors_bytes
 from tests.support.local_node import plan_of

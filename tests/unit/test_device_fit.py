@@ -12,7 +12,7 @@ from cluster.config import Config
 from cluster.errors import ConfigError
 from cluster.fit.needs import DeviceRoom, device_problem, room_on, seat_on_devices
 from cluster.fit.options import FitOptions
-from storage.host.gpu_memory import GpuMemory
+from storage.host.memory import GpuMemory
 
 CONFIG = Config(device_reserve_bytes=2)
 rooms = st.builds(DeviceRoom, st.integers(0, 12), st.none() | st.integers(0, 12), st.integers(0, 4))

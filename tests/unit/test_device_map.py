@@ -9,7 +9,8 @@ import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
-from cluster.device_map.deciding import (
+from cluster.errors import LayoutError
+from cluster.fit.device_map import (
     DeviceKey,
     DeviceMap,
     balanced_memory,
@@ -17,7 +18,6 @@ from cluster.device_map.deciding import (
     infer_device_map,
     module_tree,
 )
-from cluster.errors import LayoutError
 from tests.support.hf_models import make_tiny
 
 torch = pytest.importorskip("torch")

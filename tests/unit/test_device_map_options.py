@@ -11,17 +11,17 @@ from typing import Any
 import pytest
 
 from cluster.command_line.arguments import add_device_map, device_map_options
-from cluster.device_map.deciding import DeviceMap
-from cluster.device_map.options import DeviceMapOptions, parse_device_map
 from cluster.errors import ConfigError, DoesNotFit, LayoutError
+from cluster.fit.device_map import DeviceMap
 from cluster.fit.needs import gpu_bytes, host_bytes
+from cluster.fit.options import DeviceMapOptions, parse_device_map
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig
-from cluster.plans.load_plan import LoadPlan
-from cluster.plans.planning import build_load_plan
-from cluster.plans.rank_plans import rank_facts
+from cluster.planning.make_plan import build_load_plan
+from cluster.planning.plan import LoadPlan
+from cluster.planning.plan_summary import summarize_plan
+from cluster.planning.rank_plans import rank_facts
 from cluster.precision.recipes import Precision
-from cluster.preview.plan_summary import summarize_plan
 from cluster.request import StoreOptions, make_request
 from tests.support.plan_oracle import check_plan
 from tests.support.planned_models import as_bf16, carry_out, llama_shapes, random_arrays, store_arrays

@@ -9,8 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.plans.load_plan import LoadPlan
-from cluster.plans.read_items import expand_read_items, whole_chunks
+from cluster.planning.plan import LoadPlan
+from cluster.planning.read_items import expand_read_items, whole_chunks
 from storage.errors import IntegrityError, LongshoreError
 from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import flat_objects, odd_objects

@@ -9,11 +9,11 @@ import torch
 
 from actors.devices.mapped_device import open_mapped
 from actors.shard import RankShard
-from cluster.device_map.options import parse_device_map
+from cluster.fit.options import parse_device_map
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import parse_model_config
-from cluster.plans.planning import build_load_plan
-from cluster.plans.read_items import expand_read_items
+from cluster.planning.make_plan import build_load_plan
+from cluster.planning.read_items import expand_read_items
 from storage.checkpoints.checkpoint import open_model
 from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import read_objects

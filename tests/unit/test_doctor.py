@@ -17,10 +17,10 @@ import pytest
 
 from cluster.command_line.cli import main
 from cluster.config import Config
-from cluster.doctor import cluster_checks, host_checks, store_checks
-from cluster.doctor.check import Check
+from cluster.doctor import doctor, host_checks, store_checks
 from cluster.doctor.doctor import guarded, run_checks
-from longshore.install_check import probe
+from cluster.doctor.host_checks import Check
+from longshore.installation import probe
 from storage.arena.arena_files import ARENA_PREFIX
 from storage.errors import AccessDenied
 from storage.stores.object_store import MemoryStore
@@ -74,7 +74,7 @@ def test_an_error_of_ours_keeps_its_hint() -> None:
 
 
 def test_every_group_is_run_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (host_checks, host_checks, cluster_checks, store_checks):
+    for module in (host_checks, host_checks, doctor, store_checks):
         for name in [name for name in vars(module) if name.startswith("check_") and name != "check_settings"]:
             monkeypatch.setattr(module, name, lambda *_, **__: 1 / 0)
     checks = run_checks()
@@ -90,7 +90,7 @@ def test_every_group_is_run_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> N
 def test_bad_settings_are_one_failed_check(monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("check_torch", "check_driver", "check_stale_arenas"):
         monkeypatch.setattr(host_checks, name, list)
-    monkeypatch.setattr(cluster_checks, "check_cluster", lambda *_, **__: [])
+    monkeypatch.setattr(doctor, "check_cluster", lambda *_, **__: [])
     monkeypatch.setenv("LONGSHORE_FETCH_THREADS", "none")
     checks = run_checks()
     assert the(checks, "settings").outcome == "fail"
@@ -99,7 +99,7 @@ def test_bad_settings_are_one_failed_check(monkeypatch: pytest.MonkeyPatch) -> N
 
 
 def test_a_variable_that_is_no_setting_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
-    for module in (host_checks, cluster_checks, store_checks):
+    for module in (host_checks, doctor, store_checks):
         for name in [name for name in vars(module) if name.startswith("check_") and name != "check_settings"]:
             monkeypatch.setattr(module, name, lambda *_, **__: [])
     monkeypatch.setenv("LONGSHORE_CHUNK_SIZE", "8MiB")
@@ -207,14 +207,14 @@ def test_authentication_is_told_and_tokens_are_not(
     environ: dict[str, str], outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
-    check = cluster_checks.check_authentication(environ)
+    check = doctor.check_authentication(environ)
     assert check.outcome == outcome
     assert "s3cret" not in check.detail + check.hint
 
 
 def test_an_address_that_cannot_be_joined_is_one_failed_check() -> None:
     for address in ("ray://head:10001", "head:port"):
-        checks = list(cluster_checks.check_cluster(address))
+        checks = list(doctor.check_cluster(address))
         assert outcomes(checks)["cluster"] == "fail"
         assert address in the(checks, "cluster").detail
 
@@ -232,16 +232,16 @@ def test_an_address_that_cannot_be_joined_is_one_failed_check() -> None:
     ],
 )
 def test_a_node_is_compared_with_this_process(change: dict[str, Any], outcome: str) -> None:
-    check = cluster_checks.compare_probes("node a", probe(), {**probe(), **change})
+    check = doctor.compare_probes("node a", probe(), {**probe(), **change})
     assert check.outcome == outcome
     assert all(str(value) in check.detail for value in change.values() if value != "another")
 
 
 def test_resources() -> None:
     total = {"GPU": 8.0, "CPU": 64.0, "memory": 1e12}
-    assert cluster_checks.check_resources(total, {"GPU": 3.0, "CPU": 60.0}).outcome == "ok"
-    assert cluster_checks.check_resources(total, {"CPU": 60.0}).outcome == "warn"
-    assert cluster_checks.check_resources({"CPU": 2.0}, {"CPU": 2.0}).outcome == "ok"
+    assert doctor.check_resources(total, {"GPU": 3.0, "CPU": 60.0}).outcome == "ok"
+    assert doctor.check_resources(total, {"CPU": 60.0}).outcome == "warn"
+    assert doctor.check_resources({"CPU": 2.0}, {"CPU": 2.0}).outcome == "ok"
 
 
 @pytest.mark.slow
@@ -251,7 +251,7 @@ def test_a_real_cluster_is_probed_node_by_node() -> None:
         "import json, ray\n"
         "ray.init(address='local', num_cpus=1, include_dashboard=False, object_store_memory=100 << 20,\n"
         "         log_to_driver=False, configure_logging=False)\n"
-        "from cluster.doctor.cluster_checks import check_cluster\n"
+        "from cluster.doctor.doctor import check_cluster\n"
         "print(json.dumps([check.as_dict() for check in check_cluster(None)]))\n"
         "ray.shutdown()\n"
     )
@@ -335,7 +335,7 @@ def test_the_verb_reads_a_model_and_ends_with_0(
 ) -> None:
     monkeypatch.setattr(host_checks, "check_stale_arenas", list)
     monkeypatch.setattr(host_checks, "check_torch", list)
-    monkeypatch.setattr(cluster_checks, "check_cluster", lambda *_, **__: [])
+    monkeypatch.setattr(doctor, "check_cluster", lambda *_, **__: [])
     write_tiny_llama(tmp_path)
     assert main(["doctor", str(tmp_path)]) == 0
     out = capsys.readouterr().out
@@ -348,7 +348,7 @@ def test_the_verb_ends_with_1_when_a_check_failed(
 ) -> None:
     monkeypatch.setattr(host_checks, "check_stale_arenas", list)
     monkeypatch.setattr(host_checks, "check_torch", list)
-    monkeypatch.setattr(cluster_checks, "check_cluster", lambda *_, **__: [])
+    monkeypatch.setattr(doctor, "check_cluster", lambda *_, **__: [])
     assert main(["doctor", "/no/such/folder", "--json"]) == 1
     document = json.loads(capsys.readouterr().out)
     assert document["ok"] is False

@@ -8,9 +8,9 @@ from pathlib import Path
 import pytest
 
 from cluster.config import MIB, Config
-from cluster.doctor import cluster_checks, host_checks
-from cluster.doctor.check import Check
+from cluster.doctor import doctor, host_checks
 from cluster.doctor.doctor import run_checks
+from cluster.doctor.host_checks import Check
 from storage.disk.tier import DiskTier
 from tests.support.disk_chunks import write
 
@@ -61,7 +61,7 @@ def test_memory_is_no_disk() -> None:
 def test_a_folder_that_cannot_be_used_fails_its_check_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("check_stale_arenas", "check_torch", "check_driver"):
         monkeypatch.setattr(host_checks, name, list)
-    monkeypatch.setattr(cluster_checks, "check_cluster", lambda _: [])
+    monkeypatch.setattr(doctor, "check_cluster", lambda _: [])
     (tmp_path / "file").write_text("x")
     monkeypatch.setenv("LONGSHORE_DISK_CACHE_DIR", str(tmp_path / "file"))
     found = {check.name: check for check in run_checks()}

@@ -13,9 +13,9 @@ from typing import Any
 import pytest
 
 from cluster.command_line.cli import main
-from cluster.doctor import cluster_checks, node_checks
-from cluster.doctor.check import Check
+from cluster.doctor import doctor, node_checks
 from cluster.doctor.doctor import run_checks
+from cluster.doctor.host_checks import Check
 from cluster.doctor.node_checks import NodeLook, bandwidth_here, look_at_node
 from cluster.doctor.store_checks import MOST_READ_BYTES, THREADS, Bandwidth, measure_bandwidth
 from cluster.joining import node_tasks
@@ -217,7 +217,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> list[Node]:
                 yield node, work(*arguments)
 
     monkeypatch.setattr(node_checks, "on_every_node", on_every_node)
-    monkeypatch.setattr(cluster_checks, "on_every_node", on_every_node)
+    monkeypatch.setattr(doctor, "on_every_node", on_every_node)
     monkeypatch.setattr(node_checks, "bandwidth_here", lambda *_: Bandwidth(10**9, 2.0, 120, 16))
     return [
         {"NodeID": f"{name}0123456789", "NodeManagerHostname": name, "Resources": {}, "Alive": True}
@@ -244,7 +244,7 @@ def test_every_node_is_looked_at(nodes: list[Node], tmp_path: Path) -> None:
 
 
 def test_versions_are_asked_of_every_node(nodes: list[Node]) -> None:
-    found = list(cluster_checks.check_nodes(None, nodes))
+    found = list(doctor.check_nodes(None, nodes))
     assert [(node["NodeManagerHostname"], check.outcome) for node, check in found] == [
         ("one", "ok"),
         ("hangs", "fail"),
@@ -261,9 +261,9 @@ def test_nodes_that_were_lost_are_named_and_others_that_ended_are_not() -> None:
 
     nodes = [node("a", True), node("b", False, 2), node("c", False, 1), node("d", False, 4), node("e", False, 2, "a")]
     lost = node_tasks.lost_nodes(SimpleNamespace(nodes=lambda: nodes))  # e is back, under another id
-    (check,) = cluster_checks.check_lost(lost)
+    (check,) = doctor.check_lost(lost)
     assert (check.name, check.outcome, check.detail) == ("node b b0123456", "warn", "lost: missed heartbeats")
-    many = list(cluster_checks.check_lost([node(f"n{n}", False, 2) for n in range(9)]))
+    many = list(doctor.check_lost([node(f"n{n}", False, 2) for n in range(9)]))
     assert [check.name for check in many[:-1]] == [f"node n{n} n{n}012345" for n in range(4, 9)]
     assert many[-1].detail.startswith("9 since the head began")
 
@@ -287,7 +287,7 @@ def test_why_a_node_does_not_answer_is_said_in_words() -> None:
 
 
 def test_without_a_cluster_the_bandwidth_is_that_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(cluster_checks, "check_cluster", lambda *_, **__: [])
+    monkeypatch.setattr(doctor, "check_cluster", lambda *_, **__: [])
     monkeypatch.setattr("cluster.doctor.doctor.bandwidth_here", lambda *_: Bandwidth(10**9, 2.0, 120, 16))
     assert [c.name for c in run_checks("/no/such/folder", bandwidth=True) if "bandwidth" in c.name] == ["bandwidth"]
     assert not [c for c in run_checks("/no/such/folder") if "bandwidth" in c.name]

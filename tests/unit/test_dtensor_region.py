@@ -17,7 +17,7 @@ from torch.distributed.tensor.placement_types import _StridedShard
 from cluster.layouts.mesh import Layout
 from cluster.layouts.region import MeshCut, Region, dtensor_region, same_part
 from cluster.layouts.rules import parse_rules
-from cluster.plans.planning import build_load_plan
+from cluster.planning.make_plan import build_load_plan
 from tests.support.planned_models import carry_out, store_arrays
 
 shapes = st.lists(st.integers(1, 13), min_size=1, max_size=3).map(tuple)

@@ -12,7 +12,7 @@ import pytest
 from actors.rank.executor import RankLoader
 from cluster.errors import AgentEnded, ChunkFailed, ClusterLost, DoesNotFit, LoadCancelled, RankLost
 from cluster.fit.needs import min_slots
-from cluster.plans.load_plan import LoadPlan
+from cluster.planning.plan import LoadPlan
 from cluster.telemetry.report import RankReport
 from storage.errors import (
     IntegrityError,

@@ -9,8 +9,8 @@ import pytest
 import cluster.errors as load_errors
 import storage.errors as byte_errors
 from cluster.command_line.answers import EXIT_CODES, exit_code
-from cluster.joining.interrupts import Terminated
-from longshore.install_check import PackageShadowed
+from cluster.joining.patience import Terminated
+from longshore.installation import PackageShadowed
 from longshore.main import EXIT_SHADOWED
 from storage.errors import LongshoreError
 

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import ConfigError
-from cluster.preview.expected_time import STAGES, Rates, expect, measured_rates, parse_rate
+from cluster.planning.plan_summary import STAGES, Rates, expect, measured_rates, parse_rate
 
 rates = st.builds(Rates, *(st.none() | st.floats(1e3, 1e12) for _ in STAGES), start_s=st.floats(0, 100))
 sizes = st.integers(0, 1 << 45)

@@ -16,11 +16,11 @@ from cluster.errors import DoesNotFit, DoesNotFitNow
 from cluster.fit.needs import check_fit, gpu_bytes, host_bytes, min_slots, planned_arena_bytes
 from cluster.fit.options import FitOptions
 from cluster.layouts.mesh import Layout
-from cluster.plans.planning import build_load_plan
-from cluster.plans.rank_plans import RankFacts, rank_facts
+from cluster.planning.make_plan import build_load_plan
+from cluster.planning.rank_plans import RankFacts, rank_facts
 from cluster.scheduling.topology import NodeInfo
 from storage.checkpoints.model_index import ModelIndex, Shard, Tensor
-from storage.host.gpu_memory import GpuMemory
+from storage.host.memory import GpuMemory
 from tests.support.planned_models import cut_into_chunks
 
 MIB = 1 << 20

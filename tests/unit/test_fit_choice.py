@@ -13,7 +13,7 @@ from typing import Any
 import pytest
 
 from actors.coordination import nodes
-from actors.coordination.fit_choice import FitChoice
+from actors.coordination.fit import FitChoice
 from actors.coordination.model_record import ModelRecord, Seat
 from cluster.config import Config, TrustPolicy
 from cluster.errors import DoesNotFit
@@ -21,15 +21,14 @@ from cluster.fit.options import FitOptions
 from cluster.fit.search import Limits, PlannedChange
 from cluster.layouts.mesh import Layout
 from cluster.messages import NodeFacts
-from cluster.plans.packed_plan import PackedPlan
-from cluster.plans.planning_process import PlanningServer
+from cluster.planning.packed_plan import PackedPlan
+from cluster.planning.process import PlanningServer
 from cluster.request import LoadRequest, StoreOptions, make_request
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life
 from cluster.scheduling.topology import NodeInfo
 from storage.errors import StoreError
-from storage.host.gpu_memory import GpuMemory
-from storage.host.memory import MemoryPool
+from storage.host.memory import GpuMemory, MemoryPool
 from tests.support.planned_models import write_linear_llama
 
 MIB = 1 << 20

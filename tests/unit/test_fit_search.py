@@ -22,7 +22,7 @@ from cluster.fit.search import (
     steps_text,
 )
 from cluster.layouts.mesh import MAX_RANKS, Layout
-from cluster.plans.rank_plans import RankFacts
+from cluster.planning.rank_plans import RankFacts
 from cluster.precision.recipes import Precision
 from cluster.request import LoadRequest, StoreOptions, make_request
 

@@ -9,7 +9,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.host.gpu_memory import GpuDriver, GpuMemory, gpu_driver, gpu_memory
+from storage.host.memory import GpuDriver, GpuMemory, gpu_driver, gpu_memory
 
 GIB = 1 << 30
 STAND_IN = """

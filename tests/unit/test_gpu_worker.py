@@ -19,16 +19,16 @@ import torch
 from actors.devices.cpu_device import PROCESS_MEMORY
 from actors.gpu_worker import GpuWorker
 from actors.shard import RankShard
-from cluster.device_map.options import parse_device_map
 from cluster.errors import LoadCancelled, ModelNotFound, RemoteCallFailed
+from cluster.fit.options import parse_device_map
 from cluster.layouts.mesh import Layout
 from cluster.messages import Orders, RankJob, RankUpdate
-from cluster.plans.load_plan import LoadPlan
-from cluster.plans.planning import build_load_plan
+from cluster.planning.make_plan import build_load_plan
+from cluster.planning.plan import LoadPlan
 from cluster.request import StoreAccess
 from cluster.telemetry.report import RankReport
 from cluster.user_values import Cursor, TensorBatch, pack_call, result_of, tensors
-from longshore.version import VERSION
+from longshore.installation import VERSION
 from storage.checkpoints.checkpoint import open_model
 from storage.errors import LongshoreError
 from storage.host.processes import ProcessId

@@ -21,7 +21,7 @@ from actors.shard import RankShard
 from cluster.errors import ConfigError, ModuleMismatch
 from cluster.layouts.mesh import Layout
 from cluster.layouts.rules import parse_rules
-from cluster.plans.planning import build_load_plan
+from cluster.planning.make_plan import build_load_plan
 from tests.support.planned_models import store_arrays
 from tests.support.shards import shard_of
 

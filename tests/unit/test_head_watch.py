@@ -9,8 +9,8 @@ from collections.abc import Iterator
 import pytest
 
 from cluster.errors import ClusterLost
-from cluster.joining import head_watch
-from cluster.joining.head_watch import RAY_LIMIT_S, RAY_LIMIT_VARIABLE, HeadWatch, lost_after_s
+from cluster.joining import patience
+from cluster.joining.patience import RAY_LIMIT_S, RAY_LIMIT_VARIABLE, HeadWatch, lost_after_s
 
 
 @pytest.mark.parametrize(("variable", "expected_s"), [(None, 45.0), ("600", 450.0), ("12", 9.0), ("soon", 45.0)])
@@ -85,7 +85,7 @@ def test_it_looks_by_itself(head: Head, monkeypatch: pytest.MonkeyPatch) -> None
         return found
 
     monkeypatch.setattr(HeadWatch, "is_there", counted)
-    monkeypatch.setattr(head_watch, "SHORTEST_LOOK_S", 0.01)
+    monkeypatch.setattr(patience, "SHORTEST_LOOK_S", 0.01)
     watch = HeadWatch(head.address, 0.02)
     head.lose()
     try:

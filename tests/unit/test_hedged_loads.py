@@ -9,7 +9,7 @@ from pathlib import Path
 import pytest
 import safetensors
 
-from cluster.plans.packed_plan import pack_shared, unpack_shared
+from cluster.planning.packed_plan import pack_shared, unpack_shared
 from cluster.telemetry.report import RankReport
 from storage.stores.object_store import ByteRange, MemoryStore
 from tests.support.checkpoints import flat_objects

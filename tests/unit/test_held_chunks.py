@@ -15,11 +15,19 @@ from actors.node.disk_backlog import DiskBacklog
 from actors.node.node_ledger import NodeLedger
 from actors.node_agent import NodeAgent
 from cluster.errors import AgentEnded
-from cluster.plans import chunk_keys
-from cluster.plans.chunk_keys import NO_KEY, HeldChunks, NodeSources, chunk_key, key_blocks, lasting_keys, node_sources
-from cluster.plans.load_plan import LoadPlan
-from cluster.plans.planning import needed_chunks
-from cluster.telemetry.rank_report import NodeReport
+from cluster.planning import chunk_keys
+from cluster.planning.chunk_keys import (
+    NO_KEY,
+    HeldChunks,
+    NodeSources,
+    chunk_key,
+    key_blocks,
+    lasting_keys,
+    node_sources,
+)
+from cluster.planning.make_plan import needed_chunks
+from cluster.planning.plan import LoadPlan
+from cluster.telemetry.stats import NodeReport
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import KEY_BYTES
 from storage.disk.files import SUBFOLDER

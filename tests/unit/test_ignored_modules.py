@@ -15,7 +15,7 @@ from transformers.quantizers.quantizers_utils import should_convert_module
 
 from cluster.layouts.mesh import Layout
 from cluster.layouts.rules import parse_rules
-from cluster.plans.planning import build_load_plan
+from cluster.planning.make_plan import build_load_plan
 from cluster.precision.recipes import Precision
 from cluster.precision.written_quantization import find_ignored, quantization_config
 from storage.checkpoints.checkpoint import open_model

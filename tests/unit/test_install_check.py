@@ -11,8 +11,7 @@ from pathlib import Path
 
 import pytest
 
-from longshore.install_check import PACKAGES, PackageShadowed, check_packages, package_origins, probe
-from longshore.version import PROTOCOL_VERSION
+from longshore.installation import PACKAGES, PROTOCOL_VERSION, PackageShadowed, check_packages, package_origins, probe
 
 ROOT = Path(__file__).resolve().parents[2]
 
@@ -55,7 +54,7 @@ def test_own_packages_pass() -> None:
 @pytest.mark.parametrize("package", PACKAGES)
 def test_a_shadowing_folder_is_named_and_never_imported(tmp_path: Path, package: str, kind: str) -> None:
     target = shadow(tmp_path, package, kind)
-    done = run_python("import longshore.install_check as c; c.check_packages()", tmp_path)
+    done = run_python("import longshore.installation as c; c.check_packages()", tmp_path)
     assert done.returncode == 1
     assert "PackageShadowed" in done.stderr
     assert f"{package!r} would come from {target.resolve()}" in done.stderr
@@ -77,7 +76,7 @@ def test_a_plain_folder_shadows_when_ours_come_from_a_finder_that_is_asked_last(
         "    def find_spec(name, path=None, target=None):\n"
         "        return m.PathFinder.find_spec(name, [root]) if path is None else None\n"
         "sys.meta_path[:] = [f for f in sys.meta_path if 'Editable' not in repr(f)] + [Late]\n"
-        "import longshore.install_check as c\n"
+        "import longshore.installation as c\n"
         "c.check_packages()\n"
     )
     done = run_python(late, tmp_path)
@@ -86,7 +85,7 @@ def test_a_plain_folder_shadows_when_ours_come_from_a_finder_that_is_asked_last(
 
 def test_a_plain_folder_behind_ours_does_no_harm(tmp_path: Path) -> None:
     shadow(tmp_path, "storage", "namespace")
-    done = run_python("import longshore.install_check as c; c.check_packages()", tmp_path)
+    done = run_python("import longshore.installation as c; c.check_packages()", tmp_path)
     assert done.returncode == 0, done.stderr
 
 
@@ -145,7 +144,7 @@ def test_the_command_says_it_in_one_line(tmp_path: Path, package: str) -> None:
 
 def test_probe_reports_instead_of_raising(tmp_path: Path) -> None:
     target = shadow(tmp_path, "actors", "package")
-    done = run_python("import json; from longshore.install_check import probe; print(json.dumps(probe()))", tmp_path)
+    done = run_python("import json; from longshore.installation import probe; print(json.dumps(probe()))", tmp_path)
     found = json.loads(done.stdout)
     assert found["origins"]["actors"] == str(target.resolve())
     assert "'actors' would come from" in found["problem"]
@@ -161,13 +160,13 @@ def test_probe_of_a_sound_installation() -> None:
 def test_missing_packages_are_an_incomplete_installation(tmp_path: Path) -> None:
     copy = tmp_path / "longshore"
     copy.mkdir()
-    for name in ("__init__.py", "install_check.py", "version.py"):
+    for name in ("__init__.py", "installation.py"):
         (copy / name).write_text((ROOT / "longshore" / name).read_text())
     code = (
         "import sys\n"
         f"sys.path = [p for p in sys.path if p != {str(ROOT)!r} and 'site-packages' not in p]\n"
         "sys.meta_path[:] = [f for f in sys.meta_path if 'Editable' not in repr(f)]\n"
-        "import longshore.install_check as c; c.check_packages()"
+        "import longshore.installation as c; c.check_packages()"
     )
     environment = {**os.environ, "PYTHONPATH": str(tmp_path)}
     done = subprocess.run(

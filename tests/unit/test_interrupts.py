@@ -13,7 +13,7 @@ from typing import Any
 
 import pytest
 
-from cluster.joining.interrupts import Terminated, sigterm_interrupts, sigterm_kept
+from cluster.joining.patience import Terminated, sigterm_interrupts, sigterm_kept
 from tests.support.checkpoints import write_tiny_llama
 
 

@@ -12,11 +12,11 @@ from typing import Any
 
 import pytest
 
-from cluster import client, residents
+from cluster import client
 from cluster.command_line.cli import main
 from cluster.command_line.help_texts import PAGES
 from cluster.errors import ClusterLost, ConfigError, NoCoordinator
-from cluster.joining.interrupts import Terminated
+from cluster.joining.patience import Terminated
 from cluster.telemetry.event_log import LoadEvent
 
 ROOT = Path(__file__).parents[2]
@@ -97,8 +97,8 @@ def test_what_prints_a_document_per_line_prints_its_error_so(
         coordinator_incarnation = "c1"
         models = ()
 
-    monkeypatch.setattr(residents, "events", events)
-    monkeypatch.setattr(residents, "status", lambda address=None: Status())
+    monkeypatch.setattr(client, "events", events)
+    monkeypatch.setattr(client, "status", lambda address=None: Status())
     assert main(["events", "a", "--follow", "--json"]) == 7
     first, last = [json.loads(line) for line in capsys.readouterr().out.splitlines()]
     assert first["number"] == 1
@@ -111,7 +111,7 @@ def test_a_watch_that_is_interrupted_has_said_all(
     def status(address: str | None = None) -> None:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(residents, "status", status)
+    monkeypatch.setattr(client, "status", status)
     assert main(["status", "--watch", "--json"]) == 130
     assert capsys.readouterr().out == ""
 
@@ -136,8 +136,8 @@ def test_packages_that_are_not_ours(tmp_path: Path) -> None:
 def test_no_cluster_is_told_from_one_without_a_load(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, joined: bool, kind: str, said: str
 ) -> None:
-    monkeypatch.setattr(residents, "connect", lambda *_, **__: None)
-    monkeypatch.setattr(residents, "import_ray", lambda: SimpleNamespace(is_initialized=lambda: joined))
+    monkeypatch.setattr(client, "connect", lambda *_, **__: None)
+    monkeypatch.setattr(client, "import_ray", lambda: SimpleNamespace(is_initialized=lambda: joined))
     for verb in (["status"], ["events", "a"], ["events", "a", "--follow"], ["release", "a"], ["release", "--shutdown"]):
         assert main([*verb, "--json"]) == 7
         error = json.loads(capsys.readouterr().out)["error"]
@@ -152,5 +152,5 @@ def test_status_says_which_kind(
     def status(address: str | None = None) -> None:
         raise error
 
-    monkeypatch.setattr(residents, "status", status)
+    monkeypatch.setattr(client, "status", status)
     assert error_of(capsys, "status", "--json")[1]["type"] == type(error).__name__

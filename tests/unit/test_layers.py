@@ -25,7 +25,7 @@ MAY_IMPORT = {
 # The modules that may import a heavy package: at module level, where there is nothing without it, or in functions.
 AT_MODULE_LEVEL = {
     "ray": {
-        "actors/agent_link",
+        "actors/links",
         "actors/coordination/agent_watch",
         "actors/coordinator",
         "actors/coordination/gangs",
@@ -37,12 +37,11 @@ AT_MODULE_LEVEL = {
         "actors/coordination/attaching",
         "actors/coordination/jobs",
         "actors/coordination/spawn",
-        "serving/deployment",
+        "serving/app",
     },
     "torch": {  # imported by those below, when there are tensors
         "actors/devices/convert",
         "actors/devices/cuda_device",
-        "actors/handover/dtensors",
         "actors/handover/modules",
         "actors/handover/module_places",
         "actors/handover/tensor_views",
@@ -52,7 +51,7 @@ IN_FUNCTIONS = {
     "ray": {
         "serving/command",
         "cluster/joining/connection",
-        "cluster/doctor/cluster_checks",
+        "cluster/doctor/doctor",
         "cluster/model",
         "cluster/user_values",
         "cluster/joining/node_tasks",
@@ -63,7 +62,7 @@ IN_FUNCTIONS = {
         "actors/devices/mapped_device",
         "actors/gpu_worker",
         "cluster/command_line/demo",
-        "cluster/preview/meta_estimate",
+        "cluster/planning/meta_estimate",
         "cluster/user_values",
     },
 }

@@ -20,7 +20,7 @@ from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig
 from cluster.layouts.rules import FAMILIES as TABLES
 from cluster.layouts.rules import MAX_RULES, Rule, Rules, parse_rules, rules_for
-from cluster.preview import plan_ahead
+from cluster.planning import preview
 from cluster.request import LoadRequest, StoreOptions, make_request
 from tests.support.family_checkpoints import SavedFamily, needs_transformers, reassemble
 from tests.support.hf_models import DENSE_SIZES, TinyFamily, save_model
@@ -198,7 +198,7 @@ def test_without_transformers_the_error_says_how(tmp_path: Path, monkeypatch: py
     monkeypatch.setattr(live_rules, "find_spec", lambda name: None)
     before = set(sys.modules)
     with pytest.raises(UnknownFamily) as caught:
-        plan_ahead.plan(unknown(tmp_path, "olmo2"), tensor_parallel_size=2)
+        preview.plan(unknown(tmp_path, "olmo2"), tensor_parallel_size=2)
     assert "pip install transformers" in caught.value.hint
     assert "layout_rules={" in caught.value.hint
     assert caught.value.details["family"] == "olmo2"
@@ -213,12 +213,12 @@ def test_a_transformers_that_is_broken(tmp_path: Path, monkeypatch: pytest.Monke
     monkeypatch.setattr(live_rules, "find_spec", lambda name: True)
     monkeypatch.setattr(live_rules, "live_rows", broken)
     with pytest.raises(UnknownFamily, match=r"cannot be read \(ImportError: tokenizers is too old"):
-        plan_ahead.plan(unknown(tmp_path, "olmo2"), tensor_parallel_size=2)
+        preview.plan(unknown(tmp_path, "olmo2"), tensor_parallel_size=2)
 
 
 def test_names_of_families_that_cannot_be_shown(tmp_path: Path) -> None:
     with pytest.raises(UnknownFamily) as caught:
-        plan_ahead.plan(unknown(tmp_path, "\x1b[2Jolmo2"), tensor_parallel_size=2)
+        preview.plan(unknown(tmp_path, "\x1b[2Jolmo2"), tensor_parallel_size=2)
     assert "family" not in caught.value.details
 
 
@@ -228,9 +228,9 @@ def test_names_of_families_that_cannot_be_shown(tmp_path: Path) -> None:
 )
 def test_what_transformers_could_not_help_with(family: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(UnknownFamily, match=says) as caught:
-        plan_ahead.plan(unknown(tmp_path, family), tensor_parallel_size=2)
+        preview.plan(unknown(tmp_path, family), tensor_parallel_size=2)
     assert "blocks.0.proj.weight" in caught.value.message
-    plan = plan_ahead.plan(tmp_path, tensor_parallel_size=2, layout_rules={"blocks.*.proj.weight": "row"})
+    plan = preview.plan(tmp_path, tensor_parallel_size=2, layout_rules={"blocks.*.proj.weight": "row"})
     assert len(plan.ranks) == 2
 
 
@@ -267,5 +267,5 @@ def test_no_code_of_the_repository_runs(tmp_path: Path) -> None:
     )
     (folder / "evil.py").write_text("import pathlib; pathlib.Path(__file__).with_suffix('.ran').touch()")
     with pytest.raises(UnknownFamily):
-        plan_ahead.plan(folder, tensor_parallel_size=2)
+        preview.plan(folder, tensor_parallel_size=2)
     assert not (folder / "evil.ran").exists()

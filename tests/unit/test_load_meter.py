@@ -11,9 +11,8 @@ import pytest
 
 from actors.node.chunk_sources import DISK, STORE, STORE_DIRECT, ChunkSources, LoadMeter
 from cluster.messages import AgentBeat, NodeJob, RankHello, RankUpdate
-from cluster.plans.packed_plan import pack_shared, unpack_shared
-from cluster.telemetry.figures import SOURCES, LoadCounters, RankFigures
-from cluster.telemetry.rank_report import StageTimes
+from cluster.planning.packed_plan import pack_shared, unpack_shared
+from cluster.telemetry.stats import SOURCES, LoadCounters, RankFigures, StageTimes
 from storage.host.processes import ProcessId
 from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import odd_objects

@@ -22,18 +22,17 @@ from typing import Any
 import pytest
 from rich.console import Console
 
-from cluster import residents
+from cluster import client
 from cluster.command_line.answers import line_of_event, reader_left
 from cluster.command_line.cli import main
-from cluster.command_line.looks import Happened, Look, Looks, looks_in_thread
-from cluster.command_line.watch_view import JsonWatch, LineWatch, watch_view
+from cluster.command_line.watch_view import Happened, JsonWatch, LineWatch, Look, Looks, looks_in_thread, watch_view
 from cluster.errors import ClusterLost, ModelNotFound, NoCoordinator
 from cluster.layouts.mesh import Layout
 from cluster.telemetry import process_logs
 from cluster.telemetry.event_log import LoadEvent
 from cluster.telemetry.process_logs import LogLine
-from cluster.telemetry.rank_report import RankStatus
 from cluster.telemetry.report import ClusterStatus, LoadProgress, ModelStatus, NodeStatus
+from cluster.telemetry.stats import RankStatus
 
 
 def model(model_id: str, state: str = "loading", placed: int = 0, total: int = 1000, **changes: Any) -> ModelStatus:
@@ -48,7 +47,7 @@ def event(number: int, message: str = "it holds all its slices", kind: str = "ra
 
 @dataclass
 class Cluster:
-    """Stands in for `cluster.residents`; a test changes what it says."""
+    """Stands in for `cluster.client`; a test changes what it says."""
 
     models: list[ModelStatus] = field(default_factory=list)
     hosts: list[str] = field(default_factory=lambda: ["host-a"])
@@ -75,8 +74,8 @@ class Cluster:
 @pytest.fixture
 def cluster(monkeypatch: pytest.MonkeyPatch) -> Cluster:
     stand_in = Cluster()
-    monkeypatch.setattr(residents, "status", stand_in.status)
-    monkeypatch.setattr(residents, "events", stand_in.events)
+    monkeypatch.setattr(client, "status", stand_in.status)
+    monkeypatch.setattr(client, "events", stand_in.events)
     return stand_in
 
 
@@ -326,7 +325,7 @@ def test_status_watch_prints_lines_until_the_cluster_is_lost(
         cluster.models = [model("a", state)]
         return status(address)
 
-    monkeypatch.setattr(residents, "status", next_status)
+    monkeypatch.setattr(client, "status", next_status)
     assert main(["status", "--watch", "0.1"]) == 7
     out, err = capsys.readouterr()
     assert [line.split()[2] for line in out.splitlines() if " a " in line] == ["starting", "loading", "ready"]
@@ -337,7 +336,7 @@ def test_ctrl_c_ends_a_watch_with_130(cluster: Cluster, monkeypatch: pytest.Monk
     def interrupted(address: str | None = None) -> ClusterStatus:
         raise KeyboardInterrupt
 
-    monkeypatch.setattr(residents, "status", interrupted)
+    monkeypatch.setattr(client, "status", interrupted)
     assert main(["status", "--watch"]) == 130
 
 
@@ -359,7 +358,7 @@ def test_a_watch_waits_for_the_first_load_and_ends_when_longshore_is_shut_down(
             raise NoCoordinator("no Longshore coordinator runs in this cluster")
         return status(address)
 
-    monkeypatch.setattr(residents, "status", next_status)
+    monkeypatch.setattr(client, "status", next_status)
     assert main(["status", "--watch", "0.1"]) == 7
     out, err = capsys.readouterr()
     assert " a ready " in out
@@ -409,11 +408,11 @@ def test_the_beginning_of_an_id_is_enough(cluster: Cluster, capsys: pytest.Captu
 def test_release_takes_the_beginning_too(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     released: list[str] = []
 
-    def release(model_id: str, **_: object) -> residents.Released:
+    def release(model_id: str, **_: object) -> client.Released:
         released.append(model_id)
-        return residents.Released(model_id, freed=True, holders=0)
+        return client.Released(model_id, freed=True, holders=0)
 
-    monkeypatch.setattr(residents, "release", release)
+    monkeypatch.setattr(client, "release", release)
     cluster.models = [model("llama-1", "ready"), model("llama-12", "ready"), model("qwen-2", "ready")]
     assert main(["release", "qwen"]) == 0
     assert main(["release", "llama-1"]) == 0  # an id comes before what begins so
@@ -475,7 +474,7 @@ def test_following_goes_on_over_a_restarted_coordinator_and_ends_when_the_load_i
             cluster.logs = {}
         return status(address)
 
-    monkeypatch.setattr(residents, "status", next_status)
+    monkeypatch.setattr(client, "status", next_status)
     assert main(["events", "a", "--follow"]) == 0
     out, err = capsys.readouterr()
     assert [line.split()[1] for line in out.splitlines()] == ["1", "2", "1"]

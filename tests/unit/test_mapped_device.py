@@ -14,15 +14,14 @@ import numpy as np
 import pytest
 
 from actors.devices.cpu_device import CpuDevice
-from actors.devices.mapped_device import MappedDevice, open_mapped
-from actors.devices.offload_folder import LOCK_NAME
+from actors.devices.mapped_device import LOCK_NAME, MappedDevice, open_mapped
 from actors.rank.chunk_placer import Staging
-from cluster.device_map.options import parse_device_map
 from cluster.errors import ConfigError, DoesNotFit, LayoutError
+from cluster.fit.options import parse_device_map
 from cluster.layouts.mesh import Layout
-from cluster.plans.load_plan import LoadPlan
-from cluster.plans.planning import build_load_plan
-from cluster.plans.read_items import expand_read_items
+from cluster.planning.make_plan import build_load_plan
+from cluster.planning.plan import LoadPlan
+from cluster.planning.read_items import expand_read_items
 from cluster.precision.recipes import Precision
 from tests.support.plan_oracle import check_plan
 from tests.support.planned_models import StoredModel, as_bf16, llama_shapes, random_arrays, store_arrays
@@ -263,7 +262,7 @@ def test_a_disk_that_becomes_full(tmp_path: Path, monkeypatch: pytest.MonkeyPatc
         raise OSError(errno.ENOSPC, os.strerror(errno.ENOSPC))
 
     device, plan, stored = disk_device(tmp_path)
-    monkeypatch.setattr(f"actors.devices.offload_folder.os.{call}", full)
+    monkeypatch.setattr(f"actors.devices.mapped_device.os.{call}", full)
     with pytest.raises(DoesNotFit, match="the disk of the offload folder is full") as refused:
         place_all(device, plan, stored)
     assert refused.value.details["path"] == str(tmp_path / "offload")

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import ConfigError
-from cluster.fit.plan_fit import parse_memory
+from cluster.fit.search import parse_memory
 
 GB = 10**9
 

@@ -17,9 +17,9 @@ from actors.devices.cpu_device import CpuDevice
 from actors.rank.executor import RankLoader, empty_frames
 from cluster.errors import DoesNotFit, LoadCancelled
 from cluster.layouts.mesh import Layout
-from cluster.plans.load_plan import StagedTensor, TensorSlice
-from cluster.plans.planning import build_load_plan
-from cluster.plans.read_items import ReadItems
+from cluster.planning.make_plan import build_load_plan
+from cluster.planning.plan import StagedTensor, TensorSlice
+from cluster.planning.read_items import ReadItems
 from cluster.precision.recipes import Precision
 from storage.checkpoints.checkpoint import open_model
 from storage.stores.object_store import MemoryStore

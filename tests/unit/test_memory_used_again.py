@@ -13,7 +13,7 @@ from actors.devices.cpu_device import PROCESS_MEMORY
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig
 from cluster.layouts.rules import rules_for
-from cluster.plans.planning import build_load_plan
+from cluster.planning.make_plan import build_load_plan
 from cluster.precision.recipes import SCHEMES, Precision
 from storage.checkpoints.checkpoint import open_model
 from storage.stores.object_store import MemoryStore

@@ -14,18 +14,17 @@ from bench.simulate import Model
 from cluster.config import Config
 from cluster.layouts.mesh import Layout
 from cluster.messages import AgentBeat, LoadBeat, RankBeat
-from cluster.plans.load_plan import LoadPlan
-from cluster.plans.packed_plan import pack_shared
-from cluster.plans.rank_plans import rank_facts
+from cluster.planning.packed_plan import pack_shared
+from cluster.planning.plan import LoadPlan
+from cluster.planning.rank_plans import rank_facts
 from cluster.request import StoreOptions, make_request
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life
 from cluster.scheduling.retry import RETRIES
-from cluster.telemetry.figures import SOURCES, LoadCounters, NodeFigures, NodeMemory
-from cluster.telemetry.rank_report import ArenaUse, StageTimes
+from cluster.telemetry.stats import SOURCES, ArenaUse, LoadCounters, NodeFigures, NodeMemory, StageTimes
 from storage.arena.chunk_cache import CacheStats
 from storage.disk.tier import DiskStats
-from storage.host.gpu_memory import GpuMemory
+from storage.host.memory import GpuMemory
 
 KIB = 1 << 10
 RANKS = 4

@@ -12,10 +12,10 @@ import pytest
 
 from cluster.errors import ModelConfigError, PlanError
 from cluster.layouts.mesh import Layout
-from cluster.plans.planning import build_load_plan
-from cluster.preview import meta_estimate
-from cluster.preview.meta_estimate import MAX_COUNT, estimate_index, index_of
-from cluster.preview.plan_ahead import plan
+from cluster.planning import meta_estimate
+from cluster.planning.make_plan import build_load_plan
+from cluster.planning.meta_estimate import MAX_COUNT, estimate_index, index_of
+from cluster.planning.preview import plan
 from storage.checkpoints.checkpoint import open_model
 from storage.stores.local import LocalStore
 from tests.support.hf_models import FAMILIES, save_tiny

@@ -15,17 +15,16 @@ from typing import Any
 import pytest
 from prometheus_client.parser import text_string_to_metric_families
 
-from actors import metrics
-from actors.metrics import MetricsServer
+from actors import metrics_server
+from actors.metrics_server import MetricsServer
 from cluster.config import Config
 from cluster.errors import ConfigError
 from cluster.messages import AgentBeat, LoadBeat, RankBeat
 from cluster.scheduling.load_state import LoadState
-from cluster.telemetry import families
-from cluster.telemetry.families import FAMILIES, render_page
-from cluster.telemetry.figures import LoadCounters, NodeFigures
-from cluster.telemetry.rank_report import ArenaUse
-from cluster.telemetry.tally import LoadView, Tally
+from cluster.telemetry import metrics
+from cluster.telemetry.counters import LoadView, Tally
+from cluster.telemetry.metrics import FAMILIES, render_page
+from cluster.telemetry.stats import ArenaUse, LoadCounters, NodeFigures
 from storage.arena.chunk_cache import CacheStats
 from tests.support.promtool import needs_promtool, promtool
 
@@ -154,7 +153,7 @@ def test_nothing_else_is_there(path: str) -> None:
 
 
 def test_a_loop_that_does_not_answer_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics, "BOOKS_S", 0.1)
+    monkeypatch.setattr(metrics_server, "BOOKS_S", 0.1)
     asked, go_on = threading.Event(), threading.Event()
 
     class Slow(Tally):
@@ -189,7 +188,7 @@ def test_a_scraper_that_says_nothing_keeps_nobody() -> None:
             for connection in silent:
                 connection.close()
 
-    assert families.BUILD_INFO.name in serving(Config(metrics_port=0), ask)
+    assert metrics.BUILD_INFO.name in serving(Config(metrics_port=0), ask)
 
 
 def test_the_loop_goes_on_while_somebody_scrapes() -> None:

@@ -9,8 +9,8 @@ import pytest
 import torch
 from torch import nn
 
+from actors.handover.module_places import likely_prefix
 from actors.handover.modules import Filled, fill_module
-from actors.handover.tensor_names import likely_prefix
 from cluster.errors import ConfigError, ModuleMismatch
 
 WEIGHTS = {"weight": torch.randn(4, 4), "bias": torch.randn(4)}

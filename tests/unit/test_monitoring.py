@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 import yaml
 
-from cluster.telemetry.families import FAMILIES
+from cluster.telemetry.metrics import FAMILIES
 from tests.support.promtool import needs_promtool, promtool
 
 ROOT = Path(__file__).parents[2]

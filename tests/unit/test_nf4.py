@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from actors.devices import convert
 from actors.devices.convert import quantize_nf4
-from cluster.precision.nf4 import ABSMAX, BLOCK, QUANT_MAP, STATE, VALUES, packed_state
+from cluster.precision.quantized_tensors import ABSMAX, BLOCK, QUANT_MAP, STATE, VALUES, packed_state
 from tests.support import reference_quantized
 from tests.support.same_tensors import assert_same
 

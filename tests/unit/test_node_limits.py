@@ -6,18 +6,16 @@ from dataclasses import replace
 
 import pytest
 
-from actors.coordination.node_limits import node_limits, own_limits, own_misfit, roomiest
+from actors.coordination.fit import node_limits, own_limits, own_misfit, roomiest
 from cluster.config import Config
-from cluster.device_map.options import DeviceMapOptions
 from cluster.errors import ConfigError, DoesNotFit, DoesNotFitNow, NotEnoughResources
 from cluster.fit.needs import WORKER_BYTES
-from cluster.fit.options import FitOptions
+from cluster.fit.options import DeviceMapOptions, FitOptions
 from cluster.layouts.mesh import Layout
-from cluster.plans.rank_plans import RankFacts
+from cluster.planning.rank_plans import RankFacts
 from cluster.scheduling.topology import NodeInfo, assign_gpus
 from cluster.scheduling.warm_pool import IdleGang, choose
-from storage.host.gpu_memory import GpuMemory
-from storage.host.memory import MemoryPool
+from storage.host.memory import GpuMemory, MemoryPool
 
 GB = 10**9
 CONFIG = Config(device_reserve_bytes=GB, host_reserve_bytes=2 * GB)

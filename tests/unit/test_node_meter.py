@@ -13,12 +13,10 @@ import pytest
 from actors.node import node_resources
 from actors.node.node_resources import NodeMeter
 from cluster.messages import AgentBeat, RankBeat
-from cluster.telemetry.figures import NodeFigures
-from cluster.telemetry.rank_report import ArenaUse
+from cluster.telemetry.stats import ArenaUse, NodeFigures
 from storage.arena.chunk_cache import CacheStats
 from storage.disk.tier import DiskStats
-from storage.host.gpu_memory import GpuMemory
-from storage.host.memory import own_bytes
+from storage.host.memory import GpuMemory, own_bytes
 
 DISK = DiskStats(10, 5, 1, 2, 3, 4)
 FIGURES = NodeFigures(CacheStats(*[1] * 15))

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from actors.node.node_ledger import NodeLedger
 from cluster.messages import Commit, NodeJob, Orders, RankHello, RankUpdate
-from cluster.plans.packed_plan import pack_shared
+from cluster.planning.packed_plan import pack_shared
 from cluster.scheduling.concurrency import START
 from storage.arena.chunk_cache import ChunkCache
 from storage.host.processes import ProcessId

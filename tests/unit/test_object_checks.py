@@ -9,14 +9,14 @@ import pytest
 
 from actors.node.object_checks import NO_MD5, NOT_KNOWN
 from cluster.layouts.mesh import Layout
-from cluster.plans.load_plan import LoadPlan
-from cluster.plans.planning import build_load_plan
-from cluster.telemetry.rank_report import ONLY_PART, ObjectCheck, join_checks, unchecked_counts, verified_by
+from cluster.planning.make_plan import build_load_plan
+from cluster.planning.plan import LoadPlan
 from cluster.telemetry.report import RankReport
+from cluster.telemetry.stats import ONLY_PART, ObjectCheck, join_checks, unchecked_counts, verified_by
 from storage.checkpoints.checkpoint import open_model
+from storage.checksum import NO_CHECKSUM, NOT_COMBINABLE
 from storage.disk.files import SUBFOLDER
 from storage.errors import IntegrityError
-from storage.stores.store_checksum import NO_CHECKSUM, NOT_COMBINABLE
 from tests.support.checkpoints import flat_objects, sharded_objects
 from tests.support.disk_chunks import chunks_in
 from tests.support.exact_ranks import check_exact

@@ -14,8 +14,8 @@ from typing import Any
 
 import pytest
 
-from actors.devices import offload_folder
-from actors.devices.offload_folder import LOCK_NAME, LOCK_TITLE, OffloadFolder
+from actors.devices import mapped_device
+from actors.devices.mapped_device import LOCK_NAME, LOCK_TITLE, OffloadFolder
 from cluster.errors import ConfigError, DoesNotFit, PlanError
 from tests.support.shared_memory import REPOSITORY
 
@@ -93,7 +93,7 @@ def test_a_disk_that_is_full_before_the_first_file(tmp_path: Path, monkeypatch: 
 
     folder = OffloadFolder(str(tmp_path / "offload"), "load")
     with monkeypatch.context() as patched:
-        patched.setattr(f"actors.devices.offload_folder.os.{call}", full)
+        patched.setattr(f"actors.devices.mapped_device.os.{call}", full)
         with pytest.raises(DoesNotFit, match="full"):
             folder.open(SIZES)
         folder.remove()
@@ -119,7 +119,7 @@ def test_files_that_were_there_before_are_refused_and_stay(tmp_path: Path, name:
 
 USER = """
 import sys
-from actors.devices.offload_folder import OffloadFolder
+from actors.devices.mapped_device import OffloadFolder
 folder = OffloadFolder(sys.argv[1], "load 1")
 folder.open({"a.weight": 10, "b": 0})
 print("open", flush=True)
@@ -145,7 +145,7 @@ def user_of(path: Path) -> Iterator[subprocess.Popen[str]]:
 
 
 def test_two_live_loads_exclude_each_other(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(offload_folder, "OTHER_LOAD_S", 0.2)
+    monkeypatch.setattr(mapped_device, "OTHER_LOAD_S", 0.2)
     path = tmp_path / "offload"
     with user_of(path):
         second = OffloadFolder(str(path), "load 2")
@@ -185,7 +185,7 @@ def test_files_of_others_beside_those_of_a_killed_worker_stay(tmp_path: Path) ->
 
 def test_a_load_waits_for_the_one_that_is_about_to_end(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The other one removes the folder, which it had made."""
-    monkeypatch.setattr(offload_folder, "OTHER_LOAD_S", 60.0)
+    monkeypatch.setattr(mapped_device, "OTHER_LOAD_S", 60.0)
     path = tmp_path / "offload"
     with user_of(path) as user:
         second = OffloadFolder(str(path), "load 2")
@@ -204,16 +204,16 @@ def test_the_locked_file_is_a_new_one_when_the_old_one_goes(tmp_path: Path, monk
     path.mkdir()
     first, second = (OffloadFolder(str(path), load) for load in ("load 1", "load 2"))
     first.open(SIZES)
-    locked = offload_folder.fcntl.flock
+    locked = mapped_device.fcntl.flock
 
     def lock_when_it_is_gone(descriptor: int, how: int) -> None:
         monkeypatch.undo()
         first.remove()
         locked(descriptor, how)
 
-    monkeypatch.setattr(offload_folder.fcntl, "flock", lock_when_it_is_gone)
+    monkeypatch.setattr(mapped_device.fcntl, "flock", lock_when_it_is_gone)
     second.open(SIZES)
-    monkeypatch.setattr(offload_folder, "OTHER_LOAD_S", 0.2)
+    monkeypatch.setattr(mapped_device, "OTHER_LOAD_S", 0.2)
     with pytest.raises(ConfigError, match="another load uses"):
         OffloadFolder(str(path), "load 3").open(SIZES)
     second.remove()

@@ -12,7 +12,7 @@ import pytest
 pytest.importorskip("fastapi", reason="the HTTP service's packages are not installed (longshore[serving])")
 from starlette.testclient import TestClient
 
-from cluster import residents
+from cluster import client as verbs
 from cluster.errors import ModelNotFound
 from cluster.layouts.mesh import Layout
 from cluster.request import StoreOptions, make_request
@@ -120,7 +120,7 @@ def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
             raise ModelNotFound("no such model", model=model_id)
         return request
 
-    monkeypatch.setattr(residents, "request_of", request_of)
+    monkeypatch.setattr(verbs, "request_of", request_of)
     return ids
 
 

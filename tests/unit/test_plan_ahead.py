@@ -15,12 +15,12 @@ from cluster.command_line.tables import console_on, plan_table
 from cluster.config import Config
 from cluster.errors import ConfigError, DoesNotFit, LayoutError
 from cluster.layouts.mesh import Layout
-from cluster.preview import plan_ahead
-from cluster.preview.plan_ahead import draw, plan
-from cluster.preview.plan_summary import PlanSummary
+from cluster.planning import preview
+from cluster.planning.plan_summary import PlanSummary
+from cluster.planning.preview import draw, plan
 from cluster.request import StoreOptions, make_request
 from storage.errors import NotACheckpoint
-from storage.host.gpu_memory import GpuMemory
+from storage.host.memory import GpuMemory
 from tests.support.checkpoints import safetensors_bytes
 from tests.support.planned_models import write_linear_llama
 
@@ -35,7 +35,7 @@ def model(tmp_path: Path) -> Path:
 
 @pytest.fixture(autouse=True)
 def no_gpus(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(plan_ahead, "gpu_memory", lambda: ())
+    monkeypatch.setattr(preview, "gpu_memory", lambda: ())
 
 
 def whole(model: Path) -> int:
@@ -83,9 +83,7 @@ def test_auto_plans_what_it_takes(model: Path) -> None:
 
 def test_gpus_of_this_machine_are_seen(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     full = whole(model)
-    monkeypatch.setattr(
-        plan_ahead, "gpu_memory", lambda: (GpuMemory(4 * full, full // 2), GpuMemory(4 * full, 2 * full))
-    )
+    monkeypatch.setattr(preview, "gpu_memory", lambda: (GpuMemory(4 * full, full // 2), GpuMemory(4 * full, 2 * full)))
     found = plan(model, config=CONFIG).fit
     assert found is not None
     assert (found.fits, found.memory) == (True, "seen on this machine")

@@ -13,11 +13,13 @@ from cluster.config import Config
 from cluster.errors import ConfigError
 from cluster.fit.needs import DeviceRoom
 from cluster.fit.options import FitOptions
-from cluster.fit.plan_fit import (
+from cluster.fit.search import (
     GIVEN,
     SEEN,
+    Change,
     Devices,
     PlanFit,
+    PlannedChange,
     check_devices,
     find_fit,
     fits_on,
@@ -25,12 +27,11 @@ from cluster.fit.plan_fit import (
     rooms_of,
     weigh,
 )
-from cluster.fit.search import Change, PlannedChange
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig
-from cluster.plans.cut_model import CutModel
-from cluster.plans.planning import build_load_plan, plan_changes
-from cluster.plans.rank_plans import RankFacts, rank_facts
+from cluster.planning.cut_model import CutModel
+from cluster.planning.make_plan import build_load_plan, plan_changes
+from cluster.planning.rank_plans import RankFacts, rank_facts
 from cluster.request import LoadRequest, StoreOptions, make_request
 from storage.checkpoints.model_index import ModelIndex
 from tests.support.planned_models import llama_shapes, random_arrays, store_arrays

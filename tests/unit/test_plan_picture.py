@@ -12,10 +12,9 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.layouts.mesh import Layout
-from cluster.plans.load_plan import LoadPlan
-from cluster.plans.planning import build_load_plan
-from cluster.precision.recipes import Precision
-from cluster.preview.plan_picture import (
+from cluster.planning.make_plan import build_load_plan
+from cluster.planning.plan import LoadPlan
+from cluster.planning.plan_picture import (
     MAX_DRAWN_RANKS,
     MAX_LAYERS,
     NOT_KNOWN,
@@ -26,6 +25,7 @@ from cluster.preview.plan_picture import (
     fold_layers,
     layer_table,
 )
+from cluster.precision.recipes import Precision
 from tests.support.planned_models import llama_shapes, random_arrays, store_arrays
 
 SVG = "{http://www.w3.org/2000/svg}"

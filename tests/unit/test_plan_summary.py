@@ -14,12 +14,12 @@ from rich.console import Console
 from cluster.command_line.tables import plan_table
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig
-from cluster.plans.load_plan import LoadPlan
-from cluster.plans.planning import build_load_plan, needed_chunks
-from cluster.preview import plan_summary
-from cluster.preview.plan_summary import spread_evenly, summarize_plan
-from cluster.telemetry.rank_report import ONLY_PART, ObjectCheck, unchecked_counts
-from storage.stores.store_checksum import NO_CHECKSUM, StoreChecksum
+from cluster.planning import plan_summary
+from cluster.planning.make_plan import build_load_plan, needed_chunks
+from cluster.planning.plan import LoadPlan
+from cluster.planning.plan_summary import spread_evenly, summarize_plan
+from cluster.telemetry.stats import ONLY_PART, ObjectCheck, unchecked_counts
+from storage.checksum import NO_CHECKSUM, StoreChecksum
 from tests.support.planned_models import as_bf16, llama_shapes, random_arrays, store_arrays
 
 

@@ -17,8 +17,8 @@ from actors.coordination import planner as planner_module
 from actors.coordination.planner import MOST_PLANS, Planner
 from cluster.errors import ClusterError
 from cluster.layouts.mesh import Layout
-from cluster.plans.packed_plan import unpack_shared
-from cluster.plans.planning import prepare_plan
+from cluster.planning.make_plan import prepare_plan
+from cluster.planning.packed_plan import unpack_shared
 from cluster.request import LoadRequest, StoreOptions, make_request
 from storage.errors import LongshoreError, NotACheckpoint, StoreUnavailable
 from storage.host.processes import ProcessId

@@ -16,8 +16,8 @@ from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig
 from cluster.layouts.region import Region
 from cluster.layouts.rules import Rules, parse_rules
-from cluster.plans.load_plan import LoadPlan, RankPlan
-from cluster.plans.planning import build_load_plan, needed_bytes, needed_chunks, overfetch_bytes
+from cluster.planning.make_plan import build_load_plan, needed_bytes, needed_chunks, overfetch_bytes
+from cluster.planning.plan import LoadPlan, RankPlan
 from tests.support.plan_oracle import check_plan
 from tests.support.planned_models import (
     StoredModel,

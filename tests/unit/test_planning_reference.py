@@ -9,7 +9,7 @@ from numpy.typing import NDArray
 
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig
-from cluster.plans.planning import build_load_plan
+from cluster.planning.make_plan import build_load_plan
 from tests.support.plan_oracle import check_plan
 from tests.support.planned_models import as_bf16, carry_out, llama_shapes, random_arrays, store_arrays
 

@@ -19,10 +19,10 @@ from cluster.errors import ConfigError, LayoutError
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig
 from cluster.layouts.rules import parse_rules
-from cluster.plans.load_plan import LoadPlan
-from cluster.plans.planning import build_load_plan, overfetch_bytes
-from cluster.plans.rank_plans import rank_facts
-from cluster.plans.read_items import ALIGNMENT_BYTES
+from cluster.planning.make_plan import build_load_plan, overfetch_bytes
+from cluster.planning.plan import LoadPlan
+from cluster.planning.rank_plans import rank_facts
+from cluster.planning.read_items import ALIGNMENT_BYTES
 from cluster.precision.recipes import SCHEMES, Precision, Recipe, decide_recipes, make_precision
 from storage.checkpoints.model_index import Tensor
 from tests.support.plan_oracle import check_plan

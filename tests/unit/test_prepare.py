@@ -10,13 +10,13 @@ from typing import Any
 import pytest
 
 from cluster.command_line.answers import exit_code
-from cluster.device_map.options import DeviceMapOptions
 from cluster.errors import LayoutError, PlanError
+from cluster.fit.options import DeviceMapOptions
 from cluster.fit.search import Change
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig
-from cluster.plans.planning import plan_changes, plan_model, prepare_plan, still_current
-from cluster.plans.rank_plans import rank_facts
+from cluster.planning.make_plan import plan_changes, plan_model, prepare_plan, still_current
+from cluster.planning.rank_plans import rank_facts
 from cluster.request import LoadRequest, StoreOptions, make_request
 from cluster.units import show_bytes
 from storage.errors import (

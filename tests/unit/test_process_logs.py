@@ -11,7 +11,7 @@ from typing import Any
 
 import pytest
 
-from actors.names import COORDINATOR, agent_name, process_of, worker_name
+from actors.links import COORDINATOR, agent_name, process_of, worker_name
 from cluster.command_line.cli import main
 from cluster.errors import ClusterLost
 from cluster.telemetry import process_logs

@@ -4,13 +4,13 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from actors.coordination.admission import claims_of, new_workers, promise
+from actors.coordination.fit import claims_of, new_workers, promise
 from actors.coordination.jobs import SavedLoad
 from actors.coordination.model_record import ModelRecord, Seat
 from cluster.fit.needs import WORKER_BYTES
 from cluster.layouts.mesh import Layout
-from cluster.plans.packed_plan import PackedPlan
-from cluster.plans.rank_plans import RankFacts
+from cluster.planning.packed_plan import PackedPlan
+from cluster.planning.rank_plans import RankFacts
 from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling import load_state
 from cluster.scheduling.holders import Holders

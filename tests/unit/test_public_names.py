@@ -96,7 +96,7 @@ def test_import_longshore_loads_nothing_but_the_standard_library() -> None:
 
 def test_import_and_planning_modules_load_nothing_heavy() -> None:
     code = (
-        "import sys, cluster, cluster.plans.load_plan, cluster.telemetry.report, cluster.errors\n"
+        "import sys, cluster, cluster.planning.plan, cluster.telemetry.report, cluster.errors\n"
         "dir(cluster)\n"
         "print(*sorted({'ray', 'torch', 'boto3', 'botocore', 'fsspec', 'pydantic'} & set(sys.modules)))"
     )

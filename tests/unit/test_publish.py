@@ -26,7 +26,7 @@ from storage.publishing.publish import PublishProgress, PublishReport, publish
 from storage.publishing.verify import verify
 from storage.stores.local import LocalStore
 from storage.stores.object_store import ByteRange, MemoryStore, ObjectInfo, ObjectStore, read_bytes
-from storage.stores.retrying import RetryPolicy
+from storage.stores.requests import RetryPolicy
 from tests.support.checkpoints import odd_objects, safetensors_bytes, sharded_objects, write_objects
 from tests.support.faulty_stores import (
     ChecksumStore,

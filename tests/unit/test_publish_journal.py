@@ -4,9 +4,9 @@ from __future__ import annotations
 
 from storage.checkpoints.checkpoint_files import JOURNAL_KEY
 from storage.checkpoints.manifest import ManifestFile
-from storage.publishing.journal import Journal
+from storage.publishing.publish import Journal
 from storage.stores.object_store import MemoryStore
-from storage.stores.retrying import RetryPolicy
+from storage.stores.requests import RetryPolicy
 from tests.support.faulty_stores import WrappedStore
 
 POLICY = RetryPolicy(attempts=1)

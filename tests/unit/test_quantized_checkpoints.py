@@ -16,7 +16,7 @@ from safetensors.torch import load_file, save_file
 
 from actors.handover.tensor_views import torch_dtype
 from cluster.layouts.mesh import Layout
-from cluster.plans.planning import build_load_plan
+from cluster.planning.make_plan import build_load_plan
 from cluster.precision.recipes import SCHEMES, Precision, decide_recipes
 from cluster.precision.written_quantization import quantization_config
 from storage.checkpoints.checkpoint import open_model

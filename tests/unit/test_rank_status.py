@@ -10,8 +10,8 @@ from ray.util.placement_group import PlacementGroup
 
 from actors.coordination.model_record import ModelRecord, Seat
 from cluster.layouts.mesh import Layout
-from cluster.plans.packed_plan import PackedPlan
-from cluster.plans.rank_plans import RankFacts
+from cluster.planning.packed_plan import PackedPlan
+from cluster.planning.rank_plans import RankFacts
 from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling import load_state
 from cluster.scheduling import load_state as ev

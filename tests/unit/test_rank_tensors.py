@@ -9,8 +9,8 @@ import pytest
 
 from cluster.command_line.cli import main
 from cluster.errors import ConfigError
-from cluster.preview.plan_ahead import plan
-from cluster.preview.plan_picture import TensorPart, show_ranges
+from cluster.planning.plan_picture import TensorPart, show_ranges
+from cluster.planning.preview import plan
 from tests.support.planned_models import write_linear_llama
 
 

@@ -12,7 +12,7 @@ from actors.rank.chunk_fetcher import ChunkFetcher, FetchedChunk
 from actors.rank.rank_work import RankWork
 from cluster.errors import LoadCancelled
 from cluster.messages import Commit, LeaseOrder, Orders
-from cluster.plans.packed_plan import pack_shared, unpack_shared
+from cluster.planning.packed_plan import pack_shared, unpack_shared
 from cluster.scheduling.concurrency import START
 from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import safetensors_bytes

@@ -11,7 +11,7 @@ import pytest
 
 from cluster.errors import ClusterLost, ConfigError
 from cluster.joining import ray_join
-from cluster.joining.head_watch import check_head, check_ray_address
+from cluster.joining.patience import check_head, check_ray_address
 from cluster.joining.ray_join import join
 
 

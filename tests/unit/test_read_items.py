@@ -7,8 +7,8 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.layouts.region import Region
-from cluster.plans.load_plan import TensorSlice
-from cluster.plans.read_items import expand_read_items
+from cluster.planning.plan import TensorSlice
+from cluster.planning.read_items import expand_read_items
 from storage.checkpoints.model_index import ChunkTable
 from tests.support.planned_models import cut_into_chunks
 

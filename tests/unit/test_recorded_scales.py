@@ -14,14 +14,13 @@ from hypothesis import strategies as st
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig
 from cluster.layouts.rules import Rules, parse_rules
-from cluster.plans import recorded_scales
-from cluster.plans.load_plan import LoadPlan
-from cluster.plans.planning import build_load_plan, overfetch_bytes
-from cluster.plans.rank_plans import rank_facts
-from cluster.precision.recipes import Precision
-from cluster.precision.recorded_amax import Amax
+from cluster.planning import make_plan
+from cluster.planning.make_plan import build_load_plan, overfetch_bytes
+from cluster.planning.plan import LoadPlan
+from cluster.planning.rank_plans import rank_facts
+from cluster.precision.recipes import Amax, Precision
 from storage.checkpoints.model_index import Tensor
-from storage.publishing.amax_scan import AmaxScan
+from storage.publishing.one_object import AmaxScan
 from tests.support.plan_oracle import check_plan
 from tests.support.planned_models import StoredModel, carry_out, llama_shapes, store_arrays
 
@@ -198,11 +197,11 @@ def test_alike_tensors_of_which_one_is_not_finite() -> None:
 
 def test_more_than_a_plan_carries_is_not_used(monkeypatch: pytest.MonkeyPatch) -> None:
     model = stored(llama(torch.bfloat16, 1, 1.0), 1 << 16)
-    monkeypatch.setattr(recorded_scales, "MAX_CARRIED_BYTES", 2 * 64 * 4 - 1)
+    monkeypatch.setattr(make_plan, "MAX_CARRIED_BYTES", 2 * 64 * 4 - 1)
     without, plan, recorded = plans_of(model, Layout(2), None, Precision("auto", "fp8"))
     assert recorded.asked == []
     assert rank_facts(plan.cut) == rank_facts(without.cut)
-    monkeypatch.setattr(recorded_scales, "MAX_CARRIED_BYTES", 2 * 64 * 4)
+    monkeypatch.setattr(make_plan, "MAX_CARRIED_BYTES", 2 * 64 * 4)
     assert plans_of(model, Layout(2), None, Precision("auto", "fp8"))[2].asked
 
 

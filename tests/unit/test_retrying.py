@@ -14,7 +14,7 @@ from storage.errors import (
     StoreUnavailable,
     Throttled,
 )
-from storage.stores.retrying import RetryPolicy, passing_refusal, with_retries, worth_a_retry
+from storage.stores.requests import RetryPolicy, passing_refusal, with_retries, worth_a_retry
 
 
 class Request:

@@ -14,11 +14,11 @@ import pytest
 
 from storage.errors import AccessDenied, ObjectNotFound, StoreError, StoreUnavailable
 from storage.store_ref import Credentials, StoreRef
-from storage.stores.s3 import bounds as s3_bounds
+from storage.stores.s3 import session as s3_bounds
 from storage.stores.s3 import session as s3_session
 from storage.stores.s3 import store as s3
 from storage.stores.s3.answers import MAX_ERROR_BODY_BYTES
-from storage.stores.s3.bounds import MAX_ANSWER_BYTES, MAX_MARKS, check_document
+from storage.stores.s3.session import MAX_ANSWER_BYTES, MAX_MARKS, check_document
 from storage.stores.s3.store import S3Store
 from tests.support.scripted_server import Play, ScriptedServer, answer
 

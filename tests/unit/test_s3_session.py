@@ -15,7 +15,7 @@ import pytest
 
 from actors.rank.chunk_fetcher import ChunkFetcher
 from cluster.messages import LeaseOrder
-from cluster.plans.packed_plan import SharedTables
+from cluster.planning.packed_plan import SharedTables
 from cluster.scheduling.retry import cause_of
 from storage.checkpoints.model_index import ChunkTable, Shard
 from storage.errors import AccessDenied, CredentialsExpired, StoreUnavailable

@@ -28,7 +28,7 @@ from storage.errors import (
 )
 from storage.store_ref import Credentials, StoreRef
 from storage.stores.object_store import ByteRange, read_bytes
-from storage.stores.read_limit import ReadLimit
+from storage.stores.requests import ReadLimit
 from storage.stores.s3.answers import check_answer, normal_etag
 from storage.stores.s3.store import S3Store
 from tests.support.certificates import make_certificates

@@ -7,7 +7,7 @@ import numpy as np
 import pytest
 from safetensors import deserialize, safe_open
 
-from cluster.command_line.sample_checkpoint import llama_tensors, write_llama_checkpoint
+from cluster.command_line.demo import llama_tensors, write_llama_checkpoint
 from storage.checkpoints.checkpoint import open_model
 from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import read_objects, write_tiny_llama

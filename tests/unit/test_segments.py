@@ -8,7 +8,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from cluster.plans.read_items import ALIGNMENT_BYTES, SEGMENT_BYTES, layer_of, place_in_segments
+from cluster.planning.read_items import ALIGNMENT_BYTES, SEGMENT_BYTES, layer_of, place_in_segments
 
 names = st.builds(
     lambda layer, part: f"model.layers.{layer}.{part}" if layer < 3 else part,

@@ -17,7 +17,7 @@ import cluster.errors as load_errors
 import storage.errors as byte_errors
 from cluster.config import Config
 from serving.app import make_app
-from serving.problems import MEDIA_TYPE, problem_of, status_of
+from serving.schemas import MEDIA_TYPE, problem_of, status_of
 from serving.service import Service
 from serving.settings import ServingSettings
 from storage.errors import LongshoreError

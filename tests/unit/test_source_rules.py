@@ -8,8 +8,7 @@ import pytest
 
 from cluster.config import Config
 from storage.errors import LongshoreError, SourceRefused, UnsupportedStore
-from storage.source_rules import DEFAULT_SCHEMES, SourceRules, origin
-from storage.store_ref import Credentials, StoreRef, parse_uri
+from storage.store_ref import DEFAULT_SCHEMES, Credentials, SourceRules, StoreRef, origin, parse_uri
 from storage.stores.fsspec_store import FsspecStore
 from storage.stores.s3.store import S3Store
 

@@ -9,9 +9,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.checksum import COMBINABLE, digest_of
+from storage.checksum import COMBINABLE, Span, SpanHasher, StoreChecksum, digest_of
 from storage.stores.object_store import ByteRange
-from storage.stores.store_checksum import Span, SpanHasher, StoreChecksum
 
 NAMES = sorted(COMBINABLE)
 CUTS = st.lists(st.integers(1, 999), max_size=6)

@@ -11,10 +11,17 @@ from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from storage.errors import ObjectNotFound, StoreUnavailable
-from storage.stores import streaming
-from storage.stores.object_store import ByteRange, MemoryStore, ObjectStore
-from storage.stores.retrying import RetryPolicy
-from storage.stores.streaming import CONSUMERS, RangeReader, ranges_of, run_readers
+from storage.stores import object_store
+from storage.stores.object_store import (
+    CONSUMERS,
+    ByteRange,
+    MemoryStore,
+    ObjectStore,
+    RangeReader,
+    ranges_of,
+    run_readers,
+)
+from storage.stores.requests import RetryPolicy
 from tests.support.faulty_stores import FailingStore, WrappedStore
 
 FAST = RetryPolicy(attempts=3, base_s=0.0)
@@ -93,7 +100,7 @@ def test_ctrl_c_while_the_readers_start_ends_all_of_it(monkeypatch: pytest.Monke
                     raise KeyboardInterrupt
             return future
 
-    monkeypatch.setattr(streaming, "ThreadPoolExecutor", Interrupted)
+    monkeypatch.setattr(object_store, "ThreadPoolExecutor", Interrupted)
     store = WrappedStore(MemoryStore({key: bytes(64) * 1000 for key in "abcdefgh"}))
     jobs = [(key, [64 * (i + 1) for i in range(1000)]) for key in "abcdefgh"]
     with pytest.raises(KeyboardInterrupt):

@@ -12,8 +12,8 @@ from pathlib import Path
 import pytest
 
 from cluster.messages import NodeJob
-from cluster.plans.load_plan import LoadPlan
-from cluster.plans.packed_plan import pack_shared
+from cluster.planning.packed_plan import pack_shared
+from cluster.planning.plan import LoadPlan
 from storage.errors import LongshoreError
 from storage.host.processes import ProcessId, processes_mapping
 from storage.stores.object_store import MemoryStore

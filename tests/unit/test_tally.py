@@ -13,15 +13,13 @@ from hypothesis.stateful import RuleBasedStateMachine, invariant, precondition, 
 
 from cluster.messages import AgentBeat, LoadBeat, RankBeat
 from cluster.scheduling.load_state import LoadState, RankLife
-from cluster.telemetry import families
-from cluster.telemetry.families import BUCKETS_S, FAMILIES, MOST_MODELS, MOST_PAIRS, BoundedLabels, Kind, model_label
-from cluster.telemetry.figures import SOURCES, EndedPart, LoadCounters, NodeFigures, NodeMemory
-from cluster.telemetry.rank_report import ArenaUse, StageTimes
-from cluster.telemetry.samples import Coordinator, samples
-from cluster.telemetry.tally import Books, Durations, LoadView, Tally
+from cluster.telemetry import metrics
+from cluster.telemetry.counters import Books, Coordinator, Durations, LoadView, Tally, samples
+from cluster.telemetry.metrics import BUCKETS_S, FAMILIES, MOST_MODELS, MOST_PAIRS, BoundedLabels, Kind, model_label
+from cluster.telemetry.stats import SOURCES, ArenaUse, EndedPart, LoadCounters, NodeFigures, NodeMemory, StageTimes
 from storage.arena.chunk_cache import CacheStats
 from storage.disk.tier import DiskStats
-from storage.host.gpu_memory import GpuMemory
+from storage.host.memory import GpuMemory
 
 LABELS = {"node", "rank", "model", "source", "cause", "stage", "reason", "outcome", "error", "state", "tier"}
 LABELS |= {"process", "gpu", "version"}
@@ -200,15 +198,15 @@ def flat(counters: LoadCounters) -> dict[str, int]:
 def flat_books(books: Books) -> dict[tuple[str, str, str], float]:
     found = {}
     for (family, labels), value in books.totals.items():
-        if family is families.CHUNK_BYTES:
+        if family is metrics.CHUNK_BYTES:
             found[labels[0], labels[1], labels[2]] = value
-        elif family is families.CHUNKS:
+        elif family is metrics.CHUNKS:
             found[labels[0], labels[1], f"{labels[2]} chunks"] = value
-        elif family is families.CHUNKS_CORRUPT:
+        elif family is metrics.CHUNKS_CORRUPT:
             found[labels[0], labels[1], "corrupt"] = value
-        elif family is families.RETRIES:
+        elif family is metrics.RETRIES:
             found[labels[0], labels[1], labels[2]] = value
-        elif family is families.STAGE_SECONDS and labels[2] == "fetch":
+        elif family is metrics.STAGE_SECONDS and labels[2] == "fetch":
             found[labels[0], labels[1], "fetch"] = value
     return found
 
@@ -245,7 +243,7 @@ def test_totals_are_the_sums_of_the_final_figures(happens: list[tuple[int, str, 
             agent.untold.clear()
     for agent in agents:
         tally.heard(agent.beat(), 0.0)
-    totals = {labels: value for (of, labels), value in tally.books().totals.items() if of is families.CHUNK_BYTES}
+    totals = {labels: value for (of, labels), value in tally.books().totals.items() if of is metrics.CHUNK_BYTES}
     assert {labels: value for labels, value in totals.items() if value} == dict(whole)
 
 
@@ -270,9 +268,9 @@ def test_how_long_loads_took_by_outcome_and_state() -> None:
     through(tally, "c", (0.0, S.PLANNING), (1.0, S.RELEASED))
     through(tally, "a", (20.0, S.DEGRADED), (21.0, S.READY), (30.0, S.FAILED), (31.0, S.PLANNING), error="NodeLost")
     books = tally.books()
-    finished = {labels[1]: value for (of, labels), value in books.totals.items() if of is families.LOADS_FINISHED}
+    finished = {labels[1]: value for (of, labels), value in books.totals.items() if of is metrics.LOADS_FINISHED}
     assert finished == {"ready": 1, "failed": 1, "cancelled": 1, "lost": 1}
-    failures = {labels[1]: value for (of, labels), value in books.totals.items() if of is families.LOAD_FAILURES}
+    failures = {labels[1]: value for (of, labels), value in books.totals.items() if of is metrics.LOAD_FAILURES}
     assert failures == {"AccessDenied": 1, "NodeLost": 1}
     sums = {(of.name, *labels): (sum(d.counts), d.sum_s) for (of, labels), d in books.durations.items()}
     assert sums == {
@@ -291,7 +289,7 @@ def test_a_load_that_an_earlier_coordinator_began_has_no_durations_here() -> Non
     through(tally, "a", (0.0, S.PLANNING), (1.0, S.LOADING), (2.0, S.READY), (9.0, S.FAILED), error="X", adopted=True)
     books = tally.books()
     assert not books.durations
-    finished = {labels[1]: value for (of, labels), value in books.totals.items() if of is families.LOADS_FINISHED}
+    finished = {labels[1]: value for (of, labels), value in books.totals.items() if of is metrics.LOADS_FINISHED}
     assert finished == {"ready": 0, "failed": 0, "cancelled": 0, "lost": 1}
 
 
@@ -300,7 +298,7 @@ def test_each_loss_of_a_rank_counts_once() -> None:
     here, gone, new = RankLife(), RankLife(lost=True), RankLife(1, ready=True)
     for ranks in ((here, here), (gone, here), (gone, here), (gone, gone), (new, gone), (new, here), (gone, here)):
         tally.load(view("x", S.LOADING, ranks=ranks), 0.0)
-    assert tally.books().totals[families.RANKS_LOST, ("llama",)] == 3
+    assert tally.books().totals[metrics.RANKS_LOST, ("llama",)] == 3
 
 
 def now(tally: Tally, now_s: float) -> dict[tuple[str, ...], float]:
@@ -368,7 +366,7 @@ def test_a_node_that_is_gone_takes_its_series_along_and_no_others() -> None:
         agent = Agent(node, host, parts={("load-1", 1): Counter(disk=10)})
         tally.heard(agent.beat(), 0.0)
     tally.keep({"n2", "n3"}, ())
-    total = families.CHUNK_BYTES, ("a", "model-1", "disk")
+    total = metrics.CHUNK_BYTES, ("a", "model-1", "disk")
     assert tally.books().totals[total] == 20  # the other agent of the host is there: no counter may fall
     assert ("longshore_cache_bytes", "a", "arena") in now(tally, 0.0)
     tally.keep({"n3"}, ())
@@ -390,14 +388,14 @@ def test_series_are_bounded_however_many_models_and_nodes_there_were() -> None:
     for number in range(MOST_MODELS):
         loaded(number)
     totals = tally.books().totals
-    kept = [labels for of, labels in totals if of is families.CHUNKS_VERIFIED]
+    kept = [labels for of, labels in totals if of is metrics.CHUNKS_VERIFIED]
     assert MOST_PAIRS // 2 < len(kept) <= MOST_PAIRS
     assert len({model for _, model in kept}) < MOST_MODELS
     newest = f"m{MOST_MODELS - 1}"
     assert {host for host, model in kept if model == newest} == {agent.host for agent in agents}
     loaded(MOST_MODELS - 1, again=2)
-    assert tally.books().totals[families.CHUNK_BYTES, ("host-0", newest, "disk")] == 7
-    assert totals[families.AGENT_RESTARTS, ("host-0",)] == 0
+    assert tally.books().totals[metrics.CHUNK_BYTES, ("host-0", newest, "disk")] == 7
+    assert totals[metrics.AGENT_RESTARTS, ("host-0",)] == 0
     tally.keep([agents[0].node], [])
     hosts = {labels[0] for of, labels in tally.books().totals if of.labels[:1] == ("node",)}
     assert hosts == {"host-0"}
@@ -448,7 +446,7 @@ def test_labels_are_bounded() -> None:
         load = LoadBeat(f"l{number}", 1, 0, None, False, f"m{number}", LoadCounters(verified_chunks=1))
         rank = RankBeat(f"l{number}", 1, 0, 0, 1, 1, 0.0)
         tally.heard(AgentBeat("n", "a", "i", (load,), (rank,), ARENA, number=number + 1), 0.0)
-    verified = {labels: v for (of, labels), v in tally.books().totals.items() if of is families.CHUNKS_VERIFIED}
+    verified = {labels: v for (of, labels), v in tally.books().totals.items() if of is metrics.CHUNKS_VERIFIED}
     assert len(verified) == MOST_MODELS + 1
     assert verified["a", "other"] == 50
     assert ("longshore_rank_placed_bytes", "a", "0", "other") in now(tally, 0.0)
@@ -475,7 +473,7 @@ def test_every_metric_keeps_the_conventions() -> None:
     for family in FAMILIES:
         assert family.name.startswith("longshore_")
         assert family.name.endswith("_total") == (family.kind is Kind.COUNTER)
-        assert family.help.endswith((".", ")")) or family is families.BUILD_INFO
+        assert family.help.endswith((".", ")")) or family is metrics.BUILD_INFO
         assert set(family.labels) <= LABELS
         unit = family.name.removesuffix("_total").rpartition("_")[2]
         assert unit not in ("s", "ms", "mb", "byte", "second")

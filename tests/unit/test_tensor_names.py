@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import pytest
 
-from actors.handover.tensor_names import Rename, new_names
+from actors.handover.module_places import Rename, new_names
 from cluster.errors import ModuleMismatch
 
 NAMES = ["model.layers.0.up.weight", "model.layers.10.up.weight", "model.norm.weight", "visual.proj.weight", "head"]

@@ -6,7 +6,7 @@ import torch
 
 from actors.handover.tensor_views import tensor_views
 from cluster.layouts.region import Region
-from cluster.plans.load_plan import TensorSlice
+from cluster.planning.plan import TensorSlice
 
 
 def test_padding_is_zero_whatever_the_memory_held() -> None:

@@ -19,8 +19,8 @@ from hypothesis import strategies as st
 from cluster.errors import ChunkFailed
 from cluster.layouts.mesh import Layout
 from cluster.telemetry import tracing
-from cluster.telemetry.rank_report import RankReport, StageTimes
 from cluster.telemetry.report import LoadReport, NodeReport
+from cluster.telemetry.stats import RankReport, StageTimes
 from cluster.telemetry.tracing import load_trace, spans_of, tracing_wanted
 
 REPOSITORY = Path(__file__).parents[2]

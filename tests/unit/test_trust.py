@@ -15,15 +15,15 @@ from hypothesis import strategies as st
 from actors import hosting
 from actors.hosting import host_rank
 from cluster import client
+from cluster.client import generate_key, sign
 from cluster.command_line.cli import main
 from cluster.config import Config, TrustPolicy
 from cluster.doctor.store_checks import check_store
 from cluster.errors import ConfigError
 from cluster.layouts.mesh import Layout
-from cluster.plans.planning import prepare_plan, still_current
-from cluster.preview import plan_ahead
+from cluster.planning import preview
+from cluster.planning.make_plan import prepare_plan, still_current
 from cluster.request import LoadRequest, StoreOptions, make_request
-from cluster.signing import generate_key, sign
 from storage.checkpoints.manifest import MANIFEST_KEY
 from storage.errors import (
     BadSignature,
@@ -36,7 +36,7 @@ from storage.errors import (
     UnknownSigner,
 )
 from storage.publishing.signing import SIGNATURE_KEY, SigningKey
-from storage.source_rules import SourceRules
+from storage.store_ref import SourceRules
 from tests.support.checkpoints import write_tiny_llama
 
 KEYS = [SigningKey.generate().public for _ in range(4)]
@@ -115,7 +115,7 @@ def test_a_place_that_is_not_allowed_is_never_opened(model: Path) -> None:
     with pytest.raises(SourceRefused):
         still_current(request(model), "0" * 64, 5, trust)
     config = Config(allowed_schemes="s3")
-    for verb in (client.load, plan_ahead.plan, client.publish, client.verify):
+    for verb in (client.load, preview.plan, client.publish, client.verify):
         with pytest.raises(SourceRefused):
             verb(model, config=config)
     with pytest.raises(SourceRefused):
@@ -165,26 +165,26 @@ def test_settings_that_cannot_be_meant_are_errors_and_never_open_the_door(name: 
 def test_the_verbs_want_signatures(model: Path, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     public = f"{key}.pub"
     assert client.verify(model, trusted_keys=[public]).ok
-    revision = plan_ahead.plan(model, trusted_keys=[public]).revision
+    revision = preview.plan(model, trusted_keys=[public]).revision
     monkeypatch.setenv("LONGSHORE_TRUSTED_KEYS", KEYS[0])
-    for verb in (client.verify, plan_ahead.plan):
+    for verb in (client.verify, preview.plan):
         with pytest.raises(UnknownSigner):
             verb(model)
     monkeypatch.setenv("LONGSHORE_TRUSTED_KEYS", public)
     assert client.verify(model).ok
     (model / SIGNATURE_KEY).unlink()
-    for verb in (client.verify, plan_ahead.plan):
+    for verb in (client.verify, preview.plan):
         with pytest.raises(ManifestUnsigned):
             verb(model)
     assert sign(model, key).revision == revision
-    assert plan_ahead.plan(model).revision == revision
+    assert preview.plan(model).revision == revision
     (model / MANIFEST_KEY).write_bytes((model / MANIFEST_KEY).read_bytes() + b" ")
     with pytest.raises(BadSignature):
-        plan_ahead.plan(model)
+        preview.plan(model)
     with pytest.raises(ConfigError):
-        plan_ahead.plan(model, trusted_keys=public)  # type: ignore[arg-type]
+        preview.plan(model, trusted_keys=public)  # type: ignore[arg-type]
     with pytest.raises(InvalidKey):
-        plan_ahead.plan(model, trusted_keys=[key])
+        preview.plan(model, trusted_keys=[key])
 
 
 def test_names_of_two_lists_of_keys_must_both_match() -> None:
@@ -202,7 +202,7 @@ def test_a_model_is_loaded_under_the_name_that_it_was_signed_with(
 ) -> None:
     monkeypatch.setattr(hosting, "_settings_in_force", lambda given, patience: Config())  # there is no cluster
     public, here = f"{key}.pub", str(model).strip("/")
-    for verb in (client.verify, plan_ahead.plan):
+    for verb in (client.verify, preview.plan):
         verb(model, trusted_keys=[public])
         verb(model, trusted_keys=[public], signed_name=here)
         verb(model, signed_name="whatever")  # who trusts no key checks no signature
@@ -214,7 +214,7 @@ def test_a_model_is_loaded_under_the_name_that_it_was_signed_with(
         pass
     assert sign(model, key, signed_name="llama").name == "llama"
     monkeypatch.setenv("LONGSHORE_TRUSTED_KEYS", f"{public}:llama")
-    for verb in (client.verify, plan_ahead.plan):
+    for verb in (client.verify, preview.plan):
         verb(model, signed_name="llama")
         with pytest.raises(SignedNameMismatch):
             verb(model)
@@ -236,13 +236,13 @@ def test_only_the_revision_that_is_asked_for(
     model: Path, key: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(hosting, "_settings_in_force", lambda given, patience: Config())  # there is no cluster
-    first = plan_ahead.plan(model).revision
+    first = preview.plan(model).revision
     signed_before = {name: (model / name).read_bytes() for name in (MANIFEST_KEY, SIGNATURE_KEY)}
     for name in ("model.safetensors.index.json", *[path.name for path in model.glob("*.safetensors")]):
         (model / name).unlink()
     write_tiny_llama(model, seed=1)
     second = client.publish(model, sign_key=key).revision
-    for verb in (client.verify, plan_ahead.plan):
+    for verb in (client.verify, preview.plan):
         assert verb(model, revision=second).revision == second
         with pytest.raises(RevisionMismatch) as refused:
             verb(model, revision=first)
@@ -253,7 +253,7 @@ def test_only_the_revision_that_is_asked_for(
         pass
     for name, data in signed_before.items():  # whoever can write to the bucket puts the old ones back
         (model / name).write_bytes(data)
-    for verb in (client.verify, plan_ahead.plan):
+    for verb in (client.verify, preview.plan):
         with pytest.raises(RevisionMismatch):
             verb(model, trusted_keys=[f"{key}.pub"], revision=second)
     assert main(["plan", str(model), "--revision", second]) == 6
@@ -264,15 +264,15 @@ def test_one_file_and_an_unpublished_model_have_a_revision_too(model: Path) -> N
     file = next(model.glob("*.safetensors"))
     whole, one = client.verify(model).revision, client.verify(file).revision
     assert whole != one
-    assert plan_ahead.plan(file, revision=one).revision == client.verify(file, revision=one).revision == one
-    for verb in (client.verify, plan_ahead.plan):
+    assert preview.plan(file, revision=one).revision == client.verify(file, revision=one).revision == one
+    for verb in (client.verify, preview.plan):
         with pytest.raises(RevisionMismatch):
             verb(file, revision=whole)
     (model / MANIFEST_KEY).unlink()
-    bare = plan_ahead.plan(model).revision
-    assert plan_ahead.plan(model, revision=bare).revision == bare
+    bare = preview.plan(model).revision
+    assert preview.plan(model, revision=bare).revision == bare
     with pytest.raises(RevisionMismatch):
-        plan_ahead.plan(model, revision=whole)
+        preview.plan(model, revision=whole)
     with pytest.raises(RevisionMismatch, match="not published"):
         client.verify(model, revision=bare)
 

@@ -12,7 +12,7 @@ from typing import Any
 import numpy as np
 import pytest
 
-from actors.rank.hosted_load import MOST_TEXT_CHARS, run_function
+from actors.gpu_worker import MOST_TEXT_CHARS, run_function
 from cluster.errors import ConfigError, ModuleMismatch, RemoteCallFailed
 from cluster.user_values import Packed, pack, pack_call, result_of, unpack
 

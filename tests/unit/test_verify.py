@@ -12,7 +12,7 @@ from storage.errors import InvalidHeader, InvalidManifest, NotACheckpoint, Store
 from storage.publishing.publish import publish
 from storage.publishing.verify import NOT_PUBLISHED, VerifyProgress, WrongSize, verify
 from storage.stores.object_store import ByteRange, MemoryStore, read_bytes
-from storage.stores.retrying import RetryPolicy
+from storage.stores.requests import RetryPolicy
 from tests.support.checkpoints import sharded_objects
 from tests.support.faulty_stores import FailingStore, WrappedStore
 

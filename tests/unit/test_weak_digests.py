@@ -9,12 +9,12 @@ import pytest
 from actors import hosting
 from actors.hosting import host_rank
 from cluster import client
+from cluster.client import generate_key, sign
 from cluster.command_line.cli import main
 from cluster.config import Config
 from cluster.layouts.mesh import Layout
-from cluster.preview.plan_ahead import plan as plan_ahead
+from cluster.planning.preview import plan as plan_ahead
 from cluster.request import StoreOptions, make_request
-from cluster.signing import generate_key, sign
 from storage.checkpoints.manifest import MANIFEST_KEY
 from storage.checksum import digest_of
 from storage.disk.files import SUBFOLDER

@@ -9,7 +9,7 @@ from compressed_tensors.quantization import QuantizationConfig
 from transformers import BitsAndBytesConfig
 
 from cluster.layouts.mesh import Layout
-from cluster.plans.planning import build_load_plan
+from cluster.planning.make_plan import build_load_plan
 from cluster.precision.recipes import SCHEMES, Precision
 from cluster.precision.written_quantization import precision_notes, precision_of, quantization_config
 from tests.support.planned_models import as_bf16, llama_shapes, random_arrays, store_arrays

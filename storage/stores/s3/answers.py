@@ -36,7 +36,7 @@ from storage.errors import (
 )
 from storage.stores.connections import Proxy, proxy_refusal
 from storage.stores.object_store import ByteRange, ObjectInfo
-from storage.stores.retrying import passing_refusal
+from storage.stores.requests import passing_refusal
 
 MAX_ERROR_BODY_BYTES = 64 << 10  # of an error's body, no more than this is read
 

@@ -22,7 +22,7 @@ from storage.errors import AccessDenied, CredentialsExpired, ObjectChanged, Obje
 from storage.store_ref import Credentials, StoreRef
 from storage.stores.connections import find_proxy
 from storage.stores.object_store import ByteRange, ObjectInfo, check_key, cut
-from storage.stores.read_limit import ReadLimit
+from storage.stores.requests import ReadLimit
 from storage.stores.s3.answers import (
     asking,
     checksums_of_head,

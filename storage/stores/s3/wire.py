@@ -33,7 +33,7 @@ from typing import Any
 from storage.errors import ReadEnded, ShortRead, StoreError, StoreUnavailable
 from storage.stores.connections import Proxy, host_and_port, proxy_refusal, tls_context
 from storage.stores.object_store import ByteRange
-from storage.stores.read_limit import ReadLimit
+from storage.stores.requests import ReadLimit
 from storage.stores.s3.answers import MAX_ERROR_BODY_BYTES, check_answer, connection_error, head_of, refusal
 
 _MIN_RATE_BYTES_PER_S = 64 << 10  # a body slower than this on average is a stuck one

@@ -1,0 +1,477 @@
+"""Decides whether a load fits the nodes of its ranks beside other loads, and what becomes of one that does not.
+
+What becomes of a load that does not fit: with fit="auto" it takes less precision, else it is told what would help.
+
+fits as given ------------------------------------------> that plan
+auto:   the steps, planned in a planning process --first that fits--> its plan, and the request is changed
+strict: changes, planned likewise --cheapest that fit--> DoesNotFit names them
+
+The limits of a device map that was asked for without any: what the node that will have the rank has, and may give.
+
+Asked before the load is planned, because the map is a part of the plan. Whether it fits is checked again, as for any
+load, when the rank has its place.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import logging
+import time
+from collections.abc import Collection, Iterable, Mapping, Sequence
+from dataclasses import dataclass, replace
+
+from actors.coordination import nodes, spawn
+from actors.coordination.gangs import Gangs
+from actors.coordination.model_record import ModelRecord, Seat
+from actors.coordination.nodes import NodeAgents
+from actors.coordination.planner import Planner
+from actors.coordination.tending import finished, settled
+from cluster.config import Config
+from cluster.errors import ClusterError, ConfigError, DoesNotFit, DoesNotFitNow, LoadError, NotEnoughResources
+from cluster.fit.device_map import DeviceKey
+from cluster.fit.needs import (
+    WORKER_BYTES,
+    Claim,
+    NodeNeed,
+    PlannedRanks,
+    check_fit,
+    gpu_bytes,
+    host_bytes,
+    larger_claims,
+    misfit_text,
+    planned_arena_bytes,
+    room_on,
+    room_problems,
+)
+from cluster.fit.options import AUTO, STRICT, DeviceMapOptions, FitOptions, FitTry
+from cluster.fit.search import OFFLOAD_POLICY, Limits, PlannedChange, cheapest, first_that_fits, offer, steps_text
+from cluster.planning.packed_plan import PackedPlan
+from cluster.planning.rank_plans import RankFacts
+from cluster.request import LoadRequest
+from cluster.scheduling.topology import NodeInfo
+from cluster.scheduling.warm_pool import IdleGang, in_the_way, with_kept_memory
+from storage.errors import LongshoreError
+from storage.host.memory import GpuMemory, MemoryPool, available_host_bytes
+
+
+def claims_of(models: Iterable[ModelRecord], but: ModelRecord) -> list[Claim]:
+    """Return what all models but one are still to take, by node: ranks that are replaced take theirs again."""
+    return [
+        Claim(record.model_id, node_id, record.pools.get(node_id, ()), size_bytes)
+        for record in models
+        if record is not but and not record.life.is_over
+        for node_id in record.nodes
+        if (size_bytes := _to_take(record, [seat for seat in record.seats.values() if seat.node_id == node_id]))
+    ]
+
+
+def new_workers(seats: Mapping[int, Seat]) -> set[int]:
+    """Ranks whose processes are still to be started, or just are."""
+    return {rank for rank, seat in seats.items() if not (seat.is_up or seat.started or seat.report)}
+
+
+def promise(record: ModelRecord, ranks: Mapping[int, int], nodes: Iterable[NodeInfo]) -> None:
+    """Note that these ranks (and the memory that each takes of its host) have been found to fit on the nodes."""
+    record.host_bytes = {**record.host_bytes, **ranks}
+    for node in nodes:
+        record.pools[node.node_id] = tuple(pool.pool_id for pool in node.pools)
+        record.kept_bytes[node.node_id] = node.kept_bytes
+
+
+def _to_take(record: ModelRecord, seats: list[Seat]) -> int:
+    here = {seat.rank: seat for seat in seats}
+    left = [seat for seat in seats if seat.report is None]  # the others have it all
+    wanted = sum(record.host_bytes.get(seat.rank, 0) for seat in left)
+    taken = sum(_taken(record, seat) for seat in left)
+    kept = record.kept_bytes.get(seats[0].node_id, 0) if seats else 0
+    return max(0, wanted - max(taken, kept)) + WORKER_BYTES * len(new_workers(here))
+
+
+def _taken(record: ModelRecord, seat: Seat) -> int:
+    """Return what a rank has of its host's memory at least, by what it placed: that may be on its other devices, and
+    takes less when it is converted.
+    """
+    host_bytes = record.host_bytes.get(seat.rank, 0)
+    if record.plan is None:  # after the coordinator was restarted
+        return min(seat.placed_bytes, host_bytes)
+    facts = record.plan.ranks[seat.rank]
+    elsewhere_bytes = facts.device_bytes - (host_bytes - facts.staging_bytes)
+    there_bytes = facts.device_bytes * seat.placed_bytes // max(1, facts.read_bytes)
+    return min(host_bytes, max(0, there_bytes - elsewhere_bytes))
+
+
+STARTING_S = 30.0  # workers are up by then
+FREED_S = 5.0  # the memory of a process that was killed is free again by then
+
+
+@dataclass(frozen=True, slots=True)
+class Room:
+    """Where a load's ranks are to sit, and what there is for them at this moment."""
+
+    rank_nodes: dict[int, int]  # rank -> index into `infos`
+    infos: list[NodeInfo]
+    claims: tuple[Claim, ...]  # of other loads
+    new_workers: set[int]
+
+    def misfit(self, plan: PlannedRanks, request: LoadRequest, config: Config) -> DoesNotFit | None:
+        """The error, if the ranks do not fit there."""
+        return check_fit(
+            plan,
+            self.rank_nodes,
+            self.infos,
+            config,
+            request.device,
+            self.claims,
+            self.new_workers,
+            request.fit,
+        )
+
+
+async def room_of(
+    record: ModelRecord,
+    seats: Mapping[int, Seat],
+    agents: NodeAgents,
+    others: Collection[ModelRecord],
+    taken: IdleGang | None = None,
+) -> Room:
+    """As the agents say. It holds until somebody else runs: a promise is made at once."""
+    order = sorted(await agents.of({seat.node_id: seat.host for seat in seats.values()}))
+    before = claims_of(others, record)
+    facts = await nodes.facts_of(order, agents.ask)
+    claims = larger_claims(before, claims_of(others, record))
+    infos = with_kept_memory([facts[node_id] for node_id in order], taken)
+    return Room({rank: order.index(seat.node_id) for rank, seat in seats.items()}, infos, claims, new_workers(seats))
+
+
+async def fit_on(
+    record: ModelRecord,
+    seats: Mapping[int, Seat],
+    plan: PlannedRanks,
+    agents: NodeAgents,
+    config: Config,
+    others: Collection[ModelRecord],
+    taken: IdleGang | None = None,
+) -> DoesNotFit | None:
+    """Whether the ranks that are to sit there fit; if so, what they take is theirs from here on. Else the error.
+
+    Raises what an agent raises: ArenaTooLarge...
+    """
+    room = await room_of(record, seats, agents, others, taken)
+    # From there to the promise nothing else runs, or two loads could be promised the same memory.
+    misfit = room.misfit(plan, record.request, config)
+    if misfit is None:
+        device = record.request.device
+        promise(record, {rank: host_bytes(plan.ranks[rank], device) for rank in seats}, room.infos)
+    return misfit
+
+
+async def come_up(seats: Iterable[Seat]) -> bool:
+    """Wait for workers that are just starting: until one has answered nobody knows how much of its memory it has taken
+    already, and all of it is counted. True when one has come up.
+    """
+    coming = [seat for seat in seats if seat.worker is not None and not (seat.is_up or seat.started or seat.report)]
+    await settled(_up(seat) for seat in coming)
+    return any(seat.is_up for seat in coming)
+
+
+async def _up(seat: Seat) -> None:
+    worker = seat.worker
+    await spawn.meet_worker(worker, seat.host, STARTING_S)
+    seat.is_up = seat.is_up or seat.worker is worker
+
+
+async def fit_in(
+    record: ModelRecord,
+    plan: PackedPlan,
+    agents: NodeAgents,
+    config: Config,
+    gangs: Gangs,
+    others: Collection[ModelRecord],
+    taken: IdleGang | None,
+) -> None:
+    """Returns when every device and host has the memory. `taken`: the gang whose workers the load has.
+
+    Raises DoesNotFit, and what an agent raises: ArenaTooLarge...
+    """
+    # Models that have just ended may not have given back yet what they had.
+    freed_s = time.monotonic() + FREED_S  # nor other processes that have just ended
+    ended_s = [other.ended_s for other in others if other.life.is_over and other.host_bytes]
+    give_up_s = max(ended_s, default=0.0) + FREED_S
+    starting_s = time.monotonic() + STARTING_S
+    while True:
+        misfit = await fit_on(record, record.seats, plan, agents, config, others, taken)
+        if misfit is None:
+            return
+        if ending := in_the_way(gangs.idle(), record.nodes):
+            await finished(gangs.end(ending))
+            give_up_s = time.monotonic() + FREED_S
+        elif time.monotonic() < starting_s and await _may_fit(record, plan, agents, config, others, taken):
+            if not await come_up(record.seats.values()):
+                raise misfit
+        elif time.monotonic() >= (max(give_up_s, freed_s) if isinstance(misfit, DoesNotFitNow) else give_up_s):
+            raise misfit
+        else:
+            await asyncio.sleep(0.1)
+
+
+async def _may_fit(
+    record: ModelRecord,
+    plan: PlannedRanks,
+    agents: NodeAgents,
+    config: Config,
+    others: Collection[ModelRecord],
+    taken: IdleGang | None,
+) -> bool:
+    """Whether only the memory of its own workers is missing, of which some are just starting and may have taken it."""
+    room = await room_of(record, record.seats, agents, others, taken)
+    starting = {rank for rank in room.new_workers if record.seats[rank].worker is not None}
+    settled_room = replace(room, new_workers=room.new_workers - starting)
+    return bool(starting) and settled_room.misfit(plan, record.request, config) is None
+
+
+async def node_memory(
+    record: ModelRecord, agents: NodeAgents, config: Config, admission: asyncio.Lock
+) -> tuple[tuple[DeviceKey, int], ...]:
+    """Limits in bytes by device; none when the request has its own. Raises what agents raise, NotEnoughResources.
+
+    While `admission` is held no agent ends as an idle one, and this load has no seat yet that would keep it.
+    """
+    request, options = record.request, record.request.device_map
+    if options is None or options.modules or options.max_memory is not None:
+        return ()
+    if request.placement_group is not None:
+        ((node_id, host, bundle), *_) = await asyncio.to_thread(nodes.places_in_group, request.placement_group, request)
+        gpus = int(request.placement_group.bundle_specs[bundle[1] if bundle else 0].get("GPU", 0))
+    else:
+        node_id, host, gpus = roomiest(await asyncio.to_thread(nodes.cluster_nodes, (), config.cpu_ranks_per_node))
+    async with admission:
+        await agents.of({node_id: host})
+        facts = await nodes.facts_of([node_id], agents.ask)
+    return node_limits(facts[node_id], gpus if request.device == "cuda" else 0, options, request.fit, config)
+
+
+def roomiest(infos: list[NodeInfo]) -> tuple[str, str, int]:
+    """(id, host, GPUs) of the node with most GPUs that are free, else that it has; the first of equals."""
+    living = [info for info in infos if info.alive]
+    if not living:
+        raise NotEnoughResources("the cluster has no living node")
+    best = max(living, key=lambda info: (info.gpus_free, info.gpus_total))
+    return best.node_id, best.host, best.gpus_free or best.gpus_total
+
+
+def node_limits(
+    node: NodeInfo, gpus: int, options: DeviceMapOptions, fit: FitOptions, config: Config
+) -> tuple[tuple[DeviceKey, int], ...]:
+    """What a rank with so many of the node's GPUs may fill.
+
+    Ray says how many it gets, not which: each counts as the least roomy of the `gpus` roomiest. Raises ConfigError when
+    nobody knows their memory.
+    """
+    rooms = sorted((room_on(gpu, fit, config).have_bytes for gpu in node.gpus), reverse=True)
+    if len(rooms) < gpus:
+        raise ConfigError(
+            f"the memory of the GPUs of {node.host} is not known",
+            hint='say what may be used: max_memory={0: "70GB", "cpu": "100GB"}',
+        )
+    reserve_bytes = fit.host_reserve_bytes(config)
+    left_bytes = min(
+        (pool.free_bytes - max(reserve_bytes, pool.reserve_bytes) for pool in node.pools),
+        default=node.memory_free_bytes - reserve_bytes,
+    )
+    left_bytes -= WORKER_BYTES + (0 if node.arena_bytes else planned_arena_bytes(node.shm_free_bytes, config))
+    limits = options.on_node(rooms[gpus - 1 : gpus] * gpus, left_bytes).max_memory
+    return () if limits is None else limits
+
+
+def own_limits(
+    options: DeviceMapOptions, device: str, fit: FitOptions, config: Config
+) -> tuple[tuple[DeviceKey, int], ...]:
+    """The same for the calling process, of the GPUs that it sees."""
+    have_bytes = [room_on(gpu, fit, config).have_bytes for gpu in own_gpus(device)]
+    limits = options.on_node(have_bytes, available_host_bytes() - fit.host_reserve_bytes(config)).max_memory
+    return () if limits is None else limits
+
+
+def own_device(device: str) -> str:
+    """The device of a rank in the calling process: for "auto" it is "cuda" where the process sees a GPU, else "cpu"."""
+    return ("cuda" if own_gpus("cuda") else "cpu") if device == "auto" else device
+
+
+def own_gpus(device: str) -> list[GpuMemory]:
+    """Those that the calling process sees, when it is to use them."""
+    if device != "cuda":
+        return []
+    from actors.devices.cuda_device import free_memory
+
+    return [GpuMemory(total_bytes, free_bytes) for free_bytes, total_bytes in free_memory()]
+
+
+def own_misfit(
+    rank: int,
+    facts: RankFacts,
+    gpus: Sequence[GpuMemory],
+    pools: tuple[MemoryPool, ...],
+    device: str,
+    fit: FitOptions,
+    config: Config,
+) -> DoesNotFit | None:
+    """The error for a rank in the calling process, which has these GPUs by number and is on a host with those pools.
+
+    None when it fits. Counted is this rank only: nobody promises memory to ranks that are their own hosts.
+    """
+    needs = {(rank, gpu): size_bytes for gpu, size_bytes in gpu_bytes(facts, device).items()}
+    rooms = {(rank, number): room_on(gpu, fit, config) for number, gpu in enumerate(gpus)}
+    seats = {place: rooms[place] for place in needs if place in rooms}
+    in_memory = NodeInfo("here", "this host", pools=pools)
+    kept = config.model_copy(update={"host_reserve_bytes": fit.host_reserve_bytes(config)})
+    need = NodeNeed(1, host_bytes(facts, device), 0, 0)
+    on_gpus = misfit_text("", needs, seats)
+    problems = [on_gpus] * bool(on_gpus) + room_problems(
+        [in_memory], {0: need}, (), kept if device == "cpu" else config
+    )
+    if not problems:
+        return None
+    emptied = misfit_text("", needs, {place: room.emptied() for place, room in seats.items()})
+    kind = DoesNotFitNow if on_gpus and not emptied and len(problems) == 1 else DoesNotFit
+    return kind(
+        f"the rank does not fit: {'; '.join(problems)}",
+        hint="`longshore plan` shows what would: more ranks, a dtype, a quantization, a device_map",
+        rank=rank,
+    )
+
+
+_LOG = logging.getLogger("longshore.fit")
+
+
+class FitChoice:
+    """Acts for one model."""
+
+    def __init__(self, record: ModelRecord, planner: Planner, agents: NodeAgents, config: Config, gangs: Gangs) -> None:
+        self._record = record
+        self._planner = planner
+        self._agents = agents
+        self._config = config
+        self._gangs = gangs
+
+    async def choose(self, plan: PackedPlan, others: Collection[ModelRecord], taken: IdleGang | None) -> PackedPlan:
+        """The plan that is loaded. Raises DoesNotFit, which says what would help, and what agents and planning raise.
+
+        What was decided once stays, also when ranks have to go elsewhere.
+        """
+        record = self._record
+        asked = record.request
+        if asked.tried and record.plan is not None:
+            plan = record.plan
+        try:
+            await fit_in(record, plan, self._agents, self._config, self._gangs, others, taken)
+        except DoesNotFit as misfit:
+            if asked.fit.mode == AUTO:
+                await come_up(record.seats.values())  # or what they have taken would be counted twice
+            room = await room_of(record, record.seats, self._agents, others, taken)
+            if room.misfit(_Facts(tuple(RankFacts(0, 0, 0) for _ in plan.ranks)), asked, self._config) is not None:
+                raise _without_steps(misfit, asked) from misfit  # nothing that is smaller would fit
+            if asked.fit.mode != AUTO or asked.tried:
+                raise await self._with_offer(misfit, room, ()) from misfit
+            return await self._take_less(plan, misfit, room, others)
+        if asked.fit.mode == AUTO and not asked.tried:
+            self._note((FitTry("as given", _largest(plan.ranks)),))
+        return plan
+
+    async def _take_less(
+        self,
+        plan: PackedPlan,
+        misfit: DoesNotFit,
+        room: Room,
+        others: Collection[ModelRecord],
+    ) -> PackedPlan:
+        """Of what there was when the load was found not to fit: since then its own workers start, and take memory."""
+        record = self._record
+        revision, planned = await self._planner.changes(record.request, AUTO, self._limits(room))
+
+        # From here to the promise nothing else runs.
+        room = replace(room, claims=larger_claims(room.claims, claims_of(others, record)))
+
+        def why_not(step: PlannedChange) -> str:
+            error = room.misfit(_Facts(step.ranks), step.change.request, self._config)
+            return "" if error is None else error.message.removeprefix("the load does not fit: ")
+
+        step, later = first_that_fits(planned, why_not, _largest(plan.ranks))
+        given = FitTry("as given", _largest(plan.ranks), misfit.message.removeprefix("the load does not fit: "))
+        tried = (given, *later)
+        if step is None:
+            raise await self._with_offer(misfit, room, tried) from misfit
+        taken = step.change.request
+        promise(record, {at: host_bytes(step.ranks[at], taken.device) for at in record.seats}, room.infos)
+        less = await self._planner.prepare(taken)
+        if {less.revision, revision} != {plan.revision}:
+            raise LoadError("the stored model has changed since the load began", model=record.model_id)
+        self._note(tried)
+        record.request = replace(record.request, precision=taken.precision, device_map=taken.device_map)
+        record.plan, record.shared = less, None
+        record.total_bytes = sum(rank.read_bytes for rank in less.ranks)
+        await record.touch()
+        return less
+
+    def _limits(self, room: Room) -> Limits:
+        """Of the GPU and of its host, for offload: of one rank."""
+        request = self._record.request
+        if request.device != "cuda" or request.world_size > 1 or not room.infos[0].gpus:
+            return ()
+        options = DeviceMapOptions(OFFLOAD_POLICY)
+        return node_limits(room.infos[0], 1, options, request.fit, self._config)
+
+    def _note(self, tried: tuple[FitTry, ...]) -> None:
+        """What was decided is part of the request from here on: whoever asks for the same gets this model."""
+        record = self._record
+        record.request = replace(record.request, tried=tried, auto_identity=record.request.identity())
+        if len(tried) > 1:
+            _LOG.warning("%s is loaded with %s: %s", record.model_id, tried[-1].what, steps_text(tried))
+
+    async def _with_offer(self, misfit: DoesNotFit, room: Room, tried: tuple[FitTry, ...]) -> DoesNotFit:
+        """The error with the cheapest change that would fit; as it is when that cannot be found out."""
+        request = self._record.request
+        try:
+            _, planned = await self._planner.changes(request, STRICT, self._limits(room))
+            at_hand = request.world_size
+            if request.device == "cuda":
+                infos = await asyncio.to_thread(nodes.cluster_nodes, (), self._config.cpu_ranks_per_node)
+                at_hand += sum(info.gpus_free for info in infos)
+        except (LongshoreError, OSError) as error:
+            if isinstance(error, ClusterError):
+                _LOG.warning("what would fit was not found out: %s", error)
+            return misfit
+        gpus = [gpu for info in room.infos for gpu in info.gpus]
+        have_bytes = min((room_on(gpu, request.fit, self._config).have_bytes for gpu in gpus), default=0)
+
+        def fits(each: PlannedChange) -> bool:
+            if each.change.ranks == request.world_size:
+                return room.misfit(_Facts(each.ranks), each.change.request, self._config) is None
+            return request.device == "cuda" and each.need_bytes <= have_bytes  # on more GPUs of that size
+
+        found = cheapest(planned, fits, at_hand)
+        hint = offer(found, at_hand, len(planned))
+        if tried:
+            hint = f'fit="auto" tried: {steps_text(tried)}. {hint}'
+        elif any(each.change.kind in ("dtype", "quantization", "offload") for each in found):
+            hint += '; fit="auto" takes the first step of precision that fits'
+        if not found:
+            hint = f"{misfit.hint}. {hint}" if misfit.hint else hint
+        change = found[0].change.what if found else None
+        return type(misfit)(misfit.message, hint=hint, **{**misfit.details, "change": change})
+
+
+def _without_steps(misfit: DoesNotFit, asked: LoadRequest) -> DoesNotFit:
+    """The error of a load that would not fit without its tensors either."""
+    if asked.fit.mode != AUTO:
+        return misfit
+    hint = f'{misfit.hint}. fit="auto" tried no step: without any of the tensors there is no room either'
+    return type(misfit)(misfit.message, hint=hint, **misfit.details)
+
+
+@dataclass(frozen=True, slots=True)
+class _Facts:
+    ranks: tuple[RankFacts, ...]
+
+
+def _largest(ranks: Collection[RankFacts]) -> int:
+    return max((rank.device_bytes + rank.staging_bytes for rank in ranks), default=0)

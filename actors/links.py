@@ -1,0 +1,181 @@
+"""How actors find each other and talk: their names, the line of a rank to its agent, of an agent to the coordinator."""
+
+from __future__ import annotations
+
+import asyncio
+from typing import Any, Protocol
+
+import ray
+from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
+from cluster.errors import AgentEnded, ClusterLost
+from cluster.joining.node_tasks import unwrapped
+from cluster.messages import (
+    UNVERSIONED,
+    AgentBeat,
+    BeatReply,
+    JoinReply,
+    Orders,
+    RankHello,
+    RankUpdate,
+    Words,
+    check_version,
+    pack_message,
+    unpack_message,
+)
+from cluster.telemetry.process_logs import LogProcess
+from storage.host.processes import ProcessId
+
+
+class AgentLink(Protocol):
+    """How a rank talks to the agent of its node. Raises ClusterLost when the agent does not answer."""
+
+    def join(self, hello: RankHello) -> JoinReply: ...
+
+    def exchange(self, update: RankUpdate) -> Orders: ...
+
+    def check_in(self, process: ProcessId, words: Words) -> float:
+        """Seconds since the agent last heard the coordinator. `words`: as in `RankHello.others`, of all ranks."""
+        ...
+
+
+class CoordinatorLink(Protocol):
+    """How an agent reaches the coordinator. Raises ClusterLost when nobody answers."""
+
+    def heartbeat(self, beat: AgentBeat) -> BeatReply: ...
+
+
+NAMESPACE = "longshore"
+COORDINATOR = "coordinator"
+
+
+def agent_name(node_id: str) -> str:
+    return f"agent-{node_id}"
+
+
+def worker_name(gang_id: str, rank: int, incarnation: int) -> str:
+    """A replacement has a name of its own, so a late message to its predecessor cannot reach it.
+
+    A gang is the workers of one load, and of later ones that take them over: it has the id of the first.
+    """
+    return f"worker-{gang_id}-{rank}-{incarnation}"
+
+
+def gang_of_worker(name: str) -> str | None:
+    """The gang that a worker's name belongs to; None for other names."""
+    parts = name.removeprefix("worker-").rsplit("-", 2)
+    return parts[0] if name.startswith("worker-") and len(parts) == 3 else None
+
+
+def group_name(gang_id: str) -> str:
+    return f"group-{gang_id}"
+
+
+def process_of(name: str) -> LogProcess | None:
+    """What an actor of that name does; None for names that are not ours."""
+    if name == COORDINATOR:
+        return LogProcess("coordinator")
+    if name.startswith(agent_name("")):
+        return LogProcess("agent")
+    gang_id = gang_of_worker(name)
+    numbers = name.rsplit("-", 2)[1:]
+    if gang_id is None or not all(number.isdecimal() for number in numbers):
+        return None
+    return LogProcess("worker", gang_id, int(numbers[0]), int(numbers[1]))
+
+
+CALL_TIMEOUT_S = 30.0
+
+
+class _NamedActor:
+    """An actor found by name, again after it was restarted or replaced."""
+
+    def __init__(self, name: str, what: str) -> None:
+        self._name = name
+        self._what = what
+        self._handle: Any = None
+
+    def call(self, method: str, *args: Any) -> Any:
+        """One answer. Raises ClusterLost when there is none in time or the agent ends, else what the actor raised."""
+        try:
+            if self._handle is None:
+                self._handle = ray.get_actor(self._name, namespace=NAMESPACE)
+            return ray.get(getattr(self._handle, method).remote(*args), timeout=CALL_TIMEOUT_S)
+        except RayTaskError as error:
+            raised = unwrapped(error)
+            if not isinstance(raised, AgentEnded):
+                raise raised from None
+            self._handle = None  # there may be another one soon
+            raise ClusterLost(f"{self._what} was shut down", actor=self._name) from None
+        except (RayActorError, GetTimeoutError, ValueError) as error:
+            self._handle = None
+            raise ClusterLost(f"{self._what} does not answer", actor=self._name, cause=type(error).__name__) from error
+
+
+class PackedCalls:
+    """The calls of an agent, each behind this process's version; answers are to be unpacked (`NodeAgent.packed`)."""
+
+    def __init__(self, agent: Any) -> None:
+        self._agent = agent
+
+    def __getattr__(self, call: str) -> _PackedCall:
+        return _PackedCall(self._agent, call)
+
+
+class _PackedCall:
+    def __init__(self, agent: Any, call: str) -> None:
+        self._agent = agent
+        self._call = call
+
+    def remote(self, *arguments: Any) -> Any:
+        """Return what Ray does for a call. Raises VersionMismatch for an agent that knows nothing of versions."""
+        packed: Any = getattr(self._agent, "packed", None)
+        if packed is None:
+            check_version(UNVERSIONED, "a node's agent", "this process")
+        beside = [argument for argument in arguments if isinstance(argument, ray.ObjectRef)]  # the last ones
+        return packed.remote(self._call, pack_message(arguments[: len(arguments) - len(beside)]), *beside)
+
+
+async def ask_agent(agent: Any, timeout_s: float, who: str, call: str, *arguments: Any) -> Any:
+    """Return an agent's answer to the coordinator. Raises TimeoutError, VersionMismatch, what the agent raised.
+
+    `who`: what messages call the agent.
+    """
+    packed = await asyncio.wait_for(getattr(PackedCalls(agent), call).remote(*arguments), timeout_s)
+    return unpack_message(packed, who, "the coordinator")
+
+
+class RayAgentLink:
+    """A rank's line to its agent (`actors.rank.executor.AgentLink`)."""
+
+    def __init__(self, node_id: str) -> None:
+        self._actor = _NamedActor(agent_name(node_id), "the node's agent")
+
+    def join(self, hello: RankHello) -> JoinReply:
+        reply: JoinReply = self._ask("join", hello)
+        return reply
+
+    def exchange(self, update: RankUpdate) -> Orders:
+        orders: Orders = self._ask("exchange", update)
+        return orders
+
+    def check_in(self, process: ProcessId, words: Words) -> float:
+        age_s: float = self._ask("check_in", process, words)
+        return age_s
+
+    def _ask(self, call: str, *arguments: object) -> Any:
+        # As bytes also because Ray's own pickling in Python costs both sides more than all the rest of the call.
+        answer = self._actor.call("packed", call, pack_message(arguments))
+        return unpack_message(answer, "the node's agent", "the rank's process")
+
+
+class RayCoordinatorLink:
+    """An agent's line to the coordinator (`actors.node_agent.CoordinatorLink`)."""
+
+    def __init__(self) -> None:
+        self._actor = _NamedActor(COORDINATOR, "the coordinator")
+
+    def heartbeat(self, beat: AgentBeat) -> BeatReply:
+        packed = self._actor.call("heartbeat_packed", beat.node_id, pack_message(beat))
+        reply: BeatReply = unpack_message(packed, "the coordinator", "the agent")
+        return reply

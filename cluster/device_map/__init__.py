@@ -1,1 +1,0 @@
-"""Device maps as Hugging Face Accelerate means them: modules over GPUs, host memory and disk. Pure."""

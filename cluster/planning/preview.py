@@ -1,0 +1,496 @@
+"""`cluster.plan`: what a load would put where, and whether it fits. In this process; needs neither a cluster nor a GPU.
+
+manifest, headers, or config.json alone --> index --> plan of the request --weighed on devices--> what fits
+                                                                         --rates--> expected time
+
+What a running cluster has of a planned model: asked of its node agents; nothing is started, and no weight moves.
+
+joined or named cluster --rooms--> nodes --keys of the model's chunks--> what arenas and disks hold --> ClusterView
+"""
+
+from __future__ import annotations
+
+import contextlib
+import json
+import os
+import time
+from collections import Counter, defaultdict
+from collections.abc import Mapping, Sequence
+from contextlib import closing
+from dataclasses import dataclass, replace
+from pathlib import Path
+from typing import Any
+
+from cluster.config import Config, TrustPolicy
+from cluster.errors import ConfigError, LayoutError, ModelConfigError, NoCoordinator, NotEnoughResources, PlanError
+from cluster.fit.needs import room_on
+from cluster.fit.options import STRICT, FitOptions, GivenMap, GivenMemory
+from cluster.fit.search import (
+    GIVEN,
+    IN_CLUSTER,
+    SEEN,
+    Change,
+    Devices,
+    GivenDevices,
+    PlannedChange,
+    check_devices,
+    find_fit,
+    fit_of_resident,
+    fits_on,
+    layouts_for,
+    parse_host_memory,
+    parse_memory,
+    rooms_of,
+)
+from cluster.joining.connection import Connection, connect, joined
+from cluster.layouts.live_rules import with_live_rules
+from cluster.layouts.mesh import MAX_RANKS, Layout, check_count
+from cluster.layouts.model_config import CONFIG_KEY, MAX_CONFIG_BYTES, ModelConfig, parse_model_config
+from cluster.layouts.rules import LayoutRules, parse_rules, rules_for
+from cluster.planning.chunk_keys import HeldChunks, Holdings, lasting_keys
+from cluster.planning.make_plan import ReadAmax, amax_reader, plan_changes, plan_model, read_model
+from cluster.planning.plan import LoadPlan
+from cluster.planning.plan_picture import layer_table, tensors_of
+from cluster.planning.plan_summary import (
+    ExpectedTime,
+    PlanSummary,
+    Rates,
+    expect,
+    measured_rates,
+    parse_rate,
+    spread_evenly,
+    summarize_plan,
+)
+from cluster.planning.rank_plans import rank_facts
+from cluster.precision.recipes import Dtype, make_precision
+from cluster.precision.written_quantization import precision_notes
+from cluster.public_functions import checks_arguments, in_thread
+from cluster.request import LoadRequest, StoreOptions, make_request
+from cluster.scheduling.topology import NodeInfo, assign_gpus, assign_ranks, places_free, resolve_device
+from cluster.telemetry.report import LoadReport, ModelStatus
+from cluster.units import show_some
+from storage.checkpoints.model_index import ModelIndex
+from storage.errors import LongshoreError, NotACheckpoint, StoreError
+from storage.host.memory import gpu_memory
+from storage.store_ref import Credentials
+from storage.stores.object_store import ByteRange, read_bytes
+from storage.stores.open_store import open_store
+
+NAMED = 20  # nodes in one note
+
+
+@dataclass(frozen=True, slots=True)
+class ClusterView:
+    """A plan's ranks on the nodes of a cluster, and what those have."""
+
+    address: str
+    rank_nodes: tuple[int, ...]
+    node_names: tuple[str, ...]  # by node index; ranks may be on nodes beyond them, which the cluster has not got yet
+    held: Mapping[int, HeldChunks]  # by node index
+    arena_bytes: Mapping[str, int]  # by node name, of agents that have one
+    resident: ModelStatus | None  # the READY model that a load would be given
+    notes: tuple[str, ...]
+
+    def summarize(self, plan: LoadPlan, signed_by: str) -> PlanSummary:
+        """The numbers of `plan` there. A resident model takes nothing from anywhere."""
+        summary = summarize_plan(plan, self.rank_nodes, self.node_names, signed_by=signed_by, held=self.held)
+        nodes = tuple(replace(node, arena_bytes=self.arena_bytes.get(node.node, 0)) for node in summary.nodes)
+        if self.resident is not None:
+            nodes = tuple(replace(node, store_bytes=0, cached_bytes=0, disk_bytes=0) for node in nodes)
+        resident = "" if self.resident is None else self.resident.progress.model_id
+        return replace(summary, nodes=nodes, cluster=self.address, resident=resident, notes=self.notes)
+
+
+@dataclass(frozen=True, slots=True)
+class AskedCluster:
+    """A cluster that can be asked."""
+
+    connection: Connection
+    infos: tuple[NodeInfo, ...]  # of its living nodes
+
+    def view(self, request: LoadRequest, plan: LoadPlan, ranks_per_node: int | None, config: Config) -> ClusterView:
+        """Raises ClusterLost."""
+        infos = self.infos
+        device = resolve_device(infos, request.device)
+        asked = replace(request, device=device)
+        seats = seat_ranks(infos, asked, ranks_per_node, config.cpu_ranks_per_node)
+        there = [index for index in sorted(set(seats)) if index < len(infos)]
+        found: Holdings = self.connection.call(
+            "holdings",
+            asked.identity(),
+            plan.revision,
+            [infos[index].node_id for index in there],
+            lasting_keys(plan.shards, plan.chunks, request.store.ref.identity()),
+        )
+        names = node_names(infos)
+        answers = {index: found.nodes[infos[index].node_id] for index in there}
+        return ClusterView(
+            address=self.connection.address,
+            rank_nodes=seats,
+            node_names=names,
+            held={index: held for index, held in answers.items() if isinstance(held, HeldChunks)},
+            arena_bytes={names[index]: infos[index].arena_bytes for index in there},
+            resident=found.resident,
+            notes=_notes({names[index]: held for index, held in answers.items()}, len(set(seats)) - len(there)),
+        )
+
+
+def find_cluster(address: str | None, config: Config) -> AskedCluster | None:
+    """The cluster at `address`; without one, that which this process works with already. None: there is none.
+
+    Raises ClusterLost, as NoCoordinator when none runs at the address.
+    """
+    if address is None:
+        with contextlib.suppress(LongshoreError):  # nobody asked for it: a plan can do without
+            connection = joined(config)
+            return None if connection is None else AskedCluster(connection, tuple(connection.call("rooms")))
+        return None
+    connection = connect(address, config, start=False)
+    if connection is None:
+        raise NoCoordinator(
+            "no Longshore coordinator runs in this cluster", hint='the first load starts one; memory="4x24GB" asks none'
+        )
+    return AskedCluster(connection, tuple(connection.call("rooms")))
+
+
+def seat_ranks(
+    infos: Sequence[NodeInfo], request: LoadRequest, ranks_per_node: int | None, cpu_ranks_per_node: int
+) -> tuple[int, ...]:
+    """Index of each rank's node, as a load would have it; beyond the nodes that there are, when they are too few.
+
+    By what is free; when that is not enough, as if all were. `ranks_per_node`: as somebody wants it. Pure.
+    """
+    if ranks_per_node is not None or not infos:
+        return spread_evenly(request.world_size, ranks_per_node or request.world_size)
+    emptied = [replace(info, gpus_free=info.gpus_total) for info in infos]
+    for nodes in (infos, emptied):
+        with contextlib.suppress(NotEnoughResources):
+            if request.gpus_per_rank > 1:
+                return assign_gpus(nodes, request.gpus_per_rank)
+            return assign_ranks(nodes, request.layout, request.device, cpu_ranks_per_node)
+    most = max(places_free(info, request.device, cpu_ranks_per_node) for info in emptied)
+    return spread_evenly(request.world_size, most or request.world_size)
+
+
+def node_names(infos: Sequence[NodeInfo]) -> tuple[str, ...]:
+    """Hosts; where several nodes are on one, with the beginning of their ids."""
+    times = Counter(info.host for info in infos)
+    return tuple(info.host if times[info.host] == 1 else f"{info.host} {info.node_id[:8]}" for info in infos)
+
+
+def _notes(answers: Mapping[str, HeldChunks | str], beyond: int) -> tuple[str, ...]:
+    silent: defaultdict[str, list[str]] = defaultdict(list)
+    for name, answer in answers.items():
+        if isinstance(answer, str):
+            silent[answer].append(name)
+    if beyond:
+        silent["the cluster has not got them yet"].append(f"{beyond} nodes")
+    return tuple(
+        f"counted as having nothing of the model: {show_some(names, NAMED)} ({why})" for why, names in silent.items()
+    )
+
+
+Rate = str | float | None
+Measured = LoadReport | Mapping[str, Any] | str | os.PathLike[str]
+MAX_REPORT_BYTES = 256 << 20
+_HINT = "`longshore load --json` prints one"
+
+
+def find_devices(
+    memory: GivenDevices | None, nodes: Sequence[NodeInfo] | None, request: LoadRequest, config: Config
+) -> Devices | None:
+    """What there is to fit into: given, that of a cluster's `nodes`, or seen here; None when nobody knows.
+
+    Raises ConfigError.
+    """
+    if memory is not None:
+        return Devices(rooms_of(parse_memory(memory), request, config), GIVEN)
+    source = SEEN if nodes is None else IN_CLUSTER
+    seen = gpu_memory() if nodes is None else [gpu for node in nodes for gpu in node.gpus]
+    return Devices(tuple(room_on(gpu, request.fit, config) for gpu in seen), source) if seen else None
+
+
+def given_rates(store: Rate, network: Rate, disk: Rate, place: Rate) -> Rates:
+    """As they were given. Raises ConfigError."""
+    parsed = [None if rate is None else parse_rate(rate) for rate in (store, network, disk, place)]
+    return Rates(parsed[0], parsed[1], parsed[2], parsed[3])
+
+
+def read_rates(given: Measured) -> Rates:
+    """Rates of an earlier load, from its report or the file of it. Raises ConfigError."""
+    if isinstance(given, LoadReport | Mapping):
+        return measured_rates(given)
+    path = Path(given)
+    try:
+        if path.stat().st_size > MAX_REPORT_BYTES:
+            raise ConfigError(f"{path} is too large for the report of a load")
+        return measured_rates(json.loads(path.read_bytes()))
+    except (OSError, ValueError, RecursionError) as error:
+        raise ConfigError(f"{path} is not the report of a load: {error}", hint=_HINT) from error
+
+
+def picture_path(given: str | os.PathLike[str]) -> Path:
+    """Where the picture is to go. Raises ConfigError for what cannot be meant."""
+    path = Path(given)
+    if path.suffix.lower() != ".svg":
+        raise ConfigError(f"a picture is an SVG file, not {path.name!r:.60}", hint="name it plan.svg")
+    if not path.parent.is_dir():
+        raise ConfigError(f"there is no folder for the picture: {path.parent}")
+    return path
+
+
+def write_picture(path: Path, summary: PlanSummary, uri: str) -> None:
+    """Raises ConfigError when it cannot be written."""
+    try:
+        path.write_text(titled_picture(summary, uri), encoding="utf-8")
+    except OSError as error:
+        raise ConfigError(f"the picture cannot be written: {error.strerror}", path=str(path)) from error
+
+
+def titled_picture(summary: PlanSummary, uri: str) -> str:
+    """An SVG of ranks against layers."""
+    return summary.picture(f"{uri}: {summary.layout}")
+
+
+OFFERS_S = 20.0  # a plan of a very large model does not wait longer for what else could be offered
+
+
+@checks_arguments
+def plan(
+    model_uri: str | os.PathLike[str],
+    *,
+    tensor_parallel_size: int = 1,
+    fsdp_size: int = 1,
+    data_parallel_size: int = 1,
+    pipeline_parallel_size: int = 1,
+    expert_parallel_size: int = 1,
+    expert_tensor_parallel_size: int = 0,
+    vocabulary_multiple: int = 1,
+    ranks_per_node: int | None = None,
+    rank: int | None = None,
+    memory: GivenDevices | None = None,
+    host_memory: str | int | None = None,
+    address: str | None = None,
+    fit: str = STRICT,
+    gpu_memory_utilization: float | None = None,
+    reserve_bytes: int | None = None,
+    store_rate: str | float | None = None,
+    network_rate: str | float | None = None,
+    disk_rate: str | float | None = None,
+    place_rate: str | float | None = None,
+    measured: Measured | None = None,
+    picture: str | os.PathLike[str] | None = None,
+    endpoint_url: str | None = None,
+    region: str | None = None,
+    profile: str | None = None,
+    anonymous: bool = False,
+    credentials: Credentials | None = None,
+    layout_rules: LayoutRules | None = None,
+    dtype: Dtype = "auto",
+    quantization: str | None = None,
+    skip_quantization: Sequence[str] | None = None,
+    device_map: GivenMap | None = None,
+    max_memory: GivenMemory | None = None,
+    offload_folder: str | os.PathLike[str] | None = None,
+    trusted_keys: Sequence[str | os.PathLike[str]] | None = None,
+    signed_name: str | None = None,
+    revision: str | None = None,
+    config: Config | None = None,
+) -> PlanSummary:
+    """What a load would put where, from where, and whether it fits. Moves no weights, needs no cluster.
+
+    Reads the manifest, or the headers; where no weights are, config.json alone gives an estimate (transformers makes
+    the shapes). `memory`: of the devices, "4x24GB" or one size per device, for rank 0, 1...; None: the GPUs of this
+    machine, if it has any. With memory for several devices and no sizes the model is spread over all of them.
+    `address` ("auto": the one that runs here): what the GPUs of a cluster have free, as far as Longshore runs on them,
+    and what its nodes have of the model in their arenas and on disk (also asked of a cluster that this process works
+    with already). Nothing is started for it.
+    `host_memory`: for offload, of one rank whose GPU is too small ("60GB").
+    `fit="auto"` plans the first step of precision that fits, "strict" what was asked for; `summary.fit` says whether
+    that fits, and what would. `gpu_memory_utilization`, `reserve_bytes`: what stays free, as for `load`. Rates
+    ("5GB/s", "40Gbit/s", bytes per second): out of the store, into a node, off its disk, into a rank's memory;
+    `measured`: a LoadReport, or the file that `longshore load --json` printed, for those that are not given. `picture`:
+    a file for an SVG of ranks against layers. `ranks_per_node`: how ranks are spread for the figures per node; None:
+    all on one, or as the cluster that is asked has room. `rank`: one of which each tensor is told, `summary.of_rank`.
+    Raises as `load` does, but for DoesNotFit.
+    """
+    config = config or Config.from_env()
+    request = make_request(
+        _without_file(model_uri),
+        layout=Layout(
+            tensor_parallel_size,
+            fsdp_size,
+            data_parallel_size,
+            pipeline_parallel_size,
+            expert_parallel_size,
+            expert_tensor_parallel_size,
+            vocabulary_multiple,
+        ),
+        store_options=StoreOptions(endpoint_url, region, profile, anonymous),
+        credentials=credentials,
+        layout_rules=layout_rules,
+        trusted_keys=config.public_keys() if trusted_keys is None else trusted_keys,
+        signed_name=signed_name,
+        revision=revision,
+        precision=make_precision(dtype, quantization, skip_quantization),
+        device_map=device_map,
+        max_memory=max_memory,
+        offload_folder=offload_folder,
+        fit=FitOptions(fit, gpu_memory_utilization, reserve_bytes),
+    )
+    if ranks_per_node is not None:
+        check_count("ranks_per_node", ranks_per_node, 1, MAX_RANKS)
+    if rank is not None:
+        check_count("rank", rank, 0, MAX_RANKS - 1)
+    target = None if picture is None else picture_path(picture)
+    given = given_rates(store_rate, network_rate, disk_rate, place_rate)
+    rates = given if measured is None else given.over(read_rates(measured))
+    if memory is not None and address is not None:
+        raise ConfigError("memory was given and a cluster to ask for it", hint="leave one of memory and address away")
+    there = find_cluster(address, config)
+    devices = find_devices(memory, there.infos if there and address is not None else None, request, config)
+    host_bytes = 0 if host_memory is None else parse_host_memory(host_memory)
+    summary = with_live_rules(
+        request, lambda asked: _summarize(asked, devices, host_bytes, config, ranks_per_node, rank, there)
+    )
+    summary = replace(summary, expected=_expected(summary, rates))
+    if target is not None:
+        write_picture(target, summary, request.uri)
+    return summary
+
+
+def draw(request: LoadRequest, config: Config | None = None) -> str:
+    """An SVG of ranks against layers for a load as it was asked for, weighed on nothing.
+
+    Reads the manifest, or the headers, with what this process may read. Raises as `plan` does.
+    """
+    settings = config or Config.from_env()
+    summary = with_live_rules(request, lambda asked: _summarize(asked, None, 0, settings, None, None, None))
+    return titled_picture(summary, request.uri)
+
+
+def _expected(summary: PlanSummary, rates: Rates) -> ExpectedTime | None:
+    """None for a resident model: nothing moves."""
+    if summary.resident:
+        return None
+    node_bytes = max((node.store_bytes for node in summary.nodes), default=0)
+    disk_bytes = max((node.disk_bytes for node in summary.nodes), default=0)
+    rank_bytes = max((rank.size_bytes for rank in summary.ranks), default=0)
+    return expect(summary.bytes_by_source["store"], node_bytes, rank_bytes, rates, disk_bytes)
+
+
+def _summarize(
+    request: LoadRequest,
+    devices: Devices | None,
+    host_bytes: int,
+    config: Config,
+    per_node: int | None,
+    rank: int | None,
+    there: AskedCluster | None,
+) -> PlanSummary:
+    index, stored = _read(request, config)
+    read_amax = amax_reader(request, index, config.read_timeout_s)
+    if devices is not None and request.device_map is not None and request.mapping is not None:
+        if request.mapping.max_memory is None and not request.mapping.modules:
+            on_node = request.mapping.on_node([room.have_bytes for room in devices.rooms], host_bytes)
+            request = replace(request, node_memory=on_node.max_memory or ())
+    elif devices is not None and devices.source == GIVEN:
+        request = _spread(request, index, stored, devices, read_amax)
+        check_devices(request.layout, devices)
+    load_plan = plan_model(request, index, stored, read_amax)
+    facts = rank_facts(load_plan.cut, load_plan.chunks.largest_bytes)
+    view = there.view(request, load_plan, per_node, config) if there and index.source != "config" else None
+    until_s = time.monotonic() + OFFERS_S
+
+    def planned(changes: Sequence[Change]) -> list[PlannedChange]:
+        offers = any(change.kind == "ranks" for change in changes)
+        return plan_changes(index, stored, changes, lambda: offers and time.monotonic() > until_s, read_amax)
+
+    if view is not None and view.resident is not None:
+        taken, fit = request, fit_of_resident(view.resident.progress.model_id, view.resident.taken, facts)
+    else:
+        taken, fit = find_fit(request, facts, devices, planned, host_bytes)
+    if taken is not request:
+        load_plan = plan_model(taken, index, stored, read_amax)
+    if view is not None:
+        summary = view.summarize(load_plan, index.signed_by)
+    else:
+        seats = spread_evenly(taken.world_size, per_node or taken.world_size)
+        summary = summarize_plan(load_plan, seats, signed_by=index.signed_by)
+    return replace(
+        summary,
+        nodes=tuple(replace(node, arena_bytes=node.arena_bytes or config.arena_bytes) for node in summary.nodes),
+        fit=fit,
+        of_rank=() if rank is None else tensors_of(load_plan, rank, rules_for(stored, parse_rules(taken.layout_rules))),
+        layers=layer_table(load_plan.cut),
+        estimated=index.source == "config",
+        notes=(*index.notes, *precision_notes(index.tensors, taken.precision), *summary.notes),
+    )
+
+
+def _read(request: LoadRequest, config: Config) -> tuple[ModelIndex, ModelConfig | None]:
+    """What is stored, or what config.json alone lets expect."""
+    trust = TrustPolicy(config.source_rules())  # the request says which keys
+    limits = {"chunk_bytes": config.chunk_bytes, "read_timeout_s": config.read_timeout_s}
+    try:
+        return read_model(request, **limits, trust=trust)  # type: ignore[arg-type]
+    except NotACheckpoint as nothing:
+        if request.trusted_keys or request.revision or request.only_key is not None:
+            raise
+        data = _config_alone(request, config)
+        if data is None:
+            raise
+        from cluster.planning.meta_estimate import estimate_index
+
+        try:
+            return estimate_index(data, config.chunk_bytes), parse_model_config(data)
+        except PlanError as error:
+            raise error.with_details(uri=request.uri) from nothing
+
+
+def _config_alone(request: LoadRequest, config: Config) -> bytes | None:
+    ref, credentials = request.store.ref, request.store.credentials
+    with closing(open_store(ref, credentials, read_timeout_s=config.read_timeout_s)) as store:
+        try:
+            size_bytes = store.stat(CONFIG_KEY).size_bytes
+        except StoreError:
+            return None
+        if size_bytes > MAX_CONFIG_BYTES:
+            raise ModelConfigError(f"config.json has {size_bytes} bytes, more than {MAX_CONFIG_BYTES}")
+        return read_bytes(store, CONFIG_KEY, ByteRange(0, size_bytes))
+
+
+def _spread(
+    request: LoadRequest,
+    index: ModelIndex,
+    stored: ModelConfig | None,
+    devices: Devices,
+    read_amax: ReadAmax | None,
+) -> LoadRequest:
+    """Over all devices, when nobody said how: by the first way that fits, else by the first that is possible."""
+    if len(devices.rooms) == 1 or request.layout != Layout(vocabulary_multiple=request.layout.vocabulary_multiple):
+        return request
+    ways = [
+        replace(request, layout=replace(way, vocabulary_multiple=request.layout.vocabulary_multiple))
+        for way in layouts_for(len(devices.rooms))
+    ]
+    changes = [Change(str(way.layout), "ranks", 0, way) for way in ways]
+    planned = plan_changes(index, stored, changes, read_amax=read_amax)
+    possible = [each for each in planned if not each.problem]
+    if not possible:
+        raise LayoutError(
+            f"the model cannot be spread over {len(devices.rooms)} devices: {planned[0].problem[:300]}",
+            hint="say how: tensor_parallel_size, pipeline_parallel_size, fsdp_size",
+        )
+    return next((each for each in possible if fits_on(each.ranks, devices)), possible[0]).change.request
+
+
+def _without_file(uri: str | os.PathLike[str]) -> str | os.PathLike[str]:
+    """A URI of a config.json means the folder that it is in."""
+    text = os.fspath(uri) if isinstance(uri, str | os.PathLike) else ""
+    if text == CONFIG_KEY:
+        return "."
+    return text.removesuffix(f"/{CONFIG_KEY}") if text.endswith(f"/{CONFIG_KEY}") else uri
+
+
+aplan = in_thread(plan)

@@ -1,0 +1,186 @@
+"""One rank's plan, worked out from the cut model wherever it is needed: by the rank itself, its agent, a summary.
+
+So no plan of a rank ever travels, and nobody holds the plans of a thousand ranks at once. Same input, same plan.
+"""
+
+from __future__ import annotations
+
+from collections import Counter, OrderedDict
+from collections.abc import Iterable, Iterator, Sequence
+from dataclasses import dataclass, replace
+from typing import overload
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.fit.device_map import DeviceKey, device_order
+from cluster.layouts.mesh import RankCoords
+from cluster.planning.cut_model import CutModel, KindSlice
+from cluster.planning.plan import RankPlan, StagedTensor, TensorSlice
+from cluster.planning.read_items import (
+    ALIGNMENT_BYTES,
+    MemoryMap,
+    place_in_segments,
+    place_on_devices,
+    source_patterns,
+    touched_chunks,
+)
+from storage.checkpoints.model_index import ChunkTable
+
+
+def staging_room(sizes_bytes: Sequence[tuple[int, int]], chunk_bytes: int) -> int:
+    """Of tensors (size, how many of it), with chunks of at most `chunk_bytes`: the most that is staged at once.
+
+    Tensors begin in the order of the plan. So there is one that is not complete, and while the chunk that completes it
+    is copied there may be whole small ones in that chunk, and the beginning of one more.
+    """
+    total_bytes = sum(size * count for size, count in sizes_bytes)
+    return min(total_bytes, 2 * max((size for size, count in sizes_bytes if count), default=0) + chunk_bytes)
+
+
+KEPT_PLANS = 8  # of different ranks, by a RankPlans
+
+
+@dataclass(frozen=True, slots=True)
+class RankFacts:
+    """What a coordinator decides by: no rank's plan is needed for it."""
+
+    size_bytes: int  # of the rank's slices
+    device_bytes: int  # memory that they take, alignment included
+    read_bytes: int  # that it places, of chunks; more or less than it holds, when tensors are converted
+    staging_bytes: int = 0  # for tensors that are still to be converted, beside the slices: at most, at once
+    devices: tuple[tuple[DeviceKey, int], ...] = ()  # of device_bytes, with a device map: what each device has
+
+
+def rank_facts(cut: CutModel, chunk_bytes: int = 0) -> tuple[RankFacts, ...]:
+    """Of every rank, in order. `chunk_bytes`: of the model's largest chunk, which may hold many small tensors."""
+    found: dict[RankCoords, RankFacts] = {}
+    places = [cut.layout.place(cut.layout.rank_coords(rank)) for rank in range(cut.layout.ranks)]
+    counts_of: dict[tuple[int, int], list[int]] = {}
+    for coords in places:
+        if coords in found:
+            continue
+        who = coords.stage, coords.expert
+        counts = counts_of[who] if who in counts_of else counts_of.setdefault(who, cut.kind_counts(coords))
+        pieces = cut.slices(coords)
+        padded = [sum(-(-size // ALIGNMENT_BYTES) for size in piece.sizes_bytes) * ALIGNMENT_BYTES for piece in pieces]
+        staged = [
+            (piece.read_bytes, count)
+            for kind, piece, count in zip(cut.kinds, pieces, counts, strict=True)
+            if kind.recipe is not None
+        ]
+        devices = () if cut.device_map is None else _bytes_by_device(memory_map(cut, coords, pieces))
+        found[coords] = RankFacts(
+            sum(count * piece.size_bytes for count, piece in zip(counts, pieces, strict=True)),
+            sum(size for _, size in devices) or sum(count * size for count, size in zip(counts, padded, strict=True)),
+            sum(count * piece.filled_bytes for count, piece in zip(counts, pieces, strict=True)),
+            staging_room(staged, chunk_bytes),
+            devices,
+        )
+    return tuple(found[coords] for coords in places)
+
+
+def rank_chunks(cut: CutModel, chunks: ChunkTable, coords: RankCoords) -> NDArray[np.int64]:
+    """Ids of the chunks that the rank reads anything from, ascending."""
+    return touched_chunks(source_patterns(cut, coords), chunks)
+
+
+def node_chunks(cut: CutModel, chunks: ChunkTable, ranks: Iterable[int]) -> NDArray[np.int64]:
+    """Chunks that any of `ranks` touches, ascending: what a node hosting those ranks fetches once."""
+    needed = np.zeros(len(chunks), bool)
+    for coords in cut.places(ranks):
+        needed[rank_chunks(cut, chunks, coords)] = True
+    return np.flatnonzero(needed)
+
+
+def memory_map(cut: CutModel, coords: RankCoords, pieces: Sequence[KindSlice]) -> MemoryMap:
+    """Where a rank puts its slices, in order; `pieces` by kind."""
+    kinds = cut.kind.tolist()
+    slices = [
+        (cut.names[at], size_bytes)
+        for at in cut.tensors_of(coords).tolist()
+        for size_bytes in pieces[kinds[at]].sizes_bytes
+    ]
+    if cut.device_map is None:
+        return place_in_segments(slices)
+    return place_on_devices(slices, cut.device_map.assign([name for name, _ in slices]))
+
+
+def _bytes_by_device(memory: MemoryMap) -> tuple[tuple[DeviceKey, int], ...]:
+    total: Counter[DeviceKey] = Counter()
+    for device, size_bytes in zip(memory.segment_devices, memory.segment_bytes, strict=True):
+        total[device] += size_bytes
+    return tuple(sorted(total.items(), key=lambda each: device_order(each[0])))
+
+
+def plan_rank(cut: CutModel, chunks: ChunkTable, rank: int) -> RankPlan:
+    """All that one rank has to do."""
+    coords = cut.layout.rank_coords(rank)
+    pieces = cut.slices(coords)
+    here = cut.tensors_of(coords)
+    memory = memory_map(cut, coords, pieces)
+    places = zip(memory.segment, memory.offset, strict=True)
+    columns = (cut.kind[here].tolist(), cut.shard[here].tolist(), cut.start[here].tolist())
+    slices: list[TensorSlice] = []
+    staged: list[StagedTensor] = []
+    for at, number, shard, start in zip(here.tolist(), *columns, strict=True):
+        name, kind, piece = cut.names[at], cut.kinds[number], pieces[number]
+        first, made_from = len(slices), name if kind.recipe else ""
+        filled_bytes = 0 if kind.recipe else piece.filled_bytes
+        for output, size_bytes in zip(piece.outputs, piece.sizes_bytes, strict=True):
+            shape, region, dtype = output.shape, output.region, output.dtype
+            where = (shard, start, *next(places), size_bytes, filled_bytes)
+            slices.append(TensorSlice(name + output.suffix, dtype, shape, region, *where, made_from, output.form))
+        if kind.recipe is not None:
+            where = (shard, start, len(memory.segment_bytes) + len(staged), 0, piece.read_bytes, piece.filled_bytes)
+            source = TensorSlice(name, kind.dtype, kind.shape, piece.reads, *where)
+            amax = cut.amax if kind.recorded else None
+            staged.append(StagedTensor(source, kind.recipe, piece.region, first, len(slices), at, amax))
+    touched = rank_chunks(cut, chunks, coords)
+    return RankPlan(
+        rank,
+        coords,
+        tuple(slices),
+        memory.segment_bytes,
+        touched,
+        tuple(staged),
+        memory.segment_devices,
+        cut.device_map,
+    )
+
+
+class RankPlans(Sequence[RankPlan]):
+    """The plans of all ranks, each worked out when it is asked for; the last few are kept."""
+
+    def __init__(self, cut: CutModel, chunks: ChunkTable) -> None:
+        self._cut = cut
+        self._chunks = chunks
+        self._kept: OrderedDict[RankCoords, RankPlan] = OrderedDict()
+
+    def __len__(self) -> int:
+        return self._cut.layout.ranks
+
+    def __iter__(self) -> Iterator[RankPlan]:
+        # Sequence's own ends quietly at an IndexError, also at one of a bug in a plan: no ranks, nothing to do.
+        return map(self._plan, range(len(self)))
+
+    @overload
+    def __getitem__(self, rank: int) -> RankPlan: ...
+
+    @overload
+    def __getitem__(self, rank: slice) -> Sequence[RankPlan]: ...
+
+    def __getitem__(self, rank: int | slice) -> RankPlan | Sequence[RankPlan]:
+        numbers = range(len(self))[rank]
+        if isinstance(numbers, range):
+            return tuple(self._plan(number) for number in numbers)
+        return self._plan(numbers)
+
+    def _plan(self, rank: int) -> RankPlan:
+        coords = self._cut.layout.rank_coords(rank)
+        key = self._cut.layout.place(coords)  # a replica holds what the first one does
+        plan = self._kept.pop(key, None) or plan_rank(self._cut, self._chunks, rank)
+        self._kept[key] = plan
+        while len(self._kept) > KEPT_PLANS:
+            self._kept.popitem(last=False)
+        return plan if plan.rank == rank else replace(plan, rank=rank, coords=coords)

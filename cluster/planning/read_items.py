@@ -1,0 +1,379 @@
+"""From slices and chunks to copies: which bytes of a chunk go where in a rank's memory.
+
+A read item is a 2-D strided copy: `count` runs of `run_bytes`, `src_stride` apart in the chunk and
+`dest_stride` apart in the segment. A box that is cut in one dimension repeats one run at one distance, so a
+chunk needs at most three items for it, however many rows it has:
+
+    rows of the tensor   |..####....|..####....|..####....|..####....|      #: wanted by this rank
+    one chunk                 [                              ]
+    its read items            ^^       ^^^^       ^^^^       ^
+                              head     whole runs, 2-D       tail
+
+Items are columns of numbers, not objects: a rank of a 70B model has tens of thousands.
+
+Where the bytes of slices lie in the shards and in a rank's memory, before chunks cut them: 2-D patterns.
+
+A pattern is `count` runs of `run` bytes, `src_stride` apart in the shard. A box cut in one dimension is one pattern.
+
+Where in a rank's memory each slice goes: a few blocks ("segments") that are allocated whole.
+
+Tensors of one layer share a segment, so that an engine that repacks a layer can free it; a segment has at
+most 512 MiB unless one tensor alone is larger. Tensors begin at multiples of 256 bytes. With a device map a segment
+is on one device, and on disk it is a file: one tensor, of its very size.
+"""
+
+from __future__ import annotations
+
+import itertools
+import re
+from collections.abc import Iterable, Sequence
+from dataclasses import dataclass
+
+import numpy as np
+from numpy.typing import NDArray
+
+from cluster.fit.device_map import DISK, DeviceKey
+from cluster.layouts.mesh import RankCoords
+from cluster.layouts.region import BoxRuns, Region, find_runs
+from cluster.planning.cut_model import CutModel
+from cluster.planning.plan import TensorSlice
+from storage.checkpoints.model_index import ChunkTable
+
+_Column = NDArray[np.int64]
+_Part = tuple[int, int, int, int, int, int]  # src, run, count, src_stride, dest, dest_stride
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class SourcePatterns:
+    """Columns of patterns, as far as the store is concerned."""
+
+    shard: _Column
+    start: _Column  # first byte in the shard's file
+    run: _Column
+    count: _Column
+    src_stride: _Column
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class Patterns(SourcePatterns):
+    """Columns of patterns, with their places in a rank's memory."""
+
+    segment: _Column
+    dest: _Column
+    dest_stride: _Column
+
+
+def find_patterns(slices: Sequence[TensorSlice]) -> Patterns:
+    """The patterns of slices, in their order. Raises CutsInsideByte, and ValueError for a size that does not fit."""
+    known: dict[tuple[object, ...], list[_Part]] = {}  # slices that are cut alike have the same parts
+    rows: list[tuple[int, ...]] = []
+    for piece in slices:
+        if piece.filled_bytes == 0:
+            continue
+        alike = (piece.shape, piece.region, piece.filled_bytes)
+        parts = known.get(alike)
+        if parts is None:
+            parts = known[alike] = _parts(piece.shape, piece.region, piece.filled_bytes)
+        for src, run, count, src_stride, dest, dest_stride in parts:
+            rows.append(
+                (
+                    piece.shard,
+                    piece.start + src,
+                    run,
+                    count,
+                    src_stride,
+                    piece.segment,
+                    piece.segment_offset + dest,
+                    dest_stride,
+                )
+            )
+    columns = np.array(rows, np.int64).reshape(-1, 8).T
+    return Patterns(*np.ascontiguousarray(columns))
+
+
+def source_patterns(cut: CutModel, coords: RankCoords) -> SourcePatterns:
+    """The same patterns as `find_patterns` gives for the slices of the rank at `coords`, without making slices."""
+    parts_of_kind = [
+        _parts(kind.shape, piece.reads, piece.filled_bytes) if piece.filled_bytes else []
+        for kind, piece in zip(cut.kinds, cut.slices(coords), strict=True)
+    ]
+    counts = np.array([len(parts) for parts in parts_of_kind], np.int64)
+    first = np.cumsum(counts) - counts
+    table = np.array([part for parts in parts_of_kind for part in parts], np.int64).reshape(-1, 6)
+    here = cut.tensors_of(coords)
+    repeats = counts[cut.kind[here]] if len(here) else np.empty(0, np.int64)
+    tensor = np.repeat(here, repeats)
+    within = np.arange(len(tensor)) - np.repeat(np.cumsum(repeats) - repeats, repeats)
+    src, run, count, src_stride, _, _ = table[first[cut.kind[tensor]] + within].T
+    return SourcePatterns(
+        cut.shard[tensor].astype(np.int64),
+        cut.start[tensor] + src,
+        run,
+        count,
+        src_stride,
+    )
+
+
+def pair_with_chunks(patterns: SourcePatterns, chunks: ChunkTable) -> tuple[_Column, _Column, _Column, _Column]:
+    """Every (pattern, chunk) that overlap, and the chunk's [low, high) from the pattern's first byte."""
+    span = (patterns.count - 1) * patterns.src_stride + patterns.run
+    # One axis for all shards: the shards' files laid end to end.
+    shards = int(max(patterns.shard.max(), chunks.shard.max())) + 1
+    length = np.zeros(shards, np.int64)
+    np.maximum.at(length, patterns.shard, patterns.start + span)
+    np.maximum.at(length, chunks.shard, chunks.end)
+    base = np.cumsum(length) - length
+    begin = base[patterns.shard] + patterns.start
+    chunk_begin = base[chunks.shard] + chunks.start
+    chunk_end = base[chunks.shard] + chunks.end
+
+    first = np.searchsorted(chunk_end, begin, side="right")
+    end = np.searchsorted(chunk_begin, begin + span, side="left")
+    counts = np.maximum(end - first, 0)
+    pattern = np.repeat(np.arange(len(counts)), counts)
+    chunk = first[pattern] + np.arange(len(pattern)) - (np.cumsum(counts) - counts)[pattern]
+    return pattern, chunk, chunk_begin[chunk] - begin[pattern], chunk_end[chunk] - begin[pattern]
+
+
+def touched_runs(
+    patterns: SourcePatterns, pattern: _Column, low: _Column, high: _Column
+) -> tuple[_Column, _Column, NDArray[np.bool_]]:
+    """For each pair, runs first .. end - 1 of the pattern have bytes in the chunk; and whether there are any."""
+    run = patterns.run[pattern]
+    stride = patterns.src_stride[pattern]
+    first = np.maximum((low - run) // stride + 1, 0)
+    end = np.minimum(-(-high // stride), patterns.count[pattern])
+    return first, end, (first < end) & (low < high)
+
+
+def touched_chunks(patterns: SourcePatterns, chunks: ChunkTable) -> _Column:
+    """Ids of the chunks in which a pattern has bytes, ascending."""
+    if not len(patterns.shard) or not len(chunks):
+        return np.empty(0, np.int64)
+    pattern, chunk, low, high = pair_with_chunks(patterns, chunks)
+    _, _, touched = touched_runs(patterns, pattern, low, high)
+    found = np.zeros(len(chunks), bool)
+    found[chunk[touched]] = True
+    return np.flatnonzero(found).astype(np.int64, copy=False)
+
+
+def _parts(shape: tuple[int, ...], region: Region, filled_bytes: int) -> list[_Part]:
+    """The patterns of one region, from the tensor's first byte and the slice's own."""
+    bits, rest = divmod(filled_bytes * 8, region.elements)
+    if rest or not bits:
+        raise ValueError(f"{filled_bytes} bytes do not fit {region.elements} elements")
+    parts: list[_Part] = []
+    for (offsets, sizes), place in region.boxes():
+        runs = find_runs(shape, offsets, sizes, bits, region.sizes, place)
+        run = runs.run_bytes
+        parts += [
+            (runs.start_bytes + src, run, count, src_stride, runs.dest_bytes + dest, dest_stride)
+            for src, dest, count, src_stride, dest_stride in _two_dimensional(runs)
+        ]
+    return parts
+
+
+def _two_dimensional(runs: BoxRuns) -> list[tuple[int, int, int, int, int]]:
+    """Nested repetitions as (src, dest, count, src_stride, dest_stride): one level kept, others enumerated.
+
+    The level with the most runs is kept. A box that is cut in one dimension has one level at most; stacked experts
+    that are cut in their columns have two.
+    """
+    if not runs.repeats:
+        return [(0, 0, 1, runs.run_bytes, runs.run_bytes)]
+    levels = list(runs.repeats)
+    kept = levels.pop(max(range(len(levels)), key=lambda level: levels[level][0]))
+    return [
+        (
+            sum(i * src for i, (_, src, _) in zip(at, levels, strict=True)),
+            sum(i * dest for i, (_, _, dest) in zip(at, levels, strict=True)),
+            *kept,
+        )
+        for at in itertools.product(*(range(count) for count, _, _ in levels))
+    ]
+
+
+@dataclass(frozen=True, slots=True, eq=False)
+class ReadItems:
+    """Columns of n copies, ordered by (chunk, src_offset)."""
+
+    chunk: _Column  # (n,) id of the chunk the bytes come from
+    src_offset: _Column  # (n,) first byte, from the start of the chunk
+    segment: _Column  # (n,) index into RankPlan.segment_bytes
+    dest_offset: _Column  # (n,) first byte in that segment
+    run_bytes: _Column  # (n,) contiguous bytes of one run, at least 1
+    count: _Column  # (n,) runs, at least 1
+    src_stride: _Column  # (n,) bytes from run to run in the chunk; run_bytes when count is 1
+    dest_stride: _Column  # (n,) bytes from run to run in the segment; run_bytes when count is 1
+
+    def __len__(self) -> int:
+        return len(self.chunk)
+
+    @property
+    def size_bytes(self) -> int:
+        """Bytes that all copies write."""
+        return int((self.run_bytes * self.count).sum())
+
+    def for_chunk(self, chunk_id: int) -> slice:
+        """The rows of one chunk, as in `items.count[items.for_chunk(7)]`; empty when it is not needed."""
+        first, end = np.searchsorted(self.chunk, (chunk_id, chunk_id + 1))
+        return slice(int(first), int(end))
+
+    def chunk_bytes(self) -> dict[int, int]:
+        """chunk id -> bytes that are wanted of it, for every chunk that any item reads."""
+        if not len(self):
+            return {}
+        ids, first = np.unique(self.chunk, return_index=True)
+        wanted = np.add.reduceat(self.run_bytes * self.count, first)
+        return dict(zip(ids.tolist(), wanted.tolist(), strict=True))
+
+    def chunk_ids(self) -> _Column:
+        """The chunks that any item reads, ascending."""
+        return np.unique(self.chunk)
+
+
+def whole_chunks(items: ReadItems, chunks: ChunkTable, max_parts: int) -> _Column:
+    """Chunks of which every byte is wanted, in `max_parts` contiguous pieces at most: ids, ascending.
+
+    Such a chunk can be received where it belongs, without a slot in between.
+    """
+    if not len(items):
+        return np.empty(0, np.int64)
+    ids, first, parts = np.unique(items.chunk, return_index=True, return_counts=True)
+    wanted = np.add.reduceat(items.run_bytes * items.count, first)
+    runs = np.add.reduceat(items.count, first)
+    # Bytes of a chunk belong to one tensor each, so as many wanted bytes as there are bytes means all of them.
+    whole: _Column = ids[(wanted == chunks.sizes_bytes()[ids]) & (runs == parts) & (parts <= max_parts)]
+    return whole
+
+
+def expand_read_items(slices: Sequence[TensorSlice], chunks: ChunkTable) -> ReadItems:
+    """Every copy that fills `slices` from `chunks`, in (chunk, src_offset) order.
+
+    Bytes of a slice that lie in no chunk get no item: `planning` refuses such a plan. Raises CutsInsideByte
+    for a slice of sub-byte elements that begins or ends within a byte.
+    """
+    return _cut_at_chunks(find_patterns(slices), chunks)
+
+
+def _cut_at_chunks(patterns: Patterns, chunks: ChunkTable) -> ReadItems:
+    if not len(patterns.shard) or not len(chunks):
+        return ReadItems(*(np.empty(0, np.int64) for _ in range(8)))
+    pattern, chunk, low, high = pair_with_chunks(patterns, chunks)
+    first, end, any_runs = touched_runs(patterns, pattern, low, high)
+    touched = np.flatnonzero(any_runs)
+    pattern, chunk, low, high, first, end = (column[touched] for column in (pattern, chunk, low, high, first, end))
+    run, stride = patterns.run[pattern], patterns.src_stride[pattern]
+    last = end - 1
+    cut_first = low > first * stride
+    cut_last = high < last * stride + run
+    single = first == last
+    # The run cut by the chunk's start, or the only run of this chunk, whichever of its ends are cut.
+    head = np.flatnonzero(cut_first | (single & cut_last))
+    tail = np.flatnonzero(cut_last & ~single)
+    whole_first = first.copy()
+    whole_first[head] += 1
+    whole_count = last + 1 - whole_first
+    whole_count[tail] -= 1
+    whole = np.flatnonzero(whole_count > 0)
+
+    head_start = np.maximum(first * stride, low)[head]
+    head_end = np.minimum(first * stride + run, high)[head]
+    row = np.concatenate((head, whole, tail))  # of the pairs
+    run_index = np.concatenate((first[head], whole_first[whole], last[tail]))
+    begin = np.concatenate((head_start, (whole_first * stride)[whole], (last * stride)[tail]))
+    run_bytes = np.concatenate((head_end - head_start, run[whole], (high - last * stride)[tail]))
+    count = np.concatenate((np.ones_like(head), whole_count[whole], np.ones_like(tail)))
+
+    source = pattern[row]
+    inside_run = begin - run_index * stride[row]
+    alone = count == 1
+    items = ReadItems(
+        chunk=chunk[row],
+        src_offset=begin - low[row],
+        segment=patterns.segment[source],
+        dest_offset=patterns.dest[source] + run_index * patterns.dest_stride[source] + inside_run,
+        run_bytes=run_bytes,
+        count=count,
+        src_stride=np.where(alone, run_bytes, stride[row]),
+        dest_stride=np.where(alone, run_bytes, patterns.dest_stride[source]),
+    )
+    order = np.lexsort((items.src_offset, items.chunk))
+    return ReadItems(*(getattr(items, name)[order] for name in ReadItems.__slots__))
+
+
+SEGMENT_BYTES = 512 << 20  # largest segment that several tensors share
+ALIGNMENT_BYTES = 256
+
+_LAYER = re.compile(r"(?:^|.*?\.)[0-9]+(?=\.|\Z)", re.DOTALL)
+
+
+@dataclass(frozen=True, slots=True)
+class MemoryMap:
+    """Places of n slices, in the order they were given."""
+
+    segment: tuple[int, ...]  # (n,) index into segment_bytes
+    offset: tuple[int, ...]  # (n,) first byte inside the segment
+    segment_bytes: tuple[int, ...]  # multiples of 256 but for files; (0,) when there are slices and all are empty
+    segment_devices: tuple[DeviceKey, ...] = ()  # of each segment, with a device map
+
+
+def place_in_segments(slices: Iterable[tuple[str, int]], limit_bytes: int = SEGMENT_BYTES) -> MemoryMap:
+    """Places for slices given as (tensor name, size in bytes). Same input, same places.
+
+    An empty slice takes no bytes and lies at the start of segment 0.
+    """
+    segment: list[int] = []
+    offset: list[int] = []
+    segment_bytes: list[int] = []
+    open_segment: dict[str, int] = {}  # layer -> the segment that its next small tensor goes to
+    for name, size_bytes in slices:
+        padded = -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
+        if padded == 0:
+            segment.append(0)
+            offset.append(0)
+            continue
+        layer = layer_of(name)
+        current = target = open_segment.get(layer)
+        if target is None or segment_bytes[target] + padded > limit_bytes:
+            target = len(segment_bytes)
+            segment_bytes.append(0)
+            # Of the old and the new segment, the one with more room takes the layer's next tensors.
+            if padded <= limit_bytes and (current is None or padded < segment_bytes[current]):
+                open_segment[layer] = target
+        segment.append(target)
+        offset.append(segment_bytes[target])
+        segment_bytes[target] += padded
+    if segment and not segment_bytes:
+        segment_bytes.append(0)
+    return MemoryMap(tuple(segment), tuple(offset), tuple(segment_bytes))
+
+
+def place_on_devices(
+    slices: Sequence[tuple[str, int]], devices: Sequence[DeviceKey], limit_bytes: int = SEGMENT_BYTES
+) -> MemoryMap:
+    """The same for slices that are on several devices; `devices` of each slice."""
+    segment = [0] * len(slices)
+    offset = [0] * len(slices)
+    segment_bytes: list[int] = []
+    segment_devices: list[DeviceKey] = []
+    for device in dict.fromkeys(devices):
+        here = [number for number, each in enumerate(devices) if each == device]
+        if device == DISK:
+            for number in here:
+                segment[number] = len(segment_bytes)
+                segment_bytes.append(slices[number][1])
+                segment_devices.append(device)
+            continue
+        places = place_in_segments([slices[number] for number in here], limit_bytes)
+        for number, at, start in zip(here, places.segment, places.offset, strict=True):
+            segment[number], offset[number] = len(segment_bytes) + at, start
+        segment_bytes += places.segment_bytes
+        segment_devices += [device] * len(places.segment_bytes)
+    return MemoryMap(tuple(segment), tuple(offset), tuple(segment_bytes), tuple(segment_devices))
+
+
+def layer_of(name: str) -> str:
+    """The name up to its first number, `model.layers.7` of `model.layers.7.mlp.up_proj.weight`; else ""."""
+    match = _LAYER.match(name)
+    return match.group() if match else ""

@@ -1,1 +1,0 @@
-"""What a load would do, shown before it does: `cluster.plan()` and `longshore plan`."""
