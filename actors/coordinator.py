@@ -23,12 +23,12 @@ from ray.exceptions import RayError
 from actors.coordination import nodes, spawn
 from actors.coordination.agent_watch import REBUILD_S, AgentWatch, IdleAgents
 from actors.coordination.attaching import Attaching
-from actors.coordination.gangs import Gangs
 from actors.coordination.jobs import save
 from actors.coordination.load_run import LoadRun
 from actors.coordination.model_record import ModelRecord, new_model_id
 from actors.coordination.planner import Planner
-from actors.coordination.spawn import StrayWatch
+from actors.coordination.spawn import OrphanWatch
+from actors.coordination.worker_groups import WorkerGroups
 from actors.links import ask_agent
 from actors.metrics_server import MetricsServer
 from cluster.config import Config, TrustPolicy
@@ -130,9 +130,9 @@ class Coordinator:
             self._incarnation, config.stuck_after_s, self._models, self._run, self._load_run, self._end
         )
         self._metrics = MetricsServer(config, self._agents.tally)
-        self._gangs = Gangs(config.warm_workers_s)
+        self._worker_groups = WorkerGroups(config.warm_workers_s)
         self._admission = asyncio.Lock()  # who takes which rank places is decided one load at a time
-        self._idle_agents = IdleAgents(config, self._agents, self._gangs, self._models, self._admission)
+        self._idle_agents = IdleAgents(config, self._agents, self._worker_groups, self._models, self._admission)
         self._chunk_maps = ChunkMaps()
         self._keeper: asyncio.Task[None] | None = None
         self._rebuilding: asyncio.Task[None] | None = None
@@ -235,17 +235,17 @@ class Coordinator:
         return len(record.holders)
 
     async def release_warm(self) -> int:
-        """End the workers that wait for a load; how many gangs there were."""
-        return await self._gangs.end_all()
+        """End the workers that wait for a load; how many worker groups there were."""
+        return await self._worker_groups.end_all()
 
     async def status(self) -> ClusterStatus:
         await self._ready()
         models = [record.status() for record in self._models.values() if not record.life.is_over]
         ended = [record.status() for record in self._models.values() if record.life.is_over]
-        nodes_now, gangs, url = self._agents.status(), self._gangs.status(), self._metrics.url
+        nodes_now, worker_groups, url = self._agents.status(), self._worker_groups.status(), self._metrics.url
         settings = self._settings.of_coordinator()
         return ClusterStatus(
-            __version__, self._incarnation, tuple(models), nodes_now, gangs, url, tuple(ended), settings
+            __version__, self._incarnation, tuple(models), nodes_now, worker_groups, url, tuple(ended), settings
         )
 
     async def events(self, model_id: str, after: int, timeout_s: float) -> tuple[LoadEvent, ...]:
@@ -275,7 +275,7 @@ class Coordinator:
         """End every model and agent. For a cluster that is about to stop; the caller then ends this actor."""
         if self._problem is None:
             await self._ready()
-        await self._gangs.close()
+        await self._worker_groups.close()
         ends = [
             self._end(record, LoadCancelled("the cluster is shut down", model=record.model_id))
             for record in list(self._models.values())
@@ -360,7 +360,9 @@ class Coordinator:
         record.task = asyncio.get_running_loop().create_task(work)
 
     def _load_run(self, record: ModelRecord) -> LoadRun:
-        return LoadRun(record, self._planner, self._config, self._models, self._admission, self._gangs, self._given)
+        return LoadRun(
+            record, self._planner, self._config, self._models, self._admission, self._worker_groups, self._given
+        )
 
     async def _end(self, record: ModelRecord, error: LongshoreError) -> None:
         """Free everything a model has. No load is given it from now on."""
@@ -383,17 +385,17 @@ class Coordinator:
 
     async def _keep_house(self) -> None:
         """Lapsed holders, ended models that nobody asked about for long, and what is left of unknown ones."""
-        strays, work = StrayWatch(self._config.orphan_after_s), RepeatedWork(_LOG)
+        orphans, work = OrphanWatch(self._config.orphan_after_s), RepeatedWork(_LOG)
         while True:
             await asyncio.sleep(min(1.0, self._config.holder_ttl_s / 4))
             now_s = time.monotonic()
             with work.turn("the look at agents"), contextlib.suppress(RayError):
                 await self._agents.forget_dead_nodes()
                 await self._idle_agents.look()
-            if strays.is_due(now_s):
-                known = {record.gang_id for record in self._models.values() if not record.life.is_over}
+            if orphans.is_due(now_s):
+                known = {record.worker_group_id for record in self._models.values() if not record.life.is_over}
                 with work.turn("the look for orphans"):
-                    await strays.look(known | self._gangs.ids)
+                    await orphans.look(known | self._worker_groups.ids)
             for record in list(self._models.values()):
                 with work.turn(f"the look at {record.model_id}"):
                     await self._keep_model(record, now_s)

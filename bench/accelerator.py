@@ -132,7 +132,7 @@ class _Host:
         self._torch = torch
 
     def describe(self) -> dict[str, str]:
-        return {"gpu": "none: a dry run on the host, its figures say nothing of a GPU"}
+        return {"gpu": "none: a dry run on the host, its stats say nothing of a GPU"}
 
     def warm_up(self) -> None:
         pass

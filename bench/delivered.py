@@ -18,7 +18,7 @@ _libc.memcmp.argtypes = (ctypes.c_void_p, ctypes.c_void_p, ctypes.c_size_t)
 
 
 class WrongDelivery(Exception):
-    """A contender left tensors out or delivered other bytes than the files hold. Its figures mean nothing."""
+    """A contender left tensors out or delivered other bytes than the files hold. Its stats mean nothing."""
 
 
 class Reference:

@@ -1,4 +1,4 @@
-"""What this project wants of its figures, and what a run found: pure.
+"""What this project wants of its stats, and what a run found: pure.
 
 Rivals are the contenders that keep their tensors and are neither ours nor written here. A goal without its lines
 (a peer is not installed, a part was left out) says so.

@@ -89,8 +89,8 @@ def table(lines: Sequence[Line]) -> str:
             continue
         ratio = f"{line.gb_per_s / ceiling.gb_per_s:.2f}" if ceiling else "-"
         peak = max(run.peak_bytes for run in line.runs) / 1e9
-        figures = [f"{line.gb_per_s:.2f}", ratio, f"{line.cpu_s_per_gb:.2f}", f"{peak:.2f}", json.dumps(line.setting)]
-        rows.append(f"| {line.title} | {'yes' if line.case.checks else 'no'} | {' | '.join(figures)} |")
+        stats = [f"{line.gb_per_s:.2f}", ratio, f"{line.cpu_s_per_gb:.2f}", f"{peak:.2f}", json.dumps(line.setting)]
+        rows.append(f"| {line.title} | {'yes' if line.case.checks else 'no'} | {' | '.join(stats)} |")
     return "\n".join(rows)
 
 
@@ -156,10 +156,10 @@ def _run_once(name: str, spec: Spec) -> Run:
         raise NotRunnable(complaints[-1])
     if done.returncode:
         raise RunFailed(f"exit code {done.returncode}: {complaints[-1]}")
-    figures = [text for text in done.stdout.splitlines() if text.startswith("{")]
-    if not figures:
-        raise RunFailed("it printed no figures")
-    return Run(**json.loads(figures[-1]))
+    stats = [text for text in done.stdout.splitlines() if text.startswith("{")]
+    if not stats:
+        raise RunFailed("it printed no stats")
+    return Run(**json.loads(stats[-1]))
 
 
 def _versions() -> dict[str, str]:

@@ -49,7 +49,7 @@ def main(arguments: list[str] | None = None) -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.hashes", description=__doc__.splitlines()[0])
     parser.add_argument("--seconds", type=positive_float, default=0.2, help="of one measurement (default: %(default)s)")
     parser.add_argument("--rounds", type=positive_int, default=5, help="whose median counts (default: %(default)s)")
-    parser.add_argument("--json", type=output_file, help="write the figures there too")
+    parser.add_argument("--json", type=output_file, help="write the stats there too")
     options = parser.parse_args(arguments)
     costs = measure_hashes(options.seconds, options.rounds, lambda text: print(text, file=sys.stderr, flush=True))
     print(table(costs))

@@ -138,8 +138,8 @@ def table(lines: dict[int, list[Line]]) -> str:
                 continue
             ratio = f"{line.gb_per_s / plain.gb_per_s:.3f}" if plain else "-"
             stream = f"{line.stream_gb_per_s * 8:.3f}" if line.stream_gb_per_s else "-"
-            figures = [f"{line.gb_per_s * 8:.3f}", ratio, stream, f"{line.cpu_s_per_gb:.2f}"]
-            rows.append(f"| {rate} Mbit/s | {line.title} | {' | '.join(figures)} |")
+            stats = [f"{line.gb_per_s * 8:.3f}", ratio, stream, f"{line.cpu_s_per_gb:.2f}"]
+            rows.append(f"| {rate} Mbit/s | {line.title} | {' | '.join(stats)} |")
     return "\n".join(rows) + f"\n\nwanted: verified over unverified at least {WANTED_RATIO}"
 
 

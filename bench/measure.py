@@ -33,7 +33,7 @@ _TREE_LOOKED_UP_EVERY_S = 0.5
 
 @dataclass(slots=True)
 class Measured:
-    """The figures of one run. Times and memory are set when the block has ended."""
+    """The stats of one run. Times and memory are set when the block has ended."""
 
     bytes: int  # of the model that was read; the model's size unless the contender says otherwise
     touched_before_bytes: int = 0  # destination memory that was there before: part of the baseline, named apart
@@ -110,7 +110,7 @@ class _MemoryWatch:
 def measured(
     spec: Spec, *, touched_before_bytes: int = 0, memory_apart: Callable[[int], bool] | None = None
 ) -> Iterator[Measured]:
-    """Measure the block and print the figures as one line of JSON. Nothing is printed when the block raises.
+    """Measure the block and print the stats as one line of JSON. Nothing is printed when the block raises.
 
     `touched_before_bytes`: memory that the bytes go to and that was touched before the block (recycled).
     `memory_apart(pid)`: processes whose memory is not counted (CPU always is).

@@ -20,7 +20,7 @@ from bench.arguments import positive_int
 from cluster.messages import AgentBeat, LoadBeat, RankBeat
 from cluster.scheduling.load_state import LoadState, RankLife
 from cluster.telemetry.counters import LoadView, Tally
-from cluster.telemetry.stats import SOURCES, ArenaUse, LoadCounters, NodeFigures, NodeMemory, StageTimes
+from cluster.telemetry.stats import SOURCES, ArenaUse, LoadCounters, NodeMemory, NodeStats, StageTimes
 from storage.arena.chunk_cache import CacheStats
 from storage.disk.tier import DiskStats
 from storage.host.memory import GpuMemory
@@ -45,7 +45,7 @@ class Cost:
 
 
 def measure(nodes: int, models: int, rounds: int) -> Cost:
-    """Every node sends `rounds` heartbeats, all figures of each larger than before; then three scrapes, the median."""
+    """Every node sends `rounds` heartbeats, all stats of each larger than before; then three scrapes, the median."""
     tally = Tally()
     names = [f"model-{number}" for number in range(models)]
     for name in names:
@@ -93,15 +93,13 @@ def _beat(node: int, models: Sequence[str], number: int) -> AgentBeat:
         4096, 4096, 96, 32, 3968, 0, 64, 64 * GB, hits=number, misses=number, committed=9, evicted=number, expired=0,
         duplicates=0, quarantined=0,
     )  # fmt: skip
-    figures = NodeFigures(cache, DiskStats(1000 * GB, 100 * GB, 12_000, 1000, 10, 1), memory)
+    stats = NodeStats(cache, DiskStats(1000 * GB, 100 * GB, 12_000, 1000, 10, 1), memory)
     arena = ArenaUse(64 * GB, 32 * GB, 1, 0)
-    return AgentBeat(
-        f"{node:056x}", f"host-{node:03}", "incarnation0", loads, ranks, arena, number=number, figures=figures
-    )
+    return AgentBeat(f"{node:056x}", f"host-{node:03}", "incarnation0", loads, ranks, arena, number=number, stats=stats)
 
 
 def table(costs: Sequence[Cost]) -> str:
-    """The figures, as Markdown."""
+    """The stats, as Markdown."""
     return "\n".join(_lines(costs))
 
 

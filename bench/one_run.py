@@ -25,7 +25,7 @@ _GRACE_S = 15.0  # to end in order when it took too long
 
 
 class RunFailed(Exception):
-    """The contender ended with an error, without figures or not in time."""
+    """The contender ended with an error, without stats or not in time."""
 
 
 def run_once(line: Line, setting: Mapping[str, Any], spec: Spec, timeout_s: float) -> Run:
@@ -54,7 +54,7 @@ def run_once(line: Line, setting: Mapping[str, Any], spec: Spec, timeout_s: floa
         raise NotRunnable(_last_line(complained) or "it gives no reason")
     if process.returncode:
         raise RunFailed(f"exit code {process.returncode}: {_last_line(complained)}")
-    return _figures(said)
+    return _stats(said)
 
 
 def _environment() -> dict[str, str]:
@@ -62,13 +62,13 @@ def _environment() -> dict[str, str]:
     return {name: value for name, value in os.environ.items() if not _NOT_PASSED_ON.fullmatch(name)}
 
 
-def _figures(said: str) -> Run:
+def _stats(said: str) -> Run:
     """The last line that is JSON. Raises RunFailed."""
     for line in reversed(said.splitlines()):
         if line.startswith("{"):
             with contextlib.suppress(ValueError, TypeError):
                 return Run(**json.loads(line))
-    raise RunFailed("it printed no figures")
+    raise RunFailed("it printed no stats")
 
 
 def _end_tree(process: subprocess.Popen[str]) -> None:

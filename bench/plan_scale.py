@@ -137,7 +137,7 @@ def worker(folder: Path, layout: str, _: int) -> dict[str, Any]:
 
 def messages(folder: Path, layout: str, ranks_per_node: int) -> dict[str, Any]:
     from actors.coordination.jobs import node_job, rank_job
-    from actors.coordination.model_record import ModelRecord, Seat
+    from actors.coordination.model_record import ModelRecord, Placement
     from cluster.config import Config
     from cluster.layouts.mesh import Layout
     from cluster.request import StoreOptions, make_request
@@ -156,12 +156,12 @@ def messages(folder: Path, layout: str, ranks_per_node: int) -> dict[str, Any]:
     record = ModelRecord("load", request, Life.new(request.world_size), Holders())
     nodes = [(f"{node:056x}", f"host-{node:03}") for node in range(-(-request.world_size // ranks_per_node))]
     for rank in range(request.world_size):
-        record.seats[rank] = Seat(rank, *nodes[rank // ranks_per_node], None)
-    node_id = record.seats[0].node_id
+        record.placements[rank] = Placement(rank, *nodes[rank // ranks_per_node], None)
+    node_id = record.placements[0].node_id
     sizes = {
         "shared_bytes": len(packed.shared),
         "node_job_bytes": len(pickle.dumps(node_job(record, node_id, record.life.attempt, Config()))),
-        "rank_job_bytes": len(pickle.dumps(rank_job(record, record.seats[0], Config()))),
+        "rank_job_bytes": len(pickle.dumps(rank_job(record, record.placements[0], Config()))),
         "nodes": len(record.nodes),
     }
     through = sizes["nodes"] * sizes["node_job_bytes"] + request.world_size * sizes["rank_job_bytes"]
@@ -199,7 +199,7 @@ def measure(folder: Path, layouts: list[str], ranks_per_node: int) -> dict[str, 
 
 
 def table(found: dict[str, Any]) -> str:
-    """The figures, as Markdown."""
+    """The stats, as Markdown."""
     rows = [["", *(f"tp x fsdp x dp = {layout}" for layout in found)]]
 
     def add(label: str, show: Callable[[dict[str, Any]], str]) -> None:
@@ -251,7 +251,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
     parser.add_argument("--layers", type=positive_int, default=MoeShape.layers, help="fewer make a smaller model")
     parser.add_argument("--shards", type=positive_int, default=MoeShape.shards)
     parser.add_argument("--chunk-mib", type=positive_int, default=16)
-    parser.add_argument("--json", type=output_file, help="write the figures to this file")
+    parser.add_argument("--json", type=output_file, help="write the stats to this file")
     parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
     parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
     args = parser.parse_args(arguments)

@@ -41,7 +41,7 @@ def main() -> int:
     parser = argparse.ArgumentParser(prog="python -m bench.precision", description=__doc__)
     parser.add_argument("--size", type=parse_bytes, default=1 << 30, help="of the bfloat16 checkpoint (default: 1GiB)")
     parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="for the checkpoint (default: /dev/shm)")
-    parser.add_argument("--json", type=Path, help="write the figures there")
+    parser.add_argument("--json", type=Path, help="write the stats there")
     parser.add_argument("--one", nargs=3, metavar=("FOLDER", "DTYPE", "QUANTIZATION"), help=argparse.SUPPRESS)
     args = parser.parse_args()
     if args.one:

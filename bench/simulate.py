@@ -193,7 +193,7 @@ def _result(case: Case, rates: Rates, plan: LoadPlan, nodes: Sequence[SimNode], 
 
 
 def table(rows: Sequence[tuple[str, Result]]) -> str:
-    """The figures, as Markdown."""
+    """The stats, as Markdown."""
     lines = [
         "| case | nodes | load | ideal | limit | efficiency | store out | slow worker's share | exact |",
         "| --- | --- | --- | --- | --- | --- | --- | --- | --- |",
@@ -244,7 +244,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         "--sample", type=positive_int, default=Case.sample, help="nodes that stand in for all, with fsdp"
     )
     parser.add_argument("--seed", type=int, default=0)
-    parser.add_argument("--json", type=output_file, help="write the figures to this file")
+    parser.add_argument("--json", type=output_file, help="write the stats to this file")
     args = parser.parse_args(arguments)
     if args.arena_slots < (least := min_slots(args.ranks_per_node)):
         parser.error(f"argument --arena-slots: {args.ranks_per_node} ranks on a node need {least} or more")

@@ -164,7 +164,7 @@ def wait_until_ready(
             patience.sleep(0.2)
             continue
         state = now.state
-        if progress is not None and (report is not None or now.state != "ready"):  # else its figures are not all in
+        if progress is not None and (report is not None or now.state != "ready"):  # else its stats are not all in
             progress(now)
         if error is not None:
             raise error

@@ -21,7 +21,7 @@ from typing import Any
 from cluster.errors import VersionMismatch
 from cluster.request import StoreAccess
 from cluster.telemetry.report import SettingStatus
-from cluster.telemetry.stats import ArenaUse, EndedPart, LoadCounters, NodeFigures, RankFigures
+from cluster.telemetry.stats import ArenaUse, EndedPart, LoadCounters, NodeStats, RankStats
 from longshore.installation import VERSION
 from storage.checksum import Span
 from storage.errors import LongshoreError
@@ -215,7 +215,7 @@ class RankUpdate:
     throttled: int = 0  # answers of the store since the last update that asked for fewer requests
     leaving: bool = False  # the last message: nothing of the arena is in use any more, done or not
     others: Words = ()  # see RankHello; when leaving
-    figures: RankFigures | None = None  # once a heartbeat, and when leaving
+    stats: RankStats | None = None  # once a heartbeat, and when leaving
 
     def lease_ids(self) -> list[str]:
         """The leases that ended with it."""
@@ -308,7 +308,7 @@ class AgentBeat:
     number: int = 0  # counts the heartbeats of one incarnation: an older one that arrives late changes no figure
     answered: bool = False  # some coordinator has answered one before: that one has counted what was in it
     ended: tuple[EndedPart, ...] = ()  # parts of loads that are over, until a heartbeat with them was answered
-    figures: NodeFigures | None = None
+    stats: NodeStats | None = None
     settings: tuple[SettingStatus, ...] = ()  # that the agent goes by: until this coordinator has answered them
     members: tuple[GroupMember, ...] = ()  # of groups, until they let go of their rank or are dead
 

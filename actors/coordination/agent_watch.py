@@ -29,11 +29,11 @@ from typing import Any
 from ray.exceptions import RayError
 
 from actors.coordination import nodes, spawn
-from actors.coordination.gangs import Gangs
 from actors.coordination.jobs import SavedLoad
 from actors.coordination.load_run import LoadRun
-from actors.coordination.model_record import ModelRecord, Seat
-from actors.coordination.spawn import end_strays
+from actors.coordination.model_record import ModelRecord, Placement
+from actors.coordination.spawn import end_orphans
+from actors.coordination.worker_groups import WorkerGroups
 from cluster.config import Config
 from cluster.messages import AgentBeat, BeatReply, GroupMember, RankBeat
 from cluster.scheduling.load_state import LoadState
@@ -137,8 +137,8 @@ class AgentWatch:
                 all_told = self._heard.wait_for(lambda: agents <= self._told)
                 await asyncio.wait_for(all_told, REBUILD_S)
             # Nobody was answered yet, so whatever is not known by now was forgotten: it must not hold its places.
-            known = {record.gang_id for record in self._models.values() if not record.life.is_over}
-            await asyncio.to_thread(lambda: end_strays(known, end_strays(known, set())))
+            known = {record.worker_group_id for record in self._models.values() if not record.life.is_over}
+            await asyncio.to_thread(lambda: end_orphans(known, end_orphans(known, set())))
         except (TimeoutError, RayError):
             pass  # an agent that has not told by now is gone
         finally:
@@ -209,28 +209,30 @@ class AgentWatch:
     async def _note_progress(self, beat: AgentBeat) -> None:
         for rank in beat.ranks:
             record = self._models.get(rank.load_id)
-            seat = record.seats.get(rank.rank) if record is not None else None
-            if record is None or seat is None or seat.incarnation != rank.incarnation:
+            placement = record.placements.get(rank.rank) if record is not None else None
+            if record is None or placement is None or placement.incarnation != rank.incarnation:
                 continue
-            if (seat.node_id, seat.attempt) != (beat.node_id, rank.attempt):
+            if (placement.node_id, placement.attempt) != (beat.node_id, rank.attempt):
                 continue  # a node that was taken for dead
-            moved = rank.placed_bytes != seat.placed_bytes
-            seat.placed_bytes, seat.own_bytes = rank.placed_bytes, rank.own_bytes
-            if self._is_stuck(rank, seat) and seat.worker is not None:
-                spawn.end_actor(seat.worker)  # whoever tends the rank learns it from the pending call, and replaces it
+            moved = rank.placed_bytes != placement.placed_bytes
+            placement.placed_bytes, placement.own_bytes = rank.placed_bytes, rank.own_bytes
+            if self._is_stuck(rank, placement) and placement.worker is not None:
+                spawn.end_actor(
+                    placement.worker
+                )  # whoever tends the rank learns it from the pending call, and replaces it
             if moved:
                 await record.touch()
 
-    def _is_stuck(self, rank: RankBeat, seat: Seat) -> bool:
+    def _is_stuck(self, rank: RankBeat, placement: Placement) -> bool:
         if rank.done:
             # What is left is to say so to us: a worker that was stopped before it could, is not awaited by its agent.
-            silent_s = min(rank.silent_s, time.monotonic() - seat.asked_s)
-            return seat.report is None and silent_s > self._stuck_after_s
+            silent_s = min(rank.silent_s, time.monotonic() - placement.asked_s)
+            return placement.report is None and silent_s > self._stuck_after_s
         if rank.pid:
             return rank.silent_s > self._stuck_after_s
         # It has its job and has not said hello to its agent; that may have been restarted in between.
-        silent_s = min(rank.silent_s, time.monotonic() - seat.told_s)
-        return seat.started and seat.report is None and silent_s > self._stuck_after_s + HELLO_S
+        silent_s = min(rank.silent_s, time.monotonic() - placement.told_s)
+        return placement.started and placement.report is None and silent_s > self._stuck_after_s + HELLO_S
 
     def _adopt(self, load_id: str, packed: bytes, beat: AgentBeat) -> None:
         if load_id in self._models:
@@ -262,14 +264,14 @@ class AgentWatch:
     def _waits_in_vain(self, rank: RankBeat) -> bool:
         """Whether the rank was done before its agent was restarted, and we did not know that when we told the agent."""
         record = self._models.get(rank.load_id)
-        seat = record.seats.get(rank.rank) if record is not None else None
-        if rank.pid or rank.done or seat is None or seat.report is None:
+        placement = record.placements.get(rank.rank) if record is not None else None
+        if rank.pid or rank.done or placement is None or placement.report is None:
             return False
-        return (seat.incarnation, seat.attempt) == (rank.incarnation, rank.attempt)
+        return (placement.incarnation, placement.attempt) == (rank.incarnation, rank.attempt)
 
 
 def _status_of(beat: AgentBeat, age_s: float, settings: tuple[SettingStatus, ...]) -> NodeStatus:
-    disk = beat.figures.disk if beat.figures is not None else None
+    disk = beat.stats.disk if beat.stats is not None else None
     return NodeStatus(
         node=beat.node_id,
         host=beat.host,
@@ -279,7 +281,7 @@ def _status_of(beat: AgentBeat, age_s: float, settings: tuple[SettingStatus, ...
         quarantined_slots=beat.arena.quarantined_slots,
         heartbeat_age_s=age_s,
         disk_unkept_chunks=beat.arena.disk_unkept_chunks,
-        evicted_chunks=beat.figures.cache.evicted if beat.figures is not None else 0,
+        evicted_chunks=beat.stats.cache.evicted if beat.stats is not None else 0,
         disk_budget_bytes=disk.budget_bytes if disk is not None else 0,
         disk_used_bytes=disk.used_bytes if disk is not None else 0,
         disk_files=disk.files if disk is not None else 0,
@@ -289,18 +291,18 @@ def _status_of(beat: AgentBeat, age_s: float, settings: tuple[SettingStatus, ...
 
 
 class IdleAgents:
-    """`models` is the coordinator's table. Nobody is given a seat while `admission` is held."""
+    """`models` is the coordinator's table. Nobody is given a placement while `admission` is held."""
 
     def __init__(
         self,
         config: Config,
         agents: AgentWatch,
-        gangs: Gangs,
+        worker_groups: WorkerGroups,
         models: Mapping[str, ModelRecord],
         admission: asyncio.Lock,
     ) -> None:
         self._agents = agents
-        self._gangs = gangs
+        self._worker_groups = worker_groups
         self._models = models
         self._admission = admission
         self._nodes = IdleNodes(config.idle_agent_s)
@@ -310,7 +312,7 @@ class IdleAgents:
         self._nodes.needed(node_id, time.monotonic())
 
     async def look(self) -> None:
-        """End those whose time is over. While a load takes its seats: the next time."""
+        """End those whose time is over. While a load takes its placements: the next time."""
         if not self._due() or self._admission.locked():
             return
         async with self._admission:
@@ -319,7 +321,7 @@ class IdleAgents:
                 self._agents.ended(node_id for node_id, is_ended in zip(due, ended, strict=True) if is_ended)
 
     def _due(self) -> list[str]:
-        seated = {node for model in self._models.values() if not model.life.is_over for node in model.nodes}
-        warm = {node for gang in self._gangs.idle() for node in gang.node_ids}
-        needed = seated | warm | self._agents.busy_node_ids
+        placed = {node for model in self._models.values() if not model.life.is_over for node in model.nodes}
+        warm = {node for worker_group in self._worker_groups.idle() for node in worker_group.node_ids}
+        needed = placed | warm | self._agents.busy_node_ids
         return self._nodes.due(self._agents.node_ids, needed, time.monotonic())

@@ -21,11 +21,11 @@ from collections.abc import Collection, Iterable, Mapping, Sequence
 from dataclasses import dataclass, replace
 
 from actors.coordination import nodes, spawn
-from actors.coordination.gangs import Gangs
-from actors.coordination.model_record import ModelRecord, Seat
+from actors.coordination.model_record import ModelRecord, Placement
 from actors.coordination.nodes import NodeAgents
 from actors.coordination.planner import Planner
 from actors.coordination.tending import finished, settled
+from actors.coordination.worker_groups import WorkerGroups
 from cluster.config import Config
 from cluster.errors import ClusterError, ConfigError, DoesNotFit, DoesNotFitNow, LoadError, NotEnoughResources
 from cluster.fit.device_map import DeviceKey
@@ -49,7 +49,7 @@ from cluster.planning.packed_plan import PackedPlan
 from cluster.planning.rank_plans import RankFacts
 from cluster.request import LoadRequest
 from cluster.scheduling.topology import NodeInfo
-from cluster.scheduling.warm_pool import IdleGang, in_the_way, with_kept_memory
+from cluster.scheduling.warm_pool import IdleWorkerGroup, in_the_way, with_kept_memory
 from storage.errors import LongshoreError
 from storage.host.memory import GpuMemory, MemoryPool, available_host_bytes
 
@@ -61,13 +61,19 @@ def claims_of(models: Iterable[ModelRecord], but: ModelRecord) -> list[Claim]:
         for record in models
         if record is not but and not record.life.is_over
         for node_id in record.nodes
-        if (size_bytes := _to_take(record, [seat for seat in record.seats.values() if seat.node_id == node_id]))
+        if (
+            size_bytes := _to_take(
+                record, [placement for placement in record.placements.values() if placement.node_id == node_id]
+            )
+        )
     ]
 
 
-def new_workers(seats: Mapping[int, Seat]) -> set[int]:
+def new_workers(placements: Mapping[int, Placement]) -> set[int]:
     """Ranks whose processes are still to be started, or just are."""
-    return {rank for rank, seat in seats.items() if not (seat.is_up or seat.started or seat.report)}
+    return {
+        rank for rank, placement in placements.items() if not (placement.is_up or placement.started or placement.report)
+    }
 
 
 def promise(record: ModelRecord, ranks: Mapping[int, int], nodes: Iterable[NodeInfo]) -> None:
@@ -78,25 +84,25 @@ def promise(record: ModelRecord, ranks: Mapping[int, int], nodes: Iterable[NodeI
         record.kept_bytes[node.node_id] = node.kept_bytes
 
 
-def _to_take(record: ModelRecord, seats: list[Seat]) -> int:
-    here = {seat.rank: seat for seat in seats}
-    left = [seat for seat in seats if seat.report is None]  # the others have it all
-    wanted = sum(record.host_bytes.get(seat.rank, 0) for seat in left)
-    taken = sum(_taken(record, seat) for seat in left)
-    kept = record.kept_bytes.get(seats[0].node_id, 0) if seats else 0
+def _to_take(record: ModelRecord, placements: list[Placement]) -> int:
+    here = {placement.rank: placement for placement in placements}
+    left = [placement for placement in placements if placement.report is None]  # the others have it all
+    wanted = sum(record.host_bytes.get(placement.rank, 0) for placement in left)
+    taken = sum(_taken(record, placement) for placement in left)
+    kept = record.kept_bytes.get(placements[0].node_id, 0) if placements else 0
     return max(0, wanted - max(taken, kept)) + WORKER_BYTES * len(new_workers(here))
 
 
-def _taken(record: ModelRecord, seat: Seat) -> int:
+def _taken(record: ModelRecord, placement: Placement) -> int:
     """Return what a rank has of its host's memory at least, by what it placed: that may be on its other devices, and
     takes less when it is converted.
     """
-    host_bytes = record.host_bytes.get(seat.rank, 0)
+    host_bytes = record.host_bytes.get(placement.rank, 0)
     if record.plan is None:  # after the coordinator was restarted
-        return min(seat.placed_bytes, host_bytes)
-    facts = record.plan.ranks[seat.rank]
+        return min(placement.placed_bytes, host_bytes)
+    facts = record.plan.ranks[placement.rank]
     elsewhere_bytes = facts.device_bytes - (host_bytes - facts.staging_bytes)
-    there_bytes = facts.device_bytes * seat.placed_bytes // max(1, facts.read_bytes)
+    there_bytes = facts.device_bytes * placement.placed_bytes // max(1, facts.read_bytes)
     return min(host_bytes, max(0, there_bytes - elsewhere_bytes))
 
 
@@ -129,55 +135,64 @@ class Room:
 
 async def room_of(
     record: ModelRecord,
-    seats: Mapping[int, Seat],
+    placements: Mapping[int, Placement],
     agents: NodeAgents,
     others: Collection[ModelRecord],
-    taken: IdleGang | None = None,
+    taken: IdleWorkerGroup | None = None,
 ) -> Room:
     """As the agents say. It holds until somebody else runs: a promise is made at once."""
-    order = sorted(await agents.of({seat.node_id: seat.host for seat in seats.values()}))
+    order = sorted(await agents.of({placement.node_id: placement.host for placement in placements.values()}))
     before = claims_of(others, record)
     facts = await nodes.facts_of(order, agents.ask)
     claims = larger_claims(before, claims_of(others, record))
     infos = with_kept_memory([facts[node_id] for node_id in order], taken)
-    return Room({rank: order.index(seat.node_id) for rank, seat in seats.items()}, infos, claims, new_workers(seats))
+    return Room(
+        {rank: order.index(placement.node_id) for rank, placement in placements.items()},
+        infos,
+        claims,
+        new_workers(placements),
+    )
 
 
 async def fit_on(
     record: ModelRecord,
-    seats: Mapping[int, Seat],
+    placements: Mapping[int, Placement],
     plan: PlannedRanks,
     agents: NodeAgents,
     config: Config,
     others: Collection[ModelRecord],
-    taken: IdleGang | None = None,
+    taken: IdleWorkerGroup | None = None,
 ) -> DoesNotFit | None:
     """Whether the ranks that are to sit there fit; if so, what they take is theirs from here on. Else the error.
 
     Raises what an agent raises: ArenaTooLarge...
     """
-    room = await room_of(record, seats, agents, others, taken)
+    room = await room_of(record, placements, agents, others, taken)
     # From there to the promise nothing else runs, or two loads could be promised the same memory.
     misfit = room.misfit(plan, record.request, config)
     if misfit is None:
         device = record.request.device
-        promise(record, {rank: host_bytes(plan.ranks[rank], device) for rank in seats}, room.infos)
+        promise(record, {rank: host_bytes(plan.ranks[rank], device) for rank in placements}, room.infos)
     return misfit
 
 
-async def come_up(seats: Iterable[Seat]) -> bool:
+async def come_up(placements: Iterable[Placement]) -> bool:
     """Wait for workers that are just starting: until one has answered nobody knows how much of its memory it has taken
     already, and all of it is counted. True when one has come up.
     """
-    coming = [seat for seat in seats if seat.worker is not None and not (seat.is_up or seat.started or seat.report)]
-    await settled(_up(seat) for seat in coming)
-    return any(seat.is_up for seat in coming)
+    coming = [
+        placement
+        for placement in placements
+        if placement.worker is not None and not (placement.is_up or placement.started or placement.report)
+    ]
+    await settled(_up(placement) for placement in coming)
+    return any(placement.is_up for placement in coming)
 
 
-async def _up(seat: Seat) -> None:
-    worker = seat.worker
-    await spawn.meet_worker(worker, seat.host, STARTING_S)
-    seat.is_up = seat.is_up or seat.worker is worker
+async def _up(placement: Placement) -> None:
+    worker = placement.worker
+    await spawn.meet_worker(worker, placement.host, STARTING_S)
+    placement.is_up = placement.is_up or placement.worker is worker
 
 
 async def fit_in(
@@ -185,11 +200,11 @@ async def fit_in(
     plan: PackedPlan,
     agents: NodeAgents,
     config: Config,
-    gangs: Gangs,
+    worker_groups: WorkerGroups,
     others: Collection[ModelRecord],
-    taken: IdleGang | None,
+    taken: IdleWorkerGroup | None,
 ) -> None:
-    """Returns when every device and host has the memory. `taken`: the gang whose workers the load has.
+    """Returns when every device and host has the memory. `taken`: the worker group whose workers the load has.
 
     Raises DoesNotFit, and what an agent raises: ArenaTooLarge...
     """
@@ -199,14 +214,14 @@ async def fit_in(
     give_up_s = max(ended_s, default=0.0) + FREED_S
     starting_s = time.monotonic() + STARTING_S
     while True:
-        misfit = await fit_on(record, record.seats, plan, agents, config, others, taken)
+        misfit = await fit_on(record, record.placements, plan, agents, config, others, taken)
         if misfit is None:
             return
-        if ending := in_the_way(gangs.idle(), record.nodes):
-            await finished(gangs.end(ending))
+        if ending := in_the_way(worker_groups.idle(), record.nodes):
+            await finished(worker_groups.end(ending))
             give_up_s = time.monotonic() + FREED_S
         elif time.monotonic() < starting_s and await _may_fit(record, plan, agents, config, others, taken):
-            if not await come_up(record.seats.values()):
+            if not await come_up(record.placements.values()):
                 raise misfit
         elif time.monotonic() >= (max(give_up_s, freed_s) if isinstance(misfit, DoesNotFitNow) else give_up_s):
             raise misfit
@@ -220,11 +235,11 @@ async def _may_fit(
     agents: NodeAgents,
     config: Config,
     others: Collection[ModelRecord],
-    taken: IdleGang | None,
+    taken: IdleWorkerGroup | None,
 ) -> bool:
     """Whether only the memory of its own workers is missing, of which some are just starting and may have taken it."""
-    room = await room_of(record, record.seats, agents, others, taken)
-    starting = {rank for rank in room.new_workers if record.seats[rank].worker is not None}
+    room = await room_of(record, record.placements, agents, others, taken)
+    starting = {rank for rank in room.new_workers if record.placements[rank].worker is not None}
     settled_room = replace(room, new_workers=room.new_workers - starting)
     return bool(starting) and settled_room.misfit(plan, record.request, config) is None
 
@@ -234,7 +249,7 @@ async def node_memory(
 ) -> tuple[tuple[DeviceKey, int], ...]:
     """Limits in bytes by device; none when the request has its own. Raises what agents raise, NotEnoughResources.
 
-    While `admission` is held no agent ends as an idle one, and this load has no seat yet that would keep it.
+    While `admission` is held no agent ends as an idle one, and this load has no placement yet that would keep it.
     """
     request, options = record.request, record.request.device_map
     if options is None or options.modules or options.max_memory is not None:
@@ -321,17 +336,17 @@ def own_misfit(
     """
     needs = {(rank, gpu): size_bytes for gpu, size_bytes in gpu_bytes(facts, device).items()}
     rooms = {(rank, number): room_on(gpu, fit, config) for number, gpu in enumerate(gpus)}
-    seats = {place: rooms[place] for place in needs if place in rooms}
+    placements = {place: rooms[place] for place in needs if place in rooms}
     in_memory = NodeInfo("here", "this host", pools=pools)
     kept = config.model_copy(update={"host_reserve_bytes": fit.host_reserve_bytes(config)})
     need = NodeNeed(1, host_bytes(facts, device), 0, 0)
-    on_gpus = misfit_text("", needs, seats)
+    on_gpus = misfit_text("", needs, placements)
     problems = [on_gpus] * bool(on_gpus) + room_problems(
         [in_memory], {0: need}, (), kept if device == "cpu" else config
     )
     if not problems:
         return None
-    emptied = misfit_text("", needs, {place: room.emptied() for place, room in seats.items()})
+    emptied = misfit_text("", needs, {place: room.emptied() for place, room in placements.items()})
     kind = DoesNotFitNow if on_gpus and not emptied and len(problems) == 1 else DoesNotFit
     return kind(
         f"the rank does not fit: {'; '.join(problems)}",
@@ -346,14 +361,18 @@ _LOG = logging.getLogger("longshore.fit")
 class FitChoice:
     """Acts for one model."""
 
-    def __init__(self, record: ModelRecord, planner: Planner, agents: NodeAgents, config: Config, gangs: Gangs) -> None:
+    def __init__(
+        self, record: ModelRecord, planner: Planner, agents: NodeAgents, config: Config, worker_groups: WorkerGroups
+    ) -> None:
         self._record = record
         self._planner = planner
         self._agents = agents
         self._config = config
-        self._gangs = gangs
+        self._worker_groups = worker_groups
 
-    async def choose(self, plan: PackedPlan, others: Collection[ModelRecord], taken: IdleGang | None) -> PackedPlan:
+    async def choose(
+        self, plan: PackedPlan, others: Collection[ModelRecord], taken: IdleWorkerGroup | None
+    ) -> PackedPlan:
         """The plan that is loaded. Raises DoesNotFit, which says what would help, and what agents and planning raise.
 
         What was decided once stays, also when ranks have to go elsewhere.
@@ -363,11 +382,11 @@ class FitChoice:
         if asked.tried and record.plan is not None:
             plan = record.plan
         try:
-            await fit_in(record, plan, self._agents, self._config, self._gangs, others, taken)
+            await fit_in(record, plan, self._agents, self._config, self._worker_groups, others, taken)
         except DoesNotFit as misfit:
             if asked.fit.mode == AUTO:
-                await come_up(record.seats.values())  # or what they have taken would be counted twice
-            room = await room_of(record, record.seats, self._agents, others, taken)
+                await come_up(record.placements.values())  # or what they have taken would be counted twice
+            room = await room_of(record, record.placements, self._agents, others, taken)
             if room.misfit(_Facts(tuple(RankFacts(0, 0, 0) for _ in plan.ranks)), asked, self._config) is not None:
                 raise _without_steps(misfit, asked) from misfit  # nothing that is smaller would fit
             if asked.fit.mode != AUTO or asked.tried:
@@ -401,7 +420,7 @@ class FitChoice:
         if step is None:
             raise await self._with_offer(misfit, room, tried) from misfit
         taken = step.change.request
-        promise(record, {at: host_bytes(step.ranks[at], taken.device) for at in record.seats}, room.infos)
+        promise(record, {at: host_bytes(step.ranks[at], taken.device) for at in record.placements}, room.infos)
         less = await self._planner.prepare(taken)
         if {less.revision, revision} != {plan.revision}:
             raise LoadError("the stored model has changed since the load began", model=record.model_id)

@@ -16,7 +16,7 @@ from typing import Any
 from ray.exceptions import RayError
 
 from actors.coordination import nodes, spawn
-from actors.coordination.model_record import ModelRecord, Seat
+from actors.coordination.model_record import ModelRecord, Placement
 from cluster.config import Config
 from cluster.fit.needs import min_slots
 from cluster.messages import FetchSettings, NodeJob, RankJob, SlotHolder
@@ -43,8 +43,8 @@ class SavedLoad:
     signed_by: str
     outline: PackedPlan | None  # what the report needs of the plan
     total_bytes: int
-    seats: tuple[tuple[int, str, str, int], ...]  # (rank, node id, host, attempt that brought it there)
-    gang_id: str  # its workers are named by it
+    placements: tuple[tuple[int, str, str, int], ...]  # (rank, node id, host, attempt that brought it there)
+    worker_group_id: str  # its workers are named by it
     group: Any  # our own placement group, or None
     has_credentials: bool  # the client passed some; they are not kept here
     host_bytes: dict[int, int]
@@ -59,8 +59,11 @@ class SavedLoad:
             record.signed_by,
             record.plan.outline() if record.plan is not None else record.outline,
             record.total_bytes,
-            tuple((seat.rank, seat.node_id, seat.host, seat.attempt) for seat in record.seats.values()),
-            record.gang_id,
+            tuple(
+                (placement.rank, placement.node_id, placement.host, placement.attempt)
+                for placement in record.placements.values()
+            ),
+            record.worker_group_id,
             record.group,
             record.request.store.credentials is not None or record.had_credentials,
             dict(record.host_bytes),
@@ -86,7 +89,7 @@ class SavedLoad:
             revision=self.revision,
             signed_by=self.signed_by,
             outline=self.outline,
-            gang_id=self.gang_id,
+            worker_group_id=self.worker_group_id,
             group=self.group,
             restored=True,
             had_credentials=self.has_credentials,
@@ -95,11 +98,11 @@ class SavedLoad:
         )
         group = self.group or self.request.placement_group
         bundles = _bundles(group, self.request) if group is not None else None
-        record.seats = {
-            rank: Seat(rank, node_id, host, bundles[rank] if bundles else None, attempt, replaced=True)
-            for rank, node_id, host, attempt in self.seats
+        record.placements = {
+            rank: Placement(rank, node_id, host, bundles[rank] if bundles else None, attempt, replaced=True)
+            for rank, node_id, host, attempt in self.placements
         }
-        record.begun = {(seat.node_id, seat.attempt) for seat in record.seats.values()}
+        record.begun = {(placement.node_id, placement.attempt) for placement in record.placements.values()}
         return record
 
 
@@ -116,37 +119,41 @@ async def save(record: ModelRecord) -> None:
 
 
 async def find_workers_again(record: ModelRecord, incarnations: dict[int, int]) -> None:
-    """Seat the living workers by their names, and learn from one of them how the store is read.
+    """Placement the living workers by their names, and learn from one of them how the store is read.
 
-    A rank without a worker is seated again later, under the incarnation (in `incarnations`) that its agent expects.
+    A rank without a worker is placed again later, under the incarnation (in `incarnations`) that its agent expects.
     Raises RayError when Ray cannot say for long which workers there are.
     """
-    workers = await _find_workers(record.gang_id)
-    for seat in record.seats.values():
-        seat.incarnation, seat.worker = workers.get(seat.rank, (incarnations.get(seat.rank, 0), None))
-    await asyncio.gather(*(_ask(record, seat) for seat in record.seats.values() if seat.worker is not None))
+    workers = await _find_workers(record.worker_group_id)
+    for placement in record.placements.values():
+        placement.incarnation, placement.worker = workers.get(
+            placement.rank, (incarnations.get(placement.rank, 0), None)
+        )
+    await asyncio.gather(
+        *(_ask(record, placement) for placement in record.placements.values() if placement.worker is not None)
+    )
     await record.touch()
 
 
-async def _find_workers(gang_id: str) -> dict[int, tuple[int, Any]]:
+async def _find_workers(worker_group_id: str) -> dict[int, tuple[int, Any]]:
     give_up_s = time.monotonic() + LOOKED_FOR_S
     while True:
         try:
-            return await asyncio.to_thread(spawn.find_workers, gang_id)
+            return await asyncio.to_thread(spawn.find_workers, worker_group_id)
         except RayError:
             if time.monotonic() > give_up_s:
                 raise
         await asyncio.sleep(LOOK_AGAIN_S)
 
 
-async def _ask(record: ModelRecord, seat: Seat) -> None:
+async def _ask(record: ModelRecord, placement: Placement) -> None:
     """Ask what the worker works on, if on anything: one that idles gets its job (again) from who tends it."""
     with contextlib.suppress(RayError, TimeoutError):  # dead or not well: who tends it finds out
-        await spawn.meet_worker(seat.worker, seat.host, ANSWER_S)
-        asked = seat.worker.assignment.options(concurrency_group="control").remote()
+        await spawn.meet_worker(placement.worker, placement.host, ANSWER_S)
+        asked = placement.worker.assignment.options(concurrency_group="control").remote()
         assignment = await asyncio.wait_for(asked, ANSWER_S)
-        seat.started = assignment is not None and assignment[0] == record.model_id
-        if seat.started:
+        placement.started = assignment is not None and assignment[0] == record.model_id
+        if placement.started:
             # A kept model may have no client that could supply credentials again.
             record.proven(record.request.client_id, assignment[1])
 
@@ -160,15 +167,15 @@ def node_job(record: ModelRecord, node_id: str, attempt: int, config: Config) ->
 
     Those that are ready are told as done, for an agent that was restarted.
     """
-    seats = [record.seats[rank] for rank in record.ranks_on(node_id, attempt)]
+    placements = [record.placements[rank] for rank in record.ranks_on(node_id, attempt)]
     return NodeJob(
         load_id=record.model_id,
         attempt=attempt,
         shared=b"",
         store_identity=record.request.store.ref.identity(),
-        ranks=tuple(seat.rank for seat in seats),
-        done=frozenset(seat.rank for seat in seats if seat.report is not None),
-        min_slots=min_slots(len(seats)) if any(seat.report is None for seat in seats) else 0,
+        ranks=tuple(placement.rank for placement in placements),
+        done=frozenset(placement.rank for placement in placements if placement.report is not None),
+        min_slots=min_slots(len(placements)) if any(placement.report is None for placement in placements) else 0,
         chunk_attempts=config.chunk_attempts,
         lease_deadline_s=config.lease_deadline_s,
         placement=record.request.placement,
@@ -176,9 +183,9 @@ def node_job(record: ModelRecord, node_id: str, attempt: int, config: Config) ->
         most_requests=config.fetch_threads,
         hedge_factor=config.hedge_factor,
         hedge_after_s=config.hedge_after_s,
-        incarnations=tuple(seat.incarnation for seat in seats),
+        incarnations=tuple(placement.incarnation for placement in placements),
         again=(node_id, attempt) in record.begun,
-        replaced=any(seat.replaced for seat in seats),
+        replaced=any(placement.replaced for placement in placements),
         model=model_label(record.request.uri),
     )
 
@@ -198,13 +205,13 @@ def slots_taken(job: NodeJob, host: str, waited_s: float, holders: Sequence[Slot
     )
 
 
-def rank_job(record: ModelRecord, seat: Seat, config: Config) -> RankJob:
+def rank_job(record: ModelRecord, placement: Placement, config: Config) -> RankJob:
     """One rank's share, for the worker that sits there now."""
     return RankJob(
         load_id=record.model_id,
-        attempt=seat.attempt,
-        rank=seat.rank,
-        incarnation=seat.incarnation,
+        attempt=placement.attempt,
+        rank=placement.rank,
+        incarnation=placement.incarnation,
         shared=b"",
         store=record.request.store,
         fetch=fetch_settings(config),

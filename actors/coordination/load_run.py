@@ -1,18 +1,19 @@
 """One load from request to READY, and the model's ranks after that: plan, place, start, tend, end.
 
-    run:     plan (planning process) -> seats, in an idle gang or new -> agents, fit, begin on every node -> tend
+    run:     plan (planning process) -> placements (idle group or new) -> agents, fit, begin on every node -> tend
                                                                       `-> workers start meanwhile
     tend:    one task per rank waits for its worker's outcome, then for its end; a death makes a new incarnation, the
-             death of a node new places (`actors.coordination.reseating`)
+             death of a node new places (`actors.coordination.relocation`)
     resume:  the same from "tend" on, for a load whose coordinator was killed
 
 What happens next is decided by the pure `cluster.scheduling.load_state`; this file carries it out.
 
-Which node each rank of a load sits on: in a gang that is idle, else as Ray has places.
+Which node each rank of a load sits on: in a worker group that is idle, else as Ray has places.
 
-An idle gang of the same shape is taken over, workers and all; else the places come from Ray: a placement group for
-GPUs, plain affinity for CPU ranks. A load that may wait for GPUs leaves its group pending between two calls: that is
-what Ray's node autoscaler reacts to. It is removed when the load is over, or when places of another shape are found.
+An idle worker group of the same shape is taken over, workers and all; else the places come from Ray: a placement
+group for GPUs, plain affinity for CPU ranks. A load that may wait for GPUs leaves its group pending between two calls:
+that is what Ray's node autoscaler reacts to. It is removed when the load is over, or when places of another shape
+are found.
 """
 
 from __future__ import annotations
@@ -31,13 +32,13 @@ from ray.exceptions import RayError
 from actors.coordination import nodes, spawn
 from actors.coordination.attaching import PlanSource, use_working_access
 from actors.coordination.fit import FitChoice, node_memory
-from actors.coordination.gangs import Gang, Gangs
 from actors.coordination.jobs import find_workers_again, node_job, rank_job, slots_taken
-from actors.coordination.model_record import ModelRecord, Seat
+from actors.coordination.model_record import ModelRecord, Placement
 from actors.coordination.nodes import ACTOR_GONE, NodeAgents
 from actors.coordination.planner import Planner
-from actors.coordination.reseating import Reseating
+from actors.coordination.relocation import Relocation
 from actors.coordination.tending import alongside, finished, settled, tend_all
+from actors.coordination.worker_groups import WorkerGroup, WorkerGroups
 from cluster.config import Config
 from cluster.errors import (
     ClusterError,
@@ -60,7 +61,7 @@ from cluster.scheduling.topology import (
     bundles_to_wait_for,
     show_bundles,
 )
-from cluster.scheduling.warm_pool import IdleGang, choose
+from cluster.scheduling.warm_pool import IdleWorkerGroup, choose
 from cluster.telemetry.report import LoadReport, NodeReport, ProcessMemory
 from cluster.telemetry.stats import join_checks, verified_by
 from storage.errors import LongshoreError
@@ -70,10 +71,16 @@ def make_report(record: ModelRecord, plan: PackedPlan, answers: Sequence[NodeRep
     """Return what the load did; `answers` per node, in the order of `record.nodes`."""
     request = record.request
     objects = join_checks(check for node in answers for check in node.objects)
-    ranks = tuple(seat.report for _, seat in sorted(record.seats.items()) if seat.report is not None)
+    ranks = tuple(
+        placement.report for _, placement in sorted(record.placements.items()) if placement.report is not None
+    )
     total_s = time.monotonic() - record.created_s
     # Clocks are not compared across hosts: what a rank measured is counted from when it was given its job.
-    told = [(seat.told_s - record.created_s, seat.report) for seat in record.seats.values() if seat.told_s]
+    told = [
+        (placement.told_s - record.created_s, placement.report)
+        for placement in record.placements.values()
+        if placement.told_s
+    ]
     first_s = [told_s + rank.start_s for told_s, rank in told if rank is not None]
     last_s = [told_s + rank.start_s + rank.load_s for told_s, rank in told if rank is not None]
     planned_s = record.planned_s - record.created_s
@@ -118,16 +125,18 @@ def _control_plane(record: ModelRecord, plan: PackedPlan) -> tuple[ProcessMemory
     return (coordinator,) if plan.memory is None else (coordinator, plan.memory)
 
 
-async def take_seats(
-    record: ModelRecord, others: Sequence[ModelRecord], gangs: Gangs, config: Config, *, may_wait: bool
-) -> IdleGang | None:
-    """Fill `record.seats` (and `record.group`). `others` are the models that are not over. The gang taken over, if any.
+async def take_placements(
+    record: ModelRecord, others: Sequence[ModelRecord], worker_groups: WorkerGroups, config: Config, *, may_wait: bool
+) -> IdleWorkerGroup | None:
+    """Fill `record.placements` (and `record.group`). Return the worker group that was taken over, if any.
+
+    `others` are the models that are not over.
 
     Raises NotEnoughResources naming who holds what, ClusterError for a placement group that is gone. With `may_wait`,
     when the caller will ask again, GPUs that are missing are left asked for.
     """
     request, layout, cpu_ranks_per_node = record.request, record.request.layout, config.cpu_ranks_per_node
-    holders = [other.model_id for other in others if other.request.device == request.device and other.seats]
+    holders = [other.model_id for other in others if other.request.device == request.device and other.placements]
     if request.placement_group is not None:
         places = await asyncio.to_thread(nodes.places_in_group, request.placement_group, request)
         _sit(record, places)
@@ -135,12 +144,22 @@ async def take_seats(
     if record.group is not None and await asyncio.to_thread(nodes.is_placed, record.group):
         await _sit_in_group(record)
         return None
-    taken = [seat.node_id for other in others if other.request.device == "cpu" for seat in other.seats.values()]
-    taken += [node_id for gang in gangs.idle() if gang.device == "cpu" for node_id in gang.node_ids]
+    taken = [
+        placement.node_id
+        for other in others
+        if other.request.device == "cpu"
+        for placement in other.placements.values()
+    ]
+    taken += [
+        node_id
+        for worker_group in worker_groups.idle()
+        if worker_group.device == "cpu"
+        for node_id in worker_group.node_ids
+    ]
     infos = await asyncio.to_thread(nodes.cluster_nodes, taken, cpu_ranks_per_node)
     gpus = request.gpus_per_rank
     try:
-        choice = choose(gangs.idle(), infos, layout, request.device, cpu_ranks_per_node, holders, gpus)
+        choice = choose(worker_groups.idle(), infos, layout, request.device, cpu_ranks_per_node, holders, gpus)
     except NotEnoughResources as error:
         if not may_wait or request.device != "cuda":
             raise
@@ -150,10 +169,10 @@ async def take_seats(
         raise error.with_details(asked_of_ray=show_bundles(sizes)) from None
     if choice.take is not None:
         await _ask_for(record, [])
-        gang = gangs.take(choice.take)
-        _join(record, gang)
-        return gang.idle
-    await finished(gangs.end(choice.end))
+        worker_group = worker_groups.take(choice.take)
+        _join(record, worker_group)
+        return worker_group.idle
+    await finished(worker_groups.end(choice.end))
     # Proves that there is room, and says who holds it when there is none; Ray decides where the bundles go.
     assigned = (
         assign_gpus(choice.nodes, gpus, holders)
@@ -190,18 +209,20 @@ async def _sit_in_group(record: ModelRecord) -> None:
 
 
 def _sit(record: ModelRecord, places: Sequence[nodes.Place]) -> None:
-    record.seats = {rank: Seat(rank, node_id, host, bundle) for rank, (node_id, host, bundle) in enumerate(places)}
+    record.placements = {
+        rank: Placement(rank, node_id, host, bundle) for rank, (node_id, host, bundle) in enumerate(places)
+    }
 
 
-def _join(record: ModelRecord, gang: Gang) -> None:
+def _join(record: ModelRecord, worker_group: WorkerGroup) -> None:
     """Its workers keep their names, so the load goes by its id from now on."""
-    record.gang_id, record.group = gang.idle.gang_id, gang.group
-    record.seats = {seat.rank: seat for seat in gang.seats}
+    record.worker_group_id, record.group = worker_group.idle.worker_group_id, worker_group.group
+    record.placements = {placement.rank: placement for placement in worker_group.placements}
 
 
 async def _create_group(record: ModelRecord, sizes: list[int]) -> None:
     """Noted at once: whoever ends the load removes it."""
-    record.group = await asyncio.to_thread(spawn.create_group, record.gang_id, sizes)
+    record.group = await asyncio.to_thread(spawn.create_group, record.worker_group_id, sizes)
 
 
 PROCESS_START_S = 120.0  # of a worker, on a machine that is busy with something else
@@ -220,7 +241,7 @@ class LoadRun:
         config: Config,
         models: dict[str, ModelRecord],
         admission: asyncio.Lock,
-        gangs: Gangs,
+        worker_groups: WorkerGroups,
         given: Config | None,
     ) -> None:
         """`given`: see `spawn.start_agent`."""
@@ -229,10 +250,12 @@ class LoadRun:
         self._config = config
         self._models = models
         self._admission = admission
-        self._gangs = gangs
+        self._worker_groups = worker_groups
         self._source = PlanSource(record, planner, config.holder_ttl_s)
         self._agents = NodeAgents(record, given)
-        self._reseating = Reseating(record, config, models, admission, gangs, self._agents, self._source, self.begin_on)
+        self._relocating = Relocation(
+            record, config, models, admission, worker_groups, self._agents, self._source, self.begin_on
+        )
 
     # -- the two ways in ---------------------------------------------------------------------------------------
 
@@ -240,16 +263,16 @@ class LoadRun:
         """From the request to the model's end. Never raises: what goes wrong ends the model with that error."""
         try:
             plan = await self._plan()
-            gang = await self._take_seats()
+            worker_group = await self._take_placements()
             while True:
                 try:
-                    await alongside(self._start_workers(), self._begin(plan, gang))
+                    await alongside(self._start_workers(), self._begin(plan, worker_group))
                     break
                 except (NodeLost, ClusterLost, RayError, TimeoutError) as error:
-                    if not await self._reseating.is_needed(error):
+                    if not await self._relocating.is_needed(error):
                         raise
-                    await self._reseating.run()
-            await tend_all(self._record.seats, self._tend, self._reseating.run)
+                    await self._relocating.run()
+            await tend_all(self._record.placements, self._tend, self._relocating.run)
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -261,9 +284,9 @@ class LoadRun:
             await self._event(load_state.Planned)
             await self._event(load_state.Started)
             await find_workers_again(self._record, incarnations)
-            for seat in self._record.seats.values():
-                await self._rank_event(load_state.RankReplaced, seat)
-            await tend_all(self._record.seats, self._tend, self._reseating.run)
+            for placement in self._record.placements.values():
+                await self._rank_event(load_state.RankReplaced, placement)
+            await tend_all(self._record.placements, self._tend, self._relocating.run)
         except asyncio.CancelledError:
             raise
         except Exception as error:
@@ -287,7 +310,7 @@ class LoadRun:
             await record.advance(load_state.Released(attempt=attempt))
         else:
             await record.advance(load_state.Failed(str(error), attempt=attempt))
-        await self._gangs.part(record, keep=kept)
+        await self._worker_groups.part(record, keep=kept)
         await record.touch()
 
     # -- the steps of a load -----------------------------------------------------------------------------------
@@ -305,8 +328,8 @@ class LoadRun:
         await self._event(load_state.Planned)
         return plan
 
-    async def _take_seats(self) -> IdleGang | None:
-        """Decide which rank sits where. One load at a time, or two would take the same places. The gang taken over."""
+    async def _take_placements(self) -> IdleWorkerGroup | None:
+        """Place every rank, one load at a time: two would take the same places. Return the group taken over."""
         record, request = self._record, self._record.request
         deadline_s = time.monotonic() + request.wait_for_resources_s
         if freeing := [o.ending for o in self._models.values() if o.ending is not None and not o.ending.done()]:
@@ -316,7 +339,9 @@ class LoadRun:
                 try:
                     others = [o for o in self._models.values() if o is not record and not o.life.is_over]
                     may_wait = time.monotonic() < deadline_s
-                    gang = await take_seats(record, others, self._gangs, self._config, may_wait=may_wait)
+                    worker_group = await take_placements(
+                        record, others, self._worker_groups, self._config, may_wait=may_wait
+                    )
                     break
                 except ClusterError as error:
                     if not nodes.may_resolve(error):
@@ -330,20 +355,22 @@ class LoadRun:
         await self._event(load_state.ResourcesGranted)
         if record.message:
             await record.touch("")
-        for seat in record.seats.values():
-            if seat.incarnation:  # in a gang there may be replacements
-                await self._rank_event(load_state.RankReplaced, seat)
-        return gang
+        for placement in record.placements.values():
+            if placement.incarnation:  # in a worker group there may be replacements
+                await self._rank_event(load_state.RankReplaced, placement)
+        return worker_group
 
     async def _start_workers(self) -> None:
         """Processes for the ranks that have none; they come up while the agents are told."""
-        missing = [seat for seat in self._record.seats.values() if seat.worker is None]
-        await finished(settled(self._start_worker(seat) for seat in missing))
+        missing = [placement for placement in self._record.placements.values() if placement.worker is None]
+        await finished(settled(self._start_worker(placement) for placement in missing))
 
-    async def _begin(self, plan: PackedPlan, gang: IdleGang | None) -> None:
+    async def _begin(self, plan: PackedPlan, worker_group: IdleWorkerGroup | None) -> None:
         """See that the plan fits, and tell every agent what its node needs; then the workers can have their jobs."""
         others = self._models.values()
-        await FitChoice(self._record, self._planner, self._agents, self._config, self._gangs).choose(plan, others, gang)
+        await FitChoice(self._record, self._planner, self._agents, self._config, self._worker_groups).choose(
+            plan, others, worker_group
+        )
         await asyncio.gather(*(self.begin_on(node_id) for node_id in self._record.nodes))
         await self._event(load_state.Started)
 
@@ -372,80 +399,80 @@ class LoadRun:
         job = node_job(self._record, node_id, attempt, self._config)
         raise slots_taken(job, self._record.nodes[node_id], waited_s, holders)
 
-    async def _tend(self, seat: Seat) -> None:
+    async def _tend(self, placement: Placement) -> None:
         """Keep one rank alive: a worker that dies is replaced, `rank_restarts` times in a row before it has loaded."""
         record = self._record
         restarts = 0
         while True:
             try:
-                if seat.worker is None:
-                    await finished(self._start_worker(seat))
-                if not seat.started:
-                    await self._give_job(seat)
-                seat.asked_s = time.monotonic()
-                outcome = seat.worker.outcome.options(concurrency_group="wait").remote(record.model_id)
-                seat.report, restarts = await outcome, 0
-                await self._rank_event(load_state.RankReady, seat)
+                if placement.worker is None:
+                    await finished(self._start_worker(placement))
+                if not placement.started:
+                    await self._give_job(placement)
+                placement.asked_s = time.monotonic()
+                outcome = placement.worker.outcome.options(concurrency_group="wait").remote(record.model_id)
+                placement.report, restarts = await outcome, 0
+                await self._rank_event(load_state.RankReady, placement)
                 if record.life.is_ready and record.report is None:
                     record.report = await self._report()
                     record.ended_s = time.monotonic()
                     await record.touch()
-                await seat.worker.lifetime.options(concurrency_group="wait").remote(record.model_id)
+                await placement.worker.lifetime.options(concurrency_group="wait").remote(record.model_id)
                 return
             except (*ACTOR_GONE, TimeoutError, RankTaken) as error:
                 # (RankTaken: found by its name by a restarted coordinator, while the word of its end was on its way.)
-                seat.report = None
-                await self._rank_event(load_state.RankLost, seat)
-                await self._vacate(seat)
+                placement.report = None
+                await self._rank_event(load_state.RankLost, placement)
+                await self._vacate(placement)
                 restarts += 1
                 if restarts > self._config.rank_restarts:
                     raise RankLost(
-                        f"rank {seat.rank} was lost {restarts} times",
+                        f"rank {placement.rank} was lost {restarts} times",
                         hint="see the worker's log in Ray's session folder; out of memory is the usual cause",
-                        rank=seat.rank,
-                        host=seat.host,
+                        rank=placement.rank,
+                        host=placement.host,
                         cause=(str(error) or "its worker did not answer").splitlines()[0][:300],
                     ) from error
-                await self._rank_event(load_state.RankReplaced, seat)
+                await self._rank_event(load_state.RankReplaced, placement)
 
-    async def _give_job(self, seat: Seat) -> None:
+    async def _give_job(self, placement: Placement) -> None:
         shared = await self._source.shared()
-        if seat.replaced:
+        if placement.replaced:
             await use_working_access(self._record, self._planner)
-        job = rank_job(self._record, seat, self._config)
-        if not seat.is_up:
-            await spawn.meet_worker(seat.worker, seat.host, PROCESS_START_S + self._config.stuck_after_s)
-            seat.is_up = True
-        seat.told_s = time.monotonic()
+        job = rank_job(self._record, placement, self._config)
+        if not placement.is_up:
+            await spawn.meet_worker(placement.worker, placement.host, PROCESS_START_S + self._config.stuck_after_s)
+            placement.is_up = True
+        placement.told_s = time.monotonic()
         # Until a worker has said hello to its agent, nobody else would notice that it is stuck.
-        start = seat.worker.start.options(concurrency_group="control").remote(job, shared)
+        start = placement.worker.start.options(concurrency_group="control").remote(job, shared)
         await asyncio.wait_for(start, self._config.stuck_after_s)
-        seat.started = True
+        placement.started = True
 
-    async def _start_worker(self, seat: Seat) -> None:
-        seat.worker = await asyncio.to_thread(
+    async def _start_worker(self, placement: Placement) -> None:
+        placement.worker = await asyncio.to_thread(
             lambda: spawn.start_worker(
-                self._record.gang_id,
-                seat.rank,
-                seat.incarnation,
-                node_id=seat.node_id,
+                self._record.worker_group_id,
+                placement.rank,
+                placement.incarnation,
+                node_id=placement.node_id,
                 device=self._record.request.device,
-                bundle=seat.bundle,
+                bundle=placement.bundle,
                 orphan_after_s=self._config.orphan_after_s,
                 gpus=self._record.request.gpus_per_rank,
             )
         )
 
-    async def _vacate(self, seat: Seat) -> None:
+    async def _vacate(self, placement: Placement) -> None:
         """The rank's worker is gone: a new incarnation is to come, and loads only the rank's own slices again.
 
         Raises NodeLost when it went with its node.
         """
-        await asyncio.to_thread(spawn.end_actor, seat.worker)
-        seat.worker, seat.is_up, seat.started, seat.placed_bytes = None, False, False, 0
-        seat.asked_s, seat.incarnation, seat.replaced = math.inf, seat.incarnation + 1, True
-        model_id, rank, incarnation = self._record.model_id, seat.rank, seat.incarnation
-        await self._agents.ask(seat.node_id, lambda agent: agent.rank_lost.remote(model_id, rank, incarnation))
+        await asyncio.to_thread(spawn.end_actor, placement.worker)
+        placement.worker, placement.is_up, placement.started, placement.placed_bytes = None, False, False, 0
+        placement.asked_s, placement.incarnation, placement.replaced = math.inf, placement.incarnation + 1, True
+        model_id, rank, incarnation = self._record.model_id, placement.rank, placement.incarnation
+        await self._agents.ask(placement.node_id, lambda agent: agent.rank_lost.remote(model_id, rank, incarnation))
 
     async def _report(self) -> LoadReport:
         record = self._record
@@ -466,5 +493,5 @@ class LoadRun:
     async def _event(self, kind: type[load_state.Event]) -> None:
         await self._record.advance(kind(attempt=self._record.life.attempt))
 
-    async def _rank_event(self, kind: type[RankEvent], seat: Seat) -> None:
-        await self._record.advance(kind(seat.rank, seat.incarnation, attempt=self._record.life.attempt))
+    async def _rank_event(self, kind: type[RankEvent], placement: Placement) -> None:
+        await self._record.advance(kind(placement.rank, placement.incarnation, attempt=self._record.life.attempt))

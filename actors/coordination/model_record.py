@@ -32,7 +32,7 @@ _LOG = logging.getLogger("longshore.load")
 
 
 @dataclass(slots=True)
-class Seat:
+class Placement:
     """One rank's place: the node it is on and the worker that sits there now."""
 
     rank: int
@@ -40,7 +40,7 @@ class Seat:
     host: str
     bundle: tuple[Any, int] | None  # (placement group, bundle index)
     attempt: int = 1  # that brought the rank to the node: its messages carry it
-    incarnation: int = 0  # of its worker; in a gang that was taken over it goes on counting
+    incarnation: int = 0  # of its worker; in a worker group that was taken over it goes on counting
     worker: Any = None
     is_up: bool = False  # the worker's process has answered
     started: bool = False  # the worker has its job
@@ -70,11 +70,13 @@ class ModelRecord:
     total_bytes: int = 0
     revision: str = ""
     signed_by: str = ""  # id of the trusted key that signed its manifest
-    seats: dict[int, Seat] = field(default_factory=dict)
+    placements: dict[int, Placement] = field(default_factory=dict)
     host_bytes: dict[int, int] = field(default_factory=dict)  # by rank: of its host's memory, as was found to fit
     pools: dict[str, tuple[str, ...]] = field(default_factory=dict)  # by node: ids of what its memory comes out of
-    kept_bytes: dict[str, int] = field(default_factory=dict)  # by node: that the gang taken over had there
-    gang_id: str = ""  # its workers and its placement group are named by it: the model's id, or that of an earlier one
+    kept_bytes: dict[str, int] = field(default_factory=dict)  # by node: that the worker group taken over had there
+    worker_group_id: str = (
+        ""  # its workers and its placement group are named by it: the model's id, or that of an earlier one
+    )
     group: Any = None  # the placement group, when it is ours
     begun: set[tuple[str, int]] = field(default_factory=set)  # (node, attempt): parts that agents were told
     store_bytes: dict[str, int] = field(default_factory=dict)  # by node
@@ -92,12 +94,12 @@ class ModelRecord:
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
     def __post_init__(self) -> None:
-        self.gang_id = self.gang_id or self.model_id
+        self.worker_group_id = self.worker_group_id or self.model_id
 
     @property
     def nodes(self) -> dict[str, str]:
         """node id -> host, of the nodes that have ranks."""
-        return {seat.node_id: seat.host for seat in self.seats.values()}
+        return {placement.node_id: placement.host for placement in self.placements.values()}
 
     @property
     def is_planned(self) -> bool:
@@ -141,12 +143,18 @@ class ModelRecord:
 
     def attempts_on(self, node_id: str) -> tuple[int, ...]:
         """Attempts that brought ranks to the node, ascending: each is a part of the load there."""
-        return tuple(sorted({seat.attempt for seat in self.seats.values() if seat.node_id == node_id}))
+        return tuple(
+            sorted({placement.attempt for placement in self.placements.values() if placement.node_id == node_id})
+        )
 
     def ranks_on(self, node_id: str, attempt: int) -> tuple[int, ...]:
         """Those that this attempt brought there."""
         return tuple(
-            sorted(seat.rank for seat in self.seats.values() if (seat.node_id, seat.attempt) == (node_id, attempt))
+            sorted(
+                placement.rank
+                for placement in self.placements.values()
+                if (placement.node_id, placement.attempt) == (node_id, attempt)
+            )
         )
 
     def workers(self) -> list[Any]:
@@ -161,7 +169,7 @@ class ModelRecord:
                 state=self.life.state.value,
                 rank=next((rank for rank, life in enumerate(self.life.ranks) if not life.ready), None),
             )
-        return [self.seats[rank].worker for rank in sorted(self.seats)]
+        return [self.placements[rank].worker for rank in sorted(self.placements)]
 
     async def advance(self, *events: Event) -> None:
         """What follows from the events (`cluster.scheduling.load_state`), and whoever waits is woken."""
@@ -170,7 +178,12 @@ class ModelRecord:
         if self.life is not before:
             self.count()
         with self._logged():
-            self.events.moved(time.time(), before, self.life, {seat.rank: seat.host for seat in self.seats.values()})
+            self.events.moved(
+                time.time(),
+                before,
+                self.life,
+                {placement.rank: placement.host for placement in self.placements.values()},
+            )
         await self.touch()
 
     @contextlib.contextmanager
@@ -185,7 +198,7 @@ class ModelRecord:
         if self.tally is None:
             return
         life, model = self.life, model_label(self.request.uri)
-        hosts = tuple(self.seats[rank].host if rank in self.seats else "" for rank in range(len(life.ranks)))
+        hosts = tuple(self.placements[rank].host if rank in self.placements else "" for rank in range(len(life.ranks)))
         error = type(self.error).__name__ if self.error is not None else ""
         view = LoadView(self.model_id, model, life.state, life.ranks, hosts, self.total_bytes, error)
         self.tally.load(view, time.monotonic(), adopted=adopted)
@@ -217,7 +230,7 @@ class ModelRecord:
             self.changed.notify_all()
 
     def progress(self) -> LoadProgress:
-        placed = sum(self._placed_bytes(seat) for seat in self.seats.values())
+        placed = sum(self._placed_bytes(placement) for placement in self.placements.values())
         end_s = self.ended_s or time.monotonic()
         store_bytes = sum(self.store_bytes.values())
         if self.report is not None and self.life.state is LoadState.READY:
@@ -229,17 +242,17 @@ class ModelRecord:
             placed_bytes=placed,
             total_bytes=self.total_bytes,
             store_bytes=store_bytes,
-            ranks_ready=sum(seat.report is not None for seat in self.seats.values()),
+            ranks_ready=sum(placement.report is not None for placement in self.placements.values()),
             ranks_total=self.request.world_size,
             elapsed_s=max(0.0, end_s - self.created_s),
             message=self.message,
         )
 
-    def _placed_bytes(self, seat: Seat) -> int:
+    def _placed_bytes(self, placement: Placement) -> int:
         """Of what the rank reads, as `total_bytes` counts."""
-        if seat.report is None:
-            return seat.placed_bytes
-        return seat.report.size_bytes if self.plan is None else self.plan.ranks[seat.rank].read_bytes
+        if placement.report is None:
+            return placement.placed_bytes
+        return placement.report.size_bytes if self.plan is None else self.plan.ranks[placement.rank].read_bytes
 
     def status(self) -> ModelStatus:
         request = self.request
@@ -250,7 +263,7 @@ class ModelRecord:
             device=request.device,
             keep=self.holders.keep,
             holders=len(self.holders),
-            rank_hosts=tuple(self.seats[rank].host for rank in sorted(self.seats)),
+            rank_hosts=tuple(self.placements[rank].host for rank in sorted(self.placements)),
             error=str(self.error) if self.error else "",
             signed_by=self.signed_by,
             taken=what_was_taken(request.tried),
@@ -263,28 +276,28 @@ class ModelRecord:
         return replace(self.request, store=self.request.store.without_credentials(), placement_group=None)
 
     def _rank_status(self, rank: int) -> RankStatus:
-        life, seat = self.life.ranks[rank], self.seats.get(rank)
+        life, placement = self.life.ranks[rank], self.placements.get(rank)
         total_bytes = self.plan.ranks[rank].read_bytes if self.plan is not None else 0
-        if seat is None:
+        if placement is None:
             return RankStatus(rank, "", "lost" if life.lost else "waiting", 0, 0, total_bytes, 0, self.request.device)
         return RankStatus(
             rank,
-            seat.host,
-            _state_of(life, seat),
+            placement.host,
+            _state_of(life, placement),
             life.incarnation,
-            self._placed_bytes(seat),
+            self._placed_bytes(placement),
             total_bytes,
-            0 if life.lost or self.life.is_over else seat.own_bytes,
-            seat.report.device if seat.report else self.request.device,
+            0 if life.lost or self.life.is_over else placement.own_bytes,
+            placement.report.device if placement.report else self.request.device,
         )
 
 
-def _state_of(life: RankLife, seat: Seat) -> str:
+def _state_of(life: RankLife, placement: Placement) -> str:
     if life.lost or life.ready:
         return "lost" if life.lost else "ready"
-    if seat.started:
+    if placement.started:
         return "loading"
-    return "waiting" if seat.worker is None else "starting"
+    return "waiting" if placement.worker is None else "starting"
 
 
 def new_model_id(request: LoadRequest) -> str:

@@ -51,9 +51,9 @@ def this_node() -> str:
     return node_name(socket.gethostname(), ray.get_runtime_context().get_node_id())
 
 
-def cluster_nodes(cpu_seats: Iterable[str], cpu_ranks_per_node: int) -> list[NodeInfo]:
-    """Living nodes in the order of their ids, with what is free on them. `cpu_seats`: nodes of CPU ranks that sit."""
-    seats = Counter(cpu_seats)
+def cluster_nodes(cpu_placements: Iterable[str], cpu_ranks_per_node: int) -> list[NodeInfo]:
+    """Return living nodes in the order of their ids, with what is free. `cpu_placements`: nodes of placed CPU ranks."""
+    placements = Counter(cpu_placements)
     free = available_resources_per_node()
     found = []
     for node in sorted(_ray_nodes(), key=lambda node: str(node["NodeID"])):
@@ -66,7 +66,7 @@ def cluster_nodes(cpu_seats: Iterable[str], cpu_ranks_per_node: int) -> list[Nod
                 host=node["NodeManagerHostname"],
                 gpus_free=int(free.get(node_id, {}).get("GPU", 0)),
                 gpus_total=int(node["Resources"].get("GPU", 0)),
-                cpu_ranks_free=max(0, cpu_ranks_per_node - seats[node_id]),
+                cpu_ranks_free=max(0, cpu_ranks_per_node - placements[node_id]),
             )
         )
     return found

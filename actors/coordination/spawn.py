@@ -3,10 +3,10 @@
 All are named and detached: an actor that owns another takes it along when it dies. They are ended explicitly, by the
 coordinator or by themselves when they have heard of none for long.
 
-Workers and placement groups of gangs that nobody knows any more: found by their names, ended.
+Workers and placement groups of worker groups that nobody knows any more: found by their names, ended.
 
 They are left when a coordinator is killed before it told any agent of the load, or together with the load's agents:
-nobody hands its record back then, and detached actors would hold their GPUs for ever. So are idle gangs of a
+nobody hands its record back then, and detached actors would hold their GPUs for ever. So are idle worker groups of a
 coordinator that was killed.
 """
 
@@ -24,7 +24,7 @@ from ray.util.placement_group import PlacementGroup, placement_group, placement_
 from ray.util.scheduling_strategies import NodeAffinitySchedulingStrategy, PlacementGroupSchedulingStrategy
 
 from actors.gpu_worker import CONCURRENCY_GROUPS, GpuWorker
-from actors.links import NAMESPACE, RayCoordinatorLink, agent_name, gang_of_worker, group_name, worker_name
+from actors.links import NAMESPACE, RayCoordinatorLink, agent_name, group_name, group_of_worker, worker_name
 from actors.node_agent import NodeAgent
 from cluster.config import Config
 from cluster.errors import ClusterLost
@@ -87,7 +87,7 @@ def find_agent(node_id: str) -> Any | None:
 
 
 def start_worker(
-    gang_id: str,
+    worker_group_id: str,
     rank: int,
     incarnation: int,
     *,
@@ -106,7 +106,7 @@ def start_worker(
     return (
         ray.remote(concurrency_groups=CONCURRENCY_GROUPS)(GpuWorker)  # type: ignore[call-overload]
         .options(
-            name=worker_name(gang_id, rank, incarnation),
+            name=worker_name(worker_group_id, rank, incarnation),
             namespace=NAMESPACE,
             lifetime="detached",
             num_cpus=0,
@@ -129,11 +129,11 @@ async def meet_worker(worker: Any, host: str, timeout_s: float) -> None:
     check_version(version, f"a worker on {host}", "the coordinator")
 
 
-def find_workers(gang_id: str) -> dict[int, tuple[int, Any]]:
-    """rank -> (incarnation, handle) of the gang's living workers, the last incarnation of each rank."""
+def find_workers(worker_group_id: str) -> dict[int, tuple[int, Any]]:
+    """rank -> (incarnation, handle) of the worker group's living workers, the last incarnation of each rank."""
     found: dict[int, tuple[int, Any]] = {}
     for actor in ray.util.list_named_actors(all_namespaces=True):
-        if actor["namespace"] != NAMESPACE or gang_of_worker(actor["name"]) != gang_id:
+        if actor["namespace"] != NAMESPACE or group_of_worker(actor["name"]) != worker_group_id:
             continue
         rank, incarnation = (int(part) for part in actor["name"].rsplit("-", 2)[1:])
         if rank not in found or incarnation > found[rank][0]:
@@ -142,11 +142,11 @@ def find_workers(gang_id: str) -> dict[int, tuple[int, Any]]:
     return found
 
 
-def create_group(gang_id: str, gpus_per_bundle: list[int]) -> PlacementGroup:
+def create_group(worker_group_id: str, gpus_per_bundle: list[int]) -> PlacementGroup:
     group: PlacementGroup = placement_group(
         [{"GPU": float(gpus)} for gpus in gpus_per_bundle],
         strategy="PACK",
-        name=group_name(gang_id),
+        name=group_name(worker_group_id),
         lifetime="detached",
     )
     return group
@@ -192,7 +192,7 @@ def end_actor(handle: Any) -> None:
 _LOG = logging.getLogger("longshore.coordinator")
 
 
-class StrayWatch:
+class OrphanWatch:
     """Looks for them again and again, first when every agent has had `orphan_after_s` to tell of its loads."""
 
     def __init__(self, orphan_after_s: float) -> None:
@@ -204,34 +204,38 @@ class StrayWatch:
         """Whether it is time to look again, by the monotonic clock."""
         return now_s > self._due_s
 
-    async def look(self, known_gangs: set[str]) -> None:
-        """End what no gang of these owned the last time either. A Ray that does not answer is asked the next time."""
+    async def look(self, known_worker_groups: set[str]) -> None:
+        """End what none of these worker groups owns, nor owned the last time. If Ray does not answer, try next time."""
         self._due_s = time.monotonic() + self._every_s
         with contextlib.suppress(RayError):
-            self._suspects = await asyncio.to_thread(end_strays, known_gangs, self._suspects)
+            self._suspects = await asyncio.to_thread(end_orphans, known_worker_groups, self._suspects)
 
 
-def end_strays(known_gangs: set[str], suspects: set[str]) -> set[str]:
-    """End what belongs to no known gang and was suspected the last time too; the suspects of this time.
+def end_orphans(known_worker_groups: set[str], suspects: set[str]) -> set[str]:
+    """End what belongs to no known worker group and was suspected the last time too; the suspects of this time.
 
-    Twice, because a load that has just begun may be missing from `known_gangs`. Blocks on Ray.
+    Twice, because a load that has just begun may be missing from `known_worker_groups`. Blocks on Ray.
     """
     found = _workers() | _groups()
-    strays = {name: (gang_id, end) for name, (gang_id, end) in found.items() if gang_id not in known_gangs}
-    for name in sorted(strays.keys() & suspects):
-        _end(name, strays[name][1])
-    return set(strays)
+    orphans = {
+        name: (worker_group_id, end)
+        for name, (worker_group_id, end) in found.items()
+        if worker_group_id not in known_worker_groups
+    }
+    for name in sorted(orphans.keys() & suspects):
+        _end(name, orphans[name][1])
+    return set(orphans)
 
 
 def _workers() -> dict[str, tuple[str, str]]:
-    """Actor name -> (gang id, "")."""
+    """Actor name -> (worker group id, "")."""
     named = ray.util.list_named_actors(all_namespaces=True)
     names = [actor["name"] for actor in named if actor["namespace"] == NAMESPACE]
-    return {name: (gang_id, "") for name in names if (gang_id := gang_of_worker(name)) is not None}
+    return {name: (worker_group_id, "") for name in names if (worker_group_id := group_of_worker(name)) is not None}
 
 
 def _groups() -> dict[str, tuple[str, str]]:
-    """Group name -> (gang id, Ray's id of the group)."""
+    """Group name -> (worker group id, Ray's id of the group)."""
     prefix = group_name("")
     return {
         table["name"]: (table["name"].removeprefix(prefix), group_id)

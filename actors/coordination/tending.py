@@ -14,7 +14,7 @@ import asyncio
 from collections.abc import Awaitable, Callable, Coroutine, Iterable, Mapping
 from typing import Any, TypeVar
 
-from actors.coordination.model_record import Seat
+from actors.coordination.model_record import Placement
 from cluster.errors import NodeLost
 
 T = TypeVar("T")
@@ -56,12 +56,14 @@ async def settled(steps: Iterable[Awaitable[Any]]) -> None:
 
 
 async def tend_all(
-    seats: Mapping[int, Seat],
-    tend: Callable[[Seat], Coroutine[Any, Any, None]],
+    placements: Mapping[int, Placement],
+    tend: Callable[[Placement], Coroutine[Any, Any, None]],
     move: Callable[[], Coroutine[Any, Any, set[int]]],
 ) -> None:
-    """`tend(seat)` for every rank, until all have ended. One that raises NodeLost makes `move()` run, once at a time:
-    it seats ranks anew, and returns which. Raises what they raise; nothing of it runs on then.
+    """Run `tend(placement)` for every rank, until all have ended.
+
+    When one raises NodeLost, `move()` runs, once at a time: it places ranks anew, and returns which.
+    Raises what they raise; nothing of it runs on then.
     """
     tends: dict[int, asyncio.Task[None]] = {}
     homeless: set[int] = set()  # ranks whose tending ended because their node is lost
@@ -71,10 +73,10 @@ async def tend_all(
         for rank in ranks:
             if (stale := tends.pop(rank, None)) is not None:
                 await _ended([stale])
-            tends[rank] = asyncio.create_task(tend(seats[rank]))
+            tends[rank] = asyncio.create_task(tend(placements[rank]))
 
     try:
-        await begin(set(seats))
+        await begin(set(placements))
         while tends or moving is not None:
             running: list[asyncio.Task[Any]] = [*tends.values(), *([moving] if moving else [])]
             await asyncio.wait(running, return_when=asyncio.FIRST_COMPLETED)

@@ -36,7 +36,7 @@ from cluster.planning.packed_plan import SharedTables, unpack_shared
 from cluster.scheduling.concurrency import Hedges
 from cluster.scheduling.lease_queue import ChunkState, LeaseQueue
 from cluster.scheduling.retry import Fail, cause_of
-from cluster.telemetry.stats import LoadCounters, RankFigures
+from cluster.telemetry.stats import LoadCounters, RankStats
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import Answer, CachedChunk, Lease
 from storage.errors import IntegrityError, LongshoreError, ObjectChanged, ObjectNotFound
@@ -62,7 +62,7 @@ class RankPlace:
     placed_bytes: int = 0
     short_of: str = ""  # why its last answer had fewer leases than it wanted (see Orders)
     heard_s: float = 0.0  # when it last spoke
-    figures: RankFigures | None = None  # when it last told any
+    stats: RankStats | None = None  # when it last told any
 
     def expects(self, hello: RankHello) -> bool:
         """Whether the hello is from who may have the rank, and not an old one that arrives late."""
@@ -73,7 +73,7 @@ class RankPlace:
     def heard(self, update: RankUpdate, now_s: float) -> None:
         """It has spoken, and is not late."""
         self.number, self.heard_s, self.placed_bytes = update.number, now_s, update.placed_bytes
-        self.figures = update.figures or self.figures
+        self.stats = update.stats or self.stats
 
     def is_late(self, update: RankUpdate) -> bool:
         """Whether the update is from a process that was given up, or older than one that was taken in."""

@@ -16,7 +16,7 @@ from collections.abc import Mapping
 from typing import Any
 
 from cluster.messages import DISK_READ, NodeJob, RankHello, RankUpdate
-from cluster.telemetry.stats import SOURCES, LoadCounters, RankFigures, StageTimes
+from cluster.telemetry.stats import SOURCES, LoadCounters, RankStats, StageTimes
 from storage.checkpoints.model_index import ChunkTable
 
 
@@ -43,15 +43,15 @@ class LoadMeter:
         """A rank's update that was taken in."""
         self._throttles += update.throttled
         self.corrupt_chunks += update.retries.get("digest_mismatch", 0)
-        if update.figures is not None:
-            self._stages_of(update.rank, update.incarnation, update.figures)
+        if update.stats is not None:
+            self._stages_of(update.rank, update.incarnation, update.stats)
 
-    def _stages_of(self, rank: int, incarnation: int, figures: RankFigures) -> None:
+    def _stages_of(self, rank: int, incarnation: int, stats: RankStats) -> None:
         who = rank, incarnation
         if who in self._former:
             self._former.discard(who)
-            self._before += figures.stages
-        self._stages[who] = figures.stages
+            self._before += stats.stages
+        self._stages[who] = stats.stages
 
     def counters(self, retries: Counter[str], hedges: int, hedges_won: int, *, digests: bool) -> LoadCounters:
         """All of it now. `digests`: chunks have any."""
@@ -140,7 +140,7 @@ class ChunkSources:
         if self._silent.get(hello.rank) == hello.incarnation:
             del self._silent[hello.rank]
 
-    def figures(self, needed: list[int]) -> dict[str, Any]:
+    def stats(self, needed: list[int]) -> dict[str, Any]:
         """Of a load that is complete, by their names in NodeReport."""
         cached, unknown = self._cached, set(needed) - self._store - self._disk - self._cached
         if self._job.again and (self._silent or self._job.replaced):

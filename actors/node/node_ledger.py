@@ -34,7 +34,7 @@ from cluster.messages import (
 )
 from cluster.telemetry.chunk_map import NodeView, least_done, runs_of
 from cluster.telemetry.report import NodeReport
-from cluster.telemetry.stats import ArenaUse, EndedPart, NodeFigures
+from cluster.telemetry.stats import ArenaUse, EndedPart, NodeStats
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import Lease
 from storage.errors import ArenaTooSmall, LongshoreError
@@ -69,8 +69,8 @@ def rank_beats(loads: Collection[NodeLoad], now_s: float) -> tuple[RankBeat, ...
             place.placed_bytes,
             silent_s=now_s - place.heard_s,
             done=not load.awaited(place),
-            requests=place.figures.requests if place.figures else 0,
-            allowed_requests=place.figures.allowed_requests if place.figures else 0,
+            requests=place.stats.requests if place.stats else 0,
+            allowed_requests=place.stats.allowed_requests if place.stats else 0,
         )
         for load in loads
         for place in load.ranks.values()
@@ -211,7 +211,7 @@ class NodeLedger:
             load.fail(error)
 
     def report(self, load_id: str, node_id: str, host: str) -> NodeReport:
-        """The load's figures on this node. Raises ModelNotFound when it is not known here."""
+        """The load's stats on this node. Raises ModelNotFound when it is not known here."""
         arena_bytes = self._cache.slot_count * self._slot_bytes
         parts = [load.report(node_id, host, arena_bytes) for load in self._known_parts(load_id)]
         return functools.reduce(NodeReport.plus, parts)
@@ -354,7 +354,7 @@ class NodeLedger:
             use,
             records,
             ended=ended_parts(self._untold.values()),
-            figures=NodeFigures(stats),
+            stats=NodeStats(stats),
             members=tuple(self._members.values()),
         )
 

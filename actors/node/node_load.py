@@ -138,7 +138,7 @@ class NodeLoad:
             needed_chunks=len(needed),
             needed_bytes=needed_bytes,
             overfetch_bytes=needed_bytes - flow.keys.tables.wanted_bytes(self.job.ranks),
-            **flow.sources.figures(needed),
+            **flow.sources.stats(needed),
             disk_unkept_chunks=self._disk.unkept_chunks,
             corrupt_chunks=flow.meter.corrupt_chunks,
             retries=dict(flow.retries),

@@ -122,10 +122,10 @@ class NodeMeter:
     def complete(self, beat: AgentBeat) -> AgentBeat:
         """With what the agent's ledger does not know. One at a time."""
         beat = replace(beat, number=next(self._numbers), answered=self._answered)
-        if beat.figures is None:
+        if beat.stats is None:
             return beat
-        figures = replace(beat.figures, disk=self._disk.stats(), memory=self._memory())
-        return replace(beat, figures=figures, ranks=tuple(_with_memory(rank) for rank in beat.ranks))
+        stats = replace(beat.stats, disk=self._disk.stats(), memory=self._memory())
+        return replace(beat, stats=stats, ranks=tuple(_with_memory(rank) for rank in beat.ranks))
 
     def answered(self) -> None:
         """Some coordinator has taken a heartbeat in."""

@@ -43,7 +43,7 @@ from cluster.planning.packed_plan import unpack_shared
 from cluster.planning.plan import RankPlan
 from cluster.telemetry.logs import LogFields
 from cluster.telemetry.report import RankReport, StageTimes
-from cluster.telemetry.stats import RankFigures
+from cluster.telemetry.stats import RankStats
 from storage.arena.arena import Arena
 from storage.errors import IntegrityError, LongshoreError
 from storage.host.memory import PeakMemory, own_bytes
@@ -185,15 +185,15 @@ class RankMeter:
         if at_work and self._cpu is None:
             self._cpu = CpuClock()
 
-    def figures(
+    def stats(
         self, every_s: float, work: RankWork, fetcher: ChunkFetcher, placer: ChunkPlacer, *, last: bool
-    ) -> RankFigures | None:
+    ) -> RankStats | None:
         """For the agent; None when it was told less than `every_s` ago, and this is not the `last` time."""
         now_s = time.monotonic()
         if now_s - self._told_s < every_s and not last:
             return None
         self._told_s = now_s
-        return RankFigures(_stages(work, fetcher, placer), 0 if last else work.working, work.requests)
+        return RankStats(_stages(work, fetcher, placer), 0 if last else work.working, work.requests)
 
     def report(
         self,
@@ -432,7 +432,7 @@ class RankLoader:
             throttled=results.throttled,
             leaving=leaving,
             others=PROCESS_ARENAS.words(but=id(self)) if leaving else (),
-            figures=self._meter.figures(job.fetch.heartbeat_s, self._work, self._fetcher, self._placer, last=leaving),
+            stats=self._meter.stats(job.fetch.heartbeat_s, self._work, self._fetcher, self._placer, last=leaving),
         )
 
     # -- threads -----------------------------------------------------------------------------------------------

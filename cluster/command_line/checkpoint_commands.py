@@ -225,7 +225,7 @@ def add_checkpoint_verbs(verbs: Verbs) -> None:
     add_fit_ahead(plan)
     add_trusted(plan)
     plan.add_argument(
-        "--ranks-per-node", type=count, default=None, metavar="N", help="for the figures per node (default: all)"
+        "--ranks-per-node", type=count, default=None, metavar="N", help="for the stats per node (default: all)"
     )
     plan.add_argument("--rank", type=int, metavar="N", help="show its part of every tensor too")
     add_store(plan)

@@ -73,13 +73,13 @@ def run_release(args: argparse.Namespace) -> int:
     said = [str(result) for result in results]
     if not said and (failed or args.all):
         said.append("nothing was released" if failed else "nothing to release")
-    said += [f"{warm} idle gangs ended"] * args.warm
+    said += [f"{warm} idle worker groups ended"] * args.warm
     said += ["longshore ended in this cluster, with all its models"] * args.shutdown
     document = {
         "released": [result.model_id for result in results if result.freed],
         "held": {result.model_id: result.holders for result in results if not result.freed},
         "failed": {model_id: str(error) for model_id, error in failed.items()},
-        "gangs_ended": warm,
+        "worker_groups_ended": warm,
         "shutdown": args.shutdown,
     }
     answer(args, document, lambda: cell("; ".join(said)))

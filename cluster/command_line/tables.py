@@ -121,10 +121,13 @@ def status_table(status: ClusterStatus) -> RenderableType:
             for node in status.nodes
         ],
     )
-    gangs = [
-        cell(f"{len(gang.rank_hosts)} {gang.device} workers of {gang.gang_id} idle for {gang.idle_s:.0f} s ({where})")
-        for gang in status.gangs
-        if (where := ", ".join(f"{host}: {count}" for host, count in Counter(gang.rank_hosts).items()))
+    worker_groups = [
+        cell(
+            f"{len(group.rank_hosts)} {group.device} workers of {group.worker_group_id} "
+            f"idle for {group.idle_s:.0f} s ({where})"
+        )
+        for group in status.worker_groups
+        if (where := ", ".join(f"{host}: {count}" for host, count in Counter(group.rank_hosts).items()))
     ]
     ended = table_of(
         ("ended lately", "state", "", "why"),
@@ -143,7 +146,7 @@ def status_table(status: ClusterStatus) -> RenderableType:
     empty = cell("no models are loaded", "dim")
     after: list[RenderableType] = [Text(), ended] if status.ended else []
     after += _settings(status)
-    return Group(head, *scraped, Text(), models if status.models else empty, *gangs, Text(), nodes, *after)
+    return Group(head, *scraped, Text(), models if status.models else empty, *worker_groups, Text(), nodes, *after)
 
 
 def _settings(status: ClusterStatus) -> list[RenderableType]:

@@ -65,7 +65,7 @@ def room_on(gpu: GpuMemory, options: FitOptions, config: Config) -> DeviceRoom:
 Place = tuple[int, int]  # (rank, number of the GPU among the rank's own)
 
 
-def seat_on_devices(needs: Mapping[Place, int], rooms: Sequence[DeviceRoom]) -> dict[Place, DeviceRoom]:
+def place_on_devices(needs: Mapping[Place, int], rooms: Sequence[DeviceRoom]) -> dict[Place, DeviceRoom]:
     """A GPU for each place, the largest need on the roomiest. `needs`: bytes, of one node; `rooms`: its GPUs.
 
     If there is any way that all fit, they do so. Places beyond the number of GPUs get the least roomy one.
@@ -77,21 +77,21 @@ def seat_on_devices(needs: Mapping[Place, int], rooms: Sequence[DeviceRoom]) -> 
 
 def device_problem(host: str, needs: Mapping[Place, int], rooms: Sequence[DeviceRoom]) -> str:
     """Which ranks lack memory on the GPUs of a node, with need and have; "" when all have it, or nobody knows."""
-    return misfit_text(host, needs, seat_on_devices(needs, rooms))
+    return misfit_text(host, needs, place_on_devices(needs, rooms))
 
 
-def misfit_text(host: str, needs: Mapping[Place, int], seats: Mapping[Place, DeviceRoom]) -> str:
+def misfit_text(host: str, needs: Mapping[Place, int], placements: Mapping[Place, DeviceRoom]) -> str:
     """The same for places that have their GPUs."""
-    tight = [place for place, room in seats.items() if needs[place] > room.have_bytes]
+    tight = [place for place, room in placements.items() if needs[place] > room.have_bytes]
     if not tight:
         return ""
-    worst = max(sorted(tight), key=lambda place: needs[place] - seats[place].have_bytes)
+    worst = max(sorted(tight), key=lambda place: needs[place] - placements[place].have_bytes)
     ranks = sorted({rank for rank, _ in tight})
     many = len(tight) > 1
     return (
         f"{host}{': ' * bool(host)}rank{'s' * (len(ranks) > 1)} {show_some(ranks, _SHOWN_RANKS)} "
         f"need{'s' * (len(ranks) == 1)} {'up to ' * many}{show_bytes(needs[worst])} of device memory, "
-        f"{show_room(seats[worst])}"
+        f"{show_room(placements[worst])}"
     )
 
 

@@ -25,7 +25,7 @@ from dataclasses import dataclass, replace
 from cluster.config import Config
 from cluster.errors import ConfigError
 from cluster.fit.device_map import CPU, DeviceKey
-from cluster.fit.needs import DeviceRoom, Place, gpu_bytes, misfit_text, seat_on_devices
+from cluster.fit.needs import DeviceRoom, Place, gpu_bytes, misfit_text, place_on_devices
 from cluster.fit.options import AUTO, DeviceMapOptions, FitTry
 from cluster.layouts.mesh import MAX_RANKS, Layout
 from cluster.planning.rank_plans import RankFacts
@@ -278,12 +278,12 @@ def layouts_for(count: int) -> list[Layout]:
 def weigh(ranks: Sequence[RankFacts], devices: Devices | None) -> tuple[DeviceFit, ...]:
     """Each rank on its device."""
     needs = {(at, gpu): size for at, rank in enumerate(ranks) for gpu, size in gpu_bytes(rank, "cuda").items()}
-    seats: dict[Place, DeviceRoom] = {}
+    placements: dict[Place, DeviceRoom] = {}
     if devices is not None and len(needs) <= len(devices.rooms):
-        seats = _seats(needs, devices)
+        placements = _placements(needs, devices)
     found = []
     for place, need_bytes in needs.items():
-        room = seats.get(place)
+        room = placements.get(place)
         if room is None:
             found.append(DeviceFit(*place, need_bytes, None, None, None, None, None))
             continue
@@ -357,13 +357,13 @@ def rooms_of(memory: Sequence[int], request: LoadRequest, config: Config) -> tup
 
 def _problem(ranks: Sequence[RankFacts], devices: Devices) -> str:
     needs = {(each.rank, each.device): each.need_bytes for each in weigh(ranks, devices)}
-    return misfit_text("", needs, _seats(needs, devices))
+    return misfit_text("", needs, _placements(needs, devices))
 
 
-def _seats(needs: Mapping[Place, int], devices: Devices) -> dict[Place, DeviceRoom]:
+def _placements(needs: Mapping[Place, int], devices: Devices) -> dict[Place, DeviceRoom]:
     """The device of each place. Given: as they were numbered, by rank, or by device where one rank has them all."""
     if devices.source != GIVEN:
-        return seat_on_devices(needs, devices.rooms)
+        return place_on_devices(needs, devices.rooms)
     return {(rank, gpu): devices.rooms[rank + gpu] for rank, gpu in needs if rank + gpu < len(devices.rooms)}
 
 

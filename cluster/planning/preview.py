@@ -113,8 +113,8 @@ class AskedCluster:
         infos = self.infos
         device = resolve_device(infos, request.device)
         asked = replace(request, device=device)
-        seats = seat_ranks(infos, asked, ranks_per_node, config.cpu_ranks_per_node)
-        there = [index for index in sorted(set(seats)) if index < len(infos)]
+        placements = place_ranks(infos, asked, ranks_per_node, config.cpu_ranks_per_node)
+        there = [index for index in sorted(set(placements)) if index < len(infos)]
         found: Holdings = self.connection.call(
             "holdings",
             asked.identity(),
@@ -126,12 +126,12 @@ class AskedCluster:
         answers = {index: found.nodes[infos[index].node_id] for index in there}
         return ClusterView(
             address=self.connection.address,
-            rank_nodes=seats,
+            rank_nodes=placements,
             node_names=names,
             held={index: held for index, held in answers.items() if isinstance(held, HeldChunks)},
             arena_bytes={names[index]: infos[index].arena_bytes for index in there},
             resident=found.resident,
-            notes=_notes({names[index]: held for index, held in answers.items()}, len(set(seats)) - len(there)),
+            notes=_notes({names[index]: held for index, held in answers.items()}, len(set(placements)) - len(there)),
         )
 
 
@@ -153,7 +153,7 @@ def find_cluster(address: str | None, config: Config) -> AskedCluster | None:
     return AskedCluster(connection, tuple(connection.call("rooms")))
 
 
-def seat_ranks(
+def place_ranks(
     infos: Sequence[NodeInfo], request: LoadRequest, ranks_per_node: int | None, cpu_ranks_per_node: int
 ) -> tuple[int, ...]:
     """Index of each rank's node, as a load would have it; beyond the nodes that there are, when they are too few.
@@ -310,7 +310,7 @@ def plan(
     that fits, and what would. `gpu_memory_utilization`, `reserve_bytes`: what stays free, as for `load`. Rates
     ("5GB/s", "40Gbit/s", bytes per second): out of the store, into a node, off its disk, into a rank's memory;
     `measured`: a LoadReport, or the file that `longshore load --json` printed, for those that are not given. `picture`:
-    a file for an SVG of ranks against layers. `ranks_per_node`: how ranks are spread for the figures per node; None:
+    a file for an SVG of ranks against layers. `ranks_per_node`: how ranks are spread for the stats per node; None:
     all on one, or as the cluster that is asked has room. `rank`: one of which each tensor is told, `summary.of_rank`.
     Raises as `load` does, but for DoesNotFit.
     """
@@ -415,8 +415,8 @@ def _summarize(
     if view is not None:
         summary = view.summarize(load_plan, index.signed_by)
     else:
-        seats = spread_evenly(taken.world_size, per_node or taken.world_size)
-        summary = summarize_plan(load_plan, seats, signed_by=index.signed_by)
+        placements = spread_evenly(taken.world_size, per_node or taken.world_size)
+        summary = summarize_plan(load_plan, placements, signed_by=index.signed_by)
     return replace(
         summary,
         nodes=tuple(replace(node, arena_bytes=node.arena_bytes or config.arena_bytes) for node in summary.nodes),

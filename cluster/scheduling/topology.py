@@ -178,7 +178,7 @@ def lost_ranks(rank_nodes: Mapping[int, str], living: Collection[str]) -> tuple[
     return tuple(sorted(rank for rank, node_id in rank_nodes.items() if node_id not in living))
 
 
-def seat_again(
+def place_again(
     nodes: Sequence[NodeInfo],
     rank_nodes: Mapping[int, str],
     lost: Sequence[int],
@@ -201,10 +201,10 @@ def seat_again(
     groups: dict[int, list[int]] = {}
     for rank in sorted(lost):
         groups.setdefault(rank // tensor_parallel_size, []).append(rank)
-    seats: dict[int, NodeInfo] = {}
+    placements: dict[int, NodeInfo] = {}
     for group, ranks in groups.items():
         of_group = Counter(node_id for rank, node_id in kept.items() if rank // tensor_parallel_size == group)
-        of_load = set(kept.values()) | {node.node_id for node in seats.values()}
+        of_load = set(kept.values()) | {node.node_id for node in placements.values()}
         while ranks:
             together = max(free) >= len(ranks)
             rooms = [index for index, places in enumerate(free) if places >= (len(ranks) if together else 1)]
@@ -218,10 +218,10 @@ def seat_again(
                 ),
             )
             here = min(free[best], len(ranks))
-            seats.update(dict.fromkeys(ranks[:here], nodes[best]))
+            placements.update(dict.fromkeys(ranks[:here], nodes[best]))
             free[best] -= here
             ranks = ranks[here:]
-    return seats
+    return placements
 
 
 def no_place(lost: Mapping[int, str], waited_s: float, problem: str) -> NodeLost:

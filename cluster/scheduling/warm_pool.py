@@ -1,9 +1,9 @@
 """Which idle workers a new load takes over, and which of them end to make room for it. Pure.
 
-The workers of a released model are a *gang*: they stay together, on their nodes, for as long as
-`Config.warm_workers_s`. A load takes a whole gang over or none; a gang never stands in a load's way.
+The workers of a released model are a *worker group*: they stay together, on their nodes, for as long as
+`Config.warm_workers_s`. A load takes a whole worker group over or none; a worker group never stands in a load's way.
 
-    choose(gangs, nodes, layout, device) -> Choice(take=the gang that fits, end=those whose places it needs)
+    choose(worker groups, nodes, layout, device) -> Choice(take=the group that fits, end=those whose places it needs)
 """
 
 from __future__ import annotations
@@ -17,10 +17,10 @@ from cluster.scheduling.topology import NodeInfo, assign_gpus, assign_ranks
 
 
 @dataclass(frozen=True, slots=True)
-class IdleGang:
+class IdleWorkerGroup:
     """Workers of a model that is over, one per rank."""
 
-    gang_id: str
+    worker_group_id: str
     device: str  # "cpu" or "cuda"
     node_ids: tuple[str, ...]  # by rank
     kept_bytes: Mapping[str, int]  # node id -> host memory that its workers keep for the next load
@@ -29,15 +29,15 @@ class IdleGang:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What becomes of the idle gangs when a load takes its seats."""
+    """What becomes of the idle worker groups when a load takes its placements."""
 
-    take: str | None  # id of the gang that has the seats the load would get
+    take: str | None  # id of the worker group that has the placements the load would get
     end: tuple[str, ...]  # ids of those whose places it needs
     nodes: tuple[NodeInfo, ...]  # as they are when those have ended
 
 
 def choose(
-    gangs: Sequence[IdleGang],
+    worker_groups: Sequence[IdleWorkerGroup],
     nodes: Sequence[NodeInfo],
     layout: Layout,
     device: str,
@@ -45,14 +45,18 @@ def choose(
     holders: Sequence[str] = (),
     gpus_per_rank: int = 1,
 ) -> Choice:
-    """See above. `nodes` as they are now: places of idle gangs are taken.
+    """See above. `nodes` as they are now: places of idle worker groups are taken.
 
-    The load gets the spread over nodes that it would get if no gang were there. A gang spread like that is taken
-    over, the one that was released last; else as few gangs end as give room for that spread, the longest idle first.
+    The load gets the spread over nodes that it would get if no worker group were there. A group spread like that is
+    taken over, the one that was released last; else as few groups end as give room for that spread, the longest
+    idle first.
     Raises NotEnoughResources, naming `holders`, when ending all of them would not do. A rank with several GPUs
-    (`gpus_per_rank`) takes no gang over: their workers have one each.
+    (`gpus_per_rank`) takes no worker group over: their workers have one each.
     """
-    rivals = sorted((gang for gang in gangs if gang.device == device), key=lambda gang: gang.idle_since_s)
+    rivals = sorted(
+        (worker_group for worker_group in worker_groups if worker_group.device == device),
+        key=lambda worker_group: worker_group.idle_since_s,
+    )
 
     def spread(free: Sequence[NodeInfo]) -> tuple[int, ...]:
         if gpus_per_rank > 1:
@@ -61,36 +65,41 @@ def choose(
 
     wanted = spread(_freed(nodes, rivals))
     alive = {node.node_id for node in nodes if node.alive}
-    for gang in reversed(rivals):
-        if gpus_per_rank == 1 and packing(gang.node_ids) == wanted and alive.issuperset(gang.node_ids):
-            return Choice(gang.gang_id, (), tuple(nodes))
+    for worker_group in reversed(rivals):
+        if gpus_per_rank == 1 and packing(worker_group.node_ids) == wanted and alive.issuperset(worker_group.node_ids):
+            return Choice(worker_group.worker_group_id, (), tuple(nodes))
     for count in range(len(rivals)):
         free = _freed(nodes, rivals[:count])
         if _has_room(free, layout, device, cpu_ranks_per_node, gpus_per_rank) and spread(free) == wanted:
-            return Choice(None, tuple(gang.gang_id for gang in rivals[:count]), free)
-    return Choice(None, tuple(gang.gang_id for gang in rivals), _freed(nodes, rivals))
+            return Choice(None, tuple(worker_group.worker_group_id for worker_group in rivals[:count]), free)
+    return Choice(None, tuple(worker_group.worker_group_id for worker_group in rivals), _freed(nodes, rivals))
 
 
-def with_kept_memory(nodes: Sequence[NodeInfo], gang: IdleGang | None) -> list[NodeInfo]:
-    """The nodes as the load that takes `gang` over sees them: what its workers keep is its to use."""
-    if gang is None:
+def with_kept_memory(nodes: Sequence[NodeInfo], worker_group: IdleWorkerGroup | None) -> list[NodeInfo]:
+    """The nodes as the load that takes `worker_group` over sees them: what its workers keep is its to use."""
+    if worker_group is None:
         return list(nodes)
     return [
         replace(
             node,
-            kept_bytes=gang.kept_bytes.get(node.node_id, 0),
+            kept_bytes=worker_group.kept_bytes.get(node.node_id, 0),
             # Part of what is in use on GPUs is its own workers': all that can be said is what there is.
-            gpus=tuple(replace(gpu, free_bytes=None) for gpu in node.gpus) if gang.device == "cuda" else node.gpus,
+            gpus=tuple(replace(gpu, free_bytes=None) for gpu in node.gpus)
+            if worker_group.device == "cuda"
+            else node.gpus,
         )
         for node in nodes
     ]
 
 
-def in_the_way(gangs: Iterable[IdleGang], node_ids: Iterable[str]) -> list[str]:
-    """Ids of the gangs that keep memory on one of these nodes, longest idle first: they end when it is missing."""
+def in_the_way(worker_groups: Iterable[IdleWorkerGroup], node_ids: Iterable[str]) -> list[str]:
+    """Return ids of the worker groups that keep memory on one of these nodes, longest idle first."""
     wanted = set(node_ids)
-    tight = [gang for gang in gangs if wanted.intersection(gang.node_ids)]
-    return [gang.gang_id for gang in sorted(tight, key=lambda gang: gang.idle_since_s)]
+    tight = [worker_group for worker_group in worker_groups if wanted.intersection(worker_group.node_ids)]
+    return [
+        worker_group.worker_group_id
+        for worker_group in sorted(tight, key=lambda worker_group: worker_group.idle_since_s)
+    ]
 
 
 def packing(places: Sequence[object]) -> tuple[int, ...]:
@@ -99,12 +108,12 @@ def packing(places: Sequence[object]) -> tuple[int, ...]:
     return tuple(numbers.setdefault(place, len(numbers)) for place in places)
 
 
-def _freed(nodes: Sequence[NodeInfo], gangs: Iterable[IdleGang]) -> tuple[NodeInfo, ...]:
-    """The nodes without these gangs."""
+def _freed(nodes: Sequence[NodeInfo], worker_groups: Iterable[IdleWorkerGroup]) -> tuple[NodeInfo, ...]:
+    """The nodes without these worker groups."""
     gpus: Counter[str] = Counter()
     cpu_ranks: Counter[str] = Counter()
-    for gang in gangs:
-        (gpus if gang.device == "cuda" else cpu_ranks).update(gang.node_ids)
+    for worker_group in worker_groups:
+        (gpus if worker_group.device == "cuda" else cpu_ranks).update(worker_group.node_ids)
     return tuple(
         replace(
             node,

@@ -29,7 +29,7 @@ from cluster.messages import AgentBeat, LoadBeat, RankBeat
 from cluster.scheduling.load_state import LoadState, RankLife
 from cluster.telemetry import metrics
 from cluster.telemetry.metrics import BUCKETS_S, MOST_PAIRS, OTHER, BoundedLabels, Family, Kind
-from cluster.telemetry.stats import SOURCES, EndedPart, LoadCounters, NodeFigures
+from cluster.telemetry.stats import SOURCES, EndedPart, LoadCounters, NodeStats
 
 UNDER_WAY = (
     LoadState.PLANNING,
@@ -208,8 +208,8 @@ class Tally:
             return
         node.beat, node.heard_s = beat, now_s
         self._count_loads(node, beat, counted=counted)
-        if beat.figures is not None:
-            totals = {(family, (beat.host, *labels)): value for family, labels, value in _of_node(beat.figures)}
+        if beat.stats is not None:
+            totals = {(family, (beat.host, *labels)): value for family, labels, value in _of_node(beat.stats)}
             for key, value in totals.items():
                 self._add(*key, value - node.totals.get(key, 0) if counted else 0)
             node.totals = totals
@@ -287,7 +287,7 @@ class Tally:
 
     def _count_cache(self, beat: AgentBeat, source: str, chunks: float) -> None:
         self._add(metrics.CACHE_HITS if source == "arena" else metrics.CACHE_MISSES, (beat.host, "arena"), chunks)
-        if source != "arena" and beat.figures is not None and beat.figures.disk is not None:
+        if source != "arena" and beat.stats is not None and beat.stats.disk is not None:
             self._add(metrics.CACHE_HITS if source == "disk" else metrics.CACHE_MISSES, (beat.host, "disk"), chunks)
 
     def _note_progress(self, node: _Node, beat: AgentBeat, now_s: float) -> None:
@@ -326,14 +326,14 @@ def _of_load(counters: LoadCounters) -> Iterator[tuple[Family, tuple[str, ...], 
     yield metrics.STALL_SECONDS, ("chunk",), times.wait_chunk_s
 
 
-def _of_node(figures: NodeFigures) -> Iterator[tuple[Family, tuple[str, ...], float]]:
+def _of_node(stats: NodeStats) -> Iterator[tuple[Family, tuple[str, ...], float]]:
     """(metric, labels after node, value)."""
-    yield metrics.CACHE_EVICTIONS, ("arena",), figures.cache.evicted
-    yield metrics.SLOTS_QUARANTINED, (), figures.cache.quarantined
-    if figures.disk is not None:
-        yield metrics.CACHE_EVICTIONS, ("disk",), figures.disk.evicted_chunks
-        yield metrics.DISK_WRITTEN, (), figures.disk.written_chunks
-        yield metrics.DISK_UNKEPT, (), figures.disk.unkept_chunks
+    yield metrics.CACHE_EVICTIONS, ("arena",), stats.cache.evicted
+    yield metrics.SLOTS_QUARANTINED, (), stats.cache.quarantined
+    if stats.disk is not None:
+        yield metrics.CACHE_EVICTIONS, ("disk",), stats.disk.evicted_chunks
+        yield metrics.DISK_WRITTEN, (), stats.disk.written_chunks
+        yield metrics.DISK_UNKEPT, (), stats.disk.unkept_chunks
 
 
 @dataclass(frozen=True, slots=True)
@@ -433,8 +433,8 @@ def _of_agent(beat: AgentBeat, age_s: float, books: Books) -> Iterator[tuple[Key
             yield (metrics.MODEL_PLACED, (model,)), rank.placed_bytes
             if rank.own_bytes:
                 yield (metrics.PROCESS_MEMORY, (host, f"rank {rank.rank}", model)), rank.own_bytes
-    if beat.figures is not None:
-        yield from _node_samples(host, beat.figures)
+    if beat.stats is not None:
+        yield from _node_samples(host, beat.stats)
 
 
 def _of_rank(rank: RankBeat, age_s: float) -> Iterator[tuple[Family, float]]:
@@ -445,8 +445,8 @@ def _of_rank(rank: RankBeat, age_s: float) -> Iterator[tuple[Family, float]]:
         yield metrics.RANK_SILENT, rank.silent_s + age_s
 
 
-def _node_samples(host: str, figures: NodeFigures) -> Iterator[tuple[Key, float]]:
-    cache, disk, memory = figures.cache, figures.disk, figures.memory
+def _node_samples(host: str, stats: NodeStats) -> Iterator[tuple[Key, float]]:
+    cache, disk, memory = stats.cache, stats.disk, stats.memory
     slots = {
         "free": cache.free_slots,
         "leased": cache.leased_slots,

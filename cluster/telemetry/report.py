@@ -174,7 +174,6 @@ DEFAULT = "default"  # source of a setting that nobody has given
 
 __all__ = [
     "ClusterStatus",
-    "GangStatus",
     "LoadLimit",
     "LoadProgress",
     "LoadReport",
@@ -187,6 +186,7 @@ __all__ = [
     "RankStatus",
     "SettingStatus",
     "StageTimes",
+    "WorkerGroupStatus",
 ]
 
 
@@ -458,10 +458,10 @@ class NodeStatus(Jsonable):
 
 
 @dataclass(frozen=True, slots=True)
-class GangStatus(Jsonable):
+class WorkerGroupStatus(Jsonable):
     """Workers of a released model that wait for the next load (`Config.warm_workers_s`)."""
 
-    gang_id: str  # of the first model they had
+    worker_group_id: str  # of the first model they had
     device: str
     rank_hosts: tuple[str, ...]  # host of worker i
     kept_bytes: int  # host memory that they keep for the next load
@@ -476,7 +476,7 @@ class ClusterStatus(Jsonable):
     coordinator_incarnation: str
     models: tuple[ModelStatus, ...]
     nodes: tuple[NodeStatus, ...]
-    gangs: tuple[GangStatus, ...] = ()  # idle ones
+    worker_groups: tuple[WorkerGroupStatus, ...] = ()  # idle ones
     metrics_url: str = ""  # where Prometheus scrapes, as seen from the coordinator's host; empty: nowhere
     ended: tuple[ModelStatus, ...] = ()  # failed or released within the last five minutes
     settings: tuple[SettingStatus, ...] = ()  # of the coordinator

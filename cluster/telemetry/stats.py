@@ -219,7 +219,7 @@ SOURCES = ("store_via_arena", "store_direct", "disk", "arena")  # as in LoadRepo
 
 
 @dataclass(frozen=True, slots=True)
-class RankFigures:
+class RankStats:
     """What one rank tells its agent once a heartbeat."""
 
     stages: StageTimes  # so far
@@ -267,7 +267,7 @@ class NodeMemory:
 
 
 @dataclass(frozen=True, slots=True)
-class NodeFigures:
+class NodeStats:
     """What an agent tells of its node."""
 
     cache: CacheStats

@@ -27,7 +27,7 @@ export function bytes(count) {
   return `${value.toFixed(digits)} ${steps[step]}`;
 }
 
-/** Rates in GB/s, however small: figures that are to be compared have one unit. */
+/** Rates in GB/s, however small: numbers that are to be compared have one unit. */
 export function rate(bytesPerSecond) {
   const value = bytesPerSecond / 1e9;
   return `${value.toFixed(value >= 99.5 ? 0 : value >= 9.95 ? 1 : value >= 0.1 || value === 0 ? 2 : 3)} GB/s`;

@@ -197,7 +197,7 @@ function showLoad(model) {
   const percent = percentOf(progress);
   set($("placed"), "aria-valuenow", percent);
   $("placed").firstElementChild.style.width = `${percent}%`;
-  showFigures({
+  showStats({
     "placed": moved(progress),
     "ranks ready": `${progress.ranks_ready} of ${progress.ranks_total}`,
     "time": `${progress.elapsed_s.toFixed(1)} s`,
@@ -210,14 +210,14 @@ function showLoad(model) {
   showRanks(model);
 }
 
-function showFigures(figures) {
-  const list = $("figures");
-  for (const name of list.childElementCount ? [] : Object.keys(figures)) {
+function showStats(stats) {
+  const list = $("stats");
+  for (const name of list.childElementCount ? [] : Object.keys(stats)) {
     const box = element("div");
     box.append(element("dt", name), element("dd"));
     list.append(box);
   }
-  Object.values(figures).forEach((value, index) => say(list.children[index].lastElementChild, value));
+  Object.values(stats).forEach((value, index) => say(list.children[index].lastElementChild, value));
 }
 
 // -- events --------------------------------------------------------------------------------------------------------

@@ -33,7 +33,7 @@ function memoryOf({ own_bytes: own }, largest, over) {
   return { text: there ? bytes(own) : "-", part: there && largest ? own / largest : null, kind: "memory" };
 }
 
-export function showNodes({ nodes = [], gangs = [] }) {
+export function showNodes({ nodes = [], worker_groups = [] }) {
   $("tiers").hidden = !nodes.length;
   const share = (used, limit) => (limit ? used / limit : null);
   const number = (value) => ({ text: value, kind: "n" });
@@ -53,5 +53,5 @@ export function showNodes({ nodes = [], gangs = [] }) {
     ? `, on disk ${bytes(sum("disk_used_bytes"))} of ${bytes(sum("disk_budget_bytes"))}`
     : ", no disk tier";
   say($("tiers-words"), `Verified chunks in arenas: ${bytes(sum("used_bytes"))} of ${bytes(sum("arena_bytes"))}${disk}.`);
-  say($("gangs"), gangs.length ? `Workers of ${counted(gangs.length, "released model")} wait for the next load.` : "");
+  say($("worker-groups"), worker_groups.length ? `Workers of ${counted(worker_groups.length, "released model")} wait for the next load.` : "");
 }

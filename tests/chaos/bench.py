@@ -113,7 +113,7 @@ class Bench:
             "device": "cpu",
             "placement": case.placement,
             "address": self.longshore.address,
-            "wait_for_resources_s": 30.0,  # idle gangs and nodes that were lost may be in the way
+            "wait_for_resources_s": 30.0,  # idle worker groups and nodes that were lost may be in the way
             "trusted_keys": [self.keys.public_key] if case.proof == "signed" else None,
             "progress": False,  # a bar would be in the way of the lines that say what became of each load
         }

@@ -8,7 +8,7 @@ from pathlib import Path
 
 import psutil
 
-from actors.links import COORDINATOR, gang_of_worker
+from actors.links import COORDINATOR, group_of_worker
 from storage.arena.arena_files import sweep
 from storage.stores.local import is_temporary
 from tests.chaos.interrupts import check_interrupted
@@ -70,10 +70,10 @@ class Leaks:
                 return f"slots in use: {[(n.leased_slots, n.quarantined_slots) for n in used]}"
             if models := there.models():
                 return f"models: {[(m.progress.model_id, m.progress.state) for m in models]}"
-            warm = {gang.gang_id for gang in status.gangs}
+            warm = {worker_group.worker_group_id for worker_group in status.worker_groups}
         else:
             warm = set()
-        if workers := [name for name in there.actor_names("worker-") if gang_of_worker(name) not in warm]:
+        if workers := [name for name in there.actor_names("worker-") if group_of_worker(name) not in warm]:
             return f"workers: {workers}"
         if groups := there.placement_groups():
             return f"placement groups: {groups}"

@@ -29,7 +29,7 @@ echo "of a service's workers: $(probe {kuberay_health})"
 submit() {{ ray job submit --address http://127.0.0.1:8265 -- "$@" &> /tmp/job; }}
 for try in 1 2 3 4 5 6; do submit longshore load file:///home/ray/model --device cpu --tp 2 && break; sleep 3; done
 grep -q succeeded /tmp/job || cat /tmp/job /tmp/start.log
-echo "Ray's own figures: $(probe {ray_metrics}/metrics | grep -c ^ray_)"
+echo "Ray's own stats: $(probe {ray_metrics}/metrics | grep -c ^ray_)"
 longshore status --json --address 127.0.0.1:6379
 probe {metrics}/metrics | grep -c ^longshore_
 find /home/cache/chunks -type f | wc -l
@@ -66,10 +66,10 @@ def test_head_runs_with_the_rights_and_sizes_of_its_manifest() -> None:
     assert "root is read-only as 1000\n" in said
     assert "probe: raylet: success" in said
     assert "of a service's workers: success" in said
-    assert int(said.partition("Ray's own figures: ")[2].split()[0]) > 10  # no token is asked of Prometheus
+    assert int(said.partition("Ray's own stats: ")[2].split()[0]) > 10  # no token is asked of Prometheus
     status = json.loads(said[said.index("\n{") : said.rindex("}") + 1])
     (model,) = status["models"]
     assert model["progress"]["state"] == "ready"
-    figures, chunks_on_disk = map(int, said.split()[-2:])
-    assert figures > 10
+    stats, chunks_on_disk = map(int, said.split()[-2:])
+    assert stats > 10
     assert chunks_on_disk > 0

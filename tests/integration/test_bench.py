@@ -41,7 +41,7 @@ def run_of_bench(needs_nginx: None, tmp_path_factory: pytest.TempPathFactory) ->
     return json.loads((out / "results.json").read_text()), out, done.stdout
 
 
-def test_every_line_has_figures_or_a_reason(run_of_bench: tuple[dict[str, Any], Path, str]) -> None:
+def test_every_line_has_stats_or_a_reason(run_of_bench: tuple[dict[str, Any], Path, str]) -> None:
     results, _, printed = run_of_bench
     lines = {line["id"]: line for line in results["lines"]}
     wanted = [

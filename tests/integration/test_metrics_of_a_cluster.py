@@ -1,4 +1,4 @@
-"""Metrics over the lives of processes: agents and coordinators come and go, figures do not."""
+"""Metrics over the lives of processes: agents and coordinators come and go, stats do not."""
 
 from __future__ import annotations
 

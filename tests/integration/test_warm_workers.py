@@ -43,16 +43,16 @@ def is_exact(model: cluster.LoadedModel, stored: StoredModel) -> bool:
     return model.call(shard_differs, str(stored.folder), TP, 1, KV_HEADS) == [[], []]
 
 
-def gangs(longshore: Longshore) -> list[int]:
-    """Ranks of each idle gang."""
-    return [len(gang.rank_hosts) for gang in longshore.status().gangs]
+def worker_groups(longshore: Longshore) -> list[int]:
+    """Ranks of each idle worker group."""
+    return [len(worker_group.rank_hosts) for worker_group in longshore.status().worker_groups]
 
 
-def fresh_gang(warm: Longshore, stored: StoredModel) -> dict[str, int]:
-    """An idle gang of TP workers; their pids by name."""
+def fresh_worker_group(warm: Longshore, stored: StoredModel) -> dict[str, int]:
+    """An idle worker group of TP workers; their pids by name."""
     load(stored).release()
     pids = warm.worker_pids()
-    assert (gangs(warm), len(pids)) == ([TP], TP)
+    assert (worker_groups(warm), len(pids)) == ([TP], TP)
     return pids
 
 
@@ -60,8 +60,8 @@ def test_the_next_load_has_the_same_processes(warm: Longshore, llama: StoredMode
     first = load(llama)
     pids = warm.worker_pids()
     first.release()
-    (idle,) = warm.status().gangs
-    assert (idle.gang_id, idle.device, len(idle.rank_hosts)) == (first.model_id, "cpu", TP)
+    (idle,) = warm.status().worker_groups
+    assert (idle.worker_group_id, idle.device, len(idle.rank_hosts)) == (first.model_id, "cpu", TP)
     assert idle.kept_bytes >= first.report.placed_bytes  # the next load need not touch it again
     assert warm.worker_pids() == pids
     with load(llama) as second:
@@ -69,7 +69,7 @@ def test_the_next_load_has_the_same_processes(warm: Longshore, llama: StoredMode
         assert not second.report.resident
         assert [rank.pid for rank in second.report.ranks] == [rank.pid for rank in first.report.ranks]
         assert is_exact(second, llama)
-        assert gangs(warm) == []
+        assert worker_groups(warm) == []
         assert warm.worker_pids() == pids
         report = second.report
         assert 0 < report.first_byte_s < report.total_s
@@ -79,13 +79,13 @@ def test_the_next_load_has_the_same_processes(warm: Longshore, llama: StoredMode
         assert 0 < report.ready_after_last_byte_s < report.total_s
         with pytest.raises(cluster.LoadCancelled, match="released"):
             first.call(len)
-    assert gangs(warm) == [TP]
+    assert worker_groups(warm) == [TP]
     assert release_warm(address=warm.address) == 1
     warm.assert_nothing_left()
 
 
 def test_another_model_and_another_mesh_of_as_many_ranks(warm: Longshore, llama: StoredModel, odd: StoredModel) -> None:
-    pids = fresh_gang(warm, llama)
+    pids = fresh_worker_group(warm, llama)
     with load(odd, tensor_parallel_size=1, fsdp_size=TP) as model:
         assert sorted(rank.pid for rank in model.report.ranks) == sorted(pids.values())
         assert model.call(len) == [len(model.state_dict(0))] * TP
@@ -98,7 +98,7 @@ def test_streaming_begins_and_ends_before_torch_is_imported(warm: Longshore, lla
         maps = [Path(f"/proc/{pid}/maps").read_text() for pid in warm.worker_pids().values()]
         return ["libtorch" in text for text in maps]
 
-    for _ in range(2):  # new workers, then a gang
+    for _ in range(2):  # new workers, then a worker group
         with load(llama) as model:
             assert model.report.stages.place_bytes == model.report.placed_bytes
             assert has_torch() == [False] * TP
@@ -107,52 +107,54 @@ def test_streaming_begins_and_ends_before_torch_is_imported(warm: Longshore, lla
         assert has_torch() == [True] * TP
 
 
-def test_a_gang_of_another_shape_stays_while_there_is_room_and_gives_way_when_there_is_none(
+def test_a_worker_group_of_another_shape_stays_while_there_is_room_and_gives_way_when_there_is_none(
     warm: Longshore, llama: StoredModel
 ) -> None:
     warm.configure(warm_workers_s=WARM_S, cpu_ranks_per_node=2)
-    pids = fresh_gang(warm, llama)
+    pids = fresh_worker_group(warm, llama)
     with load(llama, tensor_parallel_size=1):
-        assert gangs(warm) == [TP]
+        assert worker_groups(warm) == [TP]
         assert pids.items() <= warm.worker_pids().items()
-    assert sorted(gangs(warm)) == [1, TP]
-    with load(llama, tensor_parallel_size=4) as model:  # both nodes, every seat
-        assert gangs(warm) == []
+    assert sorted(worker_groups(warm)) == [1, TP]
+    with load(llama, tensor_parallel_size=4) as model:  # both nodes, every placement
+        assert worker_groups(warm) == []
         assert not set(pids.values()) & {rank.pid for rank in model.report.ranks}
-    assert gangs(warm) == [4]
+    assert worker_groups(warm) == [4]
 
 
-def test_gpus_of_a_gang_are_taken_over_or_given_back(warm: Longshore, llama: StoredModel) -> None:
+def test_gpus_of_a_worker_group_are_taken_over_or_given_back(warm: Longshore, llama: StoredModel) -> None:
     """The GPUs are only counted here: the load ends where a worker would open one."""
     warm.configure(warm_workers_s=WARM_S)
-    pids = fresh_gang(warm, llama)
+    pids = fresh_worker_group(warm, llama)
     with pytest.raises(cluster.LongshoreError):
         load(llama, device="cuda", tensor_parallel_size=GPUS_PER_NODE)
-    assert gangs(warm) == [TP]  # what failed left no gang; the one in CPU memory is not in its way
+    assert worker_groups(warm) == [TP]  # what failed left no worker group; the one in CPU memory is not in its way
     assert warm.worker_pids() == pids
     assert not warm.placement_groups()
 
 
-def test_a_load_that_lacks_host_memory_ends_the_gangs_on_its_nodes(
+def test_a_load_that_lacks_host_memory_ends_the_worker_groups_on_its_nodes(
     warm: Longshore, llama: StoredModel, tmp_path: Path
 ) -> None:
     """It does not fit without them either; but that is known only when they are gone."""
     warm.configure(warm_workers_s=WARM_S, cpu_ranks_per_node=3)
-    fresh_gang(warm, llama)
+    fresh_worker_group(warm, llama)
     rows = available_host_bytes() // MIB + 1024  # of 2 MiB: twice the memory, in a file with a hole
     header = json.dumps({"w": {"dtype": "U8", "shape": [rows, 2 * MIB], "data_offsets": [0, rows * 2 * MIB]}}).encode()
     with open(tmp_path / "model.safetensors", "wb") as file:
         file.write(len(header).to_bytes(8, "little") + header)
         file.truncate(8 + len(header) + rows * 2 * MIB)
     with pytest.raises(cluster.DoesNotFit, match="of host memory"):
-        cluster.load(tmp_path, fsdp_size=4, device="cpu")  # of six seats, two on the gang's: there is room for both
-    assert gangs(warm) == []
+        cluster.load(
+            tmp_path, fsdp_size=4, device="cpu"
+        )  # of six placements, two on the worker group's: there is room for both
+    assert worker_groups(warm) == []
 
 
-def test_an_idle_gang_ends_by_itself(warm: Longshore, llama: StoredModel) -> None:
+def test_an_idle_worker_group_ends_by_itself(warm: Longshore, llama: StoredModel) -> None:
     warm.configure(warm_workers_s=1.0)
     load(llama).release()
-    eventually(lambda: not gangs(warm), "the gang is still there")
+    eventually(lambda: not worker_groups(warm), "the worker group is still there")
     warm.assert_nothing_left()
 
 
@@ -161,7 +163,7 @@ def test_workers_of_a_load_that_failed_or_was_given_up_do_not_stay(warm: Longsho
     with GatedProxy(llama.server.endpoint_url, ranges=5) as gate:
         with pytest.raises(cluster.LoadTimeout):
             load(llama, timeout_s=6, endpoint_url=gate.endpoint_url)
-        assert gangs(warm) == []
+        assert worker_groups(warm) == []
         warm.assert_nothing_left()
 
 
@@ -181,7 +183,7 @@ def test_a_call_that_goes_on_keeps_its_worker_from_the_next_load(
         calling = pool.submit(model.call, sleep, ranks=[0])
         eventually(arrived.exists, "no call", 60)
         model.release()
-        assert gangs(warm) == []
+        assert worker_groups(warm) == []
         with pytest.raises(cluster.RankLost):
             calling.result(60)
     warm.assert_nothing_left()
@@ -220,11 +222,11 @@ def test_tensors_that_a_call_kept_are_not_written_by_the_next_load(
 # -- deaths ------------------------------------------------------------------------------------------------------
 
 
-def test_a_gang_that_loses_a_worker_ends(warm: Longshore, llama: StoredModel) -> None:
+def test_a_worker_group_that_loses_a_worker_ends(warm: Longshore, llama: StoredModel) -> None:
     warm.configure(warm_workers_s=WARM_S, rank_restarts=0)
-    pids = fresh_gang(warm, llama)
+    pids = fresh_worker_group(warm, llama)
     warm.kill(sorted(pids)[0])
-    eventually(lambda: not gangs(warm), "the gang is still offered")
+    eventually(lambda: not worker_groups(warm), "the worker group is still offered")
     with load(llama) as model:
         assert not set(pids.values()) & {rank.pid for rank in model.report.ranks}
         assert is_exact(model, llama)
@@ -236,18 +238,18 @@ def gate(llama: StoredModel) -> Iterator[GatedProxy]:
         yield proxy
 
 
-def gang_without_chunks(warm: Longshore, odd: StoredModel) -> dict[str, int]:
-    """An idle gang of TP workers, and arenas without any chunk of the model that is loaded next."""
+def worker_group_without_chunks(warm: Longshore, odd: StoredModel) -> dict[str, int]:
+    """An idle worker group of TP workers, and arenas without any chunk of the model that is loaded next."""
     warm.configure(warm_workers_s=WARM_S, empty=True)
     load(odd, tensor_parallel_size=1, fsdp_size=TP).release()
-    assert gangs(warm) == [TP]
+    assert worker_groups(warm) == [TP]
     return warm.worker_pids()
 
 
-def test_a_worker_that_is_killed_in_the_next_load_is_replaced_in_its_gang(
+def test_a_worker_that_is_killed_in_the_next_load_is_replaced_in_its_worker_group(
     warm: Longshore, llama: StoredModel, odd: StoredModel, gate: GatedProxy
 ) -> None:
-    first, second = sorted(gang_without_chunks(warm, odd))
+    first, second = sorted(worker_group_without_chunks(warm, odd))
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(load, llama, endpoint_url=gate.endpoint_url)
         gate.wait_until_held()
@@ -260,16 +262,16 @@ def test_a_worker_that_is_killed_in_the_next_load_is_replaced_in_its_gang(
             assert is_exact(model, llama)
             pids = warm.worker_pids()
             assert sorted(pids) == [first, replacement]
-    with load(llama) as model:  # the replacement is one of the gang
+    with load(llama) as model:  # the replacement is one of the worker group
         assert warm.worker_pids() == pids
         assert [rank.incarnation for rank in model.report.ranks] == [0, 1]
         assert is_exact(model, llama)
 
 
-def test_a_coordinator_killed_in_a_load_on_a_gang_finds_it_again(
+def test_a_coordinator_killed_in_a_load_on_a_worker_group_finds_it_again(
     warm: Longshore, llama: StoredModel, odd: StoredModel, gate: GatedProxy
 ) -> None:
-    pids = gang_without_chunks(warm, odd)
+    pids = worker_group_without_chunks(warm, odd)
     with ThreadPoolExecutor(1) as pool:
         loading = pool.submit(load, llama, endpoint_url=gate.endpoint_url)
         gate.wait_until_held()
@@ -283,22 +285,22 @@ def test_a_coordinator_killed_in_a_load_on_a_gang_finds_it_again(
             eventually(lambda: [m.progress.state for m in warm.models()] == ["ready"], "it was not found again")
             assert is_exact(model, llama)
             assert warm.worker_pids() == pids
-    assert gangs(warm) == [TP]
+    assert worker_groups(warm) == [TP]
     assert warm.worker_pids() == pids
 
 
-def test_a_gang_whose_coordinator_was_killed_ends(warm: Longshore, llama: StoredModel) -> None:
-    """Nobody knows of it any more; its workers are strays."""
+def test_a_worker_group_whose_coordinator_was_killed_ends(warm: Longshore, llama: StoredModel) -> None:
+    """Nobody knows of it any more; its workers are orphans."""
     warm.configure(warm_workers_s=WARM_S, orphan_after_s=6)
-    fresh_gang(warm, llama)
+    fresh_worker_group(warm, llama)
     warm.wait_restarted(COORDINATOR, warm.kill(COORDINATOR))
-    eventually(lambda: not warm.actor_names("worker-"), "the gang is still there", 40)
+    eventually(lambda: not warm.actor_names("worker-"), "the worker group is still there", 40)
     with load(llama) as model:
         assert is_exact(model, llama)
 
 
 @pytest.mark.parametrize("with_worker", [False, True])
-def test_an_agent_killed_beside_an_idle_gang_gets_every_slot_back(
+def test_an_agent_killed_beside_an_idle_worker_group_gets_every_slot_back(
     warm: Longshore, llama: StoredModel, odd: StoredModel, gate: GatedProxy, with_worker: bool
 ) -> None:
     """Idle workers may map the arena, but they touch no slot: nothing is fenced for their sake."""
@@ -309,7 +311,7 @@ def test_an_agent_killed_beside_an_idle_gang_gets_every_slot_back(
     idle = warm.worker_pids()
     assert all("longshore-arena" in Path(f"/proc/{pid}/maps").read_text() for pid in idle.values())
     with load(odd, tensor_parallel_size=1, fsdp_size=TP + 1), ThreadPoolExecutor(1) as pool:  # fills the other node
-        assert gangs(warm) == [TP]
+        assert worker_groups(warm) == [TP]
         loading = pool.submit(load, llama, tensor_parallel_size=1, endpoint_url=gate.endpoint_url)
         gate.wait_until_held()
         (worker,) = (name for name in warm.worker_pids() if name.startswith("worker-llama"))

@@ -25,7 +25,17 @@ from unittest.mock import patch
 from ray.exceptions import RayActorError
 
 from actors import coordinator
-from actors.coordination import agent_watch, attaching, fit, gangs, load_run, model_record, nodes, reseating, spawn
+from actors.coordination import (
+    agent_watch,
+    attaching,
+    fit,
+    load_run,
+    model_record,
+    nodes,
+    relocation,
+    spawn,
+    worker_groups,
+)
 from actors.coordination.model_record import ModelRecord
 from actors.coordinator import Coordinator
 from actors.links import agent_name, worker_name
@@ -70,7 +80,7 @@ from tests.support.simulated_workers import TROUBLES, SimAgent, SimHost, SimHost
 from tests.support.virtual_time import Clock, VirtualLoop
 
 ON_THE_CLOCK = (
-    fit, agent_watch, attaching, coordinator, gangs, load_run, model_record, nodes, reseating, spawn,
+    fit, agent_watch, attaching, coordinator, worker_groups, load_run, model_record, nodes, relocation, spawn,
 )  # fmt: skip
 ASKS_RAY = (nodes, attaching, spawn)
 COORDINATOR_GONE_S = 60.0  # see cluster.joining.connection
@@ -499,8 +509,8 @@ class ClusterSimulation:
                 node.check_fetched()
         for record in self.records():
             if record.life.state is LoadState.READY:
-                for seat in record.seats.values():
-                    self._check_holds_all(record, seat.rank, seat.worker)
+                for placement in record.placements.values():
+                    self._check_holds_all(record, placement.rank, placement.worker)
         for client in self.clients:
             if client.error is not None:
                 self.check_error(client.error)
@@ -702,10 +712,10 @@ class ClusterSimulation:
         made.append(handle.actor)
         return handle
 
-    def _start_worker(self, gang_id: str, rank: int, incarnation: int, *, node_id: str, **_: Any) -> Handle:
+    def _start_worker(self, worker_group_id: str, rank: int, incarnation: int, *, node_id: str, **_: Any) -> Handle:
         node = next(node for node in self.hosts if node.host.node_id == node_id)
         made: list[SimActor] = []
-        name = worker_name(gang_id, rank, incarnation)
+        name = worker_name(worker_group_id, rank, incarnation)
         handle = self.ray.create(name, node_id, lambda: SimWorker(node, made[0]), restarts=False)
         made.append(handle.actor)
         return handle

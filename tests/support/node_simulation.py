@@ -101,7 +101,7 @@ class SimLoad:
     ended: bool = False
     attempt: int = 1
     incarnations: dict[int, int] = field(default_factory=dict)
-    seats: dict[int, SimRank] = field(default_factory=dict)  # the process it started last for each rank
+    placements: dict[int, SimRank] = field(default_factory=dict)  # the process it started last for each rank
     done: set[int] = field(default_factory=set)
     host: SimRank | None = None  # the process that hosts its only rank, and begins and ends it; else the coordinator
 
@@ -303,7 +303,7 @@ class SimRank:
     def _end(self, error: LongshoreError | None) -> None:
         """What `RankLoader._end` does: nothing in use, and the agent is told so."""
         if error is None:
-            if self.load.seats.get(self.rank) is self:
+            if self.load.placements.get(self.rank) is self:
                 self.load.done.add(self.rank)
         else:
             while self.writing:
@@ -394,7 +394,7 @@ class NodeSimulation:
     def host_rank(self, model: SimModel, chunks: Sequence[int]) -> SimRank:
         """A process that is to begin a load of one rank for itself: no coordinator knows of it."""
         load = SimLoad(f"hosted-{len(self.loads)}", model, {0: chunks}, self.hedge_after_s, incarnations={0: 0})
-        load.host = load.seats[0] = SimRank(self, load, 0, 0)
+        load.host = load.placements[0] = SimRank(self, load, 0, 0)
         self.loads[load.load_id] = load
         self.ranks.append(load.host)
         return load.host
@@ -414,15 +414,15 @@ class NodeSimulation:
 
     def start_rank(self, load: SimLoad, rank: int) -> None:
         """A process for the rank, when it has none."""
-        if load.begun and not load.ended and rank not in load.seats:
-            seat = SimRank(self, load, rank, load.incarnations[rank])
-            load.seats[rank] = seat
-            self.ranks.append(seat)
+        if load.begun and not load.ended and rank not in load.placements:
+            placement = SimRank(self, load, rank, load.incarnations[rank])
+            load.placements[rank] = placement
+            self.ranks.append(placement)
 
     def give_up_rank(self, load: SimLoad, rank: int) -> None:
         """Its process is dead or stuck: the next incarnation may come."""
-        if load.begun and not load.ended and rank in load.seats and load.host is None:
-            load.seats.pop(rank)
+        if load.begun and not load.ended and rank in load.placements and load.host is None:
+            load.placements.pop(rank)
             load.done.discard(rank)
             load.incarnations[rank] += 1
             load.replaced = True
@@ -508,8 +508,8 @@ class NodeSimulation:
             for load in open_loads:
                 self.begin(load)
                 for rank in load.needs:
-                    seat = load.seats.get(rank)
-                    if seat is not None and (not seat.alive or (seat.left and rank not in load.done)):
+                    placement = load.placements.get(rank)
+                    if placement is not None and (not placement.alive or (placement.left and rank not in load.done)):
                         self.give_up_rank(load, rank)
                     self.start_rank(load, rank)
             if all(load.begun and load.done == set(load.needs) for load in open_loads):

@@ -1,6 +1,6 @@
 """As much of Ray as the coordinator uses: named actors on nodes, calls that take a while, deaths, a list of nodes.
 
-    actors.coordination.spawn, strays, nodes, plan_source -- ray.get_actor, kill, nodes, ... --> SimRay
+    actors.coordination.spawn, orphans, nodes, plan_source -- ray.get_actor, kill, nodes, ... --> SimRay
     handle.method.options(...).remote(...)   -- Call --> SimActor, later; its answer, later still; or RayActorError
 
 What Ray promises holds (an actor's name is its own; a dead actor's calls fail), and nothing beyond that: how long it

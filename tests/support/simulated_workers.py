@@ -234,9 +234,9 @@ class SimAgent:
         return begun
 
     def rank_lost(self, load_id: str, rank: int, incarnation: int) -> None:
-        for seat in self.node.ranks:
-            if seat.alive and (seat.load.load_id, seat.rank) == (load_id, rank):
-                self.node.in_flight_at_fault(seat)
+        for placement in self.node.ranks:
+            if placement.alive and (placement.load.load_id, placement.rank) == (load_id, rank):
+                self.node.in_flight_at_fault(placement)
         self.ledger.rank_lost(load_id, rank, incarnation, self.node.now_s)
 
     def keep_record(self, load_id: str, record: bytes) -> None:
@@ -248,9 +248,9 @@ class SimAgent:
     def end(self, load_id: str) -> None:
         if self.shut:
             return
-        for seat in self.node.ranks:
-            if seat.alive and seat.load.load_id == load_id:
-                self.node.in_flight_at_fault(seat)
+        for placement in self.node.ranks:
+            if placement.alive and placement.load.load_id == load_id:
+                self.node.in_flight_at_fault(placement)
         self.node.sync()
         self.node.ledger.end(load_id, self.node.now_s)
 
@@ -451,7 +451,7 @@ class SimWorker:
         assert isinstance(tables, SimTables)
         needs = {job.rank: tables.wanted[job.rank].tolist()}
         load = SimLoad(job.load_id, model, needs, attempt=job.attempt)
-        self.rank = load.seats[job.rank] = SimRank(self.node, load, job.rank, job.incarnation)
+        self.rank = load.placements[job.rank] = SimRank(self.node, load, job.rank, job.incarnation)
         self.store = job.store
         self.node.ranks.append(self.rank)
         self.node.workers[self.rank.process] = self

@@ -10,7 +10,7 @@ import pytest
 
 from actors.coordination import fit as fitting
 from actors.coordination.fit import fit_in
-from actors.coordination.model_record import ModelRecord, Seat
+from actors.coordination.model_record import ModelRecord, Placement
 from cluster.config import Config
 from cluster.errors import DoesNotFit
 from cluster.fit.needs import WORKER_BYTES
@@ -74,7 +74,7 @@ class Worker:
         return VERSION
 
 
-class NoGangs:
+class NoWorkerGroups:
     def idle(self) -> list[Any]:
         return []
 
@@ -89,16 +89,16 @@ def case(host: Host, workers: list[Worker] | None) -> tuple[ModelRecord, Any]:
         device="cpu",
     )
     record = ModelRecord("m-1", request, Life.new(RANKS), Holders())
-    seats = [Seat(rank, "n", "host", None) for rank in range(RANKS)]
-    for seat, worker in zip(seats, workers or [], strict=False):
-        seat.worker = worker
-    record.seats = dict(enumerate(seats))
+    placements = [Placement(rank, "n", "host", None) for rank in range(RANKS)]
+    for placement, worker in zip(placements, workers or [], strict=False):
+        placement.worker = worker
+    record.placements = dict(enumerate(placements))
     half = TENSORS_BYTES // RANKS
     return record, SimpleNamespace(ranks=tuple(RankFacts(half, half, half) for _ in range(RANKS)))
 
 
 def fit(host: Host, record: ModelRecord, plan: Any) -> None:
-    asyncio.run(fit_in(record, plan, host, CONFIG, NoGangs(), [], None))  # type: ignore[arg-type]
+    asyncio.run(fit_in(record, plan, host, CONFIG, NoWorkerGroups(), [], None))  # type: ignore[arg-type]
 
 
 ENOUGH_BYTES = TENSORS_BYTES + RANKS * WORKER_BYTES
@@ -111,7 +111,7 @@ def test_workers_that_are_just_starting_are_counted_once(started: int) -> None:
     record, plan = case(host, workers)
     fit(host, record, plan)
     assert [worker.hellos for worker in workers] == [1] * started
-    assert [seat.is_up for seat in record.seats.values()] == [rank < started for rank in range(RANKS)]
+    assert [placement.is_up for placement in record.placements.values()] == [rank < started for rank in range(RANKS)]
     assert sum(record.host_bytes.values()) == TENSORS_BYTES  # promised
 
 
@@ -145,13 +145,13 @@ def test_workers_that_never_come_up_end_the_waiting() -> None:
 def test_a_worker_that_was_replaced_meanwhile_is_not_taken_for_the_new_one() -> None:
     host = Host(ENOUGH_BYTES)
     record, _ = case(host, [Worker(host)])
-    seat = record.seats[0]
+    placement = record.placements[0]
 
     async def replaced() -> bool:
-        coming = asyncio.ensure_future(fitting.come_up([seat]))
+        coming = asyncio.ensure_future(fitting.come_up([placement]))
         await asyncio.sleep(0)
-        seat.worker = None
+        placement.worker = None
         return await coming
 
     assert asyncio.run(replaced()) is False
-    assert not seat.is_up
+    assert not placement.is_up

@@ -14,7 +14,7 @@ from ray.exceptions import RayError
 
 from actors.coordination import agent_watch, nodes, spawn
 from actors.coordination.agent_watch import AgentWatch
-from actors.coordination.model_record import ModelRecord, Seat
+from actors.coordination.model_record import ModelRecord, Placement
 from actors.coordinator import Coordinator
 from cluster.errors import VersionMismatch
 from cluster.layouts.mesh import Layout
@@ -22,7 +22,7 @@ from cluster.messages import AgentBeat, ArenaUse, BeatReply, GroupMember, LoadBe
 from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life, LoadState
-from cluster.telemetry.stats import NodeFigures
+from cluster.telemetry.stats import NodeStats
 from storage.arena.chunk_cache import CacheStats
 from storage.disk.tier import DiskStats
 from storage.errors import ArenaBusy
@@ -119,12 +119,12 @@ def test_status_has_both_tiers_of_the_cache(ray_of: Ray) -> None:
     cache = CacheStats(*range(15))
     disk = DiskStats(budget_bytes=100, used_bytes=60, files=6, written_chunks=9, evicted_chunks=3, unkept_chunks=2)
     arena = ArenaUse(64, 32, 1, 0, disk_unkept_chunks=2)
-    with_disk = replace(beat("living"), arena=arena, figures=NodeFigures(cache, disk))
+    with_disk = replace(beat("living"), arena=arena, stats=NodeStats(cache, disk))
     (node,) = hear(with_disk)[1].status()
     assert (node.arena_bytes, node.used_bytes, node.evicted_chunks) == (64, 32, cache.evicted)
     assert (node.disk_budget_bytes, node.disk_used_bytes, node.disk_files) == (100, 60, 6)
     assert (node.disk_evicted_chunks, node.disk_unkept_chunks) == (3, 2)
-    (without,) = hear(replace(with_disk, figures=NodeFigures(cache)))[1].status()
+    (without,) = hear(replace(with_disk, stats=NodeStats(cache)))[1].status()
     assert (without.disk_budget_bytes, without.disk_used_bytes) == (0, 0)
 
 
@@ -152,7 +152,7 @@ class Run:
         self.begun.append(node_id)
 
 
-def hear_of(rank: RankBeat, monkeypatch: pytest.MonkeyPatch, **seat: Any) -> tuple[list[Any], list[str]]:
+def hear_of(rank: RankBeat, monkeypatch: pytest.MonkeyPatch, **placement: Any) -> tuple[list[Any], list[str]]:
     """(workers that were ended, nodes whose agents were told the load again), when an agent says that of its rank."""
     ended: list[Any] = []
     monkeypatch.setattr(spawn, "end_actor", ended.append)
@@ -163,7 +163,7 @@ def hear_of(rank: RankBeat, monkeypatch: pytest.MonkeyPatch, **seat: Any) -> tup
 
     async def listen() -> None:
         record = ModelRecord("llama-1", REQUEST, replace(Life.new(1), state=LoadState.LOADING), Holders())
-        record.seats = {0: Seat(0, "living", "host", None, worker="its worker", started=True, **seat)}
+        record.placements = {0: Placement(0, "living", "host", None, worker="its worker", started=True, **placement)}
         watch = AgentWatch("coordinator", 60.0, {"llama-1": record}, *[lambda *_: None, lambda _: run, end])  # type: ignore[arg-type, list-item]
         loads = (LoadBeat("llama-1", 1, 0, None, rank.done),)
         await watch.heard(AgentBeat("living", "host", "agent", loads, (rank,), ArenaUse(0, 0, 0, 0)))
@@ -278,7 +278,7 @@ def test_a_load_that_gets_no_slots_of_a_new_agent_ends(ray_of: Ray, state: LoadS
 
     async def listen() -> None:
         record = ModelRecord("llama-1", REQUEST, replace(Life.new(1), state=state), Holders())
-        record.seats = {0: Seat(0, "living", "host", None, worker="its worker", started=True)}
+        record.placements = {0: Placement(0, "living", "host", None, worker="its worker", started=True)}
         rest: Any = (lambda *_: None, lambda _: Refused(), end)
         watch = AgentWatch("coordinator", 60.0, {"llama-1": record}, *rest)
         await watch.heard(replace(beat("living"), loads=()))

@@ -1,4 +1,4 @@
-"""bench.hashes: every hash is measured in every case, and the figures hang together."""
+"""bench.hashes: every hash is measured in every case, and the stats hang together."""
 
 from __future__ import annotations
 

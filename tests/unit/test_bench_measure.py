@@ -1,4 +1,4 @@
-"""The clock, the CPU meter and the memory watch, on programs whose figures are known."""
+"""The clock, the CPU meter and the memory watch, on programs whose stats are known."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def run(tmp_path: Path, code: str) -> subprocess.CompletedProcess[str]:
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-def figures(tmp_path: Path, code: str) -> dict[str, Any]:
+def stats(tmp_path: Path, code: str) -> dict[str, Any]:
     done = run(tmp_path, code)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
@@ -49,7 +49,7 @@ def test_a_written_spec_is_read_back(tmp_path: Path) -> None:
 
 
 def test_the_cpu_of_ended_and_of_living_children_counts(tmp_path: Path) -> None:
-    ended = figures(tmp_path, f"with measured(spec):\n    subprocess.run([sys.executable, '-c', {BURN}], check=True)")
+    ended = stats(tmp_path, f"with measured(spec):\n    subprocess.run([sys.executable, '-c', {BURN}], check=True)")
     assert ended["cpu_s"] >= 0.28
     code = f"""
     with measured(spec):
@@ -58,7 +58,7 @@ def test_the_cpu_of_ended_and_of_living_children_counts(tmp_path: Path) -> None:
         child.stdout.readline()
     child.communicate(b'x')
     """
-    assert figures(tmp_path, code)["cpu_s"] >= 0.25
+    assert stats(tmp_path, code)["cpu_s"] >= 0.25
 
 
 def test_what_is_done_before_and_after_is_not_counted(tmp_path: Path) -> None:
@@ -69,7 +69,7 @@ def test_what_is_done_before_and_after_is_not_counted(tmp_path: Path) -> None:
         exec({BURN})
         m.extra['late'] = True
     """
-    found = figures(tmp_path, code)
+    found = stats(tmp_path, code)
     assert found["cpu_s"] < 0.25
     assert found["extra"] == {"late": True}
 
@@ -80,7 +80,7 @@ def test_memory_over_the_baseline_is_seen_at_the_end_and_in_children(tmp_path: P
     with measured(spec, touched_before_bytes=7) as m:
         kept = bytearray(b'1' * 30_000_000)
     """
-    found = figures(tmp_path, code)
+    found = stats(tmp_path, code)
     assert 30e6 <= found["peak_bytes"] < 50e6 + 30e6
     assert found["baseline_bytes"] > 50e6
     assert found["touched_before_bytes"] == 7
@@ -92,7 +92,7 @@ def test_memory_over_the_baseline_is_seen_at_the_end_and_in_children(tmp_path: P
         child.stdout.readline()
     child.communicate(b'x')
     """
-    assert figures(tmp_path, code)["peak_bytes"] >= 40e6
+    assert stats(tmp_path, code)["peak_bytes"] >= 40e6
 
 
 def test_shared_memory_of_the_peak_is_named_apart(tmp_path: Path) -> None:
@@ -103,12 +103,12 @@ def test_shared_memory_of_the_peak_is_named_apart(tmp_path: Path) -> None:
         shared = mmap.mmap(-1, 20_000_000)
         shared.write(b'1' * 20_000_000)
     """
-    found = figures(tmp_path, code)
+    found = stats(tmp_path, code)
     assert 20e6 <= found["peak_shared_bytes"] < 21e6
     assert found["peak_bytes"] >= 50e6
 
 
-def test_a_run_that_raises_prints_no_figures(tmp_path: Path) -> None:
+def test_a_run_that_raises_prints_no_stats(tmp_path: Path) -> None:
     done = run(tmp_path, "with measured(spec):\n    raise OSError('gone')")
     assert done.returncode == 1
     assert done.stdout == ""

@@ -35,7 +35,7 @@ def run(repository: Path, program: str, timeout_s: float = 30.0) -> Run:
     return run_once(Line("one", "one", case, "http", ({},)), {"threads": 2}, SPEC, timeout_s)
 
 
-def test_the_last_json_is_the_figures(repository: Path) -> None:
+def test_the_last_json_is_the_stats(repository: Path) -> None:
     assert run(repository, FIGURES) == Run(10, 2.0, 1.0)
 
 
@@ -57,8 +57,8 @@ def test_settings_and_proxies_of_the_user_are_not_passed_on(repository: Path, mo
     [
         ("import sys; print('no GPU', file=sys.stderr); sys.exit(3)", NotRunnable, "no GPU"),
         ("raise OSError('refused')", RunFailed, "exit code 1: OSError: refused"),
-        ("print('hello')", RunFailed, "no figures"),
-        ("print('{}')", RunFailed, "no figures"),
+        ("print('hello')", RunFailed, "no stats"),
+        ("print('{}')", RunFailed, "no stats"),
     ],
 )
 def test_how_it_ended_is_said(repository: Path, program: str, error: type[Exception], said: str) -> None:

@@ -1,4 +1,4 @@
-"""Medians, ratios, goals and tables of the benchmark, from figures that are easy to check by head."""
+"""Medians, ratios, goals and tables of the benchmark, from stats that are easy to check by head."""
 
 from __future__ import annotations
 

@@ -14,11 +14,11 @@ def in_the_middle(node: NodeSimulation, ranks: int = 1) -> tuple[SimLoad, list[S
     load = node.add_load(MODEL, {rank: CHUNKS for rank in range(ranks)})
     for rank in load.needs:
         node.start_rank(load, rank)
-    seats = [load.seats[rank] for rank in load.needs]
-    while min(len(seat.placed) for seat in seats) < 3:
-        for seat in seats:
-            node.take_turn(seat)
-    return load, seats
+    placements = [load.placements[rank] for rank in load.needs]
+    while min(len(placement.placed) for placement in placements) < 3:
+        for placement in placements:
+            node.take_turn(placement)
+    return load, placements
 
 
 def sources(node: NodeSimulation, load: SimLoad) -> tuple[int, int, int]:
@@ -52,10 +52,10 @@ def test_what_the_arena_had_before_the_load_is_cached_after_a_restart_too() -> N
     node.end_load(first)
     load = node.add_load(MODEL, {0: CHUNKS})
     node.start_rank(load, 0)
-    load.seats[0].exchange()
-    load.seats[0].exchange()
-    load.seats[0].place()
-    load.seats[0].exchange()
+    load.placements[0].exchange()
+    load.placements[0].exchange()
+    load.placements[0].place()
+    load.placements[0].exchange()
     node.restart_agent()
     node.settle()
     assert sources(node, load) == (0, 8, 0)
@@ -63,9 +63,9 @@ def test_what_the_arena_had_before_the_load_is_cached_after_a_restart_too() -> N
 
 def test_what_a_rank_fetched_that_had_all_before_the_restart_is_not_known() -> None:
     node = NodeSimulation(16)
-    load, (seat,) = in_the_middle(node)
+    load, (placement,) = in_the_middle(node)
     while not load.done:
-        node.take_turn(seat)
+        node.take_turn(placement)
     node.restart_agent()
     node.settle()
     assert sources(node, load) == (0, 0, 8)
@@ -73,9 +73,9 @@ def test_what_a_rank_fetched_that_had_all_before_the_restart_is_not_known() -> N
 
 def test_what_a_rank_fetched_that_died_with_the_agent_is_not_known() -> None:
     node = NodeSimulation(16)
-    load, (seat,) = in_the_middle(node)
-    held = len(seat.sources)
-    node.kill(seat)
+    load, (placement,) = in_the_middle(node)
+    held = len(placement.sources)
+    node.kill(placement)
     node.restart_agent()
     node.give_up_rank(load, 0)
     node.settle()
@@ -87,29 +87,29 @@ def test_what_a_rank_fetched_that_died_with_the_agent_is_not_known() -> None:
 def test_a_chunk_that_came_after_its_lease_had_ended_counts_once() -> None:
     """A rank places what it fetched while it is warm: nobody fetches that again."""
     node = NodeSimulation(16)
-    load, (seat,) = in_the_middle(node)
-    while not seat.leases:
-        node.take_turn(seat)
-    lease = seat.leases[0]
-    seat.begin_write()
+    load, (placement,) = in_the_middle(node)
+    while not placement.leases:
+        node.take_turn(placement)
+    lease = placement.leases[0]
+    placement.begin_write()
     node.time_passes(DEADLINE_S + 1)
-    seat.end_write()
-    seat.placed.add(lease.chunk)
-    seat.placed_now.append(lease.chunk)
+    placement.end_write()
+    placement.placed.add(lease.chunk)
+    placement.placed_now.append(lease.chunk)
     node.settle()
     assert sources(node, load) == (8, 0, 0)
 
 
 def test_a_message_that_was_lost_counts_by_the_next_hello() -> None:
     node = NodeSimulation(16)
-    load, (seat,) = in_the_middle(node)
-    while not seat.leases:
-        node.take_turn(seat)
-    lease = seat.leases[0]
-    seat.begin_write()
-    seat.end_write()
-    seat.placed.add(lease.chunk)
-    seat.placed_now.append(lease.chunk)
-    seat.exchange("lost")
+    load, (placement,) = in_the_middle(node)
+    while not placement.leases:
+        node.take_turn(placement)
+    lease = placement.leases[0]
+    placement.begin_write()
+    placement.end_write()
+    placement.placed.add(lease.chunk)
+    placement.placed_now.append(lease.chunk)
+    placement.exchange("lost")
     node.settle()
     assert sources(node, load) == (8, 0, 0)

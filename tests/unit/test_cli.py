@@ -23,7 +23,6 @@ from cluster.layouts.mesh import Layout
 from cluster.planning import preview
 from cluster.telemetry.report import (
     ClusterStatus,
-    GangStatus,
     LoadProgress,
     LoadReport,
     ModelStatus,
@@ -32,6 +31,7 @@ from cluster.telemetry.report import (
     ObjectCheck,
     RankReport,
     StageTimes,
+    WorkerGroupStatus,
 )
 from tests.support.checkpoints import write_tiny_llama
 
@@ -336,8 +336,8 @@ def test_status(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         disk_budget_bytes=4 << 30,
         disk_used_bytes=3 << 29,
     )
-    gang = GangStatus("m0-12ab", "cuda", ("a", "a", "b"), 1 << 20, 12.0)
-    status = ClusterStatus("0.1.0", "c1", models, (node,), (gang,), ended=ended)
+    worker_group = WorkerGroupStatus("m0-12ab", "cuda", ("a", "a", "b"), 1 << 20, 12.0)
+    status = ClusterStatus("0.1.0", "c1", models, (node,), (worker_group,), ended=ended)
     monkeypatch.setattr(client, "status", lambda address: status)
     code, out, _ = run("status")
     assert code == 0

@@ -478,7 +478,7 @@ def test_a_model_released_before_a_restarted_coordinator_has_found_its_workers_k
             cluster.kill_coordinator()
             cluster.run(after_s)
             client.release()
-            cluster.run(cluster.config.orphan_after_s / 2)  # before anybody looks for strays
+            cluster.run(cluster.config.orphan_after_s / 2)  # before anybody looks for orphans
             assert cluster.workers() == []
         cluster.end()
     finally:
@@ -490,10 +490,10 @@ def test_a_coordinator_that_cannot_find_the_workers_at_once_looks_again() -> Non
     unanswered = iter([GetTimeoutError("busy"), GetTimeoutError("busy")])
     find_workers = spawn.find_workers
 
-    def busy(gang_id: str) -> dict[int, tuple[int, Any]]:
+    def busy(worker_group_id: str) -> dict[int, tuple[int, Any]]:
         if (error := next(unanswered, None)) is not None:
             raise error
-        return find_workers(gang_id)
+        return find_workers(worker_group_id)
 
     try:
         client = cluster.load("a", 2, 1)

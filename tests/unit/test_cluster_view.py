@@ -23,7 +23,7 @@ from cluster.messages import pack_message, unpack_message
 from cluster.planning import preview
 from cluster.planning.chunk_keys import NO_KEY, HeldChunks, Holdings
 from cluster.planning.plan_summary import PlanSummary
-from cluster.planning.preview import AskedCluster, find_cluster, node_names, plan, seat_ranks
+from cluster.planning.preview import AskedCluster, find_cluster, node_names, place_ranks, plan
 from cluster.request import StoreOptions, make_request
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life
@@ -40,7 +40,7 @@ CPUS = [NodeInfo(f"{at:08d}", f"host-{at}", cpu_ranks_free=CPU_RANKS) for at in 
 
 
 @pytest.mark.parametrize(
-    ("infos", "layout", "per_node", "seats"),
+    ("infos", "layout", "per_node", "placements"),
     [
         (CPUS, Layout(), None, (0,)),
         (CPUS, Layout(2, 3), None, (0, 0, 0, 0, 1, 1)),
@@ -53,13 +53,13 @@ CPUS = [NodeInfo(f"{at:08d}", f"host-{at}", cpu_ranks_free=CPU_RANKS) for at in 
     ],
 )
 def test_where_ranks_would_sit(
-    infos: list[NodeInfo], layout: Layout, per_node: int | None, seats: tuple[int, ...]
+    infos: list[NodeInfo], layout: Layout, per_node: int | None, placements: tuple[int, ...]
 ) -> None:
     device = "cuda" if infos is GPUS else "cpu"
     request = make_request(
         "/model", layout=layout, store_options=StoreOptions(), credentials=None, layout_rules=None, device=device
     )
-    assert seat_ranks(infos, request, per_node, CPU_RANKS) == seats
+    assert place_ranks(infos, request, per_node, CPU_RANKS) == placements
 
 
 def test_nodes_of_one_host_are_told_apart() -> None:

@@ -10,7 +10,7 @@ from hypothesis import strategies as st
 
 from cluster.config import Config
 from cluster.errors import ConfigError
-from cluster.fit.needs import DeviceRoom, device_problem, room_on, seat_on_devices
+from cluster.fit.needs import DeviceRoom, device_problem, place_on_devices, room_on
 from cluster.fit.options import FitOptions
 from storage.host.memory import GpuMemory
 
@@ -21,8 +21,8 @@ rooms = st.builds(DeviceRoom, st.integers(0, 12), st.none() | st.integers(0, 12)
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=4), st.lists(rooms, min_size=1, max_size=5))
 def test_they_fit_when_there_is_any_way(sizes: list[int], gpus: list[DeviceRoom]) -> None:
     needs = {(rank, 0): size for rank, size in enumerate(sizes)}
-    seats = seat_on_devices(needs, gpus)
-    fits = all(need <= seats[place].have_bytes for place, need in needs.items())
+    placements = place_on_devices(needs, gpus)
+    fits = all(need <= placements[place].have_bytes for place, need in needs.items())
     assert fits == (device_problem("host", needs, gpus) == "")
     if len(sizes) <= len(gpus):
         by_hand = any(

@@ -126,7 +126,7 @@ gpus = st.builds(lambda total, used: GpuMemory(total, max(0, total - used)), sma
     where=st.lists(st.integers(0, 1), min_size=4, max_size=4),
     kept=st.integers(0, 3),
 )
-def test_ranks_on_gpus_against_every_way_to_seat_them(
+def test_ranks_on_gpus_against_every_way_to_placement_them(
     needs: list[tuple[int, int]], nodes: list[list[GpuMemory]], where: list[int], kept: int
 ) -> None:
     """Slices and the tensor that is just converted, in what is free less what stays free, on every node."""
@@ -136,7 +136,7 @@ def test_ranks_on_gpus_against_every_way_to_seat_them(
     config = CONFIG.changed(device_reserve_bytes=0)
     error = check_fit(plan, rank_nodes, infos, config, "cuda", options=FitOptions(reserve_bytes=kept))
 
-    def seated(free: Callable[[GpuMemory], int]) -> bool:
+    def placed(free: Callable[[GpuMemory], int]) -> bool:
         for at, found in enumerate(nodes):
             here = [sum(needs[rank]) for rank, node in rank_nodes.items() if node == at]
             if len(here) > len(found):  # more ranks than GPUs are known: each beyond them is like the least roomy
@@ -148,9 +148,9 @@ def test_ranks_on_gpus_against_every_way_to_seat_them(
                 return False
         return True
 
-    assert (error is None) == seated(lambda gpu: gpu.free_bytes or 0)
+    assert (error is None) == placed(lambda gpu: gpu.free_bytes or 0)
     if error is not None:  # it is told apart when only others are in the way
-        assert isinstance(error, DoesNotFitNow) == seated(lambda gpu: gpu.total_bytes)
+        assert isinstance(error, DoesNotFitNow) == placed(lambda gpu: gpu.total_bytes)
         assert len(str(error)) < 24 * 80
 
 

@@ -14,7 +14,7 @@ import pytest
 
 from actors.coordination import nodes
 from actors.coordination.fit import FitChoice
-from actors.coordination.model_record import ModelRecord, Seat
+from actors.coordination.model_record import ModelRecord, Placement
 from cluster.config import Config, TrustPolicy
 from cluster.errors import DoesNotFit
 from cluster.fit.options import FitOptions
@@ -69,7 +69,7 @@ class Agents:
         return await question(SimpleNamespace(facts=SimpleNamespace(remote=answer)))
 
 
-class NoGangs:
+class NoWorkerGroups:
     def idle(self) -> list[Any]:
         return []
 
@@ -95,11 +95,11 @@ class Case:
         told = {"arena_bytes": 64 * MIB, "pools": (MemoryPool("host", host, host),), "gpus": gpus, **facts}
         self.agents = Agents(NodeFacts(node_id="n", host="host", version="", **told))
         self.record = ModelRecord("m-1", self.request, Life.new(layout.ranks), Holders())
-        self.record.seats = {rank: Seat(rank, "n", "host", None) for rank in range(layout.ranks)}
+        self.record.placements = {rank: Placement(rank, "n", "host", None) for rank in range(layout.ranks)}
         self.planner = Planner()
 
     def choose(self) -> PackedPlan:
-        choice = FitChoice(self.record, self.planner, self.agents, CONFIG, NoGangs())  # type: ignore[arg-type]
+        choice = FitChoice(self.record, self.planner, self.agents, CONFIG, NoWorkerGroups())  # type: ignore[arg-type]
 
         async def run() -> PackedPlan:
             plan = await self.planner.prepare(self.request)

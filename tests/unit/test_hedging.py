@@ -78,12 +78,12 @@ def stalled(ranks: int = 2, chunks: int = CHUNKS) -> tuple[NodeSimulation, list[
     load = node.add_load(SimModel(tuple(range(chunks))), {rank: list(range(chunks)) for rank in range(ranks)})
     for rank in range(ranks):
         node.start_rank(load, rank)
-        load.seats[rank].say_hello()
-    first = load.seats[0]
+        load.placements[rank].say_hello()
+    first = load.placements[0]
     first.exchange(want=1)
     first.begin_write()
     slow = first.leases[0]
-    helper = load.seats[ranks - 1]
+    helper = load.placements[ranks - 1]
     for _ in range(chunks):
         helper.exchange(want=1)
         for lease in list(helper.leases):
@@ -92,7 +92,7 @@ def stalled(ranks: int = 2, chunks: int = CHUNKS) -> tuple[NodeSimulation, list[
                 helper.end_write(index=len(helper.writing) - 1)
         node.time_passes(0.01)
     helper.exchange(want=0)
-    return node, [load.seats[rank] for rank in range(ranks)], slow
+    return node, [load.placements[rank] for rank in range(ranks)], slow
 
 
 def hedge(node: NodeSimulation, rank: SimRank, slow: LeaseOrder) -> LeaseOrder:
@@ -212,8 +212,8 @@ def test_a_rank_that_hangs_holds_nobody_up_until_its_deadline(ranks: int, chunks
     load = node.add_load(SimModel(tuple(range(chunks))), {rank: list(range(chunks)) for rank in range(ranks)})
     for rank in range(ranks):
         node.start_rank(load, rank)
-        load.seats[rank].say_hello()
-    hangs, *others = (load.seats[rank] for rank in range(ranks))
+        load.placements[rank].say_hello()
+    hangs, *others = (load.placements[rank] for rank in range(ranks))
     hangs.exchange(want=held)
     for _ in range(chance.randrange(held + 1)):
         hangs.begin_write()

@@ -82,7 +82,7 @@ def test_processes_that_are_to_be_started_need_memory_before_the_first_byte() ->
     assert problems({0: NodeNeed(4, room, workers=4)}, NODE) == []
     (text,) = problems({0: NodeNeed(4, room + 1, workers=4)}, NODE)
     assert "1.26 GB for 4 new processes" in text
-    assert problems({0: NodeNeed(4, room + 1)}, NODE) == []  # a gang has its processes
+    assert problems({0: NodeNeed(4, room + 1)}, NODE) == []  # a worker group has its processes
 
 
 def test_what_workers_keep_is_theirs_to_use() -> None:

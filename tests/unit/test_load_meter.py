@@ -12,7 +12,7 @@ import pytest
 from actors.node.chunk_sources import DISK, STORE, STORE_DIRECT, ChunkSources, LoadMeter
 from cluster.messages import AgentBeat, NodeJob, RankHello, RankUpdate
 from cluster.planning.packed_plan import pack_shared, unpack_shared
-from cluster.telemetry.stats import SOURCES, LoadCounters, RankFigures, StageTimes
+from cluster.telemetry.stats import SOURCES, LoadCounters, RankStats, StageTimes
 from storage.host.processes import ProcessId
 from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import odd_objects
@@ -52,7 +52,7 @@ def test_counters_of_a_load_are_its_report(tmp_path: Path) -> None:
         assert (
             counters.stages
             == ranks[0]
-            .loader._meter.figures(  # its last message had the final ones
+            .loader._meter.stats(  # its last message had the final ones
                 0.0, ranks[0].loader._work, ranks[0].loader._fetcher, ranks[0].loader._placer, last=True
             )
             .stages
@@ -96,7 +96,7 @@ def test_a_restarted_agent_counts_only_what_it_sees() -> None:
     sources.late(4, STORE_DIRECT)
     assert said(meter).chunks_by_source == {"store_via_arena": 2, "store_direct": 1, "disk": 0, "arena": 0}
     # the report goes by all that is known
-    assert sources.figures([0, 1, 2, 3, 4])["store_chunks"] == 3
+    assert sources.stats([0, 1, 2, 3, 4])["store_chunks"] == 3
 
 
 def test_an_agent_from_the_beginning_counts_what_the_arena_had_once() -> None:
@@ -115,8 +115,8 @@ def test_an_agent_from_the_beginning_counts_what_the_arena_had_once() -> None:
 
 
 def update(rank: int, incarnation: int, fetch_s: float, **more: object) -> RankUpdate:
-    figures = RankFigures(StageTimes(fetch_s=fetch_s), 1, 2)
-    return RankUpdate("load-1", 1, rank, incarnation, ME, figures=figures, **more)  # type: ignore[arg-type]
+    stats = RankStats(StageTimes(fetch_s=fetch_s), 1, 2)
+    return RankUpdate("load-1", 1, rank, incarnation, ME, stats=stats, **more)  # type: ignore[arg-type]
 
 
 def test_the_time_of_ranks_that_are_gone_stays_counted() -> None:

@@ -21,7 +21,7 @@ from cluster.request import StoreOptions, make_request
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life
 from cluster.scheduling.retry import RETRIES
-from cluster.telemetry.stats import SOURCES, ArenaUse, LoadCounters, NodeFigures, NodeMemory, StageTimes
+from cluster.telemetry.stats import SOURCES, ArenaUse, LoadCounters, NodeMemory, NodeStats, StageTimes
 from storage.arena.chunk_cache import CacheStats
 from storage.disk.tier import DiskStats
 from storage.host.memory import GpuMemory
@@ -90,7 +90,7 @@ def test_heartbeats_of_a_node_with_many_gpus_stay_in_the_kilobytes() -> None:
         stages=StageTimes(*[1234.5678] * len(fields(StageTimes))),
     )
     gpus = tuple(GpuMemory(large + number, large - number) for number in range(8))
-    figures = NodeFigures(
+    stats = NodeStats(
         CacheStats(*[large] * 15), DiskStats(*[large] * 6), NodeMemory(large, large, large, large, large, gpus)
     )
     ranks = tuple(
@@ -99,7 +99,7 @@ def test_heartbeats_of_a_node_with_many_gpus_stay_in_the_kilobytes() -> None:
     )
     load = LoadBeat("llama-70b-0123abcd", 1, large, None, False, "llama-70b", counters)
     beat = AgentBeat(
-        "0" * 56, "host-001", "0" * 12, (load,), ranks, ArenaUse(large, large, 9, 9), number=large, figures=figures
+        "0" * 56, "host-001", "0" * 12, (load,), ranks, ArenaUse(large, large, 9, 9), number=large, stats=stats
     )
     assert len(pickle.dumps(beat)) < 4 * KIB
     more = replace(beat, loads=(load,) * 2, ranks=ranks * 2)
@@ -126,15 +126,15 @@ def test_tables_grow_with_tensors_and_chunks_once() -> None:
 @pytest.mark.slow  # imports Ray
 def test_jobs_do_not_grow_with_the_model() -> None:
     from actors.coordination.jobs import node_job, rank_job
-    from actors.coordination.model_record import ModelRecord, Seat
+    from actors.coordination.model_record import ModelRecord, Placement
 
     request = make_request(
         "s3://bucket/model", layout=Layout(4, 1, 2), store_options=StoreOptions(), credentials=None, layout_rules=None
     )
     record = ModelRecord("load", request, Life.new(request.world_size), Holders())
     for rank in range(request.world_size):
-        record.seats[rank] = Seat(rank, f"node-{rank // 4}", f"host-{rank // 4}", None)
+        record.placements[rank] = Placement(rank, f"node-{rank // 4}", f"host-{rank // 4}", None)
     # Neither takes a plan: whatever the model is, this is all that goes through the coordinator for a node or a rank.
     assert node_job(record, "node-1", record.life.attempt, Config()).ranks == (4, 5, 6, 7)
     assert len(pickle.dumps(node_job(record, "node-1", record.life.attempt, Config()))) < 4 * KIB
-    assert len(pickle.dumps(rank_job(record, record.seats[0], Config()))) < 2 * KIB
+    assert len(pickle.dumps(rank_job(record, record.placements[0], Config()))) < 2 * KIB

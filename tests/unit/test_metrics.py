@@ -24,7 +24,7 @@ from cluster.scheduling.load_state import LoadState
 from cluster.telemetry import metrics
 from cluster.telemetry.counters import LoadView, Tally
 from cluster.telemetry.metrics import FAMILIES, render_page
-from cluster.telemetry.stats import ArenaUse, LoadCounters, NodeFigures
+from cluster.telemetry.stats import ArenaUse, LoadCounters, NodeStats
 from storage.arena.chunk_cache import CacheStats
 from tests.support.promtool import needs_promtool, promtool
 
@@ -38,8 +38,8 @@ def tally() -> Tally:
     counters = LoadCounters({"disk": 7, "arena": 5}, {"disk": 1, "arena": 1}, 1, 0, {"reset": 2}, 3)
     load = LoadBeat("x", 1, 0, None, True, 'llama"\\', counters)
     rank = RankBeat("x", 1, 0, 0, 1, 12, 0.0, own_bytes=9)
-    figures = NodeFigures(CacheStats(*[1] * 15))
-    found.heard(AgentBeat("n", "host", "i", (load,), (rank,), ArenaUse(8, 4, 0, 0), number=1, figures=figures), 4.0)
+    stats = NodeStats(CacheStats(*[1] * 15))
+    found.heard(AgentBeat("n", "host", "i", (load,), (rank,), ArenaUse(8, 4, 0, 0), number=1, stats=stats), 4.0)
     return found
 
 

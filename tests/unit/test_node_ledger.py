@@ -381,8 +381,8 @@ def node_with(chunks: int = 6, ranks: int = 2, slots: int = 8) -> tuple[NodeSimu
     load = node.add_load(SimModel(tuple(range(chunks))), {rank: list(range(chunks)) for rank in range(ranks)})
     for rank in range(ranks):
         node.start_rank(load, rank)
-        load.seats[rank].say_hello()
-    return node, [load.seats[rank] for rank in range(ranks)]
+        load.placements[rank].say_hello()
+    return node, [load.placements[rank] for rank in range(ranks)]
 
 
 def test_what_an_unanswered_message_gave_is_given_again_after_a_hello():
@@ -417,7 +417,7 @@ def test_a_late_loss_does_not_take_the_rank_from_its_new_process():
     node.kill(first)
     node.give_up_rank(load, 0)
     node.start_rank(load, 0)
-    fresh = load.seats[0]
+    fresh = load.placements[0]
     fresh.say_hello()
     node.ledger.rank_lost(load.load_id, 0, fresh.incarnation, node.now_s)
     fresh.exchange(want=2)
@@ -442,7 +442,7 @@ def test_a_slot_with_two_chunks_of_the_same_bytes_stays_until_both_are_read():
     node = NodeSimulation(3)
     load = node.add_load(SimModel((7, 7, 1, 2, 3, 4)), {0: [0, 1, 2, 3, 4, 5]})
     node.start_rank(load, 0)
-    rank = load.seats[0]
+    rank = load.placements[0]
     rank.say_hello()
     rank.exchange(want=1)
     rank.begin_write()
@@ -470,7 +470,7 @@ def test_a_resident_model_keeps_no_slots_from_others():
     assert first.done == {0, 1}
     assert second.done == {0, 1}
     # The process of a loaded rank dies: its slices are fetched again, beside whatever runs then.
-    node.kill(first.seats[0])
+    node.kill(first.placements[0])
     node.give_up_rank(first, 0)
     third = node.add_load(SimModel((5, 6, 7, 8, 9)), {0: [0, 1, 2, 3, 4], 1: [4]})
     node.settle()
@@ -484,7 +484,7 @@ def test_a_load_that_fits_stays_in_the_arena_though_its_slots_get_memory_late():
     slow.start_rank(load, 0)
     for ready in (2, 2, 2, 4, 4, 6):
         slow.add_ready(ready)
-        slow.take_turn(load.seats[0])
+        slow.take_turn(load.placements[0])
         assert slow.cache.stats().evicted == 0
     slow.settle()
     assert slow.cache.stats().committed_slots == 6
@@ -533,11 +533,11 @@ def test_a_chunk_whose_holders_keep_dying_ends_the_load():
     node, _ = node_with(chunks=1, ranks=1)
     load = node.loads["load-0"]
     while not node.errors():
-        seat = load.seats[0]
-        seat.exchange()
-        seat.exchange(want=1)
-        assert len(seat.leases) == 1
-        node.kill(seat)
+        placement = load.placements[0]
+        placement.exchange()
+        placement.exchange(want=1)
+        assert len(placement.leases) == 1
+        node.kill(placement)
         node.tick()
         node.give_up_rank(load, 0)
         node.start_rank(load, 0)
@@ -607,11 +607,11 @@ def test_an_agent_that_restarts_leaves_what_its_ranks_use_alone_until_they_say_h
     node.restart_agent()
     newcomer = node.add_load(SimModel((90, 91, 92, 93, 94)), {0: [0, 1, 2, 3, 4]})
     node.start_rank(newcomer, 0)
-    newcomer.seats[0].say_hello()
-    newcomer.seats[0].exchange(want=5)
+    newcomer.placements[0].say_hello()
+    newcomer.placements[0].exchange(want=5)
     assert reading
     assert writing
-    assert not (reading | writing) & {lease.slot for lease in newcomer.seats[0].leases}
+    assert not (reading | writing) & {lease.slot for lease in newcomer.placements[0].leases}
     node.settle()
     assert node.fetched[first.load.model, 0] == 1  # what was committed is not fetched again
     node.check_reports()
@@ -766,13 +766,13 @@ def test_ranks_of_a_lost_node_come_to_a_node_that_has_some(digests):
     node = NodeSimulation(12)
     load = node.add_load(model, {0: [0, 1, 2]})
     node.start_rank(load, 0)
-    first = load.seats[0]
+    first = load.placements[0]
     first.exchange()
     first.exchange(want=2)
     first.begin_write()
     part = node.add_part(load, {1: [0, 1, 2, 3]})
     node.start_rank(part, 1)
-    part.seats[1].exchange()
+    part.placements[1].exchange()
     first.end_write()
     first.exchange(want=0)
     assert first.joined

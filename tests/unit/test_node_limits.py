@@ -14,7 +14,7 @@ from cluster.fit.options import DeviceMapOptions, FitOptions
 from cluster.layouts.mesh import Layout
 from cluster.planning.rank_plans import RankFacts
 from cluster.scheduling.topology import NodeInfo, assign_gpus
-from cluster.scheduling.warm_pool import IdleGang, choose
+from cluster.scheduling.warm_pool import IdleWorkerGroup, choose
 from storage.host.memory import GpuMemory, MemoryPool
 
 GB = 10**9
@@ -96,7 +96,7 @@ def test_the_node_with_most_gpus_that_are_free() -> None:
         node(70, 70, 70, name="busy"),
     )
     assert roomiest([few, many, busy]) == ("many", "many", 2)
-    assert roomiest([busy]) == ("busy", "busy", 3), "it waits for them, or is refused when it takes its seat"
+    assert roomiest([busy]) == ("busy", "busy", 3), "it waits for them, or is refused when it takes its placement"
     with pytest.raises(NotEnoughResources):
         roomiest([])
     assert assign_gpus([few, many, busy], 2) == (1,)
@@ -106,12 +106,12 @@ def test_the_node_with_most_gpus_that_are_free() -> None:
         assign_gpus([], 1)
 
 
-def test_a_rank_with_several_gpus_takes_no_gang_over_but_its_place() -> None:
-    gang = IdleGang("g", "cuda", ("many",), {}, 0.0)
+def test_a_rank_with_several_gpus_takes_no_worker_group_over_but_its_place() -> None:
+    worker_group = IdleWorkerGroup("g", "cuda", ("many",), {}, 0.0)
     there = [node(70, 70, gpus_free=1, name="many")]
-    assert choose([gang], there, Layout(), "cuda", 4).take == "g"
-    choice = choose([gang], there, Layout(), "cuda", 4, gpus_per_rank=2)
+    assert choose([worker_group], there, Layout(), "cuda", 4).take == "g"
+    choice = choose([worker_group], there, Layout(), "cuda", 4, gpus_per_rank=2)
     assert (choice.take, choice.end) == (None, ("g",))
     assert choice.nodes[0].gpus_free == 2
     with pytest.raises(NotEnoughResources):
-        choose([gang], there, Layout(), "cuda", 4, gpus_per_rank=3)
+        choose([worker_group], there, Layout(), "cuda", 4, gpus_per_rank=3)

@@ -13,13 +13,13 @@ import pytest
 from actors.node import node_resources
 from actors.node.node_resources import NodeMeter
 from cluster.messages import AgentBeat, RankBeat
-from cluster.telemetry.stats import ArenaUse, NodeFigures
+from cluster.telemetry.stats import ArenaUse, NodeStats
 from storage.arena.chunk_cache import CacheStats
 from storage.disk.tier import DiskStats
 from storage.host.memory import GpuMemory, own_bytes
 
 DISK = DiskStats(10, 5, 1, 2, 3, 4)
-FIGURES = NodeFigures(CacheStats(*[1] * 15))
+FIGURES = NodeStats(CacheStats(*[1] * 15))
 
 
 def meter(folder: Path, disk: DiskStats | None = None) -> NodeMeter:
@@ -27,14 +27,14 @@ def meter(folder: Path, disk: DiskStats | None = None) -> NodeMeter:
     return NodeMeter(str(folder), writer, threading.Event())
 
 
-def beat(*ranks: RankBeat, figures: NodeFigures | None = FIGURES) -> AgentBeat:
-    return AgentBeat("n", "host", "i", (), ranks, ArenaUse(0, 0, 0, 0), figures=figures)
+def beat(*ranks: RankBeat, stats: NodeStats | None = FIGURES) -> AgentBeat:
+    return AgentBeat("n", "host", "i", (), ranks, ArenaUse(0, 0, 0, 0), stats=stats)
 
 
 def test_heartbeats_are_numbered_and_say_whether_one_was_answered(tmp_path: Path) -> None:
     there = meter(tmp_path)
     assert [there.complete(beat()).number for _ in range(3)] == [1, 2, 3]
-    assert not there.complete(beat(figures=None)).answered
+    assert not there.complete(beat(stats=None)).answered
     there.answered()
     assert there.complete(beat()).answered
 
@@ -44,9 +44,9 @@ def test_memory_is_what_the_kernel_says(tmp_path: Path) -> None:
     gone = RankBeat("x", 1, 1, 0, 2**22 + 1, 0, 0.0)  # no process has such a number
     nobody = RankBeat("x", 1, 2, 0, 0, 0, 0.0)
     found = meter(tmp_path, DISK).complete(beat(mine, gone, nobody))
-    assert found.figures is not None
-    assert found.figures.disk == DISK
-    memory = found.figures.memory
+    assert found.stats is not None
+    assert found.stats.disk == DISK
+    memory = found.stats.memory
     assert 0 < memory.host_free_bytes <= memory.host_total_bytes
     info = os.statvfs(tmp_path)
     assert memory.shm_total_bytes == info.f_blocks * info.f_frsize
@@ -61,7 +61,7 @@ def test_what_cannot_be_looked_at_is_left_out(tmp_path: Path, monkeypatch: pytes
         raise OSError
 
     monkeypatch.setattr(node_resources, "memory_pools", nothing)
-    found = meter(tmp_path / "gone").complete(beat()).figures
+    found = meter(tmp_path / "gone").complete(beat()).stats
     assert found is not None
     assert (found.memory.host_total_bytes, found.memory.shm_total_bytes) == (0, 0)
     assert found.memory.agent_bytes > 0
@@ -87,6 +87,6 @@ def test_gpus_are_looked_at_again_until_the_agent_stops(tmp_path: Path, monkeypa
     monkeypatch.setattr(node_resources, "gpu_memory", ask)
     monkeypatch.setattr(node_resources, "GPU_EVERY_S", 0.0)
     there.watch_gpus()
-    found = there.complete(beat()).figures
+    found = there.complete(beat()).stats
     assert found is not None
     assert found.memory.gpus == (GpuMemory(10, 1),)

@@ -15,7 +15,7 @@ from storage.checkpoints.manifest import parse_manifest
 MIB = 1 << 20
 
 
-def figures(folder: Path, layers: int, layout: str) -> dict[str, Any]:
+def stats(folder: Path, layers: int, layout: str) -> dict[str, Any]:
     """All parts for a small mixture of experts, in this process."""
     shape = MoeShape(layers=layers, experts=6, hidden=512, inner=1024, heads=8, kv_heads=4, vocabulary=4096, shards=5)
     folder.mkdir()
@@ -26,7 +26,7 @@ def figures(folder: Path, layers: int, layout: str) -> dict[str, Any]:
 
 
 def test_the_work_is_in_proportion_to_tensors_and_chunks(tmp_path: Path) -> None:
-    small, large = figures(tmp_path / "small", 4, "8x2x2"), figures(tmp_path / "large", 16, "8x2x2")
+    small, large = stats(tmp_path / "small", 4, "8x2x2"), stats(tmp_path / "large", 16, "8x2x2")
     assert (small["planning"]["ranks"], small["planning"]["kinds"]) == (32, large["planning"]["kinds"])
     assert large["planning"]["kinds"] <= 8  # whatever the layers: so the work per rank is that of a few tensors
     for name in ("tensors", "chunks"):
@@ -40,7 +40,7 @@ def test_the_work_is_in_proportion_to_tensors_and_chunks(tmp_path: Path) -> None
 
 
 def test_more_ranks_cost_the_planning_process_facts_only(tmp_path: Path) -> None:
-    few, many = figures(tmp_path / "few", 4, "8x2x1"), figures(tmp_path / "many", 4, "8x2x64")
+    few, many = stats(tmp_path / "few", 4, "8x2x1"), stats(tmp_path / "many", 4, "8x2x64")
     assert (few["planning"]["ranks"], many["planning"]["ranks"]) == (16, 1024)
     assert many["planning"]["pipe_bytes"] - few["planning"]["pipe_bytes"] < 16 * 1024  # replicas share their facts
     assert many["worker"]["read_items"] == few["worker"]["read_items"]
@@ -48,7 +48,7 @@ def test_more_ranks_cost_the_planning_process_facts_only(tmp_path: Path) -> None
 
 @pytest.mark.slow  # imports Ray
 def test_the_table_names_every_figure(tmp_path: Path) -> None:
-    found = figures(tmp_path / "model", 2, "8x2x1") | {"messages": messages(tmp_path / "model", "8x2x1", 8)}
+    found = stats(tmp_path / "model", 2, "8x2x1") | {"messages": messages(tmp_path / "model", "8x2x1", 8)}
     shown = table({"8x2x1": found})
     assert found["messages"]["nodes"] == 2
     for words in ("planning: pack", "agent: begin", "worker: read items", "job of a node", "shared tables"):

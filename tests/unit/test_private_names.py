@@ -106,7 +106,7 @@ def test_without_ids_of_placement_groups_the_rest_goes_on(
     monkeypatch.setattr(spawn.ray, "get_actor", lambda name, namespace: name)
     monkeypatch.setattr(spawn, "end_actor", ended.append)
     with caplog.at_level(logging.WARNING, "longshore.coordinator"):
-        spawn.end_strays(set(), {"worker", "group"})
+        spawn.end_orphans(set(), {"worker", "group"})
     assert ended == ["worker"]
     assert "ray._raylet.PlacementGroupID" in caplog.text
 

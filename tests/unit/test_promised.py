@@ -6,7 +6,7 @@ from dataclasses import replace
 
 from actors.coordination.fit import claims_of, new_workers, promise
 from actors.coordination.jobs import SavedLoad
-from actors.coordination.model_record import ModelRecord, Seat
+from actors.coordination.model_record import ModelRecord, Placement
 from cluster.fit.needs import WORKER_BYTES
 from cluster.layouts.mesh import Layout
 from cluster.planning.packed_plan import PackedPlan
@@ -26,7 +26,7 @@ REQUEST = LoadRequest(
 
 def model(*, up: bool = True) -> ModelRecord:
     record = ModelRecord("m", REQUEST, load_state.Life.new(2), Holders())
-    record.seats = {rank: Seat(rank, f"n{rank}", "h", None, is_up=up) for rank in range(2)}
+    record.placements = {rank: Placement(rank, f"n{rank}", "h", None, is_up=up) for rank in range(2)}
     nodes = [NodeInfo(f"n{i}", "h", pools=(MemoryPool("host", 1, 1),), kept_bytes=10 * i) for i in range(2)]
     promise(record, {0: 100, 1: 100}, nodes)
     return record
@@ -40,11 +40,11 @@ def test_a_promise_shrinks_with_what_is_placed() -> None:
     record = model()
     assert claimed(record) == {"n0": 100, "n1": 90}  # workers that were taken over had kept 10
     assert {claim.pool_ids for claim in claims_of([record], model())} == {("host",)}
-    record.seats[0].placed_bytes, record.seats[1].placed_bytes = 60, 5
+    record.placements[0].placed_bytes, record.placements[1].placed_bytes = 60, 5
     assert claimed(record) == {"n0": 40, "n1": 90}
-    record.seats[0].placed_bytes = 100
+    record.placements[0].placed_bytes = 100
     assert claimed(record) == {"n1": 90}
-    record.seats[0].placed_bytes = 0  # its worker was lost, and a new one takes it all again
+    record.placements[0].placed_bytes = 0  # its worker was lost, and a new one takes it all again
     assert claimed(record) == {"n0": 100, "n1": 90}
     assert claims_of([record], record) == []
 
@@ -53,9 +53,9 @@ def test_what_is_converted_takes_less_than_is_placed() -> None:
     record = model()
     facts = RankFacts(size_bytes=90, device_bytes=90, read_bytes=360, staging_bytes=10)
     record.plan = PackedPlan("r", "blake3", 720, (facts, facts), b"")
-    record.seats[0].placed_bytes = 180
+    record.placements[0].placed_bytes = 180
     assert claimed(record)["n0"] == 55  # half of the 90 is there
-    record.seats[0].placed_bytes = 360
+    record.placements[0].placed_bytes = 360
     assert claimed(record)["n0"] == 10  # as much as the last tensor may need, until the rank is ready
 
 
@@ -65,22 +65,22 @@ def test_what_is_placed_may_be_on_other_devices_of_the_rank() -> None:
     facts = RankFacts(100, 100, 100, 0, ((0, 60), ("cpu", 40)))
     record.plan = PackedPlan("r", "blake3", 200, (facts, facts), b"")
     for placed_bytes, left_bytes in ((30, 40), (60, 40), (80, 20)):
-        record.seats[0].placed_bytes = placed_bytes
+        record.placements[0].placed_bytes = placed_bytes
         assert claimed(record)["n0"] == left_bytes
-    record.seats[0].placed_bytes = 100
+    record.placements[0].placed_bytes = 100
     assert "n0" not in claimed(record)
 
 
 def test_processes_to_be_started_are_promised_too() -> None:
     assert claimed(model(up=False)) == {"n0": 100 + WORKER_BYTES, "n1": 90 + WORKER_BYTES}
-    assert new_workers(model(up=False).seats) == {0, 1}
-    assert new_workers(model().seats) == set()
+    assert new_workers(model(up=False).placements) == {0, 1}
+    assert new_workers(model().placements) == set()
 
 
 def test_models_that_are_ready_or_over_take_nothing_more() -> None:
     record = model()
-    for seat in record.seats.values():
-        seat.report = RankReport(seat.rank, "n", "h", 1, "cpu", 0, 100, 100, StageTimes(), 1, 0.5, 1.0)
+    for placement in record.placements.values():
+        placement.report = RankReport(placement.rank, "n", "h", 1, "cpu", 0, 100, 100, StageTimes(), 1, 0.5, 1.0)
     assert claimed(record) == {}
     record = model()
     record.life = load_state.advance(record.life, load_state.Failed("so", attempt=record.life.attempt))

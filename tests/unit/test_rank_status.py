@@ -8,7 +8,7 @@ from typing import Any
 import pytest
 from ray.util.placement_group import PlacementGroup
 
-from actors.coordination.model_record import ModelRecord, Seat
+from actors.coordination.model_record import ModelRecord, Placement
 from cluster.layouts.mesh import Layout
 from cluster.planning.packed_plan import PackedPlan
 from cluster.planning.rank_plans import RankFacts
@@ -25,14 +25,16 @@ PLAN = PackedPlan("r", "blake3", 300, (RankFacts(90, 100, 100), RankFacts(190, 2
 REPORT = RankReport(1, "n1", "there", 7, "cuda:3", 0, 190, 200, StageTimes(), 5, 0.1, 0.2)
 
 
-def record_after(*events: Any, **seat: Any) -> ModelRecord:
-    """Rank 0 sits as `seat` says, rank 1 has everything."""
+def record_after(*events: Any, **placement: Any) -> ModelRecord:
+    """Rank 0 sits as `placement` says, rank 1 has everything."""
     record = ModelRecord("m", REQUEST, load_state.Life.new(2), Holders(), plan=PLAN, total_bytes=300)
     for event in events:
         record.life = load_state.advance(record.life, event)
-    record.seats = {
-        0: Seat(0, "n0", "here", None, **seat),
-        1: Seat(1, "n1", "there", None, worker=object(), started=True, placed_bytes=170, own_bytes=9, report=REPORT),
+    record.placements = {
+        0: Placement(0, "n0", "here", None, **placement),
+        1: Placement(
+            1, "n1", "there", None, worker=object(), started=True, placed_bytes=170, own_bytes=9, report=REPORT
+        ),
     }
     return record
 
@@ -41,15 +43,15 @@ BEGUN = (ev.Planned(), ev.Started(), ev.RankReady(1, 0))
 
 
 @pytest.mark.parametrize(
-    ("seat", "state"),
+    ("placement", "state"),
     [
         ({}, "waiting"),
         ({"worker": object()}, "starting"),
         ({"worker": object(), "started": True}, "loading"),
     ],
 )
-def test_states_of_a_rank_on_its_way(seat: dict[str, Any], state: str) -> None:
-    ranks = record_after(*BEGUN, **seat, placed_bytes=40, own_bytes=8).status().ranks
+def test_states_of_a_rank_on_its_way(placement: dict[str, Any], state: str) -> None:
+    ranks = record_after(*BEGUN, **placement, placed_bytes=40, own_bytes=8).status().ranks
     assert [(rank.rank, rank.host, rank.state) for rank in ranks] == [(0, "here", state), (1, "there", "ready")]
     assert [(rank.placed_bytes, rank.total_bytes, rank.own_bytes) for rank in ranks] == [(40, 100, 8), (200, 200, 9)]
     assert [rank.device for rank in ranks] == ["cuda", "cuda:3"]

@@ -1,11 +1,11 @@
-"""What a client is shown when its load is READY: the report's figures, not those of an older heartbeat."""
+"""What a client is shown when its load is READY: the report's stats, not those of an older heartbeat."""
 
 from __future__ import annotations
 
 from types import SimpleNamespace
 from typing import Any
 
-from actors.coordination.model_record import ModelRecord, Seat
+from actors.coordination.model_record import ModelRecord, Placement
 from cluster.client import wait_until_ready
 from cluster.joining.patience import UNLIMITED
 from cluster.layouts.mesh import Layout
@@ -36,7 +36,7 @@ def loaded() -> tuple[Any, ...]:
     return (*(kind(attempt=attempt) for kind in begun), load_state.RankReady(0, 0, attempt=attempt))
 
 
-def test_the_progress_of_a_ready_load_has_the_reports_figures() -> None:
+def test_the_progress_of_a_ready_load_has_the_reports_stats() -> None:
     record = record_in(*loaded()[:-1])
     assert record.progress().store_bytes == 25
     record = record_in(*loaded())
@@ -48,11 +48,11 @@ def test_the_progress_of_a_ready_load_has_the_reports_figures() -> None:
 def test_a_rank_that_is_ready_has_placed_all_that_it_reads() -> None:
     """More than it holds, when tensors are quantized: progress never falls, and ends at the total."""
     record = record_in(*loaded())
-    record.seats = {0: Seat(0, "n", "h", None, placed_bytes=399)}
+    record.placements = {0: Placement(0, "n", "h", None, placed_bytes=399)}
     facts = RankFacts(size_bytes=110, device_bytes=112, read_bytes=400)
     record.plan, record.total_bytes = PackedPlan("r", "blake3", 400, (facts,), b""), 400
     assert record.progress().placed_bytes == 399
-    record.seats[0].report = RankReport(0, "n", "h", 1, "cpu", 0, 110, 112, StageTimes(), 1, 0.5, 1.0)
+    record.placements[0].report = RankReport(0, "n", "h", 1, "cpu", 0, 110, 112, StageTimes(), 1, 0.5, 1.0)
     assert record.progress().placed_bytes == 400
     record.plan = None  # the coordinator was restarted
     assert record.progress().placed_bytes == 110

@@ -9,7 +9,7 @@ from hypothesis import given
 from hypothesis import strategies as st
 
 from cluster.errors import NodeLost, NotEnoughResources
-from cluster.scheduling.topology import NodeInfo, lost_ranks, no_place, seat_again
+from cluster.scheduling.topology import NodeInfo, lost_ranks, no_place, place_again
 
 
 def cpu_nodes(*free: int) -> list[NodeInfo]:
@@ -25,13 +25,13 @@ def test_every_lost_rank_gets_a_place_that_is_free(free, group_size, groups, dat
     assert lost == tuple(rank for rank in ranks if rank_nodes[rank].startswith("gone"))
     if len(lost) > sum(free):
         with pytest.raises(NotEnoughResources):
-            seat_again(nodes, rank_nodes, lost, group_size, "cpu", 4)
+            place_again(nodes, rank_nodes, lost, group_size, "cpu", 4)
         return
-    seats = seat_again(nodes, rank_nodes, lost, group_size, "cpu", 4)
-    assert sorted(seats) == list(lost)
-    taken = [node.node_id for node in seats.values()]
+    placements = place_again(nodes, rank_nodes, lost, group_size, "cpu", 4)
+    assert sorted(placements) == list(lost)
+    taken = [node.node_id for node in placements.values()]
     assert all(taken.count(node.node_id) <= node.cpu_ranks_free for node in nodes)
-    assert seats == seat_again(nodes, rank_nodes, lost, group_size, "cpu", 4)
+    assert placements == place_again(nodes, rank_nodes, lost, group_size, "cpu", 4)
 
 
 @pytest.mark.parametrize(
@@ -49,14 +49,14 @@ def test_every_lost_rank_gets_a_place_that_is_free(free, group_size, groups, dat
 )
 def test_where_they_go(free, rank_nodes, expected):
     lost = lost_ranks(rank_nodes, {"n0", "n1"})
-    seats = seat_again(cpu_nodes(*free), rank_nodes, lost, 2, "cpu", 8)
-    assert {rank: node.node_id for rank, node in seats.items()} == expected
+    placements = place_again(cpu_nodes(*free), rank_nodes, lost, 2, "cpu", 8)
+    assert {rank: node.node_id for rank, node in placements.items()} == expected
 
 
 def test_a_node_that_died_too_gets_none():
     dead = NodeInfo("n0", "host0", cpu_ranks_free=8, alive=False)
     with pytest.raises(NotEnoughResources, match="1 ranks need a place, 0 are free"):
-        seat_again([dead], {0: "gone"}, [0], 1, "cpu", 8)
+        place_again([dead], {0: "gone"}, [0], 1, "cpu", 8)
 
 
 def test_the_error_names_node_and_ranks():

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from ray.exceptions import RayError
 
-from actors.coordination.reseating import Reseating
+from actors.coordination.relocation import Relocation
 from cluster.errors import ClusterLost, NodeLost
 from storage.errors import ArenaTooLarge, LongshoreError
 
@@ -44,6 +44,6 @@ class TaskError(RayError):
 def test_who_has_answered_is_not_asked_whether_it_lives(error: BaseException, needed: bool, asked: int) -> None:
     agents = Agents()
     nothing = cast("Any", None)
-    reseating = Reseating(*[nothing] * 5, cast("Any", agents), *[nothing] * 2)
-    assert asyncio.run(reseating.is_needed(error)) == needed
+    relocation = Relocation(*[nothing] * 5, cast("Any", agents), *[nothing] * 2)
+    assert asyncio.run(relocation.is_needed(error)) == needed
     assert agents.asked == asked

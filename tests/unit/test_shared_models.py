@@ -172,4 +172,4 @@ def replace_a_worker(cluster: ClusterSimulation) -> None:
     cluster.kill_worker(cluster.workers()[0])
     cluster.run(5.0)
     cluster.settle()
-    assert LoadState.FAILED not in [record.life.state for record in cluster.records() if record.seats]
+    assert LoadState.FAILED not in [record.life.state for record in cluster.records() if record.placements]

@@ -16,7 +16,7 @@ from cluster.scheduling.load_state import LoadState, RankLife
 from cluster.telemetry import metrics
 from cluster.telemetry.counters import Books, Coordinator, Durations, LoadView, Tally, samples
 from cluster.telemetry.metrics import BUCKETS_S, FAMILIES, MOST_MODELS, MOST_PAIRS, BoundedLabels, Kind, model_label
-from cluster.telemetry.stats import SOURCES, ArenaUse, EndedPart, LoadCounters, NodeFigures, NodeMemory, StageTimes
+from cluster.telemetry.stats import SOURCES, ArenaUse, EndedPart, LoadCounters, NodeMemory, NodeStats, StageTimes
 from storage.arena.chunk_cache import CacheStats
 from storage.disk.tier import DiskStats
 from storage.host.memory import GpuMemory
@@ -54,7 +54,7 @@ class Agent:
             number=self.number,
             answered=self.answered,
             ended=tuple(EndedPart(*part, model_of(part), said(of)) for part, of in self.untold.items()),
-            figures=NodeFigures(replace(CACHE, evicted=self.evicted)),
+            stats=NodeStats(replace(CACHE, evicted=self.evicted)),
         )
 
 
@@ -225,7 +225,7 @@ TestTally = TallyMachine.TestCase
     ),
     st.randoms(use_true_random=False),
 )
-def test_totals_are_the_sums_of_the_final_figures(happens: list[tuple[int, str, int, str]], chance: Random) -> None:
+def test_totals_are_the_sums_of_the_final_stats(happens: list[tuple[int, str, int, str]], chance: Random) -> None:
     """Whatever was lost or came twice on the way, loads that ended in between included."""
     tally, whole = Tally(), Counter[tuple[str, str, str]]()
     agents = [Agent("n0", "a"), Agent("n1", "a"), Agent("n2", "b")]
@@ -321,9 +321,9 @@ def test_gauges_are_of_the_last_heartbeats() -> None:
         RankBeat("gone", 1, 1, 0, 12, 50, 9.0),
     )
     memory = NodeMemory(10, 20, 30, 40, 50, (GpuMemory(8, 3), GpuMemory(8)))
-    figures = NodeFigures(CACHE, DiskStats(100, 60, 3, 5, 2, 1), memory)
+    stats = NodeStats(CACHE, DiskStats(100, 60, 3, 5, 2, 1), memory)
     load = LoadBeat("x", 1, 0, None, False, "llama", LoadCounters())
-    tally.heard(AgentBeat("n", "a", "i", (load,), ranks, ARENA, number=1, figures=figures), 110.0)
+    tally.heard(AgentBeat("n", "a", "i", (load,), ranks, ARENA, number=1, stats=stats), 110.0)
     found = now(tally, 112.0)
     expected = {
         ("longshore_loads", "llama", "loading"): 1,
@@ -405,7 +405,7 @@ def test_hits_and_misses_by_tier() -> None:
     tally = Tally()
     counts = Counter({"arena chunks": 5, "disk chunks": 3, "store_via_arena chunks": 2, "store_direct chunks": 1})
     beat = Agent("n", "a", parts={("load-1", 1): counts}).beat()
-    tally.heard(replace(beat, figures=NodeFigures(CACHE, DiskStats(9, 9, 1, 0, 0, 0))), 0.0)
+    tally.heard(replace(beat, stats=NodeStats(CACHE, DiskStats(9, 9, 1, 0, 0, 0))), 0.0)
     found = now(tally, 0.0)
     for tier, hits, misses in (("arena", 5, 6), ("disk", 3, 3)):
         assert found["longshore_cache_hits_total", "a", tier] == hits

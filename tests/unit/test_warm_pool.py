@@ -12,114 +12,130 @@ from hypothesis import strategies as st
 from cluster.errors import NotEnoughResources
 from cluster.layouts.mesh import Layout
 from cluster.scheduling.topology import NodeInfo, assign_ranks
-from cluster.scheduling.warm_pool import IdleGang, choose, in_the_way, packing, with_kept_memory
+from cluster.scheduling.warm_pool import IdleWorkerGroup, choose, in_the_way, packing, with_kept_memory
 
 SEATS = 8
 
 
 def cpu_nodes(*free: int) -> list[NodeInfo]:
-    return [NodeInfo(f"n{index}", f"h{index}", cpu_ranks_free=seats) for index, seats in enumerate(free)]
+    return [NodeInfo(f"n{index}", f"h{index}", cpu_ranks_free=placements) for index, placements in enumerate(free)]
 
 
-def gang(name: str, *node_ids: str, device: str = "cpu", since_s: float = 0.0, kept: int = 0) -> IdleGang:
-    return IdleGang(name, device, node_ids, dict.fromkeys(node_ids, kept), since_s)
+def worker_group(
+    name: str, *node_ids: str, device: str = "cpu", since_s: float = 0.0, kept: int = 0
+) -> IdleWorkerGroup:
+    return IdleWorkerGroup(name, device, node_ids, dict.fromkeys(node_ids, kept), since_s)
 
 
-def test_a_gang_of_the_same_shape_is_taken_the_warmest_first() -> None:
-    gangs = [gang("old", "n0", "n0", since_s=1), gang("new", "n1", "n1", since_s=2), gang("odd", "n0", since_s=3)]
-    choice = choose(gangs, cpu_nodes(5, 6), Layout(tensor_parallel_size=2), "cpu", SEATS)
+def test_a_worker_group_of_the_same_shape_is_taken_the_warmest_first() -> None:
+    worker_groups = [
+        worker_group("old", "n0", "n0", since_s=1),
+        worker_group("new", "n1", "n1", since_s=2),
+        worker_group("odd", "n0", since_s=3),
+    ]
+    choice = choose(worker_groups, cpu_nodes(5, 6), Layout(tensor_parallel_size=2), "cpu", SEATS)
     assert (choice.take, choice.end) == ("new", ())
 
 
 @pytest.mark.parametrize(
     "other",
     [
-        gang("g", "n0"),  # fewer ranks
-        gang("g", "n0", "n0", "n0"),  # more
-        gang("g", "n0", "n1"),  # spread otherwise
-        gang("g", "n0", "n0", device="cuda"),
-        gang("g", "gone", "gone"),  # its node is not there any more
+        worker_group("g", "n0"),  # fewer ranks
+        worker_group("g", "n0", "n0", "n0"),  # more
+        worker_group("g", "n0", "n1"),  # spread otherwise
+        worker_group("g", "n0", "n0", device="cuda"),
+        worker_group("g", "gone", "gone"),  # its node is not there any more
     ],
 )
-def test_any_other_is_left_alone_while_there_is_room(other: IdleGang) -> None:
+def test_any_other_is_left_alone_while_there_is_room(other: IdleWorkerGroup) -> None:
     choice = choose([other], cpu_nodes(5, 6), Layout(tensor_parallel_size=2), "cpu", SEATS)
     assert (choice.take, choice.end) == (None, ())
 
 
-def test_gangs_give_way_the_longest_idle_first_and_no_more_than_needed() -> None:
-    gangs = [gang("b", "n0", "n0", "n0", since_s=2), gang("a", "n0", "n0", "n0", since_s=1), gang("c", "n0", since_s=3)]
-    choice = choose(gangs, cpu_nodes(1), Layout(tensor_parallel_size=4), "cpu", SEATS)
+def test_worker_groups_give_way_the_longest_idle_first_and_no_more_than_needed() -> None:
+    worker_groups = [
+        worker_group("b", "n0", "n0", "n0", since_s=2),
+        worker_group("a", "n0", "n0", "n0", since_s=1),
+        worker_group("c", "n0", since_s=3),
+    ]
+    choice = choose(worker_groups, cpu_nodes(1), Layout(tensor_parallel_size=4), "cpu", SEATS)
     assert (choice.take, choice.end) == (None, ("a",))
     assert [node.cpu_ranks_free for node in choice.nodes] == [4]
-    choice = choose(gangs, cpu_nodes(1), Layout(tensor_parallel_size=7), "cpu", SEATS)
+    choice = choose(worker_groups, cpu_nodes(1), Layout(tensor_parallel_size=7), "cpu", SEATS)
     assert choice.end == ("a", "b")
 
 
-def test_gpus_of_gangs_count_as_free_once_they_have_ended() -> None:
+def test_gpus_of_worker_groups_count_as_free_once_they_have_ended() -> None:
     nodes = [NodeInfo("n0", "h0", gpus_free=0, gpus_total=2), NodeInfo("n1", "h1", gpus_free=1, gpus_total=2)]
-    gangs = [gang("g", "n0", "n0", device="cuda")]
-    assert choose(gangs, nodes, Layout(tensor_parallel_size=2), "cuda", SEATS).take == "g"
-    choice = choose(gangs, nodes, Layout(fsdp_size=3), "cuda", SEATS)
+    worker_groups = [worker_group("g", "n0", "n0", device="cuda")]
+    assert choose(worker_groups, nodes, Layout(tensor_parallel_size=2), "cuda", SEATS).take == "g"
+    choice = choose(worker_groups, nodes, Layout(fsdp_size=3), "cuda", SEATS)
     assert (choice.take, choice.end) == (None, ("g",))
     assert [node.gpus_free for node in choice.nodes] == [2, 1]
 
 
-def test_too_little_even_without_gangs_ends_none() -> None:
+def test_too_little_even_without_worker_groups_ends_none() -> None:
     with pytest.raises(NotEnoughResources):
-        choose([gang("g", "n0", "n0")], cpu_nodes(1), Layout(tensor_parallel_size=4), "cpu", SEATS)
+        choose([worker_group("g", "n0", "n0")], cpu_nodes(1), Layout(tensor_parallel_size=4), "cpu", SEATS)
 
 
 @st.composite
-def scenes(draw: st.DrawFn) -> tuple[list[IdleGang], list[NodeInfo], Layout]:
-    """Up to three nodes of 8 places each, some taken by models, some by gangs."""
+def scenes(draw: st.DrawFn) -> tuple[list[IdleWorkerGroup], list[NodeInfo], Layout]:
+    """Up to three nodes of 8 places each, some taken by models, some by worker groups."""
     free = {f"n{index}": draw(st.integers(0, SEATS)) for index in range(draw(st.integers(1, 3)))}
-    gangs = []
+    worker_groups = []
     for number in range(draw(st.integers(0, 4))):
-        seats = draw(st.lists(st.sampled_from(sorted(free)), min_size=1, max_size=6))
-        if all(free[node] >= count for node, count in Counter(seats).items()):
-            free = {node: places - seats.count(node) for node, places in free.items()}
-            gangs.append(gang(f"g{number}", *seats, since_s=draw(st.integers(0, 9))))
+        placements = draw(st.lists(st.sampled_from(sorted(free)), min_size=1, max_size=6))
+        if all(free[node] >= count for node, count in Counter(placements).items()):
+            free = {node: places - placements.count(node) for node, places in free.items()}
+            worker_groups.append(worker_group(f"g{number}", *placements, since_s=draw(st.integers(0, 9))))
     nodes = [NodeInfo(node, node, cpu_ranks_free=places) for node, places in free.items()]
-    return gangs, nodes, draw(st.builds(Layout, st.integers(1, 4), st.integers(1, 3)))
+    return worker_groups, nodes, draw(st.builds(Layout, st.integers(1, 4), st.integers(1, 3)))
 
 
 @given(scenes())
-def test_a_load_never_fares_worse_for_gangs(scene: tuple[list[IdleGang], list[NodeInfo], Layout]) -> None:
+def test_a_load_never_fares_worse_for_worker_groups(
+    scene: tuple[list[IdleWorkerGroup], list[NodeInfo], Layout],
+) -> None:
     """It gets the spread that it would get without any, or is refused as it would be; what is ended is no more."""
-    gangs, nodes, layout = scene
-    held = Counter(node for one in gangs for node in one.node_ids)
+    worker_groups, nodes, layout = scene
+    held = Counter(node for one in worker_groups for node in one.node_ids)
     without = [replace(node, cpu_ranks_free=node.cpu_ranks_free + held[node.node_id]) for node in nodes]
     try:
         best = packing(assign_ranks(without, layout, "cpu", SEATS))
     except NotEnoughResources:
         with pytest.raises(NotEnoughResources):
-            choose(gangs, nodes, layout, "cpu", SEATS)
+            choose(worker_groups, nodes, layout, "cpu", SEATS)
         return
-    choice = choose(gangs, nodes, layout, "cpu", SEATS)
-    by_id = {one.gang_id: one for one in gangs}
+    choice = choose(worker_groups, nodes, layout, "cpu", SEATS)
+    by_id = {one.worker_group_id: one for one in worker_groups}
     if choice.take is not None:
         assert packing(by_id[choice.take].node_ids) == best
         assert not choice.end
         return
-    assert all(packing(one.node_ids) != best for one in gangs)
+    assert all(packing(one.node_ids) != best for one in worker_groups)
     assert packing(assign_ranks(choice.nodes, layout, "cpu", SEATS)) == best
-    ended = Counter(node for gang_id in choice.end for node in by_id[gang_id].node_ids)
+    ended = Counter(node for worker_group_id in choice.end for node in by_id[worker_group_id].node_ids)
     assert all(
         now.cpu_ranks_free - was.cpu_ranks_free == ended[was.node_id]
         for was, now in zip(nodes, choice.nodes, strict=True)
     )
-    left = [one.idle_since_s for one in gangs if one.gang_id not in choice.end]
-    assert all(by_id[gang_id].idle_since_s <= min(left, default=99) for gang_id in choice.end)
+    left = [one.idle_since_s for one in worker_groups if one.worker_group_id not in choice.end]
+    assert all(by_id[worker_group_id].idle_since_s <= min(left, default=99) for worker_group_id in choice.end)
 
 
 def test_kept_memory_counts_for_who_takes_it_over_and_for_nobody_else() -> None:
     nodes = [NodeInfo("n0", "h0", memory_free_bytes=10), NodeInfo("n1", "h1", memory_free_bytes=20)]
     assert with_kept_memory(nodes, None) == nodes
-    found = with_kept_memory(nodes, gang("g", "n1", "n1", kept=5))
+    found = with_kept_memory(nodes, worker_group("g", "n1", "n1", kept=5))
     assert [node.kept_bytes for node in found] == [0, 5]
 
 
-def test_only_gangs_on_the_nodes_of_the_load_are_in_its_way() -> None:
-    gangs = [gang("a", "n0", since_s=2), gang("b", "n1", since_s=0), gang("c", "n1", "n0", since_s=1)]
-    assert in_the_way(gangs, ["n0"]) == ["c", "a"]
-    assert in_the_way(gangs, ["n7"]) == []
+def test_only_worker_groups_on_the_nodes_of_the_load_are_in_its_way() -> None:
+    worker_groups = [
+        worker_group("a", "n0", since_s=2),
+        worker_group("b", "n1", since_s=0),
+        worker_group("c", "n1", "n0", since_s=1),
+    ]
+    assert in_the_way(worker_groups, ["n0"]) == ["c", "a"]
+    assert in_the_way(worker_groups, ["n7"]) == []

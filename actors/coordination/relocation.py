@@ -21,22 +21,22 @@ from ray.exceptions import RayError
 from actors.coordination import nodes, spawn
 from actors.coordination.attaching import PlanSource
 from actors.coordination.fit import fit_on
-from actors.coordination.gangs import Gangs
 from actors.coordination.jobs import save
-from actors.coordination.model_record import ModelRecord, Seat
+from actors.coordination.model_record import ModelRecord, Placement
 from actors.coordination.nodes import NodeAgents
 from actors.coordination.tending import alongside, finished
+from actors.coordination.worker_groups import WorkerGroups
 from cluster.config import Config
 from cluster.errors import ClusterLost, DoesNotFit, NodeLost, NotEnoughResources
 from cluster.planning.packed_plan import PackedPlan
 from cluster.scheduling import load_state
-from cluster.scheduling.topology import lost_ranks, no_place, seat_again
+from cluster.scheduling.topology import lost_ranks, no_place, place_again
 from storage.errors import LongshoreError
 
 TRY_AGAIN_S = 0.5
 
 
-class Reseating:
+class Relocation:
     """Acts for one model, whose `begin_on(node id)` tells an agent its share."""
 
     def __init__(
@@ -45,7 +45,7 @@ class Reseating:
         config: Config,
         models: Mapping[str, ModelRecord],
         admission: asyncio.Lock,
-        gangs: Gangs,
+        worker_groups: WorkerGroups,
         agents: NodeAgents,
         source: PlanSource,
         begin_on: Callable[[str], Awaitable[None]],
@@ -54,7 +54,7 @@ class Reseating:
         self._config = config
         self._models = models
         self._admission = admission
-        self._gangs = gangs
+        self._worker_groups = worker_groups
         self._agents = agents
         self._source = source
         self._begin_on = begin_on
@@ -78,10 +78,10 @@ class Reseating:
         """Move every rank whose node is dead; these ranks. Raises NodeLost when there is no place for them in time."""
         moved: set[int] = set()
         while lost := await self._lost():
-            await self._seat(lost)
+            await self._placement(lost)
             moved |= lost.keys()
             await save(self._record)  # before anybody acts on it
-            begun = {self._record.seats[rank].node_id for rank in lost}
+            begun = {self._record.placements[rank].node_id for rank in lost}
             try:
                 await alongside(*(self._begin(node_id) for node_id in sorted(begun)))
             except NodeLost:
@@ -95,11 +95,11 @@ class Reseating:
 
     async def _lost(self) -> dict[int, str]:
         """rank -> host, of the ranks whose node is dead."""
-        seats = self._record.seats
+        placements = self._record.placements
         living = await asyncio.to_thread(nodes.living_nodes)
-        return {rank: seats[rank].host for rank in lost_ranks(_node_ids(seats), living)}
+        return {rank: placements[rank].host for rank in lost_ranks(_node_ids(placements), living)}
 
-    async def _seat(self, lost: dict[int, str]) -> None:
+    async def _placement(self, lost: dict[int, str]) -> None:
         record, began_s = self._record, time.monotonic()
         plan = await self._source.plan()
         group = record.group or record.request.placement_group
@@ -126,49 +126,49 @@ class Reseating:
         record = self._record
         group = record.group or record.request.placement_group
         if group is not None:
-            bundles = {rank: bundle[1] for rank in lost if (bundle := record.seats[rank].bundle) is not None}
+            bundles = {rank: bundle[1] for rank in lost if (bundle := record.placements[rank].bundle) is not None}
             return await asyncio.to_thread(nodes.places_again, group, bundles)
         while True:
             taken = [
-                seat.node_id
+                placement.node_id
                 for model in self._models.values()
                 if model.request.device == "cpu" and not model.life.is_over
-                for seat in model.seats.values()
+                for placement in model.placements.values()
             ]
-            taken += [node_id for gang in self._gangs.idle() for node_id in gang.node_ids]
+            taken += [node_id for worker_group in self._worker_groups.idle() for node_id in worker_group.node_ids]
             infos = await asyncio.to_thread(nodes.cluster_nodes, taken, self._config.cpu_ranks_per_node)
             try:
-                seats = seat_again(
+                placements = place_again(
                     infos,
-                    _node_ids(record.seats),
+                    _node_ids(record.placements),
                     list(lost),
                     record.request.layout.tensor_parallel_size,
                     record.request.device,
                     self._config.cpu_ranks_per_node,
                 )
-                return {rank: (node.node_id, node.host, None) for rank, node in seats.items()}
+                return {rank: (node.node_id, node.host, None) for rank, node in placements.items()}
             except NotEnoughResources:
-                if not await finished(self._gangs.end_all()):  # they never stand in a load's way
+                if not await finished(self._worker_groups.end_all()):  # they never stand in a load's way
                     raise
 
     async def _take(self, places: dict[int, nodes.Place], plan: PackedPlan) -> None:
         """The ranks sit there from now on. Raises DoesNotFit, and what agents raise."""
         record = self._record
         attempt = record.life.attempt + 1
-        seats = {
-            rank: Seat(rank, node_id, host, bundle, attempt, incarnation=record.seats[rank].incarnation + 1)
+        placements = {
+            rank: Placement(rank, node_id, host, bundle, attempt, incarnation=record.placements[rank].incarnation + 1)
             for rank, (node_id, host, bundle) in places.items()
         }
-        misfit = await fit_on(record, seats, plan, self._agents, self._config, self._models.values())
+        misfit = await fit_on(record, placements, plan, self._agents, self._config, self._models.values())
         if misfit is not None:
             raise misfit
-        gone: list[Any] = [record.seats[rank].worker for rank in seats]
-        record.seats.update(seats)
-        again = [load_state.RankReplaced(rank, record.seats[rank].incarnation, attempt=attempt) for rank in places]
+        gone: list[Any] = [record.placements[rank].worker for rank in placements]
+        record.placements.update(placements)
+        again = [load_state.RankReplaced(rank, record.placements[rank].incarnation, attempt=attempt) for rank in places]
         await record.advance(load_state.Replanned(tuple(sorted(places)), attempt=attempt), *again)
         for worker in filter(None, gone):
             await asyncio.to_thread(spawn.end_actor, worker)
 
 
-def _node_ids(seats: Mapping[int, Seat]) -> dict[int, str]:
-    return {rank: seat.node_id for rank, seat in seats.items()}
+def _node_ids(placements: Mapping[int, Placement]) -> dict[int, str]:
+    return {rank: placement.node_id for rank, placement in placements.items()}
