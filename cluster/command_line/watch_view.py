@@ -2,7 +2,7 @@
 
 Looks at a running cluster, one after the other: what is there now, what happened since, and how fast bytes go.
 
-residents.status, residents.events --Looks.look--> Look --> a view: watch_view (terminal), watch_lines (log, JSON)
+client.status, client.events --Looks.look--> Look --> a view: watch_view (terminal), watch_lines (log, JSON)
                        looks_in_thread: a look per interval, and how long none has come meanwhile
 """
 

@@ -38,7 +38,7 @@ LISTING = """<?xml version="1.0"?><ListBucketResult xmlns="http://s3.amazonaws.c
 # A cluster of its own. Tells what became of one load after the other, a line each.
 CLIENT = """
 import json, sys, threading, cluster, ray
-from cluster import residents
+from cluster import client
 from cluster.joining.connection import disconnect
 from storage.store_ref import Credentials
 from tests.support.reference_slices import shard_differs
@@ -63,7 +63,7 @@ def tell(uri, **changed):
     print(json.dumps(said), flush=True)
 
 tell("s3://models/llama", arena_bytes=1 << 30)
-residents.shutdown(address)
+client.shutdown(address)
 disconnect()
 tell("s3://models/llama")
 held = threading.Thread(target=lambda: load(half), daemon=True)

@@ -187,13 +187,13 @@ def test_a_head_that_does_not_answer_is_a_typed_error(listens: bool, tmp_path: P
 
 KEEPS = """
 import sys, cluster
-from cluster import residents
+from cluster import client
 from cluster.joining.connection import disconnect
 from cluster.joining.ray_private import logs_folder
 model = cluster.load(sys.argv[1], device="cpu", address="local")
 print(logs_folder(), flush=True)
 if sys.stdin.readline().strip() == "shut down":
-    residents.shutdown()
+    client.shutdown()
 disconnect()
 print("ended", flush=True)
 sys.stdin.readline()

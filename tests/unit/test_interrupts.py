@@ -125,9 +125,9 @@ def test_sigterm_kept_puts_back_what_ray_replaces() -> None:
 def test_a_second_ctrl_c_prints_no_traceback() -> None:
     """As while a process that was interrupted still leaves the cluster, in what runs at exit."""
     code = (
-        "import atexit, os, signal, sys, time; from cluster import residents; from longshore.main import main\n"
+        "import atexit, os, signal, sys, time; from cluster import client; from longshore.main import main\n"
         "def status(address): os.kill(os.getpid(), signal.SIGINT); time.sleep(30)\n"
-        "residents.status = status\n"
+        "client.status = status\n"
         "atexit.register(lambda: (os.kill(os.getpid(), signal.SIGINT), time.sleep(30)))\n"
         "sys.exit(main(['status']))\n"
     )

@@ -37,7 +37,7 @@ AT_MODULE_LEVEL = {
         "actors/coordination/attaching",
         "actors/coordination/jobs",
         "actors/coordination/spawn",
-        "serving/app",
+        "serving/deployment",
     },
     "torch": {  # imported by those below, when there are tensors
         "actors/devices/convert",

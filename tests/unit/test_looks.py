@@ -483,10 +483,10 @@ def test_following_goes_on_over_a_restarted_coordinator_and_ends_when_the_load_i
 
 IN_A_TERMINAL = """
 import sys
-from cluster import residents
+from cluster import client
 from cluster.command_line.cli import main
 from cluster.telemetry.report import ClusterStatus
-residents.status = lambda address: ClusterStatus("0.1.0", "c1", (), ())
+client.status = lambda address: ClusterStatus("0.1.0", "c1", (), ())
 sys.exit(main(["status", "--watch", "0.1"]))
 """
 
