@@ -22,8 +22,16 @@ from cluster.layouts.mesh import Layout, RankCoords
 from cluster.layouts.region import Box, Region, element_bits
 from cluster.layouts.rules import Rules
 from cluster.layouts.tensor_cut import TensorCut, region_of
-from cluster.precision.recipes import Output, Precision, Recipe, cut_problem, decide_recipes, outputs_of, read_region
-from cluster.precision.recorded_amax import RecordedAmax
+from cluster.precision.recipes import (
+    Output,
+    Precision,
+    Recipe,
+    RecordedAmax,
+    cut_problem,
+    decide_recipes,
+    outputs_of,
+    read_region,
+)
 from cluster.units import show_some
 from storage.checkpoints.model_index import ModelIndex
 

@@ -45,8 +45,7 @@ from cluster.planning.cut_model import AS_STORED, CutModel, TensorKind, cut_mode
 from cluster.planning.plan import LoadPlan
 from cluster.planning.rank_plans import RankPlans, node_chunks, rank_facts
 from cluster.planning.read_items import ALIGNMENT_BYTES, SourcePatterns, pair_with_chunks
-from cluster.precision.recipes import SCHEMES, Precision, read_region
-from cluster.precision.recorded_amax import SCALES, Amax, are_finite, carried_bytes, gather
+from cluster.precision.recipes import SCALES, SCHEMES, Amax, Precision, are_finite, carried_bytes, gather, read_region
 from cluster.request import LoadRequest
 from cluster.units import show_bytes
 from storage.checkpoints.amax import AMAX_KEY, MIN_COLUMNS, read_amax

@@ -20,8 +20,7 @@ from cluster.fit.device_map import DeviceKey, DeviceMap, device_name
 from cluster.layouts.mesh import RankCoords
 from cluster.layouts.region import Region
 from cluster.planning.cut_model import CutModel
-from cluster.precision.recipes import SCHEMES, Recipe
-from cluster.precision.recorded_amax import Amax, RecordedAmax
+from cluster.precision.recipes import SCHEMES, Amax, Recipe, RecordedAmax
 from storage.checkpoints.model_index import ChunkTable, Shard
 
 

@@ -17,9 +17,8 @@ from typing import Protocol
 import numpy as np
 from numpy.typing import NDArray
 
-from storage.checkpoints.manifest import HeaderBytes
 from storage.checkpoints.model_index import DEFAULT_CHUNK_BYTES, OtherFile, fixed_bounds
-from storage.checkpoints.safetensors_header import Header, encode_header
+from storage.checkpoints.safetensors_header import Header, HeaderBytes, encode_header
 from storage.checksum import new_hasher
 from storage.errors import IntegrityError, InvalidAmax, InvalidHeader, ManifestMismatch, ObjectNotFound
 from storage.problems import quote

@@ -38,17 +38,14 @@ from storage.checkpoints.model_index import (
 )
 from storage.checkpoints.safetensors_header import (
     DTYPE_BITS,
-    LENGTH_BYTES,
     MAX_DIMENSIONS,
     MAX_ELEMENTS,
     Header,
     HeaderTensor,
-    header_bytes,
-    parse_header,
     tensor_bytes,
 )
 from storage.checksum import DIGEST_SIZES
-from storage.errors import InvalidHeader, InvalidManifest, NewerManifest, StoreError
+from storage.errors import InvalidManifest, NewerManifest, StoreError
 from storage.problems import Problems, json_values, quote
 from storage.stores.object_store import check_key
 
@@ -362,32 +359,6 @@ class BadTensor:
     name: str  # "": the header as a whole
     published: str  # dtype, shape and byte range, or NOTHING
     stored: str
-
-
-class HeaderBytes:
-    """The first bytes of a shard, kept while the whole of it goes by: its header and no more."""
-
-    def __init__(self, size_bytes: int) -> None:
-        """`size_bytes` of the whole shard."""
-        self._size_bytes = size_bytes
-        self._data = bytearray()
-        self.end = LENGTH_BYTES  # first byte after what is kept; the header's end once its length was seen
-
-    def add(self, view: memoryview) -> None:
-        """The next bytes of the shard, in order."""
-        while len(view) and len(self._data) < self.end:
-            part = view[: self.end - len(self._data)]
-            self._data += part
-            view = view[len(part) :]
-            if len(self._data) == self.end == LENGTH_BYTES:
-                try:
-                    self.end = header_bytes(bytes(self._data), self._size_bytes)
-                except InvalidHeader:
-                    return  # `parse` says it
-
-    def parse(self) -> Header:
-        """The checked header, when the whole shard went by. Raises InvalidHeader."""
-        return parse_header(bytes(self._data), self._size_bytes)
 
 
 def table_differences(

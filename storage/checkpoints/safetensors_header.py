@@ -292,3 +292,29 @@ def _encodable(text: str) -> bool:
     except UnicodeEncodeError:
         return False
     return True
+
+
+class HeaderBytes:
+    """The first bytes of a shard, kept while the whole of it is read: its header and no more."""
+
+    def __init__(self, size_bytes: int) -> None:
+        """`size_bytes` of the whole shard."""
+        self._size_bytes = size_bytes
+        self._data = bytearray()
+        self.end = LENGTH_BYTES  # first byte after what is kept; the header's end once its length was seen
+
+    def add(self, view: memoryview) -> None:
+        """The next bytes of the shard, in order."""
+        while len(view) and len(self._data) < self.end:
+            part = view[: self.end - len(self._data)]
+            self._data += part
+            view = view[len(part) :]
+            if len(self._data) == self.end == LENGTH_BYTES:
+                try:
+                    self.end = header_bytes(bytes(self._data), self._size_bytes)
+                except InvalidHeader:
+                    return  # `parse` reports it
+
+    def parse(self) -> Header:
+        """The checked header, when the whole shard went by. Raises InvalidHeader."""
+        return parse_header(bytes(self._data), self._size_bytes)

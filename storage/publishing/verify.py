@@ -16,7 +16,6 @@ from storage.checkpoints.checkpoint_files import Inventory, scan_checkpoint
 from storage.checkpoints.manifest import (
     MANIFEST_KEY,
     BadTensor,
-    HeaderBytes,
     Manifest,
     ManifestFile,
     ManifestShard,
@@ -24,6 +23,7 @@ from storage.checkpoints.manifest import (
     table_differences,
 )
 from storage.checkpoints.model_index import fixed_bounds
+from storage.checkpoints.safetensors_header import HeaderBytes
 from storage.errors import InvalidHeader, NotACheckpoint
 from storage.publishing.one_object import AmaxScan, BadChunk, ObjectDigests, Recorded, digest_object
 from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore, RangeReader, ranges_of, run_readers

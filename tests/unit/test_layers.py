@@ -28,7 +28,7 @@ AT_MODULE_LEVEL = {
         "actors/links",
         "actors/coordination/agent_watch",
         "actors/coordinator",
-        "actors/coordination/worker groups",
+        "actors/coordination/worker_groups",
         "actors/hosting",
         "actors/launch",
         "actors/coordination/load_run",

@@ -18,8 +18,7 @@ from cluster.planning import make_plan
 from cluster.planning.make_plan import build_load_plan, overfetch_bytes
 from cluster.planning.plan import LoadPlan
 from cluster.planning.rank_plans import rank_facts
-from cluster.precision.recipes import Precision
-from cluster.precision.recorded_amax import Amax
+from cluster.precision.recipes import Amax, Precision
 from storage.checkpoints.model_index import Tensor
 from storage.publishing.one_object import AmaxScan
 from tests.support.plan_oracle import check_plan

@@ -6,8 +6,8 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from storage.checkpoints.manifest import NOTHING, HeaderBytes, ManifestTensor, table_differences
-from storage.checkpoints.safetensors_header import Header, parse_header
+from storage.checkpoints.manifest import NOTHING, ManifestTensor, table_differences
+from storage.checkpoints.safetensors_header import Header, HeaderBytes, parse_header
 from storage.errors import InvalidHeader
 from tests.support.checkpoints import TensorSpec, safetensors_bytes, tensor_specs
 
