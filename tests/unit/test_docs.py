@@ -1,0 +1,152 @@
+"""The documents name what exists: settings, commands, options, Python names, files, links."""
+
+from __future__ import annotations
+
+import ast
+import inspect
+import os
+import re
+import shlex
+import textwrap
+import tomllib
+from collections.abc import Iterator
+from functools import cache
+from pathlib import Path
+
+import pytest
+
+import longshore
+from cluster.command_line.answers import EXIT_CODES
+from cluster.command_line.cli import build_parser
+from cluster.config import ENV_PREFIX, SERVICE_PREFIX, Config
+from cluster.model import LoadedModel
+
+ROOT = Path(__file__).resolve().parents[2]
+DOCS = ROOT / "docs"
+ROOMS = ("storage", "cluster", "actors", "serving")
+PAGES = {str(path.relative_to(ROOT)): path.read_text() for path in sorted(DOCS.glob("*.md"))}
+DOCUMENTS = {
+    **PAGES,
+    **{name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/README.md")},
+}
+# The last word of a row of shell that is not of ours.
+END_OF_COMMAND = re.compile(r"\s(?:[|&;#>]|2>).*")
+
+
+def blocks(text: str, *languages: str) -> Iterator[str]:
+    for language, block in re.findall(r"^ *```(\w*)\n(.*?)^ *```$", text, re.MULTILINE | re.DOTALL):
+        if language in languages:
+            yield block
+
+
+def anchors(text: str) -> set[str]:
+    """Of a page's headings, as GitHub makes them."""
+    headings = re.findall(r"^#{1,6} (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.M)
+    return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
+
+
+def test_the_settings_page_lists_every_setting_with_its_default() -> None:
+    rows = dict(re.findall(rf"^\| `{ENV_PREFIX}(\w+)` \| (\S+) \| \S.* \|$", PAGES["docs/settings.md"], re.MULTILINE))
+    assert rows == {name.upper(): str(field.default) for name, field in Config.model_fields.items()}
+
+
+def test_the_command_page_lists_every_verb_and_exit_code() -> None:
+    page = PAGES["docs/command_line.md"]
+    verbs = set(re.findall(r"^    ([a-z]+)(?: |$)", build_parser().format_help(), re.MULTILINE))
+    assert set(re.findall(r"^\| `longshore (\w+)[^|]*` \|", page, re.MULTILINE)) == verbs
+    codes = re.findall(r"^\| (\d+) \| (.*) \|$", page, re.MULTILINE)
+    assert codes == [(str(row.code), row.meaning) for row in EXIT_CODES]
+
+
+def test_every_page_is_in_the_index_and_says_whom_it_is_for() -> None:
+    linked = set(re.findall(r"\]\(([\w.]+\.md)\)", PAGES["docs/index.md"]))
+    assert linked == {Path(name).name for name in PAGES} - {"index.md"}
+    for name, text in PAGES.items():
+        assert re.match(r"# .+\n\n\*For [^*]+[.]\*\n", text), name
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_links_lead_somewhere(name: str) -> None:
+    text = re.sub(r"^```.*?^```$", "", DOCUMENTS[name], flags=re.MULTILINE | re.DOTALL)
+    for link in re.findall(r"\]\((?!https?:)([^)]+)\)", text):
+        path, _, anchor = link.partition("#")
+        target = ((ROOT / name).parent / path).resolve() if path else ROOT / name
+        assert target.exists(), link
+        assert not anchor or anchor in anchors(target.read_text()), link
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_make_targets_and_settings_exist(name: str) -> None:
+    targets = re.findall(r"^([a-z][a-z-]*):", (ROOT / "Makefile").read_text(), re.MULTILINE)
+    assert set(re.findall(r"(?:^|`)make (\w[\w-]*)", DOCUMENTS[name], re.MULTILINE)) <= set(targets)
+    named = set(re.findall(rf"`({ENV_PREFIX}[A-Z_]*[A-Z])`", DOCUMENTS[name]))
+    assert not Config.unknown_variables({setting: "" for setting in named if not setting.startswith(SERVICE_PREFIX)})
+
+
+def commands() -> list[str]:
+    """Every command line of ours in a shell block of a document."""
+    found = []
+    for text in DOCUMENTS.values():
+        for block in blocks(text, "sh", ""):
+            for line in block.replace("\\\n", " ").splitlines():
+                called = re.search(r"(?:^|\$ |-- |&& )(longshore [a-z].*)", line.strip())
+                if called:
+                    found.append(END_OF_COMMAND.sub("", called[1]).strip())
+    return sorted(set(found))
+
+
+@pytest.mark.parametrize("command", commands())
+def test_commands_are_taken(command: str) -> None:
+    build_parser().parse_args(shlex.split(command)[1:])  # ends the test with SystemExit
+
+
+@pytest.mark.parametrize("name", DOCUMENTS)
+def test_python_examples_use_what_exists(name: str) -> None:
+    examples = [ast.parse(textwrap.dedent(block)) for block in blocks(DOCUMENTS[name], "python")]
+    for call in (node for example in examples for node in ast.walk(example) if isinstance(node, ast.Call)):
+        match call.func:
+            case ast.Attribute(value=ast.Name(id="longshore" | "cluster"), attr=function):
+                takes = inspect.signature(getattr(longshore, function)).parameters
+            case ast.Attribute(value=ast.Name(id="model"), attr="iter_tensors" | "state_dict" | "release" as method):
+                takes = inspect.signature(getattr(LoadedModel, method)).parameters
+            case _:
+                continue
+        assert {word.arg for word in call.keywords} <= {*takes}, ast.unparse(call)
+
+
+# PyPI has no longshore, so anybody could take the name there.
+BY_NAME = re.compile(r"pip3? +install\b[^\n`]*?[ '\"]longshore(?![\w./-])")
+TEXTS = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".sh", ".html", ".js", ".json", ""}
+OTHERS = {"build", "dist", "node_modules", "__pycache__"}  # folders that are not ours
+
+
+def test_nothing_says_to_install_longshore_by_name() -> None:
+    wrong = ["pip install longshore", "pip install -U 'longshore[ray]'", 'pip install "longshore==1"']
+    fine = ["pip install '.[ray]'", "pip install ./longshore-0.1.0-py3-none-any.whl"]
+    assert [bool(BY_NAME.search(line)) for line in (*wrong, *fine)] == [True] * 3 + [False] * 2
+    texts: dict[Path, str] = {}
+    for folder, folders, names in os.walk(ROOT):
+        folders[:] = [name for name in folders if name not in OTHERS and not name.startswith(".")]
+        paths = [Path(folder) / name for name in names]
+        texts |= {path: path.read_text(errors="replace") for path in paths if path.suffix in TEXTS and path.is_file()}
+    del texts[Path(__file__).resolve()]
+    assert len(texts) > 300
+    assert not [f"{path}: {found[0]}" for path, text in texts.items() if (found := BY_NAME.search(text))]
+
+
+@cache
+def extras() -> dict[str, list[str]]:
+    found: dict[str, list[str]] = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"][
+        "optional-dependencies"
+    ]
+    return found
+
+
+def test_every_extra_that_a_hint_or_a_document_names_is_there() -> None:
+    code = "\n".join(path.read_text() for room in ROOMS for path in (ROOT / room).rglob("*.py"))
+    named = set(re.findall(r"install_hint\([\"'](\w+)[\"']\)", code))
+    assert {"cluster", "serving", "signing", "completion", "demo"} <= named
+    for text in DOCUMENTS.values():
+        for several in re.findall(r"'\.\[([\w,]+)\]'", text):
+            named |= set(several.split(","))
+    assert named | {"gs", "az", "hf"} <= extras().keys()
