@@ -3,6 +3,7 @@
 from __future__ import annotations
 
 import ast
+import importlib.util
 import inspect
 import os
 import re
@@ -73,6 +74,20 @@ def test_links_lead_somewhere(name: str) -> None:
         target = ((ROOT / name).parent / path).resolve() if path else ROOT / name
         assert target.exists(), link
         assert not anchor or anchor in anchors(target.read_text()), link
+
+
+@pytest.mark.parametrize("name", [name for name in DOCUMENTS if name != "CHANGELOG.md"])
+def test_files_and_modules_that_are_named_exist(name: str) -> None:
+    text = DOCUMENTS[name]
+    paths = re.findall(r"`((?:[\w.-]+/)+[\w.-]+\.(?:py|md|yaml|yml|json|toml|txt))`", text)
+    assert not [
+        path
+        for path in paths
+        if "/out/" not in path and not any((root / path).exists() for root in (ROOT, ROOT / "tests"))
+    ]
+    for module, attribute in re.findall(r"`((?:storage|cluster|actors|serving)(?:\.[a-z]\w*)*)\.(\w+)`", text):
+        found = importlib.import_module(module) if importlib.util.find_spec(module) else None
+        assert hasattr(found, attribute) or importlib.util.find_spec(f"{module}.{attribute}"), f"{module}.{attribute}"
 
 
 @pytest.mark.parametrize("name", DOCUMENTS)
