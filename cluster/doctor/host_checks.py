@@ -70,7 +70,7 @@ def check_settings(environ: Mapping[str, str]) -> Iterator[Check]:
     told = ", ".join(f"{name}={value}" for name, value in changed.items())
     yield Check("settings", "ok", told or "all at their defaults")
     if unknown := Config.unknown_variables(environ):
-        known = "README lists the settings; these change nothing"
+        known = "docs/settings.md lists the settings; these change nothing"
         yield Check("unknown settings", "warn", ", ".join(unknown), known)
 
 

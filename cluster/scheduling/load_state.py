@@ -65,7 +65,7 @@ class Started(Event):
 
 @dataclass(frozen=True, slots=True)
 class RankProgress(Event):
-    """A rank holds so many bytes of its slices."""
+    """A rank reports how many bytes of its slices it holds."""
 
     rank: int
     incarnation: int
@@ -90,7 +90,7 @@ class RankLost(Event):
 
 @dataclass(frozen=True, slots=True)
 class RankReplaced(Event):
-    """A rank has a new worker, which begins anew."""
+    """A rank has a new worker, which starts from nothing."""
 
     rank: int
     incarnation: int  # of the new worker
@@ -98,7 +98,7 @@ class RankReplaced(Event):
 
 @dataclass(frozen=True, slots=True)
 class Replanned(Event):
-    """Ranks of a lost node get other places: a new attempt, of that number. Others keep what they have"""
+    """Ranks of a lost node get other places, as a new attempt. Other ranks keep what they have."""
 
     ranks: tuple[int, ...] = ()  # whose places are lost
 
@@ -112,7 +112,7 @@ class Failed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Cancelled(Event):
-    """Nobody wants the load any more, before it was ready."""
+    """The last client has cancelled or gone, before the load was ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -155,14 +155,14 @@ class LoadState(enum.Enum):
 
 
 MEANINGS: Mapping[LoadState, str] = {
-    LoadState.PLANNING: "the model is read and the plan made",
-    LoadState.WAITING: "places for the ranks are missing",
+    LoadState.PLANNING: "the planner reads the model and makes the plan",
+    LoadState.WAITING: "the cluster has too few free places for the ranks",
     LoadState.STARTING: "agents and workers are being started",
     LoadState.LOADING: "ranks fetch, verify and place",
     LoadState.READY: "every rank holds exactly its slices",
-    LoadState.DEGRADED: "it was ready, a rank was lost and is being filled again",
+    LoadState.DEGRADED: "it was ready; a rank was lost and is being filled again",
     LoadState.FAILED: "it ended with an error",
-    LoadState.RELEASED: "it was given up; its memory is free",
+    LoadState.RELEASED: "it was released or cancelled; its memory is free",
 }
 
 
@@ -343,7 +343,9 @@ def render_doc() -> str:
     events = "\n".join(f"| {kind.__name__} | {(kind.__doc__ or '').rstrip('.')} |" for kind in EVENTS)
     return f"""# The states of a load
 
-Printed from the tables in `cluster/scheduling/load_state.py`; print it again with
+*For people who read events, or change what a load does next.*
+
+This page is printed from `cluster/scheduling/load_state.py`:
 `python -m cluster.scheduling.load_state > docs/load_states.md`.
 
 | state | meaning |
@@ -354,8 +356,8 @@ Printed from the tables in `cluster/scheduling/load_state.py`; print it again wi
 {state_diagram()}
 ```
 
-Arrows with a lower-case label follow from the ranks alone, whatever the last event was. Events that are not on an
-arrow out of a state change no state there. Late and repeated events change nothing; FAILED and RELEASED are final.
+Arrows with a lower-case label follow from the ranks alone, whatever the last event was. An event without an arrow out
+of a state does not change that state. Late and repeated events change nothing. FAILED and RELEASED are final.
 
 | event | what happened |
 |---|---|

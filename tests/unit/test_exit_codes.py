@@ -1,8 +1,6 @@
-"""Every error has its exit code, and the README's table says the same."""
+"""Every error has its exit code."""
 
 from __future__ import annotations
-
-from pathlib import Path
 
 import pytest
 
@@ -13,8 +11,6 @@ from cluster.joining.patience import Terminated
 from longshore.installation import PackageShadowed
 from longshore.main import EXIT_SHADOWED
 from storage.errors import LongshoreError
-
-README = Path(__file__).resolve().parents[2] / "README.md"
 
 
 @pytest.mark.parametrize(
@@ -61,9 +57,3 @@ def test_codes_are_distinct_and_kinds_named_once() -> None:
     assert len(set(codes)) == len(codes)
     assert len(set(kinds)) == len(kinds)
     assert LongshoreError in kinds
-
-
-def test_the_readme_has_the_table() -> None:
-    text = README.read_text()
-    for row in EXIT_CODES:
-        assert f"| {row.code} | {row.meaning} |" in text
