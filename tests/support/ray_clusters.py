@@ -21,6 +21,7 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from actors.links import COORDINATOR, NAMESPACE, agent_name
@@ -28,7 +29,7 @@ from cluster import client
 from cluster.config import ENV_PREFIX, Config
 from cluster.joining.connection import Connection, connect, disconnect
 from cluster.telemetry.report import ClusterStatus, ModelStatus
-from storage.arena.arena_files import SHM_DIRECTORY, arena_path, sweep
+from storage.arena.arena_files import ARENA_PREFIX, SHM_DIRECTORY, arena_path, sweep
 from storage.errors import LongshoreError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -270,6 +271,15 @@ class Longshore:
             cwd=REPOSITORY,
             env={**os.environ, **ENVIRONMENT, "RAY_ADDRESS": self.address},
         )
+
+
+def arenas_mapped_by(processes: Sequence[psutil.Process]) -> set[str]:
+    """Return the paths of the arenas that these processes use; other clusters of the machine have theirs."""
+    found = set()
+    for process in processes:
+        with contextlib.suppress(psutil.Error, OSError), open(f"/proc/{process.pid}/maps") as maps:
+            found |= {line.split()[-1] for line in maps if f"{SHM_DIRECTORY}/{ARENA_PREFIX}" in line}
+    return found
 
 
 def eventually(
