@@ -28,6 +28,7 @@ from actors.links import COORDINATOR, NAMESPACE, agent_name
 from cluster import client
 from cluster.config import ENV_PREFIX, Config
 from cluster.joining.connection import Connection, connect, disconnect
+from cluster.joining.patience import Patience
 from cluster.telemetry.report import ClusterStatus, ModelStatus
 from storage.arena.arena_files import ARENA_PREFIX, SHM_DIRECTORY, arena_path, sweep
 from storage.errors import LongshoreError
@@ -94,7 +95,7 @@ class Longshore:
         """
         from actors.launch import ensure_coordinator
 
-        ensure_coordinator(Config(**{**TEST_SETTINGS, **settings}))
+        ensure_coordinator(Config(**{**TEST_SETTINGS, **settings}), Patience(time.monotonic() + NODE_START_S))
 
     def end_longshore(self) -> None:
         """No coordinator, no agents, no arenas; the Ray cluster stays."""
