@@ -5,6 +5,7 @@
 #   PIP_ARGS=...        more arguments for every `pip install`
 #   DEMO_ARGS=...       arguments for `longshore demo`
 #   TEST_ARGS=...       arguments for pytest
+#   WORKERS=2           how many test processes run side by side, each a file at a time; 0: one after the other
 #   N=200 SEED=7        how many loads `make chaos` runs, and of which seed; none: made up, and printed
 #   FUZZ_ARGS=...       arguments for fuzz: --seconds 60, --only 'manifest*'
 #   BENCH_LINK_ARGS=... arguments for bench-link: --size 2GB, --mbit 1000 2000, --rounds 5
@@ -15,6 +16,7 @@ VENV ?= .venv
 PIP_ARGS ?=
 DEMO_ARGS ?=
 TEST_ARGS ?=
+WORKERS ?= 2
 FUZZ_ARGS ?=
 BENCH_ARGS ?=
 N ?= 200
@@ -33,7 +35,7 @@ PIP := $(BIN)/python -m pip --disable-pip-version-check
 CODE := storage cluster actors serving longshore bench
 
 .DEFAULT_GOAL := help
-.PHONY: help venv check lint test test-fast coverage fuzz demo chaos bench bench-link peers clean other-torch
+.PHONY: help venv check lint test test-fast test-slow coverage fuzz demo chaos bench bench-link peers clean other-torch
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -76,16 +78,21 @@ lint: $(STAMP)  ## format, lint and types
 check: lint test-fast  ## what has to pass before a commit: format, lint, types, fast tests
 
 # pytest shows where native code crashed until it is done; with this Python does so until it ends
-test test-fast coverage: export PYTHONFAULTHANDLER = 1
+test test-fast test-slow coverage: export PYTHONFAULTHANDLER = 1
 
-test-fast: $(STAMP)  ## tests that start no server and no Ray (about five minutes)
-	$(BIN)/python -m pytest -q -m "not slow and not gpu" $(TEST_ARGS)
+PYTEST = $(BIN)/python -m pytest -n $(WORKERS) --dist loadfile
 
-test: $(STAMP) $(WEIGHTS)  ## every test that needs no GPU (40 to 50 minutes on 2 cores)
-	$(BIN)/python -m pytest -m "not gpu" $(TEST_ARGS)
+test-fast: $(STAMP)  ## tests that start no server and no Ray
+	$(PYTEST) -q -m "not slow and not long and not gpu" $(TEST_ARGS)
 
-coverage: $(STAMP) $(WEIGHTS)  ## the same, with coverage of storage/ and cluster/, at least 90 %: twice the processor time
-	$(BIN)/python -m pytest -m "not gpu" --cov --cov-report=term $(TEST_ARGS)
+test: $(STAMP) $(WEIGHTS)  ## every behaviour, on real parts; without a GPU
+	$(PYTEST) -m "not long and not gpu" $(TEST_ARGS)
+
+test-slow: $(STAMP) $(WEIGHTS)  ## chaos, walks of the documents, autoscaling, lost heads, browsers, benchmarks
+	$(PYTEST) -m "long and not gpu" $(TEST_ARGS)
+
+coverage: $(STAMP) $(WEIGHTS)  ## both, with coverage of storage/ and cluster/, at least 90 %: twice the processor time
+	$(PYTEST) -m "not gpu" --cov --cov-report=term $(TEST_ARGS)
 
 fuzz: $(STAMP)  ## parsers of foreign bytes under atheris, FUZZ_ARGS='--seconds 60' each; skipped where it cannot be installed
 	@$(PIP) install $(PIP_ARGS) -q --only-binary :all: -r tests/fuzz/requirements.txt \

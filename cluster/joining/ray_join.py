@@ -73,7 +73,12 @@ def _writes_to(prefix: str, process: Path) -> bool:
 def end_cluster(logs_folder: str) -> None:
     """Kill what is left of the cluster, and remove the arenas that nobody uses then."""
     give_up_s = time.monotonic() + ENDED_S
-    while (left := members(logs_folder)) and time.monotonic() < give_up_s:
+    found: set[ProcessId] = set()  # one that is dying closes its log before it lets go of its arena
+    while time.monotonic() < give_up_s:
+        found.update(members(logs_folder))
+        left = [process for process in found if process.is_alive()]
+        if not left:
+            break
         for process in left:
             process.kill()
         time.sleep(0.1)

@@ -57,6 +57,7 @@ def runner() -> Iterator[CaseRunner]:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.parametrize("name", CASES)
 def test_a_load_under_faults_is_exact_or_rightly_refused_and_leaves_nothing(runner: CaseRunner, name: str) -> None:
     case = CASES[name]

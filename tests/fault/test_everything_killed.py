@@ -17,12 +17,19 @@ import psutil
 import pytest
 
 import cluster
-from storage.arena.arena_files import SHM_DIRECTORY, sweep
+from storage.arena.arena_files import sweep
 from storage.disk.files import HEADER_BYTES, SUBFOLDER
 from tests.support.counting_proxy import CountingProxy
 from tests.support.disk_chunks import chunks_in
 from tests.support.gated_proxy import GatedProxy
-from tests.support.ray_clusters import ENVIRONMENT, REPOSITORY, TEST_SETTINGS, Longshore, eventually
+from tests.support.ray_clusters import (
+    ENVIRONMENT,
+    REPOSITORY,
+    TEST_SETTINGS,
+    Longshore,
+    arenas_mapped_by,
+    eventually,
+)
 from tests.support.reference_slices import shard_differs
 from tests.support.stored_models import KV_HEADS, StoredModel
 
@@ -64,14 +71,6 @@ def everything_of(model: StoredModel, endpoint_url: str, settings: dict[str, Any
         client.wait(30)
     _, alive = psutil.wait_procs(everything, timeout=10)
     assert not alive
-
-
-def arenas_mapped_by(processes: list[psutil.Process]) -> set[str]:
-    found = set()
-    for process in processes:
-        with contextlib.suppress(psutil.Error, OSError), open(f"/proc/{process.pid}/maps") as maps:
-            found |= {line.split()[-1] for line in maps if f"{SHM_DIRECTORY}/longshore-arena-" in line}
-    return found
 
 
 def weights_bytes(proxy: CountingProxy) -> int:

@@ -141,6 +141,17 @@ STRIKES = [
     *[(kill_agents, state) for state in [LoadState.WAITING, *WITH_WORKERS]],  # WAITING: it has those of the other model
     *[(kill_worker, state) for state in WITH_WORKERS],
 ]
+# Each state once, and each kill while bytes stream; the other pairs are for `make test-slow`.
+SHORT = {
+    (kill_coordinator, LoadState.PLANNING),
+    (kill_coordinator, LoadState.WAITING),
+    (kill_coordinator, LoadState.LOADING),
+    (kill_coordinator, LoadState.READY),
+    (kill_agents, LoadState.STARTING),
+    (kill_agents, LoadState.LOADING),
+    (kill_worker, LoadState.LOADING),
+    (kill_worker, LoadState.DEGRADED),
+}
 
 
 @pytest.fixture
@@ -158,7 +169,11 @@ def test_every_state_that_can_be_left_is_tried() -> None:
     assert set(STATES) == {state for state in LoadState if not state.is_terminal}
 
 
-@pytest.mark.parametrize(("kill", "state"), STRIKES, ids=lambda part: getattr(part, "value", None) or part.__name__)
+@pytest.mark.parametrize(
+    ("kill", "state"),
+    [pytest.param(*pair, marks=() if pair in SHORT else pytest.mark.long) for pair in STRIKES],
+    ids=lambda part: getattr(part, "value", None) or part.__name__,
+)
 def test_a_kill_is_made_good(case: Case, kill: Callable[[Case], None], state: LoadState) -> None:
     longshore = case.longshore
     STATES[state](case)

@@ -17,7 +17,7 @@ from tests.support.head_cluster import WAIT_S, HeadCluster, Redis, said
 from tests.support.ray_clusters import TEST_SETTINGS, eventually, variables
 from tests.support.stored_models import KV_HEADS, StoredModel
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(900)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(900)]
 
 LOAD = """
 import json, cluster

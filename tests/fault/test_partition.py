@@ -29,7 +29,7 @@ from tests.support.ray_clusters import eventually
 from tests.support.reference_slices import shard_differs
 from tests.support.stored_models import KV_HEADS, StoredModel
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 FOUND_DEAD_S = 90.0  # Ray needs some ten
 LEASE_S = 3.0

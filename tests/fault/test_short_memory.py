@@ -21,7 +21,7 @@ from tests.support.ray_clusters import ENVIRONMENT, OBJECT_STORE_BYTES, REPOSITO
 from tests.support.short_memory import ShortMemory, short_memory
 from tests.support.stored_models import KV_HEADS, StoredModel
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 
 MIB = 1 << 20
 GIB = 1 << 30

@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import contextlib
-import glob
 import os
 import signal
 import socket
@@ -21,7 +20,7 @@ import cluster
 from cluster import client
 from cluster.config import Config
 from cluster.joining import ray_join
-from storage.arena.arena_files import ARENA_PREFIX, SHM_DIRECTORY, sweep
+from storage.arena.arena_files import sweep
 from storage.host.processes import ProcessId
 from tests.support.free_ports import free_ports
 from tests.support.ray_clusters import (
@@ -31,6 +30,7 @@ from tests.support.ray_clusters import (
     REPOSITORY,
     TEST_SETTINGS,
     Longshore,
+    arenas_mapped_by,
     eventually,
 )
 from tests.support.stored_models import StoredModel
@@ -215,7 +215,6 @@ def ray_s_own(process: psutil.Process) -> bool:
 def test_a_local_cluster_ends_with_the_process_that_started_it(end: int | str, odd: StoredModel) -> None:
     """However that ends; a word: it goes on, and ends the cluster in order."""
     environ = {**os.environ, **ENVIRONMENT, "LONGSHORE_ARENA_BYTES": "96MiB"}
-    before = set(glob.glob(f"{SHM_DIRECTORY}/{ARENA_PREFIX}*"))
     with subprocess.Popen(
         [sys.executable, "-c", KEEPS, str(odd.folder)],
         env=environ,
@@ -230,7 +229,8 @@ def test_a_local_cluster_ends_with_the_process_that_started_it(end: int | str, o
         assert len(ray_join.members(logs)) >= 5  # head, agents, actors
         processes = [each for each in psutil.Process(client.pid).children(recursive=True) if ray_s_own(each)]
         assert len(processes) >= 5
-        assert set(glob.glob(f"{SHM_DIRECTORY}/{ARENA_PREFIX}*")) > before
+        arenas = arenas_mapped_by(processes)
+        assert arenas
         (watcher,) = (each for each in psutil.Process(client.pid).children() if ray_join.__name__ in each.cmdline())
         if isinstance(end, str):
             client.stdin.write(f"{end}\n")
@@ -239,10 +239,10 @@ def test_a_local_cluster_ends_with_the_process_that_started_it(end: int | str, o
         else:
             client.send_signal(end)
             client.wait()
-        eventually(lambda: not any(map(lives, processes)), lambda: f"left: {processes}", 20)
+        eventually(lambda: not any(map(lives, processes)), lambda: f"left: {processes}", 60)
         assert not ray_join.members(logs)
         eventually(lambda: ProcessId.of(watcher.pid) is None, "the process that watches is left", 60)
-        assert set(glob.glob(f"{SHM_DIRECTORY}/{ARENA_PREFIX}*")) <= before
+        assert not any(map(os.path.exists, arenas))
         client.kill()
 
 

@@ -37,6 +37,7 @@ find /home/cache/chunks -type f | wc -l
 
 
 @pytest.mark.slow
+@pytest.mark.long
 @pytest.mark.timeout(1200)
 @pytest.mark.skipif(kustomize_missing() is not None, reason=str(kustomize_missing()))
 @pytest.mark.skipif(pod_room_missing() is not None, reason=str(pod_room_missing()))

@@ -16,7 +16,7 @@ from tests.support.ray_clusters import eventually
 from tests.support.reference_slices import shard_differs
 from tests.support.stored_models import KV_HEADS, StoredModel
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200)]
 
 WAIT_S = 300.0  # for nodes, on however slow a machine
 TP = 2

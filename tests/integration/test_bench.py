@@ -14,7 +14,7 @@ from bench.range_server import NoRangeServer, find_nginx
 from bench.tables import BEGIN, END
 from tests.support.head_cluster import run_to_its_end
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(2500)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(2500)]
 
 ROOT = Path(__file__).resolve().parents[2]
 # each kind of contender once, from each source; peers that are not installed must say so

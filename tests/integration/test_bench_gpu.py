@@ -37,6 +37,7 @@ def test_without_a_gpu_it_refuses_in_one_line(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_dry_run_loads_and_compares_every_tensor(tmp_path: Path) -> None:
     wanted = ("pinned_copy", "read_and_copy", "longshore", "longshore_unverified", "safetensors")
     arguments = ("--device", "cpu", "--size", "20MB", "--folder", str(tmp_path), "--out", str(tmp_path / "out"))
@@ -48,6 +49,7 @@ def test_dry_run_loads_and_compares_every_tensor(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_sigterm_ends_it_and_leaves_nothing(tmp_path: Path) -> None:
     place, state = tmp_path / "place", tmp_path / "tmp"
     place.mkdir()

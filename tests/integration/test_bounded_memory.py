@@ -14,7 +14,7 @@ from storage.stores.embedded_s3 import EmbeddedS3
 from tests.support.ray_clusters import Longshore
 from tests.support.stored_models import StoredModel, publish_to
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 MIB = 1 << 20
 ARENA_BYTES = 64 * MIB

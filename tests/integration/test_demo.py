@@ -20,7 +20,7 @@ import pytest
 
 from tests.support.ray_clusters import eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200)]
 
 SIZE = "40MB"
 WAIT_S = 300.0  # for what must come, on however slow a machine

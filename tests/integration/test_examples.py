@@ -15,7 +15,7 @@ import torch
 from tests.support.hf_models import make_tiny, save_tiny
 from tests.support.ray_clusters import ENVIRONMENT, REPOSITORY, Longshore
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 EXAMPLES = REPOSITORY / "examples"
 TIMEOUT_S = 500

@@ -29,7 +29,7 @@ from tests.support.ray_clusters import eventually
 
 pytest.importorskip("fastapi", reason="the HTTP service's packages are not installed (longshore[serving])")
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200), needs_prometheus]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200), needs_prometheus]
 
 ROOT = Path(__file__).parents[2]
 DOCUMENT = (ROOT / "docs" / "first_cluster.md").read_text()

@@ -24,7 +24,7 @@ from tests.support.scripted_service import Script, ScriptedService
 if TYPE_CHECKING:
     from playwright.sync_api import Browser, Page
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 TOKEN = "a-token-of-sufficient-length"
 SIZES = {1: (200, 3), 4: (20_000, 30), 64: (100_000, 200)}  # ranks -> (chunks, shards)

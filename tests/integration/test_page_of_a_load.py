@@ -19,7 +19,7 @@ from tests.support.browser import WAIT_MS, Watched, axe_violations, chromium, ex
 from tests.support.ray_clusters import CREDENTIALS_FILE, Longshore
 from tests.support.stored_models import StoredModel
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 TOKEN = "a-token-of-sufficient-length"
 RANKS = 4

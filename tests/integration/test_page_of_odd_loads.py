@@ -20,7 +20,7 @@ from tests.support.scripted_service import Script, ScriptedService
 if TYPE_CHECKING:
     from playwright.sync_api import Browser
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 MARKUP = "<img src=x onerror=alert(1)><script>alert(1)</script>"
 

@@ -14,7 +14,7 @@ from tests.support.gloo_rank import CASES, IDS, RANKS
 from tests.support.hf_models import MOE_FAMILIES, SHARD_BYTES, make_tiny
 from tests.support.ray_clusters import REPOSITORY, eventually
 
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
 
 TIMEOUT_S = 300
 

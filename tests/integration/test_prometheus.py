@@ -17,7 +17,7 @@ from tests.support.promtool import needs_prometheus
 from tests.support.ray_clusters import Longshore, eventually
 from tests.support.stored_models import StoredModel
 
-pytestmark = [pytest.mark.slow, needs_prometheus]
+pytestmark = [pytest.mark.slow, pytest.mark.long, needs_prometheus]
 
 RULES = Path(__file__).parents[2] / "k8s" / "monitoring" / "rules.yaml"
 

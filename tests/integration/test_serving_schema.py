@@ -20,7 +20,7 @@ from serving.settings import ServingSettings, digest_of
 from tests.integration.test_serving import http_server
 from tests.support.ray_clusters import Longshore
 
-pytestmark = pytest.mark.slow
+pytestmark = [pytest.mark.slow, pytest.mark.long]
 
 TOKEN = "a-token-of-sufficient-length"
 NOWHERE = ServingSettings(

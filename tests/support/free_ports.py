@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import os
 import random
 import socket
 
@@ -11,11 +12,20 @@ _FIRST, _END = 20_000, 32_000
 _given: set[int] = set()
 
 
+def _own_range() -> range:
+    """The ports of this test process, apart from those of the others that pytest-xdist runs beside it."""
+    count = int(os.environ.get("PYTEST_XDIST_WORKER_COUNT", "1"))
+    number = int(os.environ.get("PYTEST_XDIST_WORKER", "gw0").removeprefix("gw"))
+    size = (_END - _FIRST) // (count + 1)  # a process that died has a successor, with the next number
+    first = _FIRST + number % (count + 1) * size
+    return range(first, first + size)
+
+
 def free_ports(count: int) -> list[int]:
     """Ports that nobody listens on now, and that this process has not named before."""
     found: list[int] = []
     while len(found) < count:
-        port = random.randrange(_FIRST, _END)
+        port = random.choice(_own_range())
         if port not in _given and _is_free(port):
             _given.add(port)
             found.append(port)

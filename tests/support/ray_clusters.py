@@ -21,14 +21,16 @@ from collections.abc import Callable, Iterator, Mapping, Sequence
 from pathlib import Path
 from typing import Any
 
+import psutil
 import pytest
 
 from actors.links import COORDINATOR, NAMESPACE, agent_name
 from cluster import client
 from cluster.config import ENV_PREFIX, Config
 from cluster.joining.connection import Connection, connect, disconnect
+from cluster.joining.patience import Patience
 from cluster.telemetry.report import ClusterStatus, ModelStatus
-from storage.arena.arena_files import SHM_DIRECTORY, arena_path, sweep
+from storage.arena.arena_files import ARENA_PREFIX, SHM_DIRECTORY, arena_path, sweep
 from storage.errors import LongshoreError
 
 REPOSITORY = Path(__file__).parents[2]
@@ -93,7 +95,7 @@ class Longshore:
         """
         from actors.launch import ensure_coordinator
 
-        ensure_coordinator(Config(**{**TEST_SETTINGS, **settings}))
+        ensure_coordinator(Config(**{**TEST_SETTINGS, **settings}), Patience(time.monotonic() + NODE_START_S))
 
     def end_longshore(self) -> None:
         """No coordinator, no agents, no arenas; the Ray cluster stays."""
@@ -270,6 +272,15 @@ class Longshore:
             cwd=REPOSITORY,
             env={**os.environ, **ENVIRONMENT, "RAY_ADDRESS": self.address},
         )
+
+
+def arenas_mapped_by(processes: Sequence[psutil.Process]) -> set[str]:
+    """Return the paths of the arenas that these processes use; other clusters of the machine have theirs."""
+    found = set()
+    for process in processes:
+        with contextlib.suppress(psutil.Error, OSError), open(f"/proc/{process.pid}/maps") as maps:
+            found |= {line.split()[-1] for line in maps if f"{SHM_DIRECTORY}/{ARENA_PREFIX}" in line}
+    return found
 
 
 def eventually(

@@ -61,6 +61,7 @@ def test_missing_programs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_nothing_of_a_link_is_left() -> None:
     try:
         check_tools()

@@ -67,6 +67,7 @@ def test_how_it_ended_is_said(repository: Path, program: str, error: type[Except
 
 
 @pytest.mark.slow  # it waits for the limit
+@pytest.mark.long
 def test_one_that_takes_too_long_is_ended_with_its_children(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench.one_run, "_GRACE_S", 0.5)
     pid_file = repository / "pid"

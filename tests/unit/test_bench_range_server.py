@@ -12,6 +12,7 @@ from tests.support.ray_clusters import eventually
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_what_left_the_store_is_counted_by_path(tmp_path: Path) -> None:
     try:
         find_nginx()

@@ -115,6 +115,7 @@ def test_a_process_that_has_the_number_of_a_dead_server_is_left_alone(
 
 
 @pytest.mark.slow
+@pytest.mark.long
 def test_the_server_of_a_killed_run_is_ended() -> None:
     try:
         find_nginx()

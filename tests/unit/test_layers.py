@@ -121,9 +121,14 @@ def imports(node: ast.AST, inside: bool = False) -> Iterator[tuple[str, bool]]:
             yield from imports(child, lazy)
 
 
+@cache
+def imports_of(path: Path) -> list[tuple[str, bool]]:
+    return list(imports(parse(path)))
+
+
 def packages(path: Path) -> set[tuple[str, bool]]:
     """(top-level package, is it lazy) of every import of a module."""
-    return {(name.split(".")[0], lazy) for name, lazy in imports(parse(path))}
+    return {(name.split(".")[0], lazy) for name, lazy in imports_of(path)}
 
 
 def import_graph() -> dict[str, set[str]]:
@@ -131,7 +136,7 @@ def import_graph() -> dict[str, set[str]]:
     names = {name_of(path) for path in modules()}
     graph: dict[str, set[str]] = {}
     for path in modules():
-        found = {target for name, _ in imports(parse(path)) if (target := module_of(name, names)) is not None}
+        found = {target for name, _ in imports_of(path) if (target := module_of(name, names)) is not None}
         graph[name_of(path)] = {target for target in found if (name_of(path), target) not in SEAMS}
     return graph
 
@@ -229,7 +234,7 @@ def test_private_names_of_libraries_are_in_one_module_each() -> None:
     for path in modules():
         if name_of(path) in PRIVATE_NAMES:
             continue
-        found = {name for name, _ in imports(parse(path)) if is_private(name)}
+        found = {name for name, _ in imports_of(path) if is_private(name)}
         if name_of(path).startswith("storage/stores/s3/"):
             found |= {
                 ast.unparse(node)

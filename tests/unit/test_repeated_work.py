@@ -47,10 +47,10 @@ def test_an_agent_looks_at_processes_again(
             return False
 
         monkeypatch.setattr(ProcessId, "is_alive", is_alive)
-        eventually(lambda: "the look at deadlines and processes failed" in caplog.text, "nothing is logged", 20)
+        eventually(lambda: "the look at deadlines and processes failed" in caplog.text, "nothing is logged")
         broken = False
         ledger = node.agent._ledger
-        eventually(lambda: ledger._loads[load_id, 1].ranks[0].lost, "the tick does not go on", 20)
+        eventually(lambda: ledger._loads[load_id, 1].ranks[0].lost, "the tick does not go on")
 
 
 class Coordinator:
@@ -78,10 +78,10 @@ def test_an_agent_sends_heartbeats_again(
     config = Config(arena_bytes=4 * SLOT_BYTES, slot_bytes=SLOT_BYTES, heartbeat_s=0.02)
     agent = NodeAgent(config, "cluster", "node", "host", coordinator, str(shm_dir))
     try:
-        eventually(lambda: "the heartbeat failed" in caplog.text, "nothing is logged", 20)
+        eventually(lambda: "the heartbeat failed" in caplog.text, "nothing is logged")
         assert not coordinator.beats
         broken = False
-        eventually(lambda: coordinator.beats, "no heartbeat comes", 20)
+        eventually(lambda: coordinator.beats, "no heartbeat comes")
     finally:
         agent.shutdown()
 

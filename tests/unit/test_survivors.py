@@ -90,7 +90,7 @@ def job(node: LocalNode, plan: LoadPlan) -> NodeJob:
 
 def goes_on(node: LocalNode, plan: LoadPlan) -> None:
     """Another load of the node has its slots."""
-    eventually(lambda: node.agent.begin(job(node, plan)), "the load gets no slots", 20)
+    eventually(lambda: node.agent.begin(job(node, plan)), "the load gets no slots")
     ranks = node.ranks(plan, MemoryStore(OBJECTS), "next")
     run_all(ranks)
     check_exact(ranks, OBJECTS)
@@ -126,7 +126,7 @@ def test_a_survivor_lives_while_any_thread_does(shm_dir: Path) -> None:
         assert arena is not None
         work = "from storage.arena.arena import Arena; sys.arena = Arena.open(sys.argv[1])"
         with running(LEADERLESS.format(work=work), arena.path) as child, running(TITLED):
-            eventually(lambda: Path(f"/proc/{child.pid}/maps").read_bytes() == b"", "its first thread does not end", 20)
+            eventually(lambda: Path(f"/proc/{child.pid}/maps").read_bytes() == b"", "its first thread does not end")
             node.crash()
             node.agent = node.start_agent()
             for _ in range(10):
