@@ -25,6 +25,7 @@ DEMO := $(VENV)/.demo
 STAMP := $(VENV)/.installed
 WEIGHTS := $(VENV)/.weights
 PEERS := $(VENV)/.peers
+DOCS := $(VENV)/.docs
 TORCH_INDEX := https://download.pytorch.org/whl
 # the build chosen once stays chosen
 INSTALLED_TORCH := $(shell cat $(DEMO) 2>/dev/null)
@@ -37,7 +38,7 @@ COMPILE := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python
 CODE := storage cluster actors serving longshore bench
 
 .DEFAULT_GOAL := help
-.PHONY: help venv check lint test test-fast coverage fuzz demo chaos bench bench-link peers clean other-torch
+.PHONY: help venv check lint test test-fast coverage fuzz demo chaos bench bench-link peers docs clean other-torch
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -83,6 +84,10 @@ $(PEERS): $(STAMP)
 	$(INSTALL) --no-build-isolation -e '.[dev,bench]'
 	@touch $@
 
+$(DOCS): $(DEMO)
+	$(INSTALL) --no-build-isolation -e '.[docs]'
+	@touch $@
+
 lint: $(STAMP)  ## format, lint and types
 	$(BIN)/ruff format --check .
 	$(BIN)/ruff check .
@@ -121,7 +126,10 @@ bench: $(PEERS)  ## this project beside its peers, on this machine: about an hou
 bench-link: $(STAMP)  ## verified beside unverified over a rate-limited link; as root, needs iproute2 and nginx
 	$(BIN)/python -m bench.link $(BENCH_LINK_ARGS)
 
+docs: $(DOCS)  ## the pages of docs/ as a site, in site/; a link that leads nowhere fails
+	$(BIN)/python -m mkdocs build --strict
+
 clean:  ## remove the virtual environment and everything that tools left
-	rm -rf $(VENV) .venv-base build dist htmlcov .coverage .coverage.* *.egg-info
+	rm -rf $(VENV) .venv-base build dist site htmlcov .coverage .coverage.* *.egg-info
 	rm -rf bench/out .fuzz .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(CODE) tests -name __pycache__ -type d -prune -exec rm -rf {} +
