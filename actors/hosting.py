@@ -104,12 +104,33 @@ def host_rank(
     decides for its own rank, and all ranks of a model have to hold it alike.
 
     Args:
-        model_uri: As for `cluster.load`, like all that is not named here.
-        rank: Of the layout, from 0. Each process hosts its own.
+        model_uri: As for `load`.
+        rank: Rank of the layout, from 0. Each process hosts its own.
+        tensor_parallel_size: As for `load`.
+        fsdp_size: As for `load`.
+        data_parallel_size: As for `load`.
+        pipeline_parallel_size: As for `load`.
+        expert_parallel_size: As for `load`.
+        expert_tensor_parallel_size: As for `load`.
+        vocabulary_multiple: As for `load`.
         device: "cpu", or "cuda" for the first GPU that is visible here (with a `device_map`, for all of them). "auto",
             the default, is "cuda" where the process sees a GPU, else "cpu".
-        gpu_memory_utilization: See `reserve_bytes`.
-        reserve_bytes: What stays free. A rank that does not fit is refused before a byte moves.
+        endpoint_url: As for `load`.
+        region: As for `load`.
+        profile: As for `load`.
+        anonymous: As for `load`.
+        credentials: As for `load`.
+        layout_rules: As for `load`.
+        dtype: As for `load`.
+        quantization: As for `load`.
+        skip_quantization: As for `load`.
+        device_map: As for `load`.
+        max_memory: As for `load`.
+        offload_folder: As for `load`.
+        gpu_memory_utilization: As for `load`.
+        reserve_bytes: As for `load`.
+        trusted_keys: As for `load`.
+        signed_name: As for `load`.
         revision: The only revision of the model that is accepted.
         group: A name that all processes which belong together pass, and no others: a run's or job's id. The first
             process's revision binds the others for as long as any of them is in its block. Processes that share a model
@@ -118,7 +139,7 @@ def host_rank(
         config: Settings of this process, which only narrow those of the cluster; None reads them from the environment.
 
     Returns:
-        A context manager that gives the rank's shard.
+        A context manager that gives the rank's shard, a mapping of tensor names to tensors.
 
     Raises:
         ConfigError: The layout has no such rank, or it has several and neither `group` nor `revision` is given.
@@ -126,7 +147,13 @@ def host_rank(
         DoesNotFit: The rank does not fit into this process's device or host.
         ArenaBusy: Other loads held the node's arena slots for longer than `LONGSHORE_SLOTS_WAIT_S`; it names them.
         LoadTimeout: `timeout_s` has passed.
-        LongshoreError: Else as `cluster.load` does.
+        LongshoreError: As for `load`.
+
+    Example:
+        ```python
+        with cluster.host_rank("s3://models/llama", rank, tensor_parallel_size=4, group=job_id) as shard:
+            shard.into(module)
+        ```
     """
     timeout_s = checked_timeout(timeout_s)
     patience = Patience(None if timeout_s is None else time.monotonic() + timeout_s)

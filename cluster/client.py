@@ -216,41 +216,88 @@ def load(
     revision: str | None = None,
     config: Config | None = None,
 ) -> LoadedModel:
-    """Load a model into the cluster's devices, every chunk verified; returns when every rank has its slices.
+    """Load a model into the cluster's devices, every chunk verified; return when every rank has its slices.
 
-    World size is tensor_parallel_size x fsdp_size x pipeline_parallel_size x data_parallel_size, one worker per rank;
-    experts are spread over tensor and data ranks, each of them cut `expert_tensor_parallel_size` ways (0: as many as
-    are left). `vocabulary_multiple`: embedding and head get rows of zeros up to a multiple of it. `device`: "cuda" (one
-    GPU per rank), "cpu" (host memory), "auto" (cuda when the cluster has GPUs). `keep=True` leaves the model resident
-    when nobody holds it any more. `wait_for_resources_s=0` refuses within seconds when too few GPUs are free; else
-    a placement group stays pending for them so long, which Ray's node autoscaler reacts to.
-    `layout_rules`: a pattern of tensor names to a rule, or a JSON file of that: they come before the model family's own
-    (docs/layouts.md). `placement`: "via_arena" (chunks stay cached on the node), "direct" (what one rank alone wants
-    goes into its host memory without a copy, uncached), "auto" (direct when the node's arena is smaller than its
-    share). `dtype`: what floating-point tensors are cast to ("bfloat16" or "bf16", "float16", "float32", also as a
-    torch.dtype; "auto": as stored).
-    `quantization`: "fp8" (a scale per row), "fp8_tensor", "int8", "int4" or "nf4" of linear layers and experts, on
-    the way in, but for those whose names match `skip_quantization` (patterns; "default" among them, and alone when
-    None, stands for heads, towers and experts in one tensor). `placement_group`: rank i takes bundle i of yours.
-    `progress`: True shows a bar on stderr, in a terminal or a notebook (lines elsewhere), False nothing; a function is
-    called from this thread with every change; None: a bar on a terminal, nothing elsewhere. A second load of the same
-    model with the same options gets the resident one.
-    `device_map` ("auto", "balanced", "balanced_low_0", "sequential", one device, or modules and their devices)
-    gives one rank several devices, as Accelerate does: GPUs, then "cpu", then "disk". `max_memory`: limits by device
-    ({0: "20GB", "cpu": "60GB"}); `offload_folder`: on the node, for what goes to disk. Either of them without a
-    `device_map` means "auto" within it (docs/device_map.md).
-    `fit="strict"` refuses what does not fit before a byte moves, and says which change would; "auto" takes the first of
-    as given, bfloat16, fp8, int8, int4 that fits (`report.taken`). `gpu_memory_utilization` (part of each GPU's memory
-    that may be in use in all) and `reserve_bytes` (of each GPU, or host for CPU ranks): what stays free.
-    `trusted_keys`: public keys (base64, or files with one) of which one must have signed the manifest; None: as the
-    settings say; after a key may stand `:NAME`, for which alone it is trusted. `signed_name`: the name under which the
-    manifest must be signed; None: the path of the URI without scheme and bucket. `revision`: the only one that is
-    accepted (`report.revision` of a load or of `publish`); None: the one that is stored.
+    The layout needs `tensor_parallel_size` x `fsdp_size` x `pipeline_parallel_size` x `data_parallel_size` ranks, with
+    one worker each. A second load of the same model with the same options returns the resident one.
 
-    Raises (all LongshoreError): StoreError (SourceRefused: a place that the settings do not allow), CheckpointError,
-    ManifestError (SignatureError: unsigned, signed with another key or as another model, tampered with;
-    RevisionMismatch), PlanError (LayoutError, DoesNotFit), NotEnoughResources, IntegrityError, ChunkFailed, RankLost,
-    LoadTimeout, ClusterLost, VersionMismatch.
+    Args:
+        model_uri: Folder of the checkpoint: "s3://bucket/model", "file:///models/llama", an http(s) URL, or a path.
+        tensor_parallel_size: Number of ranks that each weight matrix is cut over.
+        fsdp_size: Number of ranks that rows of each tensor are spread over, as torch FSDP2 does.
+        data_parallel_size: Number of copies of the model.
+        pipeline_parallel_size: Number of stages that the layers are divided into.
+        expert_parallel_size: Number of parts that the experts are spread in, over tensor and data ranks.
+        expert_tensor_parallel_size: Number of ranks that each expert is cut over. 0: as many as are left.
+        vocabulary_multiple: Embedding and head get rows of zeros up to a multiple of this.
+        device: "cuda" (one GPU per rank), "cpu" (host memory) or "auto" ("cuda" when the cluster has GPUs).
+        keep: Leave the model resident when nobody holds it any more.
+        address: "HOST:PORT" of the Ray cluster. "local" starts one for this process. None: the one that this process
+            has joined, else RAY_ADDRESS, else one that runs on this machine, else a local one.
+        wait_for_resources_s: Seconds that a placement group stays pending for GPUs, to which Ray's node autoscaler
+            reacts. 0: refuse within seconds when too few are free.
+        placement: "via_arena" (chunks stay cached on the node), "direct" (what one rank alone wants goes into its host
+            memory without a copy, uncached) or "auto" ("direct" when the node's arena is smaller than its share).
+        placement_group: A Ray placement group of yours. Rank i takes bundle i.
+        progress: True shows a bar on stderr, in a terminal or a notebook, and lines elsewhere. False shows nothing. A
+            function is called from this thread with every change. None: a bar in a terminal, nothing elsewhere.
+        timeout_s: Seconds until LoadTimeout. None: no limit.
+        endpoint_url: URL of an S3-compatible server. None: as the AWS configuration says, else the provider's own.
+        region: Region of the bucket. None: as the environment of each node says.
+        profile: Name of a profile in the AWS configuration.
+        anonymous: Send unsigned requests, for public buckets.
+        credentials: Keys for the store, a `storage.store_ref.Credentials`. None: those of each node.
+        layout_rules: Patterns of tensor names and a rule for each, or a JSON file of that. They come before the rules
+            of the model's family (docs/layouts.md).
+        dtype: What floating-point tensors are cast to: "bfloat16" or "bf16", "float16", "float32", or a torch.dtype.
+            "auto": as stored.
+        quantization: "fp8" (a scale per row), "fp8_tensor", "int8", "int4" or "nf4" for linear layers and experts,
+            while they are loaded. None: as stored.
+        skip_quantization: Patterns of names of tensors that are not quantized. "default" among them stands for heads,
+            towers and experts in one tensor. None: "default" alone.
+        device_map: Devices of one rank, as in Accelerate: "auto", "balanced", "balanced_low_0", "sequential", one
+            device, or a dict of modules and devices. GPUs are filled first, then "cpu", then "disk"
+            (docs/device_map.md).
+        max_memory: Limit of each device: `{0: "20GB", "cpu": "60GB"}`. Without a `device_map` it means "auto" within
+            that.
+        offload_folder: Folder on the node for what goes to disk. Without a `device_map` it means "auto".
+        fit: "strict" refuses what does not fit before a byte moves, and names a change that would. "auto" takes the
+            first of as given, bfloat16, fp8, int8 and int4 that fits (`report.taken`).
+        gpu_memory_utilization: Part of each GPU's memory, 0 to 1, that may be in use in all. None: no such limit.
+        reserve_bytes: Bytes that stay free on each GPU, or on each host for CPU ranks. None: as the settings say.
+        trusted_keys: Public keys, base64 or files, of which one must have signed the manifest. `KEY:NAME` trusts a key
+            for that name alone. None: as the settings say.
+        signed_name: Name under which the manifest must be signed. None: the path of the URI without scheme and bucket.
+        revision: The only revision that is accepted (`report.revision`). None: the one that is stored.
+        config: Settings of this client, and of the cluster where this call starts it. None: read from the `LONGSHORE_*`
+            variables of the environment.
+
+    Returns:
+        The model, held by this process until `release` or the end of its `with` block.
+
+    Raises:
+        ConfigError: An argument or a setting is wrong.
+        StoreError: The store cannot be read. SourceRefused: the settings do not allow that place.
+        CheckpointError: No loadable checkpoint is there.
+        SignatureError: The manifest is unsigned, signed by another key or as another model, or was changed.
+        RevisionMismatch: The store has another revision than `revision`.
+        ManifestError: The manifest cannot be used for another reason.
+        LayoutError: The model cannot be cut like that.
+        DoesNotFit: It does not fit, with a change that would.
+        PlanError: It cannot be planned for another reason.
+        NotEnoughResources: The cluster has too few GPUs, or too little shared memory.
+        IntegrityError: Bytes differ from what was published.
+        ChunkFailed: A chunk could not be fetched by any worker.
+        RankLost: A worker died more often than it is replaced.
+        LoadTimeout: `timeout_s` has passed.
+        ClusterLost: No Ray cluster answers.
+        VersionMismatch: The cluster runs another version of Longshore.
+
+    Example:
+        ```python
+        with cluster.load("s3://models/llama", tensor_parallel_size=4) as model:
+            norms = model.call(lambda shard: float(shard["model.norm.weight"].float().norm()))
+        ```
     """
     started_s, deadline_s = time.monotonic(), checked_timeout(timeout_s)
     config = config or Config.from_env()
@@ -320,12 +367,46 @@ def publish(
 ) -> PublishReport:
     """Write the manifest of a checkpoint beside it, or copy the checkpoint to `dest` and write it there.
 
-    What is read is checked against the store's own checksums, or read twice. An interrupted publish goes on where it
-    was. A manifest of a later Longshore is replaced only by `force`. `amax`: record the largest absolute value of each
-    row of the weights, so that loads that quantize read less (docs/precision.md). `sign_key`: file with the private key
-    that signs the manifest, under `signed_name` (None: the path without scheme and bucket). `progress` as for `load`.
-    Store options apply to both URIs. Raises ConfigError (a destination inside the source or around it), PublishError,
-    IntegrityError, CheckpointError, NewerManifest, InvalidKey, StoreError.
+    What is read is compared with the store's own checksums, or read twice. An interrupted publish continues where it
+    stopped.
+
+    Args:
+        uri_or_path: Folder of the checkpoint, as for `load`.
+        dest: Folder to copy it to. None: the manifest is written beside the checkpoint.
+        hash_name: Digest of the chunks: "blake3", or "xxh3_128", which is faster, finds accidents only and cannot be
+            signed.
+        chunk_bytes: Size of chunks in bytes, 1 MiB to 16 MiB. None: as the settings say, 8 MiB.
+        force: Replace a manifest that is there, also one of a later version of Longshore.
+        amax: Record the largest absolute value of each row of the weights. Loads that quantize then read less
+            (docs/precision.md).
+        sign_key: File with the private key that signs the manifest. None: it is not signed.
+        signed_name: Name under which it is signed. None: the path without scheme and bucket.
+        progress: As for `load`; a function is called with `done_bytes`, `total_bytes` and `key`.
+        endpoint_url: URL of an S3-compatible server, for both URIs. None: as the AWS configuration says, else the
+            provider's own.
+        region: Region of the bucket. None: as the environment says.
+        profile: Name of a profile in the AWS configuration.
+        anonymous: Send unsigned requests, for public buckets.
+        credentials: Keys for the store, a `storage.store_ref.Credentials`. None: those that the environment provides.
+        config: Settings. None: read from the `LONGSHORE_*` variables of the environment.
+
+    Returns:
+        What was published, and how it was checked.
+
+    Raises:
+        ConfigError: An argument is wrong: a destination inside the source or around it, a `signed_name` without a key.
+        PublishError: The model cannot be published there.
+        IntegrityError: Two readings differ, or what was written reads otherwise.
+        CheckpointError: No checkpoint is there.
+        NewerManifest: A later version of Longshore wrote the manifest, and `force` is False.
+        InvalidKey: `sign_key` is no private key.
+        StoreError: A store cannot be read or written.
+
+    Example:
+        ```python
+        report = cluster.publish("/models/llama", "s3://models/llama")
+        print(report.revision)
+        ```
     """
     from storage.publishing.publish import publish as publish_store
     from storage.publishing.signing import SigningKey
@@ -372,11 +453,40 @@ def verify(
     credentials: Credentials | None = None,
     config: Config | None = None,
 ) -> VerifyReport:
-    """Read everything the manifest names and compare digests and tensors. Damage is in the report, no exception.
+    """Read everything that the manifest names, and compare digests and tensors.
 
-    A model that was not published has nothing to compare with: its report is not ok, and its `source` is "headers".
-    `trusted_keys`, `signed_name` and `revision` as for `load`: SignatureError, RevisionMismatch before anything else is
-    read; `progress` too. Raises InvalidManifest, CheckpointError, ObjectChanged, StoreError.
+    Damage is in the report and raises nothing. A model that was not published has nothing to compare with: its report
+    is not `ok`, and its `source` is "headers".
+
+    Args:
+        uri: Folder of the checkpoint, as for `load`.
+        trusted_keys: Public keys of which one must have signed the manifest, as for `load`.
+        signed_name: Name under which the manifest must be signed, as for `load`.
+        revision: The only revision that is accepted. None: the one that is stored.
+        progress: As for `load`; a function is called with `done_bytes`, `total_bytes` and `key`.
+        endpoint_url: URL of an S3-compatible server. None: as the AWS configuration says, else the provider's own.
+        region: Region of the bucket. None: as the environment says.
+        profile: Name of a profile in the AWS configuration.
+        anonymous: Send unsigned requests, for public buckets.
+        credentials: Keys for the store, a `storage.store_ref.Credentials`. None: those that the environment provides.
+        config: Settings. None: read from the `LONGSHORE_*` variables of the environment.
+
+    Returns:
+        What was compared, and everything that is wrong; `ok` when nothing is.
+
+    Raises:
+        ConfigError: An argument is wrong.
+        SignatureError: The manifest is not signed as it must be. Nothing else was read.
+        RevisionMismatch: The store has another revision than `revision`. Nothing else was read.
+        InvalidManifest: The manifest cannot be read.
+        CheckpointError: No checkpoint is there.
+        ObjectChanged: An object was replaced meanwhile.
+        StoreError: The store cannot be read.
+
+    Example:
+        ```python
+        assert cluster.verify("s3://models/llama").ok
+        ```
     """
     from storage.publishing.verify import verify as verify_store
 
@@ -421,7 +531,23 @@ LONGEST_WAIT_S = 30.0  # for news, in one call
 
 @checks_arguments
 def status(address: str | None = None) -> ClusterStatus:
-    """Models, ranks, arenas. Raises ClusterLost, as NoCoordinator when Ray is there and no coordinator runs."""
+    """Return the cluster's models, ranks, nodes and arenas.
+
+    Args:
+        address: "HOST:PORT" of the Ray cluster. None: as for `load`, but none is started.
+
+    Returns:
+        One moment of the cluster.
+
+    Raises:
+        ClusterLost: No Ray cluster answers.
+        NoCoordinator: A Ray cluster runs, and Longshore does not run on it.
+
+    Example:
+        ```python
+        print([model.model_id for model in cluster.status().models])
+        ```
+    """
     found: ClusterStatus = _running(address).call("status")
     return found
 
@@ -566,12 +692,40 @@ def sign(
     credentials: Credentials | None = None,
     config: Config | None = None,
 ) -> SignReport:
-    """Sign the manifest of a published model as it is stored now, with the private key in the file `key`.
+    """Sign the manifest of a published model as it is stored now, in place of a signature that is there.
 
-    `signed_name`: the name under which whoever trusts the key will load it; None: the path without scheme and bucket.
-    A signature there is replaced. What is signed is what the store answers: where others can write, publish with
-    `sign_key` instead, or compare the revision. Raises InvalidKey, SigningUnavailable, InvalidManifest, WeakDigest
-    (published with XXH3), StoreError (ObjectNotFound when the model was never published).
+    What is signed is what the store answers. Where others can write, publish with `sign_key` instead, or compare the
+    revision.
+
+    Args:
+        uri: Folder of the published checkpoint.
+        key: File with the private key, as `generate_key` writes it.
+        signed_name: Name under which those who trust the key will load it. None: the path without scheme and bucket.
+        endpoint_url: URL of an S3-compatible server. None: as the AWS configuration says, else the provider's own.
+        region: Region of the bucket. None: as the environment says.
+        profile: Name of a profile in the AWS configuration.
+        anonymous: Send unsigned requests, for public buckets.
+        credentials: Keys for the store, a `storage.store_ref.Credentials`. None: those that the environment provides.
+        config: Settings. None: read from the `LONGSHORE_*` variables of the environment.
+
+    Returns:
+        The revision that was signed, the name and the id of the key.
+
+    Raises:
+        ConfigError: An argument is wrong.
+        InvalidKey: The file holds no private key.
+        SigningUnavailable: The package `cryptography` is not installed.
+        InvalidManifest: The manifest cannot be read.
+        WeakDigest: It was published with XXH3, which proves nothing against an attacker.
+        ObjectNotFound: The model was never published.
+        ObjectChanged: The manifest was replaced meanwhile.
+        StoreError: The store cannot be read or written.
+
+    Example:
+        ```python
+        key = cluster.generate_key("release.key")
+        cluster.sign("s3://models/llama", key.path)
+        ```
     """
     config = config or Config.from_env()
     signing_key = SigningKey.read(key)
@@ -598,9 +752,17 @@ def sign(
 
 @checks_arguments
 def generate_key(path: str | os.PathLike[str]) -> KeyReport:
-    """Write a new private key to `path` (mode 0600) and its public half to `path`.pub; nothing is overwritten.
+    """Write a new private key, and its public half to a file beside it that ends in `.pub`. Nothing is overwritten.
 
-    Raises InvalidKey, SigningUnavailable.
+    Args:
+        path: File for the private key, which only its owner can read (mode 0600).
+
+    Returns:
+        Both paths, the public key for `trusted_keys`, and its id.
+
+    Raises:
+        InvalidKey: A file is there already, or it cannot be written.
+        SigningUnavailable: The package `cryptography` is not installed.
     """
     key = SigningKey.generate()
     public_path = key.save(path)

@@ -157,7 +157,14 @@ class Config(BaseModel):
 
     @classmethod
     def unknown_variables(cls, environ: Mapping[str, str] | None = None) -> list[str]:
-        """Variables that look like settings and are none, in order."""
+        """Return variables that look like settings and are none, sorted.
+
+        Args:
+            environ: The environment. None: that of this process.
+
+        Returns:
+            Names of the variables.
+        """
         known = {ENV_PREFIX + name.upper() for name in cls.model_fields}
         names = os.environ if environ is None else environ
         ours = (name for name in names if name.startswith(ENV_PREFIX) and not name.startswith(SERVICE_PREFIX))
@@ -165,7 +172,18 @@ class Config(BaseModel):
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Config:
-        """Settings named in the environment, then `overrides`. Raises ConfigError that names every bad one."""
+        """Return the settings that are named in the environment, with `overrides` in their place.
+
+        Args:
+            environ: The environment. None: that of this process.
+            **overrides: Settings by name. None leaves the setting as it is.
+
+        Returns:
+            Settings. Every other one has its default.
+
+        Raises:
+            ConfigError: Settings are wrong; the message names every one.
+        """
         environ = os.environ if environ is None else environ
         values: dict[str, Any] = {
             name: environ[ENV_PREFIX + name.upper()]
@@ -178,15 +196,31 @@ class Config(BaseModel):
         return cls._checked(values, ENV_PREFIX)
 
     def without_effect(self, running: Mapping[str, Any]) -> list[str]:
-        """Return `name=value` of the cluster for each setting that was given here and that the cluster has otherwise.
+        """Return settings that were given here and that a running cluster has otherwise.
 
         Settings by which a client narrows what it may load, and those of the client itself, have an effect.
+
+        Args:
+            running: Settings of the cluster, by name.
+
+        Returns:
+            `name=value` of the cluster for each.
         """
         own = self.model_dump(include=self.model_fields_set - _OF_CLIENTS)
         return [f"{name}={value!r}" for name, value in running.items() if name in own and own[name] != value]
 
     def changed(self, **overrides: Any) -> Config:
-        """These settings with other values where `overrides` are not None. Raises ConfigError."""
+        """Return these settings with other values.
+
+        Args:
+            **overrides: Settings by name. None leaves the setting as it is.
+
+        Returns:
+            New settings, or these when nothing changes.
+
+        Raises:
+            ConfigError: Settings are wrong; the message names every one.
+        """
         given = {name: value for name, value in overrides.items() if value is not None}
         return self._checked({**self.model_dump(exclude_unset=True), **given}, "") if given else self
 

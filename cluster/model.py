@@ -230,6 +230,9 @@ class LoadedModel:
             timeout_s: Seconds that the whole call may take, waiting for earlier calls included. None: no limit.
             **kwargs: Named arguments for it; `ranks` and `timeout_s` are not among them.
 
+        Returns:
+            One result for each rank, in order.
+
         Raises:
             ConfigError: `ranks`, `timeout_s` or `fn` are of a wrong type, or an argument cannot be pickled.
             RemoteCallFailed: The function raised, and `details["rank"]` says where; or its result cannot be pickled. A
@@ -257,13 +260,33 @@ class LoadedModel:
         """Yield (name, CPU copy) of each of a rank's tensors, in the rank's order.
 
         They are copied in batches of 8 MiB, one ahead of the caller, so memory is bounded by that and the largest
-        tensor. Functions that a call runs on the rank are waited for. `timeout_s`: seconds to wait for the rank, in
-        all; None: no limit. Raises as `call` does.
+        tensor. Functions that a call runs on the rank are waited for.
+
+        Args:
+            rank: The rank, from 0.
+            timeout_s: Seconds to wait for the rank, in all. None: no limit.
+
+        Returns:
+            An iterator; it raises as `call` does.
+
+        Raises:
+            ConfigError: There is no such rank, or `timeout_s` is of a wrong type.
         """
         return self._tensors(None, self._checked_rank(rank), checked_timeout(timeout_s))
 
     def state_dict(self, rank: int, *, timeout_s: float | None = None) -> dict[str, torch.Tensor]:
-        """Return CPU copies of all of a rank's tensors: for looking and testing, not for serving. As `iter_tensors`."""
+        """Return CPU copies of all of a rank's tensors: for looking and testing, not for serving.
+
+        Args:
+            rank: The rank, from 0.
+            timeout_s: Seconds to wait for the rank, in all. None: no limit.
+
+        Returns:
+            Names and tensors, in the rank's order.
+
+        Raises:
+            LongshoreError: As for `call`.
+        """
         return dict(self.iter_tensors(rank, timeout_s=timeout_s))
 
     async def astate_dict(self, rank: int, *, timeout_s: float | None = None) -> dict[str, torch.Tensor]:

@@ -18,6 +18,7 @@ import signal
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ThreadPoolExecutor
 from dataclasses import dataclass
 from pathlib import Path
 from typing import TYPE_CHECKING, Any
@@ -28,10 +29,11 @@ import psutil
 from cluster import client
 from cluster.config import Config
 from cluster.errors import ConfigError
-from cluster.joining.connection import disconnect
+from cluster.joining.connection import connect, disconnect
 from cluster.joining.patience import sigterm_interrupts
 from cluster.telemetry.report import LoadProgress, LoadReport
 from cluster.telemetry.stats import Jsonable
+from cluster.units import show_bytes
 from storage.checkpoints.safetensors_header import encode_header, tensor_bytes
 from storage.errors import IntegrityError
 from storage.stores.embedded_s3 import EmbeddedS3
@@ -308,41 +310,46 @@ def run(
     size_bytes: int | None = None, *, say: Say, show_load: ShowLoad, show_publish: ShowBytes | None = None
 ) -> DemoReport:
     """Run the demo. Raises IntegrityError when one byte differs, any LongshoreError when a step fails."""
+    model_size_bytes = model_bytes(shape_for(size_bytes or DEFAULT_SIZE_BYTES))
+    config = _config(model_size_bytes)
     with sandbox(), tempfile.TemporaryDirectory(prefix="longshore-demo-") as folder:
         checkpoint, buckets = Path(folder, "checkpoint"), Path(folder, "buckets")
-        written = write_demo_model(checkpoint, size_bytes)
-        model_bytes = written.size_bytes
-        say(f"wrote a Llama-shaped bf16 checkpoint of {model_bytes / 1e9:.2f} GB in {written.shards} shards")
         buckets.mkdir()
-        with EmbeddedS3(buckets) as server:
-            server.make_bucket("models")
-            uri = "s3://models/llama-demo"
-            store: dict[str, Any] = {
-                "endpoint_url": server.endpoint_url,
-                "region": server.region,
-                "credentials": server.credentials(),
-            }
-            begun_s = time.monotonic()
-            published = client.publish(str(checkpoint), uri, progress=show_publish, **store)
-            publish_s = time.monotonic() - begun_s
-            say(f"uploaded and published {uri} on an S3 server of this machine ({server.endpoint_url})")
-            try:
+        try:
+            say(f"starting a local Ray cluster; writing a Llama in bf16 of {show_bytes(model_size_bytes)}")
+            # Most of Ray's start is waiting. It has the main thread: Ray ends with the thread that started it.
+            with ThreadPoolExecutor(1) as writer:
+                writing = writer.submit(write_demo_model, checkpoint, size_bytes)
+                connect("local", config)
+            written = writing.result()
+            with EmbeddedS3(buckets) as server:
+                server.make_bucket("models")
+                uri = "s3://models/llama-demo"
+                store: dict[str, Any] = {
+                    "endpoint_url": server.endpoint_url,
+                    "region": server.region,
+                    "credentials": server.credentials(),
+                }
+                say(f"uploading {written.shards} shards to an S3 server of this machine ({server.endpoint_url})")
+                begun_s = time.monotonic()
+                published = client.publish(str(checkpoint), uri, progress=show_publish, **store)
+                publish_s = time.monotonic() - begun_s
+                say(f"published {uri}; loading with tensor_parallel_size={RANKS}")
                 options: dict[str, Any] = {
                     **store,
                     "tensor_parallel_size": RANKS,
                     "device": "cpu",
                     "address": "local",
                     "progress": show_load,
-                    "config": _config(model_bytes),
+                    "config": config,
                 }
-                say(f"starting a local Ray cluster; loading with tensor_parallel_size={RANKS}")
                 first, compared = _load_and_compare(uri, options, checkpoint)
                 say("every slice equals what the safetensors library reads; loading again")
                 again, compared_again = _load_and_compare(uri, options, checkpoint)
-            finally:
-                disconnect()
+        finally:
+            disconnect()
     return DemoReport(
-        model_bytes=model_bytes,
+        model_bytes=written.size_bytes,
         write_s=written.write_s,
         publish_s=publish_s,
         publish=published,

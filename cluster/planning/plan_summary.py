@@ -254,7 +254,14 @@ class PlanSummary:
         }
 
     def picture(self, title: str = "a load plan") -> str:
-        """An SVG document: whether it fits, then ranks against layers, coloured by dtype, to scale."""
+        """Return an SVG document: whether it fits, then ranks against layers, coloured by dtype, to scale.
+
+        Args:
+            title: Title of the picture.
+
+        Returns:
+            The document, as text.
+        """
         return draw_plan(self.layers or LayerTable((), ()), title, self.verdict)
 
     @property

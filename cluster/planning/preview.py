@@ -297,22 +297,70 @@ def plan(
     revision: str | None = None,
     config: Config | None = None,
 ) -> PlanSummary:
-    """What a load would put where, from where, and whether it fits. Moves no weights, needs no cluster.
+    """Return what a load would place where, what it would read, and whether it fits.
 
-    Reads the manifest, or the headers; where no weights are, config.json alone gives an estimate (transformers makes
-    the shapes). `memory`: of the devices, "4x24GB" or one size per device, for rank 0, 1...; None: the GPUs of this
-    machine, if it has any. With memory for several devices and no sizes the model is spread over all of them.
-    `address` ("auto": the one that runs here): what the GPUs of a cluster have free, as far as Longshore runs on them,
-    and what its nodes have of the model in their arenas and on disk (also asked of a cluster that this process works
-    with already). Nothing is started for it.
-    `host_memory`: for offload, of one rank whose GPU is too small ("60GB").
-    `fit="auto"` plans the first step of precision that fits, "strict" what was asked for; `summary.fit` says whether
-    that fits, and what would. `gpu_memory_utilization`, `reserve_bytes`: what stays free, as for `load`. Rates
-    ("5GB/s", "40Gbit/s", bytes per second): out of the store, into a node, off its disk, into a rank's memory;
-    `measured`: a LoadReport, or the file that `longshore load --json` printed, for those that are not given. `picture`:
-    a file for an SVG of ranks against layers. `ranks_per_node`: how ranks are spread for the stats per node; None:
-    all on one, or as the cluster that is asked has room. `rank`: one of which each tensor is told, `summary.of_rank`.
-    Raises as `load` does, but for DoesNotFit.
+    Moves no weights and needs no cluster.
+
+    Reads the manifest, or the headers. Where there are no weights, `config.json` alone gives an estimate, for which
+    transformers makes the shapes.
+
+    Args:
+        model_uri: As for `load`.
+        tensor_parallel_size: As for `load`.
+        fsdp_size: As for `load`.
+        data_parallel_size: As for `load`.
+        pipeline_parallel_size: As for `load`.
+        expert_parallel_size: As for `load`.
+        expert_tensor_parallel_size: As for `load`.
+        vocabulary_multiple: As for `load`.
+        ranks_per_node: Number of ranks on each node, for the stats per node. None: all on one, or as the cluster that
+            is asked has room.
+        rank: Rank whose part of every tensor is listed in `summary.of_rank`. None: none.
+        memory: Memory of the devices: "4x24GB", or a size for each, for rank 0, 1 and so on. None: the GPUs of this
+            machine, if it has any. With several devices and no sizes of the layout, the model is spread over all of
+            them.
+        host_memory: Host memory for offload, of one rank whose GPU is too small: "60GB" or bytes. None: none.
+        address: "HOST:PORT" of a Ray cluster, or "auto" for the one that runs here, that is asked what its GPUs have
+            free and what its nodes have cached. Nothing is started for it. None: the one that this process works with,
+            if any.
+        fit: "strict" plans what was asked for, and `summary.fit` says whether it fits and what would. "auto" plans the
+            first step of precision that fits.
+        gpu_memory_utilization: As for `load`.
+        reserve_bytes: As for `load`.
+        store_rate: Rate out of the store: "5GB/s", "40Gbit/s" or bytes per second. None: as measured, else unknown.
+        network_rate: Rate into a node, like `store_rate`.
+        disk_rate: Rate off a node's disk, like `store_rate`.
+        place_rate: Rate into a rank's memory, like `store_rate`.
+        measured: A LoadReport, or the file that `longshore load --json` printed, for the rates that are not given.
+        picture: File for an SVG of ranks against layers. None: none is drawn.
+        endpoint_url: As for `load`.
+        region: As for `load`.
+        profile: As for `load`.
+        anonymous: As for `load`.
+        credentials: As for `load`.
+        layout_rules: As for `load`.
+        dtype: As for `load`.
+        quantization: As for `load`.
+        skip_quantization: As for `load`.
+        device_map: As for `load`.
+        max_memory: As for `load`.
+        offload_folder: As for `load`.
+        trusted_keys: As for `load`.
+        signed_name: As for `load`.
+        revision: As for `load`.
+        config: Settings. None: read from the `LONGSHORE_*` variables of the environment.
+
+    Returns:
+        The plan: ranks, bytes, layers, whether it fits, and the expected time where rates are known.
+
+    Raises:
+        ConfigError: An argument or a setting is wrong.
+        LongshoreError: As for `load`, except DoesNotFit.
+
+    Example:
+        ```python
+        print(cluster.plan("s3://models/llama", tensor_parallel_size=4, memory="4x24GB").fit)
+        ```
     """
     config = config or Config.from_env()
     request = make_request(

@@ -257,7 +257,17 @@ class LoadReport(Jsonable):
         return {**asdict(self), **derived}
 
     def as_seen(self, total_s: float, connect_s: float, *, shared: bool, waited: bool) -> LoadReport:
-        """By a client whose call took so long, and so long to be heard. `shared`: somebody else had asked before."""
+        """Return the report as a client sees it.
+
+        Args:
+            total_s: Seconds that the client's call took.
+            connect_s: Seconds of that until the coordinator was reached.
+            shared: Somebody else had asked for the model before.
+            waited: The load was not over when the client asked.
+
+        Returns:
+            A report with the client's times.
+        """
         if shared:
             return replace(self, resident=not waited, total_s=total_s)
         told_s = max(0.0, total_s - connect_s - self.total_s)
