@@ -1,16 +1,19 @@
 """Models of any size without one byte of their weights: a manifest of experts, an index of a dense decoder.
 
-Names, shapes, order in the shards and chunk borders are those that a real checkpoint of that shape would have; digests
-are random numbers from a seed.
+Names, shapes, order in the shards and chunk borders are those of a real checkpoint of that shape. Digests are random
+numbers from a seed.
 """
 
 from __future__ import annotations
 
 import random
-from collections.abc import Iterator
+from collections.abc import Iterator, Sequence
 from dataclasses import dataclass
 
+from cluster.command_line.demo import DTYPE, llama_tensors
+from cluster.fit.needs import min_slots
 from cluster.layouts.model_config import ModelConfig
+from cluster.messages import NodeJob
 from storage.checkpoints.checkpoint import chunk_table
 from storage.checkpoints.manifest import Manifest, ManifestShard, ManifestTensor
 from storage.checkpoints.model_index import ModelIndex, Shard, Tensor, chunk_bounds
@@ -19,7 +22,7 @@ from storage.checkpoints.safetensors_header import Header, HeaderTensor, tensor_
 MIB = 1 << 20
 HEADER_BYTES_PER_TENSOR = 128  # about what safetensors needs for one entry
 
-# How tensor parallelism cuts it, as `layout_rules` of a load would say.
+# How tensor parallelism cuts the mixture of experts, as `layout_rules` of a load would say.
 MOE_RULES = {
     "model.embed_tokens.weight": "vocabulary",
     "model.layers.*.self_attn.q_proj.weight": "heads",
@@ -36,56 +39,73 @@ MOE_RULES = {
     "lm_head.weight": "vocabulary",
 }
 
+Named = tuple[str, tuple[int, ...]]  # name and shape of a tensor
+
 
 @dataclass(frozen=True)
-class MoeShape:
-    """What decides the size; the default has a trillion parameters in 130,000 tensors."""
+class DenseShape:
+    """A Llama-shaped decoder. The default has 70 billion parameters."""
 
-    layers: int = 90
-    experts: int = 480
-    hidden: int = 4096
-    inner: int = 1856  # of one expert
+    layers: int = 80
+    hidden: int = 8192
+    inner: int = 28_672
     heads: int = 64
     kv_heads: int = 8
+    vocabulary: int = 128_256
+    shards: int = 30
+
+    def config(self) -> ModelConfig:
+        """Return the part of config.json that cutting needs."""
+        return ModelConfig(
+            model_type="llama",
+            num_attention_heads=self.heads,
+            num_key_value_heads=self.kv_heads,
+            hidden_size=self.hidden,
+        )
+
+    def tensors(self) -> Iterator[Named]:
+        """Yield names and shapes, in the order of the checkpoint."""
+        for name, _, shape in llama_tensors(
+            hidden=self.hidden,
+            layers=self.layers,
+            intermediate=self.inner,
+            heads=self.heads,
+            kv_heads=self.kv_heads,
+            vocab=self.vocabulary,
+        ):
+            yield name, shape
+
+
+@dataclass(frozen=True)
+class MoeShape(DenseShape):
+    """A mixture of experts. The default has a trillion parameters in 130,000 tensors."""
+
+    layers: int = 90
+    hidden: int = 4096
+    inner: int = 1856  # of one expert
     vocabulary: int = 131_072
     shards: int = 1000
+    experts: int = 480
 
-    def config(self) -> dict[str, object]:
-        """The part of config.json that cutting needs."""
-        return {
-            "model_type": "a mixture of experts",
-            "hidden_size": self.hidden,
-            "num_attention_heads": self.heads,
-            "num_key_value_heads": self.kv_heads,
-        }
-
-    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes, in the order of the checkpoint."""
-        kv_rows = self.hidden // self.heads * self.kv_heads
-        yield "model.embed_tokens.weight", (self.vocabulary, self.hidden)
-        for layer in range(self.layers):
-            front = f"model.layers.{layer}"
-            yield f"{front}.input_layernorm.weight", (self.hidden,)
-            yield f"{front}.self_attn.q_proj.weight", (self.hidden, self.hidden)
-            yield f"{front}.self_attn.k_proj.weight", (kv_rows, self.hidden)
-            yield f"{front}.self_attn.v_proj.weight", (kv_rows, self.hidden)
-            yield f"{front}.self_attn.o_proj.weight", (self.hidden, self.hidden)
-            yield f"{front}.post_attention_layernorm.weight", (self.hidden,)
-            yield f"{front}.mlp.gate.weight", (self.experts, self.hidden)
-            for expert in range(self.experts):
-                yield f"{front}.mlp.experts.{expert}.gate_proj.weight", (self.inner, self.hidden)
-                yield f"{front}.mlp.experts.{expert}.up_proj.weight", (self.inner, self.hidden)
-                yield f"{front}.mlp.experts.{expert}.down_proj.weight", (self.hidden, self.inner)
-        yield "model.norm.weight", (self.hidden,)
-        yield "lm_head.weight", (self.vocabulary, self.hidden)
+    def tensors(self) -> Iterator[Named]:
+        for name, shape in super().tensors():
+            front, is_inner, which = name.partition(".mlp.")
+            if not is_inner:
+                yield name, shape
+            elif which == "gate_proj.weight":  # the first of three: all experts take their place
+                yield f"{front}.mlp.gate.weight", (self.experts, self.hidden)
+                for expert in range(self.experts):
+                    yield f"{front}.mlp.experts.{expert}.gate_proj.weight", (self.inner, self.hidden)
+                    yield f"{front}.mlp.experts.{expert}.up_proj.weight", (self.inner, self.hidden)
+                    yield f"{front}.mlp.experts.{expert}.down_proj.weight", (self.hidden, self.inner)
 
 
-def moe_manifest(shape: MoeShape, *, chunk_bytes: int = 16 * MIB, dtype: str = "BF16", seed: int = 0) -> Manifest:
-    """A published model of that shape. Same input, same manifest."""
-    chance = random.Random(seed)
+def moe_manifest(shape: MoeShape, *, chunk_bytes: int = 16 * MIB) -> Manifest:
+    """Return the manifest of a published model of that shape. Same input, same manifest."""
+    chance = random.Random(0)
     shards: list[ManifestShard] = []
     tensors: list[ManifestTensor] = []
-    for number, header in enumerate(_headers(list(shape.tensors()), shape.shards, dtype)):
+    for number, header in enumerate(_headers(shape)):
         ends = chunk_bounds(header, _file_bytes(header), chunk_bytes)
         shards.append(
             ManifestShard(
@@ -100,55 +120,15 @@ def moe_manifest(shape: MoeShape, *, chunk_bytes: int = 16 * MIB, dtype: str = "
             )
         )
         tensors += [
-            ManifestTensor(name=t.name, dtype=dtype, shape=t.shape, shard=number, start=t.start, end=t.end)
+            ManifestTensor(name=t.name, dtype=DTYPE, shape=t.shape, shard=number, start=t.start, end=t.end)
             for t in header.tensors
         ]
     return Manifest.build(hash_name="blake3", chunk_bytes=chunk_bytes, shards=shards, tensors=tensors, files=())
 
 
-@dataclass(frozen=True)
-class DenseShape:
-    """A Llama-shaped decoder; the default has 70 billion parameters."""
-
-    layers: int = 80
-    hidden: int = 8192
-    inner: int = 28_672
-    heads: int = 64
-    kv_heads: int = 8
-    vocabulary: int = 128_256
-    shards: int = 30
-
-    def config(self) -> ModelConfig:
-        """What cutting needs of it."""
-        return ModelConfig(
-            model_type="llama",
-            num_attention_heads=self.heads,
-            num_key_value_heads=self.kv_heads,
-            hidden_size=self.hidden,
-        )
-
-    def tensors(self) -> Iterator[tuple[str, tuple[int, ...]]]:
-        """Names and shapes, in the order of the checkpoint."""
-        kv_rows = self.hidden // self.heads * self.kv_heads
-        yield "model.embed_tokens.weight", (self.vocabulary, self.hidden)
-        for layer in range(self.layers):
-            front = f"model.layers.{layer}"
-            yield f"{front}.input_layernorm.weight", (self.hidden,)
-            yield f"{front}.self_attn.q_proj.weight", (self.hidden, self.hidden)
-            yield f"{front}.self_attn.k_proj.weight", (kv_rows, self.hidden)
-            yield f"{front}.self_attn.v_proj.weight", (kv_rows, self.hidden)
-            yield f"{front}.self_attn.o_proj.weight", (self.hidden, self.hidden)
-            yield f"{front}.post_attention_layernorm.weight", (self.hidden,)
-            yield f"{front}.mlp.gate_proj.weight", (self.inner, self.hidden)
-            yield f"{front}.mlp.up_proj.weight", (self.inner, self.hidden)
-            yield f"{front}.mlp.down_proj.weight", (self.hidden, self.inner)
-        yield "model.norm.weight", (self.hidden,)
-        yield "lm_head.weight", (self.vocabulary, self.hidden)
-
-
-def dense_index(shape: DenseShape, *, chunk_bytes: int = 8 * MIB, dtype: str = "BF16") -> ModelIndex:
-    """What a plan knows of a model of that shape, unpublished."""
-    headers = _headers(list(shape.tensors()), shape.shards, dtype)
+def dense_index(shape: DenseShape, *, chunk_bytes: int = 8 * MIB) -> ModelIndex:
+    """Return the index of an unpublished model of that shape."""
+    headers = _headers(shape)
     return ModelIndex(
         revision="made up",
         source="headers",
@@ -156,7 +136,7 @@ def dense_index(shape: DenseShape, *, chunk_bytes: int = 8 * MIB, dtype: str = "
             Shard(_shard_name(number, shape.shards), _file_bytes(header), None) for number, header in enumerate(headers)
         ),
         tensors=tuple(
-            Tensor(t.name, dtype, t.shape, number, t.start, t.end)
+            Tensor(t.name, DTYPE, t.shape, number, t.start, t.end)
             for number, header in enumerate(headers)
             for t in header.tensors
         ),
@@ -165,27 +145,44 @@ def dense_index(shape: DenseShape, *, chunk_bytes: int = 8 * MIB, dtype: str = "
     )
 
 
-def _headers(named: list[tuple[str, tuple[int, ...]]], shards: int, dtype: str) -> list[Header]:
-    """Tensors dealt out in order, so that shards have about equal sizes."""
-    total_bytes = sum(tensor_bytes(dtype, dims) for _, dims in named)
+def node_job(shared: bytes, ranks: Sequence[int]) -> NodeJob:
+    """Return the job of a node that loads such a model with these ranks."""
+    return NodeJob(
+        load_id="load",
+        attempt=1,
+        shared=shared,
+        store_identity="made up",
+        ranks=tuple(ranks),
+        done=frozenset(),
+        min_slots=min_slots(len(ranks)),
+        chunk_attempts=3,
+        lease_deadline_s=3600.0,
+        record=b"",
+    )
+
+
+def _headers(shape: DenseShape) -> list[Header]:
+    """Deal out the tensors in order, so that shards have about equal sizes."""
+    named = list(shape.tensors())
+    total_bytes = sum(tensor_bytes(DTYPE, dims) for _, dims in named)
     headers = []
     at = laid_bytes = 0
-    for number in range(shards):
+    for number in range(shape.shards):
         first = at
-        while at < len(named) and laid_bytes < total_bytes * (number + 1) // shards:
-            laid_bytes += tensor_bytes(dtype, named[at][1])
+        while at < len(named) and laid_bytes < total_bytes * (number + 1) // shape.shards:
+            laid_bytes += tensor_bytes(DTYPE, named[at][1])
             at += 1
-        headers.append(_header(named[first:at], dtype))
+        headers.append(_header(named[first:at]))
     return headers
 
 
-def _header(named: list[tuple[str, tuple[int, ...]]], dtype: str) -> Header:
+def _header(named: list[Named]) -> Header:
     data_start = 8 + HEADER_BYTES_PER_TENSOR * (len(named) + 1)
     at = data_start
     tensors = []
     for name, dims in named:
-        end = at + tensor_bytes(dtype, dims)
-        tensors.append(HeaderTensor(name, dtype, dims, at, end))
+        end = at + tensor_bytes(DTYPE, dims)
+        tensors.append(HeaderTensor(name, DTYPE, dims, at, end))
         at = end
     return Header(tuple(tensors), {}, data_start)
 

@@ -1,4 +1,4 @@
-"""What being watched costs a coordinator: `python -m bench.metrics_cost --help`.
+"""The cost of metrics for a coordinator: `python -m bench.metrics_cost --help`.
 
 Heartbeats of made-up agents, as large as those of 8 ranks that load, are taken in, and the result is scraped as
 Prometheus does it, through prometheus-client. No Ray, no network: seconds are this process's own CPU.
@@ -6,17 +6,17 @@ Prometheus does it, through prometheus-client. No Ray, no network: seconds are t
 
 from __future__ import annotations
 
-import argparse
 import math
 import pickle
 import time
-from collections.abc import Iterator, Sequence
+from collections.abc import Sequence
 from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
 
 from actors.metrics_server import TallyCollector
-from bench.arguments import positive_int
+from bench.harness.report import markdown_table
+from bench.options import new_parser, positive_int
 from cluster.messages import AgentBeat, LoadBeat, RankBeat
 from cluster.scheduling.load_state import LoadState, RankLife
 from cluster.telemetry.counters import LoadView, Tally
@@ -32,7 +32,7 @@ GB = 10**9
 
 @dataclass(frozen=True, slots=True)
 class Cost:
-    """Of one case."""
+    """The measurements of one case."""
 
     nodes: int
     models: int
@@ -45,7 +45,7 @@ class Cost:
 
 
 def measure(nodes: int, models: int, rounds: int) -> Cost:
-    """Every node sends `rounds` heartbeats, all stats of each larger than before; then three scrapes, the median."""
+    """Take in `rounds` heartbeats of every node, each larger than before. Then scrape three times, for the median."""
     tally = Tally()
     names = [f"model-{number}" for number in range(models)]
     for name in names:
@@ -99,30 +99,27 @@ def _beat(node: int, models: Sequence[str], number: int) -> AgentBeat:
 
 
 def table(costs: Sequence[Cost]) -> str:
-    """The stats, as Markdown."""
-    return "\n".join(_lines(costs))
-
-
-def _lines(costs: Sequence[Cost]) -> Iterator[str]:
-    yield "| nodes | models | a heartbeat | to take it in | a scrape: series | answer | the loop | the thread |"
-    yield "|---|---|---|---|---|---|---|---|"
+    """Return the costs in Markdown."""
+    head = ("nodes", "models", "a heartbeat", "to take it in", "a scrape: series", "answer", "the loop", "the thread")
+    rows = []
     for cost in costs:
-        yield (
-            f"| {cost.nodes} | {cost.models} | {cost.beat_bytes / 1e3:.1f} kB | {_ms(cost.beat_s)} | {cost.series:,} "
-            f"| {cost.answer_bytes / 1e6:.2f} MB | {_ms(cost.copy_s)} | {_ms(cost.scrape_s)} |"
-        )
+        beat, answer = f"{cost.beat_bytes / 1e3:.1f} kB", f"{cost.answer_bytes / 1e6:.2f} MB"
+        first = (str(cost.nodes), str(cost.models), beat, _ms(cost.beat_s))
+        rows.append((*first, f"{cost.series:,}", answer, _ms(cost.copy_s), _ms(cost.scrape_s)))
+    return markdown_table(head, rows)
 
 
 def _ms(seconds: float) -> str:
-    """With two digits that count."""
+    """Show milliseconds with two significant digits."""
     ms = seconds * 1e3
     return f"{ms:.{max(0, 1 - math.floor(math.log10(ms))) if ms > 0 else 0}f} ms"
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.metrics_cost", description=(__doc__ or "").splitlines()[0])
+    """Measure and print the table."""
+    parser = new_parser("bench.metrics_cost", __doc__, json_option=False)
     parser.add_argument("--nodes", type=positive_int, help="one case of your own, beside --models")
-    parser.add_argument("--models", type=positive_int, default=1)
+    parser.add_argument("--models", type=positive_int, default=1, help="each with a rank on every GPU")
     parser.add_argument("--rounds", type=positive_int, default=20, help="heartbeats of each node")
     args = parser.parse_args(arguments)
     cases = [(args.nodes, args.models)] if args.nodes else CASES

@@ -1,31 +1,33 @@
-"""What planning a very large model costs: CPU time, memory, and bytes of messages. `python -m bench.plan_scale --help`.
+"""The cost of planning a very large model: CPU time, memory, bytes of messages. `python -m bench.plan_scale --help`.
 
 The model is a manifest only (`bench.huge_model`); no byte of weights exists. Each part runs in a process of its own, so
-that its memory is its own, and does what the part of a load does:
+that its memory is its own, and runs the project's code for that part of a load:
 
-    planning   the planning process: manifest parsed and checked, tensors cut, facts of every rank, tables packed
-    agent      one node's agent: tables unpacked, chunks of its ranks found, the load's queue built (`NodeLedger.begin`)
-    worker     one rank: tables unpacked, its plan and its read items worked out
-    messages   bytes of what the coordinator sends, with the project's own `actors.coordination.jobs`
+    planning   the planning process: parse and check the manifest, cut the tensors, compute each rank's facts, pack
+    agent      one node's agent: unpack the tables, find the chunks of its ranks, build the queue (`NodeLedger.begin`)
+    worker     one rank: unpack the tables, compute its plan and its read items
+    messages   the bytes that the coordinator sends (`actors.coordination.jobs`)
 """
 
 from __future__ import annotations
 
-import argparse
-import json
+import multiprocessing
 import pickle
-import re
-import subprocess
-import sys
 import tempfile
 import time
 from collections.abc import Callable, Iterator, Sequence
+from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-from bench.arguments import first_line, output_file, positive_int
-from bench.huge_model import MOE_RULES, MoeShape, moe_manifest
+from bench.harness.report import markdown_table
+from bench.huge_model import MOE_RULES, MoeShape, moe_manifest, node_job
+from bench.options import new_parser, positive_int, write_json
+from cluster.layouts.mesh import Layout
+from cluster.layouts.rules import parse_rules
+from cluster.planning.make_plan import build_load_plan
+from storage.host.memory import high_water_bytes
 
 DEFAULT_LAYOUTS = ("8x16x8", "8x128x1", "1x1024x1")
 MIB = 1 << 20
@@ -33,11 +35,11 @@ SLOTS = 256  # of the agent's arena; only their records exist here
 
 
 class Stages:
-    """CPU seconds by name (every part has one thread), and the memory that the process grew by since this was made."""
+    """CPU seconds by name (every part has one thread), and the growth of the process's memory."""
 
     def __init__(self) -> None:
         self.seconds: dict[str, float] = {}
-        self._before_bytes = _peak_bytes()
+        self._before_bytes = high_water_bytes()
 
     @contextmanager
     def stage(self, name: str) -> Iterator[None]:
@@ -46,26 +48,17 @@ class Stages:
         self.seconds[name] = time.process_time() - begun_s
 
     def result(self, **more: Any) -> dict[str, Any]:
-        return {"seconds": self.seconds, "grown_bytes": _peak_bytes() - self._before_bytes, **more}
-
-
-def _peak_bytes() -> int:
-    """Largest resident set so far; not `ru_maxrss`, which a child inherits from who started it."""
-    status = Path("/proc/self/status").read_text()
-    return int(status.partition("VmHWM:")[2].split()[0]) * 1024
+        return {"seconds": self.seconds, "grown_bytes": high_water_bytes() - self._before_bytes, **more}
 
 
 def planning(folder: Path, layout: str, _: int) -> dict[str, Any]:
-    from cluster.layouts.mesh import Layout
     from cluster.layouts.model_config import ModelConfig
-    from cluster.layouts.rules import parse_rules
-    from cluster.planning.make_plan import build_load_plan
     from cluster.planning.packed_plan import PackedPlan, pack_shared
     from cluster.planning.process import without_collector
     from cluster.planning.rank_plans import rank_facts
     from storage.checkpoints.manifest import parse_manifest
 
-    config = ModelConfig.model_validate(json.loads((folder / "config.json").read_text()))
+    config = ModelConfig.model_validate_json((folder / "config.json").read_text())
     stages = Stages()
     with without_collector():
         with stages.stage("read and check the manifest"):
@@ -78,36 +71,18 @@ def planning(folder: Path, layout: str, _: int) -> dict[str, Any]:
             packed = PackedPlan(plan.revision, "blake3", index.size_bytes, facts, pack_shared(plan))
             data = pickle.dumps(packed, protocol=5)
     (folder / f"plan-{layout}").write_bytes(data)
-    return stages.result(
-        ranks=len(facts),
-        kinds=len(plan.cut.kinds),
-        tensors=len(plan.cut),
-        chunks=len(plan.chunks),
-        pipe_bytes=len(data),
-    )
+    counts = {"ranks": len(facts), "kinds": len(plan.cut.kinds), "tensors": len(plan.cut), "chunks": len(plan.chunks)}
+    return stages.result(**counts, pipe_bytes=len(data))
 
 
 def agent(folder: Path, layout: str, ranks_per_node: int) -> dict[str, Any]:
     from actors.node.node_ledger import NodeLedger
-    from cluster.fit.needs import min_slots
-    from cluster.messages import NodeJob
     from storage.arena.chunk_cache import ChunkCache
 
     packed = _packed(folder, layout)
     ranks = tuple(range(min(ranks_per_node, len(packed.ranks))))
     stages = Stages()
-    job = NodeJob(
-        load_id="load",
-        attempt=1,
-        shared=packed.shared,
-        store_identity="made up",
-        ranks=tuple(ranks),
-        done=frozenset(),
-        min_slots=min_slots(len(ranks)),
-        chunk_attempts=3,
-        lease_deadline_s=3600.0,
-        record=b"",
-    )
+    job = node_job(packed.shared, ranks)
     ledger = NodeLedger(ChunkCache(max(SLOTS, job.min_slots)), 16 * MIB)
     with stages.stage("begin"):
         ledger.begin(job, 0.0)
@@ -136,10 +111,9 @@ def worker(folder: Path, layout: str, _: int) -> dict[str, Any]:
 
 
 def messages(folder: Path, layout: str, ranks_per_node: int) -> dict[str, Any]:
-    from actors.coordination.jobs import node_job, rank_job
+    from actors.coordination import jobs
     from actors.coordination.model_record import ModelRecord, Placement
     from cluster.config import Config
-    from cluster.layouts.mesh import Layout
     from cluster.request import StoreOptions, make_request
     from cluster.scheduling.holders import Holders
     from cluster.scheduling.load_state import Life
@@ -160,24 +134,27 @@ def messages(folder: Path, layout: str, ranks_per_node: int) -> dict[str, Any]:
     node_id = record.placements[0].node_id
     sizes = {
         "shared_bytes": len(packed.shared),
-        "node_job_bytes": len(pickle.dumps(node_job(record, node_id, record.life.attempt, Config()))),
-        "rank_job_bytes": len(pickle.dumps(rank_job(record, record.placements[0], Config()))),
+        "node_job_bytes": len(pickle.dumps(jobs.node_job(record, node_id, record.life.attempt, Config()))),
+        "rank_job_bytes": len(pickle.dumps(jobs.rank_job(record, record.placements[0], Config()))),
         "nodes": len(record.nodes),
     }
     through = sizes["nodes"] * sizes["node_job_bytes"] + request.world_size * sizes["rank_job_bytes"]
-    return {**sizes, "coordinator_sends_bytes": through, "coordinator_puts_bytes": sizes["shared_bytes"]}
+    return {**sizes, "coordinator_sends_bytes": through}
 
 
-PARTS: dict[str, Callable[[Path, str, int], dict[str, Any]]] = {
-    "planning": planning,
-    "agent": agent,
-    "worker": worker,
-    "messages": messages,
-}
+PARTS: dict[str, Callable[[Path, str, int], dict[str, Any]]]
+PARTS = {"planning": planning, "agent": agent, "worker": worker, "messages": messages}
 
 
 def _packed(folder: Path, layout: str) -> Any:
     return pickle.loads((folder / f"plan-{layout}").read_bytes())  # written by this program
+
+
+def layout_text(text: str) -> str:
+    """Return TPxFSDPxDP. Raises ValueError."""
+    if min(_sizes(text)) < 1:
+        raise ValueError(text)
+    return text
 
 
 def _sizes(layout: str) -> tuple[int, int, int]:
@@ -186,97 +163,57 @@ def _sizes(layout: str) -> tuple[int, int, int]:
 
 
 def measure(folder: Path, layouts: list[str], ranks_per_node: int) -> dict[str, Any]:
-    """Every part for every layout, each in its own process."""
-    found: dict[str, Any] = {}
-    for layout in layouts:
-        found[layout] = {}
+    """Run every part for every layout, each in a new process."""
+    found: dict[str, Any] = {layout: {} for layout in layouts}
+    for layout, parts in found.items():
         for part in PARTS:
-            command = [sys.executable, "-m", "bench.plan_scale", "--part", part, "--folder", str(folder)]
-            command += ["--layout", layout, "--ranks-per-node", str(ranks_per_node)]
-            done = subprocess.run(command, check=True, stdout=subprocess.PIPE)
-            found[layout][part] = json.loads(done.stdout)
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                parts[part] = pool.submit(PARTS[part], folder, layout, ranks_per_node).result()
     return found
 
 
 def table(found: dict[str, Any]) -> str:
-    """The stats, as Markdown."""
-    rows = [["", *(f"tp x fsdp x dp = {layout}" for layout in found)]]
-
-    def add(label: str, show: Callable[[dict[str, Any]], str]) -> None:
-        rows.append([label, *(show(parts) for parts in found.values())])
-
-    for part in ("planning", "agent", "worker"):
-        for stage in next(iter(found.values()))[part]["seconds"]:
-            add(f"{part}: {stage}", lambda p, part=part, stage=stage: f"{p[part]['seconds'][stage]:.2f} s")  # type: ignore[misc]
-        add(f"{part}: memory beyond imports", lambda p, part=part: f"{p[part]['grown_bytes'] / 1e6:.0f} MB")  # type: ignore[misc]
-    add("chunks that a node needs", lambda p: f"{p['agent']['needed_chunks']:,}")
-    add("of their bytes wanted by the node", lambda p: f"{_wanted_share(p['agent']):.1%}")
-    add("shared tables, to each node once", lambda p: f"{p['messages']['shared_bytes'] / 1e6:.1f} MB")
-    add("job of a node", lambda p: f"{p['messages']['node_job_bytes'] / 1e3:.1f} kB")
-    add("job of a rank", lambda p: f"{p['messages']['rank_job_bytes'] / 1e3:.1f} kB")
-    add("heartbeat of a node", lambda p: f"{p['agent']['heartbeat_bytes'] / 1e3:.1f} kB")
-    add("all jobs together", lambda p: f"{p['messages']['coordinator_sends_bytes'] / 1e6:.1f} MB")
-    rows.insert(1, ["---"] * len(rows[0]))
-    return "\n".join("| " + " | ".join(row) + " |" for row in rows)
-
-
-def _wanted_share(agent_part: dict[str, Any]) -> float:
-    return 1 - float(agent_part["overfetch_bytes"]) / max(float(agent_part["needed_bytes"]), 1.0)
-
-
-def check_layout(text: str) -> None:
-    """TPxFSDPxDP, by which a model of that shape can be cut. Raises argparse.ArgumentTypeError."""
-    from cluster.errors import ConfigError, PlanError
-    from cluster.layouts.mesh import Layout
-    from cluster.layouts.model_config import ModelConfig
-    from cluster.layouts.rules import parse_rules
-    from cluster.planning.make_plan import build_load_plan
-
-    if re.fullmatch(r"\d{1,6}x\d{1,6}x\d{1,6}", text, re.ASCII) is None:
-        raise argparse.ArgumentTypeError(f"not TPxFSDPxDP, as in 8x16x8: {text!r}")
-    shape = MoeShape(layers=1, experts=1, shards=1)  # every tensor of the whole has its like here, but for the router
-    config = ModelConfig.model_validate(shape.config())
-    try:
-        build_load_plan(moe_manifest(shape).index(), Layout(*_sizes(text)), parse_rules(MOE_RULES), config)
-    except (ConfigError, PlanError) as error:
-        raise argparse.ArgumentTypeError(f"{text}: {first_line(error)}") from None
+    """Return the measurements in Markdown."""
+    columns: list[dict[str, str]] = []
+    for parts in found.values():
+        column: dict[str, str] = {}
+        for part in ("planning", "agent", "worker"):
+            column |= {f"{part}: {stage}": f"{seconds:.2f} s" for stage, seconds in parts[part]["seconds"].items()}
+            column[f"{part}: memory beyond imports"] = f"{parts[part]['grown_bytes'] / 1e6:.0f} MB"
+        node, sent = parts["agent"], parts["messages"]
+        column["chunks that a node needs"] = f"{node['needed_chunks']:,}"
+        wanted = 1 - node["overfetch_bytes"] / max(node["needed_bytes"], 1)
+        column["of their bytes wanted by the node"] = f"{wanted:.1%}"
+        column["shared tables, to each node once"] = f"{sent['shared_bytes'] / 1e6:.1f} MB"
+        column["job of a node"] = f"{sent['node_job_bytes'] / 1e3:.1f} kB"
+        column["job of a rank"] = f"{sent['rank_job_bytes'] / 1e3:.1f} kB"
+        column["heartbeat of a node"] = f"{node['heartbeat_bytes'] / 1e3:.1f} kB"
+        column["all jobs together"] = f"{sent['coordinator_sends_bytes'] / 1e6:.1f} MB"
+        columns.append(column)
+    rows = [[label, *(column[label] for column in columns)] for label in columns[0]]
+    return markdown_table(["", *(f"tp x fsdp x dp = {layout}" for layout in found)], rows)
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(
-        prog="python -m bench.plan_scale", description=__doc__.splitlines()[0] if __doc__ else ""
-    )
-    parser.add_argument("--layout", action="append", help="tp x fsdp x dp, as in 8x16x8; may be repeated")
-    parser.add_argument("--ranks-per-node", type=positive_int, default=8)
+    """Measure and print the table."""
+    parser = new_parser("bench.plan_scale", __doc__)
+    parser.add_argument("--layout", action="append", type=layout_text, help="as in 8x16x8; may be repeated")
+    parser.add_argument("--ranks-per-node", type=positive_int, default=8, help="of the agent's node")
     parser.add_argument("--layers", type=positive_int, default=MoeShape.layers, help="fewer make a smaller model")
-    parser.add_argument("--shards", type=positive_int, default=MoeShape.shards)
-    parser.add_argument("--chunk-mib", type=positive_int, default=16)
-    parser.add_argument("--json", type=output_file, help="write the stats to this file")
-    parser.add_argument("--part", choices=PARTS, help=argparse.SUPPRESS)
-    parser.add_argument("--folder", type=Path, help=argparse.SUPPRESS)
+    parser.add_argument("--shards", type=positive_int, default=MoeShape.shards, help="files of the model")
+    parser.add_argument("--chunk-mib", type=positive_int, default=16, help="the most bytes of a chunk")
     args = parser.parse_args(arguments)
     layouts = args.layout or list(DEFAULT_LAYOUTS)
-    if args.part:
-        print(json.dumps(PARTS[args.part](args.folder, layouts[0], args.ranks_per_node)))
-        return
-    for layout in layouts:  # not by a part: it would count what this imports
-        try:
-            check_layout(layout)
-        except argparse.ArgumentTypeError as error:
-            parser.error(f"argument --layout: {error}")
     shape = MoeShape(layers=args.layers, shards=args.shards)
     with tempfile.TemporaryDirectory() as name:
         folder = Path(name)
         manifest = moe_manifest(shape, chunk_bytes=args.chunk_mib * MIB)
         (folder / "manifest.json").write_bytes(manifest.to_json())
-        (folder / "config.json").write_text(json.dumps(shape.config()))
-        model = {
-            "tensors": len(manifest.tensors),
-            "shards": len(manifest.shards),
-            "chunks": sum(len(shard.chunk_ends) for shard in manifest.shards),
-            "bytes": sum(shard.size_bytes for shard in manifest.shards),
-            "manifest_bytes": (folder / "manifest.json").stat().st_size,
-        }
+        (folder / "config.json").write_text(shape.config().model_dump_json())
+        model = {"tensors": len(manifest.tensors), "shards": len(manifest.shards)}
+        model["chunks"] = sum(len(shard.chunk_ends) for shard in manifest.shards)
+        model["bytes"] = sum(shard.size_bytes for shard in manifest.shards)
+        model["manifest_bytes"] = (folder / "manifest.json").stat().st_size
         found = measure(folder, layouts, args.ranks_per_node)
     print(
         f"{model['tensors']:,} tensors, {model['shards']:,} shards, {model['chunks']:,} chunks, "
@@ -284,8 +221,7 @@ def main(arguments: Sequence[str] | None = None) -> None:
         f"{args.ranks_per_node} ranks per node\n"
     )
     print(table(found))
-    if args.json:
-        args.json.write_text(json.dumps({"model": model, "layouts": found}, indent=1) + "\n")
+    write_json(args.json, {"model": model, "layouts": found})
 
 
 if __name__ == "__main__":

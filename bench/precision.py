@@ -1,34 +1,26 @@
-"""What converting on the way in costs: `python -m bench.precision --size 2GB` prints a table, `--json FILE` writes it.
+"""The cost of converting while loading: `python -m bench.precision --size 2GB` prints a table, `--json FILE` writes it.
 
 A Llama-shaped bfloat16 checkpoint in tmpfs, more than nine tenths of it in linear layers, is loaded into host memory
 once per precision, each time by one rank in a process of its own. Memory is the process's own, without the arena, above
-what it had when everything was imported: tensors, staging, and all else that the load takes.
+what it had when everything was imported: tensors, staging, and everything else.
 """
 
 from __future__ import annotations
 
-import argparse
-import json
-import subprocess
+import multiprocessing
 import sys
-import tempfile
 import threading
 import time
+from concurrent.futures import ProcessPoolExecutor
 from pathlib import Path
 from typing import Any
 
+from bench.harness.run_folder import run_folder
+from bench.options import new_parser, size, write_json
 from cluster.command_line.demo import write_llama_checkpoint
-from cluster.units import parse_bytes, show_bytes
+from cluster.units import show_bytes
 
-PRECISIONS = (
-    ("auto", ""),
-    ("float16", ""),
-    ("auto", "fp8"),
-    ("auto", "fp8_tensor"),
-    ("auto", "int8"),
-    ("auto", "nf4"),
-    ("auto", "int4"),
-)
+PRECISIONS = (("auto", ""), ("float16", ""), *(("auto", to) for to in ("fp8", "fp8_tensor", "int8", "nf4", "int4")))
 INT4_PART = 0.45  # of the bfloat16 size: the most that loading int4 may take beside the arena
 ARENA_BYTES = 128 << 20
 _SIZES: dict[str, Any] = {"hidden": 2048, "intermediate": 5632, "heads": 16, "kv_heads": 4, "vocab": 8000}
@@ -37,42 +29,36 @@ _SAMPLE_S = 0.002
 
 
 def main() -> int:
-    """All precisions, each in a child; 1 when int4 takes more than it may."""
-    parser = argparse.ArgumentParser(prog="python -m bench.precision", description=__doc__)
-    parser.add_argument("--size", type=parse_bytes, default=1 << 30, help="of the bfloat16 checkpoint (default: 1GiB)")
-    parser.add_argument("--folder", type=Path, default=Path("/dev/shm"), help="for the checkpoint (default: /dev/shm)")
-    parser.add_argument("--json", type=Path, help="write the stats there")
-    parser.add_argument("--one", nargs=3, metavar=("FOLDER", "DTYPE", "QUANTIZATION"), help=argparse.SUPPRESS)
+    """Measure every precision, each in a child. Returns 1 when int4 takes more than it may."""
+    parser = new_parser("bench.precision", __doc__)
+    parser.add_argument("--size", type=size, default="1GiB", help="of the bfloat16 checkpoint")
+    parser.add_argument("--folder", type=Path, default="/dev/shm", help="for the checkpoint")
     args = parser.parse_args()
-    if args.one:
-        print(json.dumps(measure(*args.one)))
-        return 0
     rows = []
-    with tempfile.TemporaryDirectory(dir=args.folder, prefix="longshore-bench-") as folder:
+    with run_folder(args.folder, "longshore-bench-") as folder:
         layers = max(8, round(args.size / _LAYER_BYTES))
         write_llama_checkpoint(folder, layers=layers, shards=2, seed=1, **_SIZES)
         for dtype, quantization in PRECISIONS:
-            command = [sys.executable, "-m", "bench.precision", "--one", folder, dtype, quantization]
-            rows.append(json.loads(subprocess.run(command, check=True, capture_output=True, text=True).stdout))
+            with ProcessPoolExecutor(1, multiprocessing.get_context("spawn")) as pool:
+                rows.append(pool.submit(measure, folder, dtype, quantization).result())
             print(_line(rows[-1]), flush=True)
-    if args.json:
-        args.json.write_text(json.dumps(rows, indent=1))
+    write_json(args.json, rows)
     return int(rows[-1]["part_of_stored"] >= INT4_PART)
 
 
-def measure(folder: str, dtype: str, quantization: str) -> dict[str, Any]:
-    """One load in this process."""
+def measure(folder: Path, dtype: str, quantization: str) -> dict[str, Any]:
+    """Load once in this process."""
     import torch  # noqa: F401  # before the baseline, for loads that convert nothing too
 
     import actors.devices.convert  # noqa: F401
-    from bench.local_rank import load_rank, node_agent
+    from bench.contenders.ours import load_rank, node_agent
     from cluster.config import Config
     from cluster.precision.recipes import Precision
     from storage.host.memory import own_bytes
 
     config = Config(arena_bytes=ARENA_BYTES)
     precision = Precision(dtype, quantization)
-    stored_bytes = sum(path.stat().st_size for path in Path(folder).glob("*.safetensors"))
+    stored_bytes = sum(path.stat().st_size for path in folder.glob("*.safetensors"))
     over = threading.Event()
     with node_agent(config) as agent:
         baseline_bytes = peak_bytes = own_bytes()
@@ -85,21 +71,19 @@ def measure(folder: str, dtype: str, quantization: str) -> dict[str, Any]:
         watcher = threading.Thread(target=watch, daemon=True)
         watcher.start()
         begun_s, begun_cpu_s = time.monotonic(), time.process_time()
-        tensors, report = load_rank(agent, config, folder, "cpu", "via_arena", precision)
+        tensors, report = load_rank(agent, config, str(folder), "cpu", "via_arena", precision)
         took_s, cpu_s = time.monotonic() - begun_s, time.process_time() - begun_cpu_s
         over.set()
         watcher.join()
         held_bytes = sum(tensor.nbytes for tensor in tensors.values())
+    names = ("device_bytes", "peak_staging_bytes", "converted_tensors", "convert_s")
     return {
         "precision": str(precision),
         "stored_bytes": stored_bytes,
         "held_bytes": held_bytes,
-        "device_bytes": report.device_bytes,
         "peak_bytes": peak_bytes - baseline_bytes,
         "part_of_stored": (peak_bytes - baseline_bytes) / stored_bytes,
-        "peak_staging_bytes": report.peak_staging_bytes,
-        "converted_tensors": report.converted_tensors,
-        "convert_s": report.convert_s,
+        **{name: getattr(report, name) for name in names},
         "load_s": took_s,
         "cpu_s": cpu_s,
     }

@@ -1,4 +1,4 @@
-"""Bytes in flight, as a fluid: every request gets its max-min fair share of what it goes through. No sleeping.
+"""Bytes in flight, as a fluid: every request gets its max-min fair share of each link on its way. No sleeping.
 
     request -- connection -- worker -- node's NIC -- store
 
@@ -18,7 +18,7 @@ SAME_MOMENT_S = 1e-9
 
 
 def water_level(demands: Iterable[tuple[float, float]], capacity: float) -> float:
-    """The rate L with which sum(count * min(cap, L)) fills `capacity`; infinite when all caps together do not.
+    """Return the rate L with which sum(count * min(cap, L)) fills `capacity`, infinite when all caps together do not.
 
     `demands`: (count, cap) of requests that are alike.
     """
@@ -41,14 +41,13 @@ class WorkerFlows:
     worker_bytes_s: float  # what the worker can take in and verify
     served_bytes: float = 0.0  # per request, since the beginning
     rate: float = 0.0  # per request, now
-    running: list[tuple[float, int, Callable[[], None]]] = field(
-        default_factory=list
-    )  # (served when done, number, then)
+    # (served when done, number, then)
+    running: list[tuple[float, int, Callable[[], None]]] = field(default_factory=list)
 
 
 @dataclass(slots=True, eq=False)
 class NodeLink:
-    """A node's NIC and the workers behind it; `copies` nodes are like this one."""
+    """A node's NIC and the workers behind it. `copies` nodes are like this one."""
 
     nic_bytes_s: float
     copies: int = 1
@@ -56,7 +55,7 @@ class NodeLink:
 
 
 class Network:
-    """Events in order of time: requests that end, and what was set to happen at a time."""
+    """Events in order of time: requests that end, and calls at a given time."""
 
     def __init__(self, store_bytes_s: float, connection_bytes_s: float) -> None:
         self.now_s = 0.0
@@ -75,12 +74,12 @@ class Network:
         self.at(self.now_s + delay_s, then)
 
     def request(self, worker: WorkerFlows, size_bytes: int, then: Callable[[], None]) -> None:
-        """Begin to move bytes from the store to a worker; call `then` when they are there."""
+        """Begin to move bytes from the store to a worker. Calls `then` when they have arrived."""
         heapq.heappush(worker.running, (worker.served_bytes + size_bytes, next(self._numbers), then))
         self._stale = True
 
     def run(self) -> None:
-        """Until nothing is left to happen."""
+        """Run until no event is left."""
         while True:
             if self._stale:
                 self._set_rates()
@@ -109,7 +108,7 @@ class Network:
         self.now_s = time_s
 
     def _due(self) -> list[Callable[[], None]]:
-        """What happens now. Moments that only rounding tells apart are one, or it would decide what comes first."""
+        """Return the calls that are due. Moments that differ by rounding only are one moment."""
         found = []
         for node in self.nodes:
             for worker in node.workers:
@@ -121,7 +120,7 @@ class Network:
         return found
 
     def _set_rates(self) -> None:
-        """Max-min fair: a request below the store's level is held back by its node, worker or connection."""
+        """Set max-min fair rates: node, worker or connection hold back a request below the store's level."""
         self._stale = False
         of_store: list[tuple[float, float]] = []
         for node in self.nodes:

@@ -1,4 +1,4 @@
-"""One node in simulated time: the project's own ledger, queue and cache, and ranks that do what a RankLoader does.
+"""One node in simulated time: the project's own ledger, queue and cache, and ranks that act as a RankLoader does.
 
 NodeLedger (real, on a ChunkCache without memory) <-- RankHello, RankUpdate (real messages) -- SimRank
 SimRank: `threads` requests at once (bench.sim_flows), one copy at a time to its device
@@ -15,9 +15,9 @@ from dataclasses import dataclass
 import numpy as np
 
 from actors.node.node_ledger import NodeLedger
+from bench.huge_model import node_job
 from bench.sim_flows import Network, NodeLink, WorkerFlows
-from cluster.fit.needs import min_slots
-from cluster.messages import Commit, LeaseOrder, NodeJob, Orders, RankHello, RankUpdate
+from cluster.messages import Commit, LeaseOrder, Orders, RankHello, RankUpdate
 from cluster.planning.packed_plan import pack_shared
 from cluster.planning.plan import LoadPlan
 from cluster.planning.read_items import expand_read_items
@@ -26,33 +26,37 @@ from storage.host.processes import ProcessId
 
 PLACE_BATCH = 8  # as in actors.rank.executor
 LOAD = "load"
+GB = 1e9
 
 
 @dataclass(frozen=True)
-class NodeRates:
-    """What a node can do."""
+class Rates:
+    """The stated rates, in bytes and seconds, and the sizes of a node."""
 
-    nic_bytes_s: float
-    worker_bytes_s: tuple[float, ...]  # by rank of the node: take in and verify
-    pcie_bytes_s: float  # of each rank's device
-    threads: int  # requests at once, per rank
-    latency_s: float  # from a request to its first byte
-    jitter: float  # the latency varies by this fraction, either way
-    exchange_s: float  # a rank's message to its agent, and the answer
-    heartbeat_s: float
-    arena_slots: int
-    slot_bytes: int
+    nic_bytes_s: float = 12.5 * GB  # of a node: 100 Gbit/s
+    store_bytes_s: float = 1000 * GB  # all connections together
+    connection_bytes_s: float = 0.1 * GB  # of one
+    worker_bytes_s: float = 2 * GB  # a worker process takes in and verifies
+    pcie_bytes_s: float = 25 * GB  # of each device
+    latency_s: float = 0.03  # of a request, to its first byte
+    jitter: float = 0.0  # the latency varies by this fraction, either way
+    exchange_s: float = 0.001  # a message of a rank to its agent, and the answer
+    heartbeat_s: float = 1.0
+    threads: int = 32  # requests at once, per rank
+    arena_slots: int = 1024
+    slow_worker: float = 1.0  # times that the first worker is slower
 
 
 class SimNode:
-    """`copies` equal nodes with these ranks of the plan; `begin` sets it going."""
+    """Simulates `copies` equal nodes with these ranks of the plan."""
 
     def __init__(
         self,
         network: Network,
         plan: LoadPlan,
         ranks: Mapping[int, dict[int, int]],
-        rates: NodeRates,
+        rates: Rates,
+        slot_bytes: int,
         copies: int = 1,
         seed: int = 0,
     ) -> None:
@@ -64,49 +68,36 @@ class SimNode:
         self.sizes: list[int] = plan.chunks.sizes_bytes().tolist()
         self.link = NodeLink(rates.nic_bytes_s, copies)
         network.nodes.append(self.link)
-        self.ledger = NodeLedger(ChunkCache(rates.arena_slots), rates.slot_bytes, chance=random.Random(seed))
+        self.ledger = NodeLedger(ChunkCache(rates.arena_slots), slot_bytes, chance=random.Random(seed))
         self.ranks = [SimRank(self, rank, index, places) for index, (rank, places) in enumerate(ranks.items())]
         self.finished_s = 0.0
-        self.messages = 0  # from ranks to the agent
-        self.longest_request_s = 0.0
-        self._job = NodeJob(
-            load_id=LOAD,
-            attempt=1,
-            shared=pack_shared(plan),
-            store_identity="made up",
-            ranks=tuple(ranks),
-            done=frozenset(),
-            min_slots=min_slots(len(ranks)),
-            chunk_attempts=3,
-            lease_deadline_s=3600.0,
-            record=b"",
-        )
+        self._job = node_job(pack_shared(plan), tuple(ranks))
 
     def begin(self) -> None:
-        """Tell the agent, then let the ranks say hello."""
+        """Give the agent its job, then let the ranks join."""
         self.ledger.begin(self._job, 0.0)
         for rank in self.ranks:
-            rank.say_hello()
+            rank.join()
 
     @property
     def complete(self) -> bool:
         return all(rank.left for rank in self.ranks)
 
     def notify(self) -> None:
-        """Something changed: ranks that wait for orders ask again, as threads in the agent do."""
+        """Let ranks that wait for orders ask again after a change, as threads in the agent do."""
         for rank in self.ranks:
             rank.poll()
 
 
 class SimRank:
-    """What `actors.rank.rank_work` and the loops of `actors.rank.executor` do, as events."""
+    """The work of `actors.rank.rank_work` and the loops of `actors.rank.executor`, as events."""
 
     def __init__(self, node: SimNode, rank: int, index: int, chunk_place_bytes: dict[int, int]) -> None:
         self.node, self.rank = node, rank
-        self.left = False  # it has everything and said so
+        self.left = False  # it has everything and has reported it
         self.fetched_bytes = 0
         self.placed_bytes = 0
-        self.flows = WorkerFlows(node.link, node.rates.worker_bytes_s[index])
+        self.flows = WorkerFlows(node.link, node.rates.worker_bytes_s / (1 if index else node.rates.slow_worker))
         node.link.workers.append(self.flows)
         self._place_bytes = chunk_place_bytes
         self._process = ProcessId(rank + 1, 1)
@@ -122,33 +113,31 @@ class SimRank:
         self._returned: list[str] = []
         self._talking = False  # a message is on its way to the agent, or waits there for orders
         self._waits_with: RankUpdate | None = None
-        self._told_number = 0  # counts messages, so that an old timer does nothing
+        self._report_number = 0  # counts messages, so that an old timer does nothing
 
-    def say_hello(self) -> None:
+    def join(self) -> None:
         hello = RankHello(LOAD, 1, self.rank, 0, self._process, number=next(self._numbers))
         self.node.ledger.join(hello, self.node.network.now_s)
-        self._tell()
+        self._report()
 
-    # -- the exchange loop -------------------------------------------------------------------------------------
-
-    def _maybe_tell(self) -> None:
-        """As RankWork: several results a message, but at once when there is nothing else to do."""
+    def _maybe_report(self) -> None:
+        """Report several results a message, as RankWork does, but at once when there is nothing else to do."""
         if self._talking or self.left:
             return
-        if self._finished:  # what it fetches for others is told with the last message; leases not begun go back
+        if self._finished:  # chunks fetched for others go with the last message; leases not begun are returned
             self._returned += [lease.lease_id for lease in self._leases]
             self._leases.clear()
             if not self._requests:
-                self._tell()
+                self._report()
             return
         results = len(self._commits) + len(self._placed_now)
         nothing_left = not (self._in_hand or self._unplaced)
         if nothing_left or results >= self.node.rates.threads:
-            self._tell()
+            self._report()
 
-    def _tell(self) -> None:
+    def _report(self) -> None:
         self._talking = True
-        self._told_number += 1
+        self._report_number += 1
         rates, leaving = self.node.rates, self._finished and not self._in_hand
         idle = not (self._in_hand or self._unplaced or self._commits or self._placed_now)
         update = RankUpdate(
@@ -166,7 +155,6 @@ class SimRank:
             leaving=leaving,
         )
         self._commits, self._placed_now, self._returned = [], [], []
-        self.node.messages += 1
         self.node.network.after(rates.exchange_s, lambda: self._arrives(update))
 
     def _arrives(self, update: RankUpdate) -> None:
@@ -184,7 +172,7 @@ class SimRank:
             node.notify()
 
     def poll(self) -> None:
-        """Orders for a rank whose message waits at the agent."""
+        """Take the orders for a message that waits at the agent."""
         if self._waits_with is None:
             return
         orders = self.node.ledger.orders_for(self._waits_with, self.node.network.now_s)
@@ -201,16 +189,14 @@ class SimRank:
         self._unplaced += len(orders.readable)
         self._fetch()
         self._place()
-        self._maybe_tell()
+        self._maybe_report()
         if not self._talking and not self.left:
-            number = self._told_number
+            number = self._report_number
             self.node.network.after(self.node.rates.heartbeat_s, lambda: self._heartbeat(number))
 
     def _heartbeat(self, number: int) -> None:
-        if number == self._told_number and not self._talking and not self.left:
-            self._tell()
-
-    # -- fetch and place ---------------------------------------------------------------------------------------
+        if number == self._report_number and not self._talking and not self.left:
+            self._report()
 
     def _fetch(self) -> None:
         rates, network = self.node.rates, self.node.network
@@ -218,19 +204,17 @@ class SimRank:
             lease = self._leases.popleft()
             self._requests += 1
             latency_s = rates.latency_s * (1 + rates.jitter * (2 * self.node.chance.random() - 1))
-            network.after(latency_s, self._begins(lease, network.now_s))
+            network.after(latency_s, self._begins(lease))
 
-    def _begins(self, lease: LeaseOrder, asked_s: float) -> Callable[[], None]:
+    def _begins(self, lease: LeaseOrder) -> Callable[[], None]:
         size_bytes = self.node.sizes[lease.chunk]
 
         def done() -> None:
-            node = self.node
             self._requests -= 1
             self.fetched_bytes += size_bytes
-            node.longest_request_s = max(node.longest_request_s, node.network.now_s - asked_s)
             self._commits.append(Commit(lease.lease_id, lease.chunk))
             self._fetch()
-            self._maybe_tell()
+            self._maybe_report()
 
         return lambda: self.node.network.request(self.flows, size_bytes, done)
 
@@ -249,7 +233,7 @@ class SimRank:
         self._placed_now += chunks
         self.placed_bytes += sum(self._place_bytes[chunk] for chunk in chunks)
         self._place()
-        self._maybe_tell()
+        self._maybe_report()
 
     @property
     def _in_hand(self) -> int:
@@ -261,7 +245,7 @@ class SimRank:
 
 
 def place_bytes(plan: LoadPlan, rank: int) -> dict[int, int]:
-    """Chunk -> bytes of it that the rank copies, from its real read items."""
+    """Return the bytes of each chunk that the rank copies, from its real read items."""
     items = expand_read_items(plan.ranks[rank].slices, plan.chunks)
     found = np.zeros(len(plan.chunks), np.int64)
     np.add.at(found, items.chunk, items.run_bytes * items.count)

@@ -1,10 +1,10 @@
-"""How long a load takes that moves few bytes: `python -m bench.startup [--rounds N] [--json FILE]`.
+"""The seconds of a load that moves few bytes: `python -m bench.startup [--rounds N] [--json FILE]`.
 
     cold         new worker processes; coordinator and agent run
     warm         the workers of the model before take it over (`Config.warm_workers_s`)
-    arena fresh  warm workers, every chunk of the larger model in the arena, into memory that nobody touched before
+    arena fresh  warm workers, every chunk of the larger model in the arena, into fresh memory
     arena kept   the same into the memory that the workers kept of the load before
-    resident     the model is there: it is handed out
+    resident     the model is loaded already and is handed out
 
 Starts a Ray cluster of its own on this machine, reads local files, prints medians over the rounds and writes JSON.
 Every cold and warm round loads a model of other bytes, so that nothing comes from the arena.
@@ -12,8 +12,6 @@ Every cold and warm round loads a model of other bytes, so that nothing comes fr
 
 from __future__ import annotations
 
-import argparse
-import json
 import platform
 import statistics
 import tempfile
@@ -26,50 +24,35 @@ from typing import Any
 import numpy as np
 
 import cluster
-from bench.arguments import output_file, positive_int
+from bench.harness.report import markdown_table
+from bench.options import new_parser, positive_int, write_json
 from cluster.client import release_warm
 from cluster.command_line.demo import write_llama_checkpoint
 from cluster.joining.connection import disconnect
 
 MIB = 1 << 20
-SMALL: dict[str, Any] = {
-    "hidden": 512,
-    "layers": 2,
-    "intermediate": 1408,
-    "heads": 8,
-    "kv_heads": 2,
-    "vocab": 4000,
-    "shards": 3,
-}
-LARGE: dict[str, Any] = {
-    "hidden": 2048,
-    "layers": 4,
-    "intermediate": 5632,
-    "heads": 16,
-    "kv_heads": 8,
-    "vocab": 32000,
-    "shards": 4,
-}
+SMALL: Any = dict(hidden=512, layers=2, intermediate=1408, heads=8, kv_heads=2, vocab=4000, shards=3)
+LARGE: Any = dict(hidden=2048, layers=4, intermediate=5632, heads=16, kv_heads=8, vocab=32000, shards=4)
 WARM_S = 600.0
+HEADINGS = ("case", "call to READY", "plan", "to first byte", "first to last byte", "last byte to READY", "GB/s")
 CASES = ("cold", "warm", "arena fresh", "arena kept", "resident")
 FIELDS = ("total_s", "plan_s", "first_byte_s", "load_s", "ready_after_last_byte_s")
 
 
 def main(arguments: Sequence[str] | None = None) -> None:
-    parser = argparse.ArgumentParser(prog="python -m bench.startup", description=__doc__.splitlines()[0])
-    parser.add_argument("--rounds", type=positive_int, default=7)
-    parser.add_argument("--ranks", type=positive_int, default=2)
-    parser.add_argument("--json", type=output_file)
+    """Measure and print the table."""
+    parser = new_parser("bench.startup", __doc__)
+    parser.add_argument("--rounds", type=positive_int, default=7, help="whose median counts")
+    parser.add_argument("--ranks", type=positive_int, default=2, help="of a load")
     options = parser.parse_args(arguments)
     with tempfile.TemporaryDirectory(prefix="longshore-startup-") as folder:
         found = measure(Path(folder), options.rounds, options.ranks)
     show(found)
-    if options.json is not None:
-        options.json.write_text(json.dumps(found, indent=2) + "\n")
+    write_json(options.json, found)
 
 
 def measure(folder: Path, rounds: int, ranks: int) -> dict[str, Any]:
-    """Every case `rounds` times; medians."""
+    """Measure every case `rounds` times. Returns medians."""
     options: dict[str, Any] = {"tensor_parallel_size": ranks, "device": "cpu", "progress": False}
     first = stored(folder, SMALL, 0)
     begun_s = time.monotonic()
@@ -91,19 +74,23 @@ def measure(folder: Path, rounds: int, ranks: int) -> dict[str, Any]:
                 cases["resident"].append(timed(first, options))
     finally:
         disconnect()
+    medians = {
+        case: {name: statistics.median(timing[name] for timing in timings) for name in timings[0]}
+        for case, timings in cases.items()
+    }
     return {
         "machine": platform.processor() or platform.machine(),
         "python": platform.python_version(),
         "rounds": rounds,
         "ranks": ranks,
         "first_load_with_cluster_start_s": first_s,
-        "cases": {name: medians(timings) for name, timings in cases.items()},
+        "cases": medians,
         "memory_copy": copy_rates(int(cases["arena kept"][0]["placed_bytes"])),
     }
 
 
 def stored(folder: Path, shape: dict[str, Any], seed: int) -> str:
-    """A published checkpoint of bytes that no other seed has."""
+    """Publish a checkpoint of bytes that no other seed has. Returns its path."""
     place = folder / f"{shape['hidden']}-{seed}"
     write_llama_checkpoint(place, **shape, seed=seed)
     cluster.publish(str(place))
@@ -111,7 +98,7 @@ def stored(folder: Path, shape: dict[str, Any], seed: int) -> str:
 
 
 def timed(uri: str, options: dict[str, Any]) -> dict[str, float]:
-    """One load, and its release; the client's seconds and those of the report."""
+    """Load and release. Returns the client's seconds and those of the report."""
     begun_s = time.monotonic()
     model = cluster.load(uri, **options)
     report = replace(model.report, total_s=time.monotonic() - begun_s)
@@ -119,15 +106,10 @@ def timed(uri: str, options: dict[str, Any]) -> dict[str, float]:
     return {name: float(getattr(report, name)) for name in (*FIELDS, "placed_bytes")}
 
 
-def medians(timings: list[dict[str, float]]) -> dict[str, float]:
-    return {name: statistics.median(timing[name] for timing in timings) for name in timings[0]}
-
-
 def copy_rates(size_bytes: int) -> dict[str, float]:
-    """GB/s of one thread that copies as many bytes into memory that is fresh, then into the same again."""
+    """Return the GB/s of one thread that copies as many bytes into fresh memory, then into the same again."""
     source = np.ones(size_bytes, np.uint8)
-    rates = {}
-    target = np.empty_like(source)
+    rates, target = {}, np.empty_like(source)
     for name in ("fresh", "touched"):
         begun_s = time.monotonic()
         np.copyto(target, source)
@@ -136,17 +118,15 @@ def copy_rates(size_bytes: int) -> dict[str, float]:
 
 
 def show(found: dict[str, Any]) -> None:
-    """The table, as docs/benchmarks.md has it."""
+    """Print the table, as docs/benchmarks.md has it."""
     print(f"medians of {found['rounds']} rounds, {found['ranks']} ranks; milliseconds")
-    print(
-        "| case | call to READY | plan | to first byte | first to last byte | last byte to READY | GB/s of the call |"
-    )
-    print("|---|---|---|---|---|---|---|")
+    rows = []
     for name, case in found["cases"].items():
         shown = FIELDS[:1] if name == "resident" else FIELDS
-        times = " | ".join(f"{case[field] * 1e3:.0f}" if field in shown else "-" for field in FIELDS)
+        times = (f"{case[field] * 1e3:.0f}" if field in shown else "-" for field in FIELDS)
         rate = "-" if name == "resident" else f"{case['placed_bytes'] / case['total_s'] / 1e9:.2f}"
-        print(f"| {name} | {times} | {rate} |")
+        rows.append((name, *times, rate))
+    print(markdown_table(HEADINGS, rows))
     copies = found["memory_copy"]
     print(f"copy by one thread: {copies['fresh_gb_per_s']:.2f} GB/s fresh, {copies['touched_gb_per_s']:.2f} touched")
     print(f"first load, the start of Ray included: {found['first_load_with_cluster_start_s']:.1f} s")

@@ -10,8 +10,7 @@ from typing import Any
 
 import pytest
 
-from bench.range_server import NoRangeServer, find_nginx
-from bench.tables import BEGIN, END
+from bench.harness.store import NoRangeServer, find_nginx
 from tests.support.head_cluster import run_to_its_end
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(2500)]
@@ -33,10 +32,8 @@ def needs_nginx() -> None:
 @pytest.fixture(scope="module")
 def run_of_bench(needs_nginx: None, tmp_path_factory: pytest.TempPathFactory) -> tuple[dict[str, Any], Path, str]:
     out = tmp_path_factory.mktemp("bench")
-    docs = out / "docs.md"
-    docs.write_text(f"before\n\n{BEGIN}\nold\n{END}\n\nafter\n")
     command = [sys.executable, "-m", "bench.run", "--small", "--only", f"{LINES},{PEERS}"]
-    done = run_to_its_end([*command, "--out", str(out), "--docs", str(docs)], 2400, cwd=ROOT, stdin=subprocess.DEVNULL)
+    done = run_to_its_end([*command, "--out", str(out)], 2400, cwd=ROOT, stdin=subprocess.DEVNULL)
     assert done.returncode == 0, done.stdout + done.stderr
     return json.loads((out / "results.json").read_text()), out, done.stdout
 
@@ -80,20 +77,15 @@ def test_memory_that_is_kept_is_seen(run_of_bench: tuple[dict[str, Any], Path, s
             assert line["memory_over_bytes"] > 0.9, line["id"]
 
 
-def test_it_writes_a_chart_and_the_tables(run_of_bench: tuple[dict[str, Any], Path, str]) -> None:
-    results, out, printed = run_of_bench
-    before, _, rest = (out / "docs.md").read_text().partition(BEGIN)
-    inside, _, after = rest.partition(END)
-    assert (before, after) == ("before\n\n", "\n\nafter\n")
-    assert "old" not in inside
+def test_it_writes_the_tables(run_of_bench: tuple[dict[str, Any], Path, str]) -> None:
+    results, out, _ = run_of_bench
+    text = (out / "benchmarks.md").read_text()
     for line in results["lines"]:
-        assert f"| {line['title']} |" in inside
-    if "no chart" not in printed:
-        assert (out / "chart.png").read_bytes().startswith(b"\x89PNG")
+        assert f"| {line['title']} |" in text
 
 
 def test_a_program_without_nginx_says_so(tmp_path: Path) -> None:
-    code = "import bench.range_server as r, bench.run as b; r._PATH = '/nowhere'; raise SystemExit(b.main())"
+    code = "import bench.harness.store as r, bench.run as b; r._PATH = '/nowhere'; raise SystemExit(b.main())"
     command = [sys.executable, "-c", code, "--small", "--size", "8MB", "--out", str(tmp_path)]
     done = run_to_its_end(command, 2400, cwd=ROOT, stdin=subprocess.DEVNULL)
     assert done.returncode == 2

@@ -1,4 +1,4 @@
-"""bench.delivered, bench.host_buffers: what is right passes, one wrong byte and one missing tensor do not."""
+"""bench.contenders.buffers: what is right passes, one wrong byte and one missing tensor do not."""
 
 from __future__ import annotations
 
@@ -7,9 +7,8 @@ from pathlib import Path
 
 import pytest
 
-from bench.delivered import WrongDelivery, check_tensors
-from bench.host_buffers import FileBuffers, file_ranges
-from bench.spec import BenchFile, Spec
+from bench.contenders.buffers import Buffer, WrongDelivery, allocate, check_tensors, file_ranges, tensors_of
+from bench.harness.contender import BenchFile, Spec
 from cluster.command_line.demo import write_llama_checkpoint
 
 
@@ -20,32 +19,32 @@ def spec(tmp_path: Path) -> Spec:
     )
     paths = sorted(tmp_path.glob("*.safetensors"))
     files = tuple(BenchFile(f"m/{path.name}", str(path), path.stat().st_size) for path in paths)
-    return Spec("file", "", "b", "m", str(tmp_path), files, sum(file.size_bytes for file in files))
+    return Spec("file", "", "b", str(tmp_path), files, sum(file.size_bytes for file in files))
 
 
-def filled(spec: Spec, *, touched: bool) -> FileBuffers:
-    buffers = FileBuffers(spec, touched=touched)
+def filled(spec: Spec, *, touched: bool) -> list[Buffer]:
+    buffers = allocate(spec, touched=touched)
     for one in file_ranges(spec, 1000):
         content = Path(spec.files[one.file].path).read_bytes()
-        buffers.views[one.file][one.start : one.end] = content[one.start : one.end]
+        buffers[one.file].data[one.start : one.end] = content[one.start : one.end]
     return buffers
 
 
 @pytest.mark.parametrize("touched", [False, True])
 def test_what_the_files_hold_passes(spec: Spec, touched: bool) -> None:
-    check_tensors(spec, filled(spec, touched=touched).tensors())
+    check_tensors(spec, tensors_of(filled(spec, touched=touched)))
 
 
 @pytest.mark.parametrize("offset_from_end", [1, 100, 4000])
 def test_one_wrong_byte_is_found(spec: Spec, offset_from_end: int) -> None:
     buffers = filled(spec, touched=False)
-    buffers.views[1][-offset_from_end] ^= 1
+    buffers[1][-offset_from_end] ^= 1
     with pytest.raises(WrongDelivery, match="other bytes"):
-        check_tensors(spec, buffers.tensors())
+        check_tensors(spec, tensors_of(buffers))
 
 
 def test_a_missing_tensor_is_found(spec: Spec) -> None:
-    tensors = filled(spec, touched=False).tensors()
+    tensors = tensors_of(filled(spec, touched=False))
     del tensors["model.norm.weight"]
     with pytest.raises(WrongDelivery, match=r"1 tensors were not delivered, model\.norm\.weight"):
         check_tensors(spec, tensors)
@@ -54,7 +53,7 @@ def test_a_missing_tensor_is_found(spec: Spec) -> None:
 def test_another_shape_or_dtype_is_found(spec: Spec) -> None:
     import torch
 
-    tensors = filled(spec, touched=False).tensors()
+    tensors = tensors_of(filled(spec, touched=False))
     tensors["model.norm.weight"] = tensors["model.norm.weight"].reshape(2, -1)
     with pytest.raises(WrongDelivery, match="not"):
         check_tensors(spec, tensors)

@@ -14,7 +14,7 @@ from storage.checksum import HASH_NAMES
 
 @pytest.fixture(autouse=True)
 def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(hashes, "_MOST_COLD_BYTES", hashes.COLD_CHUNK_BYTES)
+    monkeypatch.setattr(hashes, "COLD_CHUNKS", 2)
 
 
 def test_every_hash_in_every_case() -> None:

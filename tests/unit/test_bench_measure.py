@@ -11,25 +11,25 @@ from typing import Any
 
 import pytest
 
-from bench.contender import EXIT_NOT_RUNNABLE
-from bench.spec import BenchFile, Spec
+from bench.harness.contender import EXIT_NOT_RUNNABLE, BenchFile, Spec
 
 ROOT = Path(__file__).resolve().parents[2]
-SPEC = Spec("http", "http://127.0.0.1:1", "bench", "model", "/m", (BenchFile("model/a", "/m/a", 1000),), 1000)
+SPEC = Spec("http", "http://127.0.0.1:1", "bench", "/m", (BenchFile("model/a", "/m/a", 1000),), 1000)
 
 
-def run(tmp_path: Path, code: str) -> subprocess.CompletedProcess[str]:
+def run(code: str, needs: tuple[str, ...] = ()) -> subprocess.CompletedProcess[str]:
     """Run `code` as a contender's main, indented as a function's body."""
-    SPEC.write(tmp_path / "spec.json")
-    head = "import os, subprocess, sys, time\nfrom bench.contender import NotRunnable, run_contender\n"
-    head += "from bench.measure import measured\ndef main(spec):\n"
-    program = head + textwrap.indent(textwrap.dedent(code), "    ") + "\nrun_contender(main)\n"
-    command = [sys.executable, "-c", program, str(tmp_path / "spec.json")]
+    head = "import os, subprocess, sys, time\n"
+    head += "from bench.harness.contender import Contender, NotRunnable, run_contender\n"
+    head += "from bench.harness.measure import measured\ndef main(spec):\n"
+    program = head + textwrap.indent(textwrap.dedent(code), "    ")
+    program += f"\nsys.exit(run_contender(Contender('x', '', main, (), needs={needs!r}), sys.argv[1]))\n"
+    command = [sys.executable, "-c", program, SPEC.to_json()]
     return subprocess.run(command, cwd=ROOT, capture_output=True, text=True, timeout=60)
 
 
-def stats(tmp_path: Path, code: str) -> dict[str, Any]:
-    done = run(tmp_path, code)
+def stats(code: str) -> dict[str, Any]:
+    done = run(code)
     assert done.returncode == 0, done.stderr
     found: dict[str, Any] = json.loads(done.stdout.splitlines()[-1])
     return found
@@ -42,14 +42,13 @@ def test_a_spec_travels() -> None:
     assert SPEC.with_options(a=1).with_options(b=[2]).options == {"a": 1, "b": [2]}
 
 
-def test_a_written_spec_is_read_back(tmp_path: Path) -> None:
+def test_a_written_spec_is_read_back() -> None:
     spec = SPEC.with_options(threads=4)
-    spec.write(tmp_path / "spec.json")
-    assert Spec.read(tmp_path / "spec.json") == spec
+    assert Spec.from_json(spec.to_json()) == spec
 
 
-def test_the_cpu_of_ended_and_of_living_children_counts(tmp_path: Path) -> None:
-    ended = stats(tmp_path, f"with measured(spec):\n    subprocess.run([sys.executable, '-c', {BURN}], check=True)")
+def test_the_cpu_of_ended_and_of_living_children_counts() -> None:
+    ended = stats(f"with measured(spec):\n    subprocess.run([sys.executable, '-c', {BURN}], check=True)")
     assert ended["cpu_s"] >= 0.28
     code = f"""
     with measured(spec):
@@ -58,10 +57,10 @@ def test_the_cpu_of_ended_and_of_living_children_counts(tmp_path: Path) -> None:
         child.stdout.readline()
     child.communicate(b'x')
     """
-    assert stats(tmp_path, code)["cpu_s"] >= 0.25
+    assert stats(code)["cpu_s"] >= 0.25
 
 
-def test_what_is_done_before_and_after_is_not_counted(tmp_path: Path) -> None:
+def test_what_is_done_before_and_after_is_not_counted() -> None:
     code = f"""
     exec({BURN})
     with measured(spec) as m:
@@ -69,18 +68,18 @@ def test_what_is_done_before_and_after_is_not_counted(tmp_path: Path) -> None:
         exec({BURN})
         m.extra['late'] = True
     """
-    found = stats(tmp_path, code)
+    found = stats(code)
     assert found["cpu_s"] < 0.25
     assert found["extra"] == {"late": True}
 
 
-def test_memory_over_the_baseline_is_seen_at_the_end_and_in_children(tmp_path: Path) -> None:
+def test_memory_over_the_baseline_is_seen_at_the_end_and_in_children() -> None:
     code = """
     before = bytearray(b'1' * 50_000_000)
     with measured(spec, touched_before_bytes=7) as m:
         kept = bytearray(b'1' * 30_000_000)
     """
-    found = stats(tmp_path, code)
+    found = stats(code)
     assert 30e6 <= found["peak_bytes"] < 50e6 + 30e6
     assert found["baseline_bytes"] > 50e6
     assert found["touched_before_bytes"] == 7
@@ -92,41 +91,28 @@ def test_memory_over_the_baseline_is_seen_at_the_end_and_in_children(tmp_path: P
         child.stdout.readline()
     child.communicate(b'x')
     """
-    assert stats(tmp_path, code)["peak_bytes"] >= 40e6
+    assert stats(code)["peak_bytes"] >= 40e6
 
 
-def test_shared_memory_of_the_peak_is_named_apart(tmp_path: Path) -> None:
-    code = """
-    import mmap
-    with measured(spec) as m:
-        private = b'1' * 30_000_000
-        shared = mmap.mmap(-1, 20_000_000)
-        shared.write(b'1' * 20_000_000)
-    """
-    found = stats(tmp_path, code)
-    assert 20e6 <= found["peak_shared_bytes"] < 21e6
-    assert found["peak_bytes"] >= 50e6
-
-
-def test_a_run_that_raises_prints_no_stats(tmp_path: Path) -> None:
-    done = run(tmp_path, "with measured(spec):\n    raise OSError('gone')")
+def test_a_run_that_raises_prints_no_stats() -> None:
+    done = run("with measured(spec):\n    raise OSError('gone')")
     assert done.returncode == 1
     assert done.stdout == ""
     assert "gone" in done.stderr
 
 
 @pytest.mark.parametrize(
-    ("code", "said"),
+    ("code", "needs", "reason"),
     [
-        ("raise NotRunnable('no such device')", "no such device"),
-        ("import no_such_peer", "no_such_peer is not installed"),
+        ("raise NotRunnable('no such device')", (), "no such device"),
+        ("pass", ("json", "no_such_peer"), "no_such_peer is not installed"),
     ],
 )
-def test_what_cannot_run_here_says_why(tmp_path: Path, code: str, said: str) -> None:
-    done = run(tmp_path, code)
-    assert (done.returncode, done.stdout, done.stderr.strip()) == (EXIT_NOT_RUNNABLE, "", said)
+def test_a_contender_that_cannot_run_here_says_why(code: str, needs: tuple[str, ...], reason: str) -> None:
+    done = run(code, needs)
+    assert (done.returncode, done.stdout, done.stderr.strip()) == (EXIT_NOT_RUNNABLE, "", reason)
 
 
-def test_a_mistake_of_ours_is_no_missing_peer(tmp_path: Path) -> None:
-    done = run(tmp_path, "import bench.no_such_module")
+def test_a_module_missing_by_mistake_is_no_missing_peer() -> None:
+    done = run("import bench.no_such_module")
     assert done.returncode == 1

@@ -6,15 +6,14 @@ from pathlib import Path
 
 import pytest
 
-import bench.one_run
-from bench.contender import Case, NotRunnable
-from bench.one_run import RunFailed, run_once
-from bench.results import Line, Run
-from bench.spec import Spec
+import bench.harness.rounds
+from bench.harness.contender import Case, NotRunnable, Spec
+from bench.harness.results import Line, Run
+from bench.harness.rounds import RunFailed, run_once
 from storage.host.processes import ProcessId
 from tests.support.ray_clusters import eventually
 
-SPEC = Spec("http", "http://127.0.0.1:1", "bench", "model", "/m", (), 1000)
+SPEC = Spec("http", "http://127.0.0.1:1", "bench", "/m", (), 1000)
 FIGURES = "print('chatter'); print('{\"bytes\": 10, \"wall_s\": 2.0, \"cpu_s\": 1.0}'); print('more')"
 
 
@@ -25,13 +24,13 @@ def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     folder.mkdir(parents=True)
     for package in (folder.parent, folder):
         (package / "__init__.py").touch()
-    monkeypatch.setattr(bench.one_run, "REPOSITORY", tmp_path)
+    monkeypatch.setattr(bench.harness.rounds, "REPOSITORY", tmp_path)
     return tmp_path
 
 
 def run(repository: Path, program: str, timeout_s: float = 30.0) -> Run:
-    (repository / "bench" / "contenders" / "one.py").write_text(program)
-    case = Case("", "", False, True, options={"memory": "fresh", "threads": 1})
+    (repository / "bench" / "contenders" / "__main__.py").write_text(program)
+    case = Case("", "", options={"memory": "fresh", "threads": 1})
     return run_once(Line("one", "one", case, "http", ({},)), {"threads": 2}, SPEC, timeout_s)
 
 
@@ -40,7 +39,7 @@ def test_the_last_json_is_the_stats(repository: Path) -> None:
 
 
 def test_options_of_the_setting_come_over_those_of_the_case(repository: Path) -> None:
-    program = "import json, sys; options = json.load(open(sys.argv[1]))['options']\n"
+    program = "import json, sys; options = json.loads(sys.argv[2])['options']\n"
     program += "if options != {'memory': 'fresh', 'threads': 2}: raise SystemExit(f'{options}')\n"
     assert run(repository, program + FIGURES).bytes == 10
 
@@ -57,8 +56,8 @@ def test_settings_and_proxies_of_the_user_are_not_passed_on(repository: Path, mo
     [
         ("import sys; print('no GPU', file=sys.stderr); sys.exit(3)", NotRunnable, "no GPU"),
         ("raise OSError('refused')", RunFailed, "exit code 1: OSError: refused"),
-        ("print('hello')", RunFailed, "no stats"),
-        ("print('{}')", RunFailed, "no stats"),
+        ("print('hello')", RunFailed, "no measurements"),
+        ("print('{}')", RunFailed, "no measurements"),
     ],
 )
 def test_how_it_ended_is_said(repository: Path, program: str, error: type[Exception], said: str) -> None:
@@ -69,7 +68,7 @@ def test_how_it_ended_is_said(repository: Path, program: str, error: type[Except
 @pytest.mark.slow  # it waits for the limit
 @pytest.mark.long
 def test_one_that_takes_too_long_is_ended_with_its_children(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(bench.one_run, "_GRACE_S", 0.5)
+    monkeypatch.setattr(bench.harness.rounds, "_GRACE_S", 0.5)
     pid_file = repository / "pid"
     program = "import subprocess, sys, time\n"
     program += "child = subprocess.Popen([sys.executable, '-c', 'import time; time.sleep(60)'])\n"

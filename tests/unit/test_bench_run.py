@@ -1,4 +1,4 @@
-"""bench.run: what counts as whole, what is kept of a run that was interrupted, what is no figure of its line."""
+"""bench.run: what is kept of a run that was interrupted, and runs that do not count for their line."""
 
 from __future__ import annotations
 
@@ -6,20 +6,18 @@ import contextlib
 import json
 from collections.abc import Callable, Iterator, Mapping
 from pathlib import Path
-from types import SimpleNamespace
 from typing import Any
 
 import pytest
 
 import bench.run
-from bench.contender import Case
-from bench.results import Line, Results, Run
-from bench.run import _parser, is_whole, main
-from bench.spec import Spec
-from bench.tables import BEGIN, END, markdown
+from bench.harness.contender import Case, Spec
+from bench.harness.report import markdown
+from bench.harness.results import Line, Results, Run
+from bench.run import main
 
 FIGURES = Run(10**9, 2.0, 1.0)
-Once = Callable[[Line, Mapping[str, Any], Spec, float], Run]
+Once = Callable[[Line, Mapping[str, Any], Spec], Run]
 
 
 class NoServer:
@@ -34,9 +32,6 @@ class NoServer:
     def __exit__(self, *_: object) -> None:
         pass
 
-    def served_bytes(self, prefix: str) -> int:
-        return 0
-
 
 @contextlib.contextmanager
 def no_sandbox() -> Iterator[None]:
@@ -46,37 +41,16 @@ def no_sandbox() -> Iterator[None]:
 @pytest.fixture
 def run_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
     """The driver with another `run_once`, no server and no models."""
-    models = SimpleNamespace(size_bytes=10**9, files=(), spec=lambda *_: Spec("http", "", "b", "m", "", (), 10**9))
     monkeypatch.setattr(bench.run, "RangeServer", NoServer)
     monkeypatch.setattr(bench.run, "sandbox", no_sandbox)
-    monkeypatch.setattr(bench.run, "make_models", lambda *_: models)
-    docs = tmp_path / "docs.md"
-    docs.write_text(f"{BEGIN}\nold\n{END}\n")
+    monkeypatch.setattr(bench.run, "make_models", lambda *_: Spec("file", "", "b", "", (), 10**9))
 
     def run(once: Once, *arguments: str) -> int:
         monkeypatch.setattr(bench.run, "run_once", once)
-        places = ["--out", str(tmp_path / "out"), "--docs", str(docs), "--tmpfs", str(tmp_path)]
+        places = ["--out", str(tmp_path / "out"), "--tmpfs", str(tmp_path)]
         return main([*places, *arguments])
 
     return run
-
-
-@pytest.mark.parametrize(
-    ("arguments", "whole"),
-    [
-        ("", True),
-        ("--rounds 3", True),
-        ("--rounds 9 --out OUT", True),
-        ("--rounds 2", False),
-        ("--small", False),
-        ("--no-tuning", False),
-        ("--size 2GB", False),
-        ("--only ceiling*", False),
-        ("--tmpfs OUT", False),
-    ],
-)
-def test_only_a_whole_run_may_rewrite_the_docs(arguments: str, whole: bool, tmp_path: Path) -> None:
-    assert is_whole(_parser().parse_args(arguments.replace("OUT", str(tmp_path)).split())) == whole
 
 
 def test_what_was_found_before_ctrl_c_is_kept_and_marked(run_bench: Callable[..., int], tmp_path: Path) -> None:
@@ -92,8 +66,8 @@ def test_what_was_found_before_ctrl_c_is_kept_and_marked(run_bench: Callable[...
     found = json.loads((tmp_path / "out" / "results.json").read_text())
     assert found["partial"] is True
     assert sum(len(line["runs"]) for line in found["lines"]) == 2
-    assert (tmp_path / "docs.md").read_text() == f"{BEGIN}\nold\n{END}\n"
-    assert sorted(path.name for path in tmp_path.iterdir()) == ["docs.md", "out"]
+    assert [path.name for path in tmp_path.iterdir()] == ["out"]
+    assert [path.name for path in (tmp_path / "out").iterdir()] == ["results.json"]
 
 
 def test_an_interrupted_run_that_found_nothing_takes_no_results_away(
@@ -123,18 +97,10 @@ def test_a_run_in_another_mode_than_asked_fails_but_in_a_small_one(
     assert line["title"].endswith("direct, verified (ran via_arena)")
 
 
-def test_docs_without_markers_are_refused_before_the_run(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
-    (tmp_path / "docs.md").write_text("no markers")
-    with pytest.raises(SystemExit) as ended:
-        main(["--docs", str(tmp_path / "docs.md"), "--out", str(tmp_path)])
-    assert ended.value.code == 2
-    assert "has not the markers" in capsys.readouterr().err
-
-
 @pytest.mark.parametrize("tuned", [True, False])
 def test_settings_are_said_to_be_tried_only_when_they_were(tuned: bool) -> None:
-    line = Line("ceiling_raw", "ceiling", Case("", "", False, False, "none"), "http", ({},), runs=[FIGURES])
+    line = Line("ceiling_raw", "ceiling", Case("", "", "none", keeps=False), "http", ({},), runs=[FIGURES])
     results = Results({"cores": "2"}, {"nginx": "1"}, {"bytes": 1, "files": 1}, 1, [line], tuned)
-    text = markdown(results, [], "make bench")
+    text = markdown(results, "make bench")
     assert ("Found by trying" in text, "best setting" in text) == (tuned, tuned)
     assert ("none was tried" in text) == (not tuned)

@@ -13,14 +13,14 @@ from pathlib import Path
 import psutil
 import pytest
 
-from bench.range_server import NoRangeServer, find_nginx
-from bench.run_folder import run_folder, sweep
+from bench.harness.run_folder import run_folder, sweep
+from bench.harness.store import NoRangeServer, find_nginx
 
 ROOT = Path(__file__).resolve().parents[2]
 HOLD = """
 import sys
 from pathlib import Path
-from bench.run_folder import run_folder
+from bench.harness.run_folder import run_folder
 with run_folder(Path(sys.argv[1]), "longshore-bench-") as folder:
     (folder / "www").mkdir()
     (folder / "www" / "model").write_bytes(b"1" * 1000)
@@ -30,8 +30,8 @@ with run_folder(Path(sys.argv[1]), "longshore-bench-") as folder:
 SERVE = """
 import sys
 from pathlib import Path
-from bench.range_server import RangeServer
-from bench.run_folder import NGINX, run_folder
+from bench.harness.store import RangeServer
+from bench.harness.run_folder import NGINX, run_folder
 with run_folder(Path(sys.argv[1]), "longshore-bench-") as folder:
     (folder / "www").mkdir()
     with RangeServer(folder / "www", folder / NGINX):
@@ -90,7 +90,7 @@ def test_one_that_was_killed_is_swept_by_the_next_run(
 
 
 def test_what_no_run_made_is_left_alone(tmp_path: Path) -> None:
-    (tmp_path / "longshore-bench-mine").mkdir()  # no lock in it
+    (tmp_path / "longshore-bench-mine").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "lock").touch()
     target = tmp_path / "target"

@@ -9,7 +9,7 @@ import pytest
 
 from bench.huge_model import DenseShape
 from bench.sim_flows import Network
-from bench.sim_node import LOAD, NodeRates, SimNode
+from bench.sim_node import LOAD, Rates, SimNode
 from bench.simulate import Model
 from cluster.config import Config
 from cluster.layouts.mesh import Layout
@@ -39,20 +39,17 @@ def plan_of(shape: DenseShape, chunk_bytes: int, layout: Layout) -> tuple[Model,
 def beats_of_a_load(chunk_bytes: int, heartbeats: int) -> tuple[list[AgentBeat], int, int]:
     """A whole load on one node, its agent's heartbeats at equal intervals, chunks, and bytes of the node's report."""
     model, plan = plan_of(SHAPE, chunk_bytes, Layout(RANKS))
-    rates = NodeRates(
+    rates = Rates(
         nic_bytes_s=float(model.index.size_bytes),  # about one second
-        worker_bytes_s=(1e12,) * RANKS,
+        worker_bytes_s=1e12,
         pcie_bytes_s=1e12,
-        threads=4,
         latency_s=0.0,
-        jitter=0.0,
         exchange_s=0.0,
-        heartbeat_s=1.0,
+        threads=4,
         arena_slots=64,
-        slot_bytes=chunk_bytes,
     )
     network = Network(1e15, 1e15)
-    node = SimNode(network, plan, {rank: model.places(plan, rank) for rank in range(RANKS)}, rates)
+    node = SimNode(network, plan, {rank: model.places(plan, rank) for rank in range(RANKS)}, rates, chunk_bytes)
     beats: list[AgentBeat] = []
     for number in range(heartbeats):
         at_s = 1.2 * number / (heartbeats - 1)

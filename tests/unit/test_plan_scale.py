@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import json
 from pathlib import Path
 from typing import Any
 
@@ -20,7 +19,7 @@ def stats(folder: Path, layers: int, layout: str) -> dict[str, Any]:
     shape = MoeShape(layers=layers, experts=6, hidden=512, inner=1024, heads=8, kv_heads=4, vocabulary=4096, shards=5)
     folder.mkdir()
     (folder / "manifest.json").write_bytes(moe_manifest(shape, chunk_bytes=MIB).to_json())
-    (folder / "config.json").write_text(json.dumps(shape.config()))
+    (folder / "config.json").write_text(shape.config().model_dump_json())
     parts = {"planning": planning, "agent": agent, "worker": worker}
     return {name: part(folder, layout, 8) for name, part in parts.items()}
 

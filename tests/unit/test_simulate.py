@@ -11,7 +11,7 @@ from hypothesis import strategies as st
 
 from bench.huge_model import DenseShape
 from bench.sim_flows import Network, NodeLink, WorkerFlows, water_level
-from bench.simulate import Case, Model, Rates, Result, simulate, table
+from bench.simulate import Case, Model, Rates, Result, simulate
 
 MIB = 1 << 20
 # Nothing but what a test states is a limit.
@@ -23,9 +23,11 @@ FREE = Rates(
     pcie_bytes_s=1e15,
     latency_s=0.0,
     exchange_s=0.0,
+    threads=4,
+    arena_slots=64,
 )
 NIC = replace(FREE, nic_bytes_s=1e9)
-SMALL = Case(nodes=1, ranks_per_node=4, threads=4, arena_slots=64)
+SMALL = Case(nodes=1, ranks_per_node=4)
 
 
 @pytest.fixture(scope="module")
@@ -70,9 +72,9 @@ def test_connections_workers_and_pcie_limit_too(model: Model) -> None:
 
 
 def test_a_slow_worker_leases_less(model: Model) -> None:
-    rates = replace(FREE, worker_bytes_s=1e8)
-    case = replace(SMALL, threads=2)  # few in hand: what a worker holds at the end is a tail, not its share
-    even, slow = simulate(model, case, rates), simulate(model, replace(case, slow_worker=8), rates)
+    # few in hand: what a worker holds at the end is a tail, not its share
+    rates = replace(FREE, worker_bytes_s=1e8, threads=2)
+    even, slow = simulate(model, SMALL, rates), simulate(model, replace(SMALL, slow_worker=8), rates)
     assert even.slow_worker_share == pytest.approx(1 / 4, abs=0.05)
     assert slow.slow_worker_share < 0.1  # it does 1/25 of the work that all can do
     # Four workers have become three and an eighth; shares fixed beforehand would take eight times as long.
@@ -96,17 +98,9 @@ def test_one_node_stands_in_exactly_for_those_that_are_equal(model: Model, slow:
     assert short.exact
 
 
-def test_nodes_of_a_sharded_model_are_sampled_and_that_is_said(model: Model) -> None:
-    case = replace(SMALL, spread="fsdp", nodes=6, sample=2)
-    sampled = simulate(model, case, NIC)
-    assert not sampled.exact
-    assert simulate(model, replace(case, sample=6), NIC).exact
-    assert "sample" in table([("fsdp", sampled)])
-
-
 def test_same_seed_same_result(model: Model) -> None:
-    rates = replace(NIC, latency_s=0.002)
-    case = replace(SMALL, nodes=3, jitter=0.5, seed=7)
+    rates = replace(NIC, latency_s=0.002, jitter=0.5)
+    case = replace(SMALL, nodes=3, seed=7)
     first = simulate(model, case, rates)
     assert simulate(model, case, rates) == first
     assert not first.exact  # latencies differ from node to node
@@ -114,7 +108,7 @@ def test_same_seed_same_result(model: Model) -> None:
 
 
 def test_the_smallest_arena_does(model: Model) -> None:
-    result: Result = simulate(model, replace(SMALL, arena_slots=9), replace(NIC, latency_s=0.001, exchange_s=0.0001))
+    result: Result = simulate(model, SMALL, replace(NIC, arena_slots=9, latency_s=0.001, exchange_s=0.0001))
     assert result.load_s < math.inf
     assert result.efficiency <= 1.0001
 

@@ -1,4 +1,4 @@
-"""What a benchmark has found: lines, runs, medians and ratios. Pure, plain data."""
+"""Results of a benchmark: runs, lines with their medians, and ratios to the ceiling and the limits. Pure data."""
 
 from __future__ import annotations
 
@@ -7,26 +7,22 @@ from collections.abc import Iterable, Mapping, Sequence
 from dataclasses import asdict, dataclass, field
 from typing import Any
 
-from bench.contender import Case, Contender
-from bench.spec import Source
+from bench.harness.contender import Case, Contender, Source
 
 CEILING = "ceiling_raw"
-OURS = "longshore_"
-HAND_WRITTEN = "limit_"
 
 
-@dataclass(frozen=True, slots=True)
+@dataclass
 class Run:
-    """One run of one line: what `bench.measure` printed."""
+    """One load of one line, as `bench.harness.measure` prints it."""
 
-    bytes: int
-    wall_s: float
-    cpu_s: float
-    touched_before_bytes: int = 0
-    baseline_bytes: int = 0
-    peak_bytes: int = 0
-    peak_shared_bytes: int = 0
-    extra: Mapping[str, Any] = field(default_factory=dict)
+    bytes: int  # the model's size
+    wall_s: float = 0.0
+    cpu_s: float = 0.0
+    touched_before_bytes: int = 0  # destination memory touched before: part of the baseline, named apart
+    baseline_bytes: int = 0  # PSS of the process tree just before
+    peak_bytes: int = 0  # highest PSS of the process tree over the baseline
+    extra: dict[str, Any] = field(default_factory=dict)
 
     @property
     def gb_per_s(self) -> float:
@@ -38,12 +34,12 @@ class Run:
 
     @property
     def memory_over_bytes(self) -> float:
-        """Peak of all processes above what they had before, recycled memory included, over the model's size."""
+        """Peak of all processes above the baseline, recycled memory included, over the model's size."""
         return (self.peak_bytes + self.touched_before_bytes) / self.bytes
 
     @property
     def stream_gb_per_s(self) -> float | None:
-        """From the first chunk to the last byte placed, for those who say it."""
+        """Speed from the first chunk to the last byte placed, where the contender reports it."""
         stream_s = self.extra.get("stream_s")
         return self.bytes / stream_s / 1e9 if stream_s else None
 
@@ -56,9 +52,8 @@ class Line:
     contender_title: str
     case: Case
     source: Source
-    settings: Sequence[Mapping[str, Any]]
-    setting: Mapping[str, Any] = field(default_factory=dict)  # the one that was taken
-    tried: list[tuple[Mapping[str, Any], float]] = field(default_factory=list)  # GB/s of each try of the search
+    settings: Sequence[Mapping[str, Any]] = ({},)
+    setting: Mapping[str, Any] = field(default_factory=dict)  # the one that counts
     runs: list[Run] = field(default_factory=list)
     absent: str = ""  # why there are no runs: not installed, not able to run here
     failure: str = ""  # how a run failed
@@ -74,9 +69,9 @@ class Line:
         return f"{title} (ran {', '.join(others)})" if others else title
 
     def other_mode(self, run: Run) -> str:
-        """The placement that the run had, when it is another one than this line asked for; else ""."""
-        asked, had = self.case.options.get("placement"), run.extra.get("placement")
-        return str(had) if asked and had and had != asked else ""
+        """Return the run's placement when this line asked for another one, else ""."""
+        wanted, had = self.case.options.get("placement"), run.extra.get("placement")
+        return str(had) if wanted and had and had != wanted else ""
 
     @property
     def gb_per_s(self) -> float:
@@ -101,76 +96,54 @@ class Line:
         return statistics.median(found) if found else None
 
     def as_dict(self) -> dict[str, Any]:
-        """For the JSON file."""
-        found = {
-            "id": self.id,
-            "title": self.title,
-            "source": self.source,
-            "checks": self.case.checks,
-            "keeps": self.case.keeps,
-            "memory": self.case.memory,
-            "limit": self.case.limit,
+        """Return the line for the JSON file."""
+        medians = ("gb_per_s", "cpu_s_per_gb", "memory_over_bytes", "stream_gb_per_s") if self.runs else ()
+        return {
+            **{name: getattr(self, name) for name in ("id", "title", "source", "absent", "failure", *medians)},
+            **{name: getattr(self.case, name) for name in ("checks", "keeps", "memory", "limit")},
             "setting": dict(self.setting),
-            "tried": [{"setting": dict(setting), "gb_per_s": gb_per_s} for setting, gb_per_s in self.tried],
             "runs": [asdict(run) for run in self.runs],
-            "absent": self.absent,
-            "failure": self.failure,
         }
-        if self.runs:
-            found |= {
-                "gb_per_s": self.gb_per_s,
-                "cpu_s_per_gb": self.cpu_s_per_gb,
-                "memory_over_bytes": self.memory_over_bytes,
-                "stream_gb_per_s": self.stream_gb_per_s,
-            }
-        return found
 
 
 @dataclass(frozen=True, slots=True)
 class Results:
-    """One run of the benchmark."""
+    """Everything that one call of the benchmark measured."""
 
     machine: Mapping[str, str]
     versions: Mapping[str, str]
-    model: Mapping[str, Any]  # bytes, shards, tensors, hash
+    model: Mapping[str, Any]  # bytes, files
     rounds: int
     lines: Sequence[Line]
     tuned: bool = True  # settings were found by trying
     partial: bool = False  # interrupted: not every line has all its runs
 
     def line(self, wanted: str) -> Line | None:
-        """The line of that id, when it has runs."""
+        """Return the line of that id, when it has runs."""
         return next((line for line in self.lines if line.id == wanted and line.runs), None)
 
     def ceiling(self, source: Source) -> Line | None:
-        """What everything that reads from `source` is compared with."""
+        """Return the line that bounds everything that reads from `source`."""
         return self.line(line_id(CEILING, "", source))
 
     def limit_of(self, line: Line) -> Line | None:
-        """The hand-written limit that does the same work from the same source."""
+        """Return the hand-written limit that does the same work from the same source."""
         contender, _, case = line.case.limit.partition(":")
         return self.line(line_id(contender, case, line.source)) if contender else None
 
     def as_dict(self) -> dict[str, Any]:
-        """For the JSON file."""
-        return {
-            "machine": dict(self.machine),
-            "versions": dict(self.versions),
-            "model": dict(self.model),
-            "rounds": self.rounds,
-            "tuned": self.tuned,
-            "partial": self.partial,
-            "lines": [line.as_dict() for line in self.lines],
-        }
+        """Return everything for the JSON file."""
+        names = ("machine", "versions", "model", "rounds", "tuned", "partial")
+        return {**{name: getattr(self, name) for name in names}, "lines": [line.as_dict() for line in self.lines]}
 
 
 def line_id(contender: str, case: str, source: Source) -> str:
-    """ "longshore_load:direct_fresh@http", "ceiling_raw@file"."""
+    """Return an id such as "longshore_load:direct_fresh@http", "ceiling_raw@file"."""
     return f"{contender}:{case}@{source}" if case else f"{contender}@{source}"
 
 
 def lines_of(contenders: Iterable[Contender], sources: Sequence[Source]) -> list[Line]:
-    """Every line that these contenders have, source by source, in their order."""
+    """Return every line that these contenders have, source by source, in their order."""
     everyone = list(contenders)
     return [
         Line(contender.name, contender.title, case, source, contender.settings, contender.settings[0])

@@ -3,11 +3,12 @@
 from __future__ import annotations
 
 from collections import Counter
+from collections.abc import Mapping
 
 from hypothesis import given
 from hypothesis import strategies as st
 
-from bench.tuning import FINAL_TRIES, FINALISTS, find_best
+from bench.harness.rounds import FINAL_TRIES, FINALISTS, find_best
 
 SETTINGS = [{"threads": threads} for threads in (1, 2, 4, 8)]
 
@@ -16,20 +17,25 @@ def test_one_setting_is_taken_untried() -> None:
     def never(setting: object) -> float:
         raise RuntimeError(setting)
 
-    assert find_best([{}], never) == ({}, [])
+    assert find_best([{}], never) == {}
 
 
 @given(st.permutations([1.0, 2.0, 3.0, 4.0]))
 def test_the_fastest_is_found_and_every_setting_is_tried(speeds: list[float]) -> None:
     by_threads = dict(zip((1, 2, 4, 8), speeds, strict=True))
-    best, tried = find_best(SETTINGS, lambda setting: by_threads[setting["threads"]])
+    tries: Counter[int] = Counter()
+
+    def gb_per_s(setting: Mapping[str, int]) -> float:
+        tries[setting["threads"]] += 1
+        return by_threads[setting["threads"]]
+
+    best = find_best(SETTINGS, gb_per_s)
     assert by_threads[best["threads"]] == 4.0
-    tries = Counter(setting["threads"] for setting, _ in tried)
     assert set(tries) == {1, 2, 4, 8}
     assert sum(tries.values()) == len(SETTINGS) + FINALISTS * FINAL_TRIES
 
 
 def test_one_lucky_try_decides_nothing() -> None:
     answers = {1: iter([9.0, 1.0, 1.0]), 2: iter([3.0, 3.0, 3.0]), 4: iter([1.0]), 8: iter([1.0])}
-    best, _ = find_best(SETTINGS, lambda setting: next(answers[setting["threads"]]))
+    best = find_best(SETTINGS, lambda setting: next(answers[setting["threads"]]))
     assert best == {"threads": 2}

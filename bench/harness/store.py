@@ -1,11 +1,10 @@
-"""nginx as the store: ranges of plain files over HTTP and HTTPS, everything that it writes in a folder of its own.
+"""The store of the benchmark: nginx serves ranges of plain files over HTTP and HTTPS.
 
     with RangeServer(root, state) as server:
         server.endpoint               "http://127.0.0.1:PORT"; {root}/bucket/key is at {endpoint}/bucket/key
         server.tls_endpoint           the same over TLS, with a certificate that server.ca_bundle trusts
 
-It speaks no S3: GET and HEAD of objects work, signatures are ignored, and a listing of a bucket is answered with 403,
-as by a bucket that may be read and not listed.
+It speaks no S3. GET and HEAD of objects work, signatures are ignored, and a listing of a bucket is answered with 403.
 """
 
 from __future__ import annotations
@@ -18,22 +17,19 @@ import subprocess
 import time
 from collections.abc import Sequence
 from pathlib import Path
-from types import TracebackType
 from typing import Self
 
 _START_TIMEOUT_S = 10.0
-_SERVED = "served.log"
-_FLUSH_S = 0.3  # three times what is set below
 _TRIES = 5  # a free port may be taken before nginx has it
 _PATH = os.pathsep.join([os.environ.get("PATH", os.defpath), "/usr/sbin", "/usr/local/sbin"])  # Debian: /usr/sbin
 
 
 class NoRangeServer(Exception):
-    """nginx is missing or does not start; the message says which and what to do."""
+    """Raised when nginx is missing or does not start. The message says what to do."""
 
 
 def find_nginx() -> str:
-    """The program. Raises NoRangeServer."""
+    """Return the path of nginx. Raises NoRangeServer."""
     found = shutil.which("nginx", path=_PATH)
     if found is None:
         raise NoRangeServer("nginx is not installed (Debian: apt-get install nginx-light)")
@@ -41,33 +37,23 @@ def find_nginx() -> str:
 
 
 def nginx_version() -> str:
-    """As nginx says it: "nginx/1.22.1". Raises NoRangeServer."""
-    said = subprocess.run([find_nginx(), "-v"], capture_output=True, text=True, check=False).stderr
-    return said.rpartition(":")[2].strip()
+    """Return a version such as "1.22.1". Raises NoRangeServer."""
+    printed = subprocess.run([find_nginx(), "-v"], capture_output=True, text=True, check=False).stderr
+    return printed.rpartition("/")[2].strip()
 
 
 class RangeServer:
-    """nginx over `root`, a folder of buckets, from entering the block to its end."""
+    """Runs nginx over `root`, a folder of buckets, from entering the block to its end."""
 
-    def __init__(
-        self,
-        root: Path,
-        state: Path,
-        *,
-        workers: int = 2,
-        host: str = "127.0.0.1",
-        command_prefix: Sequence[str] = (),
-    ) -> None:
-        """`state`: an empty folder for its configuration, certificate and logs. `command_prefix`: what runs it
-        somewhere else, in a network namespace that has the address `host`."""
+    def __init__(self, root: Path, state: Path, *, host: str = "127.0.0.1", command_prefix: Sequence[str] = ()) -> None:
+        """Serve `root`. `state`: an empty folder for configuration, certificate and logs.
+
+        `command_prefix`: a command that runs nginx in a network namespace, which has the address `host`.
+        """
         self.endpoint = ""
         self.tls_endpoint = ""  # "" where there is no openssl to make a certificate
         self.ca_bundle = ""
-        self._root = root
-        self._state = state
-        self._workers = workers
-        self._host = host
-        self._command_prefix = command_prefix
+        self._root, self._state, self._host, self._command_prefix = root, state, host, command_prefix
         self._process: subprocess.Popen[bytes] | None = None
 
     def __enter__(self) -> Self:
@@ -75,17 +61,17 @@ class RangeServer:
         program = find_nginx()
         self._state.mkdir(parents=True, exist_ok=True)
         has_tls = _make_certificate(self._state, self._host)
-        said = ""
+        output = ""
         for _ in range(_TRIES):
             port, tls_port = _free_ports()
             config = self._state / "nginx.conf"
             address = (self._host, port, tls_port if has_tls else None)
-            config.write_text(_config(self._root, self._state, address, self._workers))
+            config.write_text(_config(self._root, self._state, address))
             command = [*self._command_prefix, program, "-e", "error.log", "-p", str(self._state), "-c", str(config)]
-            with (self._state / "said.txt").open("wb") as said_by:
-                # A group of its own: Ctrl-C is for the benchmark, which ends this in its order.
+            with (self._state / "output.txt").open("wb") as written:
+                # A session of its own: Ctrl-C is for the benchmark, which ends nginx in its order.
                 self._process = subprocess.Popen(
-                    command, stdin=subprocess.DEVNULL, stdout=said_by, stderr=said_by, start_new_session=True
+                    command, stdin=subprocess.DEVNULL, stdout=written, stderr=written, start_new_session=True
                 )
             if self._answers(port):
                 self.endpoint = f"http://{self._host}:{port}"
@@ -93,32 +79,19 @@ class RangeServer:
                     self.tls_endpoint = f"https://{self._host}:{tls_port}"
                     self.ca_bundle = str(self._state / "cert.pem")
                 return self
-            said = (self._state / "said.txt").read_text(errors="replace").strip()
+            output = (self._state / "output.txt").read_text(errors="replace").strip()
             self._end()
-        raise NoRangeServer(f"nginx does not start: {said.splitlines()[-1] if said else 'no word of it'}")
+        raise NoRangeServer(f"nginx does not start: {output.splitlines()[-1] if output else 'it printed nothing'}")
 
-    def __exit__(
-        self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
-    ) -> None:
+    def __exit__(self, *_: object) -> None:
         self._end()
 
-    def served_bytes(self, prefix: str) -> int:
-        """Bytes of bodies sent so far of everything below that path, "/bench/model/": what really left the store."""
-        time.sleep(_FLUSH_S)  # it writes its log that often, and not for every request
-        total = 0
-        with contextlib.suppress(FileNotFoundError), (self._state / _SERVED).open() as log:
-            for line in log:
-                sent, _, path = line.rstrip("\n").partition(" ")
-                if path.startswith(prefix):
-                    total += int(sent)
-        return total
-
     def _answers(self, port: int) -> bool:
-        give_up_s = time.monotonic() + _START_TIMEOUT_S
-        while self._process is not None and self._process.poll() is None and time.monotonic() < give_up_s:
+        deadline_s = time.monotonic() + _START_TIMEOUT_S
+        while self._process is not None and self._process.poll() is None and time.monotonic() < deadline_s:
             with contextlib.suppress(OSError):
                 socket.create_connection((self._host, port), timeout=1).close()
-                return self._process.poll() is None  # else it was somebody else who answered
+                return self._process.poll() is None  # else another program answered
             time.sleep(0.02)
         return False
 
@@ -134,8 +107,8 @@ class RangeServer:
             process.wait()
 
 
-def _config(root: Path, state: Path, address: tuple[str, int, int | None], workers: int) -> str:
-    """`address`: host, port and the port for TLS, if any."""
+def _config(root: Path, state: Path, address: tuple[str, int, int | None]) -> str:
+    """Return nginx.conf. `address`: host, port and the port for TLS, if any."""
     host, port, tls_port = address
     listen = [f"listen {host}:{port} reuseport backlog=1024;"]
     if tls_port is not None:
@@ -148,13 +121,12 @@ def _config(root: Path, state: Path, address: tuple[str, int, int | None], worke
     return f"""
 {"user root;" if os.geteuid() == 0 else ""}
 daemon off;
-worker_processes {workers};
+worker_processes 2;
 pid {state}/nginx.pid;
 error_log {state}/error.log warn;
 events {{ worker_connections 1024; }}
 http {{
-  log_format served '$body_bytes_sent $uri';
-  access_log {state}/{_SERVED} served buffer=64k flush=100ms;
+  access_log off;
   {temps} uwsgi_temp_path {state}/tmp-uwsgi; scgi_temp_path {state}/tmp-scgi;
   default_type application/octet-stream;
   sendfile on;
@@ -174,7 +146,7 @@ http {{
 
 
 def _make_certificate(state: Path, host: str) -> bool:
-    """A certificate for that address that signs itself; False where there is no openssl."""
+    """Make a self-signed certificate for that address. Returns False where there is no openssl."""
     program = shutil.which("openssl", path=_PATH)
     if program is None:
         return False
