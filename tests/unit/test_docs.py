@@ -148,7 +148,7 @@ def test_python_examples_use_what_exists() -> None:
 # PyPI has no longshore, so anybody could take the name there.
 BY_NAME = re.compile(r"pip3? +install\b[^\n`]*?[ '\"]longshore(?![\w./-])")
 TEXTS = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".sh", ".html", ".js", ".json", ""}
-OTHERS = {"build", "dist", "node_modules", "__pycache__"}  # folders that are not ours
+OTHERS = {"build", "dist", "site", "node_modules", "__pycache__"}  # folders that are not ours
 
 
 def test_nothing_says_to_install_longshore_by_name() -> None:
