@@ -22,7 +22,6 @@ pytest_plugins = [
     "tests.support.stored_models",
     "tests.support.family_checkpoints",
     "tests.support.losable_nodes",
-    "tests.support.net_cluster",
     "tests.support.last_words",
     "tests.support.last_exit",
 ]
