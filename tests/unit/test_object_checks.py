@@ -23,10 +23,10 @@ from storage.stores.object_store import ByteRange, MemoryStore, ObjectInfo
 from storage.stores.store_checksum import NO_CHECKSUM, NOT_COMBINABLE
 from tests.support.checkpoints import flat_objects, sharded_objects
 from tests.support.disk_chunks import chunks_in
-from tests.support.exact_ranks import check_exact
 from tests.support.faulty_stores import WrappedStore
 from tests.support.local_node import Belongings, local_node, run_all
 from tests.support.ray_clusters import eventually
+from tests.support.reference_slices import check_exact
 
 
 class SummedStore(WrappedStore):
