@@ -7,10 +7,8 @@ import threading
 from pathlib import Path
 
 from storage.stores.embedded_s3 import EmbeddedS3
+from tests.support.counting_proxy import Request, s3_refusal
 from tests.support.fault_proxy import FaultProxy
-
-_EXPIRED = b"<?xml version='1.0'?><Error><Code>ExpiredToken</Code><Message>as the case has it</Message></Error>"
-_REFUSAL = b"HTTP/1.1 403 Forbidden\r\nContent-Type: application/xml\r\nContent-Length: %d\r\n\r\n" % len(_EXPIRED)
 
 
 class ChaosProxy(FaultProxy):
@@ -33,12 +31,12 @@ class ChaosProxy(FaultProxy):
             self.struck.clear()
             self._number = self._passed_bytes = 0
 
-    def refusal(self, method: str, path: str, byte_range: tuple[int, int] | None) -> bytes | None:
-        if self._token and method == "GET" and self.heads.fields.get("x-amz-security-token") != self._token:
+    def refusal(self, request: Request) -> bytes | None:
+        if self._token and request.method == "GET" and request.fields.get("x-amz-security-token") != self._token:
             with self._counting:
                 self.expired += 1
-            return _REFUSAL + _EXPIRED
-        return super().refusal(method, path, byte_range)
+            return s3_refusal(403, "ExpiredToken")
+        return super().refusal(request)
 
 
 class CredentialsFile:

@@ -19,7 +19,7 @@ from typing import Any
 import pytest
 
 from storage.host.memory import available_host_bytes
-from tests.support.counting_proxy import CountingProxy
+from tests.support.counting_proxy import CountingProxy, Request
 from tests.support.ray_clusters import ENVIRONMENT, OBJECT_STORE_BYTES, REPOSITORY, TEST_SETTINGS, eventually
 from tests.support.stored_models import KV_HEADS, StoredModel
 
@@ -175,12 +175,13 @@ class HalfHeld(CountingProxy):
         self._go = threading.Event()
         super().__init__(upstream_url)
 
-    def before_request(self, method: str, path: str, byte_range: tuple[int, int] | None) -> None:
-        if self.uri.endswith(path) and byte_range is not None and byte_range[0] >= MIB:
+    def before_request(self, request: Request) -> None:
+        if self.uri.endswith(request.path) and request.range is not None and request.range[0] >= MIB:
             self.held.set()
             self._go.wait()
 
-    def refusal(self, method: str, path: str, byte_range: tuple[int, int] | None) -> bytes | None:
+    def refusal(self, request: Request) -> bytes | None:
+        path, byte_range = request.path, request.range
         header = header_of(HALF_BYTES)
         size_bytes = len(header) + HALF_BYTES
         if path.rstrip("/") == "/models" and self.begun.is_set():
@@ -192,7 +193,7 @@ class HalfHeld(CountingProxy):
         head = f'HTTP/1.1 {206 if byte_range else 200} OK\r\nETag: "one"\r\nContent-Length: {end - start}\r\n'
         head += "Last-Modified: Sat, 01 Aug 2026 00:00:00 GMT\r\n"
         head += f"Content-Range: bytes {start}-{end - 1}/{size_bytes}\r\n\r\n" if byte_range else "\r\n"
-        body = b"" if method == "HEAD" else (header[start:end] + bytes(MIB))[: end - start]
+        body = b"" if request.method == "HEAD" else (header[start:end] + bytes(MIB))[: end - start]
         return head.encode() + body
 
     def close(self) -> None:

@@ -12,13 +12,13 @@ from cluster.planning.plan import LoadPlan
 from storage.errors import IntegrityError
 from storage.stores.embedded_s3 import EmbeddedS3
 from tests.support.checkpoints import flat_objects
-from tests.support.fault_proxy import FaultProxy
-from tests.support.faults import (
+from tests.support.fault_proxy import (
     Asked,
     Before,
     Cut,
     Drop,
     Fault,
+    FaultProxy,
     Flip,
     Refuse,
     Rewrite,

@@ -26,15 +26,10 @@ from storage.stores.embedded_s3 import EmbeddedS3
 from storage.stores.object_store import MemoryStore, ObjectStore
 from storage.stores.open_store import open_store
 from tests.support.checkpoints import safetensors_bytes
-from tests.support.counting_proxy import CountingProxy
+from tests.support.counting_proxy import CountingProxy, Request, s3_refusal
 from tests.support.local_node import Rank, local_node, plan_of, run_all
 from tests.support.reference_slices import torch_share
 from tests.support.s3_servers import notice
-
-_BODY = b"<?xml version='1.0'?><Error><Code>SlowDown</Code><Message>Please reduce your request rate.</Message></Error>"
-SLOW_DOWN = (
-    b"HTTP/1.1 503 Slow Down\r\nContent-Type: application/xml\r\nContent-Length: %d\r\n\r\n" % len(_BODY) + _BODY
-)
 
 
 class LimitedProxy(CountingProxy):
@@ -49,22 +44,22 @@ class LimitedProxy(CountingProxy):
         self.peak = 0  # requests of weights at a time, the refused ones not counted
         super().__init__(upstream_url)
 
-    def refusal(self, method: str, path: str, byte_range: tuple[int, int] | None) -> bytes | None:
-        if not _of_weights(method, path, byte_range):
+    def refusal(self, request: Request) -> bytes | None:
+        if not request.is_weights:
             return None
         with self._gate:
             if self._under_way >= self._admits:
-                return SLOW_DOWN
+                return s3_refusal(503, "SlowDown", "Please reduce your request rate.")
             self._under_way += 1
             self.peak = max(self.peak, self._under_way)
         return None
 
-    def after_request(self, method: str, path: str, byte_range: tuple[int, int] | None) -> None:
-        if _of_weights(method, path, byte_range):
+    def after_request(self, request: Request) -> None:
+        if request.is_weights:
             with self._gate:
                 self._under_way -= 1
 
-    def passing(self, path: str, size_bytes: int) -> None:
+    def passing(self, request: Request, size_bytes: int) -> None:
         if not self._bytes_per_s:
             return
         with self._gate:
@@ -72,10 +67,6 @@ class LimitedProxy(CountingProxy):
             wait_s = self._free_s - time.monotonic()
         if wait_s > 0:
             time.sleep(wait_s)
-
-
-def _of_weights(method: str, path: str, byte_range: tuple[int, int] | None) -> bool:
-    return method == "GET" and byte_range is not None and path.endswith(".safetensors")
 
 
 pytestmark = pytest.mark.slow

@@ -18,7 +18,6 @@ from storage.stores.embedded_s3 import EmbeddedS3
 from storage.stores.object_store import ObjectStore
 from storage.stores.open_store import open_store
 from tests.support.checkpoints import flat_objects
-from tests.support.faults import Asked
 from tests.support.local_node import LocalNode, Rank, run_all, with_digests
 from tests.support.s3_servers import server_ref
 
@@ -31,19 +30,6 @@ FSDP = 2
 OBJECTS = flat_objects(tensors=TENSORS, rows=4096, seed=3)  # a tensor is a chunk
 # One worker's tries and the node's, few enough that a hopeless case ends within a second or two.
 IMPATIENT = {"fetch_attempts": 2, "chunk_attempts": 2}
-
-
-def stored(asked: Asked) -> bytes:
-    """The right bytes."""
-    return OBJECTS[KEY][asked.start : asked.end]
-
-
-def of_another_range(asked: Asked) -> bytes:
-    """As many bytes from elsewhere in the object."""
-    start = asked.start + CHUNK_BYTES
-    if start + asked.size_bytes > len(OBJECTS[KEY]):
-        start = asked.start - CHUNK_BYTES
-    return OBJECTS[KEY][start : start + asked.size_bytes]
 
 
 class Bucket:
