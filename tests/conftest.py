@@ -20,7 +20,6 @@ pytest_plugins = [
     "tests.support.s3_servers",
     "tests.support.stored_models",
     "tests.support.family_checkpoints",
-    "tests.support.losable_nodes",
     "tests.support.last_words",
     "tests.support.last_exit",
 ]

@@ -14,8 +14,8 @@ import httpx2 as httpx
 from cluster.config import Config
 from serving.service import Service
 from serving.settings import ServingSettings, digest_of
-from tests.support.asgi_server import http_server
 from tests.support.browser import WAIT_MS, Watched, axe_violations, chromium, expect, watched
+from tests.support.http_servers import http_server
 from tests.support.ray_clusters import CREDENTIALS_FILE, Longshore
 from tests.support.stored_models import StoredModel
 

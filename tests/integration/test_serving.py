@@ -15,7 +15,7 @@ import httpx2 as httpx
 from cluster.config import Config
 from serving.service import Service
 from serving.settings import ServingSettings, digest_of
-from tests.support.asgi_server import http_server
+from tests.support.http_servers import http_server
 from tests.support.ray_clusters import CREDENTIALS_FILE, Longshore, eventually
 from tests.support.stored_models import StoredModel
 

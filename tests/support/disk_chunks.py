@@ -3,12 +3,10 @@
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from storage.checksum import digest_of
-from storage.disk.files import LOCK_NAME, DiskReader, key_of
+from storage.disk.files import DiskReader, key_of
 from storage.disk.tier import DiskTier, Written
-from storage.stores.local import is_temporary
 
 
 def chunk_of(number: int, size_bytes: int = 1000) -> tuple[bytes, bytes]:
@@ -30,21 +28,5 @@ def read(reader: DiskReader, number: int, size_bytes: int = 1000) -> bytes:
     return bytes(buffer)
 
 
-def folder_bytes(path: str) -> int:
-    """Bytes of all chunks, finished or being written, as the file system has them."""
-    total = 0
-    for name in os.listdir(path):
-        if name != LOCK_NAME:
-            try:
-                total += os.lstat(os.path.join(path, name)).st_size
-            except FileNotFoundError:
-                continue
-    return total
-
-
 def chunks_in(path: str) -> set[bytes]:
     return {key for name in os.listdir(path) if (key := key_of(name)) is not None}
-
-
-def temporaries_in(path: str) -> list[Path]:
-    return [Path(path, name) for name in os.listdir(path) if is_temporary(name)]

@@ -12,8 +12,7 @@ from typing import Any
 import pytest
 
 import cluster
-from cluster.command_line.demo import write_llama_checkpoint
-from storage.store_ref import Credentials
+from cluster.command_line.sample_checkpoint import write_llama_checkpoint
 from storage.stores.embedded_s3 import EmbeddedS3
 from tests.support.checkpoints import odd_objects, write_objects
 from tests.support.s3_servers import START_S, notice
@@ -118,6 +117,3 @@ def copy_of(request: pytest.FixtureRequest) -> Iterator[Callable[[StoredModel], 
     for twin in copies:
         shutil.rmtree(twin.in_bucket)
         notice(twin.server, twin.in_bucket.parent)
-
-
-WRONG_KEYS = Credentials(access_key_id="NOBODY", secret_access_key="not-the-secret-of-anybody")

@@ -31,7 +31,7 @@ from storage.arena.arena_files import (
 from storage.arena.slots import COPY_BYTES, FREE_RECORD, RECORD_BYTES, SlotRecord, SlotState
 from storage.errors import ArenaCorrupt, ArenaError, ArenaTooLarge
 from storage.host.processes import ProcessId
-from tests.support.shared_memory import ask, start_python
+from tests.support.python_processes import ask, start_python
 
 
 @pytest.fixture
