@@ -20,7 +20,7 @@ from storage.errors import ReadEnded, StoreError
 from storage.store_ref import StoreRef
 from storage.stores.fsspec_store import FsspecStore
 from storage.stores.object_store import ByteRange, read_pieces
-from storage.stores.read_limit import ReadLimit, ReadLimits
+from storage.stores.requests import ReadLimit, ReadLimits
 from tests.support.faulty_bucket import CHUNK_BYTES, FSDP, KEY, OBJECTS, TENSORS, check_at_rest, refused_with, run
 from tests.support.local_node import Belongings, local_node, plan_of
 from tests.support.reference_slices import check_exact

@@ -42,12 +42,11 @@ from storage.errors import (
     StoreError,
 )
 from storage.host.processes import ProcessId
-from storage.publishing.journal import JournalContents, parse_journal
-from storage.publishing.publish import publish
+from storage.publishing.publish import JournalContents, parse_journal, publish
 from storage.publishing.signing import SigningKey, parse_signature, sign_manifest
 from storage.store_ref import SourceRules, parse_uri
 from storage.stores.object_store import ByteRange, MemoryStore, check_key, read_bytes
-from storage.stores.retrying import RetryPolicy
+from storage.stores.requests import RetryPolicy
 from storage.stores.s3.answers import (
     asking,
     check_answer,
@@ -57,7 +56,7 @@ from storage.stores.s3.answers import (
     object_info,
     refusal,
 )
-from storage.stores.s3.bounds import check_document
+from storage.stores.s3.session import check_document
 from tests.support.checkpoints import flat_objects, odd_objects
 
 MAX_MESSAGE_CHARACTERS = 10_000

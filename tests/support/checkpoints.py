@@ -10,7 +10,7 @@ from pathlib import Path
 import numpy as np
 from hypothesis import strategies as st
 
-from cluster.command_line.sample_checkpoint import write_llama_checkpoint
+from cluster.command_line.demo import write_llama_checkpoint
 from storage.checkpoints.safetensors_header import DTYPE_BITS, encode_header, tensor_bits, tensor_bytes
 
 TensorSpec = tuple[str, str, tuple[int, ...]]  # name, dtype, shape

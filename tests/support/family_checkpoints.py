@@ -14,8 +14,8 @@ from numpy.typing import NDArray
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig, read_model_config
 from cluster.layouts.rules import Rules, rules_for
-from cluster.plans.load_plan import LoadPlan
-from cluster.plans.planning import build_load_plan
+from cluster.planning.make_plan import build_load_plan
+from cluster.planning.plan import LoadPlan
 from storage.checkpoints.checkpoint import open_model
 from storage.checkpoints.model_index import ModelIndex
 from storage.stores.local import LocalStore

@@ -12,7 +12,7 @@ from typing import Any
 import pytest
 
 import cluster
-from cluster.command_line.sample_checkpoint import write_llama_checkpoint
+from cluster.command_line.demo import write_llama_checkpoint
 from storage.stores.embedded_s3 import EmbeddedS3
 from tests.support.checkpoints import odd_objects, write_objects
 from tests.support.s3_servers import START_S, notice

@@ -14,7 +14,7 @@ from cluster.planning.packed_plan import pack_shared, unpack_shared
 from cluster.telemetry.report import RankReport
 from storage.errors import ReadEnded
 from storage.stores.object_store import ByteRange, MemoryStore, ObjectStore
-from storage.stores.read_limit import ReadLimit
+from storage.stores.requests import ReadLimit
 from tests.support.checkpoints import flat_objects
 from tests.support.faulty_stores import WrappedStore
 from tests.support.local_node import Belongings, local_node, plan_of, start_all

@@ -18,7 +18,7 @@ import yaml
 
 from cluster.config import ENV_PREFIX, Config
 from cluster.errors import ConfigError
-from cluster.joining.head_watch import RAY_LIMIT_VARIABLE
+from cluster.joining.patience import RAY_LIMIT_VARIABLE
 from serving.settings import ENV_PREFIX as SERVICE_PREFIX
 from serving.settings import TOKEN_VARIABLE as HTTP_TOKEN
 from serving.settings import ServingSettings

@@ -16,11 +16,10 @@ from cluster.planning.plan import LoadPlan
 from cluster.telemetry.report import RankReport
 from cluster.telemetry.stats import ONLY_PART, ObjectCheck, join_checks, unchecked_counts, verified_by
 from storage.checkpoints.checkpoint import open_model
-from storage.checksum import digest_of
+from storage.checksum import NO_CHECKSUM, NOT_COMBINABLE, digest_of
 from storage.disk.files import SUBFOLDER
 from storage.errors import IntegrityError
 from storage.stores.object_store import ByteRange, MemoryStore, ObjectInfo
-from storage.stores.store_checksum import NO_CHECKSUM, NOT_COMBINABLE
 from tests.support.checkpoints import flat_objects, sharded_objects
 from tests.support.disk_chunks import chunks_in
 from tests.support.faulty_stores import WrappedStore
