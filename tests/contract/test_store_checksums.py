@@ -15,11 +15,9 @@ from collections.abc import Iterator
 from contextlib import closing
 from itertools import pairwise
 from pathlib import Path
-from typing import Any, Self
+from typing import Self
 
-import boto3
 import pytest
-from botocore.config import Config
 
 from storage.checksum import (
     NO_CHECKSUM,
@@ -35,9 +33,9 @@ from storage.stores.object_store import ByteRange, ObjectInfo
 from storage.stores.open_store import open_store
 from storage.stores.requests import RetryPolicy
 from storage.stores.s3.store import ends_of_parts, part_ends
-from tests.support.ceph_server import CephServer
+from tests.contract.ceph_server import CephServer
 from tests.support.free_ports import free_ports
-from tests.support.s3_servers import make_bucket
+from tests.support.s3_servers import make_bucket, s3_client
 
 START_TIMEOUT_S = 60.0
 
@@ -95,19 +93,8 @@ def ministack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MinistackSer
 @pytest.fixture(scope="module", params=["rclone", "ceph", "ministack"])
 def server(request: pytest.FixtureRequest) -> Server:
     found: Server = request.getfixturevalue(request.param)
-    make_bucket(found, BUCKET)  # type: ignore[arg-type]
+    make_bucket(found, BUCKET)
     return found
-
-
-def _client(server: Server) -> Any:
-    return boto3.client(
-        "s3",
-        endpoint_url=server.endpoint_url,
-        aws_access_key_id=server.access_key_id,
-        aws_secret_access_key=server.secret_access_key,
-        region_name="us-east-1",
-        config=Config(request_checksum_calculation="when_required", response_checksum_validation="when_required"),
-    )
 
 
 def _ask(server: Server, key: str, chunk_bytes: int) -> tuple[ObjectInfo, AskedChecksum]:
@@ -133,7 +120,7 @@ def _found(checksum: StoreChecksum, data: bytes, chunk_bytes: int) -> bytes | No
 @pytest.mark.parametrize("algorithm", ["CRC64NVME", "CRC32C", "CRC32", "SHA256", ""])
 def test_an_object_in_one_piece(server: Server, algorithm: str) -> None:
     key, extra = f"one-{algorithm}", {"ChecksumAlgorithm": algorithm} if algorithm else {}
-    with closing(_client(server)) as client:
+    with closing(s3_client(server)) as client:
         client.put_object(Bucket=BUCKET, Key=key, Body=DATA, **extra)
     _, small = _ask(server, key, len(DATA))
     _, large = _ask(server, key, 1000)
@@ -159,7 +146,7 @@ def test_an_object_in_one_piece(server: Server, algorithm: str) -> None:
 def test_an_object_in_parts(server: Server, algorithm: str) -> None:
     key, extra = f"parts-{algorithm}", {"ChecksumAlgorithm": algorithm} if algorithm else {}
     bodies = [bytes([number]) * size for number, size in enumerate(PART_SIZES)]
-    with closing(_client(server)) as client:
+    with closing(s3_client(server)) as client:
         upload = client.create_multipart_upload(Bucket=BUCKET, Key=key, **extra)["UploadId"]
         parts = []
         for number, body in enumerate(bodies, start=1):
@@ -184,7 +171,7 @@ def test_an_object_in_parts(server: Server, algorithm: str) -> None:
 
 
 def test_parts_of_another_version_say_nothing(ministack: MinistackServer) -> None:
-    with closing(_client(ministack)) as client:
+    with closing(s3_client(ministack)) as client:
         key = "versions"
         if BUCKET not in {bucket["Name"] for bucket in client.list_buckets()["Buckets"]}:
             client.create_bucket(Bucket=BUCKET)
