@@ -41,7 +41,12 @@ class Reading:
 
 
 class CacheMachine(RuleBasedStateMachine):
-    """Subclasses choose the journal. Every rule is one message or one event of a node's life."""
+    """A model of agent and workers: slots with contents, writers that may be late, readers that trust.
+
+    Every rule is one message or one event of a node's life; subclasses choose the journal. `memory` is what the slots
+    hold. A writer may write into its slot until it has acknowledged or is dead, whatever became of its lease. The cache
+    is right when a reader sees nothing but the chunk that it was given.
+    """
 
     leases = Bundle("leases")
     chunks = Bundle("chunks")

@@ -19,14 +19,7 @@ from typing import Self
 
 import pytest
 
-from storage.checksum import (
-    NO_CHECKSUM,
-    NOT_COMBINABLE,
-    AskedChecksum,
-    SpanHasher,
-    StoreChecksum,
-    ask_checksum,
-)
+from storage.checksum import NO_CHECKSUM, NOT_COMBINABLE, AskedChecksum, SpanHasher, StoreChecksum, ask_checksum
 from storage.store_ref import Credentials, parse_uri
 from storage.stores.embedded_s3 import EmbeddedS3
 from storage.stores.object_store import ByteRange, ObjectInfo
@@ -37,11 +30,18 @@ from tests.contract.ceph_server import CephServer
 from tests.support.free_ports import free_ports
 from tests.support.s3_servers import make_bucket, s3_client
 
+pytestmark = pytest.mark.slow
+
+
 START_TIMEOUT_S = 60.0
 
 
 class MinistackServer:
-    """On a free port of 127.0.0.1; starts in about 3 s. Any keys will do."""
+    """An S3 emulator that keeps composite checksums and tells the parts of an object; it accepts any keys.
+
+    It pins an older botocore, so it is no dependency: install `ministack` into another environment and put its program
+    on PATH. Tests that need it are skipped without.
+    """
 
     def __init__(self, folder: Path) -> None:
         program = shutil.which("ministack")
@@ -75,8 +75,6 @@ class MinistackServer:
             self._child.kill()
             self._child.wait()
 
-
-pytestmark = pytest.mark.slow
 
 Server = EmbeddedS3 | CephServer | MinistackServer
 BUCKET = "checksums"

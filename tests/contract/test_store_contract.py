@@ -15,14 +15,7 @@ from pathlib import Path
 
 import pytest
 
-from storage.errors import (
-    AccessDenied,
-    ObjectChanged,
-    ObjectNotFound,
-    RangeMismatch,
-    StoreError,
-    StoreUnavailable,
-)
+from storage.errors import AccessDenied, ObjectChanged, ObjectNotFound, RangeMismatch, StoreError, StoreUnavailable
 from storage.store_ref import Credentials, parse_uri
 from storage.stores.embedded_s3 import EmbeddedS3
 from storage.stores.fsspec_store import FsspecStore

@@ -11,10 +11,10 @@ import cluster
 from tests.support.gated_proxy import GatedProxy
 from tests.support.half_load import HalfLoad
 from tests.support.losable_nodes import LosableNodes, losable_nodes
-from tests.support.ray_clusters import (
-    eventually,
-)
+from tests.support.ray_clusters import eventually
 from tests.support.stored_models import StoredModel
+
+pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")
@@ -29,9 +29,6 @@ def losable(losable_cluster: LosableNodes) -> Iterator[LosableNodes]:
     """The cluster without a model; the same after the test, or it fails."""
     yield losable_cluster
     losable_cluster.clean()
-
-
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

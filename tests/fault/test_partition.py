@@ -47,6 +47,9 @@ from tests.support.ray_clusters import (
 from tests.support.reference_slices import shard_differs
 from tests.support.stored_models import KV_HEADS, StoredModel
 
+pytestmark = pytest.mark.slow
+
+
 REPOSITORY = Path(__file__).parents[2]
 _TOOLS = ("ip", "mount", "nsenter", "setpriv", "unshare")
 _BRIDGE = "lsb"  # and the process id of who made it
@@ -75,7 +78,11 @@ def why_not() -> str:
 
 
 class Host:
-    """One host; `Network.add_host` makes it. Its first process does nothing but bury the others."""
+    """A host on this machine: Linux namespaces with a network, /dev/shm, /tmp, name and processes of their own.
+
+    `Network.add_host` makes it. `cut` loses packets both ways and notifies nobody; `heal` ends that. The first process
+    only reaps the others. All of them end with this process, however it dies.
+    """
 
     def __init__(self, name: str, address: str, prefix_length: int, bridge: str, shown: Sequence[Path]) -> None:
         self.name, self.address = name, address
@@ -380,8 +387,6 @@ def net_cluster(tmp_path_factory: pytest.TempPathFactory) -> Iterator[NetCluster
             disconnect()
             ray.shutdown()
 
-
-pytestmark = pytest.mark.slow
 
 FOUND_DEAD_S = 90.0  # Ray needs some ten
 LEASE_S = 3.0

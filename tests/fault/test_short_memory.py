@@ -23,6 +23,9 @@ from tests.support.counting_proxy import CountingProxy, Request
 from tests.support.ray_clusters import ENVIRONMENT, OBJECT_STORE_BYTES, REPOSITORY, TEST_SETTINGS, eventually
 from tests.support.stored_models import KV_HEADS, StoredModel
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
 CGROUPS = Path("/sys/fs/cgroup")
 ENTER = 'echo $$ > "$1" && mount -t tmpfs -o "size=$2" tmpfs /dev/shm && shift 2 && exec "$@"'
 
@@ -98,8 +101,6 @@ def _removed(group: Path) -> bool:
         group.rmdir()
     return not group.exists()
 
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 MIB = 1 << 20
 GIB = 1 << 30

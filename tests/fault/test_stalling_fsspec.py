@@ -25,9 +25,11 @@ from tests.support.faulty_bucket import CHUNK_BYTES, FSDP, KEY, OBJECTS, TENSORS
 from tests.support.local_node import Belongings, local_node, plan_of
 from tests.support.reference_slices import check_exact
 
+pytestmark = pytest.mark.slow
+
 
 class Stalls:
-    """What is stored, which reads hang, and how many do."""
+    """A file system of fsspec's in memory; the reads for which `hangs` is true wait for `go`."""
 
     def __init__(self, objects: dict[str, bytes], hangs: Callable[[int], bool]) -> None:
         """`hangs` is asked with the number of each read of data (from 1)."""
@@ -68,7 +70,6 @@ class Stalls:
                 self.hanging -= 1
 
 
-pytestmark = pytest.mark.slow
 NEVER_S = 10_000.0
 
 

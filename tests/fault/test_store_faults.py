@@ -42,6 +42,8 @@ from tests.support.faulty_bucket import (
 from tests.support.local_node import Belongings, local_node, start_all
 from tests.support.reference_slices import check_exact
 
+pytestmark = pytest.mark.slow
+
 
 def zeros_from(part: float, data: Callable[[Asked], bytes]) -> Instead:
     """The right bytes up to a part of the answer and zeros behind it: what a half-written object looks like."""
@@ -64,9 +66,6 @@ def of_another_range(asked: Asked) -> bytes:
     if start + asked.size_bytes > len(OBJECTS[KEY]):
         start = asked.start - CHUNK_BYTES
     return OBJECTS[KEY][start : start + asked.size_bytes]
-
-
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture(scope="module")

@@ -31,6 +31,8 @@ from tests.support.local_node import Rank, local_node, plan_of, run_all
 from tests.support.reference_slices import torch_share
 from tests.support.s3_servers import notice
 
+pytestmark = pytest.mark.slow
+
 
 class LimitedProxy(CountingProxy):
     """Answers 503 SlowDown to ranges of weights above `admits` at a time; passes `bytes_per_s` (0: all there are)."""
@@ -68,8 +70,6 @@ class LimitedProxy(CountingProxy):
         if wait_s > 0:
             time.sleep(wait_s)
 
-
-pytestmark = pytest.mark.slow
 
 KEY = "model.safetensors"
 CHUNK_BYTES = 64 << 10

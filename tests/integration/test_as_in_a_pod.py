@@ -49,7 +49,11 @@ def pod_room_missing() -> str | None:
 
 
 def run_as_in_a_pod(script: str, environ: dict[str, str], *, shm_bytes: int, timeout_s: float) -> str:
-    """What a bash script says there, on both streams. Everything it started ends with it. Raises RuntimeError."""
+    """Run a bash script in Linux namespaces that are like a pod of ours; return its output. Raises RuntimeError.
+
+    User 1000 without a capability; / cannot be written; /dev/shm is a tmpfs of `shm_bytes`; /tmp and /home are tmpfs;
+    the network is lo only, so every port is free. Needs root, and changes nothing outside.
+    """
     bound = _folders_in_hidden()
     keep = [f"mkdir /mnt/{n}; mount --rbind {shlex.quote(path)} /mnt/{n}" for n, path in enumerate(bound)]
     give_back = [

@@ -37,6 +37,9 @@ from tests.support.ray_clusters import (
 from tests.support.reference_slices import shard_differs
 from tests.support.stored_models import KV_HEADS, StoredModel
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
+
+
 HEAD_ID = "fffffffffffffffffffffffffffffffffffffffffffffffffff00000"  # of the fake provider
 HEAD_TYPE = "ray.head.default"
 MOST_NODES = 4
@@ -58,7 +61,11 @@ class AutoscaledNodes(Longshore):
 def autoscaled_cluster(
     types: Mapping[str, Mapping[str, float]], *, idle_s: float = 5.0, version: int = 2
 ) -> Iterator[AutoscaledNodes]:
-    """`types`: name -> resources of a node. A node that Ray takes for idle goes after `idle_s`."""
+    """Start a Ray cluster whose nodes Ray's own autoscaler starts and stops through its fake provider.
+
+    `types` maps a name to the resources of a node; each may have 0 to MOST_NODES nodes. Ray removes an idle node after
+    `idle_s`. The head has no CPU and no GPU. `ray.cluster_utils.AutoscalingCluster` would end every Ray of the machine.
+    """
     import ray
 
     folder = Path(tempfile.mkdtemp(prefix="la-", dir="/tmp"))
@@ -138,8 +145,6 @@ def _config(types: Mapping[str, Mapping[str, float]], address: str, idle_s: floa
         "file_mounts_sync_continuously": False,
     }
 
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(1200)]
 
 WAIT_S = 300.0  # for nodes, on however slow a machine
 TP = 2

@@ -14,6 +14,9 @@ from cluster.layouts.mesh import Layout
 from tests.support.hf_models import FAMILIES, MOE_FAMILIES, save_tiny
 from tests.support.shards import shards_of
 
+pytestmark = pytest.mark.slow
+
+
 _TOWERS = ("visual", "vision_tower", "multi_modal_projector")
 _LAYER = re.compile(r"layers\.([0-9]+)\.")
 
@@ -53,8 +56,6 @@ def chained_logits(stages: Sequence[Any], ids: torch.Tensor) -> torch.Tensor:
         logits: torch.Tensor = last(inputs_embeds=hidden).logits
     return logits
 
-
-pytestmark = pytest.mark.slow
 
 IDS = torch.arange(3, 19)[None]
 

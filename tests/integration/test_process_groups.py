@@ -17,6 +17,9 @@ from tests.support.hf_models import FAMILIES, MOE_FAMILIES, SHARD_BYTES, make_ti
 from tests.support.ray_clusters import REPOSITORY, eventually
 from tests.support.shards import shards_of
 
+pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
+
+
 RANKS = 2
 IDS = torch.arange(3, 19)[None]
 # case -> (way of sharing a model, family, changes of its config)
@@ -85,6 +88,7 @@ def run(rank: int, folder: Path, case: str) -> None:
 
 
 def main() -> None:
+    """Run one of the two processes: RANK FOLDER. FOLDER/CASE is a checkpoint; FOLDER/CASE-RANK.pt gets the logits."""
     rank, folder = int(sys.argv[1]), Path(sys.argv[2])
     os.environ |= {"RANK": str(rank), "LOCAL_RANK": str(rank), "WORLD_SIZE": str(RANKS)}
     torch.set_num_threads(1)
@@ -93,8 +97,6 @@ def main() -> None:
         run(rank, folder, case)
     torch.distributed.destroy_process_group()
 
-
-pytestmark = [pytest.mark.slow, pytest.mark.timeout(600)]
 
 TIMEOUT_S = 300
 

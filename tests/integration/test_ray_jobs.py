@@ -22,6 +22,9 @@ from storage.arena.arena_files import sweep
 from tests.support.free_ports import free_ports
 from tests.support.stored_models import StoredModel
 
+pytestmark = pytest.mark.slow
+
+
 START_TIMEOUT_S = 150.0
 SCRIPTS = Path(sys.executable).parent  # of the environment under test: `ray`, `longshore`, `python`
 
@@ -133,9 +136,6 @@ def json_in(text: str) -> Any:
     """The JSON document that a command printed, among the lines that Ray adds."""
     start, end = text.index("\n{\n") + 1, text.rindex("\n}") + 2
     return json.loads(text[start:end])
-
-
-pytestmark = pytest.mark.slow
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""An HTTP pass-through that writes down what leaves the store: one line per request, with the bytes of its body.
+"""An HTTP proxy in front of a store that records each request and the bytes of its answer.
 
     with CountingProxy(server.endpoint_url) as proxy:
         ... endpoint_url=proxy.endpoint_url ...

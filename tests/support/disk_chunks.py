@@ -1,4 +1,4 @@
-"""Chunks for the disk tier, made from a number, and what a folder of it holds."""
+"""Chunks for the disk tier, made from a number, and the chunks that a folder of the tier holds."""
 
 from __future__ import annotations
 

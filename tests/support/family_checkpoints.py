@@ -1,4 +1,4 @@
-"""Checkpoints of every model family, and loads of them put together again: without Ray, without a server."""
+"""A checkpoint of every model family, and loads of it carried out on arrays, without Ray and without a server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A proxy in front of a real S3 server that does to single answers what networks and stores do on a bad day.
+"""A proxy in front of a real S3 server that damages, delays or refuses single answers, as a script says.
 
     with FaultProxy(server.endpoint_url, only(Cut(100))) as proxy:
         ... endpoint_url=proxy.endpoint_url ...

@@ -1,4 +1,4 @@
-"""Stores that do what real ones do on a bad day, each wrapped round a good one."""
+"""Stores that fail as real ones do, each wrapped around a good one."""
 
 from __future__ import annotations
 

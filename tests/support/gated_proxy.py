@@ -1,4 +1,4 @@
-"""A store that stops in the middle of a load, for as long as a test wants: there is a middle to break things in."""
+"""A proxy that stops a load in its middle, for as long as a test wants."""
 
 from __future__ import annotations
 

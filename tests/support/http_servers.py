@@ -1,4 +1,4 @@
-"""HTTP servers in threads of a test's process: one with the handler that a test wrote, and Longshore's own service."""
+"""HTTP servers in threads of a test's process: with a handler of the test, or Longshore's own service."""
 
 from __future__ import annotations
 

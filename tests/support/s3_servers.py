@@ -1,4 +1,4 @@
-"""`rclone`, a real S3 server for all tests of a session (from PyPI, always there), and what tests ask of any server."""
+"""`rclone`, a real S3 server for all tests of a session, and requests that tests make to any S3 server."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A server that reads HTTP requests and plays what it is told: the ways in which an answer can be bad."""
+"""A server that reads HTTP requests and answers each with bytes that a test wrote, right or wrong."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""As much of Ray as the coordinator uses: named actors on nodes, calls that take a while, deaths, a list of nodes.
+"""The part of Ray that the coordinator uses, simulated: named actors, slow calls, deaths, a list of nodes.
 
     actors.coordination.spawn, orphans, nodes, plan_source -- ray.get_actor, kill, nodes, ... --> SimRay
     handle.method.options(...).remote(...)   -- Call --> SimActor, later; its answer, later still; or RayActorError

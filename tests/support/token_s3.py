@@ -1,4 +1,4 @@
-"""A small S3 server that checks every signature and whose session tokens expire: what no server that runs here does.
+"""A small S3 server that checks every signature and lets session tokens expire, which the real servers here do not.
 
 with TokenS3({"bucket/key": b"..."}) as server:
     server.issue(file)           new keys into a credentials file; the ones before stay good

@@ -20,14 +20,7 @@ import numpy as np
 import pytest
 
 from storage.arena.arena import GEOMETRY, RECORDS_AT, Arena, arena_size_bytes
-from storage.arena.arena_files import (
-    ARENA_PREFIX,
-    SweptArena,
-    arena_path,
-    check_room,
-    default_arena_bytes,
-    sweep,
-)
+from storage.arena.arena_files import ARENA_PREFIX, SweptArena, arena_path, check_room, default_arena_bytes, sweep
 from storage.arena.slots import COPY_BYTES, FREE_RECORD, RECORD_BYTES, SlotRecord, SlotState
 from storage.errors import ArenaCorrupt, ArenaError, ArenaTooLarge
 from storage.host.processes import ProcessId

@@ -29,7 +29,10 @@ from tests.support.reference_slices import check_exact
 
 
 class SummedStore(WrappedStore):
-    """`damage`: (key, byte) whose lowest bit is another in every read that has it, while it is not None."""
+    """A store that keeps checksums of its objects, or of the parts that they were uploaded in.
+
+    `damage`, while it is set: (key, byte) whose lowest bit is flipped in every read that has it.
+    """
 
     def __init__(
         self,

@@ -29,7 +29,7 @@ from tests.support.scripted_server import ScriptedServer, answer
 
 
 class ForwardProxy:
-    """Passes all requests on to one local port, whatever host they name. Remembers what it was asked."""
+    """An HTTP proxy for CONNECT and for whole URLs, maybe with a password. Passes everything on to one local port."""
 
     def __init__(self, port: int, authorization: str | None = None, connect_status: int = 200) -> None:
         self.asked: list[str] = []  # "CONNECT host:port", "GET http://host/path"
