@@ -2,13 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 
 from storage.stores.embedded_s3 import EmbeddedS3
 from tests.support.counting_proxy import Request, s3_refusal
 from tests.support.fault_proxy import FaultProxy
+from tests.support.s3_servers import write_credentials
 
 
 class ChaosProxy(FaultProxy):
@@ -54,10 +54,5 @@ class CredentialsFile:
     def renew(self) -> str:
         """The token that counts from now on."""
         self._number += 1
-        fresh = self.path.with_suffix(".new")
-        fresh.write_text(
-            f"[default]\naws_access_key_id = {self._server.access_key_id}\n"
-            f"aws_secret_access_key = {self._server.secret_access_key}\naws_session_token = {self.token}\n"
-        )
-        os.replace(fresh, self.path)
+        write_credentials(self.path, self._server.access_key_id, self._server.secret_access_key, self.token)
         return self.token

@@ -25,17 +25,6 @@ TOKEN = "a-token-of-sufficient-length"
 
 
 @pytest.fixture
-def readable(llama: StoredModel) -> Iterator[dict[str, Any]]:
-    """The nodes' own credentials read the bucket. The body of a request for the model."""
-    keys = llama.server.credentials()
-    CREDENTIALS_FILE.write_text(
-        f"[default]\naws_access_key_id={keys.access_key_id}\naws_secret_access_key={keys.secret_access_key}\n"
-    )
-    yield {"uri": llama.uri, "endpoint_url": llama.server.endpoint_url, "region": llama.server.region, "device": "cpu"}
-    CREDENTIALS_FILE.unlink(missing_ok=True)
-
-
-@pytest.fixture
 def api(longshore: Longshore, llama: StoredModel) -> Iterator[httpx.Client]:
     longshore.configure()
     settings = ServingSettings(endpoints=llama.server.endpoint_url, token_sha256=digest_of(TOKEN))

@@ -52,6 +52,15 @@ def make_bucket(server: Any, name: str, allowed: Sequence[str] = ()) -> None:
             client.put_bucket_policy(Bucket=name, Policy=policy)
 
 
+def write_credentials(file: Path, key_id: str, secret: str, token: str = "") -> None:
+    """Replace an AWS credentials file in one step."""
+    lines = ["[default]", f"aws_access_key_id={key_id}", f"aws_secret_access_key={secret}"]
+    lines += [f"aws_session_token={token}"] if token else []
+    fresh = file.with_suffix(".new")
+    fresh.write_text("\n".join([*lines, ""]))
+    fresh.replace(file)
+
+
 def server_ref(server: Any, path: str) -> StoreRef:
     """The ref of `s3://<path>` on that server."""
     return parse_uri(f"s3://{path}", endpoint_url=server.endpoint_url, region="us-east-1", environ={})

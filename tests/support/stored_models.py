@@ -15,7 +15,8 @@ import cluster
 from cluster.command_line.demo import write_llama_checkpoint
 from storage.stores.embedded_s3 import EmbeddedS3
 from tests.support.checkpoints import odd_objects, write_objects
-from tests.support.s3_servers import START_S, notice
+from tests.support.ray_clusters import CREDENTIALS_FILE
+from tests.support.s3_servers import START_S, notice, write_credentials
 
 CHUNK_BYTES = 1 << 20
 HEADS, KV_HEADS = 8, 2
@@ -98,6 +99,15 @@ def minilm_checkpoint() -> Path:
 def minilm(s3_server: EmbeddedS3, minilm_checkpoint: Path) -> StoredModel:
     """A real checkpoint of 91 MB that nobody here wrote."""
     return publish_to(s3_server, minilm_checkpoint, "minilm")
+
+
+@pytest.fixture
+def readable(llama: StoredModel) -> Iterator[dict[str, Any]]:
+    """The body of an HTTP request for the Llama, which the nodes' own credentials can read."""
+    server = llama.server
+    write_credentials(CREDENTIALS_FILE, server.access_key_id, server.secret_access_key)
+    yield {"uri": llama.uri, "endpoint_url": server.endpoint_url, "region": server.region, "device": "cpu"}
+    CREDENTIALS_FILE.unlink(missing_ok=True)
 
 
 @pytest.fixture

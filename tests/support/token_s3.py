@@ -28,6 +28,7 @@ from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
 
 from tests.support.http_servers import place, serving
+from tests.support.s3_servers import write_credentials
 
 _AUTHORIZATION = re.compile(
     r"AWS4-HMAC-SHA256 Credential=(\w+)/(\d{8})/([\w-]+)/s3/aws4_request,"
@@ -64,12 +65,7 @@ class TokenS3:
         """The access key id of new keys, which the credentials file has now, and nothing else; replaced in one go."""
         keys = self.new_keys()
         key_id = str(keys.access_key)
-        whole = file.with_suffix(".new")
-        whole.write_text(
-            f"[default]\naws_access_key_id={key_id}\naws_secret_access_key={keys.secret_key}\n"
-            f"aws_session_token={keys.token}\n"
-        )
-        whole.replace(file)
+        write_credentials(file, key_id, str(keys.secret_key), str(keys.token))
         return key_id
 
     def expire(self, *key_ids: str) -> None:

@@ -11,7 +11,7 @@ import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from typing import Any
 from urllib.parse import urlsplit
@@ -25,6 +25,7 @@ from storage.stores.fsspec_store import FsspecStore
 from storage.stores.object_store import ByteRange, read_bytes
 from storage.stores.s3.store import S3Store
 from tests.support.certificates import make_certificates
+from tests.support.http_servers import serving
 from tests.support.scripted_server import ScriptedServer, answer
 
 
@@ -79,16 +80,11 @@ class ForwardProxy:
             def log_message(self, *_: Any) -> None:
                 pass
 
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), Handler)
-        self._server.daemon_threads = True
-        self.address = f"127.0.0.1:{self._server.server_port}"
-        self._thread = threading.Thread(target=self._server.serve_forever, daemon=True)
-        self._thread.start()
+        self._serving = serving(Handler)
+        self.address = f"127.0.0.1:{self._serving.__enter__().server_port}"
 
     def close(self) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join(5)
+        self._serving.__exit__(None, None, None)
 
 
 def pump(source: socket.socket, target: socket.socket) -> None:
