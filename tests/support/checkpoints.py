@@ -99,10 +99,10 @@ def write_tiny_llama(folder: Path, *, shards: int = 2, seed: int = 0) -> None:
     )
 
 
-def tensor_specs(max_tensors: int = 8) -> st.SearchStrategy[list[TensorSpec]]:
+def tensor_specs(max_side: int = 6, max_tensors: int = 8) -> st.SearchStrategy[list[TensorSpec]]:
     """Lists of valid tensors: any dtype, 0 to 3 dimensions, sizes from 0, names of any valid text."""
     names = st.text(st.characters(exclude_categories=["Cs"]), max_size=12).filter(lambda n: n != "__metadata__")
-    shapes = st.lists(st.integers(0, 6), max_size=3).map(tuple)
+    shapes = st.lists(st.integers(0, max_side), max_size=3).map(tuple)
     return st.lists(
         st.tuples(names, st.sampled_from(sorted(DTYPE_BITS)), shapes).filter(
             lambda spec: tensor_bits(spec[1], spec[2]) % 8 == 0
