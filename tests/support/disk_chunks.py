@@ -5,7 +5,7 @@ from __future__ import annotations
 import os
 
 from storage.checksum import digest_of
-from storage.disk.files import DiskReader, key_of
+from storage.disk.files import LOCK_NAME, DiskReader, key_of
 from storage.disk.tier import DiskTier, Written
 
 
@@ -26,6 +26,18 @@ def read(reader: DiskReader, number: int, size_bytes: int = 1000) -> bytes:
     buffer = bytearray(size_bytes)
     reader.read(key, [memoryview(buffer)], ("blake3", digest_of("blake3", content)))
     return bytes(buffer)
+
+
+def folder_bytes(path: str) -> int:
+    """Bytes of all chunks, finished or being written, as the file system has them."""
+    total = 0
+    for name in os.listdir(path):
+        if name != LOCK_NAME:
+            try:
+                total += os.lstat(os.path.join(path, name)).st_size
+            except FileNotFoundError:
+                continue
+    return total
 
 
 def chunks_in(path: str) -> set[bytes]:

@@ -22,19 +22,7 @@ from storage.disk.files import HEADER_BYTES, LOCK_NAME, SUBFOLDER, DiskReader, c
 from storage.disk.tier import DiskTier, Written
 from storage.errors import DiskChunkUnusable, DiskTierError
 from storage.stores.local import is_temporary
-from tests.support.disk_chunks import chunk_of, chunks_in, read, write
-
-
-def folder_bytes(path: str) -> int:
-    """Bytes of all chunks, finished or being written, as the file system has them."""
-    total = 0
-    for name in os.listdir(path):
-        if name != LOCK_NAME:
-            try:
-                total += os.lstat(os.path.join(path, name)).st_size
-            except FileNotFoundError:
-                continue
-    return total
+from tests.support.disk_chunks import chunk_of, chunks_in, folder_bytes, read, write
 
 
 def temporaries_in(path: str) -> list[Path]:
