@@ -276,7 +276,7 @@ def test_listings_that_take_too_long_together(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_uploads_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_bounds, "_CHANGES_TAKE", 1)
+    monkeypatch.setattr(s3_session, "_CHANGES_TAKE", 1)
     with answers_end(after_s=0.5), store_behind(drip(b"HTTP/1.1 200 OK\r\nx: ", b"y")) as (store, _):
         assert "in time" in refusal(lambda: store.put("key", b"x"), StoreUnavailable)
     with store_behind(endless("HTTP/1.1 200 OK\r\n\r\n", b"x" * MIB)) as (store, _):
