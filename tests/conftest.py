@@ -18,12 +18,9 @@ if signal.getsignal(signal.SIGINT) is signal.SIG_IGN:
 pytest_plugins = [
     "tests.support.ray_clusters",  # before those that import it, which pytest would complain of
     "tests.support.shared_memory",
-    "tests.support.checkpoint_fixtures",
     "tests.support.s3_servers",
     "tests.support.stored_models",
     "tests.support.family_checkpoints",
-    "tests.support.losable_nodes",
-    "tests.support.net_cluster",
     "tests.support.last_words",
     "tests.support.last_exit",
 ]

@@ -12,8 +12,6 @@ from contextlib import contextmanager
 from pathlib import Path
 from typing import Any
 
-import boto3
-from botocore.config import Config as BotoConfig
 from ray._private import auto_init_hook
 
 import cluster
@@ -27,7 +25,7 @@ from tests.chaos.proxy import CredentialsFile
 from tests.chaos.strikes import NODES
 from tests.support.losable_nodes import LosableNodes, losable_nodes
 from tests.support.ray_clusters import CREDENTIALS_FILE, MIB, environment, eventually
-from tests.support.s3_servers import notice
+from tests.support.s3_servers import notice, s3_client
 
 KV_HEADS = 2
 CHUNK_BYTES = MIB
@@ -55,14 +53,7 @@ class Bench:
         self.longshore, self.server, self.folder, self.credentials = longshore, server, folder, credentials
         self.keys = cluster.generate_key(folder / "signer")
         server.make_bucket(BUCKET)
-        self._s3: Any = boto3.client(
-            "s3",
-            endpoint_url=server.endpoint_url,
-            aws_access_key_id=server.access_key_id,
-            aws_secret_access_key=server.secret_access_key,
-            region_name=server.region,
-            config=BotoConfig(response_checksum_validation="when_required"),
-        )
+        self._s3: Any = s3_client(server)
 
     def configure(self, case: Case, disk: Path) -> None:
         """A coordinator with the settings of the case; the last one where they are the same."""

@@ -64,7 +64,7 @@ class Case:
     proof: str  # one of PROOFS
     layouts: tuple[tuple[int, int, int], ...]  # of the loads, which begin together
     placement: str
-    passing: tuple[str, ...] = ()  # kinds of `tests.support.faults.TRANSIENT`
+    passing: tuple[str, ...] = ()  # kinds of `tests.support.fault_proxy.TRANSIENT`
     share: float = 0.0  # of reads that meet one of them
     staying: str = ""  # or one of STAYING
     staying_at: float = 0.0  # where in the load, or in the object, it strikes

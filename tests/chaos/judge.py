@@ -7,7 +7,7 @@ from collections.abc import Iterable, Mapping
 from actors.node.node_load import MAX_BATCH
 from cluster.telemetry.report import LoadReport
 from tests.chaos.cases import DAMAGING, Case, world
-from tests.support.faults import (
+from tests.support.fault_proxy import (
     Asked,
     Cut,
     Delay,

@@ -2,15 +2,13 @@
 
 from __future__ import annotations
 
-import os
 import threading
 from pathlib import Path
 
 from storage.stores.embedded_s3 import EmbeddedS3
+from tests.support.counting_proxy import Request, s3_refusal
 from tests.support.fault_proxy import FaultProxy
-
-_EXPIRED = b"<?xml version='1.0'?><Error><Code>ExpiredToken</Code><Message>as the case has it</Message></Error>"
-_REFUSAL = b"HTTP/1.1 403 Forbidden\r\nContent-Type: application/xml\r\nContent-Length: %d\r\n\r\n" % len(_EXPIRED)
+from tests.support.s3_servers import write_credentials
 
 
 class ChaosProxy(FaultProxy):
@@ -33,12 +31,12 @@ class ChaosProxy(FaultProxy):
             self.struck.clear()
             self._number = self._passed_bytes = 0
 
-    def refusal(self, method: str, path: str, byte_range: tuple[int, int] | None) -> bytes | None:
-        if self._token and method == "GET" and self.heads.fields.get("x-amz-security-token") != self._token:
+    def refusal(self, request: Request) -> bytes | None:
+        if self._token and request.method == "GET" and request.fields.get("x-amz-security-token") != self._token:
             with self._counting:
                 self.expired += 1
-            return _REFUSAL + _EXPIRED
-        return super().refusal(method, path, byte_range)
+            return s3_refusal(403, "ExpiredToken")
+        return super().refusal(request)
 
 
 class CredentialsFile:
@@ -56,10 +54,5 @@ class CredentialsFile:
     def renew(self) -> str:
         """The token that counts from now on."""
         self._number += 1
-        fresh = self.path.with_suffix(".new")
-        fresh.write_text(
-            f"[default]\naws_access_key_id = {self._server.access_key_id}\n"
-            f"aws_secret_access_key = {self._server.secret_access_key}\naws_session_token = {self.token}\n"
-        )
-        os.replace(fresh, self.path)
+        write_credentials(self.path, self._server.access_key_id, self._server.secret_access_key, self.token)
         return self.token

@@ -6,7 +6,7 @@ import threading
 from collections.abc import Callable, Sequence
 
 from tests.chaos.cases import Case
-from tests.support.faults import Asked, Before, Fault, Flip, Refuse, Script, Stall, merged, random_faults
+from tests.support.fault_proxy import Asked, Before, Fault, Flip, Refuse, Script, Stall, merged, random_faults
 
 
 class StoreScript:

@@ -15,7 +15,7 @@ from cluster.planning.preview import plan
 from storage.errors import AccessDenied, ManifestMismatch
 from storage.store_ref import parse_uri
 from storage.stores.open_store import open_store
-from tests.support.ceph_server import CephServer
+from tests.contract.ceph_server import CephServer
 from tests.support.checkpoints import write_tiny_llama
 from tests.support.counting_proxy import CountingProxy
 from tests.support.s3_servers import make_bucket

@@ -6,17 +6,359 @@ import os
 import shutil
 import tempfile
 from collections.abc import Iterator, MutableSequence
+from dataclasses import dataclass
 from typing import overload
 
 import pytest
 from hypothesis import settings
+from hypothesis import strategies as st
+from hypothesis.stateful import Bundle, RuleBasedStateMachine, initialize, invariant, multiple, rule
 
 from storage.arena.arena import Arena
 from storage.arena.arena_files import arena_path, sweep
 from storage.arena.chunk_cache import ChunkCache
-from storage.arena.slots import Answer, MemoryJournal, SlotRecord, SlotState
+from storage.arena.slots import Answer, CachedChunk, Lease, MemoryJournal, SlotJournal, SlotRecord, SlotState
+from storage.errors import ArenaTooSmall
 from storage.host.processes import ProcessId
-from tests.support.cache_machine import CacheMachine
+
+OWNERS = ("first", "second", "third")
+KEYS = tuple(bytes([number]) * 32 for number in range(1, 8))
+
+owners = st.sampled_from(OWNERS)
+keys = st.sampled_from(KEYS)
+workers = st.integers(0, 3)
+LENGTH_BYTES = 10
+
+
+@dataclass(frozen=True)
+class Reading:
+    """Somebody was told to read."""
+
+    chunk: CachedChunk
+    process: ProcessId
+    reader: str
+    owner: str
+
+
+class CacheMachine(RuleBasedStateMachine):
+    """A model of agent and workers: slots with contents, writers that may be late, readers that trust.
+
+    Every rule is one message or one event of a node's life; subclasses choose the journal. `memory` is what the slots
+    hold. A writer may write into its slot until it has acknowledged or is dead, whatever became of its lease. The cache
+    is right when a reader sees nothing but the chunk that it was given.
+    """
+
+    leases = Bundle("leases")
+    chunks = Bundle("chunks")
+
+    def make_journal(self, slot_count: int) -> SlotJournal:
+        return MemoryJournal(slot_count)
+
+    def reopen_journal(self) -> SlotJournal:
+        """What an agent finds that was started again."""
+        return self.journal
+
+    def make_memory(self, slot_count: int) -> MutableSequence[object]:
+        """The slots' contents."""
+        return [None] * slot_count
+
+    @initialize(slot_count=st.integers(1, 5), ready_slots=st.integers(0, 5))
+    def start(self, slot_count: int, ready_slots: int) -> None:
+        self.slot_count = slot_count
+        self.journal = self.make_journal(slot_count)
+        self.ready_slots = min(ready_slots, slot_count)
+        self.cache = ChunkCache(slot_count, journal=self.journal, ready_slots=self.ready_slots)
+        self.now_s = 0.0
+        self.memory = self.make_memory(slot_count)
+        self.workers = [ProcessId(100 + number, 1) for number in range(4)]
+        self.unnoticed: list[ProcessId] = []  # dead, and the agent does not know
+        self.open: dict[str, Lease] = {}  # leases the agent has heard no end of
+        self.running: dict[str, Lease] = {}  # those of them that were not taken back
+        self.readings: set[Reading] = set()
+        self.pins: dict[tuple[str, int], set[int]] = {}  # pinner -> slots
+
+    @property
+    def writers(self) -> dict[str, Lease]:
+        """Leases whose holder may still write, whatever the agent thinks of them."""
+        return {name: lease for name, lease in self.open.items() if lease.holder in self.workers}
+
+    # --- loads come and go ---
+
+    @rule(owner=owners, minimum=st.integers(0, 6))
+    def reserve(self, owner: str, minimum: int) -> None:
+        before = self.cache.shares.minimum(owner)
+        try:
+            granted = self.cache.reserve(owner, minimum)
+        except ArenaTooSmall:
+            assert minimum > self.slot_count
+            return
+        assert minimum <= self.slot_count
+        assert self.cache.shares.minimum(owner) == (max(before, minimum) if granted else before)
+        assert granted == (owner not in self.cache.shares.waiting or before >= minimum)
+
+    @rule(owner=owners)
+    def end_owner(self, owner: str) -> None:
+        revoked = self.cache.end_owner(owner, self.now_s)
+        assert {lease.lease_id for lease in revoked} == {
+            lease.lease_id for lease in self.running.values() if lease.owner == owner
+        }
+        for lease in revoked:
+            del self.running[lease.lease_id]
+        for pinner in [pinner for pinner in self.pins if pinner[0] == owner]:
+            del self.pins[pinner]
+        assert self.cache.shares.minimum(owner) == 0
+        assert owner not in self.cache.shares.waiting
+
+    @rule(ready_slots=st.integers(0, 6))
+    def more_slots_are_ready(self, ready_slots: int) -> None:
+        self.cache.add_ready(ready_slots)
+        self.ready_slots = max(self.ready_slots, min(ready_slots, self.slot_count))
+
+    @rule(key=keys)
+    def forget(self, key: bytes) -> None:
+        """Its bytes were found to be wrong. Who reads them goes on; nobody else is told of them."""
+        stats = self.cache.stats()
+        self.cache.forget(key)
+        assert key not in self.cache
+        assert self.cache.lookup(key) is None
+        assert self.cache.stats().used_bytes == stats.used_bytes
+
+    # --- writing ---
+
+    @rule(target=leases, key=keys, worker=workers, owner=owners, seconds=st.integers(1, 5))
+    def lease(self, key: bytes, worker: int, owner: str, seconds: int) -> object:
+        used, minimum = self.cache.shares.used(owner), self.cache.shares.minimum(owner)
+        touched = self._touched()
+        visible = {key for key in KEYS if key in self.cache}
+        lease = self.cache.lease(key, self.workers[worker], self.now_s + seconds, owner=owner)
+        if lease is None:
+            assert {key for key in KEYS if key in self.cache} == visible
+            # A load below its minimum is never refused, once there is memory behind the slots.
+            assert used >= minimum or self.ready_slots < self.slot_count
+            return multiple()
+        assert lease.slot < self.ready_slots
+        assert lease.slot not in touched
+        assert lease.lease_id not in self.open
+        assert {key for key in KEYS if key in self.cache} == visible - {lease.evicted_key}
+        assert lease.evicted_key is None or lease.evicted_key in visible or lease.evicted_key not in KEYS
+        assert lease in self.cache.in_flight(key)
+        self.open[lease.lease_id] = self.running[lease.lease_id] = lease
+        self.memory[lease.slot] = None
+        return lease
+
+    @rule(lease=leases)
+    def write(self, lease: Lease) -> None:
+        """In time or late: the holder writes into its slot as long as nothing stops it."""
+        if lease.lease_id in self.writers:
+            self.memory[lease.slot] = ("half of", lease.lease_id)
+
+    @rule(lease=leases, pinners=st.sets(st.integers(0, 2)))
+    def commit(self, lease: Lease, pinners: set[int]) -> None:
+        """A report that may come twice, too late, or after its sender has died; the bytes were whole before."""
+        in_time = lease.lease_id in self.running
+        if in_time:
+            self.memory[lease.slot] = lease.key
+        elif lease.lease_id in self.writers:
+            self.memory[lease.slot] = ("late", lease.lease_id)
+        there = lease.key in self.cache
+        wanted = [(str(lease.owner), rank) for rank in sorted(pinners)]
+        answer = self.cache.commit(lease.lease_id, LENGTH_BYTES, wanted)
+        if not in_time:
+            assert answer in (Answer.LATE, Answer.REPEATED)
+            return
+        assert answer is (Answer.DUPLICATE if there else Answer.DONE)
+        del self.running[lease.lease_id], self.open[lease.lease_id]
+        if answer is Answer.DONE:
+            for pinner in wanted:
+                self.pins.setdefault(pinner, set()).add(lease.slot)
+
+    @rule(lease=leases)
+    def abandon(self, lease: Lease) -> None:
+        """The holder's socket is closed, and it says so: perhaps twice, perhaps after the deadline."""
+        answer = self.cache.abandon(lease.lease_id)
+        assert bool(answer) == (lease.lease_id in self.open)
+        self.open.pop(lease.lease_id, None)
+        self.running.pop(lease.lease_id, None)
+
+    @rule(lease=leases)
+    def revoke(self, lease: Lease) -> None:
+        answer = self.cache.revoke(lease.lease_id, self.now_s)
+        assert bool(answer) == (lease.lease_id in self.running)
+        self.running.pop(lease.lease_id, None)
+
+    @rule(seconds=st.integers(1, 3))
+    def time_passes(self, seconds: int) -> None:
+        self.now_s += seconds
+        expired = self.cache.expire(self.now_s)
+        due = {name for name, lease in self.running.items() if lease.deadline_s <= self.now_s}
+        assert {lease.lease_id for lease in expired} == due
+        for name in due:
+            del self.running[name]
+        stuck = {lease.lease_id for lease in self.cache.overdue(self.now_s, 0)}
+        assert stuck == set(self.open) - set(self.running)
+        assert self.cache.overdue(self.now_s, 1e9) == []
+
+    @rule(lease_id=st.sampled_from(["", "x", "x.0.1", "..", "x.0.1.2"]), slot=st.integers(0, 9))
+    def unknown_leases(self, lease_id: str, slot: int) -> None:
+        for name in (lease_id, f"{self.journal.epoch}.{slot}.999", f"{self.journal.epoch}.{slot}.0"):
+            for answer in (
+                self.cache.commit(name, LENGTH_BYTES),
+                self.cache.abandon(name),
+                self.cache.revoke(name, self.now_s),
+            ):
+                assert answer is Answer.UNKNOWN
+
+    # --- reading ---
+
+    @rule(target=chunks, key=keys)
+    def lookup(self, key: bytes) -> object:
+        chunk = self.cache.lookup(key)
+        if chunk is None:
+            return multiple()
+        assert (chunk.key, chunk.length_bytes) == (key, LENGTH_BYTES)
+        assert self.memory[chunk.slot] == key
+        return chunk
+
+    @rule(chunk=chunks, owner=owners, rank=st.integers(0, 2))
+    def pin(self, chunk: CachedChunk, owner: str, rank: int) -> None:
+        if self.cache.pin(chunk, (owner, rank), owner=owner):
+            assert self.memory[chunk.slot] == chunk.key
+            self.pins.setdefault((owner, rank), set()).add(chunk.slot)
+
+    @rule(chunk=chunks, owner=owners, rank=st.integers(0, 2))
+    def unpin(self, chunk: CachedChunk, owner: str, rank: int) -> None:
+        if self.cache.unpin(chunk, (owner, rank)):
+            self.pins[(owner, rank)].remove(chunk.slot)
+
+    @rule(chunk=chunks, worker=workers, reader=st.sampled_from("ab"), owner=owners)
+    def tell_to_read(self, chunk: CachedChunk, worker: int, reader: str, owner: str) -> None:
+        process = self.workers[worker]
+        if self.cache.hold(chunk, process, reader, owner=owner):
+            self.readings.add(Reading(chunk, process, reader, owner))
+
+    @rule(chunk=chunks, worker=workers, reader=st.sampled_from("ab"))
+    def done_reading(self, chunk: CachedChunk, worker: int, reader: str) -> None:
+        process = self.workers[worker]
+        mine = {r for r in self.readings if (r.chunk, r.process, r.reader) == (chunk, process, reader)}
+        assert self.cache.release(chunk, process, reader) == bool(mine)
+        self.readings -= mine
+
+    # --- failures ---
+
+    @rule(worker=workers)
+    def kill(self, worker: int) -> None:
+        """A worker dies; the pid it had is used again by its successor."""
+        dead = self.workers[worker]
+        self.workers[worker] = ProcessId(dead.pid, dead.start_time + 1)
+        self.unnoticed.append(dead)
+        self.readings = {reading for reading in self.readings if reading.process != dead}
+        if len(self.unnoticed) > 2:
+            self.notice_deaths()
+
+    @rule()
+    def notice_deaths(self) -> None:
+        for dead in self.unnoticed:
+            lost = self.cache.process_dead(dead)
+            gone = {name for name, lease in self.running.items() if lease.holder == dead}
+            assert {lease.lease_id for lease in lost} == gone
+            self._forget_leases(dead)
+            assert self.cache.process_dead(dead) == []
+        self.unnoticed = []
+
+    @rule(settle_first=st.booleans())
+    def agent_restarts(self, settle_first: bool) -> None:
+        """The agent is killed anywhere between two messages; its successor has the journal and the living."""
+        visible = {key for key in KEYS if key in self.cache}
+        self.journal = self.reopen_journal()
+        self.cache = ChunkCache(self.slot_count, journal=self.journal, ready_slots=self.ready_slots)
+        quarantined = self.cache.restore(self.workers, self.now_s)
+        assert {key for key in KEYS if key in self.cache} == visible
+        known = {lease.lease_id for lease in quarantined}
+        assert known == set(self.open)
+        self.running = {}
+        self.pins = {}
+        for lease in quarantined:
+            if lease.holder not in self.workers:
+                self.cache.process_dead(lease.holder)
+                self._forget_leases(lease.holder)
+        self.unnoticed = []
+        if settle_first:
+            for worker in range(4):
+                self.settle(worker)
+
+    @rule(worker=workers)
+    def settle(self, worker: int) -> None:
+        process = self.workers[worker]
+        mine = [(r.chunk, r.reader) for r in sorted(self.readings, key=repr) if r.process == process]
+        self.cache.settled(process, mine)
+
+    def _forget_leases(self, dead: ProcessId) -> None:
+        for table in (self.open, self.running):
+            for name in [name for name, lease in table.items() if lease.holder == dead]:
+                del table[name]
+
+    # --- laws ---
+
+    def _touched(self) -> set[int]:
+        """Slots that a writer, late or not, or a reader may touch, or that a rank still needs."""
+        writing = {lease.slot for lease in self.writers.values()}
+        reading = {reading.chunk.slot for reading in self.readings}
+        return writing.union(reading, *self.pins.values())
+
+    @invariant()
+    def readers_see_what_they_were_told(self) -> None:
+        for reading in self.readings:
+            assert self.memory[reading.chunk.slot] == reading.chunk.key
+        for slots in self.pins.values():
+            for slot in slots:
+                assert self.memory[slot] in KEYS
+
+    @invariant()
+    def what_is_visible_is_whole_and_nobody_writes_to_it(self) -> None:
+        late = {lease.slot for lease in self.writers.values()}
+        records = self.journal.records()
+        for slot, record in enumerate(records):
+            # Judged by the records, so it holds for an agent that would restart right now.
+            if record.state is SlotState.COMMITTED:
+                assert self.memory[slot] == record.key or record.key not in KEYS  # forgotten: nobody asks for it
+                assert slot not in late
+        for lease in self.open.values():
+            assert records[lease.slot].state in (SlotState.LEASED, SlotState.QUARANTINED)
+            assert records[lease.slot].holder == lease.holder
+
+    @invariant()
+    def only_running_leases_are_in_flight(self) -> None:
+        """Whoever waits for a chunk in flight must not wait for a lease that was taken back."""
+        found = {lease.lease_id for key in KEYS for lease in self.cache.in_flight(key)}
+        assert found == set(self.running)
+
+    @invariant()
+    def the_books_are_right(self) -> None:
+        stats, shares = self.cache.stats(), self.cache.shares
+        states = stats.free_slots + stats.leased_slots + stats.committed_slots + stats.quarantined_slots
+        assert states == stats.ready_slots == self.ready_slots
+        assert stats.leased_slots == len(self.running)
+        assert stats.used_bytes == LENGTH_BYTES * stats.committed_slots
+        demand = sum(max(shares.minimum(owner), shares.used(owner)) for owner in (*OWNERS, None))
+        assert demand <= self.slot_count or shares.used(None)
+        assert stats.in_use_slots + stats.leased_slots + stats.quarantined_slots <= sum(
+            shares.used(owner) for owner in (*OWNERS, None)
+        )
+
+    def teardown(self) -> None:
+        """When everybody is dead and every load has ended, the whole arena is there for the next one."""
+        if not hasattr(self, "cache"):
+            return
+        self.cache.add_ready(self.slot_count)
+        for owner in OWNERS:
+            self.cache.end_owner(owner, self.now_s)
+        for process in (*self.workers, *self.unnoticed):
+            self.cache.process_dead(process)
+        assert self.cache.reserve("last", self.slot_count)
+        for number in range(self.slot_count):
+            assert self.cache.lease(bytes([99, number]) * 16, self.workers[0], 1e9, owner="last")
+        assert self.cache.lease(KEYS[0], self.workers[0], 1e9, owner="last") is None
+
 
 SLOT_BYTES = 4096
 
@@ -86,6 +428,8 @@ class ArenaMachine(CacheMachine):
         assert left == []
 
 
+TestMemoryLaws = CacheMachine.TestCase
+TestMemoryLaws.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
 TestArenaLaws = ArenaMachine.TestCase
 TestArenaLaws.settings = settings(max_examples=50, stateful_step_count=40, deadline=None)
 

@@ -6,34 +6,75 @@ rclone keeps the checksum that came with a PUT, Ceph none but the ETag, ministac
 from __future__ import annotations
 
 import hashlib
+import os
+import shutil
+import socket
+import subprocess
+import time
 from collections.abc import Iterator
 from contextlib import closing
 from itertools import pairwise
-from typing import Any
+from pathlib import Path
+from typing import Self
 
-import boto3
 import pytest
-from botocore.config import Config
 
-from storage.checksum import (
-    NO_CHECKSUM,
-    NOT_COMBINABLE,
-    AskedChecksum,
-    SpanHasher,
-    StoreChecksum,
-    ask_checksum,
-)
+from storage.checksum import NO_CHECKSUM, NOT_COMBINABLE, AskedChecksum, SpanHasher, StoreChecksum, ask_checksum
 from storage.store_ref import Credentials, parse_uri
 from storage.stores.embedded_s3 import EmbeddedS3
 from storage.stores.object_store import ByteRange, ObjectInfo
 from storage.stores.open_store import open_store
 from storage.stores.requests import RetryPolicy
 from storage.stores.s3.store import ends_of_parts, part_ends
-from tests.support.ceph_server import CephServer
-from tests.support.ministack_server import MinistackServer
-from tests.support.s3_servers import make_bucket
+from tests.contract.ceph_server import CephServer
+from tests.support.free_ports import free_ports
+from tests.support.s3_servers import make_bucket, s3_client
 
 pytestmark = pytest.mark.slow
+
+
+START_TIMEOUT_S = 60.0
+
+
+class MinistackServer:
+    """An S3 emulator that keeps composite checksums and tells the parts of an object; it accepts any keys.
+
+    It pins an older botocore, so it is no dependency: install `ministack` into another environment and put its program
+    on PATH. Tests that need it are skipped without.
+    """
+
+    def __init__(self, folder: Path) -> None:
+        program = shutil.which("ministack")
+        if program is None:
+            pytest.skip("ministack is not installed")
+        self.access_key_id, self.secret_access_key = "anybody", "any-secret"
+        (self._port,) = free_ports(1)
+        self.endpoint_url = f"http://127.0.0.1:{self._port}"
+        environ = {**os.environ, "BIND_HOST": "127.0.0.1", "GATEWAY_PORT": str(self._port)}
+        with open(folder / "ministack.log", "wb") as log:
+            self._child = subprocess.Popen(
+                [program], env=environ, cwd=folder, stdin=subprocess.DEVNULL, stdout=log, stderr=log
+            )
+
+    def __enter__(self) -> Self:
+        deadline_s = time.monotonic() + START_TIMEOUT_S
+        while self._child.poll() is None and time.monotonic() < deadline_s:
+            try:
+                socket.create_connection(("127.0.0.1", self._port), timeout=1).close()
+                return self
+            except OSError:
+                time.sleep(0.1)
+        self.__exit__()
+        raise RuntimeError("ministack did not start")
+
+    def __exit__(self, *_: object) -> None:
+        self._child.terminate()
+        try:
+            self._child.wait(10)
+        except subprocess.TimeoutExpired:
+            self._child.kill()
+            self._child.wait()
+
 
 Server = EmbeddedS3 | CephServer | MinistackServer
 BUCKET = "checksums"
@@ -50,19 +91,8 @@ def ministack(tmp_path_factory: pytest.TempPathFactory) -> Iterator[MinistackSer
 @pytest.fixture(scope="module", params=["rclone", "ceph", "ministack"])
 def server(request: pytest.FixtureRequest) -> Server:
     found: Server = request.getfixturevalue(request.param)
-    make_bucket(found, BUCKET)  # type: ignore[arg-type]
+    make_bucket(found, BUCKET)
     return found
-
-
-def _client(server: Server) -> Any:
-    return boto3.client(
-        "s3",
-        endpoint_url=server.endpoint_url,
-        aws_access_key_id=server.access_key_id,
-        aws_secret_access_key=server.secret_access_key,
-        region_name="us-east-1",
-        config=Config(request_checksum_calculation="when_required", response_checksum_validation="when_required"),
-    )
 
 
 def _ask(server: Server, key: str, chunk_bytes: int) -> tuple[ObjectInfo, AskedChecksum]:
@@ -88,7 +118,7 @@ def _found(checksum: StoreChecksum, data: bytes, chunk_bytes: int) -> bytes | No
 @pytest.mark.parametrize("algorithm", ["CRC64NVME", "CRC32C", "CRC32", "SHA256", ""])
 def test_an_object_in_one_piece(server: Server, algorithm: str) -> None:
     key, extra = f"one-{algorithm}", {"ChecksumAlgorithm": algorithm} if algorithm else {}
-    with closing(_client(server)) as client:
+    with closing(s3_client(server)) as client:
         client.put_object(Bucket=BUCKET, Key=key, Body=DATA, **extra)
     _, small = _ask(server, key, len(DATA))
     _, large = _ask(server, key, 1000)
@@ -114,7 +144,7 @@ def test_an_object_in_one_piece(server: Server, algorithm: str) -> None:
 def test_an_object_in_parts(server: Server, algorithm: str) -> None:
     key, extra = f"parts-{algorithm}", {"ChecksumAlgorithm": algorithm} if algorithm else {}
     bodies = [bytes([number]) * size for number, size in enumerate(PART_SIZES)]
-    with closing(_client(server)) as client:
+    with closing(s3_client(server)) as client:
         upload = client.create_multipart_upload(Bucket=BUCKET, Key=key, **extra)["UploadId"]
         parts = []
         for number, body in enumerate(bodies, start=1):
@@ -139,7 +169,7 @@ def test_an_object_in_parts(server: Server, algorithm: str) -> None:
 
 
 def test_parts_of_another_version_say_nothing(ministack: MinistackServer) -> None:
-    with closing(_client(ministack)) as client:
+    with closing(s3_client(ministack)) as client:
         key = "versions"
         if BUCKET not in {bucket["Name"] for bucket in client.list_buckets()["Buckets"]}:
             client.create_bucket(Bucket=BUCKET)

@@ -15,20 +15,17 @@ from pathlib import Path
 
 import pytest
 
-from storage.errors import (
-    AccessDenied,
-    ObjectChanged,
-    ObjectNotFound,
-    RangeMismatch,
-    StoreError,
-    StoreUnavailable,
-)
+from storage.errors import AccessDenied, ObjectChanged, ObjectNotFound, RangeMismatch, StoreError, StoreUnavailable
 from storage.store_ref import Credentials, parse_uri
+from storage.stores.embedded_s3 import EmbeddedS3
 from storage.stores.fsspec_store import FsspecStore
 from storage.stores.local import LocalStore
 from storage.stores.object_store import PIECE_BYTES, ByteRange, MemoryStore, ObjectStore, read_bytes, read_pieces
 from storage.stores.s3.store import S3Store
-from tests.support.s3_servers import S3Server, make_bucket, server_ref
+from tests.contract.ceph_server import CephServer
+from tests.support.s3_servers import make_bucket, server_ref
+
+S3Server = EmbeddedS3 | CephServer
 
 _numbers = itertools.count()
 ODD_KEYS = [

@@ -25,7 +25,7 @@ from tests.chaos.judge import (
     wasted_bytes,
 )
 from tests.chaos.run_case import CaseRunner, Outcome
-from tests.support.faults import Asked, Cut, Delay, Drop, Flip, Refuse, Shorten, Stall
+from tests.support.fault_proxy import Asked, Cut, Delay, Drop, Flip, Refuse, Shorten, Stall
 
 TWO = (2, 1, 1)
 PLAIN = Case(seed=0, proof="manifest", layouts=(TWO,), placement="via_arena")

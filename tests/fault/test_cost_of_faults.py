@@ -7,6 +7,7 @@ from concurrent.futures import ThreadPoolExecutor
 
 import pytest
 
+from tests.support.counting_proxy import Request
 from tests.support.gated_proxy import GatedProxy
 from tests.support.half_load import HalfLoad
 from tests.support.ray_clusters import Longshore, eventually
@@ -27,16 +28,16 @@ class HalfwayProxy(GatedProxy):
         self._left_bytes = passing_bytes
         super().__init__(upstream_url, ranges=0)
 
-    def before_request(self, method: str, path: str, byte_range: tuple[int, int] | None) -> None:
+    def before_request(self, request: Request) -> None:
         """Every request passes."""
 
-    def passing(self, path: str, size_bytes: int) -> None:
-        if not path.endswith(".safetensors"):
+    def passing(self, request: Request, size_bytes: int) -> None:
+        if not request.path.endswith(".safetensors"):
             return
         with self._gate:
             self._left_bytes -= size_bytes
             if self._left_bytes < 0 and not self._open:
-                self.wait_at_gate()
+                self.wait_at_gate(request)
 
     def weights_bytes(self) -> int:
         return sum(size for path, size in self.bytes_by_path().items() if path.endswith(".safetensors"))

@@ -13,7 +13,7 @@ from storage.arena.arena_files import arena_path, sweep
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import Answer, SlotState
 from storage.host.processes import ProcessId, processes_mapping
-from tests.support.shared_memory import ask, start_python
+from tests.support.python_processes import ask, start_python
 
 SLOT = 1 << 20
 A, B = b"a" * 32, b"b" * 32

@@ -5,8 +5,7 @@ from __future__ import annotations
 import pytest
 
 import cluster
-from tests.support.fault_proxy import FaultProxy
-from tests.support.faults import Asked, Fault, Stall, Trickle
+from tests.support.fault_proxy import Asked, Fault, FaultProxy, Stall, Trickle
 from tests.support.ray_clusters import Longshore, eventually
 from tests.support.reference_slices import shard_differs
 from tests.support.stored_models import CHUNK_BYTES, KV_HEADS, StoredModel

@@ -10,11 +10,25 @@ import pytest
 import cluster
 from tests.support.gated_proxy import GatedProxy
 from tests.support.half_load import HalfLoad
-from tests.support.losable_nodes import LosableNodes
+from tests.support.losable_nodes import LosableNodes, losable_nodes
 from tests.support.ray_clusters import eventually
 from tests.support.stored_models import StoredModel
 
 pytestmark = pytest.mark.slow
+
+
+@pytest.fixture(scope="module")
+def losable_cluster() -> Iterator[LosableNodes]:
+    """This process is connected to it for the tests of one file."""
+    with losable_nodes() as there:
+        yield there
+
+
+@pytest.fixture
+def losable(losable_cluster: LosableNodes) -> Iterator[LosableNodes]:
+    """The cluster without a model; the same after the test, or it fails."""
+    yield losable_cluster
+    losable_cluster.clean()
 
 
 @pytest.fixture

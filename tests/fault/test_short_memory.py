@@ -5,23 +5,102 @@ from __future__ import annotations
 import contextlib
 import json
 import os
+import secrets
+import signal
 import subprocess
 import sys
 import tempfile
 import threading
 from collections.abc import Iterator
+from dataclasses import dataclass
 from pathlib import Path
 from typing import Any
 
 import pytest
 
 from storage.host.memory import available_host_bytes
-from tests.support.counting_proxy import CountingProxy
-from tests.support.ray_clusters import ENVIRONMENT, OBJECT_STORE_BYTES, REPOSITORY, TEST_SETTINGS
-from tests.support.short_memory import ShortMemory, short_memory
+from tests.support.counting_proxy import CountingProxy, Request
+from tests.support.ray_clusters import ENVIRONMENT, OBJECT_STORE_BYTES, REPOSITORY, TEST_SETTINGS, eventually
 from tests.support.stored_models import KV_HEADS, StoredModel
 
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(600)]
+
+
+CGROUPS = Path("/sys/fs/cgroup")
+ENTER = 'echo $$ > "$1" && mount -t tmpfs -o "size=$2" tmpfs /dev/shm && shift 2 && exec "$@"'
+
+
+@dataclass(frozen=True)
+class ShortMemory:
+    """See above."""
+
+    command: tuple[str, ...]  # what to put before a command
+    group: Path
+
+    def killed_processes(self) -> int:
+        """By the kernel, for the limit."""
+        for name in ("memory.events", "memory.oom_control"):
+            with contextlib.suppress(OSError):
+                words = dict(line.split() for line in (self.group / name).read_text().splitlines())
+                return int(words["oom_kill"])
+        raise LookupError("the kernel does not count")
+
+    def kill(self) -> None:
+        """Every process in it."""
+        eventually(lambda: not _killed(self.group), f"{self.group} has processes in it")
+
+    def used_bytes(self) -> int:
+        for name in ("memory.current", "memory.usage_in_bytes"):
+            with contextlib.suppress(OSError):
+                return int((self.group / name).read_text())
+        raise LookupError("the kernel does not count")
+
+
+@contextlib.contextmanager
+def short_memory(*, shm_bytes: int, memory_bytes: int) -> Iterator[ShortMemory]:
+    """What is still in it at its end is killed. Skips the test where this user may not make such a thing."""
+    probe = ["unshare", "--mount", "sh", "-c", "mount -t tmpfs -o size=1m tmpfs /dev/shm"]
+    if os.geteuid() or subprocess.run(probe, capture_output=True).returncode:
+        pytest.skip("a /dev/shm of one's own takes root and mount namespaces")
+    group = _make_group(memory_bytes)
+    enter = ("unshare", "--mount", "sh", "-c", ENTER, "sh", str(group / "cgroup.procs"), str(shm_bytes))
+    try:
+        yield ShortMemory(enter, group)
+    finally:
+        eventually(lambda: _removed(group), f"{group} cannot be removed")
+
+
+def _make_group(memory_bytes: int) -> Path:
+    name = f"longshore-test-{secrets.token_hex(4)}"
+    for parent, limit in ((CGROUPS, "memory.max"), (CGROUPS / "memory", "memory.limit_in_bytes")):
+        group = parent / name
+        try:
+            group.mkdir()
+        except OSError:
+            continue
+        with contextlib.suppress(OSError):
+            if (group / limit).exists():  # else not a control group, or not one that counts memory
+                (group / limit).write_text(str(memory_bytes))
+                return group
+        group.rmdir()
+    pytest.skip("control groups with a limit cannot be made here")
+
+
+def _killed(group: Path) -> int:
+    """How many processes were sent SIGKILL."""
+    pids = (group / "cgroup.procs").read_text().split()
+    for pid in pids:
+        with contextlib.suppress(ProcessLookupError):
+            os.kill(int(pid), signal.SIGKILL)
+    return len(pids)
+
+
+def _removed(group: Path) -> bool:
+    with contextlib.suppress(OSError):
+        _killed(group)
+        group.rmdir()
+    return not group.exists()
+
 
 MIB = 1 << 20
 GIB = 1 << 30
@@ -97,12 +176,13 @@ class HalfHeld(CountingProxy):
         self._go = threading.Event()
         super().__init__(upstream_url)
 
-    def before_request(self, method: str, path: str, byte_range: tuple[int, int] | None) -> None:
-        if self.uri.endswith(path) and byte_range is not None and byte_range[0] >= MIB:
+    def before_request(self, request: Request) -> None:
+        if self.uri.endswith(request.path) and request.range is not None and request.range[0] >= MIB:
             self.held.set()
             self._go.wait()
 
-    def refusal(self, method: str, path: str, byte_range: tuple[int, int] | None) -> bytes | None:
+    def refusal(self, request: Request) -> bytes | None:
+        path, byte_range = request.path, request.range
         header = header_of(HALF_BYTES)
         size_bytes = len(header) + HALF_BYTES
         if path.rstrip("/") == "/models" and self.begun.is_set():
@@ -114,7 +194,7 @@ class HalfHeld(CountingProxy):
         head = f'HTTP/1.1 {206 if byte_range else 200} OK\r\nETag: "one"\r\nContent-Length: {end - start}\r\n'
         head += "Last-Modified: Sat, 01 Aug 2026 00:00:00 GMT\r\n"
         head += f"Content-Range: bytes {start}-{end - 1}/{size_bytes}\r\n\r\n" if byte_range else "\r\n"
-        body = b"" if method == "HEAD" else (header[start:end] + bytes(MIB))[: end - start]
+        body = b"" if request.method == "HEAD" else (header[start:end] + bytes(MIB))[: end - start]
         return head.encode() + body
 
     def close(self) -> None:

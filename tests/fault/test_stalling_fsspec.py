@@ -2,24 +2,74 @@
 
 from __future__ import annotations
 
+import hashlib
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
+import fsspec
 import pytest
+from fsspec.spec import AbstractFileSystem
 
 from cluster.errors import ChunkFailed
 from cluster.planning.plan import LoadPlan
 from storage.errors import ReadEnded, StoreError
+from storage.store_ref import StoreRef
+from storage.stores.fsspec_store import FsspecStore
 from storage.stores.object_store import ByteRange, read_pieces
 from storage.stores.requests import ReadLimit, ReadLimits
-from tests.support.exact_ranks import check_exact
 from tests.support.faulty_bucket import CHUNK_BYTES, FSDP, KEY, OBJECTS, TENSORS, check_at_rest, refused_with, run
 from tests.support.local_node import Belongings, local_node, plan_of
-from tests.support.stalling_fs import Stalls
+from tests.support.reference_slices import check_exact
 
 pytestmark = pytest.mark.slow
+
+
+class Stalls:
+    """A file system of fsspec's in memory; the reads for which `hangs` is true wait for `go`."""
+
+    def __init__(self, objects: dict[str, bytes], hangs: Callable[[int], bool]) -> None:
+        """`hangs` is asked with the number of each read of data (from 1)."""
+        self.objects = dict(objects)
+        self.go = threading.Event()
+        self.reads = 0
+        self.hanging = 0
+        self._hangs = hangs
+        self._lock = threading.Lock()
+
+    def store(self) -> FsspecStore:
+        stalls = self
+
+        class StallingFileSystem(AbstractFileSystem):  # type: ignore[misc]
+            protocol = "stalling"
+            cachable = False
+
+            def info(self, path: str, **_: Any) -> dict[str, Any]:
+                data = stalls.objects[self._strip_protocol(path).rpartition("/")[2]]
+                etag = hashlib.md5(data, usedforsecurity=False).hexdigest()  # as the twin in memory has it
+                return {"name": path, "size": len(data), "type": "file", "ETag": etag}
+
+            def cat_file(self, path: str, start: int = 0, end: int = 0, **_: Any) -> bytes:
+                stalls.wait()
+                return stalls.objects[self._strip_protocol(path).rpartition("/")[2]][start:end]
+
+        fsspec.register_implementation("stalling", StallingFileSystem, clobber=True)
+        return FsspecStore(StoreRef("stalling", "bucket", "model"))
+
+    def wait(self) -> None:
+        with self._lock:
+            self.reads += 1
+            hangs = self._hangs(self.reads)
+            self.hanging += hangs
+        if hangs:
+            self.go.wait()
+            with self._lock:
+                self.hanging -= 1
+
+
 NEVER_S = 10_000.0
 
 

@@ -5,11 +5,8 @@ from __future__ import annotations
 import os
 from collections.abc import Iterator
 from pathlib import Path
-from typing import Any
 
-import boto3
 import pytest
-from botocore.config import Config
 
 import cluster
 from storage.errors import IntegrityError
@@ -17,7 +14,7 @@ from storage.stores.embedded_s3 import EmbeddedS3
 from tests.support.checkpoints import write_tiny_llama
 from tests.support.ray_clusters import Longshore
 from tests.support.reference_slices import shard_differs
-from tests.support.s3_servers import notice
+from tests.support.s3_servers import notice, s3_client
 from tests.support.stored_models import StoredModel
 
 pytestmark = pytest.mark.slow
@@ -30,14 +27,7 @@ def unpublished(s3_server: EmbeddedS3, tmp_path: Path, request: pytest.FixtureRe
     """A tiny Llama as a client uploads it that has its SDK send CRC64NVME."""
     write_tiny_llama(tmp_path)
     model = StoredModel(f"s3://models/unpublished-{abs(hash(request.node.name)) % 10**8}", tmp_path, s3_server)
-    client: Any = boto3.client(
-        "s3",
-        endpoint_url=s3_server.endpoint_url,
-        aws_access_key_id=s3_server.access_key_id,
-        aws_secret_access_key=s3_server.secret_access_key,
-        region_name=s3_server.region,
-        config=Config(response_checksum_validation="when_required"),
-    )
+    client = s3_client(s3_server)
     prefix = model.uri.removeprefix("s3://models/")
     for path in sorted(tmp_path.iterdir()):
         client.put_object(

@@ -2,21 +2,20 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from pathlib import Path
 
 import pytest
 
 from cluster.telemetry.report import NodeReport
 from storage.stores.embedded_s3 import EmbeddedS3
-from tests.support.exact_ranks import check_exact
-from tests.support.fault_proxy import FaultProxy
-from tests.support.faults import (
+from tests.support.fault_proxy import (
     TRANSIENT,
     Asked,
     Cut,
     Delay,
     Drop,
+    FaultProxy,
     Flip,
     Instead,
     Refuse,
@@ -28,23 +27,45 @@ from tests.support.faults import (
     merged,
     only,
     random_faults,
-    zeros_from,
 )
 from tests.support.faulty_bucket import (
     CHUNK_BYTES,
     FSDP,
+    KEY,
     OBJECTS,
     SHORT_TIMEOUT_S,
     TENSORS,
     Bucket,
     check_at_rest,
-    of_another_range,
     run,
-    stored,
 )
 from tests.support.local_node import Belongings, local_node, start_all
+from tests.support.reference_slices import check_exact
 
 pytestmark = pytest.mark.slow
+
+
+def zeros_from(part: float, data: Callable[[Asked], bytes]) -> Instead:
+    """The right bytes up to a part of the answer and zeros behind it: what a half-written object looks like."""
+
+    def body(asked: Asked) -> bytes:
+        kept = int(asked.size_bytes * part)
+        return data(asked)[:kept] + bytes(asked.size_bytes - kept)
+
+    return Instead(body)
+
+
+def stored(asked: Asked) -> bytes:
+    """The right bytes."""
+    return OBJECTS[KEY][asked.start : asked.end]
+
+
+def of_another_range(asked: Asked) -> bytes:
+    """As many bytes from elsewhere in the object."""
+    start = asked.start + CHUNK_BYTES
+    if start + asked.size_bytes > len(OBJECTS[KEY]):
+        start = asked.start - CHUNK_BYTES
+    return OBJECTS[KEY][start : start + asked.size_bytes]
 
 
 @pytest.fixture(scope="module")

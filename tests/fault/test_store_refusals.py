@@ -12,14 +12,13 @@ from cluster.planning.plan import LoadPlan
 from storage.errors import IntegrityError
 from storage.stores.embedded_s3 import EmbeddedS3
 from tests.support.checkpoints import flat_objects
-from tests.support.exact_ranks import check_exact
-from tests.support.fault_proxy import FaultProxy
-from tests.support.faults import (
+from tests.support.fault_proxy import (
     Asked,
     Before,
     Cut,
     Drop,
     Fault,
+    FaultProxy,
     Flip,
     Refuse,
     Rewrite,
@@ -41,6 +40,7 @@ from tests.support.faulty_bucket import (
     run,
 )
 from tests.support.local_node import Belongings, local_node
+from tests.support.reference_slices import check_exact
 
 pytestmark = pytest.mark.slow
 

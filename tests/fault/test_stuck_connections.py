@@ -10,11 +10,10 @@ from pathlib import Path
 import pytest
 
 from storage.stores.embedded_s3 import EmbeddedS3
-from tests.support.exact_ranks import check_exact
-from tests.support.fault_proxy import FaultProxy
-from tests.support.faults import Asked, Cut, Fault, Stall, Trickle, only
+from tests.support.fault_proxy import Asked, Cut, Fault, FaultProxy, Stall, Trickle, only
 from tests.support.faulty_bucket import CHUNK_BYTES, FSDP, OBJECTS, TENSORS, Bucket, check_at_rest, run
 from tests.support.local_node import Belongings, local_node
+from tests.support.reference_slices import check_exact
 
 pytestmark = pytest.mark.slow
 

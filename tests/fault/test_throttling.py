@@ -2,6 +2,7 @@
 
 from __future__ import annotations
 
+import threading
 import time
 from collections.abc import Iterator
 from contextlib import contextmanager
@@ -25,12 +26,50 @@ from storage.stores.embedded_s3 import EmbeddedS3
 from storage.stores.object_store import MemoryStore, ObjectStore
 from storage.stores.open_store import open_store
 from tests.support.checkpoints import safetensors_bytes
-from tests.support.limited_proxy import LimitedProxy
+from tests.support.counting_proxy import CountingProxy, Request, s3_refusal
 from tests.support.local_node import Rank, local_node, plan_of, run_all
 from tests.support.reference_slices import torch_share
 from tests.support.s3_servers import notice
 
 pytestmark = pytest.mark.slow
+
+
+class LimitedProxy(CountingProxy):
+    """Answers 503 SlowDown to ranges of weights above `admits` at a time; passes `bytes_per_s` (0: all there are)."""
+
+    def __init__(self, upstream_url: str, *, admits: int = 1 << 30, bytes_per_s: float = 0) -> None:
+        self._admits = admits
+        self._bytes_per_s = bytes_per_s
+        self._gate = threading.Lock()
+        self._under_way = 0
+        self._free_s = 0.0  # when the link has passed on what was given to it
+        self.peak = 0  # requests of weights at a time, the refused ones not counted
+        super().__init__(upstream_url)
+
+    def refusal(self, request: Request) -> bytes | None:
+        if not request.is_weights:
+            return None
+        with self._gate:
+            if self._under_way >= self._admits:
+                return s3_refusal(503, "SlowDown", "Please reduce your request rate.")
+            self._under_way += 1
+            self.peak = max(self.peak, self._under_way)
+        return None
+
+    def after_request(self, request: Request) -> None:
+        if request.is_weights:
+            with self._gate:
+                self._under_way -= 1
+
+    def passing(self, request: Request, size_bytes: int) -> None:
+        if not self._bytes_per_s:
+            return
+        with self._gate:
+            self._free_s = max(self._free_s, time.monotonic()) + size_bytes / self._bytes_per_s
+            wait_s = self._free_s - time.monotonic()
+        if wait_s > 0:
+            time.sleep(wait_s)
+
 
 KEY = "model.safetensors"
 CHUNK_BYTES = 64 << 10

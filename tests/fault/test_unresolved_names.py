@@ -12,9 +12,9 @@ import pytest
 
 from cluster.errors import ChunkFailed
 from storage.stores.embedded_s3 import EmbeddedS3
-from tests.support.exact_ranks import check_exact
 from tests.support.faulty_bucket import FSDP, IMPATIENT, OBJECTS, Bucket, check_at_rest, refused_with, run
 from tests.support.local_node import Belongings, local_node
+from tests.support.reference_slices import check_exact
 
 pytestmark = pytest.mark.slow
 HOST = "store.hiccup.test"

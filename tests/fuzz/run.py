@@ -17,7 +17,7 @@ import sys
 from pathlib import Path
 from tempfile import TemporaryDirectory
 
-from tests.support.hostile_parsers import PARSERS, Parser
+from tests.fuzz.parsers import PARSERS, Parser
 
 FOUND = Path(".fuzz")
 MEMORY_MIB = 2048  # of the process; atheris and its imports take some 200

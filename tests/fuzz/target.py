@@ -9,8 +9,8 @@ import sys
 
 import atheris
 
-with atheris.instrument_imports(include=["storage", "cluster", "tests.support.hostile_parsers", "json"]):
-    from tests.support.hostile_parsers import PARSERS
+with atheris.instrument_imports(include=["storage", "cluster", "tests.fuzz.parsers", "json"]):
+    from tests.fuzz.parsers import PARSERS
 
 
 def main() -> None:

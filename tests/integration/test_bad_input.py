@@ -20,10 +20,14 @@ from cluster.joining import connection
 from cluster.joining import connection as connection_module
 from storage.checkpoints.manifest import MANIFEST_KEY
 from storage.checkpoints.safetensors_header import encode_header
+from storage.store_ref import Credentials
 from tests.support.checkpoints import raw_header, safetensors_bytes, write_objects
 from tests.support.ray_clusters import GPUS_PER_NODE, TEST_SETTINGS, Longshore, eventually
 from tests.support.s3_servers import notice
-from tests.support.stored_models import WRONG_KEYS, StoredModel
+from tests.support.stored_models import StoredModel
+
+WRONG_KEYS = Credentials(access_key_id="NOBODY", secret_access_key="not-the-secret-of-anybody")
+
 
 pytestmark = pytest.mark.slow
 

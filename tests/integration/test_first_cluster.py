@@ -13,6 +13,7 @@ import re
 import shutil
 import signal
 import subprocess
+import sys
 import tempfile
 import urllib.request
 from collections.abc import Iterator
@@ -23,7 +24,6 @@ import pytest
 
 from storage.arena.arena_files import sweep
 from tests.support.free_ports import free_ports
-from tests.support.job_cluster import SCRIPTS
 from tests.support.promtool import needs_prometheus
 from tests.support.ray_clusters import eventually
 
@@ -32,6 +32,7 @@ pytest.importorskip("fastapi", reason="the HTTP service's packages are not insta
 pytestmark = [pytest.mark.slow, pytest.mark.long, pytest.mark.timeout(1200), needs_prometheus]
 
 ROOT = Path(__file__).parents[2]
+SCRIPTS = Path(sys.executable).parent  # of the environment under test
 DOCUMENT = (ROOT / "docs" / "first_cluster.md").read_text()
 LASTING = ("longshore serve", "longshore status --watch", "prometheus ")  # until Ctrl-C, in a terminal each
 LONGEST_S = 400  # a line

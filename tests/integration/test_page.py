@@ -16,8 +16,8 @@ from cluster import client
 from cluster.layouts.mesh import Layout
 from cluster.request import StoreOptions, make_request
 from serving.settings import ServingSettings, digest_of
-from tests.support.asgi_server import http_server
 from tests.support.browser import Watched, axe_violations, chromium, expect, watched
+from tests.support.http_servers import http_server
 from tests.support.planned_models import write_linear_llama
 from tests.support.scripted_service import Script, ScriptedService
 

@@ -14,8 +14,8 @@ import httpx2 as httpx
 from cluster.config import Config
 from serving.service import Service
 from serving.settings import ServingSettings, digest_of
-from tests.support.asgi_server import http_server
 from tests.support.browser import WAIT_MS, Watched, axe_violations, chromium, expect, watched
+from tests.support.http_servers import http_server
 from tests.support.ray_clusters import CREDENTIALS_FILE, Longshore
 from tests.support.stored_models import StoredModel
 
@@ -26,16 +26,10 @@ RANKS = 4
 
 
 @pytest.fixture
-def body(llama: StoredModel, monkeypatch: pytest.MonkeyPatch) -> Iterator[dict[str, Any]]:
-    """Of a request for the model, with credentials that the nodes have themselves."""
-    keys = llama.server.credentials()
-    CREDENTIALS_FILE.write_text(
-        f"[default]\naws_access_key_id={keys.access_key_id}\naws_secret_access_key={keys.secret_access_key}\n"
-    )
-    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(CREDENTIALS_FILE))  # the service plans in this process
-    server = llama.server
-    yield {"uri": llama.uri, "endpoint_url": server.endpoint_url, "region": server.region, "device": "cpu"}
-    CREDENTIALS_FILE.unlink(missing_ok=True)
+def body(readable: dict[str, Any], monkeypatch: pytest.MonkeyPatch) -> dict[str, Any]:
+    """A request for the model, with credentials that the nodes have themselves; the service plans in this process."""
+    monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(CREDENTIALS_FILE))
+    return readable
 
 
 @pytest.fixture

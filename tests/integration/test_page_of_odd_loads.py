@@ -13,8 +13,8 @@ pytest.importorskip("fastapi", reason="the HTTP service's packages are not insta
 
 from cluster.telemetry.chunk_map import ChunkMap
 from cluster.telemetry.report import ModelStatus
-from tests.support.asgi_server import http_server
 from tests.support.browser import axe_violations, chromium, expect, watched
+from tests.support.http_servers import http_server
 from tests.support.scripted_service import Script, ScriptedService
 
 if TYPE_CHECKING:

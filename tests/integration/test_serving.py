@@ -15,24 +15,13 @@ import httpx2 as httpx
 from cluster.config import Config
 from serving.service import Service
 from serving.settings import ServingSettings, digest_of
-from tests.support.asgi_server import http_server
+from tests.support.http_servers import http_server
 from tests.support.ray_clusters import CREDENTIALS_FILE, Longshore, eventually
 from tests.support.stored_models import StoredModel
 
 pytestmark = pytest.mark.slow
 
 TOKEN = "a-token-of-sufficient-length"
-
-
-@pytest.fixture
-def readable(llama: StoredModel) -> Iterator[dict[str, Any]]:
-    """The nodes' own credentials read the bucket. The body of a request for the model."""
-    keys = llama.server.credentials()
-    CREDENTIALS_FILE.write_text(
-        f"[default]\naws_access_key_id={keys.access_key_id}\naws_secret_access_key={keys.secret_access_key}\n"
-    )
-    yield {"uri": llama.uri, "endpoint_url": llama.server.endpoint_url, "region": llama.server.region, "device": "cpu"}
-    CREDENTIALS_FILE.unlink(missing_ok=True)
 
 
 @pytest.fixture

@@ -1,4 +1,4 @@
-"""Headless Chromium, and what a page did in it that no page of ours should do."""
+"""Headless Chromium, and a record of the requests and complaints of a page in it."""
 
 from __future__ import annotations
 

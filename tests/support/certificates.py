@@ -1,4 +1,4 @@
-"""A CA and a server's certificate that it signed, for stores that speak TLS."""
+"""A CA, and a certificate that it signed for a server that speaks TLS."""
 
 from __future__ import annotations
 

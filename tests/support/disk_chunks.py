@@ -1,14 +1,12 @@
-"""Chunks for the disk tier, made from a number, and what a folder of it holds."""
+"""Chunks for the disk tier, made from a number, and the chunks that a folder of the tier holds."""
 
 from __future__ import annotations
 
 import os
-from pathlib import Path
 
 from storage.checksum import digest_of
 from storage.disk.files import LOCK_NAME, DiskReader, key_of
 from storage.disk.tier import DiskTier, Written
-from storage.stores.local import is_temporary
 
 
 def chunk_of(number: int, size_bytes: int = 1000) -> tuple[bytes, bytes]:
@@ -44,7 +42,3 @@ def folder_bytes(path: str) -> int:
 
 def chunks_in(path: str) -> set[bytes]:
     return {key for name in os.listdir(path) if (key := key_of(name)) is not None}
-
-
-def temporaries_in(path: str) -> list[Path]:
-    return [Path(path, name) for name in os.listdir(path) if is_temporary(name)]

@@ -1,8 +1,8 @@
-"""Checkpoints of every model family, and loads of them put together again: without Ray, without a server."""
+"""A checkpoint of every model family, and loads of it carried out on arrays, without Ray and without a server."""
 
 from __future__ import annotations
 
-from collections.abc import Iterator, Mapping
+from collections.abc import Mapping
 from dataclasses import dataclass
 from importlib.util import find_spec
 from pathlib import Path
@@ -15,12 +15,12 @@ from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig, read_model_config
 from cluster.layouts.rules import Rules, rules_for
 from cluster.planning.make_plan import build_load_plan
-from cluster.planning.plan import LoadPlan, RankPlan
+from cluster.planning.plan import LoadPlan
 from storage.checkpoints.checkpoint import open_model
 from storage.checkpoints.model_index import ModelIndex
 from storage.stores.local import LocalStore
 from tests.support.hf_models import FAMILIES, save_tiny
-from tests.support.planned_models import Bytes, carry_out
+from tests.support.planned_models import Bytes, assemble, carry_out
 
 needs_transformers = pytest.mark.skipif(find_spec("transformers") is None, reason="transformers is not installed")
 
@@ -70,30 +70,10 @@ class SavedFamily:
 
 
 def reassemble(plan: LoadPlan, loaded: list[Arrays]) -> dict[str, NDArray[np.uint16]]:
-    """Every tensor, from the parts that ranks hold. Parts must be equal where they overlap, padding zero."""
-    shapes = {piece.name: piece.shape for rank in plan.ranks for piece in rank.slices}
-    whole = {name: np.zeros(shape, np.uint16) for name, shape in shapes.items()}
-    known = {name: np.zeros(shape, bool) for name, shape in shapes.items()}
-    for rank, arrays in zip(plan.ranks, loaded, strict=True):
-        for name, place, part, rest in _parts(rank, arrays):
-            assert (whole[name][place][known[name][place]] == part[known[name][place]]).all(), name
-            whole[name][place] = part
-            known[name][place] = True
-            assert not rest.any(), f"{name}: padding is not zero"
-    assert not [name for name, found in known.items() if not found.all()]
-    return whole
-
-
-def _parts(
-    rank: RankPlan, arrays: Arrays
-) -> Iterator[tuple[str, tuple[slice, ...], NDArray[np.uint16], NDArray[np.uint16]]]:
-    for piece in rank.slices:
-        array = arrays[piece.name]
-        rest = array[len(array) - piece.region.padding :] if array.ndim else array[...][None][:0]
-        for (offsets, sizes), start in piece.region.boxes():
-            place = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
-            own = tuple(slice(first, first + size) for first, size in zip(start, sizes, strict=True))
-            yield piece.name, place, array[own], rest
+    """Return every tensor, from the parts that ranks hold; see `assemble`."""
+    held = zip(plan.ranks, loaded, strict=True)
+    whole = assemble((piece, arrays[piece.name].view(np.uint8)) for rank, arrays in held for piece in rank.slices)
+    return {name: data.view(np.uint16).reshape(shape) for name, (_, shape, data) in whole.items()}
 
 
 @pytest.fixture(scope="session")

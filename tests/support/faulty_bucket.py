@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import os
 from collections.abc import Iterator, Mapping
 from contextlib import contextmanager
 from dataclasses import replace
@@ -13,14 +12,13 @@ from cluster.planning.make_plan import build_load_plan
 from cluster.planning.plan import LoadPlan
 from cluster.telemetry.report import NodeReport
 from storage.checkpoints.checkpoint import open_model
-from storage.errors import LongshoreError, StoreError
+from storage.errors import LongshoreError
 from storage.stores.embedded_s3 import EmbeddedS3
 from storage.stores.object_store import ObjectStore
 from storage.stores.open_store import open_store
 from tests.support.checkpoints import flat_objects
-from tests.support.faults import Asked
 from tests.support.local_node import LocalNode, Rank, run_all, with_digests
-from tests.support.s3_servers import server_ref
+from tests.support.s3_servers import notice, server_ref
 
 KEY = "model.safetensors"
 CHUNK_BYTES = 64 << 10
@@ -33,19 +31,6 @@ OBJECTS = flat_objects(tensors=TENSORS, rows=4096, seed=3)  # a tensor is a chun
 IMPATIENT = {"fetch_attempts": 2, "chunk_attempts": 2}
 
 
-def stored(asked: Asked) -> bytes:
-    """The right bytes."""
-    return OBJECTS[KEY][asked.start : asked.end]
-
-
-def of_another_range(asked: Asked) -> bytes:
-    """As many bytes from elsewhere in the object."""
-    start = asked.start + CHUNK_BYTES
-    if start + asked.size_bytes > len(OBJECTS[KEY]):
-        start = asked.start - CHUNK_BYTES
-    return OBJECTS[KEY][start : start + asked.size_bytes]
-
-
 class Bucket:
     """A bucket of one checkpoint, without a manifest in it: its chunks would be too large for these tests."""
 
@@ -53,9 +38,7 @@ class Bucket:
         self.server, self.name = server, name
         self.path = server.make_bucket(name) / KEY
         self.path.write_bytes(OBJECTS[KEY])
-        with self.store(server.endpoint_url) as store:
-            while self._etag(store) is None:
-                server.refresh()
+        notice(server, self.path.parent)
 
     @contextmanager
     def store(self, endpoint_url: str, read_timeout_s: float = READ_TIMEOUT_S) -> Iterator[ObjectStore]:
@@ -74,22 +57,13 @@ class Bucket:
 
     def become(self, data: bytes | None) -> None:
         """Replace or (None) remove the object; returns when the server has noticed."""
-        with self.store(self.server.endpoint_url) as store:
-            old = self._etag(store)
-            if data is None:
-                self.path.unlink()
-            else:
-                fresh = self.path.with_suffix(".new")
-                fresh.write_bytes(data)
-                os.replace(fresh, self.path)
-            while self._etag(store) == old:
-                self.server.refresh()
-
-    def _etag(self, store: ObjectStore) -> str | None:
-        try:
-            return store.stat(KEY).etag
-        except StoreError:  # also while it is between two versions
-            return None
+        if data is None:
+            self.path.unlink()
+        else:
+            fresh = self.path.with_suffix(".new")
+            fresh.write_bytes(data)
+            fresh.replace(self.path)
+        notice(self.server, self.path.parent)
 
 
 def run(node: LocalNode, plan: LoadPlan, store: ObjectStore) -> tuple[list[Rank], NodeReport]:

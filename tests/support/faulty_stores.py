@@ -1,17 +1,13 @@
-"""Stores that do what real ones do on a bad day, each wrapped round a good one."""
+"""Stores that fail as real ones do, each wrapped around a good one."""
 
 from __future__ import annotations
 
 import threading
-import time
-from collections.abc import Callable, Iterable, Iterator
+from collections.abc import Callable, Iterator
 from contextlib import AbstractContextManager
-from dataclasses import replace
 
-from storage.checksum import digest_of
-from storage.errors import AccessDenied, LongshoreError, ReadEnded, StoreUnavailable
+from storage.errors import AccessDenied, LongshoreError, StoreUnavailable
 from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore, Upload
-from storage.stores.requests import ReadLimit
 
 
 class WrappedStore:
@@ -103,90 +99,6 @@ class FailingStore(WrappedStore):
             buffer[:] = b"\xaa" * len(buffer)
             raise self.error()
         return found
-
-
-class HangingStore(WrappedStore):
-    """Reads for which `hangs(range, number of the read)` is true bring nothing until they are ended from outside."""
-
-    def __init__(self, inner: ObjectStore, hangs: Callable[[ByteRange, int], bool]) -> None:
-        super().__init__(inner)
-        self.hangs = hangs
-        self.hanging = threading.Event()
-        self.ended = threading.Event()
-
-    def read_pieces(
-        self,
-        key: str,
-        byte_range: ByteRange,
-        pieces: Iterable[memoryview],
-        *,
-        etag: str | None = None,
-        limit: ReadLimit | None = None,
-    ) -> str | None:
-        with self.lock:
-            self.reads.append((key, byte_range))
-            hangs = self.hangs(byte_range, len(self.reads))
-        while hangs and limit is not None:
-            self.hanging.set()
-            try:
-                limit.check()
-            except ReadEnded:
-                self.ended.set()
-                raise
-            time.sleep(0.005)
-        start = byte_range.start
-        for piece in pieces:
-            found = self.inner.read_into(key, ByteRange(start, start + len(piece)), piece, etag=etag)
-            start += len(piece)
-        return found
-
-
-class ReplaceMidwayStore(WrappedStore):
-    """Before the n-th read, an object is replaced by other bytes of the same length."""
-
-    def __init__(self, inner: ObjectStore, key: str, data: bytes, before_read: int) -> None:
-        super().__init__(inner)
-        self.key, self.data, self.before_read = key, data, before_read
-
-    def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
-        with self.lock:
-            due = len(self.reads) + 1 == self.before_read
-        if due:
-            self.inner.put(self.key, self.data)
-        return super().read_into(key, byte_range, buffer, etag=etag)
-
-
-class ChecksumStore(WrappedStore):
-    """`stat` tells whole-object checksums, as S3 does; those of `damaged` keys are of other bytes."""
-
-    def __init__(self, inner: ObjectStore, *names: str, damaged: str = "") -> None:
-        super().__init__(inner)
-        self.names, self.damaged = names, damaged
-
-    def stat(self, key: str) -> ObjectInfo:
-        info = super().stat(key)
-        data = bytearray(info.size_bytes)
-        self.inner.read_into(key, ByteRange(0, info.size_bytes), memoryview(data))
-        if key == self.damaged:
-            data[-1] ^= 1
-        return replace(info, checksums={name: digest_of(name, data).hex() for name in self.names})
-
-
-class DamagingStore(WrappedStore):
-    """What is uploaded is stored with one byte changed."""
-
-    def __init__(self, inner: ObjectStore, key: str, offset: int) -> None:
-        super().__init__(inner)
-        self.key, self.offset = key, offset
-
-    def stat(self, key: str) -> ObjectInfo:
-        if key == self.key:
-            info = self.inner.stat(key)
-            data = bytearray(info.size_bytes)
-            self.inner.read_into(key, ByteRange(0, info.size_bytes), memoryview(data))
-            data[self.offset] ^= 1
-            self.inner.put(key, bytes(data))
-        return super().stat(key)
 
 
 class NoListStore(WrappedStore):

@@ -1,4 +1,4 @@
-"""Another content with the same XXH3-128 digest, which takes microseconds: why XXH3 proves nothing to an adversary.
+"""Other content with the same XXH3-128 digest, made in microseconds: XXH3 proves nothing to an adversary.
 
 Over long inputs XXH3 adds up, lane by lane, the words of 8 bytes and the products of their halves (each word first
 XORed with a public constant), and mixes only after each block of 1024 bytes. So a block can be replaced by one whose

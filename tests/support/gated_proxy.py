@@ -1,10 +1,13 @@
-"""A store that stops in the middle of a load, for as long as a test wants: there is a middle to break things in."""
+"""A proxy that stops a load in its middle, for as long as a test wants."""
 
 from __future__ import annotations
 
+import contextlib
 import threading
 
-from tests.support.counting_proxy import CountingProxy, ports_of
+import psutil
+
+from tests.support.counting_proxy import CountingProxy, Request
 
 
 class GatedProxy(CountingProxy):
@@ -26,29 +29,30 @@ class GatedProxy(CountingProxy):
         self._all = False
         super().__init__(upstream_url)
 
-    def before_request(self, method: str, path: str, byte_range: tuple[int, int] | None) -> None:
+    def before_request(self, request: Request) -> None:
         # Headers, the manifest and the index pass: only weights are held, unless all is.
-        weights = byte_range is not None and path.endswith(".safetensors")
-        if method != "GET" or not (weights or self._all):
+        if request.method != "GET" or not (request.is_weights or self._all):
             return
         with self._gate:
             if self._left > 0 or self._open:
                 self._left -= 1
                 return
-            self.wait_at_gate()
+            self.wait_at_gate(request)
 
-    def wait_at_gate(self) -> None:
+    def wait_at_gate(self, request: Request) -> None:
         """Stand still until `open`. With the gate's lock, which waiting gives back."""
         self._held += 1
-        self._ports.add(self.heads.port)
+        self._ports.add(request.client_port)
         self._gate.notify_all()
         self._gate.wait_for(lambda: self._open)
 
     def holds_for(self, pid: int) -> bool:
         """Whether a request of this process waits at the closed gate."""
-        mine = ports_of(pid)
-        with self._gate:
-            return not self._open and bool(self._ports & mine)
+        with contextlib.suppress(psutil.NoSuchProcess):
+            mine = {connection.laddr.port for connection in psutil.Process(pid).net_connections("tcp")}
+            with self._gate:
+                return not self._open and bool(self._ports & mine)
+        return False
 
     def wait_until_held(self, requests: int = 1, timeout_s: float = 120.0) -> None:
         """Returns when so many requests wait at the gate. AssertionError when they do not come."""

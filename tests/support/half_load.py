@@ -1,4 +1,4 @@
-"""A load of two ranks in CPU memory that stands still in its middle, and who of a cluster's ranks reads there."""
+"""A load of two ranks in CPU memory that waits in its middle, and the workers that read there."""
 
 from __future__ import annotations
 

@@ -28,130 +28,72 @@ class TinyFamily:
     text_sizes: Mapping[str, Any] = field(default_factory=dict)  # of the language model inside a multimodal one
 
 
+# fmt: off
 DENSE_SIZES: dict[str, Any] = {
-    "vocab_size": 96,
-    "hidden_size": 64,
-    "intermediate_size": 96,
-    "num_hidden_layers": 4,
-    "num_attention_heads": 8,
-    "num_key_value_heads": 2,
-    "max_position_embeddings": 64,
-    "tie_word_embeddings": False,
-    "pad_token_id": 0,
-    "bos_token_id": 1,
-    "eos_token_id": 2,
+    "vocab_size": 96, "hidden_size": 64, "intermediate_size": 96, "num_hidden_layers": 4, "num_attention_heads": 8,
+    "num_key_value_heads": 2, "max_position_embeddings": 64, "tie_word_embeddings": False, "pad_token_id": 0,
+    "bos_token_id": 1, "eos_token_id": 2,
 }
-_EXPERTS: dict[str, Any] = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
+_TIED = {"tie_word_embeddings": True}
+_EXPERTS = {"moe_intermediate_size": 32, "num_experts_per_tok": 2}
 _HEADS_OF_16 = {"head_dim": 16}  # more rows than the model is wide: only the config knows
-_MROPE = {"rope_type": "default", "rope_theta": 10000.0}
-_GLM_VISION: dict[str, Any] = {
-    "depth": 2,
-    "hidden_size": 32,
-    "num_heads": 4,
-    "intermediate_size": 48,
-    "out_hidden_size": 64,
-    "image_size": 28,
-    "patch_size": 14,
-    "in_channels": 3,
-    "spatial_merge_size": 2,
+_MROPE = {"rope_type": "default", "rope_theta": 10000.0, "mrope_section": [1, 1, 2]}
+_GLM_VISION = {
+    "depth": 2, "hidden_size": 32, "num_heads": 4, "intermediate_size": 48, "out_hidden_size": 64, "image_size": 28,
+    "patch_size": 14, "in_channels": 3, "spatial_merge_size": 2,
 }
-_QWEN2_VISION: dict[str, Any] = {
-    "depth": 2,
-    "embed_dim": 32,
-    "hidden_size": 64,  # of the language model: what the merger makes
-    "num_heads": 4,
-    "mlp_ratio": 2,
-    "patch_size": 4,
+_QWEN2_VISION = {  # hidden_size: of the language model, for which the merger makes it
+    "depth": 2, "embed_dim": 32, "hidden_size": 64, "num_heads": 4, "mlp_ratio": 2, "patch_size": 4,
 }
-_QWEN2_5_VISION: dict[str, Any] = {
-    "depth": 2,
-    "hidden_size": 32,
-    "out_hidden_size": 64,
-    "intermediate_size": 48,
-    "num_heads": 4,
-    "patch_size": 4,
+_QWEN2_5_VISION = {
+    "depth": 2, "hidden_size": 32, "out_hidden_size": 64, "intermediate_size": 48, "num_heads": 4, "patch_size": 4,
     "fullatt_block_indexes": [1],
 }
-_SIGLIP: dict[str, Any] = {
-    "hidden_size": 32,
-    "intermediate_size": 48,
-    "num_hidden_layers": 2,
-    "num_attention_heads": 4,
-    "image_size": 32,
+_SIGLIP = {
+    "hidden_size": 32, "intermediate_size": 48, "num_hidden_layers": 2, "num_attention_heads": 4, "image_size": 32,
     "patch_size": 8,
 }
+_DEEPSEEK = {
+    "num_key_value_heads": 8, "first_k_dense_replace": 1, "n_routed_experts": 8, "n_shared_experts": 1, "n_group": 2,
+    "topk_group": 1, "q_lora_rank": 24, "kv_lora_rank": 16, "qk_nope_head_dim": 16, "qk_rope_head_dim": 8,
+    "v_head_dim": 16,
+}
+# fmt: on
 
-# The families; gemma3_text is the language model of gemma3 on its own.
+
+def _text(name: str, **sizes: Any) -> TinyFamily:
+    return TinyFamily(f"{name}Config", f"{name}ForCausalLM", DENSE_SIZES | sizes)
+
+
+def _multimodal(name: str, vision: Mapping[str, Any], text_sizes: Mapping[str, Any], **sizes: Any) -> TinyFamily:
+    sizes = {"vision_config": vision, "tie_word_embeddings": False} | sizes
+    return TinyFamily(f"{name}Config", f"{name}ForConditionalGeneration", sizes, DENSE_SIZES | text_sizes)
+
+
+# gemma3_text is the language model of gemma3 on its own.
 FAMILIES: Mapping[str, TinyFamily] = MappingProxyType(
     {
-        "llama": TinyFamily("LlamaConfig", "LlamaForCausalLM", DENSE_SIZES),
-        "mistral": TinyFamily("MistralConfig", "MistralForCausalLM", DENSE_SIZES | _HEADS_OF_16),
-        "qwen2": TinyFamily("Qwen2Config", "Qwen2ForCausalLM", DENSE_SIZES),
-        "qwen3": TinyFamily("Qwen3Config", "Qwen3ForCausalLM", DENSE_SIZES | _HEADS_OF_16),
-        "qwen3_moe": TinyFamily(
-            "Qwen3MoeConfig",
-            "Qwen3MoeForCausalLM",
-            DENSE_SIZES
-            | _EXPERTS
-            | _HEADS_OF_16
-            | {"num_experts": 8, "decoder_sparse_step": 1, "mlp_only_layers": [1]},
+        "llama": _text("Llama"),
+        "mistral": _text("Mistral", **_HEADS_OF_16),
+        "qwen2": _text("Qwen2"),
+        "qwen3": _text("Qwen3", **_HEADS_OF_16),
+        "qwen3_moe": _text(
+            "Qwen3Moe", **_EXPERTS, **_HEADS_OF_16, num_experts=8, decoder_sparse_step=1, mlp_only_layers=[1]
         ),
-        "mixtral": TinyFamily(
-            "MixtralConfig", "MixtralForCausalLM", DENSE_SIZES | {"num_local_experts": 8, "num_experts_per_tok": 2}
+        "mixtral": _text("Mixtral", num_local_experts=8, num_experts_per_tok=2),
+        "gemma2": _text("Gemma2", **_HEADS_OF_16, **_TIED),
+        "gemma3_text": TinyFamily("Gemma3TextConfig", "Gemma3ForCausalLM", DENSE_SIZES | _HEADS_OF_16 | _TIED),
+        "gemma3": _multimodal("Gemma3", _SIGLIP, _HEADS_OF_16 | _TIED, mm_tokens_per_image=4, **_TIED),
+        "phi3": _text("Phi3"),
+        "glm4": _text("Glm4", **_HEADS_OF_16, attention_bias=True),
+        "glm4v": _multimodal(
+            "Glm4v",
+            _GLM_VISION,
+            {"num_attention_heads": 4, "rope_parameters": _MROPE | {"partial_rotary_factor": 0.5}},
         ),
-        "gemma2": TinyFamily(
-            "Gemma2Config", "Gemma2ForCausalLM", DENSE_SIZES | _HEADS_OF_16 | {"tie_word_embeddings": True}
-        ),
-        "gemma3_text": TinyFamily(
-            "Gemma3TextConfig", "Gemma3ForCausalLM", DENSE_SIZES | _HEADS_OF_16 | {"tie_word_embeddings": True}
-        ),
-        "gemma3": TinyFamily(
-            "Gemma3Config",
-            "Gemma3ForConditionalGeneration",
-            {"vision_config": _SIGLIP, "mm_tokens_per_image": 4, "tie_word_embeddings": True},
-            DENSE_SIZES | _HEADS_OF_16 | {"tie_word_embeddings": True},
-        ),
-        "phi3": TinyFamily("Phi3Config", "Phi3ForCausalLM", DENSE_SIZES),
-        "glm4": TinyFamily("Glm4Config", "Glm4ForCausalLM", DENSE_SIZES | _HEADS_OF_16 | {"attention_bias": True}),
-        "glm4v": TinyFamily(
-            "Glm4vConfig",
-            "Glm4vForConditionalGeneration",
-            {"vision_config": _GLM_VISION, "tie_word_embeddings": False},
-            DENSE_SIZES
-            | {"num_attention_heads": 4}
-            | {"rope_parameters": _MROPE | {"mrope_section": [1, 1, 2], "partial_rotary_factor": 0.5}},
-        ),
-        "deepseek_v3": TinyFamily(
-            "DeepseekV3Config",
-            "DeepseekV3ForCausalLM",
-            DENSE_SIZES
-            | _EXPERTS
-            | {
-                "num_key_value_heads": 8,
-                "first_k_dense_replace": 1,
-                "n_routed_experts": 8,
-                "n_shared_experts": 1,
-                "n_group": 2,
-                "topk_group": 1,
-                "q_lora_rank": 24,
-                "kv_lora_rank": 16,
-                "qk_nope_head_dim": 16,
-                "qk_rope_head_dim": 8,
-                "v_head_dim": 16,
-            },
-        ),
-        "qwen2_vl": TinyFamily(
-            "Qwen2VLConfig",
-            "Qwen2VLForConditionalGeneration",
-            {"vision_config": _QWEN2_VISION, "tie_word_embeddings": False},
-            DENSE_SIZES | {"rope_parameters": _MROPE | {"mrope_section": [1, 1, 2]}},
-        ),
-        "qwen2_5_vl": TinyFamily(
-            "Qwen2_5_VLConfig",
-            "Qwen2_5_VLForConditionalGeneration",
-            {"vision_config": _QWEN2_5_VISION, "tie_word_embeddings": False},
-            DENSE_SIZES | {"rope_parameters": _MROPE | {"mrope_section": [1, 1, 2]}},
-        ),
+        "deepseek_v3": _text("DeepseekV3", **(_EXPERTS | _DEEPSEEK)),
+        "qwen2_vl": _multimodal("Qwen2VL", _QWEN2_VISION, {"rope_parameters": _MROPE}),
+        "qwen2_5_vl": _multimodal("Qwen2_5_VL", _QWEN2_5_VISION, {"rope_parameters": _MROPE}),
     }
 )
 

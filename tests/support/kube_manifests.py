@@ -5,10 +5,13 @@ from __future__ import annotations
 import copy
 import json
 import os
+import re
 import shutil
 import subprocess
+import tempfile
 from collections.abc import Iterator
 from dataclasses import dataclass
+from decimal import Decimal
 from functools import cache
 from pathlib import Path
 from typing import Any
@@ -26,6 +29,21 @@ RENDERED = (
     "jobs/load",
     "jobs/load-cpu-dev",
 )
+FT, HTTP, HOST_PATH = (f"components/{name}" for name in ("gcs-fault-tolerance", "http-service", "host-path-cache"))
+COMPOSED = {
+    "cpu-dev+service": ("overlays/cpu-dev", [HTTP]),
+    "cpu-dev+ft+monitoring": ("overlays/cpu-dev", [FT, "monitoring"]),
+    "gpu+ft+host-path": ("overlays/gpu", [FT, HOST_PATH]),
+    "gpu-spot+service": ("overlays/gpu-spot", [HTTP]),
+    "gpu+ft+service": ("overlays/gpu", [FT, HTTP]),
+    "gpu-service+ft+host-path": ("overlays/gpu-service", [FT, HOST_PATH]),
+    "gpu-spot+service+host-path+ft": ("overlays/gpu-spot", [HTTP, HOST_PATH, FT]),
+}
+USER = 1000  # of the image
+VARIANTS = ("cpu", "cu130")  # of the image: the Dockerfile's TORCH
+GONE = object()
+SUFFIXES = {"": 1, "m": Decimal("0.001"), "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
+SUFFIXES |= {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 
 Manifest = dict[str, Any]
 
@@ -41,30 +59,45 @@ def kustomize_missing() -> str | None:
 
 
 @cache
-def _rendered(folder: Path) -> list[Manifest]:
-    done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=60)
+def _rendered(name: str) -> list[Manifest]:
+    with tempfile.TemporaryDirectory() as scratch:
+        folder = K8S / name
+        if name in COMPOSED:  # an overlay with components on top of it, as its user would list them
+            folder, (overlay, components) = Path(scratch), COMPOSED[name]
+            up = os.path.relpath(K8S, folder.resolve())
+            kustomization = {
+                "apiVersion": "kustomize.config.k8s.io/v1beta1",
+                "kind": "Kustomization",
+                "resources": [f"{up}/{overlay}"],
+                "components": [f"{up}/{component}" for component in components],
+            }
+            (folder / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
+        done = subprocess.run(["kubectl", "kustomize", str(folder)], capture_output=True, text=True, timeout=60)
     if done.returncode or done.stderr.strip():
-        raise RuntimeError(f"{folder}: {done.stderr.strip()}")  # warnings of things that kustomize gives up are errors
+        raise RuntimeError(f"{name}: {done.stderr.strip()}")  # kustomize only warns of what it cannot apply
     loader = getattr(yaml, "CSafeLoader", yaml.SafeLoader)
     return [manifest for manifest in yaml.load_all(done.stdout, Loader=loader) if manifest]
 
 
-def render(folder: Path) -> list[Manifest]:
-    """The objects of a folder with a kustomization, each time new ones. Raises RuntimeError."""
-    return copy.deepcopy(_rendered(folder))
+def render(name: str) -> list[Manifest]:
+    """Return new copies of the objects of a folder of k8s/, or of a name in COMPOSED. Raises RuntimeError."""
+    return copy.deepcopy(_rendered(name))
 
 
-def render_with(overlay: str, components: list[str], scratch: Path) -> list[Manifest]:
-    """An overlay with components on top of it, as its user would list them."""
-    up = os.path.relpath(K8S, scratch.resolve())
-    kustomization = {
-        "apiVersion": "kustomize.config.k8s.io/v1beta1",
-        "kind": "Kustomization",
-        "resources": [f"{up}/{overlay}"],
-        "components": [f"{up}/{component}" for component in components],
-    }
-    (scratch / "kustomization.yaml").write_text(yaml.safe_dump(kustomization))
-    return render(scratch)
+def changed(name: str, kind: str, path: str, value: Any) -> list[Manifest]:
+    """Return the objects with one value of one object replaced, or removed when `value` is GONE."""
+    manifests = render(name)
+    ours = {"ConfigMap": "longshore-settings", "NetworkPolicy": "longshore"}
+    node: Any = only(manifests, kind, ours.get(kind))
+    *parents, last = path.split("/")
+    for part in parents:
+        node = node[int(part) if isinstance(node, list) else part]
+    at: Any = int(last) if isinstance(node, list) else last
+    if value is GONE:
+        del node[at]
+    else:
+        node[at] = value
+    return manifests
 
 
 @dataclass(frozen=True)
@@ -124,3 +157,21 @@ def only(manifests: list[Manifest], kind: str, name: str | None = None) -> Manif
         manifest for manifest in manifests if manifest["kind"] == kind and name in (None, manifest["metadata"]["name"])
     )
     return found
+
+
+def quantity(text: str) -> Decimal:
+    """A quantity of Kubernetes as a number: 1536Mi, 250m, 8."""
+    number, suffix = re.fullmatch(r"([0-9.]+)([a-zA-Z]*)", str(text)).groups()  # type: ignore[union-attr]
+    return Decimal(number) * SUFFIXES[suffix]
+
+
+def settings(manifests: list[Manifest]) -> dict[str, str]:
+    """What the ConfigMap of settings says; nothing where there is none."""
+    if not any(manifest["kind"] == "ConfigMap" for manifest in manifests):
+        return {}
+    return dict(only(manifests, "ConfigMap", "longshore-settings")["data"])
+
+
+def nodes(manifests: list[Manifest]) -> list[Pod]:
+    """The pods that are nodes of Ray's."""
+    return [pod for pod in pods(manifests) if pod.ray_start is not None]

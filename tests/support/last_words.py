@@ -1,4 +1,4 @@
-"""A test that failed on a cluster says what the processes there said last: their logs go with the cluster."""
+"""A plug-in for pytest: the report of a test that failed on a cluster ends with the logs of the processes there."""
 
 from __future__ import annotations
 

@@ -16,8 +16,6 @@ import tempfile
 from collections.abc import Iterator
 from typing import Any
 
-import pytest
-
 from cluster.joining.connection import disconnect
 from storage.arena.arena_files import sweep
 from tests.support.ray_clusters import (
@@ -116,17 +114,3 @@ def losable_nodes() -> Iterator[LosableNodes]:
         finally:
             disconnect()
             ray.shutdown()
-
-
-@pytest.fixture(scope="module")
-def losable_cluster() -> Iterator[LosableNodes]:
-    """This process is connected to it for the tests of one file."""
-    with losable_nodes() as there:
-        yield there
-
-
-@pytest.fixture
-def losable(losable_cluster: LosableNodes) -> Iterator[LosableNodes]:
-    """The cluster without a model; the same after the test, or it fails."""
-    yield losable_cluster
-    losable_cluster.clean()

@@ -22,7 +22,7 @@ from numpy.typing import NDArray
 
 from actors.node.chunk_sources import STORE, by_source
 from actors.node.node_ledger import NodeLedger
-from cluster.errors import LoadCancelled, RankLost
+from cluster.errors import LoadCancelled
 from cluster.fit.needs import min_slots
 from cluster.layouts.mesh import Layout
 from cluster.messages import Commit, FetchFailure, LeaseOrder, NodeJob, Orders, RankHello, RankUpdate
@@ -581,8 +581,3 @@ def check_sources(report: NodeReport) -> None:
     assert report.needed_chunks == chunks or report.refetched_chunks >= chunks - report.needed_chunks > 0, report
     size_bytes = report.store_bytes + report.disk_bytes + report.cached_bytes + report.unknown_bytes
     assert report.needed_bytes == size_bytes - report.refetched_bytes, report
-
-
-def is_named(error: LongshoreError) -> bool:
-    """Whether the error says which chunk of which shard, on which rank, and why."""
-    return {"shard", "chunk", "rank"} <= error.details.keys() and not isinstance(error, LoadCancelled | RankLost)

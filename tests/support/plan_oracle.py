@@ -1,4 +1,4 @@
-"""The oracle of plans: problems of one, found by working out each read item of each rank. Slow for large models."""
+"""A slow check of plans: works out each read item of each rank and lists what is wrong."""
 
 from __future__ import annotations
 

@@ -128,9 +128,10 @@ def _convert(rank: RankPlan, segments: Sequence[Bytes]) -> None:
 
 
 def assemble(pieces: Iterable[tuple[TensorSlice, Bytes]]) -> dict[str, tuple[str, tuple[int, ...], Bytes]]:
-    """Whole tensors, as (dtype, shape, bytes), from what ranks hold of them: each byte of them, all ranks agreeing.
+    """Return whole tensors, as (dtype, shape, bytes), from what ranks hold of them.
 
-    Padding is left out. For elements of whole bytes. Not what NF4 says of shapes, which is each rank's own.
+    Every byte of them must be held, all ranks must agree, and padding must be zero. For elements of whole bytes.
+    NF4's record of a shape is left out: it is each rank's own.
     """
     tensors: dict[str, tuple[str, tuple[int, ...], Bytes]] = {}
     known: dict[str, Bytes] = {}
@@ -145,6 +146,7 @@ def assemble(pieces: Iterable[tuple[TensorSlice, Bytes]]) -> dict[str, tuple[str
         dtype, full, whole = tensors[piece.name]
         assert (dtype, full) == (piece.dtype, piece.shape)
         mine = data.reshape(*piece.region.sizes, width)
+        padding = np.ones(mine.shape, bool)
         for (offsets, sizes), place in piece.region.boxes():
             there = tuple(slice(offset, offset + size) for offset, size in zip(offsets, sizes, strict=True))
             here = tuple(slice(offset, offset + size) for offset, size in zip(place, sizes, strict=True))
@@ -152,6 +154,8 @@ def assemble(pieces: Iterable[tuple[TensorSlice, Bytes]]) -> dict[str, tuple[str
             assert (whole[there][held] == mine[here][held]).all(), f"{piece.name}: ranks differ"
             whole[there] = mine[here]
             known[piece.name][there] = 1
+            padding[here] = False
+        assert not mine[padding].any(), f"{piece.name}: padding is not zero"
     missing = [name for name, written in known.items() if not written.all()]
     assert not missing, f"held by no rank: {missing}"
     return tensors

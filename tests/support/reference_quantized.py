@@ -1,4 +1,4 @@
-"""Whole tensors as compressed-tensors quantizes them, to compare slices with that were quantized on their way in.
+"""Whole tensors as the library compressed-tensors quantizes them: the reference for slices quantized during a load.
 
 NF4 is bitsandbytes', which is not everywhere: here it is written out, and `tests/unit/test_nf4.py` compares the two.
 """

@@ -1,19 +1,22 @@
-"""What a rank must hold, by `safetensors` and slicing alone: written down apart from Longshore's own rules.
+"""What a rank must hold, worked out with `safetensors` and slicing alone, apart from Longshore's own rules.
 
-The functions run inside workers too (`LoadedModel.call`), so this module imports neither torch nor ours at its top.
+Some of the functions run inside workers (`LoadedModel.call`), so this module imports neither torch nor ours at its top.
 """
 
 from __future__ import annotations
 
-import json
-import struct
-from collections.abc import Mapping
+from collections.abc import Mapping, Sequence
 from pathlib import Path
-from typing import Any
+from typing import TYPE_CHECKING, Any
+
+if TYPE_CHECKING:
+    from tests.support.local_node import Rank
 
 CUT_BY_ROWS = ("q_proj", "gate_proj", "up_proj", "embed_tokens", "lm_head")
 CUT_BY_KV_HEADS = ("k_proj", "v_proj")
 CUT_BY_COLUMNS = ("o_proj", "down_proj")
+TINY_KV_HEADS = 2  # of the tiny Llama
+Stored = dict[str, tuple[str, tuple[int, ...], bytes]]  # name -> (dtype, shape, bytes)
 
 
 def rank_place(rank: int, tp: int, fsdp: int) -> tuple[int, int]:
@@ -83,18 +86,19 @@ def fits_no_layout(shard: Any, folder: str, layouts: tuple[tuple[int, int, int],
     return min((shard_differs(shard, folder, tp, fsdp, kv_heads) for tp, fsdp, _ in layouts), key=len)
 
 
-def stored_bytes(folder: Path) -> dict[str, tuple[str, tuple[int, ...], bytes]]:
-    """name -> (dtype, shape, bytes) of every tensor in a folder, read by the format's few rules."""
-    found = {}
-    for path in sorted(folder.glob("*.safetensors")):
-        data = path.read_bytes()
-        (length,) = struct.unpack_from("<Q", data)
-        header = json.loads(data[8 : 8 + length])
-        header.pop("__metadata__", None)
-        for name, entry in header.items():
-            start, end = entry["data_offsets"]
-            found[name] = (entry["dtype"], tuple(entry["shape"]), data[8 + length + start : 8 + length + end])
-    return found
+def stored_bytes(folder: Path) -> Stored:
+    """Return every tensor of the safetensors files in a folder."""
+    return stored_tensors({path.name: path.read_bytes() for path in sorted(folder.glob("*.safetensors"))})
+
+
+def stored_tensors(objects: Mapping[str, bytes]) -> Stored:
+    """Return every tensor of the safetensors files among the objects."""
+    import safetensors
+
+    files = (safetensors.deserialize(data) for key, data in objects.items() if key.endswith(".safetensors"))
+    return {
+        name: (entry["dtype"], tuple(entry["shape"]), bytes(entry["data"])) for file in files for name, entry in file
+    }
 
 
 def torch_share(shape: tuple[int, ...], data: bytes, parts: int, rank: int) -> tuple[tuple[int, ...], bytes]:
@@ -108,3 +112,35 @@ def torch_share(shape: tuple[int, ...], data: bytes, parts: int, rank: int) -> t
     first, rows = sum(shares[:rank]), max(shape[0], 1)
     end = first + shares[rank]  # multiplied before it is divided: a row of a packed dtype may end inside a byte
     return (shares[rank], *shape[1:]), data[first * len(data) // rows : end * len(data) // rows]
+
+
+def expected(objects: Mapping[str, bytes], rank: int, tp: int, fsdp: int) -> dict[str, tuple[tuple[int, ...], bytes]]:
+    """Return what the rank must hold. Tensor parallelism is for 2-byte elements only: the tiny Llama's."""
+    import numpy as np
+
+    tp_rank, fsdp_rank = rank_place(rank, tp, fsdp)
+    shares = {}
+    for name, (_, shape, data) in stored_tensors(objects).items():
+        if tp > 1:
+            part = tp_part(name, np.frombuffer(data, np.uint16).reshape(shape), tp, tp_rank, TINY_KV_HEADS)
+            shape, data = part.shape, np.ascontiguousarray(part).tobytes()
+        shares[name] = torch_share(shape, data, fsdp, fsdp_rank)
+    return shares
+
+
+def check_exact(ranks: Sequence[Rank], objects: Mapping[str, bytes], tp: int = 1, fsdp: int = 1) -> None:
+    """Raise AssertionError unless every rank of a `LocalNode` holds what it must, in as much memory as was planned."""
+    from cluster.telemetry.report import RankReport
+
+    for number, rank in enumerate(ranks):
+        assert isinstance(rank.outcome, RankReport), rank.outcome
+        assert rank.outcome.device_bytes == sum(rank.loader.plan.segment_bytes), "memory as planned, to the byte"
+        assert rank.tensor_bytes() == expected(objects, number, tp, fsdp)
+
+
+def assert_same(found: Mapping[str, Any], expected: Mapping[str, Any]) -> None:
+    """Raise AssertionError unless names, dtypes, shapes and bytes of the tensors are the same."""
+    assert found.keys() == expected.keys()
+    for name, tensor in expected.items():
+        assert (found[name].dtype, found[name].shape) == (tensor.dtype, tensor.shape), name
+        assert as_bytes(found[name]).equal(as_bytes(tensor)), name

@@ -1,13 +1,13 @@
-"""Session-long real S3 servers as fixtures: `rclone` (from PyPI, always there) and `ceph` (Debian, skipped without)."""
+"""`rclone`, a real S3 server for all tests of a session, and requests that tests make to any S3 server."""
 
 from __future__ import annotations
 
 import json
-import tempfile
 import uuid
 from collections.abc import Iterator, Sequence
 from contextlib import closing
 from pathlib import Path
+from typing import Any
 
 import boto3
 import pytest
@@ -18,10 +18,8 @@ from storage.store_ref import StoreRef, parse_uri
 from storage.stores.embedded_s3 import EmbeddedS3
 from storage.stores.object_store import ObjectStore
 from storage.stores.open_store import open_store
-from tests.support.ceph_server import CephServer, missing_programs
 from tests.support.ray_clusters import eventually
 
-S3Server = EmbeddedS3 | CephServer
 START_S = 120.0  # on however slow a machine
 
 
@@ -32,18 +30,9 @@ def rclone(tmp_path_factory: pytest.TempPathFactory) -> Iterator[EmbeddedS3]:
         yield server
 
 
-@pytest.fixture(scope="session")
-def ceph() -> Iterator[CephServer]:
-    """Ceph's radosgw. Its folder is short, since the paths of Unix sockets must be."""
-    if missing := missing_programs():
-        pytest.skip(f"Ceph is not installed: {', '.join(missing)}")
-    with tempfile.TemporaryDirectory(prefix="ceph-") as folder, CephServer(Path(folder)) as server:
-        yield server
-
-
-def make_bucket(server: S3Server, name: str, allowed: Sequence[str] = ()) -> None:
-    """A bucket, by the S3 calls that any client would make. `allowed`: what everybody may do to its objects."""
-    client = boto3.client(
+def s3_client(server: Any) -> Any:
+    """Return boto3's client of a server, which adds no checksums of its own."""
+    return boto3.client(
         "s3",
         endpoint_url=server.endpoint_url,
         aws_access_key_id=server.access_key_id,
@@ -51,15 +40,28 @@ def make_bucket(server: S3Server, name: str, allowed: Sequence[str] = ()) -> Non
         region_name="us-east-1",
         config=Config(request_checksum_calculation="when_required", response_checksum_validation="when_required"),
     )
-    client.create_bucket(Bucket=name)
-    if allowed:
-        statement = {"Effect": "Allow", "Principal": "*", "Action": allowed, "Resource": f"arn:aws:s3:::{name}/*"}
-        policy = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
-        client.put_bucket_policy(Bucket=name, Policy=policy)
-    client.close()
 
 
-def server_ref(server: S3Server, path: str) -> StoreRef:
+def make_bucket(server: Any, name: str, allowed: Sequence[str] = ()) -> None:
+    """Create a bucket. `allowed`: the actions that everybody may do to its objects."""
+    with closing(s3_client(server)) as client:
+        client.create_bucket(Bucket=name)
+        if allowed:
+            statement = {"Effect": "Allow", "Principal": "*", "Action": allowed, "Resource": f"arn:aws:s3:::{name}/*"}
+            policy = json.dumps({"Version": "2012-10-17", "Statement": [statement]})
+            client.put_bucket_policy(Bucket=name, Policy=policy)
+
+
+def write_credentials(file: Path, key_id: str, secret: str, token: str = "") -> None:
+    """Replace an AWS credentials file in one step."""
+    lines = ["[default]", f"aws_access_key_id={key_id}", f"aws_secret_access_key={secret}"]
+    lines += [f"aws_session_token={token}"] if token else []
+    fresh = file.with_suffix(".new")
+    fresh.write_text("\n".join([*lines, ""]))
+    fresh.replace(file)
+
+
+def server_ref(server: Any, path: str) -> StoreRef:
     """The ref of `s3://<path>` on that server."""
     return parse_uri(f"s3://{path}", endpoint_url=server.endpoint_url, region="us-east-1", environ={})
 

@@ -1,4 +1,4 @@
-"""The HTTP service over a cluster that is a script: any number of ranks and chunks, as far on as the test says."""
+"""Longshore's HTTP service over a scripted cluster: as many ranks and chunks, as far on, as a test says."""
 
 from __future__ import annotations
 

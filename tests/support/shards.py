@@ -1,4 +1,4 @@
-"""Shards of every rank of a checkpoint in a folder, without a cluster: each chunk is placed once by the real device."""
+"""The shards that ranks hold after a load of a folder, without a cluster: the real device places each chunk once."""
 
 from __future__ import annotations
 

@@ -1,11 +1,8 @@
-"""Folders in shared memory for tests, and processes that use what is in them."""
+"""`shm_dir`: a folder in shared memory for one test."""
 
 from __future__ import annotations
 
-import os
 import shutil
-import subprocess
-import sys
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -21,36 +18,3 @@ def shm_dir() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="longshore-test-", dir="/dev/shm"))
     yield folder
     shutil.rmtree(folder)
-
-
-@pytest.fixture
-def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs of 8 MiB; the test is skipped where this user may not mount one."""
-    folder = tmp_path / "tmpfs"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs takes root")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
-
-def start_python(code: str, *arguments: str) -> subprocess.Popen[str]:
-    """A Python process that can import the packages; it is talked to by lines."""
-    return subprocess.Popen(
-        [sys.executable, "-c", code, *arguments],
-        stdin=subprocess.PIPE,
-        stdout=subprocess.PIPE,
-        text=True,
-        cwd=REPOSITORY,
-    )
-
-
-def ask(process: subprocess.Popen[str], line: str = "") -> str:
-    """Send one line if there is one, then wait for one. Empty when the process has ended."""
-    if process.stdin is None or process.stdout is None:
-        raise ValueError("not a process of start_python")
-    if line:
-        process.stdin.write(line + "\n")
-        process.stdin.flush()
-    return process.stdout.readline().rstrip("\n")

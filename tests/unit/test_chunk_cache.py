@@ -3,16 +3,11 @@
 from __future__ import annotations
 
 import pytest
-from hypothesis import settings
 
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import Answer, MemoryJournal, SlotRecord, SlotState
 from storage.errors import ArenaTooSmall
 from storage.host.processes import ProcessId
-from tests.support.cache_machine import CacheMachine
-
-TestLaws = CacheMachine.TestCase
-TestLaws.settings = settings(max_examples=200, stateful_step_count=60, deadline=None)
 
 W1, W2 = ProcessId(1, 1), ProcessId(2, 1)
 

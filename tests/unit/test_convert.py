@@ -17,7 +17,7 @@ from cluster.planning.plan import StagedTensor, TensorSlice
 from cluster.precision.recipes import SCHEMES, Recipe, outputs_of, read_region
 from storage.checkpoints.safetensors_header import DTYPE_BITS
 from tests.support.reference_quantized import quantized, restored
-from tests.support.same_tensors import assert_same
+from tests.support.reference_slices import assert_same
 
 STATE = ".quant_state.bitsandbytes__nf4"
 NF4_OF_A_SLICE = {"quant_type": "nf4", "blocksize": 64, "dtype": "bfloat16"}

@@ -21,7 +21,13 @@ from storage.disk import tier as disk_tier
 from storage.disk.files import HEADER_BYTES, LOCK_NAME, SUBFOLDER, DiskReader, chunk_name
 from storage.disk.tier import DiskTier, Written
 from storage.errors import DiskChunkUnusable, DiskTierError
-from tests.support.disk_chunks import chunk_of, chunks_in, folder_bytes, read, temporaries_in, write
+from storage.stores.local import is_temporary
+from tests.support.disk_chunks import chunk_of, chunks_in, folder_bytes, read, write
+
+
+def temporaries_in(path: str) -> list[Path]:
+    return [Path(path, name) for name in os.listdir(path) if is_temporary(name)]
+
 
 REPOSITORY = Path(__file__).parents[2]
 FILE_BYTES = HEADER_BYTES + 1000

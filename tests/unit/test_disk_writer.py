@@ -15,10 +15,10 @@ from storage.disk.files import SUBFOLDER, chunk_name
 from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import flat_objects
 from tests.support.disk_chunks import chunks_in
-from tests.support.exact_ranks import check_exact
 from tests.support.faulty_stores import WrappedStore
 from tests.support.local_node import Belongings, LocalNode, local_node, plan_of
 from tests.support.ray_clusters import eventually
+from tests.support.reference_slices import check_exact
 
 CHUNK_BYTES = 1024
 

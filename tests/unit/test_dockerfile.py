@@ -12,9 +12,7 @@ from pathlib import Path
 import pytest
 from ray.autoscaler._private import command_runner
 
-from tests.support.deployment_rules import VARIANTS
-from tests.support.kube_manifests import ROOT
-from tests.support.pod_rules import USER
+from tests.support.kube_manifests import ROOT, USER, VARIANTS
 
 DOCKERFILE = (ROOT / "Dockerfile").read_text()
 HADOLINT = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or shutil.which("hadolint")

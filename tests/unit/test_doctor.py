@@ -26,7 +26,7 @@ from storage.errors import AccessDenied
 from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import write_tiny_llama
 from tests.support.head_cluster import run_to_its_end
-from tests.support.http_serving import place, serving
+from tests.support.http_servers import place, serving
 
 
 def outcomes(checks: Iterable[Check]) -> dict[str, str]:

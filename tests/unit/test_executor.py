@@ -25,18 +25,9 @@ from storage.errors import (
 )
 from storage.stores.object_store import ByteRange, MemoryStore
 from tests.support.checkpoints import flat_objects, odd_objects, read_objects, write_tiny_llama
-from tests.support.exact_ranks import check_exact, expected
 from tests.support.faulty_stores import FailingStore, FlipByteStore, WrappedStore
-from tests.support.local_node import (
-    Belongings,
-    LocalNode,
-    Rank,
-    SwitchedLink,
-    local_node,
-    plan_of,
-    run_all,
-    start_all,
-)
+from tests.support.local_node import Belongings, LocalNode, Rank, SwitchedLink, local_node, plan_of, run_all, start_all
+from tests.support.reference_slices import check_exact, expected
 
 
 @pytest.fixture(autouse=True)

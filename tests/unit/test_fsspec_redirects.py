@@ -14,7 +14,7 @@ from storage.store_ref import parse_uri
 from storage.stores import fsspec_store
 from storage.stores.fsspec_store import FsspecStore, most_bytes, stays_at_home
 from storage.stores.object_store import ByteRange, read_bytes
-from tests.support.http_serving import place, serving
+from tests.support.http_servers import place, serving
 
 DATA = bytes(range(256)) * 64
 

@@ -2,8 +2,9 @@
 
 from __future__ import annotations
 
+import threading
 import time
-from collections.abc import Iterator
+from collections.abc import Callable, Iterable, Iterator
 from pathlib import Path
 
 import pytest
@@ -11,11 +12,50 @@ import safetensors
 
 from cluster.planning.packed_plan import pack_shared, unpack_shared
 from cluster.telemetry.report import RankReport
-from storage.stores.object_store import ByteRange, MemoryStore
+from storage.errors import ReadEnded
+from storage.stores.object_store import ByteRange, MemoryStore, ObjectStore
+from storage.stores.requests import ReadLimit
 from tests.support.checkpoints import flat_objects
-from tests.support.faulty_stores import HangingStore
+from tests.support.faulty_stores import WrappedStore
 from tests.support.local_node import Belongings, local_node, plan_of, start_all
 from tests.support.reference_slices import torch_share
+
+
+class HangingStore(WrappedStore):
+    """Reads for which `hangs(range, number of the read)` is true bring nothing until they are ended from outside."""
+
+    def __init__(self, inner: ObjectStore, hangs: Callable[[ByteRange, int], bool]) -> None:
+        super().__init__(inner)
+        self.hangs = hangs
+        self.hanging = threading.Event()
+        self.ended = threading.Event()
+
+    def read_pieces(
+        self,
+        key: str,
+        byte_range: ByteRange,
+        pieces: Iterable[memoryview],
+        *,
+        etag: str | None = None,
+        limit: ReadLimit | None = None,
+    ) -> str | None:
+        with self.lock:
+            self.reads.append((key, byte_range))
+            hangs = self.hangs(byte_range, len(self.reads))
+        while hangs and limit is not None:
+            self.hanging.set()
+            try:
+                limit.check()
+            except ReadEnded:
+                self.ended.set()
+                raise
+            time.sleep(0.005)
+        start = byte_range.start
+        for piece in pieces:
+            found = self.inner.read_into(key, ByteRange(start, start + len(piece)), piece, etag=etag)
+            start += len(piece)
+        return found
+
 
 TENSORS = 24
 NEVER_S = 10_000.0

@@ -13,7 +13,7 @@ from actors.devices import convert
 from actors.devices.convert import quantize_nf4
 from cluster.precision.quantized_tensors import ABSMAX, BLOCK, QUANT_MAP, STATE, VALUES, packed_state
 from tests.support import reference_quantized
-from tests.support.same_tensors import assert_same
+from tests.support.reference_slices import assert_same
 
 FLOATS = {"BF16": torch.bfloat16, "F16": torch.float16, "F32": torch.float32}
 

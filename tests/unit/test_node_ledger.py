@@ -15,7 +15,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from actors.node.node_ledger import NodeLedger
-from cluster.errors import ChunkFailed, LoadCancelled
+from cluster.errors import ChunkFailed, LoadCancelled, RankLost
 from cluster.fit.needs import min_slots
 from cluster.messages import GroupMember, Orders, RankHello, RankUpdate
 from storage.arena.chunk_cache import ChunkCache
@@ -30,15 +30,13 @@ from storage.errors import (
     Throttled,
 )
 from storage.host.processes import ProcessId
-from tests.support.node_simulation import (
-    CHUNK_BYTES,
-    DEADLINE_S,
-    NodeSimulation,
-    SimLoad,
-    SimModel,
-    SimRank,
-    is_named,
-)
+from tests.support.node_simulation import CHUNK_BYTES, DEADLINE_S, NodeSimulation, SimLoad, SimModel, SimRank
+
+
+def is_named(error: LongshoreError) -> bool:
+    """Whether the error says which chunk of which shard, on which rank, and why."""
+    return {"shard", "chunk", "rank"} <= error.details.keys() and not isinstance(error, LoadCancelled | RankLost)
+
 
 FATES = ("arrives", "arrives", "arrives", "twice", "unanswered", "late", "lost")
 FAULTS = (StoreUnavailable, Throttled, ShortRead, RangeMismatch, IntegrityError, ObjectNotFound)

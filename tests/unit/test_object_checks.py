@@ -2,7 +2,9 @@
 
 from __future__ import annotations
 
-from collections.abc import Iterator
+from collections.abc import Iterator, Mapping
+from dataclasses import replace
+from itertools import pairwise
 from pathlib import Path
 
 import pytest
@@ -14,15 +16,63 @@ from cluster.planning.plan import LoadPlan
 from cluster.telemetry.report import RankReport
 from cluster.telemetry.stats import ONLY_PART, ObjectCheck, join_checks, unchecked_counts, verified_by
 from storage.checkpoints.checkpoint import open_model
-from storage.checksum import NO_CHECKSUM, NOT_COMBINABLE
+from storage.checksum import NO_CHECKSUM, NOT_COMBINABLE, digest_of
 from storage.disk.files import SUBFOLDER
 from storage.errors import IntegrityError
+from storage.stores.object_store import ByteRange, MemoryStore, ObjectInfo
 from tests.support.checkpoints import flat_objects, sharded_objects
 from tests.support.disk_chunks import chunks_in
-from tests.support.exact_ranks import check_exact
+from tests.support.faulty_stores import WrappedStore
 from tests.support.local_node import Belongings, local_node, run_all
 from tests.support.ray_clusters import eventually
-from tests.support.summed_store import SummedStore
+from tests.support.reference_slices import check_exact
+
+
+class SummedStore(WrappedStore):
+    """A store that keeps checksums of its objects, or of the parts that they were uploaded in.
+
+    `damage`, while it is set: (key, byte) whose lowest bit is flipped in every read that has it.
+    """
+
+    def __init__(
+        self,
+        objects: Mapping[str, bytes],
+        hash_name: str,
+        part_bytes: int = 0,
+        *,
+        without: frozenset[str] = frozenset(),
+    ) -> None:
+        """`part_bytes` 0: checksums of whole objects. Objects in `without` have none."""
+        super().__init__(MemoryStore(dict(objects)))
+        self.damage: tuple[str, int] | None = None
+        self._objects = dict(objects)
+        self._hash_name = hash_name
+        self._part_bytes = part_bytes
+        self._without = without
+
+    def stat(self, key: str) -> ObjectInfo:
+        info = super().stat(key)
+        if key in self._without:
+            return info
+        data, name = self._objects[key], self._hash_name
+        if not self._part_bytes:
+            return replace(info, checksums={name: digest_of(name.removeprefix("etag_"), data).hex()})
+        parts = [digest_of(name, data[start:end]) for start, end in pairwise((0, *self._ends(key)))]
+        return replace(info, composites={name: digest_of(name, b"".join(parts)).hex()})
+
+    def part_ends(self, key: str, etag: str | None) -> tuple[int, ...]:
+        return tuple(self._ends(key))
+
+    def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
+        found = super().read_into(key, byte_range, buffer, etag=etag)
+        if self.damage is not None and self.damage[0] == key and byte_range.start <= self.damage[1] < byte_range.end:
+            buffer[self.damage[1] - byte_range.start] ^= 1
+        return found
+
+    def _ends(self, key: str) -> list[int]:
+        size_bytes = len(self._objects[key])
+        return [*range(self._part_bytes, size_bytes, self._part_bytes), size_bytes]
+
 
 CHUNK_BYTES = 4096
 FIRST, SECOND = "model-00001-of-00002.safetensors", "model-00002-of-00002.safetensors"

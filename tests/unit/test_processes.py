@@ -15,7 +15,7 @@ import pytest
 
 from storage.host import processes
 from storage.host.processes import ProcessId, may_map, processes_mapping
-from tests.support.odd_processes import CUT_TITLE, LEADERLESS, TITLED, running
+from tests.support.python_processes import CUT_TITLE, LEADERLESS, TITLED, running
 from tests.support.ray_clusters import eventually
 
 

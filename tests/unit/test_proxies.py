@@ -3,13 +3,18 @@
 from __future__ import annotations
 
 import base64
+import contextlib
 import pickle
 import socket
 import ssl
+import threading
 import traceback
 from collections.abc import Callable, Iterator
 from contextlib import closing
+from http.server import BaseHTTPRequestHandler
 from pathlib import Path
+from typing import Any
+from urllib.parse import urlsplit
 
 import pytest
 
@@ -20,8 +25,76 @@ from storage.stores.fsspec_store import FsspecStore
 from storage.stores.object_store import ByteRange, read_bytes
 from storage.stores.s3.store import S3Store
 from tests.support.certificates import make_certificates
-from tests.support.forward_proxy import ForwardProxy
+from tests.support.http_servers import serving
 from tests.support.scripted_server import ScriptedServer, answer
+
+
+class ForwardProxy:
+    """An HTTP proxy for CONNECT and for whole URLs, maybe with a password. Passes everything on to one local port."""
+
+    def __init__(self, port: int, authorization: str | None = None, connect_status: int = 200) -> None:
+        self.asked: list[str] = []  # "CONNECT host:port", "GET http://host/path"
+        self.authorizations: list[str | None] = []
+        proxy = self
+
+        class Handler(BaseHTTPRequestHandler):
+            protocol_version = "HTTP/1.1"
+
+            def do_CONNECT(self) -> None:
+                if not self.admitted():
+                    return
+                if connect_status != 200:
+                    self.send_error(connect_status)
+                    return
+                with socket.create_connection(("127.0.0.1", port)) as upstream:
+                    self.send_response(200, "Connection established")
+                    self.end_headers()
+                    back = threading.Thread(target=pump, args=(upstream, self.connection), daemon=True)
+                    back.start()
+                    pump(self.connection, upstream)
+                    back.join(5)
+                self.close_connection = True
+
+            def forward(self) -> None:
+                body = self.rfile.read(int(self.headers.get("Content-Length") or 0))
+                if not self.admitted():
+                    return
+                lines = [f"{self.command} {urlsplit(self.path).path} HTTP/1.1"]
+                lines += [f"{name}: {value}" for name, value in self.headers.items() if not name.startswith("Proxy-")]
+                with socket.create_connection(("127.0.0.1", port)) as upstream:
+                    upstream.sendall("\r\n".join([*lines, "Connection: close", "", ""]).encode("latin-1") + body)
+                    upstream.shutdown(socket.SHUT_WR)
+                    pump(upstream, self.connection)
+                self.close_connection = True
+
+            do_GET = do_HEAD = do_PUT = forward
+
+            def admitted(self) -> bool:
+                proxy.asked.append(f"{self.command} {self.path}")
+                proxy.authorizations.append(self.headers.get("Proxy-Authorization"))
+                if authorization is None or proxy.authorizations[-1] == authorization:
+                    return True
+                self.send_error(407)
+                return False
+
+            def log_message(self, *_: Any) -> None:
+                pass
+
+        self._serving = serving(Handler)
+        self.address = f"127.0.0.1:{self._serving.__enter__().server_port}"
+
+    def close(self) -> None:
+        self._serving.__exit__(None, None, None)
+
+
+def pump(source: socket.socket, target: socket.socket) -> None:
+    """Copy bytes until `source` ends."""
+    with contextlib.suppress(OSError):
+        while data := source.recv(65536):
+            target.sendall(data)
+    with contextlib.suppress(OSError):
+        target.shutdown(socket.SHUT_WR)
+
 
 BODY = b"0123456789"
 WANTED = ByteRange(10, 20)

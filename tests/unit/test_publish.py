@@ -13,6 +13,7 @@ from storage.checkpoints.checkpoint import open_model
 from storage.checkpoints.checkpoint_files import JOURNAL_KEY
 from storage.checkpoints.manifest import MANIFEST_KEY, parse_manifest
 from storage.checkpoints.safetensors_header import encode_header
+from storage.checksum import digest_of
 from storage.errors import (
     IntegrityError,
     LongshoreError,
@@ -28,15 +29,56 @@ from storage.stores.local import LocalStore
 from storage.stores.object_store import ByteRange, MemoryStore, ObjectInfo, ObjectStore, read_bytes
 from storage.stores.requests import RetryPolicy
 from tests.support.checkpoints import odd_objects, safetensors_bytes, sharded_objects, write_objects
-from tests.support.faulty_stores import (
-    ChecksumStore,
-    DamagingStore,
-    FailingStore,
-    FlipByteStore,
-    NoListStore,
-    ReplaceMidwayStore,
-    WrappedStore,
-)
+from tests.support.faulty_stores import FailingStore, FlipByteStore, NoListStore, WrappedStore
+
+
+class ReplaceMidwayStore(WrappedStore):
+    """Before the n-th read, an object is replaced by other bytes of the same length."""
+
+    def __init__(self, inner: ObjectStore, key: str, data: bytes, before_read: int) -> None:
+        super().__init__(inner)
+        self.key, self.data, self.before_read = key, data, before_read
+
+    def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
+        with self.lock:
+            due = len(self.reads) + 1 == self.before_read
+        if due:
+            self.inner.put(self.key, self.data)
+        return super().read_into(key, byte_range, buffer, etag=etag)
+
+
+class ChecksumStore(WrappedStore):
+    """`stat` tells whole-object checksums, as S3 does; those of `damaged` keys are of other bytes."""
+
+    def __init__(self, inner: ObjectStore, *names: str, damaged: str = "") -> None:
+        super().__init__(inner)
+        self.names, self.damaged = names, damaged
+
+    def stat(self, key: str) -> ObjectInfo:
+        info = super().stat(key)
+        data = bytearray(info.size_bytes)
+        self.inner.read_into(key, ByteRange(0, info.size_bytes), memoryview(data))
+        if key == self.damaged:
+            data[-1] ^= 1
+        return replace(info, checksums={name: digest_of(name, data).hex() for name in self.names})
+
+
+class DamagingStore(WrappedStore):
+    """What is uploaded is stored with one byte changed."""
+
+    def __init__(self, inner: ObjectStore, key: str, offset: int) -> None:
+        super().__init__(inner)
+        self.key, self.offset = key, offset
+
+    def stat(self, key: str) -> ObjectInfo:
+        if key == self.key:
+            info = self.inner.stat(key)
+            data = bytearray(info.size_bytes)
+            self.inner.read_into(key, ByteRange(0, info.size_bytes), memoryview(data))
+            data[self.offset] ^= 1
+            self.inner.put(key, bytes(data))
+        return super().stat(key)
+
 
 MIB = 1 << 20
 FAST = RetryPolicy(attempts=3, base_s=0.0)

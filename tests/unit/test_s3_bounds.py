@@ -14,7 +14,6 @@ import pytest
 
 from storage.errors import AccessDenied, ObjectNotFound, StoreError, StoreUnavailable
 from storage.store_ref import Credentials, StoreRef
-from storage.stores.s3 import session as s3_bounds
 from storage.stores.s3 import session as s3_session
 from storage.stores.s3 import store as s3
 from storage.stores.s3.answers import MAX_ERROR_BODY_BYTES
@@ -43,9 +42,11 @@ def store_behind(play: Play) -> Iterator[tuple[S3Store, ScriptedServer]]:
 def answers_end(after_s: float) -> Iterator[None]:
     """Far sooner than one read does: what ends an answer is not that this machine was slow to send the next piece."""
 
+    bound_answers = s3_session.bound_answers
+
     def bound(client: S3Client, *, uri: str, answer_s: float) -> None:
         assert answer_s == 2 * READ_S
-        s3_bounds.bound_answers(client, uri=uri, answer_s=after_s)
+        bound_answers(client, uri=uri, answer_s=after_s)
 
     with pytest.MonkeyPatch.context() as patched:
         patched.setattr(s3_session, "bound_answers", bound)
@@ -275,7 +276,7 @@ def test_listings_that_take_too_long_together(monkeypatch: pytest.MonkeyPatch) -
 
 
 def test_uploads_are_bounded_too(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(s3_bounds, "_CHANGES_TAKE", 1)
+    monkeypatch.setattr(s3_session, "_CHANGES_TAKE", 1)
     with answers_end(after_s=0.5), store_behind(drip(b"HTTP/1.1 200 OK\r\nx: ", b"y")) as (store, _):
         assert "in time" in refusal(lambda: store.put("key", b"x"), StoreUnavailable)
     with store_behind(endless("HTTP/1.1 200 OK\r\n\r\n", b"x" * MIB)) as (store, _):

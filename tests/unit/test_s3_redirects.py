@@ -12,7 +12,7 @@ from storage.errors import StoreError
 from storage.store_ref import Credentials, parse_uri
 from storage.stores.object_store import ByteRange, read_bytes
 from storage.stores.s3.store import S3Store
-from tests.support.http_serving import place, serving
+from tests.support.http_servers import place, serving
 
 pytestmark = pytest.mark.slow
 KEYS = Credentials(access_key_id="id", secret_access_key="secret")

@@ -24,6 +24,7 @@ from storage.stores.object_store import ByteRange, read_bytes
 from storage.stores.s3.session import clock_offset_s
 from storage.stores.s3.store import S3Store
 from tests.support.node_simulation import NO_TENSORS
+from tests.support.s3_servers import write_credentials
 from tests.support.scripted_server import ScriptedServer, answer
 
 DATA = bytes(range(256)) * 16
@@ -121,21 +122,15 @@ def credentials_file(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
     monkeypatch.setenv("AWS_EC2_METADATA_DISABLED", "true")
     monkeypatch.setenv("AWS_CONFIG_FILE", str(tmp_path / "none"))
     monkeypatch.setenv("AWS_SHARED_CREDENTIALS_FILE", str(tmp_path / "credentials"))
-    write_credentials(tmp_path / "credentials", "OLDKEY")
+    write_credentials(tmp_path / "credentials", "OLDKEY", "secret", "token")
     return tmp_path / "credentials"
-
-
-def write_credentials(file: Path, access_key: str) -> None:
-    file.write_text(
-        f"[default]\naws_access_key_id={access_key}\naws_secret_access_key=secret\naws_session_token=token\n"
-    )
 
 
 def test_credentials_that_were_replaced_are_taken_up_in_mid_load(credentials_file: Path) -> None:
     with closing(PickyServer("OLDKEY")) as server, closing(S3Store(server.ref())) as store:
         assert read_bytes(store, "key", ByteRange(0, 10)) == DATA[:10]
         server.access_key = "NEWKEY"
-        write_credentials(credentials_file, "NEWKEY")
+        write_credentials(credentials_file, "NEWKEY", "secret", "token")
         found, retries = fetch_all(store)
     assert b"".join(found) == DATA
     assert set(retries) == {"credentials_expired"}

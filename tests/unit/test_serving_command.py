@@ -9,7 +9,7 @@ import pytest
 
 from cluster.errors import ClusterLost
 from serving import command
-from tests.support.http_serving import place, serving
+from tests.support.http_servers import place, serving
 
 
 class Busy(BaseHTTPRequestHandler):

@@ -18,10 +18,10 @@ from storage.errors import LongshoreError
 from storage.host.processes import ProcessId, processes_mapping
 from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import flat_objects
-from tests.support.exact_ranks import check_exact
 from tests.support.local_node import LocalNode, local_node, plan_of, run_all
-from tests.support.odd_processes import LEADERLESS, TITLED, running
+from tests.support.python_processes import LEADERLESS, TITLED, running
 from tests.support.ray_clusters import eventually
+from tests.support.reference_slices import check_exact
 
 OBJECTS = flat_objects(tensors=12)
 MAPS = """

@@ -1,23 +1,40 @@
-"""What no schema says of a pod of ours: whether its sizes go together, and whether it may do no more than it needs.
+"""Pods of k8s/: their sizes go together, and they may do no more than they need. Each rule is seen to fail.
 
-Each rule is a function from the objects of one rendering to sentences about what is wrong.
+A rule is a function from the objects of one rendering to sentences about what is wrong.
 """
 
 from __future__ import annotations
 
-import re
 import shlex
-from collections.abc import Iterator
+from collections.abc import Callable, Iterator
 from decimal import Decimal
 from pathlib import PurePosixPath
 from typing import Any
 
-from cluster.units import parse_bytes
-from tests.support.kube_manifests import Manifest, Pod, only, pods, ray_spec
+import pytest
 
+from cluster.units import parse_bytes
+from tests.support.kube_manifests import (
+    COMPOSED,
+    GONE,
+    RENDERED,
+    USER,
+    Manifest,
+    Pod,
+    changed,
+    kustomize_missing,
+    nodes,
+    pods,
+    quantity,
+    ray_spec,
+    render,
+    settings,
+)
+
+pytestmark = pytest.mark.skipif(kustomize_missing() is not None, reason=str(kustomize_missing()))
+
+Rule = Callable[[list[Manifest]], Iterator[str]]
 GIB = 1 << 30
-SUFFIXES = {"": 1, "m": Decimal("0.001"), "k": 10**3, "M": 10**6, "G": 10**9, "T": 10**12}
-SUFFIXES |= {"Ki": 1 << 10, "Mi": 1 << 20, "Gi": 1 << 30, "Ti": 1 << 40}
 RESOURCES = {
     "cpu",
     "memory",
@@ -28,25 +45,6 @@ NODE_PROCESSES_BYTES = (
     3 * GIB // 2
 )  # raylet, its agents, our agent (and on the head: the control store, our coordinator)
 GPU_RANK_BYTES = 3 * GIB  # PyTorch, a CUDA context and its pinned staging, on the host
-USER = 1000  # of the image
-
-
-def quantity(text: str) -> Decimal:
-    """A quantity of Kubernetes as a number: 1536Mi, 250m, 8."""
-    number, suffix = re.fullmatch(r"([0-9.]+)([a-zA-Z]*)", str(text)).groups()  # type: ignore[union-attr]
-    return Decimal(number) * SUFFIXES[suffix]
-
-
-def settings(manifests: list[Manifest]) -> dict[str, str]:
-    """What the ConfigMap of settings says; nothing where there is none."""
-    if not any(manifest["kind"] == "ConfigMap" for manifest in manifests):
-        return {}
-    return dict(only(manifests, "ConfigMap", "longshore-settings")["data"])
-
-
-def nodes(manifests: list[Manifest]) -> list[Pod]:
-    """The pods that are nodes of Ray's."""
-    return [pod for pod in pods(manifests) if pod.ray_start is not None]
 
 
 def _containers(manifests: list[Manifest]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
@@ -195,3 +193,54 @@ def ends_in_peace(manifests: list[Manifest]) -> Iterator[str]:
 
 
 RULES = (requests_within_limits, shared_memory_fits, disks_fit, little_privilege, ends_in_peace)
+
+
+@pytest.mark.parametrize("rule", RULES)
+@pytest.mark.parametrize("name", [*RENDERED, *COMPOSED])
+def test_pods_fit_and_do_only_what_they_need(name: str, rule: Rule) -> None:
+    assert list(rule(render(name))) == []
+
+
+HEAD = "spec/headGroupSpec/template/spec"
+WORKER = "spec/workerGroupSpecs/0/template/spec"
+MAIN = f"{WORKER}/containers/0"
+IN_SERVICE = f"spec/rayClusterConfig/{MAIN.removeprefix('spec/')}"
+CHANGES: list[tuple[Rule, str, str, str, Any]] = [  # (rule, rendering, kind, path, value)
+    (requests_within_limits, "overlays/gpu", "RayCluster", f"{MAIN}/resources/requests/cpu", "65"),
+    (requests_within_limits, "overlays/gpu", "RayCluster", f"{MAIN}/resources/requests/memory", "100Gi"),
+    (requests_within_limits, "overlays/gpu", "RayCluster", f"{MAIN}/resources/limits/memory", GONE),
+    (requests_within_limits, "overlays/gpu", "RayCluster", f"{MAIN}/resources/requests/nvidia.com~1gpu", "4"),
+    (requests_within_limits, "overlays/gpu", "RayCluster", f"{MAIN}/resources/limits/nvidia.com~1gpus", "8"),
+    (shared_memory_fits, "overlays/gpu", "ConfigMap", "data/LONGSHORE_ARENA_BYTES", "100GiB"),
+    (shared_memory_fits, "overlays/cpu-dev", "ConfigMap", "data/LONGSHORE_ARENA_BYTES", "1400MiB"),  # on the head
+    (shared_memory_fits, "overlays/gpu", "RayCluster", f"{MAIN}/resources/limits/memory", "100Gi"),
+    (shared_memory_fits, "overlays/gpu", "RayCluster", f"{WORKER}/volumes/0/emptyDir", {"sizeLimit": "80Gi"}),
+    (shared_memory_fits, "overlays/gpu", "RayCluster", "spec/headGroupSpec/rayStartParams/object-store-memory", GONE),
+    (disks_fit, "overlays/gpu", "ConfigMap", "data/LONGSHORE_DISK_CACHE_DIR", "/cache"),
+    (disks_fit, "overlays/gpu", "ConfigMap", "data/LONGSHORE_DISK_CACHE_DIR", "/var/chunks"),
+    (disks_fit, "overlays/gpu", "ConfigMap", "data/LONGSHORE_DISK_CACHE_BYTES", "2TiB"),
+    (disks_fit, "overlays/cpu-dev", "RayCluster", f"{WORKER}/volumes/1/emptyDir/sizeLimit", "40Gi"),
+    (disks_fit, "overlays/cpu-dev", "RayCluster", f"{WORKER}/volumes/1/emptyDir/sizeLimit", GONE),
+    (little_privilege, "overlays/gpu", "RayCluster", f"{HEAD}/securityContext/runAsNonRoot", False),
+    (little_privilege, "overlays/gpu", "RayCluster", f"{HEAD}/securityContext/runAsUser", 0),
+    (little_privilege, "overlays/gpu", "RayCluster", f"{HEAD}/securityContext/seccompProfile", GONE),
+    (little_privilege, "overlays/gpu", "RayCluster", f"{WORKER}/automountServiceAccountToken", GONE),
+    (little_privilege, "overlays/gpu", "RayCluster", f"{WORKER}/hostIPC", True),
+    (little_privilege, "overlays/gpu", "RayCluster", f"{MAIN}/securityContext/readOnlyRootFilesystem", False),
+    (little_privilege, "overlays/gpu", "RayCluster", f"{MAIN}/securityContext/capabilities", {"add": ["IPC_LOCK"]}),
+    (little_privilege, "overlays/gpu", "RayCluster", f"{MAIN}/volumeMounts/1/mountPath", "/scratch"),
+    (little_privilege, "overlays/gpu", "RayCluster", f"{MAIN}/volumeMounts/3/name", "cash"),
+    (little_privilege, "overlays/gpu", "RayCluster", "spec/autoscalerOptions/securityContext", {}),
+    (little_privilege, "jobs/load", "RayJob", "spec/submitterPodTemplate/spec/securityContext", {}),
+    (ends_in_peace, "overlays/gpu", "RayCluster", f"{HEAD}/terminationGracePeriodSeconds", 30),
+    (ends_in_peace, "overlays/gpu", "RayCluster", f"{MAIN}/lifecycle", GONE),
+    (ends_in_peace, "overlays/gpu", "RayCluster", f"{MAIN}/livenessProbe/httpGet/port", 8265),
+    (ends_in_peace, "overlays/gpu", "RayCluster", f"{HEAD}/containers/0/readinessProbe", GONE),
+    (ends_in_peace, "overlays/gpu-service", "RayService", f"{IN_SERVICE}/readinessProbe", {}),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "name", "kind", "path", "value"), CHANGES)
+def test_each_rule_can_fail(rule: Rule, name: str, kind: str, path: str, value: Any) -> None:
+    assert list(rule(render(name))) == []
+    assert list(rule(changed(name, kind, path, value)))

@@ -1,6 +1,6 @@
 """Longshore where neither ray nor torch is installed: run by CI with the interpreter of such an environment.
 
-    python -I tests/support/no_ray_check.py
+    python -I .ci/no_ray_check.py
 
 Imports everything that must work there, publishes, plans and verifies a small checkpoint, and ends with 0.
 """

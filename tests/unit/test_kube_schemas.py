@@ -1,4 +1,4 @@
-"""What a Kubernetes API server would say of an object, without one.
+"""The manifests of k8s/ pass the schemas that a Kubernetes API server applies, without one.
 
 Core kinds go through `kubernetes-validate`, with nothing unknown allowed. Ray's kinds go through KubeRay's definitions
 as a server applies them: defaults are filled in, the schema is closed, CEL rules are run. Kinds of the Prometheus
@@ -11,12 +11,16 @@ import copy
 import json
 import os
 import warnings
+from collections.abc import Callable, Iterator
 from functools import cache
 from pathlib import Path
 from typing import Any
 
 import jsonschema
+import pytest
 import yaml
+
+from tests.support.kube_manifests import COMPOSED, GONE, RENDERED, Manifest, changed, kustomize_missing, pods, render
 
 KUBERNETES = "1.32"
 CRDS = Path(os.environ.get("KUBERAY_CRDS") or Path(__file__).parents[3] / "shared" / "kuberay-crds")
@@ -189,3 +193,55 @@ MONITORING: dict[str, Schema] = {
         "PrometheusRule", _object(["groups"], groups={"type": "array", "items": _GROUP, "minItems": 1})
     ),
 }
+
+
+pytestmark = [
+    pytest.mark.skipif(kustomize_missing() is not None, reason=str(kustomize_missing())),
+    pytest.mark.skipif(crds_missing() is not None, reason=str(crds_missing())),
+]
+
+
+Rule = Callable[[list[Manifest]], Iterator[str]]
+
+
+def by_schema(manifests: list[Manifest]) -> Iterator[str]:
+    """What a server would refuse of the objects, and of the pods that are made of them."""
+    found = [problem for manifest in manifests for problem in problems(manifest)]
+    yield from found
+    for pod in pods(manifests) if not found else ():
+        mounted = {mount["name"] for mount in pod.main["volumeMounts"]}
+        claims = [{"name": "data", "emptyDir": {}}] if "data" in mounted else []  # of a StatefulSet
+        spec = pod.spec | {"volumes": pod.spec.get("volumes", []) + claims}
+        metadata = {"name": "pod", "labels": pod.labels}
+        for problem in problems({"apiVersion": "v1", "kind": "Pod", "metadata": metadata, "spec": spec}):
+            yield f"{pod.where}: {problem}"
+
+
+@pytest.mark.parametrize("name", [*RENDERED, *COMPOSED])
+def test_manifests_pass_the_schemas(name: str) -> None:
+    assert list(by_schema(render(name))) == []
+
+
+WORKER = "spec/workerGroupSpecs/0/template/spec"
+MAIN = f"{WORKER}/containers/0"
+CHANGES: list[tuple[Rule, str, str, str, Any]] = [  # (rule, rendering, kind, path, value)
+    (by_schema, "overlays/gpu", "RayCluster", f"{MAIN}/livenesProbe", {}),
+    (by_schema, "overlays/gpu", "RayCluster", f"{MAIN}/resources/limits/memory", "160 GB"),
+    (by_schema, "overlays/gpu", "RayCluster", f"{MAIN}/ports/0/containerPort", "8080"),
+    (by_schema, "overlays/gpu", "RayCluster", "spec/workerGroupSpecs/0/maxReplicas", "four"),
+    (by_schema, "overlays/gpu", "RayCluster", "spec/autoscalerOptions/upscalingMode", "Fast"),
+    (by_schema, "overlays/gpu", "RayCluster", "spec/managedBy", "nobody.io/anything"),  # a CEL rule
+    (by_schema, "overlays/gpu", "RayCluster", "spec/headGroupSpec", GONE),
+    (by_schema, "jobs/load", "RayJob", "spec/deletionStrategy", {"onSuccess": {"policy": "DeleteSelf"}}),  # CEL
+    (by_schema, "overlays/gpu-service", "RayService", "spec/serveConfig", "x"),
+    (by_schema, "overlays/gpu", "NetworkPolicy", "spec/ingress/0/form", []),
+    (by_schema, "overlays/gpu", "PodMonitor", "spec/podMetricsEndpoints/0/intervall", "15s"),
+    (by_schema, "overlays/gpu", "PrometheusRule", "spec/groups/0/rules/0/expr", GONE),
+    (by_schema, "overlays/gpu", "ConfigMap", "data/LONGSHORE_METRICS_PORT", 9464),
+]  # fmt: skip
+
+
+@pytest.mark.parametrize(("rule", "name", "kind", "path", "value"), CHANGES)
+def test_each_rule_can_fail(rule: Rule, name: str, kind: str, path: str, value: Any) -> None:
+    assert list(rule(render(name))) == []
+    assert list(rule(changed(name, kind, path, value)))

@@ -6,22 +6,29 @@ import functools
 import json
 import os
 import struct
+import warnings
 import zlib
 from collections.abc import Callable
 from contextlib import suppress
 from dataclasses import dataclass
+from typing import Any
 
+import botocore.session
 import numpy as np
+from botocore.awsrequest import HeadersDict
+from botocore.parsers import create_parser
 
 from cluster.errors import ModelConfigError
 from cluster.layouts.model_config import parse_model_config
 from storage.arena.arena import CHECKSUM, GEOMETRY, RECORDS_AT, arena_size_bytes, map_checked, pack_geometry
+from storage.arena.slots import COPY_BYTES, SlotRecord, SlotState, pack_copy, unpack_copy
 from storage.checkpoints.amax import AmaxBytes, encode_amax
 from storage.checkpoints.checkpoint import open_model
 from storage.checkpoints.checkpoint_files import INDEX_KEY, parse_weight_map
 from storage.checkpoints.manifest import MANIFEST_KEY, parse_manifest
 from storage.checkpoints.safetensors_header import parse_header
-from storage.disk.files import chunk_name
+from storage.checksum import new_hasher
+from storage.disk.files import HEADER_BYTES, ChunkHeader, chunk_name, key_of, pack_header, read_chunk, unpack_header
 from storage.errors import (
     ArenaError,
     BadSignature,
@@ -34,13 +41,22 @@ from storage.errors import (
     SourceRefused,
     StoreError,
 )
+from storage.host.processes import ProcessId
 from storage.publishing.publish import JournalContents, parse_journal, publish
 from storage.publishing.signing import SigningKey, parse_signature, sign_manifest
 from storage.store_ref import SourceRules, parse_uri
 from storage.stores.object_store import ByteRange, MemoryStore, check_key, read_bytes
 from storage.stores.requests import RetryPolicy
-from storage.stores.s3.answers import check_answer, head_of, refusal
-from tests.support import hostile_files as files
+from storage.stores.s3.answers import (
+    asking,
+    check_answer,
+    checksums_of_head,
+    composites_of_head,
+    head_of,
+    object_info,
+    refusal,
+)
+from storage.stores.s3.session import check_document
 from tests.support.checkpoints import flat_objects, odd_objects
 
 MAX_MESSAGE_CHARACTERS = 10_000
@@ -230,6 +246,117 @@ def _checkpoint_seeds() -> list[bytes]:
     return [json.dumps({"weight_map": weight_map}).encode() + b"\0\0\0\n" + shard]
 
 
+CHUNK_KEY = bytes(range(32))
+CHUNK = b"what a chunk holds " * 5
+_CHECKED_BYTES = struct.calcsize("<8sQ32s16s32s")  # of a header: what its checksum is of
+
+
+def _disk_file(data: bytes) -> None:
+    """A file of the disk tier that claims to be a chunk of CHUNK's size."""
+    descriptor = os.memfd_create("longshore-hostile")
+    found = bytearray(len(CHUNK))
+    try:
+        os.write(descriptor, data)
+        read_chunk(descriptor, CHUNK_KEY, [memoryview(found)], None)
+    finally:
+        os.close(descriptor)
+    if len(data) != HEADER_BYTES + len(CHUNK) or bytes(found) != data[HEADER_BYTES:]:
+        raise ValueError("other bytes than the file's were taken")
+
+
+def _disk_file_checksummed(data: bytes) -> None:
+    """The same with a header whose checksum is right."""
+    head = data[:_CHECKED_BYTES].ljust(_CHECKED_BYTES, b"\0")
+    _disk_file(head + struct.pack("<I", zlib.crc32(head)) + data[_CHECKED_BYTES + 4 :])
+
+
+def _disk_header(data: bytes) -> None:
+    header = unpack_header(data)
+    if unpack_header(pack_header(header)) != header:
+        raise ValueError("a header that cannot be written again was taken")
+
+
+def _disk_seeds() -> list[bytes]:
+    found = []
+    for name in ("blake3", "xxh3_128"):
+        hasher = new_hasher(name)
+        hasher.update(CHUNK)
+        found.append(pack_header(ChunkHeader(CHUNK_KEY, len(CHUNK), name, hasher.digest())) + CHUNK)
+    return found
+
+
+def _disk_name(data: bytes) -> None:
+    name = data.decode("utf-8", "surrogateescape")
+    key = key_of(name)
+    if key is not None and chunk_name(key) != name:
+        raise ValueError("a second name for a chunk was taken")
+
+
+def _slot_record(data: bytes) -> None:
+    found = unpack_copy(data[:COPY_BYTES].ljust(COPY_BYTES, b"\0"))
+    if found is not None and found[0] and unpack_copy(pack_copy(*found)) != found:
+        raise ValueError("a record that cannot be written again was taken")
+
+
+def _slot_record_checksummed(data: bytes) -> None:
+    body = data[: struct.calcsize("<QQQqQ32sB3x")].ljust(struct.calcsize("<QQQqQ32sB3x"), b"\0")
+    _slot_record(body + struct.pack("<I", zlib.crc32(body)))
+
+
+def _slot_record_seeds() -> list[bytes]:
+    holder = ProcessId(4711, 99)
+    return [
+        pack_copy(1, SlotRecord(SlotState.COMMITTED, 3, 1000, CHUNK_KEY)),
+        pack_copy(9, SlotRecord(SlotState.LEASED, 1, 0, CHUNK_KEY, holder)),
+        bytes(COPY_BYTES),
+    ]
+
+
+@functools.cache
+def _operation(name: str) -> Any:
+    return botocore.session.get_session().get_service_model("s3").operation_model(name).output_shape
+
+
+def _s3_listing(data: bytes) -> None:
+    """The body of an answer, and what our store makes of it."""
+    with warnings.catch_warnings(action="ignore"), asking(uri="s3://bucket/model"):  # of times in odd zones
+        check_document(data)
+        answer = {"status_code": 200, "headers": {}, "body": data, "context": {"operation_name": "ListObjectsV2"}}
+        page = create_parser("rest-xml").parse(answer, _operation("ListObjectsV2"))
+        for entry in page.get("Contents", []):
+            object_info(entry["Key"], entry["Size"], entry.get("ETag"))
+
+
+def _s3_listing_seeds() -> list[bytes]:
+    entries = b"".join(
+        b"<Contents><Key>a%d</Key><LastModified>2026-01-01T00:00:00.000Z</LastModified><ETag>&quot;v&quot;</ETag>"
+        b"<Size>%d</Size></Contents>" % (number, number)
+        for number in range(3)
+    )
+    start = b'<?xml version="1.0" encoding="UTF-8"?><ListBucketResult xmlns="http://s3.amazonaws.com/doc/2006-03-01/">'
+    return [start + b"<IsTruncated>false</IsTruncated>" + entries + b"</ListBucketResult>", start[:38] + b"<a/>"]
+
+
+def _s3_head(data: bytes) -> None:
+    """One header a line, of an answer to HEAD."""
+    lines = (line.partition(b":") for line in data.split(b"\n"))
+    pairs = ((name.decode("latin-1"), value.decode("latin-1").strip()) for name, mark, value in lines if mark)
+    with warnings.catch_warnings(action="ignore"), asking(uri="s3://bucket/model", key="key"):
+        headers = HeadersDict(pairs)
+        answer = {"status_code": 200, "headers": headers, "body": b"", "context": {"operation_name": "HeadObject"}}
+        head = create_parser("rest-xml").parse(answer, _operation("HeadObject"))
+        object_info("key", head["ContentLength"], head.get("ETag"), checksums_of_head(head), composites_of_head(head))
+
+
+def _s3_head_seeds() -> list[bytes]:
+    return [
+        b'content-length: 20\netag: "0123456789abcdef0123456789abcdef"\nx-amz-checksum-crc64nvme: AAAAAAAAAAA=\n'
+        b"x-amz-checksum-type: FULL_OBJECT\nlast-modified: Sun, 22 Nov 2026 01:00:00 GMT",
+        b'content-length: 20\netag: "0123456789abcdef0123456789abcdef-3"\nx-amz-checksum-crc32c: AAAAAA==-3\n'
+        b"x-amz-checksum-type: COMPOSITE\nx-amz-meta-a: b",
+    ]
+
+
 PARSERS = (
     Parser("manifest", _manifest, (InvalidManifest,), lambda: [_published()[MANIFEST_KEY]]),
     Parser(
@@ -245,14 +372,14 @@ PARSERS = (
     Parser("header", _header, (InvalidHeader,), lambda: [flat_objects(tensors=3, rows=2)["model.safetensors"]], False),
     Parser("s3_error", _s3_error, (StoreError,), _s3_error_seeds, False),
     Parser("s3_answer", _s3_answer, (StoreError,), _s3_answer_seeds, False),
-    Parser("s3_listing", files.s3_listing, (StoreError,), files.s3_listing_seeds, False),
-    Parser("s3_head", files.s3_head, (StoreError,), files.s3_head_seeds, False),
-    Parser("disk_file", files.disk_file, (DiskChunkUnusable,), files.disk_seeds, False),
-    Parser("disk_file_checksummed", files.disk_file_checksummed, (DiskChunkUnusable,), files.disk_seeds, False),
-    Parser("disk_header", files.disk_header, (DiskChunkUnusable,), files.disk_seeds, False),
-    Parser("disk_name", files.disk_name, (), lambda: [chunk_name(files.KEY).encode()], False),
-    Parser("slot_record", files.slot_record, (), files.slot_record_seeds, False),
-    Parser("slot_record_checksummed", files.slot_record_checksummed, (), files.slot_record_seeds, False),
+    Parser("s3_listing", _s3_listing, (StoreError,), _s3_listing_seeds, False),
+    Parser("s3_head", _s3_head, (StoreError,), _s3_head_seeds, False),
+    Parser("disk_file", _disk_file, (DiskChunkUnusable,), _disk_seeds, False),
+    Parser("disk_file_checksummed", _disk_file_checksummed, (DiskChunkUnusable,), _disk_seeds, False),
+    Parser("disk_header", _disk_header, (DiskChunkUnusable,), _disk_seeds, False),
+    Parser("disk_name", _disk_name, (), lambda: [chunk_name(CHUNK_KEY).encode()], False),
+    Parser("slot_record", _slot_record, (), _slot_record_seeds, False),
+    Parser("slot_record_checksummed", _slot_record_checksummed, (), _slot_record_seeds, False),
     Parser("arena", _arena, (ArenaError,), _arena_seeds, False),
     Parser("arena_checksummed", _arena_checksummed, (ArenaError,), _arena_seeds, False),
     Parser(
