@@ -373,7 +373,7 @@ def act_once(rank: SimRank, cluster: ClusterSimulation) -> None:
 
     def speak() -> None:
         if not rank.left:
-            rank.exchange(cluster.fate(), chance.choice((None, 1, 4)))
+            rank.exchange(cluster.fate(), chance.randrange(1, 5))
 
     choices: list[Callable[[], None]] = [speak]
     if rank.state.may_fetch:
