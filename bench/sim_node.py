@@ -1,23 +1,24 @@
-"""One node in simulated time: the project's own ledger, queue and cache, and ranks that act as a RankLoader does.
+"""One node in simulated time: the project's own ledger, queue, cache and ranks.
 
 NodeLedger (real, on a ChunkCache without memory) <-- RankHello, RankUpdate (real messages) -- SimRank
-SimRank: `threads` requests at once (bench.sim_flows), one copy at a time to its device
+SimRank: a real RankState; requests (bench.sim_flows), one copy at a time to its device
 """
 
 from __future__ import annotations
 
 import itertools
+import math
 import random
-from collections import deque
 from collections.abc import Callable, Mapping
-from dataclasses import dataclass
+from dataclasses import dataclass, replace
 
 import numpy as np
 
 from actors.node.node_ledger import NodeLedger
+from actors.rank.state import FetchedChunk, Next, RankIdentity, RankState
 from bench.huge_model import node_job
 from bench.sim_flows import Network, NodeLink, WorkerFlows
-from cluster.messages import Commit, LeaseOrder, Orders, RankHello, RankUpdate
+from cluster.messages import Commit, JoinReply, LeaseOrder, Orders, RankUpdate
 from cluster.planning.packed_plan import pack_shared
 from cluster.planning.plan import LoadPlan
 from cluster.planning.read_items import expand_read_items
@@ -90,158 +91,118 @@ class SimNode:
 
 
 class SimRank:
-    """The work of `actors.rank.rank_work` and the loops of `actors.rank.executor`, as events."""
+    """A rank: the real `RankState`, with its requests, copies and messages as events of the network."""
 
     def __init__(self, node: SimNode, rank: int, index: int, chunk_place_bytes: dict[int, int]) -> None:
         self.node, self.rank = node, rank
         self.left = False  # it has everything and has reported it
         self.fetched_bytes = 0
-        self.placed_bytes = 0
         self.flows = WorkerFlows(node.link, node.rates.worker_bytes_s / (1 if index else node.rates.slow_worker))
         node.link.workers.append(self.flows)
+        rates = node.rates
+        self.state = RankState(
+            RankIdentity(LOAD, 1, rank, 0, ProcessId(rank + 1, 1)),
+            len(chunk_place_bytes),
+            rates.threads,
+            itertools.count(1),
+            heartbeat_s=rates.heartbeat_s,
+            requests=rates.threads,
+        )
         self._place_bytes = chunk_place_bytes
-        self._process = ProcessId(rank + 1, 1)
-        self._numbers = itertools.count(1)
-        self._leases: deque[LeaseOrder] = deque()
-        self._readable: deque[tuple[int, int]] = deque()
-        self._requests = 0  # under way
-        self._placing = False
-        self._unplaced = 0
-        self._placed = 0
-        self._commits: list[Commit] = []
-        self._placed_now: list[int] = []
-        self._returned: list[str] = []
         self._talking = False  # a message is on its way to the agent, or waits there for orders
         self._waits_with: RankUpdate | None = None
-        self._report_number = 0  # counts messages, so that an old timer does nothing
+        self._wakes_s = math.inf
+
+    @property
+    def placed_bytes(self) -> int:
+        return self.state.placed_bytes
 
     def join(self) -> None:
-        hello = RankHello(LOAD, 1, self.rank, 0, self._process, number=next(self._numbers))
-        self.node.ledger.join(hello, self.node.network.now_s)
-        self._report()
-
-    def _maybe_report(self) -> None:
-        """Report several results a message, as RankWork does, but at once when there is nothing else to do."""
-        if self._talking or self.left:
-            return
-        if self._finished:  # chunks fetched for others go with the last message; leases not begun are returned
-            self._returned += [lease.lease_id for lease in self._leases]
-            self._leases.clear()
-            if not self._requests:
-                self._report()
-            return
-        results = len(self._commits) + len(self._placed_now)
-        nothing_left = not (self._in_hand or self._unplaced)
-        if nothing_left or results >= self.node.rates.threads:
-            self._report()
-
-    def _report(self) -> None:
-        self._talking = True
-        self._report_number += 1
-        rates, leaving = self.node.rates, self._finished and not self._in_hand
-        idle = not (self._in_hand or self._unplaced or self._commits or self._placed_now)
-        update = RankUpdate(
-            LOAD,
-            1,
-            self.rank,
-            0,
-            self._process,
-            number=next(self._numbers),
-            committed=tuple(self._commits),
-            placed=tuple(self._placed_now),
-            returned=tuple(self._returned),
-            want_leases=0 if self._finished else max(0, 2 * rates.threads - self._in_hand),
-            wait_s=1.0 if idle and not leaving else 0.0,
-            leaving=leaving,
-        )
-        self._commits, self._placed_now, self._returned = [], [], []
-        self.node.network.after(rates.exchange_s, lambda: self._arrives(update))
-
-    def _arrives(self, update: RankUpdate) -> None:
-        node = self.node
-        orders, moved = node.ledger.exchange(update, node.network.now_s)
-        if update.leaving:
-            self.left = True
-            self._talking = False
-            node.finished_s = node.network.now_s
-        elif orders is None and update.wait_s:
-            self._waits_with = update
-        else:
-            self._obey(orders or Orders())
-        if moved:
-            node.notify()
+        node, hello = self.node, self.state.hello()
+        known = node.ledger.join(hello, node.network.now_s) is True
+        reply = JoinReply("", known=known, batch=node.ledger.batch(hello))
+        self.state.welcomed(hello, reply, node.network.now_s)
+        self._act()
 
     def poll(self) -> None:
         """Take the orders for a message that waits at the agent."""
         if self._waits_with is None:
             return
-        orders = self.node.ledger.orders_for(self._waits_with, self.node.network.now_s)
+        update = self._waits_with
+        orders = self.node.ledger.orders_for(update, self.node.network.now_s)
         if orders is not None:
             self._waits_with = None
-            self._obey(orders)
+            self._obey(update, orders)
 
-    def _obey(self, orders: Orders) -> None:
-        if orders.stop is not None:
-            raise orders.stop
+    def _act(self) -> None:
+        """Start the requests, the copy and the message that may start now."""
+        state, network, now_s = self.state, self.node.network, self.node.network.now_s
+        while (lease := state.next_lease(now_s)) is not None:
+            jitter = self.node.rates.jitter * (2 * self.node.chance.random() - 1)
+            network.after(self.node.rates.latency_s * (1 + jitter), self._request(lease))
+        if not state.copying and (chunks := state.next_chunks(PLACE_BATCH, now_s)):
+            sizes_bytes = {chunk: self._place_bytes[chunk] for chunk, _ in chunks}
+            copy_s = sum(sizes_bytes.values()) / self.node.rates.pcie_bytes_s
+            network.after(copy_s, lambda: self._copied(sizes_bytes))
+        if state.finished and not state.draining:
+            state.drain(now_s, finish=True)
+        if self._talking or self.left:
+            return
+        due_s = state.update_due_s
+        if due_s <= now_s:
+            self._send()
+        elif due_s < self._wakes_s:
+            self._wakes_s = due_s
+            network.at(due_s, self._wake)
+
+    def _wake(self) -> None:
+        self._wakes_s = math.inf
+        self._act()
+
+    # -- messages ----------------------------------------------------------------------------------------------
+
+    def _send(self) -> None:
+        self._talking = True
+        leaving = self.state.finished and self.state.drained
+        update = self.state.update(self.node.network.now_s, leaving=leaving)
+        self.node.network.after(self.node.rates.exchange_s, lambda: self._arrives(update))
+
+    def _arrives(self, update: RankUpdate) -> None:
+        node = self.node
+        orders, moved = node.ledger.exchange(update, node.network.now_s)
+        if orders is None and update.wait_s:
+            self._waits_with = update
+        else:
+            self._obey(update, orders or Orders())
+        if moved:
+            node.notify()
+
+    def _obey(self, update: RankUpdate, orders: Orders) -> None:
         self._talking = False
-        self._leases.extend(orders.leases)
-        self._readable.extend(orders.readable)
-        self._unplaced += len(orders.readable)
-        self._fetch()
-        self._place()
-        self._maybe_report()
-        if not self._talking and not self.left:
-            number = self._report_number
-            self.node.network.after(self.node.rates.heartbeat_s, lambda: self._heartbeat(number))
+        orders = replace(orders, requests=0)  # the number of requests is stated, not searched for
+        if self.state.answered(update, orders, self.node.network.now_s) is Next.LEFT:
+            self.left = True
+            self.node.finished_s = self.node.network.now_s
+        else:
+            self._act()
 
-    def _heartbeat(self, number: int) -> None:
-        if number == self._report_number and not self._talking and not self.left:
-            self._report()
+    # -- requests and copies -----------------------------------------------------------------------------------
 
-    def _fetch(self) -> None:
-        rates, network = self.node.rates, self.node.network
-        while self._leases and self._requests < rates.threads and not self._finished:
-            lease = self._leases.popleft()
-            self._requests += 1
-            latency_s = rates.latency_s * (1 + rates.jitter * (2 * self.node.chance.random() - 1))
-            network.after(latency_s, self._begins(lease))
-
-    def _begins(self, lease: LeaseOrder) -> Callable[[], None]:
-        size_bytes = self.node.sizes[lease.chunk]
+    def _request(self, lease: LeaseOrder) -> Callable[[], None]:
+        size_bytes, begun_s = self.node.sizes[lease.chunk], self.node.network.now_s
 
         def done() -> None:
-            self._requests -= 1
+            now_s = self.node.network.now_s
             self.fetched_bytes += size_bytes
-            self._commits.append(Commit(lease.lease_id, lease.chunk))
-            self._fetch()
-            self._maybe_report()
+            result = FetchedChunk(lease.lease_id, Commit(lease.lease_id, lease.chunk))
+            self.state.fetch_ended(result, size_bytes, now_s - begun_s, now_s)
+            self._act()
 
         return lambda: self.node.network.request(self.flows, size_bytes, done)
 
-    def _place(self) -> None:
-        if self._placing or not self._readable:
-            return
-        self._placing = True
-        chunks = [self._readable.popleft()[0] for _ in range(min(PLACE_BATCH, len(self._readable)))]
-        moved_bytes = sum(self._place_bytes[chunk] for chunk in chunks)
-        self.node.network.after(moved_bytes / self.node.rates.pcie_bytes_s, lambda: self._placed_chunks(chunks))
-
-    def _placed_chunks(self, chunks: list[int]) -> None:
-        self._placing = False
-        self._unplaced -= len(chunks)
-        self._placed += len(chunks)
-        self._placed_now += chunks
-        self.placed_bytes += sum(self._place_bytes[chunk] for chunk in chunks)
-        self._place()
-        self._maybe_report()
-
-    @property
-    def _in_hand(self) -> int:
-        return len(self._leases) + self._requests
-
-    @property
-    def _finished(self) -> bool:
-        return self._placed == len(self._place_bytes)
+    def _copied(self, sizes_bytes: dict[int, int]) -> None:
+        self.state.chunks_placed(sizes_bytes, self.node.network.now_s)
+        self._act()
 
 
 def place_bytes(plan: LoadPlan, rank: int) -> dict[int, int]:

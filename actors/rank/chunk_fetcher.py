@@ -1,12 +1,11 @@
-"""From a lease to a verified chunk: read, check the digest, try again, give up.
+"""Fetches leased chunks: reads, checks the digest, tries again, and at last reports a failure.
 
-The tries here are those of one worker; when they are used up the chunk goes back to the agent, which gives it to
-another worker or ends the load (`cluster.scheduling.retry` has both budgets).
+Tries are counted per lease. After the last one the chunk goes back to the agent, which leases it to another worker or
+ends the load (`cluster.scheduling.retry` has both budgets). Bytes that have arrived stay between tries, together with
+their running digest:
 
-One chunk on its way into memory, over all tries of one lease: what has arrived stays, with its running digest.
-
-try 1   |#########------------------|   the connection was reset: 9 bytes stand, hashed
-try 2            |##################|   asked for the rest only, of the same version
+    try 1   |#########------------------|   the connection was reset: 9 bytes are there, hashed
+    try 2            |##################|   requests the rest only, of the same version
 """
 
 from __future__ import annotations
@@ -14,11 +13,11 @@ from __future__ import annotations
 import contextlib
 import logging
 import random
-import threading
 import time
-from collections.abc import Callable, Sequence
-from dataclasses import dataclass, field, replace
+from collections.abc import Callable, Iterable, Sequence
+from dataclasses import dataclass, replace
 
+from actors.rank.state import FetchedChunk
 from cluster.messages import DISK_READ, DISK_UNUSABLE, Commit, FetchFailure, LeaseOrder
 from cluster.planning.packed_plan import SharedTables
 from cluster.scheduling.retry import Fail, cause_of, decide
@@ -166,16 +165,6 @@ _LOG = logging.getLogger("longshore.rank")
 _NOTABLE = ("digest_mismatch", "object_changed", "credentials_expired")  # worth a line, whatever comes of it
 
 
-@dataclass(frozen=True, slots=True)
-class FetchedChunk:
-    """How a lease ended: committed, failed, or (neither) handed back unused."""
-
-    lease_id: str
-    commit: Commit | None = None
-    failure: FetchFailure | None = None
-    retries: dict[str, int] = field(default_factory=dict)  # by cause
-
-
 class ChunkFetcher:
     """Carries out leases; thread-safe, one `StageClock` per thread."""
 
@@ -184,16 +173,16 @@ class ChunkFetcher:
         self._store = store
         self._tables = tables
         self._attempts = attempts
-        self._stopped = threading.Event()
-        self._finishes = False  # after `stop`, chunks of which something has arrived are fetched to their end
-        self._closed: set[str] = set()
+        self._overtaken: set[str] = set()  # leases whose chunk another lease has brought
         self._limits = ReadLimits()
         self._running: dict[str, tuple[int, ReadLimit]] = {}  # lease id -> chunk, and what ends its read
         self._about = about or LogFields()
         self._clocks: list[StageClock] = []
         self._disk: DiskReader | None = None
-        # How a thread waits for another try: (cause, seconds, something has arrived). Ends early when none is to come.
-        self.pause: Callable[[str, float, bool], object] = lambda _, delay_s, begun: self._stopped.wait(delay_s)
+        # Waits for another try: (cause, seconds, a part has arrived). May return early.
+        self.pause: Callable[[str, float, bool], object] = lambda _, delay_s, arrived: time.sleep(delay_s)
+        # Whether no further try may start: (lease id, a part has arrived).
+        self.is_void: Callable[[str, bool], bool] = lambda _, arrived: False
 
     def clock(self) -> StageClock:
         """A clock for the calling thread."""
@@ -201,18 +190,15 @@ class ChunkFetcher:
         self._clocks.append(clock)
         return clock
 
-    def stop(self, *, at_once: bool = False, finish: bool = False) -> None:
-        """No new try begins. A read that is under way ends by itself, or `at_once`.
-
-        `finish`: tries go on for chunks of which something has arrived, so that nobody fetches that again.
-        """
-        self._finishes = finish
-        self._stopped.set()
-        if at_once:
+    def end_reads(self, lease_ids: Iterable[str] | None = None) -> None:
+        """End the reads of these leases, or all, at once. Those that `is_void` are returned unused."""
+        if lease_ids is None:
             self._limits.end_all()
-
-    def restart(self) -> None:
-        self._stopped.clear()
+            return
+        for lease_id in lease_ids:
+            _, limit = self._running.get(lease_id, (0, None))
+            if limit is not None:
+                limit.end()
 
     def close(self) -> None:
         """Deadlines are watched no more: call it when nothing is fetched any more. Idempotent."""
@@ -227,14 +213,6 @@ class ChunkFetcher:
         if path:
             with contextlib.suppress(DiskTierError):  # then they come from the store
                 self._disk = DiskReader(path)
-
-    def close_leases(self, lease_ids: set[str]) -> None:
-        """These leases are void: whoever works on one stops at once and hands it back."""
-        self._closed |= lease_ids
-        for lease_id in lease_ids:
-            _, limit = self._running.get(lease_id, (0, None))
-            if limit is not None:
-                limit.end()
 
     def fetch(self, lease: LeaseOrder, parts: Sequence[memoryview], clock: StageClock) -> FetchedChunk:
         """Fill `parts`, which together have the chunk's size. Never raises for what a store or a disk can do."""
@@ -253,7 +231,7 @@ class ChunkFetcher:
 
     def _from_disk(self, lease: LeaseOrder, parts: Sequence[memoryview], clock: StageClock) -> str:
         """DISK_READ: the chunk stands in `parts`, verified. Else what to say of the disk; the store has it too."""
-        if not lease.on_disk or self._is_void(lease):
+        if not lease.on_disk or self._ends(lease, False):
             return ""
         chunks, begun_s = self._tables.chunks, time.monotonic()
         digest = chunks.digest(lease.chunk)
@@ -272,17 +250,17 @@ class ChunkFetcher:
     def _fetch(self, lease: LeaseOrder, read: ChunkRead, limit: ReadLimit, disk: str) -> FetchedChunk:
         retries = {"disk_unusable": 1} if disk == DISK_UNUSABLE else {}
         tries = in_vain = 0  # in vain: it brought no byte more
-        while not self._is_void(lease, read):
+        while not self._ends(lease, read.arrived_bytes > 0):
             tries += 1
             before_bytes = read.arrived_bytes
             try:
                 read.read()
-                self._close_others(lease)
+                self._overtake(lease)
                 commit = Commit(lease.lease_id, lease.chunk, read.spans(), disk)
                 return FetchedChunk(lease.lease_id, commit, None, retries)
             except LongshoreError as failed:
                 error = failed
-            if isinstance(error, ReadEnded) and self._is_void(lease, read):
+            if isinstance(error, ReadEnded) and self._ends(lease, read.arrived_bytes > 0):
                 break
             in_vain += read.arrived_bytes <= before_bytes
             cause = cause_of(error)
@@ -300,14 +278,16 @@ class ChunkFetcher:
             self.pause(cause, decision.delay_s, read.arrived_bytes > 0)
         return FetchedChunk(lease.lease_id, retries=retries)
 
-    def _close_others(self, lease: LeaseOrder) -> None:
-        """The chunk is there by this lease: a slower one on it has nothing to bring, whatever the agent will say."""
+    def _overtake(self, lease: LeaseOrder) -> None:
+        """The chunk is there by this lease: end the reads of slower ones, without waiting for the agent to say so."""
         running = self._running.copy()  # in one step
-        self.close_leases({other for other, (chunk, _) in running.items() if chunk == lease.chunk} - {lease.lease_id})
+        others = {other for other, (chunk, _) in running.items() if chunk == lease.chunk} - {lease.lease_id}
+        self._overtaken |= others
+        self.end_reads(others)
 
-    def _is_void(self, lease: LeaseOrder, read: ChunkRead | None = None) -> bool:
-        goes_on = self._finishes and read is not None and read.arrived_bytes > 0
-        return lease.lease_id in self._closed or (self._stopped.is_set() and not goes_on)
+    def _ends(self, lease: LeaseOrder, arrived: bool) -> bool:
+        """Whether the lease is returned unused, without another try."""
+        return lease.lease_id in self._overtaken or self.is_void(lease.lease_id, arrived)
 
     def _described(self, error: LongshoreError, chunk: int) -> LongshoreError:
         shard = self._tables.shards[self._tables.chunks.shard[chunk]]

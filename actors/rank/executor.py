@@ -33,12 +33,12 @@ from dataclasses import dataclass, replace
 from actors.devices.cpu_device import PROCESS_MEMORY
 from actors.devices.device import Device
 from actors.links import AgentLink
-from actors.node.chunk_sources import by_source, source_of
 from actors.rank.chunk_fetcher import ChunkFetcher
 from actors.rank.chunk_placer import ChunkPlacer
-from actors.rank.rank_work import RankWork, Results
+from actors.rank.rank_work import RankWork
+from actors.rank.state import Next, RankIdentity, RankState
 from cluster.errors import ClusterLost, LoadCancelled
-from cluster.messages import DIRECT, Orders, RankHello, RankJob, RankUpdate, Words
+from cluster.messages import DIRECT, RankJob, RankUpdate, Words
 from cluster.planning.packed_plan import unpack_shared
 from cluster.planning.plan import RankPlan
 from cluster.telemetry.logs import LogFields
@@ -106,7 +106,7 @@ class ArenaMaps:
         """The user may read and write the arena, by this agent's word."""
         self._claims[user] = (path, agent)
 
-    def let_go(self, user: int) -> None:
+    def release(self, user: int) -> None:
         """The user touches no arena any more."""
         self._claims.pop(user, None)
 
@@ -186,27 +186,27 @@ class RankMeter:
             self._cpu = CpuClock()
 
     def stats(
-        self, every_s: float, work: RankWork, fetcher: ChunkFetcher, placer: ChunkPlacer, *, last: bool
+        self, every_s: float, state: RankState, fetcher: ChunkFetcher, placer: ChunkPlacer, *, last: bool
     ) -> RankStats | None:
         """For the agent; None when it was told less than `every_s` ago, and this is not the `last` time."""
         now_s = time.monotonic()
         if now_s - self._told_s < every_s and not last:
             return None
         self._told_s = now_s
-        return RankStats(_stages(work, fetcher, placer), 0 if last else work.working, work.requests)
+        return RankStats(_stages(state, fetcher, placer), 0 if last else state.working, state.requests)
 
     def report(
         self,
         job: RankJob,
         plan: RankPlan,
         device: Device,
-        work: RankWork,
+        state: RankState,
         fetcher: ChunkFetcher,
         placer: ChunkPlacer,
     ) -> RankReport:
         """The rank has placed everything just now."""
         now_s = time.monotonic()
-        first_s = work.first_work_s or now_s
+        first_s = state.first_work_s or now_s
         self._memory.sample()
         return RankReport(
             rank=job.rank,
@@ -218,7 +218,7 @@ class RankMeter:
             size_bytes=plan.size_bytes,
             device_bytes=device.held_bytes,
             bytes_by_device=plan.bytes_by_device,
-            stages=_stages(work, fetcher, placer),
+            stages=_stages(state, fetcher, placer),
             peak_host_bytes=self._memory.peak_bytes,
             start_s=first_s - self.started_s,
             load_s=now_s - first_s,
@@ -226,9 +226,9 @@ class RankMeter:
             cpu_s=self._cpu.process_s() if self._cpu else 0.0,
             host_busy=self._cpu.host_busy() if self._cpu else 0.0,
             cpus=usable_cpus(),
-            requests=work.requests,
-            peak_requests=work.peak_requests,
-            throttles=work.throttles,
+            requests=state.requests,
+            peak_requests=state.peak_requests,
+            throttles=state.throttles,
             converted_tensors=placer.staging.converted,
             converted_bytes=sum(each.source.filled_bytes for each in plan.staged),
             peak_staging_bytes=placer.staging.peak_bytes,
@@ -236,9 +236,9 @@ class RankMeter:
         )
 
 
-def _stages(work: RankWork, fetcher: ChunkFetcher, placer: ChunkPlacer) -> StageTimes:
+def _stages(state: RankState, fetcher: ChunkFetcher, placer: ChunkPlacer) -> StageTimes:
     """Where the time went so far. Other threads go on counting meanwhile."""
-    spent = work.fetch_time
+    spent = state.fetch_time
     return replace(
         fetcher.stage_times(placer.total),
         place_fetching_s=placer.fetching_s,
@@ -272,7 +272,6 @@ class RankLoader:
         """`device`: the rank's, or what makes it when the plan is there."""
         self._link = link
         self._job = job
-        self._process = ProcessId.current()
         self._store = store or open_store(job.store.ref, job.store.credentials, read_timeout_s=job.fetch.read_timeout_s)
         self._meter = RankMeter()
         self._tables = unpack_shared(job.shared)
@@ -281,15 +280,22 @@ class RankLoader:
         self._placer = ChunkPlacer(self._device, self.plan, self._tables)
         if self.plan.staged and self._device.receives:  # (a GPU's thread imports it anyway)
             self._meter.import_torch()
-        self._direct = () if job.placement == "via_arena" else self._placer.direct_chunks()
+        direct = () if job.placement == "via_arena" else self._placer.direct_chunks()
         about = LogFields(job.load_id, job.attempt, job.rank)
         self._fetcher = ChunkFetcher(self._store, self._tables, job.fetch.attempts, about)
         choose = self._placer.staging.choose if self.plan.staged else None
-        self._work = RankWork(self._fetcher, len(self.plan.chunk_ids), job.fetch.threads, choose)
-        self._sources: dict[int, str] = {}  # of each chunk that was fetched here
+        self.state = RankState(
+            RankIdentity(job.load_id, job.attempt, job.rank, job.incarnation, ProcessId.current()),
+            len(self.plan.chunk_ids),
+            job.fetch.threads,
+            _MESSAGE_NUMBERS,
+            heartbeat_s=job.fetch.heartbeat_s,
+            direct=direct,
+            choose=choose,
+        )
+        self._work = RankWork(self.state, self._fetcher)
         self._threads = LoaderThreads(job.rank, self.cancel)  # the place thread and the fetch threads
         self._arena: Arena | None = None
-        self._joined = False  # the agent may hold slots for this rank
 
     @property
     def started_s(self) -> float:
@@ -307,7 +313,7 @@ class RankLoader:
             self._threads.start(self._place_loop, "place")
             self._exchange_loop()
             self._placer.finish()
-            report = self._meter.report(self._job, self.plan, self._device, self._work, self._fetcher, self._placer)
+            report = self._meter.report(self._job, self.plan, self._device, self.state, self._fetcher, self._placer)
         except BaseException as error:
             empty_frames(error)
             self._end(failed=True)
@@ -322,15 +328,15 @@ class RankLoader:
     # -- the conversation with the agent -----------------------------------------------------------------------
 
     def _join(self, patience_s: float = AGENT_GONE_S) -> None:
-        """Introduce this rank, which uses nothing of the arena now. Raises ClusterLost, or why the load is over."""
-        PROCESS_ARENAS.let_go(id(self))  # by no agent's word any more
+        """Introduce this rank to the agent. Raises ClusterLost, or the error that ends the load."""
+        self._work.drain()
+        PROCESS_ARENAS.release(id(self))  # no agent grants it access now
         give_up_s = time.monotonic() + patience_s
         while True:
+            hello = self._work.hello(PROCESS_ARENAS.words(but=id(self)))
             try:
-                self._joined = True
-                reply = self._link.join(self._hello())
-                if reply.stop is not None:
-                    raise reply.stop
+                reply = self._link.join(hello)
+                self._work.welcomed(hello, reply)
                 if reply.known:
                     break
                 lost = ClusterLost("the node's agent does not know this load", load=self._job.load_id)
@@ -339,7 +345,6 @@ class RankLoader:
             if time.monotonic() > give_up_s:
                 raise lost
             self._work.sleep(0.1)
-        self._work.batch = reply.batch
         self._fetcher.use_disk(reply.disk_path)
         PROCESS_ARENAS.claim(id(self), reply.arena_path, reply.agent)
         if self._arena is None or self._arena.epoch != reply.arena_epoch:
@@ -348,23 +353,17 @@ class RankLoader:
             self._device.attach_arena(self._arena.data())
 
     def _exchange_loop(self) -> None:
+        """Return when every chunk is placed and the agent knows it, or will not come back."""
         while True:
-            if not self._work.idle:
-                self._work.wait(self._job.fetch.heartbeat_s)
-            finished = self._work.finished
-            # What it fetches for others is told, not left to a deadline; the agent may say that it is not wanted.
-            leaving = finished and self._work.drain(self._job.fetch.heartbeat_s, finish=True)
+            update = self._update(leaving=self._work.wait_for_update())
             try:
-                orders = self._link.exchange(self._update(self._work.take_results(), leaving=leaving))
-                agent_knows = not orders.rejoin
+                orders = self._link.exchange(update)
             except ClusterLost:
-                orders, agent_knows = Orders(), False
-            if leaving:
-                if agent_knows or orders.stop is not None:
-                    self._joined = False
-                    if isinstance(orders.stop, IntegrityError):
-                        raise orders.stop  # the last chunk of an object told that it is damaged
-                    return
+                orders = None
+            after = self._work.answered(update, orders)
+            if after is Next.LEFT:
+                return
+            if after is Next.REJOIN and update.leaving:
                 # A restarted agent must learn that this rank needs nothing, or it keeps chunks for it. But the bytes
                 # are placed, so a load does not fail for it.
                 try:
@@ -373,67 +372,17 @@ class RankLoader:
                     raise
                 except LongshoreError:
                     return
-                continue
-            if finished:  # it only waits for what it fetches for others
-                if orders.stop is not None:
-                    self._work.abandon()  # nobody wants that; the last message will be told so again
-                elif agent_knows:
-                    self._take(orders)
-                continue
-            if orders.stop is not None:
-                raise orders.stop
-            if agent_knows:
-                self._take(orders)
-            else:
-                self._work.drain()
-                self._work.forget_leases()
+            elif after is Next.REJOIN:
                 self._join()
+            elif orders is not None:
+                while len(self._threads) - 1 < self._work.fetch_threads():
+                    self._threads.start(self._fetch_loop, f"fetch-{len(self._threads) - 1}")
+                self._meter.sample(at_work=self.state.first_work_s is not None)
 
-    def _take(self, orders: Orders) -> None:
-        self._work.take(orders)
-        while len(self._threads) - 1 < self._work.fetch_threads():
-            self._threads.start(self._fetch_loop, f"fetch-{len(self._threads) - 1}")
-        self._meter.sample(at_work=self._work.first_work_s is not None)
-
-    def _hello(self) -> RankHello:
-        job = self._job
-        return RankHello(
-            job.load_id,
-            job.attempt,
-            job.rank,
-            job.incarnation,
-            self._process,
-            placed=self._work.placed_chunks(),
-            direct=self._direct,
-            fetched=by_source(self._sources),
-            number=next(_MESSAGE_NUMBERS),
-            others=PROCESS_ARENAS.words(but=id(self)),
-        )
-
-    def _update(self, results: Results, *, leaving: bool) -> RankUpdate:
-        job, fetched, now_s = self._job, results.fetched, time.monotonic()
-        idle = self._work.idle and not (fetched or results.placed)
-        return RankUpdate(
-            job.load_id,
-            job.attempt,
-            job.rank,
-            job.incarnation,
-            self._process,
-            number=next(_MESSAGE_NUMBERS),
-            committed=tuple(result.commit for result in fetched if result.commit is not None),
-            failed=tuple(result.failure for result in fetched if result.failure is not None),
-            placed=tuple(results.placed),
-            returned=tuple(r.lease_id for r in fetched if r.commit is None and r.failure is None),
-            want_leases=0 if leaving else self._work.want_leases(),
-            wait_s=job.fetch.heartbeat_s if idle and not leaving else 0.0,
-            placed_bytes=self._work.placed_bytes,
-            retries=dict(results.retries),
-            requests=tuple((size_bytes, took_s, now_s - ended_s) for size_bytes, took_s, ended_s in results.requests),
-            throttled=results.throttled,
-            leaving=leaving,
-            others=PROCESS_ARENAS.words(but=id(self)) if leaving else (),
-            stats=self._meter.stats(job.fetch.heartbeat_s, self._work, self._fetcher, self._placer, last=leaving),
-        )
+    def _update(self, *, leaving: bool) -> RankUpdate:
+        others = PROCESS_ARENAS.words(but=id(self)) if leaving else ()
+        stats = self._meter.stats(self._job.fetch.heartbeat_s, self.state, self._fetcher, self._placer, last=leaving)
+        return self._work.update(leaving=leaving, others=others, stats=stats)
 
     # -- threads -----------------------------------------------------------------------------------------------
 
@@ -447,8 +396,6 @@ class RankLoader:
             result = self._fetcher.fetch(lease, parts, clock)
             for part in parts:
                 part.release()
-            if result.commit is not None:
-                self._sources[chunk] = source_of(lease.lease_id, result.commit.disk)
             placed_bytes = 0
             if result.commit is not None and direct:
                 placed_bytes = self._placer.wanted_bytes(chunk)
@@ -479,12 +426,12 @@ class RankLoader:
             if failed:
                 self._device.free()
             self._close_arena()
-            if self._joined:
+            if self.state.may_hold_slots:
                 # Unsaid, the slots would stay fenced for as long as this process lives. Said in vain, they do.
                 with contextlib.suppress(Exception):
-                    self._link.exchange(self._update(self._work.take_results(), leaving=True))
+                    self._link.exchange(self._update(leaving=True))
         finally:
-            PROCESS_ARENAS.let_go(id(self))
+            PROCESS_ARENAS.release(id(self))
             self._store.close()
 
     def _close_arena(self) -> None:

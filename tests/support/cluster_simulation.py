@@ -555,7 +555,7 @@ class ClusterSimulation:
             assert held.load.load_id == record.model_id
             assert held.rank == rank
             needed = set(needs_of(self.models[record.request.uri], record.request)[rank])
-            assert held.placed == needed, f"rank {rank} is READY, and has {held.placed} of {needed}"
+            assert held.state.placed == needed, f"rank {rank} is READY, and has {held.state.placed} of {needed}"
 
     def settle(self) -> None:
         """No more faults: every load that is wanted ends READY, or in an error that is justified."""
@@ -621,7 +621,7 @@ class ClusterSimulation:
         for hosting in self.hostings:
             rank = hosting.rank
             if not hosting.is_over:
-                found.append(f"{rank.load.load_id} begun={rank.load.begun} joined={rank.joined} {rank.error!r}")
+                found.append(f"{rank.load.load_id} begun={rank.load.begun} joined={rank.state.joined} {rank.error!r}")
         for node in self.hosts:
             if node.agent is not None:
                 found.append(f"{node.host} {list(node.ledger._loads)} {node.cache.stats()}")

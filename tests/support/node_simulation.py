@@ -1,11 +1,11 @@
 """A node without threads, processes and a network: loads, ranks that misbehave, a coordinator, slots with contents.
 
     NodeSimulation -- begin, rank_lost, end --> NodeLedger (real) on a ChunkCache (real) over a journal
-    SimRank --------- hello, exchange --------> the same; writes and reads `memory`, as a process would the arena
+    SimRank (round a real RankState) -- hello, exchange --> the same
+                                     -- write, place -----> `memory`, as a process uses the arena
 
-Every method is one event. What must always hold is asserted where it could break: a rank that reads finds the chunk it
-was told of; nobody writes where somebody may read; a process that does its duty is never killed. A SimRank does what
-`actors.rank.executor.RankLoader` does, one step at a time.
+Every method is one event. Laws are asserted where they could break: a rank that reads finds the chunk that the agent
+granted; nobody writes where somebody may read; a process that does its duty is never killed.
 """
 
 from __future__ import annotations
@@ -15,17 +15,17 @@ import pickle
 import random
 from collections import Counter
 from collections.abc import Iterable, Mapping, Sequence
-from dataclasses import dataclass, field
+from dataclasses import dataclass, field, replace
 
 import numpy as np
 from numpy.typing import NDArray
 
-from actors.node.chunk_sources import STORE, by_source
 from actors.node.node_ledger import NodeLedger
+from actors.rank.state import FetchedChunk, Next, RankIdentity, RankState
 from cluster.errors import LoadCancelled
 from cluster.fit.needs import min_slots
 from cluster.layouts.mesh import Layout
-from cluster.messages import Commit, FetchFailure, LeaseOrder, NodeJob, Orders, RankHello, RankUpdate
+from cluster.messages import Commit, FetchFailure, JoinReply, LeaseOrder, NodeJob, Orders, RankHello, RankUpdate
 from cluster.planning.cut_model import CutModel
 from cluster.planning.packed_plan import SharedTables
 from cluster.telemetry.stats import NodeReport
@@ -38,6 +38,7 @@ from storage.host.processes import ProcessId
 CHUNK_BYTES = 8
 DEADLINE_S = 10.0
 CHUNK_ATTEMPTS = 3
+MOST_REQUESTS = 16
 
 
 NOTHING = np.empty(0, np.int32)
@@ -127,30 +128,23 @@ class SimLoad:
 
 
 class SimRank:
-    """One process with one rank in it."""
+    """One process with one rank in it: the real `RankState`, and everything round it as single events."""
 
     def __init__(self, node: NodeSimulation, load: SimLoad, rank: int, incarnation: int) -> None:
         self.node, self.load, self.rank, self.incarnation = node, load, rank, incarnation
         self.process = ProcessId(next(node.pids), 1)
         self.needed = set(load.needs[rank])
+        identity = RankIdentity(load.load_id, load.attempt, rank, incarnation, self.process)
+        self.state = RankState(identity, len(self.needed), MOST_REQUESTS, itertools.count(1), choose=self._choose)
         self.alive = True
         self.asleep = False
-        self.joined = False
         self.has_joined = False  # any agent: it maps the arena
         self.left = False  # its run has ended
         self.error: LongshoreError | None = None
-        self.numbers = itertools.count(1)
-        self.leases: list[LeaseOrder] = []  # not begun, or being written
-        self.writing: dict[str, LeaseOrder] = {}
-        self.closed: set[str] = set()
-        self.readable: list[tuple[int, int]] = []
-        self.placed: set[int] = set()
-        self.sources: dict[int, str] = {}
-        self.committed: list[Commit] = []
-        self.failed: list[FetchFailure] = []
-        self.returned: list[str] = []
-        self.placed_now: list[int] = []
+        self.copying: list[tuple[int, int]] = []
         self.waits_with: RankUpdate | None = None
+        self._begun_s: dict[str, float] = {}  # by lease
+        self._which = 0
 
     @property
     def works(self) -> bool:
@@ -158,65 +152,93 @@ class SimRank:
 
     @property
     def owes_an_answer(self) -> bool:
-        """It has something of the arena in hand, or has not said that it has not."""
-        unsaid = self.leases or self.committed or self.failed or self.returned
-        return not self.left and bool(unsaid or not self.joined)
+        """It has something of the arena in hand, or has not reported that it has not."""
+        unsaid = self.leases or self.state.results.fetched or self.finished
+        return not self.left and bool(unsaid or not self.state.joined)
 
     @property
     def finished(self) -> bool:
-        return self.placed == self.needed
+        return self.state.placed == self.needed
+
+    @property
+    def leases(self) -> list[LeaseOrder]:
+        """Those that are being written, then those that have not begun."""
+        return [] if self.left else [*self.state.begun.values(), *self.state.leases]
+
+    @property
+    def readable(self) -> list[tuple[int, int]]:
+        """(chunk, slot) that it reads, or is going to read."""
+        return [] if self.left else [*self.copying, *self.state.readable.items()]
+
+    @property
+    def commits(self) -> int:
+        """Commits that it has not reported."""
+        return sum(result.commit is not None for result in self.state.results.fetched)
 
     # -- the arena ---------------------------------------------------------------------------------------------
 
-    def begin_write(self, index: int = 0) -> None:
-        unbegun = [lease for lease in self.leases if lease.lease_id not in self.writing]
-        if unbegun:
-            lease = unbegun[index % len(unbegun)]
-            self.writing[lease.lease_id] = lease
+    def begin_write(self) -> None:
+        """Begin with the next lease; one that the agent has closed is returned."""
+        lease = self.state.next_lease(self.node.now_s)
+        if lease is None:
+            return
+        if self.state.is_void(lease.lease_id, False):
+            self.state.fetch_ended(FetchedChunk(lease.lease_id), 0, 0.0, self.node.now_s)
+        else:
+            self._begun_s[lease.lease_id] = self.node.now_s
             self.node.write(self, lease.slot, ("half of", lease.lease_id))
 
-    def end_write(self, error: LongshoreError | None = None, index: int = 0) -> None:
-        """The bytes are there, or the try has failed; a closed lease may be committed all the same."""
-        if not self.writing:
+    def end_write(self, error: LongshoreError | None = None, index: int = 0, *, at_once: bool = False) -> None:
+        """The bytes are there, or the last try has failed; a closed lease may be committed all the same.
+
+        `at_once`: the chunk is placed too, out of the leased slot.
+        """
+        begun = list(self.state.begun.values())
+        if not begun:
             return
-        lease = list(self.writing.values())[index % len(self.writing)]
-        self._drop(lease)
+        lease, placed_bytes = begun[index % len(begun)], 0
         if error is None:
             self.node.write(self, lease.slot, self.load.model.content(lease.chunk))
             self.node.fetched[self.load.model, lease.chunk] += 1
-            self.committed.append(Commit(lease.lease_id, lease.chunk))
-            self.sources[lease.chunk] = STORE
+            result = FetchedChunk(lease.lease_id, Commit(lease.lease_id, lease.chunk))
+            placed_bytes = CHUNK_BYTES if at_once and lease.chunk in self.needed else 0
         else:
             self.node.write(self, lease.slot, ("rubbish of", lease.lease_id))
-            self.failed.append(FetchFailure(lease.lease_id, lease.chunk, error, 1))
+            result = FetchedChunk(lease.lease_id, failure=FetchFailure(lease.lease_id, lease.chunk, error, 1))
+        took_s = self.node.now_s - self._begun_s.pop(lease.lease_id)
+        self.state.fetch_ended(result, CHUNK_BYTES, took_s, self.node.now_s, placed_bytes)
+
+    def begin_place(self, index: int = 0) -> None:
+        """Begin to copy a readable chunk, when no copy is under way."""
+        if not self.copying:
+            self._which = index
+            self.copying = self.state.next_chunks(1, self.node.now_s)
+            self._check_copied()
+
+    def end_place(self) -> None:
+        self._check_copied()
+        copied, self.copying = self.copying, []
+        self.state.chunks_placed({chunk: CHUNK_BYTES for chunk, _ in copied}, self.node.now_s)
 
     def place(self, index: int = 0) -> None:
-        if self.readable:
-            chunk, slot = self.readable.pop(index % len(self.readable))
+        self.begin_place(index)
+        self.end_place()
+
+    def _check_copied(self) -> None:
+        for chunk, slot in self.copying:
             found = self.node.memory[slot]
             assert found == self.load.model.content(chunk), f"slot {slot} has {found}, not chunk {chunk}"
             assert chunk in self.needed
-            assert chunk not in self.placed, f"chunk {chunk} was told twice"
-            self.placed.add(chunk)
-            self.placed_now.append(chunk)
 
-    def _drop(self, lease: LeaseOrder) -> None:
-        self.leases.remove(lease)
-        self.writing.pop(lease.lease_id, None)
-
-    def give_back_closed(self) -> None:
-        """Leases that the agent closed and that are not being written."""
-        for lease in list(self.leases):
-            if lease.lease_id in self.closed and lease.lease_id not in self.writing:
-                self._drop(lease)
-                self.returned.append(lease.lease_id)
+    def _choose(self, chunks: Iterable[int], most: int) -> list[int]:
+        found = list(chunks)
+        return [found[self._which % len(found)]]
 
     def drain(self) -> None:
         """Nothing of the arena is in use after this."""
-        while self.writing:
+        self.state.drain(self.node.now_s)
+        while self.state.begun:
             self.end_write()
-        self.returned += [lease.lease_id for lease in self.leases]
-        self.leases.clear()
         while self.readable:
             self.place()
 
@@ -224,106 +246,76 @@ class SimRank:
 
     def say_hello(self, fate: str = "arrives") -> None:
         self.drain()
-        self.committed, self.failed, self.returned, self.placed_now = [], [], [], []
-        self.closed.clear()
         self.waits_with = None
-        self.joined = False
-        hello = RankHello(
-            self.load.load_id,
-            self.load.attempt,
-            self.rank,
-            self.incarnation,
-            self.process,
-            tuple(sorted(self.placed)),
-            next(self.numbers),
-            fetched=by_source(self.sources),
-        )
+        hello = self.state.hello()
         answer = self.node.deliver(hello, fate)
-        if isinstance(answer, LongshoreError):
-            self._end(answer)
-        elif answer is True:
-            self.joined = self.has_joined = True
+        if answer is None:
+            return
+        known = answer is True
+        stop = answer if isinstance(answer, LongshoreError) else None
+        try:
+            batch = self.node.ledger.batch(hello) if known else 1
+            self.state.welcomed(hello, JoinReply("", known=known, stop=stop, batch=batch), self.node.now_s)
+            self.has_joined |= self.state.joined
+        except LongshoreError as error:
+            self._end(error)
 
-    def exchange(self, fate: str = "arrives", want: int = 3, wait: bool = False, *, cancel: bool = False) -> None:
-        if not self.joined:
+    def exchange(
+        self, fate: str = "arrives", want: int | None = 3, wait: bool = False, *, cancel: bool = False
+    ) -> None:
+        """Send one message. `want`: leases; None: as many as the rank wants. `wait`: the agent may hold the answer."""
+        if cancel:
+            return self._end(LoadCancelled("cancelled"))
+        if not self.state.joined:
             return self.say_hello(fate)
         if self.waits_with is not None:
             return self.poll()
-        leaving = self.finished or cancel
-        if leaving:
-            self.drain()
-        update = RankUpdate(
-            self.load.load_id,
-            self.load.attempt,
-            self.rank,
-            self.incarnation,
-            self.process,
-            next(self.numbers),
-            committed=tuple(self.committed),
-            failed=tuple(self.failed),
-            placed=tuple(self.placed_now),
-            returned=tuple(self.returned),
-            want_leases=0 if leaving else want,
-            wait_s=1.0 if wait else 0.0,
-            placed_bytes=len(self.placed),
-            leaving=leaving,
-        )
-        self.committed, self.failed, self.returned, self.placed_now = [], [], [], []
+        if self.finished and not self.state.draining:
+            self.state.drain(self.node.now_s, finish=True)
+        leaving = self.finished and self.state.drained
+        update = self.state.update(self.node.now_s, leaving=leaving)
+        if want is not None and not self.finished:
+            update = replace(update, want_leases=want)
         answer = self.node.deliver(update, fate)
-        if cancel:
-            return self._end(LoadCancelled("cancelled"))
-        if isinstance(answer, Orders):
-            self._obey(answer, leaving)
-            if self.joined and wait and answer == Orders() and not (leaving or self.leases or self.readable):
-                self.waits_with = update
+        if wait and answer == Orders() and not (leaving or self.leases or self.readable):
+            self.waits_with = update
         else:
-            self.joined = False  # it will drain and say hello
+            self._obey(update, answer if isinstance(answer, Orders) else None)
 
     def poll(self) -> None:
         """The agent holds the answer back until there is one."""
         update, self.waits_with = self.waits_with, None
         if update is not None and self.works:
-            self._obey(self.node.ledger.orders_for(update, self.node.now_s) or Orders(), False)
+            self._obey(update, self.node.ledger.orders_for(update, self.node.now_s) or Orders())
 
-    def _obey(self, orders: Orders, leaving: bool) -> None:
-        if leaving and not orders.rejoin:
-            return self._end(None)
-        if orders.stop is not None:
-            return self._end(orders.stop)
-        if orders.rejoin:
-            self.joined = False
-            return None
-        for lease in orders.leases:
+    def agent_is_gone(self) -> None:
+        """Its next message, or the one that waits, is lost with the agent."""
+        if self.alive and self.state.joined and not self.left:
+            update, self.waits_with = self.waits_with or self.state.update(self.node.now_s), None
+            self._obey(update, None)
+
+    def _obey(self, update: RankUpdate, orders: Orders | None) -> None:
+        for lease in () if orders is None else orders.leases:
             self.node.check_unread(lease.slot)
-        self.leases += orders.leases
-        self.closed |= set(orders.closed_leases)
-        self.readable += [pair for pair in orders.readable]
-        return None
+        try:
+            if self.state.answered(update, orders, self.node.now_s) is Next.LEFT:
+                self._end(None)
+        except LongshoreError as error:
+            self._end(error)
 
     def _end(self, error: LongshoreError | None) -> None:
-        """What `RankLoader._end` does: nothing in use, and the agent is told so."""
+        """`RankLoader._end`: nothing is in use, and the agent learns it."""
         if error is None:
             if self.load.placements.get(self.rank) is self:
                 self.load.done.add(self.rank)
         else:
-            while self.writing:
+            self.state.stop(error)
+            while self.state.begun:
                 self.end_write()
-            farewell = RankUpdate(
-                self.load.load_id,
-                self.load.attempt,
-                self.rank,
-                self.incarnation,
-                self.process,
-                next(self.numbers),
-                committed=tuple(self.committed),
-                failed=tuple(self.failed),
-                placed=tuple(self.placed_now),
-                returned=(*self.returned, *(lease.lease_id for lease in self.leases)),
-                leaving=True,
-            )
-            self.leases, self.readable = [], []
-            self.node.deliver(farewell, "arrives")
-        self.error, self.left, self.joined = error, True, False
+            self.copying = []
+            if self.state.may_hold_slots:
+                self.node.deliver(self.state.update(self.node.now_s, leaving=True), "arrives")
+        self.error, self.left = error, True
 
 
 class NodeSimulation:
@@ -452,9 +444,7 @@ class NodeSimulation:
             load.begun = False
             load.left_before |= bool(load.done)
         for rank in self.ranks:
-            rank.waits_with = None
-            if rank.alive and rank.joined:
-                rank.joined = False
+            rank.agent_is_gone()
 
     def add_ready(self, ready_slots: int) -> None:
         self.ready_slots = max(self.ready_slots, min(ready_slots, self.slot_count))
@@ -527,7 +517,6 @@ class NodeSimulation:
         """All that a healthy rank does between two messages, and the message."""
         if not rank.works:
             return
-        rank.give_back_closed()
         while rank.leases:
             rank.begin_write()
             rank.end_write()

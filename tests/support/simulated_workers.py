@@ -66,7 +66,7 @@ class SimHost(NodeSimulation):
         self.now_s = self.cluster.clock.now_s
 
     def in_flight_at_fault(self, rank: SimRank) -> None:
-        self.spare_fetches += len(rank.leases) + len(rank.committed)
+        self.spare_fetches += len(rank.leases) + rank.commits
 
     def mapping(self) -> list[SimRank]:
         """Those that have left too: a worker keeps its mapping for the next load. A program of a user's does not."""
@@ -350,7 +350,7 @@ class SimHosting:
             rank._end(ClusterLost("the node's agent does not answer"))
             return
         try:
-            if not rank.joined:
+            if not rank.state.joined:
                 self.node.begin(rank.load)
             elif self.node.agent is not None and self.node.agent.version != VERSION:
                 raise VersionMismatch("the node's agent runs another version")
@@ -375,14 +375,17 @@ def act_once(rank: SimRank, cluster: ClusterSimulation) -> None:
         if not rank.left:
             rank.exchange(cluster.fate(), chance.randrange(1, 5))
 
-    rank.give_back_closed()
     choices: list[Callable[[], None]] = [speak]
-    if len(rank.leases) > len(rank.writing):
-        choices.append(lambda: rank.begin_write(chance.randrange(8)))
-    if rank.writing:
-        choices.append(lambda: rank.end_write(cluster.store_fault(), chance.randrange(8)))
-    if rank.readable:
-        choices.append(lambda: rank.place(chance.randrange(8)))
+    if rank.state.may_fetch:
+        choices.append(rank.begin_write)
+    if rank.state.begun:
+        choices.append(
+            lambda: rank.end_write(cluster.store_fault(), chance.randrange(8), at_once=chance.random() < 0.5)
+        )
+    if rank.copying:
+        choices.append(rank.end_place)
+    elif rank.readable:
+        choices.append(lambda: rank.begin_place(chance.randrange(8)))
     for _ in range(1 + chance.randrange(3)):
         chance.choice(choices)()
 

@@ -80,6 +80,6 @@ def test_claims_are_those_of_the_others() -> None:
     maps.claim(1, "/arena", "agent")
     maps.claim(2, "/arena", "agent")
     assert maps.words(but=1) == (("/arena", "agent"),)
-    maps.let_go(2)
-    maps.let_go(2)
+    maps.release(2)
+    maps.release(2)
     assert maps.words(but=1) == ()

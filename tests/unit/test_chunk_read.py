@@ -133,7 +133,9 @@ def test_stopped_while_it_waits_for_another_try_it_finishes_only_what_has_begun_
     memory = bytearray(SIZE_BYTES)
     cuts: list[Cut] = [lambda asked: DATA[asked.start : asked.start + arrived_bytes]]
     with closing(BreakingServer(cuts)) as server, fetching(server.store(), tables()) as fetcher:
-        fetcher.pause = lambda *_: fetcher.stop(finish=True)
+        draining = threading.Event()
+        fetcher.pause = lambda *_: draining.set()
+        fetcher.is_void = lambda _, arrived: draining.is_set() and not arrived
         result = fetcher.fetch(LeaseOrder("lease", 0, 0, NEVER_S), [memoryview(memory)], fetcher.clock())
     assert (result.commit is not None) == bool(arrived_bytes)
     assert result.failure is None
@@ -280,10 +282,8 @@ def test_a_read_ends_when_nobody_wants_it(stall: Callable[[socket.socket, thread
         thread = threading.Thread(target=lambda: found.append(fetcher.fetch(lease, [memory], fetcher.clock())))
         thread.start()
         assert asked.wait(PATIENCE_S)
-        if how == "closed":
-            fetcher.close_leases({"another", "lease"})
-        else:
-            fetcher.stop(at_once=True)
+        fetcher.is_void = lambda *_: True
+        fetcher.end_reads(["another", "lease"] if how == "closed" else None)
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
     assert found == [FetchedChunk("lease")]  # handed back: nobody's failure
@@ -291,7 +291,7 @@ def test_a_read_ends_when_nobody_wants_it(stall: Callable[[socket.socket, thread
 
 def test_a_lease_that_was_closed_before_it_was_begun_asks_nothing() -> None:
     with closing(BreakingServer()) as server, fetching(server.store(), tables()) as fetcher:
-        fetcher.close_leases({"lease"})
+        fetcher.is_void = lambda lease_id, _: lease_id == "lease"
         memory = memoryview(bytearray(SIZE_BYTES))
         assert fetcher.fetch(LeaseOrder("lease", 0, 0, NEVER_S), [memory], fetcher.clock()) == FetchedChunk("lease")
     assert server.asked == []

@@ -15,7 +15,7 @@ def in_the_middle(node: NodeSimulation, ranks: int = 1) -> tuple[SimLoad, list[S
     for rank in load.needs:
         node.start_rank(load, rank)
     placements = [load.placements[rank] for rank in load.needs]
-    while min(len(placement.placed) for placement in placements) < 3:
+    while min(len(placement.state.placed) for placement in placements) < 3:
         for placement in placements:
             node.take_turn(placement)
     return load, placements
@@ -74,7 +74,7 @@ def test_what_a_rank_fetched_that_had_all_before_the_restart_is_not_known() -> N
 def test_what_a_rank_fetched_that_died_with_the_agent_is_not_known() -> None:
     node = NodeSimulation(16)
     load, (placement,) = in_the_middle(node)
-    held = len(placement.sources)
+    held = len(placement.state.sources)
     node.kill(placement)
     node.restart_agent()
     node.give_up_rank(load, 0)
@@ -90,12 +90,9 @@ def test_a_chunk_that_came_after_its_lease_had_ended_counts_once() -> None:
     load, (placement,) = in_the_middle(node)
     while not placement.leases:
         node.take_turn(placement)
-    lease = placement.leases[0]
     placement.begin_write()
     node.time_passes(DEADLINE_S + 1)
-    placement.end_write()
-    placement.placed.add(lease.chunk)
-    placement.placed_now.append(lease.chunk)
+    placement.end_write(at_once=True)
     node.settle()
     assert sources(node, load) == (8, 0, 0)
 
@@ -105,11 +102,8 @@ def test_a_message_that_was_lost_counts_by_the_next_hello() -> None:
     load, (placement,) = in_the_middle(node)
     while not placement.leases:
         node.take_turn(placement)
-    lease = placement.leases[0]
     placement.begin_write()
-    placement.end_write()
-    placement.placed.add(lease.chunk)
-    placement.placed_now.append(lease.chunk)
+    placement.end_write(at_once=True)
     placement.exchange("lost")
     node.settle()
     assert sources(node, load) == (8, 0, 0)

@@ -447,13 +447,15 @@ def test_a_worker_that_was_given_up_and_is_found_by_its_name_is_replaced() -> No
     cluster = cluster_of(3, 1, True, 0.0)
     try:
         client = cluster.load("a", 1, 2)
-        while not (begun := [worker for worker in cluster.workers() if worker.rank is not None and worker.rank.placed]):
+        while not (
+            begun := [worker for worker in cluster.workers() if worker.rank is not None and worker.rank.state.placed]
+        ):
             cluster.run(0.1)
         given_up = begun[0].rank
         agent = cluster.hosts[0].agent
         assert given_up is not None
         assert agent is not None
-        agent.ledger.rank_lost(given_up.load.load_id, given_up.rank, 1, cluster.clock.now_s)
+        agent.rank_lost(given_up.load.load_id, given_up.rank, 1)
         cluster.kill_coordinator()
         cluster.settle()
         assert client.ready

@@ -400,7 +400,7 @@ def test_an_agent_that_is_restarted_in_mid_load_keeps_what_was_committed(shm_dir
         kept = node.agent.report(load_id).store_chunks
         node.crash()
         store.go.set()
-        wait_for(lambda: all(not rank.loader._work._in_hand for rank in ranks))
+        wait_for(lambda: all(not rank.loader.state.in_hand for rank in ranks))
         node.agent = link.agent = node.start_agent()
         node.begin(plan, load_id)
         link.cut.clear()
@@ -427,7 +427,7 @@ def test_a_new_arena_at_the_old_path_is_noticed(shm_dir: Path):
         link.cut.set()
         node.agent.shutdown()
         store.go.set()
-        wait_for(lambda: all(not rank.loader._work._in_hand for rank in ranks))
+        wait_for(lambda: all(not rank.loader.state.in_hand for rank in ranks))
         node.agent = link.agent = node.start_agent()
         node.begin(plan, load_id)
         link.cut.clear()

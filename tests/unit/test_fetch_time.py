@@ -6,7 +6,7 @@ import pytest
 from hypothesis import given
 from hypothesis import strategies as st
 
-from actors.rank.rank_work import FetchTime
+from actors.rank.state import FetchTime
 
 STEPS = st.lists(
     st.tuples(

@@ -90,7 +90,7 @@ def test_a_read_that_hangs_costs_no_deadline(shm_dir: Path, sizes: tuple[int, in
                 name: torch_share(shape, data, sizes[1], number % sizes[1])
                 for name, (shape, data) in whole_tensors(objects).items()
             }
-            assert rank.loader._work.placed_bytes == sum(len(data) for _, data in held.values())
+            assert rank.loader.state.placed_bytes == sum(len(data) for _, data in held.values())
         stats = node.agent._ledger._cache.stats()
         assert (stats.leased_slots, stats.quarantined_slots, stats.in_use_slots) == (0, 0, 0)
 
@@ -116,7 +116,7 @@ def test_a_rank_that_has_all_is_not_held_up_by_what_it_fetches_for_others(shm_di
         (thread,) = start_all([first])
         assert store.hanging.wait(60)
         give_up_s = time.monotonic() + 60
-        while not first.loader._work.finished and time.monotonic() < give_up_s:
+        while not first.loader.state.finished and time.monotonic() < give_up_s:
             time.sleep(0.005)
         node.agent.end(load_id)
         thread.join(60)

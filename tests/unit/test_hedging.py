@@ -89,7 +89,7 @@ def stalled(ranks: int = 2, chunks: int = CHUNKS) -> tuple[NodeSimulation, list[
         for lease in list(helper.leases):
             if lease.chunk != slow.chunk:
                 helper.begin_write()
-                helper.end_write(index=len(helper.writing) - 1)
+                helper.end_write(index=len(helper.state.begun) - 1)
         node.time_passes(0.01)
     helper.exchange(want=0)
     return node, [load.placements[rank] for rank in range(ranks)], slow
@@ -117,7 +117,7 @@ def test_the_second_fetch_wins_and_the_first_is_told_to_close():
     assert (slow.chunk, slow.slot) not in other.readable
     assert node.cache.stats().quarantined_slots == 1  # the first may still be writing there
     first.exchange(want=0)
-    assert first.closed == {slow.lease_id}
+    assert first.state.closed == {slow.lease_id}
     assert first.leases == [slow]  # it is still writing
     node.time_passes(2 * DEADLINE_S)
     node.tick()
@@ -142,7 +142,7 @@ def test_the_first_fetch_wins_and_the_second_is_told_to_close():
     first.end_write()
     first.exchange(want=0)
     other.exchange(want=0)
-    assert other.closed == {second.lease_id}
+    assert other.state.closed == {second.lease_id}
     other.end_write(StoreUnavailable("its connection was closed"))
     node.settle()
     report = node.ledger.report("load-0", "node", "host")
@@ -155,10 +155,10 @@ def test_a_rank_that_is_alone_hedges_itself():
     node, (only,), slow = stalled(ranks=1)
     second = hedge(node, only, slow)
     only.begin_write()
-    assert {lease.lease_id for lease in only.writing.values()} == {slow.lease_id, second.lease_id}
-    only.end_write(index=list(only.writing).index(second.lease_id))
+    assert only.state.begun.keys() == {slow.lease_id, second.lease_id}
+    only.end_write(index=list(only.state.begun).index(second.lease_id))
     only.exchange(want=3)
-    assert only.closed == {slow.lease_id}
+    assert only.state.closed == {slow.lease_id}
     node.settle()
     node.check_reports()
     node.check_nothing_is_left()

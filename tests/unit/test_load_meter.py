@@ -53,7 +53,7 @@ def test_counters_of_a_load_are_its_report(tmp_path: Path) -> None:
             counters.stages
             == ranks[0]
             .loader._meter.stats(  # its last message had the final ones
-                0.0, ranks[0].loader._work, ranks[0].loader._fetcher, ranks[0].loader._placer, last=True
+                0.0, ranks[0].loader.state, ranks[0].loader._fetcher, ranks[0].loader._placer, last=True
             )
             .stages
         )  # type: ignore[union-attr]

@@ -121,14 +121,13 @@ class NodeMachine(RuleBasedStateMachine):
     @rule(
         index=st.integers(0, 8),
         fate=st.sampled_from(FATES),
-        want=st.integers(0, 4),
+        want=st.sampled_from([None, 0, 1, 2, 3, 4]),
         wait=st.booleans(),
         cancel=st.sampled_from([False] * 9 + [True]),
     )
-    def message(self, index: int, fate: str, want: int, wait: bool, cancel: bool) -> None:
+    def message(self, index: int, fate: str, want: int | None, wait: bool, cancel: bool) -> None:
         rank = self._rank(index)
         if rank is not None:
-            rank.give_back_closed()
             rank.exchange(fate, want, wait, cancel=cancel)
 
     @rule(index=st.integers(0, 8))
@@ -141,23 +140,34 @@ class NodeMachine(RuleBasedStateMachine):
     def late_message(self, index: int) -> None:
         self.node.late_message_arrives(index)
 
-    @rule(index=st.integers(0, 8), which=st.integers(0, 3))
-    def begin_write(self, index: int, which: int) -> None:
+    @rule(index=st.integers(0, 8))
+    def begin_write(self, index: int) -> None:
         rank = self._rank(index)
         if rank is not None:
-            rank.begin_write(which)
+            rank.begin_write()
 
-    @rule(index=st.integers(0, 8), which=st.integers(0, 3), fault=st.sampled_from((None, None, None, *FAULTS)))
-    def end_write(self, index: int, which: int, fault: type[LongshoreError] | None) -> None:
-        rank = self._rank(index)
-        if rank is not None and rank.writing:
-            rank.end_write(None if fault is None else error_of(fault, 0), which)
-
-    @rule(index=st.integers(0, 8), which=st.integers(0, 3))
-    def place(self, index: int, which: int) -> None:
+    @rule(
+        index=st.integers(0, 8),
+        which=st.integers(0, 3),
+        fault=st.sampled_from((None, None, None, *FAULTS)),
+        at_once=st.booleans(),
+    )
+    def end_write(self, index: int, which: int, fault: type[LongshoreError] | None, at_once: bool) -> None:
         rank = self._rank(index)
         if rank is not None:
-            rank.place(which)
+            rank.end_write(None if fault is None else error_of(fault, 0), which, at_once=at_once)
+
+    @rule(index=st.integers(0, 8), which=st.integers(0, 3))
+    def begin_place(self, index: int, which: int) -> None:
+        rank = self._rank(index)
+        if rank is not None:
+            rank.begin_place(which)
+
+    @rule(index=st.integers(0, 8))
+    def end_place(self, index: int) -> None:
+        rank = self._rank(index)
+        if rank is not None:
+            rank.end_place()
 
     @rule(index=st.integers(0, 8))
     def process_dies(self, index: int) -> None:
@@ -273,13 +283,12 @@ def step(rank: SimRank, chance: random.Random) -> None:
     """One thing that a healthy rank does."""
     which = chance.randrange(8)
     action = chance.randrange(5)
-    rank.give_back_closed()
     if action == 0:
-        rank.begin_write(which)
+        rank.begin_write()
     elif action == 1:
-        rank.end_write(None, which)
+        rank.end_write(None, which, at_once=chance.random() < 0.5)
     elif action == 2:
-        rank.place(which)
+        (rank.end_place if rank.copying else rank.begin_place)()
     else:
         rank.exchange("arrives", chance.randrange(5), chance.random() < 0.3)
 
@@ -554,9 +563,9 @@ def test_an_expired_lease_is_closed_and_its_slot_is_free_when_the_rank_says_so()
     second.exchange(want=2)
     assert [lease.chunk for lease in second.leases] == [0, 1]
     first.exchange(want=0)
-    assert len(first.closed) == 2
+    assert len(first.state.closed) == 2
     first.end_write()  # it does not stop for that, and reports a commit
-    first.give_back_closed()
+    first.begin_write()  # the other one is returned
     assert node.cache.stats().quarantined_slots == 2
     first.exchange(want=0)
     assert node.cache.stats().quarantined_slots == 0
@@ -773,7 +782,7 @@ def test_ranks_of_a_lost_node_come_to_a_node_that_has_some(digests):
     part.placements[1].exchange()
     first.end_write()
     first.exchange(want=0)
-    assert first.joined
+    assert first.state.joined
     assert first.error is None
     node.settle()
     assert (load.done, part.done) == ({0}, {1})

@@ -1,19 +1,22 @@
-"""What the threads of a rank share: who may work, who waits for what, what is worth telling."""
+"""Threads of a rank wait for what its state allows, and are woken when it does."""
 
 from __future__ import annotations
 
+import itertools
 import threading
 import time
 from collections.abc import Callable, Iterator
 
 import pytest
 
-from actors.rank.chunk_fetcher import ChunkFetcher, FetchedChunk
+from actors.rank.chunk_fetcher import ChunkFetcher
 from actors.rank.rank_work import RankWork
+from actors.rank.state import FetchedChunk, Next, RankIdentity, RankState
 from cluster.errors import LoadCancelled
-from cluster.messages import Commit, LeaseOrder, Orders
+from cluster.messages import Commit, JoinReply, LeaseOrder, Orders
 from cluster.planning.packed_plan import pack_shared, unpack_shared
 from cluster.scheduling.concurrency import START
+from storage.host.processes import ProcessId
 from storage.stores.object_store import MemoryStore
 from tests.support.checkpoints import safetensors_bytes
 from tests.support.local_node import plan_of
@@ -26,8 +29,9 @@ PATIENCE_S = 20.0
 def work() -> Iterator[RankWork]:
     objects = {"model.safetensors": safetensors_bytes([("a", "F32", (64,))], 1)}
     fetcher = ChunkFetcher(MemoryStore(objects), unpack_shared(pack_shared(plan_of(objects))), attempts=2)
-    made = RankWork(fetcher, CHUNKS, most=8)
-    made.batch = 8
+    identity = RankIdentity("load", 1, 0, 0, ProcessId.current())
+    made = RankWork(RankState(identity, CHUNKS, 8, itertools.count(1), heartbeat_s=60.0), fetcher)
+    made.welcomed(made.hello(()), JoinReply("", batch=8))
     yield made
     made.stop(LoadCancelled("the test is over"))
 
@@ -38,6 +42,11 @@ def lease(chunk: int) -> LeaseOrder:
 
 def leases(*chunks: int) -> tuple[LeaseOrder, ...]:
     return tuple(lease(chunk) for chunk in chunks)
+
+
+def take(work: RankWork, orders: Orders) -> None:
+    update = work.update(leaving=False, others=(), stats=None)
+    assert work.answered(update, orders) is Next.GO_ON
 
 
 def committed(order: LeaseOrder) -> FetchedChunk:
@@ -85,28 +94,28 @@ class Fetchers:
 
 def test_so_many_work_as_the_agent_says(work: RankWork):
     fetchers = Fetchers(work, 8)
-    work.take(Orders(leases=leases(*range(20))))
+    take(work, Orders(leases=leases(*range(20))))
     eventually(lambda: len(fetchers.holding) == START)
     assert work.fetch_threads() == START
-    work.take(Orders(requests=6))
+    take(work, Orders(requests=6))
     eventually(lambda: len(fetchers.holding) == 6)
-    work.take(Orders(requests=2))
+    take(work, Orders(requests=2))
     fetchers.finish(4)
     eventually(lambda: len(fetchers.holding) == 2)
     fetchers.finish(1)  # one goes on with the next lease, and no more than one
-    eventually(lambda: len(work._results.fetched) == 5)
+    eventually(lambda: work.state.in_hand == 15)
     eventually(lambda: len(fetchers.holding) == 2)
-    work.take(Orders(requests=64))
+    take(work, Orders(requests=64))
     eventually(lambda: len(fetchers.holding) == 8)
-    assert (work.requests, work.peak_requests) == (8, 8)  # `most`
+    assert (work.state.requests, work.state.peak_requests) == (8, 8)  # `most`
     work.stop(LoadCancelled("enough"))
     fetchers.join()
 
 
 def test_a_thread_that_waits_for_another_try_lets_others_work(work: RankWork):
-    work.take(Orders(leases=leases(0, 1), requests=1))
+    take(work, Orders(leases=leases(0, 1), requests=1))
     assert work.next_lease() is not None
-    thread = threading.Thread(target=work._fetcher.pause, args=("unavailable", 60.0), daemon=True)
+    thread = threading.Thread(target=work._fetcher.pause, args=("unavailable", 60.0, False), daemon=True)
     thread.start()
     assert work.next_lease() is not None  # the place is free
     assert thread.is_alive()
@@ -116,15 +125,15 @@ def test_a_thread_that_waits_for_another_try_lets_others_work(work: RankWork):
 
 
 def test_a_thread_that_waited_for_another_try_comes_back_for_its_place(work: RankWork):
-    work.take(Orders(leases=leases(0, 1), requests=2))
+    take(work, Orders(leases=leases(0, 1), requests=2))
     first, second = work.next_lease(), work.next_lease()
     assert first is not None
     assert second is not None
-    work.take(Orders(requests=1))
+    take(work, Orders(requests=1))
     returned = threading.Event()
 
     def pause() -> None:
-        work._fetcher.pause("throttled", 0.01)
+        work._fetcher.pause("throttled", 0.01, False)
         returned.set()
 
     thread = threading.Thread(target=pause, daemon=True)
@@ -132,89 +141,52 @@ def test_a_thread_that_waited_for_another_try_comes_back_for_its_place(work: Ran
     assert not returned.wait(0.1)  # its wait is over, but somebody works in its place
     work.fetched(committed(second), 100, 0.01)
     assert returned.wait(PATIENCE_S)
-    work.wait(PATIENCE_S)  # a throttled answer is told at once
-    results = work.take_results()
-    assert (results.throttled, work.throttles, len(results.requests)) == (1, 1, 1)
+    assert not work.wait_for_update()  # a throttled answer is told at once
+    assert work.update(leaving=False, others=(), stats=None).throttled == 1
     work.fetched(FetchedChunk(first.lease_id), 0, 0.1)
-    assert work.idle is False  # the lease that came back is not told yet
-    work.take_results()
-    assert work.idle
     thread.join(PATIENCE_S)
 
 
-def test_enough_leases_to_go_on_with_while_the_agent_is_asked(work: RankWork):
-    assert work.want_leases() == START + work.batch
-    work.take(Orders(leases=leases(*range(5)), requests=8))
-    assert work.want_leases() == 8 + 8 - 5
-    work.placed(dict.fromkeys(range(CHUNKS), 0))
-    assert work.want_leases() == 0
-
-
-def test_a_result_is_told_at_once_only_while_a_place_is_free(work: RankWork):
-    work.take(Orders(leases=leases(*range(START + 2))))
-    assert work.want_leases() > 0
-    taken = [work.next_lease() for _ in range(START)]
-    work.fetched(committed(taken[0]), 100, 0.01)  # type: ignore[arg-type]
-    begun_s = time.monotonic()
-    work.wait(0.05)  # two leases are queued: nobody is short of work
-    assert time.monotonic() - begun_s >= 0.05
-    work.next_lease()
-    work.fetched(committed(taken[1]), 100, 0.01)  # type: ignore[arg-type]
-    work.next_lease()
-    work.fetched(committed(taken[2]), 100, 0.01)  # type: ignore[arg-type]
-    work.wait(PATIENCE_S)
-    assert len(work.take_results().fetched) == 3
-
-
-def test_drain_gives_back_what_was_not_begun_and_ends_the_waits(work: RankWork):
-    work.take(Orders(leases=leases(0, 1, 2), requests=1))
+def test_a_drain_ends_pauses(work: RankWork):
+    take(work, Orders(leases=leases(0, 1, 2), requests=1))
     begun = work.next_lease()
     assert begun is not None
 
     def fetch() -> None:
-        work._fetcher.pause("unavailable", 60.0)
+        work._fetcher.pause("unavailable", 60.0, False)
         work.fetched(FetchedChunk(begun.lease_id), 0, 0.1)
 
     thread = threading.Thread(target=fetch, daemon=True)
     thread.start()
-    eventually(lambda: work._pausing == 1)
+    eventually(lambda: work.state.pausing == 1)
     work.drain()
     thread.join(PATIENCE_S)
-    results = work.take_results()
-    assert {result.lease_id for result in results.fetched} == {"lease-0", "lease-1", "lease-2"}
-    assert all(result.commit is None and result.failure is None for result in results.fetched)
-    assert results.throttled == 0
+    assert len(work.state.results.fetched) == 3
 
 
-def test_who_leaves_finishes_what_has_begun_to_arrive_unless_nobody_wants_it(work: RankWork):
-    work.take(Orders(leases=leases(0), requests=1))
-    assert work.next_lease() is not None
-    returned = threading.Event()
-
-    def fetch() -> None:
-        work._fetcher.pause("short_read", 60.0, True)
-        returned.set()
-
-    thread = threading.Thread(target=fetch, daemon=True)
+def test_a_wait_for_held_chunks_ends_when_another_comes(work: RankWork):
+    work.state._choose = lambda chunks, most: [chunk for chunk in chunks if chunk == 1]
+    found: list[object] = []
+    thread = threading.Thread(target=lambda: found.append(work.next_chunks(4)), daemon=True)
     thread.start()
-    eventually(lambda: work._pausing == 1)
-    assert not work.drain(0.05, finish=True)
-    assert not returned.wait(0.05)
-    work.abandon()
-    assert returned.wait(PATIENCE_S)
+    take(work, Orders(readable=((3, 0),)))
+    eventually(lambda: work.state.held_until_s is not None)
+    take(work, Orders(readable=((1, 2),)))
     thread.join(PATIENCE_S)
+    assert found == [[(1, 2)]]
 
 
 def test_stop_ends_every_wait(work: RankWork):
     waits: list[Callable[[], object]] = [
         work.next_lease,
         lambda: work.next_chunks(4),
-        lambda: work.wait(60.0),
+        work.wait_for_update,
         lambda: work.sleep(60.0),
     ]
-    work.take(Orders(leases=leases(0), requests=1))
-    assert work.next_lease() is not None  # so that `wait` has something to wait for,
-    work.want_leases()  # and nothing to tell
+    take(work, Orders(leases=leases(0, 1), requests=2))
+    assert work.next_lease() is not None  # so that the exchange loop has something to wait for,
+    assert work.next_lease() is not None
+    take(work, Orders())  # and nothing to report
     ended: list[object] = []
 
     def run(wait: Callable[[], object]) -> None:

@@ -2,17 +2,14 @@
 
 from __future__ import annotations
 
-import threading
 from collections.abc import Sequence
 from typing import Any
 
 import numpy as np
-import pytest
 from hypothesis import given, settings
 from hypothesis import strategies as st
 
 from actors.rank.chunk_placer import Staging
-from actors.rank.rank_work import Hold, ReadableChunks
 from cluster.layouts.mesh import Layout
 from cluster.planning.make_plan import build_load_plan
 from cluster.planning.plan import LoadPlan
@@ -104,78 +101,3 @@ def test_the_room_is_that_of_two_and_a_chunk() -> None:
     assert staging_room([(100, 1), (30, 1)], 16) == 130  # there is no more
     assert staging_room([(100, 0), (30, 9)], 16) == 76  # the rank has none of the first
     assert staging_room([], 16) == 0
-
-
-# -- what is held back ----------------------------------------------------------------------------------------------
-
-
-class Waiting:
-    """A condition in whose waits nothing comes, unless it is said what."""
-
-    def __init__(self, *events: Any) -> None:
-        self.events = list(events)
-
-    def wait_for(self, predicate: Any, timeout: float | None = None) -> bool:
-        while not predicate():
-            if not self.events:
-                assert timeout is not None, "it would wait for ever"
-                return False
-            self.events.pop(0)()
-        return True
-
-
-def only(*allowed: int) -> Any:
-    return lambda chunks, most: [chunk for chunk in chunks if chunk in allowed][:most]
-
-
-def take(chunks: ReadableChunks, changed: Waiting, most: int = 8, **hold: bool) -> list[tuple[int, int]]:
-    state = {"stopped": False, "draining": False, "fetches": False, **hold}
-    return chunks.next(changed, most, lambda: Hold(**state), lambda: None)  # type: ignore[arg-type]
-
-
-def test_nothing_is_held_back_where_nothing_is_converted() -> None:
-    chunks = ReadableChunks()
-    chunks.extend([(3, 0), (1, 1), (2, 2)])
-    assert take(chunks, Waiting(), 2) == [(3, 0), (1, 1)]
-    assert take(chunks, Waiting(), 2) == [(2, 2)]
-    assert take(chunks, Waiting(), stopped=True) == []
-
-
-def test_what_is_held_back_waits_for_what_comes() -> None:
-    chunks = ReadableChunks(only(1))
-    chunks.extend([(3, 0), (2, 1)])
-    assert chunks.placeable
-    waiting = Waiting(lambda: chunks.extend([(1, 2)]))
-    assert take(chunks, waiting) == [(1, 2)]
-    assert len(chunks) == 2
-
-
-def test_with_nothing_on_the_way_the_first_goes_on() -> None:
-    chunks = ReadableChunks(only())
-    chunks.extend([(3, 0), (2, 1)])
-    assert take(chunks, Waiting()) == [(2, 1)]  # or slots that others need would be held for ever
-    assert take(chunks, Waiting()) == [(3, 0)]
-
-
-def test_with_something_on_the_way_it_is_waited_for() -> None:
-    chunks = ReadableChunks(only(1))
-    chunks.extend([(3, 0)])
-    came = threading.Event()
-
-    class Slow(Waiting):
-        def wait_for(self, predicate: Any, timeout: float | None = None) -> bool:
-            if timeout is not None and not came.is_set():
-                came.set()
-                return False  # HOLD_S is over
-            return super().wait_for(predicate, timeout)
-
-    assert take(chunks, Slow(lambda: chunks.extend([(1, 2)])), fetches=True) == [(1, 2)]
-    assert came.is_set()
-
-
-def test_slots_that_are_to_be_given_back_are() -> None:
-    chunks = ReadableChunks(only())
-    chunks.extend([(3, 0), (2, 1)])
-    with pytest.raises(AssertionError, match="for ever"):  # there is nothing left to place
-        take(chunks, Waiting(), draining=True)
-    assert len(chunks) == 0
