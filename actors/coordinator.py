@@ -129,7 +129,7 @@ class Coordinator:
         self._agents = AgentWatch(
             self._incarnation, config.stuck_after_s, self._models, self._run, self._load_run, self._end
         )
-        self._metrics = MetricsServer(config, self._agents.tally)
+        self._metrics = MetricsServer(config, self._agents.metrics)
         self._worker_groups = WorkerGroups(config.warm_workers_s)
         self._admission = asyncio.Lock()  # who takes which rank places is decided one load at a time
         self._idle_agents = IdleAgents(config, self._agents, self._worker_groups, self._models, self._admission)
@@ -353,7 +353,7 @@ class Coordinator:
         await record.touch()  # its access may be what somebody waits for
 
     def _run(self, record: ModelRecord, incarnations: dict[int, int] | None = None) -> None:
-        record.tally = self._agents.tally
+        record.metrics = self._agents.metrics
         record.count(adopted=incarnations is not None)
         run = self._load_run(record)
         work = run.run() if incarnations is None else run.resume(incarnations)

@@ -20,7 +20,7 @@ from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling import load_state
 from cluster.scheduling.holders import Holders, ProvenAccess
 from cluster.scheduling.load_state import Event, Life, LoadState, RankLife
-from cluster.telemetry.counters import LoadView, Tally
+from cluster.telemetry.counters import ClusterMetrics, LoadView
 from cluster.telemetry.event_log import EventLog
 from cluster.telemetry.logs import log_events
 from cluster.telemetry.metrics import model_label
@@ -89,7 +89,7 @@ class ModelRecord:
     task: asyncio.Task[None] | None = None
     ending: asyncio.Task[None] | None = None  # frees what the model has: from then on no load is given it
     events: EventLog = field(default_factory=EventLog)  # for who watches
-    tally: Tally | None = None  # that counts this load
+    metrics: ClusterMetrics | None = None  # that count this load
     version: int = 0  # grows with every change a waiting client would want to see
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -194,14 +194,14 @@ class ModelRecord:
         log_events(_LOG, self.model_id, self.life.attempt, self.events.after(last))
 
     def count(self, *, adopted: bool = False) -> None:
-        """Tell the tally what it is now. `adopted`: an earlier coordinator began it."""
-        if self.tally is None:
+        """Count the state that the load is in now. `adopted`: an earlier coordinator began it."""
+        if self.metrics is None:
             return
         life, model = self.life, model_label(self.request.uri)
         hosts = tuple(self.placements[rank].host if rank in self.placements else "" for rank in range(len(life.ranks)))
         error = type(self.error).__name__ if self.error is not None else ""
         view = LoadView(self.model_id, model, life.state, life.ranks, hosts, self.total_bytes, error)
-        self.tally.load(view, time.monotonic(), adopted=adopted)
+        self.metrics.load(view, time.monotonic(), adopted=adopted)
 
     def is_at_hand(self, identity: str, revision: str) -> bool:
         """Whether a load of that identity, of that revision, would be given this model at once."""
