@@ -171,8 +171,7 @@ class AgentWatch:
             if record is not None and (record.life.is_over or beat.node_id not in record.nodes):
                 ended.append(load_id)  # over, or its ranks were moved from there: the node was taken for dead
             elif record is not None:
-                parts = [load.store_bytes for load in beat.loads if load.load_id == load_id]
-                record.store_bytes[beat.node_id] = sum(parts)
+                record.fetched(beat.node_id, sum(load.store_bytes for load in beat.loads if load.load_id == load_id))
         await self._note_progress(beat)
         self._begin_again(beat)
         return BeatReply(self._coordinator, unknown, tuple(ended), members=members)

@@ -1,6 +1,7 @@
 """Writes dashboard.json, for Grafana, with Grafana's own builders: `python k8s/monitoring/dashboard.py`.
 
-Every agent is a series of its own (`node`, `incarnation`), so expressions take rates and then add agents up. A test holds the two together, and checks every expression with promtool and against `cluster.telemetry.metrics`.
+Every agent is a series of its own (`node`, `incarnation`), so expressions take rates and then add agents up.
+A test holds the two together, and checks every expression with promtool and against `cluster.telemetry.metrics`.
 """
 
 from __future__ import annotations
