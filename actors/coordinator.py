@@ -129,7 +129,7 @@ class Coordinator:
         self._agents = AgentWatch(
             self._incarnation, config.stuck_after_s, self._models, self._run, self._load_run, self._end
         )
-        self._metrics = MetricsServer(config, self._agents.tally)
+        self._metrics = MetricsServer(config, self._agents.metrics)
         self._worker_groups = WorkerGroups(config.warm_workers_s)
         self._admission = asyncio.Lock()  # who takes which rank places is decided one load at a time
         self._idle_agents = IdleAgents(config, self._agents, self._worker_groups, self._models, self._admission)
@@ -201,10 +201,9 @@ class Coordinator:
 
     async def renew(self, client_id: str, model_ids: list[str]) -> list[str]:
         """Extend a client's holds. Return the models for which it must supply its credentials again."""
-        now_s = time.monotonic()
         found = [record for model_id in model_ids if (record := self._models.get(model_id)) is not None]
         for record in found:
-            record.holders = record.holders.hold(client_id, now_s)
+            record.hold(client_id)
         return [record.model_id for record in found if record.restored and not record.access.has(client_id)]
 
     async def supply(self, model_id: str, client_id: str, access: StoreAccess) -> None:
@@ -218,9 +217,9 @@ class Coordinator:
         """Drop one hold, or with `force` all of them and `keep`. True when the memory is being freed."""
         record = await self._record(model_id)
         if force:
-            record.holders = Holders()
+            record.drop_all()
         elif client_id is not None:
-            record.holders = record.holders.drop(client_id)
+            record.drop(client_id)
         if record.holders.wanted:
             return False
         await self._end(record, LoadCancelled("the model was released", model=model_id))
@@ -229,7 +228,7 @@ class Coordinator:
     async def unkeep(self, model_id: str, client_id: str) -> int:
         """Drop the keep flag and a client's hold; end the model when nobody holds it. Return how many clients do."""
         record = await self._record(model_id)
-        record.holders = Holders(False, record.holders.drop(client_id).heard_s)
+        record.unkeep(client_id)
         if not await self.release(model_id, None):
             await save(record)
         return len(record.holders)
@@ -346,18 +345,14 @@ class Coordinator:
 
     async def _hold(self, record: ModelRecord, request: LoadRequest) -> None:
         """One more client wants the model."""
-        kept = record.holders.keep
-        record.holders = record.holders.hold(request.client_id, time.monotonic(), keep=request.keep)
-        if record.holders.keep and not kept:
+        if record.hold(request.client_id, keep=request.keep):
             await save(record)
         await record.touch()  # its access may be what somebody waits for
 
     def _run(self, record: ModelRecord, incarnations: dict[int, int] | None = None) -> None:
-        record.tally = self._agents.tally
-        record.count(adopted=incarnations is not None)
+        record.count_in(self._agents.metrics, adopted=incarnations is not None)
         run = self._load_run(record)
-        work = run.run() if incarnations is None else run.resume(incarnations)
-        record.task = asyncio.get_running_loop().create_task(work)
+        record.lead(run.run() if incarnations is None else run.resume(incarnations))
 
     def _load_run(self, record: ModelRecord) -> LoadRun:
         return LoadRun(
@@ -366,9 +361,7 @@ class Coordinator:
 
     async def _end(self, record: ModelRecord, error: LongshoreError) -> None:
         """Free everything a model has. No load is given it from now on."""
-        if record.ending is None:
-            record.ending = asyncio.get_running_loop().create_task(self._free(record, error))
-        await asyncio.shield(record.ending)
+        await record.free(self._free(record, error))
 
     async def _free(self, record: ModelRecord, error: LongshoreError) -> None:
         await record.stop_task()
@@ -405,7 +398,6 @@ class Coordinator:
             if now_s - record.ended_s > ENDED_KEPT_S:
                 self._models.pop(record.model_id, None)
             return
-        record.holders = record.holders.without_lapsed(now_s, self._config.holder_ttl_s)
-        record.access = record.access.without_gone(record.holders.ids, now_s - self._config.access_grace_s)
+        record.forget_lapsed(now_s, self._config.holder_ttl_s, self._config.access_grace_s)
         if not record.holders.wanted:
             await self._end(record, LoadCancelled("every client that wanted it is gone", model=record.model_id))

@@ -1,8 +1,8 @@
 """Where Prometheus scrapes: an HTTP server in a thread of the coordinator's process.
 
-    scrape --> thread: asks the coordinator's loop for copies of the tally's books --> gauges, text --> answer
+    scrape --> thread: asks the coordinator's loop for a snapshot of its metrics --> samples, text --> answer
 
-The loop makes copies and nothing else; a loop that is busy for longer than a scraper waits gets an empty 503, and
+The loop makes copies and nothing else. A loop that is busy for longer than a scraper waits gets an empty 503, and
 Prometheus shows the target as down. A port that is taken costs the port, not the coordinator.
 """
 
@@ -24,32 +24,32 @@ from prometheus_client.metrics_core import CounterMetricFamily, GaugeMetricFamil
 from prometheus_client.registry import Collector
 
 from cluster.config import Config
-from cluster.telemetry.counters import Books, Coordinator, Durations, Sample, Tally, samples
+from cluster.telemetry.counters import ClusterMetrics, CoordinatorFacts, Durations, Sample, Snapshot, samples
 from cluster.telemetry.metrics import BUCKETS_S, FAMILIES, Family, Kind
 from longshore.installation import __version__
 from storage.host.memory import own_bytes
 
 OFF = -1
-BOOKS_S = 5.0  # a loop that takes longer to copy them is not well
-CLIENT_S = 10.0  # a scraper that says nothing for so long is left
+SNAPSHOT_S = 5.0  # a loop that takes longer to make one is not well
+CLIENT_S = 10.0  # a scraper that sends nothing for so long is left
 _LOG = logging.getLogger("longshore.metrics")
 
 
 class MetricsServer:
     """Serves `/metrics` until `close`; without a URL when it is off, or nobody can listen there."""
 
-    def __init__(self, config: Config, tally: Tally) -> None:
+    def __init__(self, config: Config, metrics: ClusterMetrics) -> None:
         self.url = ""
         self._host, self._port = config.metrics_host, config.metrics_port
-        self._tally = tally
+        self._metrics = metrics
         self._server: WSGIServer | None = None
 
     def start(self) -> None:
-        """Called in the coordinator's loop, which serves the books from then on. Again, it changes nothing."""
+        """Start serving; called in the coordinator's loop, which makes the snapshots. Again, it changes nothing."""
         if self._server is not None or self._port == OFF:
             return
         registry = CollectorRegistry(auto_describe=False)
-        registry.register(TallyCollector(_in_loop(asyncio.get_running_loop(), self._tally.books)))
+        registry.register(PageCollector(_in_loop(asyncio.get_running_loop(), self._metrics.snapshot)))
         app = _answering(make_wsgi_app(registry))
         for port in dict.fromkeys((self._port, 0)):
             if self._server is None:
@@ -66,27 +66,27 @@ class MetricsServer:
         self.url = f"http://{shown}:{self._server.server_port}/metrics"
 
     def close(self) -> None:
-        """Nobody listens any more. Idempotent."""
+        """Stop listening. Idempotent."""
         server, self._server, self.url, self._port = self._server, None, "", OFF
         if server is not None:
             server.shutdown()
             server.server_close()
 
 
-class TallyCollector(Collector):
-    """What prometheus-client asks at each scrape."""
+class PageCollector(Collector):
+    """The collector that prometheus-client asks at each scrape."""
 
-    def __init__(self, books: Callable[[], Books]) -> None:
-        self._books = books
+    def __init__(self, snapshot: Callable[[], Snapshot]) -> None:
+        self._snapshot = snapshot
         self._host = socket.gethostname()
 
     def collect(self) -> Iterable[Metric]:
-        books, myself = self._books(), Coordinator(self._host, __version__, own_bytes())
-        for family, found in samples(books, time.monotonic(), myself).items():
+        snapshot, myself = self._snapshot(), CoordinatorFacts(self._host, __version__, own_bytes())
+        for family, found in samples(snapshot, time.monotonic(), myself).items():
             yield _metric(family, found)
 
     def describe(self) -> Iterable[Metric]:
-        """What there may be, so that a scrape can ask for some by `?name[]=`. The coordinator is not asked."""
+        """Return all metrics without series, so that a scrape can ask for some by `?name[]=`. Asks no coordinator."""
         return [_metric(family, ()) for family in FAMILIES]
 
 
@@ -115,15 +115,15 @@ def _buckets(durations: Durations) -> Iterator[tuple[str, float]]:
         yield bound, below
 
 
-def _in_loop(loop: asyncio.AbstractEventLoop, books: Callable[[], Books]) -> Callable[[], Books]:
-    async def ask() -> Books:
-        return books()
+def _in_loop(loop: asyncio.AbstractEventLoop, snapshot: Callable[[], Snapshot]) -> Callable[[], Snapshot]:
+    async def ask() -> Snapshot:
+        return snapshot()
 
-    return lambda: asyncio.run_coroutine_threadsafe(ask(), loop).result(BOOKS_S)
+    return lambda: asyncio.run_coroutine_threadsafe(ask(), loop).result(SNAPSHOT_S)
 
 
 def _answering(app: Any) -> Any:
-    """503 when the loop does not answer; 404 for what is not there."""
+    """Wrap the app: 503 when the loop does not answer, 404 for any other path."""
 
     def answer(environ: dict[str, Any], start_response: Any) -> Iterable[bytes]:
         if environ.get("PATH_INFO") not in ("/metrics", "/metrics/"):
@@ -143,7 +143,7 @@ class _Server(ThreadingMixIn, WSGIServer):
     daemon_threads = True
 
     def server_bind(self) -> None:
-        """Without the look-up of a name that http.server makes: it can take seconds."""
+        """Bind without the look-up of a name that http.server makes: it can take seconds."""
         TCPServer.server_bind(self)
         self.server_name, self.server_port = str(self.server_address[0]), int(self.server_address[1])
         self.setup_environ()
@@ -157,9 +157,9 @@ class _Handler(WSGIRequestHandler):
     timeout = CLIENT_S
 
     def log_message(self, format: str, *args: Any) -> None:
-        """A line per scrape would be noise."""
+        """Log nothing: a line per scrape would be noise."""
 
 
 def _listen(host: str, port: int, app: Any) -> WSGIServer:
-    """Raises OSError when nobody can listen there."""
+    """Return a listening server. Raises OSError when nobody can listen there."""
     return make_server(host, port, app, _Server6 if ":" in host else _Server, handler_class=_Handler)

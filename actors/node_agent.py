@@ -377,9 +377,8 @@ class NodeAgent:
         if beat.settings:
             self._told = reply.coordinator
         if not reply.node_dead:
-            self._meter.answered()
             with self._changed:
-                self._ledger.answered(beat)
+                self._ledger.answered(beat, reply.coordinator)
                 self._ledger.take_members(reply.members)
             self._asked_for = reply.unknown_loads
             for load_id in reply.ended_loads:

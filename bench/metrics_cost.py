@@ -14,12 +14,12 @@ from dataclasses import dataclass
 
 from prometheus_client import CollectorRegistry, generate_latest
 
-from actors.metrics_server import TallyCollector
+from actors.metrics_server import PageCollector
 from bench.harness.report import markdown_table
 from bench.options import new_parser, positive_int
 from cluster.messages import AgentBeat, LoadBeat, RankBeat
 from cluster.scheduling.load_state import LoadState, RankLife
-from cluster.telemetry.counters import LoadView, Tally
+from cluster.telemetry.counters import ClusterMetrics, LoadView
 from cluster.telemetry.stats import SOURCES, ArenaUse, LoadCounters, NodeMemory, NodeStats, StageTimes
 from storage.arena.chunk_cache import CacheStats
 from storage.disk.tier import DiskStats
@@ -46,23 +46,23 @@ class Cost:
 
 def measure(nodes: int, models: int, rounds: int) -> Cost:
     """Take in `rounds` heartbeats of every node, each larger than before. Then scrape three times, for the median."""
-    tally = Tally()
+    metrics = ClusterMetrics()
     names = [f"model-{number}" for number in range(models)]
     for name in names:
         life = (RankLife(),) * (RANKS * nodes)
         hosts = tuple(f"host-{node:03}" for node in range(nodes) for _ in range(RANKS))
-        tally.load(LoadView(f"{name}-1", name, LoadState.LOADING, life, hosts, nodes * 100 * GB), 0.0)
+        metrics.load(LoadView(f"{name}-1", name, LoadState.LOADING, life, hosts, nodes * 100 * GB), 0.0)
     beats = [_beat(node, names, number) for number in range(1, rounds + 1) for node in range(nodes)]
     begun_s = time.process_time()
     for beat in beats:
-        tally.heard(beat, 0.0)
+        metrics.received(beat, 0.0)
     beat_s = (time.process_time() - begun_s) / len(beats)
     registry = CollectorRegistry(auto_describe=False)
-    registry.register(TallyCollector(tally.books))
+    registry.register(PageCollector(metrics.snapshot))
     copies, scrapes, text = [], [], b""
     for _ in range(3):
         begun_s = time.process_time()
-        tally.books()
+        metrics.snapshot()
         copied_s = time.process_time()
         text = generate_latest(registry)
         copies.append(copied_s - begun_s)
@@ -81,7 +81,7 @@ def _beat(node: int, models: Sequence[str], number: int) -> AgentBeat:
         leases_granted=number * 1000,
         stages=StageTimes(fetch_s=number * 12.3456, verify_s=number * 1.2345, place_s=number * 2.3456),
     )
-    loads = tuple(LoadBeat(f"{name}-1", 1, 100 * GB, None, False, name, counters) for name in models)
+    loads = tuple(LoadBeat(f"{name}-1", 1, 100 * GB, None, False, name) for name in models)
     ranks = tuple(
         RankBeat(f"{name}-1", 1, rank, 0, 1000 + rank, number * GB, 0.1, requests=4, allowed_requests=8, own_bytes=GB)
         for name in models
@@ -95,7 +95,17 @@ def _beat(node: int, models: Sequence[str], number: int) -> AgentBeat:
     )  # fmt: skip
     stats = NodeStats(cache, DiskStats(1000 * GB, 100 * GB, 12_000, 1000, 10, 1), memory)
     arena = ArenaUse(64 * GB, 32 * GB, 1, 0)
-    return AgentBeat(f"{node:056x}", f"host-{node:03}", "incarnation0", loads, ranks, arena, number=number, stats=stats)
+    return AgentBeat(
+        f"{node:056x}",
+        f"host-{node:03}",
+        f"incarnation-{node:03}",
+        loads,
+        ranks,
+        arena,
+        number=number,
+        counters=dict.fromkeys(models, counters),
+        stats=stats,
+    )
 
 
 def table(costs: Sequence[Cost]) -> str:

@@ -21,7 +21,7 @@ from typing import Any
 from cluster.errors import VersionMismatch
 from cluster.request import StoreAccess
 from cluster.telemetry.report import SettingStatus
-from cluster.telemetry.stats import ArenaUse, EndedPart, LoadCounters, NodeStats, RankStats
+from cluster.telemetry.stats import ArenaUse, LoadCounters, NodeStats, RankStats
 from longshore.installation import VERSION
 from storage.checksum import Span
 from storage.errors import LongshoreError
@@ -291,7 +291,6 @@ class LoadBeat:
     error: LongshoreError | None  # the load cannot go on here
     complete: bool
     model: str = ""  # what it is counted under
-    counters: LoadCounters = field(default_factory=LoadCounters)
 
 
 @dataclass(frozen=True, slots=True)
@@ -305,9 +304,10 @@ class AgentBeat:
     ranks: tuple[RankBeat, ...]
     arena: ArenaUse
     records: dict[str, bytes] = field(default_factory=dict)  # load id -> record, when asked for
-    number: int = 0  # counts the heartbeats of one incarnation: an older one that arrives late changes no figure
-    answered: bool = False  # some coordinator has answered one before: that one has counted what was in it
-    ended: tuple[EndedPart, ...] = ()  # parts of loads that are over, until a heartbeat with them was answered
+    number: int = 0  # counts the heartbeats of one incarnation: an older one that arrives late changes no counter
+    # By model, since the agent began: those that have grown since a coordinator last answered, which has the others
+    counters: dict[str, LoadCounters] = field(default_factory=dict)
+    counted_by: str = ""  # incarnation of that coordinator; empty: none, these are all
     stats: NodeStats | None = None
     settings: tuple[SettingStatus, ...] = ()  # that the agent goes by: until this coordinator has answered them
     members: tuple[GroupMember, ...] = ()  # of groups, until they let go of their rank or are dead

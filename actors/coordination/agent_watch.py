@@ -38,7 +38,7 @@ from cluster.config import Config
 from cluster.messages import AgentBeat, BeatReply, GroupMember, RankBeat
 from cluster.scheduling.load_state import LoadState
 from cluster.scheduling.warm_pool import IdleNodes
-from cluster.telemetry.counters import Tally
+from cluster.telemetry.counters import ClusterMetrics
 from cluster.telemetry.report import NodeStatus, SettingStatus
 from storage.errors import ArenaBusy, LongshoreError
 
@@ -63,7 +63,7 @@ class AgentWatch:
     ) -> None:
         """`coordinator` is its incarnation; `go_on(record, incarnations)` tends an adopted load; `end` ends one."""
         self.rebuilt = asyncio.Event()  # before, a model that is not known may well be there
-        self.tally = Tally()
+        self.metrics = ClusterMetrics(coordinator)
         self._coordinator = coordinator
         self._stuck_after_s = stuck_after_s
         self._models = models
@@ -116,9 +116,9 @@ class AgentWatch:
 
     async def forget_dead_nodes(self) -> None:
         """Leave nodes out that Ray knows to be dead, which is asked only when somebody is silent; and what they and
-        forgotten models had in the tally.
+        forgotten models had in the metrics.
         """
-        self.tally.keep(self._beats, self._models)
+        self.metrics.keep(self._beats, self._models, time.monotonic())
         self._settings = {node_id: kept for node_id, kept in self._settings.items() if node_id in self._beats}
         now_s = time.monotonic()
         silent = [node_id for node_id, (_, heard_s) in self._beats.items() if now_s - heard_s > SILENT_S]
@@ -154,7 +154,7 @@ class AgentWatch:
         self._beats[beat.node_id] = (beat, time.monotonic())
         if beat.settings:
             self._settings[beat.node_id] = beat.settings
-        self.tally.heard(beat, time.monotonic())
+        self.metrics.received(beat, time.monotonic())
         for member in beat.members:
             self._binding.pop(member.load_id, None)
         for load_id, packed in beat.records.items():
@@ -171,8 +171,7 @@ class AgentWatch:
             if record is not None and (record.life.is_over or beat.node_id not in record.nodes):
                 ended.append(load_id)  # over, or its ranks were moved from there: the node was taken for dead
             elif record is not None:
-                parts = [load.store_bytes for load in beat.loads if load.load_id == load_id]
-                record.store_bytes[beat.node_id] = sum(parts)
+                record.fetched(beat.node_id, sum(load.store_bytes for load in beat.loads if load.load_id == load_id))
         await self._note_progress(beat)
         self._begin_again(beat)
         return BeatReply(self._coordinator, unknown, tuple(ended), members=members)

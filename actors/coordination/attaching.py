@@ -145,7 +145,8 @@ class PlanSource:
             plan = await self._prepare()
             if plan.revision != record.revision:
                 raise LoadError("the stored model has changed since the load began", model=record.model_id)
-            record.plan = plan
+            record.use_plan(plan)
+            return plan
         return record.plan
 
     async def _prepare(self) -> PackedPlan:
@@ -180,5 +181,5 @@ class PlanSource:
         plan = await self.plan()
         if self._record.shared is None:
             small = len(plan.shared) <= IN_MESSAGE_BYTES
-            self._record.shared = plan.shared if small else await asyncio.to_thread(ray.put, plan.shared)
+            self._record.share(plan.shared if small else await asyncio.to_thread(ray.put, plan.shared))
         return self._record.shared

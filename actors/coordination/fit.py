@@ -76,14 +76,6 @@ def new_workers(placements: Mapping[int, Placement]) -> set[int]:
     }
 
 
-def promise(record: ModelRecord, ranks: Mapping[int, int], nodes: Iterable[NodeInfo]) -> None:
-    """Note that these ranks (and the memory that each takes of its host) have been found to fit on the nodes."""
-    record.host_bytes = {**record.host_bytes, **ranks}
-    for node in nodes:
-        record.pools[node.node_id] = tuple(pool.pool_id for pool in node.pools)
-        record.kept_bytes[node.node_id] = node.kept_bytes
-
-
 def _to_take(record: ModelRecord, placements: list[Placement]) -> int:
     here = {placement.rank: placement for placement in placements}
     left = [placement for placement in placements if placement.report is None]  # the others have it all
@@ -172,7 +164,7 @@ async def fit_on(
     misfit = room.misfit(plan, record.request, config)
     if misfit is None:
         device = record.request.device
-        promise(record, {rank: host_bytes(plan.ranks[rank], device) for rank in placements}, room.infos)
+        record.promise({rank: host_bytes(plan.ranks[rank], device) for rank in placements}, room.infos)
     return misfit
 
 
@@ -420,14 +412,13 @@ class FitChoice:
         if step is None:
             raise await self._with_offer(misfit, room, tried) from misfit
         taken = step.change.request
-        promise(record, {at: host_bytes(step.ranks[at], taken.device) for at in record.placements}, room.infos)
+        record.promise({at: host_bytes(step.ranks[at], taken.device) for at in record.placements}, room.infos)
         less = await self._planner.prepare(taken)
         if {less.revision, revision} != {plan.revision}:
             raise LoadError("the stored model has changed since the load began", model=record.model_id)
         self._note(tried)
-        record.request = replace(record.request, precision=taken.precision, device_map=taken.device_map)
-        record.plan, record.shared = less, None
-        record.total_bytes = sum(rank.read_bytes for rank in less.ranks)
+        record.change_request(precision=taken.precision, device_map=taken.device_map)
+        record.use_plan(less)
         await record.touch()
         return less
 
@@ -440,9 +431,9 @@ class FitChoice:
         return node_limits(room.infos[0], 1, options, request.fit, self._config)
 
     def _note(self, tried: tuple[FitTry, ...]) -> None:
-        """What was decided is part of the request from here on: whoever asks for the same gets this model."""
+        """Note what was decided: whoever asks for the same gets this model."""
         record = self._record
-        record.request = replace(record.request, tried=tried, auto_identity=record.request.identity())
+        record.change_request(tried=tried, auto_identity=record.request.identity())
         if len(tried) > 1:
             _LOG.warning("%s is loaded with %s: %s", record.model_id, tried[-1].what, steps_text(tried))
 

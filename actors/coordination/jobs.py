@@ -98,11 +98,10 @@ class SavedLoad:
         )
         group = self.group or self.request.placement_group
         bundles = _bundles(group, self.request) if group is not None else None
-        record.placements = {
-            rank: Placement(rank, node_id, host, bundles[rank] if bundles else None, attempt, replaced=True)
-            for rank, node_id, host, attempt in self.placements
-        }
-        record.begun = {(placement.node_id, placement.attempt) for placement in record.placements.values()}
+        for rank, node_id, host, attempt in self.placements:
+            bundle = bundles[rank] if bundles else None
+            record.place([Placement(rank, node_id, host, bundle, attempt, replaced=True)])
+            record.begun_on(node_id, attempt)
         return record
 
 

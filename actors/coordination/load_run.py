@@ -24,7 +24,6 @@ import math
 import socket
 import time
 from collections.abc import Sequence
-from dataclasses import replace
 from typing import Any
 
 from ray.exceptions import RayError
@@ -38,7 +37,7 @@ from actors.coordination.nodes import ACTOR_GONE, NodeAgents
 from actors.coordination.planner import Planner
 from actors.coordination.relocation import Relocation
 from actors.coordination.tending import alongside, finished, settled, tend_all
-from actors.coordination.worker_groups import WorkerGroup, WorkerGroups
+from actors.coordination.worker_groups import WorkerGroups
 from cluster.config import Config
 from cluster.errors import (
     ClusterError,
@@ -170,7 +169,7 @@ async def take_placements(
     if choice.take is not None:
         await _ask_for(record, [])
         worker_group = worker_groups.take(choice.take)
-        _join(record, worker_group)
+        record.take_over(choice.take, worker_group.group, worker_group.placements)
         return worker_group.idle
     await finished(worker_groups.end(choice.end))
     # Proves that there is room, and says who holds it when there is none; Ray decides where the bundles go.
@@ -196,8 +195,7 @@ async def take_placements(
 async def _ask_for(record: ModelRecord, sizes: Sequence[int]) -> None:
     """The load's placement group has bundles of so many GPUs, or there is none; one that is like that stays."""
     if record.group is not None and nodes.bundle_sizes(record.group) != list(sizes):
-        group, record.group = record.group, None
-        await finished(asyncio.to_thread(spawn.remove_group, group))
+        await finished(asyncio.to_thread(spawn.remove_group, record.set_group(None)))
     if record.group is None and sizes:
         await finished(_create_group(record, list(sizes)))
 
@@ -209,20 +207,12 @@ async def _sit_in_group(record: ModelRecord) -> None:
 
 
 def _sit(record: ModelRecord, places: Sequence[nodes.Place]) -> None:
-    record.placements = {
-        rank: Placement(rank, node_id, host, bundle) for rank, (node_id, host, bundle) in enumerate(places)
-    }
-
-
-def _join(record: ModelRecord, worker_group: WorkerGroup) -> None:
-    """Its workers keep their names, so the load goes by its id from now on."""
-    record.worker_group_id, record.group = worker_group.idle.worker_group_id, worker_group.group
-    record.placements = {placement.rank: placement for placement in worker_group.placements}
+    record.place(Placement(rank, *place) for rank, place in enumerate(places))
 
 
 async def _create_group(record: ModelRecord, sizes: list[int]) -> None:
-    """Noted at once: whoever ends the load removes it."""
-    record.group = await asyncio.to_thread(spawn.create_group, record.worker_group_id, sizes)
+    """Note the group at once: whoever ends the load removes it."""
+    record.set_group(await asyncio.to_thread(spawn.create_group, record.worker_group_id, sizes))
 
 
 PROCESS_START_S = 120.0  # of a worker, on a machine that is busy with something else
@@ -303,13 +293,7 @@ class LoadRun:
         record = self._record
         # What failed may be broken, and what was not ready yet has reads under way.
         kept = isinstance(error, LoadCancelled) and record.life.is_ready
-        record.error, record.ended_s, record.plan = error, time.monotonic(), None
-        record.shared = None
-        attempt = record.life.attempt
-        if isinstance(error, LoadCancelled):
-            await record.advance(load_state.Released(attempt=attempt))
-        else:
-            await record.advance(load_state.Failed(str(error), attempt=attempt))
+        await record.end(error)
         await self._worker_groups.part(record, keep=kept)
         await record.touch()
 
@@ -318,13 +302,9 @@ class LoadRun:
     async def _plan(self) -> PackedPlan:
         record = self._record
         if limits := await node_memory(record, self._agents, self._config, self._admission):
-            record.request = replace(record.request, node_memory=limits)
+            record.change_request(node_memory=limits)
         plan = await self._planner.prepare(record.request)
-        record.plan, record.revision, record.signed_by = plan, plan.revision, plan.signed_by
-        for client_id in record.holders.ids:  # whoever attached before asked with the same access
-            record.proven(client_id, record.request.store)
-        record.total_bytes = sum(rank.read_bytes for rank in plan.ranks)
-        record.planned_s = time.monotonic()
+        record.planned(plan)
         await self._event(load_state.Planned)
         return plan
 
@@ -387,7 +367,7 @@ class LoadRun:
                 await record.touch("waiting for arena slots that other loads hold")
                 await self._check_slots_come(node_id, attempt, time.monotonic() - began_s)
                 await asyncio.sleep(0.2)
-            record.begun.add((node_id, attempt))
+            record.begun_on(node_id, attempt)
         if record.message:
             await record.touch("")
 
@@ -414,8 +394,7 @@ class LoadRun:
                 placement.report, restarts = await outcome, 0
                 await self._rank_event(load_state.RankReady, placement)
                 if record.life.is_ready and record.report is None:
-                    record.report = await self._report()
-                    record.ended_s = time.monotonic()
+                    record.finish(await self._report())
                     await record.touch()
                 await placement.worker.lifetime.options(concurrency_group="wait").remote(record.model_id)
                 return

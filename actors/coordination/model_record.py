@@ -1,4 +1,7 @@
-"""The coordinator's notes on one model: the request, the pure state of its life, and handles to the actors it has."""
+"""The record of one model: the request, the pure state of its life, and handles to the actors it has.
+
+`ModelRecord` owns its fields: other modules read them, and change them by its methods only. (A test holds this.)
+"""
 
 from __future__ import annotations
 
@@ -9,18 +12,19 @@ import logging
 import math
 import time
 import uuid
-from collections.abc import Iterator
+from collections.abc import Coroutine, Iterable, Iterator, Mapping
 from dataclasses import dataclass, field, replace
 from typing import Any
 
-from cluster.errors import RankLost, UnknownFamily
+from cluster.errors import LoadCancelled, RankLost, UnknownFamily
 from cluster.fit.options import what_was_taken
 from cluster.planning.packed_plan import PackedPlan
 from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling import load_state
 from cluster.scheduling.holders import Holders, ProvenAccess
 from cluster.scheduling.load_state import Event, Life, LoadState, RankLife
-from cluster.telemetry.counters import LoadView, Tally
+from cluster.scheduling.topology import NodeInfo
+from cluster.telemetry.counters import ClusterMetrics, LoadView
 from cluster.telemetry.event_log import EventLog
 from cluster.telemetry.logs import log_events
 from cluster.telemetry.metrics import model_label
@@ -54,7 +58,7 @@ class Placement:
 
 @dataclass(slots=True)
 class ModelRecord:
-    """One model. Everything that decides is in `life` and `holders`, which are pure; the rest is for acting."""
+    """One model. `life` and `holders` decide, and are pure; the rest is for acting."""
 
     model_id: str
     request: LoadRequest
@@ -89,7 +93,7 @@ class ModelRecord:
     task: asyncio.Task[None] | None = None
     ending: asyncio.Task[None] | None = None  # frees what the model has: from then on no load is given it
     events: EventLog = field(default_factory=EventLog)  # for who watches
-    tally: Tally | None = None  # that counts this load
+    metrics: ClusterMetrics | None = None  # that count this load
     version: int = 0  # grows with every change a waiting client would want to see
     changed: asyncio.Condition = field(default_factory=asyncio.Condition)
 
@@ -120,6 +124,31 @@ class ModelRecord:
         """Return True when this model is what the request asks for, as far as the request says."""
         return self.is_usable and self.request.identity() == request.identity()
 
+    # -- clients -----------------------------------------------------------------------------------------------
+
+    def hold(self, client_id: str, *, keep: bool = False) -> bool:
+        """A client wants the model. Return True when it asks to keep one that was not kept."""
+        kept = self.holders.keep
+        self.holders = self.holders.hold(client_id, time.monotonic(), keep=keep)
+        return self.holders.keep and not kept
+
+    def drop(self, client_id: str) -> None:
+        """A client wants the model no more."""
+        self.holders = self.holders.drop(client_id)
+
+    def drop_all(self) -> None:
+        """No client wants the model any more, and it is not kept."""
+        self.holders = Holders()
+
+    def unkeep(self, client_id: str) -> None:
+        """A client wants the model no more, and it is not kept."""
+        self.holders = Holders(False, self.holders.drop(client_id).heard_s)
+
+    def forget_lapsed(self, now_s: float, holder_ttl_s: float, access_grace_s: float) -> None:
+        """Forget clients that have not renewed their hold, and then the access of clients that are gone."""
+        self.holders = self.holders.without_lapsed(now_s, holder_ttl_s)
+        self.access = self.access.without_gone(self.holders.ids, now_s - access_grace_s)
+
     def proven(self, client_id: str, access: StoreAccess, at_s: float | None = None) -> None:
         """Note that the store accepted a client's access, now or at `at_s`; the model is read with it from now on."""
         self.access = self.access.proven(client_id, access, time.monotonic() if at_s is None else at_s)
@@ -127,7 +156,83 @@ class ModelRecord:
 
     def read_with(self, access: StoreAccess) -> None:
         """Let whoever reads for this model next use that access."""
-        self.request = replace(self.request, store=access)
+        self.change_request(store=access)
+
+    # -- the load ----------------------------------------------------------------------------------------------
+
+    def change_request(self, **changes: Any) -> None:
+        """Make a decision part of the request: whoever asks for the same gets this model."""
+        self.request = replace(self.request, **changes)
+
+    def planned(self, plan: PackedPlan) -> None:
+        """The model was read and planned for the first time."""
+        self.revision, self.signed_by, self.planned_s = plan.revision, plan.signed_by, time.monotonic()
+        self.use_plan(plan)
+        for client_id in self.holders.ids:  # whoever attached before asked with the same access
+            self.proven(client_id, self.request.store)
+
+    def use_plan(self, plan: PackedPlan) -> None:
+        """Load by this plan from now on."""
+        self.plan, self.shared = plan, None
+        self.total_bytes = sum(rank.read_bytes for rank in plan.ranks)
+
+    def share(self, tables: Any) -> None:
+        """Note where the plan's tables are for agents and workers."""
+        self.shared = tables
+
+    def promise(self, ranks: Mapping[int, int], nodes: Iterable[NodeInfo]) -> None:
+        """Note that these ranks (and the memory that each takes of its host) have been found to fit on the nodes."""
+        self.host_bytes = {**self.host_bytes, **ranks}
+        for node in nodes:
+            self.pools[node.node_id] = tuple(pool.pool_id for pool in node.pools)
+            self.kept_bytes[node.node_id] = node.kept_bytes
+
+    def place(self, placements: Iterable[Placement]) -> None:
+        """Place these ranks; others stay where they are."""
+        self.placements.update({placement.rank: placement for placement in placements})
+
+    def take_over(self, worker_group_id: str, group: Any, placements: Iterable[Placement]) -> None:
+        """Place the ranks in an idle worker group. Its workers keep their names, so the load goes by its id."""
+        self.worker_group_id, self.group = worker_group_id, group
+        self.place(placements)
+
+    def set_group(self, group: Any) -> Any:
+        """Note the model's own placement group, or None. Return the one before."""
+        before, self.group = self.group, group
+        return before
+
+    def begun_on(self, node_id: str, attempt: int) -> None:
+        """The node's agent has received what this attempt brings to it."""
+        self.begun.add((node_id, attempt))
+
+    def fetched(self, node_id: str, size_bytes: int) -> None:
+        """The node has fetched so many bytes from the store for this load."""
+        self.store_bytes[node_id] = size_bytes
+
+    def finish(self, report: LoadReport) -> None:
+        """The load is done."""
+        self.report, self.ended_s = report, time.monotonic()
+
+    async def end(self, error: LongshoreError) -> None:
+        """The model is over, released or with this error."""
+        self.error, self.ended_s, self.plan, self.shared = error, time.monotonic(), None, None
+        attempt = self.life.attempt
+        if isinstance(error, LoadCancelled):
+            await self.advance(load_state.Released(attempt=attempt))
+        else:
+            await self.advance(load_state.Failed(str(error), attempt=attempt))
+
+    def lead(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run the task that leads the load."""
+        self.task = asyncio.get_running_loop().create_task(work)
+
+    async def free(self, work: Coroutine[Any, Any, None]) -> None:
+        """Run the task that frees what the model has, once; no load is given the model from now on."""
+        if self.ending is None:
+            self.ending = asyncio.get_running_loop().create_task(work)
+        else:
+            work.close()
+        await asyncio.shield(self.ending)
 
     async def stop_task(self) -> None:
         """Cancel whoever leads the load; return when that has ended."""
@@ -193,15 +298,20 @@ class ModelRecord:
         yield
         log_events(_LOG, self.model_id, self.life.attempt, self.events.after(last))
 
+    def count_in(self, metrics: ClusterMetrics, *, adopted: bool) -> None:
+        """Count the load there from now on. `adopted`: an earlier coordinator began it."""
+        self.metrics = metrics
+        self.count(adopted=adopted)
+
     def count(self, *, adopted: bool = False) -> None:
-        """Tell the tally what it is now. `adopted`: an earlier coordinator began it."""
-        if self.tally is None:
+        """Count the state that the load is in now."""
+        if self.metrics is None:
             return
         life, model = self.life, model_label(self.request.uri)
         hosts = tuple(self.placements[rank].host if rank in self.placements else "" for rank in range(len(life.ranks)))
         error = type(self.error).__name__ if self.error is not None else ""
         view = LoadView(self.model_id, model, life.state, life.ranks, hosts, self.total_bytes, error)
-        self.tally.load(view, time.monotonic(), adopted=adopted)
+        self.metrics.load(view, time.monotonic(), adopted=adopted)
 
     def is_at_hand(self, identity: str, revision: str) -> bool:
         """Whether a load of that identity, of that revision, would be given this model at once."""

@@ -163,7 +163,7 @@ class Relocation:
         if misfit is not None:
             raise misfit
         gone: list[Any] = [record.placements[rank].worker for rank in placements]
-        record.placements.update(placements)
+        record.place(placements.values())
         again = [load_state.RankReplaced(rank, record.placements[rank].incarnation, attempt=attempt) for rank in places]
         await record.advance(load_state.Replanned(tuple(sorted(places)), attempt=attempt), *again)
         for worker in filter(None, gone):

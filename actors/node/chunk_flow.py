@@ -246,7 +246,7 @@ class ChunkFlow:
     def said(self, update: RankUpdate) -> None:
         """Count what a rank's update tells beside its chunks."""
         self.retries.update(update.retries)
-        self.meter.said(update)
+        self.meter.reported(update)
 
     def wake(self, keys: set[bytes]) -> None:
         """Fetches of these bytes by others have ended: take them from the cache, or fetch them after all."""

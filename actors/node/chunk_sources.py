@@ -1,12 +1,11 @@
-"""Where one load's chunks on one node came from: the store, the disk, or the arena, which had them before. Pure.
+"""Counts a load on one node: the counters of this agent's process, and the sources of the load's chunks. Pure.
 
-An agent that was restarted in the middle of the load begins with what the ranks say (`RankHello.fetched`). Of a rank
-that is gone nobody can say it: what is in the arena may be its work, or may have been there before.
+`LoadMeter` counts what this process of the agent saw happen. A load's meter begins at 0, and what it counts is what the
+agent's counters of the model grow by between the begin and the end of the load.
 
-What one part of a load did on its node, counted as it happens; for heartbeats. Pure.
-
-`actors.node.chunk_sources` says for the report what was needed and where it was in the end, also across a restart of
-the agent. Here counts only what this process of the agent saw: whoever adds up agents counts nothing twice.
+`ChunkSources` finds for the report where the needed chunks came from: the store, the disk, or the arena, which had them
+before. An agent that was restarted during the load begins with what the ranks report (`RankHello.fetched`). A rank that
+is gone reports nothing: a chunk in the arena may be its work, or may have been there before. The report says "unknown".
 """
 
 from __future__ import annotations
@@ -21,7 +20,7 @@ from storage.checkpoints.model_index import ChunkTable
 
 
 class LoadMeter:
-    """Everything in here only grows."""
+    """Counters of one load; they only grow."""
 
     def __init__(self, job: NodeJob) -> None:
         self.leases_granted = self.leases_taken_back = 0
@@ -29,32 +28,32 @@ class LoadMeter:
         self._throttles = 0
         self._bytes: Counter[str] = Counter()
         self._chunks: Counter[str] = Counter()
-        # An agent that was restarted: these ranks may have said a part to the one before.
+        # An agent that was restarted: these ranks may have reported a part to the one before.
         self._former = set(zip(job.ranks, job.incarnations, strict=False)) if job.again else set()
-        self._stages: dict[tuple[int, int], StageTimes] = {}  # (rank, incarnation) -> what it said last
-        self._before = StageTimes()  # of `_former`: what they said first
+        self._stages: dict[tuple[int, int], StageTimes] = {}  # (rank, incarnation) -> reported last
+        self._before = StageTimes()  # of `_former`: reported first
 
     def had(self, source: str, size_bytes: int) -> None:
-        """A chunk is there; `source` is one of SOURCES."""
+        """Count a chunk that is there now; `source` is one of SOURCES."""
         self._bytes[source] += size_bytes
         self._chunks[source] += 1
 
-    def said(self, update: RankUpdate) -> None:
-        """A rank's update that was taken in."""
+    def reported(self, update: RankUpdate) -> None:
+        """Count a rank's update."""
         self._throttles += update.throttled
         self.corrupt_chunks += update.retries.get("digest_mismatch", 0)
         if update.stats is not None:
             self._stages_of(update.rank, update.incarnation, update.stats)
 
     def _stages_of(self, rank: int, incarnation: int, stats: RankStats) -> None:
-        who = rank, incarnation
+        who, stages = (rank, incarnation), stats.stages.exact()
         if who in self._former:
             self._former.discard(who)
-            self._before += stats.stages
-        self._stages[who] = stats.stages
+            self._before += stages
+        self._stages[who] = stages
 
     def counters(self, retries: Counter[str], hedges: int, hedges_won: int, *, digests: bool) -> LoadCounters:
-        """All of it now. `digests`: chunks have any."""
+        """Return all counters. `digests`: chunks have any."""
         fetched = sum(self._chunks[source] for source in SOURCES if source != "arena")
         return LoadCounters(
             bytes_by_source={source: self._bytes[source] for source in SOURCES},
@@ -76,7 +75,7 @@ METERED = {STORE: "store_via_arena", DISK: "disk", STORE_DIRECT: "store_direct"}
 
 
 class ChunkSources:
-    """See above. A chunk is counted once; what is fetched again counts again, and as `refetched` too."""
+    """The sources of a load's chunks. A chunk that is fetched again counts again, and as `refetched`."""
 
     def __init__(self, job: NodeJob, chunks: ChunkTable, meter: LoadMeter) -> None:
         self.store_bytes = 0
@@ -89,18 +88,18 @@ class ChunkSources:
         self._disk_bytes = self._direct_bytes = 0
         self._refetched_chunks = self._refetched_bytes = 0
         incarnations = job.incarnations or (0,) * len(job.ranks)
-        # Those that have not said yet what they fetched before the agent was restarted.
+        # Those that have not reported yet what they fetched before the agent was restarted.
         self._silent = dict(zip(job.ranks, incarnations, strict=True)) if job.again else {}
 
     def in_arena(self, chunk: int) -> None:
-        """The arena has the chunk, and not by this agent's orders for this load."""
+        """Note that the arena has the chunk, and not by this agent's orders for this load."""
         if chunk not in self._store and chunk not in self._disk and chunk not in self._cached:
             self._cached.add(chunk)
             if not self._job.again:  # else it may be what this load brought there before
                 self._meter.had("arena", self._chunks.byte_range(chunk).size_bytes)
 
     def fetched(self, chunk: int, source: str) -> None:
-        """The chunk was fetched and committed."""
+        """Note that the chunk was fetched and committed."""
         size_bytes = self._chunks.byte_range(chunk).size_bytes
         if chunk in self._store or chunk in self._disk or chunk in self._cached:
             self._refetched_chunks += 1
@@ -119,14 +118,14 @@ class ChunkSources:
         self._direct_bytes += size_bytes if source == STORE_DIRECT else 0
 
     def late(self, chunk: int, source: str) -> None:
-        """The chunk was fetched, and came too late to be committed; the rank may have placed it all the same."""
+        """Note a chunk that came too late to be committed; the rank may have placed it all the same."""
         known = chunk in self._store or chunk in self._disk or chunk in self._cached
-        self.said({source: (chunk,)})
+        self.reported({source: (chunk,)})
         if not known:
             self._meter.had(METERED[source], self._chunks.byte_range(chunk).size_bytes)
 
-    def said(self, fetched: Mapping[str, tuple[int, ...]]) -> None:
-        """A rank says what it has fetched, known or not: a lease may have ended meanwhile, a message been lost."""
+    def reported(self, fetched: Mapping[str, tuple[int, ...]]) -> None:
+        """Note what a rank has fetched, known or not: a lease may have ended meanwhile, a message been lost."""
         for source, chunks in fetched.items():
             for chunk in chunks:
                 if self._job.again and chunk in self._cached:
@@ -136,16 +135,16 @@ class ChunkSources:
                     self._add(chunk, source)
 
     def hello(self, hello: RankHello) -> None:
-        self.said(hello.fetched)
+        self.reported(hello.fetched)
         if self._silent.get(hello.rank) == hello.incarnation:
             del self._silent[hello.rank]
 
     def stats(self, needed: list[int]) -> dict[str, Any]:
-        """Of a load that is complete, by their names in NodeReport."""
+        """Return the counts of a complete load, by their names in NodeReport."""
         cached, unknown = self._cached, set(needed) - self._store - self._disk - self._cached
         if self._job.again and (self._silent or self._job.replaced):
             cached, unknown = set(), cached | unknown
-        elif self._job.again:  # every rank has spoken: what none of them fetched, the arena had
+        elif self._job.again:  # every rank has reported: what none of them fetched, the arena had
             cached, unknown = cached | unknown, set()
         return {
             "store_chunks": len(self._store),
@@ -166,12 +165,12 @@ class ChunkSources:
 
 
 def source_of(lease_id: str, disk: str) -> str:
-    """Of a committed chunk: `disk` as in `Commit`."""
+    """Return the source of a committed chunk; `disk` is as in `Commit`."""
     if disk == DISK_READ:
         return DISK
     return STORE_DIRECT if lease_id.startswith("direct-") else STORE
 
 
 def by_source(sources: Mapping[int, str]) -> dict[str, tuple[int, ...]]:
-    """The chunks of each source, for `RankHello.fetched`."""
+    """Return the chunks of each source, for `RankHello.fetched`."""
     return {source: tuple(c for c, of in sources.items() if of == source) for source in set(sources.values())}

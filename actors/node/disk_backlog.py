@@ -22,7 +22,7 @@ from storage.disk.tier import DiskStats, DiskTier, Written
 from storage.errors import DiskTierError
 from storage.host.processes import ProcessId
 
-_OWNER = "disk"  # in the cache's books: without a minimum, so it takes no slot that a load is waiting for
+_OWNER = "disk"  # as an owner of slots: without a minimum, so it takes no slot that a load is waiting for
 
 
 class DiskShelf(Protocol):

@@ -12,7 +12,7 @@ from __future__ import annotations
 import functools
 import random
 from collections import OrderedDict, defaultdict
-from collections.abc import Collection, Iterable
+from collections.abc import Collection, Iterable, Mapping
 from dataclasses import replace
 from typing import Any
 
@@ -33,32 +33,51 @@ from cluster.messages import (
     SlotHolder,
 )
 from cluster.telemetry.chunk_map import NodeView, least_done, runs_of
+from cluster.telemetry.metrics import BoundedLabels
 from cluster.telemetry.report import NodeReport
-from cluster.telemetry.stats import ArenaUse, EndedPart, NodeStats
+from cluster.telemetry.stats import ArenaUse, LoadCounters, NodeStats
 from storage.arena.chunk_cache import ChunkCache
 from storage.arena.slots import Lease
 from storage.errors import ArenaTooSmall, LongshoreError
 from storage.host.processes import ProcessId
 
 
-def load_beats(loads: Iterable[NodeLoad]) -> tuple[LoadBeat, ...]:
-    """A line per part of a load."""
-    return tuple(
-        LoadBeat(
-            load.load_id,
-            load.job.attempt,
-            load.store_bytes,
-            load.error,
-            load.complete,
-            load.job.model,
-            load.counters(),
-        )
-        for load in loads
-    )
+class ModelCounters:
+    """The agent's counters by model, from its begin to its end. They only grow.
+
+    A heartbeat has those that have grown since the coordinator last answered, and a new coordinator gets all.
+    """
+
+    def __init__(self) -> None:
+        self.label = BoundedLabels()
+        self._finished: dict[str, LoadCounters] = {}  # of loads that count no more
+        self._answered: dict[str, LoadCounters] = {}
+        self.coordinator = ""  # incarnation of the one that answered
+
+    def finish(self, load: NodeLoad) -> None:
+        """Take a load in that counts no more: nothing else has to remember it."""
+        self._add(self._finished, load)
+
+    def grown(self, loads: Iterable[NodeLoad]) -> dict[str, LoadCounters]:
+        """Return the counters that the coordinator lacks; `loads` are those that still count."""
+        totals = dict(self._finished)
+        for load in loads:
+            self._add(totals, load)
+        return {model: counters for model, counters in totals.items() if self._answered.get(model) != counters}
+
+    def answered(self, counters: Mapping[str, LoadCounters], coordinator: str) -> None:
+        """Note that a coordinator's incarnation has these counters."""
+        if coordinator != self.coordinator:
+            self.coordinator, self._answered = coordinator, {}
+        self._answered.update(counters)
+
+    def _add(self, totals: dict[str, LoadCounters], load: NodeLoad) -> None:
+        model = self.label(load.job.model)
+        totals[model] = totals.get(model, LoadCounters()) + load.counters()
 
 
 def rank_beats(loads: Collection[NodeLoad], now_s: float) -> tuple[RankBeat, ...]:
-    """A line per rank."""
+    """Return a line per rank."""
     return tuple(
         RankBeat(
             load.load_id,
@@ -75,11 +94,6 @@ def rank_beats(loads: Collection[NodeLoad], now_s: float) -> tuple[RankBeat, ...
         for load in loads
         for place in load.ranks.values()
     )
-
-
-def ended_parts(loads: Iterable[NodeLoad]) -> tuple[EndedPart, ...]:
-    """The last word on loads that are over."""
-    return tuple(EndedPart(load.load_id, load.job.attempt, load.job.model, load.counters()) for load in loads)
 
 
 QUARANTINE_GRACE_S = 30.0  # a holder that neither lets go of a taken-back slot nor dies within this is killed
@@ -106,7 +120,7 @@ class NodeLedger:
         self._chance = chance or random.Random()
         self._loads: dict[tuple[str, int], NodeLoad] = {}  # by load id and attempt
         self._ended: OrderedDict[tuple[str, int], NodeLoad] = OrderedDict()
-        self._untold: OrderedDict[tuple[str, int], NodeLoad] = OrderedDict()  # ended, and no coordinator knows it yet
+        self._counters = ModelCounters()
         self._asking: dict[tuple[str, int], tuple[NodeJob, float]] = {}  # have not begun yet: when they asked last
         self._members: dict[str, GroupMember] = {}  # by load id, beyond the load's end
         self._ended_unknown: OrderedDict[str, None] = OrderedDict()  # ended, and had not begun here
@@ -188,9 +202,9 @@ class NodeLedger:
             self._ended_unknown[load_id] = None
             _keep_last(self._ended_unknown)
         for load in parts:
-            self._ended[load.job.part] = self._untold[load.job.part] = self._loads.pop(load.job.part)
-            _keep_last(self._ended)
-            _keep_last(self._untold)
+            self._ended[load.job.part] = self._loads.pop(load.job.part)
+            for forgotten in _keep_last(self._ended):
+                self._counters.finish(forgotten)
             self._wake(load.end(now_s))
 
     def leave(self, load_id: str) -> None:
@@ -334,7 +348,7 @@ class NodeLedger:
     # -- heartbeat ---------------------------------------------------------------------------------------------
 
     def beat(self, node_id: str, host: str, incarnation: str, now_s: float, asked_for: Iterable[str]) -> AgentBeat:
-        """What the coordinator should know now; with the records of the loads that it `asked_for`."""
+        """Return a heartbeat, with the records of the loads that the coordinator `asked_for`."""
         stats = self._cache.stats()
         use = ArenaUse(
             self._cache.slot_count * self._slot_bytes,
@@ -345,23 +359,27 @@ class NodeLedger:
         )
         records = {load_id: load.record for load_id in asked_for for load in self._parts(load_id)}
         loads = self._loads.values()
+        label = self._counters.label
         return AgentBeat(
             node_id,
             host,
             incarnation,
-            load_beats(loads),
+            tuple(
+                LoadBeat(*load.job.part, load.store_bytes, load.error, load.complete, label(load.job.model))
+                for load in loads
+            ),
             rank_beats(loads, now_s),
             use,
             records,
-            ended=ended_parts(self._untold.values()),
+            counters=self._counters.grown((*self._ended.values(), *loads)),
+            counted_by=self._counters.coordinator,
             stats=NodeStats(stats),
             members=tuple(self._members.values()),
         )
 
-    def answered(self, beat: AgentBeat) -> None:
-        """Some coordinator has what that heartbeat says: what has ended by then need not be said again."""
-        for part in beat.ended:
-            self._untold.pop((part.load_id, part.attempt), None)
+    def answered(self, beat: AgentBeat, coordinator: str) -> None:
+        """Note that the coordinator of that incarnation has received the heartbeat."""
+        self._counters.answered(beat.counters, coordinator)
 
     # -- inside ------------------------------------------------------------------------------------------------
 
@@ -399,9 +417,9 @@ class NodeLedger:
                 load.wake(keys)
 
 
-def _keep_last(ended: OrderedDict[Any, Any]) -> None:
-    while len(ended) > ENDED_KEPT:
-        ended.popitem(last=False)
+def _keep_last(ended: OrderedDict[Any, Any]) -> list[Any]:
+    """Forget all but the last of them; return those."""
+    return [ended.popitem(last=False)[1] for _ in range(len(ended) - ENDED_KEPT)]
 
 
 def _holder(job: NodeJob, slots: int) -> SlotHolder:

@@ -111,7 +111,6 @@ class NodeMeter:
         self._stopped = stopped
         self._gpus: tuple[GpuMemory, ...] = ()
         self._numbers = itertools.count(1)
-        self._answered = False
 
     def watch_gpus(self) -> None:
         """The thread's work, until the agent stops; ends at once on a node that has none."""
@@ -121,15 +120,11 @@ class NodeMeter:
 
     def complete(self, beat: AgentBeat) -> AgentBeat:
         """With what the agent's ledger does not know. One at a time."""
-        beat = replace(beat, number=next(self._numbers), answered=self._answered)
+        beat = replace(beat, number=next(self._numbers))
         if beat.stats is None:
             return beat
         stats = replace(beat.stats, disk=self._disk.stats(), memory=self._memory())
         return replace(beat, stats=stats, ranks=tuple(_with_memory(rank) for rank in beat.ranks))
-
-    def answered(self) -> None:
-        """Some coordinator has taken a heartbeat in."""
-        self._answered = True
 
     def _memory(self) -> NodeMemory:
         memory = NodeMemory(agent_bytes=own_bytes(), gpus=self._gpus)

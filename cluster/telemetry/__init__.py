@@ -1,4 +1,5 @@
-"""What Longshore tells of loads: reports (`report`, `rank_report`), events, chunk maps, metrics, logs and traces.
+"""Reports, events, chunk maps, metrics, logs and traces of loads.
 
-Metrics: `families` defines them, `stats` travel in heartbeats, `tally` adds them up, `samples` makes a page of them.
+Metrics: `metrics` defines them, `stats` travel in heartbeats, `counters` puts the agents' side by side on one page.
+Read `stats` first, then `counters` and `report`.
 """

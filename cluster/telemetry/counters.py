@@ -1,35 +1,27 @@
-"""One set of counters out of the heartbeats of many agents. Pure; the caller passes the time.
+"""Everything that the coordinator's page of metrics shows. Pure; the caller passes the time.
 
-    heard(beat) ---> by how much has each figure of each part of a load grown?  added under (host, model)
-    load(view)  ---> `cluster.telemetry.counters`
-    books()     ---> copies, from which `cluster.telemetry.counters` makes gauges, elsewhere
+    received(beat) --> the counters of one agent's process, kept beside those of the others
+    load(view)     --> the coordinator's own counters: loads, ranks lost, durations
+    snapshot()     --> copies, from which `samples` makes the page, elsewhere
 
-Agents count from 0 since their process began, and number their heartbeats. So what is late or repeated is found by
-its number and changes nothing; another incarnation of the agent begins at 0 again, and what it counts is added to
-what there was. Of an agent that an earlier coordinator had answered only growth counts: it has counted the rest.
-
-    heard(beat) ---> by how much has each figure of each part of a load grown?  added under (host, model)
-    load(view)  ---> `cluster.telemetry.counters`
-    books()     ---> copies, from which `cluster.telemetry.counters` makes gauges, elsewhere
-
-Agents count from 0 since their process began, and number their heartbeats. So what is late or repeated is found by
-its number and changes nothing; another incarnation of the agent begins at 0 again, and what it counts is added to
-what there was. Of an agent that an earlier coordinator had answered only growth counts: it has counted the rest.
+Each agent counts by model for as long as its process lives, and is a series of its own: the labels `node` and
+`incarnation` name it. Nobody adds agents up before Prometheus does, because the restart of one would look like a reset
+of all. So a restarted agent begins a series, and a restarted coordinator goes on with those that there are.
 """
 
 from __future__ import annotations
 
 import bisect
-import itertools
-from collections import Counter, defaultdict, deque
-from collections.abc import Callable, Collection, Iterator, Mapping
-from dataclasses import dataclass, field, replace
+import math
+from collections import Counter, defaultdict
+from collections.abc import Callable, Collection, Iterable, Iterator, Mapping
+from dataclasses import dataclass, replace
 
-from cluster.messages import AgentBeat, LoadBeat, RankBeat
+from cluster.messages import AgentBeat, RankBeat
 from cluster.scheduling.load_state import LoadState, RankLife
 from cluster.telemetry import metrics
-from cluster.telemetry.metrics import BUCKETS_S, MOST_PAIRS, OTHER, BoundedLabels, Family, Kind
-from cluster.telemetry.stats import SOURCES, EndedPart, LoadCounters, NodeStats
+from cluster.telemetry.metrics import BUCKETS_S, MOST_PAIRS, BoundedLabels, Family, Kind
+from cluster.telemetry.stats import SOURCES, LoadCounters, NodeStats
 
 UNDER_WAY = (
     LoadState.PLANNING,
@@ -56,7 +48,7 @@ class LoadView:
 
 @dataclass(frozen=True, slots=True)
 class LoadNow:
-    """What is known of a load besides."""
+    """A load, with the times of what it did."""
 
     view: LoadView
     model: str  # the label's value
@@ -75,14 +67,14 @@ class Durations:
     sum_s: float = 0.0
 
     def plus(self, duration_s: float) -> Durations:
-        """With one more."""
+        """Return the histogram with one duration more."""
         at = bisect.bisect_left(BUCKETS_S, duration_s)
         counts = (*self.counts[:at], self.counts[at] + 1, *self.counts[at + 1 :])
         return Durations(counts, self.sum_s + duration_s)
 
 
-class LoadTally:
-    """See above."""
+class LoadMetrics:
+    """The coordinator's own counters: how many loads ended how, and how long they took."""
 
     def __init__(self, add: Callable[[Family, tuple[str, ...], float], None]) -> None:
         """`add(metric, labels, value)` adds to a counter, or makes it."""
@@ -91,22 +83,22 @@ class LoadTally:
         self._loads: dict[str, LoadNow] = {}
 
     def now(self) -> tuple[LoadNow, ...]:
-        """Every load that is known."""
+        """Return every load that is known."""
         return tuple(self._loads.values())
 
     def keep(self, load_ids: Collection[str]) -> None:
-        """No other load is listed any more."""
+        """Forget all other loads."""
         for load_id in [load_id for load_id in self._loads if load_id not in load_ids]:
             del self._loads[load_id]
 
     def moved(self, load_id: str, now_s: float) -> None:
-        """It has placed something, or gave something up."""
+        """Note that the number of its placed bytes has changed."""
         load = self._loads.get(load_id)
         if load is not None:
             self._loads[load_id] = replace(load, moved_s=now_s)
 
     def note(self, view: LoadView, model: str, now_s: float, *, adopted: bool) -> None:
-        """The load is so now. One that is over stays over. `adopted` counts when it is noted for the first time."""
+        """Note the load's state. One that is over stays over. `adopted` counts when it is noted for the first time."""
         load = self._loads.get(view.load_id)
         if load is None:
             self._loads[view.load_id] = LoadNow(view, model, now_s, now_s, now_s, False, adopted)
@@ -149,159 +141,121 @@ class LoadTally:
         self.durations[key] = self.durations.get(key, Durations()).plus(max(0.0, duration_s))
 
 
-FORMER_KEPT = 8  # incarnations of one agent whose late words are known as such
+GONE_S = 300.0  # the counters of an agent that is gone stay for so long: a scrape gets the last of them
 
 Key = tuple[Family, tuple[str, ...]]  # a metric and its labels' values, in its order
-Part = tuple[str, int]  # (load id, attempt)
-_NOTHING = LoadCounters()
-
-
-@dataclass(slots=True)
-class _Node:
-    """One agent: what it said last, and who it was before."""
-
-    beat: AgentBeat
-    heard_s: float
-    parts: dict[Part, LoadCounters] = field(default_factory=dict)
-    totals: dict[Key, float] = field(default_factory=dict)  # the agent's own
-    placed: dict[str, int] = field(default_factory=dict)  # by load
-    former: deque[str] = field(default_factory=lambda: deque(maxlen=FORMER_KEPT))
 
 
 @dataclass(frozen=True, slots=True)
-class Books:
-    """The tally at a moment; nobody changes it."""
+class AgentSeries:
+    """One agent's process: its last heartbeat, and its counters."""
 
-    totals: Mapping[Key, float]
+    beat: AgentBeat
+    received_s: float
+    counters: Mapping[str, LoadCounters]  # by model; those that grew last come last
+    is_whole: bool  # False: an earlier coordinator has the others, which the next heartbeat brings
+    gone_s: float = math.inf  # since when its node is gone, or has another agent
+
+    @property
+    def is_here(self) -> bool:
+        return self.gone_s == math.inf
+
+
+@dataclass(frozen=True, slots=True)
+class Snapshot:
+    """All metrics at a moment; nobody changes it."""
+
+    totals: Mapping[Key, float]  # the coordinator's own counters
     durations: Mapping[Key, Durations]
-    nodes: tuple[tuple[AgentBeat, float], ...]  # last heartbeats, and when they came
+    agents: tuple[AgentSeries, ...]
     loads: tuple[LoadNow, ...]
-    models: Mapping[str, str]  # label by what beats and loads say
 
 
-class Tally:
-    """See above. Not thread-safe."""
+class ClusterMetrics:
+    """The agents' series side by side, and the coordinator's own counters. Not thread-safe."""
 
-    def __init__(self) -> None:
+    def __init__(self, coordinator: str = "") -> None:
+        """`coordinator` is its incarnation."""
+        self._coordinator = coordinator
         self._labels = BoundedLabels()
-        self._models: dict[str, str] = {}
         self._totals: dict[Key, float] = {}
-        self._pairs: dict[tuple[str, str], None] = {}  # (host, model) with counters, by when they last grew
-        self._nodes: dict[str, _Node] = {}
-        self._loads = LoadTally(self._add)
+        self._agents: dict[str, AgentSeries] = {}  # by incarnation
+        self._current: dict[str, str] = {}  # node id -> incarnation of its agent
+        self._loads = LoadMetrics(self._add)
 
-    def heard(self, beat: AgentBeat, now_s: float) -> None:
-        """Take a heartbeat in."""
-        node = self._nodes.get(beat.node_id)
-        counted = True  # what it has counted so far is ours to count
-        if node is None:
-            node = self._nodes[beat.node_id] = _Node(beat, now_s)
-            counted = not beat.answered
-            self._add(metrics.AGENT_RESTARTS, (beat.host,), 0)
-        elif beat.incarnation in node.former:
+    def received(self, beat: AgentBeat, now_s: float) -> None:
+        """Take a heartbeat in. One that is late or repeated, or of an agent that was replaced, changes nothing."""
+        known = self._agents.get(beat.incarnation)
+        before = self._agents.get(self._current.get(beat.node_id, ""))  # of the same node
+        if known is not None and (beat.number <= known.beat.number or before not in (None, known)):
             return
-        elif beat.incarnation != node.beat.incarnation:
-            node.former.append(node.beat.incarnation)
-            node.parts, node.totals = {}, {}
-            self._add(metrics.AGENT_RESTARTS, (beat.host,))
-        elif beat.number <= node.beat.number:
-            return
-        node.beat, node.heard_s = beat, now_s
-        self._count_loads(node, beat, counted=counted)
-        if beat.stats is not None:
-            totals = {(family, (beat.host, *labels)): value for family, labels, value in _of_node(beat.stats)}
-            for key, value in totals.items():
-                self._add(*key, value - node.totals.get(key, 0) if counted else 0)
-            node.totals = totals
-        self._note_progress(node, beat, now_s)
+        if known is None:
+            self._add(metrics.AGENT_RESTARTS, (beat.host,), 0 if before is None else 1)
+            if before is not None:
+                self._gone(before, now_s)
+        counters = {} if known is None else known.counters
+        same = {model: kept for model, kept in counters.items() if model not in beat.counters}
+        self._current[beat.node_id] = beat.incarnation
+        is_whole = beat.counted_by in ("", self._coordinator) or (known is not None and known.is_whole)
+        self._agents[beat.incarnation] = AgentSeries(beat, now_s, {**same, **beat.counters}, is_whole)
+        placed, placed_before = _placed_bytes(beat.ranks), _placed_bytes(before.beat.ranks if before else ())
+        for load_id, size_bytes in placed.items():
+            if placed_before.get(load_id) != size_bytes:
+                self._loads.moved(load_id, now_s)
 
     def load(self, view: LoadView, now_s: float, *, adopted: bool = False) -> None:
-        """A load is in this state now; said again, it changes nothing. `adopted`: an earlier coordinator began it."""
-        self._loads.note(view, self._label(view.model), now_s, adopted=adopted)
+        """Note the state of a load; again, it changes nothing. `adopted`: an earlier coordinator began it."""
+        self._loads.note(view, self._labels(view.model), now_s, adopted=adopted)
 
-    def keep(self, node_ids: Collection[str], load_ids: Collection[str]) -> None:
-        """All others are gone, or not listed any more; with the last agent of a host go the host's series."""
+    def keep(self, node_ids: Collection[str], load_ids: Collection[str], now_s: float) -> None:
+        """All other nodes are gone, and other loads forgotten. Counters of agents stay for GONE_S after their end."""
         self._loads.keep(load_ids)
-        left = {self._nodes.pop(node_id).beat.host for node_id in self._nodes.keys() - node_ids}
-        gone = left - {node.beat.host for node in self._nodes.values()}
-        if gone:
-            self._forget(lambda key: key[0].labels[:1] == ("node",) and key[1][0] in gone)
-            self._pairs = {pair: None for pair in self._pairs if pair[0] not in gone}
+        for node_id in self._current.keys() - node_ids:
+            self._gone(self._agents[self._current.pop(node_id)], now_s)
+        self._agents = {name: agent for name, agent in self._agents.items() if now_s - agent.gone_s < GONE_S}
+        hosts = {agent.beat.host for agent in self._agents.values()}
+        for key in [key for key in self._totals if key[0] is metrics.AGENT_RESTARTS and key[1][0] not in hosts]:
+            del self._totals[key]
 
-    def books(self) -> Books:
-        """Copies: cheap, as nothing in them is changed later."""
-        return Books(
-            dict(self._totals),
-            dict(self._loads.durations),
-            tuple((node.beat, node.heard_s) for node in self._nodes.values()),
-            self._loads.now(),
-            dict(self._models),
+    def snapshot(self) -> Snapshot:
+        """Return copies: cheap, as nothing in them is changed later."""
+        return Snapshot(
+            dict(self._totals), dict(self._loads.durations), tuple(self._agents.values()), self._loads.now()
         )
 
-    # -- inside ------------------------------------------------------------------------------------------------
-
-    def _label(self, model: str) -> str:
-        label = self._models.get(model)
-        if label is None:
-            label = self._labels(model)
-            if label == model:  # "other" is not worth remembering for each
-                self._models[model] = label
-        return label
+    def _gone(self, agent: AgentSeries, now_s: float) -> None:
+        self._agents[agent.beat.incarnation] = replace(agent, gone_s=now_s)
 
     def _add(self, family: Family, labels: tuple[str, ...], value: float = 1) -> None:
-        """A counter is there from the first word of it on, and never falls."""
+        """Add to a counter. It is there from the first call on, so that Prometheus sees it grow."""
         key = family, labels
-        self._totals[key] = self._totals.get(key, 0) + max(0, value)
+        self._totals[key] = self._totals.get(key, 0) + value
 
-    def _count_loads(self, node: _Node, beat: AgentBeat, *, counted: bool) -> None:
-        parts: dict[Part, LoadCounters] = {}
-        told: tuple[EndedPart | LoadBeat, ...] = (*beat.ended, *beat.loads)
-        for load in told:
-            part = load.load_id, load.attempt
-            before = node.parts.get(part)
-            parts[part] = load.counters
-            if before == load.counters:
-                continue
-            old = {(family, labels): value for family, labels, value in _of_load(before or _NOTHING)}
-            model = self._label(load.model)
-            self._grew(beat.host, model)
-            for family, labels, value in _of_load(load.counters):
-                grown = value - old.get((family, labels), 0) if counted else 0
-                self._add(family, (beat.host, model, *labels), grown)
-                if family is metrics.CHUNKS:
-                    self._count_cache(beat, labels[0], grown)
-        node.parts = parts
 
-    def _grew(self, host: str, model: str) -> None:
-        """Of too many models over time, those that were loaded longest ago begin at 0 when they are loaded again."""
-        self._pairs.pop((host, model), None)
-        self._pairs[host, model] = None
-        if len(self._pairs) > MOST_PAIRS:
-            oldest = set(itertools.islice(self._pairs, MOST_PAIRS // 8))  # many at once: each time all series are seen
-            self._forget(lambda key: key[0].labels[:2] == ("node", "model") and key[1][:2] in oldest)
-            for pair in oldest:
-                del self._pairs[pair]
+def _placed_bytes(ranks: Iterable[RankBeat]) -> Counter[str]:
+    """By load."""
+    placed: Counter[str] = Counter()
+    for rank in ranks:
+        placed[rank.load_id] += rank.placed_bytes
+    return placed
 
-    def _forget(self, which: Callable[[Key], bool]) -> None:
-        self._totals = {key: value for key, value in self._totals.items() if not which(key)}
 
-    def _count_cache(self, beat: AgentBeat, source: str, chunks: float) -> None:
-        self._add(metrics.CACHE_HITS if source == "arena" else metrics.CACHE_MISSES, (beat.host, "arena"), chunks)
-        if source != "arena" and beat.stats is not None and beat.stats.disk is not None:
-            self._add(metrics.CACHE_HITS if source == "disk" else metrics.CACHE_MISSES, (beat.host, "disk"), chunks)
-
-    def _note_progress(self, node: _Node, beat: AgentBeat, now_s: float) -> None:
-        placed: dict[str, int] = {}
-        for rank in beat.ranks:
-            placed[rank.load_id] = placed.get(rank.load_id, 0) + rank.placed_bytes
-        for load_id, placed_bytes in placed.items():
-            if node.placed.get(load_id) != placed_bytes:
-                self._loads.moved(load_id, now_s)
-        node.placed = placed
+def _counters(agents: Collection[AgentSeries]) -> Iterator[tuple[Key, float]]:
+    """Every agent's, side by side. With too many models on too many nodes, each shows those that it loaded last."""
+    share = max(1, MOST_PAIRS // max(1, len(agents)))
+    for agent in agents:
+        if not agent.is_whole:
+            continue  # its sums would fall
+        who = agent.beat.host, agent.beat.incarnation
+        for model in list(agent.counters)[-share:]:
+            for family, labels, value in _of_load(agent.counters[model]):
+                yield (family, (*who, model, *labels)), value
+        for family, labels, value in _of_node(agent):
+            yield (family, (*who, *labels)), value
 
 
 def _of_load(counters: LoadCounters) -> Iterator[tuple[Family, tuple[str, ...], float]]:
-    """(metric, labels after node and model, value)."""
+    """(metric, labels after node, incarnation and model, value)."""
     for source in SOURCES:
         yield metrics.CHUNK_BYTES, (source,), counters.bytes_by_source.get(source, 0)
         yield metrics.CHUNKS, (source,), counters.chunks_by_source.get(source, 0)
@@ -326,11 +280,19 @@ def _of_load(counters: LoadCounters) -> Iterator[tuple[Family, tuple[str, ...], 
     yield metrics.STALL_SECONDS, ("chunk",), times.wait_chunk_s
 
 
-def _of_node(stats: NodeStats) -> Iterator[tuple[Family, tuple[str, ...], float]]:
-    """(metric, labels after node, value)."""
+def _of_node(agent: AgentSeries) -> Iterator[tuple[Family, tuple[str, ...], float]]:
+    """(metric, labels after node and incarnation, value)."""
+    chunks = sum((Counter(counters.chunks_by_source) for counters in agent.counters.values()), Counter())
+    stats = agent.beat.stats
+    yield metrics.CACHE_HITS, ("arena",), chunks["arena"]
+    yield metrics.CACHE_MISSES, ("arena",), chunks.total() - chunks["arena"]
+    if stats is None:
+        return
     yield metrics.CACHE_EVICTIONS, ("arena",), stats.cache.evicted
     yield metrics.SLOTS_QUARANTINED, (), stats.cache.quarantined
     if stats.disk is not None:
+        yield metrics.CACHE_HITS, ("disk",), chunks["disk"]
+        yield metrics.CACHE_MISSES, ("disk",), chunks.total() - chunks["arena"] - chunks["disk"]
         yield metrics.CACHE_EVICTIONS, ("disk",), stats.disk.evicted_chunks
         yield metrics.DISK_WRITTEN, (), stats.disk.written_chunks
         yield metrics.DISK_UNKEPT, (), stats.disk.unkept_chunks
@@ -345,32 +307,36 @@ class Sample:
 
 
 @dataclass(frozen=True, slots=True)
-class Coordinator:
-    """What the coordinator knows of itself."""
+class CoordinatorFacts:
+    """Facts of the coordinator's own process."""
 
     host: str
     version: str
     own_bytes: int
 
 
-def samples(books: Books, now_s: float, coordinator: Coordinator) -> dict[Family, list[Sample]]:
-    """Every series, by metric, in the order of FAMILIES; a metric without a series too."""
+def samples(snapshot: Snapshot, now_s: float, coordinator: CoordinatorFacts) -> dict[Family, list[Sample]]:
+    """Return every series, by metric, in the order of FAMILIES; a metric without a series too."""
     found: dict[Family, list[Sample]] = {family: [] for family in metrics.FAMILIES}
-    values: dict[Key, float | Durations] = {**books.totals, **books.durations, **_gauges(books, now_s, coordinator)}
+    values: dict[Key, float | Durations] = {**snapshot.totals, **snapshot.durations}
+    values.update(_counters(snapshot.agents))
+    values.update(_gauges(snapshot, now_s, coordinator))
     for (family, labels), value in values.items():
         found[family].append(Sample(labels, value))
     return found
 
 
-def _gauges(books: Books, now_s: float, coordinator: Coordinator) -> dict[Key, float]:
-    sums: defaultdict[Key, float] = defaultdict(float)  # of loads and agents with the same labels
+def _gauges(snapshot: Snapshot, now_s: float, coordinator: CoordinatorFacts) -> dict[Key, float]:
+    sums: defaultdict[Key, float] = defaultdict(float)  # of loads of one model
     most: dict[Key, float] = {}  # the largest of them says more
-    for key, value in _of_loads(books, now_s):
+    labels = {load.view.load_id: load.model for load in snapshot.loads}
+    for key, value in _of_loads(snapshot.loads, now_s):
         _put(key, value, sums, most)
-    for beat, heard_s in books.nodes:
-        for key, value in _of_agent(beat, now_s - heard_s, books):
-            _put(key, value, sums, most)
-    memory = metrics.PROCESS_MEMORY, (coordinator.host, "coordinator", "")
+    for agent in snapshot.agents:
+        if agent.is_here:
+            for key, value in _of_agent(agent.beat, now_s - agent.received_s, labels):
+                _put(key, value, sums, most)
+    memory = metrics.PROCESS_MEMORY, (coordinator.host, "", "coordinator", "")
     return {**sums, **most, memory: coordinator.own_bytes, (metrics.BUILD_INFO, (coordinator.version,)): 1.0}
 
 
@@ -383,24 +349,12 @@ def _put(key: Key, value: float, sums: defaultdict[Key, float], most: dict[Key, 
         sums[key] += value
 
 
-# Of several agents of one host, or loads of one model: these are not added up.
-_MOST = {
-    metrics.LOAD_ELAPSED,
-    metrics.LOAD_IDLE,
-    metrics.RANK_SILENT,
-    metrics.PROCESS_MEMORY,
-    metrics.HOST_FREE,
-    metrics.HOST_TOTAL,
-    metrics.SHM_FREE,
-    metrics.SHM_TOTAL,
-    metrics.GPU_FREE,
-    metrics.GPU_TOTAL,
-    metrics.HEARTBEAT_AGE,
-}
+# Of several loads of one model: these are not added up.
+_MOST = {metrics.LOAD_ELAPSED, metrics.LOAD_IDLE, metrics.RANK_SILENT, metrics.PROCESS_MEMORY}
 
 
-def _of_loads(books: Books, now_s: float) -> Iterator[tuple[Key, float]]:
-    for load in books.loads:
+def _of_loads(loads: Iterable[LoadNow], now_s: float) -> Iterator[tuple[Key, float]]:
+    for load in loads:
         state, model = load.view.state, load.model
         yield (metrics.LOADS, (model, state.value)), 1
         if state.is_terminal:
@@ -419,22 +373,24 @@ def _of_loads(books: Books, now_s: float) -> Iterator[tuple[Key, float]]:
             yield (metrics.RANKS, (host, model, of)), count
 
 
-def _of_agent(beat: AgentBeat, age_s: float, books: Books) -> Iterator[tuple[Key, float]]:
-    host = beat.host
-    models = {(load.load_id, load.attempt): books.models.get(load.model, OTHER) for load in beat.loads}
-    yield (metrics.HEARTBEAT_AGE, (host,)), age_s
-    yield (metrics.CACHE_BYTES, (host, "arena")), beat.arena.committed_bytes
-    yield (metrics.CACHE_LIMIT, (host, "arena")), beat.arena.arena_bytes
+def _of_agent(beat: AgentBeat, age_s: float, labels: Mapping[str, str]) -> Iterator[tuple[Key, float]]:
+    """`labels`: of the coordinator's loads, by id."""
+    who = beat.host, beat.incarnation
+    models = {(load.load_id, load.attempt): load.model for load in beat.loads}
+    yield (metrics.HEARTBEAT_AGE, who), age_s
+    yield (metrics.CACHE_BYTES, (*who, "arena")), beat.arena.committed_bytes
+    yield (metrics.CACHE_LIMIT, (*who, "arena")), beat.arena.arena_bytes
     for rank in beat.ranks:
         model = models.get((rank.load_id, rank.attempt))
         if model is not None:
             for family, value in _of_rank(rank, age_s):
-                yield (family, (host, str(rank.rank), model)), value
-            yield (metrics.MODEL_PLACED, (model,)), rank.placed_bytes
+                yield (family, (*who, str(rank.rank), model)), value
+            yield (metrics.MODEL_PLACED, (labels.get(rank.load_id, model),)), rank.placed_bytes
             if rank.own_bytes:
-                yield (metrics.PROCESS_MEMORY, (host, f"rank {rank.rank}", model)), rank.own_bytes
+                yield (metrics.PROCESS_MEMORY, (*who, f"rank {rank.rank}", model)), rank.own_bytes
     if beat.stats is not None:
-        yield from _node_samples(host, beat.stats)
+        for family, of, value in _node_gauges(beat.stats):
+            yield (family, (*who, *of)), value
 
 
 def _of_rank(rank: RankBeat, age_s: float) -> Iterator[tuple[Family, float]]:
@@ -445,7 +401,8 @@ def _of_rank(rank: RankBeat, age_s: float) -> Iterator[tuple[Family, float]]:
         yield metrics.RANK_SILENT, rank.silent_s + age_s
 
 
-def _node_samples(host: str, stats: NodeStats) -> Iterator[tuple[Key, float]]:
+def _node_gauges(stats: NodeStats) -> Iterator[tuple[Family, tuple[str, ...], float]]:
+    """(metric, labels after node and incarnation, value)."""
     cache, disk, memory = stats.cache, stats.disk, stats.memory
     slots = {
         "free": cache.free_slots,
@@ -455,23 +412,20 @@ def _node_samples(host: str, stats: NodeStats) -> Iterator[tuple[Key, float]]:
         "quarantined": cache.quarantined_slots,
     }
     for state, count in slots.items():
-        yield (metrics.SLOTS, (host, state)), count
+        yield metrics.SLOTS, (state,), count
     if disk is not None:
-        yield (metrics.CACHE_BYTES, (host, "disk")), disk.used_bytes
-        yield (metrics.CACHE_LIMIT, (host, "disk")), disk.budget_bytes
-        yield (metrics.DISK_FILES, (host,)), disk.files
-    known = {
-        metrics.HOST_FREE: (memory.host_free_bytes, memory.host_total_bytes),
-        metrics.HOST_TOTAL: (memory.host_total_bytes, memory.host_total_bytes),
-        metrics.SHM_FREE: (memory.shm_free_bytes, memory.shm_total_bytes),
-        metrics.SHM_TOTAL: (memory.shm_total_bytes, memory.shm_total_bytes),
-    }
-    for family, (value, total_bytes) in known.items():
-        if total_bytes:
-            yield (family, (host,)), value
+        yield metrics.CACHE_BYTES, ("disk",), disk.used_bytes
+        yield metrics.CACHE_LIMIT, ("disk",), disk.budget_bytes
+        yield metrics.DISK_FILES, (), disk.files
+    if memory.host_total_bytes:
+        yield metrics.HOST_FREE, (), memory.host_free_bytes
+        yield metrics.HOST_TOTAL, (), memory.host_total_bytes
+    if memory.shm_total_bytes:
+        yield metrics.SHM_FREE, (), memory.shm_free_bytes
+        yield metrics.SHM_TOTAL, (), memory.shm_total_bytes
     if memory.agent_bytes:
-        yield (metrics.PROCESS_MEMORY, (host, "agent", "")), memory.agent_bytes
+        yield metrics.PROCESS_MEMORY, ("agent", ""), memory.agent_bytes
     for number, gpu in enumerate(memory.gpus):
-        yield (metrics.GPU_TOTAL, (host, str(number))), gpu.total_bytes
+        yield metrics.GPU_TOTAL, (str(number),), gpu.total_bytes
         if gpu.free_bytes is not None:
-            yield (metrics.GPU_FREE, (host, str(number))), gpu.free_bytes
+            yield metrics.GPU_FREE, (str(number),), gpu.free_bytes

@@ -1,8 +1,8 @@
-"""Every metric: its name, kind, help and labels. `python -m cluster.telemetry.metrics` prints docs/metrics.md from it.
+"""Every metric: its name, kind, help and labels. `python -m cluster.telemetry.metrics PAGE` prints the table in PAGE.
 
-Names and units as Prometheus has them: seconds and bytes, counters end in `_total`. `node` is a host's name, `model`
-the last part of the model's URI (at most `labels.MOST_MODELS`, then "other"). What a coordinator cannot know is not
-there, rather than 0.
+Names and units are Prometheus's: seconds and bytes, and counters end in `_total`. `node` is a host's name,
+`incarnation` one life of its agent's process, `model` the last part of the model's URI (at most MOST_MODELS, then
+"other"). A value that the coordinator cannot know is absent, rather than 0.
 """
 
 from __future__ import annotations
@@ -41,6 +41,7 @@ class Family:
 
 
 FAMILIES: list[Family] = []
+AGENT = "node incarnation"  # labels of every series that an agent reports
 BUCKETS_S = (0.5, 1.0, 2.5, 5.0, 10.0, 25.0, 60.0, 120.0, 300.0, 600.0, 1800.0)  # of durations
 
 
@@ -58,36 +59,44 @@ def _gauge(name: str, labels: str, text: str) -> Family:
     return _family(Kind.GAUGE, name, labels, text)
 
 
-# -- what loads did, by node and model -----------------------------------------------------------------------------
+def _agent_counter(name: str, labels: str, text: str) -> Family:
+    return _counter(name, f"{AGENT} {labels}", text)
 
-CHUNK_BYTES = _counter(
+
+def _agent_gauge(name: str, labels: str, text: str) -> Family:
+    return _gauge(name, f"{AGENT} {labels}", text)
+
+
+# -- loads, by agent and model -----------------------------------------------------------------------------
+
+CHUNK_BYTES = _agent_counter(
     "chunk_bytes",
-    "node model source",
+    "model source",
     "Bytes of needed chunks, by where the node had them from: store_via_arena, store_direct (past the arena, into a "
     "rank's memory), disk, arena. What was fetched again counts again.",
 )
-CHUNKS = _counter("chunks", "node model source", "Needed chunks, by where the node had them from.")
-CHUNKS_VERIFIED = _counter("chunks_verified", "node model", "Chunks that were fetched and had the published digest.")
-CHUNKS_CORRUPT = _counter(
-    "chunks_corrupt", "node model", "Fetches that were thrown away because the chunk's digest was wrong."
+CHUNKS = _agent_counter("chunks", "model source", "Needed chunks, by where the node had them from.")
+CHUNKS_VERIFIED = _agent_counter("chunks_verified", "model", "Chunks that were fetched and had the published digest.")
+CHUNKS_CORRUPT = _agent_counter(
+    "chunks_corrupt", "model", "Fetches that were thrown away because the chunk's digest was wrong."
 )
-RETRIES = _counter("retries", "node model cause", "Tries that failed and were repeated, by cause.")
-LEASES_GRANTED = _counter("leases_granted", "node model", "Orders to fetch a chunk that ranks were given.")
-LEASES_TAKEN_BACK = _counter(
-    "leases_taken_back", "node model", "Of these, taken back because the rank died or its deadline passed."
+RETRIES = _agent_counter("retries", "model cause", "Tries that failed and were repeated, by cause.")
+LEASES_GRANTED = _agent_counter("leases_granted", "model", "Orders to fetch a chunk that ranks were given.")
+LEASES_TAKEN_BACK = _agent_counter(
+    "leases_taken_back", "model", "Of these, taken back because the rank died or its deadline passed."
 )
-HEDGES = _counter("hedges", "node model", "Fetches that were begun once more because the first was far too slow.")
-HEDGES_WON = _counter("hedges_won", "node model", "Of these, how often the second brought the chunk.")
-THROTTLES = _counter("throttles", "node model", "Answers of the store that asked for fewer requests (503, 429).")
-STAGE_SECONDS = _counter(
+HEDGES = _agent_counter("hedges", "model", "Fetches that were begun once more because the first was far too slow.")
+HEDGES_WON = _agent_counter("hedges_won", "model", "Of these, how often the second brought the chunk.")
+THROTTLES = _agent_counter("throttles", "model", "Answers of the store that asked for fewer requests (503, 429).")
+STAGE_SECONDS = _agent_counter(
     "stage_seconds",
-    "node model stage",
+    "model stage",
     "Thread-seconds that ranks spent in a stage: fetch (the store's reads), verify, place (copying to the tensors), "
     "device (until the device had copied), disk (reading the disk tier).",
 )
-STALL_SECONDS = _counter(
+STALL_SECONDS = _agent_counter(
     "stall_seconds",
-    "node model reason",
+    "model reason",
     "Seconds of ranks in which a request that might have been in flight was not, shared among the requests: slot (the "
     "arena was full), lease (the agent had not answered), retry (waiting before another try); and chunk (the placing "
     "thread had nothing to copy).",
@@ -127,58 +136,59 @@ LOAD_IDLE = _gauge(
 MODEL_SIZE = _gauge("model_size_bytes", "model", "Bytes that all ranks of the model's loads will hold, once planned.")
 MODEL_PLACED = _gauge("model_placed_bytes", "model", "Of these, placed by now.")
 RANKS = _gauge("ranks", "node model state", "Ranks that have a place: loading, ready, lost (to be replaced).")
-RANK_PLACED = _gauge("rank_placed_bytes", "node rank model", "Bytes that the rank holds by now.")
-RANK_REQUESTS = _gauge("rank_requests", "node rank model", "Requests of the rank that are in flight.")
-RANK_ALLOWED_REQUESTS = _gauge(
-    "rank_allowed_requests", "node rank model", "Requests that it may have in flight; found from throughput."
+RANK_PLACED = _agent_gauge("rank_placed_bytes", "rank model", "Bytes that the rank holds by now.")
+RANK_REQUESTS = _agent_gauge("rank_requests", "rank model", "Requests of the rank that are in flight.")
+RANK_ALLOWED_REQUESTS = _agent_gauge(
+    "rank_allowed_requests", "rank model", "Requests that it may have in flight; found from throughput."
 )
-RANK_SILENT = _gauge(
-    "rank_silent_seconds", "node rank model", "Since a rank that still has work last spoke to its agent."
+RANK_SILENT = _agent_gauge(
+    "rank_silent_seconds", "rank model", "Since a rank that still has work last spoke to its agent."
 )
 
 # -- nodes -----------------------------------------------------------------------------------------------------------
 
-CACHE_HITS = _counter("cache_hits", "node tier", "Needed chunks that were found in the tier: arena or disk.")
-CACHE_MISSES = _counter("cache_misses", "node tier", "Needed chunks that were looked for there in vain.")
-CACHE_EVICTIONS = _counter("cache_evictions", "node tier", "Chunks that were dropped from the tier to make room.")
-CACHE_BYTES = _gauge("cache_bytes", "node tier", "Bytes of verified chunks in the tier.")
-CACHE_LIMIT = _gauge("cache_limit_bytes", "node tier", "The most that the tier may hold.")
-DISK_FILES = _gauge("disk_files", "node", "Chunks in the disk tier.")
-DISK_WRITTEN = _counter("disk_chunks_written", "node", "Chunks that were written to the disk tier.")
-DISK_UNKEPT = _counter(
-    "disk_chunks_unkept", "node", "Chunks that should be on disk and are not: evicted too soon, no room, a fault."
+CACHE_HITS = _agent_counter("cache_hits", "tier", "Needed chunks that were found in the tier: arena or disk.")
+CACHE_MISSES = _agent_counter("cache_misses", "tier", "Needed chunks that were looked for there in vain.")
+CACHE_EVICTIONS = _agent_counter("cache_evictions", "tier", "Chunks that were dropped from the tier to make room.")
+CACHE_BYTES = _agent_gauge("cache_bytes", "tier", "Bytes of verified chunks in the tier.")
+CACHE_LIMIT = _agent_gauge("cache_limit_bytes", "tier", "The most that the tier may hold.")
+DISK_FILES = _agent_gauge("disk_files", "", "Chunks in the disk tier.")
+DISK_WRITTEN = _agent_counter("disk_chunks_written", "", "Chunks that were written to the disk tier.")
+DISK_UNKEPT = _agent_counter(
+    "disk_chunks_unkept", "", "Chunks that should be on disk and are not: evicted too soon, no room, a fault."
 )
-SLOTS = _gauge(
+SLOTS = _agent_gauge(
     "slots",
-    "node state",
+    "state",
     "Slots of the arena: free, leased, in_use (committed, and pinned or read), evictable (committed, kept as a cache), "
     "quarantined.",
 )
-SLOTS_QUARANTINED = _counter(
-    "slots_quarantined", "node", "Slots that were fenced because their writer did not let go in time."
+SLOTS_QUARANTINED = _agent_counter(
+    "slots_quarantined", "", "Slots that were fenced because their writer did not let go in time."
 )
-PROCESS_MEMORY = _gauge(
+PROCESS_MEMORY = _agent_gauge(
     "process_memory_bytes",
-    "node process model",
+    "process model",
     "Resident memory of a process, shared memory (the arena) not counted: coordinator, agent, or rank and its number.",
 )
-HOST_FREE = _gauge(
-    "host_memory_free_bytes", "node", "Memory that can be taken: the host's, or of the tightest control group."
+HOST_FREE = _agent_gauge(
+    "host_memory_free_bytes", "", "Memory that can be taken: the host's, or of the tightest control group."
 )
-HOST_TOTAL = _gauge("host_memory_total_bytes", "node", "What that host or control group has in all.")
-SHM_FREE = _gauge("shm_free_bytes", "node", "Free in the file system of the arena, /dev/shm.")
-SHM_TOTAL = _gauge("shm_total_bytes", "node", "Its size.")
-GPU_FREE = _gauge("gpu_memory_free_bytes", "node gpu", "Free memory of a GPU, in the order of the driver.")
-GPU_TOTAL = _gauge("gpu_memory_total_bytes", "node gpu", "What it has in all.")
-HEARTBEAT_AGE = _gauge("heartbeat_age_seconds", "node", "Since the coordinator last heard the node's agent.")
+HOST_TOTAL = _agent_gauge("host_memory_total_bytes", "", "What that host or control group has in all.")
+SHM_FREE = _agent_gauge("shm_free_bytes", "", "Free in the file system of the arena, /dev/shm.")
+SHM_TOTAL = _agent_gauge("shm_total_bytes", "", "Its size.")
+GPU_FREE = _agent_gauge("gpu_memory_free_bytes", "gpu", "Free memory of a GPU, in the order of the driver.")
+GPU_TOTAL = _agent_gauge("gpu_memory_total_bytes", "gpu", "What it has in all.")
+HEARTBEAT_AGE = _agent_gauge(
+    "heartbeat_age_seconds", "", "Since the coordinator last received a heartbeat of the node's agent."
+)
 AGENT_RESTARTS = _counter("agent_restarts", "node", "Times that the node's agent was restarted by Ray.")
 BUILD_INFO = _gauge("build_info", "version", "1; the version of Longshore that the coordinator runs.")
 
 
-MOST_MODELS = 200  # distinct values of the label; each costs series on every node
-MOST_PAIRS = (
-    2048  # of node and model that have counters: some 50,000 series, half a second of the coordinator's a scrape
-)
+MOST_MODELS = 200  # distinct values of the label that an agent counts by, or the coordinator
+# Pairs of agent and model on a page: some 50,000 series, half a second of the coordinator's at each scrape
+MOST_PAIRS = 2048
 OTHER = "other"
 _LONGEST = 64
 _PLAIN = re.compile(r"[^A-Za-z0-9._-]+")

@@ -1,6 +1,6 @@
-"""What a rank and a node count in a load, as it travels in messages, and as it stands in a report.
+"""Counters and gauges of ranks and nodes, as messages carry them and as reports show them.
 
-Counters are cumulative since the process that counts began, and only grow; the rest is of the moment.
+Counters are cumulative since the process that counts began, and only grow. Everything else describes a moment.
 """
 
 from __future__ import annotations
@@ -16,7 +16,7 @@ from storage.host.memory import GpuMemory
 
 
 class Jsonable:
-    """Adds `as_dict` to a dataclass."""
+    """Mixin that adds `as_dict` to a dataclass."""
 
     __slots__ = ()
 
@@ -49,12 +49,21 @@ class StageTimes(Jsonable):
     wait_retry_s: float = 0.0  # waiting before another try
 
     def __add__(self, other: StageTimes) -> StageTimes:
-        mine, theirs = asdict(self), asdict(other)
-        return StageTimes(**{name: mine[name] + theirs[name] for name in mine})
+        return StageTimes(**{name: getattr(self, name) + getattr(other, name) for name in _STAGE_FIELDS})
 
     def __sub__(self, other: StageTimes) -> StageTimes:
-        mine, theirs = asdict(self), asdict(other)
-        return StageTimes(**{name: mine[name] - theirs[name] for name in mine})
+        return StageTimes(**{name: getattr(self, name) - getattr(other, name) for name in _STAGE_FIELDS})
+
+    def exact(self) -> StageTimes:
+        """Return the times rounded to 2**-20 s, so that sums do not depend on the order of their terms.
+
+        A counter that falls by a rounding error would look to Prometheus like a restart.
+        """
+        times = {name: getattr(self, name) for name in _STAGE_FIELDS if name.endswith("_s")}
+        return replace(self, **{name: round(spent_s * 2**20) / 2**20 for name, spent_s in times.items()})
+
+
+_STAGE_FIELDS = tuple(item.name for item in fields(StageTimes))
 
 
 @dataclass(frozen=True, slots=True)
@@ -220,7 +229,7 @@ SOURCES = ("store_via_arena", "store_direct", "disk", "arena")  # as in LoadRepo
 
 @dataclass(frozen=True, slots=True)
 class RankStats:
-    """What one rank tells its agent once a heartbeat."""
+    """Stats that a rank sends its agent once a heartbeat."""
 
     stages: StageTimes  # so far
     requests: int  # in flight now
@@ -229,7 +238,7 @@ class RankStats:
 
 @dataclass(frozen=True, slots=True)
 class LoadCounters:
-    """What one part of a load did on its node, as far as this process of the agent saw it happen."""
+    """Counters of one load, or of all loads of one model, on one node: what this process of the agent saw happen."""
 
     bytes_by_source: Mapping[str, int] = field(default_factory=dict)  # SOURCES
     chunks_by_source: Mapping[str, int] = field(default_factory=dict)
@@ -243,15 +252,16 @@ class LoadCounters:
     throttles: int = 0  # answers of the store that asked for fewer requests
     stages: StageTimes = field(default_factory=StageTimes)  # of its ranks, of those that are gone too
 
+    def __add__(self, other: LoadCounters) -> LoadCounters:
+        return LoadCounters(
+            **{item.name: _sum(getattr(self, item.name), getattr(other, item.name)) for item in fields(self)}
+        )
 
-@dataclass(frozen=True, slots=True)
-class EndedPart:
-    """The last word on a part of a load that is over."""
 
-    load_id: str
-    attempt: int
-    model: str
-    counters: LoadCounters
+def _sum(mine: Any, theirs: Any) -> Any:
+    if isinstance(mine, Mapping):
+        return {key: mine.get(key, 0) + theirs.get(key, 0) for key in {**mine, **theirs}}
+    return mine + theirs
 
 
 @dataclass(frozen=True, slots=True)
@@ -268,7 +278,7 @@ class NodeMemory:
 
 @dataclass(frozen=True, slots=True)
 class NodeStats:
-    """What an agent tells of its node."""
+    """Stats of a node, in its agent's heartbeat."""
 
     cache: CacheStats
     disk: DiskStats | None = None  # None: no disk tier

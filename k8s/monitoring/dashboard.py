@@ -1,5 +1,6 @@
 """Writes dashboard.json, for Grafana, with Grafana's own builders: `python k8s/monitoring/dashboard.py`.
 
+Every agent is a series of its own (`node`, `incarnation`), so expressions take rates and then add agents up.
 A test holds the two together, and checks every expression with promtool and against `cluster.telemetry.metrics`.
 """
 
@@ -129,7 +130,10 @@ ROWS: dict[str, list[Any]] = {
         series(
             "Placed, by rank",
             "bytes",
-            (f"longshore_rank_placed_bytes{{{PICK}}}", "{{model}} rank {{rank}} on {{node}}"),
+            (
+                f"sum by (node, model, rank) (longshore_rank_placed_bytes{{{PICK}}})",
+                "{{model}} rank {{rank}} on {{node}}",
+            ),
             help_="Ranks that fall behind are seen here.",
         ),
         bars(
@@ -251,8 +255,11 @@ ROWS: dict[str, list[Any]] = {
         series(
             "Silence of agents and ranks",
             "s",
-            ('longshore_heartbeat_age_seconds{node=~"$node"}', "agent of {{node}}"),
-            (f"longshore_rank_silent_seconds{{{PICK}}}", "{{model}} rank {{rank}}"),
+            ('max by (node) (longshore_heartbeat_age_seconds{node=~"$node"})', "agent of {{node}}"),
+            (
+                f"max by (node, model, rank) (longshore_rank_silent_seconds{{{PICK}}})",
+                "{{model}} rank {{rank}}",
+            ),
             span=12,
         ),
     ],
@@ -261,15 +268,23 @@ ROWS: dict[str, list[Any]] = {
             "Of processes, without what they share",
             "bytes",
             (
-                'longshore_process_memory_bytes{node=~"$node", model=~"$model|"}',
+                'max by (node, process, model) (longshore_process_memory_bytes{node=~"$node", model=~"$model|"})',
                 "{{process}} {{model}} on {{node}}",
             ),
             span=12,
         ),
-        series("Free on hosts", "bytes", ('longshore_host_memory_free_bytes{node=~"$node"}', "{{node}}"), span=12),
+        series(
+            "Free on hosts",
+            "bytes",
+            ('max by (node) (longshore_host_memory_free_bytes{node=~"$node"})', "{{node}}"),
+            span=12,
+        ),
         series("Free in /dev/shm", "percentunit", ('longshore:shm_free:ratio{node=~"$node"}', "{{node}}"), span=12),
         series(
-            "Free on GPUs", "bytes", ('longshore_gpu_memory_free_bytes{node=~"$node"}', "{{node}} GPU {{gpu}}"), span=12
+            "Free on GPUs",
+            "bytes",
+            ('max by (node, gpu) (longshore_gpu_memory_free_bytes{node=~"$node"})', "{{node}} GPU {{gpu}}"),
+            span=12,
         ),
     ],
 }

@@ -1,4 +1,4 @@
-"""Metrics over the lives of processes: agents and coordinators come and go, stats do not."""
+"""Metrics over the lives of processes: agents and coordinators come and go, counters do not."""
 
 from __future__ import annotations
 
@@ -38,42 +38,65 @@ def total(found: dict[tuple[str, ...], float], name: str) -> float:
     return sum(value for key, value in found.items() if key[0] == name)
 
 
-def test_a_coordinator_that_was_killed_is_scraped_at_the_same_place_and_counts_nothing_again(
-    longshore: Longshore, llama: StoredModel
-) -> None:
+def of_agents(found: dict[tuple[str, ...], float]) -> dict[tuple[str, ...], float]:
+    """What was counted of chunks, by series."""
+    return {key: value for key, value in found.items() if key[0].startswith("longshore_chunk") and value}
+
+
+def test_a_restarted_coordinator_goes_on_with_the_same_series(longshore: Longshore, llama: StoredModel) -> None:
     (port,) = free_ports(1)
     longshore.configure(empty=True, metrics_port=port)
     model = cluster.load(llama.uri, device="cpu", keep=True, **llama.options)
     url = longshore.status().metrics_url
     moved = sum(model.report.bytes_by_source.values())
     eventually(lambda: total(scrape(url), "longshore_chunk_bytes_total") == moved, "the load was not counted")
+    before = of_agents(scrape(url))
     pid = longshore.pid(COORDINATOR)
     agents = {key for key in scrape(url) if key[0] == "longshore_heartbeat_age_seconds"}
     longshore.kill(COORDINATOR)
     longshore.wait_restarted(COORDINATOR, pid)
 
-    def heard() -> bool:
+    def received() -> bool:
         found = scrape(url)
-        return agents <= found.keys() and ("longshore_loads", "llama", "ready") in found
+        return agents <= found.keys() and ("longshore_loads", "llama", "ready") in found and bool(of_agents(found))
 
-    eventually(heard, "the new coordinator does not say what there is", 60)
+    eventually(received, "the new coordinator does not show what there is", 60)
     assert longshore.status().metrics_url == url
     found = scrape(url)
-    assert total(found, "longshore_chunk_bytes_total") == 0  # the one before has counted that
-    assert total(found, "longshore_loads_finished_total") == 0
+    assert of_agents(found) == before  # no more and no less: Prometheus sees neither growth nor a reset
+    assert total(found, "longshore_loads_finished_total") == 0  # the one before has counted that
     assert total(found, "longshore_rank_placed_bytes") == model.report.placed_bytes
     client.release(model.model_id, force=True, address=longshore.address)
     again = cluster.load(llama.uri, device="cpu", **llama.options)
-    told = {source: size for source, size in again.report.bytes_by_source.items() if size}
+    loaded = {source: size for source, size in again.report.bytes_by_source.items() if size}
 
-    def counted() -> bool:
-        found = scrape(url)
-        return {
-            key[-1]: size for key, size in found.items() if key[0] == "longshore_chunk_bytes_total" and size
-        } == told
+    def grown() -> dict[str, float]:
+        """By source; a label of every series."""
+        name, found = "longshore_chunk_bytes_total", scrape(url)
+        sizes = {key[-1]: size - before.get(key, 0) for key, size in found.items() if key[0] == name}
+        return {source: size for source, size in sizes.items() if size}
 
-    eventually(counted, lambda: f"{told}: {scrape(url)}")
+    eventually(lambda: grown() == loaded, lambda: f"{loaded}: {grown()}")  # the report is what the counters grew by
     again.release()
+
+
+def test_a_restarted_agent_is_another_series_and_the_first_stays(longshore: Longshore, llama: StoredModel) -> None:
+    longshore.configure(empty=True, metrics_port=0)
+    model = cluster.load(llama.uri, device="cpu", keep=True, **llama.options)
+    url = longshore.status().metrics_url
+    moved = sum(model.report.bytes_by_source.values())
+    eventually(lambda: total(scrape(url), "longshore_chunk_bytes_total") == moved, "the load was not counted")
+    before = of_agents(scrape(url))
+    (agent,) = longshore.actor_names("agent-")
+    pid = longshore.pid(agent)
+    longshore.kill(agent)
+    longshore.wait_restarted(agent, pid)
+    eventually(lambda: total(scrape(url), "longshore_agent_restarts_total") == 1, "no restart was counted", 60)
+    found = scrape(url)
+    assert {key: found.get(key) for key in before} == before
+    assert total(found, "longshore_chunk_bytes_total") == moved  # the new one has fetched nothing
+    assert len({key[1] for key in found if key[0] == "longshore_heartbeat_age_seconds"}) == 1
+    client.release(model.model_id, force=True, address=longshore.address)
 
 
 def test_what_is_counted_of_loads_and_ranks_that_fail(

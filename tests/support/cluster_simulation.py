@@ -61,6 +61,8 @@ from cluster.planning.rank_plans import RankFacts
 from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling import load_state
 from cluster.scheduling.load_state import LoadState
+from cluster.telemetry.counters import CoordinatorFacts, Durations, Key, Snapshot, samples
+from cluster.telemetry.metrics import Kind
 from storage.checkpoints.checkpoint import check_wanted
 from storage.errors import (
     AccessDenied,
@@ -255,6 +257,17 @@ class SimClient:
                         await self.cluster.ask("supply", model_id, self.request.client_id, self.request.store)
 
 
+def counters_of(shown: Snapshot) -> dict[Key, float]:
+    """Every counter of the page."""
+    page = samples(shown, 0.0, CoordinatorFacts("head", "1", 1))
+    return {
+        (family, one.labels): one.value
+        for family, found in page.items()
+        for one in found
+        if family.kind is Kind.COUNTER and not isinstance(one.value, Durations)
+    }
+
+
 class ClusterSimulation:
     """See above. `slots`: of every arena; `roomy`: nothing is ever evicted, so what is fetched can be counted."""
 
@@ -291,7 +304,7 @@ class ClusterSimulation:
         self.store_trouble = 0.0
         self.problems: list[str] = []
         self.coordinators = 0
-        self._counted: tuple[object, dict[Any, float]] = None, {}
+        self._counted: tuple[Coordinator | None, Snapshot | None, dict[Key, float]] = None, None, {}
         self._ids = itertools.count(1)
         self._coordinator: Coordinator | None = None
         self._loop: VirtualLoop | None = None
@@ -467,7 +480,7 @@ class ClusterSimulation:
 
         def take(said: Any) -> None:
             if agent.up and not agent.node.host.cut_off:
-                agent.answered(beat)
+                agent.answered(beat, said.coordinator)
                 agent.asked_for = said.unknown_loads
                 for load_id in said.ended_loads:
                     agent.end(load_id)
@@ -521,14 +534,17 @@ class ClusterSimulation:
         self._check_counters()
 
     def _check_counters(self) -> None:
-        """Of one coordinator: none falls while its host is there."""
-        if self._coordinator is not None:
-            tally = self._coordinator._agents.tally
-            before = self._counted[1] if self._counted[0] is tally else {}
-            totals = dict(tally.books().totals)
-            fell = [(key, value, totals[key]) for key, value in before.items() if totals.get(key, value) < value]
-            assert not fell, f"a counter fell: {fell[0]}"
-            self._counted = tally, totals
+        """No counter falls while one coordinator shows it."""
+        if self._coordinator is None:
+            return
+        whose, shown, before = self._counted
+        now = self._coordinator._agents.metrics.snapshot()
+        if shown is not None and (now.agents, now.totals) == (shown.agents, shown.totals):
+            return
+        counters = counters_of(now)
+        for key, value in before.items() if whose is self._coordinator else ():
+            assert counters.get(key, value) >= value, f"a counter fell: {key}"
+        self._counted = self._coordinator, now, counters
 
     def check_error(self, error: LongshoreError) -> None:
         """A load fails with a typed error only, and only when there was a fault that justifies that very one."""

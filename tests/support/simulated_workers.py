@@ -176,7 +176,7 @@ class SimAgent:
         self.version = node.version
         self.incarnation = self.cluster.unique()
         self.asked_for: tuple[str, ...] = ()
-        self.beats, self.was_answered = 0, False
+        self.beats = 0
         self.shut = False
         node.sync()
         node.restart_agent()
@@ -285,18 +285,16 @@ class SimAgent:
         beat = self.node.ledger.beat(
             self.node.host.node_id, self._host, self.incarnation, self.node.now_s, self.asked_for
         )
-        beat = replace(beat, number=self.beats, answered=self.was_answered)
+        beat = replace(beat, number=self.beats)
         fate = self.cluster.fate()
         times = {"lost": 0, "twice": 2}.get(fate, 1)
         for _ in range(times):
             delay_s = self.cluster.clock.chance.uniform(0.5, 5.0) if fate == "late" else 0.0
             self.cluster.clock.after(delay_s, lambda: self.cluster.heartbeat(self, beat, answered=fate != "unanswered"))
 
-    def answered(self, beat: AgentBeat) -> None:
-        self.was_answered = True
-        if self.shut:
-            return
-        self.ledger.answered(beat)
+    def answered(self, beat: AgentBeat, coordinator: str) -> None:
+        if not self.shut:
+            self.ledger.answered(beat, coordinator)
 
     @property
     def _host(self) -> str:

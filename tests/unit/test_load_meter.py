@@ -1,4 +1,4 @@
-"""What a part of a load is counted to have done: what its report says; across restarts of the agent nothing twice."""
+"""An agent's counters grow by what a load's report says. Across restarts of the agent nothing counts twice."""
 
 from __future__ import annotations
 
@@ -40,8 +40,7 @@ def said(meter: LoadMeter) -> LoadCounters:
 def test_counters_of_a_load_are_its_report(tmp_path: Path) -> None:
     with local_node(tmp_path, 16) as node:
         ranks, report = node.load(PLAN, MemoryStore(dict(OBJECTS)))
-        (load,) = beat_of(node).loads
-        counters = load.counters
+        (counters,) = beat_of(node).counters.values()
         assert counters.bytes_by_source == {
             "store_via_arena": report.store_bytes,
             "store_direct": 0,
@@ -49,39 +48,43 @@ def test_counters_of_a_load_are_its_report(tmp_path: Path) -> None:
             "arena": 0,
         }
         assert counters.verified_chunks == counters.leases_granted == report.store_chunks > 0
-        assert (
-            counters.stages
-            == ranks[0]
-            .loader._meter.stats(  # its last message had the final ones
-                0.0, ranks[0].loader.state, ranks[0].loader._fetcher, ranks[0].loader._placer, last=True
-            )
-            .stages
-        )  # type: ignore[union-attr]
+        loader = ranks[0].loader  # its last message had the final stats
+        final = loader._meter.stats(0.0, loader.state, loader._fetcher, loader._placer, last=True)
+        assert final is not None
+        assert counters.stages == final.stages.exact()
         _, again = node.load(PLAN, MemoryStore(dict(OBJECTS)))
-        cached = beat_of(node).loads[1].counters
-        assert cached.bytes_by_source["arena"] == again.cached_bytes == report.needed_bytes
-        assert cached.leases_granted == cached.verified_chunks == 0
+        (both,) = beat_of(node).counters.values()  # of one model
+        assert both.bytes_by_source["arena"] == again.cached_bytes == report.needed_bytes
+        grown = (both.leases_granted - counters.leases_granted, both.verified_chunks - counters.verified_chunks)
+        assert grown == (0, 0)
 
 
 def test_what_goes_past_the_arena_is_counted_as_that(tmp_path: Path) -> None:
     with local_node(tmp_path, 16, placement="direct") as node:
         _, report = node.load(PLAN, MemoryStore(dict(OBJECTS)))
-        counters = beat_of(node).loads[0].counters
+        (counters,) = beat_of(node).counters.values()
         assert counters.bytes_by_source["store_direct"] == report.direct_bytes > 0
         assert sum(counters.bytes_by_source.values()) == report.store_bytes
 
 
-def test_a_load_that_ended_is_told_until_somebody_has_answered(tmp_path: Path) -> None:
+def test_counters_outlive_loads_and_are_sent_until_answered(tmp_path: Path) -> None:
     with local_node(tmp_path, 16) as node:
         _, report = node.load(PLAN, MemoryStore(dict(OBJECTS)))
         node.agent.end("load-1")
         first, second = beat_of(node), beat_of(node)
         assert not first.loads
         for beat in (first, second):
-            (ended,) = beat.ended
-            assert ended.counters.bytes_by_source["store_via_arena"] == report.store_bytes
-        node.agent._ledger.answered(first)
-        assert not beat_of(node).ended
+            (counters,) = beat.counters.values()
+            assert counters.bytes_by_source["store_via_arena"] == report.store_bytes
+        ledger = node.agent._ledger
+        ledger.answered(first, "one")
+        assert (beat_of(node).counters, beat_of(node).counted_by) == ({}, "one")
+        node.load(PLAN, MemoryStore(dict(OBJECTS)))
+        (more,) = beat_of(node).counters.values()
+        assert more.bytes_by_source["arena"] == more.bytes_by_source["store_via_arena"] == report.store_bytes
+        ledger.answered(beat_of(node), "one")
+        ledger.answered(beat_of(node), "another")  # it knows nothing yet
+        assert beat_of(node).counters == {next(iter(first.counters)): more}
 
 
 def test_a_restarted_agent_counts_only_what_it_sees() -> None:
@@ -121,9 +124,9 @@ def update(rank: int, incarnation: int, fetch_s: float, **more: object) -> RankU
 
 def test_the_time_of_ranks_that_are_gone_stays_counted() -> None:
     meter = LoadMeter(replace(job(), incarnations=(0,)))
-    meter.said(update(0, 0, 5.0))
-    meter.said(update(0, 0, 7.0, throttled=2, retries={"digest_mismatch": 1, "reset": 3}))
-    meter.said(update(0, 1, 1.0))  # the one that took its place
+    meter.reported(update(0, 0, 5.0))
+    meter.reported(update(0, 0, 7.0, throttled=2, retries={"digest_mismatch": 1, "reset": 3}))
+    meter.reported(update(0, 1, 1.0))  # the one that took its place
     counters = said(meter)
     assert counters.stages.fetch_s == 8.0
     assert (counters.throttles, counters.corrupt_chunks) == (2, 1)
@@ -131,10 +134,10 @@ def test_the_time_of_ranks_that_are_gone_stays_counted() -> None:
 
 def test_what_a_rank_told_the_agent_before_is_not_counted_again() -> None:
     meter = LoadMeter(job(again=True))
-    meter.said(update(0, 2, 50.0))
+    meter.reported(update(0, 2, 50.0))
     assert said(meter).stages.fetch_s == 0
-    meter.said(update(0, 2, 53.0))
-    meter.said(update(0, 3, 2.0))  # a new one: all that it says is news
+    meter.reported(update(0, 2, 53.0))
+    meter.reported(update(0, 3, 2.0))  # a new one: all that it says is news
     assert said(meter).stages.fetch_s == pytest.approx(5.0)
 
 

@@ -94,9 +94,17 @@ def test_heartbeats_of_a_node_with_many_gpus_stay_in_the_kilobytes() -> None:
         RankBeat("llama-70b-0123abcd", 1, rank, 0, 2**22 + rank, large + rank, 1.5, requests=64, own_bytes=large - rank)
         for rank in range(8)
     )
-    load = LoadBeat("llama-70b-0123abcd", 1, large, None, False, "llama-70b", counters)
+    load = LoadBeat("llama-70b-0123abcd", 1, large, None, False, "llama-70b")
     beat = AgentBeat(
-        "0" * 56, "host-001", "0" * 12, (load,), ranks, ArenaUse(large, large, 9, 9), number=large, stats=stats
+        "0" * 56,
+        "host-001",
+        "0" * 12,
+        (load,),
+        ranks,
+        ArenaUse(large, large, 9, 9),
+        number=large,
+        counters={"llama-70b": counters},
+        stats=stats,
     )
     assert len(pickle.dumps(beat)) < 4 * KIB
     more = replace(beat, loads=(load,) * 2, ranks=ranks * 2)

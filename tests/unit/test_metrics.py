@@ -22,7 +22,7 @@ from cluster.errors import ConfigError
 from cluster.messages import AgentBeat, LoadBeat, RankBeat
 from cluster.scheduling.load_state import LoadState
 from cluster.telemetry import metrics
-from cluster.telemetry.counters import LoadView, Tally
+from cluster.telemetry.counters import ClusterMetrics, LoadView
 from cluster.telemetry.metrics import FAMILIES, render_page
 from cluster.telemetry.stats import ArenaUse, LoadCounters, NodeStats
 from storage.arena.chunk_cache import CacheStats
@@ -31,23 +31,36 @@ from tests.support.promtool import needs_promtool, promtool
 PAGE = Path(__file__).parents[2] / "docs" / "metrics.md"
 
 
-def tally() -> Tally:
-    found = Tally()
+def cluster_metrics() -> ClusterMetrics:
+    found = ClusterMetrics()
     found.load(LoadView("x", "llama", LoadState.LOADING, (), (), 100), 0.0)
     found.load(LoadView("x", "llama", LoadState.READY, (), (), 100), 3.0)
     counters = LoadCounters({"disk": 7, "arena": 5}, {"disk": 1, "arena": 1}, 1, 0, {"reset": 2}, 3)
-    load = LoadBeat("x", 1, 0, None, True, 'llama"\\', counters)
+    load = LoadBeat("x", 1, 0, None, True, 'llama"\\')
     rank = RankBeat("x", 1, 0, 0, 1, 12, 0.0, own_bytes=9)
     stats = NodeStats(CacheStats(*[1] * 15))
-    found.heard(AgentBeat("n", "host", "i", (load,), (rank,), ArenaUse(8, 4, 0, 0), number=1, stats=stats), 4.0)
+    found.received(
+        AgentBeat(
+            "n",
+            "host",
+            "i",
+            (load,),
+            (rank,),
+            ArenaUse(8, 4, 0, 0),
+            number=1,
+            counters={load.model: counters},
+            stats=stats,
+        ),
+        4.0,
+    )
     return found
 
 
-def serving(config: Config, work: Callable[[MetricsServer], Any], of: Tally | None = None) -> Any:
-    """What `work` says of a server, in a thread beside the loop that has the books."""
+def serving(config: Config, work: Callable[[MetricsServer], Any], of: ClusterMetrics | None = None) -> Any:
+    """What `work` says of a server, in a thread beside the loop that makes the snapshots."""
 
     async def run() -> Any:
-        server = MetricsServer(config, of or tally())
+        server = MetricsServer(config, of or cluster_metrics())
         server.start()
         server.start()
         try:
@@ -72,8 +85,8 @@ def test_a_scrape_tells_counters_gauges_and_histograms() -> None:
         for family in text_string_to_metric_families(text)
         for sample in family.samples
     }
-    assert found["longshore_chunk_bytes_total", "disk", "host", 'llama"\\'] == 7
-    assert found["longshore_process_memory_bytes", "host", 'llama"\\', "rank 0"] == 9
+    assert found["longshore_chunk_bytes_total", "disk", "host", "i", 'llama"\\'] == 7
+    assert found["longshore_process_memory_bytes", "host", "i", 'llama"\\', "rank 0"] == 9
     assert found["longshore_load_duration_seconds_bucket", "2.5", "llama", "ready"] == 0
     assert found["longshore_load_duration_seconds_bucket", "5.0", "llama", "ready"] == 1
     assert found["longshore_load_duration_seconds_bucket", "+Inf", "llama", "ready"] == 1
@@ -153,14 +166,14 @@ def test_nothing_else_is_there(path: str) -> None:
 
 
 def test_a_loop_that_does_not_answer_is_told_as_that(monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(metrics_server, "BOOKS_S", 0.1)
+    monkeypatch.setattr(metrics_server, "SNAPSHOT_S", 0.1)
     asked, go_on = threading.Event(), threading.Event()
 
-    class Slow(Tally):
-        def books(self) -> Any:
+    class Slow(ClusterMetrics):
+        def snapshot(self) -> Any:
             asked.set()
             go_on.wait(10)
-            return super().books()
+            return super().snapshot()
 
     def ask(server: MetricsServer) -> int:
         try:
@@ -193,7 +206,7 @@ def test_a_scraper_that_says_nothing_keeps_nobody() -> None:
 
 def test_the_loop_goes_on_while_somebody_scrapes() -> None:
     async def run() -> int:
-        server = MetricsServer(Config(metrics_port=0), tally())
+        server = MetricsServer(Config(metrics_port=0), cluster_metrics())
         server.start()
         turns, scrapes = 0, asyncio.ensure_future(asyncio.to_thread(lambda: [scraped(server) for _ in range(20)]))
         while not scrapes.done():

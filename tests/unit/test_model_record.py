@@ -1,8 +1,12 @@
-"""The coordinator's notes on a model: what a later request means for them."""
+"""The record of a model: its answer to a later request, and its one owner."""
 
 from __future__ import annotations
 
+import ast
+import dataclasses
+import itertools
 from dataclasses import replace
+from pathlib import Path
 
 import pytest
 
@@ -15,6 +19,7 @@ from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life, advance
 from storage.errors import LongshoreError
 
+ROOT = Path(__file__).parents[2]
 RULES = {"*": "replicate"}
 
 
@@ -72,3 +77,20 @@ def test_what_is_at_hand() -> None:
     assert record.is_at_hand(identity, "r1")
     assert not record.is_at_hand(identity, "r2")
     assert not record.is_at_hand(asked(RULES).identity(), "r1")
+
+
+def test_nobody_else_assigns_fields_of_a_record() -> None:
+    """Its methods keep together what belongs together; whoever assigned one field could forget another."""
+    fields = {field.name for field in dataclasses.fields(ModelRecord)}
+    assigned = []
+    for path in (ROOT / "actors").rglob("*.py"):
+        for node in ast.walk(ast.parse(path.read_text())):
+            targets = node.targets if isinstance(node, ast.Assign) else [getattr(node, "target", None)]
+            for target in itertools.chain(*(getattr(target, "elts", [target]) for target in targets)):
+                if isinstance(target, ast.Subscript):  # record.pools[node] = ...
+                    target = target.value
+                if isinstance(target, ast.Attribute) and target.attr in fields:
+                    owner = ast.unparse(target.value)
+                    if owner.rpartition(".")[2].strip("_") in ("record", "model"):
+                        assigned.append(f"{path.name}:{target.lineno}: {owner}.{target.attr}")
+    assert not assigned

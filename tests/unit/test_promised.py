@@ -4,7 +4,7 @@ from __future__ import annotations
 
 from dataclasses import replace
 
-from actors.coordination.fit import claims_of, new_workers, promise
+from actors.coordination.fit import claims_of, new_workers
 from actors.coordination.jobs import SavedLoad
 from actors.coordination.model_record import ModelRecord, Placement
 from cluster.fit.needs import WORKER_BYTES
@@ -28,7 +28,7 @@ def model(*, up: bool = True) -> ModelRecord:
     record = ModelRecord("m", REQUEST, load_state.Life.new(2), Holders())
     record.placements = {rank: Placement(rank, f"n{rank}", "h", None, is_up=up) for rank in range(2)}
     nodes = [NodeInfo(f"n{i}", "h", pools=(MemoryPool("host", 1, 1),), kept_bytes=10 * i) for i in range(2)]
-    promise(record, {0: 100, 1: 100}, nodes)
+    record.promise({0: 100, 1: 100}, nodes)
     return record
 
 
