@@ -32,23 +32,22 @@ from actors.devices.mapped_device import open_mapped_rank
 from actors.links import NAMESPACE, PackedCalls, RayAgentLink, agent_name
 from actors.rank.executor import RankLoader
 from actors.shard import RankShard
+from cluster.argument_types import checks_arguments
 from cluster.config import Config, TrustPolicy
 from cluster.errors import AgentEnded, ClusterLost, ConfigError, LoadTimeout
 from cluster.fit.needs import min_slots
-from cluster.fit.options import STRICT, FitOptions, GivenMap, GivenMemory
+from cluster.fit.options import GivenMap, GivenMemory
 from cluster.joining.node_tasks import unwrapped
 from cluster.joining.patience import LOOK_S, Patience, checked_timeout
 from cluster.joining.ray_private import started_here
 from cluster.layouts.live_rules import with_live_rules
-from cluster.layouts.mesh import Layout
 from cluster.layouts.rules import LayoutRules
 from cluster.messages import GroupMember, JoinReply, NodeFacts, NodeJob, RankHello, RankJob, unpack_message
+from cluster.options import Dtype, LoadOptions, collect
 from cluster.planning.make_plan import prepare_plan
 from cluster.planning.packed_plan import pack_shared
 from cluster.planning.rank_plans import RankFacts, rank_facts
-from cluster.precision.recipes import Dtype, make_precision
-from cluster.public_functions import checks_arguments
-from cluster.request import LoadRequest, StoreOptions, make_request
+from cluster.request import LoadRequest, make_request
 from cluster.telemetry.metrics import model_label
 from storage.errors import RevisionMismatch
 from storage.host.processes import ProcessId
@@ -155,34 +154,12 @@ def host_rank(
             shard.into(module)
         ```
     """
+    options = collect(LoadOptions, locals())
     timeout_s = checked_timeout(timeout_s)
     patience = Patience(None if timeout_s is None else time.monotonic() + timeout_s)
-    device = own_device(device)
+    device = own_device(options.device)
     own = config or Config.from_env()
-    request = make_request(
-        model_uri,
-        layout=Layout(
-            tensor_parallel_size,
-            fsdp_size,
-            data_parallel_size,
-            pipeline_parallel_size,
-            expert_parallel_size,
-            expert_tensor_parallel_size,
-            vocabulary_multiple,
-        ),
-        store_options=StoreOptions(endpoint_url, region, profile, anonymous),
-        credentials=credentials,
-        layout_rules=layout_rules,
-        device=device,
-        trusted_keys=own.public_keys() if trusted_keys is None else trusted_keys,
-        signed_name=signed_name,
-        revision=revision,
-        precision=make_precision(dtype, quantization, skip_quantization),
-        device_map=device_map,
-        max_memory=max_memory,
-        offload_folder=offload_folder,
-        fit=FitOptions(STRICT, gpu_memory_utilization, reserve_bytes),
-    )
+    request = make_request(replace(options, device=device), own.public_keys())
     if not 0 <= rank < request.world_size:
         raise ConfigError(f"the layout has ranks 0 to {request.world_size - 1}, not {rank}")
     if request.world_size > 1 and not group and revision is None:
@@ -190,7 +167,7 @@ def host_rank(
             f"the {request.world_size} processes of this layout could load two revisions of the model",
             hint='pass the same group="..." to all of them (the id of your run), or revision=',
         )
-    own.source_rules().check(request.store.ref, credentials)
+    own.source_rules().check(request.store.ref, options.credentials)
     given = own if started_here() else None
     config = _settings_in_force(given, patience)
     if request.device_map is not None:

@@ -18,6 +18,7 @@ import time
 from collections.abc import Callable, Iterator, Sequence
 from concurrent.futures import ProcessPoolExecutor
 from contextlib import contextmanager
+from dataclasses import asdict
 from pathlib import Path
 from typing import Any
 
@@ -114,19 +115,14 @@ def messages(folder: Path, layout: str, ranks_per_node: int) -> dict[str, Any]:
     from actors.coordination import jobs
     from actors.coordination.model_record import ModelRecord, Placement
     from cluster.config import Config
-    from cluster.request import StoreOptions, make_request
+    from cluster.options import LoadOptions
+    from cluster.request import make_request
     from cluster.scheduling.holders import Holders
     from cluster.scheduling.load_state import Life
 
     packed = _packed(folder, layout)
-    request = make_request(
-        str(folder),
-        layout=Layout(*_sizes(layout)),
-        store_options=StoreOptions(),
-        credentials=None,
-        layout_rules=MOE_RULES,
-        device="cuda",
-    )
+    options = LoadOptions(str(folder), **asdict(Layout(*_sizes(layout))), layout_rules=MOE_RULES, device="cuda")
+    request = make_request(options)
     record = ModelRecord("load", request, Life.new(request.world_size), Holders())
     nodes = [(f"{node:056x}", f"host-{node:03}") for node in range(-(-request.world_size // ranks_per_node))]
     for rank in range(request.world_size):

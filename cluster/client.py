@@ -15,6 +15,7 @@ from contextlib import closing
 from dataclasses import dataclass, replace
 from typing import TYPE_CHECKING, Any
 
+from cluster.argument_types import checks_arguments
 from cluster.command_line.progress import byte_counter, load_counter, shown_progress
 from cluster.config import Config
 from cluster.errors import (
@@ -26,26 +27,22 @@ from cluster.errors import (
     ModelNotFound,
     NoCoordinator,
 )
-from cluster.fit.options import STRICT, FitOptions, GivenMap, GivenMemory
+from cluster.fit.options import GivenMap, GivenMemory
 from cluster.joining.connection import Connection, connect
 from cluster.joining.patience import Patience, checked_timeout
 from cluster.joining.ray_join import import_ray
 from cluster.layouts.live_rules import with_live_rules
-from cluster.layouts.mesh import Layout
 from cluster.layouts.rules import LayoutRules
 from cluster.model import LoadedModel, give_up_handles
-from cluster.precision.recipes import Dtype, make_precision
-from cluster.public_functions import GIVEN_UP, checks_arguments, in_thread, load_in_thread
+from cluster.options import Dtype, LoadOptions, PlacementGroup, check_revision, check_signed_name, collect
+from cluster.public_functions import GIVEN_UP, in_thread, load_in_thread
 from cluster.request import (
     LoadRequest,
-    PlacementGroup,
     StoreOptions,
     make_request,
     open_destination,
     open_uri,
     read_keys,
-    read_revision,
-    read_signed_name,
 )
 from cluster.telemetry.chunk_map import ChunkMap
 from cluster.telemetry.event_log import LoadEvent
@@ -208,7 +205,7 @@ def load(
     device_map: GivenMap | None = None,
     max_memory: GivenMemory | None = None,
     offload_folder: str | os.PathLike[str] | None = None,
-    fit: str = STRICT,
+    fit: str = "strict",
     gpu_memory_utilization: float | None = None,
     reserve_bytes: int | None = None,
     trusted_keys: Keys | None = None,
@@ -299,37 +296,24 @@ def load(
             norms = model.call(lambda shard: float(shard["model.norm.weight"].float().norm()))
         ```
     """
+    return load_model(
+        collect(LoadOptions, locals()), address=address, progress=progress, timeout_s=timeout_s, config=config
+    )
+
+
+def load_model(
+    options: LoadOptions,
+    *,
+    address: str | None = None,
+    progress: bool | Callable[[LoadProgress], None] | None = None,
+    timeout_s: float | None = None,
+    config: Config | None = None,
+) -> LoadedModel:
+    """Load a model as the options say; the arguments and errors are those of `load`."""
     started_s, deadline_s = time.monotonic(), checked_timeout(timeout_s)
     config = config or Config.from_env()
-    request = make_request(
-        model_uri,
-        layout=Layout(
-            tensor_parallel_size,
-            fsdp_size,
-            data_parallel_size,
-            pipeline_parallel_size,
-            expert_parallel_size,
-            expert_tensor_parallel_size,
-            vocabulary_multiple,
-        ),
-        store_options=StoreOptions(endpoint_url, region, profile, anonymous),
-        credentials=credentials,
-        layout_rules=layout_rules,
-        device=device,
-        keep=keep,
-        wait_for_resources_s=wait_for_resources_s,
-        placement=placement,
-        placement_group=placement_group,
-        trusted_keys=config.public_keys() if trusted_keys is None else trusted_keys,
-        signed_name=signed_name,
-        revision=revision,
-        precision=make_precision(dtype, quantization, skip_quantization),
-        device_map=device_map,
-        max_memory=max_memory,
-        offload_folder=offload_folder,
-        fit=FitOptions(fit, gpu_memory_utilization, reserve_bytes),
-    )
-    config.source_rules().check(request.store.ref, credentials)
+    request = make_request(options, config.public_keys())
+    config.source_rules().check(request.store.ref, options.credentials)
     patience = Patience(None if deadline_s is None else started_s + deadline_s, GIVEN_UP.get())
     connection = connect(address, config, patience=patience)
     if connection is None:
@@ -434,7 +418,7 @@ def publish(
             progress=_until_given_up(show),
             only_key=only_key,
             sign_key=None if sign_key is None else SigningKey.read(sign_key),
-            signed_name=read_signed_name(signed_name),
+            signed_name=check_signed_name(signed_name),
         )
 
 
@@ -501,8 +485,8 @@ def verify(
             progress=_until_given_up(show),
             only_key=only_key,
             trusted_keys=keys,
-            signed_name=read_signed_name(signed_name),
-            revision=read_revision(revision),
+            signed_name=check_signed_name(signed_name),
+            revision=check_revision(revision),
         )
 
 
@@ -522,6 +506,7 @@ def _until_given_up(progress: Callable[..., None] | None) -> Callable[..., None]
 
 
 aload = load_in_thread(load)
+aload_model = load_in_thread(load_model)
 apublish = in_thread(publish)
 averify = in_thread(verify)
 
@@ -733,7 +718,7 @@ def sign(
     options = StoreOptions(endpoint_url, region, profile, anonymous)
     store, _ = open_uri(uri, options, credentials, config.read_timeout_s, config.source_rules())
     with closing(store):
-        name = signed_name_of(store.uri, read_signed_name(signed_name))
+        name = signed_name_of(store.uri, check_signed_name(signed_name))
         info = with_retries(lambda: store.stat(MANIFEST_KEY), policy)
         check_manifest_size(info, store.uri)
         data = read_whole(store, info, policy)

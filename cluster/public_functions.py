@@ -1,11 +1,7 @@
-"""What every public function has: arguments whose types are checked, and an async twin.
+"""The asyncio twins of public functions.
 
-    @checks_arguments
-    def load(uri: str, *, keep: bool = False): ...
-
-    load("s3://b/m", keep="yes")   ConfigError: load: keep must be True or False, not str
-
-The value of an argument is never part of a message: it may be a secret.
+aload = load_in_thread(load)
+async with aload("s3://b/m") as model: ...
 """
 
 from __future__ import annotations
@@ -13,101 +9,17 @@ from __future__ import annotations
 import asyncio
 import contextlib
 import functools
-import inspect
-import os
 import threading
-from collections.abc import Callable, Collection, Coroutine, Generator, Iterable, Mapping, Sequence
+from collections.abc import Callable, Coroutine, Generator
 from contextvars import ContextVar
-from types import NoneType, SimpleNamespace, TracebackType, UnionType
-from typing import Any, ParamSpec, TypeVar, Union, get_args, get_origin, get_type_hints
+from types import TracebackType
+from typing import Any, ParamSpec, TypeVar
 
-from cluster.errors import ConfigError
 from cluster.model import LoadedModel
 from storage.errors import LongshoreError
 
 P = ParamSpec("P")
 T = TypeVar("T")
-
-_PHRASES: dict[Any, str] = {
-    NoneType: "None",
-    bool: "True or False",
-    int: "a whole number",
-    float: "a number",
-    str: "a str",
-    Mapping: "a dict",
-    Callable: "a function",
-    os.PathLike: "a path",
-}
-
-
-def checks_arguments(function: Callable[P, T]) -> Callable[P, T]:
-    """Make `function` raise ConfigError for an argument that its annotations do not allow.
-
-    Names of classes in annotations must be importable when the function is called first, so not for type checkers only.
-    """
-    parameters = inspect.signature(function).parameters.values()
-    positional = [parameter.name for parameter in parameters if parameter.kind is parameter.POSITIONAL_OR_KEYWORD]
-    names = [*positional, *(parameter.name for parameter in parameters if parameter.kind is parameter.KEYWORD_ONLY)]
-
-    @functools.cache
-    def hints() -> dict[str, Any]:
-        inner = inspect.unwrap(function)
-        given = {name: inner.__annotations__[name] for name in names}
-        return get_type_hints(SimpleNamespace(__annotations__=given), globalns=inner.__globals__)
-
-    @functools.wraps(function)
-    def checked(*args: P.args, **kwargs: P.kwargs) -> T:
-        for name, value in (*zip(positional, args, strict=False), *kwargs.items()):
-            hint = hints().get(name, Any)  # a name that is not there is Python's own TypeError, below
-            if not _is_accepted(value, hint):
-                raise ConfigError(f"{function.__name__}: {name} must be {_phrase(hint)}, not {_kind(value)}")
-        return function(*args, **kwargs)
-
-    return checked
-
-
-def _is_accepted(value: object, hint: Any) -> bool:
-    origin, args = get_origin(hint) or hint, get_args(hint)
-    if origin is Any:
-        return True
-    if origin in (Union, UnionType):
-        return any(_is_accepted(value, one) for one in args)
-    if origin is Callable:
-        return callable(value)
-    if origin in (int, float):
-        return isinstance(value, int if origin is int else int | float) and not isinstance(value, bool)
-    if origin is Mapping:
-        items = value.items() if isinstance(value, Mapping) else [(None, None)]
-        return isinstance(value, Mapping) and all(
-            _is_accepted(each, one) for pair in items for each, one in zip(pair, args, strict=False)
-        )
-    if origin is Sequence:  # a generator is one too: its items are seen when it is read
-        if isinstance(value, str | bytes | bytearray | memoryview | Mapping) or not isinstance(value, Iterable):
-            return False
-        return not isinstance(value, Collection) or all(_is_accepted(each, args[0]) for each in value)
-    return isinstance(value, NoneType if origin is None else origin)
-
-
-def _phrase(hint: Any) -> str:
-    """What is accepted, in words: "a str, a path or None"."""
-    origin, args = get_origin(hint) or hint, get_args(hint)
-    if origin in (Union, UnionType):
-        *first, last = dict.fromkeys(_phrase(one) for one in args)
-        return f"{', '.join(first)} or {last}" if first else last
-    if origin is Sequence:
-        return f"a list (each item {_phrase(args[0])})"
-    return _PHRASES.get(origin) or f"a {getattr(origin, '__name__', origin)}"
-
-
-def _kind(value: object) -> str:
-    """The type of a value, and those of what is in it."""
-    kind = type(value).__name__
-    if isinstance(value, str | bytes | bytearray | memoryview) or not isinstance(value, Collection):
-        return kind
-    inner: list[Iterable[object]] = [value.keys(), value.values()] if isinstance(value, Mapping) else [value]
-    kinds = [" and ".join(sorted({type(each).__name__ for each in some})) for some in inner]
-    return f"{kind} of {' to '.join(kinds)}" if all(kinds) else f"empty {kind}"
-
 
 # Set while a verb runs for a task: whether that task was cancelled.
 GIVEN_UP: ContextVar[threading.Event | None] = ContextVar("given_up", default=None)

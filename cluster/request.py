@@ -1,27 +1,28 @@
-"""One load as it is asked for, and how it is made from what users pass.
+"""The request for one load, and how it is made from the user's options and URI.
 
-Everything that a user can get wrong in a call is refused here, before anything is joined or read.
+LoadOptions --make_request--> LoadRequest --> coordinator
+URI --StoreOptions.resolve--> StoreRef --open_uri, open_destination--> ObjectStore
 """
 
 from __future__ import annotations
 
-import math
 import os
 import re
 from collections.abc import Sequence
 from dataclasses import dataclass, field, replace
-from typing import Any, Protocol, runtime_checkable
+from typing import Any
 
 from cluster.errors import ConfigError
 from cluster.fit.device_map import DeviceKey
-from cluster.fit.options import STRICT, DeviceMapOptions, FitOptions, FitTry, GivenMap, GivenMemory, parse_device_map
+from cluster.fit.options import DeviceMapOptions, FitOptions, FitTry
 from cluster.layouts.mesh import Layout
-from cluster.layouts.rules import LayoutRules, read_rules
+from cluster.layouts.rules import read_rules
+from cluster.options import LoadOptions, device_of
 from cluster.precision.recipes import Precision
 from storage.checkpoints.checkpoint import split_model_uri
 from storage.errors import InvalidUri, StoreError, UnsupportedStore
 from storage.problems import quote
-from storage.publishing.signing import MAX_NAME_CHARACTERS, is_name, trusted_key
+from storage.publishing.signing import trusted_key
 from storage.store_ref import ALIASES, DEFAULT_SCHEMES, Credentials, SourceRules, StoreRef, check_printable, parse_uri
 from storage.stores.object_store import ObjectStore
 from storage.stores.open_store import open_store
@@ -103,21 +104,9 @@ class LoadRequest:
         )
 
 
-DEVICES = ("auto", "cpu", "cuda")
-PLACEMENTS = ("auto", "via_arena", "direct")
-_REVISION = re.compile(r"[0-9a-f]{64}")
 # What is taken for a local path unless it is looked at: "s3:/models/x", "meta-llama/Llama-3-8B".
 _WITHOUT_SLASHES = re.compile(rf"({'|'.join([*ALIASES, *DEFAULT_SCHEMES.split(',')])}):(?!//)(.+)", re.I | re.S)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/\w[\w.-]*/?")
-
-
-@runtime_checkable
-class PlacementGroup(Protocol):
-    """Ray's placement group, without importing Ray."""
-
-    id: Any
-
-    def ready(self) -> Any: ...
 
 
 @dataclass(frozen=True, slots=True)
@@ -177,11 +166,6 @@ def _check_local(text: str) -> None:
         raise InvalidUri(f"no slashes after {scheme}:, and no local file of that name", hint=f"write {quote(meant)}")
 
 
-def is_seconds(given: object) -> bool:
-    """Whether it is a finite number from 0 on."""
-    return isinstance(given, int | float) and not isinstance(given, bool) and math.isfinite(given) and given >= 0
-
-
 def as_text(uri: object) -> str:
     """A URI or a local path, also as a `pathlib.Path`. Raises ConfigError for what is neither, InvalidUri for none."""
     text = os.fspath(uri) if isinstance(uri, os.PathLike) else uri
@@ -192,94 +176,51 @@ def as_text(uri: object) -> str:
     return text
 
 
-def make_request(
-    uri: str | os.PathLike[str],
-    *,
-    layout: Layout,
-    store_options: StoreOptions,
-    credentials: Credentials | None,
-    layout_rules: LayoutRules | None,
-    device: str = "auto",
-    keep: bool = False,
-    wait_for_resources_s: float = 0.0,
-    placement: str = "auto",
-    placement_group: PlacementGroup | None = None,
-    trusted_keys: Sequence[str | os.PathLike[str]] = (),
-    signed_name: str | None = None,
-    revision: str | None = None,
-    fit: FitOptions | None = None,
-    precision: Precision | None = None,
-    device_map: GivenMap | None = None,
-    max_memory: GivenMemory | None = None,
-    offload_folder: str | os.PathLike[str] | None = None,
-) -> LoadRequest:
-    """A request that can be meant.
+def make_request(options: LoadOptions, trusted_keys: Sequence[str | os.PathLike[str]] = ()) -> LoadRequest:
+    """Return the request that goes to the coordinator.
 
-    `trusted_keys`: public keys in base64, or files with one, read here; so is a file of `layout_rules`. Raises
-    ConfigError for arguments, InvalidKey, InvalidUri and UnsupportedStore for a URI that no store can have.
+    Args:
+        options: The load as it was asked for.
+        trusted_keys: Public keys in base64, or files with one, where the options name none: those of the settings.
+
+    Returns:
+        The request, without a `client_id`.
+
+    Raises:
+        ConfigError: A file of layout rules cannot be read, or holds no rules.
+        InvalidKey: A trusted key is none.
+        InvalidUri: No store can have that URI.
+        UnsupportedStore: Nothing serves that scheme.
     """
-    if device not in DEVICES:
-        raise ConfigError(f"device must be one of {', '.join(DEVICES)}, not {device!r:.40}")
-    if placement not in PLACEMENTS:
-        raise ConfigError(f"placement must be one of {', '.join(PLACEMENTS)}, not {placement!r:.40}")
-    if not is_seconds(wait_for_resources_s):
-        raise ConfigError(f"wait_for_resources_s must be 0 or more seconds, not {wait_for_resources_s!r:.40}")
-    rules = read_rules(layout_rules)
-    fit, precision = fit or FitOptions(), precision or Precision()
-    if fit.mode == STRICT and not precision.quantization and precision.skip != Precision().skip:
-        raise ConfigError("skip_quantization says what is not quantized, but there is no quantization")
-    mapping = parse_device_map(device_map, max_memory, offload_folder, layout, device)
-    if mapping is not None and mapping.gpus is not None:
-        device = "cuda" if mapping.gpus else "cpu"
-    fit.check_device(device)
-    ref, only_key = store_options.resolve(uri)
+    rules = read_rules(options.layout_rules)
+    mapping, credentials = options.mapping(), options.credentials
+    ref, only_key = options.part(StoreOptions).resolve(options.model_uri)
     if credentials is not None:
         ref = replace(ref, options=credentials.place())
     return LoadRequest(
         uri=f"{ref.uri}/{only_key}" if only_key else ref.uri,
         store=StoreAccess(ref, credentials),
         only_key=only_key,
-        layout=layout,
-        device=device,
+        layout=options.layout(),
+        device=device_of(options.device, mapping),
         layout_rules=rules,
-        keep=keep,
+        keep=options.keep,
         client_id="",
-        wait_for_resources_s=float(wait_for_resources_s),
-        placement=placement,
-        placement_group=placement_group,
-        trusted_keys=read_keys(trusted_keys),
-        signed_name=read_signed_name(signed_name),
-        revision=read_revision(revision),
-        precision=precision,
+        wait_for_resources_s=float(options.wait_for_resources_s),
+        placement=options.placement,
+        placement_group=options.placement_group,
+        trusted_keys=read_keys(trusted_keys if options.trusted_keys is None else options.trusted_keys),
+        signed_name=options.signed_name or "",
+        revision=options.revision or "",
+        precision=options.precision(),
         device_map=mapping,
-        fit=fit,
+        fit=options.fitting(),
     )
 
 
 def read_keys(sources: Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
     """Trusted keys, each once, from base64 or files, `:NAME` behind them (`trusted_key`). Raises InvalidKey."""
     return tuple(dict.fromkeys(trusted_key(source) for source in sources))
-
-
-def read_signed_name(given: str | None) -> str:
-    """Return the name that is asked for; "" for None, which asks for the path of the URI. Raises ConfigError."""
-    if given is None:
-        return ""
-    if not isinstance(given, str) or not is_name(given):
-        raise ConfigError(f"signed_name is one line of at most {MAX_NAME_CHARACTERS} characters, not {given!r:.80}")
-    return given
-
-
-def read_revision(given: str | None) -> str:
-    """Return the revision that is asked for; "" for None, which asks for none. Raises ConfigError."""
-    if given is None:
-        return ""
-    if not isinstance(given, str) or not _REVISION.fullmatch(given):
-        raise ConfigError(
-            f"a revision is 64 hex digits, not {given!r:.80}",
-            hint="whole, as `longshore publish`, `longshore plan` and reports of loads show it",
-        )
-    return given
 
 
 def open_uri(

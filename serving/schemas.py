@@ -1,15 +1,26 @@
-"""What requests and answers of the API look like. Requests are closed: a field that is not known is refused."""
+"""The bodies of requests and answers of the HTTP API. A request with an unknown field is refused."""
 
 from __future__ import annotations
 
 import json
 from http import HTTPStatus
-from typing import Annotated, Any, Literal
+from typing import Annotated, Any
 
 from pydantic import BaseModel, ConfigDict, Field
 from starlette.responses import JSONResponse, Response
 
 from cluster.errors import ClusterError, ConfigError, LoadError, LoadTimeout, ModelNotFound, PlanError
+from cluster.options import (
+    LOAD,
+    DeviceName,
+    DtypeName,
+    FitMode,
+    LoadOptions,
+    PlacementName,
+    about,
+    collect,
+    options_of,
+)
 from storage.errors import (
     AccessDenied,
     CheckpointError,
@@ -29,21 +40,24 @@ Size = Annotated[int, Field(ge=1, le=MAX_RANKS)]
 Text = Annotated[str, Field(max_length=200)]
 
 
-class ModelBody(BaseModel):
-    """A model and how it is cut: the arguments of `cluster.load` that a caller from outside may set.
+def _explain(schema: dict[str, Any]) -> None:
+    """Add examples, and to each option its help."""
+    schema["examples"] = [
+        {"uri": "s3://models/llama-70b", "tensor_parallel_size": 8},
+        {"uri": "s3://models/mixtral-8x7b", "tensor_parallel_size": 4, "fit": "auto", "dtype": "bfloat16"},
+    ]
+    for one in options_of(LOAD):
+        if one.name in schema["properties"]:
+            schema["properties"][one.name].setdefault("description", about(one).help)
 
-    Not among them: credentials (they are those of the cluster's nodes), files and folders of the service's machine.
+
+class ModelBody(BaseModel):
+    """A model and how it is cut: the options of `cluster.load` that a caller from outside may set.
+
+    Not among them: credentials (those of the cluster's nodes are used), files and folders of the service's machine.
     """
 
-    model_config = ConfigDict(
-        extra="forbid",
-        json_schema_extra={
-            "examples": [
-                {"uri": "s3://models/llama-70b", "tensor_parallel_size": 8},
-                {"uri": "s3://models/mixtral-8x7b", "tensor_parallel_size": 4, "fit": "auto", "dtype": "bfloat16"},
-            ]
-        },
-    )
+    model_config = ConfigDict(extra="forbid", json_schema_extra=_explain)
 
     uri: str = Field(min_length=1, max_length=2048, description="s3://bucket/prefix, or another scheme that is allowed")
     tensor_parallel_size: Size = 1
@@ -53,38 +67,33 @@ class ModelBody(BaseModel):
     expert_parallel_size: Size = 1
     expert_tensor_parallel_size: int = Field(0, ge=0, le=MAX_RANKS)
     vocabulary_multiple: Size = 1
-    dtype: Literal["auto", "bfloat16", "float16", "float32", "bf16", "fp16", "fp32"] = "auto"
+    dtype: DtypeName = "auto"
     quantization: Text | None = None
     skip_quantization: list[Text] | None = Field(None, max_length=100)
     layout_rules: dict[Text, Text] | None = Field(None, max_length=1000)
     device_map: Text | None = Field(None, description='"auto", "balanced", "sequential" or one device')
     max_memory: dict[Text, Text | int] | None = Field(None, max_length=64)
-    fit: Literal["strict", "auto"] = "strict"
+    fit: FitMode = "strict"
     gpu_memory_utilization: float | None = Field(None, gt=0, le=1)
     reserve_bytes: int | None = Field(None, ge=0, le=1 << 50)
-    signed_name: Annotated[str, Field(min_length=1, max_length=512)] | None = Field(
-        None, description="under which the manifest must be signed, if it must be; none: the path of the URI"
-    )
-    revision: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = Field(
-        None, description="the only one that is accepted; none: the one that is stored"
-    )
+    signed_name: Annotated[str, Field(min_length=1, max_length=512)] | None = None
+    revision: Annotated[str, Field(pattern=r"^[0-9a-f]{64}$")] | None = None
     endpoint_url: Annotated[str, Field(max_length=500)] | None = Field(
         None, description="of an S3-compatible server; only those that the operator allows"
     )
     region: Annotated[str, Field(max_length=64, pattern=r"^[A-Za-z0-9-]+$")] | None = None
     anonymous: bool = False
 
-    def arguments(self) -> dict[str, Any]:
-        """As keyword arguments of `cluster.load` and `cluster.plan`, the URI among them as `model_uri`."""
-        given = self.model_dump()
-        return {"model_uri": given.pop("uri"), **given}
+    def options(self) -> LoadOptions:
+        """Return the options of the load. Raises ConfigError."""
+        return collect(LoadOptions, {**self.model_dump(), "model_uri": self.uri})
 
 
 class LoadBody(ModelBody):
     """A model to load. It stays resident until it is deleted."""
 
-    device: Literal["auto", "cpu", "cuda"] = "auto"
-    placement: Literal["auto", "via_arena", "direct"] = "auto"
+    device: DeviceName = "auto"
+    placement: PlacementName = "auto"
     wait_for_resources_s: float = Field(0, ge=0, le=86400, allow_inf_nan=False)
     timeout_s: float | None = Field(None, gt=0, le=86400, allow_inf_nan=False)
 

@@ -12,6 +12,7 @@ import logging
 import tempfile
 from collections.abc import Awaitable, Callable
 from concurrent.futures import ThreadPoolExecutor
+from dataclasses import replace
 from pathlib import Path
 from typing import Any, Generic, TypeVar
 
@@ -19,6 +20,7 @@ from cluster import client
 from cluster.client import Released
 from cluster.config import Config
 from cluster.errors import ClusterLost, ConfigError, ModelNotFound
+from cluster.options import collect
 from cluster.planning import preview
 from cluster.planning.plan_summary import PlanSummary
 from cluster.request import StoreOptions
@@ -119,8 +121,12 @@ class Service:
         raise ClusterLost("the coordinator did not take the load on in time", hint="longshore doctor shows why")
 
     async def _load(self, body: LoadBody, tell: Callable[[LoadProgress], None]) -> LoadProgress:
-        model = await client.aload(
-            **body.arguments(), keep=True, address=self._address, config=self._config, progress=tell
+        model = await client.aload_model(
+            replace(body.options(), keep=True),
+            address=self._address,
+            progress=tell,
+            timeout_s=body.timeout_s,
+            config=self._config,
         )
         await model.arelease()  # this process's hold on it; `keep` is what makes it stay
         (now,) = [m for m in (await self.status()).listed if m.progress.model_id == model.model_id]
@@ -167,13 +173,14 @@ class Service:
         """An SVG of ranks against layers. Raises as `plan` does."""
         with tempfile.TemporaryDirectory(prefix="longshore-http-") as folder:
             path = Path(folder, "plan.svg")
-            await self.plan(body, picture=path)
+            await self.plan(body, path)
             return await asyncio.to_thread(path.read_bytes)
 
-    async def plan(self, body: PlanBody, **more: Any) -> PlanSummary:
-        """Raises what `cluster.plan` raises; Busy."""
+    async def plan(self, body: PlanBody, picture: Path | None = None) -> PlanSummary:
+        """Return the plan; `picture`: a file to draw it to. Raises as `cluster.plan` does; Busy."""
         self._check(body)
-        return await self._planned(lambda: preview.plan(**body.arguments(), **more, config=self._config))
+        ahead = replace(collect(preview.PlanOptions, body.model_dump()), picture=picture)
+        return await self._planned(lambda: preview.plan_load(body.options(), ahead, self._config))
 
     async def picture_of(self, model_id: str) -> bytes:
         """An SVG of ranks against layers, of a model of the cluster. Raises ModelNotFound, ClusterLost, as `plan` does.
@@ -191,7 +198,7 @@ class Service:
         """Raises SourceRefused, ConfigError, InvalidUri."""
         if "://" not in body.uri:
             raise ConfigError("a URI with a scheme is wanted, not a path", hint="s3://bucket/prefix")
-        ref, _ = StoreOptions(body.endpoint_url, body.region, None, body.anonymous).resolve(body.uri)
+        ref, _ = collect(StoreOptions, body.model_dump()).resolve(body.uri)
         try:
             self._rules.check(ref)
         except SourceRefused as error:

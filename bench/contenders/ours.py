@@ -16,12 +16,12 @@ from bench.harness.measure import is_ray_daemon, measured, tree_cpu_s
 from bench.harness.models import MODEL, PLAIN, SMALL, TWIN
 from cluster.config import Config
 from cluster.fit.needs import min_slots
-from cluster.layouts.mesh import Layout
 from cluster.messages import FetchSettings, NodeJob, RankJob
+from cluster.options import LoadOptions
 from cluster.planning.make_plan import prepare_plan
 from cluster.planning.packed_plan import pack_shared
 from cluster.precision.recipes import Precision
-from cluster.request import StoreOptions, make_request
+from cluster.request import make_request
 
 if TYPE_CHECKING:
     import torch
@@ -183,17 +183,8 @@ def plan_jobs(
     store: dict[str, Any] | None = None,
 ) -> tuple[NodeJob, list[RankJob]]:
     """Plan a load by `ranks` ranks of one node, as the coordinator does. `store`: as `store_arguments` returns it."""
-    options = dict(store or {})
-    request = make_request(
-        uri,
-        layout=Layout(fsdp_size=ranks),
-        credentials=options.pop("credentials", None),
-        store_options=StoreOptions(**options),
-        layout_rules=None,
-        device=device,
-        placement=placement,
-        precision=precision,
-    )
+    options = LoadOptions(uri, fsdp_size=ranks, device=device, placement=placement, **(store or {}))
+    request = dataclasses.replace(make_request(options), precision=precision or Precision())
     _, plan = prepare_plan(request, chunk_bytes=config.chunk_bytes, read_timeout_s=config.read_timeout_s)
     shared = pack_shared(plan)
     node_job = NodeJob(

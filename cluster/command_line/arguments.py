@@ -1,16 +1,18 @@
-"""What the verbs' options have in common: values, and the groups that several verbs take."""
+"""Options of the verbs: those of `LoadOptions`, made from its fields, and the values that argparse reads."""
 
 from __future__ import annotations
 
 import argparse
 import json
 import math
-from collections.abc import Callable
+from collections.abc import Callable, Iterable
+from dataclasses import Field
 from typing import Any
 
 from cluster.command_line.help_texts import PAGES, description_of, epilog_of
 from cluster.errors import ConfigError
-from cluster.fit.options import MODES, STRICT, GivenMap
+from cluster.fit.options import GivenMap
+from cluster.options import LOAD, LoadOptions, about, collect, options_of
 from cluster.units import parse_bytes
 
 CREDENTIALS = (  # broken by hand: argparse fills no descriptions here
@@ -42,47 +44,17 @@ def add_verb(verbs: Verbs, name: str, run: Run, target: str = "") -> argparse.Ar
     return verb
 
 
-def add_trusted(verb: argparse.ArgumentParser) -> None:
-    verb.add_argument("--revision", metavar="HEX", help="refuse every other revision of the model (64 digits)")
+def add_signed_name(verb: argparse.ArgumentParser) -> None:
+    """Add the option of a verb that signs."""
     verb.add_argument(
-        "--trusted-key",
-        action="append",
-        metavar="KEY",
-        help="refuse a manifest that is not signed with this public key (base64 or a file, :NAME behind it where the "
-        "key is trusted for that model alone; may be given again; default: LONGSHORE_TRUSTED_KEYS)",
+        "--signed-name", metavar="NAME", help="name to sign it under (default: the path without scheme and bucket)"
     )
-    add_signed_name(verb, "it must be signed under this name")
-
-
-def add_signed_name(verb: argparse.ArgumentParser, what: str) -> None:
-    verb.add_argument("--signed-name", metavar="NAME", help=f"{what} (default: the path without scheme and bucket)")
-
-
-def trusted_options(args: argparse.Namespace) -> dict[str, Any]:
-    return {"trusted_keys": args.trusted_key, "signed_name": args.signed_name, "revision": args.revision}
 
 
 def add_address(verb: argparse.ArgumentParser) -> None:
     verb.add_argument(
         "--address", metavar="HOST:PORT", help="of the Ray cluster (default: RAY_ADDRESS, else a local one)"
     )
-
-
-def add_store(verb: argparse.ArgumentParser) -> None:
-    group = verb.add_argument_group("store", CREDENTIALS)
-    group.add_argument("--endpoint-url", metavar="URL", help="of an S3-compatible server")
-    group.add_argument("--region", metavar="NAME", help="of the bucket (default: as the environment says)")
-    group.add_argument("--profile", metavar="NAME", help="named profile of the AWS configuration")
-    group.add_argument("--anonymous", action="store_true", help="send unsigned requests (public buckets)")
-
-
-def store_options(args: argparse.Namespace) -> dict[str, Any]:
-    return {
-        "endpoint_url": args.endpoint_url,
-        "region": args.region,
-        "profile": args.profile,
-        "anonymous": args.anonymous,
-    }
 
 
 def count(text: str) -> int:
@@ -131,35 +103,74 @@ def size_of(text: str) -> int:
 MAX_FILE_BYTES = 64 << 20
 
 
-def add_device_map(verb: argparse.ArgumentParser) -> None:
-    """Of a verb that plans a load."""
-    group = verb.add_argument_group("device map", "One rank with several devices, as Hugging Face Accelerate has it.")
-    group.add_argument(
-        "--device-map",
-        metavar="MAP",
-        help="auto, balanced, balanced_low_0, sequential; or modules and devices: 'model.layers.0=0,lm_head=cpu', "
-        "or a JSON file of them",
-    )
-    group.add_argument(
-        "--max-memory",
-        metavar="LIMITS",
-        help="of each device: '0=20GB,1=20GB,cpu=60GB' (default: what the node has); alone: with --device-map auto",
-    )
-    group.add_argument(
-        "--offload-folder",
-        metavar="FOLDER",
-        help="new or empty, on the node that loads: for what has no room elsewhere",
-    )
+STORE = ("endpoint_url", "region", "profile", "anonymous")
+TRUSTED = ("revision", "trusted_keys", "signed_name")
+SECTIONS = {
+    "device map": "One rank with several devices, as in Hugging Face Accelerate.",
+    "fit": "Whether the devices' memory holds the model.",
+    "store": CREDENTIALS,
+}
 
 
-def device_map_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `cluster.load` and `cluster.plan`. Raises ConfigError."""
-    given = args.device_map
-    return {
-        "device_map": None if given is None else _device_map(given),
-        "max_memory": None if args.max_memory is None else _pairs("--max-memory", args.max_memory),
-        "offload_folder": args.offload_folder,
+def command_options(function: str) -> list[Field[Any]]:
+    """Return the options that the verb for `cluster.load` or `cluster.plan` has."""
+    return [one for one in options_of(function) if about(one).command]
+
+
+def add_options(verb: argparse.ArgumentParser, names: Iterable[str]) -> dict[str, Any]:
+    """Add options of `LoadOptions`; return the sections of the help by name."""
+    wanted = set(names)
+    sections: dict[str, Any] = {"": verb}
+    for one in options_of(LOAD):
+        if one.name in wanted:
+            section = about(one).section
+            if section not in sections:
+                sections[section] = verb.add_argument_group(section, SECTIONS[section])
+            sections[section].add_argument(*flags_of(one), dest=one.name, **{"help": about(one).help, **_reader(one)})
+    return sections
+
+
+def flags_of(one: Field[Any]) -> list[str]:
+    """Return how the command line spells an option."""
+    flag = about(one).flag or f"--{one.name.replace('_', '-')}"
+    return [about(one).short, flag] if about(one).short else [flag]
+
+
+def _reader(one: Field[Any]) -> dict[str, Any]:
+    """Return how argparse reads an option, by its type."""
+    told = about(one)
+    if one.type == "bool":
+        if told.command_default is None:
+            return {"action": "store_true"}
+        return {"action": argparse.BooleanOptionalAction, "default": told.command_default}
+    if told.choices:
+        return {"choices": told.choices, "default": one.default}
+    how = {"metavar": told.metavar, "default": one.default}
+    if str(one.type).startswith("Sequence"):
+        return {**how, "action": "append", "help": f"{told.help} (may be given again)"}
+    kinds: dict[Any, Any] = {"int": count, "float": seconds_of, "float | None": float}
+    return {**how, "type": kinds.get(one.type)}
+
+
+def given_options(args: argparse.Namespace, names: Iterable[str]) -> dict[str, Any]:
+    """Return the values of options by name, for a function that takes them as keywords."""
+    return {name: getattr(args, name) for name in names}
+
+
+def load_options(args: argparse.Namespace) -> LoadOptions:
+    """Return the options of a load or plan. Raises ConfigError."""
+    read: dict[str, Callable[[str], Any]] = {
+        "reserve_bytes": parse_bytes,
+        "device_map": _device_map,
+        "max_memory": _max_memory,
     }
+    given = {**vars(args), "model_uri": args.uri}
+    texts = {name: given[name] for name in read if given[name] is not None}
+    return collect(LoadOptions, {**given, **{name: read[name](text) for name, text in texts.items()}})
+
+
+def _max_memory(given: str) -> dict[str, str]:
+    return _pairs("--max-memory", given)
 
 
 def _device_map(given: str) -> GivenMap:
@@ -191,29 +202,8 @@ def _read_file(path: str) -> dict[str, Any]:
     return found
 
 
-def add_fit(verb: argparse.ArgumentParser) -> Any:
-    """Of a verb that plans a load; returns the group."""
-    group = verb.add_argument_group("fit", "Whether the devices' memory holds the model.")
-    group.add_argument(
-        "--fit",
-        choices=MODES,
-        default=STRICT,
-        help="strict: refuse what does not fit, and say what would (default); auto: take the first of as given, "
-        "bfloat16, fp8, int8, int4 that fits",
-    )
-    group.add_argument(
-        "--gpu-memory-utilization",
-        type=float,
-        metavar="PART",
-        help="of each GPU's memory that may be in use in all, 0 to 1",
-    )
-    group.add_argument("--reserve", metavar="BYTES", help="kept free on each GPU, or on each host for CPU ranks: 2GB")
-    return group
-
-
-def add_fit_ahead(verb: argparse.ArgumentParser) -> None:
-    """Of `longshore plan`, which has no cluster to ask."""
-    group = add_fit(verb)
+def add_plan_options(verb: argparse.ArgumentParser, group: Any) -> None:
+    """Add the options of `longshore plan` alone; `group`: the section about memory."""
     group.add_argument("--memory", metavar="SIZES", help='of the devices: "4x24GB" (default: the GPUs of this machine)')
     group.add_argument(
         "--address",
@@ -226,19 +216,5 @@ def add_fit_ahead(verb: argparse.ArgumentParser) -> None:
         group.add_argument(f"--{name}-rate", metavar="RATE", help=f"{what}: 5GB/s or 40Gbit/s, for the expected time")
     group.add_argument("--measured", metavar="FILE", help="rates of an earlier load: what `longshore load --json` said")
     group.add_argument("--picture", metavar="FILE.svg", help="draw ranks against layers")
-
-
-def fit_options(args: argparse.Namespace) -> dict[str, Any]:
-    """Arguments of `cluster.load` and `cluster.plan`. Raises ConfigError."""
-    return {
-        "fit": args.fit,
-        "gpu_memory_utilization": args.gpu_memory_utilization,
-        "reserve_bytes": None if args.reserve is None else parse_bytes(args.reserve),
-    }
-
-
-def fit_ahead_options(args: argparse.Namespace) -> dict[str, Any]:
-    """The same of `cluster.plan` alone."""
-    rates = ("store_rate", "network_rate", "disk_rate", "place_rate", "measured")
-    names = ("memory", "address", "host_memory", *rates, "picture")
-    return {**fit_options(args), **{name: getattr(args, name) for name in names}}
+    verb.add_argument("--ranks-per-node", type=count, metavar="N", help="for the stats per node (default: all)")
+    verb.add_argument("--rank", type=int, metavar="N", help="show its part of every tensor too")

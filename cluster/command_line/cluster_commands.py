@@ -16,16 +16,17 @@ from typing import TYPE_CHECKING
 from cluster.command_line import watch_commands
 from cluster.command_line.answers import FAILED, OK, answer, print_json, reader_left, write
 from cluster.command_line.arguments import (
+    STORE,
     Verbs,
     add_address,
-    add_store,
+    add_options,
     add_verb,
     count,
+    given_options,
     interval_of,
     number_from_0,
     port_of,
     size_of,
-    store_options,
 )
 from cluster.command_line.help_texts import LOAD, SHELLS, run_completion
 from cluster.command_line.progress import StagedDisplay, byte_counter, load_counter, say_on
@@ -145,10 +146,10 @@ def run_doctor(args: argparse.Namespace) -> int:
     from cluster.request import StoreOptions
 
     if args.uri is not None:
-        StoreOptions(**store_options(args)).resolve(args.uri)  # a URI that cannot be meant is no finding
+        StoreOptions(**given_options(args, STORE)).resolve(args.uri)  # a URI that cannot be meant is no finding
     elif args.bandwidth:
         raise ConfigError("--bandwidth needs a URI to read from", hint="longshore doctor s3://bucket/model --bandwidth")
-    checks = run_checks(args.uri, address=args.address, bandwidth=args.bandwidth, **store_options(args))
+    checks = run_checks(args.uri, address=args.address, bandwidth=args.bandwidth, **given_options(args, STORE))
     failed = [check.name for check in checks if check.outcome == "fail"]
     document = {"ok": not failed, "checks": [check.as_dict() for check in checks]}
     answer(args, document, lambda: checks_table(checks))
@@ -271,7 +272,7 @@ def add_cluster_verbs(verbs: Verbs) -> None:
         help="read from the store for 5 seconds, on all nodes at once, at most 4 GiB each (needs URI)",
     )
     add_address(doctor)
-    add_store(doctor)
+    add_options(doctor, STORE)
 
 
 def add_completion(verbs: Verbs, parser: argparse.ArgumentParser) -> None:

@@ -66,13 +66,13 @@ class FitOptions:
         if self.mode not in MODES:
             raise ConfigError(f"fit must be one of {', '.join(MODES)}, not {self.mode!r:.40}")
         share = self.gpu_memory_utilization
-        if share is not None and (isinstance(share, bool) or not isinstance(share, int | float) or not 0 < share <= 1):
+        if share is not None and not 0 < share <= 1:
             raise ConfigError(
                 f"gpu_memory_utilization must be above 0 and at most 1, not {share!r:.40}",
                 hint="it is the part of each GPU's memory that may be in use in all: 0.9 leaves a tenth free",
             )
         left = self.reserve_bytes
-        if left is not None and (isinstance(left, bool) or not isinstance(left, int) or left < 0):
+        if left is not None and left < 0:
             raise ConfigError(f"reserve_bytes must be a whole number of bytes from 0 on, not {left!r:.40}")
 
     def check_device(self, device: str) -> None:

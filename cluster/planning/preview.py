@@ -21,10 +21,11 @@ from dataclasses import dataclass, replace
 from pathlib import Path
 from typing import Any
 
+from cluster.argument_types import checks_arguments
 from cluster.config import Config, TrustPolicy
 from cluster.errors import ConfigError, LayoutError, ModelConfigError, NoCoordinator, NotEnoughResources, PlanError
 from cluster.fit.needs import room_on
-from cluster.fit.options import STRICT, FitOptions, GivenMap, GivenMemory
+from cluster.fit.options import GivenMap, GivenMemory
 from cluster.fit.search import (
     GIVEN,
     IN_CLUSTER,
@@ -47,6 +48,7 @@ from cluster.layouts.live_rules import with_live_rules
 from cluster.layouts.mesh import MAX_RANKS, Layout, check_count
 from cluster.layouts.model_config import CONFIG_KEY, MAX_CONFIG_BYTES, ModelConfig, parse_model_config
 from cluster.layouts.rules import LayoutRules, parse_rules, rules_for
+from cluster.options import CheckedOptions, Dtype, LoadOptions, collect
 from cluster.planning.chunk_keys import HeldChunks, Holdings, lasting_keys
 from cluster.planning.make_plan import ReadAmax, amax_reader, plan_changes, plan_model, read_model
 from cluster.planning.plan import LoadPlan
@@ -62,10 +64,9 @@ from cluster.planning.plan_summary import (
     summarize_plan,
 )
 from cluster.planning.rank_plans import rank_facts
-from cluster.precision.recipes import Dtype, make_precision
 from cluster.precision.written_quantization import precision_notes
-from cluster.public_functions import checks_arguments, in_thread
-from cluster.request import LoadRequest, StoreOptions, make_request
+from cluster.public_functions import in_thread
+from cluster.request import LoadRequest, make_request
 from cluster.scheduling.topology import NodeInfo, assign_gpus, assign_ranks, places_free, resolve_device
 from cluster.telemetry.report import LoadReport, ModelStatus
 from cluster.units import show_some
@@ -271,7 +272,7 @@ def plan(
     memory: GivenDevices | None = None,
     host_memory: str | int | None = None,
     address: str | None = None,
-    fit: str = STRICT,
+    fit: str = "strict",
     gpu_memory_utilization: float | None = None,
     reserve_bytes: int | None = None,
     store_rate: str | float | None = None,
@@ -362,44 +363,49 @@ def plan(
         print(cluster.plan("s3://models/llama", tensor_parallel_size=4, memory="4x24GB").fit)
         ```
     """
+    given = locals()
+    return plan_load(collect(LoadOptions, given), collect(PlanOptions, given), config)
+
+
+@dataclass(frozen=True, slots=True, kw_only=True)
+class PlanOptions(CheckedOptions):
+    """Arguments of `plan` beside the options of the load. Raises ConfigError for wrong types."""
+
+    ranks_per_node: int | None = None
+    rank: int | None = None
+    memory: GivenDevices | None = None
+    host_memory: str | int | None = None
+    address: str | None = None
+    store_rate: Rate = None
+    network_rate: Rate = None
+    disk_rate: Rate = None
+    place_rate: Rate = None
+    measured: Measured | None = None
+    picture: str | os.PathLike[str] | None = None
+
+    def rates(self) -> Rates:
+        """Return the rates that were given, and the measured ones for the others. Raises ConfigError."""
+        given = given_rates(self.store_rate, self.network_rate, self.disk_rate, self.place_rate)
+        return given if self.measured is None else given.over(read_rates(self.measured))
+
+
+def plan_load(options: LoadOptions, ahead: PlanOptions, config: Config | None = None) -> PlanSummary:
+    """Plan a load as the options say; the errors are those of `plan`."""
     config = config or Config.from_env()
-    request = make_request(
-        _without_file(model_uri),
-        layout=Layout(
-            tensor_parallel_size,
-            fsdp_size,
-            data_parallel_size,
-            pipeline_parallel_size,
-            expert_parallel_size,
-            expert_tensor_parallel_size,
-            vocabulary_multiple,
-        ),
-        store_options=StoreOptions(endpoint_url, region, profile, anonymous),
-        credentials=credentials,
-        layout_rules=layout_rules,
-        trusted_keys=config.public_keys() if trusted_keys is None else trusted_keys,
-        signed_name=signed_name,
-        revision=revision,
-        precision=make_precision(dtype, quantization, skip_quantization),
-        device_map=device_map,
-        max_memory=max_memory,
-        offload_folder=offload_folder,
-        fit=FitOptions(fit, gpu_memory_utilization, reserve_bytes),
-    )
-    if ranks_per_node is not None:
-        check_count("ranks_per_node", ranks_per_node, 1, MAX_RANKS)
-    if rank is not None:
-        check_count("rank", rank, 0, MAX_RANKS - 1)
-    target = None if picture is None else picture_path(picture)
-    given = given_rates(store_rate, network_rate, disk_rate, place_rate)
-    rates = given if measured is None else given.over(read_rates(measured))
-    if memory is not None and address is not None:
+    request = make_request(replace(options, model_uri=_without_file(options.model_uri)), config.public_keys())
+    if ahead.ranks_per_node is not None:
+        check_count("ranks_per_node", ahead.ranks_per_node, 1, MAX_RANKS)
+    if ahead.rank is not None:
+        check_count("rank", ahead.rank, 0, MAX_RANKS - 1)
+    target = None if ahead.picture is None else picture_path(ahead.picture)
+    rates = ahead.rates()
+    if ahead.memory is not None and ahead.address is not None:
         raise ConfigError("memory was given and a cluster to ask for it", hint="leave one of memory and address away")
-    there = find_cluster(address, config)
-    devices = find_devices(memory, there.infos if there and address is not None else None, request, config)
-    host_bytes = 0 if host_memory is None else parse_host_memory(host_memory)
+    there = find_cluster(ahead.address, config)
+    devices = find_devices(ahead.memory, there.infos if there and ahead.address is not None else None, request, config)
+    host_bytes = 0 if ahead.host_memory is None else parse_host_memory(ahead.host_memory)
     summary = with_live_rules(
-        request, lambda asked: _summarize(asked, devices, host_bytes, config, ranks_per_node, rank, there)
+        request, lambda asked: _summarize(asked, devices, host_bytes, config, ahead.ranks_per_node, ahead.rank, there)
     )
     summary = replace(summary, expected=_expected(summary, rates))
     if target is not None:

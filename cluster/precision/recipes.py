@@ -26,11 +26,12 @@ import math
 import re
 from collections.abc import Callable, Mapping, Sequence
 from dataclasses import dataclass
-from typing import TYPE_CHECKING, TypeAlias
+from typing import get_args
 
 import numpy as np
 from numpy.typing import NDArray
 
+from cluster.argument_types import Dtype, DtypeName
 from cluster.errors import ConfigError
 from cluster.layouts.families import HEADS, OTHER_EMBEDDINGS, ROUTERS, TOKEN_EMBEDDINGS, TOWERS
 from cluster.layouts.region import Range, Region, whole
@@ -89,23 +90,11 @@ def check_rows(tensor: Tensor, family: str) -> None:
         )
 
 
-if TYPE_CHECKING:
-    from torch import dtype as TorchDtype
-else:
-
-    class _OfTorch(type):
-        def __instancecheck__(cls, value: object) -> bool:
-            return (type(value).__module__, type(value).__name__) == ("torch", "dtype")
-
-    # torch.dtype, where torch need not be there
-    TorchDtype = _OfTorch("torch.dtype", (), {})
-
-Dtype: TypeAlias = str | TorchDtype  # of an argument
 GROUP = 128  # weights of a row that share a scale, with int4
 _DTYPES = {"bfloat16": "BF16", "float16": "F16", "float32": "F32"}
 DTYPES = ("auto", *_DTYPES)
 _SHORT = {"bf16": "bfloat16", "fp16": "float16", "fp32": "float32"}
-DTYPE_NAMES = (*DTYPES, *_SHORT)
+DTYPE_NAMES = get_args(DtypeName)
 
 
 @dataclass(frozen=True, slots=True)

@@ -13,8 +13,8 @@ import pytest
 pytest.importorskip("fastapi", reason="the HTTP service's packages are not installed (longshore[serving])")
 
 from cluster import client
-from cluster.layouts.mesh import Layout
-from cluster.request import StoreOptions, make_request
+from cluster.options import LoadOptions
+from cluster.request import make_request
 from serving.settings import ServingSettings, digest_of
 from tests.support.browser import Watched, axe_violations, chromium, expect, watched
 from tests.support.http_servers import http_server
@@ -210,9 +210,7 @@ def test_themes_and_motion_are_the_readers_choice(browser: Browser) -> None:
 def planned(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The coordinator says that the model is one on this disk."""
     write_linear_llama(tmp_path)
-    request = make_request(
-        str(tmp_path), layout=Layout(4), store_options=StoreOptions(), credentials=None, layout_rules=None
-    )
+    request = make_request(LoadOptions(str(tmp_path), tensor_parallel_size=4))
     monkeypatch.setattr(client, "request_of", lambda model_id, address=None: request)
 
 

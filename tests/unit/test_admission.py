@@ -14,10 +14,10 @@ from actors.coordination.model_record import ModelRecord, Placement
 from cluster.config import Config
 from cluster.errors import DoesNotFit
 from cluster.fit.needs import WORKER_BYTES
-from cluster.layouts.mesh import Layout
 from cluster.messages import NodeFacts, Version
+from cluster.options import LoadOptions
 from cluster.planning.rank_plans import RankFacts
-from cluster.request import StoreOptions, make_request
+from cluster.request import make_request
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life
 from longshore.installation import VERSION
@@ -80,14 +80,7 @@ class NoWorkerGroups:
 
 
 def case(host: Host, workers: list[Worker] | None) -> tuple[ModelRecord, Any]:
-    request = make_request(
-        "/models/a",
-        layout=Layout(RANKS),
-        store_options=StoreOptions(),
-        credentials=None,
-        layout_rules=None,
-        device="cpu",
-    )
+    request = make_request(LoadOptions("/models/a", tensor_parallel_size=RANKS, device="cpu"))
     record = ModelRecord("m-1", request, Life.new(RANKS), Holders())
     placements = [Placement(rank, "n", "host", None) for rank in range(RANKS)]
     for placement, worker in zip(placements, workers or [], strict=False):

@@ -9,13 +9,12 @@ import pytest
 
 from cluster.config import TrustPolicy
 from cluster.fit.search import Change
-from cluster.layouts.mesh import Layout
+from cluster.options import LoadOptions
 from cluster.planning import make_plan as amax_reader_module
 from cluster.planning.make_plan import amax_reader, plan_changes, prepare_plan, read_model
 from cluster.planning.packed_plan import unpack_shared
 from cluster.planning.process import PlanningServer
-from cluster.precision.recipes import Precision
-from cluster.request import LoadRequest, StoreOptions, make_request
+from cluster.request import LoadRequest, make_request
 from storage.checkpoints.amax import AMAX_KEY, read_amax
 from storage.errors import IntegrityError, ManifestMismatch
 from storage.publishing.publish import publish
@@ -48,12 +47,11 @@ def readings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
 
 def request(place: str | Path, quantization: str, tensors: int = 2) -> LoadRequest:
     return make_request(
-        str(place),
-        layout=Layout(tensors),
-        store_options=StoreOptions(),
-        credentials=None,
-        layout_rules=None,
-        precision=Precision("auto", quantization),
+        LoadOptions(
+            str(place),
+            tensor_parallel_size=tensors,
+            quantization=quantization,
+        )
     )
 
 

@@ -10,8 +10,8 @@ import pytest
 
 import cluster
 from actors.hosting import host_rank
+from cluster.argument_types import checks_arguments
 from cluster.errors import ConfigError
-from cluster.public_functions import checks_arguments
 from storage.store_ref import Credentials
 
 PUBLIC = {

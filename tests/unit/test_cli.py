@@ -20,6 +20,7 @@ from cluster import client
 from cluster.command_line.cli import build_parser, main
 from cluster.errors import ClusterLost, ConfigError, NotEnoughResources
 from cluster.layouts.mesh import Layout
+from cluster.options import LoadOptions
 from cluster.planning import preview
 from cluster.telemetry.report import (
     ClusterStatus,
@@ -99,16 +100,16 @@ class FakeModel:
 @pytest.fixture
 def fake_load(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
     """Stands in for client.load; remembers its arguments and the model it handed out."""
-    seen = SimpleNamespace(uri=None, options={}, model=None, report=load_report())
+    seen = SimpleNamespace(uri=None, options=None, call={}, model=None, report=load_report())
 
-    def load(uri: str, **options: Any) -> FakeModel:
-        seen.uri, seen.options = uri, options
+    def load_model(options: LoadOptions, **call: Any) -> FakeModel:
+        seen.uri, seen.options, seen.call = options.model_uri, options, call
         for state, placed in (("planning", 0), ("loading", 1_000_000), ("ready", 2_000_000)):
-            options["progress"](LoadProgress("llama-1", uri, state, placed, 2_000_000, placed, 0, 1, 1.0))
+            call["progress"](LoadProgress("llama-1", seen.uri, state, placed, 2_000_000, placed, 0, 1, 1.0))
         seen.model = FakeModel(seen.report)
         return seen.model
 
-    monkeypatch.setattr(client, "load", load)
+    monkeypatch.setattr(client, "load_model", load_model)
     return seen
 
 
@@ -138,47 +139,37 @@ def test_load_passes_every_option_to_the_client(run: Run, fake_load: SimpleNames
         *["--endpoint-url", "http://store:9000", "--region", "r", "--profile", "p", "--anonymous"],
     )
     assert code == 0
-    assert fake_load.uri == "s3://models/llama"
-    del fake_load.options["progress"]
-    assert fake_load.options == {
-        "tensor_parallel_size": 4,
-        "fsdp_size": 2,
-        "data_parallel_size": 3,
-        "pipeline_parallel_size": 1,
-        "expert_parallel_size": 1,
-        "expert_tensor_parallel_size": 0,
-        "vocabulary_multiple": 1,
-        "layout_rules": "rules.json",
-        "dtype": "bfloat16",
-        "quantization": "int4",
-        "skip_quantization": ["default", "**.down_proj.weight"],
-        "device_map": None,
-        "max_memory": None,
-        "offload_folder": None,
-        "fit": "auto",
-        "gpu_memory_utilization": 0.9,
-        "reserve_bytes": 2 * 10**9,
-        "device": "cuda",
-        "keep": False,
-        "address": "head:6379",
-        "wait_for_resources_s": 30.0,
-        "placement": "direct",
-        "timeout_s": 600.0,
-        "trusted_keys": ["k1", "k2"],
-        "signed_name": "n",
-        "revision": "ab" * 32,
-        "endpoint_url": "http://store:9000",
-        "region": "r",
-        "profile": "p",
-        "anonymous": True,
-    }
+    del fake_load.call["progress"]
+    assert fake_load.call == {"address": "head:6379", "timeout_s": 600.0}
+    assert fake_load.options == LoadOptions(
+        "s3://models/llama",
+        tensor_parallel_size=4,
+        fsdp_size=2,
+        data_parallel_size=3,
+        layout_rules="rules.json",
+        dtype="bfloat16",
+        quantization="int4",
+        skip_quantization=["default", "**.down_proj.weight"],
+        fit="auto",
+        gpu_memory_utilization=0.9,
+        reserve_bytes=2 * 10**9,
+        device="cuda",
+        wait_for_resources_s=30.0,
+        placement="direct",
+        trusted_keys=["k1", "k2"],
+        signed_name="n",
+        revision="ab" * 32,
+        endpoint_url="http://store:9000",
+        region="r",
+        profile="p",
+        anonymous=True,
+    )
 
 
 def test_load_keeps_by_default_and_gives_its_own_hold_back(run: Run, fake_load: SimpleNamespace) -> None:
     run("load", "s3://models/llama")
-    assert fake_load.options["keep"] is True
-    assert fake_load.options["wait_for_resources_s"] == 0
-    assert fake_load.options["timeout_s"] is None
+    assert fake_load.options == LoadOptions("s3://models/llama", keep=True)
+    assert fake_load.call["timeout_s"] is None
     assert fake_load.model.released
 
 
@@ -443,10 +434,10 @@ def test_release_all_goes_on_after_one_that_fails(run: Run, monkeypatch: pytest.
 
 
 def fail_with(monkeypatch: pytest.MonkeyPatch, error: BaseException) -> None:
-    def load(uri: str, **options: Any) -> None:
+    def load_model(options: LoadOptions, **call: Any) -> None:
         raise error
 
-    monkeypatch.setattr(client, "load", load)
+    monkeypatch.setattr(client, "load_model", load_model)
 
 
 def test_an_error_is_one_line_with_its_hint(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
@@ -723,11 +714,3 @@ def test_what_needs_no_library_imports_none(argv: list[str]) -> None:
     )
     done = subprocess.run([sys.executable, "-c", code, *argv], capture_output=True, text=True, timeout=60, check=True)
     assert done.stdout.splitlines()[-1] == "[]"
-
-
-def test_choices_are_those_of_the_code_that_takes_them() -> None:
-    from cluster.command_line import checkpoint_commands as arguments
-    from cluster.precision.recipes import DTYPE_NAMES, SCHEMES
-    from cluster.request import PLACEMENTS
-
-    assert (DTYPE_NAMES, tuple(SCHEMES), PLACEMENTS) == (arguments.DTYPES, arguments.SCHEMES, arguments.PLACEMENTS)

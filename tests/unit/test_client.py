@@ -15,10 +15,10 @@ from cluster import client
 from cluster.client import load_on
 from cluster.errors import ConfigError
 from cluster.joining.patience import UNLIMITED
-from cluster.layouts.mesh import Layout
+from cluster.options import LoadOptions
 from cluster.planning import preview
 from cluster.public_functions import load_in_thread
-from cluster.request import StoreOptions, make_request
+from cluster.request import make_request
 from storage.checkpoints.manifest import MANIFEST_KEY
 from tests.support.checkpoints import write_tiny_llama
 
@@ -126,8 +126,7 @@ LOOK = "`longshore status` shows it, `longshore release"
 def test_an_interrupt_says_what_goes_on(keep: bool, asked: bool, local: bool, says: str) -> None:
     interrupt = KeyboardInterrupt()
     answers = {"load": ("m-1", False) if asked else interrupt, "wait": interrupt, "release": True}
-    options = {"store_options": StoreOptions(), "credentials": None, "layout_rules": None, "keep": keep}
-    request = make_request("s3://bucket/m", layout=Layout(), **options)  # type: ignore[arg-type]
+    request = make_request(LoadOptions("s3://bucket/m", keep=keep))
     with pytest.raises(KeyboardInterrupt) as caught:
         load_on(connection_that(answers, local), request, None, UNLIMITED, called_s=0.0)
     assert caught.value.__notes__ == [says]

@@ -4,7 +4,7 @@ from __future__ import annotations
 
 import asyncio
 import json
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -20,11 +20,12 @@ from cluster.config import Config
 from cluster.errors import ClusterLost
 from cluster.layouts.mesh import Layout
 from cluster.messages import pack_message, unpack_message
+from cluster.options import LoadOptions
 from cluster.planning import preview
 from cluster.planning.chunk_keys import NO_KEY, HeldChunks, Holdings
 from cluster.planning.plan_summary import PlanSummary
 from cluster.planning.preview import AskedCluster, find_cluster, node_names, place_ranks, plan
-from cluster.request import StoreOptions, make_request
+from cluster.request import make_request
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life
 from cluster.scheduling.topology import NodeInfo
@@ -56,9 +57,7 @@ def test_where_ranks_would_sit(
     infos: list[NodeInfo], layout: Layout, per_node: int | None, placements: tuple[int, ...]
 ) -> None:
     device = "cuda" if infos is GPUS else "cpu"
-    request = make_request(
-        "/model", layout=layout, store_options=StoreOptions(), credentials=None, layout_rules=None, device=device
-    )
+    request = make_request(LoadOptions("/model", **asdict(layout), device=device))
     assert place_ranks(infos, request, per_node, CPU_RANKS) == placements
 
 
@@ -180,9 +179,7 @@ def test_ranks_that_the_cluster_has_no_node_for(model: Path, monkeypatch: pytest
 
 
 def resident_status(request_of: Path) -> ModelStatus:
-    request = make_request(
-        str(request_of), layout=Layout(), store_options=StoreOptions(), credentials=None, layout_rules=None
-    )
+    request = make_request(LoadOptions(str(request_of)))
     return ModelRecord("llama-1", request, Life.new(1), Holders()).status()
 
 

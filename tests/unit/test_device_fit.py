@@ -12,6 +12,7 @@ from cluster.config import Config
 from cluster.errors import ConfigError
 from cluster.fit.needs import DeviceRoom, device_problem, place_on_devices, room_on
 from cluster.fit.options import FitOptions
+from cluster.options import LoadOptions
 from storage.host.memory import GpuMemory
 
 CONFIG = Config(device_reserve_bytes=2)
@@ -67,7 +68,7 @@ def test_what_is_said() -> None:
 @pytest.mark.parametrize(
     "bad",
     [
-        {"mode": "maybe"},
+        {"fit": "maybe"},
         {"gpu_memory_utilization": 0},
         {"gpu_memory_utilization": 1.5},
         {"gpu_memory_utilization": float("nan")},
@@ -80,7 +81,7 @@ def test_what_is_said() -> None:
 )
 def test_options_that_cannot_be_meant(bad: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="must be"):
-        FitOptions(**bad)  # type: ignore[arg-type]
+        LoadOptions("/model", **bad)  # type: ignore[arg-type]
 
 
 def test_utilisation_of_gpus_means_nothing_for_cpu_ranks() -> None:

@@ -2,7 +2,6 @@
 
 from __future__ import annotations
 
-import argparse
 import pickle
 from dataclasses import replace
 from pathlib import Path
@@ -10,19 +9,21 @@ from typing import Any
 
 import pytest
 
-from cluster.command_line.arguments import add_device_map, device_map_options
+from cluster.command_line.arguments import load_options
+from cluster.command_line.cli import build_parser
 from cluster.errors import ConfigError, DoesNotFit, LayoutError
 from cluster.fit.device_map import DeviceMap
 from cluster.fit.needs import gpu_bytes, host_bytes
 from cluster.fit.options import DeviceMapOptions, parse_device_map
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig
+from cluster.options import LoadOptions
 from cluster.planning.make_plan import build_load_plan
 from cluster.planning.plan import LoadPlan
 from cluster.planning.plan_summary import summarize_plan
 from cluster.planning.rank_plans import rank_facts
 from cluster.precision.recipes import Precision
-from cluster.request import StoreOptions, make_request
+from cluster.request import make_request
 from tests.support.plan_oracle import check_plan
 from tests.support.planned_models import as_bf16, carry_out, llama_shapes, random_arrays, store_arrays
 
@@ -196,9 +197,7 @@ def test_a_tied_head_is_where_its_embedding_is() -> None:
 
 
 def request(**changes: Any) -> Any:
-    return make_request(
-        "/models/llama", layout=Layout(), store_options=StoreOptions(), credentials=None, layout_rules=None, **changes
-    )
+    return make_request(LoadOptions("/models/llama", **changes))
 
 
 def test_requests() -> None:
@@ -218,9 +217,8 @@ def test_requests() -> None:
 
 
 def arguments(*argv: str) -> dict[str, Any]:
-    parser = argparse.ArgumentParser()
-    add_device_map(parser)
-    return device_map_options(parser.parse_args(argv))
+    options = load_options(build_parser().parse_args(["load", "/model", *argv]))
+    return {name: getattr(options, name) for name in ("device_map", "max_memory", "offload_folder")}
 
 
 def test_the_command(tmp_path: Path) -> None:

@@ -5,7 +5,7 @@ from __future__ import annotations
 import asyncio
 import logging
 from collections.abc import Awaitable, Callable
-from dataclasses import dataclass, replace
+from dataclasses import asdict, dataclass, replace
 from pathlib import Path
 from types import SimpleNamespace
 from typing import Any
@@ -17,13 +17,13 @@ from actors.coordination.fit import FitChoice
 from actors.coordination.model_record import ModelRecord, Placement
 from cluster.config import Config, TrustPolicy
 from cluster.errors import DoesNotFit
-from cluster.fit.options import FitOptions
 from cluster.fit.search import Limits, PlannedChange
 from cluster.layouts.mesh import Layout
 from cluster.messages import NodeFacts
+from cluster.options import LoadOptions
 from cluster.planning.packed_plan import PackedPlan
 from cluster.planning.process import PlanningServer
-from cluster.request import LoadRequest, StoreOptions, make_request
+from cluster.request import LoadRequest, make_request
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life
 from cluster.scheduling.topology import NodeInfo
@@ -81,15 +81,7 @@ class Case:
         self, folder: Path, mode: str, device: str, have_bytes: int, layout: Layout | None = None, **facts: Any
     ) -> None:
         layout = layout or Layout()
-        self.request = make_request(
-            str(folder),
-            layout=layout,
-            store_options=StoreOptions(),
-            credentials=None,
-            layout_rules=None,
-            device=device,
-            fit=FitOptions(mode),
-        )
+        self.request = make_request(LoadOptions(str(folder), **asdict(layout), device=device, fit=mode))
         host = have_bytes + layout.ranks * WORKER_BYTES if device == "cpu" else 1 << 50
         gpus = tuple(GpuMemory(have_bytes, have_bytes) for _ in range(layout.ranks)) if device == "cuda" else ()
         told = {"arena_bytes": 64 * MIB, "pools": (MemoryPool("host", host, host),), "gpus": gpus, **facts}

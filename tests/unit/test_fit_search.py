@@ -22,13 +22,12 @@ from cluster.fit.search import (
     steps_text,
 )
 from cluster.layouts.mesh import MAX_RANKS, Layout
+from cluster.options import LoadOptions
 from cluster.planning.rank_plans import RankFacts
 from cluster.precision.recipes import Precision
-from cluster.request import LoadRequest, StoreOptions, make_request
+from cluster.request import LoadRequest, make_request
 
-REQUEST = make_request(
-    "s3://bucket/model", layout=Layout(), store_options=StoreOptions(region="r"), credentials=None, layout_rules=None
-)
+REQUEST = make_request(LoadOptions("s3://bucket/model", region="r"))
 KINDS = ("dtype", "quantization", "ranks", "offload", "both")
 
 

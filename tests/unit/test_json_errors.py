@@ -78,7 +78,7 @@ def test_an_interrupted_load(
     def load(*_: Any, **__: Any) -> None:
         raise raised
 
-    monkeypatch.setattr(client, "load", load)
+    monkeypatch.setattr(client, "load_model", load)
     found, error, _ = error_of(capsys, "load", "s3://b/m", "--json")
     assert (found, error["type"]) == (code, kind)
 

@@ -5,7 +5,7 @@ from __future__ import annotations
 import json
 import pickle
 import sys
-from dataclasses import dataclass
+from dataclasses import asdict, dataclass
 from pathlib import Path
 from typing import Any
 
@@ -20,8 +20,9 @@ from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig
 from cluster.layouts.rules import FAMILIES as TABLES
 from cluster.layouts.rules import MAX_RULES, Rule, Rules, parse_rules, rules_for
+from cluster.options import LoadOptions
 from cluster.planning import preview
-from cluster.request import LoadRequest, StoreOptions, make_request
+from cluster.request import LoadRequest, make_request
 from tests.support.family_checkpoints import SavedFamily, needs_transformers, reassemble
 from tests.support.hf_models import DENSE_SIZES, TinyFamily, save_model
 
@@ -63,9 +64,7 @@ UNLISTED = {
 
 
 def ask(folder: Path, layout: Layout, **other: Any) -> LoadRequest:
-    return make_request(
-        str(folder), layout=layout, store_options=StoreOptions(), credentials=None, **{"layout_rules": None, **other}
-    )
+    return make_request(LoadOptions(str(folder), **asdict(layout), **other))
 
 
 @dataclass

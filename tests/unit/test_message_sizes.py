@@ -14,10 +14,11 @@ from bench.simulate import Model
 from cluster.config import Config
 from cluster.layouts.mesh import Layout
 from cluster.messages import AgentBeat, LoadBeat, RankBeat
+from cluster.options import LoadOptions
 from cluster.planning.packed_plan import pack_shared
 from cluster.planning.plan import LoadPlan
 from cluster.planning.rank_plans import rank_facts
-from cluster.request import StoreOptions, make_request
+from cluster.request import make_request
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life
 from cluster.scheduling.retry import RETRIES
@@ -133,9 +134,7 @@ def test_jobs_do_not_grow_with_the_model() -> None:
     from actors.coordination.jobs import node_job, rank_job
     from actors.coordination.model_record import ModelRecord, Placement
 
-    request = make_request(
-        "s3://bucket/model", layout=Layout(4, 1, 2), store_options=StoreOptions(), credentials=None, layout_rules=None
-    )
+    request = make_request(LoadOptions("s3://bucket/model", tensor_parallel_size=4, fsdp_size=1, data_parallel_size=2))
     record = ModelRecord("load", request, Life.new(request.world_size), Holders())
     for rank in range(request.world_size):
         record.placements[rank] = Placement(rank, f"node-{rank // 4}", f"host-{rank // 4}", None)

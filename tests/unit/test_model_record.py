@@ -12,8 +12,8 @@ import pytest
 
 from actors.coordination.model_record import ModelRecord
 from cluster.errors import DoesNotFit, LayoutError, UnknownFamily
-from cluster.layouts.mesh import Layout
-from cluster.request import LoadRequest, StoreOptions, make_request
+from cluster.options import LoadOptions
+from cluster.request import LoadRequest, make_request
 from cluster.scheduling import load_state
 from cluster.scheduling.holders import Holders
 from cluster.scheduling.load_state import Life, advance
@@ -24,14 +24,7 @@ RULES = {"*": "replicate"}
 
 
 def asked(rules: dict[str, str] | None = None, uri: str = "/models/a", tensor_parallel_size: int = 2) -> LoadRequest:
-    return make_request(
-        uri,
-        layout=Layout(tensor_parallel_size),
-        store_options=StoreOptions(),
-        credentials=None,
-        layout_rules=rules,
-        device="cpu",
-    )
+    return make_request(LoadOptions(uri, tensor_parallel_size=tensor_parallel_size, layout_rules=rules, device="cpu"))
 
 
 def refused(error: LongshoreError, holders: Holders | None = None) -> ModelRecord:

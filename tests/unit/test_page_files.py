@@ -14,8 +14,8 @@ from starlette.testclient import TestClient
 
 from cluster import client as verbs
 from cluster.errors import ModelNotFound
-from cluster.layouts.mesh import Layout
-from cluster.request import StoreOptions, make_request
+from cluster.options import LoadOptions
+from cluster.request import make_request
 from serving.access import PATHS, read_page
 from serving.app import make_app
 from serving.settings import ServingSettings
@@ -109,9 +109,7 @@ def test_the_policy_lets_the_page_ask_nobody_else(client: TestClient) -> None:
 def asked(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> list[str]:
     """Ids that the coordinator was asked for; it knows "llama"."""
     write_linear_llama(tmp_path)
-    request = make_request(
-        str(tmp_path), layout=Layout(2), store_options=StoreOptions(), credentials=None, layout_rules=None
-    )
+    request = make_request(LoadOptions(str(tmp_path), tensor_parallel_size=2))
     ids: list[str] = []
 
     def request_of(model_id: str, **_: Any) -> Any:

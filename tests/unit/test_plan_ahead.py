@@ -15,10 +15,11 @@ from cluster.command_line.tables import console_on, plan_table
 from cluster.config import Config
 from cluster.errors import ConfigError, DoesNotFit, LayoutError
 from cluster.layouts.mesh import Layout
+from cluster.options import LoadOptions
 from cluster.planning import preview
 from cluster.planning.plan_summary import PlanSummary
 from cluster.planning.preview import draw, plan
-from cluster.request import StoreOptions, make_request
+from cluster.request import make_request
 from storage.errors import NotACheckpoint
 from storage.host.memory import GpuMemory
 from tests.support.checkpoints import safetensors_bytes
@@ -190,9 +191,7 @@ def test_the_picture_is_written(model: Path, tmp_path: Path) -> None:
 def test_the_picture_of_a_request_is_that_of_its_plan(model: Path, tmp_path: Path) -> None:
     path = tmp_path / "plan.svg"
     plan(model, tensor_parallel_size=2, picture=path, config=CONFIG)
-    request = make_request(
-        str(model), layout=Layout(2), store_options=StoreOptions(), credentials=None, layout_rules=None
-    )
+    request = make_request(LoadOptions(str(model), tensor_parallel_size=2))
     assert draw(request, CONFIG) == path.read_text(encoding="utf-8")
 
 

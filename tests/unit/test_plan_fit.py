@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 from collections.abc import Sequence
-from dataclasses import replace
+from dataclasses import asdict, replace
 
 import pytest
 from hypothesis import given
@@ -29,10 +29,11 @@ from cluster.fit.search import (
 )
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig
+from cluster.options import LoadOptions
 from cluster.planning.cut_model import CutModel
 from cluster.planning.make_plan import build_load_plan, plan_changes
 from cluster.planning.rank_plans import RankFacts, rank_facts
-from cluster.request import LoadRequest, StoreOptions, make_request
+from cluster.request import LoadRequest, make_request
 from storage.checkpoints.model_index import ModelIndex
 from tests.support.planned_models import llama_shapes, random_arrays, store_arrays
 
@@ -42,14 +43,7 @@ SCREEN_LINES, SCREEN_COLUMNS = 24, 80
 
 
 def request(layout: Layout, mode: str = "strict") -> LoadRequest:
-    return make_request(
-        "s3://bucket/model",
-        layout=layout,
-        store_options=StoreOptions(region="r"),
-        credentials=None,
-        layout_rules=None,
-        fit=FitOptions(mode),
-    )
+    return make_request(LoadOptions("s3://bucket/model", **asdict(layout), region="r", fit=mode))
 
 
 @pytest.fixture(scope="module")

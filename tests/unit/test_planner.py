@@ -16,10 +16,10 @@ import pytest
 from actors.coordination import planner as planner_module
 from actors.coordination.planner import MOST_PLANS, Planner
 from cluster.errors import ClusterError
-from cluster.layouts.mesh import Layout
+from cluster.options import LoadOptions
 from cluster.planning.make_plan import prepare_plan
 from cluster.planning.packed_plan import unpack_shared
-from cluster.request import LoadRequest, StoreOptions, make_request
+from cluster.request import LoadRequest, make_request
 from storage.errors import LongshoreError, NotACheckpoint, StoreUnavailable
 from storage.host.processes import ProcessId
 from tests.support.checkpoints import write_tiny_llama
@@ -30,9 +30,7 @@ pytestmark = pytest.mark.slow  # each starts processes
 
 
 def request(folder: Path, fsdp: int = 2) -> LoadRequest:
-    return make_request(
-        str(folder), layout=Layout(fsdp_size=fsdp), store_options=StoreOptions(), credentials=None, layout_rules=None
-    )
+    return make_request(LoadOptions(str(folder), fsdp_size=fsdp))
 
 
 def with_planner(body: Callable[[Planner], Awaitable[None]]) -> set[ProcessId]:
@@ -181,12 +179,13 @@ def test_a_child_ends_when_its_parent_is_killed(model: Path):
 import asyncio, sys
 from actors.coordination.planner import Planner
 from cluster.layouts.mesh import Layout
-from cluster.request import StoreOptions, make_request
+from cluster.options import LoadOptions
+from cluster.options import LoadOptions
+from cluster.request import make_request
 
 async def main():
     planner = Planner(1 << 20, 5.0)
-    await planner.prepare(make_request(sys.argv[1], layout=Layout(), store_options=StoreOptions(), credentials=None,
-                                       layout_rules=None))
+    await planner.prepare(make_request(LoadOptions(sys.argv[1])))
     print(*(process.pid for process in planner._all), flush=True)
     await asyncio.sleep(600)
 

@@ -3,7 +3,7 @@
 from __future__ import annotations
 
 import os
-from dataclasses import replace
+from dataclasses import asdict, replace
 from pathlib import Path
 from typing import Any
 
@@ -15,9 +15,10 @@ from cluster.fit.options import DeviceMapOptions
 from cluster.fit.search import Change
 from cluster.layouts.mesh import Layout
 from cluster.layouts.model_config import ModelConfig
+from cluster.options import LoadOptions
 from cluster.planning.make_plan import plan_changes, plan_model, prepare_plan, still_current
 from cluster.planning.rank_plans import rank_facts
-from cluster.request import LoadRequest, StoreOptions, make_request
+from cluster.request import LoadRequest, make_request
 from cluster.units import show_bytes
 from storage.errors import (
     CheckpointError,
@@ -38,13 +39,7 @@ MIB = 1 << 20
 
 
 def request(folder: Path, *sizes: int, **other: Any) -> LoadRequest:
-    return make_request(
-        str(folder),
-        layout=Layout(*sizes),
-        store_options=StoreOptions(),
-        credentials=None,
-        **{"layout_rules": None, **other},
-    )
+    return make_request(LoadOptions(str(folder), **asdict(Layout(*sizes)), **other))
 
 
 def test_a_plan_for_what_is_stored(tmp_path: Path):

@@ -11,18 +11,17 @@ import pytest
 
 import cluster
 from cluster.errors import ConfigError, PlanError
-from cluster.fit.options import FitOptions
 from cluster.fit.search import steps_of_auto
-from cluster.layouts.mesh import Layout
-from cluster.precision.recipes import Precision
+from cluster.options import LoadOptions
 from cluster.request import LoadRequest, StoreAccess, StoreOptions, is_nested, make_request, open_destination, open_uri
 from storage.errors import InvalidUri, LongshoreError, StoreError, UnsupportedStore
 from storage.store_ref import Credentials
 
+SIZES = ("tensor_parallel_size", "fsdp_size", "data_parallel_size")
+
 
 def request(uri: str = "s3://bucket/model", sizes: tuple[int, int, int] = (1, 1, 1), **other: Any) -> LoadRequest:
-    options = {"store_options": StoreOptions(region="eu-1"), "credentials": None, "layout_rules": None, **other}
-    return make_request(uri, layout=Layout(*sizes), **options)
+    return make_request(LoadOptions(uri, **dict(zip(SIZES, sizes, strict=True)), **{"region": "eu-1", **other}))
 
 
 def test_what_a_request_says():
@@ -62,15 +61,15 @@ def test_arguments_that_cannot_be_meant(other: dict[str, Any]):
 
 
 def test_what_has_to_stay_free_must_be_about_the_device_of_the_ranks() -> None:
-    share = FitOptions(gpu_memory_utilization=0.9)
+    share = {"gpu_memory_utilization": 0.9}
     for options in ({"device": "cpu"}, {"device_map": "cpu"}):
         with pytest.raises(ConfigError, match="gpu_memory_utilization is about GPUs"):
-            request(fit=share, **options)
-    assert request(fit=share, device="cuda").fit is share
+            request(**share, **options)
+    assert request(**share, device="cuda").fit.gpu_memory_utilization == 0.9
     # It changes nothing of what a strict load holds, so it is shared; what auto takes may depend on it.
-    assert request(fit=share).identity() == request().identity()
-    auto, less = FitOptions("auto"), FitOptions("auto", 0.5)
-    assert len({request(fit=fit).identity() for fit in (FitOptions(), auto, less)}) == 3
+    assert request(**share).identity() == request().identity()
+    fits: tuple[dict[str, Any], ...] = ({}, {"fit": "auto"}, {"fit": "auto", "gpu_memory_utilization": 0.5})
+    assert len({request(**fit).identity() for fit in fits}) == 3
 
 
 @pytest.mark.parametrize("uri", ["", "s3://", "s3://bucket/../other", "s3://b/a/../../c"])
@@ -93,7 +92,7 @@ def test_identity_is_what_decides_the_result_and_nothing_else():
         request(sizes=(1, 1, 2), device="cpu"),
         request(device="cuda"),
         request(device="cpu", layout_rules={"a": "row"}),
-        request(device="cpu", store_options=StoreOptions(region="eu-1", endpoint_url="http://127.0.0.1:1")),
+        request(device="cpu", endpoint_url="http://127.0.0.1:1"),
     ]
     identities = {made.identity() for made in different}
     assert len(identities) == len(different)
@@ -218,10 +217,10 @@ def test_a_scheme_that_nobody_serves_is_another_matter():
 
 
 def test_what_is_not_quantized_can_be_said_ahead_of_a_quantization_that_auto_may_take() -> None:
-    skip = Precision(skip=("default", "**.down_proj.weight"))
+    skip = ("default", "**.down_proj.weight")
     with pytest.raises(ConfigError, match="there is no quantization"):
-        request(precision=skip)
-    asked = request(precision=skip, fit=FitOptions("auto"))
+        request(skip_quantization=skip)
+    asked = request(skip_quantization=skip, fit="auto")
     steps = [step.request.precision for step in steps_of_auto(asked)]
-    assert {step.skip for step in steps} == {skip.skip}
+    assert {step.skip for step in steps} == {skip}
     assert [step.quantization for step in steps] == ["", "", "fp8", "int8", "int4"]

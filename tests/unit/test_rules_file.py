@@ -11,9 +11,9 @@ from hypothesis import strategies as st
 
 from cluster.command_line.cli import main
 from cluster.errors import ConfigError
-from cluster.layouts.mesh import Layout
 from cluster.layouts.rules import MAX_RULES, MAX_RULES_FILE_BYTES, Rule, read_rules
-from cluster.request import StoreOptions, make_request
+from cluster.options import LoadOptions
+from cluster.request import make_request
 from tests.support.checkpoints import safetensors_bytes
 
 RULES = {"model.b.*.weight": "row", "model.a.weight": "column", "**": "replicate"}
@@ -32,9 +32,7 @@ def test_a_file_says_what_a_mapping_says(tmp_path: Path, as_text: bool) -> None:
 def test_a_request_has_the_rules_themselves(tmp_path: Path) -> None:
     path = tmp_path / "rules.json"
     path.write_text(json.dumps(RULES))
-    request = make_request(
-        str(tmp_path), layout=Layout(2), store_options=StoreOptions(), credentials=None, layout_rules=path
-    )
+    request = make_request(LoadOptions(str(tmp_path), tensor_parallel_size=2, layout_rules=path))
     path.unlink()  # whoever plans cannot read it
     assert request.layout_rules == RULES
 

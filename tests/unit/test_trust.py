@@ -20,10 +20,10 @@ from cluster.command_line.cli import main
 from cluster.config import Config, TrustPolicy
 from cluster.doctor.store_checks import check_store
 from cluster.errors import ConfigError
-from cluster.layouts.mesh import Layout
+from cluster.options import LoadOptions
 from cluster.planning import preview
 from cluster.planning.make_plan import prepare_plan, still_current
-from cluster.request import LoadRequest, StoreOptions, make_request
+from cluster.request import LoadRequest, make_request
 from storage.checkpoints.manifest import MANIFEST_KEY
 from storage.errors import (
     BadSignature,
@@ -59,14 +59,7 @@ def model(tmp_path: Path, key: Path) -> Path:
 
 
 def request(uri: Path, trusted: tuple[Any, ...] = ()) -> LoadRequest:
-    return make_request(
-        uri,
-        layout=Layout(),
-        store_options=StoreOptions(),
-        credentials=None,
-        layout_rules=None,
-        trusted_keys=trusted,
-    )
+    return make_request(LoadOptions(uri, trusted_keys=trusted))
 
 
 def planned(wanted: LoadRequest, trust: TrustPolicy) -> str:

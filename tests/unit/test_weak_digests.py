@@ -12,9 +12,9 @@ from cluster import client
 from cluster.client import generate_key, sign
 from cluster.command_line.cli import main
 from cluster.config import Config
-from cluster.layouts.mesh import Layout
+from cluster.options import LoadOptions
 from cluster.planning.preview import plan as plan_ahead
-from cluster.request import StoreOptions, make_request
+from cluster.request import make_request
 from storage.checkpoints.manifest import MANIFEST_KEY
 from storage.checksum import digest_of
 from storage.disk.files import SUBFOLDER
@@ -104,11 +104,7 @@ def test_chunks_with_blake3_are_shared_by_all_stores(shm_dir: Path, two_models: 
 def test_a_store_is_told_by_all_that_decides_where_it_is() -> None:
     def identity(uri: str = "az://models/llama", profile: str | None = None, **options: object) -> str:
         request = make_request(
-            uri,
-            layout=Layout(),
-            store_options=StoreOptions(profile=profile),
-            credentials=Credentials(fsspec_options=options) if options else None,
-            layout_rules=None,
+            LoadOptions(uri, profile=profile, credentials=Credentials(fsspec_options=options) if options else None)
         )
         kept = request.store.without_credentials()  # as saved loads have it
         assert kept.ref.identity() == request.store.ref.identity()
