@@ -1,1 +1,5 @@
-"""A node's shared memory: its file, its slots, and which chunk is where."""
+"""The shared memory of one node.
+
+Read `slots` first (slot states, records and shares), then `chunk_cache` (which chunk is in which slot), then `arena`
+(the mapped file). `arena_files` names, sizes and removes arena files.
+"""

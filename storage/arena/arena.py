@@ -1,21 +1,15 @@
-"""One node's arena: a shared-memory file of equal slots, mapped by the agent and by every worker of the node.
+"""The arena of one node: a shared-memory file of equal slots, mapped by the agent and by every worker of the node.
 
-The file begins with a header, which is checked before anything in it is used, and a lock shows that it is in use.
+    0        header     magic, version, record bytes, slots, slot bytes, data offset, epoch, checksum
+    128      owner      pid, start time, checksum
+    192      ready      number of slots that have memory
+    4096     records    slot_count x 2 copies of what the agent knows of each slot (storage.arena.slots)
+    ...      slots      slot_count x slot_bytes, starting at a page boundary
 
-    0        header     magic, version, geometry, epoch; then the owner and how many slots are ready
-    4096     records    slot_count x 2 copies: what the agent knows of each slot (storage.arena.slots)
-    ...      slots      slot_count x slot_bytes, from a page boundary on
-
-Only the owner (the agent) writes the header and the records; a worker writes a slot that it leased, nothing
-else. Every process that maps the file holds a shared flock on it for as long as it does, so that
-`storage.arena.arena_files.sweep` can tell an arena in use from one that a SIGKILL left behind.
-
-The arena's file: its header, checked before anything believes it, and the lock that says it is in use.
-
-0      magic, version, record bytes, slots, slot bytes, data offset, epoch, checksum
-128    the owner: pid, start time, checksum
-192    how many slots are ready
-4096   records of the slots, then the slots from a page boundary on
+The header is checked before anything in the file is used. Only the owner (the agent) writes the header and the
+records. A worker writes only to slots that it leased. Every process that maps the file holds a shared flock on it
+until it unmaps the file. So `storage.arena.arena_files.sweep` can tell an arena in use from one that a killed
+process left behind.
 """
 
 from __future__ import annotations
@@ -43,12 +37,12 @@ MAX_SLOTS = 1 << 20
 MAX_SLOT_BYTES = 1 << 30
 PAGE_BYTES = mmap.PAGESIZE
 
-GEOMETRY = struct.Struct("<8sIIQQQ6s2x")  # as drawn above, without the checksum
+GEOMETRY = struct.Struct("<8sIIQQQ6s2x")  # the header as drawn above, without its checksum
 CHECKSUM = struct.Struct("<I")
 OWNER = struct.Struct("<qQ")  # pid, start time
 OWNER_AT = 128
 READY = struct.Struct("<Q")
-READY_AT = 192  # eight bytes, aligned: one store, never torn
+READY_AT = 192  # eight aligned bytes, so that one store writes them and no reader sees half a number
 RECORDS_AT = 4096
 
 TOO_LARGE_HINT = (
@@ -58,39 +52,39 @@ TOO_LARGE_HINT = (
 
 
 def pack_geometry(slot_count: int, slot_bytes: int, epoch: bytes) -> bytes:
-    """The first bytes of a new arena. `epoch` is six random bytes."""
+    """Return the header of a new arena, checksum included. `epoch` is six random bytes."""
     data_offset = data_offset_bytes(slot_count)
     body = GEOMETRY.pack(MAGIC, FORMAT_VERSION, RECORD_BYTES, slot_count, slot_bytes, data_offset, epoch)
     return body + CHECKSUM.pack(zlib.crc32(body))
 
 
 def is_geometry(slot_count: int, slot_bytes: int) -> bool:
-    """Whether an arena can have that many slots of that size: within bounds, in whole pages."""
+    """Return whether an arena can have `slot_count` slots of `slot_bytes`: within bounds, in whole pages."""
     return 1 <= slot_count <= MAX_SLOTS and 1 <= slot_bytes <= MAX_SLOT_BYTES and not slot_bytes % PAGE_BYTES
 
 
 def arena_size_bytes(slot_count: int, slot_bytes: int) -> int:
-    """Size of the file of such an arena, header included."""
+    """Return the size of an arena file, header included."""
     return data_offset_bytes(slot_count) + slot_count * slot_bytes
 
 
 def data_offset_bytes(slot_count: int) -> int:
-    """First byte of the first slot."""
+    """Return the offset of the first slot in the file."""
     end = RECORDS_AT + slot_count * RECORD_BYTES
     return (end + PAGE_BYTES - 1) // PAGE_BYTES * PAGE_BYTES
 
 
 def create_locked(path: str) -> int:
-    """A new empty file with our shared lock on it.
+    """Create an empty file, take a shared lock on it and return its descriptor.
 
-    A sweep may remove it between the two steps: then another one is made.
+    A sweep may remove the file before it is locked. Then another file is created.
     """
     flags = os.O_RDWR | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW
     while True:
         try:
             descriptor = os.open(path, flags, 0o600)
         except FileExistsError as exc:
-            raise ArenaError("something is there already", path=path) from exc
+            raise ArenaError("cannot create the arena, because a file of that name exists already", path=path) from exc
         except OSError as exc:
             kind = ArenaTooLarge if exc.errno == errno.ENOSPC else ArenaError
             raise kind(f"cannot create the arena: {exc.strerror}", path=path) from exc
@@ -101,7 +95,7 @@ def create_locked(path: str) -> int:
 
 
 def open_locked(path: str) -> int:
-    """The file at `path` with our shared lock on it, certainly still under that name."""
+    """Open the file at `path`, take a shared lock on it and check that `path` still names it."""
     try:
         descriptor = os.open(path, os.O_RDWR | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError as exc:
@@ -114,7 +108,7 @@ def open_locked(path: str) -> int:
 
 
 def is_at(path: str, descriptor: int) -> bool:
-    """Whether `path` still names the file that is open."""
+    """Return whether `path` still names the open file."""
     try:
         return identity(os.stat(path, follow_symlinks=False)) == identity(os.fstat(descriptor))
     except FileNotFoundError:
@@ -122,12 +116,12 @@ def is_at(path: str, descriptor: int) -> bool:
 
 
 def identity(info: os.stat_result) -> tuple[int, int]:
-    """What stays the same for one file, whatever it is called."""
+    """Return device and inode number, which stay the same when a file is renamed."""
     return info.st_dev, info.st_ino
 
 
 def map_checked(path: str, descriptor: int) -> mmap.mmap:
-    """Map the whole file, once its header has proved that it is an arena of that size."""
+    """Map the whole file after its header has proved that it is an arena of that size."""
     size_bytes = os.fstat(descriptor).st_size
     if size_bytes <= RECORDS_AT:
         raise ArenaCorrupt("too short for an arena", path=path, size_bytes=size_bytes)
@@ -160,11 +154,11 @@ def map_checked(path: str, descriptor: int) -> mmap.mmap:
 class Arena:
     """A mapped arena. `create` and `adopt` make the caller its owner; `open` is for workers.
 
-    Thread-safe as far as it is used: one thread writes records, one runs `reserve`, any number use slots.
+    Thread-safe for its intended use: one thread writes records, one runs `reserve`, any number use slots.
     """
 
     def __init__(self, path: str, descriptor: int, memory: mmap.mmap, *, owner: bool) -> None:
-        """For the class methods: takes over a locked descriptor and a mapping with a good header."""
+        """Take over a locked descriptor and a mapping with a checked header. Called by the class methods only."""
         _, _, _, slot_count, slot_bytes, data_offset, epoch = GEOMETRY.unpack_from(memory)
         self.path = path
         self.slot_count: int = slot_count
@@ -175,10 +169,10 @@ class Arena:
         self._memory = memory
         self._view = memoryview(memory)
         self._address = address_of(memory)
-        self._mapped = bytearray(slot_count)  # slots whose pages this process has
+        self._mapped = bytearray(slot_count)  # 1 for each slot whose pages this process has mapped
         self._owner = owner
         self._file = identity(os.fstat(descriptor))
-        self._sequences: list[int] | None = None  # per slot, the number of its last write
+        self._sequences: list[int] | None = None  # for each slot, the number of its last write
         self._closed = False
         self._closing = threading.Lock()  # so that `reserve` never touches a closed descriptor
 
@@ -186,10 +180,10 @@ class Arena:
 
     @classmethod
     def create(cls, path: str, *, slot_count: int, slot_bytes: int) -> Self:
-        """A new arena at `path`, mode 0600, owned by the caller. Its slots get memory by `reserve`.
+        """Create an arena at `path` with mode 0600, owned by the caller. `reserve` gives its slots memory.
 
-        Raises ArenaError when something is at `path` already, ArenaTooLarge when not even the header has
-        room, ValueError for a geometry that no arena can have.
+        Raises ArenaError when a file is at `path` already, ArenaTooLarge when there is no room for the header,
+        and ValueError for a geometry that no arena can have.
         """
         if not is_geometry(slot_count, slot_bytes):
             raise ValueError(f"no arena has {slot_count} slots of {slot_bytes} bytes (pages: {PAGE_BYTES})")
@@ -215,7 +209,7 @@ class Arena:
 
     @classmethod
     def open(cls, path: str) -> Self:
-        """Map an arena that is there. Raises ArenaCorrupt when there is none, or what is there is not one."""
+        """Map an existing arena. Raises ArenaCorrupt when `path` is missing or is not an arena."""
         descriptor = open_locked(path)
         try:
             memory = map_checked(path, descriptor)
@@ -228,8 +222,8 @@ class Arena:
     def adopt(cls, path: str) -> Self:
         """Map an arena whose owner has died, and become its owner.
 
-        Raises ArenaCorrupt as `open` does, ArenaError while the former owner lives: two writers of the
-        records would undo each other's fences.
+        Raises ArenaCorrupt as `open` does. Raises ArenaError while the former owner lives, because two writers of
+        the records would undo each other's fences.
         """
         arena = cls.open(path)
         former = arena.owner
@@ -241,16 +235,15 @@ class Arena:
         return arena
 
     def close(self) -> None:
-        """Give up the mapping and the lock. Idempotent.
+        """Release the mapping and the lock. Idempotent.
 
-        While slot views are still in use the pages stay mapped, and the lock held, until the last view is
-        gone.
+        While views of slots are in use, the pages stay mapped and the lock stays held. Both end with the last view.
         """
         with self._closing:
             if self._closed:
                 return
             self._closed = True
-            # The mapping has a duplicate of the descriptor and so the lock: both last until it is unmapped.
+            # The mapping has a duplicate of the descriptor, and so the lock. Both last until it is unmapped.
             os.close(self._descriptor)
             with contextlib.suppress(BufferError):
                 self._view.release()
@@ -259,9 +252,9 @@ class Arena:
             del self._view, self._memory
 
     def unlink(self) -> None:
-        """Remove the file's name; its memory is free when the last process has unmapped it. Idempotent."""
+        """Remove the file's name. The kernel frees the memory when the last process has unmapped it. Idempotent."""
         with contextlib.suppress(FileNotFoundError):
-            # The name may have been taken by another arena since.
+            # Another arena may have taken the name since.
             if identity(os.stat(self.path, follow_symlinks=False)) == self._file:
                 os.unlink(self.path)
 
@@ -278,19 +271,20 @@ class Arena:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the whole file, header included."""
+        """Return the size of the whole file in bytes, header included."""
         return self._data_offset + self.slot_count * self.slot_bytes
 
     @property
     def ready_slots(self) -> int:
-        """Slots `[0, ready_slots)` have memory behind them and may be used."""
+        """Return how many slots, counted from 0, have memory and may be used."""
         (ready,) = READY.unpack_from(self._view, READY_AT)
         return min(int(ready), self.slot_count)
 
     def slot(self, index: int) -> memoryview:
-        """The slot's memory: writable, exactly `slot_bytes` long. Release it, or let it go, when done.
+        """Return a writable view of the slot, exactly `slot_bytes` long. Release or drop it when done.
 
-        Its pages are mapped here the first time: a trap for each page would cost 0.35 CPU s per GB, this costs 0.1.
+        The first call maps all pages of the slot at once. That costs 0.1 CPU s per GB, and a page fault for each
+        page would cost 0.35.
         """
         if not 0 <= index < self.slot_count:
             raise IndexError(f"slot {index} of {self.slot_count}")
@@ -301,17 +295,20 @@ class Arena:
         return self._view[start : start + self.slot_bytes]
 
     def data(self) -> memoryview:
-        """All slots as one block, slot after slot: for registering pinned memory once, not per slot."""
+        """Return all slots as one block, so that pinned memory is registered once and not once per slot."""
         return self._view[self._data_offset :]
 
     def reserve(self, stop: Callable[[], bool] = lambda: False, room: Callable[[], bool] = lambda: True) -> int:
-        """Get memory for every slot, in order; returns how many are ready, 0 of an arena that was closed before.
-        `stop` is asked before each, and `room` whether the host still has memory: the kernel might end somebody sooner
-        than refuse.
+        """Allocate memory for every slot in order, and return how many are ready (0 if the arena was closed before).
 
-        Meant for a background thread: `ready_slots` grows as it goes. Writing to a slot that is not ready
-        could end the process with SIGBUS. When memory runs out, what no slot in use has is given back, the
-        file loses its name, and ArenaTooLarge is raised.
+        Runs in a background thread while `ready_slots` grows. Writing to a slot that is not ready could end the
+        process with SIGBUS.
+
+        `stop` is called before each slot and ends the work when it returns True. `room` is called before each slot
+        and returns whether the host still has memory. The kernel might kill a process rather than refuse memory.
+
+        When memory runs out, the memory of all slots that are not ready is freed and the file's name is removed.
+        Then ArenaTooLarge is raised.
         """
         with self._closing:
             if self._closed:
@@ -352,32 +349,32 @@ class Arena:
 
     @property
     def epoch(self) -> str:
-        """Random name of this arena, given at its creation."""
+        """Return the random name that the arena got when it was created."""
         return self._epoch
 
     @property
     def owner(self) -> ProcessId | None:
-        """The process that created or adopted the arena last; None if it died before it could say so."""
+        """Return the process that last created or adopted the arena; None if it died before it had recorded itself."""
         pid, start_time = OWNER.unpack_from(self._view, OWNER_AT)
         (checksum,) = CHECKSUM.unpack_from(self._view, OWNER_AT + OWNER.size)
         body = self._view[OWNER_AT : OWNER_AT + OWNER.size]
         return ProcessId(pid, start_time) if pid and checksum == zlib.crc32(body) else None
 
     def write_record(self, slot: int, record: SlotRecord) -> None:
-        """Keep what is known of `slot`. A process killed in here leaves the record before."""
+        """Store the record of `slot`. If the process is killed while it writes, the previous record stays valid."""
         if not self._owner:
             raise ArenaError("only the arena's owner writes slot records", path=self.path)
         if not 0 <= slot < self.slot_count:
             raise IndexError(f"slot {slot} of {self.slot_count}")
         sequences = self._read_sequences()
         sequence = sequences[slot] + 1
-        # Odd writes go to the first copy, even ones to the second: the one before stays whole.
+        # Odd writes go to the first copy and even ones to the second, so the previous copy stays whole.
         start = RECORDS_AT + slot * RECORD_BYTES + (sequence + 1) % 2 * COPY_BYTES
         self._view[start : start + COPY_BYTES] = pack_copy(sequence, record)
         sequences[slot] = sequence
 
     def records(self) -> Sequence[SlotRecord]:
-        """The last whole record of each slot. Raises ArenaCorrupt when a slot has none."""
+        """Return the last whole record of each slot. Raises ArenaCorrupt when a slot has none."""
         return tuple(record for _, record in self._read_records())
 
     def _read_records(self) -> list[tuple[int, SlotRecord]]:

@@ -1,4 +1,4 @@
-"""Arena files from outside: their names, how large they may be, and which ones nobody uses any more."""
+"""The names, sizes and removal of arena files, without mapping them."""
 
 from __future__ import annotations
 
@@ -19,11 +19,11 @@ from storage.host.memory import available_host_bytes, free_bytes, is_memory_back
 SHM_DIRECTORY = "/dev/shm"
 ARENA_PREFIX = "longshore-arena-"
 DEFAULT_MAX_BYTES = 8 << 30
-LOCK_PATIENCE_S = 10.0  # whoever makes an arena is quick; one that is stopped must not stop us
+LOCK_PATIENCE_S = 10.0  # creating an arena is quick, and a stopped process must not stop us
 
 
 def arena_path(cluster_id: str, node_id: str, directory: str = SHM_DIRECTORY) -> str:
-    """Where the arena of one node of one cluster is. Two different pairs never share a path."""
+    """Return the path of the arena of one node of one cluster. Two different pairs never share a path."""
     digest = hashlib.blake2b(digest_size=8)
     for part in (cluster_id, node_id):
         data = part.encode("utf-8", "surrogatepass")
@@ -39,9 +39,9 @@ def default_arena_bytes(
     available_bytes: int | None = None,
     max_bytes: int = DEFAULT_MAX_BYTES,
 ) -> int:
-    """Arena size where none was asked for: a quarter of what is free, at most `max_bytes`, in whole slots.
+    """Return the arena size when none is configured: a quarter of what is free, at most `max_bytes`, in whole slots.
 
-    `available_bytes` is the host's free memory, when /dev/shm takes from it. 0 when not one slot fits.
+    `available_bytes` is the host's free memory if /dev/shm takes from it, else None. Returns 0 when no slot fits.
     """
     free = free_shm_bytes if available_bytes is None else min(free_shm_bytes, available_bytes)
     return max(0, min(free // 4, max_bytes)) // slot_bytes * slot_bytes
@@ -49,15 +49,15 @@ def default_arena_bytes(
 
 @contextlib.contextmanager
 def one_at_a_time(directory: str) -> Iterator[None]:
-    """Around looking for room in `directory` and taking it: agents of several nodes may be on one host."""
+    """Lock `directory` while the caller measures and takes room in it. Agents of several nodes may share a host."""
     try:
         folder = os.open(directory, os.O_RDONLY | os.O_DIRECTORY | os.O_CLOEXEC)
     except OSError:
-        yield  # whoever looks for room there says what is wrong
+        yield  # the caller's own check of the room reports the problem
         return
     try:
-        give_up_s = time.monotonic() + LOCK_PATIENCE_S
-        while time.monotonic() < give_up_s:
+        deadline_s = time.monotonic() + LOCK_PATIENCE_S
+        while time.monotonic() < deadline_s:
             with contextlib.suppress(BlockingIOError):
                 fcntl.flock(folder, fcntl.LOCK_EX | fcntl.LOCK_NB)
                 break
@@ -68,7 +68,7 @@ def one_at_a_time(directory: str) -> Iterator[None]:
 
 
 def untouched_bytes(directory: str = SHM_DIRECTORY) -> int:
-    """Memory that the arenas in `directory` are still to take: they have their size at once, their pages in time."""
+    """Return the bytes that arenas in `directory` will still take: a file has its full size before it has its pages."""
     total = 0
     with contextlib.suppress(OSError), os.scandir(directory) as entries:
         for entry in entries:
@@ -80,17 +80,18 @@ def untouched_bytes(directory: str = SHM_DIRECTORY) -> int:
 
 
 def check_room(directory: str, size_bytes: int, *, promised_bytes: int = 0, reserve_bytes: int = 0) -> None:
-    """Refuse an arena that cannot fit, before a byte of it is made.
+    """Raise ArenaTooLarge when an arena of `size_bytes` cannot fit in `directory` or in the host's memory.
 
-    `promised_bytes`: what other arenas there are still to take; `reserve_bytes`: memory that is to be left.
-    Raises ArenaTooLarge when the file system of `directory`, or the memory behind it, has less than
-    `size_bytes`.
+    `promised_bytes` is what other arenas in the directory will still take. `reserve_bytes` is memory that must stay
+    free on the host.
     """
     try:
         free = free_bytes(directory) - promised_bytes
         available = available_host_bytes() - promised_bytes if is_memory_backed(directory) else None
     except OSError as exc:
-        raise ArenaTooLarge(f"cannot use {directory}: {exc.strerror or exc}", hint=TOO_LARGE_HINT) from exc
+        raise ArenaTooLarge(
+            f"cannot measure the room in {directory}: {exc.strerror or exc}", hint=TOO_LARGE_HINT
+        ) from exc
     if size_bytes > free:
         raise ArenaTooLarge(
             f"{directory} has no room for the arena",
@@ -113,14 +114,14 @@ class SweptArena:
     """An arena file that a sweep removed."""
 
     path: str
-    freed_bytes: int  # memory it really took; pages that were never touched do not count
+    freed_bytes: int  # memory it used; pages that were never touched do not count
 
 
 def sweep(directory: str = SHM_DIRECTORY) -> list[SweptArena]:
-    """Remove every arena in `directory` that no process has mapped; returns what was removed, in name order.
+    """Remove every arena in `directory` that no process has mapped, and return the removed ones in name order.
 
-    An arena that is in use is locked (`storage.arena.arena`); so is one that is just being made, but for an
-    instant, and its maker notices. Other users' files, links and whatever is not a plain file are left alone.
+    An arena in use is locked (`storage.arena.arena`). A new one is unlocked only for an instant, and its creator
+    notices if it was removed. Files of other users, links and special files are left alone.
     """
     swept = []
     try:
@@ -136,9 +137,9 @@ def sweep(directory: str = SHM_DIRECTORY) -> list[SweptArena]:
 
 
 def _remove_if_unlocked(path: str) -> int | None:
-    """Bytes freed, or None when the file was left alone."""
+    """Remove the file if no process has locked it, and return the bytes freed. None when it was left alone."""
     try:
-        # NONBLOCK: opening a pipe that somebody put there must not hang.
+        # NONBLOCK: opening a pipe in this directory must not hang.
         descriptor = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NOFOLLOW | os.O_NONBLOCK)
     except OSError:
         return None
@@ -148,8 +149,8 @@ def _remove_if_unlocked(path: str) -> int | None:
             return None
         with contextlib.suppress(OSError):
             fcntl.flock(descriptor, fcntl.LOCK_EX | fcntl.LOCK_NB)
-            # Under the lock the name must still mean this file: another sweep and a new arena may have come
-            # between.
+            # Another sweep and a new arena may have come in between, so check under the lock that the name still
+            # means this file.
             if is_at(path, descriptor):
                 os.unlink(path)
                 return info.st_blocks * 512

@@ -1,6 +1,4 @@
-"""Which chunk is in which slot, who may touch it, which slot may be reused: LRU with leases and fences.
-
-After a restart the slots are as the journal left them, and held for whoever may still be reading.
+"""The chunk cache of one node: which chunk is in which slot, who may touch it, and which slot may be reused.
 
               lease                      commit                      pin, hold
       FREE ----------> LEASED ---------------------> COMMITTED <-----------------> in use
@@ -9,11 +7,14 @@ After a restart the slots are as the journal left them, and held for whoever may
        |                 | deadline passed, revoked     +--+ evicted by a lease, when nobody uses it
        |                 v
        +---------- QUARANTINED                a deadline returns the chunk, never the slot: the holder may
-        abandoned, holder dead                be writing until it says that it is not, or is dead
+        abandoned, holder dead                be writing until it reports that it is not, or is dead
 
-Pure: no clock, no I/O; the caller passes the time and does what the answers say. One thread at a time. State
-changes are written to a SlotJournal before they are returned, so an agent that restarts (`restore`) never
-hands out a slot that somebody may still touch.
+The least recently used chunk is evicted first. Pure: no clock and no I/O. The caller passes the time and acts on the
+answers, one thread at a time.
+
+Each change of state is written to a SlotJournal before it is returned. So an agent that restarts (`restore`) never
+hands out a slot that a process may still touch. It finds the slots as the journal has them, and each committed chunk
+is held for every process that may still be reading.
 """
 
 from __future__ import annotations
@@ -41,7 +42,7 @@ _SURVIVOR = "may have been reading when the agent restarted"
 
 
 def slots_with_memory(records: Sequence[SlotRecord], ready_slots: int) -> int:
-    """How many slots have memory: one that was ever used has, whatever the last count (`ready_slots`) said."""
+    """Return how many slots have memory: a slot that was ever used has some, even if `ready_slots` is smaller."""
     used = [index for index, record in enumerate(records) if record.generation]
     return max([ready_slots, *(index + 1 for index in used)])
 
@@ -53,9 +54,9 @@ def restore_slots(
     survivors: Sequence[ProcessId],
     now_s: float,
 ) -> list[Lease]:
-    """Fill a table that was never used; the leases of slots that are quarantined now.
+    """Fill a table that was never used, and return the leases of the slots that are quarantined now.
 
-    Committed chunks are back, each held for every survivor until `settle_survivor` or its death.
+    Each committed chunk is held for every survivor until `settle_survivor` or the survivor's death.
     """
     quarantined = []
     table.free.clear()
@@ -81,7 +82,7 @@ def restore_slots(
 def settle_survivor(
     table: SlotTable, process: ProcessId, still_reading: Iterable[tuple[CachedChunk, Hashable]]
 ) -> None:
-    """The survivor reads these (chunk, reader) and nothing else."""
+    """Replace the survivor's holds on all chunks by holds on what it still reads, given as (chunk, reader)."""
     for chunk, reader in still_reading:
         if table.has(chunk):
             table.hold(chunk.slot, (process, reader), None)
@@ -92,7 +93,7 @@ def settle_survivor(
 
 @dataclass(slots=True)
 class CacheCounts:
-    """What has happened since the cache was made; see CacheStats."""
+    """Counters since the cache was created. CacheStats explains them."""
 
     hits: int = 0
     misses: int = 0
@@ -105,7 +106,7 @@ class CacheCounts:
 
 @dataclass(frozen=True, slots=True)
 class CacheStats:
-    """Counts since the cache was made; `*_slots` and `used_bytes` are now."""
+    """Counts since the cache was created. `*_slots` and `used_bytes` are the state now."""
 
     slot_count: int
     ready_slots: int
@@ -113,19 +114,19 @@ class CacheStats:
     leased_slots: int
     committed_slots: int
     quarantined_slots: int
-    in_use_slots: int  # committed ones that cannot be evicted now
+    in_use_slots: int  # committed slots that cannot be evicted now
     used_bytes: int  # of committed chunks
     hits: int
     misses: int
     committed: int
     evicted: int
-    expired: int  # leases taken back after their deadline
-    duplicates: int  # committed although another slot had the chunk
+    expired: int  # leases that ended at their deadline
+    duplicates: int  # commits of a chunk that another slot had already
     quarantined: int  # slots that went into quarantine
 
 
 def stats_of(table: SlotTable, counts: CacheCounts, ready_slots: int) -> CacheStats:
-    """The numbers now, in O(1)."""
+    """Return the counts and the state of the slots now, in O(1)."""
     committed_slots = len(table.by_key)
     return CacheStats(
         slot_count=len(table.slots),
@@ -147,12 +148,12 @@ def stats_of(table: SlotTable, counts: CacheCounts, ready_slots: int) -> CacheSt
 
 
 class ChunkCache:
-    """Chunks in `slot_count` slots. Operations are O(1) or O(log n), but for those that end many things."""
+    """The chunks in `slot_count` slots. Operations are O(1) or O(log n), except those that end many things."""
 
     def __init__(self, slot_count: int, *, journal: SlotJournal | None = None, ready_slots: int | None = None) -> None:
-        """`ready_slots`: slots that have memory by now, all when not given; `add_ready` brings more."""
+        """Set up the cache. `ready_slots` is how many slots have memory (default: all); `add_ready` adds more."""
         if slot_count < 1:
-            raise ValueError("a cache has at least one slot")
+            raise ValueError("slot_count of a chunk cache must be at least 1")
         self.slot_count, self.shares = slot_count, SlotShares(slot_count)
         self._journal: SlotJournal = MemoryJournal(slot_count) if journal is None else journal
         self._table = SlotTable(slot_count, self._journal, self.shares)
@@ -162,7 +163,7 @@ class ChunkCache:
         self.add_ready(slot_count if ready_slots is None else ready_slots)
 
     def add_ready(self, ready_slots: int) -> None:
-        """Slots `[0, ready_slots)` have memory now. A number below the last one changes nothing."""
+        """Note that slots `[0, ready_slots)` have memory now. A number below the last one changes nothing."""
         ready_slots = min(ready_slots, self.slot_count)
         self._table.free.extend(range(self._ready_slots, ready_slots))
         self._ready_slots = max(self._ready_slots, ready_slots)
@@ -170,13 +171,13 @@ class ChunkCache:
     # --- shares --------------------------------------------------------------------------------------------
 
     def reserve(self, owner: Hashable, min_slots: int) -> bool:
-        """Guarantee the owner that many slots at once. False: not yet, ask again. Raises ArenaTooSmall."""
+        """Guarantee the owner that many slots together. False: not yet, ask again. Raises ArenaTooSmall."""
         return self.shares.reserve(owner, min_slots)
 
     def end_owner(self, owner: Hashable, now_s: float) -> list[Lease]:
-        """The owner is done: its pins dropped, its leases revoked (and returned), its minimum given back.
+        """Drop the owner's pins, revoke its leases and end its minimum. Returns the revoked leases.
 
-        Its readers and writers keep their slots until they let go or are dead.
+        The owner's readers and writers keep their slots until they release them or die.
         """
         revoked = []
         for index, slot in enumerate(self._table.slots):
@@ -191,10 +192,10 @@ class ChunkCache:
     # --- writing -------------------------------------------------------------------------------------------
 
     def lease(self, key: bytes, holder: ProcessId, deadline_s: float, *, owner: Hashable = None) -> Lease | None:
-        """A slot for `holder` to write the chunk into. None: none can be had now; try again when one is free.
+        """Lease a slot to `holder` to write the chunk into. None when no slot can be had now; try again later.
 
-        The chunk is invisible until committed. A second lease for the same chunk (a hedge) gets another slot. Nothing
-        is evicted while slots are still to get their memory: a load that fits the arena stays in it whole.
+        Nobody sees the chunk until it is committed. A second lease for the same chunk (a hedge) gets another slot.
+        Nothing is evicted until all slots have memory, so a load that fits the arena stays in it whole.
         """
         table = self._table
         may_evict = table.evictable and self._ready_slots == self.slot_count
@@ -216,16 +217,16 @@ class ChunkCache:
         return lease
 
     def in_flight(self, key: bytes) -> tuple[Lease, ...]:
-        """Leases now running for the chunk, whoever has them; those taken back do not count."""
+        """Return the running leases for the chunk, of all holders. Expired and revoked leases do not count."""
         slots = self._table.in_flight.get(key, ())
         return tuple(lease for index in slots if (lease := self._table.slots[index].lease) is not None)
 
     def commit(self, lease_id: str, length_bytes: int, pinners: Iterable[Hashable] = ()) -> Answer:
-        """The holder wrote and verified the chunk: from now on `lookup` finds it.
+        """Accept a chunk that the holder wrote and verified. From now on `lookup` finds it.
 
-        `pinners` pin it in the same step, on the account of the lease's owner. A lease that expired, was
-        abandoned or is not known changes nothing. DUPLICATE: another lease had committed the chunk; this slot
-        is free again and `pinners` have no pin.
+        `pinners` pin it in the same step, counted for the lease's owner. A lease that expired, was abandoned or is
+        unknown changes nothing. DUPLICATE means that another lease had committed the chunk: this slot is free again
+        and `pinners` have no pin.
         """
         index, answer = self._table.find(lease_id)
         if index is None:
@@ -248,7 +249,7 @@ class ChunkCache:
         return Answer.DONE
 
     def abandon(self, lease_id: str) -> Answer:
-        """The holder will not write to the slot again (its socket is closed): free, also from quarantine."""
+        """Free the slot, also from quarantine: the holder will not write to it again (its socket is closed)."""
         index, answer = self._table.find(lease_id)
         if index is None:
             return answer
@@ -261,7 +262,7 @@ class ChunkCache:
         return Answer.DONE
 
     def expire(self, now_s: float) -> list[Lease]:
-        """Take back each lease whose deadline has passed: the chunk is anybody's, the slot quarantined."""
+        """End each lease whose deadline has passed: anybody may lease the chunk, and the slot is quarantined."""
         expired = []
         while self._deadlines and self._deadlines[0][0] <= now_s:
             _, index, generation = heapq.heappop(self._deadlines)
@@ -273,7 +274,7 @@ class ChunkCache:
         return expired
 
     def revoke(self, lease_id: str, now_s: float) -> Answer:
-        """Take one lease back before its deadline. Its slot is quarantined."""
+        """End one lease before its deadline. Its slot is quarantined."""
         index, answer = self._table.find(lease_id)
         if index is None:
             return answer
@@ -283,7 +284,7 @@ class ChunkCache:
         return Answer.DONE
 
     def overdue(self, now_s: float, grace_s: float) -> list[Lease]:
-        """Leases taken back `grace_s` ago or longer, and not let go: their holders are to be killed."""
+        """Return the leases quarantined for `grace_s` or longer and not abandoned: their holders must be killed."""
         slots = self._table.slots
         return [
             lease
@@ -292,7 +293,7 @@ class ChunkCache:
         ]
 
     def process_dead(self, process: ProcessId) -> list[Lease]:
-        """The process is dead for certain: its slots are free of it. Returns the leases that still ran."""
+        """Free the slots of a process that is certainly dead. Returns its leases that were still running."""
         lost = []
         for index in sorted(self._table.leased_by.get(process, ())):
             slot = self._table.slots[index]
@@ -307,7 +308,7 @@ class ChunkCache:
     # --- reading -------------------------------------------------------------------------------------------
 
     def lookup(self, key: bytes) -> CachedChunk | None:
-        """The committed chunk, now the one used last. Pin it in the same step, or it may be evicted."""
+        """Return the committed chunk, now the most recently used. Pin it in the same step, or it may be evicted."""
         index = self._table.by_key.get(key)
         if index is None:
             self._counts.misses += 1
@@ -321,10 +322,9 @@ class ChunkCache:
         return key in self._table.by_key
 
     def pin(self, chunk: CachedChunk, pinner: Hashable, *, owner: Hashable = None) -> bool:
-        """Keep the chunk for `pinner` (one rank of one attempt of a load), on the owner's account.
+        """Keep the chunk for `pinner` (one rank of one attempt of a load), counted for the owner. Idempotent.
 
-        False when the chunk has been evicted since, or the owner may use no more slots now: then nothing
-        changed. Pinning twice is pinning once.
+        False when the chunk was evicted, or the owner may use no more slots now. Then nothing changed.
         """
         if not self._table.has(chunk):
             return False
@@ -335,16 +335,16 @@ class ChunkCache:
         return True
 
     def unpin(self, chunk: CachedChunk, pinner: Hashable) -> bool:
-        """The pinner needs the chunk no more. False when it had no pin: nothing changed."""
+        """Drop the pin: the pinner no longer needs the chunk. False when it had no pin; then nothing changed."""
         if not self._table.has(chunk) or pinner not in self._table.slots[chunk.slot].pins:
             return False
         self._table.unpin(chunk.slot, pinner)
         return True
 
     def hold(self, chunk: CachedChunk, process: ProcessId, reader: Hashable, *, owner: Hashable = None) -> bool:
-        """`reader` in `process` is about to be told that it may read: no reuse of the slot before `release`.
+        """Keep the slot from reuse until `release`. Call before `reader` in `process` learns that it may read.
 
-        False as for `pin`. Holding twice is holding once.
+        Idempotent. Returns False for the same reasons as `pin`.
         """
         if not self._table.has(chunk):
             return False
@@ -355,27 +355,27 @@ class ChunkCache:
         return True
 
     def release(self, chunk: CachedChunk, process: ProcessId, reader: Hashable) -> bool:
-        """The reader is done with the slot, copies to the device included. False when it had no hold."""
+        """Drop the reader's hold: it is done with the slot, copies to the device included. False when it had none."""
         if not self._table.has(chunk) or (process, reader) not in self._table.slots[chunk.slot].holds:
             return False
         self._table.release(chunk.slot, (process, reader))
         return True
 
     def forget(self, key: bytes) -> None:
-        """What is committed under `key` turned out to be wrong: nobody finds it any more."""
+        """Hide the chunk committed under `key`, because its bytes turned out to be wrong."""
         self._table.rename(key, secrets.token_bytes(KEY_BYTES))
 
     # --- restart -------------------------------------------------------------------------------------------
 
     def restore(self, survivors: Iterable[ProcessId], now_s: float) -> list[Lease]:
-        """Take over what an earlier cache wrote in the journal; on a cache that was never used.
+        """Take over what an earlier cache wrote in the journal. The cache must not have been used yet.
 
-        Committed chunks are back. Slots that were leased or quarantined are quarantined: their leases are
-        returned; call `process_dead` for those whose holders are. `survivors` are the processes that map the
-        arena now: each may be reading any chunk, so none is evicted before each is `settled` or dead.
+        Slots that were leased or quarantined are quarantined, and their leases are returned. Call `process_dead` for
+        holders that are dead. `survivors` are the processes that map the arena now. Each may be reading any chunk,
+        so no chunk is evicted before each survivor is `settled` or dead.
         """
         if any(slot.generation for slot in self._table.slots):
-            raise ValueError("only a fresh cache can be restored")
+            raise ValueError("restore must be called before any slot of the cache is used")
         records = self._journal.records()
         self._ready_slots = slots_with_memory(records, self._ready_slots)
         quarantined = restore_slots(self._table, records, self._ready_slots, list(survivors), now_s)
@@ -383,17 +383,17 @@ class ChunkCache:
         return quarantined
 
     def settled(self, process: ProcessId, still_reading: Iterable[tuple[CachedChunk, Hashable]] = ()) -> None:
-        """A survivor of a restart has said what it still reads, as (chunk, reader); it reads nothing else."""
+        """Note what a survivor of a restart still reads, as (chunk, reader). It reads nothing else."""
         settle_survivor(self._table, process, still_reading)
 
     def processes(self) -> set[ProcessId]:
-        """Processes that write or read some slot: their deaths must be told to `process_dead`."""
+        """Return the processes that write or read a slot. When one dies, call `process_dead`."""
         return {*self._table.leased_by, *self._table.held_by}
 
     # --- looking -------------------------------------------------------------------------------------------
 
     def stats(self) -> CacheStats:
-        """Counts and the state of the slots, in O(1)."""
+        """Return the counts and the state of the slots, in O(1)."""
         return stats_of(self._table, self._counts, self._ready_slots)
 
     # --- inside --------------------------------------------------------------------------------------------

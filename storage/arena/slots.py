@@ -1,23 +1,18 @@
-"""The slots of an arena: what is recorded of each, and every index over them, kept in step.
+"""The slots of an arena: their states, their records, and how many each owner may use.
 
-This module moves slots between states. `chunk_cache` decides.
+`storage.arena.chunk_cache` decides which change of state is allowed. Here each change updates the slot, writes its
+record, and updates the indexes and shares that depend on it. All changes are O(1).
 
-`storage.arena.chunk_cache` decides which move is allowed; here each move changes the slot, writes its record, and
-updates the indexes and the shares that depend on it. All moves are O(1).
+Records: a record is written *before* anybody is notified of the change (write-ahead). So a process that reads the
+records after a crash knows at least as much as any worker did.
 
-What an arena remembers about each slot, and the boundary over which the chunk cache writes it down.
-
-A record is written *before* anybody learns of what it says (write-ahead), so that whoever reads the records
-after a crash knows at least as much as any worker was ever told.
-
-Who may take how many slots: a guaranteed minimum for each owner, the rest shared, the oldest owner first.
-
-An owner is whatever the caller gives slots to (a load). It *uses* a slot while it has a claim on it: a lease,
-a pin, a reader. A slot that two owners use counts for both. The one law everything rests on:
+Shares: an owner is what the caller gives slots to (a load). It *uses* a slot while it has a claim on it, by a lease, a
+pin or a reader. A slot that two owners use counts for both. Each owner has a guaranteed minimum. All other slots are
+shared, and the oldest owner comes first. One law makes this safe:
 
     sum over owners of max(minimum, used) <= slot_count
 
-so an owner below its minimum always finds a slot that nobody uses, whatever the others do.
+So an owner below its minimum always finds an unused slot, whatever the others do.
 """
 
 from __future__ import annotations
@@ -41,7 +36,7 @@ from storage.stores.object_store import ByteRange
 @dataclass(slots=True)
 class _Share:
     age: int  # order of arrival: smaller is older
-    minimum: int = 0  # slots it can always have
+    minimum: int = 0  # slots guaranteed to it
     claims: Counter[int] = field(default_factory=Counter)  # slot -> claims on it
 
     @property
@@ -54,45 +49,45 @@ class _Share:
 
 
 class SlotShares:
-    """The books over `slot_count` slots. Operations are O(1), or O(owners) where one asks for more."""
+    """Counts who uses which of `slot_count` slots. Operations are O(1), or O(owners) for a slot above the minimum."""
 
     def __init__(self, slot_count: int) -> None:
         self.slot_count = slot_count
         self._shares: dict[Hashable, _Share] = {}
         self._queue: dict[Hashable, int] = {}  # owners that wait for their minimum, in order of arrival
-        self._hungry: set[Hashable] = set()  # owners that were refused a shared slot and have not had one since
+        self._hungry: set[Hashable] = set()  # owners that were refused a shared slot and have had none since
         self._demand = 0  # sum of all demands
         self._minima = 0  # sum of all minima
         self._arrivals = 0
 
     @property
     def waiting(self) -> tuple[Hashable, ...]:
-        """Owners whose `reserve` was not granted yet, first come first."""
+        """Return the owners whose `reserve` was not granted yet, in order of arrival."""
         return tuple(self._queue)
 
     def used(self, owner: Hashable) -> int:
-        """Slots the owner uses now."""
+        """Return how many slots the owner uses now."""
         share = self._shares.get(owner)
         return 0 if share is None else share.used
 
     def minimum(self, owner: Hashable) -> int:
-        """Slots the owner was granted."""
+        """Return how many slots are guaranteed to the owner."""
         share = self._shares.get(owner)
         return 0 if share is None else share.minimum
 
     def demand(self, owner: Hashable) -> int:
-        """Slots that nobody else can have: those the owner uses, its minimum at least."""
+        """Return how many slots no other owner can have: those the owner uses, but at least its minimum."""
         share = self._shares.get(owner)
         return 0 if share is None else share.demand
 
     def reserve(self, owner: Hashable, minimum: int) -> bool:
-        """Guarantee the owner `minimum` slots. False: ask again later; those who asked before come first.
+        """Guarantee the owner `minimum` slots. False: ask again later; owners that asked earlier come first.
 
-        Raises ArenaTooSmall when all slots together are fewer.
+        Raises ArenaTooSmall when the arena has fewer slots than that.
         """
         if minimum > self.slot_count:
             raise ArenaTooSmall(
-                "the arena has fewer slots than the load needs at least",
+                "the arena has fewer slots than the load needs",
                 hint="set LONGSHORE_ARENA_BYTES to more, or let fewer ranks share the node",
                 slots=self.slot_count,
                 needed_slots=minimum,
@@ -113,7 +108,7 @@ class SlotShares:
         return True
 
     def end(self, owner: Hashable) -> None:
-        """The owner wants nothing more. What it still uses counts until its last claim is dropped."""
+        """End the owner's minimum and its wishes. Slots that it still uses count until its last claim is dropped."""
         self._queue.pop(owner, None)
         self._hungry.discard(owner)
         share = self._shares.get(owner)
@@ -125,7 +120,7 @@ class SlotShares:
         self._forget(owner, share)
 
     def may_claim(self, owner: Hashable, slot: int | None = None) -> bool:
-        """Whether the owner may use one slot more (`slot`, if it is known; one it uses already is free)."""
+        """Return whether the owner may use one more slot. A known `slot` that it uses already is always allowed."""
         share = self._shares.get(owner)
         if share is not None and (share.used < share.minimum or (slot is not None and slot in share.claims)):
             return True
@@ -135,7 +130,7 @@ class SlotShares:
         return all(self._shares[other].age >= age for other in self._hungry)
 
     def may_use(self, owner: Hashable, slot: int) -> bool:
-        """`may_claim` for that slot, and the owner's wish is remembered when it may not."""
+        """Return `may_claim` for that slot, and note a refusal so that younger owners wait."""
         if self.may_claim(owner, slot):
             self.satisfied(owner)
             return True
@@ -143,26 +138,26 @@ class SlotShares:
         return False
 
     def refused(self, owner: Hashable) -> None:
-        """The owner wanted a slot and got none: younger owners get no shared slot before it does.
+        """Note that the owner got no slot. Younger owners get no shared slot before it does.
 
-        Only for owners with a minimum: of the others nobody says when they have ended.
+        Only owners with a minimum are noted, because nothing reports the end of the others.
         """
         if self.minimum(owner):
             self._hungry.add(owner)
 
     def satisfied(self, owner: Hashable) -> None:
-        """The owner wants no slot now, or has got one."""
+        """Note that the owner has got a slot, or wants none now."""
         self._hungry.discard(owner)
 
     def claim(self, owner: Hashable, slot: int) -> None:
-        """Count one claim of the owner on the slot. Ask `may_claim` first; here nothing is refused."""
+        """Count one claim of the owner on the slot. Never refuses; ask `may_claim` first."""
         share = self._share(owner)
         before = share.demand
         share.claims[slot] += 1
         self._demand += share.demand - before
 
     def drop(self, owner: Hashable, slot: int) -> None:
-        """Take one claim back. Raises KeyError when there is none."""
+        """Drop one claim of the owner on the slot. Raises KeyError when there is none."""
         share = self._shares[owner]
         if not share.claims[slot]:
             raise KeyError(slot)
@@ -174,7 +169,7 @@ class SlotShares:
         self._forget(owner, share)
 
     def _somebody_shrinks_us(self) -> bool:
-        """Whether the first in the queue could have its minimum if the others used no more than theirs."""
+        """Return whether the first owner in the queue could get its minimum if the others used only theirs."""
         for owner, minimum in self._queue.items():
             return self._minima - self.minimum(owner) + minimum <= self.slot_count
         return False
@@ -194,47 +189,47 @@ KEY_BYTES = 32
 
 
 class SlotState(enum.IntEnum):
-    """Who may touch a slot."""
+    """The states of a slot, by who may touch it."""
 
     FREE = 0  # nobody
     LEASED = 1  # its holder writes
-    COMMITTED = 2  # readers read: the bytes were verified
-    QUARANTINED = 3  # taken back from its holder, who may write all the same
+    COMMITTED = 2  # readers read; the bytes were verified
+    QUARANTINED = 3  # its lease has ended, but its holder may still be writing
 
 
 @dataclass(frozen=True, slots=True)
 class SlotRecord:
-    """One slot as it is written down."""
+    """The stored record of one slot."""
 
     state: SlotState = SlotState.FREE
-    generation: int = 0  # leases this slot has had; never falls
+    generation: int = 0  # number of leases this slot has had; never decreases
     length_bytes: int = 0  # of the committed chunk
     key: bytes = b""  # cache key of the chunk, KEY_BYTES long; empty for a free slot
-    holder: ProcessId | None = None  # who writes or wrote; None for a free or committed slot
+    holder: ProcessId | None = None  # the process that writes or wrote; None for a free or committed slot
 
 
 FREE_RECORD = SlotRecord()
 
 
 class SlotJournal(Protocol):
-    """Where slot records are kept: an Arena's header, or memory in tests."""
+    """The store of slot records: an Arena's header, or memory in tests."""
 
     @property
     def epoch(self) -> str:
-        """Name of this set of slots, unlike that of any other: it makes lease ids unique across restarts."""
+        """Return the unique name of this set of slots, which makes lease ids unique across restarts."""
         ...
 
     def write_record(self, slot: int, record: SlotRecord) -> None:
-        """Keep `record`; a crash in the middle leaves the one before."""
+        """Store the record. A crash during the write leaves the previous record."""
         ...
 
     def records(self) -> Sequence[SlotRecord]:
-        """The last record of each slot, in slot order."""
+        """Return the last record of each slot, in slot order."""
         ...
 
 
 class MemoryJournal:
-    """The twin of an arena's header in a list; it survives the cache that wrote it, as the file does."""
+    """A journal in a list, for tests. Like an arena's file, it survives the cache that wrote it."""
 
     def __init__(self, slot_count: int) -> None:
         self.epoch = uuid.uuid4().hex[:12]
@@ -253,10 +248,10 @@ def digest_key(hash_name: str, digest: bytes, size_bytes: int) -> bytes:
 
 
 def location_key(store: str, object_key: str, version: str, byte_range: ByteRange) -> bytes:
-    """Return the cache key of a chunk without such a digest: where it is stored.
+    """Return the cache key of a chunk without such a digest, made from where it is stored.
 
-    `store` names endpoint, bucket and prefix; `version` is the object's ETag, and its digest if it has any. Where it
-    has neither, pass something that no other load shares, or stale bytes could be taken for new ones.
+    `store` names endpoint, bucket and prefix. `version` is the object's ETag, with its digest if it has one. For an
+    object with neither, pass a value that no other load shares. Otherwise stale bytes could be taken for new ones.
     """
     return _key("location", store, object_key, version, str(byte_range.start), str(byte_range.end))
 
@@ -265,14 +260,14 @@ def _key(*parts: str) -> bytes:
     hasher = blake3()
     for part in parts:
         data = part.encode("utf-8", "surrogatepass")
-        hasher.update(struct.pack("<Q", len(data)))  # or ("ab", "c") and ("a", "bc") would be one key
+        hasher.update(struct.pack("<Q", len(data)))  # otherwise ("ab", "c") and ("a", "bc") would give one key
         hasher.update(data)
     return hasher.digest()
 
 
 # --- the stored form ---------------------------------------------------------------------------------------
-# A slot has two copies; a write goes to the older one. A process killed in the middle of a write leaves a
-# copy whose checksum fails and the other one whole.
+# A slot has two copies of its record, and each write goes to the older one. A process killed during a write leaves
+# one copy whose checksum fails, and the other one whole.
 
 _COPY = struct.Struct("<QQQqQ32sB3x")  # sequence, generation, length, pid, start time, key, state
 _CHECKSUM = struct.Struct("<I")
@@ -281,7 +276,7 @@ RECORD_BYTES = 2 * COPY_BYTES
 
 
 def pack_copy(sequence: int, record: SlotRecord) -> bytes:
-    """One copy as bytes, COPY_BYTES long. `sequence` counts the writes of this slot and begins at 1."""
+    """Return one copy as bytes, COPY_BYTES long. `sequence` counts the writes of this slot and begins at 1."""
     if record.key and len(record.key) != KEY_BYTES:
         raise ValueError(f"a cache key has {KEY_BYTES} bytes, this one {len(record.key)}")
     holder = record.holder or ProcessId(0, 0)
@@ -298,7 +293,7 @@ def pack_copy(sequence: int, record: SlotRecord) -> bytes:
 
 
 def unpack_copy(data: bytes | memoryview) -> tuple[int, SlotRecord] | None:
-    """(sequence, record) of one copy. None when it was torn; sequence 0 when it was never written."""
+    """Return (sequence, record) of one copy. None when it was torn; sequence 0 when it was never written."""
     body = bytes(data[: _COPY.size])
     sequence, generation, length_bytes, pid, start_time, key, state = _COPY.unpack(body)
     if not any(data):
@@ -311,13 +306,13 @@ def unpack_copy(data: bytes | memoryview) -> tuple[int, SlotRecord] | None:
 
 
 class Answer(enum.Enum):
-    """What became of a report about a lease."""
+    """The result of a report about a lease."""
 
-    DONE = "done"  # it was accepted
-    REPEATED = "repeated"  # it had been accepted before; nothing changed
-    DUPLICATE = "duplicate"  # commit only: the chunk was there already, the slot is free again
-    LATE = "late"  # the lease had ended otherwise; nothing changed
-    UNKNOWN = "unknown"  # no such lease was ever given; nothing changed
+    DONE = "done"  # accepted
+    REPEATED = "repeated"  # accepted before; nothing changed
+    DUPLICATE = "duplicate"  # for a commit only: another slot has the chunk, so this slot is free again
+    LATE = "late"  # the lease had already ended in another way; nothing changed
+    UNKNOWN = "unknown"  # no such lease was ever granted; nothing changed
 
     def __bool__(self) -> bool:
         return self is Answer.DONE
@@ -327,58 +322,58 @@ class Answer(enum.Enum):
 class Lease:
     """The right of one process to write one chunk into one slot, until a deadline."""
 
-    lease_id: str  # unique over all leases of the arena, restarts included
+    lease_id: str  # unique over all leases of the arena, also across restarts
     slot: int
-    generation: int  # how many leases the slot has had, this one included
+    generation: int  # number of leases the slot has had, this one included
     key: bytes  # the chunk's cache key
-    holder: ProcessId  # who writes
-    owner: Hashable  # for whom: the load; None after a restart
+    holder: ProcessId  # the process that writes
+    owner: Hashable  # the load that the slot counts for; None after a restart
     deadline_s: float  # on the caller's clock
-    evicted_key: bytes | None = None  # the chunk that had to make room
+    evicted_key: bytes | None = None  # key of the chunk that was evicted to free the slot
 
 
 @dataclass(frozen=True, slots=True)
 class CachedChunk:
-    """A committed chunk and where it is. Good for reading only while a pin or a hold protects it."""
+    """A committed chunk and its slot. It may be read only while a pin or a hold protects it."""
 
     key: bytes
     slot: int
-    generation: int  # fences late messages: the slot may have had other chunks before and after
+    generation: int  # rejects late messages: the slot may have had other chunks before and after
     length_bytes: int
 
 
 _Name = TypeVar("_Name")
 
-Reader = tuple[ProcessId, Hashable]  # a process and what in it reads
+Reader = tuple[ProcessId, Hashable]  # a process, and a name for the reader inside it
 
 
 @dataclass(slots=True)
 class Slot:
-    """One slot as the agent knows it."""
+    """The state of one slot in the agent's memory."""
 
     state: SlotState = SlotState.FREE
-    generation: int = 0  # leases it has had
-    key: bytes = b""  # of its chunk; empty when free
+    generation: int = 0  # number of leases it has had
+    key: bytes = b""  # cache key of its chunk; empty when free
     length_bytes: int = 0  # of the committed chunk
-    lease: Lease | None = None  # while LEASED or QUARANTINED
+    lease: Lease | None = None  # set while LEASED or QUARANTINED
     quarantined_at_s: float = 0.0
-    pins: dict[Hashable, Hashable] = field(default_factory=dict)  # pinner -> owner that pays for it
-    holds: dict[Reader, Hashable] = field(default_factory=dict)  # reader -> owner that pays for it
+    pins: dict[Hashable, Hashable] = field(default_factory=dict)  # pinner -> owner that it counts for
+    holds: dict[Reader, Hashable] = field(default_factory=dict)  # reader -> owner that it counts for
 
     @property
     def in_use(self) -> bool:
-        """Whether a committed chunk must stay."""
+        """Return whether a committed chunk must stay because it is pinned or held."""
         return bool(self.pins or self.holds)
 
 
 class SlotTable:
-    """All slots, found by state, key, process and pinner."""
+    """All slots, indexed by state, key, process and pinner."""
 
     def __init__(self, slot_count: int, journal: SlotJournal, shares: SlotShares) -> None:
         self.slots = [Slot() for _ in range(slot_count)]
-        self.free: list[int] = []  # a stack: a slot whose memory is warm is used again first
+        self.free: list[int] = []  # a stack: the slot freed last is reused first, because its memory is warm
         self.by_key: dict[bytes, int] = {}  # committed chunks only
-        self.evictable: OrderedDict[int, None] = OrderedDict()  # committed, not in use; the oldest first
+        self.evictable: OrderedDict[int, None] = OrderedDict()  # committed and not in use, least recently used first
         self.in_flight: defaultdict[bytes, set[int]] = defaultdict(set)  # key -> slots LEASED for it
         self.leased_by: defaultdict[ProcessId, set[int]] = defaultdict(set)  # LEASED or QUARANTINED
         self.held_by: defaultdict[ProcessId, set[int]] = defaultdict(set)
@@ -391,11 +386,11 @@ class SlotTable:
     # --- finding -------------------------------------------------------------------------------------------
 
     def lease_id(self, index: int, generation: int) -> str:
-        """The name of the slot's `generation`-th lease."""
+        """Return the name of the lease that has this number on the slot."""
         return f"{self._journal.epoch}.{index}.{generation}"
 
     def find(self, lease_id: str) -> tuple[int | None, Answer]:
-        """The slot whose last lease this is and DONE, or None and why not."""
+        """Return (slot, DONE) if this is the slot's last lease, else None and the reason."""
         epoch, _, rest = lease_id.partition(".")
         index_text, _, generation_text = rest.partition(".")
         if epoch != self._journal.epoch or not (index_text.isdecimal() and generation_text.isdecimal()):
@@ -408,12 +403,12 @@ class SlotTable:
         return index, Answer.DONE
 
     def chunk(self, index: int) -> CachedChunk:
-        """What is committed in the slot."""
+        """Return the chunk that is committed in the slot."""
         slot = self.slots[index]
         return CachedChunk(slot.key, index, slot.generation, slot.length_bytes)
 
     def has(self, chunk: CachedChunk) -> bool:
-        """Whether that very chunk is still in that slot."""
+        """Return whether exactly that chunk is still in that slot."""
         if not 0 <= chunk.slot < len(self.slots):
             return False
         slot = self.slots[chunk.slot]
@@ -422,7 +417,7 @@ class SlotTable:
     # --- moves between states ------------------------------------------------------------------------------
 
     def to_leased(self, index: int, lease: Lease) -> None:
-        """From FREE, or evicted. The record is written last but before the caller hears of the lease."""
+        """Move the slot from FREE, or from an eviction, to LEASED. The record is written before the caller learns."""
         slot = self.slots[index]
         slot.state, slot.generation = SlotState.LEASED, lease.generation
         slot.key, slot.lease = lease.key, lease
@@ -430,7 +425,7 @@ class SlotTable:
         self._index_lease(index, lease)
 
     def to_committed(self, index: int, length_bytes: int) -> None:
-        """From LEASED. The lease's claim becomes the caller's to drop, once the pins have theirs."""
+        """Move the slot from LEASED to COMMITTED. The caller drops the lease's claim once the pins have theirs."""
         slot = self.slots[index]
         if slot.lease is not None:
             self._unindex_lease(index, slot.lease)
@@ -440,7 +435,7 @@ class SlotTable:
         self._index_committed(index)
 
     def to_quarantine(self, index: int, now_s: float) -> None:
-        """From LEASED: the chunk goes back, the slot waits for its holder."""
+        """Move the slot from LEASED to QUARANTINED: others may lease the chunk, and the slot waits for its holder."""
         slot = self.slots[index]
         slot.state, slot.quarantined_at_s = SlotState.QUARANTINED, now_s
         self._write(index)
@@ -449,7 +444,7 @@ class SlotTable:
         _discard(self.in_flight, slot.key, index)
 
     def to_free(self, index: int) -> None:
-        """From LEASED or QUARANTINED, whose holder writes no more."""
+        """Move the slot from LEASED or QUARANTINED to FREE. Its holder must have stopped writing."""
         slot = self.slots[index]
         if slot.state is SlotState.LEASED:
             self.leased_slots -= 1
@@ -462,7 +457,7 @@ class SlotTable:
         self.free.append(index)
 
     def evict_oldest(self) -> tuple[int, bytes]:
-        """(slot, key) of the chunk unused for longest, now invisible. Lease the slot in the same step."""
+        """Hide the least recently used chunk and return its (slot, key). Lease the slot in the same step."""
         index, _ = self.evictable.popitem(last=False)
         slot = self.slots[index]
         del self.by_key[slot.key]
@@ -471,7 +466,7 @@ class SlotTable:
         return index, slot.key
 
     def rename(self, key: bytes, new_key: bytes) -> None:
-        """The chunk that is committed under `key`, if any, goes by another: it stays while in use, then goes first."""
+        """Give the chunk committed under `key`, if any, another key. It stays while in use and is evicted first."""
         if key not in self.by_key:
             return
         index = self.by_key.pop(key)
@@ -482,7 +477,7 @@ class SlotTable:
             self.evictable.move_to_end(index, last=False)
 
     def restore_committed(self, index: int, record: SlotRecord) -> None:
-        """A committed chunk that the journal remembers."""
+        """Restore a committed chunk from its record in the journal."""
         slot = self.slots[index]
         slot.state, slot.key, slot.length_bytes = SlotState.COMMITTED, record.key, record.length_bytes
         self._index_committed(index)
@@ -490,7 +485,7 @@ class SlotTable:
     # --- users of committed chunks -------------------------------------------------------------------------
 
     def pin(self, index: int, pinner: Hashable, owner: Hashable) -> None:
-        """Idempotent."""
+        """Pin the slot's chunk for `pinner`, counted for `owner`. Idempotent."""
         pins = self.slots[index].pins
         if pinner not in pins:
             pins[pinner] = owner
@@ -498,12 +493,12 @@ class SlotTable:
             self.settle(index)
 
     def unpin(self, index: int, pinner: Hashable) -> None:
-        """The pin must be there."""
+        """Drop a pin, which must exist."""
         self._shares.drop(self.slots[index].pins.pop(pinner), index)
         self.settle(index)
 
     def hold(self, index: int, reader: Reader, owner: Hashable) -> None:
-        """Idempotent."""
+        """Hold the slot for `reader`, counted for `owner`. Idempotent."""
         holds = self.slots[index].holds
         if reader not in holds:
             holds[reader] = owner
@@ -512,7 +507,7 @@ class SlotTable:
             self.settle(index)
 
     def release(self, index: int, reader: Reader) -> None:
-        """The hold must be there."""
+        """Drop a hold, which must exist."""
         holds = self.slots[index].holds
         self._shares.drop(holds.pop(reader), index)
         if not any(process == reader[0] for process, _ in holds):
@@ -520,7 +515,7 @@ class SlotTable:
         self.settle(index)
 
     def settle(self, index: int) -> None:
-        """The users of a committed slot have changed: is it evictable? Then it is the one used last."""
+        """Update whether a committed slot can be evicted, after its users changed. If so, it is most recently used."""
         if self.slots[index].in_use:
             self.evictable.pop(index, None)
         else:
@@ -551,7 +546,7 @@ class SlotTable:
 
 
 def _discard(table: dict[_Name, set[int]], name: _Name, index: int) -> None:
-    """Take `index` out of the set under `name`, and the set out of the table when it is empty."""
+    """Remove `index` from the set under `name`, and remove the set from the table when it is empty."""
     if name in table:
         table[name].discard(index)
         if not table[name]:

@@ -1,6 +1,5 @@
-"""Object stores: one protocol (`object_store`) and what implements it.
+"""Object stores: one protocol, and the stores behind it.
 
-`open_store` chooses the store for a place. `local`, `fsspec_store` and `s3/` implement it.
-`retrying` and `read_limit` serve all of them, `streaming` reads whole objects, and `store_checksum` compares them with
-the store's checksum.
+Read `object_store` (the protocol) first, then `open_store` (which store for which URI), then `local`, `fsspec_store`
+and `s3/`. All of them use `requests` (deadlines and retries) and `connections` (proxies and TLS).
 """

@@ -1,10 +1,10 @@
-"""The proxies that the environment names, and the TLS settings, for every connection that Longshore opens itself.
+"""Proxies and TLS settings for every connection that Longshore opens itself.
 
     HTTPS_PROXY, HTTP_PROXY    the proxy for requests by https and by http: http://[user:password@]host[:port]
-    NO_PROXY                   hosts, domains or host:port that are asked directly, separated by commas; "*" for all
+    NO_PROXY                   hosts, domains or host:port that need no proxy, separated by commas; "*" for all
 
-The names may be in lower case, which counts more. `urllib.request` reads them, for botocore as well. So reads of
-weights take the same way as listings, look-ups and uploads. The user and the password appear in no message.
+The names may also be in lower case, which takes precedence. `urllib.request` reads them, for botocore as well. So reads
+of weights use the same proxy as listings, stats and uploads. No message contains the user or the password.
 """
 
 from __future__ import annotations
@@ -27,7 +27,7 @@ def host_and_port(host: str, port: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class Proxy:
-    """Where requests go first. Its text and its repr have no credentials."""
+    """An HTTP proxy. Its str and repr contain no credentials."""
 
     host: str
     port: int
@@ -38,12 +38,12 @@ class Proxy:
         return f"http://{host_and_port(self.host, self.port)}"
 
     def secret_url(self) -> str:
-        """With user and password, for libraries that take no other form."""
+        """Return the URL with user and password, for libraries that accept no other form."""
         credentials = f"{quote(self.user, safe='')}:{quote(self.password, safe='')}@" if self.user is not None else ""
         return f"http://{credentials}{str(self).removeprefix('http://')}"
 
     def headers(self) -> dict[str, str]:
-        """What the proxy alone is to read of a request."""
+        """Return the headers that are sent to the proxy and not to the server."""
         if self.user is None:
             return {}
         token = base64.b64encode(f"{self.user}:{self.password}".encode()).decode()
@@ -51,13 +51,13 @@ class Proxy:
 
 
 def find_proxy(url: str) -> Proxy | None:
-    """Return the proxy for requests to `url`, None when the environment names none for it.
+    """Return the proxy for requests to `url`, or None if the environment names none for it.
 
     Args:
-        url: scheme, host and maybe port of the server; the rest does not count.
+        url: scheme, host and optionally port of the server; the rest is ignored.
 
     Raises:
-        InvalidUri: the variable holds no URL of a proxy that can be used.
+        InvalidUri: the variable does not hold the URL of a usable proxy.
     """
     parts = urlsplit(url)
     named = getproxies().get(parts.scheme)
@@ -71,7 +71,7 @@ def find_proxy(url: str) -> Proxy | None:
         usable = False
     if not usable:
         raise InvalidUri(
-            f"{parts.scheme.upper()}_PROXY names no proxy that can be used",
+            f"{parts.scheme.upper()}_PROXY is not the URL of a usable proxy",
             hint="write http://host:port; a proxy that is itself reached by https or SOCKS is not supported",
         )
     user = unquote(proxy.username) if proxy.username else None
@@ -82,7 +82,7 @@ def proxy_refusal(status: int, **where: Any) -> StoreError:
     """Return the error for a proxy that answered with `status` instead of passing a request on."""
     if status == 407:
         return ProxyRefused(
-            "the proxy asks for a user and a password, or refused those it was given",
+            "the proxy requires a user and a password, or refused those that were sent",
             hint="write them into HTTPS_PROXY or HTTP_PROXY, percent-encoded: http://user:password@host:port",
             status=status,
             **where,
@@ -98,8 +98,13 @@ def proxy_refusal(status: int, **where: Any) -> StoreError:
 
 
 def tls_context(ca_bundle: str | None, uri: str) -> ssl.SSLContext:
-    """Trusts the CAs of that PEM file, or the system's. `uri` is for the StoreError when it cannot be read."""
+    """Return a TLS context that trusts the CAs in that PEM file, or the system's. Raises StoreError, naming `uri`."""
     try:
         return ssl.create_default_context(cafile=ca_bundle)
     except (OSError, ssl.SSLError) as error:
-        raise StoreError("the CA bundle cannot be read", ca_bundle=ca_bundle, uri=uri) from error
+        raise StoreError(
+            "the CA bundle cannot be read",
+            hint="ca_bundle must name a PEM file with certificates, readable on this host",
+            ca_bundle=ca_bundle,
+            uri=uri,
+        ) from error

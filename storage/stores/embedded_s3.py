@@ -4,9 +4,8 @@
         ref = parse_uri("s3://bucket/model", endpoint_url=server.endpoint_url)
         store = open_store(ref, server.credentials())
 
-First-level folders are buckets and the files in them are objects, also those dropped in by hand (`refresh`). For
-the demo, a laptop and the tests; not for production. The child ends with the block, and with the parent however
-that dies.
+First-level folders are buckets, and the files in them are objects. Files may be added by hand (`refresh`). It is for
+the demo, laptops and tests, not for production. The child ends with the block, and also when the parent dies.
 """
 
 from __future__ import annotations

@@ -1,25 +1,25 @@
-"""The protocol of an object store, byte ranges, and a store in memory for tests.
+"""The protocol of an object store, byte ranges, a store in memory for tests, and readers of whole objects.
 
-Every byte of a model crosses this boundary.
+Every byte of a model comes through this protocol.
 
-    stat(key)                     size and version of one object, one request
+    stat(key)                     size and version of one object, in one request
     list(prefix)                  every object under a prefix, paged by the store
     read_into(key, range, buf)    exactly those bytes into the caller's buffer, or an error
-    read_pieces(key, range, bufs) the same into several buffers in a row, each while the last one is still in the CPU's
-                                  cache (`ReadsPieces`: the stores of the hot path; `read_pieces` serves all)
-    put(key, data)                a small object, whole and atomic
-    upload(key)                   a large object in parts; visible only when it is complete
-    delete(key)                   one object away, there or not
+    read_pieces(key, range, bufs) the same into several buffers in order, each processed while it is still in the CPU's
+                                  cache (`ReadsPieces`: the stores of the hot path; `read_pieces` works with any store)
+    put(key, data)                writes a small object, whole and atomic
+    upload(key)                   writes a large object in parts; visible only when it is complete
+    delete(key)                   removes one object if it exists
 
 Keys are relative to the root that the store was opened on, `/`-separated, never absolute and never with `..`
 (`check_key`). Stores are thread-safe: many threads call `read_into` at once, each on a connection of its own.
 
-Objects read whole, in order, through a few reused buffers: several reads in flight, one consumer each.
+Whole objects are read in order, through a few reused buffers, with several reads in flight for each consumer:
 
-run_readers(jobs) -- consumer threads --> work(job, reader)
-    reader.read(key, ranges) --> (0, bytes), (1, bytes), ...     views, valid until the next step
-        ring of `depth` buffers, filled ahead by shared reading threads; a buffer is filled again only
-        after the consumer has stepped on. Memory: consumers x depth x buffer_bytes, allocated once.
+    run_readers(jobs) -- consumer threads --> work(job, reader)
+        reader.read(key, ranges) --> (0, bytes), (1, bytes), ...     views, valid until the next step
+            ring of `depth` buffers, filled ahead by shared reading threads; a buffer is filled again only
+            after the consumer has taken its next step. Memory: consumers x depth x buffer_bytes, allocated once.
 """
 
 from __future__ import annotations
@@ -43,7 +43,7 @@ class ByteRange:
     """Bytes `[start, end)` of one object. `ByteRange(0, 8)` is the first eight bytes."""
 
     start: int  # first byte, counted from 0
-    end: int  # first byte that is not part of the range
+    end: int  # first byte after the range
 
     def __post_init__(self) -> None:
         if not 0 <= self.start <= self.end:
@@ -54,17 +54,17 @@ class ByteRange:
         return self.end - self.start
 
     def check_buffer(self, buffer: memoryview) -> None:
-        """Raises ValueError for a buffer that the range does not fill exactly."""
+        """Raise ValueError unless the range fills the buffer exactly."""
         if len(buffer) != self.size_bytes:
             raise ValueError(f"buffer has {len(buffer)} bytes, the range {self.size_bytes}")
 
     def split(self, piece_bytes: int) -> Iterator[ByteRange]:
-        """The range cut every `piece_bytes`; the last piece may be shorter, an empty range gives none."""
+        """Yield the range in pieces of `piece_bytes`. The last may be shorter; an empty range yields none."""
         for start in range(self.start, self.end, piece_bytes):
             yield ByteRange(start, min(start + piece_bytes, self.end))
 
     def http_header(self) -> str:
-        """The value of an HTTP `Range` header (whose end is inclusive, RFC 9110 section 14.1.2)."""
+        """Return the value of an HTTP `Range` header, whose end is inclusive (RFC 9110 section 14.1.2)."""
         if not self.size_bytes:
             raise ValueError("HTTP cannot ask for an empty range")
         return f"bytes={self.start}-{self.end - 1}"
@@ -73,24 +73,24 @@ class ByteRange:
         return f"[{self.start}, {self.end})"
 
 
-# What is hashed or copied next while it is still in a core's own cache (1 to 2 MiB on servers), and large enough that
-# the work between two receives does not count. Measured: docs/benchmarks.md.
+# Small enough that a piece is hashed or copied while it is still in a core's own cache (1 to 2 MiB on servers). Large
+# enough that the work between two receives does not matter. Measured in docs/benchmarks.md.
 PIECE_BYTES = 1 << 20
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectInfo:
-    """What a store says about one object."""
+    """The facts that a store reports about one object."""
 
     key: str  # relative to the store's root
     size_bytes: int
-    etag: str | None  # opaque version tag without quotes; None where the store has none
-    checksums: dict[str, str] = field(default_factory=dict)  # whole-object: {"crc64nvme" | "sha256" | "md5"...: hex}
-    composites: dict[str, str] = field(default_factory=dict)  # of the digests of its parts in a row (see KeepsParts)
+    etag: str | None  # opaque version tag without quotes; None if the store has none
+    checksums: dict[str, str] = field(default_factory=dict)  # of the whole object: {"crc64nvme" | "sha256" | ...: hex}
+    composites: dict[str, str] = field(default_factory=dict)  # digests over the digests of its parts (see KeepsParts)
 
 
 class Upload(Protocol):
-    """An object being written in order. Nothing is visible before `complete`."""
+    """An object that is written in order. Nothing is visible before `complete`."""
 
     def write(self, data: memoryview) -> None: ...
 
@@ -99,23 +99,23 @@ class Upload(Protocol):
 
 @runtime_checkable
 class ObjectStore(Protocol):
-    """Bytes by key. Every method raises the errors of `storage.errors` and no others."""
+    """Reads and writes bytes by key. Methods raise only the errors of `storage.errors`."""
 
-    uri: str  # root, for messages: no credentials in it
+    uri: str  # the root, for messages; contains no credentials
 
     def stat(self, key: str) -> ObjectInfo:
-        """Size, ETag and known checksums. Raises ObjectNotFound, AccessDenied, StoreUnavailable."""
+        """Return size, ETag and known checksums. Raises ObjectNotFound, AccessDenied, StoreUnavailable."""
         ...
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Objects whose key begins with `prefix`, recursively, in key order."""
+        """Yield the objects whose key begins with `prefix`, recursively, in key order."""
         ...
 
     def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
         """Fill `buffer` (writable, exactly `byte_range.size_bytes` long) with those bytes of `key`.
 
-        With `etag`, the answer must be that version (ObjectChanged otherwise), whether the server honours
-        If-Match or ignores it. Returns the ETag of the answer. An empty range moves nothing and asks nothing.
+        With `etag`, the answer must be that version, whether the server honours If-Match or ignores it. Otherwise
+        ObjectChanged is raised. Returns the ETag of the answer. An empty range sends no request.
         Raises ShortRead, RangeMismatch, ObjectChanged, ObjectNotFound, AccessDenied, StoreUnavailable.
         After an error the buffer's contents are undefined.
         """
@@ -126,11 +126,11 @@ class ObjectStore(Protocol):
         ...
 
     def upload(self, key: str) -> AbstractContextManager[Upload]:
-        """Write a large object in order; leaving the block without `complete()` leaves nothing behind."""
+        """Write a large object in order. Leaving the block without `complete()` removes what was written."""
         ...
 
     def delete(self, key: str) -> None:
-        """Remove one object; no error when it is not there."""
+        """Remove one object. No error if it does not exist."""
         ...
 
     def close(self) -> None:
@@ -140,16 +140,16 @@ class ObjectStore(Protocol):
 
 @runtime_checkable
 class LeavesOut(Protocol):
-    """A store that knows what is below its root and cannot be an object: no key names it, or it has no bytes."""
+    """A store that can name the files below its root that cannot be objects: no valid key, or no bytes."""
 
     def left_out(self) -> Iterator[str]:
-        """Their names as they are there, in no order."""
+        """Yield their names as the file system has them, in no order."""
         ...
 
 
 @runtime_checkable
 class ReadsPieces(Protocol):
-    """A store that can stop between two parts of a range, so that the caller works on each while it is warm."""
+    """A store that can pause between two pieces of a range, so that the caller processes each while it is cached."""
 
     def read_pieces(
         self,
@@ -160,11 +160,11 @@ class ReadsPieces(Protocol):
         etag: str | None = None,
         limit: ReadLimit | None = None,
     ) -> str | None:
-        """As `ObjectStore.read_into`, into `pieces` in their order; together they have the range's size.
+        """Read like `ObjectStore.read_into`, into `pieces` in order. Together they have the size of the range.
 
-        Each is filled whole before the next one is asked for, and after the last the end is asked for. An error may
-        come after any of them; when it came in the body, its detail `received_bytes` says how many bytes of the range
-        stand in the pieces. Raises ReadEnded when `limit` was ended.
+        Each piece is filled before the next one is taken from the iterator. After the last piece the iterator is
+        advanced to its end. Any piece may end in an error. If the error came in the body, its detail `received_bytes`
+        is how many bytes of the range are in the pieces. Raises ReadEnded if `limit` was ended.
         """
         ...
 
@@ -174,12 +174,12 @@ class KeepsParts(Protocol):
     """A store that knows in which parts an object was uploaded."""
 
     def part_ends(self, key: str, etag: str | None) -> tuple[int, ...]:
-        """Where the parts end, the last one the object; () when the store does not know. Raises StoreError."""
+        """Return the end offsets of the parts, or () if the store does not know them. Raises StoreError."""
         ...
 
 
 def cut(buffer: memoryview, piece_bytes: int = PIECE_BYTES) -> Iterator[memoryview]:
-    """The buffer in pieces of `piece_bytes`, the last one shorter."""
+    """Yield the buffer in pieces of `piece_bytes`. The last may be shorter."""
     for start in range(0, len(buffer), piece_bytes):
         yield buffer[start : start + piece_bytes]
 
@@ -194,12 +194,12 @@ def read_pieces(
     etag: str | None = None,
     limit: ReadLimit | None = None,
 ) -> str | None:
-    """Read a range into `parts`, which follow each other in the object; `seen` is called with every piece, in order.
+    """Read a range into `parts`, which are adjacent in the object. Calls `seen` with every piece, in order.
 
-    Pieces have `PIECE_BYTES` at most where the store is a `ReadsPieces`. Raises what `ObjectStore.read_into` raises,
-    ValueError when the parts do not fit the range. After an error, what was seen has arrived; what arrived beyond
-    that, the error's `received_bytes` says (see ReadsPieces). A store that reads whole ranges has brought nothing,
-    and cannot be ended in mid-read.
+    If the store is a `ReadsPieces`, a piece has at most `PIECE_BYTES`. Raises what `ObjectStore.read_into` raises, and
+    ValueError if the parts do not fit the range. After an error, every piece passed to `seen` has arrived. The error's
+    `received_bytes` counts the bytes that arrived in all (see ReadsPieces). A store that reads whole ranges has
+    delivered nothing after an error, and its reads cannot be ended halfway.
     """
     if sum(map(len, parts)) != byte_range.size_bytes:
         raise ValueError(f"parts have {sum(map(len, parts))} bytes, the range {byte_range.size_bytes}")
@@ -224,7 +224,7 @@ def read_pieces(
 
 
 def check_key(key: str) -> str:
-    """`key` itself when it is safe to join to a root; StoreError when it is absolute, empty or climbs out."""
+    """Return `key` if it is safe to join to a root. Raises StoreError if it is empty, absolute or contains '..'."""
     parts = key.split("/")
     if not key or key.startswith("/") or "\\" in key or "\0" in key or any(p in ("", ".", "..") for p in parts):
         raise StoreError(f"not a relative object key: {key!r}", hint="keys may not be absolute or contain '..'")
@@ -232,14 +232,14 @@ def check_key(key: str) -> str:
 
 
 def read_bytes(store: ObjectStore, key: str, byte_range: ByteRange, *, etag: str | None = None) -> bytes:
-    """Those bytes as an object of their own: for headers and JSON, not for the hot path."""
+    """Return the bytes of a range as a new object. For headers and JSON, not for the hot path."""
     data = bytearray(byte_range.size_bytes)
     store.read_into(key, byte_range, memoryview(data), etag=etag)
     return bytes(data)
 
 
 class MemoryStore:
-    """An object store in a dict: the twin for unit tests, and the reference in the contract suite."""
+    """An object store in a dict: for unit tests, and the reference in the contract tests."""
 
     def __init__(self, objects: dict[str, bytes] | None = None, uri: str = "twin://memory") -> None:
         self.uri = uri
@@ -312,18 +312,18 @@ def _etag(data: bytes) -> str:
     return hashlib.md5(data, usedforsecurity=False).hexdigest()
 
 
-CONSUMERS = 4  # objects read at a time: enough to keep several cores hashing
-MIN_DEPTH = 2  # one buffer is hashed while the next is filled
+CONSUMERS = 4  # objects read at a time, enough to keep several cores hashing
+MIN_DEPTH = 2  # buffers: one is hashed while the next is filled
 
 J = TypeVar("J")
 
 
 class Stopped(Exception):
-    """Another part of the same work failed; this one ends quietly. Never leaves `run_readers`."""
+    """Ends one job quietly because another job failed. `run_readers` never raises it."""
 
 
 class RangeReader:
-    """A ring of buffers for one consumer thread; used for one object after the other."""
+    """A ring of buffers for one consumer thread, reused for one object after the other."""
 
     def __init__(
         self, executor: Executor, depth: int, buffer_bytes: int, policy: RetryPolicy, stop: threading.Event
@@ -336,9 +336,9 @@ class RangeReader:
     def read(
         self, store: ObjectStore, key: str, ranges: Sequence[ByteRange], *, etag: str | None
     ) -> Generator[tuple[int, memoryview], None, None]:
-        """Index and bytes of each range, in order; no range is larger than a buffer.
+        """Yield index and bytes of each range, in order. No range may be larger than a buffer.
 
-        Raises what `ObjectStore.read_into` raises, after retries, and Stopped when the work was called off.
+        Raises what `ObjectStore.read_into` raises, after retries, and Stopped when another job failed.
         """
         flying: deque[tuple[int, memoryview, Future[None]]] = deque()
         free = deque(self._buffers)
@@ -357,7 +357,7 @@ class RangeReader:
                 yield index, buffer[: ranges[index].size_bytes]
                 free.append(buffer)
         finally:
-            # A buffer belongs to its read until that has ended: nobody may reuse the ring before.
+            # A running read still writes to its buffer, so nobody may reuse the ring before it has ended.
             for _, _, fill in flying:
                 fill.cancel()
             wait([fill for _, _, fill in flying])
@@ -379,9 +379,9 @@ def run_readers(
     buffer_bytes: int,
     policy: RetryPolicy,
 ) -> None:
-    """`work` of every job, several at a time, with about `concurrency` reads in flight in all.
+    """Run `work` for every job, several at a time, with about `concurrency` reads in flight in all.
 
-    The first error (or Ctrl-C) stops all others within one read, and is raised when they have ended.
+    The first error (or Ctrl-C) stops all other jobs within one read. It is raised after they have ended.
     """
     if not jobs:
         return
@@ -405,7 +405,7 @@ def run_readers(
 
         running: list[Future[None]] = []
         try:
-            # Inside: a Ctrl-C that comes while these start must stop those that have, or all would be read first.
+            # Inside the try: a Ctrl-C between two submits must stop the jobs that have started.
             for _ in range(consumers):
                 running.append(consumer_threads.submit(consume))
             wait(running, return_when=FIRST_EXCEPTION)
@@ -419,5 +419,5 @@ def run_readers(
 
 
 def ranges_of(ends: Sequence[int]) -> list[ByteRange]:
-    """Half-open ranges from their ends: `[10, 30]` is [0, 10) and [10, 30)."""
+    """Return half-open ranges from their ends: `[10, 30]` gives [0, 10) and [10, 30)."""
     return [ByteRange(start, end) for start, end in pairwise((0, *ends))]

@@ -1,4 +1,4 @@
-"""The store that a StoreRef names: s3, local or fsspec, by scheme."""
+"""The choice of a store for a StoreRef: S3, local or fsspec, by scheme."""
 
 from __future__ import annotations
 
@@ -14,11 +14,11 @@ def open_store(
     read_timeout_s: float = 20.0,
     connect_timeout_s: float = 5.0,
 ) -> ObjectStore:
-    """The store at `ref`. Nothing is asked of it yet, so a wrong bucket shows at the first call.
+    """Return the store at `ref`. It sends no request yet, so a wrong bucket shows at the first call.
 
-    A read that gets no byte for `read_timeout_s` fails. Raises UnsupportedStore for a scheme nobody serves.
+    A read that receives no byte for `read_timeout_s` fails. Raises UnsupportedStore for a scheme that no store serves.
     """
-    # Imported here so that a local load needs no boto3, and an S3 load no fsspec: every worker pays for imports.
+    # Imported here, because every worker pays for imports: a local load needs no boto3, and an S3 load no fsspec.
     if ref.scheme == "file":
         from storage.stores.local import LocalStore
 
@@ -28,7 +28,7 @@ def open_store(
 
         return S3Store(ref, credentials, read_timeout_s=read_timeout_s, connect_timeout_s=connect_timeout_s)
     if ref.scheme == "twin":
-        raise UnsupportedStore("the in-memory twin is opened by its class, not by a URI")
+        raise UnsupportedStore("a twin:// URI cannot be opened", hint="create a MemoryStore and use it directly")
     from storage.stores.fsspec_store import FsspecStore
 
     return FsspecStore(ref, credentials, read_timeout_s=read_timeout_s, connect_timeout_s=connect_timeout_s)

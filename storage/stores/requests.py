@@ -1,20 +1,19 @@
-"""One request to a store: how it is ended from outside, and how it is repeated after a pause that grows.
+"""Requests to a store: how one is ended from outside, and when one is repeated.
 
-owner: limits.begin(deadline) --> ReadLimit --> store: attach(socket) ... detach()
+Ending a read. The reader itself never looks at a clock, so its receives stay as large as they are.
+
+    owner: limits.begin(deadline) --> ReadLimit --> store: attach(socket) ... detach()
                                          ^
-    end(): by the owner, or by the thread of `ReadLimits` at the deadline. The socket is shut down, so whoever waits
-    on it, for the head, in TLS or for the next byte of a body that trickles, wakes at once
+    end(): called by the owner, or by the thread of `ReadLimits` at the deadline. It shuts the socket down, so a reader
+    wakes at once, whether it waits for the head of an answer, in TLS, or for the next byte of a slow body
 
-The reader itself looks at no clock: its receives stay as large as they are.
-
-The same request again, after a pause that grows, when the store's answer says that this may help.
-
+Repeating a request. `with_retries` repeats it, after growing pauses, when the store's answer shows that this may help.
 `passing_refusal` is the one table of refusals that deserve another try, by status and by error code. It serves every
-store and every kind of request: reads, listings, look-ups and uploads. What it was made of:
+store and every kind of request: reads, listings, stats and uploads. Its sources:
 
 - codes: those that botocore's standard mode retries (botocore/retries/standard.py: transient and throttled errors)
 - codes of S3 itself: the error list of the S3 API Reference ("Error responses"), where it says to try again
-- codes with "KMS." before them: S3 passes on what AWS KMS answered (KMS API Reference, "Common errors")
+- codes with the prefix "KMS.": S3 forwards what AWS KMS answered (KMS API Reference, "Common errors")
 - statuses: 408, 425, 429 and 5xx as RFC 9110, RFC 8470 and RFC 6585 describe them; 509 from botocore/data/_retry.json
 """
 
@@ -38,10 +37,10 @@ T = TypeVar("T")
 
 
 class ReadLimit:
-    """One read, or several tries of one, that can be ended. Thread-safe."""
+    """One read, or several tries of one, that another thread can end. Thread-safe."""
 
     def __init__(self, deadline_s: float = math.inf) -> None:
-        """`deadline_s`, by the monotonic clock, is for whoever watches: see `ReadLimits`."""
+        """Set a limit. `deadline_s`, on the monotonic clock, takes effect only inside `ReadLimits.begin`."""
         self.deadline_s = deadline_s
         self.ended = False
         self._lock = threading.Lock()
@@ -49,20 +48,21 @@ class ReadLimit:
         self._call: Callable[[], object] | None = None
 
     def end(self) -> None:
-        """End the read that is under way, and let none begin. Returns at once."""
+        """End the read that is running, and prevent further ones. Returns at once."""
         with self._lock:
             self.ended = True
             if self._socket is not None:
                 with contextlib.suppress(OSError):
-                    # Not SSLSocket.shutdown: it takes the TLS away from under the reader, who would see ciphertext.
+                    # SSLSocket.shutdown would remove the TLS layer while the reader uses it; it would see ciphertext.
                     socket.socket.shutdown(self._socket, socket.SHUT_RDWR)
             if self._call is not None:
                 self._call()
 
     @contextmanager
     def calling(self, call: Callable[[], object]) -> Iterator[None]:
-        """For a read that has no socket of ours: `call`, which must not wait, is made when the read is ended inside of
-        the block. Raises ReadEnded.
+        """Call `call` if the read is ended inside the block, for a read without a socket of ours. Raises ReadEnded.
+
+        `call` must not block.
         """
         with self._lock:
             self.check()
@@ -74,43 +74,43 @@ class ReadLimit:
                 self._call = None
 
     def check(self) -> None:
-        """Raises ReadEnded when the read was ended."""
+        """Raise ReadEnded if the read was ended."""
         if self.ended:
-            raise ReadEnded("the read was ended: its time was over, or its bytes were not wanted any more")
+            raise ReadEnded("the read was ended, because its time was over or its bytes were no longer needed")
 
     def attach(self, sock: socket.socket) -> None:
-        """The read goes through this socket from now on. Raises ReadEnded."""
+        """Set the socket that the read uses from now on. Raises ReadEnded."""
         with self._lock:
             self.check()
             self._socket = sock
 
     def detach(self) -> bool:
-        """The socket is left alone from now on; to be called before it is closed. True: the read was ended."""
+        """Leave the socket alone from now on; call this before closing it. Returns whether the read was ended."""
         with self._lock:
             self._socket = None
             return self.ended
 
 
 class ReadLimits:
-    """Ends reads at their deadlines, in one thread that begins with the first read. Thread-safe."""
+    """Ends reads at their deadlines, from one thread that starts with the first read. Thread-safe."""
 
     def __init__(self) -> None:
         self._changed = threading.Condition()
         self._running: set[ReadLimit] = set()
-        self._wakes_s = math.inf  # when the thread looks again
+        self._wakes_s = math.inf  # when the thread next checks the deadlines
         self._thread: threading.Thread | None = None
         self._closed = False
 
     @contextmanager
     def begin(self, deadline_s: float) -> Iterator[ReadLimit]:
-        """A limit for the reads inside the block."""
+        """Yield a limit for the reads inside the block, which ends them at `deadline_s` (monotonic clock)."""
         limit = ReadLimit(deadline_s)
         with self._changed:
             self._running.add(limit)
             if self._thread is None and not self._closed:
                 self._thread = threading.Thread(target=self._watch, name="read-limits", daemon=True)
                 self._thread.start()
-            # Deadlines mostly come in order: the thread sleeps through all but the first.
+            # Deadlines mostly come in order, so only an earlier one needs to wake the thread.
             if deadline_s < self._wakes_s:
                 self._changed.notify()
         try:
@@ -120,14 +120,14 @@ class ReadLimits:
                 self._running.discard(limit)
 
     def end_all(self) -> None:
-        """End every read that runs now."""
+        """End every read that is running now."""
         with self._changed:
             running = list(self._running)
         for limit in running:
             limit.end()
 
     def close(self) -> None:
-        """The thread is gone when this returns; deadlines are not watched any more. Idempotent."""
+        """Stop the thread and wait for it. Deadlines are not watched any more. Idempotent."""
         with self._changed:
             self._closed = True
             thread, self._thread = self._thread, None
@@ -148,9 +148,9 @@ class ReadLimits:
 
 
 def outlived(read: Callable[[], T], limit: ReadLimit, name: str) -> T:
-    """What `read` returns, in a thread of its own; once `limit` was ended, ReadEnded, and the thread is left alone.
+    """Run `read` in a thread and return its result. When `limit` ends, raise ReadEnded and abandon the thread.
 
-    It must touch nothing that anybody else uses by then. It ends with the process at the latest.
+    An abandoned thread may run until the process ends. So `read` must not touch anything that others use later.
     """
     answers: queue.SimpleQueue[tuple[T | None, BaseException | None] | None] = queue.SimpleQueue()
 
@@ -164,7 +164,7 @@ def outlived(read: Callable[[], T], limit: ReadLimit, name: str) -> T:
         threading.Thread(target=work, name=name, daemon=True).start()
         answer = answers.get()
     if answer is None:
-        raise ReadEnded("the read was ended: its time was over, or its bytes were not wanted any more")
+        raise ReadEnded("the read was ended, because its time was over or its bytes were no longer needed")
     found, error = answer
     if error is not None:
         raise error
@@ -177,7 +177,7 @@ _THROTTLING_CODES = frozenset(
         *("ProvisionedThroughputExceededException", "RequestLimitExceeded", "RequestThrottled"),
         *("RequestThrottledException", "SlowDown", "ThrottledException", "Throttling", "ThrottlingException"),
         *("TooManyRequests", "TooManyRequestsException", "TransactionInProgressException"),
-        *("SlowDownRead", "SlowDownWrite", "ServerBusy"),  # MinIO's and Azure's
+        *("SlowDownRead", "SlowDownWrite", "ServerBusy"),  # codes of MinIO and Azure
     }
 )
 _TRANSIENT_CODES = frozenset(
@@ -189,7 +189,7 @@ _TRANSIENT_CODES = frozenset(
 )
 _THROTTLING_STATUSES = frozenset({429, 509})
 _TRANSIENT_STATUSES = frozenset({408, 425})
-_FINAL_STATUSES = frozenset({501, 505})  # servers that will never do what was asked
+_FINAL_STATUSES = frozenset({501, 505})  # the server does not implement the request and never will
 
 
 def passing_refusal(status: int, code: str = "") -> type[StoreUnavailable] | None:
@@ -197,7 +197,7 @@ def passing_refusal(status: int, code: str = "") -> type[StoreUnavailable] | Non
 
     Args:
         status: the HTTP status of the answer; 0 when it is not known.
-        code: the store's error code; "" when the answer has none. A known code counts more than the status.
+        code: the store's error code; "" when the answer has none. A known code takes precedence over the status.
     """
     code = code.removeprefix("KMS.")
     if code in _THROTTLING_CODES or (status == 503 and code in ("", "ServiceUnavailable")):
@@ -213,19 +213,19 @@ def passing_refusal(status: int, code: str = "") -> type[StoreUnavailable] | Non
 
 @dataclass(frozen=True, slots=True)
 class RetryPolicy:
-    """How often and how patiently."""
+    """The number of tries of a request and the pauses between them."""
 
-    attempts: int = 5  # tries in all
-    base_s: float = 0.2  # longest pause before the second try; doubles each time
-    max_s: float = 10.0  # no pause is longer
+    attempts: int = 5  # tries in all, the first included
+    base_s: float = 0.2  # longest pause before the second try; doubles with each further try
+    max_s: float = 10.0  # upper limit of every pause
 
     def pause_s(self, failures: int, fraction: float) -> float:
-        """Pause after that many failures; `fraction`, random in [0, 1), spreads the callers (full jitter)."""
+        """Return the pause after that many failures. `fraction`, random in [0, 1), spreads callers (full jitter)."""
         return fraction * min(self.max_s, self.base_s * float(2 ** min(failures - 1, 60)))
 
 
 def worth_a_retry(error: StoreError) -> bool:
-    """True for what may pass by itself (unreachable, throttled, cut short, other bytes), or was mended meanwhile."""
+    """True for errors that may pass by themselves (unreachable, throttled, short, wrong range, expired credentials)."""
     return isinstance(error, StoreUnavailable | RangeMismatch | CredentialsExpired)
 
 
@@ -236,7 +236,7 @@ def with_retries(
     sleep: Callable[[float], object] = time.sleep,
     fraction: Callable[[], float] = random.random,
 ) -> T:
-    """What `request` returns, asked up to `policy.attempts` times. Raises its last StoreError."""
+    """Return the result of `request`, after up to `policy.attempts` tries. Raises the StoreError of the last try."""
     failures = 0
     while True:
         try:
