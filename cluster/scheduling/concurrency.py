@@ -1,25 +1,26 @@
-"""How many requests each rank of a node keeps in flight: found from throughput and throttling. Pure; time is passed in.
+"""Requests in flight: the limit of each rank, and duplicate requests for slow chunks. Pure; time is passed in.
+
+`RequestLimit` finds how many requests each rank of a node keeps in flight, from throughput and throttling.
 
     levels     1 2 3 4 6 8 12 16 ...            each at least a quarter above the one below
     measure    a window of requests at one level -> bytes/s; a mean per level that forgets slowly
-    choose     the lowest level whose throughput is the best one's, but for the noise
-    explore    the level above it, then the one below, where unmeasured; the neighbours again later, ever more rarely
+    choose     the lowest level whose throughput equals the best one's within the noise
+    explore    the level above it, then the one below, if unmeasured; the neighbours again later, less and less often
     throttled  half, once per burst; levels from the throttled one up are barred for a while that doubles each time
 
-Levels lie so far apart that one step below the knee costs more throughput than windows scatter. A window counts only
-if the requests really were in flight: when leases are short, throughput says nothing about the limit.
+Levels lie far apart, so that one step below the best level costs more throughput than the noise of a window. A window
+counts only if the requests really were in flight. When leases are short, throughput says nothing about the limit.
 
-All ranks of a load on a node go by one limit, measured by what they get together. A rank that searched for itself
-would always find that more requests bring more: taken from the others, on the same link.
+All ranks of a load on a node share one limit, measured by their common throughput. A rank that searched alone would
+always find that more requests bring more bytes, because it takes them from the other ranks on the same link.
 
-When a chunk is fetched a second time, because its fetch is far slower than its peers. Pure.
+`Hedges` decides when a chunk is requested a second time, because its fetch is far slower than others.
 
-    begun, ended   every fetch of a load on its node: those that brought their chunk say what is usual
-    due            the oldest fetch, once it is `factor` times as old as usual, and `after_s` at least
+    begun, ended   every fetch of a load on its node; the fetches that succeeded give the median duration
+    due            the oldest fetch, once it has taken `factor` times the median, and at least `after_s`
 
-The second fetch has a slot of its own; whichever brings the chunk first ends the other. A chunk is hedged once: if the
-store is slow for good, a third request does not help, and deadlines and budgets (`cluster.scheduling.retry`) go on as
-ever.
+The second fetch has a slot of its own. Whichever fetch succeeds first ends the other. A chunk is hedged once, because a
+third request does not help when the store stays slow. Deadlines and budgets (`cluster.scheduling.retry`) still apply.
 """
 
 from __future__ import annotations
@@ -30,35 +31,35 @@ from statistics import median
 
 LEVELS = (1, 2, 3, 4, 6, 8, 12, 16, 24, 32, 48, 64)
 START = 3
-MARGIN = 0.05  # differences in throughput below this are never taken for one
-MOST_MARGIN = 0.2  # nor are those above this ever taken for noise
+MARGIN = 0.05  # smaller relative differences in throughput always count as noise
+MOST_MARGIN = 0.2  # larger relative differences never count as noise
 WINDOW_REQUESTS = 6
 WINDOW_S = 0.03
-FULL = 0.75  # of the requests that may be in flight must have been, for a window to count
-MEMORY = 4  # windows in a level's mean
-CHANGED = 0.5  # a window below this part of its level's mean, or above its inverse: what was measured is outdated
-FULL_GAIN = 0.7  # of the gain that requests alone would bring: then the next step is a doubling
-REST_WINDOWS = 8  # before neighbours are measured again; doubles up to MOST_REST_WINDOWS
+FULL = 0.75  # a window counts if at least this fraction of the allowed requests was in flight
+MEMORY = 4  # windows that a level's mean covers
+CHANGED = 0.5  # a window below this fraction of its level's mean, or above the inverse, makes the measurements outdated
+FULL_GAIN = 0.7  # if a step brings this fraction of the ideal gain, the next step is a doubling
+REST_WINDOWS = 8  # windows before neighbours are measured again; doubles up to MOST_REST_WINDOWS
 MOST_REST_WINDOWS = 64
-COOL_DOWN_S = 1.0  # throttled answers within this of a halving belong to the same burst
-BAR_S = 5.0  # a throttled level is not tried again for so long; doubles up to MOST_BAR_S
+COOL_DOWN_S = 1.0  # throttled answers within this time of a halving belong to the same burst
+BAR_S = 5.0  # a throttled level is not tried again for this time; doubles up to MOST_BAR_S
 MOST_BAR_S = 120.0
 
 
 class RequestLimit:
-    """Requests of each rank: never below 1, never above `most`. Not thread-safe: the caller's lock guards it."""
+    """The number of requests of each rank, between 1 and `most`. Not thread-safe; the caller holds a lock."""
 
     def __init__(self, most: int, start: int = START) -> None:
-        self.ranks = 1  # that go by it now; may be set at any time
+        self.ranks = 1  # ranks that share the limit now; may be set at any time
         self._levels = [level for level in LEVELS if level < most] + [most]
         self._at = self._floor(start)
         self.peak = self.limit
         self.throttles = 0
-        # What was measured, by index of level.
-        self._rates: dict[int, float] = {}  # bytes/s
-        self._windows: dict[int, int] = {}  # how many are in that mean
-        self._noise = MARGIN  # how far windows of one level lie apart
-        # The window that runs.
+        # Measurements, by index of level.
+        self._rates: dict[int, float] = {}  # mean bytes/s
+        self._windows: dict[int, int] = {}  # how many windows are in that mean
+        self._noise = MARGIN  # relative scatter of the windows of one level
+        # The current window.
         self._unsettled = self._together  # requests that still belong to the level before
         self._begun_s = 0.0
         self._count = self._bytes = 0
@@ -73,7 +74,7 @@ class RequestLimit:
 
     @property
     def limit(self) -> int:
-        """Requests that each rank may have in flight now."""
+        """Return how many requests each rank may have in flight now."""
         return self._levels[self._at]
 
     @property
@@ -81,7 +82,7 @@ class RequestLimit:
         return self.limit * max(1, self.ranks)
 
     def finished(self, size_bytes: int, request_s: float, now_s: float) -> None:
-        """A request has brought `size_bytes`; it was on its way for `request_s`."""
+        """Record a request that took `request_s` and brought `size_bytes`."""
         if self._unsettled > 0:
             self._unsettled -= 1
             self._begun_s = now_s
@@ -89,7 +90,7 @@ class RequestLimit:
         self._count += 1
         self._bytes += size_bytes
         self._request_s += request_s
-        # Whole rounds: requests that share a link end in bursts of as many as there are.
+        # Count whole rounds, because requests that share a link end together in bursts.
         if self._count % self._together or self._count < max(WINDOW_REQUESTS, 2 * self._together):
             return
         elapsed_s = now_s - self._begun_s
@@ -102,16 +103,16 @@ class RequestLimit:
             self._go(self._choice(now_s), now_s)
 
     def said(self, requests: Iterable[tuple[int, float, float]], throttled: int, now_s: float) -> None:
-        """What a rank's update says (see RankUpdate): `finished` and `throttled`."""
+        """Record the requests and throttled answers of a rank's report (see RankUpdate)."""
         for size_bytes, took_s, ago_s in requests:
             self.finished(size_bytes, took_s, now_s - ago_s)
         for _ in range(throttled):
             self.throttled(now_s)
 
     def throttled(self, now_s: float) -> None:
-        """The store asked for fewer requests."""
+        """Record that the store asked for fewer requests."""
         self.throttles += 1
-        self._begin_window(self._together, now_s)  # one with such an answer in it measures nothing
+        self._begin_window(self._together, now_s)  # a window with a throttled answer measures nothing
         if now_s < self._cool_until_s:
             return
         self._cool_until_s = now_s + COOL_DOWN_S
@@ -136,7 +137,7 @@ class RequestLimit:
             self._rest = self._rest_after = REST_WINDOWS
 
     def _choice(self, now_s: float) -> int:
-        """The level for the next window."""
+        """Return the level for the next window."""
         rates, top = self._rates, self._top(now_s)
         enough = max(rates.values()) * (1 - min(max(self._noise, MARGIN), MOST_MARGIN))
         good = min(index for index, rate in rates.items() if rate >= enough)
@@ -156,7 +157,7 @@ class RequestLimit:
         return down if self._look_up else up
 
     def _top(self, now_s: float) -> int:
-        """The highest level that may be tried."""
+        """Return the highest level that may be tried."""
         if now_s < self._cool_until_s:
             return self._at
         if self._barred is not None and now_s < self._barred_until_s:
@@ -164,7 +165,7 @@ class RequestLimit:
         return len(self._levels) - 1
 
     def _paid_in_full(self, index: int) -> bool:
-        """Whether the step that led here brought nearly as much more throughput as it brought requests."""
+        """Return whether the step to this level raised throughput nearly in proportion to the requests."""
         before = self._came_from
         if before >= index or before not in self._rates or self._barred is not None:
             return False
@@ -172,7 +173,7 @@ class RequestLimit:
         return self._rates[index] / self._rates[before] - 1 >= FULL_GAIN * more
 
     def _floor(self, requests: int) -> int:
-        """Index of the highest level with no more than `requests`; of the lowest when there is none."""
+        """Return the index of the highest level with at most `requests`, or else of the lowest level."""
         return max((index for index, level in enumerate(self._levels) if level <= requests), default=0)
 
     def _go(self, index: int, now_s: float) -> None:
@@ -188,25 +189,25 @@ class RequestLimit:
         self._request_s = 0.0
 
 
-RECENT = 64  # fetches that say what is usual
-ENOUGH = 4  # with fewer, nothing is known
+RECENT = 64  # successful fetches that the median is taken from
+ENOUGH = 4  # with fewer fetches there is no median
 
 
 class Hedges:
-    """The fetches of one load on one node. A fetch is a lease, by its id; `factor` 0: nothing is ever due."""
+    """The fetches of one load on one node, by lease id. With `factor` 0 no chunk is ever due."""
 
     def __init__(self, factor: float, after_s: float) -> None:
         self.count = 0  # chunks that were fetched a second time
-        self.won = 0  # of those, how often the second fetch was the first to bring the chunk
+        self.won = 0  # how often the second fetch succeeded first
         self._factor = factor
         self._after_s = after_s
-        self._running: dict[str, tuple[int, float]] = {}  # lease -> chunk, since when; the oldest first
+        self._running: dict[str, tuple[int, float]] = {}  # lease -> (chunk, begin); the oldest first
         self._hedged: set[int] = set()  # chunks
         self._seconds: set[str] = set()  # leases that are second fetches
         self._took_s: deque[float] = deque(maxlen=RECENT)
 
     def begun(self, lease_id: str, chunk: int, now_s: float, *, second: bool = False) -> None:
-        """A fetch has begun; `second`: beside another one of the same chunk."""
+        """Record the begin of a fetch. `second` means that another fetch of the same chunk is running."""
         if second:
             self._hedged.add(chunk)
             self._seconds.add(lease_id)
@@ -214,7 +215,7 @@ class Hedges:
         self._running[lease_id] = chunk, now_s
 
     def ended(self, lease_id: str, now_s: float, *, brought: bool = False) -> None:
-        """The fetch has ended; `brought`: the chunk stands in the arena by it. Unknown ones are ignored."""
+        """Record the end of a fetch. `brought` means that it put the chunk into the arena. Ignore unknown leases."""
         chunk, since_s = self._running.pop(lease_id, (None, 0.0))
         second = lease_id in self._seconds
         self._seconds.discard(lease_id)
@@ -223,15 +224,15 @@ class Hedges:
             self.won += second
 
     def hedged(self, chunk: int) -> bool:
-        """Whether the chunk was ever fetched by two at once."""
+        """Return whether the chunk was ever requested a second time."""
         return chunk in self._hedged
 
     def due(self, now_s: float) -> int | None:
-        """The chunk to fetch a second time now."""
+        """Return the chunk to fetch a second time now, if any."""
         if not self._factor or len(self._took_s) < ENOUGH:
             return None
         for chunk, since_s in self._running.values():
             if chunk not in self._hedged:
-                # The others are younger.
+                # This fetch is the oldest, so no other one is due if it is not.
                 return chunk if now_s - since_s >= max(self._after_s, self._factor * median(self._took_s)) else None
         return None

@@ -1,10 +1,10 @@
-"""Who wants a model to stay: clients that renew their hold, and the keep flag. Pure; the clock is passed in.
+"""Clients that hold a model, and the store access of each client that has worked. Pure; the clock is passed in.
 
-How a model's store is read, and for which clients that has worked. Pure; the clock is passed in.
+A model stays in memory while a client renews its hold, or while its keep flag is set.
 
-A load is read with the access that its client passed (store, profile, credentials). Every later client is checked with
-its own access before it is given the model. Only an access that worked is kept, one per client, so that wrong or
-expired credentials of one client change nothing for the others.
+A load is read with the access that its client passed (store, profile, credentials). The store checks every later client
+with its own access before that client receives the model. Only an access that worked is kept, one per client. So wrong
+or expired credentials of one client change nothing for the others.
 """
 
 from __future__ import annotations
@@ -17,33 +17,35 @@ from cluster.request import StoreAccess
 
 @dataclass(frozen=True, slots=True)
 class Holders:
-    """A model is wanted while it has a holder or is kept."""
+    """The clients that hold a model, and its keep flag. The model stays while there is either."""
 
     keep: bool = False
-    heard_s: tuple[tuple[str, float], ...] = ()  # (client id, when it was last heard)
+    heard_s: tuple[tuple[str, float], ...] = ()  # (client id, time of its last request)
 
     def __len__(self) -> int:
         return len(self.heard_s)
 
     @property
     def ids(self) -> frozenset[str]:
-        """Client ids."""
+        """Return the ids of the clients that hold the model."""
         return frozenset(client_id for client_id, _ in self.heard_s)
 
     @property
     def wanted(self) -> bool:
+        """Return whether the model must stay in memory."""
         return self.keep or bool(self.heard_s)
 
     def hold(self, client_id: str, now_s: float, *, keep: bool = False) -> Holders:
-        """`client_id` holds the model, from now on or still. A keep once given stays."""
+        """Return the holders after `client_id` took or renewed its hold. A keep flag stays set."""
         others = tuple(entry for entry in self.heard_s if entry[0] != client_id)
         return Holders(self.keep or keep, (*others, (client_id, now_s)))
 
     def drop(self, client_id: str) -> Holders:
+        """Return the holders without this client."""
         return replace(self, heard_s=tuple(entry for entry in self.heard_s if entry[0] != client_id))
 
     def without_lapsed(self, now_s: float, ttl_s: float) -> Holders:
-        """Without the clients that have not been heard for longer than `ttl_s`."""
+        """Return the holders without the clients that sent no request for longer than `ttl_s`."""
         return replace(self, heard_s=tuple(entry for entry in self.heard_s if now_s - entry[1] <= ttl_s))
 
 
@@ -63,7 +65,7 @@ class ProvenAccess:
     proofs: tuple[Proof, ...] = ()
 
     def proven(self, client_id: str, access: StoreAccess, now_s: float) -> ProvenAccess:
-        """Add a client's access that the store accepted at `now_s`; an earlier one of the same client is replaced."""
+        """Record an access that the store accepted at `now_s`. It replaces an earlier one of the same client."""
         others = (proof for proof in self.proofs if proof.client_id != client_id)
         return ProvenAccess(tuple(sorted((*others, Proof(client_id, access, now_s)), key=lambda proof: proof.proven_s)))
 
@@ -77,7 +79,7 @@ class ProvenAccess:
         return max(times_s, default=None)
 
     def candidates(self, holder_ids: Collection[str]) -> list[StoreAccess]:
-        """Return every access that may be used to read, each once: those of holders first, the newest proof first."""
+        """Return each access that may be used to read, once. Holders come first, then the newest proof."""
         newest_first = sorted(reversed(self.proofs), key=lambda proof: proof.client_id not in holder_ids)
         found: list[StoreAccess] = []
         for proof in newest_first:
@@ -86,7 +88,7 @@ class ProvenAccess:
         return found
 
     def without_gone(self, holder_ids: Collection[str], since_s: float) -> ProvenAccess:
-        """Forget clients that hold the model no more, once their proof is older than `since_s`.
+        """Remove clients that no longer hold the model, once their proof is older than `since_s`.
 
         The newest proof of all stays: a kept model without holders must still be readable.
         """

@@ -1,15 +1,16 @@
-"""One load on one node: which chunk is fetched next, by whom, and which rank still needs it. Pure.
+"""The chunks of one load on one node: which rank fetches which chunk next, and which ranks still need it. Pure.
 
     PENDING --leased--> LEASED --committed--> COMMITTED --every rank placed it--> DONE
        ^                  |                      |                                 |
        +--requeue, failed-+<------- evicted -----+          restart_rank ----------+
-       +--waiting_for-- WAITING: the same bytes are on their way under another lease
+       +--waiting_for-- WAITING: another lease is fetching the same bytes
 
-A rank is given what it needs itself first, in plan order, to place it while it is warm. One that is far ahead helps the
-others first: it leaves when it has everything, and a slow rank would be left alone with the rest. A rank that failed on
-a chunk is not given it again while another rank of the node has not tried.
+A rank fetches the chunks that it needs itself first, in plan order, so that it places them while they are warm in the
+processor's cache. A rank that is far ahead helps the others first. Otherwise it would leave once it has everything, and
+a slow rank would fetch the rest alone. A rank that failed on a chunk does not get it again while another rank of the
+node has not tried it.
 
-Every operation is O(log n) in the chunks, times the ranks of one node, but for `restart_rank` and `rank_lost`.
+Every operation is O(log n) in the chunks, times the ranks of one node. `restart_rank` and `rank_lost` cost more.
 """
 
 from __future__ import annotations
@@ -27,12 +28,15 @@ from cluster.scheduling.retry import Fail, Retry, decide
 
 
 class RankNeeds:
-    """Ranks count as present from the start. One byte per rank and chunk; every question is O(ranks of the node)."""
+    """The chunks that each rank has not placed. All ranks are present at the start.
+
+    It takes one byte per rank and chunk. Every question is O(ranks of the node).
+    """
 
     def __init__(self, positions: Mapping[int, NDArray[np.int64]], count: int) -> None:
-        """`positions`: what each rank touches, of `count` in all."""
+        """`positions` has the positions of the chunks that each rank touches, out of `count` in all."""
         self.present = set(positions)
-        self.left = dict.fromkeys(positions, 0)  # chunks that the rank has not placed
+        self.left = dict.fromkeys(positions, 0)  # number of chunks that the rank has not placed
         self._wants = {rank: np.unique(touched) for rank, touched in positions.items()}
         self._outstanding = {rank: np.zeros(count, np.uint8) for rank in positions}  # 1: not placed
         for rank in positions:
@@ -40,17 +44,17 @@ class RankNeeds:
 
     @property
     def complete(self) -> bool:
-        """Every rank is there and has placed everything."""
+        """Return whether every rank is present and has placed everything."""
         return len(self.present) == len(self.left) and not any(self.left.values())
 
     def begin_anew(self, rank: int) -> None:
-        """The rank is there, and has placed nothing."""
+        """Mark the rank as present, with nothing placed."""
         self.present.add(rank)
         self._outstanding[rank][self._wants[rank]] = 1
         self.left[rank] = len(self._wants[rank])
 
     def placed(self, rank: int, position: int) -> bool:
-        """The rank has it now. False when that was known, never needed, or nobody is there for the rank."""
+        """Record that the rank has placed the chunk. Return False if it was not needed or the rank is absent."""
         if not self.needs(rank, position):
             return False
         self._outstanding[rank][position] = 0
@@ -58,23 +62,23 @@ class RankNeeds:
         return True
 
     def needs(self, rank: int, position: int) -> bool:
-        """Whether the rank is present and has not placed it."""
+        """Return whether the rank is present and has not placed the chunk it needs."""
         return rank in self.present and bool(self._outstanding[rank][position])
 
     def needing(self, position: int) -> tuple[int, ...]:
-        """Present ranks that have not placed it, ascending."""
+        """Return the present ranks that have not placed the chunk, ascending."""
         return tuple(rank for rank in sorted(self.present) if self._outstanding[rank][position])
 
     def wants(self, rank: int) -> NDArray[np.int64]:
-        """What the rank touches, placed or not, ascending."""
+        """Return the positions that the rank touches, placed or not, ascending."""
         return self._wants[rank]
 
     def wanted_by(self, position: int) -> tuple[int, ...]:
-        """Ranks that touch it, present or not, placed or not, ascending."""
+        """Return the ranks that touch the chunk, present or not, placed or not, ascending."""
         return tuple(rank for rank in sorted(self._wants) if _holds(self._wants[rank], position))
 
     def missing(self, rank: int) -> list[int]:
-        """What the rank has not placed, ascending."""
+        """Return the positions that the rank has not placed, ascending."""
         found: list[int] = np.flatnonzero(self._outstanding[rank]).tolist()
         return found
 
@@ -86,7 +90,7 @@ def _holds(ascending: NDArray[np.int64], position: int) -> bool:
 
 @dataclass(slots=True)
 class _Failures:
-    """What went wrong with one chunk so far."""
+    """The failures of one chunk so far."""
 
     by_rank: Counter[int] = field(default_factory=Counter)
     by_cause: Counter[str] = field(default_factory=Counter)
@@ -94,22 +98,24 @@ class _Failures:
 
 
 class FailureLog:
-    """Failures by chunk; a chunk is any number that stands for one. Holds only those that ever failed."""
+    """The failures of each chunk that ever failed. Any number may identify a chunk."""
 
     def __init__(self) -> None:
         self._chunks: dict[int, _Failures] = {}
 
     def __contains__(self, chunk: int) -> bool:
-        """Whether the chunk ever failed."""
+        """Return whether the chunk ever failed."""
         return chunk in self._chunks
 
     def __iter__(self) -> Iterator[int]:
-        """Chunks that ever failed."""
+        """Iterate over the chunks that ever failed."""
         return iter(self._chunks)
 
     def add(self, chunk: int, rank: int, cause: str, chunk_attempts: int | None, fraction: float) -> Retry | Fail:
-        """`rank` could not get the chunk. Fail when the cause's budget (`cluster.scheduling.retry`) is spent, or after
-        `chunk_attempts` failures of any cause. `fraction` in [0, 1) spreads the delays.
+        """Record that `rank` could not get the chunk, and return the decision.
+
+        It is Fail when the cause's budget (`cluster.scheduling.retry`) is spent, or after `chunk_attempts` failures of
+        any cause. `fraction` in [0, 1) spreads the delays.
         """
         failures = self._chunks.setdefault(chunk, _Failures())
         failures.by_rank[rank] += 1
@@ -121,35 +127,35 @@ class FailureLog:
         return decision
 
     def has_failed(self, chunk: int, rank: int) -> bool:
-        """Whether this rank ever failed on the chunk."""
+        """Return whether this rank ever failed on the chunk."""
         failures = self._chunks.get(chunk)
         return failures is not None and failures.by_rank[rank] > 0
 
     def of(self, chunk: int) -> tuple[tuple[int, str], ...]:
-        """(rank, cause) of every failure of the chunk, in order."""
+        """Return (rank, cause) of every failure of the chunk, in order."""
         failures = self._chunks.get(chunk)
         return () if failures is None else tuple(failures.log)
 
 
 class ChunkState(enum.Enum):
-    """Where one needed chunk is."""
+    """The states of a needed chunk."""
 
     PENDING = "pending"  # to be fetched, or taken from the cache
-    WAITING = "waiting"  # somebody else is fetching the same bytes
+    WAITING = "waiting"  # another lease is fetching the same bytes
     LEASED = "leased"  # being fetched, perhaps by more than one rank
     COMMITTED = "committed"  # in the arena; some rank has not placed it
-    DONE = "done"  # no present rank needs it
+    DONE = "done"  # every present rank that needs it has placed it
 
 
 class LeaseQueue:
     """The chunks of one load on one node, and the ranks that need them.
 
-    `needs` maps each rank of the node to the ids of the chunks it touches. `rank_lost` takes one out until
-    `restart_rank`.
+    `needs` maps each rank of the node to the ids of the chunks it touches. After `rank_lost` a rank counts as absent
+    until `restart_rank`.
     """
 
     def __init__(self, needs: Mapping[int, NDArray[np.int64]], chunk_ids: NDArray[np.int64] | None = None) -> None:
-        """`chunk_ids`: plan order; ascending ids when not given. Raises ValueError if it lacks a needed chunk."""
+        """`chunk_ids` gives the plan order; the default is ascending. Raises ValueError if it lacks a needed chunk."""
         wanted = np.unique(np.concatenate([*needs.values(), np.empty(0, np.int64)]))
         order = wanted if chunk_ids is None else np.asarray(chunk_ids)
         if not np.isin(wanted, order).all():
@@ -157,17 +163,19 @@ class LeaseQueue:
         order = order[np.isin(order, wanted)]
         by_id = np.argsort(order)
         self._order: list[int] = order.tolist()
-        numbers = list(range(len(order)))  # one object per position in all lists: there may be 100,000, times the ranks
+        # All lists share one int object per position. There may be 100,000 positions, times the ranks.
+        numbers = list(range(len(order)))
         self._position = dict(zip(self._order, numbers, strict=True))
         self._ranks = RankNeeds(
             {rank: by_id[np.searchsorted(order, ids, sorter=by_id)] for rank, ids in needs.items()}, len(order)
         )
         self._state = [ChunkState.PENDING] * len(order)
         self._leases = [0] * len(order)  # running leases per position
-        self._fresh = numbers.copy()  # this and the next: heaps of what never failed; stale entries are skipped
+        # `_fresh` and `_own` are heaps of chunks that never failed. Stale entries are skipped.
+        self._fresh = numbers.copy()
         self._own = {rank: [numbers[position] for position in self._ranks.missing(rank)] for rank in needs}
-        self._ahead = 8 * len(needs)  # positions that a rank may be ahead of the first chunk that nobody fetches
-        self._assigned: dict[int, int] = {}  # position -> the only rank that is to fetch it
+        self._ahead = 8 * len(needs)  # positions that a rank may be ahead of the first chunk without a lease
+        self._assigned: dict[int, int] = {}  # position -> the only rank that may fetch it
         self._retries: dict[int, list[int]] = {rank: [] for rank in needs}  # rank -> heap of failed positions
         self._delayed: list[tuple[float, int]] = []  # (not before, position), a heap
         self._failures = FailureLog()  # by position
@@ -176,10 +184,11 @@ class LeaseQueue:
     # --- what to do next -----------------------------------------------------------------------------------
 
     def next_for(self, rank: int, now_s: float = 0.0) -> int | None:
-        """The chunk this rank should fetch now: the first in plan order of those that it needs, or that failed before;
-        of all when it needs none or is far ahead. None when there is none for it.
+        """Return the chunk that this rank should fetch now, or None.
 
-        Nothing changes until `leased`, `wait_for` or `committed` says what became of it.
+        It is the first in plan order of the chunks that the rank needs, or that failed before. A rank that needs none,
+        or is far ahead, gets the first of all chunks. Nothing changes until the caller reports what happened to the
+        chunk with `leased`, `wait_for` or `committed`.
         """
         self._wake_delayed(now_s)
         own, fresh, retries = self._own[rank], self._fresh, self._retries[rank]
@@ -194,69 +203,69 @@ class LeaseQueue:
         return self._order[min(heads)] if heads else None
 
     def assign(self, rank: int, chunks: Iterable[int]) -> None:
-        """Nobody but `rank` is to fetch these, while it is there and has not failed on them; those it needs."""
+        """Let only `rank` fetch those of `chunks` that it needs, while it is present and has not failed on them."""
         for position in sorted(self._position[chunk] for chunk in chunks if self.needs(rank, chunk)):
             self._assigned[position] = rank
             if self._is_fresh(position):
                 heapq.heappush(self._own[rank], position)
 
     def chunks(self) -> list[int]:
-        """All chunks of the load on this node, in plan order."""
+        """Return all chunks of the load on this node, in plan order."""
         return list(self._order)
 
     def states(self) -> Iterator[tuple[int, ChunkState]]:
-        """Every chunk and where it is, in plan order."""
+        """Iterate over every chunk and its state, in plan order."""
         return zip(self._order, self._state, strict=True)
 
     def pending(self) -> list[int]:
-        """Every chunk that nobody fetches yet, in plan order; O(n)."""
+        """Return every chunk that no rank is fetching yet, in plan order. O(n)."""
         return [chunk for chunk, state in self.states() if state is ChunkState.PENDING]
 
     def state(self, chunk: int) -> ChunkState:
-        """Where the chunk is. Raises KeyError for a chunk that no rank of the node touches."""
+        """Return the state of the chunk. Raises KeyError for a chunk that no rank of the node touches."""
         return self._state[self._position[chunk]]
 
     def needing(self, chunk: int) -> tuple[int, ...]:
-        """Present ranks that have not placed the chunk, ascending."""
+        """Return the present ranks that have not placed the chunk, ascending."""
         return self._ranks.needing(self._position[chunk])
 
     def wanted_by(self, chunk: int) -> tuple[int, ...]:
-        """Ranks of the node that touch the chunk, present or not, placed or not, ascending."""
+        """Return the ranks of the node that touch the chunk, present or not, placed or not, ascending."""
         return self._ranks.wanted_by(self._position[chunk])
 
     def needs(self, rank: int, chunk: int) -> bool:
-        """Whether the rank is present and has not placed the chunk."""
+        """Return whether the rank is present and has not placed the chunk it needs."""
         return self._ranks.needs(rank, self._position[chunk])
 
     def outstanding(self, rank: int) -> list[int]:
-        """Chunks the rank has not placed, in plan order; O(n)."""
+        """Return the chunks that the rank has not placed, in plan order. O(n)."""
         return [self._order[position] for position in self._ranks.missing(rank)]
 
     def left(self, rank: int) -> int:
-        """How many chunks the rank has not placed."""
+        """Return how many chunks the rank has not placed."""
         return self._ranks.left[rank]
 
     def placed_chunks(self, rank: int) -> int:
-        """How many chunks the rank has placed."""
+        """Return how many chunks the rank has placed."""
         return len(self._ranks.wants(rank)) - self._ranks.left[rank]
 
     @property
     def complete(self) -> bool:
-        """Every rank of the node is there and has placed everything."""
+        """Return whether every rank of the node is present and has placed everything."""
         return self._ranks.complete
 
     # --- what happened to chunks ---------------------------------------------------------------------------
 
     def leased(self, chunk: int, rank: int) -> None:
-        """`rank` fetches the chunk; a second time for a hedge."""
+        """Record that `rank` fetches the chunk. A hedge leases the chunk a second time."""
         position = self._position[chunk]
         if self._state[position] not in (ChunkState.PENDING, ChunkState.LEASED):
-            raise ValueError(f"chunk {chunk} is {self._state[position].value}, nobody is to fetch it")
+            raise ValueError(f"chunk {chunk} is {self._state[position].value}, and cannot be leased")
         self._state[position] = ChunkState.LEASED
         self._leases[position] += 1
 
     def committed(self, chunk: int) -> tuple[int, ...]:
-        """The chunk is in the arena, fetched or found there. Returns the ranks to tell."""
+        """Record that the chunk is in the arena, fetched or found there. Return the ranks to notify."""
         position = self._position[chunk]
         self._leases[position] = 0
         ranks = self.needing(chunk)
@@ -264,7 +273,7 @@ class LeaseQueue:
         return ranks
 
     def placed(self, rank: int, chunk: int) -> bool:
-        """The rank has copied what it needs of the chunk. False when that was known, or never needed."""
+        """Record that the rank has copied its part of the chunk. Return False if it did not need the chunk."""
         if (position := self._position.get(chunk)) is None or not self._ranks.placed(rank, position):
             return False
         if self._state[position] is not ChunkState.LEASED and not self.needing(chunk):
@@ -274,19 +283,19 @@ class LeaseQueue:
         return True
 
     def evicted(self, chunk: int) -> None:
-        """The arena has not got the chunk any more: it is fetched again when a present rank needs it."""
+        """Record that the arena has lost the chunk. It is fetched again if a present rank needs it."""
         position = self._position[chunk]
         if self._state[position] is ChunkState.COMMITTED:
             self._to_pending(position)
 
     def wait_for(self, chunk: int, key: Hashable) -> None:
-        """Somebody else fetches the bytes called `key`: leave the chunk until `waiting_for` is asked for it."""
+        """Set the chunk aside while another lease fetches the bytes with this key, until `waiting_for(key)`."""
         if self._is_pending(position := self._position[chunk]):
             self._state[position] = ChunkState.WAITING
             self._waiting[key].add(position)
 
     def waiting_for(self, keys: Iterable[Hashable]) -> list[int]:
-        """Chunks that waited for these keys, pending again, in plan order. Ask however the other's lease ended."""
+        """Make the chunks that waited for these keys pending, and return them. Call it on any end of a lease."""
         woken = []
         for key in keys:
             for position in self._waiting.pop(key, ()):
@@ -300,9 +309,10 @@ class LeaseQueue:
     def requeue(
         self, chunk: int, rank: int | None, cause: str, *, now_s: float = 0.0, fraction: float = 0.0
     ) -> Retry | Fail:
-        """A lease ended without the chunk: a given back one (cause ""), or the budget of its cause decides.
+        """Record that a lease ended without the chunk, and return the decision.
 
-        `rank` is who held the lease (None: nobody's fault). On Retry the chunk is pending again after the delay.
+        A returned lease has the cause "" and is no failure. Otherwise the budget of the cause decides. `rank` held the
+        lease; None means that no rank is at fault. On Retry the chunk is pending again after the delay.
         """
         if rank is None or not cause:
             self._end_lease(self._position[chunk], now_s)
@@ -319,8 +329,10 @@ class LeaseQueue:
         now_s: float = 0.0,
         fraction: float = 0.0,
     ) -> Retry | Fail:
-        """`rank` could not get the chunk. Fail after `chunk_attempts` such reports, or when the cause's budget
-        (`cluster.scheduling.retry`) is spent; the chunk is pending again in either case.
+        """Record that `rank` could not get the chunk, and return the decision. The chunk is pending in either case.
+
+        It is Fail after `chunk_attempts` such reports, or when the cause's budget (`cluster.scheduling.retry`) is
+        spent.
         """
         position = self._position[chunk]
         decision = self._failures.add(position, rank, cause, chunk_attempts, fraction)
@@ -328,13 +340,13 @@ class LeaseQueue:
         return decision
 
     def failures(self, chunk: int) -> tuple[tuple[int, str], ...]:
-        """(rank, cause) of every failure of the chunk, in order."""
+        """Return (rank, cause) of every failure of the chunk, in order."""
         return self._failures.of(self._position[chunk])
 
     # --- ranks come and go ---------------------------------------------------------------------------------
 
     def rank_lost(self, rank: int) -> None:
-        """Nobody is there for the rank: nothing is fetched for it. What it was fetching is `requeue`d apart."""
+        """Mark the rank as absent and stop fetching for it. The caller must `requeue` the chunks it was fetching."""
         if rank not in self._ranks.present:
             return
         self._ranks.present.remove(rank)
@@ -348,7 +360,10 @@ class LeaseQueue:
         self._offer_again()
 
     def restart_rank(self, rank: int) -> list[int]:
-        """The rank needs everything. What is in the arena for others' sake: pin it and tell the rank, or `evicted`."""
+        """Mark the rank as present with nothing placed, and return the chunks that are in the arena for other ranks.
+
+        The caller pins each of these chunks and notifies the rank, or calls `evicted`.
+        """
         self._ranks.begin_anew(rank)
         readable = []
         for position in self._ranks.missing(rank):
@@ -368,10 +383,10 @@ class LeaseQueue:
         return self._is_pending(position) and position not in self._failures
 
     def _may_try(self, rank: int, position: int) -> bool:
-        """Whether the rank has not failed on it yet, or every other rank that is still at work has."""
+        """Return whether the rank has not failed on the chunk, or every rank with work left has."""
         if not self._failures.has_failed(position, rank):
             return True
-        # A rank that has everything may have stopped asking: nobody waits for it to try.
+        # A rank that has everything may have stopped asking, so the chunk does not wait for it.
         return all(
             self._failures.has_failed(position, other) for other in self._ranks.present if self._ranks.left[other]
         )
@@ -401,7 +416,7 @@ class LeaseQueue:
                     heapq.heappush(self._retries[rank], position)
 
     def _offer_again(self) -> None:
-        """Other ranks are there than before: whoever may now try a failed chunk is offered it."""
+        """Offer the failed chunks again, because a change of the ranks may let another rank try them."""
         waiting = {position for _, position in self._delayed}
         for position in self._failures:
             if self._is_pending(position) and position not in waiting:

@@ -1,30 +1,17 @@
-"""The life of one load, and of the model it leaves in memory: one table and one pure function.
+"""The states of a load, and of the model that it leaves in memory: one table and one pure function.
 
-Everything that decides about states is in this file. `TRANSITIONS` says what each event does in each state; a
-pair that is not in it is a bug and raises. `SETTLES` says what follows from the ranks alone, whatever
-the last event was: the last rank that becomes ready makes the load READY.
+Everything that decides about states is in this file. `TRANSITIONS` has the next state for each state and event. A pair
+that is not in it is a bug and raises. `SETTLES` has the changes that follow from the ranks alone, whatever the last
+event was: the last rank that becomes ready makes the load READY.
 
-Events carry the attempt they belong to, and those of a rank its incarnation. What comes late (an older
-attempt or incarnation), twice, or after the end changes nothing. `docs/load_states.md` is printed from these
-tables (`cluster.scheduling.load_state`); the events themselves are in `cluster.scheduling.load_state`.
+Events carry the attempt they belong to, and events of a rank carry its incarnation. An event of an older attempt or
+incarnation, a repeated one, or one after the end changes nothing.
 
-A node that is lost takes the places of its ranks away, not the plan: what a rank holds does not depend on where it
-sits. So a new attempt (`Replanned`) begins for those ranks only, and the state is what it was.
+When a node is lost, its ranks lose their places, but the plan stays: what a rank holds does not depend on its node. So
+a new attempt (`Replanned`) begins for those ranks only, and the state stays as it was.
 
-Everything that decides about states is in this file. `TRANSITIONS` says what each event does in each state; a
-pair that is not in it is a bug and raises. `SETTLES` says what follows from the ranks alone, whatever
-the last event was: the last rank that becomes ready makes the load READY.
-
-Events carry the attempt they belong to, and those of a rank its incarnation. What comes late (an older
-attempt or incarnation), twice, or after the end changes nothing. `docs/load_states.md` is printed from these
-tables (`cluster.scheduling.load_state`); the events themselves are in `cluster.scheduling.load_state`.
-
-A node that is lost takes the places of its ranks away, not the plan: what a rank holds does not depend on where it
-sits. So a new attempt (`Replanned`) begins for those ranks only, and the state is what it was.
-
-What can happen to a load, as data; `cluster.scheduling.load_state` says what follows from it.
-
-The docstring of each event is its line in `docs/load_states.md`.
+`python -m cluster.scheduling.load_state` prints `docs/load_states.md` from these tables. The docstring of each event is
+its line in that page.
 """
 
 from __future__ import annotations
@@ -93,14 +80,14 @@ class RankReplaced(Event):
     """A rank has a new worker, which starts from nothing."""
 
     rank: int
-    incarnation: int  # of the new worker
+    incarnation: int  # incarnation of the new worker
 
 
 @dataclass(frozen=True, slots=True)
 class Replanned(Event):
     """Ranks of a lost node get other places, as a new attempt. Other ranks keep what they have."""
 
-    ranks: tuple[int, ...] = ()  # whose places are lost
+    ranks: tuple[int, ...] = ()  # ranks that lost their places
 
 
 @dataclass(frozen=True, slots=True)
@@ -112,7 +99,7 @@ class Failed(Event):
 
 @dataclass(frozen=True, slots=True)
 class Cancelled(Event):
-    """The last client has cancelled or gone, before the load was ready."""
+    """The last client has cancelled or disappeared before the load was ready."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -137,7 +124,7 @@ EVENTS: tuple[type[Event], ...] = (
 
 
 class LoadState(enum.Enum):
-    """Where a load is."""
+    """The states of a load."""
 
     PLANNING = "planning"
     WAITING = "waiting"
@@ -150,7 +137,7 @@ class LoadState(enum.Enum):
 
     @property
     def is_terminal(self) -> bool:
-        """Whether nothing more can happen."""
+        """Return whether no event can change the state any more."""
         return self in (LoadState.FAILED, LoadState.RELEASED)
 
 
@@ -213,7 +200,7 @@ SETTLES: Mapping[tuple[LoadState, bool], LoadState] = {
 class RankLife:
     """One rank, as the coordinator knows it."""
 
-    incarnation: int = 0  # of its worker, 0 for the first
+    incarnation: int = 0  # incarnation of its worker, 0 for the first one
     placed_bytes: int = 0
     ready: bool = False
     lost: bool = False  # the worker of this incarnation is gone
@@ -221,42 +208,44 @@ class RankLife:
 
 @dataclass(frozen=True, slots=True)
 class Life:
-    """One load. Changed only by `advance`, which returns a new one."""
+    """The state of one load. Only `advance` changes it, by returning a new one."""
 
     state: LoadState
-    attempt: int  # from 1 on; never falls
+    attempt: int  # counted from 1; never decreases
     ranks: tuple[RankLife, ...]
     error: str = ""  # why it failed
 
     @classmethod
     def new(cls, world_size: int) -> Life:
-        """A load of that many ranks, at its beginning."""
+        """Return the life of a new load with `world_size` ranks."""
         return cls(LoadState.PLANNING, 1, (RankLife(),) * world_size)
 
     @property
     def is_over(self) -> bool:
-        """Whether it has failed or was released."""
+        """Return whether the load has failed or was released."""
         return self.state.is_terminal
 
     @property
     def is_ready(self) -> bool:
-        """Whether every rank holds its slices now."""
+        """Return whether every rank holds its slices now."""
         return self.state is LoadState.READY
 
     @property
     def ranks_ready(self) -> int:
+        """Return how many ranks hold all their slices."""
         return sum(rank.ready for rank in self.ranks)
 
     @property
     def placed_bytes(self) -> int:
+        """Return the bytes of slices that all ranks hold."""
         return sum(rank.placed_bytes for rank in self.ranks)
 
 
 def advance(life: Life, event: Event) -> Life:
-    """The load after the event; the very same object when the event changes nothing.
+    """Return the load after the event, or the same object when the event changes nothing.
 
-    Raises IllegalTransition for an event that cannot come in this state, a rank that the load has not got,
-    and an attempt or incarnation that nobody has begun.
+    Raises IllegalTransition for an event that cannot come in this state, a rank that the load does not have, and an
+    attempt or incarnation that has not begun.
     """
     if life.is_over or event.attempt < life.attempt:
         return life
@@ -272,7 +261,7 @@ def advance(life: Life, event: Event) -> Life:
     ranks = life.ranks
     if isinstance(event, Replanned):
         if event.attempt == life.attempt:
-            return life  # a repeated one: the attempt has begun
+            return life  # a repeated event: the attempt has already begun
         ranks = _without_places(life, event)
     elif isinstance(event, RankProgress | RankReady | RankLost | RankReplaced):
         ranks = _with_rank(life, event)
@@ -283,7 +272,7 @@ def advance(life: Life, event: Event) -> Life:
 
 
 def _without_places(life: Life, event: Replanned) -> tuple[RankLife, ...]:
-    """Incarnations go on counting: a worker on a lost node is late in the new attempt."""
+    """Keep counting incarnations, so that events of a worker on a lost node are late in the new attempt."""
     if not set(event.ranks) <= set(range(len(life.ranks))):
         raise IllegalTransition("the load has no such ranks", ranks=event.ranks, ranks_total=len(life.ranks))
     lost = set(event.ranks)
@@ -293,7 +282,7 @@ def _without_places(life: Life, event: Replanned) -> tuple[RankLife, ...]:
 
 
 def _with_rank(life: Life, event: RankProgress | RankReady | RankLost | RankReplaced) -> tuple[RankLife, ...]:
-    """The ranks after the event; the same tuple when it is late or repeated."""
+    """Return the ranks after the event, or the same tuple when the event is late or repeated."""
     if not 0 <= event.rank < len(life.ranks):
         raise IllegalTransition("the load has no such rank", rank=event.rank, ranks=len(life.ranks))
     before = life.ranks[event.rank]
@@ -322,7 +311,7 @@ def _with_rank(life: Life, event: RankProgress | RankReady | RankLost | RankRepl
 
 
 def state_diagram() -> str:
-    """The tables as a Mermaid diagram, without the events that change no state."""
+    """Return the tables as a Mermaid diagram, without the events that change no state."""
     arrows: dict[tuple[str, str], list[str]] = {}
     for state, row in TRANSITIONS.items():
         for event, to in row.items():
@@ -338,7 +327,7 @@ def state_diagram() -> str:
 
 
 def render_doc() -> str:
-    """The text of docs/load_states.md."""
+    """Return the text of docs/load_states.md."""
     meanings = "\n".join(f"| {state.name} | {MEANINGS[state]} |" for state in LoadState)
     events = "\n".join(f"| {kind.__name__} | {(kind.__doc__ or '').rstrip('.')} |" for kind in EVENTS)
     return f"""# The states of a load

@@ -1,7 +1,7 @@
-"""What to do after a failure: one table from cause to budget, and one pure function over it.
+"""The decision after a failure: a table from cause to budget, and one pure function over it.
 
-A new kind of failure is an error class, a row in `_CAUSES` and a row in `RETRIES`. A store that is unavailable is one
-class for whoever catches it, and has a row for each way of being so: its status or the socket's error says which.
+A new kind of failure needs an error class, a row in `_CAUSES` and a row in `RETRIES`. `StoreUnavailable` is one class
+for callers, but has several rows here. The HTTP status or the socket's error selects the row.
 """
 
 from __future__ import annotations
@@ -27,42 +27,42 @@ from storage.errors import (
 
 @dataclass(frozen=True, slots=True)
 class Budget:
-    """How often one cause may strike one chunk, and how long to wait in between."""
+    """The number of failures of one cause that a chunk may have, and the waits between the tries."""
 
-    failures: int  # so many are forgiven; the next one ends it. 0: never retried
-    base_s: float = 0.0  # longest wait after the first failure; doubles with each one more
-    cap_s: float = 0.0  # no wait is longer
+    failures: int  # retried this many times; the next failure is final. 0: never retried
+    base_s: float = 0.0  # longest wait after the first failure; doubles with each further failure
+    cap_s: float = 0.0  # the longest wait after any failure
 
 
 @dataclass(frozen=True, slots=True)
 class Retry:
-    """Try again."""
+    """The decision to try again after a delay."""
 
     delay_s: float
 
 
 @dataclass(frozen=True, slots=True)
 class Fail:
-    """Give up."""
+    """The decision to stop, with the reason for the user."""
 
     reason: str
 
 
-# Budgets of one chunk over all workers of a node; a worker's own tries (Config.fetch_attempts) come before.
+# Budgets of one chunk over all workers of a node. A worker first makes its own tries (Config.fetch_attempts).
 RETRIES: Mapping[str, Budget] = {
     "connect": Budget(failures=12, base_s=0.1, cap_s=5.0),
     "dns": Budget(failures=12, base_s=0.2, cap_s=10.0),
     "reset": Budget(failures=12, base_s=0.05, cap_s=2.0),
-    "stalled": Budget(failures=8, base_s=0.05, cap_s=2.0),  # each has cost a timeout already
+    "stalled": Budget(failures=8, base_s=0.05, cap_s=2.0),  # each failure has already cost a timeout
     "server_error": Budget(failures=12, base_s=0.1, cap_s=5.0),
-    "unavailable": Budget(failures=12, base_s=0.1, cap_s=5.0),  # in no way that has a name
+    "unavailable": Budget(failures=12, base_s=0.1, cap_s=5.0),  # the error names no known way
     "throttled": Budget(failures=20, base_s=0.5, cap_s=20.0),
     "short_read": Budget(failures=12, base_s=0.05, cap_s=2.0),
     "range_mismatch": Budget(failures=6, base_s=0.1, cap_s=2.0),
     "digest_mismatch": Budget(failures=3, base_s=0.05, cap_s=1.0),
     "lease_expired": Budget(failures=4),
     "worker_died": Budget(failures=6),
-    # Whoever was refused has renewed them; what was told when they end is renewed before that, and costs no try.
+    # The worker that was refused has already renewed them. Credentials with a known end are renewed before it.
     "credentials_expired": Budget(failures=3, base_s=0.5, cap_s=5.0),
     "object_changed": Budget(failures=0),
     "not_found": Budget(failures=0),
@@ -70,11 +70,11 @@ RETRIES: Mapping[str, Budget] = {
     "unexpected": Budget(failures=0),
 }
 
-# The first class that fits counts: the special ones come before those they derive from.
+# The first class that matches counts, so subclasses come before their base classes.
 _CAUSES: tuple[tuple[type[LongshoreError], str], ...] = (
     (Throttled, "throttled"),
     (ShortRead, "short_read"),
-    (ReadEnded, "lease_expired"),  # one that is closed earlier is handed back, and is no failure
+    (ReadEnded, "lease_expired"),  # a read that was closed earlier is returned and is no failure
     (StoreUnavailable, "unavailable"),
     (RangeMismatch, "range_mismatch"),
     (IntegrityError, "digest_mismatch"),
@@ -85,7 +85,7 @@ _CAUSES: tuple[tuple[type[LongshoreError], str], ...] = (
     (RankLost, "worker_died"),
 )
 
-# How a store was unavailable, by the name of what Python's sockets, http.client or aiohttp raised.
+# How a store was unavailable, by the name of the exception of Python's sockets, http.client or aiohttp.
 _WAYS: Mapping[str, tuple[str, ...]] = {
     "dns": ("gaierror", "ClientConnectorDNSError"),
     "connect": ("ConnectionRefusedError", "ClientConnectorError", "ConnectionTimeoutError"),
@@ -99,7 +99,7 @@ _WAY_OF = {name: way for way, names in _WAYS.items() for name in names}
 
 
 def cause_of(error: LongshoreError) -> str:
-    """The row of RETRIES that an error belongs to; "unexpected" for all that no retry can help."""
+    """Return the row of RETRIES for an error, or "unexpected" when no retry can help."""
     cause = next((cause for kind, cause in _CAUSES if isinstance(error, kind)), "unexpected")
     if cause != "unavailable":
         return cause
@@ -110,10 +110,10 @@ def cause_of(error: LongshoreError) -> str:
 
 
 def decide(cause: str, failures: int, fraction: float, *, budgets: Mapping[str, Budget] = RETRIES) -> Retry | Fail:
-    """What follows the `failures`-th failure (counted from 1) of one chunk by this cause.
+    """Return whether to retry after the `failures`-th failure (counted from 1) of one chunk by this cause.
 
-    `fraction` is a random number of [0, 1): the wait is that part of the longest one (full jitter), so that
-    workers which failed together do not come back together. An unknown cause is not retried.
+    `fraction` is a random number in [0, 1). The wait is that fraction of the longest wait (full jitter), so that
+    workers which failed together do not retry together. An unknown cause is not retried.
     """
     budget = budgets.get(cause, Budget(failures=0))
     if failures > budget.failures:

@@ -1,9 +1,7 @@
-"""Which rank goes to which node. Pure: nodes are told, not asked.
+"""Placement: the node of each rank, also after a node was lost. Pure; the caller passes the nodes in.
 
-Where the ranks of a lost node go. Pure: nodes are told, not asked.
-
-What a rank holds does not depend on where it sits, so nothing is planned again but the places of the ranks that lost
-theirs. All others stay where they are.
+What a rank holds does not depend on its node. So when a node is lost, only the placements of its ranks are decided
+again. All other ranks stay where they are, and the plan stays valid.
 """
 
 from __future__ import annotations
@@ -17,12 +15,12 @@ from cluster.layouts.mesh import Layout
 from cluster.units import show_some
 from storage.host.memory import GpuMemory, MemoryPool
 
-USUAL_GPUS = 8  # of a machine that has any
+USUAL_GPUS = 8  # GPUs of a usual machine that has any
 
 
 @dataclass(frozen=True, slots=True)
 class NodeInfo:
-    """One node of the cluster, as it was seen last."""
+    """One node of the cluster, as last reported."""
 
     node_id: str
     host: str
@@ -32,15 +30,15 @@ class NodeInfo:
     memory_free_bytes: int = 0  # host memory that can still be taken
     shm_free_bytes: int = 0  # of /dev/shm
     alive: bool = True
-    gpus: tuple[GpuMemory, ...] = ()  # all that it has; empty: what they have is not known
+    gpus: tuple[GpuMemory, ...] = ()  # all its GPUs; empty: their memory is not known
     arena_bytes: int = 0  # of the arena that its agent already has; 0: none yet
-    slot_bytes: int = 0  # of that arena; 0: as the settings say
-    pools: tuple[MemoryPool, ...] = ()  # that its memory comes out of; empty: only `memory_free_bytes` is known
-    kept_bytes: int = 0  # host memory that workers on it keep for the load that takes them over
+    slot_bytes: int = 0  # of that arena; 0: the size in the settings
+    pools: tuple[MemoryPool, ...] = ()  # the pools of its memory; empty: only `memory_free_bytes` is known
+    kept_bytes: int = 0  # host memory that idle workers keep for the load that reuses them
 
 
 def resolve_device(nodes: Sequence[NodeInfo], device: str) -> str:
-    """One of "cuda" and "cpu"; "auto" is "cuda" when any living node has a GPU. Raises ConfigError."""
+    """Return "cuda" or "cpu". "auto" is "cuda" when any living node has a GPU. Raises ConfigError."""
     if device == "auto":
         return "cuda" if any(node.alive and node.gpus_total for node in nodes) else "cpu"
     if device not in ("cuda", "cpu"):
@@ -55,11 +53,11 @@ def assign_ranks(
     cpu_ranks_per_node: int,
     holders: Sequence[str] = (),
 ) -> tuple[int, ...]:
-    """Index into `nodes` for each rank. Same input, same answer.
+    """Return the index into `nodes` of each rank. Same input, same answer.
 
-    Tensor-parallel groups stay on one node as long as one has room for a whole group, and ranks go to as few
-    nodes as that allows, so that chunks are shared. `device` is "cuda" or "cpu" (see `resolve_device`).
-    `holders` are the ids of models that hold resources, for the message. Raises NotEnoughResources.
+    Tensor-parallel groups stay on one node as long as one has room for a whole group. Ranks go to as few nodes as that
+    allows, so that they share chunks. `device` is "cuda" or "cpu" (see `resolve_device`). `holders` are the ids of
+    models that hold resources, for the message. Raises NotEnoughResources.
     """
     free = [places_free(node, device, cpu_ranks_per_node) for node in nodes]
     have = sum(free)
@@ -69,12 +67,12 @@ def assign_ranks(
     assigned: list[int] = []
     groups_left = layout.ranks // group_size
     while groups_left and max(free) >= group_size:
-        node = free.index(max(free))  # the roomiest, the first of equals
+        node = free.index(max(free))  # the node with most room, the first of equals
         here = min(free[node] // group_size, groups_left)
         assigned += [node] * (here * group_size)
         free[node] -= here * group_size
         groups_left -= here
-    while len(assigned) < layout.ranks:  # no node has room for a whole group any more
+    while len(assigned) < layout.ranks:  # no node has room for a whole group now
         node = free.index(max(free))
         here = min(free[node], layout.ranks - len(assigned))
         assigned += [node] * here
@@ -83,7 +81,7 @@ def assign_ranks(
 
 
 def assign_gpus(nodes: Sequence[NodeInfo], gpus: int, holders: Sequence[str] = ()) -> tuple[int, ...]:
-    """The same for one rank with so many GPUs: the roomiest node, the first of equals. Raises NotEnoughResources."""
+    """Return the index of the node with most free GPUs, for one rank that needs `gpus`. Raises NotEnoughResources."""
     rooms = {index: node.gpus_free for index, node in enumerate(nodes) if node.alive}
     best = max(rooms, key=lambda index: rooms[index], default=None)
     if best is None or rooms[best] < gpus:
@@ -101,17 +99,16 @@ def assign_gpus(nodes: Sequence[NodeInfo], gpus: int, holders: Sequence[str] = (
 
 
 def ranks_by_node(rank_nodes: Sequence[int] | Mapping[int, int]) -> dict[int, tuple[int, ...]]:
-    """Ranks of each node that has any, by node index; both ascending. `rank_nodes`: of all, or of some by rank."""
+    """Return the ranks of each node index that has any, both ascending. `rank_nodes` has the node of each rank."""
     found = rank_nodes if isinstance(rank_nodes, Mapping) else dict(enumerate(rank_nodes))
     return {node: tuple(rank for rank in sorted(found) if found[rank] == node) for node in sorted(set(found.values()))}
 
 
 def bundles_for(layout: Layout, gpus_per_node: Sequence[int]) -> list[int]:
-    """GPUs of each bundle of the placement group, in the order of ranks.
+    """Return the GPUs of each bundle of the placement group, in the order of ranks.
 
-    A bundle lies on one node. A tensor-parallel group is one bundle as long as the nodes (`gpus_per_node`:
-    GPUs of each that may be used) have room for whole groups; the ranks of the other groups get a bundle
-    each.
+    A bundle lies on one node. A tensor-parallel group is one bundle while the nodes have room for whole groups. The
+    ranks of the other groups get a bundle each. `gpus_per_node` is the number of usable GPUs of each node.
     """
     group_size = layout.tensor_parallel_size
     groups = layout.ranks // group_size
@@ -120,10 +117,10 @@ def bundles_for(layout: Layout, gpus_per_node: Sequence[int]) -> list[int]:
 
 
 def bundles_to_wait_for(layout: Layout, gpus_of_nodes: Sequence[int], gpus_per_node: int = 0) -> list[int]:
-    """The same for nodes that are still to come. `gpus_of_nodes`: all that nodes have now, held or free.
+    """Return the bundles to request while nodes are still to join. `gpus_of_nodes`: GPUs of each present node.
 
-    What node types an autoscaler has nobody says, and a bundle that is larger than any of them never comes. So none is
-    larger than `gpus_per_node`, if that was set, or the largest node there is, or else than machines are as a rule.
+    Nothing reports the node types of an autoscaler, and a bundle larger than any node type never gets a node. So the
+    largest bundle is `gpus_per_node` if set, else the GPUs of the largest present node, else `USUAL_GPUS`.
     """
     most = gpus_per_node or max(gpus_of_nodes, default=0) or USUAL_GPUS
     group_size = layout.tensor_parallel_size
@@ -132,18 +129,18 @@ def bundles_to_wait_for(layout: Layout, gpus_of_nodes: Sequence[int], gpus_per_n
 
 
 def show_bundles(sizes: Sequence[int]) -> str:
-    """ "2 bundles of 8 GPUs, 1 bundle of 1 GPU" """
+    """Return a text like "2 bundles of 8 GPUs, 1 bundle of 1 GPU"."""
     counts = [(size, sizes.count(size)) for size in dict.fromkeys(sizes)]
     return ", ".join(f"{count} bundle{'s' * (count > 1)} of {size} GPU{'s' * (size > 1)}" for size, count in counts)
 
 
 def bundle_of_ranks(bundles: Sequence[int]) -> tuple[int, ...]:
-    """Index of the bundle that hosts each rank: a bundle of k GPUs hosts the next k ranks."""
+    """Return the index of the bundle of each rank. A bundle of k GPUs hosts the next k ranks."""
     return tuple(index for index, gpus in enumerate(bundles) for _ in range(gpus))
 
 
 def places_free(node: NodeInfo, device: str, cpu_ranks_per_node: int) -> int:
-    """Ranks that the node can take now."""
+    """Return how many ranks the node can take now."""
     if not node.alive:
         return 0
     return max(node.gpus_free if device == "cuda" else min(node.cpu_ranks_free, cpu_ranks_per_node), 0)
@@ -174,7 +171,7 @@ def _not_enough(
 
 
 def lost_ranks(rank_nodes: Mapping[int, str], living: Collection[str]) -> tuple[int, ...]:
-    """Ranks whose node is not among the living ones, ascending."""
+    """Return the ranks whose node is not among the living ones, ascending."""
     return tuple(sorted(rank for rank, node_id in rank_nodes.items() if node_id not in living))
 
 
@@ -186,11 +183,11 @@ def place_again(
     device: str,
     cpu_ranks_per_node: int,
 ) -> dict[int, NodeInfo]:
-    """A node for each rank of `lost`. `rank_nodes`: where every rank sits or sat; `nodes`: as they are now.
+    """Return a node for each rank of `lost`. `rank_nodes` has the last node of every rank; `nodes` are as now.
 
-    Lost ranks of one tensor-parallel group go together, to the node that has the rest of the group, else to one that
-    has ranks of the load (chunks are shared there), else to the roomiest; they are parted only when no node has room
-    for all of them. Same input, same answer. Raises NotEnoughResources.
+    Lost ranks of one tensor-parallel group go together to one node. A node that has the rest of the group comes first,
+    then one that has ranks of the load (they share chunks), then the one with most room. The ranks are separated only
+    when no node has room for all of them. Same input, same answer. Raises NotEnoughResources.
     """
     free = [places_free(node, device, cpu_ranks_per_node) for node in nodes]
     if sum(free) < len(lost):
@@ -225,7 +222,7 @@ def place_again(
 
 
 def no_place(lost: Mapping[int, str], waited_s: float, problem: str) -> NodeLost:
-    """The error of a load whose `lost` ranks (rank -> host) found no other place."""
+    """Return the error of a load whose `lost` ranks (rank -> host) found no other place."""
     hosts = ", ".join(sorted(set(lost.values())))
     ranks = ", ".join(str(rank) for rank in sorted(lost)[:20]) + (" ..." if len(lost) > 20 else "")
     return NodeLost(

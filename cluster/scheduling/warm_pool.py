@@ -1,9 +1,9 @@
-"""Which idle workers a new load takes over, and which of them end to make room for it. Pure.
+"""Idle workers: which ones a new load reuses, and which ones end to make room for it. Pure.
 
-The workers of a released model are a *worker group*: they stay together, on their nodes, for as long as
-`Config.warm_workers_s`. A load takes a whole worker group over or none; a worker group never stands in a load's way.
+The workers of a released model stay together on their nodes for `Config.warm_workers_s`, as an idle *worker group*. A
+load reuses a whole worker group or none. An idle worker group never delays or moves a load.
 
-    choose(worker groups, nodes, layout, device) -> Choice(take=the group that fits, end=those whose places it needs)
+    choose(worker groups, nodes, layout, device) -> Choice(take=the group that fits, end=the groups in the way)
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cluster.scheduling.topology import NodeInfo, assign_gpus, assign_ranks
 
 @dataclass(frozen=True, slots=True)
 class IdleWorkerGroup:
-    """Workers of a model that is over, one per rank."""
+    """The workers of a released model, one per rank."""
 
     worker_group_id: str
     device: str  # "cpu" or "cuda"
@@ -29,11 +29,11 @@ class IdleWorkerGroup:
 
 @dataclass(frozen=True, slots=True)
 class Choice:
-    """What becomes of the idle worker groups when a load takes its placements."""
+    """The decision about the idle worker groups when a load gets its placements."""
 
-    take: str | None  # id of the worker group that has the placements the load would get
-    end: tuple[str, ...]  # ids of those whose places it needs
-    nodes: tuple[NodeInfo, ...]  # as they are when those have ended
+    take: str | None  # id of the worker group that the load reuses
+    end: tuple[str, ...]  # ids of the worker groups that end, as the load needs their places
+    nodes: tuple[NodeInfo, ...]  # the nodes once those groups have ended
 
 
 def choose(
@@ -45,13 +45,14 @@ def choose(
     holders: Sequence[str] = (),
     gpus_per_rank: int = 1,
 ) -> Choice:
-    """See above. `nodes` as they are now: places of idle worker groups are taken.
+    """Return which worker group a load reuses, or which ones end to make room for it.
 
-    The load gets the spread over nodes that it would get if no worker group were there. A group spread like that is
-    taken over, the one that was released last; else as few groups end as give room for that spread, the longest
-    idle first.
-    Raises NotEnoughResources, naming `holders`, when ending all of them would not do. A rank with several GPUs
-    (`gpus_per_rank`) takes no worker group over: their workers have one each.
+    `nodes` are the nodes as they are now, so the places of idle worker groups are taken. The load gets the spread over
+    nodes that it would get without idle worker groups. If groups have that spread, the load reuses the one that was
+    released last. Otherwise the longest idle groups end, as few as make room for that spread.
+
+    A rank with several GPUs (`gpus_per_rank`) reuses no worker group, because idle workers have one GPU each. Raises
+    NotEnoughResources, which names `holders`, when ending all idle groups would not make enough room.
     """
     rivals = sorted(
         (worker_group for worker_group in worker_groups if worker_group.device == device),
@@ -76,14 +77,14 @@ def choose(
 
 
 def with_kept_memory(nodes: Sequence[NodeInfo], worker_group: IdleWorkerGroup | None) -> list[NodeInfo]:
-    """The nodes as the load that takes `worker_group` over sees them: what its workers keep is its to use."""
+    """Return the nodes as seen by the load that reuses `worker_group`. It may use the memory that the group keeps."""
     if worker_group is None:
         return list(nodes)
     return [
         replace(
             node,
             kept_bytes=worker_group.kept_bytes.get(node.node_id, 0),
-            # Part of what is in use on GPUs is its own workers': all that can be said is what there is.
+            # The group's own workers use part of the GPU memory, so the free memory for the load is not known.
             gpus=tuple(replace(gpu, free_bytes=None) for gpu in node.gpus)
             if worker_group.device == "cuda"
             else node.gpus,
@@ -103,13 +104,13 @@ def in_the_way(worker_groups: Iterable[IdleWorkerGroup], node_ids: Iterable[str]
 
 
 def packing(places: Sequence[object]) -> tuple[int, ...]:
-    """How ranks are spread, whatever the nodes are called: nodes numbered in the order of their first ranks."""
+    """Return the spread of ranks over nodes, which are numbered in the order of their first ranks."""
     numbers: dict[object, int] = {}
     return tuple(numbers.setdefault(place, len(numbers)) for place in places)
 
 
 def _freed(nodes: Sequence[NodeInfo], worker_groups: Iterable[IdleWorkerGroup]) -> tuple[NodeInfo, ...]:
-    """The nodes without these worker groups."""
+    """Return the nodes as they would be without these worker groups."""
     gpus: Counter[str] = Counter()
     cpu_ranks: Counter[str] = Counter()
     for worker_group in worker_groups:
@@ -136,19 +137,19 @@ def _has_room(
 
 
 class IdleNodes:
-    """Since when each node that has an agent is not needed."""
+    """The nodes that have an agent, with the time when each was last needed."""
 
     def __init__(self, after_s: float) -> None:
-        """`after_s`: so long a node is not needed before its agent is to end; 0: it never is."""
+        """Create the tracker. An agent ends when its node was not needed for `after_s`; 0 means never."""
         self._after_s = after_s
         self._needed_s: dict[str, float] = {}  # node id -> when it was needed last, or seen first
 
     def needed(self, node_id: str, now_s: float) -> None:
-        """Somebody asked for the node's agent just now."""
+        """Record that a load asked for the node's agent just now."""
         self._needed_s[node_id] = now_s
 
     def due(self, agents: Collection[str], needed: Collection[str], now_s: float) -> list[str]:
-        """Ids of the nodes whose agents are to end. `agents`: nodes that have one; `needed`: nodes that are in use."""
+        """Return ids of the nodes whose agents must end. `agents` have an agent; `needed` are in use."""
         if not self._after_s:
             return []
         self._needed_s = {node: now_s if node in needed else self._needed_s.get(node, now_s) for node in agents}
