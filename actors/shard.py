@@ -6,7 +6,6 @@ from collections.abc import Iterator, Mapping, Sequence
 from typing import TYPE_CHECKING, Any
 
 from actors.devices.device import Device
-from actors.handover.module_places import Rename
 from cluster.fit.device_map import CPU, DISK, device_name
 from cluster.planning.plan import RankPlan, TensorSlice
 
@@ -16,6 +15,7 @@ if TYPE_CHECKING:
     from torch.distributed.tensor import DTensor
     from torch.distributed.tensor.placement_types import Placement
 
+    from actors.handover.module_places import Rename
     from actors.handover.modules import Filled
 
 
