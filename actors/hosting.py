@@ -1,4 +1,4 @@
-"""A rank inside a process of the user's own: an actor, an engine's worker, a `torchrun` rank.
+"""One rank inside a process of the user: an actor, an engine's worker, a `torchrun` rank.
 
     with cluster.host_rank("s3://models/llama", rank, tensor_parallel_size=8, group="run-7") as shard:
         norm = shard["model.norm.weight"]  # a tensor on this process's device
@@ -230,7 +230,7 @@ def host_rank(
 
 
 def _load(loader: RankLoader, patience: Patience) -> None:
-    """Run the loader. Raises LoadTimeout when the caller's time is over before its end."""
+    """Run the loader. Raises LoadTimeout when the caller's timeout passes first."""
     over = threading.Event()
 
     def watch() -> None:
@@ -251,7 +251,7 @@ def _load(loader: RankLoader, patience: Patience) -> None:
 
 
 def _within(patience: Patience, work: Callable[[], T]) -> T:
-    """What `work` returns or raises. Raises LoadTimeout when that takes too long; `work` is left alone then."""
+    """Run `work` in a thread, and return or raise what it does. Raises LoadTimeout; `work` then runs to its end."""
     done: Future[T] = Future()
 
     def run() -> None:
@@ -267,7 +267,7 @@ def _within(patience: Patience, work: Callable[[], T]) -> T:
 
 
 class _HostedLink(RayAgentLink):
-    """A rank's line to its agent that tells the agent of the load too, as no coordinator does."""
+    """A rank's link to its agent, over which it also begins and ends the load, as there is no coordinator for it."""
 
     def __init__(self, node_id: str, config: Config, given: Config | None, patience: Patience, job: NodeJob) -> None:
         """`given`: see `launch.ensure_coordinator`."""
@@ -279,7 +279,7 @@ class _HostedLink(RayAgentLink):
         self._job = job
 
     def bind_group(self) -> None:
-        """Returns when the group's processes load what was planned. Raises RevisionMismatch, ClusterLost."""
+        """Return when the group's processes load the planned revision. Raises RevisionMismatch, ClusterLost."""
         group = self._job.group
         if group is None:
             return
@@ -295,7 +295,7 @@ class _HostedLink(RayAgentLink):
             )
 
     def check_fit(self, facts: RankFacts, request: LoadRequest) -> None:
-        """Returns when the rank fits here. Raises DoesNotFit, ArenaError, ClusterLost."""
+        """Return when the rank fits here. Raises DoesNotFit, ArenaError, ClusterLost."""
         here: NodeFacts = self._again(lambda: self._ask_agent("facts"))
         (rank,), device = self._job.ranks, request.device
         misfit = own_misfit(rank, facts, own_gpus(device), here.pools, device, request.fit, self._config)
@@ -303,7 +303,7 @@ class _HostedLink(RayAgentLink):
             raise misfit
 
     def begin(self) -> None:
-        """Returns when the agent has the slots that the load must have. Raises ArenaError, ClusterLost, LoadTimeout."""
+        """Return when the agent has the minimum of slots for the load. Raises ArenaError, ClusterLost, LoadTimeout."""
         began_s = time.monotonic()
         pause_s = BEGIN_EVERY_S
         while not self._again(lambda: self._ask_agent("begin", self._job)):
@@ -326,11 +326,11 @@ class _HostedLink(RayAgentLink):
         return reply
 
     def end(self) -> None:
-        """The agent may forget the load. An agent that is gone has."""
+        """Notify the agent that the load is over. An agent that has ended needs no message."""
         self._tell("end")
 
     def leave(self) -> None:
-        """The group has a process less."""
+        """Notify the agent that this process leaves its group."""
         if self._job.group is not None:
             self._tell("leave")
 
@@ -340,7 +340,7 @@ class _HostedLink(RayAgentLink):
             ray.get(getattr(handle, call).remote(self._job.load_id), timeout=TELL_S)
 
     def _again(self, ask: Callable[[], T]) -> T:
-        """An answer; asked again while an agent or the coordinator ends and Ray, or the coordinator, starts another."""
+        """Return an answer. Ask again while an agent or the coordinator is replaced."""
         give_up_s = time.monotonic() + CALL_TIMEOUT_S
         while True:
             self._patience.check()
@@ -352,7 +352,7 @@ class _HostedLink(RayAgentLink):
             self._patience.sleep(BEGIN_EVERY_S)
 
     def _agent(self) -> Any:
-        """Of this node; started when there is none."""
+        """Return this node's agent. It is started when there is none."""
         return PackedCalls(_answer(self._coordinator().agent_of.remote(self._node_id), self._patience))
 
     def _coordinator(self) -> Any:
@@ -364,7 +364,7 @@ class _HostedLink(RayAgentLink):
 
 
 def _settings_in_force(given: Config | None, patience: Patience) -> Config:
-    """The cluster's settings, which bind this process too; `given`: see `launch.ensure_coordinator`."""
+    """Return the cluster's settings, which apply to this process too; `given`: see `launch.ensure_coordinator`."""
     hello = _answer(launch.ensure_coordinator(given, patience).ping.remote(), patience)
     if hello["problem"] is not None:
         raise hello["problem"]

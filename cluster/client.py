@@ -1,8 +1,8 @@
-"""The verbs of the Python client. Each has an async twin with an `a` in front.
+"""The functions of the Python client. `a` before a name makes its asyncio twin.
 
-load --LoadRequest--> coordinator; wait for READY while showing progress --> LoadedModel
+    load --LoadOptions--> load_model --LoadRequest--> coordinator; wait for READY and show progress --> LoadedModel
 
-publish and verify, and `cluster.planning.preview.plan`, work where ray is not installed: they run in this process.
+publish, verify and sign, and `cluster.planning.preview.plan`, run in this process and need no Ray.
 """
 
 from __future__ import annotations
@@ -62,10 +62,10 @@ if TYPE_CHECKING:
     from storage.publishing.verify import VerifyReport
 
 
-EARLY = ("", "planning", "waiting", "starting")  # nothing moves yet: to ask anew costs nothing
-TRIES = 5  # of a load that was forgotten; each is one coordinator's
-REBUILD_GRACE_S = 20.0  # a restarted coordinator has heard every agent again by then
-RELEASED_S = 2.0  # a caller that waits no more waits no longer than that for its hold to be taken back
+EARLY = ("", "planning", "waiting", "starting")  # no byte has moved: asking again costs nothing
+TRIES = 5  # requests for a load that coordinators forgot
+REBUILD_GRACE_S = 20.0  # by then every agent has reported to a restarted coordinator
+RELEASED_S = 2.0  # how long a caller that was interrupted waits until its hold is released
 
 
 def load_on(
@@ -76,10 +76,10 @@ def load_on(
     *,
     called_s: float,
 ) -> tuple[str, LoadReport]:
-    """(the model's id, the load's report): ask for a load and wait until it is ready; this client holds it then.
+    """Request a load, wait until it is ready, and return the model's id and the report. This client then holds it.
 
-    `called_s`: when the user asked, on the monotonic clock. Raises as `wait_until_ready` does; nothing is held or asked
-    for any more then. A KeyboardInterrupt has a note of what goes on in the cluster.
+    `called_s`: when the user called, on the monotonic clock. Raises as `wait_until_ready` does, after it has released
+    the model. A KeyboardInterrupt gets a note about what continues in the cluster.
     """
     connect_s = time.monotonic() - called_s
     request = replace(request, client_id=connection.client_id)
@@ -111,7 +111,7 @@ def load_on(
 
 
 def _what_goes_on(connection: Connection, request: LoadRequest, model_id: str) -> str:
-    """Of a load that is interrupted here, in words. `model_id`: empty while the coordinator has not answered."""
+    """Return what becomes of an interrupted load. `model_id`: empty while the coordinator has not answered."""
     if connection.local:
         return "the local cluster that was started for the load ends with this process, and the load with it"
     how = f"`longshore status` shows it, `longshore release {model_id or 'MODEL_ID'}` ends it"
@@ -129,10 +129,10 @@ def wait_until_ready(
     progress: Callable[[LoadProgress], None] | None,
     patience: Patience,
 ) -> tuple[LoadReport, bool]:
-    """(the report, whether there was anything to wait for).
+    """Return the report, and whether the load was not ready at once.
 
-    Raises the load's error, LoadTimeout and LoadCancelled as `patience` says, ClusterLost; LoadForgotten when it had
-    not begun to move.
+    Raises the load's error; LoadTimeout and LoadCancelled as `patience` decides; ClusterLost; LoadForgotten when the
+    coordinator was lost before a byte moved.
     """
     seen, waited, state = -1, False, ""
     details: dict[str, Any] = {"model": model_id}
@@ -144,7 +144,7 @@ def wait_until_ready(
         except (LoadTimeout, LoadCancelled) as error:
             raise error.with_details(**details) from None
         except ModelNotFound as error:
-            # A restarted coordinator does not know the load before the agents have told it.
+            # A restarted coordinator does not know the load before the agents have reported it.
             if state in EARLY:
                 raise LoadForgotten(
                     "the coordinator was lost before the load had begun, and again when it was asked anew",
@@ -491,18 +491,18 @@ def verify(
 
 
 def _until_given_up(progress: Callable[..., None] | None) -> Callable[..., None] | None:
-    """`progress` that ends the work it is told of, once the task of an async twin was cancelled."""
+    """Return `progress` that raises LoadCancelled once the task of an asyncio twin was cancelled."""
     given_up = GIVEN_UP.get()
     if given_up is None:
         return progress
 
-    def told(moment: object) -> None:
+    def report(moment: object) -> None:
         if given_up.is_set():
             raise LoadCancelled("the task was cancelled")
         if progress is not None:
             progress(moment)
 
-    return told
+    return report
 
 
 aload = load_in_thread(load)
@@ -511,7 +511,7 @@ apublish = in_thread(publish)
 averify = in_thread(verify)
 
 
-LONGEST_WAIT_S = 30.0  # for news, in one call
+LONGEST_WAIT_S = 30.0  # for events, in one call
 
 
 @checks_arguments
@@ -539,9 +539,9 @@ def status(address: str | None = None) -> ClusterStatus:
 
 @checks_arguments
 def events(model_id: str, *, after: int = 0, wait_s: float = 0.0, address: str | None = None) -> tuple[LoadEvent, ...]:
-    """What happened to a load or model since its event number `after`, oldest first; waits up to `wait_s` for news.
+    """Return the events of a load or model after number `after`, oldest first; wait up to `wait_s` for the first.
 
-    Of a load the last 1000 are kept, until five minutes after its end. Raises ModelNotFound, ClusterLost.
+    The last 1000 of a load are kept, until five minutes after its end. Raises ModelNotFound, ClusterLost.
     """
     found: tuple[LoadEvent, ...] = _running(address).call("events", model_id, after, min(wait_s, LONGEST_WAIT_S))
     return found
@@ -549,14 +549,14 @@ def events(model_id: str, *, after: int = 0, wait_s: float = 0.0, address: str |
 
 @checks_arguments
 def chunk_map(model_id: str, *, address: str | None = None) -> ChunkMap:
-    """Where each chunk of a load is now, on every node that has ranks of it. Raises ModelNotFound, ClusterLost."""
+    """Return where each chunk of a load is, on every node that has ranks of it. Raises ModelNotFound, ClusterLost."""
     found: ChunkMap = _running(address).call("chunks", model_id)
     return found
 
 
 @checks_arguments
 def request_of(model_id: str, *, address: str | None = None) -> LoadRequest:
-    """What a model was loaded with, without credentials. Raises ModelNotFound, ClusterLost."""
+    """Return the request that a model was loaded with, without credentials. Raises ModelNotFound, ClusterLost."""
     found: LoadRequest = _running(address).call("request_of", model_id)
     return found
 
@@ -609,9 +609,9 @@ def release(model: LoadedModel | str, *, force: bool = False, address: str | Non
 
 @checks_arguments
 def release_warm(*, address: str | None = None) -> int:
-    """End the workers of released models that wait for the next load; how many models' they were. Raises ClusterLost.
+    """End the idle workers of released models, and return of how many models they were. Raises ClusterLost.
 
-    They give way by themselves to a load that needs their place; other users of the GPUs need this.
+    A load that needs their place ends them by itself. This frees the GPUs for other programs.
     """
     ended: int = _running(address).call("release_warm")
     return ended

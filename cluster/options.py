@@ -37,6 +37,7 @@ from cluster.argument_types import DtypeName as DtypeName
 from cluster.argument_types import check_types
 from cluster.errors import ConfigError
 from cluster.fit.options import DeviceMapOptions, FitOptions, GivenMap, GivenMemory, parse_device_map
+from cluster.fit.options import FitMode as FitMode
 from cluster.layouts.mesh import Layout
 from cluster.layouts.rules import LayoutRules
 from storage.store_ref import Credentials
@@ -48,7 +49,6 @@ T = TypeVar("T")
 
 DeviceName = Literal["auto", "cpu", "cuda"]
 PlacementName = Literal["auto", "via_arena", "direct"]
-FitMode = Literal["strict", "auto"]
 QuantizationName = Literal["fp8", "fp8_tensor", "int8", "int4", "nf4"]
 
 _REVISION = re.compile(r"[0-9a-f]{64}")
@@ -124,7 +124,7 @@ class LoadOptions(CheckedOptions):
     Making one checks everything that needs neither a file nor a network. Raises ConfigError.
     """
 
-    model_uri: str | os.PathLike[str]
+    model_uri: str | os.PathLike[str] = field(repr=False)  # until it is parsed, it may hold a secret
     _: KW_ONLY
     tensor_parallel_size: int = option(1, "ranks that each weight matrix is cut over", short="--tp", metavar="N")
     fsdp_size: int = option(1, "ranks that rows of every tensor are spread over", short="--fsdp", metavar="N")

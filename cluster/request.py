@@ -30,19 +30,19 @@ from storage.stores.open_store import open_store
 
 @dataclass(frozen=True, slots=True)
 class StoreAccess:
-    """Where a model is and how to read it. The repr of credentials is redacted by their own class."""
+    """The place of a model and how to read it. The repr of the credentials shows none."""
 
     ref: StoreRef
     credentials: Credentials | None = None  # None: the node's own (environment, profile, instance role)
 
     def without_credentials(self) -> StoreAccess:
-        """For whatever is kept: credentials that a client passed live in messages only."""
+        """Return the access to save or keep. Credentials that a client passed are in messages only."""
         return StoreAccess(self.ref)
 
 
 @dataclass(frozen=True, slots=True)
 class LoadRequest:
-    """What a client asks for."""
+    """A client's request for a load, as the coordinator gets it."""
 
     uri: str  # as given, without secrets
     store: StoreAccess
@@ -71,18 +71,18 @@ class LoadRequest:
 
     @property
     def mapping(self) -> DeviceMapOptions | None:
-        """The device map with the limits that are known by now."""
+        """The device map with the limits that are known so far."""
         if self.device_map is None or not self.node_memory:
             return self.device_map
         return replace(self.device_map, max_memory=self.node_memory, is_all=self.device_map.max_memory is None)
 
     @property
     def gpus_per_rank(self) -> int:
-        """GPUs that a rank's worker has when its device is "cuda"."""
+        """Number of GPUs of a rank's worker when its device is "cuda"."""
         return max(1, (self.mapping.gpus or 0) if self.mapping else 0)
 
     def identity(self) -> str:
-        """Equal for requests that can share one resident model, whatever its revision."""
+        """Return a text that is equal for requests that can share a resident model, whatever its revision."""
         if self.auto_identity:
             return self.auto_identity
         rules = list((self.layout_rules or {}).items())  # in their order: the first match wins
@@ -104,14 +104,14 @@ class LoadRequest:
         )
 
 
-# What is taken for a local path unless it is looked at: "s3:/models/x", "meta-llama/Llama-3-8B".
+# Taken for a local path without this check: "s3:/models/x", "meta-llama/Llama-3-8B".
 _WITHOUT_SLASHES = re.compile(rf"({'|'.join([*ALIASES, *DEFAULT_SCHEMES.split(',')])}):(?!//)(.+)", re.I | re.S)
 _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/\w[\w.-]*/?")
 
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """How to reach a store beyond its URI; None means what the environment says."""
+    """How to reach a store, beside its URI. None: as the environment says."""
 
     endpoint_url: str | None = None
     region: str | None = None
@@ -119,9 +119,9 @@ class StoreOptions:
     anonymous: bool = False
 
     def resolve(self, uri: str | os.PathLike[str], *, new: bool = False) -> tuple[StoreRef, str | None]:
-        """The store that `uri` names, and the one file in it when it names a single safetensors file.
+        """Return the store that `uri` names, and the file in it when `uri` names a single safetensors file.
 
-        `new`: a local folder need not be there yet. Raises InvalidUri, also for a URI with a query, a fragment, a user
+        `new`: a local folder need not exist yet. Raises InvalidUri, also for a URI with a query, a fragment, a user
         or a password; UnsupportedStore.
         """
         text = as_text(uri)
@@ -136,7 +136,7 @@ class StoreOptions:
         return self.place(root), only_key
 
     def place(self, uri: str | os.PathLike[str]) -> StoreRef:
-        """The store that `uri` names as a folder, which may be new. Raises InvalidUri, UnsupportedStore."""
+        """Return the store that `uri` names as a folder, which may be new. Raises InvalidUri, UnsupportedStore."""
         text = as_text(uri)
         _check_local(text)
         try:
@@ -149,7 +149,7 @@ class StoreOptions:
             )
         except UnsupportedStore:
             raise
-        except StoreError as error:  # no store was asked: it is what was written that is wrong
+        except StoreError as error:  # no store was asked: the text is wrong
             raise InvalidUri(error.message, hint=error.hint, **error.details) from error
 
 
@@ -167,7 +167,7 @@ def _check_local(text: str) -> None:
 
 
 def as_text(uri: object) -> str:
-    """A URI or a local path, also as a `pathlib.Path`. Raises ConfigError for what is neither, InvalidUri for none."""
+    """Return a URI or a path as text. Raises ConfigError for another type, InvalidUri for an empty text."""
     text = os.fspath(uri) if isinstance(uri, os.PathLike) else uri
     if not isinstance(text, str):
         raise ConfigError(f"a URI or a path is wanted, not {type(text).__name__}")
@@ -219,7 +219,7 @@ def make_request(options: LoadOptions, trusted_keys: Sequence[str | os.PathLike[
 
 
 def read_keys(sources: Sequence[str | os.PathLike[str]]) -> tuple[str, ...]:
-    """Trusted keys, each once, from base64 or files, `:NAME` behind them (`trusted_key`). Raises InvalidKey."""
+    """Return trusted keys, each once, from base64 or files, with `:NAME` behind (`trusted_key`). Raises InvalidKey."""
     return tuple(dict.fromkeys(trusted_key(source) for source in sources))
 
 
@@ -230,7 +230,7 @@ def open_uri(
     read_timeout_s: float,
     rules: SourceRules | None = None,
 ) -> tuple[ObjectStore, str | None]:
-    """An open store for `uri`, which the caller closes, and the one file in it when it names one.
+    """Return an open store for `uri`, which the caller closes, and the file in it when `uri` names one.
 
     Raises SourceRefused.
     """
@@ -247,10 +247,10 @@ def open_destination(
     read_timeout_s: float,
     rules: SourceRules | None = None,
 ) -> ObjectStore:
-    """An open store for the folder that a copy of `source` goes to; a local one is made.
+    """Return an open store for the folder that `source` is copied to. A local folder is made.
 
-    Raises ConfigError for a file, and for a place inside the source or around it: the copy would become part of
-    what is copied. SourceRefused, StoreError when a local folder cannot be made.
+    Raises ConfigError for a file, and for a folder inside the source or around it, as the copy would become part of its
+    source. Raises SourceRefused, and StoreError when a local folder cannot be made.
     """
     ref, only_key = options.resolve(uri, new=True)
     if only_key is not None:
@@ -273,7 +273,7 @@ def open_destination(
 
 
 def is_nested(outer: StoreRef, inner: StoreRef) -> bool:
-    """Whether `inner` is a place below `outer`, and not `outer` itself; links are followed for local paths."""
+    """Return whether `inner` is below `outer` and not `outer` itself. Links of local paths are followed."""
     if replace(outer, prefix="") != replace(inner, prefix=""):
         return False
     prefixes = [outer.prefix, inner.prefix]

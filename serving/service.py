@@ -1,4 +1,4 @@
-"""What the routes do, over the Python client: loads that go on after their request, and views of the cluster.
+"""The work of the routes, done with the Python client: loads that outlast their request, and views of the cluster.
 
 LongshoreError
 +- Busy                         as much is under way as the settings allow; ask again later
@@ -35,15 +35,18 @@ T = TypeVar("T")
 
 
 class SharedAnswer(Generic[T]):
-    """Who asks while a question is under way shares the next one, so no answer is older than the asking."""
+    """Combines callers that wait for the same answer. An answer is never older than its call.
+
+    A caller that comes while a request is under way shares the next one.
+    """
 
     def __init__(self, ask: Callable[[], Awaitable[T]]) -> None:
         self._ask = ask
         self._one_at_a_time = asyncio.Lock()
-        self._coming: asyncio.Task[T] | None = None  # not asked yet
+        self._coming: asyncio.Task[T] | None = None  # a request that has not begun
 
     async def __call__(self) -> T:
-        """The answer, or what asking raised. An asker who gives up leaves the others theirs."""
+        """Return the answer, or raise the request's error. A caller that is cancelled does not cancel the others."""
         if self._coming is None:
             self._coming = asyncio.get_running_loop().create_task(self._next())
             self._coming.add_done_callback(_looked_at)
@@ -51,27 +54,27 @@ class SharedAnswer(Generic[T]):
 
     async def _next(self) -> T:
         async with self._one_at_a_time:
-            self._coming = None  # who asks from here on wants a newer answer
+            self._coming = None  # later callers need a newer answer
             return await self._ask()
 
 
 def _looked_at(task: asyncio.Task[T]) -> None:
-    """Every asker may have given up; their error is nobody's then, and asyncio need not complain of it."""
+    """Retrieve the error of a task whose callers were all cancelled, so that asyncio does not log it."""
     if not task.cancelled():
         task.exception()
 
 
-BEGIN_S = 30.0  # by then a coordinator has taken a load on, or is not well
+BEGIN_S = 30.0  # a coordinator that has not accepted a load by then is unhealthy
 CALLS = 64  # of the client at once, beside loads
 _LOG = logging.getLogger("longshore.http")
 
 
 class Busy(LongshoreError):
-    """As much is under way as the settings allow."""
+    """The service does as much as the settings allow."""
 
 
 class Service:
-    """One replica's. `address`: of the Ray cluster; None: the one that this process is in."""
+    """One replica's work. `address`: of the Ray cluster; None: the one of this process."""
 
     def __init__(self, settings: ServingSettings, config: Config | None = None, address: str | None = None) -> None:
         self.settings = settings
@@ -84,15 +87,15 @@ class Service:
         self._threads = ThreadPoolExecutor(CALLS + settings.streams, thread_name_prefix="longshore-http")
 
     def close(self) -> None:
-        """End the threads, as soon as what they are asking is answered. Loads that were begun go on in the cluster."""
+        """End the threads when their requests are answered. Loads continue in the cluster."""
         self._threads.shutdown(wait=False, cancel_futures=True)
 
     # -- loads -------------------------------------------------------------------------------------------------
 
     async def begin(self, body: LoadBody) -> LoadProgress:
-        """Begin a load, or find the model resident: its first progress. It goes on when nobody waits any more.
+        """Begin a load, or find the model resident, and return its first progress. The load continues on its own.
 
-        Raises what `cluster.load` raises before anything is known of the load; Busy.
+        Raises the errors of `cluster.load` that come before a first progress; Busy.
         """
         self._check(body)
         if len(self._loads) >= self.settings.loads:
@@ -138,7 +141,7 @@ class Service:
             _LOG.info("load %s ended: %s", model_id or "(not begun)", error)
 
     async def release(self, model_id: str, *, force: bool) -> Released:
-        """Free a model, or give a load up; whether it is freed. Raises ModelNotFound, ClusterLost."""
+        """Free a model, or end its load. Raises ModelNotFound, ClusterLost."""
         ours = [task for task, of in self._loads.items() if of == model_id]
         for task in ours:
             task.cancel()

@@ -20,14 +20,14 @@ CREDENTIALS = (  # broken by hand: argparse fills no descriptions here
 )
 
 MOST_PORT = 65535
-LEAST_INTERVAL_S = 0.1  # between two looks at a cluster
+LEAST_INTERVAL_S = 0.1  # between two requests for a cluster's status
 
 Verbs = Any  # what `add_subparsers` returns
 Run = Callable[[argparse.Namespace], int]
 
 
 def add_verb(verbs: Verbs, name: str, run: Run, target: str = "") -> argparse.ArgumentParser:
-    """A verb with its page of help and the options that all have; `target`: its first argument."""
+    """Add a verb with its help page and the options of every verb; `target`: its first argument."""
     page = PAGES[name]
     verb: argparse.ArgumentParser = verbs.add_parser(
         name,
@@ -58,7 +58,7 @@ def add_address(verb: argparse.ArgumentParser) -> None:
 
 
 def count(text: str) -> int:
-    """A whole number from 1 on. Raises ArgumentTypeError, as the others do."""
+    """Return a whole number from 1 on. Raises ArgumentTypeError, as the next functions do."""
     return _whole(text, "a whole number from 1 on", least=1)
 
 

@@ -1,4 +1,4 @@
-"""What the verbs about one checkpoint do: load, plan, publish, verify, sign, keygen. Each returns its exit code.
+"""The verbs about one checkpoint: load, plan, publish, verify, sign, keygen. Each returns its exit code.
 
 With `--json` one document goes to stdout and nothing else; progress always goes to stderr. The client is
 imported when a verb runs, so `longshore --help` needs neither Ray nor a network.
@@ -33,7 +33,7 @@ from cluster.options import LOAD, PLAN, collect
 
 
 def run_load(args: argparse.Namespace) -> int:
-    """Load, report; the model stays in the cluster unless --no-keep."""
+    """Load a model and print the report. The model stays in the cluster unless --no-keep is given."""
     from cluster import client
     from cluster.command_line.tables import load_table
 
@@ -55,7 +55,7 @@ def run_load(args: argparse.Namespace) -> int:
 
 @contextlib.contextmanager
 def _says_what_goes_on() -> Iterator[None]:
-    """When the block is interrupted: what of the load goes on in the cluster, and how to look at it and end it."""
+    """Print, when the block is interrupted, what continues in the cluster and how to see and end it."""
     try:
         yield
     except KeyboardInterrupt as interrupt:
@@ -65,7 +65,7 @@ def _says_what_goes_on() -> Iterator[None]:
 
 
 def run_plan(args: argparse.Namespace) -> int:
-    """Show what would be loaded where; ends as a load that is refused when it does not fit."""
+    """Show what would be loaded where. What does not fit has the exit code of a load that is refused."""
     from cluster.command_line.tables import plan_table
     from cluster.planning.preview import PlanOptions, plan_load
 

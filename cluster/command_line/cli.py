@@ -36,7 +36,7 @@ def main(argv: Sequence[str] | None = None) -> int:
         if getattr(sys, name) is None:  # closed by whoever started us (`>&-`)
             setattr(sys, name, open(os.devnull, "w"))  # noqa: SIM115  # for as long as the process lives
     parser = build_parser()
-    if not words:  # a verb is missing, as in a command line that is wrong otherwise, but help is what is wanted
+    if not words:  # wrong usage, but help is what the user needs
         with contextlib.suppress(OSError):
             parser.print_help(sys.stderr)
         return USAGE
@@ -55,7 +55,7 @@ def main(argv: Sequence[str] | None = None) -> int:
     except KeyboardInterrupt as error:
         kind = "Terminated" if isinstance(error, Terminated) else "Interrupted"
         say_on(sys.stderr, f"longshore: {kind.lower()}")
-        if args.json and not _endless(args):  # what is endless has said what it had to say
+        if args.json and not _endless(args):  # its documents are out already
             _print_error(Exception(kind.lower()), exit_code(error), kind=kind)
         return exit_code(error)
     except Exception as error:
@@ -79,7 +79,7 @@ def build_parser() -> argparse.ArgumentParser:
 
 
 def _failed(error: Exception, args: argparse.Namespace) -> int:
-    """Say what happened, once for people and with --json once for scripts; returns the exit code."""
+    """Report the error on stderr, and with --json on stdout; return the exit code."""
     code = exit_code(error)
     if args.debug:
         with contextlib.suppress(OSError):
@@ -105,17 +105,17 @@ def _print_error(error: Exception, code: int, *, kind: str = "", in_a_line: bool
 
 
 def _endless(args: argparse.Namespace) -> bool:
-    """Whether the verb prints a document per line."""
+    """Return whether the verb prints a document per line."""
     return getattr(args, "watch", None) is not None or bool(getattr(args, "follow", False))
 
 
 def _wants_json(words: Sequence[str]) -> bool:
-    """Of a command line that cannot be parsed. (argparse takes the beginning of an option for it.)"""
+    """Return whether a command line that cannot be parsed asks for JSON. (argparse accepts abbreviations.)"""
     return any(len(word) > 2 and "--json".startswith(word) for word in words)
 
 
 class _Parser(argparse.ArgumentParser):
-    """Raises ConfigError, after it has printed what argparse prints, instead of ending the process."""
+    """A parser that prints what argparse prints, and then raises ConfigError instead of ending the process."""
 
     def error(self, message: str) -> NoReturn:
         message = without_secrets(message)  # of words in the wrong place, maybe a presigned URL
@@ -127,7 +127,7 @@ class _Parser(argparse.ArgumentParser):
 
 
 def _nearest_choice(message: str) -> str:
-    """Return what may have been meant, to be added to argparse's message about a verb or value that is not there."""
+    """Return a suggestion for argparse's message about an unknown verb or value; "" without one."""
     found = re.search(r"invalid choice: '(.*)' \(choose from (.*)\)", message)
     near = difflib.get_close_matches(found[1], re.findall(r"[\w.-]+", found[2]), 1) if found else []
     return f"; did you mean {near[0]}?" if near else ""

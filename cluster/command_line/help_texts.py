@@ -1,4 +1,4 @@
-"""What `longshore VERB --help` says beside the options: a page per verb, as data. `help_pages` lays it out."""
+"""The text of `longshore VERB --help` beside the options: a page per verb. And the completion script for shells."""
 
 from __future__ import annotations
 
@@ -94,8 +94,8 @@ PAGES = {
     "sign": Page(
         "sign the manifest of a published model",
         (
-            "Writes longshore.manifest.sig beside the manifest that is there, for this manifest under one name: "
-            "whoever loads another model in its place is told. `longshore publish --sign-key` does both at once. The "
+            "Writes longshore.manifest.sig beside the manifest, for this manifest under one name: "
+            "loading another model in its place is an error. `longshore publish --sign-key` does both at once. The "
             "key is read from a file and never sent anywhere.",
         ),
         ("longshore sign s3://models/llama-70b --key signer",),

@@ -1,16 +1,15 @@
-"""What a user asks about memory: `fit=`, memory to keep free, `device_map=`, `max_memory=` and `offload_folder=`.
+"""Options about memory: how a load has to fit, the devices of one rank, and its offload folder. Pure.
 
-What a user asks of a device map: `device_map=`, `max_memory=` and `offload_folder=`, checked. Pure.
+    fit="auto", gpu_memory_utilization=0.9, reserve_bytes=2 << 30
+    device_map="auto", max_memory={0: "20GB", "cpu": "60GB"}, offload_folder="/scratch/llama"
+    device_map={"model.embed_tokens": 0, "model.layers": 1, "model.norm": "cpu", "lm_head": "disk"}
 
-device_map="auto", max_memory={0: "20GB", "cpu": "60GB"}, offload_folder="/scratch/llama"
-device_map={"model.embed_tokens": 0, "model.layers": 1, "model.norm": "cpu", "lm_head": "disk"}
-
-How an offload folder looks, in the format of Hugging Face Accelerate: one file per tensor, and an index. Pure.
+An offload folder has the format of Hugging Face Accelerate: a file per tensor, and an index.
 
     index.json                            {"model.norm.weight": {"dtype": "bfloat16", "shape": [4096]}, ...}
     model.norm.weight.dat                 the tensor's bytes, nothing else
 
-Names of tensors come from a bucket: one that could leave the folder, or that no file can have, is refused.
+Names of tensors come from a bucket. One that could leave the folder, or that no file can have, is refused.
 """
 
 from __future__ import annotations
@@ -20,7 +19,7 @@ import os
 import re
 from collections.abc import Mapping, Sequence
 from dataclasses import dataclass, replace
-from typing import TYPE_CHECKING, Protocol, runtime_checkable
+from typing import TYPE_CHECKING, Literal, Protocol, get_args, runtime_checkable
 
 from cluster.errors import ConfigError
 from cluster.fit.device_map import CPU, DISK, DeviceKey, DeviceMap, device_order
@@ -33,7 +32,8 @@ if TYPE_CHECKING:
 
 
 STRICT, AUTO = "strict", "auto"
-MODES = (STRICT, AUTO)
+FitMode = Literal["strict", "auto"]
+MODES = get_args(FitMode)
 
 
 @dataclass(frozen=True, slots=True)
@@ -46,19 +46,19 @@ class FitTry:
 
 
 def what_was_taken(tried: Sequence[FitTry]) -> str:
-    """What was changed: 'quantization="int8"'; "" when the model is as it was asked for."""
+    """Return the change that was taken, 'quantization="int8"'; "" when the model is as it was asked for."""
     return tried[-1].what if len(tried) > 1 else ""
 
 
 @dataclass(frozen=True, slots=True)
 class FitOptions:
-    """How a load has to fit. Raises ConfigError for what cannot be meant.
+    """Memory that a load leaves free, and what happens when it does not fit. Raises ConfigError for a wrong value.
 
-    `gpu_memory_utilization` as engines have it: the part of a GPU's memory, 0 to 1, that may be in use in all. Of the
-    three that say what stays free (this, `reserve_bytes` and the settings' reserve) the one that leaves most holds.
+    `gpu_memory_utilization` is the part of a GPU's memory, 0 to 1, that may be in use in all, as vLLM has it. It,
+    `reserve_bytes` and the settings' reserve each keep memory free. The one that leaves most applies.
     """
 
-    mode: str = STRICT  # "auto": takes less precision, in steps, until it fits
+    mode: str = STRICT  # "auto": lowers the precision, in steps, until it fits
     gpu_memory_utilization: float | None = None
     reserve_bytes: int | None = None  # kept free on each GPU, or on each host for CPU ranks
 
@@ -76,7 +76,7 @@ class FitOptions:
             raise ConfigError(f"reserve_bytes must be a whole number of bytes from 0 on, not {left!r:.40}")
 
     def check_device(self, device: str) -> None:
-        """Raises ConfigError when what was asked means nothing for ranks on `device`."""
+        """Raise ConfigError when an option has no meaning for ranks on `device`."""
         if device == "cpu" and self.gpu_memory_utilization is not None:
             raise ConfigError(
                 "gpu_memory_utilization is about GPUs, and the ranks are in host memory (device=cpu)",
@@ -84,18 +84,18 @@ class FitOptions:
             )
 
     def kept_free_bytes(self, total_bytes: int, config: Config) -> int:
-        """Of a GPU with so much memory: what the load must leave."""
+        """Return the bytes that the load must leave free on a GPU of `total_bytes`."""
         kept = max(config.device_reserve_bytes, self.reserve_bytes or 0)
         if self.gpu_memory_utilization is not None:
             kept = max(kept, total_bytes - math.floor(total_bytes * self.gpu_memory_utilization))
         return min(kept, total_bytes)
 
     def host_reserve_bytes(self, config: Config) -> int:
-        """Of a host: what the load must leave."""
+        """Return the bytes that the load must leave free on a host."""
         return max(config.host_reserve_bytes, self.reserve_bytes or 0)
 
     def identity(self) -> tuple[object, ...]:
-        """What of it decides what a load holds in the end: without a choice nothing does."""
+        """Return the part that decides what the load holds in the end; nothing for "strict"."""
         return () if self.mode == STRICT else (self.mode, self.gpu_memory_utilization, self.reserve_bytes)
 
 
@@ -107,7 +107,7 @@ GPU_SHARE_ALONE = 0.9  # of a single GPU whose limit nobody gave, as Accelerate 
 
 @runtime_checkable
 class TorchDevice(Protocol):
-    """What a torch.device has; torch may not be there."""
+    """A torch.device, where torch need not be installed."""
 
     @property
     def type(self) -> str: ...
@@ -140,7 +140,7 @@ class DeviceMapOptions:
 
     @property
     def memory(self) -> dict[DeviceKey, int]:
-        """Limits in the order in which devices are filled. Raises ConfigError when there are none yet."""
+        """The limits, in the order in which devices are filled. Raises ConfigError when there are none yet."""
         if self.max_memory is None:
             raise ConfigError(
                 f"device_map={self.policy!r} needs max_memory where no cluster says what it has",
@@ -149,7 +149,7 @@ class DeviceMapOptions:
         return dict(sorted(self.max_memory, key=lambda limit: device_order(limit[0])))
 
     def on_node(self, gpu_bytes: list[int], cpu_bytes: int) -> DeviceMapOptions:
-        """The same for a node with that memory, when nobody gave limits. A single GPU keeps a tenth free."""
+        """Return these options with the limits of a node, where none were given. A single GPU keeps a tenth free."""
         if self.max_memory is not None or self.modules:
             return self
         limits: dict[DeviceKey, int] = dict(enumerate(gpu_bytes))
@@ -159,7 +159,7 @@ class DeviceMapOptions:
         return replace(self, max_memory=tuple(limits.items()), is_all=True)
 
     def beside(self, staging_bytes: int) -> DeviceMapOptions:
-        """The same with room for so much on each device that holds tensors in memory."""
+        """Return these options with `staging_bytes` kept free on each device that holds tensors in memory."""
         if self.max_memory is None or not self.is_all:
             return self
         limits = ((key, limit if key == DISK else max(0, limit - staging_bytes)) for key, limit in self.max_memory)
@@ -167,7 +167,7 @@ class DeviceMapOptions:
 
     @property
     def device_map(self) -> DeviceMap | None:
-        """The one that was given, when one was."""
+        """The device map that was given, or None."""
         return DeviceMap(self.modules) if self.modules else None
 
 
@@ -178,9 +178,9 @@ def parse_device_map(
     layout: Layout,
     device: str,
 ) -> DeviceMapOptions | None:
-    """The options that were given; None when no device map is asked for. Raises ConfigError.
+    """Return the options; None when there is no device map. Raises ConfigError.
 
-    `max_memory` and `offload_folder` mean something only for a rank with several devices: alone they go with "auto".
+    `max_memory` or `offload_folder` alone stands for the device map "auto".
     """
     given = {"device_map": device_map, "max_memory": max_memory, "offload_folder": offload_folder}
     asked = [name for name, value in given.items() if value is not None]
@@ -207,7 +207,10 @@ def parse_device_map(
 
 
 def parse_device(given: object, others: str = "") -> DeviceKey:
-    """0, "0", "cuda:0", "cuda", "cpu", "disk", or a torch.device of these. Raises ConfigError."""
+    """Return the device for 0, "0", "cuda:0", "cuda", "cpu", "disk" or a torch.device. Raises ConfigError.
+
+    `others`: words that the message offers beside devices.
+    """
     text = str(given).strip().lower() if not isinstance(given, bool) else ""
     if text in (CPU, DISK):
         return text
@@ -222,7 +225,7 @@ def parse_device(given: object, others: str = "") -> DeviceKey:
 
 
 def _agreeing(options: DeviceMapOptions, device: str) -> DeviceMapOptions:
-    """Raises ConfigError for options that contradict each other."""
+    """Return the options. Raises ConfigError when they contradict each other."""
     if device == "cpu" and options.gpus:
         raise ConfigError(
             f"device='cpu' has no GPUs, and the device map asks for {options.gpus}", hint="device='cuda' has them"
@@ -287,7 +290,7 @@ MAX_NAME_BYTES = 255  # of a file, on every file system that matters
 
 
 def offload_name(tensor: str) -> str | None:
-    """Name of the tensor's file; None when none can be had."""
+    """Return the name of the tensor's file; None when no file can have it."""
     name = f"{tensor}.dat"
     try:
         size = len(name.encode())
@@ -298,5 +301,5 @@ def offload_name(tensor: str) -> str | None:
 
 
 def index_entry(torch_dtype: str, shape: tuple[int, ...]) -> dict[str, object]:
-    """What the index says of a tensor; `torch_dtype` as in "bfloat16"."""
+    """Return the entry of a tensor in the index; `torch_dtype` is a name such as "bfloat16"."""
     return {"dtype": torch_dtype, "shape": list(shape)}

@@ -1,9 +1,9 @@
-"""`cluster.plan`: what a load would put where, and whether it fits. In this process; needs neither a cluster nor a GPU.
+"""`cluster.plan`: shows what a load would put where, and whether it fits. Runs in this process, without a GPU.
 
 manifest, headers, or config.json alone --> index --> plan of the request --weighed on devices--> what fits
                                                                          --rates--> expected time
 
-What a running cluster has of a planned model: asked of its node agents; nothing is started, and no weight moves.
+The node agents of a running cluster report what they hold of the model. Nothing is started, and no weight moves.
 
 joined or named cluster --rooms--> nodes --keys of the model's chunks--> what arenas and disks hold --> ClusterView
 """
@@ -82,7 +82,7 @@ NAMED = 20  # nodes in one note
 
 @dataclass(frozen=True, slots=True)
 class ClusterView:
-    """A plan's ranks on the nodes of a cluster, and what those have."""
+    """The ranks of a plan on the nodes of a cluster, and what those nodes hold of the model."""
 
     address: str
     rank_nodes: tuple[int, ...]
@@ -93,7 +93,7 @@ class ClusterView:
     notes: tuple[str, ...]
 
     def summarize(self, plan: LoadPlan, signed_by: str) -> PlanSummary:
-        """The numbers of `plan` there. A resident model takes nothing from anywhere."""
+        """Return the summary of `plan` in that cluster. A resident model reads nothing."""
         summary = summarize_plan(plan, self.rank_nodes, self.node_names, signed_by=signed_by, held=self.held)
         nodes = tuple(replace(node, arena_bytes=self.arena_bytes.get(node.node, 0)) for node in summary.nodes)
         if self.resident is not None:
@@ -104,7 +104,7 @@ class ClusterView:
 
 @dataclass(frozen=True, slots=True)
 class AskedCluster:
-    """A cluster that can be asked."""
+    """A running cluster, with its connection."""
 
     connection: Connection
     infos: tuple[NodeInfo, ...]  # of its living nodes
@@ -137,12 +137,12 @@ class AskedCluster:
 
 
 def find_cluster(address: str | None, config: Config) -> AskedCluster | None:
-    """The cluster at `address`; without one, that which this process works with already. None: there is none.
+    """Return the cluster at `address`, without one the cluster of this process, or None.
 
     Raises ClusterLost, as NoCoordinator when none runs at the address.
     """
     if address is None:
-        with contextlib.suppress(LongshoreError):  # nobody asked for it: a plan can do without
+        with contextlib.suppress(LongshoreError):  # a plan works without it
             connection = joined(config)
             return None if connection is None else AskedCluster(connection, tuple(connection.call("rooms")))
         return None
@@ -157,9 +157,10 @@ def find_cluster(address: str | None, config: Config) -> AskedCluster | None:
 def place_ranks(
     infos: Sequence[NodeInfo], request: LoadRequest, ranks_per_node: int | None, cpu_ranks_per_node: int
 ) -> tuple[int, ...]:
-    """Index of each rank's node, as a load would have it; beyond the nodes that there are, when they are too few.
+    """Return the index of each rank's node, as a load would place it. Pure.
 
-    By what is free; when that is not enough, as if all were. `ranks_per_node`: as somebody wants it. Pure.
+    The free GPUs count; when they are too few, all GPUs do. When the nodes are too few, indexes go beyond them.
+    `ranks_per_node`: the number that the user asked for.
     """
     if ranks_per_node is not None or not infos:
         return spread_evenly(request.world_size, ranks_per_node or request.world_size)
@@ -174,7 +175,7 @@ def place_ranks(
 
 
 def node_names(infos: Sequence[NodeInfo]) -> tuple[str, ...]:
-    """Hosts; where several nodes are on one, with the beginning of their ids."""
+    """Return the host of each node, with the beginning of its id where several nodes are on one host."""
     times = Counter(info.host for info in infos)
     return tuple(info.host if times[info.host] == 1 else f"{info.host} {info.node_id[:8]}" for info in infos)
 
@@ -200,7 +201,7 @@ _HINT = "`longshore load --json` prints one"
 def find_devices(
     memory: GivenDevices | None, nodes: Sequence[NodeInfo] | None, request: LoadRequest, config: Config
 ) -> Devices | None:
-    """What there is to fit into: given, that of a cluster's `nodes`, or seen here; None when nobody knows.
+    """Return the devices to fit into: given, those of a cluster's `nodes`, or of this machine; None when unknown.
 
     Raises ConfigError.
     """
@@ -212,13 +213,13 @@ def find_devices(
 
 
 def given_rates(store: Rate, network: Rate, disk: Rate, place: Rate) -> Rates:
-    """As they were given. Raises ConfigError."""
+    """Return the rates as they were given. Raises ConfigError."""
     parsed = [None if rate is None else parse_rate(rate) for rate in (store, network, disk, place)]
     return Rates(parsed[0], parsed[1], parsed[2], parsed[3])
 
 
 def read_rates(given: Measured) -> Rates:
-    """Rates of an earlier load, from its report or the file of it. Raises ConfigError."""
+    """Return the rates of an earlier load, from its report or a file with it. Raises ConfigError."""
     if isinstance(given, LoadReport | Mapping):
         return measured_rates(given)
     path = Path(given)
@@ -231,7 +232,7 @@ def read_rates(given: Measured) -> Rates:
 
 
 def picture_path(given: str | os.PathLike[str]) -> Path:
-    """Where the picture is to go. Raises ConfigError for what cannot be meant."""
+    """Return the path of the picture. Raises ConfigError for a file that is no SVG or has no folder."""
     path = Path(given)
     if path.suffix.lower() != ".svg":
         raise ConfigError(f"a picture is an SVG file, not {path.name!r:.60}", hint="name it plan.svg")
@@ -241,7 +242,7 @@ def picture_path(given: str | os.PathLike[str]) -> Path:
 
 
 def write_picture(path: Path, summary: PlanSummary, uri: str) -> None:
-    """Raises ConfigError when it cannot be written."""
+    """Write the picture. Raises ConfigError when it cannot be written."""
     try:
         path.write_text(titled_picture(summary, uri), encoding="utf-8")
     except OSError as error:
@@ -249,11 +250,11 @@ def write_picture(path: Path, summary: PlanSummary, uri: str) -> None:
 
 
 def titled_picture(summary: PlanSummary, uri: str) -> str:
-    """An SVG of ranks against layers."""
+    """Return an SVG of ranks against layers."""
     return summary.picture(f"{uri}: {summary.layout}")
 
 
-OFFERS_S = 20.0  # a plan of a very large model does not wait longer for what else could be offered
+OFFERS_S = 20.0  # limit on the time to search for alternatives, which is long for very large models
 
 
 @checks_arguments
@@ -414,7 +415,7 @@ def plan_load(options: LoadOptions, ahead: PlanOptions, config: Config | None = 
 
 
 def draw(request: LoadRequest, config: Config | None = None) -> str:
-    """An SVG of ranks against layers for a load as it was asked for, weighed on nothing.
+    """Return an SVG of ranks against layers for a load as it was requested, without a look at memory.
 
     Reads the manifest, or the headers, with what this process may read. Raises as `plan` does.
     """
@@ -424,7 +425,7 @@ def draw(request: LoadRequest, config: Config | None = None) -> str:
 
 
 def _expected(summary: PlanSummary, rates: Rates) -> ExpectedTime | None:
-    """None for a resident model: nothing moves."""
+    """Return the expected time; None for a resident model, as nothing moves."""
     if summary.resident:
         return None
     node_bytes = max((node.store_bytes for node in summary.nodes), default=0)
@@ -483,7 +484,7 @@ def _summarize(
 
 
 def _read(request: LoadRequest, config: Config) -> tuple[ModelIndex, ModelConfig | None]:
-    """What is stored, or what config.json alone lets expect."""
+    """Return the stored model, or an estimate from config.json alone."""
     trust = TrustPolicy(config.source_rules())  # the request says which keys
     limits = {"chunk_bytes": config.chunk_bytes, "read_timeout_s": config.read_timeout_s}
     try:
@@ -521,7 +522,7 @@ def _spread(
     devices: Devices,
     read_amax: ReadAmax | None,
 ) -> LoadRequest:
-    """Over all devices, when nobody said how: by the first way that fits, else by the first that is possible."""
+    """Spread a model without sizes over all devices: by the first layout that fits, else the first possible one."""
     if len(devices.rooms) == 1 or request.layout != Layout(vocabulary_multiple=request.layout.vocabulary_multiple):
         return request
     ways = [
@@ -540,7 +541,7 @@ def _spread(
 
 
 def _without_file(uri: str | os.PathLike[str]) -> str | os.PathLike[str]:
-    """A URI of a config.json means the folder that it is in."""
+    """Return the folder for the URI of a config.json, else the URI."""
     text = os.fspath(uri) if isinstance(uri, str | os.PathLike) else ""
     if text == CONFIG_KEY:
         return "."
