@@ -33,7 +33,7 @@ AT_MODULE_LEVEL = {
         "actors/launch",
         "actors/coordination/load_run",
         "actors/coordination/nodes",
-        "actors/coordination/relocation",
+        "actors/coordination/placing",
         "actors/coordination/attaching",
         "actors/coordination/jobs",
         "actors/coordination/spawn",
