@@ -22,13 +22,12 @@ from typing import Any
 from ray.exceptions import RayError
 
 from actors.coordination import nodes, spawn
-from actors.coordination.attaching import PlanSource, use_working_access
 from actors.coordination.fit import FitChoice, node_memory
 from actors.coordination.jobs import find_workers_again, node_job, rank_job, slots_taken
 from actors.coordination.model_record import ModelRecord, Placement
 from actors.coordination.nodes import ACTOR_GONE, NodeAgents
 from actors.coordination.placing import Relocation, take_placements
-from actors.coordination.planner import Planner
+from actors.coordination.planner import Planner, PlanSource, use_working_access
 from actors.coordination.tending import alongside, finished, settled, tend_all
 from actors.coordination.worker_groups import WorkerGroups
 from cluster.config import Config

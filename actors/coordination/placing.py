@@ -26,11 +26,11 @@ from typing import Any
 from ray.exceptions import RayError
 
 from actors.coordination import nodes, spawn
-from actors.coordination.attaching import PlanSource
 from actors.coordination.fit import fit_on
 from actors.coordination.jobs import save
 from actors.coordination.model_record import ModelRecord, Placement
 from actors.coordination.nodes import NodeAgents
+from actors.coordination.planner import PlanSource
 from actors.coordination.tending import alongside, finished
 from actors.coordination.worker_groups import WorkerGroups
 from cluster.config import Config

@@ -33,6 +33,7 @@ from actors.coordination import (
     model_record,
     nodes,
     placing,
+    planner,
     spawn,
     worker_groups,
 )
@@ -84,7 +85,7 @@ from tests.support.virtual_time import Clock, VirtualLoop
 ON_THE_CLOCK = (
     fit, agent_watch, attaching, coordinator, worker_groups, load_run, model_record, nodes, placing, spawn,
 )  # fmt: skip
-ASKS_RAY = (nodes, attaching, spawn)
+ASKS_RAY = (nodes, planner, spawn)
 COORDINATOR_GONE_S = 60.0  # see cluster.joining.connection
 REBUILD_GRACE_S = 20.0  # see cluster.client
 EARLY = ("", "planning", "waiting", "starting")

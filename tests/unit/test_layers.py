@@ -34,7 +34,7 @@ AT_MODULE_LEVEL = {
         "actors/coordination/load_run",
         "actors/coordination/nodes",
         "actors/coordination/placing",
-        "actors/coordination/attaching",
+        "actors/coordination/planner",
         "actors/coordination/jobs",
         "actors/coordination/spawn",
         "serving/deployment",
