@@ -1,19 +1,18 @@
-"""What the coordinator hears from agents: progress, loads that it does not know (any more), agents that forgot theirs.
+"""The coordinator's view of the agents: their heartbeats (`AgentWatch`), and those that nobody needs (`IdleAgents`).
 
 beat.records --adopt--> a load that an earlier incarnation of the coordinator began goes on
 beat.loads lacks a load that runs there --begin_on--> an agent that was restarted is told again; so is one that waits
                                                       for a rank whose worker had all before that, and is silent since
 beat.ranks --> progress of each rank; one that is alive and silent for too long is killed, and thereby replaced
 
-An agent whose node Ray has given up, and which a partition that healed lets speak again, changes nothing: it is told
-to end itself. Its loads have gone on without it, and its record of them is older than theirs.
+Ray may declare a node dead, and a partition that heals may let its agent speak again. Such an agent changes nothing and
+is told to end itself: its loads have gone on without it, and its record of them is older than theirs.
 
-Ends agents that nobody needs, after `Config.idle_agent_s`: Ray's autoscaler takes no node away that has an actor.
-
-A node is needed while a model has ranks there, workers wait there for the next load, or its agent tells of a load
-(`actors.hosting` begins some that no coordinator knows). What an agent has told may be old, so it says itself whether
-it has a load, and does not end then. An agent that ends takes its arena along, and what was cached in it; what is on
-disk stays. The next load on the node starts another.
+An agent that nobody needs ends after `Config.idle_agent_s`, because Ray's autoscaler removes no node that has an actor.
+A node is needed while a model has ranks there, workers wait there for the next load, or its agent reports a load
+(`actors.hosting` begins some that no coordinator knows). The last heartbeat may be old, so the agent itself decides
+whether it has a load, and then does not end. An agent that ends removes its arena with what was cached in it. Chunks on
+disk stay. The next load on the node starts another agent.
 """
 
 from __future__ import annotations

@@ -1,4 +1,4 @@
-"""Which model answers a load: one that is resident or on its way, once the asking client's own access is checked.
+"""Finds the model that answers a load: resident or on its way, and only after the client's own access is checked.
 
     attach(request) -- no record of the same identity ----------> None: the caller loads it
                     -- not planned yet, read with another access or for another revision: waits until it is planned,
@@ -15,21 +15,14 @@ Everything is looked at again after each wait, because records end and others be
 from __future__ import annotations
 
 import asyncio
-import contextlib
 import logging
 import time
-from collections.abc import Callable
 from dataclasses import replace
-from typing import Any
-
-import ray
 
 from actors.coordination.model_record import ModelRecord
 from actors.coordination.planner import CHECK_TIMEOUT_S, Planner
-from cluster.errors import LoadError
-from cluster.planning.packed_plan import PackedPlan
 from cluster.request import LoadRequest, StoreAccess
-from storage.errors import AccessDenied, LongshoreError, StoreUnavailable
+from storage.errors import LongshoreError, StoreUnavailable
 
 _LOG = logging.getLogger(__name__)
 
@@ -108,78 +101,3 @@ class Attaching:
 def _asks_alike(one: LoadRequest, other: LoadRequest) -> bool:
     """Return whether the store's answer to one of two requests for the same model is its answer to the other."""
     return (one.store, one.revision) == (other.store, other.revision)
-
-
-async def use_working_access(record: ModelRecord, planner: Planner) -> None:
-    """Before a process reads for the model again: of the known accesses, take the first that still works.
-
-    One that works and finds another revision in the store is only the second choice. The only one is not asked for.
-    """
-    candidates = record.access.candidates(record.holders.ids)
-    working = candidates if len(candidates) == 1 else []
-    for access in candidates if len(candidates) > 1 else ():
-        with contextlib.suppress(LongshoreError):  # refused, or the store is away: the next one may do better
-            if await planner.is_current(replace(record.request, store=access), record.revision):
-                working.insert(0, access)
-                break
-            working.append(access)
-    if working:
-        record.read_with(working[0])
-
-
-IN_MESSAGE_BYTES = 64 << 10  # what goes with the message is there sooner
-
-
-class PlanSource:
-    """The plan of one record. `holder_ttl_s`: how long to wait for clients to supply credentials after a restart."""
-
-    def __init__(self, record: ModelRecord, planner: Planner, holder_ttl_s: float) -> None:
-        self._record = record
-        self._planner = planner
-        self._holder_ttl_s = holder_ttl_s
-
-    async def plan(self) -> PackedPlan:
-        """The plan. Raises what planning raises; LoadError when the stored model is another one by now."""
-        record = self._record
-        if record.plan is None:
-            plan = await self._prepare()
-            if plan.revision != record.revision:
-                raise LoadError("the stored model has changed since the load began", model=record.model_id)
-            record.use_plan(plan)
-            return plan
-        return record.plan
-
-    async def _prepare(self) -> PackedPlan:
-        record = self._record
-        give_up_s = asyncio.get_running_loop().time() + self._holder_ttl_s
-        await self._until(lambda: not record.credentials_missing, give_up_s)
-        while True:
-            await use_working_access(record, self._planner)
-            tried = len(record.access.proofs)
-            try:
-                return await self._planner.prepare(record.request)
-            except AccessDenied:  # another holder may still supply an access that works
-                if not record.restored or not await self._more_access(tried, give_up_s):
-                    raise
-
-    async def _more_access(self, than: int, give_up_s: float) -> bool:
-        return await self._until(lambda: len(self._record.access.proofs) > than, give_up_s)
-
-    async def _until(self, holds: Callable[[], bool], give_up_s: float) -> bool:
-        """Wait until `holds` is true of the record. Return False when that does not come in time."""
-        async with self._record.changed:
-            with contextlib.suppress(TimeoutError):
-                async with asyncio.timeout_at(give_up_s):
-                    await self._record.changed.wait_for(holds)
-        return holds()
-
-    async def shared(self) -> Any:
-        """Its tables as an argument of a remote call: themselves while they are small.
-
-        Else in Ray's object store, put there once, where nodes get them from each other.
-        """
-        plan = await self.plan()
-        if self._record.shared is None:
-            small = len(plan.shared) <= IN_MESSAGE_BYTES
-            self._record.share(plan.shared if small else await asyncio.to_thread(ray.put, plan.shared))
-        return self._record.shared

@@ -1,4 +1,4 @@
-"""What agents and workers are told of a load. Pure.
+"""Builds the messages of a load for agents and workers, and the record that agents keep for a coordinator.
 
 The plan's shared tables go beside these messages: see `actors.coordination.load_run`.
 """

@@ -3,17 +3,10 @@
     run:     plan (planning process) -> placements (idle group or new) -> agents, fit, begin on every node -> tend
                                                                       `-> workers start meanwhile
     tend:    one task per rank waits for its worker's outcome, then for its end; a death makes a new incarnation, the
-             death of a node new places (`actors.coordination.relocation`)
+             death of a node new places (`actors.coordination.placing`)
     resume:  the same from "tend" on, for a load whose coordinator was killed
 
 What happens next is decided by the pure `cluster.scheduling.load_state`; this file carries it out.
-
-Which node each rank of a load sits on: in a worker group that is idle, else as Ray has places.
-
-An idle worker group of the same shape is taken over, workers and all; else the places come from Ray: a placement
-group for GPUs, plain affinity for CPU ranks. A load that may wait for GPUs leaves its group pending between two calls:
-that is what Ray's node autoscaler reacts to. It is removed when the load is over, or when places of another shape
-are found.
 """
 
 from __future__ import annotations
@@ -29,13 +22,12 @@ from typing import Any
 from ray.exceptions import RayError
 
 from actors.coordination import nodes, spawn
-from actors.coordination.attaching import PlanSource, use_working_access
 from actors.coordination.fit import FitChoice, node_memory
 from actors.coordination.jobs import find_workers_again, node_job, rank_job, slots_taken
 from actors.coordination.model_record import ModelRecord, Placement
 from actors.coordination.nodes import ACTOR_GONE, NodeAgents
-from actors.coordination.planner import Planner
-from actors.coordination.relocation import Relocation
+from actors.coordination.placing import Relocation, take_placements
+from actors.coordination.planner import Planner, PlanSource, use_working_access
 from actors.coordination.tending import alongside, finished, settled, tend_all
 from actors.coordination.worker_groups import WorkerGroups
 from cluster.config import Config
@@ -45,22 +37,13 @@ from cluster.errors import (
     LoadCancelled,
     ModelNotFound,
     NodeLost,
-    NotEnoughResources,
     RankLost,
     RankTaken,
 )
 from cluster.joining.node_tasks import unwrapped
 from cluster.planning.packed_plan import PackedPlan
 from cluster.scheduling import load_state
-from cluster.scheduling.topology import (
-    assign_gpus,
-    assign_ranks,
-    bundle_of_ranks,
-    bundles_for,
-    bundles_to_wait_for,
-    show_bundles,
-)
-from cluster.scheduling.warm_pool import IdleWorkerGroup, choose
+from cluster.scheduling.warm_pool import IdleWorkerGroup
 from cluster.telemetry.report import LoadReport, NodeReport, ProcessMemory
 from cluster.telemetry.stats import join_checks, verified_by
 from storage.errors import LongshoreError
@@ -122,97 +105,6 @@ def _control_plane(record: ModelRecord, plan: PackedPlan) -> tuple[ProcessMemory
         "coordinator", socket.gethostname(), record.memory.baseline_bytes, record.memory.peak_bytes
     )
     return (coordinator,) if plan.memory is None else (coordinator, plan.memory)
-
-
-async def take_placements(
-    record: ModelRecord, others: Sequence[ModelRecord], worker_groups: WorkerGroups, config: Config, *, may_wait: bool
-) -> IdleWorkerGroup | None:
-    """Fill `record.placements` (and `record.group`). Return the worker group that was taken over, if any.
-
-    `others` are the models that are not over.
-
-    Raises NotEnoughResources naming who holds what, ClusterError for a placement group that is gone. With `may_wait`,
-    when the caller will ask again, GPUs that are missing are left asked for.
-    """
-    request, layout, cpu_ranks_per_node = record.request, record.request.layout, config.cpu_ranks_per_node
-    holders = [other.model_id for other in others if other.request.device == request.device and other.placements]
-    if request.placement_group is not None:
-        places = await asyncio.to_thread(nodes.places_in_group, request.placement_group, request)
-        _sit(record, places)
-        return None
-    if record.group is not None and await asyncio.to_thread(nodes.is_placed, record.group):
-        await _sit_in_group(record)
-        return None
-    taken = [
-        placement.node_id
-        for other in others
-        if other.request.device == "cpu"
-        for placement in other.placements.values()
-    ]
-    taken += [
-        node_id
-        for worker_group in worker_groups.idle()
-        if worker_group.device == "cpu"
-        for node_id in worker_group.node_ids
-    ]
-    infos = await asyncio.to_thread(nodes.cluster_nodes, taken, cpu_ranks_per_node)
-    gpus = request.gpus_per_rank
-    try:
-        choice = choose(worker_groups.idle(), infos, layout, request.device, cpu_ranks_per_node, holders, gpus)
-    except NotEnoughResources as error:
-        if not may_wait or request.device != "cuda":
-            raise
-        there = [info.gpus_total for info in infos]
-        sizes = [gpus] if gpus > 1 else bundles_to_wait_for(layout, there, config.gpus_per_node)
-        await _ask_for(record, sizes)
-        raise error.with_details(asked_of_ray=show_bundles(sizes)) from None
-    if choice.take is not None:
-        await _ask_for(record, [])
-        worker_group = worker_groups.take(choice.take)
-        record.take_over(choice.take, worker_group.group, worker_group.placements)
-        return worker_group.idle
-    await finished(worker_groups.end(choice.end))
-    # Proves that there is room, and says who holds it when there is none; Ray decides where the bundles go.
-    assigned = (
-        assign_gpus(choice.nodes, gpus, holders)
-        if gpus > 1
-        else assign_ranks(choice.nodes, layout, request.device, cpu_ranks_per_node, holders)
-    )
-    if request.device == "cuda":
-        await _ask_for(record, [gpus] if gpus > 1 else bundles_for(layout, [info.gpus_free for info in choice.nodes]))
-        try:
-            await nodes.group_ready(record.group, request, holders)
-        except Exception:
-            if not may_wait:
-                await _ask_for(record, [])
-            raise
-        await _sit_in_group(record)
-    else:
-        _sit(record, [(infos[index].node_id, infos[index].host, None) for index in assigned])
-    return None
-
-
-async def _ask_for(record: ModelRecord, sizes: Sequence[int]) -> None:
-    """The load's placement group has bundles of so many GPUs, or there is none; one that is like that stays."""
-    if record.group is not None and nodes.bundle_sizes(record.group) != list(sizes):
-        await finished(asyncio.to_thread(spawn.remove_group, record.set_group(None)))
-    if record.group is None and sizes:
-        await finished(_create_group(record, list(sizes)))
-
-
-async def _sit_in_group(record: ModelRecord) -> None:
-    sizes = nodes.bundle_sizes(record.group)
-    bundles = (0,) if record.request.gpus_per_rank > 1 else bundle_of_ranks(sizes)
-    _sit(record, await asyncio.to_thread(nodes.places_in_own_group, record.group, bundles))
-
-
-def _sit(record: ModelRecord, places: Sequence[nodes.Place]) -> None:
-    record.place(Placement(rank, *place) for rank, place in enumerate(places))
-
-
-async def _create_group(record: ModelRecord, sizes: list[int]) -> None:
-    """Note the group at once: whoever ends the load removes it."""
-    record.set_group(await asyncio.to_thread(spawn.create_group, record.worker_group_id, sizes))
 
 
 PROCESS_START_S = 120.0  # of a worker, on a machine that is busy with something else

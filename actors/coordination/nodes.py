@@ -1,4 +1,4 @@
-"""What the coordinator can learn of the cluster's nodes, from Ray and from its own agents.
+"""The cluster's nodes, as Ray and the coordinator's own agents report them.
 
 Functions that are not `async` block on Ray: the coordinator runs them in a thread.
 """
@@ -18,8 +18,8 @@ from ray.exceptions import ActorUnschedulableError, RayActorError, RayError
 from ray.util.placement_group import PlacementGroup, placement_group_table
 
 from actors.coordination import spawn
-from actors.coordination.attaching import IN_MESSAGE_BYTES
 from actors.coordination.model_record import ModelRecord
+from actors.coordination.planner import IN_MESSAGE_BYTES
 from actors.links import PackedCalls, ask_agent
 from cluster.config import Config
 from cluster.errors import (

@@ -1,4 +1,4 @@
-"""The coordinator's line to its planning processes.
+"""The coordinator's planning processes, and the plan of one record.
 
 Planning reads a manifest of up to hundreds of megabytes and builds tables of all tensors: seconds of pure Python that
 would freeze the coordinator's event loop and make every worker look dead. So it runs in child processes, kept warm
@@ -13,14 +13,19 @@ import contextlib
 import pickle
 import struct
 from asyncio.subprocess import Process
+from collections.abc import Callable
+from dataclasses import replace
 from typing import Any
 
+import ray
+
+from actors.coordination.model_record import ModelRecord
 from cluster.config import TrustPolicy
-from cluster.errors import ClusterError
+from cluster.errors import ClusterError, LoadError
 from cluster.fit.search import Limits, PlannedChange
 from cluster.planning.packed_plan import PackedPlan
 from cluster.request import LoadRequest
-from storage.errors import LongshoreError, StoreUnavailable
+from storage.errors import AccessDenied, LongshoreError, StoreUnavailable
 from storage.host.processes import own_module
 
 _LENGTH = struct.Struct("<Q")
@@ -126,3 +131,78 @@ async def _exchange(process: Process, verb: str, args: tuple[Any, ...]) -> Any:
     await stdin.drain()
     (size,) = _LENGTH.unpack(await stdout.readexactly(_LENGTH.size))
     return pickle.loads(await stdout.readexactly(size))
+
+
+async def use_working_access(record: ModelRecord, planner: Planner) -> None:
+    """Take the first of the known accesses that still works, before a process reads for the model again.
+
+    One that works and finds another revision in the store is only the second choice. The only one is not asked for.
+    """
+    candidates = record.access.candidates(record.holders.ids)
+    working = candidates if len(candidates) == 1 else []
+    for access in candidates if len(candidates) > 1 else ():
+        with contextlib.suppress(LongshoreError):  # refused, or the store is away: the next one may do better
+            if await planner.is_current(replace(record.request, store=access), record.revision):
+                working.insert(0, access)
+                break
+            working.append(access)
+    if working:
+        record.read_with(working[0])
+
+
+IN_MESSAGE_BYTES = 64 << 10  # what goes with the message is there sooner
+
+
+class PlanSource:
+    """The plan of one record. `holder_ttl_s`: how long to wait for clients to supply credentials after a restart."""
+
+    def __init__(self, record: ModelRecord, planner: Planner, holder_ttl_s: float) -> None:
+        self._record = record
+        self._planner = planner
+        self._holder_ttl_s = holder_ttl_s
+
+    async def plan(self) -> PackedPlan:
+        """Return the plan. Raises what planning raises; LoadError when the stored model is another one by now."""
+        record = self._record
+        if record.plan is None:
+            plan = await self._prepare()
+            if plan.revision != record.revision:
+                raise LoadError("the stored model has changed since the load began", model=record.model_id)
+            record.use_plan(plan)
+            return plan
+        return record.plan
+
+    async def _prepare(self) -> PackedPlan:
+        record = self._record
+        give_up_s = asyncio.get_running_loop().time() + self._holder_ttl_s
+        await self._until(lambda: not record.credentials_missing, give_up_s)
+        while True:
+            await use_working_access(record, self._planner)
+            tried = len(record.access.proofs)
+            try:
+                return await self._planner.prepare(record.request)
+            except AccessDenied:  # another holder may still supply an access that works
+                if not record.restored or not await self._more_access(tried, give_up_s):
+                    raise
+
+    async def _more_access(self, than: int, give_up_s: float) -> bool:
+        return await self._until(lambda: len(self._record.access.proofs) > than, give_up_s)
+
+    async def _until(self, holds: Callable[[], bool], give_up_s: float) -> bool:
+        """Wait until `holds` is true of the record. Return False when that does not come in time."""
+        async with self._record.changed:
+            with contextlib.suppress(TimeoutError):
+                async with asyncio.timeout_at(give_up_s):
+                    await self._record.changed.wait_for(holds)
+        return holds()
+
+    async def shared(self) -> Any:
+        """Return the plan's tables as an argument of a remote call: themselves while they are small.
+
+        Large ones are put into Ray's object store once, where nodes get them from each other.
+        """
+        plan = await self.plan()
+        if self._record.shared is None:
+            small = len(plan.shared) <= IN_MESSAGE_BYTES
+            self._record.share(plan.shared if small else await asyncio.to_thread(ray.put, plan.shared))
+        return self._record.shared

@@ -1,13 +1,12 @@
-"""How the coordinator makes, finds and ends agents, workers and placement groups.
+"""Makes, finds and ends agents, workers and placement groups.
 
-All are named and detached: an actor that owns another takes it along when it dies. They are ended explicitly, by the
-coordinator or by themselves when they have heard of none for long.
+All are named and detached, because an actor that owns another takes it along when it dies. They are ended explicitly:
+by the coordinator, or by themselves when no coordinator has answered for long.
 
-Workers and placement groups of worker groups that nobody knows any more: found by their names, ended.
-
-They are left when a coordinator is killed before it told any agent of the load, or together with the load's agents:
-nobody hands its record back then, and detached actors would hold their GPUs for ever. So are idle worker groups of a
-coordinator that was killed.
+Orphans are workers and placement groups of worker groups that nobody knows any more. They are left when a coordinator
+is killed before any agent has received the load, or together with the load's agents: nobody hands its record back then.
+Idle worker groups of a coordinator that was killed are orphans too. `OrphanWatch` finds them by their names and ends
+them, or they would hold their GPUs for ever.
 """
 
 from __future__ import annotations

@@ -1,7 +1,7 @@
-"""One task per rank for as long as the model lives; ranks of a node that is lost move, and are tended where they are
-then. A rank that stays is not disturbed by that.
+"""Runs one task per rank for as long as the model lives (`tend_all`), and steps that always end before their caller.
 
-Steps that end before their caller goes on, whatever happens: an actor is being made, and nobody would know of it.
+Ranks of a lost node move, and are tended at their new places. A rank that stays is not disturbed by that. A step that
+makes an actor must end before its caller goes on, or nobody would know of the actor:
 
 finished(step)       one step, which a cancellation does not cut in two
 alongside(a, b, ..)  several at once; when one fails the others are cancelled, and have ended when the error comes out

@@ -32,7 +32,8 @@ from actors.coordination import (
     load_run,
     model_record,
     nodes,
-    relocation,
+    placing,
+    planner,
     spawn,
     worker_groups,
 )
@@ -82,9 +83,9 @@ from tests.support.simulated_workers import TROUBLES, SimAgent, SimHost, SimHost
 from tests.support.virtual_time import Clock, VirtualLoop
 
 ON_THE_CLOCK = (
-    fit, agent_watch, attaching, coordinator, worker_groups, load_run, model_record, nodes, relocation, spawn,
+    fit, agent_watch, attaching, coordinator, worker_groups, load_run, model_record, nodes, placing, spawn,
 )  # fmt: skip
-ASKS_RAY = (nodes, attaching, spawn)
+ASKS_RAY = (nodes, planner, spawn)
 COORDINATOR_GONE_S = 60.0  # see cluster.joining.connection
 REBUILD_GRACE_S = 20.0  # see cluster.client
 EARLY = ("", "planning", "waiting", "starting")

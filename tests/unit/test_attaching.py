@@ -11,8 +11,9 @@ from typing import Any
 import pytest
 
 from actors.coordination import attaching
-from actors.coordination.attaching import Attaching, use_working_access
+from actors.coordination.attaching import Attaching
 from actors.coordination.model_record import ModelRecord
+from actors.coordination.planner import use_working_access
 from cluster.layouts.mesh import Layout
 from cluster.request import LoadRequest, StoreAccess
 from cluster.scheduling.holders import Holders

@@ -8,7 +8,7 @@ from typing import Any, cast
 import pytest
 from ray.exceptions import RayError
 
-from actors.coordination.relocation import Relocation
+from actors.coordination.placing import Relocation
 from cluster.errors import ClusterLost, NodeLost
 from storage.errors import ArenaTooLarge, LongshoreError
 

@@ -1,0 +1,273 @@
+"""Finds places for the ranks of a load, and for the ranks of a lost node again.
+
+First: an idle worker group of the same shape is taken over, workers and all. Otherwise the places come from Ray: a
+placement group for GPUs, plain affinity for CPU ranks. A load that may wait for GPUs leaves its group pending between
+two calls, because Ray's node autoscaler reacts to that. The group is removed when the load is over, or when places of
+another shape are found.
+
+Again: `Relocation` moves ranks whose node is lost, and tells the agents.
+
+    ranks without a living node --> places (free ones, or where Ray has put their bundles again) --> fit
+       |  none: wait, Config.node_wait_s at most, then NodeLost
+       `--> a new attempt for these ranks --> saved with the agents --> begun on the nodes they come to
+
+Ranks on other nodes notice nothing: their part of the load stays as it was (`NodeJob.part`). Late messages of the lost
+node, which may live on in a partition, change nothing. Its agent is told to forget the load, and nobody uses the names,
+the attempt and the incarnations of its workers any more.
+"""
+
+from __future__ import annotations
+
+import asyncio
+import time
+from collections.abc import Callable, Coroutine, Iterable, Mapping, Sequence
+from typing import Any
+
+from ray.exceptions import RayError
+
+from actors.coordination import nodes, spawn
+from actors.coordination.fit import fit_on
+from actors.coordination.jobs import save
+from actors.coordination.model_record import ModelRecord, Placement
+from actors.coordination.nodes import NodeAgents
+from actors.coordination.planner import PlanSource
+from actors.coordination.tending import alongside, finished
+from actors.coordination.worker_groups import WorkerGroups
+from cluster.config import Config
+from cluster.errors import ClusterLost, DoesNotFit, NodeLost, NotEnoughResources
+from cluster.planning.packed_plan import PackedPlan
+from cluster.scheduling import load_state
+from cluster.scheduling.topology import (
+    assign_gpus,
+    assign_ranks,
+    bundle_of_ranks,
+    bundles_for,
+    bundles_to_wait_for,
+    lost_ranks,
+    no_place,
+    place_again,
+    show_bundles,
+)
+from cluster.scheduling.warm_pool import IdleWorkerGroup, choose
+from storage.errors import LongshoreError
+
+
+async def take_placements(
+    record: ModelRecord, others: Sequence[ModelRecord], worker_groups: WorkerGroups, config: Config, *, may_wait: bool
+) -> IdleWorkerGroup | None:
+    """Place every rank of the record. Return the worker group that was taken over, if any.
+
+    `others` are the models that are not over. With `may_wait` the caller asks again, so missing GPUs stay requested.
+
+    Raises NotEnoughResources naming who holds what, ClusterError for a placement group that is gone.
+    """
+    request, layout, cpu_ranks_per_node = record.request, record.request.layout, config.cpu_ranks_per_node
+    holders = [other.model_id for other in others if other.request.device == request.device and other.placements]
+    if request.placement_group is not None:
+        places = await asyncio.to_thread(nodes.places_in_group, request.placement_group, request)
+        _place(record, places)
+        return None
+    if record.group is not None and await asyncio.to_thread(nodes.is_placed, record.group):
+        await _place_in_group(record)
+        return None
+    taken = _cpu_placements(others, worker_groups)
+    infos = await asyncio.to_thread(nodes.cluster_nodes, taken, cpu_ranks_per_node)
+    gpus = request.gpus_per_rank
+    try:
+        choice = choose(worker_groups.idle(), infos, layout, request.device, cpu_ranks_per_node, holders, gpus)
+    except NotEnoughResources as error:
+        if not may_wait or request.device != "cuda":
+            raise
+        there = [info.gpus_total for info in infos]
+        sizes = [gpus] if gpus > 1 else bundles_to_wait_for(layout, there, config.gpus_per_node)
+        await _ask_for(record, sizes)
+        raise error.with_details(asked_of_ray=show_bundles(sizes)) from None
+    if choice.take is not None:
+        await _ask_for(record, [])
+        worker_group = worker_groups.take(choice.take)
+        record.take_over(choice.take, worker_group.group, worker_group.placements)
+        return worker_group.idle
+    await finished(worker_groups.end(choice.end))
+    # Proves that there is room, and says who holds it when there is none; Ray decides where the bundles go.
+    assigned = (
+        assign_gpus(choice.nodes, gpus, holders)
+        if gpus > 1
+        else assign_ranks(choice.nodes, layout, request.device, cpu_ranks_per_node, holders)
+    )
+    if request.device == "cuda":
+        await _ask_for(record, [gpus] if gpus > 1 else bundles_for(layout, [info.gpus_free for info in choice.nodes]))
+        try:
+            await nodes.group_ready(record.group, request, holders)
+        except Exception:
+            if not may_wait:
+                await _ask_for(record, [])
+            raise
+        await _place_in_group(record)
+    else:
+        _place(record, [(infos[index].node_id, infos[index].host, None) for index in assigned])
+    return None
+
+
+async def _ask_for(record: ModelRecord, sizes: Sequence[int]) -> None:
+    """Give the load a placement group with bundles of so many GPUs, or none. One that is like that stays."""
+    if record.group is not None and nodes.bundle_sizes(record.group) != list(sizes):
+        await finished(asyncio.to_thread(spawn.remove_group, record.set_group(None)))
+    if record.group is None and sizes:
+        await finished(_create_group(record, list(sizes)))
+
+
+async def _place_in_group(record: ModelRecord) -> None:
+    sizes = nodes.bundle_sizes(record.group)
+    bundles = (0,) if record.request.gpus_per_rank > 1 else bundle_of_ranks(sizes)
+    _place(record, await asyncio.to_thread(nodes.places_in_own_group, record.group, bundles))
+
+
+def _place(record: ModelRecord, places: Sequence[nodes.Place]) -> None:
+    record.place(Placement(rank, *place) for rank, place in enumerate(places))
+
+
+async def _create_group(record: ModelRecord, sizes: list[int]) -> None:
+    """Note the group at once: whoever ends the load removes it."""
+    record.set_group(await asyncio.to_thread(spawn.create_group, record.worker_group_id, sizes))
+
+
+def _cpu_placements(models: Iterable[ModelRecord], worker_groups: WorkerGroups) -> list[str]:
+    """Return the nodes of all placed CPU ranks, idle worker groups included."""
+    placed = [node_id for idle in worker_groups.idle() if idle.device == "cpu" for node_id in idle.node_ids]
+    for model in models:
+        if model.request.device == "cpu":
+            placed += [placement.node_id for placement in model.placements.values()]
+    return placed
+
+
+TRY_AGAIN_S = 0.5
+
+
+class Relocation:
+    """Moves ranks of one model. `begin_on(node id)` sends an agent its share."""
+
+    def __init__(
+        self,
+        record: ModelRecord,
+        config: Config,
+        models: Mapping[str, ModelRecord],
+        admission: asyncio.Lock,
+        worker_groups: WorkerGroups,
+        agents: NodeAgents,
+        source: PlanSource,
+        begin_on: Callable[[str], Coroutine[Any, Any, None]],
+    ) -> None:
+        self._record = record
+        self._config = config
+        self._models = models
+        self._admission = admission
+        self._worker_groups = worker_groups
+        self._agents = agents
+        self._source = source
+        self._begin_on = begin_on
+
+    async def is_needed(self, error: BaseException) -> bool:
+        """Return whether a node's death caused the error. Takes as long as Ray takes to find that out."""
+        if isinstance(error, NodeLost):
+            return True
+        said = getattr(error, "cause", None)
+        if isinstance(said, LongshoreError) and not isinstance(said, ClusterLost):
+            return False  # an agent that has answered; to ask it again could start one anew that was just ended
+        try:
+            await self._agents.check_nodes()
+        except NodeLost:
+            return True
+        except (ClusterLost, RayError, TimeoutError):
+            pass
+        return False
+
+    async def run(self) -> set[int]:
+        """Move every rank whose node is dead, and return these. Raises NodeLost when they get no place in time."""
+        moved: set[int] = set()
+        while lost := await self._lost():
+            await self._place_again(lost)
+            moved |= lost.keys()
+            await save(self._record)  # before anybody acts on it
+            begun = {self._record.placements[rank].node_id for rank in lost}
+            try:
+                await alongside(*(self._begin_on(node_id) for node_id in sorted(begun)))
+            except NodeLost:
+                continue  # one of these too
+        if self._record.message:
+            await self._record.touch("")
+        return moved
+
+    async def _lost(self) -> dict[int, str]:
+        """rank -> host, of the ranks whose node is dead."""
+        placements = self._record.placements
+        living = await asyncio.to_thread(nodes.living_nodes)
+        return {rank: placements[rank].host for rank in lost_ranks(_node_ids(placements), living)}
+
+    async def _place_again(self, lost: dict[int, str]) -> None:
+        record, began_s = self._record, time.monotonic()
+        plan = await self._source.plan()
+        group = record.group or record.request.placement_group
+        # Ray puts bundles elsewhere by itself, but not at once.
+        wait_s = max(self._config.node_wait_s, nodes.GROUP_GRACE_S if group is not None else 0.0)
+        while True:
+            async with self._admission:
+                try:
+                    await self._take(await self._places(lost), plan)
+                    return
+                except (NotEnoughResources, DoesNotFit) as error:
+                    problem = error.message
+                except (NodeLost, RayError, TimeoutError) as error:  # a node that they were to go to
+                    problem = type(error).__name__
+            waited_s = time.monotonic() - began_s
+            if waited_s >= wait_s:
+                raise no_place(lost, waited_s, problem)
+            hosts = ", ".join(sorted(set(lost.values())))
+            await record.touch(f"{hosts} was lost, {len(lost)} ranks wait for a place: {problem}")
+            await asyncio.sleep(TRY_AGAIN_S)
+
+    async def _places(self, lost: dict[int, str]) -> dict[int, nodes.Place]:
+        """Return a place for each of these ranks. Raises NotEnoughResources."""
+        record = self._record
+        group = record.group or record.request.placement_group
+        if group is not None:
+            bundles = {rank: bundle[1] for rank in lost if (bundle := record.placements[rank].bundle) is not None}
+            return await asyncio.to_thread(nodes.places_again, group, bundles)
+        while True:
+            models = [model for model in self._models.values() if not model.life.is_over]
+            taken = _cpu_placements(models, self._worker_groups)
+            infos = await asyncio.to_thread(nodes.cluster_nodes, taken, self._config.cpu_ranks_per_node)
+            try:
+                placements = place_again(
+                    infos,
+                    _node_ids(record.placements),
+                    list(lost),
+                    record.request.layout.tensor_parallel_size,
+                    record.request.device,
+                    self._config.cpu_ranks_per_node,
+                )
+                return {rank: (node.node_id, node.host, None) for rank, node in placements.items()}
+            except NotEnoughResources:
+                if not await finished(self._worker_groups.end_all()):  # they never stand in a load's way
+                    raise
+
+    async def _take(self, places: dict[int, nodes.Place], plan: PackedPlan) -> None:
+        """Place the ranks there. Raises DoesNotFit, and what agents raise."""
+        record = self._record
+        attempt = record.life.attempt + 1
+        placements = {
+            rank: Placement(rank, node_id, host, bundle, attempt, incarnation=record.placements[rank].incarnation + 1)
+            for rank, (node_id, host, bundle) in places.items()
+        }
+        misfit = await fit_on(record, placements, plan, self._agents, self._config, self._models.values())
+        if misfit is not None:
+            raise misfit
+        gone: list[Any] = [record.placements[rank].worker for rank in placements]
+        record.place(placements.values())
+        again = [load_state.RankReplaced(rank, record.placements[rank].incarnation, attempt=attempt) for rank in places]
+        await record.advance(load_state.Replanned(tuple(sorted(places)), attempt=attempt), *again)
+        for worker in filter(None, gone):
+            await asyncio.to_thread(spawn.end_actor, worker)
+
+
+def _node_ids(placements: Mapping[int, Placement]) -> dict[int, str]:
+    return {rank: placement.node_id for rank, placement in placements.items()}
