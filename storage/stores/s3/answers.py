@@ -102,8 +102,8 @@ def store_error(
             "the store refused access" + (f": {said}" if said else ""),
             hint=_DENIALS.get(
                 code,
-                "check that the credentials may list and read this bucket; if they may not list, S3 answers like this for"
-                " missing objects, too",
+                "check that the credentials may list and read this bucket; if they may not list, S3 answers like this"
+                " for missing objects, too",
             ),
             **where,
         )
