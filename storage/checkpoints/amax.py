@@ -1,8 +1,9 @@
 """`longshore.amax`: the largest absolute value of each row of a model's weights, recorded when it was published.
 
-A safetensors file (its name does not end so, or other readers of the folder would take it for weights) with one F32
-tensor for each weight, of the weight's name and of its shape without the last dimension. Scales of a quantized row or
-matrix follow from it, so nobody has to read a whole row for its own part. The manifest lists it among its files.
+It is a safetensors file. Its name has no such suffix, because other readers of the folder would take it for weights. For
+each weight it has one F32 tensor, with the weight's name and its shape without the last dimension. The scales of a
+quantized row or matrix follow from it. So a rank with part of a row need not read the whole row. The manifest lists the
+file.
 
     weight (out, in)                 -> (out,)
     experts, stacked (n, out, in)    -> (n, out)
@@ -27,7 +28,7 @@ from storage.stores.requests import RetryPolicy, with_retries
 
 AMAX_KEY = "longshore.amax"
 FORMAT = {"format": "longshore.amax", "version": "1"}
-MIN_COLUMNS = 32  # of a weight that is recorded: what is recorded is at most a sixteenth of it
+MIN_COLUMNS = 32  # minimum for a recorded weight, so that its record is at most a sixteenth of its size
 WEIGHT_DTYPES = ("BF16", "F16", "F32", "F64")
 _AGAIN = "publish the model again, with --amax or without"
 
@@ -35,7 +36,7 @@ Amax = NDArray[np.float32]
 
 
 class Described(Protocol):
-    """What is asked of a tensor here."""
+    """A tensor with a name, a dtype and a shape, from any source."""
 
     @property
     def name(self) -> str: ...
@@ -46,9 +47,9 @@ class Described(Protocol):
 
 
 def is_weight_matrix(tensor: Described) -> bool:
-    """Whether it is the matrix of a linear layer, or those of experts in one: what may be quantized.
+    """Return whether the tensor is a weight that may be quantized: a linear layer's matrix, or stacked experts.
 
-    Files of version 1 have what this takes: whoever takes more will look for what they do not have.
+    Files of version 1 record exactly these weights. If this function accepted more, readers would not find them.
     """
     if tensor.dtype not in WEIGHT_DTYPES or 0 in tensor.shape:
         return False
@@ -57,18 +58,18 @@ def is_weight_matrix(tensor: Described) -> bool:
 
 
 def is_stacked(name: str, shape: tuple[int, ...]) -> bool:
-    """Whether it has the matrices of all experts of a layer."""
+    """Return whether the tensor contains the matrices of all experts of a layer."""
     parts = name.split(".")
     return len(shape) == 3 and "experts" in parts and not parts[-1].endswith("bias")
 
 
 def is_recorded(tensor: Described) -> bool:
-    """Whether the maxima of its rows are: of weights whose rows are not tiny. So the file is small beside them."""
+    """Return whether the row maxima are recorded. Weights with tiny rows are not, so that the file stays small."""
     return is_weight_matrix(tensor) and tensor.shape[-1] >= MIN_COLUMNS
 
 
 def encode_amax(recorded: Iterable[tuple[str, Amax]]) -> bytes:
-    """The file, from the maxima of each weight in that order."""
+    """Return the bytes of the file, from the row maxima of each weight in that order."""
     tensors = list(recorded)
     header = encode_header([(name, "F32", rows.shape) for name, rows in tensors], FORMAT)
     return b"".join([header, *(rows.astype("<f4", copy=False).tobytes() for _, rows in tensors)])
@@ -80,18 +81,20 @@ def read_amax(
     weights: Mapping[str, Sequence[int]],
     policy: RetryPolicy | None = None,
 ) -> dict[str, Amax]:
-    """The recorded maxima of `weights` (name -> shape). All of the file is read, a piece at a time, and its digest is
-    compared; memory is that of the header and of what was asked for.
+    """Return the recorded row maxima of `weights` (name -> shape).
 
-    `file`: as the manifest lists it. Raises ManifestMismatch when it is missing or has another size, IntegrityError for
-    other bytes than were published, InvalidAmax for what is no such file, or not of those weights, and StoreError.
+    Reads the whole file, one piece at a time, and compares its digest. The memory is that of the header and of the
+    requested weights.
+
+    `file` is the manifest's entry. Raises ManifestMismatch if it is missing or has another size, IntegrityError if its
+    bytes are not the published ones, InvalidAmax if it is not an amax file of those weights, and StoreError.
     """
     policy = policy or RetryPolicy()
     try:
         info = with_retries(lambda: store.stat(file.key), policy)
     except ObjectNotFound as error:
         raise ManifestMismatch(
-            f"the manifest lists {file.key}, and it is not there", hint=_AGAIN, uri=store.uri
+            f"{file.key} is missing, although the manifest lists it", hint=_AGAIN, uri=store.uri
         ) from error
     if info.size_bytes != file.size_bytes:
         raise ManifestMismatch(
@@ -99,7 +102,7 @@ def read_amax(
         )
     hash_name, _, digest = (file.digest or "").partition(":")
     if not digest:
-        raise InvalidAmax(f"{file.key} has no digest", uri=store.uri)
+        raise InvalidAmax(f"the manifest has no digest for {file.key}", hint=_AGAIN, uri=store.uri)
     hasher, taken = new_hasher(hash_name), AmaxBytes(file.size_bytes, weights)
     for place in ranges_of(fixed_bounds(file.size_bytes, DEFAULT_CHUNK_BYTES)):
         piece = with_retries(partial(read_bytes, store, file.key, place, etag=info.etag), policy)
@@ -107,8 +110,8 @@ def read_amax(
         taken.add(memoryview(piece))
     if hasher.hexdigest() != digest:
         raise IntegrityError(
-            f"{file.key} is not the published one",
-            hint="restore it from where it was published, or publish the model again",
+            f"the bytes of {file.key} are not the published ones",
+            hint="restore the file from where it was published, or publish the model again",
             uri=store.uri,
             key=file.key,
             expected=digest,
@@ -121,20 +124,20 @@ def read_amax(
 
 
 class AmaxBytes:
-    """The file as it goes by, of which the maxima of some weights are kept. What is wrong with it, `rows` says."""
+    """A reader of the file in one pass that keeps the maxima of some weights. `rows` reports any problem."""
 
     def __init__(self, size_bytes: int, weights: Mapping[str, Sequence[int]]) -> None:
         self._size_bytes = size_bytes
         self._weights = weights
         self._head = HeaderBytes(size_bytes)
-        self._at = 0  # bytes that went by
+        self._at = 0  # bytes read so far
         self._header: Header | None = None
         self._problem: InvalidAmax | None = None
-        self._kept: list[tuple[int, bytearray]] = []  # of each weight that was asked for: where it begins, its bytes
+        self._kept: list[tuple[int, bytearray]] = []  # for each requested weight: its offset in the file, its bytes
         self._found: dict[str, bytearray] = {}
 
     def add(self, view: memoryview) -> None:
-        """The next bytes, in order."""
+        """Take the next bytes of the file, in order."""
         first, self._at = self._at, self._at + len(view)
         if self._header is None and self._problem is None:
             self._head.add(view)
@@ -149,7 +152,7 @@ class AmaxBytes:
                 data[low - start : high - start] = view[low - first : high - first]
 
     def rows(self) -> dict[str, Amax]:
-        """Of each weight, in the shape of its rows. Raises InvalidAmax."""
+        """Return the maxima of each weight, in the shape of its rows. Raises InvalidAmax."""
         if self._problem is None and self._header is None:
             self._problem = InvalidAmax(f"{AMAX_KEY} is cut short")
         if self._problem is not None:

@@ -1,11 +1,11 @@
-"""From a store to a ModelIndex: the manifest if there is one, else the Hugging Face layout and its headers.
+"""Opens the model in a store: from its manifest if there is one, else from the Hugging Face layout and headers.
 
     longshore.manifest.json? --yes--> one GET, signature checked if keys are trusted; each shard asked for by name,
                              |        sizes compared, current ETags pinned. Nothing is listed
                              \\--no--> root listed, or common names tried: index or files chosen by name
                                       -> headers read in parallel -> chunks derived
 
-Nothing but names, headers and JSON is read here; no byte of weights moves.
+Only names, headers and JSON are read here, no weights.
 """
 
 from __future__ import annotations
@@ -47,16 +47,16 @@ from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore, read
 from storage.stores.requests import RetryPolicy, with_retries
 
 NO_MANIFEST = (
-    "no manifest: structure and transport are checked, and whole objects by the store's own checksums where it keeps"
-    " them; chunks have no digests; see `longshore publish`"
+    "no manifest: structure and transport are checked, and whole objects by the store's own checksums if it keeps any;"
+    " chunks have no digests; `longshore publish` adds them"
 )
 
 
 def split_model_uri(uri: str) -> tuple[str, str | None]:
-    """The root to open, and the one file in it that was meant, if the URI names a file.
+    """Split a URI into the root to open and the one file that it names, if any.
 
-    `s3://bucket/llama/model.safetensors` is `("s3://bucket/llama", "model.safetensors")`; a URI that does not
-    end in `.safetensors` (or ends in `/`) is a root. So is a bucket that happens to be called like a file.
+    `s3://bucket/llama/model.safetensors` gives `("s3://bucket/llama", "model.safetensors")`. A URI that does not end
+    in `.safetensors`, or ends in `/`, is a root. So is a bucket whose name ends in `.safetensors`.
     """
     scheme, mark, path = uri.rpartition("://")
     folder, slash, name = path.rpartition("/")
@@ -75,20 +75,20 @@ def open_model(
     signed_name: str = "",
     revision: str = "",
 ) -> ModelIndex:
-    """Return everything a plan needs to know of the model at the store's root, or of the one file in it.
+    """Return the index of the model at the store's root, or of one file in it.
 
     Args:
         store: opened on the model's root.
         chunk_bytes: size of chunks of a model without a manifest.
-        only_key: the one file of the model that is meant; None: all.
-        policy: how requests are tried again.
-        trusted_keys: public keys (`signing_keys.trusted_key`) of which one must have signed the manifest; none: it
-            needs no signature.
-        signed_name: the name under which it must be signed; "": the path of the store's URI.
-        revision: the only one that is accepted; "": any.
+        only_key: the one file of the model to open; None: all.
+        policy: how requests are retried.
+        trusted_keys: public keys (`signing.trusted_key`), one of which must have signed the manifest; if empty, no
+            signature is required.
+        signed_name: the name under which the manifest must be signed; "": the path of the store's URI.
+        revision: the only revision that is accepted; "": any.
 
-    Raises NotACheckpoint, PickleRefused, InvalidHeader, InvalidIndex, InvalidManifest, ManifestMismatch (each lists all
-    it found), SignatureError, RevisionMismatch and the store's own errors.
+    Raises NotACheckpoint, PickleRefused, InvalidHeader, InvalidIndex, InvalidManifest, ManifestMismatch (each lists
+    all problems found), SignatureError, RevisionMismatch and the store's own errors.
     """
     policy = policy or RetryPolicy()
     inventory = Inventory(store, policy)
@@ -111,11 +111,11 @@ def open_model(
 
 
 def check_wanted(wanted: str, found: str, uri: str) -> None:
-    """Raise RevisionMismatch unless the stored revision is the wanted one; "" wants any."""
+    """Raise RevisionMismatch unless the stored revision is the wanted one. A wanted "" accepts any."""
     if wanted not in ("", found):
         raise RevisionMismatch(
-            "another revision of the model is stored than was asked for",
-            hint="the model was published again, or an older one was put back; `longshore plan` shows its revision",
+            "the stored revision of the model is not the one that was asked for",
+            hint="the model was published again, or an older revision was restored; `longshore plan` shows its revision",
             uri=uri,
             expected=wanted,
             found=found or "not published",
@@ -123,18 +123,18 @@ def check_wanted(wanted: str, found: str, uri: str) -> None:
 
 
 def not_published(inventory: Inventory, uri: str) -> ManifestUnsigned | AccessDenied:
-    """Return the error for a model whose manifest cannot be read, where only signed ones are trusted.
+    """Return the error for a model without a readable manifest when only signed manifests are trusted.
 
-    Raises ObjectNotFound for a root that is not there.
+    Raises ObjectNotFound if the root does not exist.
     """
     if inventory.listed is None and inventory.denied is not None:
         return AccessDenied(
-            "the manifest may not be read, or there is none",
-            hint=f"without s3:ListBucket a store answers both alike; if there is none, {SIGN_HINT}",
+            "the manifest is missing, or the credentials may not read it",
+            hint=f"allow s3:ListBucket to tell one from the other; if the manifest is missing, {SIGN_HINT}",
             uri=uri,
         )
     return ManifestUnsigned(
-        "not published, and only models with a signed manifest are trusted", hint=SIGN_HINT, uri=uri
+        "the model is not published, and only models with a signed manifest are trusted", hint=SIGN_HINT, uri=uri
     )
 
 
@@ -147,10 +147,10 @@ def read_manifest(
     signed_name: str = "",
     inventory: Inventory | None = None,
 ) -> Manifest:
-    """The checked manifest, in one request for the version that `info` describes.
+    """Return the checked manifest, read in one request for the version that `info` describes.
 
-    With `trusted_keys` its signature is checked before anything in it is looked at, under `signed_name` or by default
-    the path of the store's URI; `inventory` says whether there is one. Raises InvalidManifest, SignatureError.
+    With `trusted_keys` its signature is checked before it is parsed, under `signed_name` or by default the path of the
+    store's URI. `inventory` is used to look the signature up. Raises InvalidManifest, SignatureError.
     """
     return _read_manifest(store, info, policy, trusted_keys, signed_name, inventory)[0]
 
@@ -163,7 +163,7 @@ def _read_manifest(
     signed_name: str,
     inventory: Inventory | None,
 ) -> tuple[Manifest, str]:
-    """With the id of the key that signed it, "" when no key is trusted."""
+    """Return the manifest and the id of the key that signed it; "" if no key is trusted."""
     check_manifest_size(info, store.uri)
     signed_by = ""
     try:
@@ -180,9 +180,11 @@ def _read_manifest(
 
 
 def check_manifest_size(info: ObjectInfo, uri: str) -> None:
-    """Raises InvalidManifest for an object that is too large to be one."""
+    """Raise InvalidManifest for an object that is too large to be a manifest."""
     if info.size_bytes > MAX_MANIFEST_BYTES:
-        raise InvalidManifest(f"manifest of {info.size_bytes} bytes; at most {MAX_MANIFEST_BYTES} are read", uri=uri)
+        raise InvalidManifest(
+            f"the manifest has {info.size_bytes} bytes; at most {MAX_MANIFEST_BYTES} are read", uri=uri
+        )
 
 
 def _read_signature(store: ObjectStore, inventory: Inventory, policy: RetryPolicy) -> bytes | None:
@@ -190,15 +192,15 @@ def _read_signature(store: ObjectStore, inventory: Inventory, policy: RetryPolic
     if info is None:
         return None
     if info.size_bytes > MAX_SIGNATURE_BYTES:
-        raise BadSignature(f"a signature of {info.size_bytes} bytes; at most {MAX_SIGNATURE_BYTES} are read")
+        raise BadSignature(f"the signature has {info.size_bytes} bytes; at most {MAX_SIGNATURE_BYTES} are read")
     return read_whole(store, info, policy)
 
 
 def check_revision(store: ObjectStore, revision: str, *, only_key: str | None = None) -> bool:
-    """Whether the root still holds that revision: the first bytes of the manifest, or else one listing.
+    """Return whether the root still has that revision, by the first bytes of the manifest or else one listing.
 
-    Shards replaced under an unchanged manifest are no new revision: their digests are wrong. Raises
-    StoreError when the store cannot be asked.
+    Shards that were replaced under an unchanged manifest do not change the revision, but their digests are wrong.
+    Raises StoreError if the store cannot answer.
     """
     policy = RetryPolicy()
     published = _published_revision(store, policy)
@@ -211,7 +213,7 @@ def check_revision(store: ObjectStore, revision: str, *, only_key: str | None = 
 
 
 def chunk_table(shard_ends: Sequence[Sequence[int]]) -> ChunkTable:
-    """Columns without digests, from the ends of each shard's chunks."""
+    """Return a table without digests from the ends of each shard's chunks."""
     ends = [end for shard in shard_ends for end in shard]
     starts = [start for shard in shard_ends for start in (0, *shard[:-1])]
     return ChunkTable(
@@ -229,7 +231,7 @@ def _derived(checkpoint: Checkpoint, chunk_bytes: int, revision: str) -> ModelIn
         for info, asked in zip(checkpoint.shards, checkpoint.checksums, strict=True)
     )
     ends = [
-        # Only over the whole object in one piece can such a checksum be computed.
+        # Such a checksum can only be computed over the whole object in one piece.
         [shard.size_bytes]
         if shard.checksum is not None and not shard.checksum.combines
         else chunk_bounds(header, shard.size_bytes, chunk_bytes)
@@ -250,7 +252,7 @@ def _derived(checkpoint: Checkpoint, chunk_bytes: int, revision: str) -> ModelIn
 
 
 def _as_stored(index: ModelIndex, inventory: Inventory, uri: str) -> ModelIndex:
-    """The published model, pinned to the objects as they are now. Raises ManifestMismatch."""
+    """Return the published model pinned to the current versions of its objects. Raises ManifestMismatch."""
     now = inventory.look_up([*(shard.key for shard in index.shards), *(file.key for file in index.files)])
     missing = "is missing" if inventory.denied is None else "is missing, or may not be read"
     problems = Problems()
@@ -262,9 +264,11 @@ def _as_stored(index: ModelIndex, inventory: Inventory, uri: str) -> ModelIndex:
             problems.add(f"shard {quote(shard.key)} {missing}")
         elif info.size_bytes < shard.size_bytes:
             have, whole = show_bytes(info.size_bytes), show_bytes(shard.size_bytes)
-            problems.add(f"shard {quote(shard.key)} is cut short: {have} of {whole} are there")
+            problems.add(f"shard {quote(shard.key)} is cut short: it has {have} of {whole}")
         elif info.size_bytes != shard.size_bytes:
-            problems.add(f"shard {quote(shard.key)} has {info.size_bytes} bytes, published with {shard.size_bytes}")
+            problems.add(
+                f"shard {quote(shard.key)} has {info.size_bytes} bytes, but was published with {shard.size_bytes}"
+            )
         else:
             copied += info.etag != shard.etag
             shards.append(replace(shard, etag=info.etag))
@@ -276,15 +280,15 @@ def _as_stored(index: ModelIndex, inventory: Inventory, uri: str) -> ModelIndex:
         )
     notes = []
     if copied:
-        notes.append(f"{copied} shards have another ETag than when they were published: the digests decide")
+        notes.append(f"{copied} shards have another ETag than when they were published; their digests decide")
     changed = [f.key for f in index.files if f.key not in now or now[f.key].size_bytes != f.size_bytes]
     if changed:
-        notes.append(f"other files are not as published: {Problems(map(quote, changed))}")
+        notes.append(f"other files have changed since they were published: {Problems(map(quote, changed))}")
     return replace(index, shards=tuple(shards), notes=tuple(notes))
 
 
 def _one_shard(index: ModelIndex, key: str) -> ModelIndex:
-    """The part of a published model that one shard holds: a model of its own, with its own revision."""
+    """Return the index of one shard of a published model, as a model of its own with its own revision."""
     number = next(n for n, shard in enumerate(index.shards) if shard.key == key)
     rows = index.chunks.shard == number
     digests = index.chunks.digests
@@ -309,18 +313,18 @@ def shard_revision(revision: str, key: str) -> str:
 
 
 def _published_revision(store: ObjectStore, policy: RetryPolicy) -> str | None:
-    """The revision at its fixed place near the start of the manifest; None when there is no manifest."""
+    """Return the revision from its fixed place at the start of the manifest; None if there is no manifest."""
     front = manifest_front("0" * 64)
     try:
         data = with_retries(lambda: read_bytes(store, MANIFEST_KEY, ByteRange(0, len(front))), policy)
-    except (ObjectNotFound, AccessDenied):  # S3 says 403 of a missing object to those who may not list
+    except (ObjectNotFound, AccessDenied):  # S3 answers 403 for a missing object if the credentials may not list
         return None
     revision = data[-65:-1].decode("ascii", "replace")
     return revision if data == manifest_front(revision) else ""
 
 
 def _versions_digest(store: ObjectStore, inventory: Inventory, only_key: str | None, policy: RetryPolicy) -> str:
-    """SHA-256, in hex, of (key, size, ETag) of every object of an unpublished model; a listing is enough."""
+    """Return the SHA-256 in hex of (key, size, ETag) of every object of an unpublished model. One listing is enough."""
     if only_key is not None:
         infos = inventory.find([only_key])
         if not infos and inventory.denied is not None:

@@ -1,14 +1,14 @@
-"""The files of a checkpoint: the inventory of a folder, the Hugging Face layout, shards and their headers.
+"""The files of a checkpoint: the listing of a folder, the choice of its shards, and their headers.
 
-Only names, headers and JSON are read; every one of them is checked before it is believed.
+Only names, headers and JSON are read. Each is checked before it is used, because all of it comes from a bucket.
 
-Which files of a folder are the model: the Hugging Face layout as it is, decided from names alone.
+The Hugging Face layout decides by names alone which files of a folder are the model:
 
     model.safetensors.index.json     the shards it names, and for each tensor the shard that counts
     else model.safetensors           that one file
-    else *.safetensors in the root   all of them, but for copies of another layout (consolidated*)
+    else *.safetensors in the root   all of them, except copies in another layout (consolidated*)
 
-What is left out is listed, not guessed at. Names come from a bucket: every path is checked before it is used.
+Files that are left out are reported.
 """
 
 from __future__ import annotations
@@ -48,8 +48,8 @@ SUFFIX = ".safetensors"
 INDEX_SUFFIX = ".safetensors.index.json"
 PICKLE_SUFFIXES = (".bin", ".pt", ".pth", ".ckpt", ".pkl", ".pickle")
 MAX_INDEX_BYTES = 64 << 20
-MAX_JSON_VALUES = 2_000_000  # bounds the memory that parsing takes
-MAX_SEEN = 10  # names listed when nothing can be loaded
+MAX_JSON_VALUES = 2_000_000  # limits the memory of parsing
+MAX_SEEN = 10  # names in the message when nothing can be loaded
 PICKLE_HINT = (
     "pickle files run code when they are opened; convert them once, with `safetensors.torch.save_file` or "
     "the Hugging Face `convert` space, and load the result"
@@ -59,18 +59,18 @@ _NUMBERED = re.compile(r"(.*)-(\d{5,6})-of-(\d{5,6})\.safetensors")
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """The choice: an index to follow, or the shards themselves."""
+    """The choice of shards: an index that names them, or their keys."""
 
-    index_key: str | None  # the index that names the shards; None: shard_keys are all there is to know
+    index_key: str | None  # the index that names the shards; None if there is none
     shard_keys: tuple[str, ...]  # ascending; empty when an index names them
-    skipped: tuple[str, ...]  # safetensors in the root that may not be part of the model, ascending
+    skipped: tuple[str, ...]  # safetensors files in the root that are not (or may not be) part of the model, ascending
 
 
 def choose_layout(keys: Collection[str], *, where: str) -> Layout:
-    """What to load of a folder with those keys; `where` is for messages.
+    """Choose what to load of a folder with those keys. `where` is for messages.
 
-    Raises PickleRefused when there is nothing but pickles, NotACheckpoint when there is nothing at all, and
-    InvalidIndex when numbered shards are not complete or there are several indexes.
+    Raises PickleRefused if there are only pickles, NotACheckpoint if there is nothing to load, and InvalidIndex if
+    numbered shards are missing or there are several indexes.
     """
     root = sorted(key for key in keys if "/" not in key)
     files = [key for key in root if key.endswith(SUFFIX)]
@@ -91,17 +91,17 @@ def choose_layout(keys: Collection[str], *, where: str) -> Layout:
         raise _nothing_to_load(keys, where)
     own = [key for key in files if not _consolidated(key)] or files
     if missing := _missing_numbers(own):
-        raise InvalidIndex(f"shards are missing: {missing}", hint="the upload is not complete", uri=where)
+        raise InvalidIndex(f"shards are missing: {missing}", hint="upload the missing files", uri=where)
     return Layout(None, tuple(own), tuple(key for key in files if key not in own))
 
 
 def parse_weight_map(data: bytes) -> dict[str, str]:
-    """Tensor name -> shard key, from an index's JSON. Raises InvalidIndex that lists every problem."""
+    """Return {tensor name: shard key} from the JSON of an index. Raises InvalidIndex, which lists every problem."""
     if len(data) > MAX_INDEX_BYTES:
-        raise InvalidIndex(f"index of {len(data)} bytes; at most {MAX_INDEX_BYTES} are read")
+        raise InvalidIndex(f"the index has {len(data)} bytes; at most {MAX_INDEX_BYTES} are read")
     values = json_values(data)
     if values > MAX_JSON_VALUES:
-        raise InvalidIndex(f"index has some {values} JSON values; at most {MAX_JSON_VALUES} are read")
+        raise InvalidIndex(f"the index has some {values} JSON values; at most {MAX_JSON_VALUES} are read")
     problems = Problems()
 
     def refuse_duplicates(pairs: list[tuple[str, object]]) -> dict[str, object]:
@@ -136,9 +136,9 @@ def parse_weight_map(data: bytes) -> dict[str, str]:
 def assign_tensors(
     shard_keys: tuple[str, ...], headers: Mapping[str, Header], weight_map: Mapping[str, str] | None
 ) -> tuple[Tensor, ...]:
-    """The model's tensors, by shard, start, end and name; a copy that the index does not pick is left out.
+    """Return the model's tensors, ordered by shard, start, end and name. Copies that the index does not pick are left out.
 
-    Raises InvalidIndex that lists tensors that are missing, not in the index, or in two shards.
+    Raises InvalidIndex, which lists tensors that are missing, not in the index, or in two shards.
     """
     problems = Problems()
     picked: dict[str, Tensor] = {}
@@ -156,7 +156,7 @@ def assign_tensors(
                 picked[found.name] = tensor
     for name, key in (weight_map or {}).items():
         if name not in picked:
-            problems.add(f"tensor {quote(name)} is not in {quote(key)}, where the index has it")
+            problems.add(f"tensor {quote(name)} is not in {quote(key)}, although the index says so")
     if problems:
         hint = "name one .safetensors file in the URI to load it alone" if weight_map is None else ""
         raise InvalidIndex(f"files and index disagree: {problems}", hint=hint, problems=len(problems))
@@ -164,12 +164,12 @@ def assign_tensors(
 
 
 def is_pickle(key: str) -> bool:
-    """True for a file that may be a pickle, by its name."""
+    """Return whether the name is that of a pickle file."""
     return key.lower().endswith(PICKLE_SUFFIXES)
 
 
 def _consolidated(key: str) -> bool:
-    """True for the names under which Mistral and Meta store the same weights a second time."""
+    """Return whether the name is one under which Mistral and Meta store the same weights a second time."""
     return key.startswith("consolidated")
 
 
@@ -184,7 +184,7 @@ def _shard_problem(key: str) -> str:
 
 
 def _missing_numbers(files: list[str]) -> str:
-    """The numbers of `model-00001-of-00004.safetensors` that are not there, as text for a message."""
+    """Return a text that counts the missing files of sets like `model-00001-of-00004.safetensors`; "" if complete."""
     groups: dict[tuple[str, int], set[int]] = {}
     for key in files:
         if match := _NUMBERED.fullmatch(key):
@@ -210,12 +210,12 @@ def _nothing_to_load(keys: Collection[str], where: str) -> NotACheckpoint | Pick
         seen = ", ".join(map(quote, pickles[:MAX_SEEN]))
         return PickleRefused(f"only pickle files: {seen}", hint=PICKLE_HINT, uri=where)
     if not keys:
-        return NotACheckpoint("nothing is stored there", hint="check bucket, path and spelling", uri=where)
+        return NotACheckpoint("nothing is stored there", hint="check the bucket and the path", uri=where)
     seen = ", ".join(map(quote, sorted(keys)[:MAX_SEEN]))
     return NotACheckpoint(f"no safetensors files; {len(keys)} others: {seen}", uri=where)
 
 
-MAX_LISTED = 20_000  # a root with more objects is a bucket, not a model: its keys are asked for one by one
+MAX_LISTED = 20_000  # a root with more objects is not a model, so its keys are looked up one by one
 THREADS = 16
 
 T = TypeVar("T")
@@ -223,20 +223,20 @@ R = TypeVar("R")
 
 
 class Inventory:
-    """Objects below a store's root."""
+    """The objects below a store's root, by listing or by single look-ups."""
 
     def __init__(self, store: ObjectStore, policy: RetryPolicy) -> None:
         self._store = store
         self._policy = policy
-        self.denied: AccessDenied | None = None  # why the root could not be listed, if that was why
+        self.denied: AccessDenied | None = None  # the error if the root may not be listed
         self._lock = threading.Lock()
-        self._listing: list[dict[str, ObjectInfo] | None] = []  # one, once the root was listed
+        self._listing: list[dict[str, ObjectInfo] | None] = []  # has one element once the root was listed
 
     @property
     def listed(self) -> dict[str, ObjectInfo] | None:
-        """All objects by key, as they were at the first look; None when the root cannot be listed.
+        """Return all objects by key, as the first listing had them; None if the root cannot be listed.
 
-        Raises ObjectNotFound for a root that is not there, StoreUnavailable.
+        Raises ObjectNotFound if the root does not exist, StoreUnavailable.
         """
         with self._lock:
             if not self._listing:
@@ -244,15 +244,15 @@ class Inventory:
             return self._listing[0]
 
     def find(self, keys: Iterable[str]) -> dict[str, ObjectInfo]:
-        """Return those of `keys` that are there, from one listing if the store allows it."""
+        """Return those of `keys` that exist, from one listing if the store allows it."""
         if self.listed is not None:
             return {key: self.listed[key] for key in keys if key in self.listed}
         return self.look_up(keys)
 
     def look_up(self, keys: Iterable[str]) -> dict[str, ObjectInfo]:
-        """Return those of `keys` that are there, each asked for by name, as they are now.
+        """Return those of `keys` that exist now, each looked up by name.
 
-        The root is listed only when a key is refused: S3 answers so of a missing object to those who may not list.
+        The root is listed only if a key is refused, because S3 also refuses missing keys if listing is not allowed.
         """
         infos = map_threads(self._stat, list(keys))
         return {info.key: info for info in infos if info is not None}
@@ -263,7 +263,7 @@ class Inventory:
         except UnsupportedStore:
             return None
         except AccessDenied as error:
-            self.denied = error.with_traceback(None)  # many may read the objects of a bucket and not list it
+            self.denied = error.with_traceback(None)  # credentials that may read a bucket often may not list it
             return None
         return {info.key: info for info in infos} if len(infos) <= MAX_LISTED else None
 
@@ -274,14 +274,14 @@ class Inventory:
             return None
         except AccessDenied:
             if self.listed is None and self.denied is not None:
-                return None  # missing, as far as anybody can tell who may not list
+                return None  # treated as missing, because without listing nobody can tell
             if self.listed is not None and key not in self.listed:
                 return None
             raise
 
 
 def map_threads(function: Callable[[T], R], items: Sequence[T], threads: int = THREADS) -> list[R]:
-    """`function` of every item, in order, several at a time; the first error ends it."""
+    """Return `function(item)` for every item, in order, computed in several threads. Raises the first error."""
     if len(items) < 2:
         return [function(item) for item in items]
     with ThreadPoolExecutor(min(threads, len(items)), thread_name_prefix="longshore-open") as executor:
@@ -292,10 +292,10 @@ def map_threads(function: Callable[[T], R], items: Sequence[T], threads: int = T
             executor.shutdown(wait=False, cancel_futures=True)
 
 
-JOURNAL_KEY = "longshore.publish.json"  # of a publish under way
-PROBE_KEY = "longshore.publish.probe"  # tells whether source and destination are one place; there for a moment
+JOURNAL_KEY = "longshore.publish.json"  # exists while a publish is running
+PROBE_KEY = "longshore.publish.probe"  # shows whether source and destination are one place; exists for a moment
 OWN_KEYS = frozenset({MANIFEST_KEY, SIGNATURE_KEY, AMAX_KEY, JOURNAL_KEY, PROBE_KEY})
-COMMON_FILES = (  # asked for by name where a store cannot list
+COMMON_FILES = (  # looked up by name if a store cannot list
     "config.json",
     "generation_config.json",
     "tokenizer.json",
@@ -312,14 +312,14 @@ COMMON_FILES = (  # asked for by name where a store cannot list
 
 @dataclass(frozen=True, slots=True)
 class Checkpoint:
-    """A checkpoint as its files describe themselves."""
+    """A checkpoint as its files describe it."""
 
-    shards: tuple[ObjectInfo, ...]  # by key
+    shards: tuple[ObjectInfo, ...]  # ordered by key
     headers: tuple[Header, ...]  # one for each shard
-    tensors: tuple[Tensor, ...]  # by shard, start, end, name
-    files: tuple[ObjectInfo, ...]  # everything else that belongs to the model, by key
-    skipped: tuple[str, ...]  # weights that are not part of it, and files with names that no manifest can have
-    checksums: tuple[AskedChecksum, ...] = ()  # of each shard, when they were asked for
+    tensors: tuple[Tensor, ...]  # ordered by shard, start, end, name
+    files: tuple[ObjectInfo, ...]  # all other files of the model, ordered by key
+    skipped: tuple[str, ...]  # weights that are not part of the model, and files whose names no manifest can have
+    checksums: tuple[AskedChecksum, ...] = ()  # of each shard, if they were requested
 
 
 def scan_checkpoint(
@@ -330,9 +330,9 @@ def scan_checkpoint(
     inventory: Inventory | None = None,
     checksum_chunk_bytes: int = 0,
 ) -> Checkpoint:
-    """The checkpoint as the files themselves describe it, whether there is a manifest or not.
+    """Return the checkpoint as its files describe it, whether there is a manifest or not.
 
-    `checksum_chunk_bytes`: ask the store for its own checksums, by which chunks of that size can be checked.
+    If `checksum_chunk_bytes` is not 0, ask the store for checksums that can verify chunks of that size.
     """
     policy = policy or RetryPolicy()
     inventory = inventory or Inventory(store, policy)
@@ -340,7 +340,7 @@ def scan_checkpoint(
     weight_map: dict[str, str] | None = None
     if only_key is not None:
         if only_key not in known:
-            raise NotACheckpoint("no such file", uri=store.uri, key=only_key)
+            raise NotACheckpoint("no such file", hint="check the URI's last part", uri=store.uri, key=only_key)
         keys: tuple[str, ...] = (only_key,)
     else:
         layout = choose_layout(known.keys() - OWN_KEYS, where=store.uri)
@@ -365,9 +365,9 @@ def scan_checkpoint(
 
 
 def candidates(inventory: Inventory, only_key: str | None) -> dict[str, ObjectInfo]:
-    """All that is known to be there: the listing, or those of the usual names that exist.
+    """Return all objects known to exist: the listing, or those of the usual names that exist.
 
-    Raises AccessDenied when nothing may be listed and nothing can be read.
+    Raises AccessDenied if listing is not allowed and none of them can be read.
     """
     if inventory.listed is not None:
         return inventory.listed
@@ -378,17 +378,17 @@ def candidates(inventory: Inventory, only_key: str | None) -> dict[str, ObjectIn
 
 
 def names_left_out(store: ObjectStore, policy: RetryPolicy) -> tuple[str, ...]:
-    """What is below the root and cannot be an object, where the store can tell. Raises StoreError."""
+    """Return the names below the root that cannot be objects, if the store can tell. Raises StoreError."""
     if not isinstance(store, LeavesOut):
         return ()
     return tuple(sorted(with_retries(lambda: list(islice(store.left_out(), MAX_LISTED)), policy)))
 
 
 def read_index(store: ObjectStore, info: ObjectInfo, policy: RetryPolicy) -> dict[str, str]:
-    """Tensor name -> shard key of the stored index. Raises InvalidIndex."""
+    """Return {tensor name: shard key} of the stored index. Raises InvalidIndex."""
     if info.size_bytes > MAX_INDEX_BYTES:
         raise InvalidIndex(
-            f"index of {info.size_bytes} bytes; at most {MAX_INDEX_BYTES} are read",
+            f"the index has {info.size_bytes} bytes; at most {MAX_INDEX_BYTES} are read",
             uri=store.uri,
             key=info.key,
         )
@@ -402,8 +402,8 @@ def _all_there(found: Mapping[str, ObjectInfo], keys: Iterable[str], uri: str) -
     missing = Problems(quote(key) for key in keys if key not in found)
     if missing:
         raise InvalidIndex(
-            f"the index names shards that are not there: {missing}",
-            hint="the upload is not complete, or the index is stale",
+            f"the index names shards that do not exist: {missing}",
+            hint="upload the missing files, or an index of the files that are there",
             uri=uri,
         )
     return tuple(found[key] for key in keys)
@@ -412,9 +412,9 @@ def _all_there(found: Mapping[str, ObjectInfo], keys: Iterable[str], uri: str) -
 def _read_headers(
     store: ObjectStore, shards: Sequence[ObjectInfo], policy: RetryPolicy, checksum_chunk_bytes: int
 ) -> tuple[tuple[Header, ...], tuple[AskedChecksum, ...]]:
-    """Every header, in parallel, and what the store says of each shard, if it is to be asked.
+    """Read every header in parallel, and ask for the store's checksum of each shard if `checksum_chunk_bytes` is not 0.
 
-    Raises one InvalidHeader for all that are broken.
+    Raises one InvalidHeader for all broken headers.
     """
 
     def read(info: ObjectInfo) -> tuple[Header, AskedChecksum | None] | InvalidHeader:
@@ -431,12 +431,12 @@ def _read_headers(
     if len(errors) == 1:
         raise errors[0]
     if errors:
-        raise InvalidHeader(f"{len(errors)} shards: {Problems(map(str, errors))}", uri=store.uri)
+        raise InvalidHeader(f"{len(errors)} shards have broken headers: {Problems(map(str, errors))}", uri=store.uri)
     read_well = [result for result in results if not isinstance(result, InvalidHeader)]
     asked = tuple(checksum for _, checksum in read_well if checksum is not None)
     return tuple(header for header, _ in read_well), asked
 
 
 def read_whole(store: ObjectStore, info: ObjectInfo, policy: RetryPolicy) -> bytes:
-    """A small object, of the version that `info` describes."""
+    """Read a small object whole, in the version that `info` describes."""
     return with_retries(lambda: read_bytes(store, info.key, ByteRange(0, info.size_bytes), etag=info.etag), policy)

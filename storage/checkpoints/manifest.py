@@ -1,7 +1,5 @@
 """The manifest of a published model: one JSON object beside the shards, used only after `parse_manifest`.
 
-A refusal names every problem in sentences that are safe to print.
-
     longshore.manifest.json
       format, version, revision        revision: SHA-256 of the canonical JSON of everything else
       hash, chunk_bytes                one hash for all digests below, written in hex
@@ -9,8 +7,10 @@ A refusal names every problem in sentences that are safe to print.
       tensors  name dtype shape shard start end                      by shard, then start, then end, then name
       files    path size etag source_etag checked_by digest                   config, tokenizer, ...   by path
 
-Chunk i of a shard is `[chunk_ends[i-1], chunk_ends[i])`; the first begins at 0, the last ends with the shard.
-ETags are a hint: an object that was copied has another, the digests decide.
+Chunk i of a shard is `[chunk_ends[i-1], chunk_ends[i])`. The first begins at 0 and the last ends with the shard.
+ETags are only a hint, because a copied object has another one; the digests decide.
+
+An error about a manifest names every problem, in text that is safe to print.
 """
 
 from __future__ import annotations
@@ -50,11 +50,11 @@ from storage.problems import Problems, json_values, quote
 from storage.stores.object_store import check_key
 
 MANIFEST_VERSION: Literal[1] = 1
-MAX_PATH_CHARACTERS = 1024  # what S3 allows in bytes
+MAX_PATH_CHARACTERS = 1024  # S3 allows as many bytes
 
 
 def is_safe_path(key: str) -> bool:
-    """Whether a key may stand in a manifest: no control characters, nothing that looks like a scheme or drive."""
+    """Return whether a manifest may contain the key: printable, not too long, without a scheme or a drive letter."""
     return key.isprintable() and ":" not in key.partition("/")[0] and len(key) <= MAX_PATH_CHARACTERS
 
 
@@ -76,11 +76,11 @@ ETag = Annotated[str, StringConstraints(max_length=1024)] | None
 Path = Annotated[str, StringConstraints(max_length=MAX_PATH_CHARACTERS), AfterValidator(_safe_path)]
 
 
-MAX_ERRORS_LISTED = 100_000  # schema errors that are turned into sentences at all
+MAX_ERRORS_LISTED = 100_000  # with more schema errors, only their number is reported
 
 
 def refusal(problems: Problems) -> InvalidManifest:
-    """The error that lists them."""
+    """Return the error that lists the problems of a manifest."""
     return InvalidManifest(
         f"invalid manifest: {problems}",
         hint="publish the model again, with `longshore publish`",
@@ -89,21 +89,21 @@ def refusal(problems: Problems) -> InvalidManifest:
 
 
 def newer(version: int) -> NewerManifest:
-    """The error for a manifest of a later version than ours."""
+    """Return the error for a manifest of a later version than this Longshore reads."""
     return NewerManifest(
-        f"manifest version {version}, this Longshore reads version {MANIFEST_VERSION}",
+        f"the manifest has version {version}, this Longshore reads version {MANIFEST_VERSION}",
         hint="update Longshore to read it; a publish with force replaces it",
         version=version,
     )
 
 
 def schema_problems(error: ValidationError) -> Problems:
-    """Pydantic's findings as sentences; another format or version is the only one worth telling.
+    """Return Pydantic's errors as sentences. Another format or version is the only problem worth reporting.
 
     Raises NewerManifest.
     """
     if error.error_count() > MAX_ERRORS_LISTED:
-        return Problems([f"{error.error_count()} entries are not what the format asks for"])
+        return Problems([f"{error.error_count()} entries do not follow the format"])
     found = error.errors(include_url=False, include_context=False)
     for entry in found:
         if entry["type"] == "missing":
@@ -114,7 +114,9 @@ def schema_problems(error: ValidationError) -> Problems:
             version = entry["input"]
             if isinstance(version, int) and version > MANIFEST_VERSION:
                 raise newer(version)
-            return Problems([f"manifest version {quote(version)}, this Longshore reads version {MANIFEST_VERSION}"])
+            return Problems(
+                [f"the manifest has version {quote(version)}, this Longshore reads version {MANIFEST_VERSION}"]
+            )
     return Problems(
         f"{quote('.'.join(map(str, entry['loc'])))[1:-1]}: {entry['msg']}" if entry["loc"] else entry["msg"]
         for entry in found
@@ -123,24 +125,24 @@ def schema_problems(error: ValidationError) -> Problems:
 
 MANIFEST_KEY = "longshore.manifest.json"
 MAX_MANIFEST_BYTES = 512 << 20
-MAX_JSON_VALUES = 10_000_000  # bounds the memory that parsing takes: a million tensors, or five million chunks
-# Every version begins like this, so that an older one knows it whatever comes after; see `manifest_front`.
+MAX_JSON_VALUES = 10_000_000  # limits the memory of parsing; enough for a million tensors, or five million chunks
+# Every version begins like this, so that an older Longshore recognizes it; see `manifest_front`.
 _FRONT = re.compile(rb'\s*\{\s*"format"\s*:\s*"longshore\.manifest"\s*,\s*"version"\s*:\s*(\d{1,9})\b')
 
 
 class ManifestEntry(BaseModel):
-    """What all parts have in common: frozen, nothing unknown, no conversions."""
+    """A part of a manifest: frozen, without unknown fields or type conversions."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
 
 class ManifestFile(ManifestEntry):
-    """One published object as it was read and checked."""
+    """One published object, as it was read and checked."""
 
     path: Path  # relative to the manifest's folder
     size_bytes: Size
-    etag: ETag  # of the object beside the manifest, when it was published
-    source_etag: ETag  # of the object that was read; the same one when published in place
+    etag: ETag  # of the object beside the manifest when it was published
+    source_etag: ETag  # of the object that was read; equal to `etag` if published in place
     checked_by: Annotated[str, StringConstraints(pattern=r"^(read-twice|store:[a-z0-9_]+)(\+read-back)?$")]
     digest: Hex  # of the whole object
 
@@ -164,7 +166,7 @@ class ManifestTensor(ManifestEntry):
 
 
 class Manifest(ManifestEntry):
-    """A whole manifest. `parse_manifest` is the way in, `Manifest.build` the way to a new one."""
+    """A whole manifest. `parse_manifest` reads one, `Manifest.build` makes a new one."""
 
     format: Literal["longshore.manifest"]
     version: Literal[1]
@@ -185,7 +187,7 @@ class Manifest(ManifestEntry):
         tensors: Iterable[ManifestTensor],
         files: Iterable[ManifestFile],
     ) -> Manifest:
-        """A manifest with its revision, checked like one that was read. Raises InvalidManifest."""
+        """Return a manifest with its revision, checked like one that was read. Raises InvalidManifest."""
         try:
             draft = cls(
                 format="longshore.manifest",
@@ -205,11 +207,11 @@ class Manifest(ManifestEntry):
         return manifest
 
     def to_json(self) -> bytes:
-        """The bytes that are stored: `manifest_front`, the settings, then the tables."""
+        """Return the bytes to store: `manifest_front`, the settings, then the tables."""
         return self.model_dump_json().encode()
 
     def index(self) -> ModelIndex:
-        """The model as plans see it. ETags are the published ones."""
+        """Return the index of the model. Its ETags are the published ones."""
         counts = [len(shard.chunk_ends) for shard in self.shards]
         ends = [end for shard in self.shards for end in shard.chunk_ends]
         starts = [start for shard in self.shards for start in (0, *shard.chunk_ends[:-1])]
@@ -232,49 +234,49 @@ class Manifest(ManifestEntry):
 
 
 def contents_digest(manifest: Manifest) -> str:
-    """The revision that the manifest ought to have: SHA-256, in hex, of the canonical JSON of the rest."""
+    """Return the revision that the manifest must have: the SHA-256 in hex of the canonical JSON of the rest."""
     rest = manifest.model_dump(exclude={"revision"})
     text = json.dumps(rest, sort_keys=True, separators=(",", ":"), ensure_ascii=False)
     return hashlib.sha256(text.encode()).hexdigest()
 
 
 def manifest_front(revision: str) -> bytes:
-    """How every manifest of that revision begins: enough to tell it from others, in one small read."""
+    """Return the first bytes of every manifest of that revision, so that one small read can recognize it."""
     front = f'{{"format":"longshore.manifest","version":{MANIFEST_VERSION},"revision":"{revision}"'
     return front.encode("utf-8", "replace")
 
 
 def parse_manifest(data: bytes) -> Manifest:
-    """A manifest that holds together. Raises InvalidManifest that lists every problem found, NewerManifest."""
+    """Return a consistent manifest. Raises NewerManifest, or InvalidManifest, which lists every problem found."""
     front = _FRONT.match(data)
     if front is not None and int(front[1]) > MANIFEST_VERSION:
         raise newer(int(front[1]))
     if len(data) > MAX_MANIFEST_BYTES:
-        raise InvalidManifest(f"manifest of {len(data)} bytes; at most {MAX_MANIFEST_BYTES} are read")
+        raise InvalidManifest(f"the manifest has {len(data)} bytes; at most {MAX_MANIFEST_BYTES} are read")
     values = json_values(data)
     if values > MAX_JSON_VALUES:
-        raise InvalidManifest(f"manifest has some {values} JSON values; at most {MAX_JSON_VALUES} are read")
+        raise InvalidManifest(f"the manifest has some {values} JSON values; at most {MAX_JSON_VALUES} are read")
     try:
         manifest = Manifest.model_validate_json(data)
     except ValidationError as error:
-        raise refusal(schema_problems(error)) from None  # the cause would carry the whole input along
+        raise refusal(schema_problems(error)) from None  # the cause would keep the whole input
     if problems := _contradictions(manifest):
         raise refusal(problems)
     return manifest
 
 
 def _contradictions(manifest: Manifest) -> Problems:
-    """What no schema can say."""
+    """Return the problems that a schema cannot express."""
     problems = _table_problems(manifest)
     if any(entry.path == MANIFEST_KEY for entry in (*manifest.shards, *manifest.files)):
-        problems.add("the manifest names itself")
+        problems.add("the manifest lists itself")
     if not problems and contents_digest(manifest) != manifest.revision:
-        problems.add("the revision is not that of the contents: changed after it was written")
+        problems.add("the revision does not match the contents, which were changed after they were written")
     return problems
 
 
 def _table_problems(manifest: Manifest) -> Problems:
-    """All the ways in which shards, chunks, tensors and files do not fit each other."""
+    """Return all contradictions between shards, chunks, tensors and files."""
     problems = Problems()
     if not manifest.shards:
         problems.add("no shards")
@@ -312,7 +314,7 @@ def _check_chunks(shard: ManifestShard, manifest: Manifest, problems: Problems) 
 
 
 def _check_tensors(manifest: Manifest, problems: Problems) -> None:
-    """Names once each, in order, without overlap, inside their shards, as large as dtype and shape say."""
+    """Check names, order and overlaps, and that each tensor is inside its shard and as large as dtype and shape say."""
     names: set[str] = set()
     sizes = [shard.size_bytes for shard in manifest.shards]
     before: tuple[int, int, int, str] = (0, 0, 0, "")
@@ -355,18 +357,18 @@ NOTHING = "nothing"
 class BadTensor:
     """A tensor that the manifest and the stored header describe differently."""
 
-    key: str  # of the shard
-    name: str  # "": the header as a whole
+    key: str  # the shard's key
+    name: str  # "" if the header as a whole differs
     published: str  # dtype, shape and byte range, or NOTHING
-    stored: str
+    stored: str  # in the same form
 
 
 def table_differences(
     key: str, published: Iterable[ManifestTensor], header: Header, elsewhere: Collection[str]
 ) -> Iterator[BadTensor]:
-    """Every tensor of the shard `key` on which manifest and header disagree.
+    """Yield every tensor of the shard `key` for which manifest and header disagree.
 
-    `elsewhere`: names that the manifest has in any shard. The header may have one of those too: a copy that the
+    `elsewhere` are the names that the manifest has in any shard. The header may have these too, as copies that the
     index did not pick.
     """
     stored = {tensor.name: tensor for tensor in header.tensors}

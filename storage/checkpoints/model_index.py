@@ -1,14 +1,14 @@
-"""One model as the rest of the code sees it: shards, tensors, and where each chunk begins and ends.
+"""The index of one model: its shards, its tensors, and where each chunk begins and ends.
 
-Read from a published manifest (chunks carry digests) or derived from the safetensors headers (they do not).
+It is read from a published manifest (chunks have digests) or derived from the safetensors headers (chunks have none).
 
-Where the chunks of one shard end: decided once, from the header, by a pure function.
+Pure functions decide from the header where the chunks of one shard end:
 
     [header][ small small small ][ rows of a large tensor ][ more rows ][ last rows, small ]
 
-The header region is cut on its own, so that data chunks hold nothing but tensor bytes. A data chunk ends
-where a tensor ends, else where a row (a slice along dimension 0) ends, so that a rank that wants whole
-tensors or rows touches few chunks it has no use for. Only a row larger than half a chunk is cut inside.
+The header has its own chunk or chunks, so that data chunks contain only tensor bytes. A data chunk ends at the end of a
+tensor, else at the end of a row (a slice along dimension 0). So a rank that needs whole tensors or rows reads few bytes
+that it does not need. Only a row larger than half a chunk is cut inside.
 """
 
 from __future__ import annotations
@@ -32,14 +32,14 @@ class Shard:
 
     key: str  # relative to the model's root
     size_bytes: int
-    etag: str | None  # the version every read of this load is pinned to
-    checksum: StoreChecksum | None = None  # the store's own, of a model without a manifest
-    unchecked: str = ""  # why there is none
+    etag: str | None  # the version that every read of this load must have
+    checksum: StoreChecksum | None = None  # the store's own checksum, for a model without a manifest
+    unchecked: str = ""  # why the store's checksum is missing
 
 
 @dataclass(frozen=True, slots=True)
 class Tensor:
-    """Where one whole tensor is stored."""
+    """The place, dtype and shape of one whole stored tensor."""
 
     name: str
     dtype: str  # safetensors' own name: "BF16", "F32", "F8_E4M3"...
@@ -55,21 +55,21 @@ class Tensor:
 
 @dataclass(frozen=True, slots=True)
 class OtherFile:
-    """A file kept along with the weights: config, tokenizer, artifacts."""
+    """A file that belongs to the model besides its weights: config, tokenizer, artifacts."""
 
     key: str
     size_bytes: int
-    digest: str | None  # "<hash name>:<hex>"; None when derived
+    digest: str | None  # "<hash name>:<hex>"; None if the index is derived from headers
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ChunkTable:
-    """Columns of n chunks, ordered by (shard, start). A chunk's id is its row."""
+    """The columns of n chunks, ordered by (shard, start). A chunk's id is its row."""
 
     shard: NDArray[np.int32]  # (n,) index into the shards
     start: NDArray[np.int64]  # (n,) first byte in the shard's file
     end: NDArray[np.int64]  # (n,) first byte after
-    hash_name: str | None  # "blake3" or "xxh3_128"; None: no digests
+    hash_name: str | None  # "blake3" or "xxh3_128"; None if there are no digests
     digests: NDArray[np.uint8] | None  # (n, digest size in bytes)
 
     def __len__(self) -> int:
@@ -79,7 +79,7 @@ class ChunkTable:
         return ByteRange(int(self.start[chunk]), int(self.end[chunk]))
 
     def digest(self, chunk: int) -> bytes | None:
-        """The published digest of one chunk, or None when the model has no manifest."""
+        """Return the published digest of one chunk, or None if the model has no manifest."""
         return None if self.digests is None else self.digests[chunk].tobytes()
 
     def sizes_bytes(self) -> NDArray[np.int64]:
@@ -87,40 +87,40 @@ class ChunkTable:
 
     @property
     def largest_bytes(self) -> int:
-        """Of a chunk; 0 when there is none."""
+        """Return the size of the largest chunk in bytes; 0 if there is none."""
         return int(self.sizes_bytes().max(initial=0))
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class ModelIndex:
-    """Everything a plan needs to know of a model."""
+    """All facts about a model that a plan needs."""
 
-    revision: str  # digest of the manifest, else of every (key, size, ETag)
-    source: Literal["manifest", "headers", "config"]  # "config": an estimate, nothing is stored
+    revision: str  # digest of the manifest, or of every (key, size, ETag) without one
+    source: Literal["manifest", "headers", "config"]  # "config" is an estimate of a model that is not stored
     shards: tuple[Shard, ...]
     tensors: tuple[Tensor, ...]  # in manifest order: by shard, then by start, then by name
     chunks: ChunkTable
     files: tuple[OtherFile, ...]
-    signed_by: str = ""  # id of the trusted key that signed the manifest; empty where no signature was asked for
-    notes: tuple[str, ...] = ()  # for people: what was skipped, what could not be checked
+    signed_by: str = ""  # id of the trusted key that signed the manifest; empty if no signature was required
+    notes: tuple[str, ...] = ()  # messages for users: what was skipped, what could not be checked
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of all tensors."""
+        """Return the size of all tensors in bytes."""
         return sum(tensor.size_bytes for tensor in self.tensors)
 
 
 MIB = 1 << 20
-MIN_CHUNK_BYTES = MIB  # of a published model
-MAX_CHUNK_BYTES = 16 * MIB  # the format's maximum: what an arena slot must be able to hold
+MIN_CHUNK_BYTES = MIB  # minimum for a published model
+MAX_CHUNK_BYTES = 16 * MIB  # maximum of the format, which an arena slot must be able to hold
 DEFAULT_CHUNK_BYTES = 8 * MIB
-CUT_ALIGN_BYTES = 64  # cuts inside a row keep this distance from the tensor's start, times the dtype's atom
+CUT_ALIGN_BYTES = 64  # cuts inside a row are multiples of this, times the dtype's atom, from the tensor's start
 
 
 def chunk_bounds(header: Header, size_bytes: int, chunk_bytes: int) -> list[int]:
-    """Ends of the chunks that tile `[0, size_bytes)`: chunk i is `[ends[i-1], ends[i])`.
+    """Return the ends of the chunks that tile `[0, size_bytes)`: chunk i is `[ends[i-1], ends[i])`.
 
-    No chunk is larger than `chunk_bytes`; a data chunk is at least half of that, but for the shard's last.
+    No chunk is larger than `chunk_bytes`. A data chunk is at least half as large, except the last of the shard.
     """
     if chunk_bytes < 1:
         raise ValueError(f"chunk_bytes must be positive, not {chunk_bytes}")
@@ -137,14 +137,14 @@ def chunk_bounds(header: Header, size_bytes: int, chunk_bytes: int) -> list[int]
 
 
 def fixed_bounds(size_bytes: int, chunk_bytes: int) -> list[int]:
-    """Ends of equal chunks, for files that have no tensors; none for an empty file."""
+    """Return the ends of equal chunks, for a file without tensors; none for an empty file."""
     return [*range(chunk_bytes, size_bytes, chunk_bytes), size_bytes] if size_bytes else []
 
 
 def row_step_bytes(tensor: HeaderTensor) -> int:
-    """Bytes of the fewest whole rows that fill whole bytes; 0 when the tensor has no rows.
+    """Return the size of the fewest whole rows that fill whole bytes; 0 if the tensor has no rows.
 
-    One row for nearly every tensor; `("F4", (8, 3))` has rows of 12 bits: two rows, 3 bytes.
+    That is one row for nearly every tensor. `("F4", (8, 3))` has rows of 12 bits, so it takes two rows of 3 bytes.
     """
     if not tensor.shape or tensor.end == tensor.start:
         return 0
@@ -153,7 +153,7 @@ def row_step_bytes(tensor: HeaderTensor) -> int:
 
 
 def _chunk_end(at: int, size_bytes: int, chunk_bytes: int, tensors: list[HeaderTensor], tensor_ends: list[int]) -> int:
-    """End of the chunk of data that begins at `at`: the best of the places where it may end."""
+    """Return the best end for the data chunk that begins at `at`: a tensor's end, a row's end, or an aligned cut."""
     limit = at + chunk_bytes
     if limit >= size_bytes:
         return size_bytes

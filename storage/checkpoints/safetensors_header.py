@@ -2,14 +2,13 @@
 
     [0, 8)              n, unsigned, little-endian
     [8, 8 + n)          JSON: {"name": {"dtype": "BF16", "shape": [2, 3], "data_offsets": [0, 12]}, ...}
-    [8 + n, file size)  the tensors' bytes, no gap, no overlap, nothing left over
+    [8 + n, file size)  the tensors' bytes, without gaps, overlaps or bytes left over
 
-`data_offsets` count from 8 + n; everything here counts from the start of the file.
+`data_offsets` count from 8 + n. All offsets in this module count from the start of the file.
 
-Every element type of the safetensors format, by the name it has there.
-
-Sizes are in bits: F4 and the F6 types are packed, and a tensor of them is valid only when its elements fill
-whole bytes. Checked against `safetensors/src/tensor.rs` of safetensors 0.8.
+DTYPE_BITS has every element type by its name in the format. Sizes are in bits, because F4 and the F6 types are packed.
+A tensor of them is valid only if its elements fill whole bytes. Checked against `safetensors/src/tensor.rs` of
+safetensors 0.8.
 """
 
 from __future__ import annotations
@@ -50,14 +49,14 @@ DTYPE_BITS: dict[str, int] = {
     "U64": 64,
 }
 
-MAX_ELEMENTS = 2**63 - 1  # of one tensor, and of each product on the way: the format refuses what overflows
-MAX_DIMENSIONS = 64  # what torch and numpy can hold
+MAX_ELEMENTS = 2**63 - 1  # of one tensor, and of each partial product, because the format refuses overflows
+MAX_DIMENSIONS = 64  # limit of torch and numpy
 
 
 def tensor_bits(dtype: str, shape: Sequence[int]) -> int:
-    """Bits of a tensor; `("F4", (3,))` is 12.
+    """Return the size of a tensor in bits; `("F4", (3,))` is 12.
 
-    Raises KeyError for an unknown dtype, OverflowError past 2**63.
+    Raises KeyError for an unknown dtype, OverflowError above 2**63.
     """
     bits = DTYPE_BITS[dtype]
     count = 1
@@ -71,7 +70,7 @@ def tensor_bits(dtype: str, shape: Sequence[int]) -> int:
 
 
 def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
-    """Bytes of a tensor. Raises what `tensor_bits` does, and ValueError when it does not fill whole bytes."""
+    """Return the size of a tensor in bytes. Raises like `tensor_bits`, and ValueError unless it fills whole bytes."""
     bits = tensor_bits(dtype, shape)
     if bits % 8:
         raise ValueError(f"{bits} bits of {dtype} do not fill whole bytes")
@@ -79,16 +78,16 @@ def tensor_bytes(dtype: str, shape: Sequence[int]) -> int:
 
 
 def atom_bytes(dtype: str) -> int:
-    """Fewest bytes that hold whole elements only: 2 for BF16, 1 for F4 (two elements), 3 for F6 (four)."""
+    """Return the fewest bytes that hold only whole elements: 2 for BF16, 1 for F4 (two elements), 3 for F6 (four)."""
     bits = DTYPE_BITS[dtype]
     return bits // math.gcd(bits, 8)
 
 
 LENGTH_BYTES = 8
 MAX_HEADER_BYTES = 100_000_000  # the format's own limit
-MAX_JSON_VALUES = 5_000_000  # bounds the memory that parsing takes; half a million tensors in one file
-FIRST_READ_BYTES = 256 << 10  # holds the whole header of nearly every shard
-CUT_SHORT_HINT = "upload it again: the upload ended early"
+MAX_JSON_VALUES = 5_000_000  # limits the memory of parsing; enough for half a million tensors in one file
+FIRST_READ_BYTES = 256 << 10  # contains the whole header of nearly every shard
+CUT_SHORT_HINT = "upload the file again, because its upload ended early"
 METADATA_KEY = "__metadata__"
 
 
@@ -105,18 +104,18 @@ class HeaderTensor:
 
 @dataclass(frozen=True, slots=True)
 class Header:
-    """A header that keeps the rules."""
+    """A header that follows the rules of the format."""
 
-    tensors: tuple[HeaderTensor, ...]  # by start, then end, then name: they tile [data_start, file size)
+    tensors: tuple[HeaderTensor, ...]  # ordered by start, end and name; they tile [data_start, file size)
     metadata: dict[str, str]
     data_start: int  # first byte after the header
 
 
 def header_bytes(data: bytes, file_size_bytes: int) -> int:
-    """Bytes of length and JSON together, from the first eight bytes. Raises InvalidHeader."""
+    """Return the size of the length field and the JSON, from the file's first eight bytes. Raises InvalidHeader."""
     if file_size_bytes < LENGTH_BYTES or len(data) < LENGTH_BYTES:
         raise InvalidHeader(
-            f"not a safetensors file: {min(file_size_bytes, len(data))} bytes, the length alone takes 8",
+            f"not a safetensors file: it has {min(file_size_bytes, len(data))} bytes, and its length field alone takes 8",
             hint=CUT_SHORT_HINT,
         )
     (length,) = struct.unpack_from("<Q", data)
@@ -130,7 +129,7 @@ def header_bytes(data: bytes, file_size_bytes: int) -> int:
 
 
 def parse_header(data: bytes, file_size_bytes: int) -> Header:
-    """The checked header in `data`, the file's first bytes. Raises InvalidHeader that lists every problem."""
+    """Return the checked header from the file's first bytes. Raises InvalidHeader, which lists every problem."""
     data_start = header_bytes(data, file_size_bytes)
     if len(data) < data_start:
         raise InvalidHeader(f"header cut short: {len(data)} bytes of {data_start}")
@@ -141,11 +140,11 @@ def parse_header(data: bytes, file_size_bytes: int) -> Header:
         tensor for name, entry in entries.items() if (tensor := _tensor(name, entry, data_start, problems)) is not None
     ]
     tensors.sort(key=lambda tensor: (tensor.start, tensor.end, tensor.name))
-    if len(tensors) == len(entries):  # else the holes are known already
+    if len(tensors) == len(entries):  # otherwise the gaps are a result of problems already reported
         whole_bytes = max((tensor.end for tensor in tensors), default=data_start)
         _check_tiling(tensors, data_start, max(whole_bytes, file_size_bytes), problems)
         if whole_bytes > file_size_bytes:
-            problems.add(f"cut short: {show_bytes(file_size_bytes)} of {show_bytes(whole_bytes)} are there")
+            problems.add(f"cut short: it has {show_bytes(file_size_bytes)} of {show_bytes(whole_bytes)}")
             if len(problems) == 1:
                 raise InvalidHeader(f"the file is {problems}", hint=CUT_SHORT_HINT)
     if problems:
@@ -154,7 +153,7 @@ def parse_header(data: bytes, file_size_bytes: int) -> Header:
 
 
 def read_head(store: ObjectStore, key: str, size_bytes: int, *, etag: str | None = None) -> tuple[Header, bytes]:
-    """Return a stored file's checked header, and the bytes that it was read from: `[0, data_start)` of the file.
+    """Return a stored file's checked header, and the bytes `[0, data_start)` of the file from which it was read.
 
     Makes one small request or, for a long header, two. Raises InvalidHeader (with the key in its details) and what
     `ObjectStore.read_into` raises.
@@ -172,7 +171,7 @@ def read_head(store: ObjectStore, key: str, size_bytes: int, *, etag: str | None
 def encode_header(
     tensors: Iterable[tuple[str, str, Sequence[int]]], metadata: Mapping[str, str] | None = None
 ) -> bytes:
-    """Length and JSON for tensors `(name, dtype, shape)` stored in that order; padded with spaces to 8 bytes.
+    """Return length and JSON for tensors `(name, dtype, shape)` stored in that order, padded to 8 bytes with spaces.
 
     Raises what `tensor_bytes` raises.
     """
@@ -188,7 +187,7 @@ def encode_header(
 
 
 def _parse_json(raw: bytes, problems: Problems) -> dict[str, Any]:
-    """The top-level object; repeated names are problems. Raises InvalidHeader when there is no object."""
+    """Return the top-level object. Repeated names are noted as problems. Raises InvalidHeader if it is no object."""
     values = json_values(raw)
     if values > MAX_JSON_VALUES:
         raise InvalidHeader(f"header has some {values} JSON values; at most {MAX_JSON_VALUES} are read")
@@ -211,7 +210,7 @@ def _parse_json(raw: bytes, problems: Problems) -> dict[str, Any]:
     except UnicodeDecodeError as error:
         raise InvalidHeader(f"header is not UTF-8: byte {error.start} is not valid") from error
     except RecursionError:
-        # `from None`: the traceback would hold a thousand frames and the whole header.
+        # `from None`, because the traceback would hold a thousand frames and the whole header.
         raise InvalidHeader("header is not a safetensors header: nested too deep") from None
     except ValueError as error:
         raise InvalidHeader(f"header is not JSON: {quote(str(error))}") from error
@@ -235,7 +234,7 @@ def _metadata(found: Any, problems: Problems) -> dict[str, str]:
 
 
 def _tensor(name: str, entry: Any, data_start: int, problems: Problems) -> HeaderTensor | None:
-    """One entry, moved to file offsets, or None and at least one problem."""
+    """Return one entry with offsets from the start of the file, or None after noting at least one problem."""
     label = f"tensor {quote(name)}"
     before = len(problems)
     if not _encodable(name):
@@ -268,7 +267,7 @@ def _tensor(name: str, entry: Any, data_start: int, problems: Problems) -> Heade
 
 
 def _check_tiling(tensors: list[HeaderTensor], data_start: int, file_size_bytes: int, problems: Problems) -> None:
-    """Tensors in order of start must follow each other from the header's end to the file's."""
+    """Note problems unless the tensors, ordered by start, follow each other from the header's end to the file's end."""
     at = data_start
     for tensor in tensors:
         if tensor.start < at:
@@ -286,7 +285,7 @@ def _is_size(value: Any) -> bool:
 
 
 def _encodable(text: str) -> bool:
-    """False for a lone surrogate, which JSON can spell and UTF-8 cannot."""
+    """Return whether the text can be UTF-8. A lone surrogate cannot, although JSON allows it."""
     try:
         text.encode("utf-8")
     except UnicodeEncodeError:
@@ -295,16 +294,16 @@ def _encodable(text: str) -> bool:
 
 
 class HeaderBytes:
-    """The first bytes of a shard, kept while the whole of it is read: its header and no more."""
+    """The header of a shard, collected while the whole shard is read."""
 
     def __init__(self, size_bytes: int) -> None:
-        """`size_bytes` of the whole shard."""
+        """Set the size of the whole shard."""
         self._size_bytes = size_bytes
         self._data = bytearray()
-        self.end = LENGTH_BYTES  # first byte after what is kept; the header's end once its length was seen
+        self.end = LENGTH_BYTES  # first byte after what is kept; the header's end once its length is known
 
     def add(self, view: memoryview) -> None:
-        """The next bytes of the shard, in order."""
+        """Take the next bytes of the shard, in order."""
         while len(view) and len(self._data) < self.end:
             part = view[: self.end - len(self._data)]
             self._data += part
@@ -316,5 +315,5 @@ class HeaderBytes:
                     return  # `parse` reports it
 
     def parse(self) -> Header:
-        """The checked header, when the whole shard went by. Raises InvalidHeader."""
+        """Return the checked header after the whole shard was read. Raises InvalidHeader."""
         return parse_header(bytes(self._data), self._size_bytes)

@@ -1,20 +1,20 @@
-"""Every other store through fsspec: gs, az, hf, http, memory and whatever else is installed.
+"""Every other store through fsspec: gs, az, hf, http, memory and any other installed file system.
 
 fsspec's file systems report sizes, versions, checksums and errors each in its own way. This module translates them.
-It also bounds what an HTTP server can make the client do.
 
-Not the hot path of large fleets: each read is one `cat_file` and one copy into the caller's buffer. What fsspec
-gives no way to say is which version a range came from. So versions are checked around the reads: a key's version
-is looked up at its first pinned read, and again after any read that ends more than `recheck_s` later. What is
-replaced within that time and not read again is noticed by whoever asks `stat` when the load ends; digests notice
-it always. With `recheck_s=0` every read is followed by a check.
+It is not the hot path of large fleets: each read is one `cat_file` and one copy into the caller's buffer.
 
-What an HTTP server may make us do: no redirect to another place, no answer larger than what was asked for.
+Versions: fsspec cannot tell which version a range came from. So the version of a key is looked up before its first
+pinned read, and again after any read that ends more than `recheck_s` later. An object that is replaced within that time
+and not read again is noticed by the final `stat` of a load. Digests notice it always. With `recheck_s=0` every read is
+followed by a check.
 
-    ask --> redirect? --on_request_redirect--> same host, and not from https to http: followed; else StoreError
-        --> body      --BoundedResponse.read--> the range's bytes at most (MAX_PAGE_BYTES without one); or RangeMismatch
+HTTP servers are not trusted. A redirect to another place and an answer larger than the request are refused:
 
-aiohttp is imported where it is needed: few loads come over plain HTTP.
+    request --> redirect? --on_request_redirect--> same host, and not from https to http: followed; else StoreError
+            --> body      --BoundedResponse.read--> at most the range's bytes (or MAX_PAGE_BYTES); else RangeMismatch
+
+aiohttp is imported where it is needed, because few loads use plain HTTP.
 """
 
 from __future__ import annotations
@@ -55,16 +55,16 @@ from storage.stores.requests import ReadLimit, outlived, passing_refusal
 
 
 def printable_cause(error: Exception) -> Exception:
-    """Return what an error of ours is raised from: a library's error may quote a URL with a token in it."""
+    """Return a printable copy of a library's error to raise from. The original may quote a URL with a token in it."""
     return RuntimeError(f"{type(error).__name__}: {without_secrets(str(error))}").with_traceback(error.__traceback__)
 
 
 def translated(error: Exception, uri: str, key: str | None) -> StoreError:
-    """Our error for whatever a file system raised. Its text is not quoted: URLs in it may carry tokens."""
+    """Return the StoreError for an error of a file system. Its text is not quoted, as URLs in it may contain tokens."""
     if isinstance(error.__cause__, StoreError):
-        return error.__cause__  # of the limits that we set, with a file system's own error round it
+        return error.__cause__  # raised by our own limits; a file system wrapped it in its own error
     if isinstance(error, FileNotFoundError) and isinstance(error.__cause__, Exception):
-        # fsspec's http says "not found" of every failure and keeps the true one as the cause.
+        # fsspec's http reports every failure as "not found" and keeps the true one as the cause.
         cause = translated(error.__cause__, uri, key)
         if isinstance(cause, AccessDenied | ProxyRefused | StoreUnavailable) or "certificate" in cause.message:
             return cause
@@ -74,10 +74,10 @@ def translated(error: Exception, uri: str, key: str | None) -> StoreError:
         status = int(status)
     if status == 407:
         return proxy_refusal(status, **where)
-    code = str(getattr(error, "error_code", None) or "")  # Azure's
+    code = str(getattr(error, "error_code", None) or "")  # set by Azure
     passing = passing_refusal(status if isinstance(status, int) else 0, code)
     if passing is Throttled:
-        return Throttled("the store asks for fewer requests", status=status, **where)
+        return Throttled("the store requires fewer requests", status=status, **where)
     if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError) or status in (404, 410):
         return ObjectNotFound("no such object", **where)
     if isinstance(error, PermissionError) or status in (401, 403):
@@ -85,29 +85,29 @@ def translated(error: Exception, uri: str, key: str | None) -> StoreError:
     if status == 416:
         return RangeMismatch("range reaches past the object's end", **where)
     if "Certificate" in type(error).__name__:
-        return StoreError("the store's certificate is not trusted", hint="name your CA's PEM file", **where)
-    # Errors of connections are no OSErrors in aiohttp and in httpx, with which huggingface_hub asks.
+        return StoreError("the store's certificate is not trusted", hint="set ca_bundle to your CA's PEM file", **where)
+    # Connection errors are not OSErrors in aiohttp, nor in httpx, which huggingface_hub uses.
     of_client = type(error).__module__.startswith(("aiohttp", "httpx", "httpcore"))
     is_transport = isinstance(error, OSError | EOFError) or (of_client and type(error).__name__ != "HTTPStatusError")
     if is_transport or passing is not None:
         return StoreUnavailable("the store could not be reached or failed", status=status, **where)
     if isinstance(error, NotImplementedError):
-        return StoreError("this kind of store cannot do that", **where)
+        return StoreError("this kind of store does not support the operation", **where)
     return StoreError("the store refused the request", **where)
 
 
-# What file systems call a version, the strongest first; the last ones are dates.
+# The names of version fields in file systems, the strongest first. Dates are the weakest.
 _VERSION_FIELDS = ("ETag", "etag", "generation", "md5", "md5Hash", "blob_id", "sha", "version", "version_id")
 _DATE_FIELDS = ("Last-Modified", "LastModified", "last_modified", "updated", "mtime", "modified", "created")
 
 
 def info_of(key: str, facts: Mapping[str, Any]) -> ObjectInfo:
-    """`facts`: an entry of `info` or of a detailed listing, with its size."""
+    """Return the ObjectInfo of `key` from an entry of `info` or of a detailed listing, which must have a size."""
     return ObjectInfo(key, int(facts["size"]), version_of(facts), checksums_of(facts))
 
 
 def version_of(facts: Mapping[str, Any]) -> str | None:
-    """The best version among what `info` said. A date is taken with the size, and proves less than a tag."""
+    """Return the best version among the facts. A date is combined with the size, and proves less than a tag."""
     if (tag := version_tag(facts)) is not None:
         return tag
     for name in _DATE_FIELDS:
@@ -117,7 +117,7 @@ def version_of(facts: Mapping[str, Any]) -> str | None:
 
 
 def version_tag(facts: Mapping[str, Any]) -> str | None:
-    """A version that is no date; None when the file system gives none."""
+    """Return a version that is not a date; None if the file system gives none."""
     for name in _VERSION_FIELDS:
         if isinstance(value := facts.get(name), str | int) and value != "":
             return str(value).strip().removeprefix("W/").strip('"')
@@ -125,7 +125,7 @@ def version_tag(facts: Mapping[str, Any]) -> str | None:
 
 
 def checksums_of(facts: Mapping[str, Any]) -> dict[str, str]:
-    """Whole-object checksums in hex: Google's md5Hash and crc32c, the sha256 that Hugging Face's LFS has."""
+    """Return whole-object checksums in hex: Google's md5Hash and crc32c, and the sha256 of Hugging Face's LFS."""
     found: dict[str, str] = {}
     for field, name in (("md5Hash", "md5"), ("crc32c", "crc32c")):
         if isinstance(value := facts.get(field), str):
@@ -138,13 +138,13 @@ def checksums_of(facts: Mapping[str, Any]) -> dict[str, str]:
     return found
 
 
-MAX_PAGE_BYTES = 64 << 20  # of an answer to a request without a range: a folder's page of links
-MAX_ERROR_BYTES = 64 << 10  # of a refusal's body
+MAX_PAGE_BYTES = 64 << 20  # limit of an answer without a range, such as a folder's page of links
+MAX_ERROR_BYTES = 64 << 10  # limit of the body of a refusal
 _RANGE = re.compile(r"bytes=(\d{1,19})-(\d{1,19})")
 
 
 def stays_at_home(asked_url: str, target_url: str) -> bool:
-    """Whether a redirect leads to the same host: same port, or from http's to https's. Never from https to http."""
+    """True if a redirect stays on the same host: same port, or from port 80 to https. Never from https to http."""
     try:
         old, new = origin(asked_url), origin(target_url)
     except ValueError:
@@ -153,17 +153,17 @@ def stays_at_home(asked_url: str, target_url: str) -> bool:
 
 
 def most_bytes(range_header: str | None) -> int:
-    """How much a good answer to a request with that Range header may have."""
+    """Return the maximum size of a good answer to a request with that Range header."""
     match = _RANGE.fullmatch(range_header or "")
     return int(match[2]) - int(match[1]) + 1 if match else MAX_PAGE_BYTES
 
 
 def bounded_session_options() -> dict[str, Any]:
-    """What `aiohttp.ClientSession` takes to keep these rules. Raises ImportError."""
+    """Return the arguments of `aiohttp.ClientSession` that enforce these limits. Raises ImportError."""
     import aiohttp
 
     class BoundedResponse(aiohttp.ClientResponse):
-        """Reads no more than was asked for, whatever length the server promises or sends."""
+        """An answer that reads no more than was requested, whatever length the server promises or sends."""
 
         async def read(self) -> bytes:
             if self._body is None:
@@ -175,7 +175,7 @@ def bounded_session_options() -> dict[str, Any]:
                     received_bytes += len(piece)
                     if received_bytes > most:
                         self.close()
-                        if refused:  # the status says enough
+                        if refused:  # the status is enough for the error
                             break
                         raise RangeMismatch("the answer is longer than what was asked for", at_most_bytes=most)
                     pieces.append(piece)
@@ -185,26 +185,26 @@ def bounded_session_options() -> dict[str, Any]:
     async def refuse_others(session: Any, context: Any, params: Any) -> None:
         target = params.response.headers.get("Location") or params.response.headers.get("URI") or ""
         if not stays_at_home(str(params.response.url), urljoin(str(params.response.url), target)):
-            raise StoreError("the store sends requests elsewhere", hint="use the URI of the place it sends them to")
+            raise StoreError("the server redirects requests to another place", hint="use the URI of that place")
 
     trace = aiohttp.TraceConfig()
     trace.on_request_redirect.append(refuse_others)
-    # Nobody asked for compressed bytes, and a few of them can stand for any number.
+    # No compressed answer was requested, and a small one could expand to any size.
     return {"response_class": BoundedResponse, "trace_configs": [trace], "auto_decompress": False}
 
 
 def http_options(ref: StoreRef, read_timeout_s: float, connect_timeout_s: float) -> dict[str, Any]:
-    """What fsspec's HTTP file system takes to keep these rules and times."""
+    """Return the options of fsspec's HTTP file system that enforce these limits and timeouts."""
     try:
         import aiohttp
     except ImportError:
-        return {}  # url_to_fs says what is missing
+        return {}  # url_to_fs reports the missing package
     timeout = aiohttp.ClientTimeout(total=None, connect=connect_timeout_s, sock_read=read_timeout_s)
-    # Compressed answers have other bytes and lengths than the object.
+    # A compressed answer would have other bytes and another length than the object.
     options: dict[str, Any] = {
         "client_kwargs": {"timeout": timeout, **bounded_session_options()},
         "headers": {"Accept-Encoding": "identity"},
-        "encoded": True,  # by _path
+        "encoded": True,  # `_path` has percent-encoded the key
     }
     if (proxy := find_proxy(ref.uri)) is not None:
         options["client_kwargs"]["proxy"] = proxy.secret_url()
@@ -213,12 +213,12 @@ def http_options(ref: StoreRef, read_timeout_s: float, connect_timeout_s: float)
     return options
 
 
-_PACKAGES = {"gs": "gcsfs", "az": "adlfs", "hf": "huggingface_hub"}  # each by the extra of its scheme
+_PACKAGES = {"gs": "gcsfs", "az": "adlfs", "hf": "huggingface_hub"}  # the package for each scheme
 _READ_ONLY = {"http", "https"}
 
 
 class FsspecStore:
-    """One folder of any fsspec file system. Thread-safe as far as that file system is."""
+    """One folder of any fsspec file system. As thread-safe as that file system."""
 
     def __init__(
         self,
@@ -229,15 +229,19 @@ class FsspecStore:
         connect_timeout_s: float = 5.0,
         recheck_s: float = 5.0,
     ) -> None:
-        """Raises UnsupportedStore for an unknown scheme or a package that is not installed, and says which one."""
+        """Open the file system. Raises UnsupportedStore, naming the unknown scheme or the missing package."""
         self.uri = ref.uri
         self._scheme = ref.scheme
         self._recheck_s = recheck_s
         self._lock = threading.Lock()
-        self._seen: dict[str, tuple[ObjectInfo, float]] = {}  # per key: its last look-up, and when
+        self._seen: dict[str, tuple[ObjectInfo, float]] = {}  # per key: the last look-up and its time
         options: dict[str, Any] = dict(credentials.fsspec_options) if credentials else {}
         if "::" in self.uri:
-            raise UnsupportedStore("a URI with '::' in it", hint="chained URIs are refused", scheme=ref.scheme[:40])
+            raise UnsupportedStore(
+                "chained URIs (with '::') are not supported",
+                hint="name the place of the files with one plain URI",
+                scheme=ref.scheme[:40],
+            )
         if ref.scheme not in known_implementations and ref.scheme not in fsspec.registry:
             raise UnsupportedStore(f"no store for the scheme {ref.scheme!r}", uri=self.uri)
         if ref.scheme in ("http", "https"):
@@ -262,11 +266,11 @@ class FsspecStore:
         self._root = root.rstrip("/")
 
     def stat(self, key: str) -> ObjectInfo:
-        """Size, version and checksums, as far as the file system has them; asked anew each time."""
+        """Return size, version and checksums as far as the file system has them. Sends a request each time."""
         return self._look_up(check_key(key))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Files in key order. Over http that takes a server that lists its folders as links."""
+        """Yield the files in key order. Over http this needs a server that lists its folders as links."""
         with self._translated(prefix or None):
             self._forget_listings()
             found = self._fs.find(self._root, detail=True)
@@ -274,13 +278,13 @@ class FsspecStore:
         for path, facts in found.items():
             key = self._key_of(path)
             if key is not None and key.startswith(prefix):
-                # Listings often lack what single look-ups have: sizes over http, or the date in the same form.
+                # Listings often lack what single look-ups have: the size over http, or the same form of a date.
                 is_whole = facts.get("size") is not None and version_tag(facts) is not None
                 infos.append(info_of(key, facts) if is_whole else self._look_up(key))
         yield from sorted(infos, key=lambda info: info.key)
 
     def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
-        """See ObjectStore; how versions are checked is said at the top of this file."""
+        """Read like ObjectStore.read_into. The module's docstring explains how versions are checked."""
         byte_range.check_buffer(buffer)
         return self.read_pieces(key, byte_range, [buffer], etag=etag)
 
@@ -293,8 +297,10 @@ class FsspecStore:
         etag: str | None = None,
         limit: ReadLimit | None = None,
     ) -> str | None:
-        """See ReadsPieces. Nobody can end a read of fsspec's: one whose time is over is left to itself, in a thread of
-        its own, and what it still brings is dropped. Only the calling thread writes to `pieces`.
+        """Read like ReadsPieces.read_pieces. A read of fsspec cannot be ended, so it runs in a thread of its own.
+
+        When the time is over, the thread is abandoned and its bytes are dropped. Only the calling thread writes to
+        `pieces`.
         """
 
         def read() -> tuple[bytes, str | None]:
@@ -308,7 +314,7 @@ class FsspecStore:
         return found
 
     def _read(self, key: str, byte_range: ByteRange, etag: str | None) -> tuple[bytes, str | None]:
-        """Exactly those bytes, and their version."""
+        """Return exactly those bytes, and their version."""
         path = self._path(check_key(key))
         if not byte_range.size_bytes:
             return b"", etag
@@ -320,7 +326,7 @@ class FsspecStore:
             with self._translated(key):
                 data = self._fs.cat_file(path, start=byte_range.start, end=byte_range.end)
         except RangeMismatch:
-            self._refuse_other(self._look_up(key), info.etag)  # replaced by a shorter one?
+            self._refuse_other(self._look_up(key), info.etag)  # a shorter version may have replaced the object
             raise
         self._check_version(key, info)
         if len(data) < byte_range.size_bytes:
@@ -339,7 +345,7 @@ class FsspecStore:
 
     @contextmanager
     def upload(self, key: str) -> Iterator[_FsspecUpload]:
-        """Collected in a local temporary file and sent whole on `complete`: few file systems can take back a part."""
+        """Collect the bytes in a local temporary file and send it on `complete`. Few file systems can undo a part."""
         self._check_writable(key)
         with tempfile.NamedTemporaryFile(prefix="longshore-") as spool:
             upload = _FsspecUpload(self, check_key(key), spool)
@@ -355,23 +361,23 @@ class FsspecStore:
             self._fs.rm_file(self._path(check_key(key)))
 
     def close(self) -> None:
-        """Forget what is known of the keys. The connections belong to fsspec, which closes them with the object."""
+        """Forget the versions of keys. The connections belong to fsspec, which closes them with the file system."""
         with self._lock:
             self._seen.clear()
 
     def send(self, key: str, path: str) -> ObjectInfo:
-        """Store a local file under `key`: the end of an upload."""
+        """Store a local file under `key`, which ends an upload."""
         with self._translated(key):
             self._make_parent(key)
             self._fs.put_file(path, self._path(key))
         return self._look_up(key)
 
     def _path(self, key: str) -> str:
-        # Over http a path is a URL, where "%", "#" and "?" of a key mean something else.
+        # Over http a path is a URL, where "%", "#" and "?" have another meaning than in a key.
         return f"{self._root}/{quote(key) if self._scheme in _READ_ONLY else key}"
 
     def _key_of(self, path: str) -> str | None:
-        """The key of a listed path, None for what cannot be one (folder markers, strange names)."""
+        """Return the key of a listed path; None for folder markers and for names that are not valid keys."""
         key = path.removeprefix(self._root + "/")
         if self._scheme in _READ_ONLY:
             key = unquote(key)
@@ -406,7 +412,7 @@ class FsspecStore:
         return info
 
     def _known(self, key: str, etag: str | None) -> ObjectInfo:
-        """What was last seen of a key, looked up when that is nothing, or another version than the pinned one."""
+        """Return the last info of a key. Look it up when there is none or it has another version than `etag`."""
         with self._lock:
             seen = self._seen.get(key)
         info = seen[0] if seen and (etag is None or seen[0].etag == etag) else self._look_up(key)
@@ -436,7 +442,7 @@ class FsspecStore:
 
 
 class _FsspecUpload:
-    """Bytes on their way through a temporary file."""
+    """An upload that collects its bytes in a temporary file."""
 
     def __init__(self, store: FsspecStore, key: str, spool: Any) -> None:
         self._store = store

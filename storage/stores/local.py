@@ -1,9 +1,9 @@
 """A folder as an object store: positioned reads, versions from file metadata, atomic writes.
 
-Temporary files lie beside their final place. No key names them, and their writer holds a lock on them.
+A key is a path below the root. Symbolic links are followed only below the root and into the blob folder of a Hugging
+Face cache (`_allowed_roots`). Fifos, devices and sockets are refused, because opening one can block or have effects.
 
-A key is a path below the root. Symbolic links are followed only to where the root's owner keeps the bytes
-(`_allowed_roots`); fifos, devices and sockets are refused, since opening one can hang or do things.
+Temporary files are in the folder of their final place. No key names them, and their writer holds a lock on them.
 """
 
 from __future__ import annotations
@@ -37,28 +37,28 @@ TEMP_SUFFIX = ".part"
 
 
 def is_temporary(name: str) -> bool:
-    """Whether the name is one of ours."""
+    """Return whether the name is that of a temporary file of Longshore."""
     return name.startswith(TEMP_PREFIX) and name.endswith(TEMP_SUFFIX)
 
 
 def open_locked(folder: str, *, mode: int = 0o666, dir_fd: int | None = None) -> tuple[str, int]:
-    """Path and descriptor of a new temporary file; its lock goes with its writer, however that dies.
+    """Create a temporary file and return its path and descriptor. Its lock ends with its writer, however that dies.
 
     With `dir_fd`, `folder` is relative to that open folder.
     """
     while True:
         path = os.path.join(folder, f"{TEMP_PREFIX}{secrets.token_hex(8)}{TEMP_SUFFIX}")
         file = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC, mode, dir_fd=dir_fd)
-        with contextlib.suppress(OSError):  # a file system without locks: nobody can take it for left over either
+        with contextlib.suppress(OSError):  # without locks in this file system, nobody can take the file for abandoned
             fcntl.flock(file, fcntl.LOCK_EX)
         if os.fstat(file).st_nlink:
             return path, file
-        os.close(file)  # somebody swept in the moment before the lock
+        os.close(file)  # another process swept it before it was locked
 
 
 def remove_unless_locked(path: str, *, dir_fd: int | None = None) -> None:
-    """Remove what a killed writer left; a file that is being written stays."""
-    with contextlib.suppress(OSError):  # locked, gone, not ours, or no locks here: it stays
+    """Remove a temporary file of a killed writer. A file that is being written is locked, and stays."""
+    with contextlib.suppress(OSError):  # it stays when it is locked, gone, not ours, or locks are not supported
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK | os.O_NOFOLLOW, dir_fd=dir_fd)
         try:
             fcntl.flock(file, fcntl.LOCK_EX | fcntl.LOCK_NB)
@@ -67,26 +67,29 @@ def remove_unless_locked(path: str, *, dir_fd: int | None = None) -> None:
             os.close(file)
 
 
-_HINT_SAME_FILE = "was it replaced, or does this node see another copy? A path must be one shared file system"
+_HINT_SAME_FILE = (
+    "check whether the file was replaced, and that all nodes see the same copy; a local path must be on one shared"
+    " file system"
+)
 
 
 class LocalStore:
     """Files below one folder of this host. Thread-safe."""
 
     def __init__(self, root: str | os.PathLike[str]) -> None:
-        """The folder may be missing: reads say so, the first write makes it."""
+        """Set the root. The folder may be missing: reads then raise ObjectNotFound, and the first write creates it."""
         self._root = os.path.abspath(root)
         self.uri = f"file://{self._root}"
-        self._swept: set[str] = set()  # folders that were looked through for what killed writers left
+        self._swept: set[str] = set()  # folders that were already checked for files of killed writers
         self._lock = threading.Lock()
 
     def stat(self, key: str) -> ObjectInfo:
-        """Size and version. Raises ObjectNotFound (which names this host), AccessDenied, StoreError."""
+        """Return size and version. Raises ObjectNotFound (which names this host), AccessDenied, StoreError."""
         with self._translated(key), self._opened(key) as file:
             return _info(key, os.fstat(file))
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Files whose key begins with `prefix`, in key order; see `left_out`."""
+        """Yield the files whose key begins with `prefix`, in key order. `left_out` names the others."""
         with self._translated(None):
             if not os.path.isdir(self._root):
                 raise FileNotFoundError(errno.ENOENT, "no such folder")
@@ -94,13 +97,13 @@ class LocalStore:
         yield from sorted(infos, key=lambda info: info.key)
 
     def left_out(self) -> Iterator[str]:
-        """What `list` leaves out: special files, links to folders and to nowhere, names that are no keys."""
+        """Yield what `list` leaves out: special files, links to folders, broken links, names that are not keys."""
         with self._translated(None):
             names = [key for key, info in self._walk() if info is None]
         yield from names
 
     def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
-        """See ObjectStore. The file's version is looked at before and after: a file written meanwhile is noticed."""
+        """Read like ObjectStore.read_into. The version is checked before and after, so a concurrent write is seen."""
         byte_range.check_buffer(buffer)
         return self.read_pieces(key, byte_range, cut(buffer), etag=etag)
 
@@ -113,7 +116,7 @@ class LocalStore:
         etag: str | None = None,
         limit: ReadLimit | None = None,
     ) -> str | None:
-        """See ReadsPieces."""
+        """Read like ReadsPieces.read_pieces."""
         check_key(key)
         if not byte_range.size_bytes:
             return etag
@@ -142,14 +145,14 @@ class LocalStore:
             return before.etag
 
     def put(self, key: str, data: bytes) -> ObjectInfo:
-        """Write beside, sync, rename: readers see the old file or the new one."""
+        """Write a temporary file, sync it and rename it: readers see the old file or the new one."""
         with self.upload(key) as upload:
             upload.write(memoryview(data))
             return upload.complete()
 
     @contextmanager
     def upload(self, key: str) -> Iterator[_LocalUpload]:
-        """A file that appears under its name on `complete`; without that, what was written is removed."""
+        """Write a file that appears under its name on `complete`. Without that, what was written is removed."""
         path = self._path(check_key(key))
         with self._translated(key):
             self._check_inside(os.path.dirname(path), key)
@@ -162,14 +165,14 @@ class LocalStore:
             upload.discard()
 
     def delete(self, key: str) -> None:
-        """Remove one file; the folders above it stay."""
+        """Remove one file. The folders above it stay."""
         path = self._path(check_key(key))
         with self._translated(key), contextlib.suppress(FileNotFoundError, NotADirectoryError):
             self._check_inside(os.path.dirname(path), key)
             os.unlink(path)
 
     def close(self) -> None:
-        """Nothing is held open between calls."""
+        """Do nothing, because no file is open between calls."""
 
     def _path(self, key: str) -> str:
         return os.path.join(self._root, key)
@@ -178,7 +181,7 @@ class LocalStore:
     def _opened(self, key: str) -> Iterator[int]:
         path = self._path(check_key(key))
         self._check_inside(path, key)
-        # O_NONBLOCK: opening a fifo must not wait for a writer; it means nothing for files.
+        # O_NONBLOCK: opening a fifo must not wait for a writer. It has no effect on files.
         file = os.open(path, os.O_RDONLY | os.O_CLOEXEC | os.O_NONBLOCK)
         try:
             mode = os.fstat(file).st_mode
@@ -201,7 +204,7 @@ class LocalStore:
             )
 
     def _walk(self) -> Iterator[tuple[str, ObjectInfo | None]]:
-        """Everything that is no folder, by its path below the root; None for what cannot be an object."""
+        """Yield everything except folders, by its path below the root; None for what cannot be an object."""
         for folder, folders, names in os.walk(self._root, onerror=_raise):
             below = os.path.relpath(folder, self._root)
             links = (name for name in folders if os.path.islink(os.path.join(folder, name)))
@@ -221,7 +224,7 @@ class LocalStore:
         return None
 
     def _sweep(self, folder: str) -> None:
-        """Remove what killed writers left in `folder`, the first time something is written there."""
+        """Remove files of killed writers in `folder`, the first time something is written there."""
         with self._lock:
             if folder in self._swept:
                 return
@@ -233,7 +236,7 @@ class LocalStore:
 
     @contextmanager
     def _translated(self, key: str | None) -> Iterator[None]:
-        """OSErrors as ours, with the host: the same path exists on one node and not on the other."""
+        """Turn an OSError into a StoreError that names the host, because nodes may have different files at a path."""
         try:
             yield
         except OSError as error:
@@ -243,7 +246,7 @@ class LocalStore:
                 if not os.path.isdir(self._root):
                     raise ObjectNotFound(
                         "no such folder on this host",
-                        hint="a local path must be there on every node: use a shared file system or object storage",
+                        hint="a local path must exist on every node: use a shared file system or object storage",
                         **where,
                     ) from error
                 raise ObjectNotFound("no such file", **where) from error
@@ -257,7 +260,7 @@ class LocalStore:
 
 
 class _LocalUpload:
-    """A file being written beside its place."""
+    """A file that is written under a temporary name beside its final place."""
 
     def __init__(self, store: LocalStore, key: str, path: str) -> None:
         self._store = store
@@ -289,7 +292,7 @@ class _LocalUpload:
         return info
 
     def discard(self) -> None:
-        """Remove what was written, unless it is complete. Does not raise."""
+        """Remove what was written, unless the upload is complete. Never raises."""
         if self._open:
             self._open = False
             os.close(self._file)
@@ -302,10 +305,10 @@ class _LocalUpload:
 
 
 def _allowed_roots(root: str) -> Iterator[str]:
-    """Where a file of `root` may really be: below it, or in the blob folder of the Hugging Face cache it is in.
+    """Yield the folders in which a file of `root` may really be: the root, and the blobs of its Hugging Face cache.
 
-    In that cache `snapshots/<revision>/model.safetensors` is a link to `../../blobs/<digest>`; refusing it would
-    refuse the layout most checkpoints have on disk. Nothing else outside the root is reachable by a link.
+    In that cache `snapshots/<revision>/model.safetensors` is a link to `../../blobs/<digest>`, and most checkpoints
+    on disk have that layout. Nothing else outside the root can be reached by a link.
     """
     real = os.path.realpath(root)
     yield real

@@ -1,9 +1,7 @@
-"""Answers of an S3 server and of boto3, checked and translated: heads, object facts, checksums, errors. Pure.
+"""Checks and translation of what an S3 server or boto3 answers: heads, object facts, checksums, errors. Pure.
 
-What the head of an S3 server's answer must say before a byte of its body is believed. Pure.
-
-What a server may get wrong (200 for a range, no If-Match, other range, other length, an encoding, a header twice)
-is refused here; what it refuses itself becomes an error of ours.
+The head of an answer is checked before a byte of its body is stored. Wrong answers are refused here: 200 for a range,
+no If-Match, another range, another length, an encoding, a header twice. A refusal by the server becomes a StoreError.
 """
 
 from __future__ import annotations
@@ -38,14 +36,14 @@ from storage.stores.connections import Proxy, proxy_refusal
 from storage.stores.object_store import ByteRange, ObjectInfo
 from storage.stores.requests import passing_refusal
 
-MAX_ERROR_BODY_BYTES = 64 << 10  # of an error's body, no more than this is read
+MAX_ERROR_BODY_BYTES = 64 << 10  # read at most this much of the body of an error
 
 _MISSING = {"NoSuchKey": "no such object", "NoSuchBucket": "no such bucket", "NoSuchUpload": "no such upload"}
 _DENIALS = {
-    "InvalidAccessKeyId": "the access key is not known there",
+    "InvalidAccessKeyId": "the store does not know the access key",
     "SignatureDoesNotMatch": "the secret key is wrong, or a proxy changed the request",
     "ExpiredToken": "the session token has expired",
-    "InvalidToken": "the session token is not valid there",
+    "InvalidToken": "the store does not accept the session token",
     "RequestTimeTooSkewed": "this machine's clock is off by more than 15 minutes",
 }
 _EXPIRED = {"ExpiredToken", "ExpiredTokenException", "TokenRefreshRequired", "RequestTimeTooSkewed"}
@@ -53,9 +51,9 @@ _REGION_HEADER = "x-amz-bucket-region"
 
 
 def parse_error_body(body: bytes) -> tuple[str, str]:
-    """(code, message) of an S3 error document, ("", "") when it is none. Never raises, runs no XML parser.
+    """Return (code, message) of an S3 error document, ("", "") if it is none. Never raises and runs no XML parser.
 
-    The body comes from whoever answered, so two short elements are looked for and all else is ignored.
+    The body is not trusted, so only two short elements are searched and everything else is ignored.
     """
     text = body[:MAX_ERROR_BODY_BYTES].decode("utf-8", "replace")
     code = re.search(r"<Code>\s*([A-Za-z0-9.]{1,64})\s*</Code>", text)
@@ -73,13 +71,13 @@ def store_error(
     key: str | None = None,
     range: str | None = None,
 ) -> StoreError:
-    """The error for one refused request. `headers` has lower-case names; only the region in them is quoted."""
+    """Return the error for a refused request. `headers` has lower-case names; only the region is quoted from it."""
     where: dict[str, Any] = {"uri": uri, "key": key, "range": range, "status": status, "code": code or None}
     said = one_line(message)
     region = headers.get(_REGION_HEADER)
     if status in (301, 302, 307, 308) or code in ("PermanentRedirect", "AuthorizationHeaderMalformed"):
         return StoreError(
-            "the store sends this bucket's requests elsewhere",
+            "the store redirects this bucket's requests to another place",
             hint=f"the bucket is in region {one_line(region)}: set region or AWS_REGION to it"
             if region
             else "check the endpoint URL, the region and the addressing style",
@@ -89,7 +87,7 @@ def store_error(
         return proxy_refusal(status, uri=uri, key=key, range=range)
     passing = passing_refusal(status, code)
     if passing is Throttled:
-        return Throttled("the store asks for fewer requests", **where)
+        return Throttled("the store requires fewer requests", **where)
     if status == 412 or code == "PreconditionFailed":
         return ObjectChanged("object is not the pinned version", **where)
     if code in _MISSING or status == 404:
@@ -104,8 +102,8 @@ def store_error(
             "the store refused access" + (f": {said}" if said else ""),
             hint=_DENIALS.get(
                 code,
-                "check that the credentials may list and read this bucket; S3 also says this of missing objects"
-                " to those who may not list",
+                "check that the credentials may list and read this bucket; if they may not list, S3 answers like this"
+                " for missing objects, too",
             ),
             **where,
         )
@@ -117,14 +115,14 @@ def store_error(
 def connection_error(
     error: Exception, *, uri: str, endpoint: str, timeout_s: float | None = None, proxy: Proxy | None = None
 ) -> StoreError:
-    """The error for a request that got no whole answer. Raise it from `error`."""
+    """Return the error for a request that got no whole answer. Raise it from `error`."""
     kind = type(error).__name__
     where: dict[str, Any] = {"uri": uri, "endpoint": endpoint, "proxy": proxy and str(proxy)}
     peer = "store" if proxy is None else "proxy"
     if isinstance(error, ssl.SSLCertVerificationError):
         return StoreError(
             f"the store's certificate is not trusted: {one_line(error.verify_message)}",
-            hint="name your CA's PEM file in AWS_CA_BUNDLE or ca_bundle",
+            hint="set AWS_CA_BUNDLE or ca_bundle to your CA's PEM file",
             **where,
         )
     if isinstance(error, TimeoutError):
@@ -132,7 +130,7 @@ def connection_error(
     if isinstance(error, ConnectionRefusedError):
         return StoreUnavailable(
             f"the {peer} refused the connection",
-            hint=f"is the {'endpoint' if proxy is None else 'proxy'} URL right, and the server up?",
+            hint=f"check the {'endpoint' if proxy is None else 'proxy'} URL, and that the server is running",
             cause=kind,
             **where,
         )
@@ -147,18 +145,18 @@ def connection_error(
 
 
 def one_line(text: str | None) -> str:
-    """A foreign text made fit for one line of a message."""
+    """Return a text from outside as one short line of printable ASCII, for a message."""
     return re.sub(r"[^\x20-\x7e]+", " ", text or "")[:200].strip()
 
 
 _CONTENT_RANGE = re.compile(r"bytes (\d{1,19})-(\d{1,19})/(\d{1,19}|\*)\s*", re.ASCII)
-# The last: stored by mistake by old SDKs, the body is as uploaded.
+# Old SDKs stored "aws-chunked" by mistake; the body is as it was uploaded.
 _PLAIN_ENCODINGS = {"", "identity", "aws-chunked"}
 _MUST_BE_ONE = {"content-length", "content-range", "etag", "content-encoding"}
 
 
 def head_of(headers: Iterable[tuple[str, str]], **where: Any) -> dict[str, str]:
-    """Headers by lower-case name. Raises RangeMismatch when one that decides has two values."""
+    """Return the headers by lower-case name. Raises RangeMismatch if one that decides has two values."""
     head: dict[str, str] = {}
     for name, value in headers:
         if head.setdefault(name.lower(), value) != value and name.lower() in _MUST_BE_ONE:
@@ -167,7 +165,7 @@ def head_of(headers: Iterable[tuple[str, str]], **where: Any) -> dict[str, str]:
 
 
 def normal_etag(value: str | None) -> str | None:
-    """An ETag header's value without W/ and quotes; None for none."""
+    """Return the value of an ETag header without W/ and quotes; None if there is none."""
     value = (value or "").strip()
     return value.removeprefix("W/").strip('"') or None
 
@@ -175,17 +173,22 @@ def normal_etag(value: str | None) -> str | None:
 def check_answer(
     status: int, headers: Mapping[str, str], byte_range: ByteRange, etag: str | None, **where: Any
 ) -> str | None:
-    """Raise unless an answer's head promises exactly `byte_range` of version `etag`; its ETag.
+    """Return the answer's ETag. Raise unless the head promises exactly `byte_range` of version `etag`.
 
-    Pure; `headers` has lower-case names. The status decides little: real servers answer 200 with a
-    Content-Range to a range request (rclone does), and some ignore If-Match (the same).
+    Pure. `headers` has lower-case names. The status decides little: some servers answer a range request with 200 and a
+    Content-Range, and some ignore If-Match (rclone does both).
     """
     found = normal_etag(headers.get("etag"))
     if etag is not None and found != etag:
         raise ObjectChanged("object is not the pinned version", expected=etag, found=found and one_line(found), **where)
     encoding = headers.get("content-encoding", "").strip().lower()
     if encoding not in _PLAIN_ENCODINGS:
-        raise RangeMismatch("the answer is encoded, so its bytes are others", encoding=one_line(encoding)[:40], **where)
+        raise RangeMismatch(
+            "the answer is encoded, so its bytes are not those of the object",
+            hint="make sure that no proxy compresses answers",
+            encoding=one_line(encoding)[:40],
+            **where,
+        )
     length = headers.get("content-length", "").strip()
     if not re.fullmatch(r"[0-9]{1,19}", length) or "chunked" in headers.get("transfer-encoding", "").lower():
         raise RangeMismatch("the answer does not say its length", **where)
@@ -203,13 +206,13 @@ def check_answer(
     elif status != 200 or byte_range.start != 0:
         raise RangeMismatch("the store did not answer with the range", **where)
     if int(length) != byte_range.size_bytes:
-        # Without a Content-Range this is the whole object, wanted only when the range is all of it.
+        # Without a Content-Range this is the whole object, which is right only if the range covers all of it.
         raise RangeMismatch("the answer has another length than the range", found_bytes=int(length), **where)
     return found
 
 
 def refusal(status: int, headers: Mapping[str, str], body: bytes, etag: str | None, **where: Any) -> StoreError:
-    """The error for a read of version `etag` that was refused; `body` is what could be read of the answer's."""
+    """Return the error for a refused read of version `etag`. `body` is what could be read of the answer."""
     code, message = parse_error_body(body)
     error = store_error(status, code, message, headers, **where)
     found = normal_etag(headers.get("etag"))
@@ -227,21 +230,21 @@ _CHECKSUM_FIELDS = {
     "ChecksumSHA256": "sha256",
 }
 _MD5_HEX = re.compile(r"[0-9a-f]{32}")
-_ETAG = re.compile(r"[\x20-\x7e]{1,256}")  # it goes into headers of ours
+_ETAG = re.compile(r"[\x20-\x7e]{1,256}")  # safe to send in a header
 _CREDENTIALS_HINT = "set AWS_ACCESS_KEY_ID and AWS_SECRET_ACCESS_KEY, a profile or a role, or ask for anonymous access"
 
 
 @contextmanager
 def asking(*, uri: str, key: str | None = None) -> Iterator[None]:
-    """For a block that asks with boto3 and reads the answer: whatever is raised becomes an error of ours."""
+    """Translate every error of the block, which calls boto3 and reads its answer, into a StoreError."""
     try:
         yield
     except LongshoreError:
         raise
     except (ClientError, BotoCoreError) as error:
         raise from_botocore_error(error, uri=uri, key=key) from error
-    except Exception as error:  # by the library: a date that is none is a RuntimeError to it, or an OverflowError
-        # No XML, none of S3, without what has to be there, or with a number or a date that is none.
+    except Exception as error:  # for example, the library raises RuntimeError or OverflowError for a bad date
+        # The answer is not XML, not of S3, lacks an element, or has a bad number or date.
         raise StoreError("the store's answer cannot be read", uri=uri, key=key, cause=type(error).__name__) from error
 
 
@@ -252,23 +255,23 @@ def object_info(
     checksums: dict[str, str] | None = None,
     composites: dict[str, str] | None = None,
 ) -> ObjectInfo:
-    """What an answer said of an object. Raises ValueError for what no object has."""
+    """Return the facts about an object from an answer. Raises ValueError for a size or an ETag that is impossible."""
     tag = normal_etag(etag)
     if not 0 <= size_bytes < 1 << 63 or (tag is not None and not _ETAG.fullmatch(tag)):
-        raise ValueError("no size, or no ETag")
+        raise ValueError("the answer has an impossible size or ETag")
     return ObjectInfo(key, size_bytes, tag, checksums or {}, composites or {})
 
 
 def checksums_of_head(head: Mapping[str, Any]) -> dict[str, str]:
-    """Whole-object checksums of a HEAD as {hash name: hex}.
+    """Return the whole-object checksums of a HEAD as {hash name: hex}.
 
-    The ETag of a single-part object is its MD5 on S3 and most servers, but not with SSE-KMS or SSE-C, and no server
-    promises it: hence the own name `etag_md5`, a candidate. When it agrees the bytes are right; when it does not,
-    that alone proves nothing.
+    The ETag of a single-part object is its MD5 on S3 and most servers, but not with SSE-KMS or SSE-C. No server
+    promises it, so it has a name of its own, `etag_md5`. If it agrees, the bytes are right. If it does not, that alone
+    proves nothing.
     """
     found: dict[str, str] = {}
     etag = str(head.get("ETag", "")).strip('"')
-    # Servers that do not say which kind it is give the composite one of an object that was uploaded in parts.
+    # Servers that do not report the type give a composite checksum for an object that was uploaded in parts.
     if head.get("ChecksumType", "COMPOSITE" if "-" in etag else "FULL_OBJECT") == "FULL_OBJECT":
         found = {name: digest for name, digest, parts in _checksums(head) if not parts}
     keyed = str(head.get("ServerSideEncryption", "")).startswith("aws:kms") or "SSECustomerAlgorithm" in head
@@ -278,12 +281,12 @@ def checksums_of_head(head: Mapping[str, Any]) -> dict[str, str]:
 
 
 def composites_of_head(head: Mapping[str, Any]) -> dict[str, str]:
-    """Composite checksums of a HEAD, "abc==-3", as {hash name: hex}: hashes of the digests of the parts in a row."""
+    """Return the composite checksums of a HEAD ("abc==-3") as {hash name: hex}: hashes over the parts' digests."""
     return {name: digest for name, digest, parts in _checksums(head) if parts}
 
 
 def _checksums(head: Mapping[str, Any]) -> Iterator[tuple[str, str, bool]]:
-    """(hash name, hex, whether it is of parts) of what can be read."""
+    """Yield (hash name, hex, whether it is composite) of the checksums that can be decoded."""
     for field, name in _CHECKSUM_FIELDS.items():
         text, _, parts = str(head.get(field, "")).partition("-")
         try:
@@ -295,18 +298,18 @@ def _checksums(head: Mapping[str, Any]) -> Iterator[tuple[str, str, bool]]:
 
 
 def md5_header(data: bytes | bytearray | memoryview) -> str:
-    """The value of Content-MD5, which every S3 server checks (few check the newer checksums)."""
+    """Return the value of Content-MD5, which every S3 server checks. Few check the newer checksums."""
     return base64.b64encode(hashlib.md5(data, usedforsecurity=False).digest()).decode()
 
 
 def code_of(parsed: Mapping[str, Any]) -> str:
-    """The S3 error code of a parsed refusal; "" when it has none, where botocore has the status."""
+    """Return the S3 error code of a parsed refusal; "" if it has none, where botocore puts the status."""
     code = str(parsed.get("Error", {}).get("Code", ""))
     return "" if code.isdigit() else code
 
 
 def from_botocore_error(error: Exception, *, uri: str, key: str | None = None) -> StoreError:
-    """Our error for one of botocore's. Its texts are not quoted: they may show parameters."""
+    """Return the StoreError for an error of botocore. Its text is not quoted, because it may contain parameters."""
     where: dict[str, Any] = {"uri": uri, "key": key}
     if tried := _endpoint_of(error):
         where["endpoint"] = tried
@@ -332,14 +335,14 @@ def from_botocore_error(error: Exception, *, uri: str, key: str | None = None) -
         if "CERTIFICATE_VERIFY_FAILED" in str(error):
             return StoreError(
                 "the store's certificate is not trusted",
-                hint="name your CA's PEM file in AWS_CA_BUNDLE or ca_bundle",
+                hint="set AWS_CA_BUNDLE or ca_bundle to your CA's PEM file",
                 **where,
             )
         return StoreUnavailable(
-            "the connection to the store failed", hint="does the server speak https?", cause="SSLError", **where
+            "the connection to the store failed", hint="check that the server supports https", cause="SSLError", **where
         )
     if isinstance(error, boto.ProxyConnectionError):
-        # http.client tells the proxy's answer to CONNECT in no other way.
+        # http.client reports the proxy's answer to CONNECT in no other way.
         answered = re.search(r"Tunnel connection failed: (\d{3})", str(error.kwargs.get("error")))
         if answered:
             return proxy_refusal(int(answered[1]), **where)
@@ -348,7 +351,9 @@ def from_botocore_error(error: Exception, *, uri: str, key: str | None = None) -
         return StoreUnavailable("the store did not answer in time", **where)
     if isinstance(error, boto.EndpointConnectionError):
         return StoreUnavailable(
-            "the store cannot be reached", hint="is the endpoint URL right, and the server up?", **where
+            "the store cannot be reached",
+            hint="check the endpoint URL, and that the server is running",
+            **where,
         )
     if isinstance(error, boto.HTTPClientError | boto.ConnectionError):
         return StoreUnavailable("the connection to the store failed", cause=type(error).__name__, **where)
@@ -356,7 +361,7 @@ def from_botocore_error(error: Exception, *, uri: str, key: str | None = None) -
 
 
 def _endpoint_of(error: Exception) -> str | None:
-    """Where a request that got no answer went, as scheme, host and port; None when the error does not say."""
+    """Return scheme, host and port of a request that got no answer; None if the error does not contain them."""
     url = getattr(error, "kwargs", {}).get("endpoint_url")
     try:
         parts = urlsplit(url) if isinstance(url, str) else None

@@ -1,11 +1,11 @@
-"""Everything private or undocumented that Longshore uses of botocore. No other module uses any of it.
+"""All private or undocumented names of botocore that Longshore uses. No other module uses any.
 
-    signatures    S3SigV4Auth by another clock; the headers and requests that are signed; the CAs that botocore trusts
-    answers       a session of ours round the client's HTTP session, with connections of ours in its pools
-    events        before-call, request-created and needs-retry are not in botocore's documents; before-send is
+    signatures    S3SigV4Auth with another clock; the headers and requests that are signed; the CAs that botocore trusts
+    answers       the client's HTTP session, wrapped by our own session, with our own connection classes in its pools
+    events        before-call, request-created and needs-retry are not documented by botocore; before-send is
     components    the parsed descriptions of S3, shared by all clients of a process
 
-A name that is gone is DependencyChanged when this module is imported, or when the object that lacks it is used.
+If a name is missing, DependencyChanged is raised when this module is imported, or when the name is used.
 """
 
 from __future__ import annotations
@@ -59,16 +59,16 @@ NAMES = (
     PrivateName("botocore.httpsession", "get_cert_path", "trusting the CAs that botocore trusts"),
 )
 if not TYPE_CHECKING:
-    # Found by name: an ImportError in the middle of a load would not say what is needed, for what, and what to do.
+    # Looked up by name, because an ImportError in the middle of a load would not say what to do.
     globals().update({each.name: found for each in NAMES if (found := each.find()) and "." not in each.name})
 
-_RETRY_EVENT = "needs-retry.s3"  # a handler that answers with a number of seconds has the request sent again after them
+_RETRY_EVENT = "needs-retry.s3"  # a handler that returns a number of seconds causes another try after that time
 _SIGNED_EVENT = "request-created.s3"
 _CALL_EVENT = "before-call.s3"
 
 
 class OffsetAuth(S3SigV4Auth):
-    """SigV4 by another clock than this machine's."""
+    """A SigV4 signer that uses another clock than this machine's."""
 
     def __init__(self, credentials: Any, service_name: str, region_name: str, clock_offset_s: float) -> None:
         super().__init__(credentials, service_name, region_name)
@@ -82,22 +82,22 @@ class OffsetAuth(S3SigV4Auth):
 
 
 def on_signed(client: S3Client, sign_again: Callable[..., None]) -> None:
-    """Have `sign_again(request)` called for every request of the client, after botocore has signed it."""
+    """Call `sign_again(request)` for every request of the client, after botocore has signed it."""
     client.meta.events.register_last(_SIGNED_EVENT, sign_again)
 
 
 def on_refused(client: S3Client, pause_s: Callable[[int, Mapping[str, Any], int], float | None]) -> None:
-    """Have the client ask `pause_s(status, parsed answer, tries so far)` after each answer: None is no other try."""
+    """Call `pause_s(status, parsed answer, tries so far)` after each answer of the client. None means no other try."""
 
     def decide(response: Any, attempts: int, **_: Any) -> float | None:
         return None if response is None else pause_s(response[0].status_code, response[1], attempts)
 
-    events: Any = client.meta.events  # the stubs know no handler that answers
+    events: Any = client.meta.events  # the stubs do not know handlers that return a value
     events.register(_RETRY_EVENT, decide)
 
 
 def follow_no_redirects(client: S3Client, of: Callable[[str], bool]) -> None:
-    """Have the client take redirects of these operations (by name) for followed already: it follows one at most."""
+    """Stop the client from following redirects of these operations, by marking their one redirect as used."""
 
     def mark(model: Any, context: dict[str, Any], **_: Any) -> None:
         if of(model.name):
@@ -107,7 +107,7 @@ def follow_no_redirects(client: S3Client, of: Callable[[str], bool]) -> None:
 
 
 def replace_http_session(client: S3Client, pools: Mapping[str, type[Any]], wrap: Callable[[Any], Any]) -> None:
-    """Put `wrap(session)` where the client has its HTTP session, which makes connections of `pools`, by scheme."""
+    """Replace the client's HTTP session by `wrap(session)`, and its connection pools by `pools` (by scheme)."""
     endpoint = attribute(client, "botocore.client", "BaseClient._endpoint", _BOUNDS)
     session = attribute(endpoint, "botocore.endpoint", "Endpoint.http_session", _BOUNDS)
     attribute(session, "botocore.httpsession", "URLLib3Session._pool_classes_by_scheme", _BOUNDS)
@@ -118,7 +118,7 @@ def replace_http_session(client: S3Client, pools: Mapping[str, type[Any]], wrap:
 
 
 def close_idle_connections(session: Any) -> None:
-    """Close the idle connections of an HTTP session now, not when the last error that came over them is forgotten."""
+    """Close the idle connections of an HTTP session now; otherwise they stay open while an old error refers to them."""
     for manager in _managers(session):
         for key in manager.pools.keys():  # noqa: SIM118  # it cannot be iterated
             if (pool := manager.pools.get(key)) is not None:
@@ -132,7 +132,7 @@ def _managers(session: Any) -> list[Any]:
 
 
 def share_service_models(core: botocore.session.Session) -> None:
-    """Have this session use descriptions of S3 that are parsed once per process: by far the most of a client's cost."""
+    """Let this session share S3 descriptions that are parsed once per process, the largest cost of a client."""
     core.register_component("data_loader", _service_models())
 
 

@@ -1,21 +1,23 @@
-"""boto3 clients within bounds: redirects between regions, and how much of an answer they read.
+"""boto3 clients with limits, and the renewal of their credentials.
 
-It asks HeadBucket for the region, and follows redirects of that request in the same way: a server that redirects
-everything would send it round until Python's stack ends. And where an endpoint was given, no region changes the place.
+Limits. botocore reads answers whole, whatever their size, so a server could make it hold or wait for anything:
 
-A boto3 client with its credentials, made again when the store says that they are not good any more.
+    request --> botocore's HTTP session --> answer: are head and body in time? small enough? not more elements than a
+                                            listing has? no DTD? --> botocore's XML parser, which has no such limits
 
-    403 ExpiredToken, ...      the credential chain is asked anew: a file that was rewritten, a role, an instance
-    403 RequestTimeTooSkewed   requests are signed by the store's clock, which its answer tells
+Reads of weights do not use these clients (`wire`). A refusal's body that is too large is dropped, because the status is
+enough.
 
-Only refused requests lead here. Credentials that tell when they end botocore renews before that.
+Redirects. botocore sends HeadBucket to find a bucket's region, and follows redirects of that request too. A server that
+redirects everything would keep it busy until Python's stack overflows. So no redirect of HeadBucket is followed, and
+none at all when an endpoint was given, because then no region changes the place.
 
-What an S3 server can make boto3 hold and wait for: botocore reads answers whole, whatever their size.
+Renewal. A client is made again when the store refuses its credentials:
 
-    request --> botocore's own HTTP session --> answer: its head and body in time? small? no more marks than a listing
-                                                has? no DTD? --> botocore's XML parser, which knows no such limits
+    403 ExpiredToken, ...      the credential chain is asked again: a file that was rewritten, a role, an instance
+    403 RequestTimeTooSkewed   requests are signed by the store's clock, which is in its answer
 
-Reads of weights do not come this way (`wire`). A refusal's body that is too much is dropped: the status says enough.
+Only refused requests cause a renewal. botocore itself renews credentials with a known end before they expire.
 """
 
 from __future__ import annotations
@@ -60,33 +62,33 @@ if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
 
 
-MAX_ANSWER_BYTES = 16 << 20  # a page of a thousand keys of 1024 characters, all escaped, has 4 MB
-MAX_MARKS = 200_000  # "<" and "=" of an answer: its elements and attributes; a page of a listing has some 40,000
+MAX_ANSWER_BYTES = 16 << 20  # a page with 1000 keys of 1024 characters, all of them escaped, has 4 MB
+MAX_MARKS = 200_000  # "<" and "=" in an answer, for its elements and attributes; a page of a listing has some 40,000
 _READS = {"GET", "HEAD"}
-_CHANGES_TAKE = 15  # times as long: S3 puts large uploads together before it answers
+_CHANGES_TAKE = 15  # times as long as reads: S3 assembles large uploads before it answers
 _PIECE_BYTES = 1 << 16
 
 
 def bound_answers(client: S3Client, *, uri: str, answer_s: float) -> None:
-    """From now on every answer ends within `answer_s` of its request and within the limits above; StoreError else."""
+    """Limit every answer from now on to `answer_s` after its request and to the sizes above, else raise StoreError."""
     pools = {"http": _HttpPool, "https": _HttpsPool}
     replace_http_session(client, pools, lambda session: _BoundedSession(session, uri, answer_s))
 
 
 def check_document(body: bytes) -> None:
-    """Raises ValueError for what no S3 server sends and no XML parser should see. Pure."""
+    """Raise ValueError for a document that no S3 server sends and no XML parser should get. Pure."""
     if len(body) > MAX_ANSWER_BYTES:
         raise ValueError(f"more than {MAX_ANSWER_BYTES} bytes")
     if body.count(b"<") + body.count(b"=") > MAX_MARKS:
         raise ValueError(f"more than {MAX_MARKS} elements and attributes")
     if b"<!DOCTYPE" in body or b"<!ENTITY" in body:
-        raise ValueError("a document type of its own")
-    if b"\0" in body:  # UTF-16, in which the above reads otherwise
+        raise ValueError("a document type definition")
+    if b"\0" in body:  # UTF-16 would hide the markup from the checks above
         raise ValueError("zero bytes")
 
 
 class _BoundedSession:
-    """botocore's HTTP session, whose answers are read here."""
+    """A wrapper of botocore's HTTP session that reads the answers itself."""
 
     def __init__(self, session: Any, uri: str, answer_s: float) -> None:
         self._session = session
@@ -94,16 +96,16 @@ class _BoundedSession:
         self._answer_s = answer_s
 
     def send(self, request: Any) -> Any:
-        """Raises botocore's errors, StoreUnavailable for an answer that takes too long, StoreError for any other."""
+        """Send a request. Raises botocore's errors, StoreUnavailable for a slow answer, StoreError for a bad one."""
         watch = _Watch(self._answer_s * (1 if request.method in _READS else _CHANGES_TAKE))
         _asked.watch = watch
-        request.stream_output = True  # else botocore reads it
+        request.stream_output = True  # otherwise botocore would read the body
         try:
             response = self._session.send(request)
             try:
                 body = self._body(request, response)
             except BaseException:
-                response.raw.close()  # what is unread would be taken for the next answer
+                response.raw.close()  # unread bytes would be taken for the next answer
                 raise
         except Exception as error:
             if watch.limit.ended:
@@ -114,7 +116,7 @@ class _BoundedSession:
         finally:
             _asked.watch = None
             ended = watch.over()
-        if ended:  # what was read may have been cut short
+        if ended:  # the body may have been cut short
             raise StoreUnavailable("the store did not answer in time", uri=self._uri, timeout_s=watch.limit_s)
         return AWSResponse(response.url, response.status_code, response.headers, _Read(body))
 
@@ -150,12 +152,12 @@ class _BoundedSession:
         except ValueError as error:
             if refused:
                 return b""
-            raise StoreError("the answer is none of an S3 store", found=str(error), uri=self._uri) from None
+            raise StoreError("the answer is not that of an S3 store", found=str(error), uri=self._uri) from None
         return body
 
 
 class _Watch:
-    """Ends an answer that takes too long, from the time that the whole request was sent."""
+    """Ends an answer that takes too long after the whole request was sent."""
 
     def __init__(self, limit_s: float) -> None:
         self.limit_s = limit_s
@@ -170,14 +172,14 @@ class _Watch:
             self._timer.start()
 
     def over(self) -> bool:
-        """True: it was ended."""
+        """Stop watching. Returns whether the answer was ended."""
         if self._timer is not None:
             self._timer.cancel()
         return self.limit.detach()
 
 
 class _Asked(threading.local):
-    watch: _Watch | None = None  # of the request that this thread is making
+    watch: _Watch | None = None  # for the request that this thread is making
 
 
 _asked = _Asked()
@@ -206,7 +208,7 @@ class _HttpsPool(AWSHTTPSConnectionPool):
 
 
 class _Read:
-    """A body that was read."""
+    """A body that has been read already."""
 
     def __init__(self, body: bytes) -> None:
         self._body = body
@@ -220,31 +222,31 @@ class _Read:
 
 
 def bound_redirects(client: S3Client, *, own_endpoint: bool) -> None:
-    """No redirect of HeadBucket is followed, and with an endpoint of its own none at all."""
+    """Follow no redirect of HeadBucket, and no redirect at all if the client has its own endpoint."""
     follow_no_redirects(client, lambda operation: own_endpoint or operation == "HeadBucket")
 
 
-_ATTEMPTS = 3  # tries of one request that is no read; whole operations are tried again above
-CLOCK_SLACK_S = 60.0  # a clock that is off by less is not why a request was refused: stores allow 15 minutes
+_ATTEMPTS = 3  # tries of one request that is not a read; callers retry whole operations
+CLOCK_SLACK_S = 60.0  # a smaller offset is not the reason of a refusal, because stores allow 15 minutes
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class S3Session:
-    """What requests are made and signed with."""
+    """The client and the credentials by which requests are made and signed."""
 
     client: S3Client
     credentials: BotoCredentials | None  # None: requests are not signed
     ca_bundle: str | None
-    clock_offset_s: float = 0.0  # the store's clock is so far ahead of ours
+    clock_offset_s: float = 0.0  # how far the store's clock is ahead of ours
 
 
 class S3Sessions:
-    """The session of one store, `now`. Thread-safe."""
+    """The sessions of one store; `now` is the current one. Thread-safe."""
 
     def __init__(
         self, ref: StoreRef, credentials: Credentials | None, read_timeout_s: float, connect_timeout_s: float
     ) -> None:
-        """Without `credentials` the AWS credential chain of this process is used.
+        """Open the first session. Without `credentials` it uses the AWS credential chain of this process.
 
         Raises AccessDenied for a profile that is not configured here.
         """
@@ -257,9 +259,9 @@ class S3Sessions:
         self.now = self._open()
 
     def renew(self, used: S3Session, error: CredentialsExpired) -> bool:
-        """A request made with `used` was refused. True: another try is made with something else.
+        """Renew the session after a request made with `used` was refused. True if another try uses something new.
 
-        Many threads may say so at once: one renews for all. Raises AccessDenied when the chain finds nothing.
+        Many threads may call this at once; one of them renews for all. Raises AccessDenied if the chain finds nothing.
         """
         with self._lock:
             if self.now is not used:
@@ -272,7 +274,7 @@ class S3Sessions:
                 self.now = replace(used, clock_offset_s=offset_s)
                 return True
             if self._passed is not None or used.credentials is None:
-                return False  # whoever passed them has to pass others
+                return False  # only the caller that passed these credentials can pass others
             self.now = replace(self._open(), clock_offset_s=used.clock_offset_s)
             return True
 
@@ -288,7 +290,7 @@ class S3Sessions:
             client: S3Client = boto3.Session(botocore_session=core).client(
                 "s3",
                 endpoint_url=ref.endpoint_url,
-                # A server with an endpoint of its own rarely cares for the region, but the signature has one.
+                # A server with its own endpoint rarely uses the region, but the signature contains one.
                 region_name=ref.region
                 or core.get_config_variable("region")
                 or ("us-east-1" if ref.endpoint_url else None),
@@ -306,7 +308,7 @@ class S3Sessions:
 
 
 def clock_offset_s(server_time: object, now_s: float) -> float | None:
-    """How far the clock of an HTTP date is ahead of `now_s` (seconds since 1970); None when it is no date."""
+    """Return how far an HTTP date is ahead of `now_s` (seconds since 1970); None if it is not a date."""
     try:
         return parsedate_to_datetime(str(server_time)).timestamp() - now_s
     except (ValueError, OverflowError, OSError):
@@ -314,7 +316,7 @@ def clock_offset_s(server_time: object, now_s: float) -> float | None:
 
 
 def _retry_by_our_table(client: S3Client) -> None:
-    """Have the client retry what `passing_refusal` lists, besides what botocore itself retries."""
+    """Make the client retry what `passing_refusal` lists, in addition to what botocore itself retries."""
     policy = RetryPolicy(attempts=_ATTEMPTS)
 
     def pause_s(status: int, parsed: Mapping[str, Any], attempts: int) -> float | None:
@@ -333,7 +335,7 @@ def _client_config(ref: StoreRef, read_timeout_s: float, connect_timeout_s: floa
         retries={"mode": "standard", "total_max_attempts": _ATTEMPTS},
         max_pool_connections=32,
         s3={"addressing_style": ref.addressing_style},
-        # Servers that send whole-object checksums with ranges, or refuse trailing ones, exist.
+        # Some servers send whole-object checksums with ranges, or refuse trailing checksums.
         response_checksum_validation="when_required",
         request_checksum_calculation="when_required",
         **options,

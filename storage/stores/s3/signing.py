@@ -1,4 +1,4 @@
-"""Where a bucket's requests go, and their signatures: botocore decides the first once, signs each of the second."""
+"""The route to a bucket and the signatures of requests. botocore finds the route once and signs every request."""
 
 from __future__ import annotations
 
@@ -31,39 +31,39 @@ _SCOPE = re.compile(r"^AWS4-HMAC-SHA256 Credential=[^/]+/\d{8}/([^/]+)/([^/]+)/a
 
 @dataclass(frozen=True, slots=True)
 class Route:
-    """How to reach the keys of one bucket."""
+    """The route to the keys of one bucket, and what signing needs to know."""
 
     tls: bool
     host: str
     port: int
-    host_header: str  # with the port where it is not the scheme's
+    host_header: str  # with the port, unless it is the scheme's default
     base_path: str  # "/bucket/" in path style, "/" in virtual style, percent-encoded
     signing_region: str | None  # None: requests are not signed
     signing_name: str
     default_ca_bundle: str | None  # the CAs that botocore trusts
 
     def path_of(self, key: str) -> str:
-        """The percent-encoded path of one key, as botocore encodes it."""
+        """Return the percent-encoded path of one key, encoded as botocore does."""
         return self.base_path + quote(key, safe="/~")
 
 
 def find_route(client: S3Client, bucket: str) -> Route:
-    """Ask botocore where it would send a request, without sending it.
+    """Return the route that botocore would use for a request, without sending one.
 
-    Its rules for regions, dual stack, access points and addressing styles are long and change, so one HEAD is
-    prepared by the client itself and taken from it at the documented "before-send" event. Raises botocore's
-    errors (no credentials...), UnsupportedStore for what SigV4 with plain keys cannot read.
+    botocore's rules for regions, dual stack, access points and addressing styles are long and change. So the client
+    prepares one HEAD request, which is intercepted at the documented "before-send" event. Raises botocore's errors
+    (such as missing credentials), and UnsupportedStore for a bucket that SigV4 with plain keys cannot read.
     """
     prepared: list[Any] = []
 
     def take(request: Any, **_: Any) -> AWSResponse | None:
         if not urlsplit(request.url).path.endswith(f"/{_PROBE_KEY}"):
-            return None  # another thread's HEAD
+            return None  # a HEAD of another thread
         prepared.append(request)
         return AWSResponse(request.url, 200, HTTPHeaders(), _NoBody())
 
     event = "before-send.s3.HeadObject"
-    events: Any = client.meta.events  # the stubs know no handler that answers
+    events: Any = client.meta.events  # the stubs do not know handlers that return a value
     events.register(event, take)
     try:
         client.head_object(Bucket=bucket, Key=_PROBE_KEY)
@@ -77,7 +77,7 @@ def find_route(client: S3Client, bucket: str) -> Route:
     scope = _SCOPE.match(signature) if signature else None
     if (signature and scope is None) or (scope and scope[2] == "s3express"):
         raise UnsupportedStore(
-            "this bucket needs a kind of signature that Longshore does not make",
+            "this bucket requires a kind of signature that Longshore does not support",
             hint="S3 Express directory buckets, multi-region access points and SigV2 are not supported",
             bucket=bucket,
         )
@@ -101,10 +101,10 @@ def sign_get(
     headers: dict[str, str],
     clock_offset_s: float = 0.0,
 ) -> tuple[str, dict[str, str]]:
-    """(path, headers) of a GET for `key`, signed with the credentials as they are now (they may be refreshed).
+    """Return (path, headers) of a GET for `key`, signed with the current credentials (they may be refreshed).
 
-    `clock_offset_s`: how far the store's clock, which the signature is for, is ahead of ours.
-    The signature is in the headers, not in the URL: not every server takes presigned URLs.
+    `clock_offset_s` is how far the store's clock is ahead of ours; the signature has the store's time. The signature
+    is in the headers and not in the URL, because some servers do not accept presigned URLs.
     """
     path = route.path_of(key)
     headers = {"Host": route.host_header, "User-Agent": "longshore", "Accept-Encoding": "identity", **headers}
@@ -119,9 +119,9 @@ def sign_get(
 
 
 def sign_by_clock(client: S3Client, credentials: BotoCredentials | None, clock_offset_s: Callable[[], float]) -> None:
-    """Requests of this client are signed by the store's clock: botocore knows only this machine's.
+    """Sign the client's requests by the store's clock, because botocore knows only this machine's.
 
-    What is `clock_offset_s()` ahead of ours is signed again, after botocore has.
+    If `clock_offset_s()` is not zero, a request is signed again after botocore has signed it.
     """
     if credentials is None:
         return

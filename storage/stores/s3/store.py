@@ -1,12 +1,10 @@
-"""S3 and compatible servers: boto3 for everything that is not hot, `wire` for the reads.
-
-S3 and what speaks like it: boto3 for all that is not hot, `storage.stores.s3.wire` for the reads.
+"""S3 and compatible servers: boto3 for everything except reads, `storage.stores.s3.wire` for reads.
 
     stat, list, put, upload, delete    boto3 client: credential chain, pagination, checksums, multipart with abort
     read_into                          headers signed with botocore's SigV4 --> WireClient --> the caller's buffer
 
-Where requests go is botocore's decision, asked once (`_Route`): region, endpoint, path or virtual style. Reads are
-not retried here, the layer above knows better when; the other calls have botocore's standard three attempts.
+botocore decides once where requests go (`signing.Route`): region, endpoint, path or virtual style. Reads are not
+retried here, because the layer above knows better when to. The other calls have botocore's three attempts.
 """
 
 from __future__ import annotations
@@ -41,13 +39,13 @@ if TYPE_CHECKING:
     from mypy_boto3_s3.client import S3Client
 
 
-MAX_PARTS = 10_000  # of one object, by S3's own rules
+MAX_PARTS = 10_000  # S3's limit for one object
 
 
 def part_ends(client: S3Client, bucket: str, key: str, etag: str | None) -> tuple[int, ...]:
-    """Where the parts end; () for an object of another version, or of which the server does not say.
+    """Return the end offsets of the parts; () for an object of another version, or if the server does not report them.
 
-    One request per thousand parts. Raises botocore's errors.
+    Sends one request per thousand parts. Raises botocore's errors.
     """
     asked: dict[str, Any] = {"Bucket": bucket, "Key": key, "ObjectAttributes": ["ETag", "ObjectParts", "ObjectSize"]}
     sizes_bytes: list[int] = []
@@ -64,17 +62,17 @@ def part_ends(client: S3Client, bucket: str, key: str, etag: str | None) -> tupl
 
 
 def ends_of_parts(sizes_bytes: Iterable[int], object_bytes: int) -> tuple[int, ...]:
-    """Where parts of these sizes end; () when together they are not the object."""
+    """Return the end offsets of parts with these sizes; () if their sum is not the size of the object."""
     ends = tuple(accumulate(sizes_bytes))
     rising = all(one < other for one, other in pairwise((0, *ends)))
     return ends if rising and ends and ends[-1] == object_bytes else ()
 
 
-_PART_BYTES = 32 << 20  # of a multipart upload: 10,000 parts make 312 GiB
+_PART_BYTES = 32 << 20  # of a multipart upload; 10,000 parts are 312 GiB
 _MAX_LIST_PAGE = 1000
-MAX_LISTED_KEYS = 1_000_000  # below one root: a model has a thousand
+MAX_LISTED_KEYS = 1_000_000  # below one root; a model has about a thousand
 MAX_EMPTY_PAGES = 1000
-MAX_LISTING_S = 600.0  # waited for all pages of one listing
+MAX_LISTING_S = 600.0  # time spent waiting for all pages of one listing
 
 
 class S3Store:
@@ -90,7 +88,7 @@ class S3Store:
         page_size: int = _MAX_LIST_PAGE,
         part_bytes: int = _PART_BYTES,
     ) -> None:
-        """Nothing is asked of the store yet. Without `credentials` the AWS credential chain of this process is used.
+        """Set up the store without sending a request. Default credentials: the AWS credential chain of this process.
 
         Raises AccessDenied for a profile that is not configured here, StoreError for a CA bundle that cannot be read.
         """
@@ -111,7 +109,7 @@ class S3Store:
         return self._sessions.now.client
 
     def stat(self, key: str) -> ObjectInfo:
-        """Size, ETag and the checksums the server gives for the whole object. One request when the object exists."""
+        """Return size, ETag and the server's checksums of the whole object. One request if the object exists."""
         try:
             with self._asking(key):
                 head = self._client.head_object(
@@ -122,28 +120,28 @@ class S3Store:
         except ObjectNotFound as error:
             raise self._which_is_missing(error) from error
         except AccessDenied as error:
-            # The answer to a HEAD has no body, and so no code: a read is told why.
+            # The answer to a HEAD has no body and so no error code. The answer to a read has one.
             if error.details.get("code") is None and not isinstance(error, CredentialsExpired):
                 with suppress(RangeMismatch):
                     self.read_into(key, ByteRange(0, 1), memoryview(bytearray(1)))
             raise
 
     def part_ends(self, key: str, etag: str | None) -> tuple[int, ...]:
-        """See KeepsParts. One request per thousand parts; () also of another version than `etag`."""
+        """Return the end offsets of the parts, as KeepsParts; () for another version. One request per 1000 parts."""
         with self._asking(key):
             return part_ends(self._client, self._ref.bucket, self._full_key(key), etag)
 
     def list(self, prefix: str = "") -> Iterator[ObjectInfo]:
-        """Objects in key order. Those no `check_key` lets through (folder markers, "..") cannot be read: left out."""
+        """Yield the objects in key order, except those that `check_key` refuses (folder markers, "..")."""
         return (info for info in self._listed(prefix) if _is_safe(info.key))
 
     def left_out(self) -> Iterator[str]:
-        """Objects that `list` leaves out, but for the empty ones that stand for folders."""
+        """Yield the keys that `list` leaves out, except the empty objects that represent folders."""
         keys = (info.key for info in self._listed(""))
         return (key for key in keys if key and not key.endswith("/") and not _is_safe(key))
 
     def _listed(self, prefix: str) -> Iterator[ObjectInfo]:
-        """Every key below the root that begins with `prefix`. Raises StoreError for a listing that does not end."""
+        """Yield every object whose key begins with `prefix`. Raises StoreError for a listing that does not end."""
         asked_s, pages, keys = 0.0, 0, 0
         with self._asking(prefix or None):
             answers = iter(
@@ -161,14 +159,20 @@ class S3Store:
                     return
                 pages, found = pages + 1, page.get("Contents", [])
                 keys += len(found)
-                # Pages may be empty, of what was deleted in a bucket with versions; but not all of them.
+                # Pages of deleted objects in a bucket with versions are empty, but not all pages can be.
                 if keys > MAX_LISTED_KEYS or pages > MAX_EMPTY_PAGES + keys or asked_s > MAX_LISTING_S:
-                    raise StoreError("the listing does not end", uri=self.uri, keys=keys, pages=pages)
+                    raise StoreError(
+                        "the store's listing does not end",
+                        hint="use the prefix of one model as the URI, not that of a whole bucket",
+                        uri=self.uri,
+                        keys=keys,
+                        pages=pages,
+                    )
                 for entry in found:
                     yield object_info(entry["Key"].removeprefix(self._prefix), entry["Size"], entry.get("ETag"))
 
     def read_into(self, key: str, byte_range: ByteRange, buffer: memoryview, *, etag: str | None = None) -> str | None:
-        """See ObjectStore. One GET, never retried but on a connection that the server had closed while it was idle."""
+        """Read like ObjectStore.read_into, with one GET. Retried only if the server had closed an idle connection."""
         byte_range.check_buffer(buffer)
         return self.read_pieces(key, byte_range, cut(buffer), etag=etag)
 
@@ -181,7 +185,7 @@ class S3Store:
         etag: str | None = None,
         limit: ReadLimit | None = None,
     ) -> str | None:
-        """See ReadsPieces; `read_into` for what is retried."""
+        """Read like ReadsPieces.read_pieces, with the retries of `read_into`."""
         full_key = self._full_key(key)
         if not byte_range.size_bytes:
             return etag
@@ -196,7 +200,7 @@ class S3Store:
             with self._renewing(session):
                 return wire.read_range(path, signed, byte_range, pieces, key=key, etag=etag, limit=limit)
         except RangeMismatch as error:
-            # A server that ignores If-Match says "past the end" of an object that was replaced by a shorter one.
+            # A server that ignores If-Match answers "past the end" if a shorter object has replaced this one.
             if error.details.get("status") == 416 and etag is not None:
                 found = self.stat(key).etag
                 if found != etag:
@@ -206,7 +210,7 @@ class S3Store:
             raise
 
     def put(self, key: str, data: bytes) -> ObjectInfo:
-        """One PUT; the server checks the MD5 that goes with it."""
+        """Write a small object with one PUT. The server checks the MD5 sent with it."""
         with self._asking(key):
             answer = self._client.put_object(
                 Bucket=self._ref.bucket, Key=self._full_key(key), Body=data, ContentMD5=md5_header(data)
@@ -215,7 +219,7 @@ class S3Store:
 
     @contextmanager
     def upload(self, key: str) -> Iterator[S3Upload]:
-        """A multipart upload that is aborted unless it is completed; a small object becomes one PUT."""
+        """Start a multipart upload, which is aborted unless it is completed. A small object becomes one PUT."""
         upload = S3Upload(
             self._client, self._ref.bucket, self._full_key(key), key, self.uri, self._part_bytes, self.stat
         )
@@ -225,12 +229,12 @@ class S3Store:
             upload.abort()
 
     def delete(self, key: str) -> None:
-        """One DELETE. In a bucket with versioning this hides the object and keeps its bytes."""
+        """Remove one object with one DELETE. In a bucket with versioning this hides it and keeps its bytes."""
         try:
             with self._asking(key):
                 self._client.delete_object(Bucket=self._ref.bucket, Key=self._full_key(key))
         except ObjectNotFound as error:
-            if error.details.get("code") != "NoSuchKey":  # S3 itself does not say so, others do
+            if error.details.get("code") != "NoSuchKey":  # S3 never answers this to a DELETE, but other servers do
                 raise
 
     def close(self) -> None:
@@ -243,13 +247,13 @@ class S3Store:
 
     @contextmanager
     def _asking(self, key: str | None = None) -> Iterator[None]:
-        """For a block that asks with boto3; raises the errors of a store."""
+        """Translate every error of the block, which calls boto3, into an error of a store."""
         with self._renewing(self._sessions.now), asking(uri=self.uri, key=key):
             yield
 
     @contextmanager
     def _renewing(self, session: S3Session) -> Iterator[None]:
-        """CredentialsExpired comes out of the block when another try is made with others; else AccessDenied."""
+        """Let CredentialsExpired pass if another try has new credentials or a new clock; else raise AccessDenied."""
         try:
             yield
         except CredentialsExpired as error:
@@ -265,7 +269,7 @@ class S3Store:
             if self._wire is None or self._route is None:
                 with asking(uri=self.uri):
                     self._route = find_route(self._client, self._ref.bucket)
-                proxy = find_proxy(self._client.meta.endpoint_url)  # of the URL that botocore looks at
+                proxy = find_proxy(self._client.meta.endpoint_url)  # botocore chooses its proxy by the same URL
                 self._wire = WireClient(
                     Endpoint(self._route.host, self._route.port, self._route.tls, proxy),
                     uri=self.uri,
@@ -276,7 +280,7 @@ class S3Store:
             return self._wire, self._route
 
     def _which_is_missing(self, error: StoreError) -> StoreError:
-        """A HEAD's 404 has no body to say whether the key or the bucket is missing: ask."""
+        """Ask whether the key or the bucket is missing. The 404 of a HEAD has no body that would tell."""
         try:
             with asking(uri=self.uri):
                 self._client.head_bucket(Bucket=self._ref.bucket)

@@ -1,4 +1,4 @@
-"""One object written to S3 in order: one PUT when it is small, else a multipart upload."""
+"""The upload of one object to S3, in order: one PUT for a small object, else a multipart upload."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ _MAX_PARTS = 10_000  # S3's own limit
 
 
 class S3Upload:
-    """Made by `S3Store.upload`. One thread at a time."""
+    """An upload made by `S3Store.upload`. One thread at a time."""
 
     def __init__(
         self,
@@ -45,14 +45,14 @@ class S3Upload:
         self._over = False
 
     def write(self, data: memoryview) -> None:
-        """Add bytes; every full part is sent at once. Raises AccessDenied, StoreUnavailable..."""
+        """Add bytes. Every full part is sent at once. Raises AccessDenied, StoreUnavailable and other StoreErrors."""
         if self._over:
             raise StoreError("the upload is over", uri=self._uri, key=self._key)
         data = data.cast("B") if data.ndim != 1 or data.format != "B" else data
         self._size_bytes += len(data)
         while len(data):
             taken = data[: self._part_bytes - len(self._pending)]
-            # A full part is sent only when more comes, so that an object of exactly one part is one PUT.
+            # A full part is sent only when more bytes follow, so that an object of exactly one part is one PUT.
             if not len(taken):
                 self._send_part()
                 continue
@@ -60,7 +60,7 @@ class S3Upload:
             data = data[len(taken) :]
 
     def complete(self) -> ObjectInfo:
-        """Make the object visible. Raises the errors of a write; nothing is visible then."""
+        """Make the object visible. Raises the errors of `write`; then nothing is visible."""
         if self._over:
             raise StoreError("the upload is over", uri=self._uri, key=self._key)
         with asking(uri=self._uri, key=self._key):
@@ -83,7 +83,7 @@ class S3Upload:
         self._over = True
         if self._upload_id is None:
             return object_info(self._key, self._size_bytes, etag)
-        info = self._stat(self._key)  # some servers answer the completion with another ETag than they serve later
+        info = self._stat(self._key)  # some servers return another ETag here than they serve later
         if info.size_bytes != self._size_bytes:
             raise StoreError(
                 "the stored object has another size than what was sent",
@@ -95,7 +95,7 @@ class S3Upload:
         return info
 
     def abort(self) -> None:
-        """Drop what was sent, unless the upload is complete. Does not raise: the reason for aborting matters more."""
+        """Remove what was sent, unless the upload is complete. Never raises: the reason for aborting matters more."""
         if self._over:
             return
         self._over = True

@@ -1,19 +1,17 @@
-"""The body of an HTTP answer, from its socket straight into the caller's memory.
-
-A plain socket is told to wait for a whole piece at once (`MSG_WAITALL`): one system call and one release of the GIL for
-each piece instead of one for each packet. The kernel's own timer (`SO_RCVTIMEO`) ends the wait of a server that stalls.
-
-Ranges of objects over plain HTTP/1.1, straight into the caller's memory: the hot path of every S3 load.
+"""Reads of ranges over plain HTTP/1.1, straight into the caller's memory: the hot path of every S3 load.
 
     read_range(path, headers, range, pieces, etag)
-        pooled connection --> send GET --> check_answer(status, headers) --> wire_body: recv into piece after piece
+        pooled connection --> send GET --> check_answer(status, headers) --> receive: recv into piece after piece
              ^                                   |  refused: error body read (64 KiB at most), connection closed
-             +---- back to the pool only when every byte of the answer was read
+             +---- returned to the pool only if every byte of the answer was read
 
-Through an HTTP proxy a connection to an https store is a tunnel, and a request to an http store names it whole.
-SDK bodies copy each byte two or three times; this copies none. What a server may get wrong (200 for a range,
-no If-Match, other range, other length, an encoding) is checked on every answer before a byte of it is stored.
-Nothing is retried here but one thing: a kept-alive connection that the server had closed meanwhile.
+SDKs copy each byte two or three times; this copies none. A plain socket waits for a whole piece at once
+(`MSG_WAITALL`). That needs one system call and one release of the GIL per piece instead of one per packet. The kernel's
+own timer (`SO_RCVTIMEO`) ends the wait for a server that stalls.
+
+Every answer is checked before a byte of it is stored: 200 for a range, no If-Match, another range, another length, an
+encoding. Through an HTTP proxy, a connection to an https store is a tunnel, and a request to an http store contains the
+full URL. Only one thing is retried: a request on a kept-alive connection that the server had closed while it was idle.
 """
 
 from __future__ import annotations
@@ -36,18 +34,18 @@ from storage.stores.object_store import ByteRange
 from storage.stores.requests import ReadLimit
 from storage.stores.s3.answers import MAX_ERROR_BODY_BYTES, check_answer, connection_error, head_of, refusal
 
-_MIN_RATE_BYTES_PER_S = 64 << 10  # a body slower than this on average is a stuck one
+_MIN_RATE_BYTES_PER_S = 64 << 10  # a body with a lower average rate counts as stuck
 
 
 def set_receive_timer(sock: socket.socket, timeout_s: float) -> None:
-    """Bound every blocking receive on the socket. Python's own timeouts, which make it non-blocking, go past it."""
+    """Limit every blocking receive on the socket. Python's own timeouts would make the socket non-blocking."""
     whole_s = int(timeout_s)
     sock.setsockopt(socket.SOL_SOCKET, socket.SO_RCVTIMEO, struct.pack("ll", whole_s, int((timeout_s - whole_s) * 1e6)))
 
 
 @dataclass(slots=True)
 class Received:
-    """How far a body has come, also when it breaks off."""
+    """The number of bytes of a body received so far, also after an error."""
 
     bytes: int = 0
 
@@ -60,15 +58,15 @@ def receive(
     received: Received,
     where: dict[str, Any],
 ) -> None:
-    """Fill the pieces, one after the other, from the body, whose length was checked to be theirs.
+    """Fill the pieces in order from the body, whose length was checked to be theirs.
 
-    `sock` is what the answer comes through. Raises ShortRead, StoreUnavailable for a body that drips, TimeoutError for
-    one that stalls; OSError. `received` is right after each of them.
+    `sock` is the socket of the answer. Raises ShortRead, StoreUnavailable for a body that is too slow, TimeoutError for
+    one that stalls, and OSError. `received` is correct after each of them.
     """
     body = response.fp
     plain = not isinstance(sock, ssl.SSLSocket)
     started_s = time.monotonic()
-    ahead = len(body.peek())  # what the reader of the head has taken in beyond it comes first
+    ahead = len(body.peek())  # bytes of the body that were buffered with the head come first
     if plain:
         sock.settimeout(None)
     for piece in pieces:
@@ -90,15 +88,15 @@ def receive(
                 )
     if plain:
         sock.settimeout(timeout_s)
-    # Tells http.client that the body is over; without it the connection would refuse the next request.
+    # Tells http.client that the body has ended. Without it the connection would refuse the next request.
     response.close()
 
 
 def _receive_all(sock: socket.socket, buffer: memoryview) -> int:
-    """Bytes received: all of `buffer` unless the stream ended or the timer ran out."""
+    """Return how many bytes were received: all of `buffer` unless the stream ended or the timer ran out."""
     try:
         return sock.recv_into(buffer, 0, socket.MSG_WAITALL)
-    except BlockingIOError:  # how the kernel says that the timer ran out before the first byte
+    except BlockingIOError:  # the kernel's timer ran out before the first byte
         raise TimeoutError("timed out") from None
 
 
@@ -108,19 +106,19 @@ _MAX_IDLE_S = 15.0  # servers and NATs drop idle connections silently, S3 after 
 
 @dataclass(frozen=True, slots=True)
 class Endpoint:
-    """Where requests for one bucket go."""
+    """The host and port for the requests of one bucket."""
 
     host: str
     port: int
     tls: bool
-    proxy: Proxy | None = None  # what they go through
+    proxy: Proxy | None = None  # the proxy between us and the host
 
     def __str__(self) -> str:
         return f"{'https' if self.tls else 'http'}://{self.address}"
 
     @property
     def address(self) -> str:
-        """host:port, as a request line has it."""
+        """Return host:port in the form of a request line."""
         return host_and_port(self.host, self.port)
 
 
@@ -144,7 +142,7 @@ class WireClient:
         self._connect_timeout_s = connect_timeout_s
         self._max_idle = max_idle
         self._lock = threading.Lock()
-        self._idle: list[tuple[http.client.HTTPConnection, float]] = []  # with the time each came back
+        self._idle: list[tuple[http.client.HTTPConnection, float]] = []  # each with the time it was returned
         self._closed = False
         self._tls: ssl.SSLContext | None = tls_context(ca_bundle, uri) if endpoint.tls else None
         self._receive_buffer_bytes = _usable_receive_buffer_bytes()
@@ -160,7 +158,7 @@ class WireClient:
         etag: str | None,
         limit: ReadLimit | None = None,
     ) -> str | None:
-        """GET `path` (already percent-encoded) into `pieces` and return the answer's ETag (see ReadsPieces).
+        """Send GET for `path` (percent-encoded), read into `pieces` (see ReadsPieces) and return the answer's ETag.
 
         Raises the errors of a read.
         """
@@ -173,7 +171,7 @@ class WireClient:
                 found = self._check(response, byte_range, etag, key)
                 receive(sock, response, pieces, self._read_timeout_s, received, where)
             except BaseException:
-                # Whatever is unread on it would be taken for the next answer. The response holds the socket too.
+                # Unread bytes would be taken for the next answer. The response holds the socket, too.
                 limit.detach()
                 response.close()
                 connection.close()
@@ -181,7 +179,7 @@ class WireClient:
         except (OSError, http.client.HTTPException, StoreUnavailable) as error:
             if limit.ended:
                 raise ReadEnded(
-                    "the read was ended: its time was over, or its bytes were not wanted any more",
+                    "the read was ended, because its time was over or its bytes were no longer needed",
                     received_bytes=received.bytes,
                     **where,
                 ) from error
@@ -195,7 +193,7 @@ class WireClient:
         return found
 
     def close(self) -> None:
-        """Close idle connections, and those in use when their request is done."""
+        """Close idle connections now, and those in use when their request is done."""
         with self._lock:
             self._closed = True
             idle, self._idle = self._idle, []
@@ -222,7 +220,7 @@ class WireClient:
             try:
                 return _exchange(connection, path, headers, limit)
             except (ConnectionResetError, BrokenPipeError, ConnectionAbortedError):
-                pass  # closed by the server while it was idle; a GET is safe to send again
+                pass  # the server closed it while it was idle; a GET is safe to send again
         return _exchange(self._connect(limit), path, headers, limit)
 
     def _connect(self, limit: ReadLimit) -> http.client.HTTPConnection:
@@ -241,7 +239,7 @@ class WireClient:
                 raw.setsockopt(socket.SOL_SOCKET, socket.SO_RCVBUF, self._receive_buffer_bytes)
             set_receive_timer(raw, self._read_timeout_s)
             sock = raw
-            if self._tls is not None:  # the handshake is under the connect timeout, and what the proxy does before it
+            if self._tls is not None:  # the connect timeout covers the tunnel and the handshake
                 if endpoint.proxy is not None:
                     self._open_tunnel(raw, endpoint.proxy)
                 sock = self._tls.wrap_socket(raw, server_hostname=endpoint.host)
@@ -251,13 +249,13 @@ class WireClient:
             raw.close()
             raise
         connection.sock = sock
-        # Without this http.client would quietly open a second connection, past the settings above, when the
-        # server has closed this one.
+        # Otherwise http.client would open a second connection, without the settings above, after the server has
+        # closed this one.
         connection.auto_open = 0
         return connection
 
     def _open_tunnel(self, raw: socket.socket, proxy: Proxy) -> None:
-        """Have the proxy connect `raw` to the store (CONNECT, RFC 9110, 9.3.6). Raises ProxyRefused..."""
+        """Let the proxy connect `raw` to the store (CONNECT, RFC 9110, 9.3.6). Raises what `proxy_refusal` returns."""
         lines = [f"CONNECT {self.endpoint.address} HTTP/1.1", f"Host: {self.endpoint.address}", "User-Agent: longshore"]
         lines += [f"{name}: {value}" for name, value in proxy.headers().items()]
         raw.sendall("\r\n".join([*lines, "", ""]).encode("latin-1"))
@@ -296,13 +294,13 @@ class WireClient:
         headers = head_of(response.getheaders(), uri=self._uri, key=key)
         if response.status in (200, 206):
             if ("content-length" not in headers or "etag" not in headers) and not _has_more(response):
-                # http.client takes the end of the stream for the end of the head: what is missing was cut off.
+                # http.client takes the end of the stream for the end of the head, so headers were cut off.
                 raise StoreUnavailable("the answer ended in its head", cause="EOFError", uri=self._uri, key=key)
             return check_answer(
                 response.status, headers, byte_range, etag, uri=self._uri, key=key, range=str(byte_range)
             )
         body = b""
-        with contextlib.suppress(OSError, http.client.HTTPException):  # the status says enough
+        with contextlib.suppress(OSError, http.client.HTTPException):  # the status is enough for the error
             body = response.read(MAX_ERROR_BODY_BYTES)
         raise refusal(response.status, headers, body, etag, uri=self._uri, key=key, range=str(byte_range))
 
@@ -310,8 +308,9 @@ class WireClient:
 def _exchange(
     connection: http.client.HTTPConnection, path: str, headers: Mapping[str, str], limit: ReadLimit
 ) -> tuple[http.client.HTTPConnection, socket.socket, http.client.HTTPResponse]:
-    """The connection is closed on every error. Its socket is handed out apart: an answer that ends with the
-    connection takes it over.
+    """Send the request and read the head of the answer. The connection is closed on every error.
+
+    The socket is returned separately, because an answer that ends with the connection takes the socket over.
     """
     sock: socket.socket = connection.sock
     try:
@@ -328,15 +327,15 @@ def _exchange(
 
 
 def _has_more(response: http.client.HTTPResponse) -> bool:
-    """Whether any byte follows the head; waits for it as long as a read may take."""
+    """Return whether any byte follows the head. Waits as long as a read may take."""
     return response.fp is not None and bool(response.fp.peek(1))
 
 
 def _usable_receive_buffer_bytes() -> int:
-    """What to ask of SO_RCVBUF; 0 to leave the kernel's own tuning alone.
+    """Return the value for SO_RCVBUF, or 0 to keep the kernel's own tuning.
 
-    Asking turns the tuning off, and the kernel cuts the wish to `rmem_max` without a word: with the usual
-    208 KiB that would throttle every connection with some latency.
+    Setting SO_RCVBUF turns the tuning off, and the kernel silently limits the value to `rmem_max`. The usual limit of
+    208 KiB would slow down every connection with some latency.
     """
     try:
         limit = int(Path("/proc/sys/net/core/rmem_max").read_text())
