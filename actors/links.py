@@ -5,9 +5,6 @@ from __future__ import annotations
 import asyncio
 from typing import Any, Protocol
 
-import ray
-from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
-
 from cluster.errors import AgentEnded, ClusterLost
 from cluster.joining.node_tasks import unwrapped
 from cluster.messages import (
@@ -97,6 +94,9 @@ class _NamedActor:
 
     def call(self, method: str, *args: Any) -> Any:
         """One answer. Raises ClusterLost when there is none in time or the agent ends, else what the actor raised."""
+        import ray  # not at the top: ranks without Ray import this module for `AgentLink`
+        from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
+
         try:
             if self._handle is None:
                 self._handle = ray.get_actor(self._name, namespace=NAMESPACE)
@@ -129,6 +129,8 @@ class _PackedCall:
 
     def remote(self, *arguments: Any) -> Any:
         """Return what Ray does for a call. Raises VersionMismatch for an agent that knows nothing of versions."""
+        import ray
+
         packed: Any = getattr(self._agent, "packed", None)
         if packed is None:
             check_version(UNVERSIONED, "a node's agent", "this process")

@@ -1,4 +1,4 @@
-"""bench.gpu: all of it but the CUDA calls, where there is no GPU."""
+"""bench.gpu: all of it but the CUDA calls, where there is no GPU and no Ray."""
 
 from __future__ import annotations
 
@@ -16,19 +16,21 @@ from tests.support.ray_clusters import eventually
 REPOSITORY = Path(__file__).resolve().parents[2]
 
 
-def run(*arguments: str) -> subprocess.CompletedProcess[str]:
+def run(tmp_path: Path, *arguments: str) -> subprocess.CompletedProcess[str]:
+    (tmp_path / "ray.py").write_text("raise ImportError('Ray is not there')\n")
+    search = os.pathsep.join([str(tmp_path), str(REPOSITORY)])
     return subprocess.run(
         [sys.executable, "-m", "bench.gpu", "--rounds", "1", "--no-tuning", *arguments],
         cwd=REPOSITORY,
-        env={**os.environ, "CUDA_VISIBLE_DEVICES": ""},
+        env={**os.environ, "PYTHONPATH": search, "CUDA_VISIBLE_DEVICES": ""},
         capture_output=True,
         text=True,
         timeout=500,
     )
 
 
-def test_without_a_gpu_it_refuses_in_one_line() -> None:
-    refused = run()
+def test_without_a_gpu_it_refuses_in_one_line(tmp_path: Path) -> None:
+    refused = run(tmp_path)
     assert refused.returncode == 2
     assert refused.stderr.startswith("bench.gpu: no CUDA")
     assert refused.stderr.count("\n") == 1
@@ -39,7 +41,7 @@ def test_without_a_gpu_it_refuses_in_one_line() -> None:
 def test_dry_run_loads_and_compares_every_tensor(tmp_path: Path) -> None:
     wanted = ("pinned_copy", "read_and_copy", "longshore", "longshore_unverified", "safetensors")
     arguments = ("--device", "cpu", "--size", "20MB", "--folder", str(tmp_path), "--out", str(tmp_path / "out"))
-    done = run(*arguments, "--only", ",".join(wanted))
+    done = run(tmp_path, *arguments, "--only", ",".join(wanted))
     assert done.returncode == 0, done.stdout + done.stderr
     lines = json.loads((tmp_path / "out" / "gpu.json").read_text())["lines"]
     assert [len(line["runs"]) for line in lines] == [1] * len(wanted)

@@ -25,7 +25,6 @@ MAY_IMPORT = {
 # The modules that may import a heavy package: at module level, where there is nothing without it, or in functions.
 AT_MODULE_LEVEL = {
     "ray": {
-        "actors/links",
         "actors/coordination/agent_watch",
         "actors/coordinator",
         "actors/coordination/worker_groups",
@@ -49,6 +48,7 @@ AT_MODULE_LEVEL = {
 }
 IN_FUNCTIONS = {
     "ray": {
+        "actors/links",
         "serving/command",
         "cluster/joining/connection",
         "cluster/doctor/doctor",
