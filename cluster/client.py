@@ -469,7 +469,7 @@ def verify(
 
     Example:
         ```python
-        assert cluster.verify("s3://models/llama").ok
+        print(cluster.verify("s3://models/llama").ok)
         ```
     """
     from storage.publishing.verify import verify as verify_store

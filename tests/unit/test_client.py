@@ -3,7 +3,6 @@
 from __future__ import annotations
 
 import asyncio
-import inspect
 import threading
 from pathlib import Path
 from types import SimpleNamespace
@@ -86,7 +85,6 @@ def test_async_with_of_the_public_verb_raises_what_the_load_raises() -> None:
 
     with pytest.raises(ConfigError, match="model_uri must be a str or a path"):
         asyncio.run(use())
-    assert inspect.signature(client.aload).parameters.keys() == inspect.signature(client.load).parameters.keys()
 
 
 def connection_that(answers: dict[str, Any], local: bool = False) -> Any:
