@@ -135,7 +135,7 @@ def test_a_manifest_for_other_bytes_is_refused_with_a_list(llama: dict[str, byte
 def test_other_files_that_changed_are_noted(llama: dict[str, bytes]) -> None:
     store = published(llama)
     store.put("config.json", b"{}")
-    assert open_model(store).notes == ("other files are not as published: 'config.json'",)
+    assert open_model(store).notes == ("other files have changed since they were published: 'config.json'",)
 
 
 def test_broken_manifests_are_refused_not_passed_over(llama: dict[str, bytes]) -> None:
@@ -248,7 +248,7 @@ def test_missing_and_forbidden_look_the_same_to_those_who_may_not_list(llama: di
     published_one = ReadOnlyByName(published(llama))
     check_whole(open_model(published_one), llama)
     assert published_one.requests.count("list") == 0
-    with pytest.raises(AccessDenied, match="may not be read, or there is none"):
+    with pytest.raises(AccessDenied, match="the manifest is missing, or the credentials may not read it"):
         open_model(store, trusted_keys=[SigningKey.generate().public])
     shard = next(key for key in llama if key.endswith(".safetensors"))
     published_one.delete(shard)
