@@ -128,7 +128,9 @@ def test_a_manifest_for_other_bytes_is_refused_with_a_list(llama: dict[str, byte
     store.put("config.json", b"{ }")
     with pytest.raises(ManifestMismatch) as caught:
         open_model(store)
-    assert f"'{first}' has {len(llama[first]) + 1} bytes, published with {len(llama[first])}" in str(caught.value)
+    assert f"'{first}' has {len(llama[first]) + 1} bytes, but was published with {len(llama[first])}" in str(
+        caught.value
+    )
     assert f"'{second}' is missing" in str(caught.value)
 
 
