@@ -147,7 +147,7 @@ class EmbeddedS3:
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # so that Ctrl-C reaches only the parent, which stops the child when it is ready
+                start_new_session=True,  # Ctrl-C reaches only the parent, which stops the child in its own order
                 preexec_fn=_die_with_parent(os.getpid()),
             )
         except OSError as error:
@@ -167,7 +167,7 @@ class EmbeddedS3:
         self._started.wait(max(0.0, deadline_s - time.monotonic()))
         if not self.endpoint_url:
             raise StoreUnavailable(
-                "the embedded S3 server did not start", said="; ".join(list(self._log)[-5:])
+                "the embedded S3 server did not start", log="; ".join(list(self._log)[-5:])
             ) from self._failure
         address = urlsplit(self.endpoint_url)
         while True:
