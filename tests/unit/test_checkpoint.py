@@ -290,7 +290,7 @@ def test_all_broken_headers_are_named(llama: dict[str, bytes]) -> None:
 def test_shards_the_index_names_and_nobody_has(llama: dict[str, bytes]) -> None:
     keys = [key for key in llama if key.endswith(".safetensors")]
     store = MemoryStore({key: data for key, data in llama.items() if key != keys[1]})
-    with pytest.raises(InvalidIndex, match=f"not there: '{keys[1]}'"):
+    with pytest.raises(InvalidIndex, match=f"do not exist: '{keys[1]}'"):
         open_model(store)
 
 
