@@ -1,29 +1,25 @@
 """Digests of bytes by name, and the checksums that object stores keep of whole objects.
 
-The CRCs of two neighbouring runs combine to the CRC of both, without the bytes.
-
     blake3       32 bytes   the default of a manifest: cryptographic, about 3.5 GB/s on one core
-    xxh3_128     16 bytes   faster, against accidents only: another content with the same digest is made in microseconds
-    sha256, md5, crc32, crc32c, crc64nvme        what a store says of its objects (ObjectInfo.checksums)
+    xxh3_128     16 bytes   faster, but detects accidents only: a forgery with the same digest takes microseconds
+    sha256, md5, crc32, crc32c, crc64nvme        checksums that a store keeps of its objects (ObjectInfo.checksums)
 
-Digests are bytes in the order in which the algorithm's hex form is written (CRCs: big-endian, as in S3).
-Hashing releases the GIL for buffers of a few KiB and more; one hasher belongs to one thread.
+Digests are bytes in the order of the algorithm's hex form (CRCs: big-endian, as in S3). Hashing releases the GIL for
+buffers of a few KiB and more. One hasher belongs to one thread.
 
-CRCs of two runs of bytes as the CRC of both in a row, without the bytes: arithmetic with polynomials over GF(2).
+The CRC of two neighbouring runs of bytes follows from their CRCs, by arithmetic with polynomials over GF(2):
 
     crc(A + B) = crc(A) * x^(8 * len(B))  xor  crc(B)      modulo the CRC's polynomial
 
 This holds for CRCs that begin with all ones and end inverted, as all of S3's do. Numbers are reflected here, as the
-algorithms give them: the highest bit is the coefficient of x^0. So chunks can be hashed by different processes, in any
-order, and what comes out is compared with the checksum that a store keeps of the whole object.
-
-A checksum that a store keeps of an object: asking for it, and comparing it with chunks that were read.
+algorithms return them: the highest bit is the coefficient of x^0. So different processes can hash chunks in any order,
+and the result is compared with the checksum that a store keeps of the object:
 
     whole object    crc(chunk) ... crc(chunk) --combine--> digest
-    composite       crc(chunk) ... --combine--> digest of each part --> digest of the parts' digests in a row
+    composite       crc(chunk) ... --combine--> digest of each part --> digest over the parts' digests in order
 
-A *span* is a run of bytes with its digest. A chunk is one span, or several when the end of a part lies inside of it.
-Digests other than CRCs cannot be combined: they need a span that is the whole object, or the whole part.
+A *span* is a run of bytes with its digest. A chunk is one span, or several if the end of a part lies inside it. Digests
+other than CRCs cannot be combined. They need a span that is the whole object, or the whole part.
 """
 
 from __future__ import annotations
@@ -48,11 +44,11 @@ Buffer = bytes | bytearray | memoryview
 
 
 class Hasher(Protocol):
-    """A running digest. Feeding a buffer in pieces gives the same as feeding it whole."""
+    """A running digest. Feeding a buffer in pieces gives the same digest as feeding it whole."""
 
     @property
     def digest_size(self) -> int:
-        """Length of `digest()`, in bytes."""
+        """Return the length of `digest()` in bytes."""
         ...
 
     def update(self, data: Buffer, /) -> object: ...
@@ -63,7 +59,7 @@ class Hasher(Protocol):
 
 
 class _Crc:
-    """A CRC from awscrt in the shape of hashlib's objects."""
+    """A CRC from awscrt with the interface of hashlib's objects."""
 
     def __init__(self, function: Callable[..., int], digest_size: int) -> None:
         self.digest_size = digest_size
@@ -90,14 +86,14 @@ _NEW: dict[str, Callable[[], Hasher]] = {
     "crc64nvme": lambda: _Crc(_crt.crc64nvme, 8),
 }
 
-HASH_NAMES: frozenset[str] = frozenset(_NEW)  # every name that new_hasher knows
-MANIFEST_HASH_NAMES: frozenset[str] = frozenset({"blake3", "xxh3_128"})  # those a manifest may use
-COLLISION_RESISTANT: frozenset[str] = frozenset({"blake3"})  # of those, what signatures and shared caches may rely on
+HASH_NAMES: frozenset[str] = frozenset(_NEW)  # every name that new_hasher accepts
+MANIFEST_HASH_NAMES: frozenset[str] = frozenset({"blake3", "xxh3_128"})  # the names that a manifest may use
+COLLISION_RESISTANT: frozenset[str] = frozenset({"blake3"})  # those that signatures and shared caches may rely on
 DIGEST_SIZES: dict[str, int] = {name: new().digest_size for name, new in _NEW.items()}  # bytes, by name
 
 
 def new_hasher(name: str) -> Hasher:
-    """A fresh hasher. Raises ValueError for a name that is not in HASH_NAMES."""
+    """Return a new hasher. Raises ValueError for a name that is not in HASH_NAMES."""
     try:
         return _NEW[name]()
     except KeyError:
@@ -105,7 +101,7 @@ def new_hasher(name: str) -> Hasher:
 
 
 def digest_of(name: str, data: Buffer) -> bytes:
-    """The digest of one whole buffer. Raises ValueError for an unknown name."""
+    """Return the digest of one whole buffer. Raises ValueError for an unknown name."""
     hasher = new_hasher(name)
     hasher.update(data)
     return hasher.digest()
@@ -117,13 +113,13 @@ _POLYNOMIALS: dict[str, tuple[int, int]] = {  # bits, reflected polynomial
     "crc64nvme": (64, 0x9A6C9329AC4BC9B5),
 }
 
-COMBINABLE: frozenset[str] = frozenset(_POLYNOMIALS)  # names of hashes (`storage.checksum`) that can be combined
+COMBINABLE: frozenset[str] = frozenset(_POLYNOMIALS)  # names of hashes that can be combined
 
 
 def combine(name: str, first: bytes, second: bytes, second_bytes: int) -> bytes:
-    """The CRC of A + B from the CRCs of A and of B and the length of B.
+    """Return the CRC of A + B from the CRCs of A and of B and the length of B.
 
-    Digests as `Hasher.digest` gives them, big-endian. Raises ValueError for a hash that cannot be combined.
+    Digests are big-endian, as `Hasher.digest` returns them. Raises ValueError for a hash that cannot be combined.
     """
     if name not in _POLYNOMIALS:
         raise ValueError(f"digests of {name!r} cannot be combined; those of {', '.join(sorted(COMBINABLE))} can")
@@ -133,7 +129,7 @@ def combine(name: str, first: bytes, second: bytes, second_bytes: int) -> bytes:
 
 
 def combine_all(name: str, runs: Iterable[tuple[bytes, int]]) -> bytes:
-    """The CRC of runs that follow each other, from (CRC, length in bytes) of each; of nothing, that of no bytes."""
+    """Return the CRC of consecutive runs from the (CRC, length in bytes) of each; without runs, that of no bytes."""
     bits, _ = _POLYNOMIALS[name]
     whole = bytes(bits // 8)
     for digest, size_bytes in runs:
@@ -141,9 +137,9 @@ def combine_all(name: str, runs: Iterable[tuple[bytes, int]]) -> bytes:
     return whole
 
 
-@lru_cache(maxsize=4096)  # chunks of a model have few sizes; each costs some 30 multiplications
+@lru_cache(maxsize=4096)  # chunks of a model have few sizes, and each costs some 30 multiplications
 def _shift(name: str, size_bytes: int) -> int:
-    """x^(8 * size_bytes), by squaring."""
+    """Return x^(8 * size_bytes) modulo the polynomial, by squaring."""
     bits, polynomial = _POLYNOMIALS[name]
     power, square = 1 << (bits - 1), 1 << (bits - 1 - 8)  # x^0, x^8
     while size_bytes:
@@ -155,7 +151,7 @@ def _shift(name: str, size_bytes: int) -> int:
 
 
 def _multiply(left: int, right: int, bits: int, polynomial: int) -> int:
-    """The product of two polynomials modulo the third."""
+    """Return the product of two polynomials modulo a third."""
     product = 0
     for place in range(bits - 1, -1, -1):
         if left >> place & 1:
@@ -169,27 +165,27 @@ Span = tuple[int, int, bytes]  # first byte, first byte after, digest
 
 @dataclass(frozen=True, slots=True)
 class StoreChecksum:
-    """What the store says of an object's bytes."""
+    """The checksum that a store keeps of an object."""
 
-    hash_name: str  # see `storage.checksum`
-    digest: bytes  # of the bytes, or, when there are parts, of the digests of the parts in a row
-    part_ends: tuple[int, ...] = ()  # of a composite checksum: where its parts end, the last one the object
-    certain: bool = True  # False: an ETag, which is the MD5 of the bytes on most servers and is promised by none
-    known: tuple[Span, ...] = ()  # read while the load was planned: the header
+    hash_name: str  # one of HASH_NAMES
+    digest: bytes  # of the object's bytes or, if there are parts, of the parts' digests in order
+    part_ends: tuple[int, ...] = ()  # of a composite checksum: the end of each part, the last one the object's
+    certain: bool = True  # False for an ETag, which is the MD5 of the bytes on most servers, but no server promises it
+    known: tuple[Span, ...] = ()  # spans that were read during planning: the header
 
     @property
     def combines(self) -> bool:
-        """Whether it can be put together from chunks."""
+        """Return whether digests of chunks can be combined to it."""
         return self.hash_name in COMBINABLE
 
     def knowing(self, data: bytes) -> StoreChecksum:
-        """The same, with the digests of `data`, the first bytes of the object."""
+        """Return the same checksum with the digests of `data`, the first bytes of the object."""
         hasher = SpanHasher(self, ByteRange(0, len(data)))
         hasher.update(data)
         return replace(self, known=hasher.spans())
 
     def found(self, size_bytes: int, spans: Iterable[Span]) -> bytes | None:
-        """What `digest` should be of an object with these spans; None unless they are all of its bytes, once each."""
+        """Return the digest that an object with these spans has; None unless they cover all its bytes, once each."""
         ordered = sorted(spans)
         parts = []
         for start, end in pairwise((0, *(self.part_ends or (size_bytes,)))):
@@ -210,7 +206,7 @@ class StoreChecksum:
 
 
 class SpanHasher:
-    """The digests of the spans of a range, from its bytes in order."""
+    """A hasher for one range of an object that returns a digest for each of its spans."""
 
     def __init__(self, checksum: StoreChecksum, byte_range: ByteRange) -> None:
         ends = checksum.part_ends
@@ -219,10 +215,10 @@ class SpanHasher:
         self._edges = (byte_range.start, *inside, byte_range.end)
         self._hashers = [new_hasher(self._name) for _ in self._edges[1:]]
         self._at = byte_range.start
-        self._now = 0  # index of the span that `_at` is in
+        self._now = 0  # index of the span that contains `_at`
 
     def update(self, data: Buffer, /) -> None:
-        """More bytes. Raises ValueError for more than the range has."""
+        """Take the next bytes. Raises ValueError for more than the range has."""
         view = memoryview(data)
         if self._at + len(view) > self._edges[-1]:
             raise ValueError("more bytes than the range has")
@@ -234,9 +230,9 @@ class SpanHasher:
             view = view[count:]
 
     def spans(self) -> tuple[Span, ...]:
-        """In order. Raises ValueError before all bytes have come."""
+        """Return the spans in order. Raises ValueError before all bytes have been added."""
         if self._at != self._edges[-1]:
-            raise ValueError(f"{self._edges[-1] - self._at} bytes of the range are still to come")
+            raise ValueError(f"{self._edges[-1] - self._at} bytes of the range are missing")
         edges = zip(pairwise(self._edges), self._hashers, strict=True)
         return tuple((start, end, hasher.digest()) for (start, end), hasher in edges)
 
@@ -244,27 +240,27 @@ class SpanHasher:
 NO_CHECKSUM = "the store keeps no checksum of it"
 NOT_COMBINABLE = "the store keeps no checksum of it that chunks can be combined to"
 _COMBINABLE = ("crc64nvme", "crc32c", "crc32")  # in order of preference: the widest, then the cheapest
-_WHOLE_ONLY = ("sha256", "md5", "etag_md5")  # computed over one chunk that is the whole object
+_WHOLE_ONLY = ("sha256", "md5", "etag_md5")  # usable only if one chunk is the whole object
 
 
 @dataclass(frozen=True, slots=True)
 class AskedChecksum:
-    """What came of asking."""
+    """The result of asking a store for a checksum."""
 
     checksum: StoreChecksum | None
-    reason: str = ""  # why there is none
+    reason: str = ""  # why there is no checksum
 
     def knowing(self, head: bytes) -> AskedChecksum:
-        """With the digest of the object's first bytes, which no rank will read, where chunks can be combined to it."""
+        """Add the digest of the object's first bytes, which no rank reads, if chunks can be combined."""
         if self.checksum is None or not self.checksum.combines:
             return self
         return AskedChecksum(self.checksum.knowing(head))
 
 
 def ask_checksum(store: ObjectStore, info: ObjectInfo, chunk_bytes: int, policy: RetryPolicy) -> AskedChecksum:
-    """The checksum by which a load in chunks of `chunk_bytes` can check the object. Two requests at most.
+    """Ask for the checksum by which a load in chunks of `chunk_bytes` can check the object. Sends two requests at most.
 
-    A store that refuses to tell is no error: then the object is not checked.
+    It is no error if the store refuses. Then the object is not checked.
     """
     try:
         now = with_retries(lambda: store.stat(info.key), policy)
@@ -300,7 +296,7 @@ def _composite(store: ObjectStore, info: ObjectInfo, policy: RetryPolicy) -> Sto
 
 
 def _digest(hash_name: str, text: str) -> bytes | None:
-    """The bytes of a digest in hex; None for what is none. A store's word is not to be trusted."""
+    """Return the bytes of a digest in hex; None if it is invalid, because answers of a store are not trusted."""
     try:
         digest = bytes.fromhex(text)
     except ValueError:

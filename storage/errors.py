@@ -1,20 +1,20 @@
-"""What can go wrong with bytes, and the root of every error Longshore raises.
+"""The root of every error that Longshore raises, and the errors about bytes.
 
     LongshoreError                  has .message, .hint, .details; pickles; str() says what, where, what to do
     +- StoreError                   an object store did not do what was asked
     |  +- ObjectNotFound            no such bucket, key or path
     |  +- AccessDenied              credentials missing, wrong or not allowed
-    |  |  +- CredentialsExpired     they were good, and are not any more: renewed, if they can be (worth a retry)
-    |  +- StoreUnavailable          refused, reset, timed out, name not resolved, 408, 5xx   (worth a retry)
+    |  |  +- CredentialsExpired     they were valid and no longer are; renewed if possible      (worth a retry)
+    |  +- StoreUnavailable          refused, reset, timed out, name not resolved, 408, 5xx    (worth a retry)
     |  |  +- Throttled              503 SlowDown, 429, KMS.ThrottlingException...             (worth a slower retry)
-    |  |  +- ShortRead              fewer bytes than the range asked for                     (worth a retry)
-    |  |  +- ReadEnded              the reader ended it: out of time, or not wanted any more (worth a retry)
-    |  +- ProxyRefused              an HTTP proxy on the way did not pass the request on
-    |  +- RangeMismatch             the answer is for other bytes than were asked for        (worth a retry)
+    |  |  +- ShortRead              fewer bytes than the range asked for                      (worth a retry)
+    |  |  +- ReadEnded              the reader ended it: out of time, or no longer needed     (worth a retry)
+    |  +- ProxyRefused              an HTTP proxy did not pass the request on
+    |  +- RangeMismatch             the answer has other bytes than were asked for            (worth a retry)
     |  +- ObjectChanged             ETag or size differs from what the load pinned
     |  +- UnsupportedStore          no such scheme, or its package is not installed
-    |  +- SourceRefused             a scheme, endpoint or bucket that the settings do not allow; nothing was asked
-    |  +- InvalidUri                not a URI or endpoint that can be meant; nothing was asked of a store
+    |  +- SourceRefused             a scheme, endpoint or bucket that the settings do not allow; no request was sent
+    |  +- InvalidUri                not a valid URI or endpoint; no request was sent
     +- CheckpointError              the files are not a checkpoint that can be loaded
     |  +- NotACheckpoint            nothing loadable under the URI
     |  +- PickleRefused             only pickle files (.bin, .pt) there
@@ -23,27 +23,27 @@
     +- ManifestError
     |  +- InvalidManifest           not a manifest, or it contradicts itself
     |  |  +- NewerManifest          of a later format than this version reads
-    |  +- ManifestMismatch          a good manifest, for other bytes than are there
-    |  +- RevisionMismatch          another revision of the model is stored than was asked for
-    |  +- InvalidAmax               longshore.amax is as it was published, and is none, or of other weights
+    |  +- ManifestMismatch          a valid manifest, for other bytes than are stored
+    |  +- RevisionMismatch          the stored revision of the model is not the one that was asked for
+    |  +- InvalidAmax               longshore.amax has the published bytes, but not the maxima of these weights
     |  +- SignatureError            only signed manifests are trusted, and this is not one
     |     +- ManifestUnsigned       without a signature, or without a manifest to sign
     |     +- UnknownSigner          signed with a key that is not trusted
-    |     +- BadSignature           manifest or signature were changed, or the latter is none
-    |     +- SignedNameMismatch     signed under another name than the model's, or under none
+    |     +- BadSignature           manifest or signature were changed, or it is not a signature
+    |     +- SignedNameMismatch     signed under another name than the model's, or without a name
     |     +- WeakDigest             digests in the manifest can be forged, so a signature of it proves nothing
-    +- IntegrityError               bytes arrived whole and are not the published ones
+    +- IntegrityError               all bytes arrived, but they are not the published ones
     +- PublishError                 a checkpoint could not be published safely
-    +- InvalidKey                   not a key of the kind that is wanted, or one that cannot be read or written
-    +- DependencyChanged            a package lacks a private name that is needed: not a version that was tested
+    +- InvalidKey                   not a key of the required kind, or a key file that cannot be read or written
+    +- DependencyChanged            a package lacks a private name that is needed, so its version was not tested
     +- SigningUnavailable           the package that signs and checks signatures is not installed
     +- ArenaError
     |  +- ArenaTooSmall             fewer slots than a load needs to make progress
     |  +- ArenaBusy                 other loads held the slots for too long; names them
     |  +- ArenaTooLarge             /dev/shm cannot hold it
-    |  +- ArenaCorrupt              the file is not an arena of ours
+    |  +- ArenaCorrupt              the file is not an arena of this version
     +- DiskTierError                the folder for chunks on disk cannot be used
-       +- DiskChunkUnusable         a file in it is not, whole, the chunk that its name says
+       +- DiskChunkUnusable         a file in it is not exactly the chunk that its name says
 
 Every error takes one message, an optional hint and keyword details, so all of them survive pickling between
 actors (an exception whose __init__ takes several positional arguments does not, ray-project/ray#20830).
@@ -55,13 +55,13 @@ from typing import Any, Self
 
 
 class LongshoreError(Exception):
-    """Root of the tree. `details` holds plain values only (numbers, strings), never secrets."""
+    """The root of the tree. `details` contains plain values only (numbers, strings), never secrets."""
 
     def __init__(self, message: str, *, hint: str = "", **details: Any) -> None:
         super().__init__(message)
         self.message = message  # what was wrong
         self.hint = hint  # what to do about it; may be empty
-        self.details = details  # where: bucket, key, chunk, worker, expected, found...
+        self.details = details  # where it was: bucket, key, chunk, worker, expected, found...
 
     def __str__(self) -> str:
         where = ", ".join(f"{name}={value}" for name, value in self.details.items() if value is not None)
@@ -72,7 +72,7 @@ class LongshoreError(Exception):
         return _rebuild, (type(self), self.message, self.hint, self.details)
 
     def with_details(self, **details: Any) -> Self:
-        """The same error with more of the where; what is already known wins."""
+        """Add details and return the same error. Details that it has already are kept."""
         self.details = {**details, **self.details}
         return self
 
@@ -94,7 +94,7 @@ class AccessDenied(StoreError):
 
 
 class CredentialsExpired(AccessDenied):
-    """The credentials or the signature are not good any more; others may be had."""
+    """The credentials or the signature are no longer valid; new ones may be available."""
 
 
 class StoreUnavailable(StoreError):
@@ -110,15 +110,15 @@ class ShortRead(StoreUnavailable):
 
 
 class ReadEnded(StoreUnavailable):
-    """The reader itself ended the read: its time was over, or nobody wanted its bytes any more."""
+    """The reader itself ended the read, because its time was over or its bytes were no longer needed."""
 
 
 class ProxyRefused(StoreError):
-    """An HTTP proxy on the way refused to pass the request on; the store was not asked."""
+    """An HTTP proxy refused to pass the request on. The store did not receive it."""
 
 
 class RangeMismatch(StoreError):
-    """The answer's Content-Range or length is not what was asked for."""
+    """The answer's Content-Range or length is not what was requested."""
 
 
 class ObjectChanged(StoreError):
@@ -130,11 +130,11 @@ class UnsupportedStore(StoreError):
 
 
 class SourceRefused(StoreError):
-    """A place that the settings do not allow; no store was asked."""
+    """A place that the settings do not allow. No request was sent."""
 
 
 class InvalidUri(StoreError):
-    """A URI, path or endpoint that cannot be meant; no store was asked."""
+    """Not a valid URI, path or endpoint. No request was sent."""
 
 
 class CheckpointError(LongshoreError):
@@ -146,7 +146,7 @@ class NotACheckpoint(CheckpointError):
 
 
 class PickleRefused(CheckpointError):
-    """Only pickle checkpoints there; loading those runs code."""
+    """Only pickle checkpoints are there. Loading those runs code."""
 
 
 class InvalidHeader(CheckpointError):
@@ -166,19 +166,19 @@ class InvalidManifest(ManifestError):
 
 
 class NewerManifest(InvalidManifest):
-    """A manifest of a later format than this version reads; it may be a perfectly good one."""
+    """A manifest of a later format than this version reads. It may be valid."""
 
 
 class ManifestMismatch(ManifestError):
-    """A sound manifest, for other bytes than the ones stored."""
+    """A valid manifest, for other bytes than the ones stored."""
 
 
 class RevisionMismatch(ManifestError):
-    """Another revision of the model is stored than was asked for, newer or older; nothing of it was loaded."""
+    """The stored revision of the model is not the one that was asked for. Nothing of it was loaded."""
 
 
 class InvalidAmax(ManifestError):
-    """The recorded largest values of weights cannot be read, or are not those of this model's weights."""
+    """The recorded largest values of weights cannot be read, or belong to other weights."""
 
 
 class SignatureError(ManifestError):
@@ -194,19 +194,19 @@ class UnknownSigner(SignatureError):
 
 
 class BadSignature(SignatureError):
-    """The signature is not one for this manifest: tampered with, or no signature at all."""
+    """The signature does not fit this manifest: one of them was changed, or it is not a signature."""
 
 
 class SignedNameMismatch(SignatureError):
-    """The signature is good, and of another model: its name is not the one that is wanted, or it has none."""
+    """The signature is valid, but for a model of another name, or without a name."""
 
 
 class WeakDigest(SignatureError):
-    """The manifest's digests are not collision resistant: a signature of it would not protect the weights."""
+    """The manifest's digests are not collision resistant, so a signature of it would not protect the weights."""
 
 
 class IntegrityError(LongshoreError):
-    """Bytes arrived whole and are not the ones that were published."""
+    """All bytes arrived, but they are not the ones that were published."""
 
 
 class PublishError(LongshoreError):
@@ -214,11 +214,11 @@ class PublishError(LongshoreError):
 
 
 class InvalidKey(LongshoreError):
-    """Not a key of the kind that is wanted, or a file that cannot be read or written. Never quotes the key."""
+    """Not a key of the required kind, or a file that cannot be read or written. Never quotes the key."""
 
 
 class DependencyChanged(LongshoreError):
-    """A package lacks a private name that Longshore needs: its version is not one that was tested."""
+    """A package lacks a private name that Longshore needs, so its version is not one that was tested."""
 
 
 class SigningUnavailable(LongshoreError):
@@ -234,7 +234,7 @@ class ArenaTooSmall(ArenaError):
 
 
 class ArenaBusy(ArenaError):
-    """Other loads held the slots that this one must have for longer than it may wait; `details` name them."""
+    """Other loads held slots that this one needs for longer than it may wait. `details` name them."""
 
 
 class ArenaTooLarge(ArenaError):
@@ -246,8 +246,8 @@ class ArenaCorrupt(ArenaError):
 
 
 class DiskTierError(LongshoreError):
-    """The folder for chunks on disk cannot be used. Loads go on without it."""
+    """The folder for chunks on disk cannot be used. Loads continue without it."""
 
 
 class DiskChunkUnusable(DiskTierError):
-    """A file of the disk tier is not, whole, the chunk that its name says; it is had from elsewhere."""
+    """A file of the disk tier is not exactly the chunk that its name says. The chunk is read from elsewhere."""

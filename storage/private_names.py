@@ -1,7 +1,7 @@
-"""Private names of other packages, found one by one: their authors may rename any of them in any version.
+"""Private names of other packages, looked up one by one, because any version may rename them.
 
-One module for each package holds them all, and nobody else uses any: `storage/stores/s3/botocore_private.py` and
-`cluster/joining/ray_private.py`. pyproject.toml allows the versions of TESTED and no others.
+For each package one module has all of its private names: `storage/stores/s3/botocore_private.py` and
+`cluster/joining/ray_private.py`. pyproject.toml allows exactly the versions of TESTED.
 """
 
 from __future__ import annotations
@@ -14,19 +14,19 @@ from typing import Any
 
 from storage.errors import DependencyChanged
 
-TESTED = {"botocore": ">=1.40,<1.45", "ray": ">=2.49,<2.61"}  # as in pyproject.toml; a test compares them
+TESTED = {"botocore": ">=1.40,<1.45", "ray": ">=2.49,<2.61"}  # same as in pyproject.toml; a test compares them
 
 
 @dataclass(frozen=True, slots=True)
 class PrivateName:
-    """A private name, or an undocumented one."""
+    """A private or undocumented name of a package."""
 
     module: str
-    name: str  # in the module; "Class.method" for what is inside of a class
+    name: str  # in the module; "Class.method" for a name inside a class
     needed_for: str
 
     def find(self) -> Any:
-        """Return what has the name. Raises DependencyChanged when nothing has."""
+        """Return the object with that name. Raises DependencyChanged if there is none."""
         try:
             found: Any = importlib.import_module(self.module)
             for part in self.name.split("."):
@@ -36,7 +36,7 @@ class PrivateName:
         return found
 
     def gone(self) -> DependencyChanged:
-        """Return the error for a version of the package that has no such name."""
+        """Return the error for a version of the package without this name."""
         package = self.module.partition(".")[0]
         try:
             installed: str | None = version(package)
@@ -50,13 +50,13 @@ class PrivateName:
 
 
 def attribute(owner: object, module: str, name: str, needed_for: str) -> Any:
-    """Return an attribute that objects of a package have. Raises DependencyChanged when `owner` has none.
+    """Return an attribute of an object of a package. Raises DependencyChanged if `owner` has none.
 
     Args:
         owner: the object.
         module: the module of its class, for the message.
-        name: "Class.attribute", of which the last part counts.
-        needed_for: what does not work without it.
+        name: "Class.attribute"; the part after the last dot is looked up.
+        needed_for: the feature that does not work without it.
     """
     try:
         return getattr(owner, name.rpartition(".")[2])
@@ -65,7 +65,7 @@ def attribute(owner: object, module: str, name: str, needed_for: str) -> Any:
 
 
 def missing(names: Iterable[PrivateName]) -> list[DependencyChanged]:
-    """Return an error for each name that is gone."""
+    """Return an error for each name that is missing."""
     errors = []
     for name in names:
         try:

@@ -1,6 +1,6 @@
-"""All that is wrong with one input, collected before it is refused, and safe to print; what to do about a package.
+"""Texts for messages: lists of problems, values and URIs that are safe to print, sizes, and installation hints.
 
-How much JSON there is, before a parser makes objects of it.
+`json_values` bounds the number of values in a JSON text before it is parsed.
 """
 
 from __future__ import annotations
@@ -9,12 +9,12 @@ import re
 import reprlib
 from collections.abc import Iterable, Iterator
 
-MAX_LISTED = 20  # a hostile file can be wrong in a million places
+MAX_LISTED = 20  # a hostile file can have a million problems
 MAX_QUOTED = 120  # characters of a name in a message
 
 
 def quote(value: object) -> str:
-    """`value` for a message: quoted, control characters escaped, cut when it is long or deep."""
+    """Return `value` for a message: quoted, with control characters escaped, and cut if it is long or deep."""
     if not isinstance(value, str):
         return reprlib.repr(value)
     cut = value if len(value) <= MAX_QUOTED else f"{value[:MAX_QUOTED]}... ({len(value)} characters)"
@@ -25,7 +25,7 @@ _STEPS = ("B", "kB", "MB", "GB", "TB", "PB")
 
 
 def show_bytes(count: float) -> str:
-    """Decimal units, three digits: `1.07 GB`, `512 kB`, `7 B`."""
+    """Return a size in decimal units with three digits: `1.07 GB`, `512 kB`, `7 B`."""
     power = 0
     while abs(count) >= 999.5 and power < len(_STEPS) - 1:
         count /= 1000
@@ -36,8 +36,8 @@ def show_bytes(count: float) -> str:
     return f"{count:.{digits}f} {_STEPS[power]}"
 
 
-_HEAD = re.compile(r"[^/?#@\s]*:/+")  # "s3://"; with one slash it is a slip of the pen
-_SCHEMES_WITH_AT = ("az:", "abfs:", "abfss:")  # az://container@account is how Azure writes a place
+_HEAD = re.compile(r"[^/?#@\s]*:/+")  # "s3://"; one slash is taken for a typing error
+_SCHEMES_WITH_AT = ("az:", "abfs:", "abfss:")  # Azure writes az://container@account
 _HOST_AND_PORT = re.compile(r"(\[[^\]@]*\]|[^:\[\]]*)(:[0-9]{0,5})?")
 _BARE_QUERY = re.compile(r"\?[^/?]*=")  # of a URL that was pasted without its scheme
 _WORD = re.compile(r"[^\s'\"<>(),;]+")
@@ -58,10 +58,10 @@ _SECRETS = (
 
 
 def printable_uri(uri: str) -> str:
-    """Return a URI or a path without what may be a secret: a user, a password, a query, a fragment.
+    """Return a URI or a path without parts that may be secret: user, password, query and fragment.
 
-    Everything that prints a URI from outside prints this. A local path stays as it is, unless it looks like a URL that
-    was pasted without its scheme.
+    Every message with a URI from outside uses this. A local path is not changed, unless it looks like a URL that was
+    pasted without its scheme.
     """
     head = _HEAD.match(uri)
     if head is None:
@@ -73,7 +73,7 @@ def printable_uri(uri: str) -> str:
     user, at, host = authority.rpartition("@")
     plain = not at or (head[0].lower().startswith(_SCHEMES_WITH_AT) and ":" not in user)
     if not plain or not (_HOST_AND_PORT.fullmatch(host) or "::" in host):
-        # A password may have a slash, a question mark or an @ in it, so all up to the last @ may belong to it.
+        # A password may contain a slash, a question mark or an @, so everything up to the last @ may belong to it.
         _, at, place = uri[head.end() :].rpartition("@")
         place = re.split(r"[?#]", place, maxsplit=1)[0] if at else ""
         host, slash, path = place.partition("/")
@@ -83,7 +83,7 @@ def printable_uri(uri: str) -> str:
 
 
 def without_secrets(text: str) -> str:
-    """Return a text without what looks like a password, a token or a signature, and with each URI in it printable."""
+    """Return a text without anything that looks like a password, token or signature, and with printable URIs."""
     text = _WORD.sub(lambda word: printable_uri(word[0]) if any(c in word[0] for c in "?#@") else word[0], text)
     for pattern, instead in _SECRETS:
         text = pattern.sub(instead, text)
@@ -91,12 +91,15 @@ def without_secrets(text: str) -> str:
 
 
 def install_hint(extra: str) -> str:
-    """Return how to install an extra of Longshore: not by name, which PyPI does not have, so anybody could take it."""
+    """Return how to install an extra of Longshore from a checkout or a wheel.
+
+    The hint contains no name for PyPI, because the name is not registered there and anybody could take it.
+    """
     return f"pip install '.[{extra}]' in a checkout of Longshore, or 'PATH/TO/THE_WHEEL.whl[{extra}]'"
 
 
 class Problems:
-    """A list of sentences that keeps the first MAX_LISTED and counts the rest."""
+    """A list of sentences that keeps the first MAX_LISTED and counts the others."""
 
     def __init__(self, problems: Iterable[str] = ()) -> None:
         self._listed: list[str] = []
@@ -105,14 +108,14 @@ class Problems:
             self.add(problem)
 
     def add(self, problem: str) -> None:
-        """Note one more."""
+        """Add one problem."""
         self.count += 1
         if len(self._listed) < MAX_LISTED:
             self._listed.append(problem)
 
     @property
     def full(self) -> bool:
-        """True when further problems would only be counted."""
+        """Return whether further problems would only be counted."""
         return len(self._listed) >= MAX_LISTED
 
     def __len__(self) -> int:
@@ -127,8 +130,9 @@ class Problems:
 
 
 def json_values(data: bytes) -> int:
-    """At least the number of values in a JSON text (what stands in strings may count too): bounds what parsing takes.
+    """Return an upper bound of the number of values in a JSON text, to limit the memory of parsing it.
 
-    A value takes some 60 to 100 bytes of memory once it is parsed, and two bytes of text are enough for one.
+    Commas and brackets inside strings count, too. A parsed value takes some 60 to 100 bytes of memory, and two bytes of
+    text are enough for one.
     """
     return data.count(b",") + data.count(b"{") + data.count(b"[") + 1

@@ -1,20 +1,20 @@
-"""Where a model is, and who may read it: parsed once, sent to every node, opened there (`storage.stores.open_store`).
+"""The place of a model, the credentials to read it, and the rules for which places are allowed.
 
-    parse_uri("s3://models/llama", endpoint_url=...) -> StoreRef      names a place; no secrets in it
+    parse_uri("s3://models/llama", endpoint_url=...) -> StoreRef      names a place; contains no secrets
 
-A StoreRef says everything that decides *which* bytes are meant (endpoint and region too), so that two nodes
-with different environments open the same store, and so that it can be part of a cache key. Credentials travel
-apart.
+A StoreRef is parsed once and sent to every node, which opens it (`storage.stores.open_store`). It contains everything
+that decides *which* bytes are meant, endpoint and region included. So nodes with different environments open the same
+store, and it can be part of a cache key. Credentials are sent separately.
 
-Which places may be read from: the operator's lists of schemes, endpoints and buckets. Pure.
+SourceRules are the operator's lists of places that may be read. Pure.
 
-    schemes      always a list; DEFAULT_SCHEMES leaves out what opens local files, archives or other machines' shells
+    schemes      always a list; DEFAULT_SCHEMES omits schemes that open local files, archives or other machines' shells
                  under another name (fsspec knows some thirty schemes, and chains of them)
     endpoints    "any", or scheme://host[:port] of servers, and "default" for the one of the node's AWS configuration or
                  environment
     buckets      "any", or names of buckets and containers
 
-A client checks its own settings, the coordinator its own again: the second decides, whatever a client sends.
+The client checks its own rules, and then the coordinator checks its own. The coordinator's rules decide.
 """
 
 from __future__ import annotations
@@ -35,40 +35,40 @@ from storage.stores.connections import host_and_port
 AddressingStyle = Literal["auto", "path", "virtual"]
 
 _SCHEME = re.compile(r"^([A-Za-z][A-Za-z0-9+.\-]{0,40})://")
-_BUCKET = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._\-]{1,254}$")  # wider than S3 allows: other servers take more
+_BUCKET = re.compile(r"^[A-Za-z0-9][A-Za-z0-9._\-]{1,254}$")  # wider than S3 allows, because other servers accept more
 _FROM_ABOVE = re.compile(r"^(?:\.{1,2}(?:/+|$))+")
 ALIASES = {"s3a": "s3", "s3n": "s3", "gcs": "gs", "abfs": "az", "abfss": "az"}
-# Options of fsspec that say who asks and not where: others may name another host, a proxy or a second file system.
+# fsspec options that only identify the caller. All others may name another host, a proxy or a second file system.
 WHO_OPTIONS = frozenset({"token", "key", "secret", "project", "anon", "account_key", "sas_token"})
-_WITHOUT_BUCKET = {"file", "memory"}  # the whole rest of the URI is a path
+_WITHOUT_BUCKET = {"file", "memory"}  # everything after the scheme is a path
 
 
 @dataclass(frozen=True, slots=True)
 class StoreRef:
-    """A root under which keys live. Hashable, picklable, free of secrets."""
+    """The root below which keys are stored. Hashable, picklable, without secrets."""
 
     scheme: str  # "s3", "file", or any scheme that fsspec knows
     bucket: str  # bucket, container, host or repository owner; "" for file and memory
     prefix: str  # key prefix without slashes at its ends; an absolute path for file
-    endpoint_url: str | None = None  # None: what the opening node's AWS configuration says, else the provider's
+    endpoint_url: str | None = None  # None: from the AWS configuration of the node that opens it, else the provider's
     region: str | None = None
     profile: str | None = None  # name of a profile in the AWS configuration of the node that opens it
     addressing_style: AddressingStyle = "auto"
     anonymous: bool = False  # requests are not signed
     ca_bundle: str | None = None  # path of a PEM file, on the node that opens it
-    options: str = ""  # of `Credentials.place`: what its options say of where the store is
+    options: str = ""  # the result of `Credentials.place`, if its options decide where the store is
 
     @property
     def uri(self) -> str:
-        """The root for messages and for `parse_uri`: "s3://bucket/prefix"."""
+        """Return the root for messages and for `parse_uri`: "s3://bucket/prefix"."""
         if self.scheme == "file":
             return f"file://{self.prefix}"
         return f"{self.scheme}://{'/'.join(part for part in (self.bucket, self.prefix) if part)}"
 
     def identity(self) -> str:
-        """Return a stable string of what decides which bytes a key names, for cache keys. Not of who reads them.
+        """Return a stable string for cache keys, made from what decides which bytes a key names, not from who reads.
 
-        The profile counts for S3 without an endpoint: it may name one.
+        The profile counts for S3 without an endpoint, because it may name one.
         """
         profile = (self.profile or "") if self.scheme == "s3" and not self.endpoint_url else ""
         endpoint = [self.scheme, self.endpoint_url or (profile and f"profile {profile}"), self.region or ""]
@@ -76,21 +76,21 @@ class StoreRef:
         return hashlib.sha256(json.dumps(parts).encode()).hexdigest()
 
     def child(self, path: str) -> StoreRef:
-        """The ref of a folder below this one; `path` is relative and checked like a URI's."""
+        """Return the ref of a folder below this one. `path` is relative and checked like a URI's."""
         if path.startswith("/"):
-            raise StoreError(f"not a relative path: {quote(path)}")
+            raise StoreError(f"not a relative path: {quote(path)}", hint="write the path without a leading slash")
         _refuse_climbing(path, path)
         return replace(self, prefix="/".join(part for part in (self.prefix.rstrip("/"), path.strip("/")) if part))
 
 
 @dataclass(frozen=True, slots=True, repr=False)
 class Credentials:
-    """Secrets for one store. They pickle, since they travel in a message; they never show in a repr."""
+    """Secrets for one store. They can be pickled, because messages contain them, but no repr shows them."""
 
     access_key_id: str | None = None
     secret_access_key: str | None = None
     session_token: str | None = None
-    fsspec_options: dict[str, Any] = field(default_factory=dict)  # passed to the fsspec filesystem as they are
+    fsspec_options: dict[str, Any] = field(default_factory=dict)  # passed to the fsspec file system unchanged
 
     def __repr__(self) -> str:
         kinds = [name for name in ("access_key_id", "fsspec_options") if getattr(self, name)]
@@ -99,7 +99,7 @@ class Credentials:
     __str__ = __repr__
 
     def place(self) -> str:
-        """Return a digest of the options that may say where the store is; "" when there is none."""
+        """Return a digest of the options that may decide where the store is; "" if there are none."""
         options = sorted((name, value) for name, value in self.fsspec_options.items() if name not in WHO_OPTIONS)
         if not options:
             return ""
@@ -108,9 +108,9 @@ class Credentials:
 
 
 def path_of(uri: str) -> str:
-    """Return the path of a store's URI without scheme and bucket: the same wherever a model is mirrored.
+    """Return the path of a store's URI without scheme and bucket, which is the same for every mirror of a model.
 
-    A whole bucket has no path: its name is returned.
+    A whole bucket has no path, so its name is returned.
     """
     scheme, _, rest = uri.partition("://")
     bucket, _, path = ("", "", rest) if scheme in _WITHOUT_BUCKET else rest.partition("/")
@@ -128,28 +128,37 @@ def parse_uri(
     ca_bundle: str | None = None,
     environ: Mapping[str, str] | None = None,
 ) -> StoreRef:
-    """The place a URI or a plain local path names.
+    """Return the place that a URI or a plain local path names.
 
-    For s3 the standard variables AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, AWS_REGION and AWS_DEFAULT_REGION of
-    `environ` (default: the process's) fill what is not given, so that nodes with another environment still open
-    the same place; profile and CA bundle stay those of the node that opens it. Raises InvalidUri for a URI with a user,
-    a password, a query or a fragment; StoreError for one with `..` elsewhere than at the beginning of a relative path,
-    or without a bucket; UnsupportedStore for chained URIs ("a::b://").
+    For s3, the standard variables AWS_ENDPOINT_URL_S3, AWS_ENDPOINT_URL, AWS_REGION and AWS_DEFAULT_REGION of `environ`
+    (default: the process's) supply what is not given. So nodes with another environment open the same place. Profile
+    and CA bundle are those of the node that opens it.
+
+    Raises InvalidUri for a URI with a user, a password, a query or a fragment. Raises StoreError for a URI without a
+    bucket, or with `..` anywhere except at the start of a relative path. Raises UnsupportedStore for chained URIs
+    ("a::b://").
     """
     environ = os.environ if environ is None else environ
     check_printable(uri)
     match = _SCHEME.match(uri)
     if not uri or "\0" in uri:
-        raise StoreError("an empty or broken URI")
+        raise StoreError("the URI is empty or contains a zero byte", hint="write s3://bucket/prefix or a local path")
     if match is None and "://" in uri:
-        raise UnsupportedStore(f"not a URI: {quote(uri.split('://')[0])} is no scheme", hint="chained URIs are refused")
+        raise UnsupportedStore(
+            f"not a URI: {quote(uri.split('://')[0])} is not a scheme",
+            hint="write one plain URI; chained URIs (with '::') are not supported",
+        )
     if match is None:
         return _file_ref(os.path.expanduser(uri), uri)
     scheme = ALIASES.get(match[1].lower(), match[1].lower())
     rest = uri[match.end() :]
     if "::" in rest and scheme not in ("s3", "file"):
-        # fsspec would take what stands behind it for a second file system, of any scheme.
-        raise UnsupportedStore("a URI with '::' in it", hint="chained URIs are refused", scheme=scheme[:40])
+        # fsspec would take the text after '::' for a second file system, of any scheme.
+        raise UnsupportedStore(
+            "chained URIs (with '::') are not supported",
+            hint="name the place of the files with one plain URI",
+            scheme=scheme[:40],
+        )
     if scheme == "file":
         host, slash, path = rest.partition("/")
         if host not in ("", "localhost"):
@@ -189,32 +198,32 @@ def parse_uri(
 
 
 def check_printable(uri: str) -> None:
-    """Raise InvalidUri for a URI that may carry a secret. The message has nothing of what it may be."""
+    """Raise InvalidUri for a URI that may contain a secret. The message contains nothing that may be secret."""
     shown = printable_uri(uri)
     if shown != uri:
         raise InvalidUri(
-            "a URI may carry no user, password, query or fragment",
+            "a URI must not contain a user, password, query or fragment",
             hint="presigned and SAS URLs name one object: write the folder's URI, such as s3://bucket/prefix, and pass"
-            " credentials apart or in the environment; in the path of file:// write %3F for ? and %23 for #",
+            " credentials separately or in the environment; in the path of file:// write %3F for ? and %23 for #",
             uri=quote(shown),
         )
 
 
 def environment_endpoint(environ: Mapping[str, str]) -> str | None:
-    """Return the S3 endpoint that AWS's standard variables name, unchecked; None when they name none."""
+    """Return the S3 endpoint in AWS's standard variables, unchecked; None if they name none."""
     if environ.get("AWS_IGNORE_CONFIGURED_ENDPOINT_URLS", "").lower() == "true":
         return None
     return environ.get("AWS_ENDPOINT_URL_S3") or environ.get("AWS_ENDPOINT_URL") or None
 
 
 def _file_ref(path: str, written: str) -> StoreRef:
-    """A relative path may begin with `..`; what follows may not climb. `getcwd` knows no links that it could miss."""
+    """Return the ref of a local path. It may begin with `..`, but must not contain it later."""
     _refuse_climbing(_FROM_ABOVE.sub("", path) if path == written else path, written)
     return StoreRef("file", "", os.path.abspath(path))
 
 
 def _refuse_climbing(path: str, written: str) -> None:
-    """Refuse '..' as it stands and percent-encoded: a server may decode what we would not."""
+    """Raise StoreError for '..' in a path, also percent-encoded, because a server may decode it."""
     if ".." in re.split(r"[/\\]", path) or ".." in re.split(r"[/\\]", unquote(path)):
         raise StoreError(f"'..' in {quote(written)}", hint="write the path without it")
 
@@ -228,12 +237,12 @@ def _check_endpoint(endpoint_url: str) -> str:
     if not port_ok or parts.scheme not in ("http", "https") or not parts.hostname:
         raise StoreError(
             "not an endpoint URL",
-            hint="write http://host:port or https://host; AWS_ENDPOINT_URL_S3 and AWS_ENDPOINT_URL count when none is"
-            " given",
+            hint="write http://host:port or https://host; without an endpoint_url, AWS_ENDPOINT_URL_S3 and"
+            " AWS_ENDPOINT_URL are used",
         )
     if printable_uri(endpoint_url) != endpoint_url:
         raise StoreError(
-            "an endpoint URL may carry no user, password, query or fragment", hint="pass credentials apart"
+            "an endpoint URL must not contain a user, password, query or fragment", hint="pass credentials separately"
         )
     return endpoint_url.rstrip("/")
 
@@ -248,7 +257,7 @@ _OFF_THE_NET = {"file", "memory"}
 
 @dataclass(frozen=True, slots=True)
 class SourceRules:
-    """What is allowed. None: anything."""
+    """The places that may be read. None allows any."""
 
     schemes: frozenset[str] | None = frozenset(DEFAULT_SCHEMES.split(","))
     endpoints: frozenset[str] | None = None  # scheme://host:port, or DEFAULT_ENDPOINT
@@ -256,7 +265,7 @@ class SourceRules:
 
     @classmethod
     def parse(cls, schemes: str, endpoints: str, buckets: str) -> SourceRules:
-        """From lists as settings have them, separated by commas. Raises ValueError that names what cannot be meant."""
+        """Return the rules from comma-separated lists of the settings. Raises ValueError, naming an invalid entry."""
         names = _listed(schemes.lower())
         places = _listed(endpoints)
         return cls(
@@ -266,11 +275,11 @@ class SourceRules:
         )
 
     def check(self, ref: StoreRef, credentials: Credentials | None = None) -> None:
-        """Raises SourceRefused for a place that is not allowed. Asks no store."""
+        """Raise SourceRefused for a place that is not allowed. Sends no request."""
         if self.schemes is not None and ref.scheme not in self.schemes:
             raise SourceRefused(
                 f"the scheme {ref.scheme[:40]!r} is not allowed",
-                hint="LONGSHORE_ALLOWED_SCHEMES lists those that are, on the coordinator's node and here",
+                hint="LONGSHORE_ALLOWED_SCHEMES lists the allowed schemes, on the coordinator's node and here",
                 allowed=",".join(sorted(self.schemes)),
             )
         if self.endpoints is not None and ref.scheme not in _OFF_THE_NET:
@@ -278,27 +287,29 @@ class SourceRules:
             if found not in self.endpoints:
                 raise SourceRefused(
                     "this endpoint is not allowed",
-                    hint="LONGSHORE_ALLOWED_ENDPOINTS lists those that are",
+                    hint="LONGSHORE_ALLOWED_ENDPOINTS lists the allowed endpoints",
                     endpoint=found,
                 )
         if self.buckets is not None and ref.scheme not in _IN_NO_BUCKET and ref.bucket not in self.buckets:
             raise SourceRefused(
-                "this bucket is not allowed", hint="LONGSHORE_ALLOWED_BUCKETS lists those that are", bucket=ref.bucket
+                "this bucket is not allowed",
+                hint="LONGSHORE_ALLOWED_BUCKETS lists the allowed buckets",
+                bucket=ref.bucket,
             )
         options = credentials.fsspec_options if credentials is not None else {}
         odd = sorted(k for k, v in options.items() if k not in WHO_OPTIONS or not isinstance(v, str | bool))
         if odd and (self.endpoints is not None or self.buckets is not None):
             raise SourceRefused(
-                "with a list of allowed endpoints or buckets, options may say who asks and nothing else",
+                "if endpoints or buckets are restricted, options may only contain credentials",
                 options=",".join(name[:40] for name in odd[:8]),
             )
 
 
 def origin(url: str) -> str:
-    """scheme://host:port of a URL, in one spelling. Raises ValueError."""
+    """Return scheme://host:port of a URL in one spelling. Raises ValueError."""
     try:
         parts = urlsplit(url)
-    except ValueError:  # its message may quote what stands before an @
+    except ValueError:  # its message may quote the text before an @
         parts = urlsplit("")
     if parts.scheme not in _PORTS or not parts.hostname or parts.username is not None or parts.password is not None:
         raise ValueError(f"not a server: {quote(printable_uri(url))}; write https://host or http://host:port")
@@ -307,16 +318,16 @@ def origin(url: str) -> str:
 
 
 def with_own_endpoint(endpoints: str, environ: Mapping[str, str]) -> str:
-    """Return the list, with the endpoint that the AWS variables of `environ` name where `default` is on it.
+    """Return the list, plus the endpoint of the AWS variables in `environ` if `default` is in the list.
 
-    Requests carry that endpoint, as nodes may have another environment. So `default` covers it in the environment that
-    the list comes from, and in no other.
+    Requests contain that endpoint, because nodes may have another environment. So `default` covers the endpoint of the
+    environment that the list comes from, and no other.
     """
     if DEFAULT_ENDPOINT not in (part.strip() for part in endpoints.split(",")):
         return endpoints
     try:
         own = origin(environment_endpoint(environ) or "")
-    except ValueError:  # none, or one with which no store could be opened
+    except ValueError:  # no endpoint, or an invalid one, with which no store can be opened
         return endpoints
     return f"{endpoints},{own}"
 
@@ -340,7 +351,7 @@ def _endpoint(text: str) -> str:
 
 
 def _endpoint_of(ref: StoreRef) -> str:
-    """Where requests for `ref` go; what cannot be told is no endpoint that a list could have."""
+    """Return the endpoint of requests for `ref`; "", which no list can contain, if it is unknown."""
     try:
         if ref.scheme in _PORTS:
             return origin(f"{ref.scheme}://{ref.bucket}")

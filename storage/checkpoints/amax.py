@@ -1,9 +1,9 @@
 """`longshore.amax`: the largest absolute value of each row of a model's weights, recorded when it was published.
 
-It is a safetensors file. Its name has no such suffix, because other readers of the folder would take it for weights. For
-each weight it has one F32 tensor, with the weight's name and its shape without the last dimension. The scales of a
-quantized row or matrix follow from it. So a rank with part of a row need not read the whole row. The manifest lists the
-file.
+It is a safetensors file. Its name has no such suffix, because other readers of the folder would take it for weights.
+For each weight it has one F32 tensor, with the weight's name and its shape without the last dimension. The scales of a
+quantized row or matrix follow from it. So a rank with part of a row need not read the whole row. The manifest lists
+the file.
 
     weight (out, in)                 -> (out,)
     experts, stacked (n, out, in)    -> (n, out)
@@ -110,7 +110,7 @@ def read_amax(
         taken.add(memoryview(piece))
     if hasher.hexdigest() != digest:
         raise IntegrityError(
-            f"the bytes of {file.key} are not the published ones",
+            f"{file.key} is not the published one",
             hint="restore the file from where it was published, or publish the model again",
             uri=store.uri,
             key=file.key,

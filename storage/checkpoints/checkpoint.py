@@ -115,7 +115,7 @@ def check_wanted(wanted: str, found: str, uri: str) -> None:
     if wanted not in ("", found):
         raise RevisionMismatch(
             "the stored revision of the model is not the one that was asked for",
-            hint="the model was published again, or an older revision was restored; `longshore plan` shows its revision",
+            hint="the model was published again, or an older one was restored; `longshore plan` shows its revision",
             uri=uri,
             expected=wanted,
             found=found or "not published",

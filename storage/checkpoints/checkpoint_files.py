@@ -136,7 +136,7 @@ def parse_weight_map(data: bytes) -> dict[str, str]:
 def assign_tensors(
     shard_keys: tuple[str, ...], headers: Mapping[str, Header], weight_map: Mapping[str, str] | None
 ) -> tuple[Tensor, ...]:
-    """Return the model's tensors, ordered by shard, start, end and name. Copies that the index does not pick are left out.
+    """Return the model's tensors, ordered by shard, start, end and name, without copies that the index does not pick.
 
     Raises InvalidIndex, which lists tensors that are missing, not in the index, or in two shards.
     """

@@ -115,7 +115,7 @@ def header_bytes(data: bytes, file_size_bytes: int) -> int:
     """Return the size of the length field and the JSON, from the file's first eight bytes. Raises InvalidHeader."""
     if file_size_bytes < LENGTH_BYTES or len(data) < LENGTH_BYTES:
         raise InvalidHeader(
-            f"not a safetensors file: it has {min(file_size_bytes, len(data))} bytes, and its length field alone takes 8",
+            f"not a safetensors file: it has {min(file_size_bytes, len(data))} bytes, the length field alone takes 8",
             hint=CUT_SHORT_HINT,
         )
     (length,) = struct.unpack_from("<Q", data)

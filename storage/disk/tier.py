@@ -1,24 +1,14 @@
-"""Which chunks are on disk, in order of their last use, and what has to go for a new one. Pure: no file is touched.
-
-How a disk tier stands and what it has done, in numbers.
-
-Verified chunks on disk: what outlives the arena, the node's agent and the cluster. LRU within a budget of bytes.
+"""The disk tier of one node: verified chunks on disk that outlive the arena, the agent and the cluster.
 
     write(key, ...)   room made -> temporary file, full size at once -> bytes -> fsync -> renamed to its name
-    key in tier       whether there is such a file; reading is `storage.disk.files.DiskReader`'s, and verifies
+    key in tier       whether there is such a file; `storage.disk.files.DiskReader` reads and verifies it
 
-Several processes may use one folder: each change of it is made under a lock on a file in it, and whoever finds that
-somebody else has changed it looks again. A process that is killed leaves temporary files, which the next look removes;
-a chunk is visible whole or not at all. A full disk is no error: the chunk is not kept, and that is counted.
+Least recently used chunks are removed to stay within a budget of bytes. Several processes may use one folder. Each
+changes it only under a lock on a file in it, and lists the folder again when another process has changed it. A killed
+process leaves temporary files, which the next listing removes. A chunk is visible whole or not at all. A full disk is
+no error: the chunk is not kept, and is counted in `unkept_chunks`.
 
-Verified chunks on disk: what outlives the arena, the node's agent and the cluster. LRU within a budget of bytes.
-
-    write(key, ...)   room made -> temporary file, full size at once -> bytes -> fsync -> renamed to its name
-    key in tier       whether there is such a file; reading is `storage.disk.files.DiskReader`'s, and verifies
-
-Several processes may use one folder: each change of it is made under a lock on a file in it, and whoever finds that
-somebody else has changed it looks again. A process that is killed leaves temporary files, which the next look removes;
-a chunk is visible whole or not at all. A full disk is no error: the chunk is not kept, and that is counted.
+DiskIndex decides what to remove. It is pure and touches no file.
 """
 
 from __future__ import annotations
@@ -50,14 +40,14 @@ from storage.stores.local import is_temporary, open_locked, remove_unless_locked
 
 
 class DiskIndex:
-    """Sizes of finished files by key, least recently used first, and of files that are being written, by name.
+    """The sizes of finished files by key, least recently used first, and of files being written, by name.
 
-    The law: what fits goes in only after enough was taken out, so `used_bytes` never rises above `budget_bytes`.
+    The law: a file is added only after enough was removed, so `used_bytes` never exceeds `budget_bytes`.
     """
 
     def __init__(self, budget_bytes: int) -> None:
         self.budget_bytes = budget_bytes
-        self.used_bytes = 0  # finished files and reservations
+        self.used_bytes = 0  # of finished files and reservations
         self._chunks: OrderedDict[bytes, int] = OrderedDict()
         self._reserved: dict[str, int] = {}
 
@@ -69,7 +59,7 @@ class DiskIndex:
 
     @property
     def keys(self) -> tuple[bytes, ...]:
-        """Finished ones, least recently used first."""
+        """Return the keys of finished files, least recently used first."""
         return tuple(self._chunks)
 
     def replace(
@@ -80,8 +70,9 @@ class DiskIndex:
         kept: bool = False,
         gone: Iterable[bytes] = (),
     ) -> None:
-        """What a look at the folder has shown; `chunks` least recently used first. `kept`: it was a look for what is
-        new, and what was known is still there but for what is `gone`.
+        """Set the index to the result of a listing. `chunks` are ordered by use, least recently used first.
+
+        `kept` means that only new names were examined. Then known files stay, except those in `gone`.
         """
         if kept:
             for key in gone:
@@ -98,7 +89,7 @@ class DiskIndex:
         self.used_bytes = sum(self._chunks.values()) + sum(self._reserved.values())
 
     def make_room(self, size_bytes: int) -> list[bytes] | None:
-        """Keys that are out now, so that `size_bytes` more fit; None, and no change, when nothing helps."""
+        """Remove keys until `size_bytes` more fit, and return them. None, without a change, if they cannot fit."""
         fixed_bytes = self.used_bytes - sum(self._chunks.values()) if self._reserved else 0
         if fixed_bytes + size_bytes > self.budget_bytes:
             return None
@@ -108,80 +99,80 @@ class DiskIndex:
         return gone
 
     def drop_oldest(self) -> bytes:
-        """The key of the one used least recently, which is out now. Raises KeyError when there is none."""
+        """Remove the least recently used key and return it. Raises KeyError if there is none."""
         key, size_bytes = self._chunks.popitem(last=False)
         self.used_bytes -= size_bytes
         return key
 
     def reserve(self, name: str, size_bytes: int) -> None:
-        """A file of that size is about to be written; `make_room` was asked first."""
+        """Reserve the size of a file that will be written. Call `make_room` first."""
         self.release(name)
         self._reserved[name] = size_bytes
         self.used_bytes += size_bytes
 
     def release(self, name: str) -> None:
-        """Nothing came of it, or it is finished."""
+        """Drop a reservation, because the file is finished or abandoned."""
         self.used_bytes -= self._reserved.pop(name, 0)
 
     def add(self, key: bytes, size_bytes: int) -> None:
-        """A finished file, used last of all."""
+        """Add a finished file as the most recently used."""
         self.remove(key)
         self._chunks[key] = size_bytes
         self.used_bytes += size_bytes
 
     def touch(self, key: bytes) -> None:
-        """It was used last of all."""
+        """Make the file the most recently used."""
         if key in self._chunks:
             self._chunks.move_to_end(key)
 
     def remove(self, key: bytes) -> None:
-        """It is not there any more."""
+        """Remove the file from the index."""
         self.used_bytes -= self._chunks.pop(key, 0)
 
 
 @dataclass(frozen=True, slots=True)
 class DiskStats:
-    """Counts since the tier was opened by this process; `budget_bytes`, `used_bytes` and `files` are now."""
+    """Counts since this process opened the tier. `budget_bytes`, `used_bytes` and `files` are the state now."""
 
     budget_bytes: int
-    used_bytes: int  # files that are being written included
+    used_bytes: int  # including files being written
     files: int
     written_chunks: int
     evicted_chunks: int
-    unkept_chunks: int  # that should be there and are not
+    unkept_chunks: int  # writes that failed or had no room
 
 
-LOOK_SHARE = 100  # of the time, at most one part in so many goes into looking at every file of a large folder
-LARGE = 1000  # files
+LOOK_SHARE = 100  # listing every file of a large folder takes at most this fraction (1/100) of the time
+LARGE = 1000  # files in a folder that counts as large
 _NO_SPACE = (errno.ENOSPC, errno.EDQUOT)
 
 
 class Written(enum.Enum):
-    """What became of a chunk that was to be kept."""
+    """The result of writing a chunk."""
 
     DONE = "done"
-    PRESENT = "present"  # it was there already
-    NO_ROOM = "no room"  # larger than the budget, or others are writing all that fits
-    FULL = "full"  # the disk has no space left, or the process may write no larger file
-    FAILED = "failed"  # the disk did not do it
+    PRESENT = "present"  # the chunk was there already
+    NO_ROOM = "no room"  # larger than the budget, or files being written use all of it
+    FULL = "full"  # the disk has no space left, or the process may not write such a large file
+    FAILED = "failed"  # the disk reported another error
 
 
 class DiskTier:
-    """The writer's side. Thread-safe; `in` and `touch` never wait for the disk."""
+    """The writer of the disk tier. Thread-safe. `in` and `touch` never wait for the disk."""
 
     def __init__(self, parent: str, budget_bytes: int = 0) -> None:
-        """`budget_bytes` 0: half of what the tier has and could have. Raises DiskTierError."""
+        """Open the tier. `budget_bytes` 0 means half of its files and the free space together. Raises DiskTierError."""
         self.path = make_folder(parent)
         self.counts: Counter[Written] = Counter()
         self.evicted_chunks = 0
-        self.last_error = ""  # of the last write that was not done
+        self.last_error = ""  # of the last write that failed
         self._folder = open_folder(self.path)
         self._index = DiskIndex(budget_bytes)
-        self._books = threading.Lock()  # around the index, never around the disk
+        self._books = threading.Lock()  # protects the index; never held during disk operations
         self._writing = threading.Lock()  # one change at a time in this process
         self._stamp_ns = 0
-        self._look_again_s = 0.0  # at every file
-        self._eviction_helps = True  # when the disk is full
+        self._look_again_s = 0.0  # when every file may be examined again
+        self._eviction_helps = True  # False if removing chunks did not free space on a full disk
         try:
             self._lock = FolderLock(self._folder)
             with self._changing():
@@ -190,7 +181,9 @@ class DiskTier:
         except OSError as exc:
             self.close()
             raise DiskTierError(
-                f"the folder for chunks on disk cannot be used: {exc.strerror or exc}", path=self.path
+                f"the folder for chunks on disk cannot be used: {exc.strerror or exc}",
+                hint="set LONGSHORE_DISK_CACHE_DIR to a folder that this user can write to",
+                path=self.path,
             ) from exc
 
     @property
@@ -199,16 +192,16 @@ class DiskTier:
 
     @property
     def used_bytes(self) -> int:
-        """Bytes of all files, those being written included, as far as this process knows."""
+        """Return the bytes of all files that this process knows, including those being written."""
         return self._index.used_bytes
 
     @property
     def unkept_chunks(self) -> int:
-        """Writes that came to nothing."""
+        """Return the number of writes that failed or had no room."""
         return self.counts[Written.NO_ROOM] + self.counts[Written.FULL] + self.counts[Written.FAILED]
 
     def stats(self) -> DiskStats:
-        """How it stands."""
+        """Return the counts and the state of the tier."""
         with self._books:
             return DiskStats(
                 self.budget_bytes,
@@ -227,17 +220,17 @@ class DiskTier:
             return key in self._index
 
     def touch(self, key: bytes) -> None:
-        """The chunk is about to be read (its reader notes that on disk)."""
+        """Make the chunk the most recently used in this index. Its reader notes the use on disk."""
         with self._books:
             self._index.touch(key)
 
     def keys(self) -> tuple[bytes, ...]:
-        """Chunks that are there, least recently used first."""
+        """Return the keys of the chunks on disk, least recently used first."""
         with self._books:
             return self._index.keys
 
     def write(self, key: bytes, hash_name: str, digest: bytes, data: memoryview) -> Written:
-        """Keep a verified chunk. Never raises for what a disk can do."""
+        """Keep a verified chunk. Never raises for errors of the disk."""
         header = pack_header(ChunkHeader(key, len(data), hash_name, digest))
         try:
             written = self._write(key, header, data)
@@ -250,19 +243,19 @@ class DiskTier:
         return written
 
     def trim(self) -> None:
-        """Take out what is over the budget; a tier that only looks leaves it there. Never raises for the disk."""
+        """Remove what exceeds the budget, which opening a tier does not do. Never raises for errors of the disk."""
         with contextlib.suppress(OSError), self._changing():
             self._evict(0)
 
     def discard(self, key: bytes) -> None:
-        """The file is not what its name says: it goes. Never raises for what a disk can do."""
+        """Remove a file that is not the chunk that its name says. Never raises for errors of the disk."""
         with contextlib.suppress(OSError), self._changing():
             self._unlink(key)
             with self._books:
                 self._index.remove(key)
 
     def close(self) -> None:
-        """Nothing is removed. No other call may be under way."""
+        """Close the folder and keep its files. No other call may be running."""
         lock = getattr(self, "_lock", None)
         if lock is not None:
             lock.close()
@@ -275,7 +268,7 @@ class DiskTier:
         if key in self:
             return Written.PRESENT
         with self._changing():
-            if key in self:  # by another process, meanwhile
+            if key in self:  # another process wrote it in the meantime
                 return Written.PRESENT
             if not self._evict(size_bytes):
                 return Written.NO_ROOM
@@ -286,7 +279,7 @@ class DiskTier:
             except OSError as exc:
                 if exc.errno not in _NO_SPACE or not self._give_back(size_bytes):
                     raise
-                self._eviction_helps = False  # until it has: a disk that is full of other things empties no cache
+                self._eviction_helps = False  # until this write succeeds, because other files may have filled the disk
                 self._fill(file, header, data)
             with self._changing():
                 os.rename(name, chunk_name(key), src_dir_fd=self._folder, dst_dir_fd=self._folder)
@@ -302,7 +295,7 @@ class DiskTier:
 
     @contextlib.contextmanager
     def _changing(self) -> Iterator[None]:
-        """Around every change: nobody else makes one, and what others have changed is known. Raises OSError."""
+        """Hold the lock for a change, after updating the index with changes by other processes. Raises OSError."""
         with self._writing, self._lock.held() as changed:
             if changed:
                 self._look()
@@ -311,10 +304,10 @@ class DiskTier:
             yield
 
     def _look(self) -> None:
-        """What is in the folder; what killed writers left is removed.
+        """Update the index from the folder, and remove temporary files of killed writers.
 
-        Where several processes write to a large folder, each looks after each write of another: then only at names that
-        are new, as the files of known ones never change. Their order of use is looked at once in a while.
+        If several processes write to a large folder, each lists it after each write of another. To save time, only new
+        names are examined then, because finished files never change. Their order of use is read only now and then.
         """
         begun_s = time.monotonic()
         names = set(os.listdir(self._folder))
@@ -348,7 +341,7 @@ class DiskTier:
             self._look_again_s = now_s + LOOK_SHARE * (now_s - begun_s)
 
     def _evict(self, size_bytes: int) -> bool:
-        """Make room for so many bytes more. False, and nothing is gone, when that cannot be."""
+        """Make room for that many bytes. False, and nothing is removed, if that is impossible."""
         with self._books:
             gone = self._index.make_room(size_bytes)
         for key in gone or ():
@@ -357,7 +350,7 @@ class DiskTier:
         return gone is not None
 
     def _give_back(self, size_bytes: int) -> bool:
-        """The disk is full before the budget is: older chunks make room. False when there are none, or it is no use."""
+        """Remove older chunks, because the disk is full before the budget is used. False if that does not help."""
         with self._changing():
             left_bytes = size_bytes
             while left_bytes > 0 and self._eviction_helps and len(self):
@@ -374,7 +367,7 @@ class DiskTier:
             os.unlink(chunk_name(key), dir_fd=self._folder)
 
     def _reserve(self, size_bytes: int) -> tuple[str, int]:
-        """Name and descriptor of a new file that counts in full from here on, for every process."""
+        """Create a file that counts in full from now on, for every process. Return its name and descriptor."""
         name, file = open_locked("", mode=0o600, dir_fd=self._folder)
         try:
             os.truncate(file, size_bytes)
@@ -392,9 +385,9 @@ class DiskTier:
             while part:
                 done = os.pwrite(file, part, at)
                 at, part = at + done, part[done:]
-        # (The name alone may get lost with the power: then the chunk is fetched again, and that is all.)
+        # If power fails, only the new name may get lost. Then the chunk is fetched again.
         os.fsync(file)
-        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # the arena has it: no second copy in memory
+        os.posix_fadvise(file, 0, 0, os.POSIX_FADV_DONTNEED)  # the arena has the bytes; the page cache need not
         self._stamp_ns = max(self._stamp_ns + 1, time.time_ns())
         os.utime(file, ns=(self._stamp_ns, self._stamp_ns))
 

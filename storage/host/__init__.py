@@ -1,1 +1,4 @@
-"""This machine: its processors, its memory, its GPUs, its processes."""
+"""Facts about this machine.
+
+`processes` identifies processes and measures CPU usage. `memory` reads the memory of the host and of its GPUs.
+"""

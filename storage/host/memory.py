@@ -1,20 +1,17 @@
-"""Memory of this host, of its containers, of a folder's file system and of one process; pages mapped before use.
+"""Memory of this host, its control groups, file systems, processes and GPUs, read from the kernel and the GPU driver.
 
-What a process takes comes out of several pools at once: the host's memory, and that of each control group around it
-that has a limit (a container, a pod, a batch job, a service), of version 1 and 2, also where `memory.high` would only
-throttle. Processes that share a pool know it by the same id, whatever namespace they look from.
+Pools: a process takes memory from several pools at once. These are the host's memory, and each control group around
+the process that has a limit (a container, a pod, a batch job, a service). Versions 1 and 2 count, and so does
+`memory.high`, although it only throttles. Processes that share a pool see the same id, in whatever namespace they are.
 
-Memory that a process has to itself, cheaply: what it holds apart from shared memory, now and at its highest.
+Own memory: `own_bytes` counts a process's private pages and mapped files (libraries) from the kernel's counters, in
+some 15 microseconds at any size. That is a slight overestimate, because libraries are shared. The proportional set size
+is more precise. But it walks the page tables, which takes 15 to 20 ms of CPU per mapped GB with the address space
+locked.
+The kernel's own high-water mark is no use here, because it includes the arena that many processes share.
 
-Private pages and mapped files (libraries), from the kernel's counters: some 15 microseconds, whatever the size. The
-proportional set size says it a little better (a library's pages are divided by those who map them) but walks the page
-tables for it: 15 to 20 ms of CPU per mapped GB, with the address space locked. So this is what is sampled while bytes
-stream, and a slight overestimate. The kernel's own high-water mark counts the arena in, which many processes share.
-
-How much memory the GPUs of this host have, and have free, and which driver: asked of it, without a CUDA context.
-
-A context would take hundreds of megabytes of the very memory that is asked about. The driver's management library
-(NVML) answers in milliseconds where it is installed; its command, nvidia-smi, takes a good part of a second.
+GPUs: the driver is asked without a CUDA context, which would take hundreds of megabytes of the memory in question. The
+driver's management library (NVML) answers in milliseconds. Its command, nvidia-smi, takes most of a second.
 """
 
 from __future__ import annotations
@@ -32,18 +29,18 @@ from pathlib import Path
 
 @dataclass(frozen=True, slots=True)
 class MemoryPool:
-    """Memory that several processes share."""
+    """A pool of memory that several processes share."""
 
     pool_id: str
-    free_bytes: int  # that can be taken without swapping
+    free_bytes: int  # can be taken without swapping
     total_bytes: int
-    reserve_bytes: int = 0  # of the free ones, to be left by whoever asked: above that it would be ended
+    reserve_bytes: int = 0  # of the free bytes, to be left free by the caller
 
 
 def memory_pools(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> tuple[MemoryPool, ...]:
-    """The host's memory, then that of each control group around this process that has a limit.
+    """Return the host's memory, then that of each control group around this process that has a limit.
 
-    Raises OSError when the kernel does not tell.
+    Raises OSError if the kernel does not report it.
     """
     found = {}
     for line in Path(proc, "meminfo").read_text().splitlines():
@@ -63,15 +60,15 @@ def memory_pools(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> tuple[M
 
 
 def available_host_bytes(proc: str = "/proc", cgroup: str = "/sys/fs/cgroup") -> int:
-    """Memory that can be taken without swapping: what the host has, or the tightest limit leaves.
+    """Return the memory that can be taken without swapping: the least that is free in any pool.
 
-    Raises OSError when the kernel does not tell.
+    Raises OSError if the kernel does not report it.
     """
     return min(pool.free_bytes for pool in memory_pools(proc, cgroup))
 
 
 def _groups(proc: Path, cgroup: Path) -> Iterator[tuple[Path, int]]:
-    """(folder, version) of this process's control group and of each around it, as far as they can be seen."""
+    """Yield (folder, version) of this process's control group and of each visible one around it."""
     own = {}  # version -> path
     for line in _text(proc / "self/cgroup").split("\n"):
         number, _, rest = line.partition(":")
@@ -82,7 +79,7 @@ def _groups(proc: Path, cgroup: Path) -> Iterator[tuple[Path, int]]:
             own[1] = path
     for root, version in ((cgroup, 2), (cgroup / "unified", 2), (cgroup / "memory", 1)):
         parts = [part for part in own.get(version, "").split("/") if part]
-        # In a namespace of its own, or where only its own part is mounted, the path leads nowhere: the root is it.
+        # In a namespace, or if only this process's group is mounted, the path does not exist below the root.
         if ".." in parts or not root.joinpath(*parts).is_dir():
             parts = []
         for depth in range(len(parts), -1, -1):
@@ -90,18 +87,18 @@ def _groups(proc: Path, cgroup: Path) -> Iterator[tuple[Path, int]]:
 
 
 def _limited(folder: Path, version: int, boot: str) -> MemoryPool | None:
-    """What the control group's limits leave, page cache counted as free; None without a limit."""
+    """Return the pool of a control group, page cache counted as free; None without a limit."""
     names = {
         1: (("memory.limit_in_bytes",), "memory.usage_in_bytes", "total_inactive_file"),
         2: (("memory.max", "memory.high"), "memory.current", "inactive_file"),
     }
     limit_names, used_name, cache_name = names[version]
-    limits = [int(text) for name in limit_names if (text := _text(folder / name)).isdigit()]  # else "max": none
+    limits = [int(text) for name in limit_names if (text := _text(folder / name)).isdigit()]  # "max" is no limit
     used = _text(folder / used_name)
     if not limits or not used.isdigit():
         return None
     stat = dict(line.split(" ", 1) for line in _text(folder / "memory.stat").splitlines() if " " in line)
-    # Of groups around it that cannot be seen from here.
+    # The limit of outer groups that are not visible from here.
     limits += [int(stat[name]) for name in ("hierarchical_memory_limit",) if stat.get(name, "").isdigit()]
     limit = min(limits)
     free = limit - int(used) + int(stat.get(cache_name, 0))
@@ -109,7 +106,7 @@ def _limited(folder: Path, version: int, boot: str) -> MemoryPool | None:
 
 
 def _text(path: Path) -> str:
-    """What a file of the kernel says; empty where there is none. Names of folders in it may be any bytes."""
+    """Return the text of a kernel file; empty if it cannot be read. It may contain folder names with any bytes."""
     try:
         return os.fsdecode(path.read_bytes()).strip()
     except OSError:
@@ -117,16 +114,16 @@ def _text(path: Path) -> str:
 
 
 def free_bytes(directory: str | os.PathLike[str]) -> int:
-    """Bytes an ordinary user can still write in the file system of `directory`."""
+    """Return the bytes that an ordinary user can still write in the file system of `directory`."""
     info = os.statvfs(directory)
     return info.f_bavail * info.f_frsize
 
 
 def is_memory_backed(directory: str | os.PathLike[str]) -> bool:
-    """Whether files in `directory` live in memory (tmpfs) and so count against the host's, too."""
+    """Return whether files in `directory` are in memory (tmpfs), so that they count as host memory, too."""
     device = os.stat(directory).st_dev
     wanted = f"{os.major(device)}:{os.minor(device)}"
-    for line in Path("/proc/self/mountinfo").read_bytes().split(b"\n")[:-1]:  # names of folders may be any bytes
+    for line in Path("/proc/self/mountinfo").read_bytes().split(b"\n")[:-1]:  # folder names may be any bytes
         left, _, right = line.partition(b" - ")
         if left.split()[2].decode() == wanted:
             return right.split()[0] in (b"tmpfs", b"ramfs", b"devtmpfs")
@@ -134,7 +131,7 @@ def is_memory_backed(directory: str | os.PathLike[str]) -> bool:
 
 
 def own_bytes(pid: int | None = None) -> int:
-    """Resident memory apart from shared memory; of the calling process when `pid` is None. 0 where nothing tells."""
+    """Return a process's resident memory without shared memory (default: the caller's); 0 if unknown."""
     total = 0
     try:
         with open(f"/proc/{'self' if pid is None else pid}/status", encoding="ascii", errors="replace") as lines:
@@ -147,7 +144,7 @@ def own_bytes(pid: int | None = None) -> int:
 
 
 def high_water_bytes() -> int:
-    """The most that the calling process ever held, shared memory included, since `reset_high_water`; 0 if unknown."""
+    """Return the caller's peak memory since `reset_high_water`, shared memory included; 0 if unknown."""
     try:
         with open("/proc/self/status", encoding="ascii", errors="replace") as lines:
             return next((int(line.split()[1]) * 1024 for line in lines if line.startswith("VmHWM:")), 0)
@@ -156,21 +153,22 @@ def high_water_bytes() -> int:
 
 
 def reset_high_water() -> None:
-    """Where the kernel does not allow it, the mark is of the process's whole life."""
+    """Restart the measurement of `high_water_bytes`, if the kernel allows it."""
     with contextlib.suppress(OSError), open("/proc/self/clear_refs", "w", encoding="ascii") as mark:
         mark.write("5")
 
 
 class PeakMemory:
-    """The calling process's memory since now. `kept_bytes` of it, to be reused or given back, are not counted before
-    the first `sample`.
+    """The calling process's memory from now on, and its peak.
+
+    `kept_bytes` are memory that will be reused or freed, which the baseline does not include.
     """
 
     def __init__(self, kept_bytes: int = 0) -> None:
         self.baseline_bytes = self.peak_bytes = max(0, own_bytes() - kept_bytes)
 
     def sample(self) -> None:
-        """Look now. Whoever wants the peak of something calls this while it goes on."""
+        """Measure now. Call this repeatedly while the work that is measured is running."""
         self.peak_bytes = max(self.peak_bytes, own_bytes())
 
 
@@ -183,10 +181,10 @@ _madvise.restype = ctypes.c_int
 
 
 def populate(address: int, size_bytes: int) -> bool:
-    """Make the pages that hold `[address, address + size_bytes)` present and writable; what is in them stays.
+    """Map the pages of `[address, address + size_bytes)` writable, without changing their contents.
 
-    Every page of the range must belong to a writable mapping of the caller's. False where the kernel cannot: then
-    nothing is lost but time. Releases the GIL.
+    Every page of the range must belong to a writable mapping of the caller. Returns False if the kernel cannot,
+    which only costs time later. Releases the GIL.
     """
     if size_bytes <= 0:
         return True
@@ -196,26 +194,26 @@ def populate(address: int, size_bytes: int) -> bool:
 
 
 def address_of(memory: memoryview | mmap.mmap) -> int:
-    """Where a writable buffer begins in this process."""
+    """Return the address of a writable buffer in this process."""
     return ctypes.addressof(ctypes.c_char.from_buffer(memory))
 
 
 NVML = "libnvidia-ml.so.1"
-MOST_GPUS = 1024  # a count above it is not believed
+MOST_GPUS = 1024  # a larger count is an error
 _ASK = ["nvidia-smi", "--query-gpu=memory.total,memory.free", "--format=csv,noheader,nounits"]
 _ASK_S = 10.0
 
 
 @dataclass(frozen=True, slots=True)
 class GpuMemory:
-    """One GPU's."""
+    """The memory of one GPU."""
 
     total_bytes: int
-    free_bytes: int | None = None  # when it was asked; None: not known
+    free_bytes: int | None = None  # at the time of the call; None if unknown
 
 
 def gpu_memory(library: str = NVML) -> tuple[GpuMemory, ...]:
-    """Of each GPU of the host, in the order of the driver; empty where there is no driver, or it does not say."""
+    """Return the memory of each GPU of the host, in the driver's order; empty without a driver or an answer."""
     try:
         return _ask_library(library)
     except (OSError, AttributeError, ValueError):
@@ -224,14 +222,14 @@ def gpu_memory(library: str = NVML) -> tuple[GpuMemory, ...]:
 
 @dataclass(frozen=True, slots=True)
 class GpuDriver:
-    """NVIDIA's, on this host."""
+    """The NVIDIA driver of this host."""
 
     version: str  # "580.95.05"
-    cuda: str  # "13.0": the newest CUDA that it runs
+    cuda: str  # "13.0": the newest CUDA that it supports
 
 
 def gpu_driver(library: str = NVML) -> GpuDriver | None:
-    """None where there is no driver, or it does not work."""
+    """Return the driver's versions; None if there is no working driver."""
     try:
         nvml = ctypes.CDLL(library)
         with _initialized(nvml):
@@ -244,7 +242,7 @@ def gpu_driver(library: str = NVML) -> GpuDriver | None:
 
 
 class _Memory(ctypes.Structure):
-    """nvmlMemory_t."""
+    """The C struct nvmlMemory_t."""
 
     _fields_ = (("total", ctypes.c_ulonglong), ("free", ctypes.c_ulonglong), ("used", ctypes.c_ulonglong))
 

@@ -1,20 +1,20 @@
-"""One object read, hashed and checked: what publish and verify do to every shard and file.
+"""The reading, checking and copying of one object, for publish and verify.
 
-digest_object    read once: digest of the whole, of each chunk, and the checksum the store has, compared
-bad_chunks       read again: chunks whose digest is another now
+    digest_object    reads once: digest of the whole and of each chunk, and compares the store's own checksum
+    bad_chunks       reads again: yields the chunks whose digest differs
 
-One object of a publish: read, checked, copied when there is a destination, and read back there.
+A publish handles each object in one of three ways:
 
-no destination:  read + hash --> the store's checksum agrees, or read + hash again
-destination:     read + hash + write --> as above --> read + hash what the destination holds
-finished before: read + hash --> as it was then; only for the largest values of its rows
+    no destination:  read + hash --> the store's checksum agrees, or read + hash again
+    destination:     read + hash + write --> as above --> read + hash what the destination has
+    finished before: read + hash --> same digest as then; only to record the row maxima of its weights
 
-The largest absolute value of each row of a shard's weights: found while it is read, compared by a verification.
+AmaxScan finds the largest absolute value of each row of a shard's weights while the shard is read:
 
     bytes, in order, of any lengths --> elements of each weight --> rows --> the largest magnitude of each
 
-A float without its sign, read as a whole number, is the larger the larger the float is; above infinity are the NaNs. So
-magnitudes are compared as whole numbers, of the width that is stored, and a row with a NaN has NaN.
+Without its sign bit, a larger float is a larger integer, and NaNs are above infinity. So magnitudes are compared as
+integers of the stored width, and a row with a NaN has the maximum NaN.
 """
 
 from __future__ import annotations
@@ -37,7 +37,7 @@ from storage.errors import IntegrityError, InvalidAmax, ManifestMismatch
 from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore, RangeReader, ranges_of
 from storage.stores.requests import RetryPolicy, with_retries
 
-# Compared at a time: what was just read or hashed is not fetched again for a copy without signs.
+# Compared at a time, so that the copy without signs stays in the cache like the bytes just read.
 BLOCK_BYTES = 128 << 10
 _WORDS: dict[str, Any] = {
     "BF16": np.dtype("<u2"),
@@ -50,18 +50,18 @@ Words = NDArray[Any]
 
 
 class AmaxScan:
-    """Of one reading of one shard. Memory: an element for each row."""
+    """The row maxima found while one shard is read once. Needs the memory of one element for each row."""
 
     def __init__(self, weights: Sequence[Tensor]) -> None:
-        """`weights`: of the shard, of WEIGHT_DTYPES, in order of start."""
+        """Set the weights of the shard, with dtypes of WEIGHT_DTYPES and in order of start."""
         self._weights = [weight for weight in weights if weight.size_bytes]
         self._most = [np.zeros(_rows(weight), _WORDS[weight.dtype]) for weight in self._weights]
-        self._at = 0  # bytes of the shard that went by
-        self._next = 0  # the first weight that was not seen to its end
-        self._part = b""  # of an element that the bytes so far ended in
+        self._at = 0  # bytes of the shard that were added
+        self._next = 0  # the first weight that is not complete
+        self._part = b""  # beginning of an element that was split between two views
 
     def add(self, view: memoryview) -> None:
-        """The next bytes of the shard."""
+        """Take the next bytes of the shard."""
         first, self._at = self._at, self._at + len(view)
         while self._next < len(self._weights):
             weight = self._weights[self._next]
@@ -73,14 +73,14 @@ class AmaxScan:
             self._next += 1
 
     def rows(self) -> dict[str, Amax]:
-        """Of each weight by name, when the whole shard went by: float32, in the shape of its rows."""
+        """Return the maxima of each weight by name, after the whole shard: float32, in the shape of its rows."""
         return {
             weight.name: _as_float32(weight.dtype, most).reshape(weight.shape[:-1])
             for weight, most in zip(self._weights, self._most, strict=True)
         }
 
     def _take(self, offset: int, view: memoryview) -> None:
-        """Bytes of the weight at hand, from that one on."""
+        """Compare the bytes of the current weight that begin at `offset` in it."""
         word = self._most[self._next].dtype
         if self._part:
             missing = word.itemsize - len(self._part)
@@ -95,7 +95,7 @@ class AmaxScan:
         self._part = bytes(view[whole:])
 
     def _compare(self, first: int, values: Words) -> None:
-        """Elements of the weight at hand, from that one on: the end of a row, whole rows, the beginning of one."""
+        """Compare elements of the current weight, from number `first`: end of a row, whole rows, start of a row."""
         most, columns = self._most[self._next], self._weights[self._next].shape[-1]
         row, column = divmod(first, columns)
         if column and len(values):
@@ -111,7 +111,7 @@ class AmaxScan:
 
 
 def _largest(values: Words) -> Words:
-    """Of each of (rows, columns): the largest without its sign."""
+    """Return the largest magnitude in each row of a (rows, columns) array."""
     without_sign = values.dtype.type((1 << (8 * values.dtype.itemsize - 1)) - 1)
     count, columns = BLOCK_BYTES // values.dtype.itemsize, values.shape[1]
     step = max(1, count // columns)
@@ -132,7 +132,7 @@ def _rows(weight: Tensor) -> int:
 
 
 def _as_float32(dtype: str, words: Words) -> Amax:
-    """Exactly, but for F64, which is rounded. Every NaN becomes the one of Python's float."""
+    """Convert words to float32: exact, except that F64 is rounded. Every NaN becomes Python's NaN."""
     if dtype == "BF16":
         found = (words.astype(np.uint32) << 16).view(np.float32)
     elif dtype == "F32":
@@ -145,7 +145,7 @@ def _as_float32(dtype: str, words: Words) -> Amax:
 
 
 class Recorded:
-    """Of one published model: nothing to do where its manifest lists no maxima."""
+    """The recorded maxima of one published model. Empty if its manifest lists none."""
 
     def __init__(self, manifest: Manifest) -> None:
         entry = next((file for file in manifest.files if file.path == AMAX_KEY), None)
@@ -161,15 +161,15 @@ class Recorded:
                 self._weights[manifest.shards[t.shard].path].append(weight)
 
     def weights_of(self, path: str) -> list[Tensor]:
-        """Weights of a shard whose maxima are to be compared."""
+        """Return the weights of a shard whose maxima must be compared."""
         return self._weights.get(path, [])
 
     def add(self, rows: dict[str, Amax]) -> None:
-        """What a shard has whose chunks are the published ones."""
+        """Add the maxima found in a shard whose chunks are all as published."""
         self._found.update(rows)
 
     def differences(self, store: ObjectStore, policy: RetryPolicy) -> list[BadTensor]:
-        """Weights whose maxima are others than the recorded ones. Raises StoreError."""
+        """Return the weights whose maxima differ from the recorded ones. Raises StoreError."""
         if self._file is None:
             return []
         shapes = {
@@ -195,18 +195,18 @@ def _first_difference(recorded: Amax, found: Amax) -> tuple[str, str]:
     return f"{one[row]} as the largest value of row {row}", f"{other[row]}"
 
 
-STORE_CHECKSUMS = ("crc64nvme", "crc32c", "crc32", "sha256", "md5")  # in order of preference: the cheapest to compute
+STORE_CHECKSUMS = ("crc64nvme", "crc32c", "crc32", "sha256", "md5")  # in order of preference, cheapest first
 
 OnBytes = Callable[[int], None]
 
 
 @dataclass(frozen=True, slots=True)
 class ObjectDigests:
-    """What one reading of an object gave."""
+    """The digests from one reading of an object."""
 
     whole: str  # hex
     chunks: tuple[str, ...]  # hex, one for each range
-    store_checksum: str | None  # name of the store's own checksum that agreed; None: it has none
+    store_checksum: str | None  # name of the store's own checksum that agreed; None if it has none
 
 
 @dataclass(frozen=True, slots=True)
@@ -222,7 +222,7 @@ class BadChunk:
 
 
 def store_checksum(info: ObjectInfo) -> str | None:
-    """Name of the checksum that the store keeps of the whole object and that can be computed here, or None."""
+    """Return the name of a whole-object checksum that the store has and that can be computed here, or None."""
     return next((name for name in STORE_CHECKSUMS if name in info.checksums and name in HASH_NAMES), None)
 
 
@@ -236,15 +236,15 @@ def digest_object(
     sink: Callable[[memoryview], None] | None = None,
     on_bytes: OnBytes,
 ) -> ObjectDigests:
-    """Read the object once, as the version that `info` describes; `sink` gets every range in order.
+    """Read the object once, in the version that `info` describes. `sink` gets every range in order.
 
-    Raises IntegrityError when the store's own checksum disagrees, and the store's errors.
+    Raises IntegrityError if the store's own checksum differs, and the store's errors.
     """
     whole = new_hasher(hash_name)
     name = store_checksum(info)
     check = new_hasher(name) if name else None
     chunks: list[str] = []
-    # Closed at once when the sink fails: its ring of buffers may be wanted for another try.
+    # Closed at once if the sink fails, because the next try may need the ring of buffers.
     with closing(reader.read(store, info.key, ranges, etag=info.etag)) as views:
         for _, view in views:
             whole.update(view)
@@ -256,8 +256,8 @@ def digest_object(
             on_bytes(len(view))
     if name and check is not None and check.hexdigest() != info.checksums[name].lower():
         raise IntegrityError(
-            f"what was read does not have the {name} that the store keeps of the object",
-            hint="the object is damaged where it is stored, or was damaged on its way",
+            f"the bytes that were read do not have the {name} that the store keeps for the object",
+            hint="the object is damaged in the store, or was damaged on its way; try again, else upload it again",
             uri=store.uri,
             key=info.key,
             expected=info.checksums[name],
@@ -286,7 +286,7 @@ def bad_chunks(
                 yield BadChunk(info.key, number, place.start, place.end, expected[number], found)
 
 
-COPY_ATTEMPTS = 2  # of one whole object, when writing it failed; each read inside has its own retries
+COPY_ATTEMPTS = 2  # of one whole object after writing failed; each read inside has its own retries
 
 
 @dataclass(frozen=True, slots=True)
@@ -294,8 +294,8 @@ class PublishProgress:
     """One moment of a publish."""
 
     done_bytes: int  # read and hashed; every reading counts
-    total_bytes: int  # of all readings that are to be done
-    key: str  # object that was just read from
+    total_bytes: int  # of all planned readings
+    key: str  # the object that was just read from
 
 
 @dataclass(frozen=True, slots=True)
@@ -303,14 +303,14 @@ class PublishJob:
     """One object to publish."""
 
     source: ObjectInfo  # with the store's checksums
-    ends: tuple[int, ...]  # of its chunks
+    ends: tuple[int, ...]  # of the object's chunks
     is_shard: bool
-    weights: tuple[Tensor, ...] = ()  # of a shard, whose largest values are recorded; by start
-    finished: ManifestFile | None = None  # what an earlier publish found: read once more, for those values
+    weights: tuple[Tensor, ...] = ()  # of a shard, those whose row maxima are recorded, ordered by start
+    finished: ManifestFile | None = None  # entry of an earlier publish; the object is read only for row maxima
 
 
 class ObjectPublisher:
-    """Publishes objects, from several threads, and counts what it reads and writes."""
+    """Publishes objects from several threads, and counts what it reads and writes."""
 
     def __init__(
         self,
@@ -320,7 +320,7 @@ class ObjectPublisher:
         policy: RetryPolicy,
         progress: Callable[[PublishProgress], None] | None,
     ) -> None:
-        """`dest=None`: published in place, nothing is written."""
+        """Set the stores. With `dest=None` the objects are published in place and not written."""
         self._source = source
         self._dest = dest
         self._hash_name = hash_name
@@ -329,11 +329,11 @@ class ObjectPublisher:
         self._lock = threading.Lock()
         self.read_bytes = 0  # every reading counts
         self.copied_bytes = 0
-        self.total_bytes = 0  # of all readings that are to be done
-        self.amax: dict[str, Amax] = {}  # by name of the weight
+        self.total_bytes = 0  # of all planned readings
+        self.amax: dict[str, Amax] = {}  # row maxima by name of the weight
 
     def foresee(self, jobs: Sequence[PublishJob]) -> None:
-        """Tell the progress how much there is to read."""
+        """Set how many bytes will be read, for the progress."""
         copying = self._dest is not None
         self.total_bytes = sum(
             job.source.size_bytes
@@ -342,7 +342,7 @@ class ObjectPublisher:
         )
 
     def publish(self, job: PublishJob, reader: RangeReader) -> ManifestFile:
-        """The manifest's entry of one object that was read without doubt. Raises IntegrityError, StoreError."""
+        """Return the manifest's entry of one object that was read and checked. Raises IntegrityError, StoreError."""
         ranges = ranges_of(job.ends)
         if job.finished is not None:
             return self._read_again(job, job.finished, ranges, reader)
@@ -367,12 +367,12 @@ class ObjectPublisher:
     def _read_again(
         self, job: PublishJob, finished: ManifestFile, ranges: Sequence[ByteRange], reader: RangeReader
     ) -> ManifestFile:
-        """For what is to be recorded of an object that an earlier publish had finished."""
+        """Read an object of an earlier publish again, to record its row maxima, and return its entry."""
         found = self._digest(job, ranges, reader, None).whole
         if found != finished.digest:
             raise IntegrityError(
-                "an object is not what an earlier publish read",
-                hint="publish again with force, which believes nothing of it",
+                "an object differs from what an earlier publish read",
+                hint="publish again with force, which ignores the earlier publish",
                 uri=self._source.uri,
                 key=job.source.key,
                 expected=finished.digest,
@@ -383,7 +383,7 @@ class ObjectPublisher:
     def _checked_copy(
         self, dest: ObjectStore, job: PublishJob, ranges: Sequence[ByteRange], reader: RangeReader
     ) -> tuple[ObjectDigests, ObjectInfo]:
-        """Copy and compare; a copy that is in doubt is removed, so that nobody takes it for a good one."""
+        """Copy and compare. A copy that may be wrong is removed, so that nobody uses it."""
         once_more = replace(self._policy, attempts=COPY_ATTEMPTS)
         digests, stored = with_retries(lambda: self._copy(dest, job, ranges, reader), once_more)
         try:
@@ -430,7 +430,7 @@ class ObjectPublisher:
     def _copy(
         self, dest: ObjectStore, job: PublishJob, ranges: Sequence[ByteRange], reader: RangeReader
     ) -> tuple[ObjectDigests, ObjectInfo]:
-        """Write the object to the destination while it is read; what the destination then says of it."""
+        """Write the object to the destination while it is read. Return its digests and the destination's facts."""
         key = job.source.key
         if len(ranges) <= 1:
             parts: list[bytes] = []
@@ -446,6 +446,7 @@ class ObjectPublisher:
         if stored.size_bytes != job.source.size_bytes:
             raise IntegrityError(
                 "the copy has another size than its source",
+                hint="nothing was published; check that nobody else writes to the destination, then publish again",
                 uri=dest.uri,
                 key=key,
                 expected=job.source.size_bytes,
@@ -462,7 +463,7 @@ class ObjectPublisher:
         reader: RangeReader,
         problem: str,
     ) -> None:
-        """Read once more. Raises IntegrityError that names the first chunk with another digest."""
+        """Read once more. Raises IntegrityError, which names the first chunk with another digest."""
         found = bad_chunks(
             reader,
             store,
@@ -490,6 +491,6 @@ class ObjectPublisher:
         with self._lock:
             self.read_bytes += size_bytes
             if self._progress is not None:
-                # A copy that had to be written twice is read more often than foreseen.
+                # A copy that is written twice is read more often than planned.
                 total = max(self.total_bytes, self.read_bytes)
                 self._progress(PublishProgress(self.read_bytes, total, key))

@@ -1,17 +1,17 @@
-"""Publish a checkpoint: read everything, check what was read, write the manifest last.
+"""Publishing a checkpoint: reads everything, checks what was read, and writes the manifest last.
 
     scan names and headers --> for each shard and file, several at a time:
         read, hash, compare with the store's checksum   or   read, hash, read again, compare
         copying: written while it is read, then read back from the destination and compared
         --> journal
-    --> sizes and ETags again --> recorded maxima, if asked for --> manifest --> its signature --> journal removed
+    --> sizes and ETags again --> recorded maxima, if requested --> manifest --> its signature --> journal removed
 
-A manifest says "these bytes are the model", so it must not bless a bad reading. Nothing of the model is held in
-memory but a few chunks, and of what is recorded one number for each row.
+A manifest declares that these bytes are the model, so it must never be made from a wrong reading. The memory is that of
+a few chunks, and of one number for each row if maxima are recorded.
 
-What a publish has finished, kept beside the model until the manifest is written: an interrupted one goes on.
-
-A journal is a hint: an entry counts only while source and destination still have the sizes and ETags it names.
+The journal lists the objects that are finished. It is kept beside the model until the manifest is written, so that an
+interrupted publish can continue. It is only a hint: an entry counts only while source and destination have the sizes
+and ETags that it names.
 """
 
 from __future__ import annotations
@@ -85,12 +85,12 @@ from storage.stores.object_store import (
 )
 from storage.stores.requests import RetryPolicy, with_retries
 
-MIN_PAUSE_S = 1.0  # between two saves
-PAUSE_PER_SAVE = 10.0  # times what the last save took: a slow store is kept busy with the model, not with this
+MIN_PAUSE_S = 1.0  # between two saves of the journal
+PAUSE_PER_SAVE = 10.0  # times the duration of the last save, so that a slow store spends its time on the model
 
 
 class JournalContents(ManifestEntry):
-    """The stored JSON."""
+    """The JSON of a stored journal."""
 
     format: Literal["longshore.publish"]
     version: Literal[1]
@@ -101,7 +101,7 @@ class JournalContents(ManifestEntry):
 
 
 def parse_journal(data: bytes) -> JournalContents | None:
-    """The journal in those bytes; None for what is none, or too much of one."""
+    """Return the journal in those bytes; None if they are not a journal, or too large."""
     if len(data) > MAX_MANIFEST_BYTES or json_values(data) > MAX_JSON_VALUES:
         return None
     try:
@@ -111,7 +111,7 @@ def parse_journal(data: bytes) -> JournalContents | None:
 
 
 class Journal:
-    """Finished objects of one publish; `add` may be called from many threads."""
+    """The finished objects of one publish. `add` may be called from many threads."""
 
     def __init__(
         self,
@@ -128,11 +128,11 @@ class Journal:
         self._clock = clock
         self._lock = threading.Lock()
         self._unsaved = False
-        self._next_save_s = 0.0  # on the clock; not before
+        self._next_save_s = 0.0  # earliest time of the next save, on the clock
         self._entries: dict[str, ManifestFile] = {}
 
     def load(self, info: ObjectInfo | None) -> None:
-        """Take over what an earlier publish with the same hash and chunk size left; anything else is ignored."""
+        """Take over the journal of an earlier publish with the same hash and chunk size. Any other is ignored."""
         if info is None or info.size_bytes > MAX_MANIFEST_BYTES:
             return
         found = parse_journal(read_whole(self._store, info, self._policy))
@@ -142,15 +142,15 @@ class Journal:
             self._entries = {entry.path: entry for entry in (*found.shards, *found.files)}
 
     def adopt(self, entries: Iterable[ManifestFile]) -> None:
-        """Take over what a manifest says of the very objects that are there."""
+        """Take over the entries of a manifest, for objects that have not changed since."""
         self._entries = {entry.path: entry for entry in entries}
 
     def get(self, path: str) -> ManifestFile | None:
-        """The entry of a finished object."""
+        """Return the entry of a finished object."""
         return self._entries.get(path)
 
     def add(self, entry: ManifestFile) -> None:
-        """Note a finished object, and save when that was not done just now: each time all of them are written."""
+        """Note a finished object. Save the journal unless it was saved just now, because a save writes all entries."""
         with self._lock:
             self._entries[entry.path] = entry
             self._unsaved = True
@@ -158,18 +158,18 @@ class Journal:
                 self._save()
 
     def flush(self) -> None:
-        """Save what was not saved yet. Raises StoreError."""
+        """Save what is not saved yet. Raises StoreError."""
         with self._lock:
             if self._unsaved:
                 self._save()
 
     def start(self) -> None:
-        """Save what there is: shows before any reading that the store can be written. Raises StoreError."""
+        """Save the journal now, to find out before any reading whether the store can be written. Raises StoreError."""
         with self._lock:
             self._save()
 
     def remove(self) -> None:
-        """Take the journal away, after the manifest is there."""
+        """Delete the journal after the manifest was written."""
         with_retries(lambda: self._store.delete(JOURNAL_KEY), self._policy)
 
     def _save(self) -> None:
@@ -190,9 +190,10 @@ class Journal:
 
 
 def same_place(source: ObjectStore, dest: ObjectStore, policy: RetryPolicy) -> bool:
-    """Whether both stores are one: copying objects over themselves would end badly.
+    """Return whether both stores are the same place, where copying would overwrite the objects with themselves.
 
-    URIs do not tell: two servers can have a bucket of one name, a folder many names. So something is written.
+    URIs are not enough: two servers can have a bucket of the same name, and a folder can have many names. So a probe is
+    written to one store and read from the other.
     """
     if source is dest or not (source.uri == dest.uri or source.uri[:5] == dest.uri[:5] == "file:"):
         return source is dest
@@ -207,7 +208,7 @@ def same_place(source: ObjectStore, dest: ObjectStore, policy: RetryPolicy) -> b
 
 
 def is_entry_of(entry: ManifestFile, source: ObjectInfo, stored: ObjectInfo | None) -> bool:
-    """Whether an entry is for these very versions; without ETags nobody can tell."""
+    """Return whether an entry is for these versions. Without ETags that cannot be known, so the result is False."""
     return (
         stored is not None
         and None not in (entry.etag, entry.source_etag)
@@ -217,7 +218,7 @@ def is_entry_of(entry: ManifestFile, source: ObjectInfo, stored: ObjectInfo | No
 
 
 def check_same(expected: ObjectInfo, now: ObjectInfo | None, uri: str) -> None:
-    """Raise ObjectChanged unless size and, where both are known, ETag are the same."""
+    """Raise ObjectChanged unless the sizes are equal and also the ETags, if both are known."""
     same = (
         now is not None
         and now.size_bytes == expected.size_bytes
@@ -226,7 +227,7 @@ def check_same(expected: ObjectInfo, now: ObjectInfo | None, uri: str) -> None:
     if not same:
         raise ObjectChanged(
             "object was replaced or removed while it was published",
-            hint="publish again when nobody writes to the folder",
+            hint="publish again when nobody else writes to the folder",
             uri=uri,
             key=expected.key,
             expected=expected.etag,
@@ -234,13 +235,13 @@ def check_same(expected: ObjectInfo, now: ObjectInfo | None, uri: str) -> None:
         )
 
 
-PIECE_BYTES = 8 << 20  # written and read back at a time
+PIECE_BYTES = 8 << 20  # bytes written, or read back, at a time
 
 
 def write_amax(
     store: ObjectStore, names: Sequence[str], rows: Mapping[str, Amax], hash_name: str, policy: RetryPolicy
 ) -> ManifestFile:
-    """The manifest's entry of the maxima of those weights, in that order. Raises IntegrityError, StoreError."""
+    """Write the maxima of those weights in that order, and return their manifest entry. Raises IntegrityError."""
     data = encode_amax((name, rows[name]) for name in names)
     _write(store, AMAX_KEY, data, policy)
     info = with_retries(lambda: store.stat(AMAX_KEY), policy)
@@ -249,7 +250,7 @@ def write_amax(
         size_bytes=len(data),
         etag=info.etag,
         source_etag=info.etag,
-        checked_by="read-twice+read-back",  # of what it was computed from, and of itself
+        checked_by="read-twice+read-back",  # the weights were read twice, and this file was read back
         digest=digest_of(hash_name, data).hex(),
     )
 
@@ -263,14 +264,17 @@ def write_manifest(
     signed_name: str,
     signed_before: bool,
 ) -> None:
-    """With `signed_before` there is a signature, of an older one. Raises PublishError, IntegrityError, StoreError."""
+    """Write the manifest and then its signature. `signed_before`: an older manifest's signature exists.
+
+    Raises PublishError, IntegrityError, StoreError.
+    """
     data = manifest.to_json()
     if len(data) > MAX_MANIFEST_BYTES:
         raise PublishError(
             f"the manifest would have {len(data)} bytes; at most {MAX_MANIFEST_BYTES} are read",
             hint="publish with larger chunks",
         )
-    if signed_before:  # it would call the new manifest tampered with
+    if signed_before:  # the old signature would make the new manifest look tampered with
         with_retries(lambda: store.delete(SIGNATURE_KEY), policy)
     _write(store, MANIFEST_KEY, data, policy)
     if sign_key is not None:
@@ -279,19 +283,24 @@ def write_manifest(
 
 
 def _write(store: ObjectStore, key: str, data: bytes, policy: RetryPolicy) -> None:
-    """Written and read back; what differs is taken away. Raises IntegrityError."""
+    """Write an object and read it back. If it differs, delete it and raise IntegrityError."""
     with_retries(lambda: _send(store, key, data), policy)
     for place in ranges_of(fixed_bounds(len(data), PIECE_BYTES)):
         written = with_retries(partial(read_bytes, store, key, place), policy)
         if written != data[place.start : place.end]:
             with_retries(lambda: store.delete(key), policy)
             what = "the manifest" if key == MANIFEST_KEY else key
-            raise IntegrityError(f"{what} does not read as it was written", uri=store.uri)
+            raise IntegrityError(
+                f"{what} was read back with other bytes than were written",
+                hint="check disks, memory and network, then publish again",
+                uri=store.uri,
+                key=key,
+            )
 
 
 def _send(store: ObjectStore, key: str, data: bytes) -> None:
     if key == MANIFEST_KEY or len(data) <= PIECE_BYTES:
-        store.put(key, data)  # a manifest is there at once or not at all, on any store
+        store.put(key, data)  # on any store, a manifest appears whole or not at all
         return
     with store.upload(key) as upload:
         for place in ranges_of(fixed_bounds(len(data), PIECE_BYTES)):
@@ -301,30 +310,30 @@ def _send(store: ObjectStore, key: str, data: bytes) -> None:
 
 @dataclass(frozen=True, slots=True)
 class PublishReport:
-    """What a publish did."""
+    """The result of a publish."""
 
-    uri: str  # where the manifest is
+    uri: str  # the place of the manifest
     revision: str
     hash_name: str
     chunk_bytes: int
     shards: int
     tensors: int
     chunks: int
-    files: int  # other files that the manifest names
+    files: int  # other files that the manifest lists
     size_bytes: int  # of all shards
-    read_bytes: int  # this time, every reading counted
+    read_bytes: int  # by this publish; every reading counts
     copied_bytes: int  # written to the destination
     resumed: int  # shards and files that an earlier, interrupted publish had finished
-    unchanged: bool  # the manifest was there and is for what is stored: nothing was read
+    unchanged: bool  # the manifest existed and fits what is stored, so nothing was read
     checks: dict[str, int]  # how the source was checked -> number of objects
-    skipped: tuple[str, ...]  # not published: weights that are no part of the model, odd names, fifos, links to nowhere
+    skipped: tuple[str, ...]  # not published: weights that are not part of the model, odd names, fifos, broken links
     elapsed_s: float
     amax: bool = False  # the manifest lists the largest value of each row of the weights
-    signed_by: str | None = None  # id of the key that the manifest is signed with, by this publish or already
-    signed_name: str | None = None  # the name that it is signed under
+    signed_by: str | None = None  # id of the key that signed the manifest, now or earlier
+    signed_name: str | None = None  # the name under which it is signed
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, ready for `json.dumps`."""
+        """Return plain values, ready for `json.dumps`."""
         return asdict(self)
 
 
@@ -343,31 +352,34 @@ def publish(
     signed_name: str = "",
     amax: bool = False,
 ) -> PublishReport:
-    """Publish the checkpoint at the root of `source`: in place, or copied to `dest`.
+    """Publish the checkpoint at the root of `source`, in place or copied to `dest`.
 
-    `concurrency` is the number of reads in flight; memory is about that many chunks. What an interrupted publish
-    finished is not read again; what is published and unchanged is not read at all, unless `force`. `progress` is
-    called from several threads, one at a time. With `sign_key` the manifest is signed, and then only this publish's own
-    readings count: neither a journal nor a manifest is believed that is not signed with the same key and under the same
-    name: `signed_name`, by default the path of the URI where the manifest is written. With `amax` the
-    largest absolute value of each row of the weights is written beside the manifest (`storage.checkpoints.amax`);
-    shards that an earlier publish had finished are read once more for it.
+    `concurrency` is the number of reads in flight; the memory is about that many chunks. Objects that an interrupted
+    publish finished are not read again. A published and unchanged model is not read at all, unless `force`.
+    `progress` is called from several threads, one at a time.
 
-    Raises PublishError for arguments that cannot be meant, WeakDigest for a `sign_key` with digests that can be
-    forged, IntegrityError (shard and chunk in its details) when
-    two readings, the store's checksum or the copy disagree, ObjectChanged when an object is replaced meanwhile,
-    CheckpointError for what is no checkpoint, NewerManifest where a later Longshore published (unless `force`),
-    StoreError. No new manifest is written then. In place, one that was
-    there stays (its own digests decide); in a destination it is removed before anything is overwritten.
+    With `sign_key` the manifest is signed. Then only readings of this publish count: a journal is ignored, and so is a
+    manifest that is not signed with the same key under the same name. The name is `signed_name`, by default the path of
+    the URI where the manifest is written. With `amax` the largest absolute value of each row of the weights is written
+    beside the manifest (`storage.checkpoints.amax`). Shards of an earlier publish are read once more for it.
+
+    Raises PublishError for invalid arguments, WeakDigest for a `sign_key` with digests that can be forged,
+    IntegrityError (shard and chunk in its details) if two readings, the store's checksum or the copy differ,
+    ObjectChanged if an object is replaced during the publish, CheckpointError if there is no valid checkpoint,
+    NewerManifest if a later Longshore published the model (unless `force`), and StoreError. After an error there is no
+    new manifest. In place, an older manifest stays, and its own digests decide. In a destination it is removed before
+    anything is overwritten.
     """
     if hash_name not in MANIFEST_HASH_NAMES:
-        raise PublishError(f"unknown hash {hash_name!r}", hint=f"one of {', '.join(sorted(MANIFEST_HASH_NAMES))}")
+        raise PublishError(
+            f"unknown hash {hash_name!r}", hint=f"choose one of {', '.join(sorted(MANIFEST_HASH_NAMES))}"
+        )
     if sign_key is not None:
         check_signable(hash_name)
     if not MIN_CHUNK_BYTES <= chunk_bytes <= MAX_CHUNK_BYTES:
-        raise PublishError(f"chunk_bytes={chunk_bytes}: from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}")
+        raise PublishError(f"chunk_bytes={chunk_bytes} must be from {MIN_CHUNK_BYTES} to {MAX_CHUNK_BYTES}")
     if concurrency < 1:
-        raise PublishError(f"concurrency={concurrency}: at least 1")
+        raise PublishError(f"concurrency={concurrency} must be at least 1")
     policy = policy or RetryPolicy()
     if dest is not None and same_place(source, dest, policy):
         dest = None
@@ -405,7 +417,7 @@ class _Publish:
         self._journal = Journal(self._dest, hash_name, chunk_bytes, policy)
         self._entries: dict[str, ManifestFile] = {}
         self._left_out: tuple[str, ...] = ()
-        self._signed_before = False  # there is a signature, of an older manifest
+        self._signed_before = False  # whether an older manifest's signature exists
 
     def run(self, concurrency: int, force: bool, only_key: str | None) -> PublishReport:
         started_s = time.monotonic()
@@ -442,7 +454,7 @@ class _Publish:
             self._check_nothing_moved(jobs)
             manifest = self._write_manifest(checkpoint)
         except BaseException:
-            with contextlib.suppress(StoreError):  # what stopped it is worth more
+            with contextlib.suppress(StoreError):  # the error that ended the publish matters more
                 self._journal.flush()
             raise
         if AMAX_KEY in there and not self._amax:
@@ -452,7 +464,7 @@ class _Publish:
         return self._report(manifest, checkpoint, started_s, resumed=finished, unchanged=False)
 
     def _old_manifest(self, info: ObjectInfo | None, force: bool, stored: Inventory) -> Manifest | None:
-        """The one that is there; None for one that is to be replaced. Raises NewerManifest unless `force`."""
+        """Return the existing manifest, or None if it must be replaced. Raises NewerManifest unless `force`."""
         keys = () if self._sign_key is None else (self._sign_key.public,)
         if info is None or force:
             return None
@@ -466,7 +478,7 @@ class _Publish:
             return None
 
     def _still_describes(self, manifest: Manifest, checkpoint: Checkpoint, there: Mapping[str, ObjectInfo]) -> bool:
-        """True when the manifest was made by the same settings from objects that have not changed since."""
+        """Return whether the manifest was made with the same settings from objects that have not changed since."""
         entries = {entry.path: entry for entry in (*manifest.shards, *manifest.files) if entry.path != AMAX_KEY}
         sources = {info.key: info for info in (*checkpoint.shards, *checkpoint.files)}
         return (
@@ -478,7 +490,7 @@ class _Publish:
         )
 
     def _has_what_is_recorded(self, manifest: Manifest, there: ObjectInfo | None) -> bool:
-        """Whether the largest values that the manifest lists are there, and those that are asked for are listed."""
+        """Return whether the maxima that the manifest lists exist, and the requested ones are listed."""
         entry = next((file for file in manifest.files if file.path == AMAX_KEY), None)
         if entry is None:
             return not self._amax
@@ -500,13 +512,13 @@ class _Publish:
     def _job(
         self, info: ObjectInfo, ends: Sequence[int], *, is_shard: bool, weights: Sequence[Tensor] = ()
     ) -> PublishJob:
-        """The object with its checksums, which a listing may leave out. Raises ObjectChanged."""
+        """Return the job of an object, with its checksums, which a listing may lack. Raises ObjectChanged."""
         now = with_retries(lambda: self._source.stat(info.key), self._policy)
         check_same(info, now, self._source.uri)
         return PublishJob(replace(now, etag=now.etag or info.etag), tuple(ends), is_shard, tuple(weights))
 
     def _resume(self, job: PublishJob, there: ObjectInfo | None) -> PublishJob:
-        """With the journal's entry when source and destination are as they were."""
+        """Return the job with the journal's entry if source and destination have not changed since."""
         entry = self._journal.get(job.source.key)
         if entry is None or isinstance(entry, ManifestShard) != job.is_shard:
             return job
@@ -523,7 +535,7 @@ class _Publish:
         self._journal.add(entry)
 
     def _check_nothing_moved(self, jobs: Sequence[PublishJob]) -> None:
-        """Every object still is the one that was read or written. Raises ObjectChanged."""
+        """Check that every object is still the one that was read or written. Raises ObjectChanged."""
         keys = [job.source.key for job in jobs]
         now = Inventory(self._source, self._policy).find(keys)
         there = Inventory(self._dest, self._policy).find(keys) if self._copying else now

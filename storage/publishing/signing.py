@@ -1,19 +1,18 @@
-"""Signatures of manifests, each a small object that is checked before its manifest is parsed, and Ed25519 keys.
+"""Signatures of manifests, and the Ed25519 keys that make and check them.
 
     longshore.manifest.sig     {"format", "version", "algorithm": "ed25519", "key_id", "name", "signature": base64}
 
     what is signed: "longshore.signature\\n2\\n" name "\\n" SHA-256 of the manifest's exact bytes, in hex "\\n"
 
-The digests of a manifest say which bytes are the model; its signature says who says so, and of which model. Whoever can
-write to the bucket can replace all files, by those of another model too, but cannot make a signature of a key that the
-loader trusts. A name is by default the path without scheme and bucket, so a mirror needs no signature of its own.
-
-Ed25519 keys: public ones as text that may travel, private ones that may not.
+The digests of a manifest define the bytes of the model. Its signature proves who published it, and for which model. An
+attacker who can write to the bucket can replace all files, even by those of another signed model. But nobody can sign
+with a key that the loader trusts. The signed name is by default the path without scheme and bucket, so a mirror needs
+no signature of its own. A signature is checked before its manifest is parsed.
 
     longshore keygen FILE  -->  FILE      PKCS#8 PEM, mode 0600: stays where models are published
-                                FILE.pub  PEM: goes to whoever loads them, or its base64 into LONGSHORE_TRUSTED_KEYS
+                                FILE.pub  PEM: for everyone who loads them, or as base64 in LONGSHORE_TRUSTED_KEYS
 
-Reading public keys takes the standard library; making keys, signing and checking take the package `cryptography`.
+The standard library reads public keys. Making keys, signing and checking need the package `cryptography`.
 """
 
 from __future__ import annotations
@@ -50,23 +49,23 @@ if TYPE_CHECKING:
     from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
 
 
-KEY_BYTES = 32  # of a raw public key
+KEY_BYTES = 32  # size of a raw public key
 SIGNATURE_BYTES = 64
 MAX_KEY_FILE_BYTES = 16 << 10
-_READ_HINT = "name a file that `longshore keygen` made: FILE to sign with, FILE.pub to load with"
-_SPKI_PREFIX = bytes.fromhex("302a300506032b6570032100")  # SubjectPublicKeyInfo of Ed25519, before the raw key
+_READ_HINT = "give a file made by `longshore keygen`: FILE to sign with, FILE.pub to load with"
+_SPKI_PREFIX = bytes.fromhex("302a300506032b6570032100")  # SubjectPublicKeyInfo of Ed25519, up to the raw key
 _PUBLIC_HINT = "a public key is a PEM file (BEGIN PUBLIC KEY) or 32 bytes in base64, as `longshore keygen` prints it"
 
 
 def public_key(source: str | os.PathLike[str]) -> str:
-    """The public key that `source` is or, as a path, holds: 32 bytes in base64. Raises InvalidKey."""
+    """Return the public key that `source` is, or that the file `source` contains, in base64. Raises InvalidKey."""
     text = os.fspath(source)
     if isinstance(source, str):
         with contextlib.suppress(InvalidKey):
             return _from_base64(source)
     data = _read_key_file(text)
     if b"PRIVATE KEY" in data:
-        raise InvalidKey("a private key where a public one is wanted", hint=_PUBLIC_HINT, path=text)
+        raise InvalidKey("this is a private key, but a public one is needed", hint=_PUBLIC_HINT, path=text)
     lines = data.decode("ascii", "replace").split()
     body = "".join(lines)
     head, tail = "-----BEGINPUBLICKEY-----", "-----ENDPUBLICKEY-----"
@@ -82,11 +81,11 @@ def public_key(source: str | os.PathLike[str]) -> str:
 
 
 def trusted_key(source: str | os.PathLike[str]) -> str:
-    """Return a trusted key as one text: a public key, or `KEY:NAME` where it may sign models of that name only.
+    """Return a trusted key as text: a public key, or `KEY:NAME` if it may sign only models of that name.
 
     Args:
-        source: base64 or a file, as for `public_key`. In a str, `:NAME` may follow: the name under which a model must
-            be signed. `*` in it stands for any characters.
+        source: base64 or a file, as for `public_key`. A str may end in `:NAME`, the name under which a model must be
+            signed. `*` in it matches any characters.
 
     Raises InvalidKey.
     """
@@ -99,7 +98,7 @@ def trusted_key(source: str | os.PathLike[str]) -> str:
 
 
 def with_absolute_files(keys: str, folder: str) -> str:
-    """Return trusted keys, separated by commas, with the names of files that are relative joined to `folder`."""
+    """Return trusted keys, separated by commas, with relative file names joined to `folder`."""
     found = []
     for source in keys.split(","):
         key, colon, names = source.strip().partition(":")
@@ -113,14 +112,14 @@ def with_absolute_files(keys: str, folder: str) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TrustedKey:
-    """A public key, and patterns that the names of models signed with it must match, all of them."""
+    """A public key, and patterns that the name of a model must match. It must match all of them."""
 
     public: str
     names: tuple[str, ...] = ()
 
     @classmethod
     def parse(cls, text: str) -> Self:
-        """From what `trusted_key` returned."""
+        """Return the key from a text that `trusted_key` returned."""
         public, *names = text.split(":")
         return cls(public, tuple(names))
 
@@ -128,11 +127,11 @@ class TrustedKey:
         return ":".join((self.public, *self.names))
 
     def may_sign(self, name: str) -> bool:
-        """Whether the key is trusted for a model of that name."""
+        """Return whether the key is trusted for a model of that name."""
         return all(_matches(pattern, name) for pattern in self.names)
 
     def both(self, other: TrustedKey) -> TrustedKey:
-        """Return the same key for the names that both are trusted for."""
+        """Return the same key, trusted for the names that both keys are trusted for."""
         return TrustedKey(self.public, tuple(dict.fromkeys((*self.names, *other.names))))
 
 
@@ -141,12 +140,12 @@ def _matches(pattern: str, name: str) -> bool:
 
 
 def key_id(public: str) -> str:
-    """The name under which signatures mention a public key: 32 hex digits of its SHA-256."""
+    """Return the id of a public key in signatures: 32 hex digits of its SHA-256."""
     return hashlib.sha256(_decoded(public)).hexdigest()[:32]
 
 
 def is_signed_by(public: str, signature: bytes, data: bytes) -> bool:
-    """Whether `signature` over exactly `data` was made with the private half of `public`. Raises SigningUnavailable."""
+    """Return whether the private half of `public` made `signature` over exactly `data`. Raises SigningUnavailable."""
     try:
         from cryptography.exceptions import InvalidSignature
         from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PublicKey
@@ -160,7 +159,7 @@ def is_signed_by(public: str, signature: bytes, data: bytes) -> bool:
 
 
 class SigningKey:
-    """A private key. It shows in no repr, and neither pickles nor copies: it stays in the process that read it."""
+    """A private key. It stays in the process that read it: its repr is redacted, and it cannot be pickled or copied."""
 
     __slots__ = ("_key", "public")
 
@@ -170,7 +169,7 @@ class SigningKey:
 
     @classmethod
     def generate(cls) -> Self:
-        """A new one. Raises SigningUnavailable."""
+        """Return a new key. Raises SigningUnavailable."""
         try:
             from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
         except ImportError as error:
@@ -179,7 +178,7 @@ class SigningKey:
 
     @classmethod
     def read(cls, path: str | os.PathLike[str]) -> Self:
-        """The key in a PEM file without a passphrase. Raises InvalidKey, SigningUnavailable."""
+        """Return the key in a PEM file without a passphrase. Raises InvalidKey, SigningUnavailable."""
         try:
             from cryptography.exceptions import UnsupportedAlgorithm
             from cryptography.hazmat.primitives.asymmetric.ed25519 import Ed25519PrivateKey
@@ -191,7 +190,7 @@ class SigningKey:
         try:
             key = load_pem_private_key(data, password=None)
         except (ValueError, TypeError, UnsupportedAlgorithm):
-            # `from None`: what a parser says of a private key may quote it.
+            # `from None`, because the parser's message may quote the private key.
             raise InvalidKey(
                 "not a private key in PEM without a passphrase", hint="longshore keygen makes one", path=text
             ) from None
@@ -200,13 +199,13 @@ class SigningKey:
         return cls(key)
 
     def sign(self, data: bytes) -> bytes:
-        """64 bytes over exactly `data`."""
+        """Return the signature over exactly `data`, 64 bytes."""
         return self._key.sign(data)
 
     def save(self, path: str | os.PathLike[str]) -> str:
-        """Write the private key to a new file that only its owner reads, the public one to `path`.pub beside it.
+        """Write the private key to a new file that only its owner can read, and the public key to `path`.pub.
 
-        Returns the path of the latter. Raises InvalidKey when one of them is there already or cannot be written.
+        Returns the path of the public key. Raises InvalidKey if one of them exists or cannot be written.
         """
         from cryptography.hazmat.primitives.serialization import Encoding, NoEncryption, PrivateFormat, PublicFormat
 
@@ -216,7 +215,7 @@ class SigningKey:
         try:
             _write_new(f"{text}.pub", public_pem, 0o644)
         except InvalidKey:
-            os.unlink(text)  # ours, made just now
+            os.unlink(text)  # this call has just created it
             raise
         return f"{text}.pub"
 
@@ -224,7 +223,7 @@ class SigningKey:
         return f"SigningKey(<private, redacted>, key_id={key_id(self.public)})"
 
     def __reduce__(self) -> NoReturn:
-        raise TypeError("a private key does not travel")
+        raise TypeError("a SigningKey cannot be pickled or copied, so that a private key never leaves its process")
 
 
 def _from_base64(text: str) -> str:
@@ -256,7 +255,7 @@ def _read_key_file(path: str) -> bytes:
     finally:
         os.close(descriptor)
     if len(data) > MAX_KEY_FILE_BYTES:
-        raise InvalidKey(f"more than {MAX_KEY_FILE_BYTES} bytes: not a key", hint=_READ_HINT, path=path)
+        raise InvalidKey(f"not a key: the file has more than {MAX_KEY_FILE_BYTES} bytes", hint=_READ_HINT, path=path)
     return data
 
 
@@ -264,14 +263,16 @@ def _write_new(path: str, data: bytes, mode: int) -> None:
     try:
         descriptor = os.open(path, os.O_WRONLY | os.O_CREAT | os.O_EXCL | os.O_CLOEXEC | os.O_NOFOLLOW, mode)
     except FileExistsError as error:
-        raise InvalidKey("something is there already: no key is ever overwritten", path=path) from error
+        raise InvalidKey(
+            "the file exists already, and keys are never overwritten", hint="choose another file name", path=path
+        ) from error
     except OSError as error:
         raise InvalidKey(f"cannot write the key: {error.strerror}", path=path) from error
     try:
         with os.fdopen(descriptor, "wb") as file:
             file.write(data)
     except OSError as error:
-        os.unlink(path)  # ours, made just now
+        os.unlink(path)  # this call has just created it
         raise InvalidKey(f"cannot write the key: {error.strerror}", path=path) from error
 
 
@@ -282,12 +283,12 @@ def _unavailable(error: ImportError) -> NoReturn:
 SIGNATURE_KEY = "longshore.manifest.sig"
 SIGNATURE_VERSION: Literal[2] = 2
 MAX_SIGNATURE_BYTES = 4096
-MAX_NAME_CHARACTERS = 512  # four bytes each at most, and the rest of the object beside them
+MAX_NAME_CHARACTERS = 512  # at most four bytes each, so that name and signature fit MAX_SIGNATURE_BYTES
 SIGN_HINT = "sign it with `longshore sign` or `longshore publish --sign-key`"
 
 
 class StoredSignature(BaseModel):
-    """The stored JSON. Version 1 had no name, and its signature was of the manifest's bytes alone."""
+    """The JSON of a stored signature. Version 1 had no name, and was a signature of the manifest's bytes alone."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", strict=True)
 
@@ -300,19 +301,19 @@ class StoredSignature(BaseModel):
 
 
 def is_name(name: str) -> bool:
-    """Whether a model can be signed under that name: one printable line of 512 characters at most."""
+    """Return whether a model can be signed under that name: one printable line of at most 512 characters."""
     return 0 < len(name) <= MAX_NAME_CHARACTERS and name.isprintable() and name == name.strip()
 
 
 def signed_name_of(uri: str, given: str = "") -> str:
-    """Return the name to sign a model under: `given`, or by default the path of its URI.
+    """Return the name under which to sign a model: `given`, or by default the path of its URI.
 
-    Raises PublishError when neither can be a name.
+    Raises PublishError if the result is not a valid name.
     """
     name = given or path_of(uri)
     if not is_name(name):
         raise PublishError(
-            f"a model cannot be signed as {quote(name)}",
+            f"a model cannot be signed under the name {quote(name)}",
             hint=f"give signed_name (--signed-name): one line of at most {MAX_NAME_CHARACTERS} printable characters",
             uri=uri,
         )
@@ -320,7 +321,7 @@ def signed_name_of(uri: str, given: str = "") -> str:
 
 
 def sign_manifest(manifest: bytes, key: SigningKey, name: str) -> bytes:
-    """Return what is stored under SIGNATURE_KEY for a manifest of exactly those bytes and that name (`is_name`)."""
+    """Return the object to store under SIGNATURE_KEY, for a manifest of exactly these bytes and a name (`is_name`)."""
     signature = base64.b64encode(key.sign(_statement(manifest, name))).decode()
     stored = StoredSignature(
         format="longshore.signature",
@@ -337,13 +338,13 @@ def check_signature(manifest: bytes, stored: bytes | None, trusted_keys: Collect
     """Return the id of the trusted key that signed exactly these bytes under that name.
 
     Args:
-        manifest: the manifest as it was read.
-        stored: the object under SIGNATURE_KEY; None where there is none.
-        trusted_keys: as `signing_keys.trusted_key` writes them.
-        name: the one that is wanted.
+        manifest: the bytes of the manifest.
+        stored: the object under SIGNATURE_KEY; None if there is none.
+        trusted_keys: as `trusted_key` returns them.
+        name: the name under which the manifest must be signed.
 
-    Raises ManifestUnsigned, UnknownSigner (of a key that is not trusted), BadSignature (tampered with, or not a
-    signature at all), SignedNameMismatch, SigningUnavailable.
+    Raises ManifestUnsigned, UnknownSigner (its key is not trusted), BadSignature (changed, or not a signature at all),
+    SignedNameMismatch, SigningUnavailable.
     """
     if stored is None:
         raise ManifestUnsigned("the manifest is not signed, and only signed ones are trusted", hint=SIGN_HINT)
@@ -360,47 +361,47 @@ def check_signature(manifest: bytes, stored: bytes | None, trusted_keys: Collect
     signed = manifest if found.version == 1 else _statement(manifest, found.name)
     if len(signature) != SIGNATURE_BYTES or not is_signed_by(trusted[0].public, signature, signed):
         raise BadSignature(
-            "the signature is not for this manifest: one of them was changed",
-            hint="publish and sign the model again; who could write there?",
+            "the signature does not fit this manifest; one of them was changed",
+            hint="publish and sign the model again, and check who can write to this place",
             key_id=found.key_id,
         )
     if found.version == 1:
         raise SignedNameMismatch(
-            "the manifest was signed by an earlier version of Longshore, which did not say of which model it is",
+            "the manifest was signed by an earlier version of Longshore, whose signatures do not name the model",
             hint="sign it again: longshore sign URI --key FILE",
             key_id=found.key_id,
         )
     if found.name != name:
         raise SignedNameMismatch(
             f"the manifest is signed as {quote(found.name)}, not as {quote(name)}",
-            hint=f"if that is the model you mean, a mirror or a copy of it, say signed_name={found.name!r}"
-            " (--signed-name); else somebody has put another model in this place",
+            hint=f"if that is the right model, and this a mirror or copy of it, set signed_name={found.name!r}"
+            " (--signed-name); otherwise somebody has put another model in this place",
             key_id=found.key_id,
         )
     if not any(key.may_sign(name) for key in trusted):
         raise SignedNameMismatch(
             f"the key that signed the manifest is trusted for other names than {quote(name)}",
-            hint="LONGSHORE_TRUSTED_KEYS, or trusted_keys, says for which: KEY:NAME",
+            hint="LONGSHORE_TRUSTED_KEYS or trusted_keys limits the names: KEY:NAME",
             key_id=found.key_id,
         )
     return found.key_id
 
 
 def _statement(manifest: bytes, name: str) -> bytes:
-    """Return the bytes that a signature is over. A manifest begins with a brace, so this is none."""
+    """Return the bytes that are signed. They cannot be a manifest, which begins with a brace."""
     text = f"longshore.signature\n{SIGNATURE_VERSION}\n{name}\n{hashlib.sha256(manifest).hexdigest()}\n"
     return text.encode("utf-8", "surrogatepass")
 
 
 def check_signable(hash_name: str) -> None:
-    """Raise WeakDigest unless a signature of a manifest with such digests vouches for the bytes of the model.
+    """Raise WeakDigest unless a signature of a manifest with such digests protects the bytes of the model.
 
     Args:
         hash_name: name of the manifest's hash (`storage.checksum`).
     """
     if hash_name not in COLLISION_RESISTANT:
         raise WeakDigest(
-            f"{hash_name} digests are against accidents only: other bytes with the same digest are easily made, so a"
+            f"{hash_name} digests only detect accidents: other bytes with the same digest are easy to make, so a"
             " signature would not protect the weights",
             hint="publish the model again: longshore publish URI --hash blake3 --sign-key FILE",
             hash=hash_name,
@@ -408,9 +409,9 @@ def check_signable(hash_name: str) -> None:
 
 
 def parse_signature(data: bytes) -> StoredSignature:
-    """The stored object, checked for its form only. Raises BadSignature."""
+    """Parse a stored signature and check its form only. Raises BadSignature."""
     if len(data) > MAX_SIGNATURE_BYTES:
-        raise BadSignature(f"a signature of {len(data)} bytes; at most {MAX_SIGNATURE_BYTES} are read")
+        raise BadSignature(f"the signature has {len(data)} bytes; at most {MAX_SIGNATURE_BYTES} are read")
     try:
         return StoredSignature.model_validate_json(data)
     except ValidationError as error:

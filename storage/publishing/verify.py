@@ -1,4 +1,4 @@
-"""Read a published model again and compare everything the manifest says: all that is wrong is in the report."""
+"""Verification of a published model: reads all of it again and reports every difference from the manifest."""
 
 from __future__ import annotations
 
@@ -29,21 +29,21 @@ from storage.publishing.one_object import AmaxScan, BadChunk, ObjectDigests, Rec
 from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore, RangeReader, ranges_of, run_readers
 from storage.stores.requests import RetryPolicy
 
-NOT_PUBLISHED = "not published: there are no digests to compare; longshore publish writes them"
+NOT_PUBLISHED = "not published, so there are no digests to compare; `longshore publish` writes them"
 
 
 @dataclass(frozen=True, slots=True)
 class VerifyProgress:
-    """One moment of a verification."""
+    """The progress of a verification at one moment."""
 
     done_bytes: int
     total_bytes: int
-    key: str  # object that was just read from
+    key: str  # the object that was just read from
 
 
 @dataclass(frozen=True, slots=True)
 class WrongSize:
-    """An object that is there with another size than the published one."""
+    """An object whose size is not the published one."""
 
     key: str
     expected_bytes: int
@@ -52,27 +52,27 @@ class WrongSize:
 
 @dataclass(frozen=True, slots=True)
 class VerifyReport:
-    """What is stored, compared with what was published."""
+    """The differences between what is stored and what was published."""
 
     uri: str
-    ok: bool  # published, and nothing wrong was found
-    source: Literal["manifest", "headers"]  # headers: not published; only structure was checked, ok is False
+    ok: bool  # published, and no difference was found
+    source: Literal["manifest", "headers"]  # "headers": not published, only the structure was checked, ok is False
     revision: str  # "" without a manifest
     hash_name: str | None
     checked_chunks: int  # of shards
     checked_files: int
     checked_bytes: int
     bad_chunks: tuple[BadChunk, ...]  # by key, then chunk; chunk is the id in the model's chunk table
-    bad_tensors: tuple[BadTensor, ...]  # by key: what manifest, headers and recorded maxima say of tensors differs
-    bad_shards: tuple[str, ...]  # with another digest as a whole, although each of their chunks has its own
-    bad_files: tuple[str, ...]  # other files with another digest
+    bad_tensors: tuple[BadTensor, ...]  # by key: tensors for which manifest, headers or recorded maxima disagree
+    bad_shards: tuple[str, ...]  # whose digest as a whole is wrong, although every chunk's digest is right
+    bad_files: tuple[str, ...]  # other files with a wrong digest
     missing: tuple[str, ...]
     wrong_size: tuple[WrongSize, ...]
     notes: tuple[str, ...]
     elapsed_s: float
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain values, ready for `json.dumps`."""
+        """Return plain values, ready for `json.dumps`."""
         return asdict(self)
 
 
@@ -87,16 +87,16 @@ def verify(
     signed_name: str = "",
     revision: str = "",
 ) -> VerifyReport:
-    """Compare everything the manifest names, or the one shard `only_key`, with what is stored now.
+    """Compare everything the manifest lists, or the one shard `only_key`, with what is stored now.
 
-    Damage is in the report, never an exception. Digests of chunks, shards and files are compared, the tensors with each
-    shard's header, and recorded maxima with the weights. Without a manifest the headers are checked, and the report is
-    not ok: nothing says which bytes are the right ones. `progress` is called from several threads, one at a time. With
-    `trusted_keys` the manifest must be signed with one of them, under `signed_name` (`open_model`), and with `revision`
-    it must be that one, else nothing is read.
+    Differences are reported, never raised. Compared are the digests of chunks, shards and files, the tensors with each
+    shard's header, and recorded maxima with the weights. Without a manifest only the headers are checked, and the
+    report is not ok, because nothing defines the right bytes. `progress` is called from several threads, one at a time.
+    With `trusted_keys` the manifest must be signed with one of them, under `signed_name` (see `open_model`). With
+    `revision` it must have that revision. Otherwise nothing is read.
 
-    Raises InvalidManifest, SignatureError, RevisionMismatch, CheckpointError (without a manifest), ObjectChanged when
-    an object is replaced meanwhile, and StoreError when the store cannot be read.
+    Raises InvalidManifest, SignatureError, RevisionMismatch, CheckpointError (without a manifest), ObjectChanged if
+    an object is replaced during the verification, and StoreError if the store cannot be read.
     """
     started_s = time.monotonic()
     policy = policy or RetryPolicy()
@@ -112,7 +112,7 @@ def verify(
     if manifest is not None and only_key is not None:
         shards = tuple(shard for shard in manifest.shards if shard.path == only_key)
         if not shards:
-            raise NotACheckpoint("the manifest does not name that file", uri=store.uri, key=only_key)
+            raise NotACheckpoint("the manifest does not list that file", uri=store.uri, key=only_key)
     found_revision = "" if manifest is None else manifest.revision
     if found_revision and only_key is not None:
         found_revision = shard_revision(found_revision, only_key)
@@ -142,7 +142,7 @@ def verify(
 
 
 class _Verify:
-    """One verification: its manifest and what it has found."""
+    """One verification: its manifest and the differences found so far."""
 
     def __init__(
         self,
@@ -229,7 +229,7 @@ class _Verify:
 
     def _check(self, job: tuple[ManifestFile, ObjectInfo], reader: RangeReader) -> None:
         entry, info = job
-        # Listings may carry checksums of the store; the manifest's digests are what is asked for here.
+        # A listing may contain checksums of the store, but only the manifest's digests count here.
         info = replace(info, checksums={})
         if isinstance(entry, ManifestShard):
             self._check_shard(entry, info, reader)
@@ -240,7 +240,7 @@ class _Verify:
                 self._bad_files.append(entry.path)
 
     def _check_shard(self, entry: ManifestShard, info: ObjectInfo, reader: RangeReader) -> None:
-        """Its chunks, its tensors and its whole; what a bad chunk explains is not listed a second time."""
+        """Compare a shard's chunks, tensors and whole digest. What a bad chunk explains is not reported again."""
         ranges = ranges_of(entry.chunk_ends)
         head = HeaderBytes(info.size_bytes)
         scan = AmaxScan(self._recorded.weights_of(entry.path))

@@ -38,7 +38,7 @@ _SECRET_LENGTH = 20  # characters; rclone refuses access keys shorter than 3 and
 
 
 def find_rclone() -> Path:
-    """The rclone program of this environment, else of PATH. Raises UnsupportedStore when there is none."""
+    """Return the rclone program of this environment, else of PATH. Raises UnsupportedStore if there is none."""
     beside_python = Path(sysconfig.get_path("scripts")) / "rclone"
     found = str(beside_python) if os.access(beside_python, os.X_OK) else shutil.which("rclone")
     if found is None:
@@ -50,7 +50,7 @@ def find_rclone() -> Path:
 
 
 class EmbeddedS3:
-    """`rclone serve s3` on a free port of 127.0.0.1. Starting blocks until it answers (under a second)."""
+    """A running `rclone serve s3` on 127.0.0.1. Creating it blocks until it answers (under a second)."""
 
     def __init__(
         self,
@@ -61,9 +61,9 @@ class EmbeddedS3:
         port: int = 0,
         start_timeout_s: float = 15.0,
     ) -> None:
-        """Serve `folder`, which must exist; keys are made up when not given; port 0 takes a free one.
+        """Serve `folder`, which must exist. By default keys are random; port 0 takes a free one.
 
-        Raises UnsupportedStore without rclone, StoreUnavailable when it does not come up (with its last words).
+        Raises UnsupportedStore without rclone, StoreUnavailable with the end of its log if it does not start.
         """
         self.folder = Path(folder)
         self.access_key_id = access_key_id or secrets.token_hex(_SECRET_LENGTH // 2).upper()
@@ -72,13 +72,13 @@ class EmbeddedS3:
         self.endpoint_url = ""  # known once the child has bound its port
         self._log: collections.deque[str] = collections.deque(maxlen=50)
         self._process: subprocess.Popen[str] | None = None
-        self._started = threading.Event()  # set on the server's first word, and on its end
+        self._started = threading.Event()  # set when the server reports its address, and when it ends
         self._failure: OSError | None = None
         program = find_rclone()
         if not self.folder.is_dir():
-            raise StoreUnavailable("no such folder to serve", folder=str(self.folder))
-        # The child's death signal is tied to the *thread* that forked it, so that thread must live as long as the
-        # child does: it reads the child's log until the end.
+            raise StoreUnavailable("the folder to serve does not exist", folder=str(self.folder))
+        # The kernel sends the child its death signal when the *thread* that forked it ends. So that thread must live as
+        # long as the child does; it reads the child's log.
         self._thread = threading.Thread(target=self._run, args=(program, port), name="embedded-s3", daemon=True)
         self._thread.start()
         try:
@@ -89,15 +89,15 @@ class EmbeddedS3:
 
     @property
     def pid(self) -> int | None:
-        """Process id of the server, None before it has one."""
+        """Return the process id of the server; None before it has one."""
         return self._process.pid if self._process else None
 
     def credentials(self) -> Credentials:
-        """The keys this server accepts."""
+        """Return the keys that this server accepts."""
         return Credentials(access_key_id=self.access_key_id, secret_access_key=self.secret_access_key)
 
     def make_bucket(self, name: str) -> Path:
-        """A folder that is a bucket; made when it is missing."""
+        """Return the folder of a bucket, which is created if missing."""
         path = self.folder / name
         path.mkdir(exist_ok=True)
         return path
@@ -105,13 +105,13 @@ class EmbeddedS3:
     def refresh(self) -> None:
         """Make the server notice files that were added, changed or removed by hand since it last looked.
 
-        Until then it serves what is on disk under the old ETag and size. rclone forgets its listings on SIGHUP.
+        Until then it serves the new bytes with the old ETag and size. rclone drops its cached listings on SIGHUP.
         """
         if self._process is not None and self._process.poll() is None:
             self._process.send_signal(signal.SIGHUP)
 
     def close(self) -> None:
-        """End the server and wait until it is gone. Idempotent."""
+        """Stop the server and wait until it has ended. Idempotent."""
         process = self._process
         if process is not None and process.poll() is None:
             process.terminate()
@@ -132,9 +132,9 @@ class EmbeddedS3:
 
     def _run(self, program: Path, port: int) -> None:
         command = [str(program), "serve", "s3", "--addr", f"127.0.0.1:{port}", "--vfs-read-wait", "0s"]
-        # Without a cached listing every request would hash the whole file for its ETag; see `refresh`.
+        # Without a cached listing, every request would hash the whole file for its ETag. See `refresh`.
         command += ["--dir-cache-time", "1000h", "--vfs-read-chunk-size", "off", str(self.folder)]
-        # No configuration of the user's; the keys go by environment, where `ps` does not show them.
+        # The user's configuration is ignored. The keys are in the environment, because `ps` does not show it.
         env = {name: value for name, value in os.environ.items() if not name.startswith("RCLONE_")}
         env["RCLONE_CONFIG"] = os.devnull
         env["RCLONE_AUTH_KEY"] = f'"{self.access_key_id},{self.secret_access_key}"'
@@ -147,7 +147,7 @@ class EmbeddedS3:
                 stderr=subprocess.PIPE,
                 text=True,
                 errors="replace",
-                start_new_session=True,  # Ctrl-C on the terminal is for the parent, which ends this in its order
+                start_new_session=True,  # Ctrl-C reaches only the parent, which stops the child in its own order
                 preexec_fn=_die_with_parent(os.getpid()),
             )
         except OSError as error:
@@ -167,7 +167,7 @@ class EmbeddedS3:
         self._started.wait(max(0.0, deadline_s - time.monotonic()))
         if not self.endpoint_url:
             raise StoreUnavailable(
-                "the embedded S3 server did not start", said="; ".join(list(self._log)[-5:])
+                "the embedded S3 server did not start", log="; ".join(list(self._log)[-5:])
             ) from self._failure
         address = urlsplit(self.endpoint_url)
         while True:
@@ -181,12 +181,14 @@ class EmbeddedS3:
 
 
 def _die_with_parent(parent_pid: int) -> Callable[[], None]:
-    """What the child does between fork and exec: ask the kernel for SIGTERM when the forking thread ends."""
-    prctl = ctypes.CDLL(None, use_errno=True).prctl  # looked up before the fork: nothing may be loaded after it
+    """Return a function for the child, between fork and exec: it asks for SIGTERM when the forking thread ends."""
+    prctl = ctypes.CDLL(
+        None, use_errno=True
+    ).prctl  # looked up now, because nothing may be loaded between fork and exec
 
     def ask() -> None:
         prctl(_PR_SET_PDEATHSIG, signal.SIGTERM, 0, 0, 0)
-        if os.getppid() != parent_pid:  # it died before the kernel was asked
+        if os.getppid() != parent_pid:  # the parent died before the kernel was asked
             os._exit(1)
 
     return ask

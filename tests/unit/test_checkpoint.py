@@ -128,14 +128,16 @@ def test_a_manifest_for_other_bytes_is_refused_with_a_list(llama: dict[str, byte
     store.put("config.json", b"{ }")
     with pytest.raises(ManifestMismatch) as caught:
         open_model(store)
-    assert f"'{first}' has {len(llama[first]) + 1} bytes, published with {len(llama[first])}" in str(caught.value)
+    assert f"'{first}' has {len(llama[first]) + 1} bytes, but was published with {len(llama[first])}" in str(
+        caught.value
+    )
     assert f"'{second}' is missing" in str(caught.value)
 
 
 def test_other_files_that_changed_are_noted(llama: dict[str, bytes]) -> None:
     store = published(llama)
     store.put("config.json", b"{}")
-    assert open_model(store).notes == ("other files are not as published: 'config.json'",)
+    assert open_model(store).notes == ("other files have changed since they were published: 'config.json'",)
 
 
 def test_broken_manifests_are_refused_not_passed_over(llama: dict[str, bytes]) -> None:
@@ -248,7 +250,7 @@ def test_missing_and_forbidden_look_the_same_to_those_who_may_not_list(llama: di
     published_one = ReadOnlyByName(published(llama))
     check_whole(open_model(published_one), llama)
     assert published_one.requests.count("list") == 0
-    with pytest.raises(AccessDenied, match="may not be read, or there is none"):
+    with pytest.raises(AccessDenied, match="the manifest is missing, or the credentials may not read it"):
         open_model(store, trusted_keys=[SigningKey.generate().public])
     shard = next(key for key in llama if key.endswith(".safetensors"))
     published_one.delete(shard)
@@ -288,7 +290,7 @@ def test_all_broken_headers_are_named(llama: dict[str, bytes]) -> None:
 def test_shards_the_index_names_and_nobody_has(llama: dict[str, bytes]) -> None:
     keys = [key for key in llama if key.endswith(".safetensors")]
     store = MemoryStore({key: data for key, data in llama.items() if key != keys[1]})
-    with pytest.raises(InvalidIndex, match=f"not there: '{keys[1]}'"):
+    with pytest.raises(InvalidIndex, match=f"do not exist: '{keys[1]}'"):
         open_model(store)
 
 

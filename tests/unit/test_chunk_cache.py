@@ -231,7 +231,7 @@ def test_records_that_say_the_same_chunk_twice_give_it_once():
 
 
 def test_what_does_not_exist():
-    with pytest.raises(ValueError, match="at least one"):
+    with pytest.raises(ValueError, match="at least 1"):
         ChunkCache(0)
     cache = ChunkCache(1)
     put(cache, 1)

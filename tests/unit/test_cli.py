@@ -534,7 +534,7 @@ def test_verify_of_an_unpublished_model_is_no_green_gate(run: Run, model: Path) 
     code, out, err = run("verify", str(model))
     assert code == 1
     assert "NOT published" in out
-    assert "not published: there are no digests to compare; longshore publish writes them" in err
+    assert "not published, so there are no digests to compare; `longshore publish` writes them" in err
     code, out, _ = run("verify", str(model), "--json")
     assert (code, json.loads(out)["ok"]) == (1, False)
 

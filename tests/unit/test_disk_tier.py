@@ -473,5 +473,5 @@ def test_a_folder_that_others_may_write_to_is_closed_to_them(tmp_path: Path) -> 
 
 def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
-    with pytest.raises(DiskTierError, match="cannot make"):
+    with pytest.raises(DiskTierError, match="cannot create"):
         DiskTier(str(tmp_path / "file"), 1000)

@@ -66,7 +66,7 @@ def test_a_folder_that_cannot_be_used_fails_its_check_only(tmp_path: Path, monke
     monkeypatch.setenv("LONGSHORE_DISK_CACHE_DIR", str(tmp_path / "file"))
     found = {check.name: check for check in run_checks()}
     assert found[host_checks.NAME].outcome == "fail"
-    assert "cannot make the folder" in found[host_checks.NAME].detail
+    assert "cannot create the folder" in found[host_checks.NAME].detail
     assert found["python"].outcome == "ok"
 
 

@@ -140,6 +140,6 @@ def test_missing_and_extra_tensors_are_all_listed() -> None:
         assign_tensors(KEYS, headers, {"a": KEYS[1], "c": KEYS[1], "d": KEYS[0]})
     said = str(caught.value)
     assert "tensor 'b' of '1.safetensors' is not in the index" in said
-    assert "tensor 'a' is not in '2.safetensors', where the index has it" in said
+    assert "tensor 'a' is not in '2.safetensors', although the index says so" in said
     assert "tensor 'd' is not in '1.safetensors'" in said
     assert caught.value.details["problems"] == 3

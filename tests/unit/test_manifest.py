@@ -128,7 +128,10 @@ def set_in(*path: Any) -> Callable[[dict[str, Any]], None]:
 @pytest.mark.parametrize(
     ("change", "said"),
     [
-        (set_in("version", 2), "manifest version 2, this Longshore reads version 1 (version=2). update Longshore"),
+        (
+            set_in("version", 2),
+            "the manifest has version 2, this Longshore reads version 1 (version=2). update Longshore",
+        ),
         (set_in("format", "other"), "not a Longshore manifest"),
         (set_in("hash", "md4"), "hash: Input should be 'blake3' or 'xxh3_128'"),
         (set_in("hash", "xxh3_128"), "not a xxh3_128 digest"),
@@ -144,7 +147,7 @@ def set_in(*path: Any) -> Callable[[dict[str, Any]], None]:
         (set_in("files", 0, "path", "s3://b"), "not a relative path below the model"),
         (set_in("files", 0, "path", "c:x"), "unsafe characters"),
         (set_in("files", 0, "path", "x" * 2000), "at most 1024 characters"),
-        (set_in("files", 0, "path", "longshore.manifest.json"), "the manifest names itself"),
+        (set_in("files", 0, "path", "longshore.manifest.json"), "the manifest lists itself"),
         (set_in("files", 0, "path", "shard-000.safetensors"), "both a shard and another file"),
         (set_in("shards", 1, "path", "shard-000.safetensors"), "out of order or twice"),
         (set_in("shards", 0, "size_bytes", 5), "chunks do not tile its 5 bytes"),
@@ -194,7 +197,7 @@ def test_overlapping_tensors_are_refused() -> None:
 
 
 def test_what_was_changed_afterwards_has_another_revision() -> None:
-    with pytest.raises(InvalidManifest, match="the revision is not that of the contents"):
+    with pytest.raises(InvalidManifest, match="the revision does not match the contents"):
         parse_manifest(altered(set_in("shards", 0, "chunk_digests", 0, "00" * 32), sign=False))
 
 
@@ -206,7 +209,7 @@ def test_all_problems_are_listed_at_once() -> None:
 
     with pytest.raises(InvalidManifest) as caught:
         parse_manifest(altered(change))
-    assert all(said in str(caught.value) for said in ("'X'", "0 chunk digests", "names itself"))
+    assert all(said in str(caught.value) for said in ("'X'", "0 chunk digests", "lists itself"))
 
 
 @settings(max_examples=200)
@@ -263,7 +266,7 @@ def test_size_and_number_of_values_are_bounded(monkeypatch: pytest.MonkeyPatch) 
             parse_manifest(data)
     with monkeypatch.context() as patch:
         patch.setattr(manifest, "MAX_ERRORS_LISTED", 2)
-        with pytest.raises(InvalidManifest, match="entries are not what the format asks for"):
+        with pytest.raises(InvalidManifest, match="entries do not follow the format"):
             parse_manifest(b'{"format": "longshore.manifest"}')
 
 

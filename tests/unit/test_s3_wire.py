@@ -156,7 +156,7 @@ BAD: list[tuple[str, bytes, type[StoreError], str]] = [
     ("bomb", answer("500 X", {"Content-Length": str(len(BOMB))}, BOMB), StoreUnavailable, "status=500"),
     ("301", refusal("301 M", b"PermanentRedirect", x_amz_bucket_region="eu-west-3"), StoreError, "region eu-west-3"),
     ("400 region", refusal("400 B", b"AuthorizationHeaderMalformed", x_amz_bucket_region="ap-1"), StoreError, "ap-1"),
-    ("307", answer("307 T", {"Content-Length": "0", "Location": "http://evil/"}), StoreError, "elsewhere"),
+    ("307", answer("307 T", {"Content-Length": "0", "Location": "http://evil/"}), StoreError, "another place"),
     ("400", refusal("400 Bad Request", b"InvalidRequest", b"because"), StoreError, "because"),
     ("not http", b"SSH-2.0-OpenSSH_9.2\r\n", StoreUnavailable, "BadStatusLine"),
     ("endless header", b"HTTP/1.1 206 P\r\nX: " + b"a" * 70_000, StoreUnavailable, "LineTooLong"),

@@ -117,7 +117,7 @@ def test_any_bytes_give_a_header_or_an_error(data: bytes, size_bytes: int) -> No
         ({"a": entry(), "b": entry(start=2, end=6)}, "'b' overlaps the one before by 2 bytes"),
         ({"a": entry(start=1, end=5)}, "1 bytes before tensor 'a' belong to no tensor"),
         ({"a": entry(shape=[3], end=3)}, "1 bytes at the end belong to no tensor"),
-        ({"a": entry(shape=[9], end=9)}, "the file is cut short: 72 B of 77 B are there"),
+        ({"a": entry(shape=[9], end=9)}, "the file is cut short: it has 72 B of 77 B"),
         ({"a": entry(shape=[9], end=9), "b": entry()}, "'a' overlaps the one before by 4 bytes; cut short"),
         ({"a": entry(dtype="F32")}, "4 bytes stored, F32 [4] takes 16"),
         ({"a": entry(dtype="F33")}, "unknown dtype 'F33'"),

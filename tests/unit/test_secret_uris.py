@@ -56,7 +56,10 @@ VERBS: dict[str, Callable[[str], object]] = {
 @pytest.mark.parametrize("uri", URIS)
 @pytest.mark.parametrize("verb", VERBS)
 def test_python_refuses_them(verb: str, uri: str, caplog: pytest.LogCaptureFixture) -> None:
-    with caplog.at_level(logging.DEBUG), pytest.raises(InvalidUri, match="no user, password, query") as caught:
+    with (
+        caplog.at_level(logging.DEBUG),
+        pytest.raises(InvalidUri, match="not contain a user, password, query") as caught,
+    ):
         VERBS[verb](uri)
     assert "SECRET" not in "".join(traceback.format_exception(caught.value)) + caplog.text
     assert str(pickle.loads(pickle.dumps(caught.value))) == str(caught.value)
@@ -93,7 +96,7 @@ def test_words_in_the_wrong_place_are_not_repeated(uri: str, capfd: pytest.Captu
 @pytest.mark.parametrize("endpoint", ["http://me:SECRET@h:1", "https://h?key=SECRET", "https://h/#SECRET", "http://h?"])
 @pytest.mark.parametrize("uri", ["s3://bucket/llama", "az://container/llama"])
 def test_endpoints_that_carry_one(endpoint: str, uri: str, monkeypatch: pytest.MonkeyPatch) -> None:
-    with pytest.raises(InvalidUri, match="endpoint URL may carry no user") as caught:
+    with pytest.raises(InvalidUri, match="endpoint URL must not contain a user") as caught:
         cluster.plan(uri, endpoint_url=endpoint)
     assert "SECRET" not in "".join(traceback.format_exception(caught.value))
     for made in (

@@ -67,7 +67,7 @@ def test_a_private_key_shows_nowhere_and_does_not_travel(tmp_path: Path) -> None
     for travel in (pickle.dumps, copy.copy, copy.deepcopy):
         with pytest.raises(TypeError):
             travel(key)
-    with pytest.raises(InvalidKey, match="private key where a public one") as refused:
+    with pytest.raises(InvalidKey, match="private key, but a public one") as refused:
         public_key(tmp_path / "key")
     assert body not in str(refused.value)
 

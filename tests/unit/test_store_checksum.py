@@ -83,7 +83,7 @@ def test_a_digest_that_does_not_combine_needs_the_object_in_one_piece() -> None:
 def test_neither_more_bytes_than_the_range_nor_fewer() -> None:
     hasher = SpanHasher(StoreChecksum("crc32c", bytes(4), (6, 20)), ByteRange(4, 9))
     hasher.update(b"abc")
-    with pytest.raises(ValueError, match="2 bytes of the range are still to come"):
+    with pytest.raises(ValueError, match="2 bytes of the range are missing"):
         hasher.spans()
     with pytest.raises(ValueError, match="more bytes than the range has"):
         hasher.update(b"def")

@@ -250,7 +250,7 @@ def test_only_the_revision_that_is_asked_for(
         with pytest.raises(RevisionMismatch):
             verb(model, trusted_keys=[f"{key}.pub"], revision=second)
     assert main(["plan", str(model), "--revision", second]) == 6
-    assert "another revision of the model is stored" in capsys.readouterr().err
+    assert "the stored revision of the model is not the one" in capsys.readouterr().err
 
 
 def test_one_file_and_an_unpublished_model_have_a_revision_too(model: Path) -> None:

@@ -88,7 +88,7 @@ def test_one_shard_alone(store: MemoryStore) -> None:
     store.put(KEYS[0], OBJECTS[KEYS[0]][:-1] + b"\x00")
     assert verify(store, only_key=KEYS[1]).ok
     assert len(verify(store, only_key=KEYS[0]).bad_chunks) == 1
-    with pytest.raises(NotACheckpoint, match="does not name that file"):
+    with pytest.raises(NotACheckpoint, match="does not list that file"):
         verify(store, only_key="x.safetensors")
 
 
