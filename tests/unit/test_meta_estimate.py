@@ -81,7 +81,7 @@ def test_experts_of_a_family_that_is_not_known_stay_stacked() -> None:
     shapes = [("model.layers.0.mlp.experts.gate_up_proj", (4, 8, 6)), ("norm.weight", (6,))]
     found, said = meta_estimate.one_by_one(shapes, "other_moe")
     assert found == shapes
-    assert "all of a layer in one tensor" in said
+    assert "all experts of a layer in one tensor" in said
 
 
 def test_will_a_70b_fit_on_four_times_24_gb(tmp_path: Path) -> None:
