@@ -193,7 +193,8 @@ MIXTRAL_EXPERTS: Rows = (
 
 # Multi-head latent attention, cut as vLLM cuts it. The matrices that make the short latent vectors are small and have
 # no heads, and every head needs them whole, so they are replicated. The matrices that make heads from the latent
-# vectors are cut by heads. A head has two parts (with and without position, or keys and values), and its rows are together.
+# vectors are cut by heads. A head has two parts (with and without position, or keys and values). The rows of a head
+# are together.
 LATENT_ATTENTION: Rows = (
     ("layers.*.self_attn.q_a_proj.weight", Rule.REPLICATE),
     ("layers.*.self_attn.q_a_proj.bias", Rule.REPLICATE),

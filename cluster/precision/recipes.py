@@ -110,7 +110,7 @@ class Scheme:
     """A quantization scheme."""
 
     bits: int
-    # weights that share a scale: "channel" (a row), "tensor" (a matrix), "group" (GROUP weights), "block" (BLOCK of nf4)
+    # weights that share a scale: "channel" (a row), "tensor" (a matrix), "group" (GROUP weights), "block" (nf4.BLOCK)
     scale: str
     packed: bool  # integers, offset to be positive, packed in 32-bit words
     unit: int  # weights of a row that a cut must not separate
