@@ -1,4 +1,4 @@
-"""Every setting in one frozen object, read from the environment once and passed down."""
+"""All settings in one frozen object, which is read from the environment once and passed down."""
 
 from __future__ import annotations
 
@@ -29,27 +29,27 @@ _OF_CLIENTS = {
     "allowed_buckets",
     "trusted_keys",
 }
-MAX_S = 1_000_000.0  # more than eleven days is a slip, and more than sockets and locks can be told to wait is a crash
+MAX_S = 1_000_000.0  # more than eleven days is a mistake; sockets and locks fail with larger timeouts
 
 
 class Config(BaseModel):
-    """Settings of a cluster (see `cluster.node_settings`) or of a client. Each is `LONGSHORE_<NAME>` too."""
+    """Settings of a cluster (see `cluster.node_settings`) or of a client. Each can be set as `LONGSHORE_<NAME>`."""
 
     model_config = ConfigDict(frozen=True, extra="forbid", hide_input_in_errors=True)
 
-    arena_bytes: int = Field(0, ge=0)  # shared memory per node for chunks; 0: a quarter of free /dev/shm, 8 GiB at most
+    arena_bytes: int = Field(0, ge=0)  # shared memory per node for chunks; 0: a quarter of free /dev/shm, at most 8 GiB
     slot_bytes: int = Field(8 * MIB, ge=MIB, le=16 * MIB)  # one arena slot: the largest chunk that can be loaded
     chunk_bytes: int = Field(8 * MIB, ge=MIB, le=16 * MIB)  # chunk size for models without a manifest
-    fetch_threads: int = Field(16, ge=1, le=64)  # requests in flight per rank, at most: what is best is found
-    lease_deadline_s: float = Field(60.0, gt=0, le=MAX_S)  # a chunk not committed by then goes back to the queue
+    fetch_threads: int = Field(16, ge=1, le=64)  # limit of requests in flight per rank; the best number is measured
+    lease_deadline_s: float = Field(60.0, gt=0, le=MAX_S)  # a chunk that is not committed by then returns to the queue
     read_timeout_s: float = Field(20.0, gt=0, le=MAX_S)  # no byte for this long fails a read
     fetch_attempts: int = Field(4, ge=1)  # tries of one chunk by one worker before another gets it
-    chunk_attempts: int = Field(3, ge=1)  # workers a chunk is tried by before the load fails
-    hedge_factor: float = Field(4.0, ge=0)  # a fetch so many times as old as usual is begun once more; 0: never
-    hedge_after_s: float = Field(2.0, gt=0, le=MAX_S)  # and it is at least so old
+    chunk_attempts: int = Field(3, ge=1)  # workers that try a chunk before the load fails
+    hedge_factor: float = Field(4.0, ge=0)  # duplicate a fetch that takes this many times the median; 0: never
+    hedge_after_s: float = Field(2.0, gt=0, le=MAX_S)  # and at least this long
     rank_restarts: int = Field(3, ge=0)  # replacements of one rank's worker before the load fails
-    node_wait_s: float = Field(0.0, ge=0, le=MAX_S)  # ranks of a lost node wait that long for room; 0: not at all
-    slots_wait_s: float = Field(600.0, gt=0, le=MAX_S)  # a load waits that long for arena slots that others hold
+    node_wait_s: float = Field(0.0, ge=0, le=MAX_S)  # ranks of a lost node wait this long for room; 0: not at all
+    slots_wait_s: float = Field(600.0, gt=0, le=MAX_S)  # a load waits this long for arena slots that others hold
     heartbeat_s: float = Field(0.5, gt=0, le=MAX_S)  # worker to agent, agent to coordinator
     stuck_after_s: float = Field(
         60.0, gt=0, le=MAX_S
@@ -59,30 +59,30 @@ class Config(BaseModel):
     )  # agents and workers end themselves after this long without coordinator
     cluster_lost_after_s: float = Field(
         0.0, ge=0, le=MAX_S
-    )  # clients wait that long for the head; 0: 3/4 of Ray's limit
+    )  # clients wait this long for the head; 0: 3/4 of Ray's limit
     access_grace_s: float = Field(300.0, ge=0, le=MAX_S)  # how long access that worked attaches to a model offline
-    holder_ttl_s: float = Field(30.0, gt=0, le=MAX_S)  # a client not heard of for this long no longer holds its models
-    warm_workers_s: float = Field(0.0, ge=0, le=MAX_S)  # workers of a released model wait that long for the next load
-    idle_agent_s: float = Field(0.0, ge=0, le=MAX_S)  # agents end that long after their last model; 0: they stay
-    gpus_per_node: int = Field(0, ge=0, le=64)  # that a node to come will have, for loads that wait; 0: as those there
+    holder_ttl_s: float = Field(30.0, gt=0, le=MAX_S)  # a client silent for this long no longer holds its models
+    warm_workers_s: float = Field(0.0, ge=0, le=MAX_S)  # workers of a released model wait this long for the next load
+    idle_agent_s: float = Field(0.0, ge=0, le=MAX_S)  # agents end this long after their last model; 0: they stay
+    gpus_per_node: int = Field(0, ge=0, le=64)  # GPUs of a node that will join; 0: as on present nodes
     cpu_ranks_per_node: int = Field(8, ge=1)  # bound for device="cpu", which takes no Ray resource
     host_reserve_bytes: int = Field(512 * MIB, ge=0)  # host memory a plan leaves free on each node
     device_reserve_bytes: int = Field(512 * MIB, ge=0)  # device memory a plan leaves free on each GPU
     disk_cache_dir: str = NO_FOLDER  # folder on each node in which verified chunks outlive the cluster
-    disk_cache_bytes: int = Field(0, ge=0)  # at most so many there; 0: half of what is free
+    disk_cache_bytes: int = Field(0, ge=0)  # limit of that folder; 0: half of the free space
     pin_coordinator_to_head: bool = True
     metrics_port: int = Field(9464, ge=-1, le=65535)  # where Prometheus scrapes the coordinator; 0: any, -1: nowhere
-    metrics_host: str = "127.0.0.1"  # address that it listens on; beyond this host only when told so, as by 0.0.0.0
-    log_format: LogFormat = "text"  # of what actors log: "text", or "json", a line each
-    log_level: LogLevel = "INFO"  # DEBUG: each failed try, each rank
-    # Lists, separated by commas; storage.store_ref says what they mean.
-    allowed_schemes: str = DEFAULT_SCHEMES  # schemes that models may be read from; "any": all that are installed
+    metrics_host: str = "127.0.0.1"  # its listening address; 0.0.0.0 to serve other hosts
+    log_format: LogFormat = "text"  # format of the actors' logs: "text", or "json" with one object a line
+    log_level: LogLevel = "INFO"  # DEBUG adds each failed try and each rank
+    # Comma-separated lists; storage.store_ref documents them.
+    allowed_schemes: str = DEFAULT_SCHEMES  # schemes that models may be read from; "any": all installed ones
     allowed_endpoints: str = ANY  # servers that may be read from
     allowed_buckets: str = ANY  # buckets that may be read from
     trusted_keys: str = NO_KEYS  # KEY or KEY:NAME, base64 or files: manifests must be signed with one of them
 
     def __init__(self, **values: Any) -> None:
-        """Raises ConfigError that names every bad setting."""
+        """Check the settings. Raises ConfigError, which names every bad one."""
         try:
             super().__init__(**values)
         except ValidationError as error:
@@ -91,7 +91,7 @@ class Config(BaseModel):
     @field_validator("*", mode="before")
     @classmethod
     def _size(cls, value: Any, info: ValidationInfo) -> Any:
-        """Sizes may be written as the command's options take them: `8MiB`."""
+        """Return a size in bytes. Sizes may be written as on the command line, such as `8MiB`."""
         if not isinstance(value, str) or not str(info.field_name).endswith("_bytes"):
             return value
         try:
@@ -106,13 +106,13 @@ class Config(BaseModel):
 
     @property
     def logs(self) -> LogSettings:
-        """For `cluster.telemetry.logs.configure_logs`."""
+        """Return the arguments of `cluster.telemetry.logs.configure_logs`."""
         return self.log_format, self.log_level
 
     @field_validator("metrics_host")
     @classmethod
     def _address(cls, value: str) -> str:
-        """No names: whoever listens must not wait for a resolver."""
+        """Return the IP address. Names are refused, so that the listener never waits for a resolver."""
         try:
             return str(ip_address("127.0.0.1" if value == "localhost" else value))
         except ValueError:
@@ -128,36 +128,36 @@ class Config(BaseModel):
     @field_validator("trusted_keys")
     @classmethod
     def _keys(cls, value: str) -> str:
-        """Files are read at once: settings travel to where they are not."""
+        """Return the keys. Files are read now, because other nodes that receive the settings do not have them."""
         try:
             return value if value == NO_KEYS else ",".join(trusted_key(part.strip()) for part in value.split(","))
         except InvalidKey as error:
             raise ValueError(str(error)) from error
 
     def source_rules(self) -> SourceRules:
-        """Which places may be read from."""
+        """Return the rules about places that may be read from."""
         return SourceRules.parse(self.allowed_schemes, self.allowed_endpoints, self.allowed_buckets)
 
     def public_keys(self) -> tuple[str, ...]:
-        """Keys that manifests must be signed with one of; none: they need no signature."""
+        """Return the keys, one of which must have signed a manifest. Empty: no signature is needed."""
         return () if self.trusted_keys == NO_KEYS else tuple(self.trusted_keys.split(","))
 
     @field_validator("disk_cache_dir")
     @classmethod
     def _folder(cls, value: str) -> str:
-        """Nodes have working folders of their own, so a relative path would mean another place on each."""
+        """Return the folder. Relative paths are refused, because each node has another working folder."""
         if value and value != NO_FOLDER and (not os.path.isabs(value) or "\0" in value):
             raise ValueError("not an absolute path")
         return value or NO_FOLDER
 
     @property
     def disk_folder(self) -> str | None:
-        """Where the disk tier is; None when there is none."""
+        """Return the folder of the disk tier, or None without one."""
         return None if self.disk_cache_dir == NO_FOLDER else self.disk_cache_dir
 
     @classmethod
     def unknown_variables(cls, environ: Mapping[str, str] | None = None) -> list[str]:
-        """Return variables that look like settings and are none, sorted.
+        """Return variables that look like settings but are not, sorted.
 
         Args:
             environ: The environment. None: that of this process.
@@ -172,7 +172,7 @@ class Config(BaseModel):
 
     @classmethod
     def from_env(cls, environ: Mapping[str, str] | None = None, **overrides: Any) -> Config:
-        """Return the settings that are named in the environment, with `overrides` in their place.
+        """Return the settings that are named in the environment, replaced by `overrides`.
 
         Args:
             environ: The environment. None: that of this process.
@@ -196,9 +196,10 @@ class Config(BaseModel):
         return cls._checked(values, ENV_PREFIX)
 
     def without_effect(self, running: Mapping[str, Any]) -> list[str]:
-        """Return settings that were given here and that a running cluster has otherwise.
+        """Return settings that were given here and differ from those of a running cluster.
 
-        Settings by which a client narrows what it may load, and those of the client itself, have an effect.
+        Settings by which a client narrows what it may load, and those of the client itself, do have an effect. They are
+        not returned.
 
         Args:
             running: Settings of the cluster, by name.
@@ -242,20 +243,20 @@ def _refusal(error: ValidationError, prefix: str = "") -> ConfigError:
 
 @dataclass(frozen=True, slots=True)
 class TrustPolicy:
-    """What one process allows. The default: the usual schemes, and unsigned manifests."""
+    """The sources and keys that one process allows. By default the usual schemes, and unsigned manifests."""
 
     sources: SourceRules = field(default_factory=SourceRules)
     keys: tuple[str, ...] = ()  # as `trusted_key` writes them; empty: manifests need no signature
 
     @classmethod
     def of(cls, config: Config) -> TrustPolicy:
-        """As the settings say."""
+        """Return the policy of these settings."""
         return cls(config.source_rules(), config.public_keys())
 
     def keys_for(self, asked: Sequence[str]) -> tuple[str, ...]:
-        """The keys that count for a request that trusts `asked`: it may narrow the list and never widen it.
+        """Return the keys that count for a request that trusts `asked`. A request can narrow the list, not widen it.
 
-        Raises UnknownSigner when nobody is trusted by both.
+        Raises UnknownSigner when no key is in both lists.
         """
         if not self.keys or not asked:
             return self.keys or tuple(asked)

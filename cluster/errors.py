@@ -1,32 +1,32 @@
-"""What can go wrong with a load. The root, and the errors of bytes, are in `storage.errors`.
+"""The errors of a load. The base class, and the errors of stores and files, are in `storage.errors`.
 
 LongshoreError
-+- ConfigError                  a setting or argument that cannot be meant
-+- PlanError                    the request and the model do not go together
++- ConfigError                  a setting or argument is invalid
++- PlanError                    the request does not suit the model
 |  +- LayoutError               a tensor cannot be cut as asked; lists every such tensor
-|  |  +- UnknownFamily          nor is the model's family one whose rules we have; names it
-|  +- ModelConfigError          config.json is broken or contradicts what cutting needs of it
+|  |  +- UnknownFamily          and there are no rules for the model's family; names it
+|  +- ModelConfigError          config.json is broken or lacks fields that layouts need
 |  +- DoesNotFit                a device or host lacks the memory; says need and have for each
-|     +- DoesNotFitNow          only because other processes have memory of the GPUs in use
+|     +- DoesNotFitNow          only because other processes use memory of the GPUs
 +- ClusterError
 |  +- ClusterLost               no coordinator, or Ray itself cannot be reached
 |  |  +- NoCoordinator          Ray answers, and nothing was loaded yet, or Longshore was shut down
-|  |  +- LoadForgotten          coordinators were killed, again and again, before the load had begun
+|  |  +- LoadForgotten          coordinators were killed repeatedly before the load had begun
 |  +- AgentEnded                a node's agent was shut down; the next load on the node starts another
-|  +- NotEnoughResources        more ranks than GPUs (or CPU ranks) free; says who holds them
+|  +- NotEnoughResources        fewer GPUs (or CPU places) free than ranks; says who holds them
 |  +- VersionMismatch           client, coordinator, agents and workers run different Longshore versions
 |  +- PackageMissing            a node does not have longshore installed
 |  +- DeviceUnavailable         the worker cannot use the device Ray gave it
 +- LoadError
-|  +- ChunkFailed               a chunk could not be had from any worker within its budget
+|  +- ChunkFailed               no worker could fetch a chunk within its retry budget
 |  +- RankLost                  a worker died or stopped answering more often than allowed
-|  |  +- RankTaken              a worker that was given up spoke after another one had its rank
+|  |  +- RankTaken              a worker counted as lost sent a message after its replacement
 |  +- NodeLost                  a node died, and its ranks found no other place; names both
 |  +- LoadTimeout               timeout_s passed
 |  +- LoadCancelled             released or cancelled before it was ready
-|  +- IllegalTransition         a load was told what cannot happen in its state: a bug of ours
+|  +- IllegalTransition         a load received an event that is impossible in its state: a bug
 +- ModelNotFound                no such model in this cluster
-+- ModuleMismatch               a rank's tensors and a torch module do not go together; lists every name
++- ModuleMismatch               a rank's tensors do not match a torch module; lists every name
 +- RemoteCallFailed             a function sent by LoadedModel.call raised, or its result cannot be sent back
 +- CallTimeout                  ranks have not answered LoadedModel.call within its timeout_s; names them
 """
@@ -37,11 +37,11 @@ from storage.errors import LongshoreError
 
 
 class ConfigError(LongshoreError):
-    """A setting or argument that cannot be meant."""
+    """A setting or argument is invalid."""
 
 
 class PlanError(LongshoreError):
-    """The request and the model do not go together."""
+    """The request does not suit the model."""
 
 
 class LayoutError(PlanError):
@@ -49,7 +49,7 @@ class LayoutError(PlanError):
 
 
 class UnknownFamily(LayoutError):
-    """Rules are missing, and config.json names a family that we have none for: `details` say which."""
+    """Rules are missing, and there are none for the family that config.json names; `details` has the family."""
 
 
 class ModelConfigError(PlanError):
@@ -61,11 +61,11 @@ class DoesNotFit(PlanError):
 
 
 class DoesNotFitNow(DoesNotFit):
-    """Only because other processes have memory of the GPUs in use."""
+    """The load does not fit only because other processes use memory of the GPUs."""
 
 
 class ClusterError(LongshoreError):
-    """The cluster cannot do it, whatever the model is."""
+    """The cluster cannot do it, for any model."""
 
 
 class ClusterLost(ClusterError):
@@ -73,23 +73,23 @@ class ClusterLost(ClusterError):
 
 
 class NoCoordinator(ClusterLost):
-    """The Ray cluster is there, without a coordinator: nothing was loaded yet, or Longshore was shut down."""
+    """The Ray cluster has no coordinator: nothing was loaded yet, or Longshore was shut down."""
 
 
 class AgentEnded(ClusterError):
-    """A node's agent was shut down, because the node was idle or taken for dead; the next load there starts another."""
+    """A node's agent was shut down, as the node was idle or counted as dead. The next load there starts another."""
 
 
 class LoadForgotten(ClusterLost):
-    """The coordinator was killed before agents kept the load for it; so were those that were asked anew."""
+    """Coordinators were killed repeatedly before any agent had a record of the load."""
 
 
 class NotEnoughResources(ClusterError):
-    """More ranks than GPUs or CPU places that are free."""
+    """There are fewer free GPUs or CPU places than ranks."""
 
 
 class VersionMismatch(ClusterError):
-    """Processes that belong together run different versions of Longshore: the message names both."""
+    """Processes of one cluster run different versions of Longshore; the message names both."""
 
 
 class PackageMissing(ClusterError):
@@ -101,11 +101,11 @@ class DeviceUnavailable(ClusterError):
 
 
 class LoadError(LongshoreError):
-    """A load began and could not end well."""
+    """A load began and failed."""
 
 
 class ChunkFailed(LoadError):
-    """A chunk could not be had from any worker within its budget."""
+    """No worker could fetch a chunk within its retry budget."""
 
 
 class RankLost(LoadError):
@@ -113,7 +113,7 @@ class RankLost(LoadError):
 
 
 class RankTaken(RankLost):
-    """Another process has the rank by now: this one was given up, and has not been told before."""
+    """Another process has this rank now. This process counted as lost and learns it from this error."""
 
 
 class NodeLost(LoadError):
@@ -129,11 +129,11 @@ class LoadCancelled(LoadError):
 
 
 class IllegalTransition(LoadError):
-    """A load was told of an event that cannot come in its state; a bug, not a failure of the load."""
+    """A load received an event that is impossible in its state. This is a bug in Longshore."""
 
 
 class ModelNotFound(LongshoreError):
-    """No such model in this cluster."""
+    """The cluster has no such model."""
 
 
 class ModuleMismatch(LongshoreError):

@@ -1,15 +1,16 @@
-"""What actors say to each other: small frozen data. Bytes of weights are never in a message.
+"""The messages between actors: small frozen data. Bytes of weights are never in a message.
 
     coordinator --NodeJob--> agent      which ranks of the load the node has
     coordinator --RankJob--> worker     one rank's share
     worker --RankHello, RankUpdate--> agent --JoinReply, Orders--> worker
     agent --AgentBeat--> coordinator --BeatReply--> agent
 
-Every message of a load carries its attempt and, where a rank speaks, the rank's incarnation: by these numbers late and
-repeated messages are told apart, never by arrival. Messages are pickled by position, so processes of different
-versions would misread each other: the sender's version comes first (`pack_message`). The tables that all of a load have
-in common (`shared`) stay packed, as no event loop needs them, and go into Ray's object store once per load: nodes get
-them from each other, once each.
+Every message of a load carries its attempt. A message of a rank also carries the rank's incarnation. Receivers
+recognize late and repeated messages by these numbers, never by arrival.
+
+Messages are pickled by position, so processes of different versions would misread each other. So the sender's version
+comes first (`pack_message`). The tables that all ranks of a load share (`shared`) stay packed, as no event loop needs
+them. They go into Ray's object store once per load, and nodes copy them from each other, once each.
 """
 
 from __future__ import annotations
@@ -28,7 +29,7 @@ from storage.errors import LongshoreError
 from storage.host.memory import GpuMemory, MemoryPool
 from storage.host.processes import ProcessId
 
-UNVERSIONED = (4, "an earlier version")  # of processes that cannot say it
+UNVERSIONED = (4, "an earlier version")  # version of processes that do not report one
 
 Version = tuple[int, str]  # see `longshore.installation.VERSION`
 
@@ -39,7 +40,7 @@ def check_version(theirs: Version, sender: str, receiver: str) -> None:
         return
     raise VersionMismatch(
         f"{sender} runs longshore {theirs[1]} (protocol {theirs[0]}), {receiver} {VERSION[1]} (protocol {VERSION[0]})",
-        hint="install one version on every node and for every client, then end what still runs with "
+        hint="install one version on every node and for every client, then end all running processes with "
         "`longshore release --shutdown`",
     )
 
@@ -59,7 +60,7 @@ def unpack_message(packed: bytes, sender: str, receiver: str) -> Any:
 
 @dataclass(frozen=True, slots=True)
 class FetchSettings:
-    """How a rank reads from the store (see `cluster.config.Config`)."""
+    """Settings of a rank's reads from the store (see `cluster.config.Config`)."""
 
     threads: int
     attempts: int
@@ -69,11 +70,11 @@ class FetchSettings:
 
 @dataclass(frozen=True, slots=True)
 class GroupMember:
-    """A process that hosts a rank (`actors.hosting`) and belongs to others: all of a group load the same revision."""
+    """A process that hosts a rank (`actors.hosting`) and is in a group. All members load the same revision."""
 
     load_id: str
-    group: str  # as its processes call it
-    uri: str  # of the model
+    group: str  # name of the group
+    uri: str  # URI of the model
     revision: str
     process: ProcessId
 
@@ -84,28 +85,28 @@ class NodeJob:
 
     load_id: str
     attempt: int
-    shared: bytes  # SharedTables, packed; empty when they come beside the message
+    shared: bytes  # packed SharedTables; empty if they are sent beside the message
     store_identity: str  # part of the cache key of chunks without a collision-resistant digest
-    ranks: tuple[int, ...]  # of the load, on this node
-    done: frozenset[int]  # ranks that have everything already: not none only when an agent was restarted
-    min_slots: int  # slots without which this load could not go on
+    ranks: tuple[int, ...]  # ranks of the load on this node
+    done: frozenset[int]  # ranks that are complete; empty unless an agent was restarted
+    min_slots: int  # least slots with which this load makes progress
     chunk_attempts: int  # workers that may fail on one chunk before the load fails
     lease_deadline_s: float
-    record: bytes  # the coordinator's own notes, handed back to a coordinator that lost them
+    record: bytes  # the coordinator's own record; agents return it to a restarted coordinator
     placement: str = "via_arena"  # see LoadRequest
-    most_requests: int = 16  # in flight, of one rank
-    hedge_factor: float = 0.0  # see cluster.scheduling.concurrency; 0: no chunk is fetched by two at once
+    most_requests: int = 16  # limit of requests in flight of one rank
+    hedge_factor: float = 0.0  # see cluster.scheduling.concurrency; 0: no duplicate requests
     hedge_after_s: float = 0.0
-    incarnations: tuple[int, ...] = ()  # of `ranks`: earlier ones have nothing to say, also to an agent that is new
-    again: bool = False  # an agent was told this before, and was restarted
-    replaced: bool = False  # before that, some rank's process was replaced
-    model: str = ""  # what it is counted under (`cluster.telemetry.metrics`)
-    process: ProcessId | None = None  # that hosts its rank and ends it, by its death at the latest
-    group: GroupMember | None = None  # of that process
+    incarnations: tuple[int, ...] = ()  # of `ranks`; a new agent too ignores earlier ones
+    again: bool = False  # an agent received this job before, and was restarted
+    replaced: bool = False  # a rank's process was replaced before that
+    model: str = ""  # label of its metrics (`cluster.telemetry.metrics`)
+    process: ProcessId | None = None  # process that hosts the rank; the rank ends with it at the latest
+    group: GroupMember | None = None  # membership of that process
 
     @property
     def part(self) -> tuple[str, int]:
-        """(load, attempt). A node that takes ranks of a lost node over gets a part more: its first goes on as it is."""
+        """Return (load, attempt). A node that takes over ranks of a lost node has a second share beside its first."""
         return self.load_id, self.attempt
 
 
@@ -117,49 +118,49 @@ class RankJob:
     attempt: int
     rank: int
     incarnation: int
-    shared: bytes  # SharedTables, packed; empty when they come beside the message
+    shared: bytes  # packed SharedTables; empty if they are sent beside the message
     store: StoreAccess
     fetch: FetchSettings
     placement: str = "via_arena"  # see LoadRequest
     mapped: bool = False  # the plan has a device map
-    offload_folder: str = ""  # of the device map
+    offload_folder: str = ""  # folder for the modules on disk
     logs: tuple[str, str] = ("", "")  # see cluster.telemetry.logs.LogSettings
 
 
-Words = tuple[tuple[str, str], ...]  # (arena path, agent) by whose word ranks of a process use that arena
+Words = tuple[tuple[str, str], ...]  # arena path, and the incarnation of the agent that granted access
 
 
 @dataclass(frozen=True, slots=True)
 class RankHello:
-    """A rank's process introduces itself to the agent of its node: this rank has nothing of the arena in use."""
+    """The first message of a rank's process to the agent of its node. The rank uses no part of the arena then."""
 
     load_id: str
     attempt: int
     rank: int
     incarnation: int
     process: ProcessId
-    placed: tuple[int, ...] = ()  # chunks it already has: empty at first, not after the agent restarted
-    number: int = 0  # counts the messages of one process: an older one that arrives late changes nothing
-    others: Words = ()  # of other ranks of the process
+    placed: tuple[int, ...] = ()  # chunks it already has; empty unless the agent was restarted
+    number: int = 0  # number of the process's message; a late older one changes nothing
+    others: Words = ()  # access of other ranks of the process
     direct: tuple[int, ...] = ()  # chunks that it can receive in its own memory
     fetched: dict[str, tuple[int, ...]] = field(default_factory=dict)  # chunks that it has fetched, by source
 
 
 @dataclass(frozen=True, slots=True)
 class JoinReply:
-    """Where the arena is."""
+    """The agent's answer to RankHello, with the path of the arena."""
 
     arena_path: str
-    known: bool = True  # False: the agent does not (yet) know this load; say hello again later
-    arena_epoch: str = ""  # of the arena at that path now: a restarted agent may have had to make a new one
+    known: bool = True  # False: the agent does not know this load yet; send RankHello again later
+    arena_epoch: str = ""  # identifies the arena; a restarted agent may have made a new one
     agent: str = ""  # the agent's incarnation
     stop: LongshoreError | None = None  # the load is over for this rank
-    batch: int = 1  # chunks worth a message: many where messages cost more than the slots that they hold up
+    batch: int = 1  # chunks per message
     disk_path: str = ""  # the node's folder of chunks on disk; empty: none
 
 
-DIRECT = -1  # in place of a slot
-DISK_READ, DISK_UNUSABLE = "read", "unusable"  # what became of a chunk that the disk was said to have
+DIRECT = -1  # instead of a slot number
+DISK_READ, DISK_UNUSABLE = "read", "unusable"  # results for a chunk that was expected on disk
 
 
 @dataclass(frozen=True, slots=True)
@@ -170,22 +171,22 @@ class LeaseOrder:
     chunk: int
     slot: int
     deadline_s: float  # seconds from now; a commit after that changes nothing
-    on_disk: bytes = b""  # the key under which the node's disk has it; empty: it has not
+    on_disk: bytes = b""  # key of the chunk on the node's disk; empty: not there
 
 
 @dataclass(frozen=True, slots=True)
 class Commit:
-    """A chunk stands in its slot, or in the rank's memory, whole and verified."""
+    """A report that a chunk is in its slot, or in the rank's memory, whole and verified."""
 
     lease_id: str
     chunk: int
-    spans: tuple[Span, ...] = ()  # of a chunk without a digest, where the store has a checksum of the whole object
-    disk: str = ""  # DISK_READ: it came from there; DISK_UNUSABLE: it could not, and came from the store
+    spans: tuple[Span, ...] = ()  # checksums of a chunk without digest, if the store has one of the object
+    disk: str = ""  # DISK_READ: it came from disk; DISK_UNUSABLE: it came from the store instead
 
 
 @dataclass(frozen=True, slots=True)
 class FetchFailure:
-    """A worker gave a chunk up. Its connection is closed: nothing more is written to the slot."""
+    """A report that a worker failed on a chunk. Its connection is closed, so nothing more is written to the slot."""
 
     lease_id: str
     chunk: int
@@ -195,7 +196,7 @@ class FetchFailure:
 
 @dataclass(frozen=True, slots=True)
 class RankUpdate:
-    """What a rank did since its last update, and what it can take on."""
+    """A report of a rank's work since its last update, and of the leases that it wants."""
 
     load_id: str
     attempt: int
@@ -205,76 +206,76 @@ class RankUpdate:
     number: int = 0  # see RankHello
     committed: tuple[Commit, ...] = ()
     failed: tuple[FetchFailure, ...] = ()
-    placed: tuple[int, ...] = ()  # chunks copied to the device: their slots are not read any more
-    returned: tuple[str, ...] = ()  # lease ids handed back unused, or closed on the agent's demand
+    placed: tuple[int, ...] = ()  # chunks copied to the device: it no longer reads their slots
+    returned: tuple[str, ...] = ()  # leases returned unused, or closed on the agent's demand
     want_leases: int = 0
     wait_s: float = 0.0  # how long the agent may hold the answer when it has no orders
     placed_bytes: int = 0  # so far
     retries: dict[str, int] = field(default_factory=dict)  # since the last update, by cause
-    requests: tuple[tuple[int, float, float], ...] = ()  # that brought a chunk: its bytes, seconds, how long ago
+    requests: tuple[tuple[int, float, float], ...] = ()  # successful requests: bytes, duration in s, age in s
     throttled: int = 0  # answers of the store since the last update that asked for fewer requests
-    leaving: bool = False  # the last message: nothing of the arena is in use any more, done or not
+    leaving: bool = False  # the last message: the rank no longer uses the arena, done or not
     others: Words = ()  # see RankHello; when leaving
     stats: RankStats | None = None  # once a heartbeat, and when leaving
 
     def lease_ids(self) -> list[str]:
-        """The leases that ended with it."""
+        """Return the ids of the leases that ended with this update."""
         committed = [commit.lease_id for commit in self.committed]
         return [*committed, *(failure.lease_id for failure in self.failed), *self.returned]
 
 
 @dataclass(frozen=True, slots=True)
 class Orders:
-    """The agent's answer."""
+    """The agent's answer to RankUpdate."""
 
     leases: tuple[LeaseOrder, ...] = ()
     readable: tuple[tuple[int, int], ...] = ()  # (chunk, slot): committed chunks this rank still needs
     closed_leases: tuple[str, ...] = ()  # expired: stop writing, close the connection, return the id
-    short_of: str = ""  # why there are fewer leases than were wanted: "slots", or "chunks" that nobody fetches yet
-    requests: int = 0  # the rank may have so many in flight from now on; 0: as before
-    rejoin: bool = False  # the agent restarted or the rank is not known: say hello again
+    short_of: str = ""  # the reason for fewer leases than wanted: "slots", or "chunks" to fetch
+    requests: int = 0  # new limit of requests in flight; 0: unchanged
+    rejoin: bool = False  # the agent restarted or does not know the rank; send RankHello again
     stop: LongshoreError | None = None  # the load is over for this rank
 
 
 @dataclass(frozen=True, slots=True)
 class RankBeat:
-    """A rank as its agent sees it."""
+    """The state of a rank, as its agent knows it."""
 
     load_id: str
     attempt: int
     rank: int
     incarnation: int
-    pid: int  # 0: its worker has not said hello yet
+    pid: int  # 0: its worker has not sent RankHello yet
     placed_bytes: int
-    silent_s: float  # since it last spoke, or was expected to
-    done: bool = False  # it has everything: nothing more is expected of it here
-    requests: int = 0  # in flight when it last told
-    allowed_requests: int = 0  # that it may have in flight
-    own_bytes: int = 0  # its process's memory, the arena not counted; 0: not known
+    silent_s: float  # time since its last message, or since one was due
+    done: bool = False  # it has all its slices, and no further messages are due
+    requests: int = 0  # requests in flight in its last message
+    allowed_requests: int = 0  # its limit of requests in flight
+    own_bytes: int = 0  # memory of its process without the arena; 0: not known
 
 
 @dataclass(frozen=True, slots=True)
 class NodeFacts:
-    """What a plan needs to know of a node."""
+    """The facts of a node that plans depend on."""
 
     node_id: str
     host: str
     arena_bytes: int
-    pools: tuple[MemoryPool, ...]  # its memory comes out of them; untouched pages of arenas are taken off
+    pools: tuple[MemoryPool, ...]  # pools of its memory, without the untouched pages of arenas
     gpus: tuple[GpuMemory, ...]  # in the order of the driver; empty where unknown
     version: str
-    slot_bytes: int = 0  # of its arena; 0: as the coordinator's settings say
+    slot_bytes: int = 0  # slot size of its arena; 0: the coordinator's setting
 
 
 @dataclass(frozen=True, slots=True)
 class SlotHolder:
-    """A load's slots on one node: those that it uses, or may use whenever it wants to."""
+    """The slots of a load on one node: used ones, and those that it may use at any time."""
 
     load_id: str
     slots: int
-    model: str = ""  # what the load is counted under
+    model: str = ""  # label of the load's metrics
     pid: int = 0  # of the process that hosts the rank (`actors.hosting`)
-    waits: bool = False  # it has none yet, and asked before
+    waits: bool = False  # it has no slots yet and waits for them
 
     def __str__(self) -> str:
         who = f"{self.load_id} (process {self.pid})" if self.pid else self.load_id
@@ -283,19 +284,19 @@ class SlotHolder:
 
 @dataclass(frozen=True, slots=True)
 class LoadBeat:
-    """One load on one node."""
+    """The state of one load on one node."""
 
     load_id: str
     attempt: int
     store_bytes: int
     error: LongshoreError | None  # the load cannot go on here
     complete: bool
-    model: str = ""  # what it is counted under
+    model: str = ""  # label of its metrics
 
 
 @dataclass(frozen=True, slots=True)
 class AgentBeat:
-    """Heartbeat of an agent, with the progress of its ranks in it."""
+    """A heartbeat of an agent, with the progress of its ranks."""
 
     node_id: str
     host: str
@@ -303,14 +304,14 @@ class AgentBeat:
     loads: tuple[LoadBeat, ...]
     ranks: tuple[RankBeat, ...]
     arena: ArenaUse
-    records: dict[str, bytes] = field(default_factory=dict)  # load id -> record, when asked for
-    number: int = 0  # counts the heartbeats of one incarnation: an older one that arrives late changes no counter
-    # By model, since the agent began: those that have grown since a coordinator last answered, which has the others
+    records: dict[str, bytes] = field(default_factory=dict)  # load id -> record, on request
+    number: int = 0  # number of the heartbeat of its incarnation; a late older one changes no counter
+    # Totals by model since the agent began, of models whose totals grew since a coordinator last answered.
     counters: dict[str, LoadCounters] = field(default_factory=dict)
-    counted_by: str = ""  # incarnation of that coordinator; empty: none, these are all
+    counted_by: str = ""  # incarnation of that coordinator; empty: none, and these are all totals
     stats: NodeStats | None = None
-    settings: tuple[SettingStatus, ...] = ()  # that the agent goes by: until this coordinator has answered them
-    members: tuple[GroupMember, ...] = ()  # of groups, until they let go of their rank or are dead
+    settings: tuple[SettingStatus, ...] = ()  # the agent's settings, until the coordinator answers
+    members: tuple[GroupMember, ...] = ()  # members of groups, until they release their rank or die
 
 
 @dataclass(frozen=True, slots=True)
@@ -318,7 +319,7 @@ class BeatReply:
     """The coordinator's answer to a heartbeat."""
 
     coordinator: str  # its incarnation
-    unknown_loads: tuple[str, ...] = ()  # send their records next time
-    ended_loads: tuple[str, ...] = ()  # forget them
-    node_dead: bool = False  # Ray has given the node up, and all on it: end yourself
-    members: tuple[GroupMember, ...] = ()  # an earlier agent of the node told of them: they are yours if they live
+    unknown_loads: tuple[str, ...] = ()  # the agent sends their records next time
+    ended_loads: tuple[str, ...] = ()  # the agent removes them
+    node_dead: bool = False  # Ray counts the node as dead; the agent must end
+    members: tuple[GroupMember, ...] = ()  # reported by an earlier agent of the node; adopt those that live

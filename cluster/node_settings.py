@@ -1,8 +1,8 @@
-"""Settings of a node: from the environment in which its `ray start` ran, whoever loads first.
+"""The settings of a node, from the environment in which its `ray start` ran, whichever client loads first.
 
-A client's `runtime_env` changes the environment of actors and tasks. It does not change that of the raylet, from which
-they all descend: so that one is read. Where a program starts a local Ray cluster itself, the program's settings are the
-nodes'. They are handed to the coordinator and from it to the agents.
+A client's `runtime_env` changes the environment of actors and tasks. It does not change that of the raylet, their
+common parent process. So the raylet's environment is read. If a program starts a local Ray cluster itself, its
+settings are those of the nodes. It passes them to the coordinator, which passes them to the agents.
 """
 
 from __future__ import annotations
@@ -18,7 +18,7 @@ from cluster.telemetry.report import DEFAULT, SettingStatus
 from storage.host.processes import parent_of
 from storage.publishing.signing import TrustedKey, key_id, with_absolute_files
 
-# What agents go by: those of other nodes may differ. The first four are theirs alone.
+# Settings of agents, which may differ between nodes. Only agents use the first four.
 _OF_AGENTS_ALONE = {"arena_bytes", "slot_bytes", "disk_cache_dir", "disk_cache_bytes"}
 _OF_AGENTS = _OF_AGENTS_ALONE | {"host_reserve_bytes", "heartbeat_s", "orphan_after_s", "log_format", "log_level"}
 RAYLET = b"raylet"  # Ray's process on each node, as the kernel names it
@@ -28,7 +28,7 @@ _PROC = Path("/proc")
 
 @dataclass(frozen=True, slots=True)
 class NodeSettings:
-    """Settings in force in an actor of ours, and where those that are not defaults come from."""
+    """The settings that an actor of Longshore uses, and the source of those that are not defaults."""
 
     config: Config
     source: str
@@ -38,11 +38,11 @@ class NodeSettings:
         """Return the settings of the node that this process runs on.
 
         Args:
-            node: Its name, for messages.
+            node: Name of the node, for messages.
             given: Settings of the program that started the cluster. None: the cluster was started by `ray start`.
 
         Raises:
-            ConfigError: The environment of the node has values that cannot be meant.
+            ConfigError: The environment of the node has invalid values.
         """
         if given is not None:
             return cls(given, "the program that started the cluster")
@@ -59,11 +59,11 @@ class NodeSettings:
             ) from error
 
     def of_coordinator(self) -> tuple[SettingStatus, ...]:
-        """Return each setting that the coordinator goes by, and where it comes from."""
+        """Return each setting that the coordinator uses, with its source."""
         return self._status(set(Config.model_fields) - _OF_AGENTS_ALONE)
 
     def of_agent(self) -> tuple[SettingStatus, ...]:
-        """Return each setting that an agent goes by, and where it comes from."""
+        """Return each setting that an agent uses, with its source."""
         return self._status(_OF_AGENTS)
 
     def _status(self, names: Collection[str]) -> tuple[SettingStatus, ...]:
@@ -79,20 +79,20 @@ class NodeSettings:
 
 
 def node_name(host: str, node_id: str) -> str:
-    """Return what messages call a node. Several nodes may be on one host."""
+    """Return the name of a node in messages. Several nodes may be on one host."""
     return f"{host} {node_id[:8]}"
 
 
 def node_environment() -> Mapping[str, str]:
-    """Return the environment of the raylet from which this process descends; its own where there is none.
+    """Return the environment of the raylet from which this process descends.
 
-    Its own also where the kernel does not show the raylet's, as when another user runs it.
+    Return this process's own if it has no raylet, or if the kernel hides the raylet's, as when another user runs it.
     """
     return raylet_environment() or os.environ
 
 
 def raylet_environment() -> Mapping[str, str] | None:
-    """Return the environment of the raylet from which this process descends; None where the kernel shows none."""
+    """Return the environment of the raylet from which this process descends, or None if the kernel shows none."""
     try:
         pid = os.getppid()
         while pid:
@@ -109,6 +109,6 @@ def _environment_of(pid: int) -> dict[str, str]:
     pairs = (os.fsdecode(variable).partition("=") for variable in variables if b"=" in variable)
     environ = {name: value for name, _, value in pairs}
     if (keys := environ.get(KEYS, NO_KEYS)) != NO_KEYS:
-        # The working folder of an actor is the client's.
+        # Make paths absolute, because the working folder of an actor is the client's.
         environ[KEYS] = with_absolute_files(keys, os.readlink(_PROC / str(pid) / "cwd"))
     return environ

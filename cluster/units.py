@@ -1,4 +1,4 @@
-"""Sizes, rates, lists and foreign text as a person reads them, and sizes as a person writes them."""
+"""Formatting of sizes, rates, lists and foreign text for people, and parsing of sizes that people write."""
 
 from __future__ import annotations
 
@@ -24,12 +24,12 @@ _SUFFIXES = {
 
 
 def show_rate(count: float, seconds: float) -> str:
-    """Bytes per second in decimal units; `-` when no time passed."""
+    """Return bytes per second in decimal units, or `-` when no time passed."""
     return f"{show_bytes(count / seconds)}/s" if seconds > 0 else "-"
 
 
 def parse_bytes(text: str) -> int:
-    """`8MiB`, `8 MB`, `8388608`: bytes. Raises ConfigError for anything else."""
+    """Return the bytes of `8MiB`, `8 MB` or `8388608`. Raises ConfigError for anything else."""
     match = re.fullmatch(r"(\d+(?:\.\d+)?)\s*(|[kmgtp]i?)b?", text.strip().lower())
     if match is None:
         raise ConfigError(f"not a size: {text!r}", hint="write it like 8MiB, 512MB or 8388608")
@@ -40,14 +40,14 @@ def parse_bytes(text: str) -> int:
 
 
 def show_some(texts: Iterable[object], most: int, more: str = "more") -> str:
-    """The first `most` of them with commas, then how many are left: `a, b and 3 more`."""
+    """Return the first `most` texts with commas, and the number of the others: `a, b and 3 more`."""
     shown = [str(text) for text in texts]
     left = len(shown) - most
     return ", ".join(shown[:most]) + (f" and {left} {more}" if left > 0 else "")
 
 
 def printable(text: object) -> str:
-    """`text` with control characters written out: names come from buckets, terminals obey escape codes."""
+    """Return `text` with control characters escaped. Names come from buckets, and terminals obey escape codes."""
     return "".join(
         char if char.isprintable() or char == "\n" else char.encode("unicode_escape").decode() for char in str(text)
     )

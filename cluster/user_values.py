@@ -1,16 +1,15 @@
 """Values that travel between a client and its ranks: functions, arguments, results, errors, copies of tensors.
 
-What cannot travel is an error of Longshore's. Tensors travel in batches that are bounded in bytes.
+A value that cannot travel raises an error of Longshore.
 
     client   pack_call(fn, args, kwargs) --Packed--> worker: unpack, run
     client   result_of(rank, answer) <--Packed or Raised-- worker
 
-Longshore pickles them itself, so that a value that cannot travel is a typed error. Ray sees one opaque pickle, the
-buffers of large arrays, which it shares without a copy, and its own references, which it must count.
+Longshore pickles values itself, so that a value that cannot travel is a typed error. Ray receives one opaque pickle,
+the buffers of large arrays (shared without a copy), and its own references, which it must count.
 
-A rank's tensors on their way to a client, in batches of bounded size. Pure but for `tensors`, which makes tensors.
-
-A tensor that is larger than a batch comes in several; small ones come many at once.
+Copies of a rank's tensors travel in batches of bounded size. A tensor larger than a batch is divided over several, and
+a batch has many small tensors. Only `tensors` imports torch.
 """
 
 from __future__ import annotations
@@ -77,12 +76,12 @@ def pack(value: Any) -> Packed:
     pickler: Any = cloudpickle.CloudPickler(file, protocol=5, buffer_callback=buffers.append)  # type: ignore[no-untyped-call]
     pickler.persistent_id = reference_number
     pickler.dump(value)
-    # (`getbuffer` is no choice: Python 3.11 crashes when it collects such a buffer as garbage.)
+    # `getbuffer` would save a copy, but Python 3.11 crashes when it collects such a buffer as garbage.
     return Packed(pickle.PickleBuffer(file.getvalue()), tuple(buffers), tuple(references))
 
 
 def unpack(packed: Packed) -> Any:
-    """Make the value again. Raises whatever its unpickling raises."""
+    """Unpickle the value. Raises whatever its unpickling raises."""
     unpickler: Any = pickle.Unpickler(io.BytesIO(packed.data), buffers=packed.buffers)
     unpickler.persistent_load = packed.references.__getitem__
     return unpickler.load()
@@ -126,7 +125,7 @@ def result_of(rank: int, answer: Packed | Raised) -> Any:
         return unpack(answer)
     except Exception as error:
         raise RemoteCallFailed(
-            f"the result of rank {rank} cannot be read here",
+            f"the result of rank {rank} cannot be unpickled in this process",
             hint="return numbers, strings, numpy arrays or tensors on the CPU",
             rank=rank,
             cause=show_cause(error),
@@ -148,11 +147,11 @@ def _can_be_packed(value: Any) -> bool:
 
 
 BATCH_BYTES = 8 << 20  # a worker, the object store and a client hold two or three at once; the smallest store has 75 MB
-ENTRY_BYTES = 256  # what a tensor counts beside its bytes: its name, dtype and shape travel too
+ENTRY_BYTES = 256  # counted for each tensor beside its bytes, for its name, dtype and shape
 
 
 class Cursor(NamedTuple):
-    """Where a batch begins."""
+    """The position where a batch begins."""
 
     tensor: int = 0  # number in the rank's order
     offset: int = 0  # byte in that tensor
@@ -167,12 +166,12 @@ class Part(NamedTuple):
 
 
 class Entry(NamedTuple):
-    """One part as it travels: its bytes follow those of the parts before it."""
+    """One part of a batch. Its bytes follow those of the part before it."""
 
     name: str
     dtype: str  # attribute of the torch module
     shape: tuple[int, ...]
-    whole_bytes: int  # of the tensor
+    whole_bytes: int  # bytes of the whole tensor
     offset: int
     size_bytes: int
 
@@ -183,13 +182,13 @@ class TensorBatch:
 
     entries: tuple[Entry, ...]
     data: NDArray[np.uint8]
-    after: Cursor | None  # where the next batch begins; None: this was the last
+    after: Cursor | None  # position of the next batch; None: this is the last one
 
 
 def cut_batch(sizes: Iterable[int], start: Cursor, most_bytes: int) -> tuple[list[Part], Cursor | None]:
     """Choose the parts of one batch, one of each tensor from `start` on, and where the next batch begins.
 
-    `sizes`: bytes of the rank's tensors from `start.tensor` on; no more are looked at than the batch has room for.
+    `sizes` has the bytes of the rank's tensors from `start.tensor` on. It is read only as far as the batch has room.
     """
     parts: list[Part] = []
     room, offset = most_bytes, start.offset
@@ -216,7 +215,7 @@ def tensors(batches: Iterable[TensorBatch]) -> Iterator[tuple[str, torch.Tensor]
         for name, dtype, shape, whole_bytes, offset, size_bytes in batch.entries:
             if not offset:
                 whole = torch.empty(whole_bytes, dtype=torch.uint8)
-            # Copied: what Ray hands out is a read-only view of its object store, which is small.
+            # Copy it, because Ray returns a read-only view of its object store, which is small.
             whole.numpy()[offset : offset + size_bytes] = batch.data[start : start + size_bytes]
             start += size_bytes
             if offset + size_bytes == whole_bytes:

@@ -1,17 +1,17 @@
-"""Which module goes to which device: the rules of Hugging Face Accelerate's device maps, on names and bytes. Pure.
+"""Device maps: the device of each module, by the rules of Hugging Face Accelerate, from names and bytes. Pure.
 
     infer_device_map(tree, {0: 20e9, "cpu": 60e9})      modules in running order fill 0, then "cpu", then "disk"
     balanced_memory(tree, {0: 20e9, 1: 20e9})           the same limits, lowered so that the GPUs get equal shares
 
-A device is a GPU's number among those of the rank, "cpu" or "disk". The first GPU and the CPU keep room for the largest
-layer that is still to come, because code that runs such a model moves offloaded layers there, one at a time.
+A device is "cpu", "disk", or the number of a GPU among those of the rank. The first GPU and the CPU keep room for the
+largest layer that is not placed yet. Code that runs such a model moves offloaded layers there, one at a time.
 
-The modules of a model, found in the dotted names of its tensors: a tree, in the order in which a model runs.
+`module_tree` finds the modules of a model in the dotted names of its tensors.
 
     model.layers.0.mlp.up_proj.weight     root -> model -> layers -> 0 -> mlp -> up_proj -> (weight)
 
-A checkpoint does not say in which order its modules run. Numbered ones run by number; embeddings and towers before
-what has numbered modules, norms and heads after it; the rest in the order in which the checkpoint names them.
+A checkpoint does not define the order in which modules run. So numbered modules are ordered by number. Embeddings and
+towers come before modules with numbered ones inside, norms and heads after them. Others keep the checkpoint's order.
 """
 
 from __future__ import annotations
@@ -27,49 +27,50 @@ from cluster.layouts.families import HEADS, OTHER_EMBEDDINGS, TOKEN_EMBEDDINGS, 
 from cluster.units import show_some
 from storage.problems import MAX_LISTED, quote
 
-MAX_PARTS = 100  # of a dotted name: what goes down the tree calls itself
+MAX_PARTS = 100  # parts of a dotted name; functions on the tree are recursive
 _EARLY = (*TOKEN_EMBEDDINGS, *OTHER_EMBEDDINGS, *TOWERS, "encoder")
 
 
 @dataclass(slots=True, eq=False)
 class Module:
-    """One module, or (`is_tensor`) one tensor that stands among modules."""
+    """A module, or a tensor (`is_tensor`) that lies among modules."""
 
     name: str  # dotted; "" for the model itself
     is_tensor: bool = False
-    size_bytes: int = 0  # of all its tensors
+    size_bytes: int = 0  # bytes of all its tensors
     children: list[Module] = field(default_factory=list)  # in running order
-    tensors: list[Module] = field(default_factory=list)  # its own
-    is_layer: bool = False  # numbered, with modules in it, in no other layer: never split
+    tensors: list[Module] = field(default_factory=list)  # its own tensors
+    is_layer: bool = False  # a numbered module with modules in it, not inside another layer; never split
 
     @property
     def can_split(self) -> bool:
+        """Return whether its modules may go to different devices."""
         return bool(self.children) and not self.is_layer
 
     @property
     def parts(self) -> list[Module]:
-        """What it is split into: its own tensors, then its modules."""
+        """Return the parts that it is split into: its own tensors, then its modules."""
         return [*self.tensors, *self.children]
 
     def covers(self, name: str) -> bool:
-        """Whether the dotted name is this module's or lies in it."""
+        """Return whether the dotted name is this module's or lies in it."""
         return not self.name or name == self.name or name.startswith(f"{self.name}.")
 
     def walk(self) -> Iterator[Module]:
-        """It and all modules in it, no tensors; in running order."""
+        """Iterate over it and all modules in it, in running order, without tensors."""
         yield self
         for child in self.children:
             yield from child.walk()
 
     def all_tensors(self) -> Iterator[Module]:
-        """Every tensor in it, in running order."""
+        """Iterate over every tensor in it, in running order."""
         yield from self.tensors
         for child in self.children:
             yield from child.all_tensors()
 
 
 def module_tree(sizes: Iterable[tuple[str, int]]) -> Module:
-    """The model of tensors given as (name, size in bytes). Raises LayoutError for a name of too many parts."""
+    """Return the model of tensors given as (name, size). Raises LayoutError for a name of too many parts."""
     root = Module("")
     modules = {"": root}
     for name, size_bytes in sizes:
@@ -77,7 +78,7 @@ def module_tree(sizes: Iterable[tuple[str, int]]) -> Module:
         if len(parts) > MAX_PARTS:
             raise LayoutError(
                 f"a tensor's name has {len(parts)} parts, more than {MAX_PARTS}: {quote(name)}",
-                hint="a device map that names modules itself takes any",
+                hint="pass a device_map that names the modules; it has no such limit",
             )
         above = root
         above.size_bytes += size_bytes
@@ -95,7 +96,7 @@ def module_tree(sizes: Iterable[tuple[str, int]]) -> Module:
 
 
 def _arrange(module: Module, *, inside_layer: bool) -> bool:
-    """Sort and mark everything below. Whether any module in it is numbered."""
+    """Sort the modules below and mark layers. Return whether any module in it is numbered."""
     last = _last_part(module)
     module.is_layer = not inside_layer and last.isdecimal() and bool(module.children)
     numbered = {id(child): _arrange(child, inside_layer=inside_layer or module.is_layer) for child in module.children}
@@ -120,7 +121,7 @@ def _last_part(module: Module) -> str:
 
 
 CPU, DISK = "cpu", "disk"
-# Their last part: what turns, drops or adds to activations, and heads, which may be tied to an embedding.
+# Last parts of names: modules that rotate, drop or add to activations, and heads, which may be tied to an embedding.
 _WITHOUT_TENSORS = re.compile(rf"(?:^|\.)(?:[^.]*(?:rot|rope|drop|act|alibi|pos)[^.]*|{'|'.join(HEADS)})\Z")
 DeviceKey = int | str
 Memory = Mapping[DeviceKey, int]  # bytes by device, in the order in which devices are filled
@@ -128,41 +129,41 @@ Memory = Mapping[DeviceKey, int]  # bytes by device, in the order in which devic
 
 @dataclass(frozen=True, slots=True)
 class DeviceMap:
-    """Modules (or single tensors) with their devices; what is inside a module goes with it."""
+    """The device of each listed module or tensor. Everything inside a module has its device."""
 
     modules: tuple[tuple[str, DeviceKey], ...]  # "" is the whole model
 
     @property
     def devices(self) -> tuple[DeviceKey, ...]:
-        """Those that have something, GPUs first."""
+        """Return the devices of the map, GPUs first."""
         return tuple(sorted({device for _, device in self.modules}, key=device_order))
 
     def as_dict(self) -> dict[str, DeviceKey]:
-        """As Accelerate has it."""
+        """Return the map in Accelerate's form."""
         return dict(self.modules)
 
     def devices_of(self, names: Iterable[str]) -> list[DeviceKey | None]:
-        """Of each tensor; None where no module of the map holds it."""
+        """Return the device of each tensor, or None if no module of the map contains it."""
         known = dict(self.modules)
         return [_find(known, name) for name in names]
 
     def assign(self, names: Iterable[str]) -> list[DeviceKey]:
-        """Of each tensor. Raises LayoutError listing those that no module of the map holds."""
+        """Return the device of each tensor. Raises LayoutError listing those that no module of the map contains."""
         names = list(names)
         devices = self.devices_of(names)
         unnamed = [quote(name) for name, device in zip(names, devices, strict=True) if device is None]
         if unnamed:
             raise LayoutError(
                 f"the device map names no module for {len(unnamed)} tensors: {show_some(unnamed, MAX_LISTED)}",
-                hint='name their modules, or the whole model with {"": "cpu"}; what is inside a module goes with it',
+                hint='name their modules, or the whole model with {"": "cpu"}; all inside a module has its device',
                 unnamed=len(unnamed),
             )
         return [device for device in devices if device is not None]
 
     def check_modules(self, names: Iterable[str]) -> None:
-        """Raises LayoutError listing modules of the map that hold none of the tensors.
+        """Raise LayoutError listing modules of the map that hold none of the tensors.
 
-        Modules without tensors of their own are no mistake: what `Accelerate` and transformers write has them.
+        Modules without tensors of their own are allowed, because maps of Accelerate and transformers have them.
         """
         there = {""}
         for name in names:
@@ -178,19 +179,19 @@ class DeviceMap:
 
 
 def device_order(device: DeviceKey) -> tuple[int, int]:
-    """Sorts GPUs by number, then the CPU, then the disk."""
+    """Return a sort key: GPUs by number, then the CPU, then the disk."""
     return (0, device) if isinstance(device, int) else ((1, 0) if device == CPU else (2, 0))
 
 
 def device_name(device: DeviceKey) -> str:
-    """As torch calls it: "cuda:0", "cpu"; "disk"."""
+    """Return torch's name of the device, such as "cuda:0" or "cpu", or "disk"."""
     return f"cuda:{device}" if isinstance(device, int) else device
 
 
 def infer_device_map(tree: Module, memory: Memory, tied: Sequence[Sequence[str]] = ()) -> DeviceMap:
-    """Modules in order, each on the first device that still has room, none on an earlier one than the module before.
+    """Return a map that places modules in order, each on the first device with room, never before its predecessor.
 
-    `tied`: groups of tensor names that stay on one device. Whatever has no room anywhere goes to "disk".
+    `tied` has groups of tensor names that stay on one device. Modules without room anywhere go to "disk".
     """
     filling = _Filling(tree, memory, tied)
     while filling.queue:
@@ -199,9 +200,9 @@ def infer_device_map(tree: Module, memory: Memory, tied: Sequence[Sequence[str]]
 
 
 def balanced_memory(tree: Module, memory: Memory, *, low_zero: bool = False) -> dict[DeviceKey, int]:
-    """The limits with those of all GPUs but the last lowered to an equal share and a margin of about a layer.
+    """Return limits that spread the model evenly: all GPUs but the last get an equal share and about one layer more.
 
-    `low_zero`: GPU 0 gets only what the others have no room for.
+    With `low_zero`, GPU 0 gets only what the others have no room for.
     """
     limits = dict(memory)
     gpus = sorted(device for device in limits if isinstance(device, int) and limits[device] > 0)
@@ -228,11 +229,11 @@ class _Filling:
     queue: deque[Module] = field(init=False)  # still to be placed, in order
     placed: dict[str, DeviceKey] = field(init=False, default_factory=dict)
     devices: list[DeviceKey] = field(init=False)
-    main: frozenset[DeviceKey] = field(init=False)  # keep room for the largest layer
+    main: frozenset[DeviceKey] = field(init=False)  # devices that keep room for the largest layer
     current: int = field(init=False, default=0)
     used: dict[DeviceKey, int] = field(init=False)
-    largest_bytes: int = field(init=False, default=0)  # of the layers that are still to come
-    largest: set[str] = field(init=False, default_factory=set)  # which they are
+    largest_bytes: int = field(init=False, default=0)  # bytes of the largest layer that is not placed yet
+    largest: set[str] = field(init=False, default_factory=set)  # names of the layers of that size
 
     def __post_init__(self) -> None:
         self.queue = deque(self.tree.parts)
@@ -261,7 +262,7 @@ class _Filling:
             return
         if partners and module.size_bytes <= room_bytes:
             for partner in partners:
-                if partner.can_split:  # only the part of it that is tied must come along
+                if partner.can_split:  # only its tied part must be on the same device
                     split = ([each] if each is not partner else each.parts for each in self.queue)
                     self._requeue([module, *chain.from_iterable(split)])
                     return
@@ -277,7 +278,7 @@ class _Filling:
         self._find_largest([module for module in queue if not module.is_tensor])
 
     def _partners(self, module: Module) -> list[Module]:
-        """What must go along with it: whatever still has a tensor that is tied to one of its own."""
+        """Return the unplaced modules that must be on its device: those with a tensor tied to one of its own."""
         names = {
             name
             for group in self.tied
@@ -297,7 +298,7 @@ class _Filling:
 
 
 def _layers(modules: Iterable[Module]) -> Iterator[Module]:
-    """In them, the modules that are never split, and those that have no modules in them."""
+    """Iterate over the modules inside that are never split, and those without modules in them."""
     stack = list(modules)
     while stack:
         module = stack.pop()
@@ -316,7 +317,7 @@ def _find(known: Mapping[str, DeviceKey], name: str) -> DeviceKey | None:
 
 
 def _fewest(module: Module, placed: Mapping[str, DeviceKey], above: DeviceKey = DISK) -> list[tuple[str, DeviceKey]]:
-    """The fewest modules that say where everything in `module` was placed."""
+    """Return the fewest modules that describe where everything in `module` was placed."""
     device = placed.get(module.name, above)
     found = [entry for part in module.parts for entry in _fewest(part, placed, device)]
     devices = {where for _, where in found} or {device}
@@ -324,7 +325,7 @@ def _fewest(module: Module, placed: Mapping[str, DeviceKey], above: DeviceKey = 
 
 
 def _largest_first_layer(tree: Module) -> int:
-    """Of the first layer of each stack, the largest: as if layers of a stack were alike."""
+    """Return the bytes of the largest first layer of a stack. All layers of a stack count as equal."""
     first: dict[str, int] = {}
     for module in tree.walk():
         if module.is_layer:

@@ -1,21 +1,21 @@
-"""Whether the memory of every device and host holds its share of a plan. Pure.
+"""Memory needs of a load, checked against the memory of every device and host. Pure.
 
-Whether GPUs hold what ranks put on them. Pure.
+On GPUs:
 
-    have = free now (all of it where that is not known) - what was asked to stay free
+    have = free now (all of it where that is not known) - the memory that the user keeps free
     need = the rank's slices, alignment included
 
-Ray says how many GPUs of a node a load gets, not which: ranks fit a node when they can be put on different GPUs of it
-so that each has room.
+Ray grants a number of GPUs on a node, but does not tell which ones. So ranks fit a node if they can be put on different
+GPUs of it so that each has room.
 
-Whether the hosts' memory holds what a load takes, beside what other loads were promised and have not taken. Pure.
+On hosts, memory that other loads were promised and have not taken yet counts as used:
 
-    need of a node = tensors of its CPU ranks, less what workers kept for them + processes to be started + a new arena
-    claim          = the same of a load that is still at it, less what it has placed
+    need of a node = tensors of its CPU ranks, less memory that reused workers keep + processes to start + a new arena
+    claim          = the same for a load that is still running, less what it has placed
     of each pool   the needs of all nodes that take from it, and all claims on it, fit beyond the reserve
 
-A pool (`storage.host.memory`) is a host's memory or that of a container around the node; nodes on one host
-share it. Whoever took more would be ended by the kernel, or by Ray, which kills workers of a host that is nearly full.
+A pool (`storage.host.memory`) is the memory of a host, or of a container around the node. Nodes on one host share it.
+The kernel would kill a process that takes more. Ray also kills workers of a host that is nearly full.
 """
 
 from __future__ import annotations
@@ -40,25 +40,25 @@ _SHOWN_RANKS = 8
 
 @dataclass(frozen=True, slots=True)
 class DeviceRoom:
-    """What one GPU has for a load."""
+    """The memory that one GPU has for a load."""
 
     total_bytes: int
-    free_bytes: int | None  # None: not known, taken for all
-    kept_free_bytes: int  # that was asked to stay free
+    free_bytes: int | None  # None: not known; all of it counts as free
+    kept_free_bytes: int  # bytes that the user keeps free
 
     @property
     def have_bytes(self) -> int:
-        """Bytes that ranks can take."""
+        """Return the bytes that ranks can take."""
         free_bytes = self.total_bytes if self.free_bytes is None else self.free_bytes
         return max(0, free_bytes - self.kept_free_bytes)
 
     def emptied(self) -> DeviceRoom:
-        """The same without what others have in use."""
+        """Return the room as if nothing else used the GPU."""
         return replace(self, free_bytes=None)
 
 
 def room_on(gpu: GpuMemory, options: FitOptions, config: Config) -> DeviceRoom:
-    """What the load can take of a GPU."""
+    """Return the memory of a GPU that the load can take."""
     return DeviceRoom(gpu.total_bytes, gpu.free_bytes, options.kept_free_bytes(gpu.total_bytes, config))
 
 
@@ -66,9 +66,10 @@ Place = tuple[int, int]  # (rank, number of the GPU among the rank's own)
 
 
 def place_on_devices(needs: Mapping[Place, int], rooms: Sequence[DeviceRoom]) -> dict[Place, DeviceRoom]:
-    """A GPU for each place, the largest need on the roomiest. `needs`: bytes, of one node; `rooms`: its GPUs.
+    """Return a GPU for each place, the largest need on the GPU with most room.
 
-    If there is any way that all fit, they do so. Places beyond the number of GPUs get the least roomy one.
+    `needs` are the bytes of each place on one node, `rooms` its GPUs. If there is any way that all fit, they fit this
+    way. Places beyond the number of GPUs get the one with least room.
     """
     roomiest = sorted(rooms, key=lambda room: room.have_bytes, reverse=True)
     largest = sorted(needs, key=lambda place: (-needs[place], place))
@@ -76,12 +77,12 @@ def place_on_devices(needs: Mapping[Place, int], rooms: Sequence[DeviceRoom]) ->
 
 
 def device_problem(host: str, needs: Mapping[Place, int], rooms: Sequence[DeviceRoom]) -> str:
-    """Which ranks lack memory on the GPUs of a node, with need and have; "" when all have it, or nobody knows."""
+    """Return which ranks lack memory on the GPUs of a node, with need and have, or "" if none is known to."""
     return misfit_text(host, needs, place_on_devices(needs, rooms))
 
 
 def misfit_text(host: str, needs: Mapping[Place, int], placements: Mapping[Place, DeviceRoom]) -> str:
-    """The same for places that have their GPUs."""
+    """Return the same text for places that already have their GPUs."""
     tight = [place for place, room in placements.items() if needs[place] > room.have_bytes]
     if not tight:
         return ""
@@ -96,7 +97,7 @@ def misfit_text(host: str, needs: Mapping[Place, int], placements: Mapping[Place
 
 
 def show_room(room: DeviceRoom) -> str:
-    """`a GPU has 1.07 GB (of 2.15 GB; 0.5 GB in use, 0.57 GB kept free)`."""
+    """Return a text like `a GPU has 1.07 GB (of 2.15 GB; 0.5 GB in use, 0.57 GB kept free)`."""
     parts = []
     if room.free_bytes is not None and room.free_bytes < room.total_bytes:
         parts.append(f"{show_bytes(room.total_bytes - room.free_bytes)} in use")
@@ -106,27 +107,27 @@ def show_room(room: DeviceRoom) -> str:
     return f"a GPU has {show_bytes(room.have_bytes)}{of}"
 
 
-WORKER_BYTES = 300 << 20  # of a worker's process before the first byte of a model: Ray and torch
+WORKER_BYTES = 300 << 20  # a worker's process before the first byte of a model: Ray and torch
 
 
 @dataclass(frozen=True, slots=True)
 class NodeNeed:
-    """Host memory that a load is about to take on a node."""
+    """The host memory that a load will take on a node."""
 
     ranks: int
-    tensor_bytes: int  # of its CPU ranks
-    workers: int = 0  # processes that are still to be started
-    arena_bytes: int = 0  # of an arena that is still to be made
+    tensor_bytes: int  # bytes of its CPU ranks
+    workers: int = 0  # processes that are not started yet
+    arena_bytes: int = 0  # bytes of an arena that does not exist yet
 
     def less(self, kept_bytes: int) -> int:
-        """Bytes that are not there yet: workers that are taken over keep so many for the tensors."""
+        """Return the bytes still to be taken, if reused workers keep `kept_bytes` for the tensors."""
         tensor_bytes = max(0, self.tensor_bytes - kept_bytes)
         return tensor_bytes + self.workers * WORKER_BYTES + self.arena_bytes
 
 
 @dataclass(frozen=True, slots=True)
 class Claim:
-    """Host memory on a node that a load was promised and has not taken yet."""
+    """The host memory on a node that a load was promised and has not taken yet."""
 
     model_id: str
     node_id: str
@@ -135,7 +136,10 @@ class Claim:
 
 
 def larger_claims(before: Iterable[Claim], after: Iterable[Claim]) -> tuple[Claim, ...]:
-    """Those of `after` as they were when free memory was asked for, between the two: a load takes it meanwhile."""
+    """Return the claims of `after`, each with the larger size of before and after.
+
+    Free memory was measured between the two, while the loads were taking memory.
+    """
     then = {(claim.model_id, claim.node_id): claim.size_bytes for claim in before}
     return tuple(
         replace(claim, size_bytes=max(claim.size_bytes, then.get((claim.model_id, claim.node_id), 0)))
@@ -146,7 +150,7 @@ def larger_claims(before: Iterable[Claim], after: Iterable[Claim]) -> tuple[Clai
 def room_problems(
     nodes: Sequence[NodeInfo], needs: Mapping[int, NodeNeed], claims: Collection[Claim], config: Config
 ) -> list[str]:
-    """What is missing where; empty when all have room. `needs`: by index into `nodes`."""
+    """Return a text for each host that lacks memory. `needs` is keyed by index into `nodes`."""
     sharing: dict[str, list[int]] = defaultdict(list)  # pool id -> nodes
     pools: dict[str, MemoryPool] = {}
     for index in needs:
@@ -154,7 +158,7 @@ def room_problems(
             known = pools.get(pool.pool_id, pool)
             pools[pool.pool_id] = min(pool, known, key=lambda seen: seen.free_bytes)
             sharing[pool.pool_id].append(index)
-    problems: dict[tuple[int, ...], tuple[int, str]] = {}  # by nodes: of several pools the one that lacks most
+    problems: dict[tuple[int, ...], tuple[int, str]] = {}  # by nodes: the pool that lacks most
     for pool_id, sharers in sharing.items():
         pool = pools[pool_id]
         here = {nodes[index].node_id for index in sharers}
@@ -188,37 +192,37 @@ def _promises(claims: Sequence[Claim]) -> str:
     for claim in claims:
         by_model[claim.model_id] += claim.size_bytes
     said = [f"{show_bytes(size)} to {model}" for model, size in sorted(by_model.items()) if size]
-    return f" and what was promised ({show_some(said, 5)})" if said else ""
+    return f" and memory promised to other loads ({show_some(said, 5)})" if said else ""
 
 
-SHOWN = 4  # problems in one message: it is to be read on one screen
+SHOWN = 4  # problems in one message, so that it fits a screen
 ANY_FIT = FitOptions()
 
 
 def min_slots(ranks_on_node: int) -> int:
-    """Arena slots without which ranks of one load on one node could not go on.
+    """Return the least arena slots with which the ranks of one load on one node can make progress.
 
-    Each rank fills one slot while it copies out of another; one more stays usable when a slot is quarantined.
+    Each rank fills one slot while it copies out of another. One more stays usable when a slot is quarantined.
     """
     return 2 * ranks_on_node + 1
 
 
 def planned_arena_bytes(shm_free_bytes: int, config: Config) -> int:
-    """Size of a node's new arena, in whole slots: as configured, else the default for what /dev/shm has free."""
+    """Return the bytes of a new arena in whole slots: as set, else the default for the free /dev/shm."""
     if config.arena_bytes:
         return config.arena_bytes // config.slot_bytes * config.slot_bytes
     return default_arena_bytes(shm_free_bytes, slot_bytes=config.slot_bytes)
 
 
 class PlannedRanks(Protocol):
-    """What fitting needs of a plan: the digest of one that travels has it."""
+    """The part of a plan that fitting needs. A PackedPlan has it too."""
 
     @property
     def ranks(self) -> Sequence[RankFacts]: ...
 
 
 def gpu_bytes(rank: RankFacts, device: str) -> dict[int, int]:
-    """What a rank takes of GPUs, by their number among its own; the tensor that is just converted included."""
+    """Return the bytes on each of a rank's GPUs, by number, with the tensors under conversion."""
     if rank.devices:
         sizes = {on: size_bytes for on, size_bytes in rank.devices if isinstance(on, int)}
     else:
@@ -227,11 +231,11 @@ def gpu_bytes(rank: RankFacts, device: str) -> dict[int, int]:
 
 
 def host_bytes(rank: RankFacts, device: str) -> int:
-    """What a rank takes of its host's memory, beside its process; the tensor that is just converted included."""
+    """Return the bytes of host memory of a rank beside its process, with the tensors under conversion."""
     if not rank.devices:
         return rank.device_bytes + rank.staging_bytes if device == "cpu" else 0
     sizes = dict(rank.devices)
-    converts = CPU in sizes or DISK in sizes  # (what goes to disk is converted in host memory)
+    converts = CPU in sizes or DISK in sizes  # tensors for the disk are converted in host memory
     return sizes.get(CPU, 0) + (rank.staging_bytes if converts else 0)
 
 
@@ -245,17 +249,17 @@ def check_fit(
     new_workers: Collection[int] = (),
     options: FitOptions = ANY_FIT,
 ) -> DoesNotFit | None:
-    """The error to raise, listing every device and host that lacks memory for its ranks; None when all fit.
+    """Return an error that lists every device and host that lacks memory for its ranks, or None when all fit.
 
-    `rank_nodes[i]` is the index into `nodes` of rank i (a mapping: of the ranks that come), `device` "cuda" or "cpu".
-    What ranks have in host memory counts against their host, what they have on GPUs against those of their node
-    (`cluster.fit.needs`; not checked when their memory is unknown). An arena that is still to be made counts
-    against its host and /dev/shm, and must have `min_slots` slots. `claims`: what other loads were promised;
-    `new_workers`: ranks whose processes are still to come; `options`: what was asked to stay free.
+    `rank_nodes[i]` is the index into `nodes` of rank i; a mapping has only new ranks. `device` is "cuda" or "cpu".
+    The host memory of ranks counts against their host. Their GPU memory counts against the GPUs of their node, unless
+    the memory of those is not known. A new arena counts against its host and /dev/shm, and must have `min_slots` slots.
+    `claims` are promises to other loads. `new_workers` are ranks whose processes are not started yet. `options` has the
+    memory that must stay free.
     """
     problems: list[str] = []
     hints: list[str] = []
-    in_use: list[bool] = []  # of each problem with devices: only because others have their memory in use
+    in_use: list[bool] = []  # for each problem with devices: caused only by other users of the GPUs
     needs: dict[int, NodeNeed] = {}
     for index, ranks in ranks_by_node(rank_nodes).items():
         node = nodes[index]
@@ -283,7 +287,7 @@ def check_fit(
         if problem := device_problem(node.host, on_gpus, rooms):
             problems.append(problem)
             in_use.append(not device_problem(node.host, on_gpus, [room.emptied() for room in rooms]))
-            hints.append("End what else runs on the GPUs" if in_use[-1] else "Raise tensor_parallel_size")
+            hints.append("End other programs on the GPUs" if in_use[-1] else "Raise tensor_parallel_size")
     if device == "cpu":
         config = config.model_copy(update={"host_reserve_bytes": options.host_reserve_bytes(config)})
     if missing := room_problems(nodes, needs, claims, config):

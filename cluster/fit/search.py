@@ -1,19 +1,17 @@
-"""Which of several changes of a load fits: the first of the steps of fit="auto", the cheapest that a refusal offers.
+"""Finds changes of a load that make it fit: less precision, more ranks, or offload. Pure.
 
-Pure: the changes were planned (`cluster.planning.make_plan.plan_changes`), and whoever asks says what fits.
+Plans of changes come from `cluster.planning.make_plan.plan_changes`, and the caller decides what fits.
 
-Pure: the changes were planned (`cluster.planning.make_plan.plan_changes`), and whoever asks says what fits.
+    steps_of_auto(request)     the request itself, then the steps that fit="auto" may take, in order
+    changes_to_offer(request)  changes for a refused load; only planned ones are offered
+    first_that_fits            the step that fit="auto" takes
+    cheapest                   the changes that a refusal offers
 
-What could be changed about a load so that it fits: less precision, more ranks, offload. Pure.
+For `cluster.plan` devices are known by their memory only:
 
-steps_of_auto(request)    the request itself, then the steps that fit="auto" may take, in order
-changes_to_offer(request) what a refused load is offered; each is really planned before it is
-
-Whether a plan fits devices of which only the memory is known, and what to change when it does not. Pure.
-
-rooms      what each device has: given ("4x24GB"), or seen on this machine
-weigh      the ranks of a plan on them, rank 0 on the first device
-find_fit   fit="auto": the first step of precision that fits; "strict": what would be the cheapest change
+    rooms      the memory of each device: given ("4x24GB"), or found on this machine
+    weigh      the need and the memory of each rank's device, rank 0 on the first device
+    find_fit   fit="auto": the first step of precision that fits; "strict": the cheapest change
 """
 
 from __future__ import annotations
@@ -35,36 +33,37 @@ from cluster.units import parse_bytes, show_bytes
 Limits = tuple[tuple[DeviceKey, int], ...]
 
 AS_GIVEN = "as given"
-OFFLOAD_POLICY = "sequential"  # the GPU is filled before anything stays outside
-MAX_CHANGES = 32  # that are planned for one refusal
+OFFLOAD_POLICY = "sequential"  # the GPU is filled first
+MAX_CHANGES = 32  # changes that are planned for one refusal
 _STEPS = ("fp8", "int8", "int4")
-_LOSS = {"": 0, "fp8": 2, "fp8_tensor": 2, "int8": 3, "int4": 4, "nf4": 4}  # order in which precision is given up
+_LOSS = {"": 0, "fp8": 2, "fp8_tensor": 2, "int8": 3, "int4": 4, "nf4": 4}  # a higher number loses more precision
 
 
 @dataclass(frozen=True, slots=True)
 class Change:
-    """One thing (or two) that could be done otherwise."""
+    """A change of the request, of one argument or two."""
 
-    what: str  # as one writes it: 'quantization="int8"'
+    what: str  # as a user writes it: 'quantization="int8"'
     kind: str  # "given", "dtype", "quantization", "ranks", "offload" or "both": more ranks and quantized
-    loss: int  # of precision: 0 none, and more the more is lost
+    loss: int  # loss of precision; 0 is none
     request: LoadRequest
 
     @property
     def ranks(self) -> int:
+        """Return the number of ranks of the changed request."""
         return self.request.layout.ranks
 
 
 def steps_of_auto(request: LoadRequest, limits: Limits = ()) -> list[Change]:
-    """What fit="auto" tries, in order: as given, bf16, fp8, int8, int4, offload. Ranks stay as they are.
+    """Return what fit="auto" tries, in order: as given, bf16, fp8, int8, int4, offload. The layout stays the same.
 
-    `limits`: bytes of the GPU and of host memory for offload; empty: there is none.
+    `limits` has the bytes of the GPU and of host memory for offload. Empty means no offload.
     """
     return [Change(AS_GIVEN, "given", 0, request), *_less_precision(request), *_offload(request, limits)]
 
 
 def changes_to_offer(request: LoadRequest, limits: Limits = ()) -> list[Change]:
-    """What could help when the request does not fit, MAX_CHANGES at most."""
+    """Return at most MAX_CHANGES changes that may help when the request does not fit."""
     alone = [*_less_precision(request), *_more_ranks(request), *_offload(request, limits)]
     quantized = [change for change in alone if change.kind == "quantization"]
     both = [
@@ -88,15 +87,15 @@ def _less_precision(request: LoadRequest) -> Iterator[Change]:
 
 def _more_ranks(request: LoadRequest) -> Iterator[Change]:
     layout, seen = request.layout, {request.layout}
-    if request.device_map is not None:  # which is for one rank
+    if request.device_map is not None:  # a device map is for one rank
         return
-    if layout.data_parallel_size > 1:  # the ranks that are there, with parts in place of copies
+    if layout.data_parallel_size > 1:  # the same ranks, with slices instead of copies
         tensor = layout.tensor_parallel_size * layout.data_parallel_size
         yield from _with_layout(request, seen, tensor_parallel_size=tensor, data_parallel_size=1)
     for factor in (2, 4, 8):
         for size in ("tensor_parallel_size", "pipeline_parallel_size"):
             yield from _with_layout(request, seen, **{size: getattr(layout, size) * factor})
-    # Any model can be cut like that, also one whose family has no rules.
+    # Fully sharded parallelism can cut any model, also one whose family has no rules.
     for factor in (2, 4, 8):
         yield from _with_layout(request, seen, fsdp_size=layout.fsdp_size * factor)
 
@@ -119,12 +118,12 @@ def _offload(request: LoadRequest, limits: Limits) -> Iterator[Change]:
 
 
 OFFERED = 4  # changes that one message names
-_WHY_CHARS = 90  # of a reason, where several are told
+_WHY_CHARS = 90  # characters of a reason, if a message has several
 
 
 @dataclass(frozen=True, slots=True)
 class PlannedChange:
-    """A change as it would be loaded."""
+    """A change with its plan, or with the reason why it has none."""
 
     change: Change
     ranks: tuple[RankFacts, ...] = ()
@@ -132,17 +131,17 @@ class PlannedChange:
 
     @property
     def need_bytes(self) -> int:
-        """Of the largest rank, while it is filled."""
+        """Return the peak bytes of the largest rank during the load."""
         return max((rank.device_bytes + rank.staging_bytes for rank in self.ranks), default=0)
 
 
 def first_that_fits(
     planned: Sequence[PlannedChange], why_not: Callable[[PlannedChange], str], given_bytes: int = 0
 ) -> tuple[PlannedChange | None, tuple[FitTry, ...]]:
-    """(the first that fits, every step up to it). `why_not`: "" when a change fits, else what is missing.
+    """Return the first step that fits, or None, and every step up to it. `why_not` returns "" for a step that fits.
 
-    A step that would make nothing smaller than those before it, of which the one that was given needs `given_bytes`, is
-    not asked about.
+    A step that needs no less than the smallest step before it is skipped. `given_bytes` is the need of the request as
+    given.
     """
     tried: list[FitTry] = []
     least_bytes = given_bytes
@@ -150,7 +149,7 @@ def first_that_fits(
         if step.problem:
             reason = step.problem
         elif least_bytes and step.need_bytes >= least_bytes and step.change.kind != "offload":
-            reason = "would be no smaller"
+            reason = "would not be smaller"
         else:
             reason = why_not(step)
             least_bytes = step.need_bytes
@@ -163,10 +162,10 @@ def first_that_fits(
 def cheapest(
     planned: Sequence[PlannedChange], fits: Callable[[PlannedChange], bool], devices_at_hand: int
 ) -> list[PlannedChange]:
-    """Those that fit, the cheapest first, one of each kind; two changes at once only where one alone does not do.
+    """Return the changes that fit, the cheapest first, one of each kind. Two at once only if no single one fits.
 
-    Cheap is what needs no more devices than are there, then what needs no offload (the model would be slow), then what
-    loses least precision, then what takes fewest ranks.
+    A change is cheaper if it needs no more devices than present, then if it needs no offload (which makes the model
+    slow), then if it loses less precision, then if it takes fewer ranks.
     """
 
     def cost(each: PlannedChange) -> tuple[bool, bool, int, int]:
@@ -182,7 +181,7 @@ def cheapest(
 
 
 def offer(found: Sequence[PlannedChange], devices_at_hand: int, tried: int) -> str:
-    """A sentence or two about what `cheapest` found, of `tried` changes."""
+    """Return a sentence about the result of `cheapest`, out of `tried` changes."""
     if not found:
         return f"None of {tried} changes that were planned (less precision, more ranks) would fit"
     said = []
@@ -190,14 +189,14 @@ def offer(found: Sequence[PlannedChange], devices_at_hand: int, tried: int) -> s
         ranks = each.change.ranks
         needs = f"up to {show_bytes(each.need_bytes)} on each of {ranks} ranks" if ranks > 1 else ""
         needs = needs or show_bytes(each.need_bytes)
-        more = f", {devices_at_hand} at hand" if ranks > devices_at_hand else ""
+        more = f", {devices_at_hand} present" if ranks > devices_at_hand else ""
         said.append(f"{each.change.what} ({needs}{more})")
     also = f"; also {'; '.join(said[1:])}" if said[1:] else ""
     return f"The cheapest change that fits: {said[0]}{also}"
 
 
 def steps_text(tried: Sequence[FitTry]) -> str:
-    """Every step of fit="auto" and what became of it, one after the other."""
+    """Return every step of fit="auto" with its result."""
     return "; ".join(
         f"{each.what}: " + (_short(each.why_not) if each.why_not else f"fits, {show_bytes(each.need_bytes)} per rank")
         for each in tried
@@ -205,7 +204,7 @@ def steps_text(tried: Sequence[FitTry]) -> str:
 
 
 def _short(reason: str) -> str:
-    """Without what stands in brackets, then to the end of a word."""
+    """Return the reason without brackets, cut at the end of a word if it is too long."""
     if len(reason) > _WHY_CHARS:
         reason = re.sub(r" ?\([^()]*\)", "", reason)
     if len(reason) > _WHY_CHARS:
@@ -220,23 +219,23 @@ Planner = Callable[[Sequence[Change]], list[PlannedChange]]
 
 @dataclass(frozen=True, slots=True)
 class Devices:
-    """What there is to fit into."""
+    """The devices that a plan must fit."""
 
     rooms: tuple[DeviceRoom, ...]
-    source: str  # GIVEN: rank i has device i; else any rank may have any
+    source: str  # GIVEN: rank i has device i; else any rank may have any device
 
 
 @dataclass(frozen=True, slots=True)
 class DeviceFit:
-    """One device of one rank."""
+    """The need and the memory of one device of one rank."""
 
     rank: int
     device: int  # its number among the rank's own
-    need_bytes: int  # slices, and the tensor that is just converted
+    need_bytes: int  # slices, and the tensors under conversion
     have_bytes: int | None  # None: not known
     total_bytes: int | None
     free_bytes: int | None
-    kept_free_bytes: int | None  # as was asked
+    kept_free_bytes: int | None  # bytes that the user keeps free
     fits: bool | None
 
 
@@ -246,37 +245,37 @@ class Offer:
 
     what: str
     ranks: int
-    need_bytes: int  # of the largest rank
+    need_bytes: int  # bytes of the largest rank
 
 
 @dataclass(frozen=True, slots=True)
 class PlanFit:
-    """Whether a plan fits."""
+    """The answer if a plan fits, with the devices and with changes that would fit."""
 
-    fits: bool | None  # None: nobody knows what there is
-    memory: str  # where that is from: GIVEN, SEEN, IN_CLUSTER, "" when it is not known
+    fits: bool | None  # None: the memory is not known
+    memory: str  # source of the memory: GIVEN, SEEN, IN_CLUSTER, or "" if not known
     sentence: str  # for people
     devices: tuple[DeviceFit, ...]
-    tried: tuple[FitTry, ...] = ()  # of fit="auto", the last of them taken when it fits
-    offers: tuple[Offer, ...] = ()  # when it does not fit: the cheapest change first
+    tried: tuple[FitTry, ...] = ()  # steps of fit="auto"; if the plan fits, the last one was taken
+    offers: tuple[Offer, ...] = ()  # if it does not fit: changes that would, the cheapest first
 
 
 def check_devices(layout: Layout, devices: Devices | None) -> None:
-    """Raises ConfigError when the layout has more ranks than memory was given for."""
+    """Raise ConfigError when the layout has more ranks than memory was given for."""
     if devices is not None and devices.source == GIVEN and layout.ranks > len(devices.rooms):
         raise ConfigError(
-            f"the layout has {layout.ranks} ranks, and memory names {len(devices.rooms)} devices",
-            hint=f'give memory="{layout.ranks}x24GB", or fewer ranks',
+            f"the layout has {layout.ranks} ranks, but memory names {len(devices.rooms)} devices",
+            hint=f'give memory="{layout.ranks}x24GB", or use fewer ranks',
         )
 
 
 def layouts_for(count: int) -> list[Layout]:
-    """Ways to spread a model over so many devices when nobody said how, the best first."""
+    """Return layouts that spread a model over `count` devices, the best first."""
     return [Layout(tensor_parallel_size=count), Layout(pipeline_parallel_size=count), Layout(fsdp_size=count)]
 
 
 def weigh(ranks: Sequence[RankFacts], devices: Devices | None) -> tuple[DeviceFit, ...]:
-    """Each rank on its device."""
+    """Return the need and the memory of each device of each rank."""
     needs = {(at, gpu): size for at, rank in enumerate(ranks) for gpu, size in gpu_bytes(rank, "cuda").items()}
     placements: dict[Place, DeviceRoom] = {}
     if devices is not None and len(needs) <= len(devices.rooms):
@@ -293,7 +292,7 @@ def weigh(ranks: Sequence[RankFacts], devices: Devices | None) -> tuple[DeviceFi
 
 
 def fits_on(ranks: Sequence[RankFacts], devices: Devices) -> bool:
-    """Whether every rank has room; ranks beyond the devices that there are get more like the least roomy of them."""
+    """Return whether every rank has room. Ranks beyond the present devices get devices like the one with least room."""
     weighed = weigh(ranks, devices)
     if any(each.have_bytes is None for each in weighed):
         least = min(room.have_bytes for room in devices.rooms)
@@ -308,9 +307,10 @@ def find_fit(
     plan: Planner,
     host_bytes: int = 0,
 ) -> tuple[LoadRequest, PlanFit]:
-    """(the request that is taken, whether it fits). `ranks` of the request as it is; `plan` plans changes of it.
+    """Return the request to load, possibly changed, and whether it fits.
 
-    `host_bytes`: of host memory for what a GPU has no room for; 0: none.
+    `ranks` are those of the request as given. `plan` plans changes of it. `host_bytes` is the host memory for offload;
+    0 means no offload.
     """
     weighed = weigh(ranks, devices)
     if devices is None or any(each.have_bytes is None for each in weighed):
@@ -344,14 +344,14 @@ def find_fit(
 
 
 def fit_of_resident(model_id: str, taken: str, ranks: Sequence[RankFacts]) -> PlanFit:
-    """Of a model that is there already: it needs nothing. `taken`: what fit="auto" had changed for it."""
+    """Return the fit of a resident model, which needs no memory. `taken` is the change by fit="auto"."""
     with_what = f" (with {taken})" if taken else ""
-    said = f"resident as {model_id}{with_what}: a load would be given it at once, and needs no memory"
+    said = f"resident as {model_id}{with_what}: a load would attach to it at once and need no memory"
     return PlanFit(True, IN_CLUSTER, said, weigh(ranks, None))
 
 
 def rooms_of(memory: Sequence[int], request: LoadRequest, config: Config) -> tuple[DeviceRoom, ...]:
-    """Devices with so much memory each, of which as much stays free as was asked."""
+    """Return devices with this memory each, less the bytes that the request keeps free."""
     return tuple(DeviceRoom(size, None, request.fit.kept_free_bytes(size, config)) for size in memory)
 
 
@@ -361,7 +361,7 @@ def _problem(ranks: Sequence[RankFacts], devices: Devices) -> str:
 
 
 def _placements(needs: Mapping[Place, int], devices: Devices) -> dict[Place, DeviceRoom]:
-    """The device of each place. Given: as they were numbered, by rank, or by device where one rank has them all."""
+    """Return the device of each place. Given devices are numbered by rank, or by GPU if there is one rank."""
     if devices.source != GIVEN:
         return place_on_devices(needs, devices.rooms)
     return {(rank, gpu): devices.rooms[rank + gpu] for rank, gpu in needs if rank + gpu < len(devices.rooms)}
@@ -370,14 +370,14 @@ def _placements(needs: Mapping[Place, int], devices: Devices) -> dict[Place, Dev
 def _tightest(weighed: Sequence[DeviceFit]) -> str:
     tight = min(weighed, key=lambda each: (each.have_bytes or 0) - each.need_bytes, default=None)
     if tight is None:
-        return "no GPU has anything of it, all is in host memory or on disk"
+        return "no tensor is on a GPU, all are in host memory or on disk"
     needs, has = show_bytes(tight.need_bytes), show_bytes(tight.have_bytes or 0)
     return f"rank {tight.rank} has the least to spare, it needs {needs} of {has}"
 
 
 def _unknown(devices: Devices | None, weighed: Sequence[DeviceFit]) -> str:
     if not weighed:
-        return "not known: no GPU has anything of it, and what the hosts have was not asked for"
+        return "not known: no tensor is on a GPU, and the memory of the hosts was not given"
     most = show_bytes(max((each.need_bytes for each in weighed), default=0))
     if devices is None:
         return f'not known: no GPU here, and no memory was given (memory="4x24GB"); a rank needs up to {most}'
@@ -392,15 +392,15 @@ def _most(ranks: Sequence[RankFacts]) -> int:
 
 
 GivenDevices = str | int | Sequence[str | int]
-LEAST_BYTES = 10**6  # of a device; less is a number without its unit
+LEAST_BYTES = 10**6  # of a device; a smaller number probably lacks its unit
 _HINT = 'write "4x24GB" for four devices, "2x80GB,24GB" for three, or a list with one size per device'
 
 
 def parse_memory(given: GivenDevices) -> tuple[int, ...]:
-    """Bytes of each device, in the order of ranks. Raises ConfigError."""
+    """Return the bytes of each device, in the order of ranks. Raises ConfigError."""
     if isinstance(given, str):
         parts: Sequence[str | int] = given.split(",")
-    elif isinstance(given, bytes | bytearray | memoryview):  # a sequence of small numbers, which nobody means
+    elif isinstance(given, bytes | bytearray | memoryview):  # these are sequences of integers too
         raise ConfigError(f"not a device's memory: {given!r:.60}", hint=_HINT)
     elif isinstance(given, Sequence):
         parts = given
@@ -420,7 +420,7 @@ def parse_memory(given: GivenDevices) -> tuple[int, ...]:
 
 
 def parse_host_memory(given: str | int) -> int:
-    """Bytes of `60GB`, or of a number. Raises ConfigError."""
+    """Return the bytes of `60GB` or of a number. Raises ConfigError."""
     if isinstance(given, str):
         return parse_bytes(given)
     if isinstance(given, bool) or not isinstance(given, int) or given < 0:
@@ -429,7 +429,7 @@ def parse_host_memory(given: str | int) -> int:
 
 
 def _parsed(part: object) -> tuple[int, int]:
-    """(devices, bytes of each)."""
+    """Return (number of devices, bytes of each)."""
     if isinstance(part, int) and not isinstance(part, bool) and part > 0:
         return 1, part
     if isinstance(part, str):

@@ -1,37 +1,32 @@
-"""Tables of rules, one per model family: data, and nothing but data. `cluster.layouts.rules` explains the patterns.
+"""Tables of layout rules, one per model family. Data only; `cluster.layouts.rules` explains the patterns.
 
-The tables agree with the tensor-parallel and expert-parallel plans that transformers ships for these families; where
-they differ on purpose, a test lists the row with its reason (tests/unit/test_transformers_plans.py). What
-transformers leaves out of its plans is decided as engines such as vLLM do: embedding and head are cut by vocabulary,
-key/value heads are copied when there are fewer of them than ranks, fused matrices are cut in each of their parts.
+The tables agree with the tensor-parallel and expert-parallel plans that transformers ships for these families. Where
+they differ on purpose, a test lists the row with its reason (tests/unit/test_transformers_plans.py). Some tensors are
+in no plan of transformers. They are cut as engines such as vLLM do: embedding and head are cut by vocabulary, key/value
+heads are copied when there are fewer of them than ranks, and fused matrices are cut in each of their parts.
 
-What modules are called, from model to model: the names by which ends, towers and routers are known. Data.
+*Module names.* Pipeline stages, device maps and precision recognize embeddings, heads, towers and routers by name. A
+name is one part of a dotted tensor name.
 
-A name is one part of a dotted tensor name. Pipeline stages, device maps and precision all go by these.
+*Experts* (Mixtral, Qwen3-MoE, DeepSeek-V3). Checkpoints on the hub have a tensor for each expert and matrix. Modules of
+transformers 5 hold all experts of a layer in one 3-D tensor. Routers are replicated. Experts that process every
+token ("shared") are cut like any other layer.
 
-Decoders with experts: Mixtral, Qwen3-MoE, DeepSeek-V3.
+*Vision towers.* A multimodal model has a language model of a family, and a tower before it. The tower is replicated. It
+is small (0.4 to 0.7 billion parameters), no plan of transformers cuts it, and its sizes often do not divide. For
+example, the tower of Qwen2.5-VL has 3420 rows in its MLP, which eight ranks cannot share. Users who want it cut by its
+own heads can pass rules; see docs/layouts.md.
 
-Checkpoints have either a tensor for each expert and matrix, which is what the hub has, or all experts of a layer in
-one 3-D tensor, which is how the modules of transformers 5 hold them. Routers are replicated, experts that every token
-passes ("shared") are cut like any other layer.
+*Config defaults.* Some published config.json files omit fields and rely on the defaults of the config classes in
+transformers. The one of Gemma 3 4B has no number of heads. The tables here repeat those defaults for these families.
+For other families a missing field is an error, never a guess.
 
-Models that see: a language model of a family, with a tower before it.
-
-The tower is replicated. It is a small part of the model (some 0.4 to 0.7 billion parameters), no plan of transformers
-cuts it, and its sizes often do not divide: the tower of Qwen2.5-VL has 3420 rows in its MLP, which eight ranks cannot
-share. Who wants it cut by its own heads says so with rules of his own; docs/layouts.md has them.
-
-What a field of config.json means where it is missing, for families whose published files rely on it.
-
-The config.json of Gemma 3's 4B model, for one, does not say how many heads there are. Values are those of the config
-classes in transformers. Other families say what they need; where they do not, that is an error and no guess.
-
-Rules of families that have no table, from the parallel plan that transformers has for them. Pure: a plan goes in.
+*Other families.* `rows_of_plan` makes rules from the parallel plan of transformers. Pure; the plan is passed in.
 
     {"layers.*.mlp.c_fc": "colwise"}  -->  "model.layers.*.mlp.c_fc.weight": column, "...c_fc.bias": column
 
-A plan names modules that are cut and is silent about the rest. Of the rest only what is known by its name gets a rule
-(norms, routers, embedding, head): a tensor that neither knows stays an error, as everywhere.
+A plan names only the modules that are cut. Other modules get a rule if their name is known (norms, routers, embedding,
+head). A tensor that neither names stays an error, as everywhere.
 """
 
 from __future__ import annotations
@@ -41,7 +36,7 @@ from enum import StrEnum
 
 
 class Rule(StrEnum):
-    """What tensor and expert parallelism do to one tensor; dimensions as stored, a linear weight is (out, in)."""
+    """The ways to cut one tensor. Dimensions are as stored; a linear weight is (out, in)."""
 
     COLUMN = "column"  # dim 0 (the outputs) in equal parts
     ROW = "row"  # dim 1 (the inputs) in equal parts
@@ -49,11 +44,11 @@ class Rule(StrEnum):
     HEADS = "heads"  # dim 0 in whole attention heads
     KV_HEADS = "kv_heads"  # dim 0 in whole key/value heads; fewer heads than ranks: neighbours share a head
     QKV = "qkv"  # dim 0 is the heads of q, of k and of v, one after the other; each is cut like q_proj, k_proj, v_proj
-    EQUAL_HEADS = "equal_heads"  # QKV with as many heads each, as towers of vision models have
+    EQUAL_HEADS = "equal_heads"  # QKV with equal numbers of q, k and v heads, as in vision towers
     GATE_UP = "gate_up"  # dim 0 is two matrices of one size, gate and up; each is cut like COLUMN
     REPLICATE = "replicate"  # every rank has all of it
-    # One expert's own tensor; see `cluster.layouts.layout.expert_number` for which expert's.
-    EXPERT = "expert"  # whole, on the ranks that have the expert
+    # One expert's own tensor; see `cluster.layouts.layout.expert_number` for the number of the expert.
+    EXPERT = "expert"  # whole, on the ranks that hold the expert
     EXPERT_COLUMN = "expert_column"
     EXPERT_ROW = "expert_row"
     EXPERT_GATE_UP = "expert_gate_up"
@@ -67,7 +62,7 @@ class Rule(StrEnum):
 Rows = tuple[tuple[str, Rule], ...]  # patterns of names in order of precedence, each with its rule
 
 
-# One row per token; a head that is not stored is the same tensor.
+# One row per token. A head that is not stored is the same tensor as the embedding.
 TOKEN_EMBEDDINGS = ("shared", "embed_tokens", "wte", "word_embeddings", "tok_embeddings", "embed_in", "embeddings")
 OTHER_EMBEDDINGS = (
     *("wpe", "embed_positions", "position_embeddings", "position_embedding", "pos_embed"),
@@ -75,15 +70,15 @@ OTHER_EMBEDDINGS = (
 )
 HEADS = ("lm_head", "embed_out", "score", "classifier")
 ROUTERS = ("gate", "router", "shared_expert_gate")
-# Of other inputs than tokens, with what brings their outputs to the width of the language model.
+# Modules for inputs other than tokens, and the projections of their outputs to the language model's width.
 TOWERS = (
     *("visual", "vision_tower", "vision_model", "audio_tower", "multi_modal_projector", "mm_projector", "connector"),
     *("embed_vision", "embed_audio", "image_newline"),
 )
 
 
-# The bias of a row-parallel layer is replicated on purpose: it is added once, after the partial sums of all ranks;
-# an engine adds it on one rank only. Which biases there are differs even inside a family, so every one is named.
+# The bias of a row-parallel layer is replicated on purpose. It is added once, after the partial sums of all ranks, so
+# an engine adds it on one rank only. Biases differ even inside a family, so the tables name every one.
 EMBEDDING: Rows = (("embed_tokens.weight", Rule.VOCABULARY),)
 HEAD: Rows = (("lm_head.weight", Rule.VOCABULARY),)
 QUERY_KEY_VALUE: Rows = (
@@ -99,7 +94,7 @@ ATTENTION_OUTPUT: Rows = (
     ("layers.*.self_attn.o_proj.bias", Rule.REPLICATE),
 )
 ATTENTION: Rows = (*QUERY_KEY_VALUE, *ATTENTION_OUTPUT)
-# One norm for all heads of q, or of k: as long as one head.
+# One norm for all heads of q, or of k. It has the length of one head.
 HEAD_NORMS: Rows = (
     ("layers.*.self_attn.q_norm.weight", Rule.REPLICATE),
     ("layers.*.self_attn.k_norm.weight", Rule.REPLICATE),
@@ -109,7 +104,7 @@ NORMS: Rows = (
     ("layers.*.post_attention_layernorm.weight", Rule.REPLICATE),
     ("norm.weight", Rule.REPLICATE),
 )
-# Buffers that early checkpoints kept, per layer or once.
+# Buffers that early checkpoints stored, per layer or once.
 ROTARY: Rows = (
     ("layers.*.self_attn.rotary_emb.inv_freq", Rule.REPLICATE),
     ("layers.*.self_attn.rotary_emb.cos_cached", Rule.REPLICATE),
@@ -117,14 +112,14 @@ ROTARY: Rows = (
     ("rotary_emb.inv_freq", Rule.REPLICATE),
 )
 
-TEXT_PREFIXES = ("model.", "")  # with a head, and a bare base model
-# A language model inside another one: as transformers names it now, as LLaVA-like checkpoints do, the bare base model,
-# and as early checkpoints of Qwen2-VL do.
+TEXT_PREFIXES = ("model.", "")  # of a model with a head, and of a bare base model
+# Prefixes of a language model inside another model: as in transformers now, as in LLaVA-like checkpoints, as in the
+# bare base model, and as in early checkpoints of Qwen2-VL.
 NESTED_PREFIXES = ("model.language_model.", "language_model.model.", "language_model.", *TEXT_PREFIXES)
 
 
 def mlp(parent: str = "mlp") -> Rows:
-    """Gate, up and down of the layers' module `parent`, in three tensors."""
+    """Return rows for gate, up and down of the layers' module `parent`, in three tensors."""
     return (
         (f"layers.*.{parent}.gate_proj.weight", Rule.COLUMN),
         (f"layers.*.{parent}.gate_proj.bias", Rule.COLUMN),
@@ -135,7 +130,7 @@ def mlp(parent: str = "mlp") -> Rows:
     )
 
 
-# Gate and up in one tensor: each half is cut, so that a rank has matching rows of both.
+# Gate and up in one tensor. Each half is cut, so that a rank has matching rows of both.
 FUSED_MLP: Rows = (
     ("layers.*.mlp.gate_up_proj.weight", Rule.GATE_UP),
     ("layers.*.mlp.gate_up_proj.bias", Rule.GATE_UP),
@@ -145,12 +140,12 @@ FUSED_MLP: Rows = (
 
 
 def norms(*names: str) -> Rows:
-    """Further norms of every layer."""
+    """Return rows for further norms of every layer."""
     return tuple((f"layers.*.{name}.weight", Rule.REPLICATE) for name in names)
 
 
 def table(*parts: Rows, prefixes: Iterable[str] = TEXT_PREFIXES, head: Rows = HEAD) -> Rows:
-    """All parts below every prefix, then the head."""
+    """Return the rows of all parts below every prefix, then those of the head."""
     rows = tuple(row for part in parts for row in part)
     return (*((f"{prefix}{name}", rule) for prefix in prefixes for name, rule in rows), *head)
 
@@ -174,7 +169,7 @@ DENSE: Mapping[str, Rows] = {
 
 
 def own_tensors(experts: str, gate: str, up: str, down: str) -> Rows:
-    """One tensor per expert and matrix; `experts` is where a layer keeps them."""
+    """Return rows for one tensor per expert and matrix. `experts` is their module in a layer."""
     return (
         (f"layers.*.{experts}.*.{gate}.weight", Rule.EXPERT_COLUMN),
         (f"layers.*.{experts}.*.{up}.weight", Rule.EXPERT_COLUMN),
@@ -182,7 +177,7 @@ def own_tensors(experts: str, gate: str, up: str, down: str) -> Rows:
     )
 
 
-# All experts of a layer: (expert, gate and up, in) and (expert, out, in).
+# All experts of a layer in one tensor: (expert, gate and up, in) and (expert, out, in).
 STACKED: Rows = (
     ("layers.*.mlp.experts.gate_up_proj", Rule.EXPERTS_GATE_UP),
     ("layers.*.mlp.experts.down_proj", Rule.EXPERTS_ROW),
@@ -196,9 +191,10 @@ MIXTRAL_EXPERTS: Rows = (
     *ROUTER,
 )
 
-# Multi-head latent attention, as vLLM cuts it. What makes the short latent vectors is small, has no heads and is
-# needed whole by every head: replicated. What makes heads of them is cut by heads (of two lengths: a part with and one
-# without position, or keys and values; every head's rows are together).
+# Multi-head latent attention, cut as vLLM cuts it. The matrices that make the short latent vectors are small and have
+# no heads, and every head needs them whole, so they are replicated. The matrices that make heads from the latent
+# vectors are cut by heads. A head has two parts (with and without position, or keys and values). The rows of a head
+# are together.
 LATENT_ATTENTION: Rows = (
     ("layers.*.self_attn.q_a_proj.weight", Rule.REPLICATE),
     ("layers.*.self_attn.q_a_proj.bias", Rule.REPLICATE),
@@ -211,8 +207,8 @@ LATENT_ATTENTION: Rows = (
     ("layers.*.self_attn.kv_b_proj.weight", Rule.HEADS),
     *ATTENTION_OUTPUT,
 )
-# Layers after the last that guess further tokens: each is a decoder layer with an embedding and a head of its own
-# (copies of the model's), and a projection of both inputs that needs all of them.
+# Layers after the last that predict further tokens. Each is a decoder layer with copies of the model's embedding and
+# head, and a projection of both inputs. Every rank needs the whole projection.
 GUESSING_LAYERS: Rows = (
     ("layers.*.embed_tokens.weight", Rule.VOCABULARY),
     ("layers.*.shared_head.head.weight", Rule.VOCABULARY),
@@ -287,7 +283,7 @@ CONFIG_DEFAULTS: Mapping[str, Mapping[str, int]] = {
 }
 
 
-_STYLES: Mapping[str, tuple[Rule, Rule]] = {  # of a weight, of a bias
+_STYLES: Mapping[str, tuple[Rule, Rule]] = {  # rules of the weight and of the bias
     "colwise": (Rule.COLUMN, Rule.COLUMN),
     "colwise_rep": (Rule.COLUMN, Rule.COLUMN),
     "colwise_gather_output": (Rule.COLUMN, Rule.COLUMN),
@@ -302,12 +298,12 @@ _STYLES: Mapping[str, tuple[Rule, Rule]] = {  # of a weight, of a bias
     "sequence_parallel": (Rule.REPLICATE, Rule.REPLICATE),
     "mla_kv_a_proj": (Rule.REPLICATE, Rule.REPLICATE),
 }
-_STACKED: Mapping[str, Rule] = {  # of a parameter that has all experts
+_STACKED: Mapping[str, Rule] = {  # rules of a parameter that has all experts
     "packed_colwise": Rule.EXPERTS_GATE_UP,
     "colwise": Rule.EXPERTS_COLUMN,
     "rowwise": Rule.EXPERTS_ROW,
 }
-# In whole heads, and copied when there are fewer than ranks, which a plan of transformers cannot say.
+# Cut in whole heads, and copied if there are fewer heads than ranks. A plan of transformers cannot express this.
 _HEADS: Mapping[str, Rule] = {"q_proj": Rule.HEADS, "k_proj": Rule.KV_HEADS, "v_proj": Rule.KV_HEADS}
 
 _KNOWN_NAMES: Rows = (
@@ -321,9 +317,9 @@ _HEADS_OF_MODELS: Rows = (("lm_head.bias", Rule.VOCABULARY), ("embed_out.weight"
 
 
 def rows_of_plan(plan: Mapping[str, str], expert_plan: Mapping[str, str], *, nested: bool) -> Rows:
-    """Rules from `base_model_tp_plan` and `base_model_ep_plan`; `nested`: of a language model inside another model.
+    """Return rules from `base_model_tp_plan` and `base_model_ep_plan`. `nested`: for a model inside another model.
 
-    Styles that say nothing of how a tensor is stored, and those that are unknown, give no rule.
+    Unknown styles, and styles that do not determine how a tensor is stored, give no rule.
     """
     rows: list[tuple[str, Rule]] = []
     for module, style in {**dict.fromkeys(expert_plan, "grouped_gemm"), **plan}.items():
@@ -335,7 +331,7 @@ def rows_of_plan(plan: Mapping[str, str], expert_plan: Mapping[str, str], *, nes
 
 
 def nested_rows(rows: Rows) -> Rows:
-    """A language model's table, for that model inside another one."""
+    """Return a language model's table with the names of that model inside another one."""
     below = tuple((name.removeprefix("model."), rule) for name, rule in rows if name.startswith("model."))
     return _once((*TOWER, *table(below, prefixes=NESTED_PREFIXES, head=NESTED_HEAD)))
 
@@ -350,7 +346,7 @@ def _rows_of_module(module: str, style: str) -> Iterable[tuple[str, Rule]]:
 
 
 def _rows_of_experts(module: str, style: str) -> Iterable[tuple[str, Rule]]:
-    """A stacked parameter, and the tensors of single experts that the hub has in its place."""
+    """Return rows for a stacked parameter, and for the single experts that the hub stores instead."""
     parent, _, name = module.rpartition(".")
     stacked = [(module, _STACKED[style])] if style in _STACKED else []
     if name == "gate_up_proj" and style == "packed_colwise":
@@ -364,7 +360,7 @@ def _is_stacked(module: str) -> bool:
 
 
 def _once(rows: Rows) -> Rows:
-    """Each pattern's first row: the one that counts."""
+    """Return the first row of each pattern, which is the one that counts."""
     found: dict[str, Rule] = {}
     for pattern, rule in rows:
         found.setdefault(pattern, rule)

@@ -1,16 +1,17 @@
-"""Which part of which tensor each rank holds: pipeline and expert parallelism say who has a tensor at all
-(`Holder`), tensor parallelism cuts it by rule, fully sharded parallelism cuts dim 0 of what is left, data parallelism
-copies. A (4, 6) weight under a `row` rule, tensor_parallel_size=2, fsdp_size=2 (rank numbers, tp fastest):
+"""Decides for each tensor which ranks hold it, and how it is cut between them.
+
+Pipeline and expert parallelism decide which ranks have a tensor at all (`Holder`). Tensor parallelism cuts it by rule.
+Fully sharded parallelism cuts dim 0 of the result. Data parallelism copies. Here a (4, 6) weight under a `row` rule,
+tensor_parallel_size=2, fsdp_size=2 (rank numbers, tp fastest):
 
     0 0 0 1 1 1
     0 0 0 1 1 1      rank 3 (fsdp 1, tp 1): offsets (2, 3), sizes (2, 3)
     2 2 2 3 3 3
     2 2 2 3 3 3
 
-Pipeline parallelism: which stage has which tensor. Layers stay whole and in order, stages are balanced by bytes.
-
-What comes before the layers (embedding, a vision tower) is the first stage's, what comes after them (last norm, head)
-the last one's. A model without a head of its own uses its embedding again: both ends have that.
+Pipeline stages keep layers whole and in order, and are balanced by bytes. The first stage has the tensors before the
+layers (embedding, a vision tower), and the last stage those after them (last norm, head). A model without a head of its
+own uses its embedding as head, so both the first and the last stage have it.
 
     embed | 0 1 2 | 3 4 5 | 6 7 | norm, head        a large head takes the place of a layer
 """
@@ -38,17 +39,17 @@ if TYPE_CHECKING:
     from cluster.layouts.model_config import ModelConfig
 
 
-Stages = list[tuple[int, ...]]  # of each tensor, the stages that have it
+Stages = list[tuple[int, ...]]  # for each tensor, the stages that have it
 
 _NUMBERED = re.compile(r"(?P<stack>(?:[^.]+\.)*?(?:layers|h|blocks|block|layer))\.(?P<number>[0-9]{1,7})\.")
 _FIRST = frozenset((*TOKEN_EMBEDDINGS, *OTHER_EMBEDDINGS, *TOWERS))
 _HEADS = ("lm_head", "output", "embed_out")
-# What the weight of a module may be stored as: quantized, it has several tensors.
+# Tensor names of the weight of a module. A quantized weight has several tensors.
 _WEIGHT = ("weight", "qweight", "weight_packed")
 
 
 def decide_stages(tensors: Sequence[Tensor], layout: Layout) -> Stages:
-    """Of each tensor, in order. Raises LayoutError when there are fewer layers than stages."""
+    """Return the stages of each tensor, in order. Raises LayoutError if there are fewer layers than stages."""
     count = layout.pipeline_parallel_size
     if count == 1:
         return [(0,)] * len(tensors)
@@ -89,10 +90,10 @@ def decide_stages(tensors: Sequence[Tensor], layout: Layout) -> Stages:
 
 
 def balance(sizes_bytes: Sequence[int], parts: int, first_bytes: int = 0, last_bytes: int = 0) -> list[int]:
-    """Where parts 1 .. begin, so that the largest of the contiguous parts is as small as it can be, none empty.
+    """Return where parts 1 .. begin, so that the largest of the contiguous parts is as small as possible, none empty.
 
-    `first_bytes` and `last_bytes` come on top of the first and the last part. Of the best, the one whose parts are
-    largest at the front is taken: same input, same parts.
+    `first_bytes` and `last_bytes` are added to the first and the last part. Among the best cuts, the one with the
+    largest parts at the front is returned, so the same input gives the same parts.
     """
     low, high = 0, sum(sizes_bytes) + first_bytes + last_bytes
     while low < high:
@@ -103,7 +104,7 @@ def balance(sizes_bytes: Sequence[int], parts: int, first_bytes: int = 0, last_b
 
 
 def _fill(sizes: Sequence[int], parts: int, first: int, last: int, most: int) -> list[int] | None:
-    """Where parts 1 .. begin when none has more than `most`, each filled in turn; None when that cannot be."""
+    """Return where parts 1 .. begin if each in turn is filled up to `most`, or None if that is impossible."""
     cuts: list[int] = []
     at = 0
     for part in range(parts - 1):
@@ -121,7 +122,7 @@ def _fill(sizes: Sequence[int], parts: int, first: int, last: int, most: int) ->
 
 
 def _find_stack(tensors: Sequence[Tensor]) -> str:
-    """The name before the layers' numbers: of the stack with the most bytes that is no tower; "" when there is none."""
+    """Return the name before the layer numbers, of the stack with the most bytes that is no tower, or ""."""
     sizes = Counter[str]()
     for tensor in tensors:
         match = _NUMBERED.match(tensor.name)
@@ -136,18 +137,18 @@ def _layer(name: str, stack: str) -> int | None:
 
 
 def _end(name: str) -> int:
-    """0 for what comes before the layers, 1 for what comes after."""
+    """Return 0 for a tensor before the layers, 1 for one after them."""
     return 1 if _FIRST.isdisjoint(name.split(".")) else 0
 
 
 def _is_of(name: str, modules: Sequence[str], tensors: Sequence[str] = ()) -> bool:
-    """Whether it is a tensor of a module of one of those names; one of `tensors`, where they are given."""
+    """Return whether the tensor belongs to a module of those names, and is one of `tensors` if given."""
     module, _, tensor = name.rpartition(".")
     return module.rpartition(".")[2] in modules and (not tensors or tensor in tensors)
 
 
-_MAX_TRIES = 20_000  # cuts of other sizes than were asked for
-_LISTED_CHARS = 8000  # of names in one message: what is stored may be called anything, and be anything much
+_MAX_TRIES = 20_000  # cuts with other sizes that are tried for a hint
+_LISTED_CHARS = 8000  # characters of names in one message, as stored names may be long and many
 _NUMBER = re.compile(r"(?<=[.'])[0-9]+(?=[.'])")  # a whole part of a name
 _OF_EXPERTS = ("experts", "expert")
 _EXPERT = re.compile(r"experts?_([0-9]{1,7})")
@@ -155,19 +156,19 @@ _EXPERT = re.compile(r"experts?_([0-9]{1,7})")
 
 @dataclass(frozen=True, slots=True)
 class Holder:
-    """The ranks that have a tensor, or a part of it, at all."""
+    """The ranks that have a tensor, or a slice of it."""
 
-    stages: tuple[int, ...]  # of the pipeline
-    expert: int | None = None  # the only place among the experts; None: all
+    stages: tuple[int, ...]  # pipeline stages
+    expert: int | None = None  # the only expert-parallel rank; None: all
 
     def has(self, coords: RankCoords) -> bool:
-        """Whether the rank there does."""
+        """Return whether the rank at `coords` has the tensor."""
         return coords.stage in self.stages and self.expert in (None, coords.expert)
 
 
 @dataclass(frozen=True, slots=True)
 class PlacedTensor:
-    """How a tensor is cut, and who has it."""
+    """The cut of a tensor, and its holder."""
 
     cut: TensorCut
     holder: Holder
@@ -176,12 +177,12 @@ class PlacedTensor:
 def decide_layout(
     tensors: Sequence[Tensor], layout: Layout, rules: Rules, config: ModelConfig | None = None
 ) -> list[PlacedTensor]:
-    """Of each tensor, in order. Raises one LayoutError for all that cannot be placed."""
+    """Return the cut and holder of each tensor, in order. Raises one LayoutError for all that cannot be cut."""
     found, parts = _find_rules(tensors, layout, rules, config)
     unnamed = [tensor.name for tensor, rule in zip(tensors, found, strict=True) if rule is None]
     problems: list[str] = []
     cuts: list[TensorCut] = []
-    known: dict[tuple[object, ...], TensorCut | str] = {}  # tensors alike are cut alike
+    known: dict[tuple[object, ...], TensorCut | str] = {}  # equal tensors get equal cuts
     kinds: dict[bool, list[tuple[Tensor, Rule, Part | None]]] = {True: [], False: []}  # by whether they are refused
     for tensor, rule, part in zip(tensors, found, parts, strict=True):
         if rule is None:
@@ -232,10 +233,10 @@ def _sizes_that_do(
     layout: Layout,
     config: ModelConfig | None,
 ) -> list[str]:
-    """Return which other sizes of tensor or expert parallelism all tensors can be cut with, as hints.
+    """Return, as hints, the other sizes of tensor or expert parallelism with which all tensors can be cut.
 
-    `kinds`: one tensor of each kind, those that were refused first. `numbers`: of tensors' experts, when they cannot be
-    spread as they are.
+    `kinds` has one tensor of each kind, refused ones first. `numbers` has the expert numbers of tensors if the experts
+    cannot be spread over `expert_parallel_size`, else it is empty.
     """
     experts = max((number for number in numbers if number is not None), default=-1) + 1
     left = _MAX_TRIES
@@ -244,7 +245,7 @@ def _sizes_that_do(
         nonlocal left
         try:
             other = replace(layout, **{name: size})
-        except ConfigError:  # the experts do not fit it
+        except ConfigError:  # the experts do not fit this size
             return False
         if numbers and other.expert_parallel_size > 1 and (not experts or experts % other.expert_parallel_size):
             return False
@@ -259,7 +260,7 @@ def _sizes_that_do(
 
 
 def _expert_numbers(tensors: Sequence[Tensor], rules: Sequence[Rule | None]) -> tuple[list[int | None], list[str]]:
-    """(the number of each tensor's expert, names of one expert's tensors whose names do not say which)."""
+    """Return the expert number of each tensor, and the names of expert tensors without a number."""
     own = [rule is not None and experts_of(rule) == "one" for rule in rules]
     numbers = [expert_number(tensor.name) if one else None for tensor, one in zip(tensors, own, strict=True)]
     lost = [f"{t.name!r:.200}" for t, one, number in zip(tensors, own, numbers, strict=True) if one and number is None]
@@ -267,31 +268,31 @@ def _expert_numbers(tensors: Sequence[Tensor], rules: Sequence[Rule | None]) -> 
 
 
 def _expert_places(tensors: Sequence[Tensor], rules: Sequence[Rule | None], layout: Layout) -> list[int | None] | str:
-    """For each tensor of one expert, the place among the experts that has it: neighbouring experts are together.
+    """Return, for each tensor of one expert, the expert-parallel rank that has it, or a text why there is none.
 
-    Or why there are no such places.
+    Neighbouring experts are together.
     """
     if layout.expert_parallel_size == 1:
         return [None] * len(tensors)
     numbers, lost = _expert_numbers(tensors, rules)
     if lost:
-        return f"{_count(lost)} one expert's by rule, but no name says which expert's: {_patterns(lost)}"
+        return f"{_count(lost)} of one expert by rule, but without an expert number in the name: {_patterns(lost)}"
     experts = max((number for number in numbers if number is not None), default=-1) + 1
     if experts % layout.expert_parallel_size:
         return f"{experts} experts cannot be spread over expert_parallel_size={layout.expert_parallel_size}"
     if not experts and None not in rules and not any(rule and experts_of(rule) == "all" for rule in rules):
-        return f"no tensor is an expert's, so expert_parallel_size={layout.expert_parallel_size} cannot be meant"
+        return f"no tensor belongs to an expert, so expert_parallel_size must be 1, not {layout.expert_parallel_size}"
     share = experts // layout.expert_parallel_size
     return [None if number is None else number // share for number in numbers]
 
 
 def expert_number(name: str) -> int | None:
-    """Which expert's tensor it is: 41 of `model.layers.7.mlp.experts.41.up_proj.weight`; None: the name does not say.
+    """Return the expert number in a name: 41 in `model.layers.7.mlp.experts.41.up_proj.weight`; None without one.
 
-    The number after a part that speaks of experts, or else the last one that is not the layer's: the first.
+    It is the number after a part that names experts. Without such a part, it is the last number after the layer's.
     """
     numbers: list[int] = []
-    counted = False  # the part before is what experts are numbered in
+    counted = False  # the part before names experts
     for part in name.split("."):
         if part.isdecimal() and part.isascii() and len(part) < 8:
             if counted:
@@ -306,7 +307,7 @@ def expert_number(name: str) -> int | None:
 def _layout_error(
     unnamed: list[str], problems: list[str], spread: str, layout: Layout, config: ModelConfig | None, sizes: list[str]
 ) -> LayoutError:
-    """`spread`: what is wrong with the experts as a whole; `sizes`: hints at what would do."""
+    """Return the error. `spread` is the problem of the experts as a whole; `sizes` are hints."""
     parts = []
     hints = [*sizes]
     kind = LayoutError
@@ -354,7 +355,7 @@ def _count(names: list[str]) -> str:
 
 
 def _patterns(texts: list[str]) -> str:
-    """All of them, those that differ in the numbers of layers and experts only as one pattern with their count."""
+    """Return all texts. Those that differ only in numbers become one pattern with their count."""
     counts = Counter(_NUMBER.sub("*", text) for text in texts)
     first = {_NUMBER.sub("*", text): text for text in reversed(texts)}
     named = [first[pattern] if count == 1 else f"{pattern} ({count})" for pattern, count in counts.items()]

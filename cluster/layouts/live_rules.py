@@ -1,13 +1,13 @@
-"""Rules for families that no table knows, from the transformers that the caller has installed.
+"""Rules for model families without a built-in table, from the caller's installation of transformers.
 
-A plan is made where the store can be reached, which may be another machine; transformers need not be there. So the
-planner answers that it does not know a family, with the family's name, and it is the caller's process that looks the
-name up and asks again, with rules:
+The planner runs where the store can be reached. That may be another machine, where transformers is not installed. So
+the planner raises UnknownFamily with the family's name. The caller's process looks the name up in transformers and
+repeats the request with rules:
 
     do(request) --UnknownFamily("olmo2")--> AutoConfig's class for "olmo2" --> do(request with layout_rules)
 
-Only the name comes from the store. What it leads to is a config class of the installed library and that class's plan;
-nothing is downloaded and no code of a model's repository runs.
+Only the name comes from the store. It selects a config class of the installed library, and that class's plan. Nothing
+is downloaded, and no code of a model's repository runs.
 """
 
 from __future__ import annotations
@@ -28,9 +28,9 @@ _NAME = re.compile(r"[A-Za-z0-9_-]{1,100}")
 
 
 def with_live_rules(request: LoadRequest, do: Callable[[LoadRequest], Answer]) -> Answer:
-    """`do(request)`; if its model is of an unknown family, again with the rules that transformers has for it.
+    """Return `do(request)`. For a model of an unknown family, repeat it with the rules from transformers.
 
-    Raises what `do` raises; UnknownFamily says in its hint what was looked for.
+    Exceptions of `do` pass through. The hint of UnknownFamily says where rules were looked for.
     """
     try:
         return do(request)
@@ -38,11 +38,11 @@ def with_live_rules(request: LoadRequest, do: Callable[[LoadRequest], Answer]) -
         family, text_family = (str(error.details.get(key) or "") for key in ("family", "text_family"))
         if find_spec("transformers") is None:
             raise _with_hint(
-                error, "its rules are read from transformers where that is installed: pip install transformers"
+                error, "its rules can be read from transformers, which is not installed: pip install transformers"
             ) from None
         try:
             rows = live_rows(family, text_family)
-        except Exception as problem:  # whatever an import of a library may raise
+        except Exception as problem:  # the import of a library may raise anything
             hint = f"transformers is installed, but its plan cannot be read ({type(problem).__name__}: {problem})"
             raise _with_hint(error, hint) from problem
         if not rows:
@@ -54,27 +54,27 @@ def with_live_rules(request: LoadRequest, do: Callable[[LoadRequest], Answer]) -
         return do(again)
     except UnknownFamily as error:
         raise _with_hint(
-            error, f"the plan of transformers {_version()} for it was used; it does not name these"
+            error, f"the plan of transformers {_version()} was used, but does not name these tensors"
         ) from None
 
 
 def live_rows(family: str, text_family: str = "") -> Rows:
-    """Rules for a model type, from transformers; none where it has no plan. Needs transformers, not torch."""
+    """Return the rules of transformers for a model type, or none if it has no plan. Needs no torch."""
     config = _config_class(family)
     nested = _config_class(text_family) or _part_of(config, "text_config")
-    # Of a multimodal model the language model has the plan.
+    # In a multimodal model, the config of the language model has the plan.
     return _rows_of_class(nested, nested=True) or _rows_of_class(config, nested=False)
 
 
 def _config_class(family: str) -> Any:
-    """The class in the library for a model type; None when there is none."""
+    """Return the config class of transformers for a model type, or None."""
     from transformers.models.auto.configuration_auto import CONFIG_MAPPING
 
     return CONFIG_MAPPING[family] if _NAME.fullmatch(family) and family in CONFIG_MAPPING else None
 
 
 def _part_of(config: Any, name: str) -> Any:
-    """The class of a part of a multimodal config; transformers has had two names for the table of them."""
+    """Return the class of a nested config. Different versions of transformers name the table differently."""
     for table in ("sub_configs_defaults", "sub_configs"):
         parts = getattr(config, table, None)
         if isinstance(parts, dict) and name in parts:

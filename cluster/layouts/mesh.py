@@ -1,10 +1,10 @@
-"""How many ways a model is cut and copied, and where each rank stands in that mesh.
+"""The layout: in how many ways a model is cut and copied, and the coordinates of each rank in that mesh.
 
-Ranks count with tensor parallelism fastest, then fully sharded, pipeline, data: rank =
+Ranks are numbered with tensor parallelism fastest, then fully sharded, pipeline, data: rank =
 ((data * pipeline_parallel_size + stage) * fsdp_size + fsdp) * tensor_parallel_size + tensor.
 
 Expert parallelism takes no ranks of its own. It lies over the plane of data and tensor ranks, as in Megatron, vLLM and
-transformers: with tensor_parallel_size=4, data_parallel_size=2 the plane has 8 ranks (p = data * 4 + tensor), and
+transformers. With tensor_parallel_size=4 and data_parallel_size=2 the plane has 8 ranks (p = data * 4 + tensor), and
 
     expert_parallel_size   8            4             2             2
     expert_tensor_...      1 (default)  1 (default)   2 (default)   4 (given)
@@ -22,26 +22,26 @@ from cluster.errors import ConfigError
 
 MAX_RANKS = 1 << 16
 MAX_VOCABULARY_MULTIPLE = 1 << 16
-MAX_NAMED_SIZES = 6  # that would work, in one message
+MAX_NAMED_SIZES = 6  # sizes that would work, in one message
 MAX_TRIED_SIZE = 256
 _SIZES = ("tensor_parallel_size", "fsdp_size", "data_parallel_size", "pipeline_parallel_size", "expert_parallel_size")
 
 
 @dataclass(frozen=True, slots=True)
 class RankCoords:
-    """Where a rank stands in the mesh."""
+    """The coordinates of a rank in the mesh."""
 
     data: int
     fsdp: int
     tensor: int
-    stage: int = 0  # of the pipeline
-    expert: int = 0  # which part of the experts it has
-    expert_tensor: int = 0  # which part of each of those
+    stage: int = 0  # pipeline stage
+    expert: int = 0  # number of its share of the experts
+    expert_tensor: int = 0  # number of its slice of each of those experts
 
 
 @dataclass(frozen=True, slots=True)
 class Layout:
-    """How many ways a model is cut and copied. Raises ConfigError for sizes that cannot be meant."""
+    """The number of ways in which a model is cut and copied. Raises ConfigError for invalid sizes."""
 
     tensor_parallel_size: int = 1
     fsdp_size: int = 1
@@ -90,27 +90,28 @@ class Layout:
 
     @property
     def ranks(self) -> int:
+        """Return the number of all ranks."""
         return self.one_replica * self.data_parallel_size
 
     @property
     def one_replica(self) -> int:
-        """Ranks that hold the model once, as far as experts are not spread further."""
+        """Return the number of ranks that hold the model once, experts spread over data ranks aside."""
         return self.tensor_parallel_size * self.fsdp_size * self.pipeline_parallel_size
 
     @property
     def expert_cuts(self) -> int:
-        """Ways each expert is cut."""
+        """Return in how many ways each expert is cut."""
         return self.expert_tensor_parallel_size or max(1, self.tensor_parallel_size // self.expert_parallel_size)
 
     @property
     def cuts_tensors(self) -> bool:
-        """Rules are needed: something is cut by what it is."""
+        """Return whether tensors are cut by rules, so that rules are needed."""
         return any(size > 1 for size in (self.tensor_parallel_size, self.expert_parallel_size, self.expert_cuts)) or (
             self.vocabulary_multiple > 1
         )
 
     def rank_coords(self, rank: int) -> RankCoords:
-        """Where rank 0 .. ranks - 1 stands in the mesh; tp varies fastest."""
+        """Return the coordinates of rank 0 .. ranks - 1. The tensor coordinate varies fastest."""
         if not 0 <= rank < self.ranks:
             raise ConfigError(f"no rank {rank} in a layout of {self.ranks} ranks")
         rest, tensor = divmod(rank, self.tensor_parallel_size)
@@ -120,14 +121,14 @@ class Layout:
         return RankCoords(data, fsdp, tensor, stage, expert % self.expert_parallel_size, expert_tensor)
 
     def place(self, coords: RankCoords) -> RankCoords:
-        """The same for ranks that hold the same: the coordinates of the first of them."""
+        """Return the coordinates of the first rank that holds the same slices."""
         spread = self.expert_parallel_size * self.expert_cuts
         period = math.lcm(spread, self.tensor_parallel_size) // self.tensor_parallel_size
         return replace(coords, data=coords.data % period)
 
 
 def sizes_that_do(name: str, asked: int, does: Callable[[int], bool]) -> str:
-    """Return `name can be 2, 4 or 1`: the sizes for which `does` is true, nearest to `asked` first; "" without any."""
+    """Return `name can be 2, 4 or 1`, the sizes that `does` accepts, nearest to `asked` first, or ""."""
     near = sorted(range(1, MAX_TRIED_SIZE + 1), key=lambda size: (abs(size - asked), size))
     found = list(islice(filter(does, near), MAX_NAMED_SIZES))
     return f"{name} can be {one_of(found)}" if found else ""
@@ -140,6 +141,6 @@ def one_of(values: Iterable[object]) -> str:
 
 
 def check_count(name: str, value: object, least: int, most: int) -> None:
-    """Raises ConfigError for what is no such number."""
+    """Raise ConfigError unless `value` is a whole number from `least` to `most`."""
     if not isinstance(value, int) or isinstance(value, bool) or not least <= value <= most:
         raise ConfigError(f"{name} must be a whole number from {least} to {most}, not {value!r:.40}")

@@ -1,4 +1,4 @@
-"""The few numbers of a model's `config.json` that cutting needs. It comes from a bucket: not trusted."""
+"""The fields of a model's `config.json` that layouts need. The file comes from a bucket, so it is not trusted."""
 
 from __future__ import annotations
 
@@ -25,29 +25,29 @@ _Count = Annotated[int, Field(strict=True, ge=1, le=1 << 24)]
 
 
 class ModelConfig(BaseModel):
-    """What `config.json` says of the model's shape. Fields that the file lacks are None."""
+    """The fields of `config.json` that describe the model's shape. Fields that the file lacks are None."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
     model_type: _Name | None = None  # the family: "llama"...
-    text_model_type: _Name | None = None  # of the language model inside a multimodal one
+    text_model_type: _Name | None = None  # family of the language model inside a multimodal one
     num_attention_heads: _Count | None = None
     num_key_value_heads: _Count | None = None  # None: as many as attention heads
     head_dim: _Count | None = None  # None: hidden_size / num_attention_heads
     hidden_size: _Count | None = None
     qk_nope_head_dim: _Count | None = None  # DeepSeek's latent attention: heads of two lengths, no head_dim
-    vision_heads: _Count | None = None  # of a vision tower, `vision_config.num_heads`
+    vision_heads: _Count | None = None  # heads of a vision tower, `vision_config.num_heads`
     tie_word_embeddings: Any = None  # True: the head is the embedding; device maps keep them together
-    quantization: QuantizationConfig | None = None  # of a checkpoint that is quantized, `quantization_config`
+    quantization: QuantizationConfig | None = None  # `quantization_config` of a quantized checkpoint
 
     @property
     def kv_heads(self) -> int | None:
-        """Key/value heads; a family without grouped queries has one per attention head."""
+        """Return the number of key/value heads. A family without grouped queries has one per attention head."""
         return self.num_key_value_heads or self.num_attention_heads
 
     @property
     def head_rows(self) -> int | None:
-        """Rows of one head in a query, key or value projection; None when the file does not say, or they differ."""
+        """Return the rows of one head in a query, key or value projection; None if unknown or not equal."""
         if self.qk_nope_head_dim is not None:
             return None
         if self.head_dim is not None:
@@ -58,10 +58,10 @@ class ModelConfig(BaseModel):
 
 
 def parse_model_config(data: bytes) -> ModelConfig:
-    """The bytes of `config.json`, checked. Raises ModelConfigError listing every problem.
+    """Return the checked fields of `config.json`. Raises ModelConfigError listing every problem.
 
-    A multimodal model nests its language model's numbers in `text_config`: those are taken when the top level
-    has no `num_attention_heads`.
+    A multimodal model nests its language model's numbers in `text_config`. Those are used when the top level has no
+    `num_attention_heads`.
     """
     _check_size(len(data))
     values = json_values(data)
@@ -69,7 +69,7 @@ def parse_model_config(data: bytes) -> ModelConfig:
         raise ModelConfigError(f"config.json has some {values} JSON values; at most {MAX_JSON_VALUES} are read")
     try:
         fields = json.loads(data)
-    except (ValueError, RecursionError) as exc:  # the first: not JSON, not UTF-8, or a number of too many digits
+    except (ValueError, RecursionError) as exc:  # ValueError: not JSON, not UTF-8, or a number of too many digits
         raise ModelConfigError(f"config.json is not JSON: {exc}") from exc
     if not isinstance(fields, dict):
         raise ModelConfigError(f"config.json is a JSON {type(fields).__name__}, not an object")
@@ -84,12 +84,12 @@ def parse_model_config(data: bytes) -> ModelConfig:
 
 
 _UPLOAD_HINT = "upload the published file again, or publish the model again"
-_NO_OBJECT = ("model_type", "model_attributes_type", "dict_type")  # of pydantic's errors
+_NO_OBJECT = ("model_type", "model_attributes_type", "dict_type")  # error types of pydantic
 _OBJECT_WANTED = "Input should be an object"
 
 
 def _field(path: tuple[int | str, ...]) -> str:
-    """As config.json calls it."""
+    """Return the name of a field as in config.json."""
     first = "quantization_config" if path[:1] == ("quantization",) else None
     return ".".join(map(str, (first, *path[1:]) if first else path))
 
@@ -122,12 +122,12 @@ def _read_config(store: ObjectStore, index: ModelIndex) -> bytes | None:
 
 
 def _check_published_size(store: ObjectStore, file: OtherFile) -> None:
-    """Else a shorter file would be a range that the store refuses."""
+    """Raise ManifestMismatch for another size. Otherwise the store would refuse the range of a shorter file."""
     try:
         found_bytes = store.stat(file.key).size_bytes
     except ObjectNotFound as error:
         raise ManifestMismatch(
-            "config.json is missing, and was published", hint=_UPLOAD_HINT, uri=store.uri, key=file.key
+            "config.json was published and is now missing", hint=_UPLOAD_HINT, uri=store.uri, key=file.key
         ) from error
     if found_bytes < file.size_bytes:
         raise ManifestMismatch(
@@ -160,9 +160,9 @@ def _check_digest(file: OtherFile, data: bytes) -> None:
 
 
 def _language_part(fields: dict[str, Any]) -> dict[str, Any]:
-    """The language model's numbers, with what the family means by fields that are missing."""
+    """Return the language model's fields, with the family's defaults for missing ones."""
     nested, vision = fields.get("text_config"), fields.get("vision_config")
-    ours = ("vision_heads", "text_model_type")  # which no config.json has
+    ours = ("vision_heads", "text_model_type")  # names of ours, which a config.json must not set
     fields = {name: value for name, value in fields.items() if name not in ours}
     family = fields.get("model_type")
     if isinstance(vision, dict):

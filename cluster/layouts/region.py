@@ -1,4 +1,4 @@
-"""What one rank holds of a tensor: ranges of indices per dimension, and zeros after them.
+"""Regions: the part of a tensor that one rank holds, as ranges of indices per dimension and zeros after them.
 
 A tensor that holds several matrices side by side (q, k and v in one) is cut in each of them, so a rank has several
 ranges of one dimension. Together, in order, they make the rank's own tensor:
@@ -6,16 +6,15 @@ ranges of one dimension. Together, in order, they make the rank's own tensor:
     rows of a fused (12, n) tensor   q q q q q q q q k k v v       Region(((4, 8), (9, 10), (11, 12)), ((0, n),))
     rank 1 of 2                              # # # #   #   #       is a (6, n) tensor for the rank
 
-Where the bytes of a box lie in its row-major tensor, and in the one that it is copied to. Geometry only.
+`find_runs` returns the contiguous bytes of a box in its row-major tensor, and in the tensor that it is copied to.
 
-the columns 2..4 of a (3, 6) tensor of 2-byte elements     . . # # . .     into a (3, 2) tensor of their own:
-are 3 runs of 4 bytes, the first at byte 4,                . . # # . .
-one every 12 bytes                                         . . # # . .     BoxRuns(4, 0, 4, ((3, 12, 4),))
+    the columns 2..4 of a (3, 6) tensor of 2-byte elements     . . # # . .     into a (3, 2) tensor of their own:
+    are 3 runs of 4 bytes, the first at byte 4,                . . # # . .
+    one every 12 bytes                                         . . # # . .     BoxRuns(4, 0, 4, ((3, 12, 4),))
 
-Which part of a tensor a place in a mesh of processes holds, as torch's DTensor deals it out. Plain numbers only.
-
-A mesh of 2 x 2 processes, a tensor of 8 rows; `Shard(0)` on both dimensions of the mesh, and what FSDP2 makes of a
-tensor that is cut already, `_StridedShard(0, split_factor=2)` then `Shard(0)`:
+`dtensor_region` returns the region that torch's DTensor assigns to a place in a mesh of processes. Take a mesh of
+2 x 2 processes and a tensor of 8 rows. The left side has `Shard(0)` on both dimensions of the mesh. The right side is
+FSDP2 on a tensor that is cut already, `_StridedShard(0, split_factor=2)` then `Shard(0)`:
 
     rows    0 1 2 3 4 5 6 7        rows    0 1 2 3 4 5 6 7
     holder  0 0 1 1 2 2 3 3        holder  0 0 2 2 1 1 3 3
@@ -34,34 +33,34 @@ Box = tuple[tuple[int, ...], tuple[int, ...]]  # (offsets, sizes)
 
 @dataclass(frozen=True, slots=True)
 class Region:
-    """See above. Ranges of a dimension do not overlap."""
+    """The part of a tensor that one rank holds. Ranges of a dimension do not overlap."""
 
-    ranges: tuple[tuple[Range, ...], ...]  # per dimension; no range: nothing is held
-    padding: int = 0  # indices of dim 0 that the rank's tensor has after them, all zero
+    ranges: tuple[tuple[Range, ...], ...]  # ranges per dimension; no range: nothing is held
+    padding: int = 0  # zero rows that the rank's tensor has after the ranges of dim 0
 
     @property
     def filled(self) -> tuple[int, ...]:
-        """Shape of what comes from the tensor."""
+        """Return the shape of the part that comes from the stored tensor."""
         return tuple(sum(end - start for start, end in ranges) for ranges in self.ranges)
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Shape of the rank's own tensor."""
+        """Return the shape of the rank's own tensor, padding included."""
         filled = self.filled
         return (filled[0] + self.padding, *filled[1:]) if self.padding else filled
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """First index held, per dimension."""
+        """Return the first index held, per dimension."""
         return tuple(ranges[0][0] if ranges else 0 for ranges in self.ranges)
 
     @property
     def elements(self) -> int:
-        """How many come from the tensor."""
+        """Return how many elements come from the stored tensor."""
         return math.prod(self.filled)
 
     def boxes(self) -> Iterator[tuple[Box, tuple[int, ...]]]:
-        """Each box of the tensor that is held, and where it begins in the rank's own tensor."""
+        """Iterate over the boxes of the tensor that are held, each with its offsets in the rank's own tensor."""
         placed = [list(_with_places(ranges)) for ranges in self.ranges]
         for choice in itertools.product(*placed):
             sizes = tuple(end - start for (start, end), _ in choice)
@@ -69,8 +68,9 @@ class Region:
                 yield (tuple(start for (start, _), _ in choice), sizes), tuple(place for _, place in choice)
 
     def share(self, number: int, parts: int) -> Region:
-        """Part `number` of `parts` along dim 0, as torch.chunk cuts the rank's own tensor: all of ceil(n / parts) but
-        the last ones, which have fewer, down to none.
+        """Return part `number` of `parts` along dim 0, as torch.chunk cuts the rank's own tensor.
+
+        Every part has ceil(n / parts) rows, except the last ones, which have fewer or none.
         """
         if not self.ranges or parts == 1:
             return self
@@ -83,12 +83,12 @@ class Region:
 
 
 def whole(shape: Sequence[int]) -> Region:
-    """All of a tensor."""
+    """Return the region of a whole tensor."""
     return Region(tuple(((0, size),) for size in shape))
 
 
 def take(ranges: Sequence[Range], first: int, end: int) -> tuple[Range, ...]:
-    """Of the indices that `ranges` hold, in order, the ones numbered first .. end - 1."""
+    """Return the indices first .. end - 1 of those that `ranges` hold, counted in order."""
     taken = []
     for (start, stop), place in _with_places(ranges):
         low, high = max(first - place, 0), min(end - place, stop - start)
@@ -98,7 +98,7 @@ def take(ranges: Sequence[Range], first: int, end: int) -> tuple[Range, ...]:
 
 
 def _index(ranges: Sequence[Range], number: int) -> int:
-    """The index with that number; the end of the last range for one beyond."""
+    """Return the index with that number, or the end of the last range if there are fewer."""
     for one, place in _with_places(ranges):
         if number < place + one[1] - one[0]:
             return one[0] + number - place
@@ -113,7 +113,7 @@ def _with_places(ranges: Sequence[Range]) -> Iterator[tuple[Range, int]]:
 
 
 class CutsInsideByte(ValueError):
-    """Elements are smaller than a byte and the box begins or ends within one."""
+    """An error: elements are smaller than a byte, and the box begins or ends within a byte."""
 
 
 @dataclass(frozen=True, slots=True)
@@ -121,13 +121,14 @@ class BoxRuns:
     """The contiguous runs of a box, in the order of the box's own bytes."""
 
     start_bytes: int  # first byte of the box, from the start of its tensor
-    dest_bytes: int  # and from the start of the tensor that it is copied to
+    dest_bytes: int  # the same in the tensor that it is copied to
     run_bytes: int  # bytes of one run; 0 for an empty box
-    # (count, distance in bytes, distance where it is copied to) of nested repetitions, outermost first
+    # (count, distance in bytes, distance in the target tensor) of nested repetitions, outermost first
     repeats: tuple[tuple[int, int, int], ...]
 
     @property
     def count(self) -> int:
+        """Return the number of runs."""
         return math.prod(count for count, _, _ in self.repeats)
 
 
@@ -139,17 +140,17 @@ def find_runs(
     into_shape: tuple[int, ...] | None = None,
     into_offsets: tuple[int, ...] | None = None,
 ) -> BoxRuns:
-    """The longest runs that make up a box, and how they repeat. Raises CutsInsideByte.
+    """Return the longest runs that make up a box, and how they repeat. Raises CutsInsideByte.
 
-    It is copied to `into_offsets` of a tensor of `into_shape`; to a tensor of its own without. A box that is cut in one
-    dimension, or in dim 0 and one other, has at most one level of repetition.
+    The box is copied to `into_offsets` of a tensor of `into_shape`, or by default to a tensor of its own. A box that is
+    cut in one dimension, or in dim 0 and one other, has at most one level of repetition.
     """
     into_shape = sizes if into_shape is None else into_shape
     into_offsets = (0,) * len(sizes) if into_offsets is None else into_offsets
     if 0 in sizes:
         return BoxRuns(0, 0, 0, ())
     start = dest = 0
-    run = stride = into_stride = element_bits  # while inner dimensions are whole, one step is as long as the run
+    run = stride = into_stride = element_bits  # equal to the stride while inner dimensions are whole
     repeats: list[tuple[int, int, int]] = []  # innermost first
     dimensions = zip(*map(reversed, (shape, offsets, sizes, into_shape, into_offsets)), strict=True)
     for full, offset, size, into_full, into_offset in dimensions:
@@ -172,7 +173,7 @@ def find_runs(
 
 
 def element_bits(shape: tuple[int, ...], size_bytes: int) -> int | None:
-    """Bits of one element; 8 for an empty tensor, None when `size_bytes` does not fit the shape."""
+    """Return the bits of one element: 8 for an empty tensor, None if `size_bytes` does not fit the shape."""
     elements = math.prod(shape)
     if elements == 0:
         return 8 if size_bytes == 0 else None
@@ -182,16 +183,16 @@ def element_bits(shape: tuple[int, ...], size_bytes: int) -> int | None:
 
 @dataclass(frozen=True, slots=True)
 class MeshCut:
-    """What one dimension of the mesh does to a tensor that it cuts."""
+    """The cut of a tensor by one dimension of the mesh."""
 
-    dim: int  # of the tensor
+    dim: int  # dimension of the tensor
     parts: int  # processes along the mesh's dimension
-    part: int  # the one whose share is asked for
-    groups: int = 1  # the dimension is so many groups side by side, each cut in parts
+    part: int  # the process whose share is returned
+    groups: int = 1  # number of groups side by side in the dimension, each cut in parts
 
 
 def dtensor_region(shape: Sequence[int], cuts: Sequence[MeshCut]) -> Region:
-    """What that place holds; `cuts` in the order of the mesh's dimensions, without those that replicate."""
+    """Return the region of that place. `cuts` follow the mesh's dimensions, without those that replicate."""
     ranges: list[tuple[Range, ...]] = [((0, size),) for size in shape]
     for cut in cuts:
         kept: list[Range] = []
@@ -204,14 +205,14 @@ def dtensor_region(shape: Sequence[int], cuts: Sequence[MeshCut]) -> Region:
 
 
 def same_part(one: Region, other: Region) -> bool:
-    """Whether two regions hold the same elements in the same order, padding aside."""
+    """Return whether two regions hold the same elements in the same order, padding aside."""
     if 0 in one.filled or 0 in other.filled:
         return one.filled == other.filled
     return [_joined(ranges) for ranges in one.ranges] == [_joined(ranges) for ranges in other.ranges]
 
 
 def _chunks(length: int, parts: int) -> list[Range]:
-    """As torch.chunk deals out: all of ceil(length / parts) but the last ones; fewer when that is enough."""
+    """Return ranges as torch.chunk cuts: ceil(length / parts) each, the last one less, maybe fewer ranges."""
     size = -(-length // parts) or 1
     return [(first, min(first + size, length)) for first in range(0, length, size)]
 

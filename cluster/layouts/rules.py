@@ -1,16 +1,12 @@
-"""Which way tensor parallelism cuts each tensor, as data: patterns of names, each with a rule.
+"""Layout rules as data: patterns of tensor names, each with the way that tensor parallelism cuts such a tensor.
 
-A pattern is a dotted tensor name. In it `*` stands for any characters of one part and `**`, as a whole part,
-for any number of parts: `model.layers.*.mlp.up_proj.weight`, `**.norm.weight`. The first pattern that matches
-decides.
+A pattern is a dotted tensor name. In it, `*` stands for any characters of one part. `**`, as a whole part, stands for
+any number of parts: `model.layers.*.mlp.up_proj.weight`, `**.norm.weight`. The first pattern that matches decides.
 
-The tables of the model families are in `cluster.layouts.families`.
-
-Rules from a file that the user names: a JSON object of patterns, each with the name of a rule.
+The tables of the model families are in `cluster.layouts.families`. A user may pass rules, or name a file with a JSON
+object of patterns, each with the name of a rule. The order of the file is the order of precedence.
 
     {"model.layers.*.mixer.in_proj.weight": "column", "**.norm.weight": "replicate"}
-
-The order of the file is the order of precedence.
 """
 
 from __future__ import annotations
@@ -33,7 +29,7 @@ if TYPE_CHECKING:
     from cluster.layouts.model_config import ModelConfig
 
 
-MAX_RULES = 1000  # of one request
+MAX_RULES = 1000  # rules of one request
 MAX_PATTERN_CHARS = 256
 
 
@@ -44,16 +40,19 @@ class Rules:
     entries: Rows = ()
 
     def rule_for(self, name: str) -> Rule | None:
-        """The rule of the first pattern that matches the whole name, or None."""
+        """Return the rule of the first pattern that matches the whole name, or None."""
         return self.finder()(name)
 
     def finder(self) -> Callable[[str], Rule | None]:
-        """`rule_for` for many names: compiled once, and names that differ in their numbers only are looked up once."""
+        """Return a faster `rule_for` for many names.
+
+        Patterns are compiled once. Names that differ only in their numbers are looked up once.
+        """
         if not self.entries:
             return lambda name: None
         pattern = _compile_all(self.entries)
-        # Where no pattern asks for a number, one number matches whatever another does: layer 7, expert 41 is looked up
-        # as layer 0, expert 0. Large models have 100,000 names and a dozen of these.
+        # If no pattern contains a number, a match does not depend on numbers. So layer 7, expert 41 is looked up as
+        # layer 0, expert 0. Large models have 100,000 names, but only a dozen that differ in more than numbers.
         numbers_alike = not any(_ASKS_FOR_NUMBER.search(pattern) for pattern, _ in self.entries)
         found: dict[str, Rule | None] = {}
 
@@ -67,11 +66,11 @@ class Rules:
         return find
 
     def then(self, other: Rules) -> Rules:
-        """These rules, and `other` for the names that these do not match."""
+        """Return these rules, and `other` for the names that these do not match."""
         return Rules(self.entries + other.entries)
 
     def as_dict(self) -> dict[str, str]:
-        """Plain data that `parse_rules` reads back; a pattern's first rule is the one that counts."""
+        """Return plain data that `parse_rules` reads back. The first rule of a pattern counts."""
         plain: dict[str, str] = {}
         for pattern, rule in self.entries:
             plain.setdefault(pattern, str(rule))
@@ -79,7 +78,7 @@ class Rules:
 
 
 def parse_rules(data: object) -> Rules:
-    """Rules from a mapping of pattern to rule name. Raises ConfigError listing all problems."""
+    """Return rules from a mapping of pattern to rule name. Raises ConfigError listing all problems."""
     if data is None:
         return Rules()
     if not isinstance(data, Mapping):
@@ -101,10 +100,10 @@ def parse_rules(data: object) -> Rules:
 
 
 def rules_for(config: ModelConfig | None, own: Rules | Mapping[str, str] | None = None) -> Rules:
-    """The user's own rules (a mapping is parsed), then those of the model's family when it is one we know.
+    """Return the user's own rules, followed by those of the model's family if it has a table.
 
-    Of a multimodal family that we do not know it may be the language model's. Raises ConfigError for a mapping that
-    holds no rules.
+    For a multimodal family without a table, the language model's rules are used if it has one. A mapping is parsed.
+    Raises ConfigError for a mapping with bad rules.
     """
     family = None
     if config is not None:
@@ -113,7 +112,7 @@ def rules_for(config: ModelConfig | None, own: Rules | Mapping[str, str] | None 
 
 
 def unmatched(patterns: Sequence[str], names: Iterable[str]) -> list[str]:
-    """Of sound patterns those that match none of the names."""
+    """Return the patterns that match none of the names. The patterns must be valid."""
     names = list(names) if patterns else []
     alike = list(dict.fromkeys(_NUMBER.sub("0", name) for name in names))  # as in `Rules.finder`
 
@@ -128,7 +127,7 @@ _HINT = f"Rules: {', '.join(Rule)}; a pattern may hold one * per part of the nam
 
 
 def pattern_problem(pattern: object) -> str | None:
-    """Why it is no pattern of names; None: it is one."""
+    """Return why `pattern` is not a pattern of names, or None if it is one."""
     # One wildcard per part and one ** keep matching quadratic at worst, whatever names a bucket holds.
     if not isinstance(pattern, str) or not 0 < len(pattern) <= MAX_PATTERN_CHARS:
         return f"{pattern!r:.60} is not a pattern of 1 to {MAX_PATTERN_CHARS} characters"
@@ -173,11 +172,11 @@ MAX_RULES_FILE_BYTES = 16 * MAX_RULES * MAX_PATTERN_CHARS  # room for every char
 
 
 def read_rules(rules: LayoutRules | None) -> dict[str, str] | None:
-    """Checked rules, from a mapping or from the file that is named. Raises ConfigError for either."""
+    """Return checked rules from a mapping or from the named file. Raises ConfigError for either."""
     if rules is None:
         return None
     if rules == "":
-        raise ConfigError("layout_rules names no file: it is an empty text")
+        raise ConfigError("layout_rules is an empty string; it must be a mapping or the name of a file")
     if isinstance(rules, str | os.PathLike):
         return _read_file(Path(rules))
     return parse_rules(rules).as_dict()
@@ -191,10 +190,10 @@ def _read_file(path: Path) -> dict[str, str]:
         raise ConfigError(f"layout rules cannot be read from {str(path)!r:.200}: {error}") from error
     try:
         if len(data) > MAX_RULES_FILE_BYTES or json_values(data) > 8 * MAX_RULES:
-            raise ConfigError(f"it is larger than {MAX_RULES} rules can be")
+            raise ConfigError(f"the file is larger than {MAX_RULES} rules can be")
         rules = json.loads(data, object_pairs_hook=_unique)
         if rules is None:
-            raise ConfigError("it must map patterns to rules, not be null")
+            raise ConfigError("the file must map patterns to rules, not be null")
         return parse_rules(rules).as_dict()
     except (ValueError, RecursionError) as error:
         raise ConfigError(f"layout rules in {str(path)!r:.200}: not JSON: {error}") from error
@@ -206,6 +205,6 @@ def _unique(pairs: list[tuple[str, Any]]) -> dict[str, Any]:
     found: dict[str, Any] = {}
     for name, value in pairs:
         if name in found:
-            raise ConfigError(f"{name!r:.80} stands there twice")
+            raise ConfigError(f"{name!r:.80} appears twice")
         found[name] = value
     return found

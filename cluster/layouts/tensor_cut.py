@@ -1,4 +1,4 @@
-"""From a rule to the cut of one tensor, and from the cut to what the rank at some coordinates holds. Pure."""
+"""From a rule to the cut of one tensor, and from the cut to the region that a rank holds. Pure."""
 
 from __future__ import annotations
 
@@ -12,12 +12,12 @@ from cluster.layouts.rules import Rule
 from storage.checkpoints.model_index import Tensor
 
 if TYPE_CHECKING:
-    from cluster.layouts.model_config import ModelConfig  # brings pydantic
+    from cluster.layouts.model_config import ModelConfig  # imports pydantic
 
 
 @dataclass(frozen=True, slots=True)
 class Block:
-    """Indices start .. start + size - 1 of the dimension that is cut, in `parts` of `part_size`, the last maybe less.
+    """Indices start .. start + size - 1 of the cut dimension, in `parts` of `part_size`. The last may be smaller.
 
     With fewer parts than ranks, neighbouring ranks share one: rank r of n has part r * parts // n.
     """
@@ -30,10 +30,10 @@ class Block:
 
 @dataclass(frozen=True, slots=True)
 class TensorCut:
-    """How one tensor is cut: `dim`, block by block; None: not at all.
+    """The cut of one tensor along `dim`, block by block. None: it is not cut.
 
-    `experts`: "one" for a tensor of one expert, "all" for a tensor whose dim 0 is the experts; such are cut by the
-    rank's place among the experts.
+    `experts` is "one" for a tensor of one expert, and "all" for a tensor whose dim 0 is the experts. The rank's number
+    among the expert ranks cuts those.
     """
 
     dim: int | None = None
@@ -56,12 +56,12 @@ _EXPERT_RULES = {
 
 
 def experts_of(rule: Rule) -> str:
-    """ "one": a tensor of one expert, "all": of all of them, "" of none."""
+    """Return "one" for a tensor of one expert, "all" for a tensor of all experts, else ""."""
     return _EXPERT_RULES.get(rule, ("",))[0]
 
 
 def region_of(shape: tuple[int, ...], cut: TensorCut, coords: RankCoords, layout: Layout) -> Region:
-    """What one rank holds: its experts, of those its tensor-parallel part, of that a share of dim 0."""
+    """Return the region of one rank: its experts, then its tensor-parallel slice, then its share of dim 0 of that."""
     ranges = [[(0, size)] for size in shape]
     padding = 0
     number, ranks = coords.tensor, layout.tensor_parallel_size
@@ -82,13 +82,13 @@ def region_of(shape: tuple[int, ...], cut: TensorCut, coords: RankCoords, layout
 
 
 def cut_tensor(tensor: Tensor, rule: Rule, layout: Layout, config: ModelConfig | None) -> TensorCut | str:
-    """The cut of one tensor, or why there is none."""
+    """Return the cut of one tensor, or a text why it cannot be cut."""
     cut = cut_shape(tensor.shape, rule, layout, config)
     return cut if isinstance(cut, str) else byte_problem(tensor, cut, layout) or cut
 
 
 def cut_shape(shape: tuple[int, ...], rule: Rule, layout: Layout, config: ModelConfig | None) -> TensorCut | str:
-    """The same for a tensor of that shape, however many bits an element has."""
+    """Return the cut of a tensor of that shape, or why it has none. Element sizes are not checked."""
     experts, plain = _EXPERT_RULES.get(rule, ("", rule))
     ways = layout.expert_cuts if experts else layout.tensor_parallel_size
     first = 1 if experts == "all" else 0
@@ -104,7 +104,7 @@ def cut_shape(shape: tuple[int, ...], rule: Rule, layout: Layout, config: ModelC
 def _cut_by_rule(
     shape: tuple[int, ...], rule: Rule, first: int, ways: int, layout: Layout, config: ModelConfig | None
 ) -> TensorCut | str:
-    """`first` dimensions are not the linear weight's own."""
+    """Return the cut by a rule. The linear weight's own dimensions begin at `first`."""
     if rule is Rule.REPLICATE or (ways == 1 and rule is not Rule.VOCABULARY):
         return WHOLE
     dim = first + (_IN if rule is Rule.ROW else _OUT)
@@ -137,7 +137,7 @@ def _ways_text(ways: int, first: int, layout: Layout) -> str:
 
 
 def _vocabulary_cut(rows: int, ways: int, multiple: int) -> TensorCut:
-    """Padded to a multiple of both, as vLLM's vocab_parallel_embedding does: pad_vocab_size, then equal parts."""
+    """Return equal parts of the vocabulary padded to a multiple of both, like vLLM's vocab_parallel_embedding."""
     multiple = math.lcm(multiple, ways)
     padded = -(-rows // multiple) * multiple
     return TensorCut(0, (Block(0, rows, ways, padded // ways),)) if ways > 1 or padded > rows else WHOLE
@@ -176,7 +176,7 @@ _FIELDS = {
 
 
 def byte_problem(tensor: Tensor, cut: TensorCut, layout: Layout) -> str | None:
-    """Why the cut does not fall on whole bytes, if so: only possible for packed types (F4, F6)."""
+    """Return why the cut does not fall on whole bytes, or None. Only packed types (F4, F6) can fail."""
     bits = element_bits(tensor.shape, tensor.size_bytes)
     if bits is None:
         return f"{tensor.size_bytes} bytes do not fit the shape {tensor.shape} and {tensor.dtype}"

@@ -1,4 +1,5 @@
-"""From a model and a layout to what each rank reads, byte for byte; and what a load would do, shown before it does.
+"""Plans: from a model and a layout to the bytes that each rank reads, and a preview of a load before it starts.
 
-Read `plan` first, then `cut_model`, `rank_plans` and `read_items`; `make_plan` reads stores, `preview` is `plan()`.
+Read `plan.py` first, then `cut_model.py`, `rank_plans.py` and `read_items.py`. `make_plan.py` reads stores and
+`process.py` runs it in a child process. `preview.py` and `plan_summary.py` are `cluster.plan()`.
 """

@@ -1,8 +1,8 @@
-"""By what name arenas and disks keep a chunk: equal names, equal bytes. Pure.
+"""Cache keys of chunks, and the chunks that nodes already hold. Pure.
 
-What nodes have of a model's chunks already, and what that spares a load. Pure.
+Arenas and disks keep a chunk under its key. Equal keys mean equal bytes.
 
-keys of all chunks --> node agents --> HeldChunks of each --> NodeSources: bytes by source, in the words of LoadReport
+keys of all chunks --> node agents --> HeldChunks of each --> NodeSources: bytes by source, named as in LoadReport
 """
 
 from __future__ import annotations
@@ -18,15 +18,15 @@ from storage.arena.slots import KEY_BYTES, digest_key, location_key
 from storage.checkpoints.model_index import ChunkTable, Shard
 from storage.checksum import COLLISION_RESISTANT
 
-NO_KEY = bytes(KEY_BYTES)  # nothing is kept under it
+NO_KEY = bytes(KEY_BYTES)  # the key of chunks that are not kept
 
 
 def chunk_key(shards: Sequence[Shard], chunks: ChunkTable, store_identity: str, chunk: int, load_id: str = "") -> bytes:
-    """Return the key by digest where that is collision resistant, else by store, object, version and range.
+    """Return the key by digest if the hash is collision resistant, else by store, object, version and range.
 
-    Whoever can write to one store can make other bytes with the XXH3 digest of a chunk in another. So such a digest
-    only tells versions apart, as an ETag does. Without either, the chunk is shared inside the load `load_id` only,
-    and has no key of its own.
+    Anybody who can write to one store can make other bytes with the XXH3 digest of a chunk in another store. So such a
+    digest only distinguishes versions, as an ETag does. A chunk without digest and version has no key of its own. It
+    is shared inside the load `load_id` only.
     """
     digest, byte_range = chunks.digest(chunk), chunks.byte_range(chunk)
     if digest is not None and chunks.hash_name in COLLISION_RESISTANT:
@@ -41,16 +41,16 @@ def chunk_key(shards: Sequence[Shard], chunks: ChunkTable, store_identity: str, 
 
 
 def lasting_keys(shards: Sequence[Shard], chunks: ChunkTable, store_identity: str) -> bytes:
-    """Of all chunks, one after the other: as every load of the model, and every node, knows them."""
+    """Return the keys of all chunks, concatenated. They are the same in every load of the model and on every node."""
     return b"".join(chunk_key(shards, chunks, store_identity, chunk) for chunk in range(len(chunks)))
 
 
-BLOCK_CHUNKS = 4096  # that an agent looks for at once: its ranks wait meanwhile
+BLOCK_CHUNKS = 4096  # chunks that an agent looks up at once; its ranks wait meanwhile
 
 
 @dataclass(frozen=True, slots=True)
 class HeldChunks:
-    """Of the chunks that a node was asked about, in their order: a bit each, packed as numpy does."""
+    """One bit per requested chunk, in the order of the request, packed by `numpy.packbits`."""
 
     count: int
     arena: bytes
@@ -58,14 +58,16 @@ class HeldChunks:
 
     @classmethod
     def of(cls, held: Sequence[tuple[bool, bool]]) -> HeldChunks:
-        """From (in the arena, on disk) of each chunk."""
+        """Create it from (in the arena, on disk) of each chunk."""
         arena, disk = (np.packbits(bits).tobytes() for bits in np.array(held, bool).reshape(-1, 2).T)
         return cls(len(held), arena, disk)
 
     def in_arena(self) -> NDArray[np.bool_]:
+        """Return for each chunk whether the node's arena holds it."""
         return self._bits(self.arena)
 
     def on_disk(self) -> NDArray[np.bool_]:
+        """Return for each chunk whether the node's disk holds it."""
         return self._bits(self.disk)
 
     def _bits(self, packed: bytes) -> NDArray[np.bool_]:
@@ -74,23 +76,23 @@ class HeldChunks:
 
 @dataclass(frozen=True, slots=True)
 class Holdings:
-    """What a cluster has of a model."""
+    """The chunks of a model that the nodes of a cluster hold."""
 
-    nodes: Mapping[str, HeldChunks | str]  # by node id; why nothing is known of a node
-    resident: ModelStatus | None = None  # the READY model that a load would be given
+    nodes: Mapping[str, HeldChunks | str]  # by node id; a text says why nothing is known of a node
+    resident: ModelStatus | None = None  # the READY model that a load would attach to
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSources:
-    """Bytes of the chunks that a node needs, by where it would have them from."""
+    """Bytes of the chunks that a node needs, by source."""
 
     store_bytes: int
-    cached_bytes: int  # in its arena
+    cached_bytes: int  # in the node's arena
     disk_bytes: int
 
 
 def key_blocks(keys: bytes) -> Iterator[list[bytes]]:
-    """Keys that were sent one after the other, a block at a time."""
+    """Split concatenated keys and return them a block at a time."""
     size_bytes = BLOCK_CHUNKS * KEY_BYTES
     for at in range(0, len(keys), size_bytes):
         block = keys[at : at + size_bytes]
@@ -98,7 +100,10 @@ def key_blocks(keys: bytes) -> Iterator[list[bytes]]:
 
 
 def node_sources(needed: NDArray[np.int64], sizes_bytes: NDArray[np.int64], held: HeldChunks | None) -> NodeSources:
-    """For the chunks `needed`: what is in the arena comes from there, else what is on disk. None: it has nothing."""
+    """Return the bytes of the `needed` chunks by source: the arena first, then the disk, then the store.
+
+    `held` is None when the node holds no chunk of the model.
+    """
     sizes = sizes_bytes[needed]
     if held is None:
         return NodeSources(int(sizes.sum()), 0, 0)

@@ -1,7 +1,7 @@
-"""A model as a layout cuts it, in columns: small enough to travel, and all that any rank's plan is worked out from.
+"""A model as a layout cuts it, in columns. It is small enough to send, and every rank's plan is derived from it.
 
-Tensors of one element type, shape and cut are of one *kind*; tensors that the same ranks have are of one *holder*. A
-rank's regions differ by kind, not by tensor, so the work per rank is that of a few kinds, and arrays do the rest: a
+Tensors of one element type, shape and cut are of one *kind*. Tensors that the same ranks hold have one *holder*. A
+rank's regions differ by kind, not by tensor. So the work per rank is that of a few kinds, and arrays do the rest. A
 model of 130,000 tensors in experts and layers has about a dozen kinds.
 """
 
@@ -44,34 +44,34 @@ AS_STORED = Precision()
 
 @dataclass(frozen=True, slots=True)
 class TensorKind:
-    """What tensors must have in common to be cut alike."""
+    """The properties that tensors must share to be cut alike."""
 
     dtype: str  # safetensors name
     shape: tuple[int, ...]
     size_bytes: int  # of the whole tensor
     cut: TensorCut
-    recipe: Recipe | None = None  # what it becomes; None: it stays as stored
-    recorded: bool = False  # the plan has what its scales depend on: a rank reads what it holds
+    recipe: Recipe | None = None  # how it is converted; None: it stays as stored
+    recorded: bool = False  # the plan has its maxima, so a rank reads only what it holds
 
     def part_bytes(self, elements: int) -> int:
-        """Bytes of so many elements."""
+        """Return the size in bytes of this number of elements."""
         return elements * (element_bits(self.shape, self.size_bytes) or 0) // 8
 
 
 @dataclass(frozen=True, slots=True)
 class KindSlice:
-    """What one rank holds of every tensor of one kind that it has, and what it reads for it."""
+    """The region that one rank holds of each of its tensors of one kind, and the region it reads."""
 
-    region: Region  # of the tensor, that the rank holds
-    reads: Region  # that it reads: more, where the scales of what it holds depend on more
+    region: Region  # the region of the tensor that the rank holds
+    reads: Region  # the region that it reads; larger if the scales depend on more than it holds
     read_bytes: int  # padding included
-    filled_bytes: int  # of them, from the store
+    filled_bytes: int  # bytes of them from the store
     outputs: tuple[Output, ...]  # the tensors that the rank holds: one, unless it is quantized
-    sizes_bytes: tuple[int, ...]  # of each of them
+    sizes_bytes: tuple[int, ...]  # bytes of each output
 
     @property
     def size_bytes(self) -> int:
-        """Of all that the rank holds."""
+        """Return the bytes of all tensors that the rank holds."""
         return sum(self.sizes_bytes)
 
 
@@ -87,24 +87,24 @@ class CutModel:
     holder: NDArray[np.int32]  # (n,) index into holders
     shard: NDArray[np.int32]  # (n,) index into the shards
     start: NDArray[np.int64]  # (n,) first byte of the whole tensor in the shard's file
-    device_map: DeviceMap | None = None  # of the one rank, when it has several devices
-    amax: RecordedAmax | None = None  # of tensors whose kind is recorded
+    device_map: DeviceMap | None = None  # device map of the one rank, when it has several devices
+    amax: RecordedAmax | None = None  # maxima of tensors whose kind is `recorded`
 
     def __len__(self) -> int:
         return len(self.names)
 
     def tensors_of(self, coords: RankCoords) -> NDArray[np.int64]:
-        """Numbers of the tensors that the rank has, ascending."""
+        """Return the numbers of the tensors that the rank has, ascending."""
         has = np.array([holder.has(coords) for holder in self.holders], bool)
         return np.flatnonzero(has[self.holder]) if len(self) else np.empty(0, np.int64)
 
     def kind_counts(self, coords: RankCoords) -> list[int]:
-        """Tensors of each kind that the rank has."""
+        """Return how many tensors of each kind the rank has."""
         counts = np.bincount(self.kind[self.tensors_of(coords)], minlength=len(self.kinds))
         return [int(count) for count in counts]
 
     def slices(self, coords: RankCoords) -> list[KindSlice]:
-        """By kind, what the rank at `coords` holds of such a tensor when it has it."""
+        """Return, by kind, the slice that the rank at `coords` holds of such a tensor if it has one."""
         found = []
         for kind in self.kinds:
             region = region_of(kind.shape, kind.cut, coords, self.layout)
@@ -116,14 +116,14 @@ class CutModel:
         return found
 
     def places(self, ranks: Iterable[int]) -> list[RankCoords]:
-        """Of ranks that hold the same, the first; in order."""
+        """Return the coordinates of `ranks`, in order. Ranks that hold the same count once."""
         return list(dict.fromkeys(self.layout.place(self.layout.rank_coords(rank)) for rank in ranks))
 
     def wanted_bytes(self, ranks: Iterable[int]) -> int:
-        """Bytes of the model that at least one of `ranks` reads, each counted once."""
-        # Tensors of one kind and one holder: whoever has one has a part of all.
+        """Return the bytes of the model that at least one of `ranks` reads, each counted once."""
+        # A rank that has one tensor of a kind and holder has a slice of all of them.
         pairs, counts = np.unique(self.kind.astype(np.int64) * len(self.holders) + self.holder, return_counts=True)
-        # Boxes of one tensor are parts of one grid: equal or disjoint. So each different box counts once.
+        # Boxes of one tensor lie on one grid, so two boxes are equal or disjoint. Each different box counts once.
         different: list[dict[Box, int]] = [{} for _ in counts]
         for coords in self.places(ranks):
             boxes_of = [
@@ -144,13 +144,15 @@ def cut_model(
     config: ModelConfig | None = None,
     precision: Precision = AS_STORED,
 ) -> CutModel:
-    """The model's tensors, each with its cut. Raises LayoutError listing every tensor that cannot be placed, and
-    ConfigError for a precision that the model cannot have.
+    """Return the model's tensors, each with its cut.
+
+    Raises LayoutError listing every tensor that cannot be placed, and ConfigError for a precision that the model cannot
+    have.
     """
     placed = decide_layout(index.tensors, layout, rules, config)
     recipes = decide_recipes(index.tensors, precision, (config.model_type if config else None) or "")
     kinds: dict[TensorKind, int] = {}
-    alike: dict[tuple[object, ...], int] = {}  # large models have 100,000 tensors and a dozen kinds: hashed by parts
+    alike: dict[tuple[object, ...], int] = {}  # hashes parts, as large models have 100,000 tensors of a dozen kinds
     kind: list[int] = []
     for tensor, place, recipe in zip(index.tensors, placed, recipes, strict=True):
         parts = tensor.dtype, tensor.shape, tensor.size_bytes, id(place.cut), id(recipe)
@@ -161,7 +163,7 @@ def cut_model(
         kind.append(number)
     if any(each.recipe is not None and each.recipe.scheme for each in kinds):
         _check_recipes(index, layout, tuple(kinds), kind)
-    holders = {id(place.holder): place.holder for place in placed}  # one object each, as `decide_layout` makes them
+    holders = {id(place.holder): place.holder for place in placed}  # `decide_layout` makes one object per holder
     number_of = {each: number for number, each in enumerate(holders)}
     return CutModel(
         layout=layout,
@@ -176,7 +178,7 @@ def cut_model(
 
 
 def _check_recipes(index: ModelIndex, layout: Layout, kinds: Sequence[TensorKind], kind: Sequence[int]) -> None:
-    """Raises LayoutError when a rank's slice cannot be quantized on its own."""
+    """Raise LayoutError when a rank's slice cannot be quantized on its own."""
     problems: dict[int, str] = {}
     for coords in dict.fromkeys(layout.place(layout.rank_coords(rank)) for rank in range(layout.ranks)):
         for number, each in enumerate(kinds):
@@ -190,7 +192,7 @@ def _check_recipes(index: ModelIndex, layout: Layout, kinds: Sequence[TensorKind
     ]
     if named:
         raise LayoutError(
-            f"{len(named)} tensors cannot be quantized in these cuts: {show_some(named, 20)}",
-            hint="leave them as they are with skip_quantization, cut the rows less often, or use fp8",
+            f"{len(named)} tensors cannot be quantized in the slices of this layout: {show_some(named, 20)}",
+            hint="name them in skip_quantization, use a smaller tensor_parallel_size, or use fp8",
             uncuttable=len(named),
         )

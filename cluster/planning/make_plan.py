@@ -1,15 +1,11 @@
 """Makes a load plan from a request: opens the store, reads index and config, cuts the model, maps it to devices.
 
-`prepare_plan` is where planning touches the network. `build_load_plan` and all that it calls are pure.
+`prepare_plan` reads the store. `build_load_plan` and all that it calls are pure, except for `read_amax`.
 
-A cut model whose scales are worked out from recorded maxima: ranks then read what they hold, and no more. Pure.
-
-Only where a rank would read more for a scale than it holds, so that most loads ask for nothing; and only what is
-finite: a weight with a NaN or an infinity is read as if nothing was recorded.
-
-Recorded maxima of the model that is planned: read when a plan needs them, once, however many plans are tried.
-
-The second place where planning touches the network, after `cluster.planning.make_plan`, which passes this along.
+Some quantized tensors need a scale that depends on more of the tensor than a rank holds. When the largest absolute
+values ("amax") of such tensors were recorded at publishing, `with_recorded_amax` adds them to the plan. Then ranks read
+only what they hold. Maxima are read from the store at most once, however many plans are tried, and only for tensors
+that need them. A tensor with a NaN or an infinity is read as if nothing was recorded.
 """
 
 from __future__ import annotations
@@ -61,11 +57,11 @@ _HEAD = "lm_head"
 def with_device_map(
     cut: CutModel, options: DeviceMapOptions, config: ModelConfig | None = None, chunk_bytes: int = 0
 ) -> CutModel:
-    """The same model with each tensor on a device. For layouts of one rank.
+    """Return the same model with each tensor on a device. For layouts of one rank.
 
-    Tensors count as they will be held, converted and aligned. Raises LayoutError listing tensors that the map does not
-    name, or whose names no file can have; DoesNotFit with need and have of each device; ConfigError for a policy
-    without limits. `chunk_bytes`: as for `rank_facts`.
+    Tensors count with their size in memory, converted and aligned. `chunk_bytes` is that of `rank_facts`. Raises
+    LayoutError listing tensors that the map does not name or whose names no file can have, DoesNotFit with need and
+    have of each device, and ConfigError for a policy without limits.
     """
     pieces = cut.slices(cut.layout.rank_coords(0))
     sizes = [
@@ -115,8 +111,8 @@ def _check_limits(sizes: Sequence[tuple[str, int]], devices: Sequence[DeviceKey]
 def _what_helps(options: DeviceMapOptions) -> str:
     limits = "use a node with more memory" if options.is_all else "raise max_memory"
     if options.offload_folder:
-        return f"{limits}, of disk too where it has a limit, or quantize" if not options.is_all else limits
-    return f"{limits}, or give an offload_folder for what is left over"
+        return f"{limits}, also of the disk if it is limited, or quantize" if not options.is_all else limits
+    return f"{limits}, or set offload_folder for the modules that are left over"
 
 
 def _check_files(names: Sequence[str], devices: Sequence[DeviceKey]) -> None:
@@ -133,7 +129,7 @@ def _check_files(names: Sequence[str], devices: Sequence[DeviceKey]) -> None:
 
 
 def _tied(names: Sequence[str], config: ModelConfig | None) -> list[str]:
-    """The embedding and, when it is stored, the head that is the same tensor."""
+    """Return the names of the token embedding and, when it is stored, of the head tied to it."""
     if config is None or not config.tie_word_embeddings:
         return []
     embedding = [name for name in names if f".{name}".endswith(_EMBEDDINGS)][:1]
@@ -141,7 +137,7 @@ def _tied(names: Sequence[str], config: ModelConfig | None) -> list[str]:
 
 
 def _with_tied_head(found: DeviceMap, tied: Sequence[str]) -> DeviceMap:
-    """A head that is not stored is where its embedding is: whoever runs the model by the map looks for it."""
+    """Add a tied head that is not stored, on its embedding's device. Programs that run the model look it up."""
     known = {name for name, _ in found.modules}
     if len(tied) != 1 or "" in known or _HEAD in known:
         return found
@@ -149,16 +145,16 @@ def _with_tied_head(found: DeviceMap, tied: Sequence[str]) -> DeviceMap:
     return found if device is None else DeviceMap((*found.modules, (_HEAD, device)))
 
 
-MAX_CARRIED_BYTES = 64 << 20  # in a plan, which every node gets; of more nothing is used
+MAX_CARRIED_BYTES = 64 << 20  # of maxima in a plan, which every node receives; above it none are used
 
-# From names of tensors and their shapes to the maxima of their rows.
+# Takes names of tensors and their shapes, returns the maxima of their rows.
 ReadAmax = Callable[[Mapping[str, tuple[int, ...]]], Mapping[str, Amax]]
 
 
 def with_recorded_amax(cut: CutModel, read: ReadAmax) -> CutModel:
-    """The cut model with the maxima of those tensors that ranks would read more of than they hold.
+    """Return the model with the maxima of those tensors of which ranks would read more than they hold.
 
-    `read` is asked once, or not at all. Raises what it raises.
+    `read` is called at most once. Its exceptions pass through.
     """
     helped = [_is_helped(cut, kind) for kind in cut.kinds]
     numbers = np.flatnonzero(np.array(helped, bool)[cut.kind]) if any(helped) else np.empty(0, np.int64)
@@ -174,7 +170,7 @@ def with_recorded_amax(cut: CutModel, read: ReadAmax) -> CutModel:
 
 
 def _is_helped(cut: CutModel, kind: TensorKind) -> bool:
-    """Whether some rank would read more of such a tensor than it holds, and its maxima are recorded."""
+    """Return whether recorded maxima would spare some rank from reading more of such a tensor than it holds."""
     if _scale(kind) not in SCALES or kind.shape[-1] < MIN_COLUMNS:
         return False
     regions = [region_of(kind.shape, kind.cut, place, cut.layout) for place in cut.places(range(cut.layout.ranks))]
@@ -186,7 +182,7 @@ def _scale(kind: TensorKind) -> str:
 
 
 def _with_kinds(cut: CutModel, used: NDArray[np.int64]) -> tuple[tuple[TensorKind, ...], NDArray[np.int32]]:
-    """Tensors with maxima are of kinds of their own."""
+    """Return kinds, and the kind of each tensor, with kinds of their own for tensors with maxima."""
     kinds, kind = list(cut.kinds), cut.kind.copy()
     for number in np.unique(cut.kind[used]).tolist():
         recorded = replace(cut.kinds[number], recorded=True)
@@ -200,7 +196,7 @@ def _with_kinds(cut: CutModel, used: NDArray[np.int64]) -> tuple[tuple[TensorKin
 
 
 def amax_reader(request: LoadRequest, index: ModelIndex, read_timeout_s: float) -> ReadAmax | None:
-    """What reads them; None where none are recorded. The source was checked when the model was read."""
+    """Return a reader of the recorded maxima, or None if there are none. `read_model` has checked the source."""
     file = next((file for file in index.files if file.key == AMAX_KEY), None)
     return None if file is None or index.source != "manifest" else _AmaxReader(request, file, read_timeout_s)
 
@@ -213,7 +209,10 @@ class _AmaxReader:
         self._found: dict[str, Amax] = {}
 
     def __call__(self, weights: Mapping[str, tuple[int, ...]]) -> Mapping[str, Amax]:
-        """By name; `weights`: name -> shape. Raises ManifestMismatch, IntegrityError, InvalidAmax, StoreError."""
+        """Return the maxima by name. `weights`: name -> shape.
+
+        Raises ManifestMismatch, IntegrityError, InvalidAmax or StoreError.
+        """
         missing = {name: shape for name, shape in weights.items() if name not in self._found}
         if missing:
             ref, credentials = self._store.ref, self._store.credentials
@@ -231,13 +230,13 @@ def build_load_plan(
     device_map: DeviceMapOptions | None = None,
     read_amax: ReadAmax | None = None,
 ) -> LoadPlan:
-    """What each rank of `layout` holds of the model, where, and from which chunks. Same input, same plan.
+    """Return what each rank of `layout` holds of the model, where it puts it, and from which chunks it reads.
 
-    `rules` as `rules_for` makes them (the default: those of the family that `config` names); without tensor
-    parallelism neither is needed. `read_amax` is asked for maxima that were recorded when the model was published, if
-    ranks would read more than they hold without them. Raises LayoutError listing every tensor that cannot be cut,
-    ConfigError for a precision that the model cannot have, what `with_device_map` and `read_amax` raise, and PlanError
-    when the model's chunks do not hold all bytes of its tensors.
+    Same input, same plan. `rules` come from `rules_for`; the default is the rules of the family that `config` names.
+    Without tensor parallelism neither is needed. `read_amax` reads recorded maxima, if ranks would read more than they
+    hold without them. Raises LayoutError listing every tensor that cannot be cut, ConfigError for a precision that the
+    model cannot have, and PlanError when the chunks do not hold all bytes of the tensors. Exceptions of
+    `with_device_map` and `read_amax` pass through.
     """
     cut = cut_model(index, layout, rules_for(config) if rules is None else rules, config, precision)
     if read_amax is not None:
@@ -249,22 +248,22 @@ def build_load_plan(
 
 
 def needed_chunks(plan: LoadPlan, ranks: Iterable[int]) -> NDArray[np.int64]:
-    """Chunks that any of `ranks` touches, ascending: what a node hosting those ranks fetches once."""
+    """Return the chunks that any of `ranks` touches, ascending. A node that hosts those ranks fetches each once."""
     return node_chunks(plan.cut, plan.chunks, ranks)
 
 
 def needed_bytes(plan: LoadPlan, ranks: Iterable[int]) -> int:
-    """Bytes of the chunks that a node hosting `ranks` fetches, each once."""
+    """Return the bytes of the chunks that a node hosting `ranks` fetches, each once."""
     return int(plan.chunks.sizes_bytes()[needed_chunks(plan, ranks)].sum())
 
 
 def overfetch_bytes(plan: LoadPlan, ranks: Sequence[int]) -> int:
-    """Bytes inside the chunks that a node hosting `ranks` fetches, wanted by none of those ranks."""
+    """Return the bytes of fetched chunks that none of the node's `ranks` needs."""
     return needed_bytes(plan, ranks) - plan.cut.wanted_bytes(ranks)
 
 
 def _check_coverage(index: ModelIndex) -> None:
-    """Raises PlanError when the chunks do not hold each byte of the tensors once. Every byte is some rank's."""
+    """Raise PlanError when the chunks do not hold each byte of the tensors once, as some rank needs each."""
     filled = [tensor for tensor in index.tensors if tensor.size_bytes]
     size = np.array([tensor.size_bytes for tensor in filled], np.int64)
     held_bytes = 0
@@ -281,7 +280,7 @@ def _check_coverage(index: ModelIndex) -> None:
     if held_bytes != int(size.sum()):
         raise PlanError(
             f"the chunks hold {held_bytes} of the {int(size.sum())} bytes of the model's tensors",
-            hint="The manifest is broken; publish the model again",
+            hint="the manifest is broken; publish the model again",
             revision=index.revision,
         )
 
@@ -289,12 +288,13 @@ def _check_coverage(index: ModelIndex) -> None:
 def prepare_plan(
     request: LoadRequest, *, chunk_bytes: int, read_timeout_s: float, trust: TrustPolicy | None = None
 ) -> tuple[ModelIndex, LoadPlan]:
-    """What is stored, and what each rank of the request gets of it. Moves no weights.
+    """Return the model's index and the plan of each rank of the request. Moves no weights.
 
-    `trust` is of the process that plans; what the request trusts narrows it. Raises StoreError (SourceRefused before
-    anything is asked), CheckpointError, ManifestError (SignatureError, RevisionMismatch) or PlanError.
+    `trust` is the policy of the planning process; the request's trusted keys narrow it.
+    Raises StoreError (SourceRefused before any request is sent), CheckpointError, PlanError or ManifestError
+    (SignatureError, RevisionMismatch).
     """
-    # A device map asks whether the head is the embedding.
+    # A device map needs the config to know whether the head is tied to the embedding.
     with_config = request.layout.cuts_tensors or request.device_map is not None
     index, config = read_model(
         request, chunk_bytes=chunk_bytes, read_timeout_s=read_timeout_s, trust=trust, with_config=with_config
@@ -310,9 +310,10 @@ def read_model(
     trust: TrustPolicy | None = None,
     with_config: bool = True,
 ) -> tuple[ModelIndex, ModelConfig | None]:
-    """What is stored, and its config; None: it has none, or it is broken and the request can do without.
+    """Return the model's index, and its config or None.
 
-    A published config.json must be as it was published, needed or not. Raises as `prepare_plan` does.
+    The config is None if there is none, or if it is broken and the request does not need it. The digest of a published
+    config.json is checked, needed or not. Raises as `prepare_plan` does.
     """
     trust = trust or TrustPolicy()
     trust.sources.check(request.store.ref, request.store.credentials)
@@ -334,15 +335,15 @@ def read_model(
         except ModelConfigError:
             if request.layout.cuts_tensors:
                 raise
-            return index, None  # where no tensor is cut by what it is, nothing in it is needed
+            return index, None  # the config is only needed to cut tensors
 
 
 def plan_model(
     request: LoadRequest, index: ModelIndex, config: ModelConfig | None, read_amax: ReadAmax | None = None
 ) -> LoadPlan:
-    """What each rank of the request gets of a model that was read. `read_amax`: of `amax_reader`.
+    """Return the load plan of a request for a model whose index was read. `read_amax` comes from `amax_reader`.
 
-    Raises PlanError, ConfigError, and what reading recorded maxima raises: ManifestError, IntegrityError, StoreError.
+    Raises PlanError and ConfigError, and from reading maxima ManifestError, IntegrityError and StoreError.
     """
     own = None if request.layout_rules is None else parse_rules(request.layout_rules)
     rules = rules_for(config, own)
@@ -358,7 +359,10 @@ def prepare_changes(
     trust: TrustPolicy | None = None,
     enough: Callable[[], bool] = lambda: False,
 ) -> tuple[str, list[PlannedChange]]:
-    """(revision, each change planned, until there are `enough`): the model is read once. Raises what reading raises."""
+    """Return the revision and the plan of each change, until `enough` returns True. Reads the model once.
+
+    Raises as `read_model` does.
+    """
     index, config = read_model(request, chunk_bytes=chunk_bytes, read_timeout_s=read_timeout_s, trust=trust)
     read_amax = amax_reader(request, index, read_timeout_s)
     return index.revision, plan_changes(index, config, changes, enough, read_amax)
@@ -371,7 +375,7 @@ def plan_changes(
     enough: Callable[[], bool] = lambda: False,
     read_amax: ReadAmax | None = None,
 ) -> list[PlannedChange]:
-    """Each change as it would be loaded, or why it cannot be; one at least, then until there are `enough`."""
+    """Return the plan of each change, or why it has none. Plans one at least, then until `enough` returns True."""
     planned: list[PlannedChange] = []
     for change in changes:
         if planned and enough():
@@ -385,7 +389,7 @@ def plan_changes(
 
 
 def still_current(request: LoadRequest, revision: str, read_timeout_s: float, trust: TrustPolicy | None = None) -> bool:
-    """True while the store still has that revision; one small request."""
+    """Return whether the store still has that revision. Sends one small request."""
     (trust or TrustPolicy()).sources.check(request.store.ref, request.store.credentials)
     with closing(open_store(request.store.ref, request.store.credentials, read_timeout_s=read_timeout_s)) as store:
         return check_revision(store, revision, only_key=request.only_key)

@@ -1,8 +1,8 @@
-"""A load plan as it travels: tables that a node gets once, and facts that the coordinator decides by.
+"""A load plan as it is sent: tables that each node receives once, and facts for the coordinator's decisions.
 
-Agents and workers unpack the same tables and work out what their ranks touch and hold. So what passes through the
-coordinator grows with nodes, not with ranks times tensors. Pickle between processes of our own only: nothing that was
-stored is ever unpickled.
+Agents and workers unpack the same tables and derive what their ranks touch and hold. So what the coordinator sends
+grows with nodes, not with ranks times tensors. Only messages between our own processes are unpickled, never stored
+data.
 """
 
 from __future__ import annotations
@@ -24,47 +24,49 @@ from storage.checkpoints.model_index import ChunkTable, Shard
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SharedTables:
-    """What every rank and agent of one load has in common."""
+    """The tables that all ranks and agents of one load share."""
 
     shards: tuple[Shard, ...]
     chunks: ChunkTable
     cut: CutModel
 
     def chunk_ids(self, rank: int) -> NDArray[np.int64]:
-        """Chunks that the rank touches, ascending."""
+        """Return the ids of the chunks that the rank touches, ascending."""
         return rank_chunks(self.cut, self.chunks, self.cut.layout.rank_coords(rank))
 
     def rank_plan(self, rank: int) -> RankPlan:
-        """All that one rank has to do."""
+        """Return the plan of one rank."""
         return plan_rank(self.cut, self.chunks, rank)
 
     def wanted_bytes(self, ranks: Iterable[int]) -> int:
-        """Bytes of the model that at least one of `ranks` holds."""
+        """Return the bytes of the model that at least one of `ranks` holds."""
         return self.cut.wanted_bytes(ranks)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class PackedPlan:
-    """A load plan as the planning process hands it over."""
+    """A load plan as the planning process returns it."""
 
     revision: str
     verified: str  # hash name, or "transport"
     model_bytes: int
     ranks: tuple[RankFacts, ...]
-    shared: bytes = field(repr=False)  # SharedTables, packed
+    shared: bytes = field(repr=False)  # pickled SharedTables
     signed_by: str = ""  # id of the trusted key that signed the manifest
-    memory: ProcessMemory | None = None  # of the process that planned
+    memory: ProcessMemory | None = None  # memory of the planning process
     quantization_config: dict[str, Any] | None = None  # see cluster.precision.written_quantization
 
     def outline(self) -> PackedPlan:
-        """Return the part that does not grow with ranks and tensors: what a report of the load says of the model."""
+        """Return the fields that a report of the load needs, without those that grow with ranks and tensors."""
         return replace(self, ranks=(), shared=b"")
 
 
 def pack_shared(plan: LoadPlan) -> bytes:
+    """Pickle the tables that all ranks share."""
     return pickle.dumps(SharedTables(plan.shards, plan.chunks, plan.cut), protocol=5)
 
 
 def unpack_shared(data: bytes) -> SharedTables:
+    """Unpickle what `pack_shared` returned, from a process of our own."""
     tables: SharedTables = pickle.loads(data)
     return tables

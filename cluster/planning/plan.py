@@ -1,11 +1,11 @@
-"""What a load plan is: frozen data. `cluster.planning.make_plan` makes it, `actors.rank.executor` carries it out.
+"""The load plan: frozen data. `cluster.planning.make_plan` makes it and `actors.rank.executor` carries it out.
 
-    LoadPlan -- cut, chunks                                       small: this is what travels
-             -- ranks --> RankPlan -- slices --> TensorSlice     which part of which tensor, where it is put
-                                   -- chunk_ids                  the chunks those parts touch, in the order of leasing
+    LoadPlan -- cut, chunks                                       small: only these are sent
+             -- ranks --> RankPlan -- slices --> TensorSlice     which slice of which tensor, and its place in memory
+                                   -- chunk_ids                  the chunks those slices touch, in the order of leasing
 
-Plans of ranks are worked out from the cut (`cluster.planning.rank_plans`), read items (`cluster.planning.read_items`)
-from slices and chunks, by the same pure functions wherever they are needed.
+Pure functions derive plans of ranks from the cut (`cluster.planning.rank_plans`), and read items from slices and chunks
+(`cluster.planning.read_items`). They run wherever the result is needed.
 """
 
 from __future__ import annotations
@@ -26,7 +26,7 @@ from storage.checkpoints.model_index import ChunkTable, Shard
 
 @dataclass(frozen=True, slots=True)
 class TensorSlice:
-    """What one rank holds of one tensor, and its place in the rank's memory.
+    """The slice of one tensor that one rank holds, and its place in the rank's memory.
 
     For a (4, 6) tensor, the region ((0, 4),), ((3, 6),) is the right half: a (4, 3) tensor for the rank.
     """
@@ -40,35 +40,35 @@ class TensorSlice:
     segment: int  # index into RankPlan.segment_bytes
     segment_offset: int  # first byte inside that segment, a multiple of 256
     size_bytes: int  # bytes of the slice, padding included
-    filled_bytes: int  # of them, from the store; zeros follow. 0 when it is made from another tensor
-    made_from: str = ""  # name of the stored tensor that it is made from on its way in; "": it is stored so
-    form: tuple[int, ...] = ()  # of the rank's own tensor, in formats that lay it out flat; empty: as the region has it
+    filled_bytes: int  # bytes of it from the store, followed by zeros; 0 when it is made from another tensor
+    made_from: str = ""  # the stored tensor that it is converted from; "": it is held as stored
+    form: tuple[int, ...] = ()  # shape of the rank's own tensor in formats that store it flat; empty: the region's
 
     @property
     def offsets(self) -> tuple[int, ...]:
-        """First index that is held, per dimension."""
+        """Return the first index that the rank holds, per dimension."""
         return self.region.offsets
 
     @property
     def sizes(self) -> tuple[int, ...]:
-        """Shape of the rank's own tensor."""
+        """Return the shape of the rank's own tensor."""
         return self.form or self.region.sizes
 
 
 @dataclass(frozen=True, slots=True)
 class StagedTensor:
-    """A stored tensor that is converted on its way in: read into memory of its own, which is given up then."""
+    """A stored tensor that is read into temporary memory, converted, and then freed."""
 
-    source: TensorSlice  # what is read; its segment is none of RankPlan.segment_bytes, but a number after them
+    source: TensorSlice  # what is read; its segment number follows those of RankPlan.segment_bytes
     recipe: Recipe
-    region: Region  # what the rank holds of it
-    first: int  # the tensors that are made from it: RankPlan.slices[first:end]
+    region: Region  # the region of it that the rank holds
+    first: int  # RankPlan.slices[first:end] are made from it
     end: int
     tensor: int = -1  # its number in the cut model
-    recorded: RecordedAmax | None = None  # of the cut model, when its scales follow from them
+    recorded: RecordedAmax | None = None  # maxima of the cut model, when its scales follow from them
 
     def amax(self) -> Amax | None:
-        """The largest absolute values of what shares a scale, of the rows that the rank holds (`RecordedAmax.part`)."""
+        """Return the largest absolute values per scale, for the rows that the rank holds (`RecordedAmax.part`)."""
         if self.recorded is None:
             return None
         scale = SCHEMES[self.recipe.scheme].scale
@@ -77,20 +77,20 @@ class StagedTensor:
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RankPlan:
-    """All that one rank has to do."""
+    """The plan of one rank: what it reads and where it puts it."""
 
     rank: int  # global, 0-based
     coords: RankCoords
     slices: tuple[TensorSlice, ...]
     segment_bytes: tuple[int, ...]  # sizes of the device memory blocks to allocate
-    chunk_ids: NDArray[np.int64]  # chunks that anything is read from, ascending
+    chunk_ids: NDArray[np.int64]  # chunks that the rank reads from, ascending
     staged: tuple[StagedTensor, ...] = ()  # staged[i].source.segment == len(segment_bytes) + i
-    segment_devices: tuple[DeviceKey, ...] = ()  # of each segment, with a device map; none is on two
+    segment_devices: tuple[DeviceKey, ...] = ()  # device of each segment, with a device map
     device_map: DeviceMap | None = None
 
     @property
     def sources(self) -> tuple[TensorSlice, ...]:
-        """What is read: slices that are held as they are stored, and tensors to convert."""
+        """Return what is read: the slices that stay as stored, and the tensors to convert."""
         if not self.staged:
             return self.slices
         stored = (piece for piece in self.slices if not piece.made_from)
@@ -98,12 +98,12 @@ class RankPlan:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the rank's slices, without alignment."""
+        """Return the bytes of the rank's slices, without alignment."""
         return sum(piece.size_bytes for piece in self.slices)
 
     @property
     def bytes_by_device(self) -> dict[str, int]:
-        """With a device map: what each device has of it, by torch's names and "disk". Else none."""
+        """Return the bytes on each device, by torch's names and "disk". Empty without a device map."""
         total: dict[str, int] = {}
         for device, size_bytes in zip(self.segment_devices, self.segment_bytes, strict=False):
             total[device_name(device)] = total.get(device_name(device), 0) + size_bytes
@@ -111,16 +111,16 @@ class RankPlan:
 
     @property
     def device_bytes(self) -> int:
-        """Bytes of device memory the rank takes, alignment included; of files too, with a device map."""
+        """Return the bytes of device memory, alignment included. With a device map, files count too."""
         return sum(self.segment_bytes)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class LoadPlan:
-    """What a load will do, decided before a byte of weights moves."""
+    """The decisions of a load, made before a byte of weights moves."""
 
     revision: str
     shards: tuple[Shard, ...]
     chunks: ChunkTable
-    cut: CutModel  # what every rank's plan is worked out from
-    ranks: Sequence[RankPlan]  # ranks[i].rank == i; each made when it is asked for (`cluster.planning.rank_plans`)
+    cut: CutModel  # every rank's plan is derived from it
+    ranks: Sequence[RankPlan]  # ranks[i].rank == i; derived on access (`cluster.planning.rank_plans`)

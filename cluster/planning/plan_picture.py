@@ -1,14 +1,14 @@
-"""A plan as a picture: whether it fits, then ranks against layers, one bar per rank and row, coloured by dtype. Pure.
+"""A plan as an SVG picture: if it fits, then ranks against layers, a bar per rank and row, coloured by dtype. Pure.
 
     does not fit: rank 1 needs 35.3 GB of device memory, a GPU has 23.5 GB
                           rank 0      rank 1
     whole rank            ########|   ########|##   10.5 GB to 12.1 GB       | the memory that the device has for it
-    embed                 ##                        2.10 GB                  # what is beyond it is red
+    embed                 ##                        2.10 GB                  # bytes beyond it are red
     layers.0-79 (80)      ######      ########      80 x 105 MB = 8.40 GB    # BF16
     head                              ##            2.10 GB                  = U8 ...
 
-Layers of which every rank has as much are one row. All bars share one scale. Names come from checkpoints, so they are
-escaped and cut.
+Layers of the same size on every rank share one row. All bars have one scale. Names come from checkpoints, so they are
+escaped and truncated.
 """
 
 from __future__ import annotations
@@ -30,14 +30,14 @@ from cluster.planning.plan import LoadPlan
 from cluster.planning.read_items import layer_of
 from cluster.units import printable, show_bytes
 
-MAX_LAYERS = 400  # told apart; what is beyond them counts as one
-MAX_RUNS = 3  # of numbers, in the name of a row of equal layers
+MAX_LAYERS = 400  # rows; further layers are summed in one
+MAX_RUNS = 3  # runs of numbers in the name of a row of equal layers
 _FRONT = re.compile(r"embed|wte|wpe|visual|vision|audio", re.IGNORECASE)
 
 
 @dataclass(frozen=True, slots=True)
 class LayerColumn:
-    """Ranks that hold the same, and what each of them has."""
+    """Ranks that hold the same, and the bytes of each layer on each of them."""
 
     ranks: tuple[int, ...]
     bytes_by_dtype: tuple[dict[str, int], ...]  # by layer; safetensors dtype names
@@ -45,13 +45,13 @@ class LayerColumn:
 
 @dataclass(frozen=True, slots=True)
 class LayerTable:
-    """Layers from the first to the last (what has no number is called by its module), and what ranks have of them."""
+    """The layers in order, and their bytes on each rank. A tensor without a layer number is named by its module."""
 
     layers: tuple[str, ...]
     columns: tuple[LayerColumn, ...]
 
     def by_rank(self) -> dict[int, tuple[dict[str, int], ...]]:
-        """The same, by rank, ascending."""
+        """Return the bytes by layer and dtype of each rank, ascending."""
         found = {rank: column.bytes_by_dtype for column in self.columns for rank in column.ranks}
         return dict(sorted(found.items()))
 
@@ -59,7 +59,7 @@ class LayerTable:
 def fold_layers(table: LayerTable) -> tuple[LayerTable, tuple[int, ...]]:
     """Return the table with equal layers in one row, at the place of the first, and how many layers each row has.
 
-    Equal are numbered layers of one stack of which every rank has as much. The row has the bytes of all of them.
+    Numbered layers of one stack are equal if every rank has the same bytes of them. The row has the sum of their bytes.
     """
     alike: dict[tuple[object, ...], list[int]] = {}
     for at, layer in enumerate(table.layers):
@@ -82,7 +82,7 @@ def _folded_name(table: LayerTable, row: Sequence[int]) -> str:
 
 
 def show_runs(numbers: Sequence[int]) -> str:
-    """Return `0-79`, or `0, 2-5, ...`: numbers in ascending order, MAX_RUNS runs of them."""
+    """Return ascending numbers as `0-79` or `0, 2-5, ...`, at most MAX_RUNS runs of them."""
     runs: list[list[int]] = []
     for number in numbers:
         if runs and number == runs[-1][-1] + 1:
@@ -94,7 +94,7 @@ def show_runs(numbers: Sequence[int]) -> str:
 
 
 def layer_table(cut: CutModel) -> LayerTable:
-    """Of every rank."""
+    """Return the layers of the model, with the bytes of each layer on every rank."""
     names = [layer_of(name) or name.rpartition(".")[0] or name for name in cut.names]
     layers = sorted(dict.fromkeys(names), key=_order)
     if len(layers) > MAX_LAYERS:
@@ -124,7 +124,7 @@ def _filled(sizes: Counter[str]) -> dict[str, int]:
 
 
 def _order(layer: str) -> tuple[int, list[tuple[int, int, str]]]:
-    """Embeddings and towers, then numbered layers, then what comes after them; numbers count as numbers."""
+    """Return a sort key: embeddings and towers, then numbered layers by number, then all others."""
     numbered = layer.rpartition(".")[2].isdecimal()
     place = 0 if _FRONT.search(layer) else 1 if numbered else 2
     parts = [(1, int(part), "") if part.isdecimal() and len(part) < 10 else (0, 0, part) for part in layer.split(".")]
@@ -135,27 +135,28 @@ MAX_DRAWN_RANKS = 64
 _ROW, _BAR, _GAP, _LINE = 16, 10, 8, 18  # pixels
 _NAME_CHARS = 44
 _VERDICT_CHARS, _VERDICT_LINES = 110, 6
-_PALETTE = ("#0072b2", "#e69f00", "#009e73", "#56b4e9", "#cc79a7", "#f0e442", "#999999", "#44aa99")  # told by most eyes
+# Colours that colour-blind people can distinguish too.
+_PALETTE = ("#0072b2", "#e69f00", "#009e73", "#56b4e9", "#cc79a7", "#f0e442", "#999999", "#44aa99")
 _COLOURS = {"BF16": 0, "F16": 3, "F32": 7, "F8_E4M3": 1, "F8_E5M2": 4, "I8": 2, "I32": 2, "U8": 5}
-_TOO_MUCH = "#c00000"  # no dtype has it
+_TOO_MUCH = "#c00000"  # the colour of no dtype
 _FITS = {True: "#006633", False: _TOO_MUCH, None: "#444444"}
 
 
 @dataclass(frozen=True, slots=True)
 class Verdict:
-    """Whether a plan fits, as far as that is known."""
+    """The answer if a plan fits, with the memory of each rank's device."""
 
     sentence: str = ""
     fits: bool | None = None
     have_bytes: tuple[int | None, ...] = ()  # memory of each rank's device for the load, where it is known
-    need_bytes: tuple[int | None, ...] = ()  # of each rank's device: its tensors and what is converted beside them
+    need_bytes: tuple[int | None, ...] = ()  # need of each rank's device, conversion included
 
 
 NOT_KNOWN = Verdict()
 
 
 def draw_plan(table: LayerTable, title: str, verdict: Verdict = NOT_KNOWN) -> str:
-    """An SVG document."""
+    """Return an SVG document with the bars of every rank."""
     folded, counts = fold_layers(table)
     by_rank = folded.by_rank()
     drawn = dict(list(by_rank.items())[:MAX_DRAWN_RANKS])
@@ -231,7 +232,7 @@ def _bar(
 
 
 def _device(x: float, y: float, scale: float, rank: int, have: int, size: int, need: int) -> list[str]:
-    """Where the memory of a rank's device ends, what is converted beside the tensors, and what has no room."""
+    """Return the line at the device's limit, the memory for conversion, and the bytes that do not fit."""
     out = []
     if need > size:
         out.append(
@@ -256,12 +257,12 @@ def _device(x: float, y: float, scale: float, rank: int, have: int, size: int, n
 
 
 def row_name(layer: str, count: int) -> str:
-    """What stands before the bars of a row: the layer, or those that are alike and how many they are."""
+    """Return the label of a row: the layer, or the equal layers and their number."""
     return f"{_name(layer)} ({count})" if count > 1 else _name(layer)
 
 
 def row_sizes(cells: Sequence[Mapping[str, int]], count: int) -> str:
-    """What stands beside the bars of a row: `35.3 GB`, `33.0 GB to 35.3 GB`, `80 x 429 MB = 34.3 GB`."""
+    """Return the sizes beside the bars of a row: `35.3 GB`, `33.0 GB to 35.3 GB`, `80 x 429 MB = 34.3 GB`."""
     sizes = sorted({total for cell in cells if (total := sum(cell.values()))})
     if len(sizes) == 1 and count > 1:
         return f"{count} x {show_bytes(sizes[0] / count)} = {show_bytes(sizes[0])}"
@@ -275,7 +276,7 @@ def _legend(
     most: int,
     known: bool,
 ) -> list[tuple[str, str]]:
-    """(colour, text) of each line."""
+    """Return (colour, text) of each line of the legend."""
     lines = []
     for dtype, colour in colours.items():
         total = sum(each[dtype] for each in totals.values())
@@ -294,7 +295,7 @@ def _described(table: LayerTable, totals: Mapping[int, Counter[str]], ranks: int
 
 
 def _colours(dtypes: Sequence[str]) -> dict[str, str]:
-    """One each; those that are common always have the same."""
+    """Return a colour for each dtype. Common dtypes always have the same colour."""
     found: dict[str, str] = {}
     for dtype in dtypes:
         free = [colour for colour in _PALETTE if colour not in found.values()]
@@ -329,19 +330,19 @@ def _text(text: str, most: int) -> str:
 
 @dataclass(frozen=True, slots=True)
 class TensorPart:
-    """What the rank holds of one tensor."""
+    """The slice of one tensor that a rank holds."""
 
     name: str
-    rule: str  # what cuts it, of the layout's rules; "" where none is needed
-    shape: tuple[int, ...]  # of all of it
-    ranges: tuple[tuple[Range, ...], ...]  # of each dimension: one range, or several that follow each other
-    padding: int  # rows of zeros after them
+    rule: str  # the layout rule that cuts it; "" if none is needed
+    shape: tuple[int, ...]  # shape of the whole tensor
+    ranges: tuple[tuple[Range, ...], ...]  # ranges of each dimension, in order
+    padding: int  # rows of zeros after the ranges
     dtype: str  # safetensors name, as it is held
     size_bytes: int
 
 
 def tensors_of(plan: LoadPlan, rank: int, rules: Rules) -> tuple[TensorPart, ...]:
-    """In the order of the rank's memory. Raises ConfigError for a rank that the layout has not got."""
+    """Return the slices in the order of the rank's memory. Raises ConfigError if the layout has no such rank."""
     plan.cut.layout.rank_coords(rank)
     rule_for = rules.finder() if plan.cut.layout.cuts_tensors else lambda name: None
     return tuple(
@@ -359,7 +360,7 @@ def tensors_of(plan: LoadPlan, rank: int, rules: Rules) -> tuple[TensorPart, ...
 
 
 def show_ranges(part: TensorPart) -> str:
-    """`0:4 8:12, all`: of each dimension."""
+    """Return the ranges of each dimension, as in `0:4 8:12, all`."""
     said = []
     for size, ranges in zip(part.shape, part.ranges, strict=True):
         whole = ranges == ((0, size),) or not (ranges or size)

@@ -1,14 +1,14 @@
-"""A load plan in numbers, for people: what `cluster.plan()` returns and `longshore plan` prints.
+"""A load plan in numbers, for people: what `cluster.plan()` returns and `longshore plan` prints. Pure.
 
-How long a load should take, from bandwidths that were given or measured. Pure.
+It also estimates how long a load takes, from given or measured bandwidths:
 
     store    bytes that leave the store, all nodes together   at the store's rate
     network  the most that one node fetches of them           at the rate of a node's link
     disk     the most that one node has on its disk           at the rate of reading there
     place    the most that one rank has                       at the rate into a device
 
-Stages overlap, so the slowest of them is the time, and it is the limit. A stage without a rate is left out, and the
-estimate says so.
+Stages overlap, so the slowest stage determines the time and is the limit. A stage without a rate is left out, and the
+estimate lists it.
 """
 
 from __future__ import annotations
@@ -48,21 +48,22 @@ _HINT = 'write it like "5GB/s" or "40Gbit/s"; a number is bytes per second'
 
 @dataclass(frozen=True, slots=True)
 class Rates:
-    """Bytes per second; None: not known."""
+    """The rates of the stages of a load, in bytes per second. None: not known."""
 
-    store: float | None = None  # out of the store, all nodes together
+    store: float | None = None  # from the store, all nodes together
     network: float | None = None  # into one node
-    disk: float | None = None  # off the disk of one node
+    disk: float | None = None  # from the disk of one node
     place: float | None = None  # into the memory of one rank, verified
     start_s: float = 0.0  # before the first byte: planning, starting workers
-    source: str = "given"  # "measured": with a load
+    source: str = "given"  # "measured": by an earlier load
 
     @property
     def known(self) -> bool:
+        """Return whether the rate of any stage is known."""
         return any(getattr(self, stage) is not None for stage in STAGES)
 
     def over(self, measured: Rates) -> Rates:
-        """These, and what was measured where these do not say."""
+        """Return these rates, with measured ones where these are not known."""
         rates = {stage: getattr(self, stage) or getattr(measured, stage) for stage in STAGES}
         mixed = "given and measured" if self.known else measured.source
         return Rates(**rates, start_s=self.start_s or measured.start_s, source=mixed)
@@ -70,18 +71,18 @@ class Rates:
 
 @dataclass(frozen=True, slots=True)
 class ExpectedTime:
-    """An estimate."""
+    """The estimated time of a load."""
 
     total_s: float
     start_s: float
     limit: str  # the stage that takes longest
-    stages_s: dict[str, float]  # of each stage whose rate is known
+    stages_s: dict[str, float]  # seconds of each stage whose rate is known
     source: str  # where the rates come from: "given", "measured"
-    unknown: tuple[str, ...]  # stages that have something to do, and no rate
+    unknown: tuple[str, ...]  # stages that move bytes but have no known rate
 
     @property
     def sentence(self) -> str:
-        """For people."""
+        """Return the estimate as a sentence for people."""
         stages = ", ".join(f"{stage} {seconds:.3g} s" for stage, seconds in self.stages_s.items())
         start = f", {self.start_s:.3g} s before the first byte" if self.start_s else ""
         without = f"; no rate of {' and '.join(self.unknown)} is known" if self.unknown else ""
@@ -91,9 +92,10 @@ class ExpectedTime:
 def expect(
     store_bytes: int, node_bytes: int, rank_bytes: int, rates: Rates, disk_bytes: int = 0
 ) -> ExpectedTime | None:
-    """For so many bytes from the store, of them into the busiest node, off the busiest disk, and into the largest rank.
+    """Return the estimated time, or None when no rate is known.
 
-    None: no rate is known.
+    `store_bytes` leave the store in all. The others are maxima: of one node from the store (`node_bytes`), of one
+    node's disk (`disk_bytes`), and of one rank (`rank_bytes`).
     """
     amounts = {"store": store_bytes, "network": node_bytes, "disk": disk_bytes, "place": rank_bytes}
     stages = {stage: amounts[stage] / rate for stage in STAGES if (rate := getattr(rates, stage)) is not None}
@@ -105,7 +107,7 @@ def expect(
 
 
 def parse_rate(given: str | float) -> float:
-    """Bytes per second of `5GB/s`, `40Gbit/s` or a number. Raises ConfigError."""
+    """Return the bytes per second of `5GB/s`, `40Gbit/s` or a number. Raises ConfigError."""
     rate = 0.0
     if isinstance(given, int | float) and not isinstance(given, bool):
         rate = float(given)
@@ -122,10 +124,10 @@ def parse_rate(given: str | float) -> float:
 
 
 def measured_rates(report: LoadReport | Mapping[str, Any]) -> Rates:
-    """What a load reached, from its report (or the JSON of one): what each stage could have done had it been alone.
+    """Return the rates of a load's stages, from its report or the JSON of one.
 
-    A stage that was busy for half of the load time could have moved twice as much. Raises ConfigError for a report of a
-    load that moved nothing, and for what is none.
+    Each rate is what the stage would reach alone. A stage that was busy for half of the load time could have moved
+    twice as much. Raises ConfigError for a load that moved nothing, and for something that is not a report.
     """
     try:
         document = report if isinstance(report, Mapping) else report.as_dict()
@@ -140,7 +142,7 @@ def measured_rates(report: LoadReport | Mapping[str, Any]) -> Rates:
             "not the report of a load", hint="`longshore load --json` prints one; LoadedModel.report is one"
         ) from error
     if not (0 < load_s < math.inf) or not ranks or moved + placed <= 0 or document.get("resident"):
-        raise ConfigError("the report is of a load that moved nothing", hint="measure with a load from the store")
+        raise ConfigError("the report is of a load that moved no bytes", hint="measure with a load from the store")
     into = sum(shares.get(stage, 0.0) for stage in ("verify", "memory", "place", "device"))
     return Rates(
         store=_alone(moved / load_s, shares.get("store", 0.0)),
@@ -152,7 +154,7 @@ def measured_rates(report: LoadReport | Mapping[str, Any]) -> Rates:
 
 
 def _alone(rate: float, share: float) -> float | None:
-    """A stage that was hardly busy shows nothing of what it can do."""
+    """Return the rate of the stage alone, or None if it was too little busy to show that."""
     return rate / share if rate > 0 and share >= 0.05 else None
 
 
@@ -161,78 +163,82 @@ NOTHING_HELD: Mapping[int, HeldChunks] = {}
 
 @dataclass(frozen=True, slots=True)
 class RankSummary:
-    """What one rank gets."""
+    """The share of one rank in a plan."""
 
     rank: int
     node: str  # name of its node
-    tensor: int  # its place in its tensor-parallel group
-    stage: int  # of the pipeline
-    expert: int  # its place among the experts
-    fsdp: int  # its place in its fully sharded group
-    data: int  # its replica
+    tensor: int  # its number in its tensor-parallel group
+    stage: int  # its pipeline stage
+    expert: int  # its number among the expert-parallel ranks
+    fsdp: int  # its number in its fully sharded group
+    data: int  # number of its replica
     tensors: int  # slices with at least one byte
     bytes_by_dtype: dict[str, int]  # safetensors dtype names, sorted
-    size_bytes: int  # of its slices
+    size_bytes: int  # bytes of its slices
     device_bytes: int  # memory they take, alignment included
-    staging_bytes: int  # beside them, at most at once: for tensors that are still to be converted
+    staging_bytes: int  # peak memory beside them, for tensors that are still to be converted
     segments: int  # device memory blocks
-    chunks: int  # that its slices touch
-    bytes_by_device: dict[str, int] = field(default_factory=dict)  # of device_bytes, with a device map
-    read_bytes: int = 0  # of those chunks, that it places: more than it will hold, when tensors are converted
+    chunks: int  # chunks that its slices touch
+    bytes_by_device: dict[str, int] = field(
+        default_factory=dict
+    )  # share of device_bytes of each device, with a device map
+    read_bytes: int = 0  # bytes it copies from chunks; not size_bytes if tensors are converted
 
 
 @dataclass(frozen=True, slots=True)
 class NodeSummary:
-    """What one node gets from the store."""
+    """The share of one node in a plan."""
 
     node: str
     ranks: tuple[int, ...]
-    needed_chunks: int  # each fetched once, however many ranks want it
+    needed_chunks: int  # each fetched once, however many ranks need it
     needed_bytes: int
-    overfetch_bytes: int  # in those chunks, wanted by no rank of the node
-    # of needed_bytes, by where the node would have them from; all 0 when the model is resident
+    overfetch_bytes: int  # bytes in those chunks that no rank of the node needs
+    # needed_bytes by source; all 0 when the model is resident
     store_bytes: int = 0
-    cached_bytes: int = 0  # in its arena
+    cached_bytes: int = 0  # in the node's arena
     disk_bytes: int = 0
-    # of its arena, as it is or as the settings say; 0: a quarter of what /dev/shm has free, 8 GiB at most
+    # size of its arena, as it is or as set; 0: a quarter of the free space of /dev/shm, at most 8 GiB
     arena_bytes: int = 0
 
 
 @dataclass(frozen=True, slots=True)
 class PlanSummary:
-    """What would be loaded where. Moves nothing."""
+    """The result of `cluster.plan()`: which bytes would be loaded where. No byte was moved."""
 
     revision: str
-    # "blake3" / "xxh3_128": chunks have digests. Without them, "store:crc64nvme": every object has a checksum that the
-    # store keeps; "transport": some have none that can be compared (see `objects`)
+    # "blake3" or "xxh3_128": chunks have digests. Without digests, "store:crc64nvme" means that every object has a
+    # checksum kept by the store, and "transport" that some objects have none (see `objects`).
     verified: str
-    signed_by: str  # id of the trusted key that signed the manifest; "" where no key is trusted
+    signed_by: str  # id of the trusted key that signed the manifest; "" if no key is trusted
     layout: Layout
     shards: int
     tensors: int
-    chunks: int  # of the model
-    stored_bytes: int  # of the model's shards
-    placed_bytes: int  # slices of all ranks
-    device_bytes: int  # memory they take
-    needed_bytes: int  # chunks that nodes need, all nodes together
+    chunks: int  # chunks of the model
+    stored_bytes: int  # bytes of the model's shards
+    placed_bytes: int  # bytes of the slices of all ranks
+    device_bytes: int  # memory they take, alignment included
+    needed_bytes: int  # bytes of the chunks that nodes need, all nodes together
     overfetch_bytes: int
     ranks: tuple[RankSummary, ...]
     nodes: tuple[NodeSummary, ...]
-    precision: str = ""  # what tensors are cast to, or quantized
-    quantization_config: dict[str, Any] | None = None  # of config.json for an engine that takes the quantized weights
-    objects: tuple[ObjectCheck, ...] = ()  # of a model without a manifest: by what each will be checked, or why not
-    device_map: dict[str, int | str] | None = None  # modules and their devices, when the one rank has several
+    precision: str = ""  # the dtype or quantization that tensors are converted to
+    quantization_config: dict[str, Any] | None = (
+        None  # field of config.json for an engine that uses the quantized weights
+    )
+    objects: tuple[ObjectCheck, ...] = ()  # no manifest: how each object is checked, or why not
+    device_map: dict[str, int | str] | None = None  # modules and their devices, if the one rank has several devices
     fit: PlanFit | None = None
-    expected: ExpectedTime | None = None  # where rates are known
-    layers: LayerTable | None = None  # what each rank has of each layer
-    cluster: str = ""  # address of the one that was asked what it has of the model; "": none was
-    resident: str = ""  # id of the model there that a load would be given at once: nothing would move
-    estimated: bool = False  # from config.json alone: nothing is stored there
-    of_rank: tuple[TensorPart, ...] = ()  # of the rank that was named: its part of each tensor
-    notes: tuple[str, ...] = ()  # for people: what was skipped, what is an estimate
+    expected: ExpectedTime | None = None  # if any rate is known
+    layers: LayerTable | None = None  # bytes of each layer on each rank
+    cluster: str = ""  # address of the cluster that was asked for its chunks; "": none was
+    resident: str = ""  # id of the resident model that a load would attach to; nothing would move
+    estimated: bool = False  # made from config.json alone, without weights
+    of_rank: tuple[TensorPart, ...] = ()  # slices of the rank that was named
+    notes: tuple[str, ...] = ()  # remarks for people, such as what is skipped or estimated
 
     def __str__(self) -> str:
-        """The tables that `longshore plan` prints."""
+        """Return the tables that `longshore plan` prints."""
         from cluster.command_line.tables import as_text, plan_table
 
         return as_text(plan_table(self))
@@ -241,12 +247,12 @@ class PlanSummary:
         return f"PlanSummary({self.revision!r}, ranks={len(self.ranks)}, placed_bytes={self.placed_bytes})"
 
     def as_dict(self) -> dict[str, Any]:
-        """Plain dicts, lists, numbers and strings, ready for `json.dumps`."""
+        """Return plain dicts, lists, numbers and strings, ready for `json.dumps`."""
         return {**asdict(self), "bytes_by_source": self.bytes_by_source}
 
     @property
     def bytes_by_source(self) -> dict[str, int]:
-        """Bytes of needed chunks, by where they would come from; without a cluster to ask, all from the store."""
+        """Return the bytes of needed chunks by source. Without a cluster all come from the store."""
         return {
             "store": sum(node.store_bytes for node in self.nodes),
             "arena": sum(node.cached_bytes for node in self.nodes),
@@ -254,7 +260,7 @@ class PlanSummary:
         }
 
     def picture(self, title: str = "a load plan") -> str:
-        """Return an SVG document: whether it fits, then ranks against layers, coloured by dtype, to scale.
+        """Return an SVG picture of ranks against layers, coloured by dtype, with a line saying if the plan fits.
 
         Args:
             title: Title of the picture.
@@ -266,7 +272,7 @@ class PlanSummary:
 
     @property
     def verdict(self) -> Verdict:
-        """Whether it fits, for people: nothing where nobody knows what there is."""
+        """Return whether the plan fits, for people. Empty if the memory is not known."""
         if self.fit is None or self.fit.fits is None:
             return NOT_KNOWN
         # A rank with several devices has no bar of its own.
@@ -288,10 +294,10 @@ def summarize_plan(
     signed_by: str = "",
     held: Mapping[int, HeldChunks] = NOTHING_HELD,
 ) -> PlanSummary:
-    """Numbers of `plan` with rank i on node `rank_nodes[i]`; all on one node when nobody knows the nodes.
+    """Return the numbers of `plan` with rank i on node `rank_nodes[i]`, or all ranks on one node without it.
 
-    `node_names` by node index; a node without one is called `node <index>`. `held`: by node index, what nodes have of
-    the model's chunks already.
+    `node_names` is indexed by node; a node without a name is called `node <index>`. `held` has the chunks of the model
+    that each node already holds.
     """
     rank_nodes = [0] * len(plan.ranks) if rank_nodes is None else rank_nodes
     names = {node: node_names[node] if node < len(node_names) else f"node {node}" for node in sorted(set(rank_nodes))}
@@ -326,12 +332,12 @@ def summarize_plan(
 
 
 def spread_evenly(ranks: int, ranks_per_node: int) -> tuple[int, ...]:
-    """Node of each rank when only the number of ranks per node is known: filled one after the other."""
+    """Return the node of each rank when nodes of `ranks_per_node` ranks are filled one after the other."""
     return tuple(rank // ranks_per_node for rank in range(ranks))
 
 
 def _planned_checks(plan: LoadPlan, chunks: NDArray[np.int64]) -> Iterator[ObjectCheck]:
-    """What a node that needs those can say of each object that it needs something of, when chunks have no digests."""
+    """Return how a node with these chunks can check each of their objects, if chunks have no digests."""
     if plan.chunks.hash_name is not None:
         return
     needed = np.bincount(plan.chunks.shard[chunks], minlength=len(plan.shards))
@@ -365,7 +371,7 @@ def _summarize_node(
 
 
 class _TouchedChunks:
-    """Chunks that ranks and nodes touch, found out once for ranks, and for nodes, that hold the same."""
+    """The chunks that ranks and nodes touch, computed once for all ranks or nodes that hold the same."""
 
     def __init__(self, plan: LoadPlan) -> None:
         self._plan = plan
@@ -373,7 +379,7 @@ class _TouchedChunks:
         self._count: dict[RankCoords, int] = {}
 
     def of_node(self, ranks: tuple[int, ...]) -> NDArray[np.int64]:
-        """Ids that any of `ranks` touches, ascending."""
+        """Return the ids of chunks that any of `ranks` touches, ascending."""
         places = frozenset(self._plan.cut.places(ranks))
         if places not in self._of_node:
             needed = np.zeros(len(self._plan.chunks), bool)
@@ -385,12 +391,12 @@ class _TouchedChunks:
         return self._of_node[places]
 
     def count(self, place: RankCoords) -> int:
-        """Of a rank of a node that was asked for."""
+        """Return how many chunks the rank touches, after `of_node` was called for its node."""
         return self._count[place]
 
 
 class _RankSummaries:
-    """Summaries of ranks, from the cut: a thousand ranks of a large model are not planned for it."""
+    """The summaries of ranks, from the cut model. No rank's plan is made for them."""
 
     def __init__(self, plan: LoadPlan, touched: _TouchedChunks) -> None:
         self._plan = plan
@@ -437,7 +443,7 @@ class _RankSummaries:
         )
 
     def _count_segments(self, coords: RankCoords, pieces: Sequence[KindSlice], counts: Sequence[int]) -> int:
-        """Ranks that have the same tensors, in slices of the same sizes, put them in the same places."""
+        """Return the number of segments, computed once for ranks with the same tensors and slice sizes."""
         cut = self._plan.cut
         who = tuple(holder.has(coords) for holder in cut.holders)
         sizes = tuple(piece.sizes_bytes if count else () for piece, count in zip(pieces, counts, strict=True))

@@ -2,8 +2,8 @@
 
     python -m cluster.planning.process CHUNK_BYTES READ_TIMEOUT_S
 
-Reads requests from its standard input and writes answers to its standard output, each a length and a pickle; both
-ends are ours. Ends at end of input. Imports neither ray nor torch.
+It reads requests from standard input and writes answers to standard output. Each message is a length and a pickle; both
+ends are our own processes. It ends at end of input, and imports neither ray nor torch.
 """
 
 from __future__ import annotations
@@ -32,13 +32,13 @@ from cluster.telemetry.report import ProcessMemory
 from storage.errors import LongshoreError
 from storage.host.memory import high_water_bytes, own_bytes, reset_high_water
 
-CHANGES_S = 10.0  # a refusal does not wait longer for what else could be offered
+CHANGES_S = 10.0  # time limit for planning the changes that a refused load is offered
 _LENGTH = struct.Struct("<Q")
 
 
 @contextlib.contextmanager
 def without_collector() -> Iterator[None]:
-    """Large manifests are hundreds of thousands of objects, none of them garbage: looking for it takes a third more."""
+    """Disable the garbage collector. A large manifest has 100,000s of live objects, and scans cost a third more."""
     gc.disable()
     try:
         yield
@@ -47,13 +47,14 @@ def without_collector() -> Iterator[None]:
 
 
 class PlanningServer:
-    """Answers one request at a time."""
+    """The planner of the child process, which answers one request at a time."""
 
     def __init__(self, chunk_bytes: int, read_timeout_s: float) -> None:
         self._chunk_bytes = chunk_bytes
         self._read_timeout_s = read_timeout_s
 
     def prepare(self, request: LoadRequest, trust: TrustPolicy) -> PackedPlan:
+        """Return the packed plan of a request, with the memory that planning took."""
         reset_high_water()
         baseline_bytes = own_bytes()
         with without_collector():
@@ -69,14 +70,14 @@ class PlanningServer:
                 signed_by=index.signed_by,
                 quantization_config=quantization_config(plan.cut),
             )
-        # It shares no memory, so the kernel's own mark will do.
+        # The process shares no memory, so the kernel's high-water mark is exact.
         memory = ProcessMemory("planning", socket.gethostname(), baseline_bytes, high_water_bytes())
         return replace(packed, memory=memory)
 
     def changes(
         self, request: LoadRequest, trust: TrustPolicy, purpose: str, limits: Limits
     ) -> tuple[str, list[PlannedChange]]:
-        """(revision, changes planned): the steps of fit="auto", or what a refused load is offered."""
+        """Return the revision and the planned changes: the steps of fit="auto", or offers for a refused load."""
         wanted = steps_of_auto(request, limits)[1:] if purpose == AUTO else changes_to_offer(request, limits)
         until_s = time.monotonic() + CHANGES_S
         with without_collector():
@@ -90,15 +91,17 @@ class PlanningServer:
             )
 
     def is_current(self, request: LoadRequest, revision: str, trust: TrustPolicy) -> bool:
+        """Return whether the store still has that revision."""
         return still_current(request, revision, self._read_timeout_s, trust)
 
     def answer(self, verb: str, args: tuple[Any, ...]) -> Any:
+        """Return the result of the method that `verb` names, or its error as a LongshoreError."""
         verbs = {"prepare": self.prepare, "changes": self.changes, "is_current": self.is_current}
         try:
             return verbs[verb](*args)  # type: ignore[operator]
         except LongshoreError as error:
             return error
-        except Exception as error:  # the coordinator must get an answer, whatever it is
+        except Exception as error:  # the coordinator must get an answer to every request
             return LongshoreError(f"{type(error).__name__} while planning: {error}")
 
 
@@ -113,8 +116,9 @@ def serve(server: PlanningServer, requests: BinaryIO, answers: BinaryIO) -> None
 
 
 def main() -> None:
+    """Serve requests of the coordinator on standard input and output."""
     answers = os.fdopen(os.dup(1), "wb")
-    os.dup2(2, 1)  # whatever a library prints must not get between the answers
+    os.dup2(2, 1)  # text that a library prints must not mix with the answers
     serve(PlanningServer(int(sys.argv[1]), float(sys.argv[2])), sys.stdin.buffer, answers)
 
 

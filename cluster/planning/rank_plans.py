@@ -1,6 +1,6 @@
-"""One rank's plan, worked out from the cut model wherever it is needed: by the rank itself, its agent, a summary.
+"""The plan of one rank, derived from the cut model wherever it is needed: by the rank, its agent or a summary.
 
-So no plan of a rank ever travels, and nobody holds the plans of a thousand ranks at once. Same input, same plan.
+So no plan of a rank is ever sent, and no process holds the plans of a thousand ranks at once. Same input, same plan.
 """
 
 from __future__ import annotations
@@ -29,31 +29,34 @@ from storage.checkpoints.model_index import ChunkTable
 
 
 def staging_room(sizes_bytes: Sequence[tuple[int, int]], chunk_bytes: int) -> int:
-    """Of tensors (size, how many of it), with chunks of at most `chunk_bytes`: the most that is staged at once.
+    """Return the most bytes that are staged at once, for tensors given as (size, count) in chunks of `chunk_bytes`.
 
-    Tensors begin in the order of the plan. So there is one that is not complete, and while the chunk that completes it
-    is copied there may be whole small ones in that chunk, and the beginning of one more.
+    Tensors are filled in the order of the plan, so one tensor is incomplete at a time. While the chunk that completes
+    it is copied, whole small tensors in that chunk and the beginning of one more may be staged too.
     """
     total_bytes = sum(size * count for size, count in sizes_bytes)
     return min(total_bytes, 2 * max((size for size, count in sizes_bytes if count), default=0) + chunk_bytes)
 
 
-KEPT_PLANS = 8  # of different ranks, by a RankPlans
+KEPT_PLANS = 8  # plans of different ranks that a RankPlans keeps
 
 
 @dataclass(frozen=True, slots=True)
 class RankFacts:
-    """What a coordinator decides by: no rank's plan is needed for it."""
+    """The sizes of one rank. The coordinator decides by them and needs no rank's plan."""
 
-    size_bytes: int  # of the rank's slices
-    device_bytes: int  # memory that they take, alignment included
-    read_bytes: int  # that it places, of chunks; more or less than it holds, when tensors are converted
-    staging_bytes: int = 0  # for tensors that are still to be converted, beside the slices: at most, at once
-    devices: tuple[tuple[DeviceKey, int], ...] = ()  # of device_bytes, with a device map: what each device has
+    size_bytes: int  # bytes of the rank's slices
+    device_bytes: int  # device memory of the slices, alignment included
+    read_bytes: int  # bytes that it copies out of chunks; not `size_bytes` when tensors are converted
+    staging_bytes: int = 0  # peak memory beside the slices, for tensors that are still to be converted
+    devices: tuple[tuple[DeviceKey, int], ...] = ()  # share of device_bytes of each device, with a device map
 
 
 def rank_facts(cut: CutModel, chunk_bytes: int = 0) -> tuple[RankFacts, ...]:
-    """Of every rank, in order. `chunk_bytes`: of the model's largest chunk, which may hold many small tensors."""
+    """Return the facts of every rank, in order.
+
+    `chunk_bytes` is the size of the model's largest chunk, which may hold many small tensors.
+    """
     found: dict[RankCoords, RankFacts] = {}
     places = [cut.layout.place(cut.layout.rank_coords(rank)) for rank in range(cut.layout.ranks)]
     counts_of: dict[tuple[int, int], list[int]] = {}
@@ -81,12 +84,12 @@ def rank_facts(cut: CutModel, chunk_bytes: int = 0) -> tuple[RankFacts, ...]:
 
 
 def rank_chunks(cut: CutModel, chunks: ChunkTable, coords: RankCoords) -> NDArray[np.int64]:
-    """Ids of the chunks that the rank reads anything from, ascending."""
+    """Return the ids of the chunks that the rank reads from, ascending."""
     return touched_chunks(source_patterns(cut, coords), chunks)
 
 
 def node_chunks(cut: CutModel, chunks: ChunkTable, ranks: Iterable[int]) -> NDArray[np.int64]:
-    """Chunks that any of `ranks` touches, ascending: what a node hosting those ranks fetches once."""
+    """Return the chunks that any of `ranks` touches, ascending. A node that hosts those ranks fetches each once."""
     needed = np.zeros(len(chunks), bool)
     for coords in cut.places(ranks):
         needed[rank_chunks(cut, chunks, coords)] = True
@@ -94,7 +97,7 @@ def node_chunks(cut: CutModel, chunks: ChunkTable, ranks: Iterable[int]) -> NDAr
 
 
 def memory_map(cut: CutModel, coords: RankCoords, pieces: Sequence[KindSlice]) -> MemoryMap:
-    """Where a rank puts its slices, in order; `pieces` by kind."""
+    """Return the places of a rank's slices in its memory, in order. `pieces` is indexed by kind."""
     kinds = cut.kind.tolist()
     slices = [
         (cut.names[at], size_bytes)
@@ -114,7 +117,7 @@ def _bytes_by_device(memory: MemoryMap) -> tuple[tuple[DeviceKey, int], ...]:
 
 
 def plan_rank(cut: CutModel, chunks: ChunkTable, rank: int) -> RankPlan:
-    """All that one rank has to do."""
+    """Return the plan of one rank."""
     coords = cut.layout.rank_coords(rank)
     pieces = cut.slices(coords)
     here = cut.tensors_of(coords)
@@ -150,7 +153,7 @@ def plan_rank(cut: CutModel, chunks: ChunkTable, rank: int) -> RankPlan:
 
 
 class RankPlans(Sequence[RankPlan]):
-    """The plans of all ranks, each worked out when it is asked for; the last few are kept."""
+    """The plans of all ranks. Each is derived on access, and the last few are kept."""
 
     def __init__(self, cut: CutModel, chunks: ChunkTable) -> None:
         self._cut = cut
@@ -161,7 +164,7 @@ class RankPlans(Sequence[RankPlan]):
         return self._cut.layout.ranks
 
     def __iter__(self) -> Iterator[RankPlan]:
-        # Sequence's own ends quietly at an IndexError, also at one of a bug in a plan: no ranks, nothing to do.
+        # Sequence.__iter__ stops silently at an IndexError, so a bug in a plan would look like no ranks.
         return map(self._plan, range(len(self)))
 
     @overload
@@ -178,7 +181,7 @@ class RankPlans(Sequence[RankPlan]):
 
     def _plan(self, rank: int) -> RankPlan:
         coords = self._cut.layout.rank_coords(rank)
-        key = self._cut.layout.place(coords)  # a replica holds what the first one does
+        key = self._cut.layout.place(coords)  # all replicas hold the same slices
         plan = self._kept.pop(key, None) or plan_rank(self._cut, self._chunks, rank)
         self._kept[key] = plan
         while len(self._kept) > KEPT_PLANS:

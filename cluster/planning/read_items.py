@@ -1,25 +1,23 @@
-"""From slices and chunks to copies: which bytes of a chunk go where in a rank's memory.
+"""Read items: the copies that fill a rank's slices from chunks, and the places of slices in the rank's memory.
 
-A read item is a 2-D strided copy: `count` runs of `run_bytes`, `src_stride` apart in the chunk and
-`dest_stride` apart in the segment. A box that is cut in one dimension repeats one run at one distance, so a
-chunk needs at most three items for it, however many rows it has:
+A read item is a 2-D strided copy: `count` runs of `run_bytes`, `src_stride` apart in the chunk and `dest_stride` apart
+in the segment. A box that is cut in one dimension repeats one run at one distance. So a chunk needs at most three items
+for it, however many rows it has:
 
-    rows of the tensor   |..####....|..####....|..####....|..####....|      #: wanted by this rank
+    rows of the tensor   |..####....|..####....|..####....|..####....|      #: needed by this rank
     one chunk                 [                              ]
     its read items            ^^       ^^^^       ^^^^       ^
                               head     whole runs, 2-D       tail
 
-Items are columns of numbers, not objects: a rank of a 70B model has tens of thousands.
+Items are columns of numbers, not objects, because a rank of a 70B model has tens of thousands.
 
-Where the bytes of slices lie in the shards and in a rank's memory, before chunks cut them: 2-D patterns.
+A *pattern* is the same copy before chunks divide it: `count` runs of `run` bytes, `src_stride` apart in the shard. A
+box that is cut in one dimension is one pattern.
 
-A pattern is `count` runs of `run` bytes, `src_stride` apart in the shard. A box cut in one dimension is one pattern.
-
-Where in a rank's memory each slice goes: a few blocks ("segments") that are allocated whole.
-
-Tensors of one layer share a segment, so that an engine that repacks a layer can free it; a segment has at
-most 512 MiB unless one tensor alone is larger. Tensors begin at multiples of 256 bytes. With a device map a segment
-is on one device, and on disk it is a file: one tensor, of its very size.
+A *segment* is a block of memory that is allocated whole. Tensors of one layer share segments, so that an engine that
+repacks a layer can free it. A segment has at most 512 MiB unless one tensor alone is larger. Tensors begin at multiples
+of 256 bytes. With a device map each segment is on one device. On disk a segment is a file with one tensor and no
+padding.
 """
 
 from __future__ import annotations
@@ -45,7 +43,7 @@ _Part = tuple[int, int, int, int, int, int]  # src, run, count, src_stride, dest
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SourcePatterns:
-    """Columns of patterns, as far as the store is concerned."""
+    """Columns of patterns in the shards."""
 
     shard: _Column
     start: _Column  # first byte in the shard's file
@@ -64,7 +62,7 @@ class Patterns(SourcePatterns):
 
 
 def find_patterns(slices: Sequence[TensorSlice]) -> Patterns:
-    """The patterns of slices, in their order. Raises CutsInsideByte, and ValueError for a size that does not fit."""
+    """Return the patterns of slices, in their order. Raises CutsInsideByte, or ValueError for a wrong size."""
     known: dict[tuple[object, ...], list[_Part]] = {}  # slices that are cut alike have the same parts
     rows: list[tuple[int, ...]] = []
     for piece in slices:
@@ -92,7 +90,7 @@ def find_patterns(slices: Sequence[TensorSlice]) -> Patterns:
 
 
 def source_patterns(cut: CutModel, coords: RankCoords) -> SourcePatterns:
-    """The same patterns as `find_patterns` gives for the slices of the rank at `coords`, without making slices."""
+    """Return the patterns of the rank's slices, as `find_patterns` does, without making the slices."""
     parts_of_kind = [
         _parts(kind.shape, piece.reads, piece.filled_bytes) if piece.filled_bytes else []
         for kind, piece in zip(cut.kinds, cut.slices(coords), strict=True)
@@ -115,9 +113,9 @@ def source_patterns(cut: CutModel, coords: RankCoords) -> SourcePatterns:
 
 
 def pair_with_chunks(patterns: SourcePatterns, chunks: ChunkTable) -> tuple[_Column, _Column, _Column, _Column]:
-    """Every (pattern, chunk) that overlap, and the chunk's [low, high) from the pattern's first byte."""
+    """Return each (pattern, chunk) that overlap, and the chunk's [low, high) from the pattern's first byte."""
     span = (patterns.count - 1) * patterns.src_stride + patterns.run
-    # One axis for all shards: the shards' files laid end to end.
+    # Lay the files of all shards end to end, on one axis.
     shards = int(max(patterns.shard.max(), chunks.shard.max())) + 1
     length = np.zeros(shards, np.int64)
     np.maximum.at(length, patterns.shard, patterns.start + span)
@@ -138,7 +136,7 @@ def pair_with_chunks(patterns: SourcePatterns, chunks: ChunkTable) -> tuple[_Col
 def touched_runs(
     patterns: SourcePatterns, pattern: _Column, low: _Column, high: _Column
 ) -> tuple[_Column, _Column, NDArray[np.bool_]]:
-    """For each pair, runs first .. end - 1 of the pattern have bytes in the chunk; and whether there are any."""
+    """Return, for each pair, the runs first .. end - 1 of the pattern with bytes in the chunk, and if there are any."""
     run = patterns.run[pattern]
     stride = patterns.src_stride[pattern]
     first = np.maximum((low - run) // stride + 1, 0)
@@ -147,7 +145,7 @@ def touched_runs(
 
 
 def touched_chunks(patterns: SourcePatterns, chunks: ChunkTable) -> _Column:
-    """Ids of the chunks in which a pattern has bytes, ascending."""
+    """Return the ids of the chunks in which a pattern has bytes, ascending."""
     if not len(patterns.shard) or not len(chunks):
         return np.empty(0, np.int64)
     pattern, chunk, low, high = pair_with_chunks(patterns, chunks)
@@ -158,7 +156,7 @@ def touched_chunks(patterns: SourcePatterns, chunks: ChunkTable) -> _Column:
 
 
 def _parts(shape: tuple[int, ...], region: Region, filled_bytes: int) -> list[_Part]:
-    """The patterns of one region, from the tensor's first byte and the slice's own."""
+    """Return the patterns of one region, with offsets from the first bytes of the tensor and of the slice."""
     bits, rest = divmod(filled_bytes * 8, region.elements)
     if rest or not bits:
         raise ValueError(f"{filled_bytes} bytes do not fit {region.elements} elements")
@@ -174,10 +172,10 @@ def _parts(shape: tuple[int, ...], region: Region, filled_bytes: int) -> list[_P
 
 
 def _two_dimensional(runs: BoxRuns) -> list[tuple[int, int, int, int, int]]:
-    """Nested repetitions as (src, dest, count, src_stride, dest_stride): one level kept, others enumerated.
+    """Return nested repetitions as (src, dest, count, src_stride, dest_stride): one level kept, others enumerated.
 
-    The level with the most runs is kept. A box that is cut in one dimension has one level at most; stacked experts
-    that are cut in their columns have two.
+    The level with the most runs is kept. A box that is cut in one dimension has at most one level. Stacked experts that
+    are cut in their columns have two.
     """
     if not runs.repeats:
         return [(0, 0, 1, runs.run_bytes, runs.run_bytes)]
@@ -211,16 +209,16 @@ class ReadItems:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes that all copies write."""
+        """Return the bytes that all copies write."""
         return int((self.run_bytes * self.count).sum())
 
     def for_chunk(self, chunk_id: int) -> slice:
-        """The rows of one chunk, as in `items.count[items.for_chunk(7)]`; empty when it is not needed."""
+        """Return the rows of one chunk, as in `items.count[items.for_chunk(7)]`. Empty if it is not needed."""
         first, end = np.searchsorted(self.chunk, (chunk_id, chunk_id + 1))
         return slice(int(first), int(end))
 
     def chunk_bytes(self) -> dict[int, int]:
-        """chunk id -> bytes that are wanted of it, for every chunk that any item reads."""
+        """Return chunk id -> bytes that the items read of it, for every chunk that they read."""
         if not len(self):
             return {}
         ids, first = np.unique(self.chunk, return_index=True)
@@ -228,30 +226,30 @@ class ReadItems:
         return dict(zip(ids.tolist(), wanted.tolist(), strict=True))
 
     def chunk_ids(self) -> _Column:
-        """The chunks that any item reads, ascending."""
+        """Return the ids of the chunks that any item reads, ascending."""
         return np.unique(self.chunk)
 
 
 def whole_chunks(items: ReadItems, chunks: ChunkTable, max_parts: int) -> _Column:
-    """Chunks of which every byte is wanted, in `max_parts` contiguous pieces at most: ids, ascending.
+    """Return the ids of chunks of which every byte is needed, in at most `max_parts` contiguous pieces, ascending.
 
-    Such a chunk can be received where it belongs, without a slot in between.
+    Such a chunk can be received at its place in memory, without a slot in between.
     """
     if not len(items):
         return np.empty(0, np.int64)
     ids, first, parts = np.unique(items.chunk, return_index=True, return_counts=True)
     wanted = np.add.reduceat(items.run_bytes * items.count, first)
     runs = np.add.reduceat(items.count, first)
-    # Bytes of a chunk belong to one tensor each, so as many wanted bytes as there are bytes means all of them.
+    # Each byte of a chunk belongs to one tensor only, so equal sums mean that every byte is needed.
     whole: _Column = ids[(wanted == chunks.sizes_bytes()[ids]) & (runs == parts) & (parts <= max_parts)]
     return whole
 
 
 def expand_read_items(slices: Sequence[TensorSlice], chunks: ChunkTable) -> ReadItems:
-    """Every copy that fills `slices` from `chunks`, in (chunk, src_offset) order.
+    """Return every copy that fills `slices` from `chunks`, in (chunk, src_offset) order.
 
-    Bytes of a slice that lie in no chunk get no item: `planning` refuses such a plan. Raises CutsInsideByte
-    for a slice of sub-byte elements that begins or ends within a byte.
+    Bytes of a slice that lie in no chunk get no item; `build_load_plan` refuses such a plan. Raises CutsInsideByte for
+    a slice of sub-byte elements that begins or ends within a byte.
     """
     return _cut_at_chunks(find_patterns(slices), chunks)
 
@@ -268,7 +266,7 @@ def _cut_at_chunks(patterns: Patterns, chunks: ChunkTable) -> ReadItems:
     cut_first = low > first * stride
     cut_last = high < last * stride + run
     single = first == last
-    # The run cut by the chunk's start, or the only run of this chunk, whichever of its ends are cut.
+    # The run that the chunk's start cuts, or the only run of this chunk, at whichever end it is cut.
     head = np.flatnonzero(cut_first | (single & cut_last))
     tail = np.flatnonzero(cut_last & ~single)
     whole_first = first.copy()
@@ -279,7 +277,7 @@ def _cut_at_chunks(patterns: Patterns, chunks: ChunkTable) -> ReadItems:
 
     head_start = np.maximum(first * stride, low)[head]
     head_end = np.minimum(first * stride + run, high)[head]
-    row = np.concatenate((head, whole, tail))  # of the pairs
+    row = np.concatenate((head, whole, tail))  # indexes of the pairs
     run_index = np.concatenate((first[head], whole_first[whole], last[tail]))
     begin = np.concatenate((head_start, (whole_first * stride)[whole], (last * stride)[tail]))
     run_bytes = np.concatenate((head_end - head_start, run[whole], (high - last * stride)[tail]))
@@ -310,23 +308,23 @@ _LAYER = re.compile(r"(?:^|.*?\.)[0-9]+(?=\.|\Z)", re.DOTALL)
 
 @dataclass(frozen=True, slots=True)
 class MemoryMap:
-    """Places of n slices, in the order they were given."""
+    """The places of n slices, in the order they were given."""
 
     segment: tuple[int, ...]  # (n,) index into segment_bytes
     offset: tuple[int, ...]  # (n,) first byte inside the segment
-    segment_bytes: tuple[int, ...]  # multiples of 256 but for files; (0,) when there are slices and all are empty
-    segment_devices: tuple[DeviceKey, ...] = ()  # of each segment, with a device map
+    segment_bytes: tuple[int, ...]  # multiples of 256, except files; (0,) if all slices are empty
+    segment_devices: tuple[DeviceKey, ...] = ()  # device of each segment, with a device map
 
 
 def place_in_segments(slices: Iterable[tuple[str, int]], limit_bytes: int = SEGMENT_BYTES) -> MemoryMap:
-    """Places for slices given as (tensor name, size in bytes). Same input, same places.
+    """Return places for slices given as (tensor name, size in bytes). Same input, same places.
 
     An empty slice takes no bytes and lies at the start of segment 0.
     """
     segment: list[int] = []
     offset: list[int] = []
     segment_bytes: list[int] = []
-    open_segment: dict[str, int] = {}  # layer -> the segment that its next small tensor goes to
+    open_segment: dict[str, int] = {}  # layer -> the segment for its next small tensor
     for name, size_bytes in slices:
         padded = -(-size_bytes // ALIGNMENT_BYTES) * ALIGNMENT_BYTES
         if padded == 0:
@@ -338,7 +336,7 @@ def place_in_segments(slices: Iterable[tuple[str, int]], limit_bytes: int = SEGM
         if target is None or segment_bytes[target] + padded > limit_bytes:
             target = len(segment_bytes)
             segment_bytes.append(0)
-            # Of the old and the new segment, the one with more room takes the layer's next tensors.
+            # The layer's next tensors go to the old or the new segment, whichever has more room.
             if padded <= limit_bytes and (current is None or padded < segment_bytes[current]):
                 open_segment[layer] = target
         segment.append(target)
@@ -352,7 +350,7 @@ def place_in_segments(slices: Iterable[tuple[str, int]], limit_bytes: int = SEGM
 def place_on_devices(
     slices: Sequence[tuple[str, int]], devices: Sequence[DeviceKey], limit_bytes: int = SEGMENT_BYTES
 ) -> MemoryMap:
-    """The same for slices that are on several devices; `devices` of each slice."""
+    """Return places for slices on several devices. `devices` has the device of each slice."""
     segment = [0] * len(slices)
     offset = [0] * len(slices)
     segment_bytes: list[int] = []
@@ -374,6 +372,6 @@ def place_on_devices(
 
 
 def layer_of(name: str) -> str:
-    """The name up to its first number, `model.layers.7` of `model.layers.7.mlp.up_proj.weight`; else ""."""
+    """Return the name up to its first number, such as `model.layers.7`, or "" for a name without numbers."""
     match = _LAYER.match(name)
     return match.group() if match else ""

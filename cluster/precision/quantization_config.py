@@ -1,7 +1,7 @@
-"""How a checkpoint says that it is quantized: `quantization_config` of config.json. From a bucket: not trusted.
+"""The `quantization_config` of a checkpoint's config.json. It comes from a bucket, so it is not trusted.
 
-Only what decides cuts is read: sizes of groups and blocks, bits, the format's name. Which modules are quantized is
-seen from the tensors that are there, never from the patterns (regular expressions) that such a config may hold.
+Only fields that decide cuts are read: sizes of groups and blocks, bits, the format's name. The stored tensors show
+which modules are quantized. The patterns (regular expressions) in such a config are never used for that.
 """
 
 from __future__ import annotations
@@ -18,22 +18,22 @@ MAX_UNIT = 1 << 20  # indices in a group or block
 _Name = Annotated[str, Field(strict=True, max_length=100)]
 _Bits = Annotated[int, Field(strict=True, ge=1, le=64)]
 _Unit = Annotated[int, Field(strict=True, ge=1, le=MAX_UNIT)]
-_GroupSize = Annotated[int, Field(strict=True, ge=-1, le=MAX_UNIT)]  # -1 and 0: no groups, a scale per output
+_GroupSize = Annotated[int, Field(strict=True, ge=-1, le=MAX_UNIT)]  # -1 and 0: no groups, one scale per output
 _Block = tuple[_Unit, _Unit]  # (outputs, inputs)
 
 
 def _from_text(given: Any) -> Any:
-    """A block as early files have it: "128x128"."""
+    """Parse a block that early files write as "128x128"."""
     match = re.fullmatch(r"([0-9]{1,8})x([0-9]{1,8})", given) if isinstance(given, str) else None
     return tuple(map(int, match.groups())) if match else given
 
 
 class Family(StrEnum):
-    """Formats that lie in tensors alike."""
+    """The families of formats that store tensors alike."""
 
     GPTQ = "gptq"
     AWQ = "awq"
-    SCALED = "scaled"  # `weight` as it is cut elsewhere, with scales next to it
+    SCALED = "scaled"  # a `weight` of full shape, with tensors of scales
     COMPRESSED = "compressed-tensors"
 
 
@@ -62,7 +62,7 @@ _COMPRESSED_FORMATS = (
 
 
 class WeightScheme(BaseModel):
-    """How the weights of one of compressed-tensors' `config_groups` are quantized."""
+    """The quantization of the weights in one of the `config_groups` of compressed-tensors."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -73,7 +73,7 @@ class WeightScheme(BaseModel):
 
     @property
     def units(self) -> tuple[int, int]:
-        """Outputs and inputs that share a scale; 0: all of them."""
+        """Return the numbers of outputs and inputs that share a scale; 0: all of them."""
         if self.block_structure is not None:
             return self.block_structure
         if self.group_size is not None and self.group_size > 0:
@@ -82,7 +82,7 @@ class WeightScheme(BaseModel):
 
 
 class QuantizationConfig(BaseModel):
-    """What cutting needs of it. Fields that the file lacks have the defaults of the formats."""
+    """The fields that decide cuts. Missing fields have the defaults of the formats."""
 
     model_config = ConfigDict(frozen=True, extra="ignore")
 
@@ -110,24 +110,24 @@ class QuantizationConfig(BaseModel):
             names = ("checkpoint_format",) if method == "gptq" else ("version",)
             fields["format"] = next((fields[name] for name in names if name in fields), "")
         elif method in ("auto-round", "intel/auto-round"):
-            # "auto_round:auto_gptq" and the like: the tensors are those of GPTQ or AWQ.
+            # Names such as "auto_round:auto_gptq" mean that the tensors are those of GPTQ or AWQ.
             packing = fields.get("packing_format")
             named = [family for family in ("gptq", "awq") if isinstance(packing, str) and family in packing]
             fields |= {"quant_method": named[0], "format": ""} if len(named) == 1 else {}
         if method == "gptq" and "desc_act" not in fields:
-            fields["desc_act"] = True  # nobody says that inputs are in order: with all groups it is right either way
+            fields["desc_act"] = True  # the order of inputs is unknown, and this is correct for any order
         if _own_activation_order(fields.get("dynamic")):
             fields["desc_act"] = True
         return fields
 
     @property
     def family(self) -> Family | None:
-        """Which rules cut its tensors; None: none that we have, see `trouble`."""
+        """Return the family whose rules cut its tensors, or None (see `trouble`)."""
         return None if self.trouble else METHODS[self.quant_method]
 
     @property
     def trouble(self) -> str:
-        """Why no rules cut its tensors, or ""."""
+        """Return why no rules cut its tensors, or ""."""
         if self.quant_method not in METHODS:
             named = repr(self.quant_method) if self.quant_method else "not named"
             return (
@@ -148,9 +148,9 @@ class QuantizationConfig(BaseModel):
 
 
 def find_quantization(fields: dict[str, Any]) -> object:
-    """The part of a config.json's fields that `QuantizationConfig` checks; None where there is none.
+    """Return the fields of a config.json that `QuantizationConfig` checks, or None without quantization.
 
-    A multimodal model may keep it in `text_config`; early releases of compressed-tensors named it otherwise.
+    A multimodal model may have them in `text_config`. Early releases of compressed-tensors used another name.
     """
     nested = fields.get("text_config")
     for part in (fields, nested if isinstance(nested, dict) else {}):
@@ -162,12 +162,12 @@ def find_quantization(fields: dict[str, Any]) -> object:
 
 
 def _weights(groups: dict[str, Any]) -> list[Any]:
-    """Of each group, what it says of weights; a group may quantize activations only."""
+    """Return the weight settings of each group. A group may quantize activations only."""
     return [group["weights"] for group in groups.values() if isinstance(group, dict) and group.get("weights")]
 
 
 def _own_activation_order(dynamic: object) -> bool:
-    """GPTQModel: settings of single modules, by pattern. One with desc_act makes us take g_idx seriously everywhere."""
+    """Return whether a module's own GPTQModel settings have desc_act. Then g_idx is used for all modules."""
     return isinstance(dynamic, dict) and any(
         isinstance(settings, dict) and settings.get("desc_act") is True for settings in dynamic.values()
     )

@@ -1,8 +1,8 @@
-"""From the rule of a weight to the cut of every tensor that it is stored as when it is quantized. Pure.
+"""From the layout rule of a weight to the cuts of the tensors that store it when it is quantized. Pure.
 
-The rule is that of `x.weight`, whether there is a tensor of that name or not. It cuts the weight as it was before it
-was packed; a tensor along it is cut where the weight is, in its own units: a cut that does not fall on whole groups,
-blocks or packed words is refused, for no rank could use its part without its neighbour's.
+The rule is that of `x.weight`, even if no tensor has that name. It cuts the weight as it was before packing. A tensor
+that lies along the weight is cut at the same place, in its own units. A cut that does not fall on whole groups, blocks
+or packed words is refused, because a rank could not use its slice without its neighbour's.
 
     x.weight (out, in), `row`, two ranks    4 bits in groups of 128
     # # # # . . . .                         x.weight_packed (out, in/8)    # # # # . . . .    units of 8
@@ -32,7 +32,7 @@ from cluster.precision.quantized_tensors import (
 from storage.checkpoints.model_index import Tensor
 
 if TYPE_CHECKING:
-    from cluster.layouts.model_config import ModelConfig  # brings pydantic
+    from cluster.layouts.model_config import ModelConfig  # imports pydantic
     from cluster.precision.quantization_config import QuantizationConfig
 
 RuleFor = Callable[[str], Rule | None]
@@ -42,12 +42,12 @@ RuleFor = Callable[[str], Rule | None]
 class Part:
     """A tensor of a quantized module."""
 
-    weight: str  # name that its rule is looked up by
-    storage: Storage | str  # str: why it cannot be told
+    weight: str  # name of the weight whose rule it has
+    storage: Storage | str  # a str says why it is not known
 
 
 def find_parts(tensors: Sequence[Tensor], config: QuantizationConfig | None) -> dict[int, Part]:
-    """Of the tensors that belong to a quantized weight, by their number. Others are cut as in any model."""
+    """Return the parts of quantized weights, by tensor number. Other tensors are cut as in any model."""
     family = config.family if config is not None else None
     if config is None or family is None:
         return {}
@@ -63,7 +63,7 @@ def find_parts(tensors: Sequence[Tensor], config: QuantizationConfig | None) -> 
         if weight:
             places.append((number, weight, end))
             modules.setdefault(weight, {})[end] = tensor
-    known: dict[tuple[object, ...], Laid] = {}  # modules alike are laid out alike
+    known: dict[tuple[object, ...], Laid] = {}  # modules with equal tensors have equal storage
     laid: dict[str, Laid] = {}
     for weight, unsorted in modules.items():
         module = dict(sorted(unsorted.items()))
@@ -75,7 +75,7 @@ def find_parts(tensors: Sequence[Tensor], config: QuantizationConfig | None) -> 
 
 
 def find_rule(name: str, part: Part | None, rule_for: RuleFor) -> tuple[Rule | None, Part | None]:
-    """The rule that cuts a tensor, and as what. A part of a weight without a rule may have one of its own."""
+    """Return the rule of a tensor, and its part if the weight's rule cuts it. Else it may have its own rule."""
     if part is None:
         return rule_for(name), None
     rule = rule_for(part.weight)
@@ -83,14 +83,14 @@ def find_rule(name: str, part: Part | None, rule_for: RuleFor) -> tuple[Rule | N
         return rule, part
     own = rule_for(name)
     if own is None and isinstance(part.storage, Storage) and not part.storage.weight:
-        return Rule.REPLICATE, None  # one number of something that has no weight, such as a cache
+        return Rule.REPLICATE, None  # a single number without a weight, such as the scale of a cache
     return own, None
 
 
 def cut_part(
     tensor: Tensor, storage: Storage | str, rule: Rule, layout: Layout, config: ModelConfig | None
 ) -> TensorCut | str:
-    """The cut of one tensor of a quantized weight that has that rule, or why there is none."""
+    """Return the cut of one tensor of a quantized weight with that rule, or why it cannot be cut."""
     if isinstance(storage, str):
         return storage
     if not storage.weight:
@@ -100,9 +100,9 @@ def cut_part(
         return f"as a part of a weight {storage.weight}: {cut}"
     experts = cut.experts
     if experts == "all" and storage.axes[:1] != (Axis(0),):
-        experts = ""  # one for all experts
+        experts = ""  # one tensor for all experts
         if any(storage.axes):
-            return f"shape {tensor.shape} does not say which expert's it is"
+            return f"shape {tensor.shape} does not show which expert it belongs to"
     dim = next((dim for dim, axis in enumerate(storage.axes) if axis is not None and axis.dim == cut.dim), None)
     axis = None if dim is None else storage.axes[dim]
     if dim is None or axis is None:
@@ -123,7 +123,7 @@ def cut_part(
 
 
 def why_unnamed(names: Sequence[str], config: QuantizationConfig | None) -> str:
-    """What has quantization to do with tensors that no rule names; "" when it does not look like it."""
+    """Return how quantization explains tensors that no rule names, or ""."""
     if not names:
         return ""
     if config is not None:
@@ -133,25 +133,25 @@ def why_unnamed(names: Sequence[str], config: QuantizationConfig | None) -> str:
 
 
 def _in_units(block: Block, axis: Axis, stored_size: int) -> Block | None:
-    """The same block of the weight's dimension in the stored one, of `stored_size`; None: it does not fall on units."""
+    """Return the block in the stored dimension, of `stored_size`, or None if it does not fall on whole units."""
     values = axis.values
     one_part = block.parts == 1 and block.part_size == block.size
-    # Where a block ends the next one starts, or the dimension does.
+    # A block ends where the next block starts, or at the end of the dimension. So checking starts is enough.
     if block.start % values or (not one_part and block.part_size % values):
         return None
     start = block.start // values * axis.stored
-    stored = min(-(-block.size // values) * axis.stored, stored_size - start)  # the last unit may be cut short
+    stored = min(-(-block.size // values) * axis.stored, stored_size - start)  # the last unit may be shorter
     return Block(start, stored, block.parts, stored if one_part else block.part_size // values * axis.stored)
 
 
 def _module_of(name: str, by_name: Mapping[str, Tensor]) -> tuple[str, str]:
-    """GPTQ and AWQ: the name that the weight would have, and which tensor it is; "" for none."""
+    """Return the name that a GPTQ or AWQ weight would have, and the tensor's role in its module; "" for none."""
     base, _, end = name.rpartition(".")
     return (f"{base}.weight", end) if end in OF_MODULE and f"{base}.qweight" in by_name else ("", "")
 
 
 def _weight_of(name: str, by_name: Mapping[str, Tensor]) -> tuple[str, str]:
-    """The name of the weight that a tensor is named after, and what follows it: "" for the weight itself."""
+    """Return the weight that a tensor is named after, and the rest of its name: "" for the weight itself."""
     if name.endswith(OF_WEIGHT):
         for end in OF_WEIGHT:
             weight = name.removesuffix(end)

@@ -1,6 +1,6 @@
-"""How the tensors of a quantized module lie along its weight, format by format. Pure.
+"""The tensors of a quantized weight, format by format. Pure.
 
-A weight (out, in) that is quantized is stored as several tensors, each with dimensions of its own:
+A quantized weight (out, in) is stored as several tensors, each with dimensions of its own:
 
     GPTQ, 4 bits, groups of 128     qweight (in/8, out)    qzeros (in/128, out/8)    scales (in/128, out)    g_idx (in)
     AWQ, the same                   qweight (in, out/8)    qzeros (in/128, out/8)    scales (in/128, out)
@@ -8,18 +8,18 @@ A weight (out, in) that is quantized is stored as several tensors, each with dim
     compressed-tensors, the same    weight_packed (out, in/8)    weight_scale (out, in/128)
       as GPTQ                       weight_zero_point (out/8, in/128)    weight_shape (2)    weight_g_idx (in)
 
-An `Axis` says which dimension of the weight one stored dimension goes along, and how many of its indices share so many
-stored ones. Bits and sizes of groups are read off the shapes where they can be: config.json may set them per module.
+An `Axis` relates one stored dimension to a dimension of the weight, with the number of indices of each that belong
+together. Bits and group sizes are derived from the shapes where possible, because config.json may set them per module.
 
-bitsandbytes' NF4: which sixteen values, which tensors, and what the one of them says that is no array. Pure.
+NF4 of bitsandbytes has sixteen values, and these tensors:
 
     x.weight                                  uint8 (n / 2, 1)     two numbers a byte, the first in the high half
     x.weight.absmax                           float32 (n / 64,)    max |w| of 64 weights in a row
     x.weight.quant_map                        float32 (16,)        VALUES
     x.weight.quant_state.bitsandbytes__nf4    uint8                JSON: block size, dtype and shape of the weight
 
-That is how bitsandbytes writes it, and transformers and vLLM read it. Everything is flat, so a rank's slice is an NF4
-tensor of its own, of its own shape; its numbers are those of the whole wherever rows are cut between blocks.
+bitsandbytes writes this form, and transformers and vLLM read it. Everything is flat, so a rank's slice is an NF4 tensor
+with a shape of its own. Its numbers equal those of the whole tensor wherever rows are cut between blocks.
 """
 
 from __future__ import annotations
@@ -38,7 +38,7 @@ if TYPE_CHECKING:
 
 
 Shape = tuple[int, ...]
-Module = Mapping[str, Tensor]  # the tensors of one module, by the end of their name
+Module = Mapping[str, Tensor]  # the tensors of one module, by the last part of their name
 
 
 @dataclass(frozen=True, slots=True)
@@ -48,21 +48,21 @@ class Axis:
     dim: int
     values: int = 1
     stored: int = 1
-    unit: str = ""  # what those are, for messages
+    unit: str = ""  # name of these units, for messages
 
 
 @dataclass(frozen=True, slots=True)
 class Storage:
-    """How one tensor lies along the weight that it belongs to."""
+    """The relation of one stored tensor to its weight."""
 
-    weight: Shape  # unpacked: (out, in), experts before it when they are stacked
-    axes: tuple[Axis | None, ...]  # of each stored dimension; None: whole, however the weight is cut
+    weight: Shape  # unpacked: (out, in), preceded by experts when they are stacked
+    axes: tuple[Axis | None, ...]  # one per stored dimension; None: never cut
 
 
-Laid = dict[str, Storage | str]  # by the end of the name; str: why it cannot be told
+Laid = dict[str, Storage | str]  # by the last part of the name; a str says why the storage is not known
 _OUT, _IN = 0, 1
 _BITS = (4, 8, 2, 3, 5, 6, 7)
-# Names of tensors after those of their module, and after those of their weight.
+# Suffixes of tensor names, after the name of the module, and after the name of the weight.
 OF_MODULE = ("qweight", "qzeros", "scales", "g_idx")
 PER_TENSOR = ("_global_scale", "_scale_2", "_input_scale", "_activation_scale")
 OF_WEIGHT = ("_packed", "_scale", "_scale_inv", "_zero_point", "_shape", "_g_idx", *PER_TENSOR)
@@ -74,10 +74,10 @@ OF_ACTIVATIONS = (
 
 
 def lay_gptq(module: Module, config: QuantizationConfig) -> Laid:
-    """qweight, qzeros, scales, g_idx: packed along the inputs.
+    """Return the storage of qweight, qzeros, scales and g_idx, packed along the inputs.
 
-    With activation order (desc_act) any input may be of any group, so scales and zeros stay whole along the groups and
-    g_idx counts the groups of the whole weight: as vLLM has it.
+    With activation order (desc_act) any input may belong to any group. So scales and zeros are not cut along the
+    groups, and g_idx counts the groups of the whole weight, as in vLLM.
     """
     if problem := _missing(module, ("scales", "qzeros")):
         return problem
@@ -111,7 +111,7 @@ def lay_gptq(module: Module, config: QuantizationConfig) -> Laid:
 
 
 def lay_awq(module: Module, config: QuantizationConfig) -> Laid:
-    """qweight, qzeros, scales: packed along the outputs, whose order within a word is the format's own."""
+    """Return the storage of qweight, qzeros and scales, packed along the outputs in the format's own order."""
     if problem := _missing(module, ("scales", "qzeros") if config.zero_point else ("scales",)):
         return problem
     qweight, qzeros, scales = module["qweight"], module.get("qzeros"), module["scales"]
@@ -133,7 +133,7 @@ def lay_awq(module: Module, config: QuantizationConfig) -> Laid:
 
 
 def lay_scaled(module: Module, config: QuantizationConfig) -> Laid:
-    """The weight itself ("", or "_packed" in words along the inputs) and what is next to it, named after it."""
+    """Return the storage of the weight ("", or "_packed" in words along the inputs) and of its scales."""
     packed = module.get("_packed")
     laid: Laid = {}
     bits = 0
@@ -151,7 +151,7 @@ def lay_scaled(module: Module, config: QuantizationConfig) -> Laid:
     if "_scale" not in module and "_scale_inv" not in module:
         end = "" if packed is None else "_packed"
         if packed is not None or (module[end].dtype in _QUANTIZED and len(weight) > 1):
-            laid[end] = f"it is quantized ({module[end].dtype}), but there is no scale next to it"
+            laid[end] = f"it is quantized ({module[end].dtype}), but has no scale tensor"
     units = [config.weight_block_size] if config.weight_block_size else [one.units for one in config.schemes]
     for end, tensor in module.items():
         if end in ("_scale", "_scale_inv", "_zero_point"):
@@ -167,7 +167,7 @@ def lay_scaled(module: Module, config: QuantizationConfig) -> Laid:
 
 
 def _lay_activations(module: Module, weight: Shape) -> Laid:
-    """Scales of a whole tensor, or of each expert: of activations, and second ones."""
+    """Return the storage of scales per tensor or per expert: of activations, and second scales."""
     laid: Laid = {}
     for end, tensor in module.items():
         if not end or (end.startswith("_") and end not in PER_TENSOR):
@@ -187,7 +187,7 @@ _QUANTIZED = ("I8", "F8_E4M3", "F8_E5M2", "F8_E4M3FNUZ", "F8_E5M2FNUZ")
 def _lay_scale(
     tensor: Tensor, weight: Shape, units: Sequence[tuple[int, int]], packed_bits: int, any_order: bool
 ) -> Storage | str:
-    """`packed_bits`: of the zero points of a packed weight, which are packed too, but along the outputs."""
+    """Return the storage of scales or zero points. `packed_bits`: bits of zero points packed along the outputs."""
     shape, out = tensor.shape, len(weight) - 2
     if packed_bits:
         word = _word_bits(tensor)
@@ -200,7 +200,7 @@ def _lay_scale(
         if axes is None:
             return _no_fit(tensor, weight)
         found = [axes]
-    # Whole groups are likelier than a last one that is cut short.
+    # Whole groups are likelier than a shorter last one.
     axes = min(found, key=lambda axes: sum(axis is not None and weight[axis.dim] % axis.values != 0 for axis in axes))
     if packed_bits:
         axes = (*axes[:out], _packed(out, packed_bits, word), axes[-1])
@@ -210,7 +210,7 @@ def _lay_scale(
 
 
 def _along(shape: Shape, weight: Shape, units: tuple[int, int]) -> tuple[Axis | None, ...] | None:
-    """Dimension by dimension: one for each index, one for each unit, or one for all."""
+    """Return the axis of each dimension: one scale per index, per unit, or for all. None if nothing fits."""
     if len(shape) > len(weight):
         return (None,) * len(shape) if math.prod(shape) == 1 else None
     axes: list[Axis | None] = []
@@ -229,7 +229,7 @@ def _along(shape: Shape, weight: Shape, units: tuple[int, int]) -> tuple[Axis | 
 
 
 def _unpack_shape(module: Module, schemes: Sequence[WeightScheme]) -> tuple[Shape, int] | str:
-    """Shape of the weight in `_packed`, and its bits. The last word of a row may hold less than fits into it."""
+    """Return the shape of the weight in `_packed`, and its bits. The last word of a row may be partly used."""
     packed, scale, g_idx = module["_packed"], module.get("_scale"), module.get("_g_idx")
     if len(packed.shape) < 2:
         return f"shape {packed.shape}, where a packed weight was expected"
@@ -254,7 +254,7 @@ def _unpack_shape(module: Module, schemes: Sequence[WeightScheme]) -> tuple[Shap
         return found.pop()
     if not found:
         return f"shape {packed.shape} fits none of the config_groups in config.json, given its scale"
-    return "the config_groups in config.json leave open how many bits its values have"
+    return "the config_groups in config.json do not determine the bits of its values"
 
 
 def _packed(dim: int, bits: int, word: int) -> Axis:
@@ -267,7 +267,7 @@ def _grouped(dim: int, group: int | None) -> Axis | None:
 
 
 def _group_size(inputs: int, groups: int, said: int | None) -> int | None:
-    """Inputs of one group; 0: there is one for all, None: nothing fits."""
+    """Return the inputs of one group; 0: one group for all, None: nothing fits."""
     if said is not None and said > 0 and groups == -(-inputs // said):
         return said
     if groups == 1:
@@ -285,7 +285,7 @@ def _word_bits(tensor: Tensor) -> int:
 
 def _missing(module: Module, needed: Sequence[str]) -> Laid | None:
     lacking = [name for name in needed if name not in module]
-    return _blame("qweight", module, f"next to it there is no {' and no '.join(lacking)}") if lacking else None
+    return _blame("qweight", module, f"its module has no {' and no '.join(lacking)}") if lacking else None
 
 
 def _misfit(module: Module, name: str) -> Laid:
@@ -294,16 +294,16 @@ def _misfit(module: Module, name: str) -> Laid:
 
 
 def _blame(end: str, module: Module, problem: str) -> Laid:
-    """Of the tensors of a module one is named."""
+    """Return the problem under one tensor of a module, so that the message names it once."""
     return {**{other: Storage((), (None,) * len(tensor.shape)) for other, tensor in module.items()}, end: problem}
 
 
 def _no_fit(tensor: Tensor, weight: Shape) -> str:
-    return f"shape {tensor.shape} does not fit its weight, {weight}, in the groups or blocks that config.json says"
+    return f"shape {tensor.shape} does not fit its weight, {weight}, in the groups or blocks of config.json"
 
 
-BLOCK = 64  # weights, one after the other, that share an absmax
-# Quantiles of the normal distribution, 0 and both ends among them: a constant of the format.
+BLOCK = 64  # consecutive weights that share an absmax
+# Quantiles of the normal distribution, with 0 and both ends. A constant of the format.
 VALUES = (
     *(-1.0, -0.6961928009986877, -0.5250730514526367, -0.39491748809814453),
     *(-0.28444138169288635, -0.18477343022823334, -0.09105003625154495, 0.0),
@@ -311,10 +311,10 @@ VALUES = (
     *(0.44070982933044434, 0.5626170039176941, 0.7229568362236023, 1.0),
 )
 ABSMAX, QUANT_MAP, STATE = ".absmax", ".quant_map", ".quant_state.bitsandbytes__nf4"
-DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # that weights are made of it again
+DTYPES = {"BF16": "bfloat16", "F16": "float16", "F32": "float32"}  # dtypes that the weights are dequantized to
 
 
 def packed_state(dtype: str, shape: Sequence[int]) -> bytes:
-    """The JSON, byte for byte as bitsandbytes writes it. `dtype`: safetensors name; `shape`: of the rank's weight."""
+    """Return the JSON as bitsandbytes writes it. `dtype` is a safetensors name, `shape` the rank's weight's."""
     said = {"quant_type": "nf4", "blocksize": BLOCK, "dtype": DTYPES[dtype], "shape": list(shape)}
     return json.dumps(said).encode()

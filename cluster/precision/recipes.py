@@ -1,23 +1,21 @@
-"""What a tensor becomes on its way in: a cast, or a quantized weight with its scales. Decisions only.
+"""Recipes: how each tensor is converted during a load, by a cast or to a quantized weight with its scales. Pure.
 
     Precision --decide_recipes--> Recipe of each tensor (None: as it is stored)
     Recipe + Region --> outputs: the tensors that the rank holds instead      x.weight -> x.weight, x.weight_scale
                     --> reads: what it must read for them                     row cut, scale per row: whole rows
 
-Names, packing and numerics are those of compressed-tensors, which vLLM, SGLang and transformers read, and of
-bitsandbytes for nf4. A scale is a function of the stored tensor alone, never of how it was cut, so any number of ranks
-comes to the same bytes.
+Names, packing and numerics are those of compressed-tensors, which vLLM, SGLang and transformers read, and for nf4 those
+of bitsandbytes. A scale depends on the stored tensor alone, never on its cut. So any number of ranks produces the same
+bytes.
 
-Which tensors a quantization takes: matrices of linear layers, and of experts. Pure.
+*Tensors that are quantized*: matrices of linear layers, and of experts. A format describes how linear layers are
+quantized, and readers look at no other modules. An embedding or a router also has an `x.weight`, but readers would take
+its quantized bytes as plain numbers. So those are never quantized. Experts in one tensor (expert, out, in) are
+quantized only on request, because no library reads them quantized.
 
-A format says of linear layers how they are quantized, and readers look nowhere else. What is called `x.weight` and is
-none (embeddings, routers, which are modules of their own) would be read as plain numbers: it is never taken.
-Experts in one tensor (expert, out, in) are taken only where they are asked for: no library reads them quantized.
-
-The largest absolute values that were recorded of weights when they were published, as a plan carries them. Pure.
-
-What a scale per row needs of a weight (out, in) is one number for each row, of experts (n, out, in) n times as many;
-what a scale per matrix needs is one for each matrix. So a rank that holds a part of a row has the scale of all of it.
+*Recorded maxima*: `RecordedAmax` has the largest absolute values of weights, recorded at publishing. A scale per row of
+a weight (out, in) needs one number for each row, and of experts (n, out, in) n times as many. A scale per matrix needs
+one for each matrix. So a rank that holds a part of a row can compute the scale of the whole row.
 """
 
 from __future__ import annotations
@@ -43,15 +41,15 @@ from storage.checkpoints.model_index import Tensor
 from storage.checkpoints.safetensors_header import DTYPE_BITS
 from storage.problems import MAX_LISTED, quote
 
-DEFAULT = "default"  # among the patterns to skip: those of the field, see SKIPPED_PARTS
+DEFAULT = "default"  # among the patterns to skip, it stands for SKIPPED_PARTS
 _GATE_OF_ONE = "shared_expert_gate"  # a linear layer with one output
-# Tables with a row for each token or place, and routers.
+# Modules with a row for each token or position, and routers.
 NO_LINEAR_LAYERS = frozenset((*TOKEN_EMBEDDINGS, *OTHER_EMBEDDINGS, *ROUTERS, "relative_attention_bias")) - {
     _GATE_OF_ONE
 }
-# Besides, a tensor below any module of these names stays as it is: heads, towers of other inputs.
+# Tensors below any module of these names also stay as stored: heads, and towers for other inputs.
 SKIPPED_PARTS = frozenset((*HEADS, *TOWERS, _GATE_OF_ONE))
-# model_type -> the module whose weights are (in, out) and not (out, in), as every format has it; "": all
+# model_type -> the module whose weights are (in, out) instead of (out, in); "": all modules
 STORED_BY_INPUT = {
     **dict.fromkeys(("gpt2", "openai-gpt", "imagegpt", "decision_transformer", "clvp"), ""),
     **dict.fromkeys(("gpt_oss", "llama4", "llama4_text"), "experts"),
@@ -59,13 +57,13 @@ STORED_BY_INPUT = {
 
 
 def is_matrix(tensor: Tensor) -> bool:
-    """Whether it can be quantized at all."""
+    """Return whether the tensor is a matrix of a linear layer or of experts."""
     linear = is_stacked(tensor.name, tensor.shape) or NO_LINEAR_LAYERS.isdisjoint(tensor.name.split("."))
     return linear and is_weight_matrix(tensor)
 
 
 def skipper(patterns: Sequence[str]) -> Callable[[Tensor], bool]:
-    """Whether patterns say of a tensor that it stays as it is."""
+    """Return a function that tells whether a tensor stays as stored by these patterns."""
     find = parse_rules({pattern: "replicate" for pattern in patterns if pattern != DEFAULT}).finder()
     usual = DEFAULT in patterns
 
@@ -78,15 +76,14 @@ def skipper(patterns: Sequence[str]) -> Callable[[Tensor], bool]:
 
 
 def check_rows(tensor: Tensor, family: str) -> None:
-    """Rows of a weight are outputs, in every format that is written here; some families store them the other way.
-
-    Raises ConfigError for theirs.
-    """
+    """Raise ConfigError for a weight whose rows are not outputs, as every format that is written here needs."""
     whose = STORED_BY_INPUT.get(family)
     if whose is not None and (not whose or whose in tensor.name.split(".")):
         raise ConfigError(
             f"{tensor.name!r:.200} cannot be quantized: {family} stores it with a row for each input",
-            hint=f'leave it as it is: skip_quantization=["default", "**.{whose}.*"]' if whose else "load it as it is",
+            hint=f'skip it with skip_quantization=["default", "**.{whose}.*"]'
+            if whose
+            else "load it without quantization",
         )
 
 
@@ -99,13 +96,13 @@ DTYPE_NAMES = get_args(DtypeName)
 
 @dataclass(frozen=True, slots=True)
 class Scheme:
-    """A kind of quantization."""
+    """A quantization scheme."""
 
     bits: int
-    # what shares one: "channel" (a row), "tensor" (a matrix), "group" (GROUP weights of a row), "block" (nf4.BLOCK)
+    # weights that share a scale: "channel" (a row), "tensor" (a matrix), "group" (GROUP weights), "block" (nf4.BLOCK)
     scale: str
-    packed: bool  # whole numbers, offset to be positive, side by side in 32-bit words
-    unit: int  # of a row: a cut falls between so many weights
+    packed: bool  # integers, offset to be positive, packed in 32-bit words
+    unit: int  # weights of a row that a cut must not separate
 
 
 SCHEMES = {
@@ -117,8 +114,8 @@ SCHEMES = {
 }
 QUANTIZATIONS = ("", *SCHEMES)
 
-_SIDE_BY_SIDE = ("group", "block")  # weights of a row share a scale: a rank needs no more than it holds
-_EXACT = ("e_score_correction_bias", "inv_freq")  # computed with in float32, whatever the model is cast to
+_SIDE_BY_SIDE = ("group", "block")  # weights of a row share a scale, so a rank reads only what it holds
+_EXACT = ("e_score_correction_bias", "inv_freq")  # used in float32, whatever the model is cast to
 _FLOATS = WEIGHT_DTYPES
 _SMALL_FLOATS = ("F8_E4M3", "F8_E5M2")
 # Tensors that only a quantized checkpoint has.
@@ -132,12 +129,12 @@ _QUANTIZED = re.compile(
 
 @dataclass(frozen=True, slots=True)
 class Precision:
-    """What was asked for. Raises ConfigError for what cannot be meant.
+    """The requested precision. Raises ConfigError for invalid values.
 
-    `skip`: patterns (as in layout rules) of tensors that are not quantized; DEFAULT stands for what is usual.
+    `skip` has patterns (as in layout rules) of tensors that are not quantized. DEFAULT stands for the usual ones.
     """
 
-    dtype: str = "auto"  # of all floating-point tensors that are not quantized; auto: as stored
+    dtype: str = "auto"  # dtype of floating-point tensors that are not quantized; auto: as stored
     quantization: str = ""  # a key of SCHEMES
     skip: tuple[str, ...] = (DEFAULT,)
 
@@ -150,13 +147,13 @@ class Precision:
         if self.quantization and self.dtype == "float32":
             raise ConfigError(
                 f"quantization={self.quantization!r} and dtype='float32' contradict each other",
-                hint="what is not quantized is computed with in bfloat16 or float16: leave dtype away, or name one",
+                hint="omit dtype, or use bfloat16 or float16 for the tensors that are not quantized",
             )
         wrong = [problem for pattern in self.skip if (problem := pattern_problem(pattern))]
         if wrong or len(self.skip) > MAX_RULES:
             raise ConfigError(
                 f"bad skip_quantization: {'; '.join(wrong[:20]) or f'more than {MAX_RULES} patterns'}",
-                hint='patterns of tensor names, such as "**.down_proj.weight", and "default" for what is usual',
+                hint='patterns of tensor names, such as "**.down_proj.weight", and "default" for the usual ones',
             )
 
     def __str__(self) -> str:
@@ -166,30 +163,30 @@ class Precision:
 
 @dataclass(frozen=True, slots=True)
 class Recipe:
-    """How one stored tensor is converted."""
+    """The conversion of one stored tensor."""
 
-    dtype: str  # safetensors name: cast to, or what it is computed in
+    dtype: str  # safetensors name: the dtype it is cast to, or in which it is computed
     scheme: str = ""  # a key of SCHEMES; "": only cast
 
 
 @dataclass(frozen=True, slots=True)
 class Output:
-    """A tensor that a stored one becomes, and what of it a rank holds."""
+    """A tensor that a stored one is converted to, and the region that a rank holds of it."""
 
-    suffix: str  # of the stored tensor's name
+    suffix: str  # appended to the stored tensor's name
     dtype: str
-    shape: tuple[int, ...]  # of all of it
+    shape: tuple[int, ...]  # shape of the whole tensor
     region: Region
-    form: tuple[int, ...] = ()  # shape that the rank's tensor has in its format; empty: that of the region
+    form: tuple[int, ...] = ()  # shape of the rank's tensor in its format; empty: the region's
 
     @property
     def size_bytes(self) -> int:
-        """Of what the rank holds."""
+        """Return the bytes of the rank's region."""
         return region_bytes(self.region, self.dtype)
 
 
 def region_bytes(region: Region, dtype: str) -> int:
-    """Bytes of a rank's tensor of whole-byte elements, padding included."""
+    """Return the bytes of a rank's tensor of whole-byte elements, padding included."""
     count = 1
     for size in region.sizes:
         count *= size
@@ -197,20 +194,21 @@ def region_bytes(region: Region, dtype: str) -> int:
 
 
 def dtype_of(given: Dtype) -> str:
-    """The one of DTYPES that a caller means by one of DTYPE_NAMES or a torch.dtype; what is no such, as text."""
+    """Return the name in DTYPES for a name in DTYPE_NAMES or a torch.dtype. Return other values as text."""
     name = given if isinstance(given, str) else str(given).removeprefix("torch.")
     return _SHORT.get(name, name) if name in DTYPE_NAMES else str(given)
 
 
 def make_precision(dtype: Dtype, quantization: str | None, skip: Sequence[str] | None) -> Precision:
-    """From the arguments of a verb; None: the default. Raises ConfigError."""
+    """Return the precision for arguments of a public function. None means the default. Raises ConfigError."""
     return Precision(dtype_of(dtype), quantization or "", (DEFAULT,) if skip is None else tuple(skip))
 
 
 def decide_recipes(tensors: Sequence[Tensor], precision: Precision, family: str = "") -> list[Recipe | None]:
-    """Of each tensor, in order; `family`: `model_type` of config.json.
+    """Return the recipe of each tensor, in order. `family` is `model_type` of config.json.
 
-    Raises ConfigError for a quantization that the model has already, has no use for, or cannot have.
+    Raises ConfigError if the model is quantized already, has no weight to quantize, or has a weight that cannot be
+    quantized.
     """
     _check_skipped(tensors, precision.skip)
     if precision.dtype == "auto" and not precision.quantization:
@@ -220,8 +218,8 @@ def decide_recipes(tensors: Sequence[Tensor], precision: Precision, family: str 
         quantized = quantized or next((tensor for tensor in tensors if tensor.dtype not in _PLAIN), None)
         if quantized is not None:
             raise ConfigError(
-                f"the model is quantized already: it has {quantized.name!r:.200} ({quantized.dtype})",
-                hint="load it without quantization, as it is",
+                f"the model is already quantized: it has {quantized.name!r:.200} ({quantized.dtype})",
+                hint="load it without the quantization argument",
             )
     target = _DTYPES.get(precision.dtype)
     is_skipped = skipper(precision.skip)
@@ -237,31 +235,31 @@ def decide_recipes(tensors: Sequence[Tensor], precision: Precision, family: str 
             found.append(None)
     if precision.quantization and not any(recipe is not None and recipe.scheme for recipe in found):
         raise ConfigError(
-            f"quantization={precision.quantization!r} finds no weight that it could quantize",
-            hint=f"it takes matrices of linear layers, called *.weight; int4 those with rows of a multiple of {GROUP}, "
-            f"nf4 of {quantized_tensors.BLOCK}; all experts in one tensor only where skip_quantization is given "
-            f"without {DEFAULT!r}; skip_quantization may leave none",
+            f"quantization={precision.quantization!r} applies to no weight of the model",
+            hint="it applies to matrices of linear layers, called *.weight; rows must be a multiple of "
+            f"{GROUP} for int4, of {quantized_tensors.BLOCK} for nf4; all experts in one tensor only where "
+            f"skip_quantization is given without {DEFAULT!r}; skip_quantization may leave none",
         )
     return found
 
 
 def _check_skipped(tensors: Sequence[Tensor], skip: Sequence[str]) -> None:
-    """A pattern with a slip in it would leave to quantization what was to stay as it is."""
+    """Raise ConfigError for patterns without a match. A typing error would quantize tensors that must stay."""
     if lost := unmatched([pattern for pattern in skip if pattern != DEFAULT], (tensor.name for tensor in tensors)):
         raise ConfigError(
             f"skip_quantization names no tensor of the model: {', '.join(map(quote, lost[:MAX_LISTED]))}",
-            hint='patterns are of whole tensor names: "**.down_proj.weight" or "**.down_proj.*", not "down_proj"',
+            hint='patterns match whole tensor names: "**.down_proj.weight" or "**.down_proj.*", not "down_proj"',
         )
 
 
 def is_weight(tensor: Tensor, scheme: str) -> bool:
-    """Whether it is the matrix of a linear layer, or those of experts, that the scheme can quantize."""
+    """Return whether the tensor is a matrix of a linear layer, or of experts, that the scheme can quantize."""
     unit = SCHEMES[scheme].unit if SCHEMES[scheme].scale in _SIDE_BY_SIDE else 1
     return is_matrix(tensor) and tensor.shape[-1] % unit == 0
 
 
 def read_region(recipe: Recipe | None, shape: tuple[int, ...], region: Region) -> Region:
-    """What a rank must read to have `region` converted: what its scales depend on."""
+    """Return what a rank must read to convert `region`. It includes all that the scales depend on."""
     if recipe is None or not recipe.scheme or SCHEMES[recipe.scheme].scale in _SIDE_BY_SIDE:
         return region
     rows = ((0, shape[-1]),)
@@ -271,7 +269,7 @@ def read_region(recipe: Recipe | None, shape: tuple[int, ...], region: Region) -
 
 
 def outputs_of(recipe: Recipe | None, dtype: str, shape: tuple[int, ...], region: Region) -> tuple[Output, ...]:
-    """The tensors that a rank holds of a stored one of that dtype and shape, of which it holds `region`."""
+    """Return the tensors that a rank holds instead of `region` of a stored tensor."""
     if recipe is None or not recipe.scheme:
         return (Output("", recipe.dtype if recipe else dtype, shape, region),)
     scheme = SCHEMES[recipe.scheme]
@@ -289,7 +287,7 @@ def outputs_of(recipe: Recipe | None, dtype: str, shape: tuple[int, ...], region
         scale = Output("_scale", recipe.dtype, (shape[0], 1, 1), Region((held[0], ((0, 1),), ((0, 1),))))
     if not scheme.packed:
         return Output("", "F8_E4M3", shape, region), scale
-    weights = 32 // scheme.bits  # of one word
+    weights = 32 // scheme.bits  # weights in one word
     packed = Region((*held[:-1], _scaled(held[-1], weights)), region.padding)
     return (
         Output("_packed", "I32", (*outer, -(-columns // weights)), packed),
@@ -299,7 +297,7 @@ def outputs_of(recipe: Recipe | None, dtype: str, shape: tuple[int, ...], region
 
 
 def cut_problem(recipe: Recipe | None, shape: tuple[int, ...], region: Region) -> str | None:
-    """Why the region of a rank cannot be converted on its own."""
+    """Return why the region of a rank cannot be converted on its own, or None."""
     if recipe is None or not recipe.scheme:
         return None
     unit = SCHEMES[recipe.scheme].unit
@@ -310,7 +308,7 @@ def cut_problem(recipe: Recipe | None, shape: tuple[int, ...], region: Region) -
 
 
 def _nf4_outputs(recipe: Recipe, shape: tuple[int, ...], region: Region) -> tuple[Output, ...]:
-    """Flat tensors; regions are those of the same bytes as rows."""
+    """Return flat tensors. Their regions describe the same bytes as rows."""
 
     def part(suffix: str, dtype: str, by: int, form: Callable[[int], tuple[int, ...]]) -> Output:
         held = Region((*region.ranges[:-1], _scaled(region.ranges[-1], by)), region.padding)
@@ -329,7 +327,7 @@ _PLAIN = {name for name, bits in DTYPE_BITS.items() if name in _FLOATS or name[0
 
 
 def _is_cast(tensor: Tensor, target: str, quantized: bool) -> bool:
-    """A quantized checkpoint's small floats are meaningless without their scales, which stay as they are too."""
+    """Return whether a tensor is cast. Small floats of a quantized checkpoint and their scales are not."""
     scale = _QUANTIZED.match(tensor.name) or tensor.name.endswith(OF_ACTIVATIONS)
     if quantized and (tensor.dtype in _SMALL_FLOATS or scale):
         return False
@@ -343,21 +341,21 @@ def _scaled(ranges: tuple[Range, ...], by: int) -> tuple[Range, ...]:
 
 
 Amax = NDArray[np.float32]
-SCALES = ("channel", "tensor")  # what they are recorded for; others need no more than a rank holds
+SCALES = ("channel", "tensor")  # scales that need maxima; for others a rank reads only what it holds
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class RecordedAmax:
-    """Of m tensors of a model, side by side."""
+    """The recorded maxima of m tensors of a model, concatenated."""
 
-    tensors: NDArray[np.int32]  # (m,) their numbers, ascending
-    ends: NDArray[np.int64]  # (m,) into values
+    tensors: NDArray[np.int32]  # (m,) numbers of the tensors, ascending
+    ends: NDArray[np.int64]  # (m,) where each tensor's maxima end in `values`
     values: Amax
 
     def part(self, tensor: int, shape: tuple[int, ...], scale: str, region: Region) -> Amax:
-        """Of what a rank holds of one tensor: (rows,) or (1,), of experts (experts, rows) or (experts,).
+        """Return the maxima for the region of one tensor: (rows,) or (1,), for experts (experts, rows) or (experts,).
 
-        Rows that are padding have 0.
+        Rows of padding have 0.
         """
         at = int(np.searchsorted(self.tensors, tensor))
         start = int(self.ends[at - 1]) if at else 0
@@ -372,7 +370,7 @@ class RecordedAmax:
 
 
 def gather(tensors: Sequence[int], found: Sequence[tuple[Amax, str]]) -> RecordedAmax:
-    """From the maxima of each tensor's rows, and what of it shares a scale."""
+    """Concatenate the maxima of tensors, given as the maxima of their rows and what shares a scale."""
     values = [rows.reshape(-1) if scale == "channel" else _of_matrices(rows) for rows, scale in found]
     return RecordedAmax(
         np.array(tensors, np.int32),
@@ -382,12 +380,12 @@ def gather(tensors: Sequence[int], found: Sequence[tuple[Amax, str]]) -> Recorde
 
 
 def carried_bytes(shape: tuple[int, ...], scale: str) -> int:
-    """What a plan carries of a tensor."""
+    """Return the bytes of a tensor's maxima in a plan."""
     return 4 * math.prod(shape[:-1] if scale == "channel" else shape[:-2])
 
 
 def are_finite(found: Mapping[str, Amax], name: str) -> bool:
-    """Whether scales can be worked out from them. Of NaNs only the tensor itself says which ones."""
+    """Return whether the maxima are finite. Otherwise only the tensor itself determines its scales."""
     return bool(np.isfinite(found[name]).all())
 
 

@@ -1,16 +1,14 @@
-"""How a model that was quantized on its way in would say so: `quantization_config` of its config.json. Pure.
+"""The `quantization_config` that describes a model quantized during its load. Pure.
 
-In the form of compressed-tensors, from which vLLM, SGLang and transformers build the layers that hold such weights;
-for nf4 in that of bitsandbytes.
+It has the form of compressed-tensors, from which vLLM, SGLang and transformers build the layers for such weights. For
+nf4 it has the form of bitsandbytes.
 
-Modules that a quantized model leaves as they are, as readers find them. Pure.
+The config also lists the modules that are not quantized. Readers compare the list with the names of their own modules,
+and a checkpoint may have older names. What is stored below `visual`, `language_model.model` or
+`vision_tower.vision_model` is below `model.visual`, `model.language_model` and `model.vision_tower` in transformers 5.
+So unless a model is a plain language model with a head, a pattern finds the module below any such prefix:
 
-Readers go by the names of their own modules, and a checkpoint has those of its day: what is stored below `visual`,
-`language_model.model` or `vision_tower.vision_model` is below `model.visual`, `model.language_model` and
-`model.vision_tower` in transformers 5. So where a model is more than a language model, or less (saved without its
-head), a pattern finds the module under any such beginning:
-
-    visual.merger.mlp.0               ->  (?:.*[.])?visual(?:[.].*)?       all of a tower that is left whole
+    visual.merger.mlp.0               ->  (?:.*[.])?visual(?:[.].*)?       all of a tower that is not quantized
     language_model.model.layers.0.up  ->  (?:.*[.])?layers[.]0[.]up
 """
 
@@ -33,25 +31,25 @@ from storage.checkpoints.amax import is_stacked
 from storage.checkpoints.model_index import Tensor
 
 _ANYTHING_BEFORE, _ANYTHING_BELOW = r"(?:.*[.])?", r"(?:[.].*)?"
-_LANGUAGE = ("model", "language_model")  # before what a language model is made of
+_LANGUAGE = ("model", "language_model")  # prefixes of a language model's modules
 
 
 @dataclass(frozen=True, slots=True)
 class Ignored:
-    """A module, or all of a tower."""
+    """A module, or a whole tower, that is not quantized."""
 
-    name: str  # in the checkpoint; of a tower: the part that it is known by
-    pattern: str = ""  # regular expression of the whole name, also under other names; "": they are the same
+    name: str  # name in the checkpoint; for a tower, its part of the name
+    pattern: str = ""  # regular expression for the whole name under any prefix; "": the name is the same everywhere
 
 
 def find_ignored(left: Sequence[str], quantized: Sequence[str]) -> list[Ignored]:
-    """From the names of modules as stored. No pattern finds one that is quantized."""
+    """Return the modules to ignore, from the stored names. No pattern matches a quantized module."""
     left = list(left)
     if not any(name.rpartition(".")[2] in HEADS and not _tower(name)[0] for name in (*left, *quantized)):
-        left.append(HEADS[0])  # it is the embedding: a layer all the same, which has nothing of its own to read
+        left.append(HEADS[0])  # the head is the embedding, but readers have a layer for it, without a tensor
     if all(_is_plain(name) for name in (*left, *quantized)):
         return [Ignored(name) for name in left]
-    below: dict[str, list[str]] = {}  # what is quantized of each tower
+    below: dict[str, list[str]] = {}  # quantized modules of each tower
     for name in quantized:
         tower, rest = _tower(name)
         if tower:
@@ -71,7 +69,7 @@ def find_ignored(left: Sequence[str], quantized: Sequence[str]) -> list[Ignored]
 
 
 def _tower(name: str) -> tuple[str, str]:
-    """The tower that a module is of, "" for none, and the rest of its name, without what names differ in."""
+    """Return the tower of a module or "", and the rest of its name without the prefixes that vary."""
     parts = name.split(".")
     at = next((number for number, part in enumerate(parts) if part in TOWERS), None)
     outer: Iterable[str] = _LANGUAGE if at is None else TOWERS
@@ -82,14 +80,14 @@ def _tower(name: str) -> tuple[str, str]:
 
 
 def _is_plain(name: str) -> bool:
-    """Whether it is one of a language model with its head: those are called the same everywhere."""
+    """Return whether the module is of a language model with its head. Those names never vary."""
     parts = name.split(".")
     known = parts[0] == "model" or (len(parts) == 1 and name in HEADS)
     return known and "language_model" not in parts and not _tower(name)[0]
 
 
 def _finder_of_ends(names: Iterable[str]) -> Callable[[str], bool]:
-    """Whether one of the names ends with those parts."""
+    """Return a function that tells whether one of the names ends with given parts."""
     turned = sorted(f".{name}"[::-1] for name in names)
 
     def is_end(parts: str) -> bool:
@@ -101,14 +99,14 @@ def _finder_of_ends(names: Iterable[str]) -> Callable[[str], bool]:
 
 
 _SHOWN_LENGTHS = 4
-# The inputs of fp8 layers are quantized as they come, a scale for each token: kernels multiply fp8 by fp8.
+# The inputs of fp8 layers are quantized at run time, with a scale per token, as kernels multiply fp8 by fp8.
 _TOKENS = {"num_bits": 8, "type": "float", "strategy": "token", "symmetric": True, "dynamic": True}
 
 
 def quantization_config(cut: CutModel) -> dict[str, Any] | None:
-    """For config.json. None when nothing is quantized, and for stacked experts that are: no format speaks of them.
+    """Return the config, or None when nothing is quantized, or stacked experts are, which no format describes.
 
-    `ignore` (nf4: `llm_int8_skip_modules`) finds every other matrix.
+    `ignore` (nf4: `llm_int8_skip_modules`) lists every matrix that is not quantized.
     """
     schemes = [kind.recipe.scheme if kind.recipe else "" for kind in cut.kinds]
     used = next(filter(None, schemes), "")
@@ -117,14 +115,14 @@ def quantization_config(cut: CutModel) -> dict[str, Any] | None:
         return None
     scheme = SCHEMES[used]
     form = "pack-quantized" if scheme.packed else "float-quantized"
-    modules: dict[bool, list[str]] = {False: [], True: []}  # by whether they are quantized
+    modules: dict[bool, list[str]] = {False: [], True: []}  # keyed by: is quantized
     for name, kind in zip(cut.names, cut.kind.tolist(), strict=True):
         if matrices[kind] and name.endswith(".weight"):
             modules[bool(schemes[kind])].append(name.removesuffix(".weight"))
     ignored = find_ignored(modules[False], modules[True])
     if scheme.scale == "block":
         computed = next(kind.recipe.dtype for kind in cut.kinds if kind.recipe is not None and kind.recipe.scheme)
-        # transformers takes patterns, others names and parts of names.
+        # transformers reads patterns; other libraries read names and parts of names.
         skipped = [form for one in ignored for form in (one.name, one.pattern) if form]
         return _bitsandbytes(quantized_tensors.DTYPES[computed], skipped)
     group = {
@@ -168,7 +166,7 @@ def _bitsandbytes(dtype: str, ignored: list[str]) -> dict[str, Any]:
 
 
 def precision_notes(tensors: Sequence[Tensor], precision: Precision) -> tuple[str, ...]:
-    """For people: what a scheme leaves as it is because of its rows, and what becomes of experts in one tensor."""
+    """Return remarks for people about matrices that a scheme cannot quantize, and about stacked experts."""
     if not precision.quantization:
         return ()
     is_skipped = skipper(precision.skip)
@@ -182,24 +180,24 @@ def precision_notes(tensors: Sequence[Tensor], precision: Precision) -> tuple[st
         more = ", ..." if len(lengths) > _SHOWN_LENGTHS else ""
         unit = SCHEMES[precision.quantization].unit
         notes.append(
-            f"{precision.quantization} leaves {len(left)} of {len(weights)} weight matrices as they are: their rows of "
-            f"{', '.join(map(str, lengths[:_SHOWN_LENGTHS]))}{more} are no multiple of {unit}"
+            f"{precision.quantization} does not quantize {len(left)} of {len(weights)} weight matrices: their rows of "
+            f"{', '.join(map(str, lengths[:_SHOWN_LENGTHS]))}{more} are not a multiple of {unit}"
         )
     if any(stacked):
         notes.append(
-            f"all experts of a layer in one tensor ({sum(stacked)} of them) stay as they are: no library reads that "
-            "quantized, as it does a tensor for each expert"
+            f"all experts of a layer in one tensor ({sum(stacked)} of them) are not quantized, because no library "
+            "reads such a tensor quantized; one tensor per expert can be quantized"
         )
     if not all(stacked):
         notes.append(
             f"all experts of a layer in one tensor ({len(stacked) - sum(stacked)} of them) are quantized under names "
-            "that no library reads: there is no quantization_config that says so"
+            "that no library reads, and no quantization_config can describe them"
         )
     return tuple(notes)
 
 
 def precision_of(cut: CutModel) -> str:
-    """What tensors become, for people: "cast to BF16: 3 tensors, int4: 224 tensors"."""
+    """Return the conversions for people, such as "cast to BF16: 3 tensors, int4: 224 tensors"."""
     counts = Counter[str]()
     for kind, count in zip(cut.kinds, np.bincount(cut.kind, minlength=len(cut.kinds)).tolist(), strict=True):
         if kind.recipe is not None:

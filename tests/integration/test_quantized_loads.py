@@ -104,6 +104,6 @@ def test_recorded_scales_give_the_librarys_bytes_and_slices_are_read(
 
 
 def test_a_model_that_has_nothing_to_quantize_is_refused(longshore: Longshore, folder: Path) -> None:
-    with pytest.raises(ConfigError, match="finds no weight"):
+    with pytest.raises(ConfigError, match="applies to no weight"):
         cluster.load(str(folder), quantization="int8", skip_quantization=["**"], device="cpu")
     longshore.assert_nothing_left()

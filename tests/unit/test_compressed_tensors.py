@@ -238,7 +238,7 @@ FOUR_OR_EIGHT = ModelConfig(
     [
         (packed(256, 4, (64, 2)), 4, "'x.weight_scale': parts of 64 of dim 1 of its weight (64, 256) do not fall on"),
         (packed(256, 4, (64, 2)), 3, "dim 1 of size 256 is not divisible by tensor_parallel_size=3"),
-        (packed(256, 4, (64, 1)), 2, "leave open how many bits its values have"),
+        (packed(256, 4, (64, 1)), 2, "do not determine the bits of its values"),
         (packed(256, 4, (64, 3)), 2, "fits none of the config_groups in config.json"),
         (packed(256, 4, (64, 2), g_idx=255), 2, "dim 1 of size 255 is not divisible by tensor_parallel_size=2"),
     ],

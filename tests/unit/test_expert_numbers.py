@@ -48,7 +48,7 @@ def test_every_table_names_experts_so_that_they_are_found() -> None:
 def test_a_layer_is_no_expert() -> None:
     tensors = [Tensor(f"model.layers.{n}.self_attn.q_proj.weight", "BF16", (8, 8), 0, 0, 128) for n in range(4)]
     rules = parse_rules({"**.q_proj.weight": "expert"})
-    said = r"4 tensors are one expert's by rule, but no name says which expert's: 'model.layers.\*.self_attn.* \(4\)"
+    said = r"of one expert by rule, but without an expert number in the name: 'model.layers.\*.self_attn.* \(4\)"
     with pytest.raises(LayoutError, match=said) as raised:
         decide_layout(tensors, Layout(2, expert_parallel_size=2), rules)
     assert "such as model.layers.7.mlp.experts.41" in raised.value.hint

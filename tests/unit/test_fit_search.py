@@ -149,7 +149,7 @@ def test_layouts_that_cannot_be_are_not_offered() -> None:
 def test_what_is_said() -> None:
     found = [planned("tensor_parallel_size=4", "ranks", 0, 4, 20 * 10**9), planned("x", "dtype", 1, 1, 5 * 10**9)]
     assert offer(found, 2, 9) == (
-        "The cheapest change that fits: tensor_parallel_size=4 (up to 20.0 GB on each of 4 ranks, 2 at hand); "
+        "The cheapest change that fits: tensor_parallel_size=4 (up to 20.0 GB on each of 4 ranks, 2 present); "
         "also x (5.00 GB)"
     )
     assert "None of 9 changes" in offer([], 2, 9)

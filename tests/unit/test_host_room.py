@@ -74,7 +74,9 @@ def test_what_other_loads_were_promised_is_not_free(claim: Claim, counts: bool) 
     assert problems({0: NodeNeed(1, 4 * GIB)}, NODE, claims=(claim,)) == []
     found = problems({0: NodeNeed(1, 4 * GIB + 1)}, NODE, claims=(claim,))
     assert bool(found) == counts
-    assert not found or found[0].endswith("has 4.29 GB beyond the reserve and what was promised (5.37 GB to other)")
+    assert not found or found[0].endswith(
+        "has 4.29 GB beyond the reserve and memory promised to other loads (5.37 GB to other)"
+    )
 
 
 def test_processes_that_are_to_be_started_need_memory_before_the_first_byte() -> None:

@@ -69,7 +69,7 @@ def test_experts_are_counted_one_by_one(family: str, tmp_path: Path) -> None:
     found = {t.name: t.shape for t in estimated.tensors if ".experts." in t.name}
     assert found
     assert found == {name: shape for name, shape in expert.items() if ".experts." in name}
-    assert "a tensor for each expert" in estimated.notes[0]
+    assert "one tensor per expert" in estimated.notes[0]
     (tmp_path / "alone").mkdir()
     (tmp_path / "alone" / "config.json").write_bytes((folder / "config.json").read_bytes())
     sizes = {"tensor_parallel_size": 2, "expert_parallel_size": 2, "quantization": "fp8"}
@@ -81,7 +81,7 @@ def test_experts_of_a_family_that_is_not_known_stay_stacked() -> None:
     shapes = [("model.layers.0.mlp.experts.gate_up_proj", (4, 8, 6)), ("norm.weight", (6,))]
     found, said = meta_estimate.one_by_one(shapes, "other_moe")
     assert found == shapes
-    assert "all of a layer in one tensor" in said
+    assert "all experts of a layer in one tensor" in said
 
 
 def test_will_a_70b_fit_on_four_times_24_gb(tmp_path: Path) -> None:
@@ -128,7 +128,7 @@ def test_tied_weights_count_once() -> None:
         ({"vision_config": {"architecture": "hf-hub:somebody/something"}}, "names its architecture"),
         ({"torch_dtype": "complex64"}, "dtype"),
         ({"hidden_size": "wide"}, "config.json"),
-        ({"num_attention_heads": 3}, "transformers makes no model of config.json: .*heads"),
+        ({"num_attention_heads": 3}, "transformers cannot make a model from config.json: .*heads"),
         ({"architectures": ["os", "AutoConfig", 5]}, ""),
     ],
 )
@@ -148,7 +148,7 @@ def test_code_that_a_config_names_is_not_looked_for(where: str) -> None:
 
 
 def test_a_text_config_that_is_none_is_one_clear_error() -> None:
-    with pytest.raises(ModelConfigError, match="transformers makes no model"):
+    with pytest.raises(ModelConfigError, match="transformers cannot make a model"):
         estimate_index(config_bytes(torch_dtype=None, text_config="text"), MIB)
 
 

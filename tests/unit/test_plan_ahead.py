@@ -138,14 +138,14 @@ def test_what_is_in_host_memory_alone_is_said_so(model: Path) -> None:
     for memory in (None, "24GB"):
         found = plan(model, device_map={"": "cpu"}, memory=memory)
         assert found.fit is not None
-        assert "no GPU has anything of it" in found.fit.sentence
+        assert "no tensor is on a GPU" in found.fit.sentence
 
 
 @pytest.mark.parametrize(
     ("limits", "folder", "said"),
     [
-        ({0: "1MB", "cpu": 0}, None, "raise max_memory, or give an offload_folder"),
-        ({0: "1MB", "cpu": 0, "disk": "1MB"}, "/scratch/llama", "raise max_memory, of disk too"),
+        ({0: "1MB", "cpu": 0}, None, "raise max_memory, or set offload_folder"),
+        ({0: "1MB", "cpu": 0, "disk": "1MB"}, "/scratch/llama", "raise max_memory, also of the disk"),
     ],
 )
 def test_a_hint_can_be_followed(model: Path, limits: dict[int | str, str | int], folder: str | None, said: str) -> None:
@@ -168,7 +168,7 @@ def test_matrices_whose_rows_do_not_suit_are_counted(tmp_path: Path, capsys: pyt
     }
     tensors = [(name, "BF16", shape) for name, shape in shapes.items()]
     (tmp_path / "model.safetensors").write_bytes(safetensors_bytes(tensors))
-    said = "int4 leaves 2 of 3 weight matrices as they are: their rows of 192, 320 are no multiple of 128"
+    said = "int4 does not quantize 2 of 3 weight matrices: their rows of 192, 320 are not a multiple of 128"
     assert plan(tmp_path, quantization="int4").notes[1:] == (said,)
     assert plan(tmp_path, quantization="int4", skip_quantization=["default", "b.*", "c.*"]).notes[1:] == ()
     for scheme in ("nf4", "fp8"):
@@ -200,7 +200,7 @@ def test_the_picture_of_a_request_is_that_of_its_plan(model: Path, tmp_path: Pat
     [
         ({"fit": "loose"}, "fit must be one of"),
         ({"memory": "24GB", "address": "auto"}, "leave one of"),
-        ({"memory": "2x24GB", "tensor_parallel_size": 4}, "4 ranks, and memory names 2 devices"),
+        ({"memory": "2x24GB", "tensor_parallel_size": 4}, "4 ranks, but memory names 2 devices"),
         ({"memory": "lots"}, "not a device's memory"),
         ({"store_rate": "quick"}, "not a rate"),
         ({"gpu_memory_utilization": 90}, "above 0 and at most 1"),
@@ -222,7 +222,7 @@ def test_the_picture_of_a_request_is_that_of_its_plan(model: Path, tmp_path: Pat
         ({"memory": "4x24"}, "24 bytes"),
         ({"trusted_keys": 5}, "trusted_keys must be a list .* not int"),
         ({"trusted_keys": [5]}, "trusted_keys must be a list .* not list of int"),
-        ({"layout_rules": ""}, "names no file"),
+        ({"layout_rules": ""}, "layout_rules is an empty string"),
         ({"quantization": 0}, "quantization must be a str or None, not int"),
         ({"quantization": False}, "quantization must be a str or None, not bool"),
         ({"quantization": "fp8", "skip_quantization": {"a": 1}}, "skip_quantization must be a list .* not dict"),

@@ -140,7 +140,7 @@ def test_a_refusal_says_need_have_and_the_cheapest_change(index: ModelIndex) -> 
     _, alone = fit(index, asked, given_devices(full * 7 // 10))
     assert alone.offers[0].what == 'quantization="fp8"'
     assert {offer.what for offer in alone.offers[1:]} == {"tensor_parallel_size=2"}
-    assert ", 1 at hand" in alone.sentence
+    assert ", 1 present" in alone.sentence
     _, hopeless = fit(index, asked, given_devices(1000))
     assert hopeless.offers == ()
     assert "None of " in hopeless.sentence
@@ -191,7 +191,7 @@ def test_nobody_knows_the_memory(index: ModelIndex) -> None:
 
 
 def test_more_ranks_than_memory_is_an_error() -> None:
-    with pytest.raises(ConfigError, match="4 ranks, and memory names 2 devices"):
+    with pytest.raises(ConfigError, match="4 ranks, but memory names 2 devices"):
         check_devices(Layout(4), given_devices(1, 1))
     check_devices(Layout(4), Devices((), SEEN))
     assert [way.ranks for way in layouts_for(6)] == [6, 6, 6]

@@ -83,7 +83,7 @@ def test_a_shard_that_is_cut_short_is_told_in_one_line(tmp_path: Path, published
         (lambda text: text[:100], "config.json is cut short: 100 B of"),
         (lambda text: text + b" ", "published with"),
         (lambda text: text.replace(b"128", b"256"), "config.json is not the published one"),
-        (None, "config.json is missing, and was published"),
+        (None, "config.json was published and is now missing"),
     ],
 )
 def test_a_config_that_is_not_the_published_one_has_a_hint(tmp_path: Path, ranks: int, change: Any, said: str):

@@ -47,13 +47,13 @@ def test_a_cut_that_is_not_on_blocks_says_so_and_which_sizes_do() -> None:
         (
             [tensor("a.weight", "F8_E4M3", (256, 256), 1)],
             FP8,
-            "'a.weight': it is quantized (F8_E4M3), but there is no scale next to it",
+            "'a.weight': it is quantized (F8_E4M3), but has no scale tensor",
         ),
-        ([tensor("a.qweight", "I32", (64, 256), 4)], GPTQ, "'a.qweight': next to it there is no scales and no qzeros"),
+        ([tensor("a.qweight", "I32", (64, 256), 4)], GPTQ, "'a.qweight': its module has no scales and no qzeros"),
         (
             [tensor("a.weight_packed", "I32", (64, 32), 4)],
             config_of({"config_groups": {"g": {"weights": {"num_bits": 4, "group_size": 128}}}}),
-            "'a.weight_packed': it is quantized (I32), but there is no scale next to it",
+            "'a.weight_packed': it is quantized (I32), but has no scale tensor",
         ),
         (
             [tensor("a.weight", "F8_E4M3", (256, 256), 1), tensor("a.weight_scale_inv", "F32", (3, 2), 4)],

@@ -58,7 +58,7 @@ def test_the_command_takes_a_file(tmp_path: Path, capsys: pytest.CaptureFixture[
         (b"[" * 7_000, "not JSON"),
         (b"[]", "must map"),
         (b"null", "must map"),
-        (b'{"a": "row", "a": "column"}', "stands there twice"),
+        (b'{"a": "row", "a": "column"}', "appears twice"),
         (b'{"a": {"b": "row"}}', "no rule is called"),
         (b'{"a": "sideways"}', "no rule is called 'sideways'"),
         (b'{"a": ' + b"9" * 5000 + b"}", "not JSON"),

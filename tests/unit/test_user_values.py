@@ -115,7 +115,7 @@ def test_a_result_that_cannot_be_pickled_names_its_type_and_what_to_return(resul
 
 
 def test_a_result_that_cannot_be_made_again_says_so() -> None:
-    with pytest.raises(RemoteCallFailed, match="the result of rank 3 cannot be read here") as caught:
+    with pytest.raises(RemoteCallFailed, match="the result of rank 3 cannot be unpickled in this process") as caught:
         called(lambda shard: Unreadable())
     assert caught.value.details["rank"] == 3
 

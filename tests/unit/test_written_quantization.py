@@ -88,7 +88,7 @@ def test_experts_in_one_tensor() -> None:
             held = {piece.name: piece.dtype for piece in plan.ranks[0].slices}
             assert (held["model.layers.0.mlp.experts.gate_up_proj"] == "BF16") is (skip == ("default",))
             notes += precision_notes(model.index.tensors, asked)
-    left = "all experts of a layer in one tensor (1 of them) stay as they are: no library reads that quantized"
+    left = "all experts of a layer in one tensor (1 of them) are not quantized, because no library reads such a tensor"
     made = "all experts of a layer in one tensor (1 of them) are quantized under names that no library reads"
     assert [note.startswith((left, made)[n % 2]) for n, note in enumerate(notes)] == [True] * 4
     assert precision_notes(model.index.tensors, Precision()) == ()
