@@ -1,8 +1,10 @@
-"""`shm_dir`: a folder in shared memory for one test."""
+"""Folders in memory for one test: `shm_dir` in shared memory, `small_tmpfs` of 8 MiB."""
 
 from __future__ import annotations
 
+import os
 import shutil
+import subprocess
 import tempfile
 from collections.abc import Iterator
 from pathlib import Path
@@ -18,3 +20,15 @@ def shm_dir() -> Iterator[Path]:
     folder = Path(tempfile.mkdtemp(prefix="longshore-test-", dir="/dev/shm"))
     yield folder
     shutil.rmtree(folder)
+
+
+@pytest.fixture
+def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
+    """A tmpfs of 8 MiB; the test is skipped where this user may not mount one."""
+    folder = tmp_path / "tmpfs"
+    folder.mkdir()
+    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
+    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
+        pytest.skip("mounting a tmpfs takes root")
+    yield folder
+    subprocess.run(["umount", str(folder)], check=True)

@@ -10,11 +10,8 @@ import random
 import resource
 import stat
 import struct
-import subprocess
 import threading
 import zlib
-from collections.abc import Iterator
-from pathlib import Path
 
 import numpy as np
 import pytest
@@ -25,19 +22,6 @@ from storage.arena.slots import COPY_BYTES, FREE_RECORD, RECORD_BYTES, SlotRecor
 from storage.errors import ArenaCorrupt, ArenaError, ArenaTooLarge
 from storage.host.processes import ProcessId
 from tests.support.python_processes import ask, start_python
-
-
-@pytest.fixture
-def small_tmpfs(tmp_path: Path) -> Iterator[Path]:
-    """A tmpfs of 8 MiB; the test is skipped where this user may not mount one."""
-    folder = tmp_path / "tmpfs"
-    folder.mkdir()
-    mount = ["mount", "-t", "tmpfs", "-o", "size=8m", "tmpfs", str(folder)]
-    if os.geteuid() or subprocess.run(mount, capture_output=True).returncode:
-        pytest.skip("mounting a tmpfs takes root")
-    yield folder
-    subprocess.run(["umount", str(folder)], check=True)
-
 
 SLOT = 64 << 10
 

@@ -52,7 +52,7 @@ def test_what_one_rank_wants_whole_never_sees_the_arena(shm_dir: Path) -> None:
     with local_node(shm_dir, slots=128, placement="direct") as node:
         ranks, report = node.load(plan, store)
         check_tensors(ranks, plan, objects)
-        direct = [rank.loader._direct for rank in ranks]
+        direct = [rank.loader.state._direct for rank in ranks]
         wanted_once = [c for mine in direct for c in mine if sum(c in plan.ranks[r].chunk_ids for r in range(4)) == 1]
         sizes = plan.chunks.sizes_bytes()
         assert report.direct_bytes == int(sizes[wanted_once].sum()) > 0
@@ -144,7 +144,7 @@ def test_a_rank_that_comes_back_fetches_its_own_again_and_no_more(shm_dir: Path)
         run_all([again, *ranks[2:]])
         check_tensors([ranks[0], again, *ranks[2:]], plan, objects)
         sizes = plan.chunks.sizes_bytes()
-        mine = [c for c in ranks[1].loader._direct if sum(c in plan.ranks[r].chunk_ids for r in range(4)) == 1]
+        mine = [c for c in ranks[1].loader.state._direct if sum(c in plan.ranks[r].chunk_ids for r in range(4)) == 1]
         others = set(np.concatenate([plan.ranks[r].chunk_ids for r in (2, 3)]).tolist())
         before = set(np.concatenate([plan.ranks[r].chunk_ids for r in (0, 1)]).tolist())
         assert store.read_bytes - read_bytes == int(sizes[mine].sum()) + int(sizes[sorted(others - before)].sum())
