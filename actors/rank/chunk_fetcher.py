@@ -32,7 +32,7 @@ from storage.stores.requests import ReadLimit, ReadLimits
 
 @dataclass(slots=True)
 class StageClock:
-    """What one thread did, in seconds and bytes. Written by that thread only."""
+    """Time and bytes of one thread. Written by that thread only."""
 
     busy_s: float = 0.0  # reading (fetch thread) or copying (place thread)
     bytes: int = 0
@@ -44,7 +44,7 @@ class StageClock:
 
 
 class ChunkRead:
-    """Fills `parts`, which together have the chunk's size. One thread."""
+    """One chunk on its way into `parts`, which together have its size. For one thread."""
 
     def __init__(
         self,
@@ -72,7 +72,7 @@ class ChunkRead:
     def read(self) -> None:
         """One try: read what is missing and check the digest, each piece while it is warm.
 
-        Raises what a read raises; what had arrived by then stays. Raises IntegrityError, and nothing stays.
+        Raises the error of the read; bytes that had arrived stay. Raises IntegrityError, and nothing stays.
         """
         rest = ByteRange(self._byte_range.start + self.arrived_bytes, self._byte_range.end)
         before_bytes = self.arrived_bytes
@@ -83,7 +83,7 @@ class ChunkRead:
                 self._shard.key,
                 rest,
                 _after(self._parts, self.arrived_bytes),
-                self._seen,
+                self._hash,
                 etag=self._shard.etag,
                 limit=self._limit,
             )
@@ -94,10 +94,10 @@ class ChunkRead:
             self._clock.busy_s += time.monotonic() - begun_s - (self._clock.verify_s - hashed_s)
             self._clock.bytes += self.arrived_bytes - before_bytes
             if not self._resumes and self.arrived_bytes < self._byte_range.size_bytes:
-                self._begin_anew()
+                self._restart()
         self._check()
 
-    def _seen(self, piece: memoryview) -> None:
+    def _hash(self, piece: memoryview) -> None:
         self.arrived_bytes += len(piece)
         if self._hasher is not None:
             begun_s = time.monotonic()
@@ -105,15 +105,15 @@ class ChunkRead:
             self._clock.verify_s += time.monotonic() - begun_s
 
     def _keep(self, arrived_bytes: int) -> None:
-        """So many bytes of the chunk stand in the parts: hash those that came last."""
+        """So many bytes of the chunk are in the parts: hash those that came last."""
         missing_bytes = min(arrived_bytes, self._byte_range.size_bytes) - self.arrived_bytes
         for part in _after(self._parts, self.arrived_bytes):
             for piece in cut(part[: max(0, missing_bytes)]):
                 missing_bytes -= len(piece)
-                self._seen(piece)
+                self._hash(piece)
 
     def spans(self) -> tuple[Span, ...]:
-        """Of a chunk without a digest, whole: what the store's checksum of its object is put together from."""
+        """Return the checksums of a complete chunk without a digest. The object's checksum is combined from them."""
         return self._hasher.spans() if isinstance(self._hasher, SpanHasher) else ()
 
     def _check(self) -> None:
@@ -122,7 +122,7 @@ class ChunkRead:
         self._clock.verify_bytes += self._byte_range.size_bytes
         found = self._hasher.digest()
         if found != self._expected:
-            self._begin_anew()
+            self._restart()
             raise IntegrityError(
                 "bytes from the store are not the published ones",
                 hint="the object is damaged, or was replaced after it was published: longshore verify shows all of it",
@@ -130,7 +130,7 @@ class ChunkRead:
                 found=f"{self._hash_name}:{found.hex()}",
             )
 
-    def _begin_anew(self) -> None:
+    def _restart(self) -> None:
         self.arrived_bytes = 0
         self._hasher = self._new_hasher()
 
@@ -141,7 +141,7 @@ class ChunkRead:
 
 
 def spans_of(tables: SharedTables, chunk: int, parts: Sequence[memoryview]) -> tuple[Span, ...]:
-    """As `ChunkRead.spans`, of a chunk that stands in `parts` by another way."""
+    """Return the same as `ChunkRead.spans`, for a chunk that came into `parts` in another way."""
     checksum = tables.shards[tables.chunks.shard[chunk]].checksum
     if tables.chunks.hash_name is not None or checksum is None:
         return ()
@@ -152,7 +152,7 @@ def spans_of(tables: SharedTables, chunk: int, parts: Sequence[memoryview]) -> t
 
 
 def _after(parts: Sequence[memoryview], skipped_bytes: int) -> list[memoryview]:
-    """The parts without their first `skipped_bytes`."""
+    """Return the parts without their first `skipped_bytes`."""
     rest = []
     for part in parts:
         if skipped_bytes < len(part):
@@ -162,20 +162,20 @@ def _after(parts: Sequence[memoryview], skipped_bytes: int) -> list[memoryview]:
 
 
 _LOG = logging.getLogger("longshore.rank")
-_NOTABLE = ("digest_mismatch", "object_changed", "credentials_expired")  # worth a line, whatever comes of it
+_NOTABLE = ("digest_mismatch", "object_changed", "credentials_expired")  # logged even when a later try succeeds
 
 
 class ChunkFetcher:
-    """Carries out leases; thread-safe, one `StageClock` per thread."""
+    """Fetches leases; thread-safe, one `StageClock` per thread."""
 
     def __init__(self, store: ObjectStore, tables: SharedTables, attempts: int, about: LogFields | None = None) -> None:
-        """`about`: whose chunks these are, for the log."""
+        """`about`: the load and the rank, for the log."""
         self._store = store
         self._tables = tables
         self._attempts = attempts
         self._overtaken: set[str] = set()  # leases whose chunk another lease has brought
         self._limits = ReadLimits()
-        self._running: dict[str, tuple[int, ReadLimit]] = {}  # lease id -> chunk, and what ends its read
+        self._running: dict[str, tuple[int, ReadLimit]] = {}  # lease id -> chunk, limit of its read
         self._about = about or LogFields()
         self._clocks: list[StageClock] = []
         self._disk: DiskReader | None = None
@@ -185,7 +185,7 @@ class ChunkFetcher:
         self.is_void: Callable[[str, bool], bool] = lambda _, arrived: False
 
     def clock(self) -> StageClock:
-        """A clock for the calling thread."""
+        """Return a clock for the calling thread."""
         clock = StageClock()
         self._clocks.append(clock)
         return clock
@@ -201,12 +201,12 @@ class ChunkFetcher:
                 limit.end()
 
     def close(self) -> None:
-        """Deadlines are watched no more: call it when nothing is fetched any more. Idempotent."""
+        """Stop watching deadlines. Call it when nothing is fetched any more. Idempotent."""
         self._limits.close()
         self.use_disk("")
 
     def use_disk(self, path: str) -> None:
-        """Chunks that the agent says are on disk are in that folder, empty for none. Nothing is being fetched now."""
+        """Read chunks that leases call `on_disk` from that folder; empty: none. Call it while nothing is fetched."""
         disk, self._disk = self._disk, None
         if disk is not None:
             disk.close()
@@ -215,7 +215,7 @@ class ChunkFetcher:
                 self._disk = DiskReader(path)
 
     def fetch(self, lease: LeaseOrder, parts: Sequence[memoryview], clock: StageClock) -> FetchedChunk:
-        """Fill `parts`, which together have the chunk's size. Never raises for what a store or a disk can do."""
+        """Fill `parts`, which together have the chunk's size. Errors of a store or a disk are in the result."""
         give_up_s = time.monotonic() + lease.deadline_s
         disk = self._from_disk(lease, parts, clock)
         if disk == DISK_READ:
@@ -230,7 +230,7 @@ class ChunkFetcher:
                 del self._running[lease.lease_id]
 
     def _from_disk(self, lease: LeaseOrder, parts: Sequence[memoryview], clock: StageClock) -> str:
-        """DISK_READ: the chunk stands in `parts`, verified. Else what to say of the disk; the store has it too."""
+        """Return DISK_READ when `parts` have the verified chunk, DISK_UNUSABLE when the disk failed, else ""."""
         if not lease.on_disk or self._ends(lease, False):
             return ""
         chunks, begun_s = self._tables.chunks, time.monotonic()
@@ -249,7 +249,7 @@ class ChunkFetcher:
 
     def _fetch(self, lease: LeaseOrder, read: ChunkRead, limit: ReadLimit, disk: str) -> FetchedChunk:
         retries = {"disk_unusable": 1} if disk == DISK_UNUSABLE else {}
-        tries = in_vain = 0  # in vain: it brought no byte more
+        tries = in_vain = 0  # in vain: no further byte arrived
         while not self._ends(lease, read.arrived_bytes > 0):
             tries += 1
             before_bytes = read.arrived_bytes
@@ -266,13 +266,13 @@ class ChunkFetcher:
             cause = cause_of(error)
             retries[cause] = retries.get(cause, 0) + 1
             decision = decide(cause, retries[cause], random.random())
-            said = str(error)  # (a record that held the error would hold its frames, and with them the arena)
+            text = str(error)  # (a record that held the error would hold its frames, and with them the arena)
             about = replace(self._about, chunk=lease.chunk, cause=cause).extra
-            _LOG.log(logging.WARNING if cause in _NOTABLE else logging.DEBUG, "a try failed: %s", said, extra=about)
-            # A deadline that passes after failures is a failure too: were the lease handed back, nobody would ever
-            # count them, and a store that stalls would be asked for ever.
+            _LOG.log(logging.WARNING if cause in _NOTABLE else logging.DEBUG, "a try failed: %s", text, extra=about)
+            # A deadline that passes after failures is a failure too. Returned leases are not counted, so a store that
+            # stalls would be asked for ever.
             if in_vain >= self._attempts or isinstance(decision, Fail) or time.monotonic() >= limit.deadline_s:
-                _LOG.warning("the chunk is given up after %d tries: %s", tries, said, extra=about)
+                _LOG.warning("the chunk failed after %d tries: %s", tries, text, extra=about)
                 failure = FetchFailure(lease.lease_id, lease.chunk, self._described(error, lease.chunk), tries)
                 return FetchedChunk(lease.lease_id, None, failure, retries)
             self.pause(cause, decision.delay_s, read.arrived_bytes > 0)
@@ -286,7 +286,7 @@ class ChunkFetcher:
         self.end_reads(others)
 
     def _ends(self, lease: LeaseOrder, arrived: bool) -> bool:
-        """Whether the lease is returned unused, without another try."""
+        """Return True when the lease is to be returned unused, without another try."""
         return lease.lease_id in self._overtaken or self.is_void(lease.lease_id, arrived)
 
     def _described(self, error: LongshoreError, chunk: int) -> LongshoreError:

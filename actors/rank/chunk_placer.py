@@ -1,14 +1,14 @@
-"""From a verified chunk to the rank's memory: what of it is wanted, and where it goes.
+"""Copies a rank's parts of verified chunks to its device, and converts tensors when their last chunk is there.
 
-Tensors that are converted on their way in: which chunks they wait for, and when each is done. Thread-safe.
+`Staging` decides about tensors that are converted; other chunks are copied as they come. Thread-safe.
 
     choose(chunks) -> those that may be placed now: tensors begin in the order of the plan, so few are open at a time
-    begin(chunk) --> the device has memory for what the chunk touches; its bytes are copied there
-    end(chunk)   --> tensors that were waiting for it alone are converted, and their memory is given up
+    begin(chunk) --> the device has memory for the tensors that the chunk touches; its bytes are copied there
+    end(chunk)   --> tensors that waited for this chunk only are converted, and their staging memory is freed
 
-A chunk may come twice, by a fetch of the rank's own and by its agent's word, perhaps at the same time in two threads.
-Only the first is copied; the other one returns when that is done. So nothing is converted before its last byte is
-there, or twice, and nothing is written to memory that was given up.
+A chunk may come twice, by a fetch of the rank and by a grant of its agent, perhaps at the same time in two threads.
+Only the first is copied; the other thread returns when that is done. So no tensor is converted before its last byte is
+there, or twice, and nothing is written to freed memory.
 """
 
 from __future__ import annotations
@@ -28,7 +28,7 @@ from storage.errors import LongshoreError
 
 
 class Staging:
-    """Of one rank, for one load: what was placed stays placed when the agent is restarted."""
+    """Conversions of one rank in one load. Placed chunks stay placed when the agent is restarted."""
 
     def __init__(self, device: Device, plan: RankPlan, items: ReadItems, chunk_bytes: int) -> None:
         """`chunk_bytes`: of the model's largest chunk."""
@@ -63,10 +63,10 @@ class Staging:
         return self._tensors.keys()
 
     def choose(self, chunks: Iterable[int], most: int) -> list[int]:
-        """Of these, those that can be placed one after the other, in plan order, while tensors begin in that order too.
+        """Return up to `most` of the chunks, in plan order, so that tensors begin in that order too.
 
-        Then the only one that is left unfinished is that which the next chunk goes on with. A chunk that goes on with
-        tensors that have begun, or has nothing to do with any, waits for none.
+        At most one tensor is then incomplete, and the next chunk belongs to it. A chunk that touches only tensors that
+        have begun, or none, never waits.
         """
         chosen: list[int] = []
         with self._changed:
@@ -84,11 +84,11 @@ class Staging:
         return chosen
 
     def begin(self, chunk: int) -> bool:
-        """Whether the chunk is to be copied now; False when it was, in whole. Raises DoesNotFit."""
+        """Return True when the chunk is to be copied now; False when it was copied before. Raises DoesNotFit."""
         if chunk not in self._tensors:
             return True
         with self._changed:
-            # Whoever would open a tensor while others wait to be converted is too fast: it keeps its slot for a while.
+            # A chunk that opens a tensor waits in its slot while others wait to be converted.
             self._changed.wait_for(
                 lambda: self._broken or (chunk not in self._placing and (self._complete <= 1 or not self._opens(chunk)))
             )
@@ -106,7 +106,7 @@ class Staging:
         return True
 
     def end(self, chunk: int) -> None:
-        """The bytes of the chunk are copied, or the device will copy them before what it is told next."""
+        """The bytes of the chunk are copied, or the device copies them before any later command."""
         if chunk not in self._tensors:
             return
         with self._changed:
@@ -126,13 +126,13 @@ class Staging:
             self._changed.notify_all()
 
     def failed(self) -> None:
-        """The load cannot go on: nobody waits for a chunk that will not be placed."""
+        """Stop every wait: the load cannot go on."""
         with self._changed:
             self._broken = True
             self._changed.notify_all()
 
     def finish(self) -> None:
-        """Every chunk is placed: tensors that none of them touches, such as those that are all padding."""
+        """Convert tensors that no chunk touches, such as those that are all padding. Every chunk is placed."""
         for number, staged in enumerate(self._plan.staged):
             if not staged.source.filled_bytes:
                 self._device.stage(staged)
@@ -159,7 +159,7 @@ MAX_PARTS = 64  # contiguous pieces of a chunk that is received in place: for sm
 
 
 class ChunkPlacer:
-    """Places chunks of one rank; thread-safe, one clock per thread."""
+    """Copies chunks of one rank; thread-safe, one clock per thread."""
 
     def __init__(self, device: Device, plan: RankPlan, tables: SharedTables) -> None:
         self._device = device
@@ -169,10 +169,10 @@ class ChunkPlacer:
         self._wanted_bytes = self._items.chunk_bytes()
         self._clocks: list[StageClock] = []
         self._fetching: list[StageClock] = []  # those of fetch threads
-        self.device_s = 0.0  # waited for the device's copies to end
+        self.device_s = 0.0  # waited for the device to end its copies
 
     def clock(self, *, fetching: bool = False) -> StageClock:
-        """A clock for the calling thread, which places what it has fetched, or only places."""
+        """Return a clock for the calling thread. `fetching`: it is a fetch thread, which places too."""
         clock = StageClock()
         self._clocks.append(clock)
         if fetching:
@@ -181,12 +181,12 @@ class ChunkPlacer:
 
     @property
     def fetching_s(self) -> float:
-        """Seconds for which fetch threads placed."""
+        """Seconds that fetch threads spent placing."""
         return sum(clock.busy_s for clock in self._fetching)
 
     @property
     def total(self) -> StageClock:
-        """What all threads did together."""
+        """Sum over all threads."""
         clocks = list(self._clocks)
         return StageClock(
             busy_s=sum(clock.busy_s for clock in clocks),
@@ -195,22 +195,22 @@ class ChunkPlacer:
         )
 
     def chunk_bytes(self, chunk: int) -> int:
-        """Size of a chunk."""
+        """Return the size of the chunk."""
         return self._chunks.byte_range(chunk).size_bytes
 
     def wanted_bytes(self, chunk: int) -> int:
-        """How many bytes of the chunk the rank holds."""
+        """Return the number of bytes of the chunk that the rank holds."""
         return self._wanted_bytes.get(chunk, 0)
 
     def at_once(self, chunk: int) -> bool:
-        """Whether whoever has fetched the chunk should place it too: not while others wait to be told of it, when a
-        conversion may follow.
+        """Return True when the fetch thread places the chunk too. A conversion, which may follow, would keep the chunk
+        from other ranks.
         """
         return self._device.receives and self.wanted_bytes(chunk) > 0 and chunk not in self.staging.chunks
 
     def direct_chunks(self) -> tuple[int, ...]:
-        """Chunks that can be received in the rank's own memory, ascending: those wanted whole, if the device can, and
-        of tensors that are held as they are stored.
+        """Return the chunks that can be received in the rank's own memory, ascending. They are wanted completely, and
+        their tensors are not converted.
         """
         if not self._device.receives:
             return ()
@@ -220,7 +220,7 @@ class ChunkPlacer:
         )
 
     def direct_parts(self, chunk: int, clock: StageClock) -> list[memoryview]:
-        """The memory in which one of `direct_chunks` belongs, in the chunk's order; present, which can take time."""
+        """Return the memory for one of `direct_chunks`, in the chunk's order. Making its pages present takes time."""
         begun_s = time.monotonic()
         parts = self._device.parts(self._items, self._items.for_chunk(chunk))
         clock.busy_s += time.monotonic() - begun_s
@@ -228,11 +228,11 @@ class ChunkPlacer:
 
     @property
     def fresh_s(self) -> float:
-        """Of the time for which all threads placed: until fresh memory was present."""
+        """Seconds that all threads waited for the pages of fresh memory."""
         return self._device.fresh_s
 
     def place(self, arena: Arena, chunks: list[tuple[int, int]], clock: StageClock) -> int:
-        """Copy what the rank wants of these (chunk, slot); bytes copied. Nothing reads the slots afterwards."""
+        """Copy the rank's parts of these (chunk, slot), and return their bytes. Nothing reads the slots afterwards."""
         begun_s = time.monotonic()
         moved_bytes = 0
         for chunk, slot in chunks:
@@ -246,7 +246,7 @@ class ChunkPlacer:
         return moved_bytes
 
     def finish(self) -> None:
-        """Every chunk is placed: returns when every tensor is what it is to be."""
+        """Complete every tensor. Every chunk is placed."""
         self.staging.finish()
         self._device.synchronize()
         self._device.finish()

@@ -1,10 +1,10 @@
-"""One rank's side of a load: lease, stream, verify, place. A plain class that any process on the node can host.
+"""Loads one rank with threads, links and a device; `actors.rank.state` decides. Any process on the node can host it.
 
-    run() ---------- exchange loop: tells the agent what was committed and placed, gets leases and readable chunks
+    run() ---------- exchange loop: reports results to the agent, receives leases and readable chunks
       |  leases                                   ^ results
       v                                           |
     fetch threads -- store --> slot, or the rank's own memory (direct) -- digest --> placed while it is warm
-      |                as many as the agent finds best, started when first needed
+      |                as many as the agent allows, started when first needed
       |  readable chunks (of other ranks, of the cache)
       v
     place thread --- device.place(slot -> segments) -> placed
@@ -12,10 +12,8 @@
 Nothing here knows Ray: `AgentLink` is a handle to an actor in a cluster and an object in a test. A slot is written
 only under a lease and read only under it or between `readable` and `placed`; when `run` ends, no thread touches it.
 
-The arenas that this process has mapped, and the ranks in it that use them.
-
-A mapping is shared by the ranks of the process. Mapping the pages of an arena anew costs 0.1 CPU s per GB, so a process
-that is kept warm keeps its mapping too.
+`ArenaMaps` holds the arenas that the process has mapped. Its ranks share a mapping. Mapping the pages of an arena
+again costs 0.1 CPU s per GB, so a process that is kept warm keeps its mapping too.
 """
 
 from __future__ import annotations
@@ -59,23 +57,23 @@ class _Mapping:
 
 
 class ArenaMaps:
-    """Thread-safe. A user is a rank's loader, by any number that tells it from the others."""
+    """Mapped arenas and their users. Thread-safe. A user is a rank's loader, by a number unique in the process."""
 
     def __init__(self) -> None:
         self._lock = threading.Lock()
         self._keeps = False
         self._mappings: dict[str, _Mapping] = {}  # by epoch
-        self._claims: dict[int, tuple[str, str]] = {}  # user -> (arena path, agent by whose word)
+        self._claims: dict[int, tuple[str, str]] = {}  # user -> (arena path, agent that granted access)
 
     def keep(self, keeps: bool) -> None:
-        """From now on leave an arena mapped that nobody uses, or not."""
+        """From now on leave unused arenas mapped, or do not."""
         with self._lock:
             self._keeps = keeps
             if not keeps:
                 self._close_unused()
 
     def open(self, path: str, epoch: str) -> Arena:
-        """The arena at `path`, which the agent says is of this epoch. Raises ArenaError."""
+        """Return the arena at `path`, which has this epoch. Raises ArenaError."""
         with self._lock:
             self._close_unused(but=epoch)  # one that was replaced gives its memory back only when nobody maps it
             mapping = self._mappings.get(epoch)
@@ -88,7 +86,7 @@ class ArenaMaps:
             return mapping.arena
 
     def close(self, arena: Arena) -> None:
-        """One user less; as many times as it was opened."""
+        """End one use. Call it as often as `open`."""
         with self._lock:
             self._mappings[arena.epoch].users -= 1
             if not self._keeps:
@@ -100,18 +98,18 @@ class ArenaMaps:
                 del self._mappings[epoch]
                 mapping.arena.close()
 
-    # -- who uses them -----------------------------------------------------------------------------------------
+    # -- users -------------------------------------------------------------------------------------------------
 
     def claim(self, user: int, path: str, agent: str) -> None:
-        """The user may read and write the arena, by this agent's word."""
+        """This agent lets the user read and write the arena."""
         self._claims[user] = (path, agent)
 
     def release(self, user: int) -> None:
-        """The user touches no arena any more."""
+        """The user accesses no arena any more."""
         self._claims.pop(user, None)
 
     def words(self, but: int | None = None) -> Words:
-        """(arena path, agent) of the users in this process, `but` that one."""
+        """Return (arena path, agent) of the users in this process, without `but`."""
         return tuple(claim for key, claim in list(self._claims.items()) if key != but)
 
 
@@ -119,9 +117,9 @@ PROCESS_ARENAS = ArenaMaps()
 
 
 def empty_frames(error: BaseException) -> None:
-    """Whoever keeps the error keeps no chunk and no tensor with it, only the lines that it came through.
+    """Clear the local variables of the frames of an error and its causes, so that it keeps no chunk and no tensor.
 
-    Likewise for what it was raised from. Functions that are still running keep what they have.
+    Frames of running functions stay as they are.
     """
     emptied: set[int] = set()
     one: BaseException | None = error
@@ -132,7 +130,7 @@ def empty_frames(error: BaseException) -> None:
 
 
 class LoaderThreads:
-    """Starts them, joins them, and hands the error of any of them to `failed`."""
+    """Threads of a loader. The first error of each goes to `failed`."""
 
     def __init__(self, rank: int, failed: Callable[[LongshoreError], None]) -> None:
         self._rank = rank
@@ -143,13 +141,13 @@ class LoaderThreads:
         return len(self._threads)
 
     def start(self, loop: Callable[[], None], name: str) -> None:
-        """One more, which runs until `loop` returns."""
+        """Start one more thread, which runs until `loop` returns."""
         thread = threading.Thread(target=self._guarded, args=(loop,), name=name, daemon=True)
         self._threads.append(thread)
         thread.start()
 
     def join(self) -> None:
-        """Wait for all; who calls has told them to end."""
+        """Wait for all. The caller has stopped them before."""
         for thread in self._threads:
             thread.join()
 
@@ -164,23 +162,23 @@ class LoaderThreads:
 
 
 class RankMeter:
-    """Made when everything is imported, and nothing of the load is there yet."""
+    """Time, memory and CPU of a rank. Create it after the imports and before any memory of the load."""
 
     def __init__(self) -> None:
-        self._told_s = -math.inf
+        self._reported_s = -math.inf
         self.started_s = time.monotonic()
         self._memory = PeakMemory(kept_bytes=PROCESS_MEMORY.kept_bytes)
         self._cpu: CpuClock | None = None  # since there was something to do
 
     def import_torch(self) -> None:
-        """For conversions, before the load begins: what it takes is no part of the load."""
+        """Import torch for conversions before the load begins, so that its memory is not counted as the load's."""
         before = own_bytes()
         import actors.devices.convert  # noqa: F401
 
         self._memory.baseline_bytes += max(0, own_bytes() - before)
 
     def sample(self, *, at_work: bool) -> None:
-        """Look now; called whenever the agent has answered. `at_work`: it has had something to do."""
+        """Measure memory now. Call it after each answer of the agent. `at_work`: the rank has had something to do."""
         self._memory.sample()
         if at_work and self._cpu is None:
             self._cpu = CpuClock()
@@ -188,11 +186,11 @@ class RankMeter:
     def stats(
         self, every_s: float, state: RankState, fetcher: ChunkFetcher, placer: ChunkPlacer, *, last: bool
     ) -> RankStats | None:
-        """For the agent; None when it was told less than `every_s` ago, and this is not the `last` time."""
+        """Return the stats for the agent; None within `every_s` of the ones before, unless they are the `last`."""
         now_s = time.monotonic()
-        if now_s - self._told_s < every_s and not last:
+        if now_s - self._reported_s < every_s and not last:
             return None
-        self._told_s = now_s
+        self._reported_s = now_s
         return RankStats(_stages(state, fetcher, placer), 0 if last else state.working, state.requests)
 
     def report(
@@ -204,7 +202,7 @@ class RankMeter:
         fetcher: ChunkFetcher,
         placer: ChunkPlacer,
     ) -> RankReport:
-        """The rank has placed everything just now."""
+        """Return the report of a rank that has placed everything just now."""
         now_s = time.monotonic()
         first_s = state.first_work_s or now_s
         self._memory.sample()
@@ -237,7 +235,7 @@ class RankMeter:
 
 
 def _stages(state: RankState, fetcher: ChunkFetcher, placer: ChunkPlacer) -> StageTimes:
-    """Where the time went so far. Other threads go on counting meanwhile."""
+    """Return the time per stage so far. Other threads go on counting meanwhile."""
     spent = state.fetch_time
     return replace(
         fetcher.stage_times(placer.total),
@@ -251,15 +249,15 @@ def _stages(state: RankState, fetcher: ChunkFetcher, placer: ChunkPlacer) -> Sta
     )
 
 
-AGENT_GONE_S = 60.0  # an agent that does not answer for this long is not coming back
-AGENT_BACK_S = 15.0  # Ray restarts an agent, and the coordinator tells it its loads, well within this
+AGENT_GONE_S = 60.0  # an agent that does not answer for this long is gone for good
+AGENT_BACK_S = 15.0  # Ray restarts an agent, and the coordinator sends it its loads, well within this
 PLACE_BATCH = 8  # chunks copied between two waits for the device
 
-_MESSAGE_NUMBERS = itertools.count(1)  # of this process: an agent tells by them which message is the older one
+_MESSAGE_NUMBERS = itertools.count(1)  # of this process: an agent orders messages by them
 
 
 class RankLoader:
-    """Loads one rank's slices. `run` blocks until they are all placed, or raises one typed error."""
+    """Loader of one rank's slices. `run` blocks until they are all placed, or raises one typed error."""
 
     def __init__(
         self,
@@ -269,7 +267,7 @@ class RankLoader:
         *,
         store: ObjectStore | None = None,
     ) -> None:
-        """`device`: the rank's, or what makes it when the plan is there."""
+        """`device`: the rank's device, or a function that creates it from the rank's plan."""
         self._link = link
         self._job = job
         self._store = store or open_store(job.store.ref, job.store.credentials, read_timeout_s=job.fetch.read_timeout_s)
@@ -299,7 +297,7 @@ class RankLoader:
 
     @property
     def started_s(self) -> float:
-        """When this loader was made, by the monotonic clock."""
+        """Creation time of this loader, by the monotonic clock."""
         return self._meter.started_s
 
     # -- called by the host ------------------------------------------------------------------------------------
@@ -400,7 +398,7 @@ class RankLoader:
             if result.commit is not None and direct:
                 placed_bytes = self._placer.wanted_bytes(chunk)
             elif result.commit is not None and self._placer.at_once(chunk):
-                # While it is warm, and without waiting to be told that it is there. The lease still holds the slot.
+                # The chunk is warm now, and the lease still holds the slot.
                 placed_bytes = self._placer.place(self._arena, [(chunk, lease.slot)], placing)
             self._work.fetched(result, size_bytes, time.monotonic() - begun_s, placed_bytes)
 
@@ -418,7 +416,7 @@ class RankLoader:
     # -- the end -----------------------------------------------------------------------------------------------
 
     def _end(self, *, failed: bool) -> None:
-        """No thread, no mapping and no connection is left; the agent gets its slots back."""
+        """Leave no thread, no mapping and no connection; return the slots to the agent."""
         self._work.stop(LoadCancelled("the load is over"))
         self._threads.join()
         self._fetcher.close()
@@ -427,7 +425,7 @@ class RankLoader:
                 self._device.free()
             self._close_arena()
             if self.state.may_hold_slots:
-                # Unsaid, the slots would stay fenced for as long as this process lives. Said in vain, they do.
+                # Without this message the slots stay fenced for as long as this process lives.
                 with contextlib.suppress(Exception):
                     self._link.exchange(self._update(leaving=True))
         finally:

@@ -31,7 +31,7 @@ class RankWork:
         self._fetch = threading.Condition(lock)  # fetch threads: a lease, and a place to work on it
         self._again = threading.Condition(lock)  # fetch threads in a pause before another try
         self._place = threading.Condition(lock)  # the place thread
-        self._tell = threading.Condition(lock)  # the exchange loop
+        self._exchange = threading.Condition(lock)  # the exchange loop
 
     # -- fetch threads -----------------------------------------------------------------------------------------
 
@@ -47,14 +47,14 @@ class RankWork:
             self.state.fetch_ended(result, size_bytes, fetch_s, time.monotonic(), placed_bytes)
             if self.state.is_returning:
                 self._again.notify_all()
-            self._tell.notify_all()
+            self._exchange.notify_all()
 
     def _pause(self, cause: str, delay_s: float, arrived: bool = False) -> None:
         """Return when the calling thread may try again, or is to stop. `arrived`: a part of the chunk is there."""
         with self._again:
             self.state.pause_begun(cause, time.monotonic())
             self._fetch.notify()  # another thread may use the place
-            self._tell.notify_all()
+            self._exchange.notify_all()
             self._again.wait_for(lambda: self.state.ends_tries(arrived), delay_s)
             self.state.pause_over()
             self._again.wait_for(lambda: self.state.may_try or self.state.ends_tries(arrived))
@@ -70,7 +70,7 @@ class RankWork:
                 if chunks := self.state.next_chunks(most, now_s):
                     return chunks
                 held_until_s = self.state.held_until_s
-                self._tell.notify_all()  # nothing is placed for a while
+                self._exchange.notify_all()  # nothing is placed for a while
                 self._place.wait(None if held_until_s is None else max(0.0, held_until_s - now_s))
             return []
 
@@ -78,30 +78,30 @@ class RankWork:
         """See `RankState.chunks_placed`."""
         with self._place:
             self.state.chunks_placed(sizes_bytes, time.monotonic())
-            self._tell.notify_all()
+            self._exchange.notify_all()
 
     # -- the conversation with the agent -----------------------------------------------------------------------
 
     def drain(self) -> None:
         """Return when nothing of the arena is in use any more. Raises `stop`'s error."""
-        with self._tell:
+        with self._exchange:
             self._begin_drain(finish=False)
-            self._tell.wait_for(lambda: self.state.drained or self.state.error is not None)
+            self._exchange.wait_for(lambda: self.state.drained or self.state.error is not None)
             self._raise_if_stopped()
 
     def hello(self, others: Words) -> RankHello:
         """See `RankState.hello`; after `drain`."""
-        with self._tell:
+        with self._exchange:
             return self.state.hello(others)
 
     def welcomed(self, hello: RankHello, reply: JoinReply) -> None:
         """See `RankState.welcomed`."""
-        with self._tell:
+        with self._exchange:
             self.state.welcomed(hello, reply, time.monotonic())
 
     def wait_for_update(self) -> bool:
         """Return when the next update is due: whether it is the last one. Raises `stop`'s error."""
-        with self._tell:
+        with self._exchange:
             while True:
                 self._raise_if_stopped()
                 if self.state.finished and not self.state.draining:
@@ -109,16 +109,16 @@ class RankWork:
                 rest_s = self.state.update_due_s - time.monotonic()
                 if rest_s <= 0:
                     return self.state.finished and self.state.drained
-                self._tell.wait(rest_s)
+                self._exchange.wait(rest_s)
 
     def update(self, *, leaving: bool, others: Words, stats: RankStats | None) -> RankUpdate:
         """See `RankState.update`."""
-        with self._tell:
+        with self._exchange:
             return self.state.update(time.monotonic(), leaving=leaving, others=others, stats=stats)
 
     def answered(self, update: RankUpdate, orders: Orders | None) -> Next:
         """See `RankState.answered`. Reads of leases that the agent has closed end."""
-        with self._tell:
+        with self._exchange:
             after = self.state.answered(update, orders, time.monotonic())
             if self.state.abandoned:
                 self._fetcher.end_reads()
@@ -135,21 +135,21 @@ class RankWork:
 
     def sleep(self, seconds: float) -> None:
         """Raises `stop`'s error."""
-        with self._tell:
-            self._tell.wait_for(lambda: self.state.error is not None, seconds)
+        with self._exchange:
+            self._exchange.wait_for(lambda: self.state.error is not None, seconds)
             self._raise_if_stopped()
 
     def fetch_threads(self) -> int:
         """Return the number of fetch threads that have something to do."""
-        with self._tell:
+        with self._exchange:
             return min(self.state.requests, self.state.in_hand)
 
     def stop(self, error: LongshoreError) -> None:
         """Everything that waits here ends; the first error counts."""
-        with self._tell:
+        with self._exchange:
             self.state.stop(error)
             self._fetcher.end_reads()
-            for condition in (self._fetch, self._again, self._place, self._tell):
+            for condition in (self._fetch, self._again, self._place, self._exchange):
                 condition.notify_all()
 
     def _begin_drain(self, *, finish: bool) -> None:

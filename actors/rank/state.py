@@ -35,7 +35,7 @@ from storage.host.processes import ProcessId
 Choose = Callable[[Iterable[int], int], list[int]]  # (chunks, limit) -> those that may be placed now, in order
 
 HOLD_S = 1.0  # chunks are held back for this long at most while no fetch of this rank is under way
-TELL_S = 0.05  # results wait for others at most this long: other ranks of the node need them
+REPORT_S = 0.05  # results wait for others at most this long: other ranks of the node need them
 
 
 class RankIdentity(NamedTuple):
@@ -185,7 +185,7 @@ class RankState:
 
     @property
     def may_fetch(self) -> bool:
-        """Whether `next_lease` would return one."""
+        """True when `next_lease` returns one."""
         return bool(self.leases) and self.working + self._returning < self.requests and self.error is None
 
     @property
@@ -194,7 +194,7 @@ class RankState:
         return len(self.leases) + len(self.begun)
 
     def next_lease(self, now_s: float) -> LeaseOrder | None:
-        """The fetch of the lease that is returned starts now. None: no fetch may start."""
+        """Return the lease whose fetch starts now; None when no fetch may start."""
         if not self.may_fetch:
             return None
         self._account(now_s)
@@ -204,11 +204,11 @@ class RankState:
         return lease
 
     def is_void(self, lease_id: str, arrived: bool) -> bool:
-        """Whether no further try of the lease may start. `arrived`: a part of the chunk is there."""
+        """Return True when no further try of the lease may start. `arrived`: a part of the chunk is there."""
         return lease_id in self.closed or self.ends_tries(arrived)
 
     def ends_tries(self, arrived: bool) -> bool:
-        """Whether no fetch tries again, and pauses end. `arrived` as for `is_void`."""
+        """Return True when no fetch tries again, and pauses end. `arrived` as for `is_void`."""
         return self.error is not None or (self.draining and not (arrived and self._finishing))
 
     def fetch_ended(
@@ -246,12 +246,12 @@ class RankState:
 
     @property
     def may_try(self) -> bool:
-        """Whether a fetch whose pause is over finds a place."""
+        """True when a fetch whose pause is over finds a place."""
         return self.working < self.requests
 
     @property
     def is_returning(self) -> bool:
-        """Whether a fetch whose pause is over waits for a place."""
+        """True while a fetch whose pause is over waits for a place."""
         return self._returning > 0
 
     def pause_ended(self, now_s: float) -> None:
@@ -264,9 +264,9 @@ class RankState:
     # -- placing -----------------------------------------------------------------------------------------------
 
     def next_chunks(self, most: int, now_s: float) -> list[tuple[int, int]]:
-        """The copies of the (chunk, slot) that are returned start now, `most` at most. None: no copy may start.
+        """Return up to `most` (chunk, slot) whose copies start now; none when no copy may start.
 
-        Held back chunks may occupy slots that the chunks they wait for need, here or in another rank. After `HOLD_S`
+        Chunks that are held back may occupy the slots that others need, here or in another rank. After `HOLD_S`
         without a fetch of its own the rank therefore places the first of them in the plan's order. A drain forgets
         them instead: the agent grants them again.
         """
@@ -302,7 +302,8 @@ class RankState:
 
     def hello(self, others: Words = ()) -> RankHello:
         """Return the message that introduces this rank, which has drained. `others`: see `RankHello`."""
-        assert self.drained, "the rank would say that it uses nothing, and it does"
+        if not self.drained:
+            raise RuntimeError("the hello would claim that nothing of the arena is in use")
         self.results.fetched.clear()  # the hello returns every lease: how single ones ended does not matter
         self.draining = self._abandoned = self.joined = False
         self.may_hold_slots = True
@@ -333,7 +334,7 @@ class RankState:
         if not waits_for_others and self._is_worth_a_message():
             return -math.inf
         if len(self.results) and not waits_for_others:
-            return max(self.results.since_s, self._answered_s) + min(self._heartbeat_s, TELL_S)
+            return max(self.results.since_s, self._answered_s) + min(self._heartbeat_s, REPORT_S)
         return self._answered_s + self._heartbeat_s
 
     def update(
@@ -401,7 +402,7 @@ class RankState:
 
     @property
     def finished(self) -> bool:
-        """Whether every chunk is placed."""
+        """True when every chunk is placed."""
         return len(self.placed) == self._needed
 
     # -- the end -----------------------------------------------------------------------------------------------
@@ -423,7 +424,7 @@ class RankState:
 
     @property
     def drained(self) -> bool:
-        """Whether nothing of the arena is in use."""
+        """True when nothing of the arena is in use."""
         return not (self.leases or self.begun or self.copying or self.readable)
 
     def abandon(self) -> None:
@@ -433,7 +434,7 @@ class RankState:
 
     @property
     def abandoned(self) -> bool:
-        """Whether every read is to end at once."""
+        """True when every read is to end at once."""
         return self._abandoned or self.error is not None
 
     def stop(self, error: LongshoreError) -> None:
@@ -491,13 +492,13 @@ class RankState:
             self.placed_bytes += size_bytes
 
     def _account(self, now_s: float) -> None:
-        """What goes on changes now."""
+        """Account for the time until now, before the number of working or pausing fetches changes."""
         nothing_to_do = bool(self.leases) or self.finished or self._short_of == "chunks"
         short_of = "" if nothing_to_do else self._short_of or "lease"
         self.fetch_time.spend(now_s, self.requests, self.working, self.pausing, short_of)
 
     def _goes_on(self) -> bool:
-        """Whether anything goes on here without the agent."""
+        """Return True when something goes on here without the agent."""
         placeable = self.readable and self.held_until_s is None
         return bool(self.leases or self.begun or self.copying or placeable)
 

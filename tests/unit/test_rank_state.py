@@ -13,7 +13,7 @@ from hypothesis import strategies as st
 from hypothesis.stateful import RuleBasedStateMachine, initialize, invariant, precondition, rule
 
 from actors.node.chunk_sources import STORE
-from actors.rank.state import HOLD_S, TELL_S, FetchedChunk, Next, RankIdentity, RankState
+from actors.rank.state import HOLD_S, REPORT_S, FetchedChunk, Next, RankIdentity, RankState
 from cluster.errors import LoadCancelled
 from cluster.messages import Commit, FetchFailure, JoinReply, LeaseOrder, Orders, RankHello, RankUpdate
 from cluster.scheduling.concurrency import START
@@ -126,7 +126,7 @@ class RankMachine(RuleBasedStateMachine):
     def chunks_are_held_back(self, allowed: bool) -> None:
         self.allowed = allowed
 
-    @rule(seconds=st.sampled_from([0.01, TELL_S, HOLD_S]))
+    @rule(seconds=st.sampled_from([0.01, REPORT_S, HOLD_S]))
     def time_passes(self, seconds: float) -> None:
         self.now_s += seconds
 
@@ -321,9 +321,9 @@ def test_a_result_is_sent_at_once_only_while_a_place_is_free() -> None:
     for _ in range(START - 1):
         state.next_lease(0.2)
     fetch(state, 0.3)
-    assert state.update_due_s == 0.3 + TELL_S  # others of the node may need it
+    assert state.update_due_s == 0.3 + REPORT_S  # others of the node may need it
     fetch(state, 0.31)
-    assert state.update_due_s == 0.3 + TELL_S
+    assert state.update_due_s == 0.3 + REPORT_S
     fetch(state, 0.32)
     assert state.update_due_s == -math.inf  # a request is free, and no lease is left
     assert len(exchange(state, Orders(), 0.33).committed) == 3
