@@ -216,7 +216,7 @@ def test_leases_of_another_arena_or_before_a_restart_are_told_apart():
 def test_restoring_twice_or_late_is_refused():
     cache = ChunkCache(1)
     put(cache, 1)
-    with pytest.raises(ValueError, match="fresh"):
+    with pytest.raises(ValueError, match="before any slot"):
         cache.restore([], 0)
 
 
