@@ -251,7 +251,7 @@ class DiskReader:
         try:
             file = open_plain(chunk_name(key), self._folder)
         except FileNotFoundError as exc:
-            raise DiskChunkUnusable("the file is gone") from exc
+            raise DiskChunkUnusable("the chunk's file does not exist") from exc
         try:
             read_chunk(file, key, parts, published)
             now_ns = time.time_ns()  # the kernel's own timestamps are some milliseconds coarse

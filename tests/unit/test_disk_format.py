@@ -105,7 +105,7 @@ def test_another_chunk_under_the_name(tmp_path: Path) -> None:
     path.write_bytes(header_of(key=KEY[::-1]) + CONTENT)
     with pytest.raises(DiskChunkUnusable, match="another chunk"):
         read_back(path)
-    with pytest.raises(DiskChunkUnusable, match="another size"):
+    with pytest.raises(DiskChunkUnusable, match="wrong size"):
         read_back(path, size_bytes=len(CONTENT) + 1)
 
 

@@ -62,7 +62,7 @@ def test_what_was_written_is_there_and_is_read(tmp_path: Path) -> None:
         assert write(tier, 1) is Written.PRESENT
         assert chunk_of(1)[0] in tier
         assert read(reader, 1) == chunk_of(1)[1]
-        with pytest.raises(DiskChunkUnusable, match="not there"):
+        with pytest.raises(DiskChunkUnusable, match="does not exist"):
             read(reader, 2)
         assert tier.used_bytes == folder_bytes(tier.path) == FILE_BYTES
         assert Path(tier.path).stat().st_mode & 0o777 == 0o700

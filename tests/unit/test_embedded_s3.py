@@ -45,7 +45,7 @@ def test_missing_rclone_is_a_typed_error(monkeypatch: pytest.MonkeyPatch, tmp_pa
 
 
 def test_missing_folder(tmp_path: Path) -> None:
-    with pytest.raises(StoreUnavailable, match="no such folder"):
+    with pytest.raises(StoreUnavailable, match="does not exist"):
         EmbeddedS3(tmp_path / "none")
 
 
