@@ -1,1 +1,4 @@
-"""`longshore doctor`: what a person would check by hand, each check on its own."""
+"""`longshore doctor`: checks of the installation, the machine, the cluster and the store.
+
+Read `doctor.py` first, which runs all checks. They are in `host_checks.py`, `node_checks.py` and `store_checks.py`.
+"""

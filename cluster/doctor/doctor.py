@@ -6,7 +6,7 @@ run_checks -> host_checks    packages, memory, /dev/shm and the arena, GPUs and 
                   node_checks    of every node: GPUs, drivers, NCCL, /dev/shm, clock, the store from there
                -> store_checks   the store answers with these credentials, clocks agree
 
-A check returns what it found; one that raises has failed and says why, and the rest still run.
+A check returns its result. A check that raises counts as failed with its message, and the others still run.
 """
 
 from __future__ import annotations
@@ -36,14 +36,14 @@ from storage.private_names import missing
 from storage.problems import install_hint
 
 SHOWN_LOST = 5
-PROBE_TIMEOUT_S = 60.0  # a node's first task starts a Python process
+PROBE_TIMEOUT_S = 60.0  # the first task of a node starts a Python process
 INSTALL_HINT = f"in the environment that this node's `ray start` runs in: {install_hint('cluster')}"
 
 
 def check_cluster(
     address: str | None, uri: str | None = None, store_args: dict[str, Any] | None = None, *, bandwidth: bool = False
 ) -> Iterator[Check]:
-    """Ray is installed and reachable, its nodes have our packages in our version, and what resources there are.
+    """Check that Ray answers, that all nodes have this version of Longshore, and list the resources.
 
     Of nodes with our version also what they have, and with `uri` whether they reach the store, and with `bandwidth`
     how fast.
@@ -90,7 +90,7 @@ def check_cluster(
 
 
 def check_settings_in_force(address: str | None) -> Check:
-    """What the coordinator goes by, and where it comes from; defaults are not listed."""
+    """Return the settings of the running coordinator that are not defaults, with their sources."""
     name = "settings in force"
     try:
         settings = status(address).settings
@@ -103,7 +103,7 @@ def check_settings_in_force(address: str | None) -> Check:
 
 
 def check_authentication(environ: Any) -> Check:
-    """How Ray's token authentication is set here. The token itself is never shown."""
+    """Return how Ray's token authentication is set here. The token itself is never shown."""
     mode = environ.get("RAY_AUTH_MODE", "")
     sources = [name for name in ("RAY_AUTH_TOKEN", "RAY_AUTH_TOKEN_PATH") if environ.get(name)]
     if (Path.home() / ".ray" / "auth_token").is_file():
@@ -119,7 +119,7 @@ def check_authentication(environ: Any) -> Check:
 
 
 def check_lost(nodes: Sequence[Node]) -> Iterator[Check]:
-    """Nodes that are gone, one by one where they are few."""
+    """Return checks about lost nodes, one by one if they are few."""
     for node in nodes[-SHOWN_LOST:]:
         why = node.get("DeathReasonMessage") or "Ray does not say why"
         hint = "it may come back; until then see its machine, or its pod's last state"
@@ -144,7 +144,7 @@ def check_nodes(ray: Any, nodes: Sequence[Node]) -> Iterator[tuple[Node, Check]]
 
 
 def compare_probes(name: str, here: dict[str, Any], there: dict[str, Any]) -> Check:
-    """Whether a node that answered `there` can work with a client that is `here`."""
+    """Return whether a node that answered `there` can work with a client that is `here`."""
     detail = f"longshore {there['version']}, Python {there['python']}, Ray {there['ray']}"
     if there["problem"]:
         return Check(name, "fail", str(there["problem"]))
@@ -158,7 +158,7 @@ def compare_probes(name: str, here: dict[str, Any], there: dict[str, Any]) -> Ch
 
 
 def check_resources(total: dict[str, float], free: dict[str, float]) -> Check:
-    """GPUs, CPUs and memory that Ray knows of."""
+    """Return the GPUs, CPUs and memory that Ray knows of."""
     gpus, free_gpus = total.get("GPU", 0), free.get("GPU", 0)
     detail = f"{gpus:g} GPUs ({free_gpus:g} free), {total.get('CPU', 0):g} CPUs ({free.get('CPU', 0):g} free)"
     detail += f", {show_bytes(total.get('memory', 0))} memory"
@@ -171,7 +171,7 @@ def check_resources(total: dict[str, float], free: dict[str, float]) -> Check:
 def run_checks(
     uri: str | None = None, *, address: str | None = None, bandwidth: bool = False, **store_args: Any
 ) -> list[Check]:
-    """Run every check, in the order in which a load would need what they look at. Never raises.
+    """Run every check, in the order in which a load depends on them. Never raises.
 
     `uri` is a model or bucket to read from; without it the store is not looked at. `bandwidth`: read from it for
     five seconds, on every node at once, or here where no cluster is. `store_args` are those of `cluster.load`:
@@ -197,7 +197,7 @@ def run_checks(
 
 
 def guarded(name: str, run: Callable[[], Iterable[Check]]) -> list[Check]:
-    """What `run` found; when it raises, one failed check called `name` that says why."""
+    """Return the result of `run`. If it raises, return a failed check `name` with the message."""
     found: list[Check] = []
     try:
         found.extend(run())

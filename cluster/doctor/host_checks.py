@@ -25,15 +25,15 @@ Outcome = Literal["ok", "warn", "fail", "skip"]
 
 @dataclass(frozen=True, slots=True)
 class Check:
-    """What one check found."""
+    """The result of one check."""
 
     name: str
     outcome: Outcome
-    detail: str  # what was seen, with numbers
+    detail: str  # what was found, with numbers
     hint: str = ""  # what to do about it
 
     def as_dict(self) -> dict[str, str]:
-        """Plain strings, ready for `json.dumps`."""
+        """Return plain strings, ready for `json.dumps`."""
         return asdict(self)
 
 
@@ -55,7 +55,7 @@ print(json.dumps({
 
 
 def check_packages_here() -> Iterator[Check]:
-    """Our packages are ours, and Python is one that Longshore runs on."""
+    """Check that the packages are Longshore's, and that Longshore supports this Python."""
     found = probe()
     if found["problem"]:
         yield Check("packages", "fail", str(found["problem"]))
@@ -65,7 +65,7 @@ def check_packages_here() -> Iterator[Check]:
 
 
 def check_settings(environ: Mapping[str, str]) -> Iterator[Check]:
-    """What the environment sets, and variables in it that look like settings and are none. Raises ConfigError."""
+    """Return the settings of the environment, and variables that only look like settings. Raises ConfigError."""
     changed = Config.from_env(environ).model_dump(exclude_unset=True)
     told = ", ".join(f"{name}={value}" for name, value in changed.items())
     yield Check("settings", "ok", told or "all at their defaults")
@@ -75,7 +75,7 @@ def check_settings(environ: Mapping[str, str]) -> Iterator[Check]:
 
 
 def check_memory() -> Iterator[Check]:
-    """Memory that a load may take, of the host or of the container, whichever has less."""
+    """Return the memory that a load may take, of the host or the container, whichever has less."""
     available = available_host_bytes()
     enough = available >= LITTLE_MEMORY_BYTES
     yield Check(
@@ -87,7 +87,7 @@ def check_memory() -> Iterator[Check]:
 
 
 def check_arena(config: Config, directory: str = SHM_DIRECTORY) -> Iterator[Check]:
-    """/dev/shm holds the arena that the settings ask for."""
+    """Check that /dev/shm has room for the arena of these settings."""
     free = free_bytes(directory)
     available = available_host_bytes() if is_memory_backed(directory) else None
     room = free if available is None else min(free, available)
@@ -113,7 +113,7 @@ def check_arena(config: Config, directory: str = SHM_DIRECTORY) -> Iterator[Chec
 
 
 def check_stale_arenas(directory: str = SHM_DIRECTORY) -> Iterator[Check]:
-    """Arenas that nobody has mapped any more are removed: a killed cluster cannot do it itself."""
+    """Remove arenas that no process has mapped, because a killed cluster cannot do it itself."""
     swept = sweep(directory)
     freed = sum(arena.freed_bytes for arena in swept)
     detail = f"removed {len(swept)}, {show_bytes(freed)} freed" if swept else "none"
@@ -121,7 +121,7 @@ def check_stale_arenas(directory: str = SHM_DIRECTORY) -> Iterator[Check]:
 
 
 def check_driver() -> Iterator[Check]:
-    """NVIDIA's driver and the GPUs it sees here."""
+    """Return NVIDIA's driver and the GPUs that it finds here."""
     program = shutil.which("nvidia-smi")
     if program is None:
         if DRIVER_VERSION_FILE.exists():
@@ -145,7 +145,7 @@ def check_driver() -> Iterator[Check]:
 
 
 def check_torch(python: str = sys.executable) -> Iterator[Check]:
-    """torch is installed, and sees the GPUs that the driver sees."""
+    """Check that torch is installed, and finds the GPUs that the driver finds."""
     done = subprocess.run(
         [python, "-c", TORCH_QUESTION], capture_output=True, text=True, timeout=PROGRAM_TIMEOUT_S, check=False
     )
@@ -172,11 +172,11 @@ NAME = "disk tier"
 
 
 def check_disk_tier(config: Config) -> Iterator[Check]:
-    """Opened as an agent opens it. What killed writers left goes; no chunk does, whatever the settings say here."""
+    """Open the disk tier as an agent does. It removes leftovers of killed writers, but never a chunk."""
     if config.disk_folder is None:
         yield Check(NAME, "skip", "off; LONGSHORE_DISK_CACHE_DIR names a folder that keeps chunks for the next cluster")
         return
-    tier = DiskTier(config.disk_folder, config.disk_cache_bytes)  # (what it raises is the check's outcome)
+    tier = DiskTier(config.disk_folder, config.disk_cache_bytes)  # its exception becomes the check's result
     try:
         free = free_bytes(tier.path)
         detail = (

@@ -1,4 +1,4 @@
-"""Checks of every node: GPUs and drivers, niceness, /dev/shm, clock, store, bandwidth. What is judged here is pure.
+"""Checks of every node: GPUs and drivers, niceness, /dev/shm, clock, store, bandwidth. Functions that judge are pure.
 
 on_every_node --look_at_node, clock_now, bandwidth_here--> judge_* --> Check
 """
@@ -33,24 +33,24 @@ from storage.stores.open_store import open_store
 
 @dataclass(frozen=True, slots=True)
 class NodeLook:
-    """One node. Empty text: not there, or not known."""
+    """The facts of one node. An empty text means missing or not known."""
 
     host: str
-    gpus: int  # that the driver sees
+    gpus: int  # GPUs that the driver finds
     driver: str
-    cuda_driver: str  # newest CUDA that the driver runs
+    cuda_driver: str  # newest CUDA that the driver supports
     torch: str
     nccl: str
-    torch_gpus: int | None  # that torch sees; None: not asked, as there is no driver
-    niceness: int  # of Ray's workers: that of the process which looks
-    arena_bytes: int  # of arenas that are there: a cluster runs
-    shm: Check  # whether an arena fits, when there is none yet
+    torch_gpus: int | None  # GPUs that torch finds; None: not checked without a driver
+    niceness: int  # niceness of Ray's workers, taken from this task's process
+    arena_bytes: int  # bytes of existing arenas of a running cluster
+    shm: Check  # if an arena fits, when there is none yet
     settings: tuple[Check, ...]  # in the environment in which the node was started
     store: tuple[Check, ...]  # empty: no URI was given
 
 
 def look_at_node(uri: str | None, store_args: dict[str, Any]) -> NodeLook:
-    """Takes seconds where there is a GPU, as torch is asked then, in a process of its own; else some milliseconds."""
+    """Return the facts of this node. Takes seconds if there is a GPU, because torch starts in another process."""
     driver = gpu_driver()
     asked = _ask_torch() if driver is not None else None
     environ = node_environment()
@@ -73,12 +73,12 @@ def look_at_node(uri: str | None, store_args: dict[str, Any]) -> NodeLook:
 
 
 def clock_now() -> float:
-    """The node's, in seconds since the epoch."""
+    """Return the node's time in seconds since the epoch."""
     return time.time()
 
 
 def bandwidth_here(uri: str, store_args: dict[str, Any]) -> Bandwidth:
-    """Of this node from the store. Raises StoreError when it cannot be listed, InvalidUri, SourceRefused."""
+    """Return the bandwidth from the store to this node. Raises StoreError, InvalidUri or SourceRefused."""
     ref, _ = StoreOptions(**store_args).resolve(uri)
     Config.from_env().source_rules().check(ref)
     with closing(open_store(ref, read_timeout_s=READ_TIMEOUT_S)) as store:
@@ -95,7 +95,7 @@ def _outcome(name: str, look: Callable[[], Iterable[Check]]) -> tuple[Check, ...
 
 
 def _ask_torch() -> Mapping[str, Any] | None:
-    """None when torch cannot be imported. Ray hides GPUs from tasks that ask for none: torch is asked about all."""
+    """Return torch's view of all GPUs, or None without torch. Ray hides GPUs from tasks that request none."""
     environ = {name: value for name, value in os.environ.items() if name != "CUDA_VISIBLE_DEVICES"}
     try:
         done = subprocess.run(
@@ -120,7 +120,7 @@ def _version(distribution: str) -> str:
 
 
 def _nccl_package() -> str:
-    """Version of the NCCL that torch's wheels bring."""
+    """Return the version of NCCL from torch's wheels."""
     for found in distributions():
         if (found.metadata["Name"] or "").startswith("nvidia-nccl"):
             return found.version
@@ -131,14 +131,14 @@ LOOK_S = 90.0  # torch is imported where there is a GPU
 BANDWIDTH_S = 60.0
 CLOCK_S = 10.0
 CLOCK_ROUNDS = 3
-WARN_SKEW_S = 2.0  # lines of logs and times of events begin to mislead
+WARN_SKEW_S = 2.0  # logs and times of events begin to mislead
 FAIL_SKEW_S = 300.0  # stores refuse signatures that are 15 minutes off
 
 
 def check_each_node(
     ray: Any, nodes: Sequence[Node], uri: str | None, store_args: dict[str, Any], *, bandwidth: bool
 ) -> Iterator[Check]:
-    """All checks of nodes that run our version, by node; then what they have to have in common."""
+    """Return the checks of each node that runs this version, then those about all nodes together."""
     looks: list[NodeLook] = []
     heard: list[Node] = []
     for node, look in on_every_node(ray, [(node, (uri, store_args)) for node in nodes], look_at_node, LOOK_S):
@@ -161,7 +161,7 @@ def check_each_node(
 
 
 def check_clocks(ray: Any, nodes: Sequence[Node], clock: Callable[[], float] = time.time) -> Iterator[Check]:
-    """Each node's clock against that of this machine."""
+    """Return the check of each node's clock against this machine's."""
     for node in nodes:
         rounds = []
         for _ in range(CLOCK_ROUNDS):
@@ -174,7 +174,7 @@ def check_clocks(ray: Any, nodes: Sequence[Node], clock: Callable[[], float] = t
 
 
 def check_bandwidth(ray: Any, nodes: Sequence[Node], uri: str, store_args: dict[str, Any]) -> Iterator[Check]:
-    """All nodes at once, as in a load."""
+    """Return the bandwidth of all nodes, which read at the same time, as in a load."""
     total = 0.0
     measured = 0
     for node, found in on_every_node(ray, [(node, (uri, store_args)) for node in nodes], bandwidth_here, BANDWIDTH_S):
@@ -189,12 +189,12 @@ def check_bandwidth(ray: Any, nodes: Sequence[Node], uri: str, store_args: dict[
 
 
 def name_of(node: Node) -> str:
-    """As the check of its versions names it."""
+    """Return the node's name, as in the check of its versions."""
     return f"{node['NodeManagerHostname']} {node['NodeID'][:8]}"
 
 
 def judge_gpus(name: str, look: NodeLook, ray_gpus: int) -> Check:
-    """Whether Ray, driver and torch agree on the GPUs."""
+    """Return whether Ray, driver and torch agree on the GPUs."""
     name = f"gpus {name}"
     torch = f"torch {look.torch or 'not installed'}, NCCL {look.nccl or 'none'}"
     if not look.driver:
@@ -222,12 +222,13 @@ def judge_gpus(name: str, look: NodeLook, ray_gpus: int) -> Check:
 
 
 def judge_alike(looks: Sequence[NodeLook]) -> Iterator[Check]:
-    """Versions that nodes with GPUs have to have in common."""
+    """Return checks of the versions that nodes with GPUs must share."""
     with_gpus = [look for look in looks if look.driver]
     for what, versions in (
         ("nccl versions", {look.nccl or "none": look.host for look in with_gpus}),
         ("cuda drivers", {look.cuda_driver: look.host for look in with_gpus}),
-        ("torch versions", {look.torch.partition("+")[0]: look.host for look in looks if look.torch}),  # of any build
+        # Without the build suffix.
+        ("torch versions", {look.torch.partition("+")[0]: look.host for look in looks if look.torch}),
     ):
         if len(versions) > 1:
             found = ", ".join(f"{version} (as on {host})" for version, host in sorted(versions.items()))
@@ -246,7 +247,7 @@ def judge_niceness(name: str, look: NodeLook) -> Check:
 
 
 def judge_shm(name: str, look: NodeLook) -> Check:
-    """Room for an arena; what arenas that are there take is no lack of it."""
+    """Return whether there is room for an arena. Memory of existing arenas does not count as missing."""
     if look.arena_bytes:
         return Check(
             f"/dev/shm {name}", "ok", f"{look.shm.detail}; arenas that are there: {show_bytes(look.arena_bytes)}"
@@ -255,17 +256,17 @@ def judge_shm(name: str, look: NodeLook) -> Check:
 
 
 def judge_store(name: str, checks: Sequence[Check]) -> Check:
-    """The store as that node sees it: what is wrong first, or what was read."""
+    """Return the result of the store checks on that node: the first problem, or what was read."""
     for outcome in ("fail", "warn"):
         for check in checks:
-            if check.outcome == outcome and check.name != "model":  # of the model this machine has said it
+            if check.outcome == outcome and check.name != "model":  # this machine has already reported the model
                 return Check(f"store {name}", check.outcome, f"{check.name}: {check.detail}", check.hint)
     read = next((check.detail for check in checks if check.name == "read"), checks[-1].detail)
     return Check(f"store {name}", "ok", read)
 
 
 def judge_clock(name: str, rounds: Sequence[tuple[float, float, float]]) -> Check:
-    """From (asked, the node's clock, answered): the round that took least says most."""
+    """Return the skew from rounds of (sent, the node's clock, received). The shortest round is most exact."""
     name = f"clock {name}"
     if not rounds:
         return Check(name, "fail", f"no answer in {CLOCK_S:.0f} s", "see the node's logs")
@@ -281,7 +282,7 @@ def judge_clock(name: str, rounds: Sequence[tuple[float, float, float]]) -> Chec
 
 
 def judge_bandwidth(name: str, found: Bandwidth) -> Check:
-    """A figure is no verdict: what is enough is for the reader to say."""
+    """Return the bandwidth as a number without a verdict, as only the reader knows how much is enough."""
     if found.error:
         return Check(name, "fail", f"{found.text}, then: {found.error}")
     if not found.read_bytes:

@@ -1,4 +1,4 @@
-"""Checks of an object store: it answers, with these credentials, and its clock agrees with ours."""
+"""Checks that an object store answers with these credentials, and that its clock agrees with this machine's."""
 
 from __future__ import annotations
 
@@ -23,9 +23,9 @@ from storage.stores.object_store import ByteRange, ObjectInfo, ObjectStore, read
 from storage.stores.open_store import open_store
 
 READ_TIMEOUT_S = 10.0
-LISTED = 1000  # objects looked at
+LISTED = 1000  # objects that are listed
 READ_BYTES = 16
-MAX_SKEW_S = 300.0  # S3 refuses signatures that are 15 minutes off; this is early enough to say so
+MAX_SKEW_S = 300.0  # S3 refuses signatures that are 15 minutes off; this leaves a margin
 
 
 def check_store(uri: str | None, store_args: dict[str, Any]) -> Iterator[Check]:
@@ -42,7 +42,7 @@ def check_store(uri: str | None, store_args: dict[str, Any]) -> Iterator[Check]:
 
 
 def check_objects(store: ObjectStore) -> Iterator[Check]:
-    """What is under the store's root, and that it can be read."""
+    """Return which objects are under the store's root, and whether they can be read."""
     found = list(islice(store.list(), LISTED))
     if not found:
         yield Check("store", "warn", f"{store.uri} answers and lists nothing", "is the path right?")
@@ -67,12 +67,12 @@ def check_objects(store: ObjectStore) -> Iterator[Check]:
 
 
 def check_clock(endpoint_url: str) -> Check:
-    """The store's Date header against this machine's clock; a signature depends on it."""
+    """Return the check of the store's Date header against this machine's clock. Signatures depend on it."""
     request = urllib.request.Request(endpoint_url, method="HEAD")
     try:
         with urllib.request.urlopen(request, timeout=READ_TIMEOUT_S) as answer:
             date = answer.headers.get("Date")
-    except urllib.error.HTTPError as error:  # refused without a signature, and dated all the same
+    except urllib.error.HTTPError as error:  # refused without a signature, but it has a Date header
         with error:
             date = error.headers.get("Date")
     except (OSError, ValueError) as error:
@@ -88,26 +88,26 @@ def check_clock(endpoint_url: str) -> Check:
 
 
 PROBE_S = 5.0
-MOST_BYTES = 4 << 30  # of one probe
-THREADS = 16  # requests in flight, as of a rank
+MOST_BYTES = 4 << 30  # limit of one probe
+THREADS = 16  # requests in flight, as for a rank
 LEAST_READ_BYTES, MOST_READ_BYTES = 1 << 18, 8 << 20
 QUICK_S = 0.25  # a read that takes less is followed by one twice as long
-LARGE_BYTES = 1 << 20  # objects below it are left alone where there are larger ones
+LARGE_BYTES = 1 << 20  # smaller objects are skipped if there are larger ones
 
 
 @dataclass(frozen=True, slots=True)
 class Bandwidth:
-    """What a probe read."""
+    """The result of a probe of the bandwidth."""
 
     read_bytes: int
     elapsed_s: float
     requests: int
     threads: int
-    error: str = ""  # of the first read that failed: the probe ended there
+    error: str = ""  # message of the first failed read, which ended the probe
 
     @property
     def text(self) -> str:
-        """For people."""
+        """Return the result as a sentence for people."""
         rate = show_rate(self.read_bytes, self.elapsed_s)
         return f"{rate} ({show_bytes(self.read_bytes)} in {self.elapsed_s:.1f} s, {self.threads} requests at once)"
 
@@ -121,9 +121,9 @@ def measure_bandwidth(
     threads: int = THREADS,
     clock: Callable[[], float] = time.monotonic,
 ) -> Bandwidth:
-    """Read ranges of `objects`, those with most bytes first, again and again, until the time or the bytes are spent.
+    """Read ranges of `objects` repeatedly, the largest first, until the time or the bytes are spent.
 
-    No read is begun after `probe_s`; one that is under way is waited for. Errors of the store are in the answer.
+    No read begins after `probe_s`, but running ones are finished. Errors of the store are in the result.
     """
     chosen = [info for info in objects if info.size_bytes >= LARGE_BYTES] or [
         info for info in objects if info.size_bytes
@@ -139,7 +139,7 @@ def measure_bandwidth(
             begun_s = clock()
             try:
                 store.read_into(info.key, byte_range, buffer[: byte_range.size_bytes], etag=info.etag)
-            except Exception as error:  # a thread that ends has nobody to tell
+            except Exception as error:  # an exception in a thread would be lost
                 probe.fail(error)
                 return
             probe.done(byte_range.size_bytes, clock() - started_s)
@@ -155,7 +155,7 @@ def measure_bandwidth(
 
 
 class _Probe:
-    """Hands out ranges and counts. Thread-safe."""
+    """A source of ranges to read, which also counts. Thread-safe."""
 
     def __init__(self, objects: Sequence[ObjectInfo], most_bytes: int) -> None:
         self._lock = threading.Lock()
@@ -164,11 +164,11 @@ class _Probe:
         self._at: tuple[ObjectInfo, int] | None = None
         self.read_bytes = 0
         self.requests = 0
-        self.last_s = 0.0  # when the last byte had come, from the start
+        self.last_s = 0.0  # time from the start to the last byte
         self.error = ""
 
     def take(self, most_bytes: int) -> tuple[ObjectInfo, ByteRange] | None:
-        """The next range; None when enough was handed out or a read has failed."""
+        """Return the next range, or None if there are enough or a read has failed."""
         with self._lock:
             if self._left_bytes <= 0 or self.error:
                 return None

@@ -1,12 +1,10 @@
-"""How a client reaches Ray and the coordinator: join, start a local cluster, find again after a loss.
+"""A client's connection to Ray and to the coordinator, through restarts of the coordinator and of the head.
 
 connect(address)  -> Connection(coordinator, ...)     one per process and cluster
 Connection.call() -> the coordinator's answer; waits for a restarted coordinator or head, ClusterLost at a deadline
 
-A process's line to the coordinator: one answer per call, through restarts of the coordinator and of the head.
-
 call(method) -- answered ------------------------------------------> its result, or the error that it raised
-             -- no answer, pings are answered ---------------------> it is at work: wait, as long as the caller wants to
+             -- no answer, pings are answered ---------------------> it is busy: wait, as long as the caller wants to
              -- the actor died --> wait until Ray has restarted it, check its version, call again
              -- nothing for COORDINATOR_GONE_S, or the head is lost -> ClusterLost
 """
@@ -34,29 +32,29 @@ from cluster.request import StoreAccess
 from longshore.installation import PROTOCOL_VERSION, PackageShadowed, __version__
 from storage.errors import LongshoreError
 
-COORDINATOR_GONE_S = 60.0  # one that answers nothing, or is not back, for this long while Ray lives is taken for lost
-PING_EVERY_S = 5.0  # while an answer does not come
-LOOK_S = 1.0  # at the head, while an answer does not come
+COORDINATOR_GONE_S = 60.0  # a coordinator that does not answer for this long while Ray lives counts as lost
+PING_EVERY_S = 5.0  # while the client waits for an answer
+LOOK_S = 1.0  # between checks of the head during a wait
 
 
 class CoordinatorLine:
-    """Calls one coordinator actor. Thread-safe."""
+    """A client of one coordinator actor. Thread-safe."""
 
     def __init__(self, head: HeadWatch) -> None:
         self.head = head
         self._coordinator: Any = None
-        self._refusal: LongshoreError | None = None  # why there is none, when one was found that cannot be used
+        self._refusal: LongshoreError | None = None  # why a coordinator that was found cannot be used
         self._any_version = False
 
     def call(
         self, method: str, *args: Any, patience: Patience = UNLIMITED, timeout_s: float | None = None, **kwargs: Any
     ) -> Any:
-        """One answer of the coordinator. A killed one is restarted by Ray: the call is made again until then.
+        """Return one answer of the coordinator. If it is killed, Ray restarts it and the call is repeated.
 
-        A coordinator that answers pings is waited for, however long the answer takes; `timeout_s` limits that.
+        A coordinator that answers pings may take any time for the answer, limited by `timeout_s`.
 
-        Raises what the coordinator raised; ClusterLost when it answers nothing for COORDINATOR_GONE_S (or `timeout_s`),
-        or when the head is away for too long; LoadTimeout and LoadCancelled as `patience` says.
+        Raises what the coordinator raised. Raises ClusterLost when it answers nothing for COORDINATOR_GONE_S (or
+        `timeout_s`), or when the head is away for too long, and LoadTimeout and LoadCancelled for `patience`.
         """
         import ray
         from ray.exceptions import GetTimeoutError, RayActorError, RayError, RayTaskError
@@ -76,13 +74,13 @@ class CoordinatorLine:
             except RayActorError as error:
                 lives = self.head.check()
                 if not lives:
-                    give_up_s = time.monotonic() + COORDINATOR_GONE_S  # it comes back after the head does
+                    give_up_s = time.monotonic() + COORDINATOR_GONE_S  # it restarts after the head
                 if time.monotonic() > give_up_s or not ray.is_initialized():
                     raise ClusterLost(
                         "the coordinator is gone and did not come back", cause=type(error).__name__
                     ) from error
                 patience.sleep(0.5)
-                if lives:  # Ray's own calls do not come back while it does not
+                if lives:  # without the head, Ray's own calls do not return
                     self._find_again()
                     found_again = True
             except RayError as error:
@@ -91,7 +89,7 @@ class CoordinatorLine:
     def _ask(
         self, method: str, args: tuple[Any, ...], kwargs: dict[str, Any], patience: Patience, timeout_s: float | None
     ) -> Any:
-        """One call and its answer. Raises what `ray.get` does, and as `call` says."""
+        """Call once and return the answer. Raises as `ray.get` and `call` do."""
         import ray
 
         coordinator = self._coordinator
@@ -105,7 +103,7 @@ class CoordinatorLine:
             return self.answer(reference, timeout_s or COORDINATOR_GONE_S, patience=patience, pings=pings)
         except (LoadTimeout, LoadCancelled):
             with contextlib.suppress(Exception):
-                ray.cancel(reference)  # nobody waits for it
+                ray.cancel(reference)  # the caller no longer waits for it
             raise
 
     def answer(
@@ -116,7 +114,7 @@ class CoordinatorLine:
         patience: Patience = UNLIMITED,
         pings: _Pings | None = None,
     ) -> Any:
-        """What a call to an actor returned. Raises what `ray.get` does; ClusterLost when the head is lost meanwhile.
+        """Return the result of a call to an actor. Raises as `ray.get` does, and ClusterLost when the head is lost.
 
         The time starts again with each of `pings` that the actor answers.
         """
@@ -129,13 +127,13 @@ class CoordinatorLine:
         ]:
             patience.check()
             if not self.head.check() or (pings is not None and pings.answered()):
-                give_up_s = time.monotonic() + timeout_s  # whoever is asked may come back with the head
+                give_up_s = time.monotonic() + timeout_s  # the actor may restart with the head
             elif time.monotonic() >= give_up_s:
                 raise ray.exceptions.GetTimeoutError
         return ray.get(reference)
 
     def end_coordinator(self) -> None:
-        """Kill the coordinator for good; it has freed what it had."""
+        """Kill the coordinator for good, after it has freed its resources."""
         import ray
 
         with contextlib.suppress(Exception):
@@ -143,7 +141,7 @@ class CoordinatorLine:
         self._coordinator, self._refusal = None, None
 
     def _check_version(self, hello: dict[str, Any]) -> None:
-        """Raises VersionMismatch when the coordinator runs other code; it is not called again then."""
+        """Raise VersionMismatch when the coordinator runs another version. Later calls are refused too."""
         if self._any_version or (hello["version"], hello["protocol"]) == (__version__, PROTOCOL_VERSION):
             return
         self._coordinator, self._refusal = (
@@ -163,7 +161,7 @@ class CoordinatorLine:
 
 
 class _Pings:
-    """Asks an actor now and then whether it is there, while it works on a call."""
+    """Pings of an actor that is working on a call."""
 
     def __init__(self, actor: Any) -> None:
         self._actor = actor
@@ -181,18 +179,18 @@ class _Pings:
         if not ray.wait([self._asked], timeout=0)[0]:
             return False
         asked, self._asked, self._next_s = self._asked, None, time.monotonic() + PING_EVERY_S
-        with contextlib.suppress(ray.exceptions.RayError):  # it died: the call itself fails too
+        with contextlib.suppress(ray.exceptions.RayError):  # the actor died, so the call itself fails too
             ray.get(asked)
             return True
         return False
 
 
 def launch() -> Any:
-    """Return `actors.launch`: the one seam that points upward, by name."""
+    """Return `actors.launch`. It is the only import of an upper layer, so it is by name."""
     return importlib.import_module("actors.launch")
 
 
-RENEWED_S = 2.0  # a call of the renewer is answered in that time, when anybody answers
+RENEWED_S = 2.0  # a living coordinator answers a renewal within this time
 LOCAL_HEAD_S = 1.0  # nobody starts the head of a local cluster again
 CLOSE_TIMEOUT_S = 20.0
 
@@ -202,33 +200,33 @@ _connection: Connection | None = None
 
 
 class Connection(CoordinatorLine):
-    """This process's line to one coordinator, and the heartbeat that keeps its holds alive. Thread-safe."""
+    """This process's connection to one coordinator, and the heartbeat that renews its holds. Thread-safe."""
 
     def __init__(self, config: Config, gcs_address: str, *, local: bool) -> None:
         super().__init__(HeadWatch(gcs_address, lost_after_s(LOCAL_HEAD_S if local else config.cluster_lost_after_s)))
         self.client_id = uuid.uuid4().hex
         self.local = local  # we started the Ray cluster, so we end it
-        self._told: list[str] = []  # settings of the running coordinator that the log has named
+        self._told: list[str] = []  # settings of the running coordinator that were logged
         self.address = gcs_address
-        self._held: dict[str, int] = {}  # model id -> how often this process holds it
-        self._access: dict[str, StoreAccess] = {}  # model id -> what a restarted coordinator is told again
+        self._held: dict[str, int] = {}  # model id -> number of this process's holds
+        self._access: dict[str, StoreAccess] = {}  # model id -> access to send again to a restarted coordinator
         self._held_lock = threading.Lock()
         self._closed = threading.Event()
         self._renewer: threading.Thread | None = None
         self._holder_ttl_s = config.holder_ttl_s
 
     def find(self, config: Config, *, start: bool, any_version: bool = False, patience: Patience = UNLIMITED) -> bool:
-        """Find the coordinator, or `start` one. False when there is none.
+        """Find the coordinator, or `start` one. Return False when there is none.
 
         Its settings are those of its node's environment, or this process's where this process started the Ray cluster.
         The log says which settings of this process have no effect. Raises VersionMismatch, ConfigError, ClusterLost...
         """
-        self.head.wait(patience)  # without it Ray's own calls do not come back, and end the process
+        self.head.wait(patience)  # without the head, Ray's own calls block, and then end the process
         coordinator = launch().find_coordinator()
         if coordinator is None:
             if not start:
                 return False
-            # Who started the cluster is its operator.
+            # The settings of the process that started the cluster apply.
             coordinator = launch().ensure_coordinator(config if started_here() else None, patience)
         self._coordinator, self._refusal, self._any_version = coordinator, None, any_version
         hello = self.call("ping", patience=patience)
@@ -245,7 +243,7 @@ class Connection(CoordinatorLine):
         return True
 
     def hold(self, model_id: str, access: StoreAccess) -> None:
-        """Renew this process's hold on the model from now on. `access`: with which the load was asked for."""
+        """Renew this process's hold on the model from now on. `access` is that of its load."""
         with self._held_lock:
             self._access[model_id] = access
             self._held[model_id] = self._held.get(model_id, 0) + 1
@@ -254,14 +252,14 @@ class Connection(CoordinatorLine):
                 self._renewer.start()
 
     def end_coordinator(self) -> None:
-        """Kill the coordinator for good; it has freed what it had, so this process holds nothing any more."""
+        """Kill the coordinator for good, after it has freed its resources. This process then holds nothing."""
         super().end_coordinator()
         with self._held_lock:
             self._held.clear()
             self._access.clear()
 
     def drop(self, model_id: str) -> bool:
-        """One hold less in this process. True when it was the last; False also when there was none."""
+        """Remove one hold of this process. Return whether it was the last; False also when there was none."""
         with self._held_lock:
             if model_id not in self._held:
                 return False
@@ -283,7 +281,7 @@ class Connection(CoordinatorLine):
             return model_id in self._held
 
     def close(self) -> None:
-        """Give back what this process holds; end the cluster when it is our own. Idempotent."""
+        """Release all holds of this process, and end the cluster if this process started it. Idempotent."""
         if self._closed.is_set():
             return
         self._closed.set()
@@ -298,7 +296,7 @@ class Connection(CoordinatorLine):
 
         def give_back() -> None:
             if self._renewer is not None:
-                self._renewer.join(RENEWED_S)  # Ray may end next, and nobody should be inside it then
+                self._renewer.join(RENEWED_S)  # Ray may end next, so the thread must not be inside a call of Ray
             with contextlib.suppress(LongshoreError, Exception):
                 if self.local:
                     self.call("shutdown", timeout_s=CLOSE_TIMEOUT_S)
@@ -314,7 +312,7 @@ class Connection(CoordinatorLine):
             importlib.import_module("storage.arena.arena_files").sweep()
 
     def _while_ray_lives(self, work: Callable[[], None]) -> None:
-        """Do it, unless Ray dies meanwhile: then its calls block for a minute, and end the process after that."""
+        """Run `work`, unless Ray dies meanwhile. Ray's calls would block for a minute and then end the process."""
         thread = threading.Thread(target=work, name="longshore-close", daemon=True)
         thread.start()
         give_up_s = time.monotonic() + CLOSE_TIMEOUT_S
@@ -330,13 +328,13 @@ class Connection(CoordinatorLine):
                     self._renew(held)
                 except LongshoreError as error:
                     _LOG.debug("holds were not renewed: %s", error)
-                except Exception:  # without this thread every hold of the process would lapse
+                except Exception:  # the thread must go on, or every hold of the process would lapse
                     _LOG.exception("holds were not renewed")
 
     def _renew(self, held: list[str]) -> None:
         for model_id in self.call("renew", self.client_id, held):
             if (access := self._access.get(model_id)) is not None:
-                with contextlib.suppress(LongshoreError):  # refused by the store: other models go on
+                with contextlib.suppress(LongshoreError):  # the store refused the access; go on with other models
                     self.call("supply", model_id, self.client_id, access)
 
 
@@ -348,7 +346,7 @@ def connect(
     any_version: bool = False,
     patience: Patience = UNLIMITED,
 ) -> Connection | None:
-    """The process's connection; made at the first call. None when there is no coordinator and none is wanted.
+    """Return the process's connection, made at the first call. None if there is no coordinator and `start` is False.
 
     Joins the cluster of code that already uses Ray; else `address` or RAY_ADDRESS; else a cluster that runs on this
     machine; else, with `start`, a new local one that ends with this process.
@@ -386,7 +384,7 @@ def connect(
 
 
 def join_cluster(address: str | None) -> tuple[Any, Any]:
-    """(ray, actors.launch) of a cluster that runs, whether or not a coordinator does. Raises ClusterLost."""
+    """Return (ray, actors.launch) of a running cluster, with or without a coordinator. Raises ClusterLost."""
     ray = import_ray()
     if not ray.is_initialized():
         with sigterm_kept():
@@ -398,14 +396,14 @@ def join_cluster(address: str | None) -> tuple[Any, Any]:
 
 
 def joined(config: Config) -> Connection | None:
-    """The connection that this process has already, if its coordinator runs; never joins anything."""
+    """Return this process's existing connection if its coordinator runs. Never joins a cluster."""
     if _connection is None or not import_ray().is_initialized():
         return None
     return connect(None, config, start=False)
 
 
 def disconnect() -> None:
-    """Release what this process holds and forget the connection; a local cluster that it started ends."""
+    """Release all holds of this process and close the connection. A local cluster that it started ends."""
     global _connection
     with _lock:
         connection, _connection = _connection, None

@@ -1,4 +1,4 @@
-"""One Ray task on every node, and what Ray says of nodes. `ray` is the module, joined."""
+"""Ray tasks on every node, and Ray's list of nodes. `ray` is the module, already connected."""
 
 from __future__ import annotations
 
@@ -12,8 +12,8 @@ from storage.errors import LongshoreError
 
 
 def unwrapped(error: BaseException) -> LongshoreError:
-    """The typed error in what a remote call raised; what nobody foresaw becomes a ClusterError that names it."""
-    # The cause first: Ray's own wrapper is of the cause's class too, says a traceback and does not pickle.
+    """Return the typed error in the exception of a remote call. An unexpected one becomes a ClusterError."""
+    # Check the cause first. Ray's wrapper is of the cause's class too, but has a traceback in it and does not pickle.
     for found in (getattr(error, "cause", None), error):
         if isinstance(found, LongshoreError):
             return found
@@ -22,20 +22,21 @@ def unwrapped(error: BaseException) -> LongshoreError:
 
 
 T = TypeVar("T")
-Node = dict[str, Any]  # of `ray.nodes()`
+Node = dict[str, Any]  # an entry of `ray.nodes()`
 
-UNEXPECTED = 2  # reason of a node's death, as Ray numbers them; others: it was drained, or ended in order
-_GONE = ("TaskUnschedulableError", "NodeDiedError", "LocalRayletDiedError")  # Ray's, while it gives a node up
+UNEXPECTED = 2  # Ray's number for an unexpected death; others mean a drain or an orderly end
+# Errors that Ray raises while it declares a node dead.
+_GONE = ("TaskUnschedulableError", "NodeDiedError", "LocalRayletDiedError")
 
 
 def living_nodes(ray: Any) -> list[Node]:
-    """In the order of their hosts."""
+    """Return the living nodes, in the order of their hosts."""
     nodes: list[Node] = [node for node in ray.nodes() if node["Alive"]]
     return sorted(nodes, key=lambda node: (node["NodeManagerHostname"], node["NodeID"]))
 
 
 def lost_nodes(ray: Any) -> list[Node]:
-    """Those that ended unasked, and whose hosts have no living one."""
+    """Return the nodes that ended unexpectedly, and whose hosts have no living node."""
     nodes: list[Node] = ray.nodes()
     living = {node["NodeManagerAddress"] for node in nodes if node["Alive"]}
     lost = [node for node in nodes if not node["Alive"] and node.get("DeathReason") == UNEXPECTED]
@@ -43,9 +44,9 @@ def lost_nodes(ray: Any) -> list[Node]:
 
 
 def why_no_answer(error: BaseException) -> str:
-    """In one line: what `on_every_node` had instead of an answer."""
+    """Return in one line why `on_every_node` got no answer."""
     if type(error).__name__ in _GONE:
-        return "Ray can run nothing there: the node is about to be given up"
+        return "Ray cannot run tasks on the node; it will soon declare the node dead"
     typed = unwrapped(error)
     if isinstance(getattr(error, "cause", error), LongshoreError):
         return str(typed).replace("\n", " ")
@@ -55,7 +56,7 @@ def why_no_answer(error: BaseException) -> str:
 def on_every_node(
     ray: Any, asked: Iterable[tuple[Node, tuple[Any, ...]]], work: Callable[..., T], timeout_s: float
 ) -> Iterator[tuple[Node, T | BaseException]]:
-    """Run `work` with its arguments on each node, all at once; its answer, or why there is none, in the nodes' order.
+    """Run `work` with its arguments on each node, all at once. Yield its answers or exceptions in the nodes' order.
 
     The tasks take no resource, so they run on a busy node too. A node that does not answer within `timeout_s` answers
     with a TimeoutError, and its task is cancelled.

@@ -1,13 +1,11 @@
-"""What ends a caller's wait for the cluster: its deadline, its task, SIGTERM, or a lost head.
+"""Limits of a caller's wait for the cluster: its deadline, its task's cancellation, SIGTERM, or a lost head.
 
-Whether the head of the Ray cluster can be reached, and since when it cannot.
+`HeadWatch` checks if the head of the Ray cluster can be reached. Ray ends a process that has not reached the head for
+`RAY_gcs_rpc_server_reconnect_timeout_s`, without notifying its Python code. So a client checks the head itself, from
+its first moment on, and raises ClusterLost before that.
 
-Ray ends a process that has not reached the head for `RAY_gcs_rpc_server_reconnect_timeout_s`, without a word to the
-code that runs in it. So a client looks for itself, from its first moment on, and says ClusterLost before that.
-
-Whether a Ray address can be joined, asked before Ray is.
-
-`ray.init` waits many minutes for a dead address, in C++, where no Ctrl-C is heard.
+`check_ray_address` checks an address before Ray uses it. `ray.init` waits many minutes for a dead address, in C++,
+where Ctrl-C has no effect.
 """
 
 from __future__ import annotations
@@ -25,11 +23,11 @@ from types import FrameType
 
 from cluster.errors import ClusterLost, ConfigError, LoadCancelled, LoadTimeout
 
-LOOK_S = 1.0  # between two looks at a cancellation that cannot wake whoever waits
+LOOK_S = 1.0  # between checks of a cancellation that cannot wake the waiting thread
 
 
 class Patience:
-    """One deadline for everything that a call of the user's does. Without arguments it never ends."""
+    """One deadline for all steps of a user's call. Without arguments there is none."""
 
     def __init__(
         self,
@@ -37,7 +35,7 @@ class Patience:
         cancelled: threading.Event | None = None,
         clock: Callable[[], float] = time.monotonic,
     ) -> None:
-        """`deadline_s`: on the clock, by default the monotonic one. `cancelled`: set when the caller's task is."""
+        """`deadline_s` is a time of `clock`. `cancelled` is set when the caller's task is cancelled."""
         self._deadline_s = deadline_s
         self._cancelled = cancelled
         self._clock = clock
@@ -47,7 +45,7 @@ class Patience:
         return most_s if self._deadline_s is None else max(0.0, min(most_s, self._deadline_s - self._clock()))
 
     def check(self) -> None:
-        """Return while the caller still waits. Raises LoadCancelled, LoadTimeout."""
+        """Raise LoadCancelled or LoadTimeout if the caller no longer waits."""
         if self._cancelled is not None and self._cancelled.is_set():
             raise LoadCancelled("the caller's task was cancelled")
         if self._deadline_s is not None and self._clock() >= self._deadline_s:
@@ -57,7 +55,7 @@ class Patience:
             )
 
     def sleep(self, seconds: float) -> None:
-        """Wait that long. Raises as `check` does, without waiting longer than the caller wants to."""
+        """Wait this long, but not longer than the caller waits. Raises as `check` does."""
         until_s = self._clock() + seconds
         while (left_s := until_s - self._clock()) > 0:
             self.check()
@@ -66,7 +64,7 @@ class Patience:
 
     @contextmanager
     def holding(self, lock: threading.Lock) -> Iterator[None]:
-        """Hold the lock inside the block. Raises as `check` does while somebody else has it."""
+        """Hold the lock inside the block. Raises as `check` does while it waits for the lock."""
         while not lock.acquire(timeout=self.left_s(LOOK_S)):
             self.check()
         try:
@@ -88,16 +86,16 @@ def checked_timeout(timeout_s: float | None) -> float | None:
 
 
 class Terminated(KeyboardInterrupt):
-    """SIGTERM came."""
+    """An interrupt by SIGTERM."""
 
 
 @contextlib.contextmanager
 def sigterm_interrupts() -> Iterator[None]:
-    """SIGTERM raises Terminated inside, in the main thread; one that is ignored stays ignored.
+    """Raise Terminated in the main thread at a SIGTERM inside the block. An ignored SIGTERM stays ignored.
 
-    While this process joins a Ray cluster, a handler of Ray's is in place, which raises SystemExit with the signal's
-    number: that comes out as Terminated too. See `sigterm_kept`. So does the KeyboardInterrupt that Ray makes of
-    whatever a handler raises while one of its own calls waits (`check_status` in its `_raylet.pyx`).
+    While this process joins a Ray cluster, Ray's own handler raises SystemExit with the signal's number. That becomes
+    Terminated too (see `sigterm_kept`). So does the KeyboardInterrupt into which Ray turns the exception of any handler
+    while one of its own calls waits (`check_status` in its `_raylet.pyx`).
     """
     came = False
 
@@ -119,7 +117,7 @@ def sigterm_interrupts() -> Iterator[None]:
         raise
     except SystemExit as exit_:
         if exit_.code == signal.SIGTERM:
-            signal.alarm(0)  # Ray's handler aborts the process three seconds later; what is held needs longer to end
+            signal.alarm(0)  # Ray's handler aborts the process three seconds later; releasing the holds takes longer
             raise Terminated from exit_
         raise
     finally:
@@ -128,10 +126,10 @@ def sigterm_interrupts() -> Iterator[None]:
 
 @contextlib.contextmanager
 def sigterm_kept() -> Iterator[None]:
-    """What handled SIGTERM before the block handles it after it: for `ray.init`, which replaces the handler.
+    """Restore the handler of SIGTERM after the block, because `ray.init` replaces it.
 
-    Ray's own, in C++, prints a stack trace and aborts the process three seconds after the signal, however far the
-    Python handler has come by then. It stays where the process had none.
+    Ray's own handler, in C++, prints a stack trace and aborts the process three seconds after the signal, whatever the
+    Python handler is doing. It stays if the process had no handler.
     """
     previous = signal.getsignal(signal.SIGTERM)
     try:
@@ -144,15 +142,16 @@ def sigterm_kept() -> Iterator[None]:
 
 CONNECT_TIMEOUT_S = 5.0
 ANSWER_TIMEOUT_S = 10.0
-GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)  # of HTTP/2, and empty settings: gRPC's
+# The preface of HTTP/2 with empty settings, as gRPC sends it.
+GREETING = b"PRI * HTTP/2.0\r\n\r\nSM\r\n\r\n" + bytes(3) + b"\x04" + bytes(5)
 DEFAULT_PORT = 6379
 NAMES = ("auto", "local")  # Ray's own words for "what runs here" and "a new one"
 
 
 def check_ray_address(address: str | None, *, timeout_s: float = CONNECT_TIMEOUT_S) -> None:
-    """Pass when `address` is None, one of Ray's own words, or HOST:PORT that takes a connection.
+    """Check that `address` is None, one of Ray's own words, or HOST:PORT that accepts a connection.
 
-    Raises ConfigError for what is no such address, ClusterLost when nothing answers there within `timeout_s`.
+    Raises ConfigError for other addresses, and ClusterLost when nothing answers there within `timeout_s`.
     """
     if not address or address in NAMES:
         return
@@ -167,7 +166,7 @@ def check_ray_address(address: str | None, *, timeout_s: float = CONNECT_TIMEOUT
 
 
 def check_head(address: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
-    """Pass when a process answers at HOST:PORT, whatever it says. One that is stopped takes connections, and is silent.
+    """Check that a process answers at HOST:PORT. A stopped process accepts connections, but sends nothing.
 
     Raises ConfigError, ClusterLost.
     """
@@ -184,7 +183,7 @@ def check_head(address: str, *, timeout_s: float = ANSWER_TIMEOUT_S) -> None:
                 waited_s=timeout_s,
             ) from error
         except OSError:
-            pass  # somebody closed the connection
+            pass  # the other side closed the connection
 
 
 def _connected(address: str, timeout_s: float) -> socket.socket:
@@ -205,13 +204,13 @@ def _connected(address: str, timeout_s: float) -> socket.socket:
 RAY_LIMIT_VARIABLE = "RAY_gcs_rpc_server_reconnect_timeout_s"
 RAY_LIMIT_S = 60.0  # Ray's default
 SHARE_OF_RAYS_LIMIT = 0.75
-SHORTEST_LOOK_S, LONGEST_LOOK_S = 1.0, 5.0  # between two looks
+SHORTEST_LOOK_S, LONGEST_LOOK_S = 1.0, 5.0  # between two checks
 LOOK_TIMEOUT_S = 1.0
-LOOK_AGAIN_S = 0.5  # by somebody who waits for it
+LOOK_AGAIN_S = 0.5  # between checks by a caller that waits for the head
 
 
 def lost_after_s(setting_s: float) -> float:
-    """How long the head may be away: the setting, or when it is 0 a share of the time that Ray itself waits."""
+    """Return how long the head may be away: the setting, or if it is 0 a share of Ray's own limit."""
     if setting_s:
         return setting_s
     try:
@@ -222,10 +221,10 @@ def lost_after_s(setting_s: float) -> float:
 
 
 class HeadWatch:
-    """Looks now and then, in a thread of its own, until `close`. Thread-safe."""
+    """A watch on the head, which checks it regularly in a thread of its own until `close`. Thread-safe."""
 
     def __init__(self, address: str, patience_s: float, clock: Callable[[], float] = time.monotonic) -> None:
-        """`patience_s`: away for longer, the head is lost."""
+        """Create the watch. A head that is away for longer than `patience_s` is lost."""
         self._address = address
         self._patience_s = patience_s
         self._clock = clock
@@ -235,7 +234,7 @@ class HeadWatch:
         self._thread.start()
 
     def is_there(self) -> bool:
-        """Look now."""
+        """Check the head now."""
         looked_s = self._clock()
         try:
             check_ray_address(self._address, timeout_s=LOOK_TIMEOUT_S)
@@ -247,7 +246,7 @@ class HeadWatch:
         return True
 
     def check(self) -> bool:
-        """Look now; False while the head is away. Raises ClusterLost when it has been for too long."""
+        """Check now and return False while the head is away. Raises ClusterLost when it is away for too long."""
         if self.is_there():
             return True
         now_s = self._clock()
@@ -263,7 +262,7 @@ class HeadWatch:
         )
 
     def wait(self, patience: Patience = UNLIMITED) -> None:
-        """Returns when the head is there. Raises ClusterLost when it does not come, and as `Patience.check` does."""
+        """Wait until the head answers. Raises ClusterLost when it does not, and as `Patience.check` does."""
         while not self.check():
             patience.sleep(LOOK_AGAIN_S)
 

@@ -1,13 +1,13 @@
-"""How a process joins a Ray cluster, or starts one of its own.
-
-Ends what is left of a local Ray cluster when the process that started it was killed.
+"""Joins a Ray cluster, or starts a local one, and removes a local one whose process was killed.
 
     process that called `load` --watch()--> python -m cluster.joining.ray_join PID START_TIME LOGS_FOLDER
 
-Ray ends its head with that process, in whatever way it dies. Workers, actors and Ray's agents wait for the head then,
-for minutes, and with them the arena stays. A process belongs to the cluster when its output goes to the folder of logs
-that this cluster alone has. So does one with a title of Ray's and files open there: Ray's agents write to the raylet.
-No other cluster's process is touched, and no other program that joined this one.
+Ray ends its head with the process that started it, in whatever way that dies. But workers, actors and Ray's agents
+then wait minutes for the head, and keep the arena. So the watching process ends them.
+
+A process belongs to the cluster if its output goes to the cluster's own folder of logs. Ray's agents write to the raylet
+instead, and are found by Ray's process title and their open files in that folder. The watch ends no process of another
+cluster, and no other program that joined this one.
 """
 
 from __future__ import annotations
@@ -29,12 +29,12 @@ from storage.arena.arena_files import sweep
 from storage.host.processes import ProcessId, own_module
 from storage.problems import install_hint
 
-LOOK_S = 0.5  # at a process whose end the kernel does not report
-ENDED_S = 20.0  # by then whatever was just being started has been found and ended
+LOOK_S = 0.5  # between checks of a process whose end the kernel does not report
+ENDED_S = 20.0  # within this time, processes that were just starting are found too
 
 
 def watch(logs_folder: str) -> subprocess.Popen[bytes]:
-    """Start a process that waits for the end of this one. Who ends the cluster in order ends it too."""
+    """Start a process that waits for the end of this one. An orderly end of the cluster ends it too."""
     me = ProcessId.current()
     command, environ = own_module(__name__, str(me.pid), str(me.start_time), logs_folder)
     return subprocess.Popen(
@@ -54,7 +54,7 @@ def members(logs_folder: str) -> list[ProcessId]:
     prefix = os.path.join(os.path.realpath(logs_folder), "")
     for name in os.listdir("/proc"):
         if name.isdecimal() and int(name) != os.getpid():
-            with contextlib.suppress(OSError):  # it has ended, or is another user's
+            with contextlib.suppress(OSError):  # it has ended, or belongs to another user
                 process = ProcessId.of(int(name))
                 if process is not None and _writes_to(prefix, Path("/proc", name)):
                     found.append(process)
@@ -71,9 +71,9 @@ def _writes_to(prefix: str, process: Path) -> bool:
 
 
 def end_cluster(logs_folder: str) -> None:
-    """Kill what is left of the cluster, and remove the arenas that nobody uses then."""
+    """Kill the remaining processes of the cluster, and remove the arenas that no process uses then."""
     give_up_s = time.monotonic() + ENDED_S
-    found: set[ProcessId] = set()  # one that is dying closes its log before it lets go of its arena
+    found: set[ProcessId] = set()  # a dying process closes its log before it releases its arena
     while time.monotonic() < give_up_s:
         found.update(members(logs_folder))
         left = [process for process in found if process.is_alive()]
@@ -88,7 +88,7 @@ def end_cluster(logs_folder: str) -> None:
 def _wait_for_end(process: ProcessId) -> None:
     with contextlib.suppress(OSError):  # this kernel has no such descriptors, or the process has ended
         descriptor = os.pidfd_open(process.pid)
-        if process.is_alive():  # else it is another process's
+        if process.is_alive():  # otherwise the descriptor belongs to another process
             poll = select.poll()
             poll.register(descriptor, select.POLLIN)
             poll.poll()
@@ -103,11 +103,11 @@ if __name__ == "__main__":
 
 LOCAL_OBJECT_STORE_BYTES = 100 << 20  # weights never pass through Ray's object store; results of `call` do
 
-_watch: subprocess.Popen[bytes] | None = None  # ends the local cluster of this process, should this process be killed
+_watch: subprocess.Popen[bytes] | None = None  # ends this process's local cluster if this process is killed
 
 
 def import_ray() -> Any:
-    """The package. Raises PackageMissing."""
+    """Return the `ray` package. Raises PackageMissing."""
     try:
         return importlib.import_module("ray")
     except ImportError as error:
@@ -115,12 +115,12 @@ def import_ray() -> Any:
 
 
 def address_of(ray: Any) -> str:
-    """Of the cluster that this process has joined."""
+    """Return the address of the cluster that this process has joined."""
     return str(ray.get_runtime_context().gcs_address)
 
 
 def join(ray: Any, address: str | None, *, start: bool) -> str | None:
-    """Connect this process to a Ray cluster: "joined", "local" for a new one, None for none. Raises ClusterLost."""
+    """Connect to a Ray cluster. Return "joined", "local" for a new one, or None. Raises ClusterLost."""
     found = find_cluster(address)
     if found is None:
         if not start:
@@ -147,7 +147,7 @@ def join(ray: Any, address: str | None, *, start: bool) -> str | None:
 
 
 def find_cluster(address: str | None) -> str | None:
-    """Return HOST:PORT of the cluster that is meant, whose head answers. None: "local", or none runs on this machine.
+    """Return HOST:PORT of the cluster to join. None: "local", or no cluster runs on this machine.
 
     That is `address`, else RAY_ADDRESS, else a cluster with processes on this machine, as Ray finds it. Raises
     ConfigError, ClusterLost.
@@ -164,7 +164,7 @@ def find_cluster(address: str | None) -> str | None:
             check_head(found)
             return found
         except ClusterLost as error:
-            if heads_of_processes_here():  # else it is a note that a cluster has left which was killed
+            if heads_of_processes_here():  # otherwise the address was left by a cluster that was killed
                 raise ClusterLost(
                     "a Ray cluster has processes on this machine, and its head does not answer",
                     hint="if it is ending, call again when its processes are gone. address= or RAY_ADDRESS name "

@@ -1,6 +1,6 @@
-"""Everything private that Longshore uses of Ray. No other module uses any of it. Imports Ray when it is called.
+"""All private names of Ray that Longshore uses. No other module uses any. Ray is imported in the functions.
 
-Each function raises DependencyChanged when its name is gone from the Ray that is installed.
+Each function raises DependencyChanged when the installed Ray lacks its private name.
 """
 
 from __future__ import annotations
@@ -33,13 +33,13 @@ NAMES = (
 
 
 def actor_table() -> dict[str, dict[str, Any]]:
-    """Return what Ray knows of every actor of the cluster, by its id: dead ones too, as far as Ray remembers them."""
+    """Return Ray's data about every actor by id, including dead ones that Ray remembers."""
     found: dict[str, dict[str, Any]] = _ACTORS.find()()
     return found
 
 
 def available_resources_per_node() -> dict[str, dict[str, float]]:
-    """Return what is free on each node: node id -> resource -> amount."""
+    """Return the free resources of each node: node id -> resource -> amount."""
     found: dict[str, dict[str, float]] = _FREE.find()()
     return found
 
@@ -50,20 +50,20 @@ def placement_group_id(hex_id: str) -> Any:
 
 
 def logs_folder() -> str:
-    """Return the folder where the Ray session logs, on the node of the worker process that this runs in."""
+    """Return the folder of the Ray session's logs. To be called in a worker process."""
     node = attribute(_WORKER.find(), _WORKER.module, "Worker.node", _WORKER.needed_for)
     return str(attribute(node, "ray._private.node", "Node.get_logs_dir_path", _WORKER.needed_for)())
 
 
 def started_here() -> bool:
-    """Return whether this process started the Ray cluster that it is in, and has not only joined it."""
+    """Return whether this process started its Ray cluster, and did not only join it."""
     node = attribute(_WORKER.find(), _WORKER.module, "Worker.node", _IS_HEAD.needed_for)
     return node is not None and bool(attribute(node, _IS_HEAD.module, _IS_HEAD.name, _IS_HEAD.needed_for)())
 
 
 def address_here() -> str | None:
     """Return HOST:PORT of the cluster that `ray.init(address="auto")` would join, whether or not it answers."""
-    with contextlib.suppress(DependencyChanged):  # other versions of Ray remember nothing
+    with contextlib.suppress(DependencyChanged):  # other versions of Ray keep no address
         _HEADS_CACHE.find()()
     try:
         return str(_ADDRESS.find()("auto"))

@@ -278,7 +278,7 @@ def test_why_a_node_does_not_answer_is_said_in_words() -> None:
     dying = exceptions.TaskUnschedulableError(
         "The task is not schedulable: NodeAffinitySchedulingStrategy, lease_id=02"
     )
-    assert node_tasks.why_no_answer(dying) == "Ray can run nothing there: the node is about to be given up"
+    assert node_tasks.why_no_answer(dying) == "Ray cannot run tasks on the node; it will soon declare the node dead"
     assert node_tasks.why_no_answer(TimeoutError("no answer in 9 s")) == "no answer in 9 s"
     assert node_tasks.why_no_answer(ValueError()) == "ValueError"
     assert node_tasks.why_no_answer(exceptions.RayTaskError("f", "Traceback\nKeyError: 'x'", KeyError("x"))).endswith(
