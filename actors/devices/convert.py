@@ -1,31 +1,19 @@
-"""What a staged tensor becomes: a cast, or a quantized weight and its scales. Torch; the plan says into which memory.
+"""Conversion of a staged tensor into a cast, or into a quantized weight and its scales, with torch.
 
-Numerics are those of compressed-tensors with symmetric scales from the smallest and largest weight (its
-`calculate_qparams`, `quantize`, `pack_to_int32`), each step rounded to the same dtype, so the bytes are the same:
+The plan names the memory for the results. Rows are converted a few at a time, on a CPU by the calling thread alone.
 
-    scale = max |w| / half the range        in the dtype of the weights; 0 becomes the dtype's epsilon
-    q     = round(clamp(w / scale, range))            fp8: the nearest e4m3 to clamp(w / scale, -448, 448)
-
-and for nf4 those of bitsandbytes (`actors.devices.convert`).
-
-Rows are done a few at a time, on a CPU by the calling thread alone.
-
-Numerics are those of compressed-tensors with symmetric scales from the smallest and largest weight (its
-`calculate_qparams`, `quantize`, `pack_to_int32`), each step rounded to the same dtype, so the bytes are the same:
+Integers and fp8 follow compressed-tensors with symmetric scales from the smallest and largest weight (its
+`calculate_qparams`, `quantize`, `pack_to_int32`). Each step is rounded to the same dtype, so the bytes are the same:
 
     scale = max |w| / half the range        in the dtype of the weights; 0 becomes the dtype's epsilon
     q     = round(clamp(w / scale, range))            fp8: the nearest e4m3 to clamp(w / scale, -448, 448)
 
-and for nf4 those of bitsandbytes (`actors.devices.convert`).
-
-Rows are done a few at a time, on a CPU by the calling thread alone.
-
-NF4 of bitsandbytes: the same bytes that its `quantize_4bit` makes on a CPU, with blocks of 64 weights. Torch.
+NF4 follows bitsandbytes: the same bytes that its `quantize_4bit` makes on a CPU, with blocks of 64 weights:
 
     absmax = max |w| of a block                                    float32
     number = how many of the fifteen middles between neighbouring values are less than w * (1 / absmax)
 
-Where each weight lies among the middles is looked up, which is some ten times as fast on a CPU as a search is.
+A table gives the position of each weight among the middles. On a CPU that is about ten times as fast as a search.
 """
 
 from __future__ import annotations
@@ -42,9 +30,9 @@ from cluster.precision import quantized_tensors
 from cluster.precision.quantized_tensors import BLOCK, VALUES
 from cluster.precision.recipes import GROUP, SCHEMES, Scheme
 
-_LEAST = 1e-38  # in place of an absmax that is less: 1 / absmax is a number
-# From -1 to 1, so many steps: no two middles in one. Added to what fits a float32 beside it, a number of steps is
-# rounded, and in its low bits.
+_LEAST = 1e-38  # replaces a smaller absmax, so that 1 / absmax is finite
+# The number of steps from -1 to 1. It is large enough that no step holds two middles. Adding _NF4_ROUNDS to a position
+# in steps makes float32 round it to an integer, which is then in the low bits.
 _STEPS = 128
 _NF4_ROUNDS = 1.5 * 2**23 + _STEPS // 2
 
@@ -52,9 +40,9 @@ _NF4_ROUNDS = 1.5 * 2**23 + _STEPS // 2
 def quantize_nf4(
     weight: torch.Tensor, dtype: torch.dtype, packed: torch.Tensor, absmax: torch.Tensor, at_once: int
 ) -> None:
-    """Flat `weight`, whole blocks of it, as numbers in `packed` and scales in `absmax`, which are flat too.
+    """Quantize `weight`, flat and of whole blocks, into numbers in `packed` and scales in `absmax`, flat too.
 
-    `dtype`: what the weight is cast to before. `at_once`: weights; a block at least.
+    `dtype`: the weight is cast to it first. `at_once`: weights to convert in one step, at least a block.
     """
     step = max(1, at_once // BLOCK) * BLOCK
     for first in range(0, len(weight), step):
@@ -62,20 +50,20 @@ def quantize_nf4(
         largest = block.abs().amax(-1, keepdim=True)
         absmax[first // BLOCK : first // BLOCK + len(block)] = largest[:, 0]
         scaled = (block * largest.clamp(min=_LEAST).reciprocal()).reshape(-1)
-        # What is infinite or no number has no step. A GPU searches: to ask whether there is any, one would wait for it.
+        # Infinity and NaN have no step. A GPU always searches, because asking it for such values would wait for it.
         known = not weight.is_cuda and bool(largest.isfinite().all())
         numbers = _look_up(scaled) if known else _search(scaled)
         pairs = numbers.view(torch.int16)  # little-endian: the first number is the low byte
-        packed[first // 2 : (first + step) // 2].copy_(pairs << 4 | pairs >> 8)  # of each pair the low byte is kept
+        packed[first // 2 : (first + step) // 2].copy_(pairs << 4 | pairs >> 8)  # keeps the low byte of each pair
 
 
 def _search(scaled: torch.Tensor) -> torch.Tensor:
-    """The numbers of any weights, also of those that are none."""
+    """Return the numbers of any weights, NaN and infinity included."""
     return torch.bucketize(scaled, _middles(scaled.device), out_int32=True).to(torch.uint8)
 
 
 def _look_up(scaled: torch.Tensor) -> torch.Tensor:
-    """The numbers of weights from -1 to 1."""
+    """Return the numbers of weights from -1 to 1."""
     below, middle = _table()
     step = _step_of(scaled)
     numbers = below.index_select(0, step)
@@ -83,13 +71,17 @@ def _look_up(scaled: torch.Tensor) -> torch.Tensor:
 
 
 def _step_of(scaled: torch.Tensor) -> torch.Tensor:
-    """Never less for a larger number, so a middle in an earlier step is less, and one in a later step is not."""
+    """Return the step of each weight.
+
+    Steps never decrease with the weight, so a middle in an earlier step is less than the weight, and one in a later
+    step is not.
+    """
     return (scaled * (_STEPS // 2)).add_(_NF4_ROUNDS).view(torch.int32).bitwise_and_(2 * _STEPS - 1)
 
 
 @cache
 def _table() -> tuple[torch.Tensor, torch.Tensor]:
-    """Of each step, the middles before it, and the one in it; infinity: none."""
+    """Return for each step the number of middles before it and the middle in it, infinity when it has none."""
     middles = _middles(torch.device("cpu"))
     steps = _step_of(middles)
     below = torch.bucketize(torch.arange(_STEPS + 1), steps).to(torch.uint8)
@@ -104,8 +96,8 @@ def _middles(device: torch.device) -> torch.Tensor:
     return (values[:-1] + values[1:]) / 2
 
 
-# Converted at once. On a CPU fewer than those from which torch shares an operation among threads: on a host with many
-# ranks these would wait for each other at every one of them, busily, for longer than it takes.
+# Elements converted at once. On a CPU they are too few for torch to use several threads. On a host with many ranks
+# those threads would busy-wait for each other in every operation, for longer than the operation takes.
 BLOCK_ELEMENTS = (1 << 15) - 1
 GPU_BLOCK_ELEMENTS = 1 << 23
 _ROUNDS = 1.5 * 2**23
@@ -116,7 +108,7 @@ _FP8_RANGE = (-448.0, 448.0)
 def convert(
     staged: StagedTensor, source: torch.Tensor, slices: Sequence[TensorSlice], made: list[torch.Tensor]
 ) -> None:
-    """Fill `made`, the memory of `slices`, from `source`, that of the staged tensor. Blocks of uint8."""
+    """Fill `made`, the memory of `slices`, from `source`, the memory of the staged tensor. All are uint8."""
     piece = staged.source
     weight = _viewed(source, piece)
     views = [_viewed(data, each) for data, each in zip(made, slices, strict=True)]
@@ -147,7 +139,7 @@ def convert(
 
 def _viewed(data: torch.Tensor, piece: TensorSlice) -> torch.Tensor:
     dtype = torch_dtype(piece.dtype, piece.sizes)[0]
-    # Nothing, when it comes from numpy, has no stride that torch would view as another dtype.
+    # An empty tensor from numpy has no stride that torch accepts for a view as another dtype.
     return (data.view(dtype) if len(data) else data.new_empty(0, dtype=dtype)).reshape(piece.sizes)
 
 
@@ -160,13 +152,13 @@ def _matrix(
     scale: torch.Tensor,
     amax: torch.Tensor | None,
 ) -> None:
-    """One (out, in) matrix. `held` says which columns of it are wanted; which rows, too, when all of it is there.
+    """Convert one (out, in) matrix. `held` names its wanted columns, and its wanted rows when the matrix is whole.
 
-    With `amax`, the largest absolute values of its rows or of all of it, nothing but what is wanted is there. The
-    largest of values that were rounded is the largest one, rounded.
+    `amax` holds the largest absolute values of its rows, or of all of it. When given, `weight` has only the wanted
+    part. Rounding keeps order, so the largest value rounded is the largest of the rounded values.
     """
     low, high = _RANGES[scheme.bits] if scheme.packed else _FP8_RANGE
-    # A tensor, not a number: a GPU divides by a number as it multiplies with the inverse, which rounds differently.
+    # A tensor, because a GPU divides by a number by multiplying with its inverse, which rounds differently.
     half = torch.tensor((high - low) / 2, dtype=dtype, device=weight.device)
     whole = amax is not None or scheme.scale == "group"
     columns: Sequence[Range] = ((0, weight.shape[1]),) if whole else held.ranges[1]
@@ -192,29 +184,29 @@ def _matrix(
             by = scale[here].unsqueeze(-1)
         scaled = (wanted / by).clamp_(low, high).reshape(len(block), -1)
         if scheme.packed:
-            # What is no number is 0, as the library's cast has it: there is some only where a scale is none that is
-            # finite. A GPU does not look first: for the answer one would wait.
+            # NaN becomes 0, as in the library's cast. It occurs only where a scale is not finite. On a GPU the check
+            # would wait for the answer, so it is left out.
             if scaled.is_cuda or not bool(by.isfinite().all()):
                 scaled = scaled.nan_to_num_(nan=0.0)
-            # Rounded, half to even, by what fits a float32 beside that number; its low byte is the result, offset.
+            # Adding _ROUNDS makes float32 round half to even. The low byte is then the result with an offset.
             positive = (scaled.float() + (_ROUNDS - low)).view(torch.int32).to(torch.uint8)
             _pack(positive, scheme.bits, made[here].view(torch.uint8))
         else:
             made[here] = scaled.add_(0).to(made.dtype)  # the zero point: -0 becomes 0
-    made[place:].zero_()  # padding, where the staged tensor has none
+    made[place:].zero_()  # padding that the staged tensor does not have
 
 
 def _scale(largest: torch.Tensor, half: torch.Tensor) -> torch.Tensor:
-    """`largest`: of the absolute values of what shares a scale."""
+    """Return the scale. `largest` is the largest absolute value among the weights that share it."""
     scale = largest / half
     return torch.where(scale == 0, torch.finfo(scale.dtype).eps, scale)
 
 
 def _pack(positive: torch.Tensor, bits: int, words: torch.Tensor) -> None:
-    """Rows of numbers into the bytes of rows of little-endian 32-bit words, the first number in the lowest bits."""
+    """Pack rows of numbers into rows of little-endian 32-bit words, given as bytes, first number in the lowest bits."""
     if bits == 4:
         pairs = positive.view(torch.int16)
-        words.copy_(pairs | pairs >> 4)  # of each pair the low byte is kept
+        words.copy_(pairs | pairs >> 4)  # keeps the low byte of each pair
         return
     words[:, : positive.shape[1]] = positive
     words[:, positive.shape[1] :].zero_()
@@ -231,6 +223,6 @@ def _at_once(weight: torch.Tensor) -> int:
 
 
 def _blocks(ranges: Sequence[Range], weight: torch.Tensor) -> list[Range]:
-    """Rows, a few at a time."""
+    """Split the ranges of rows into blocks of a few rows."""
     step = max(1, _at_once(weight) // max(1, weight.shape[1]))
     return [(at, min(at + step, end)) for first, end in ranges for at in range(first, end, step)]

@@ -1,13 +1,12 @@
-"""Host memory of the rank's own process as its device. Places with numpy, so that a load that converts nothing needs
-no torch.
+"""Host memory of the rank's own process as its device. It places with numpy, so a plain load needs no torch.
 
-Host memory for tensors on CPU: taken fresh, or again from what a former load of this process has let go.
+`SegmentMemory` takes fresh memory, or reuses memory that a former load of this process released:
 
     take(sizes) --> arrays --> tensors view them --> the last view is gone --> kept for the next take, or unmapped
 
-Fresh pages can be the largest single cost of a load into host memory (0.2 to 0.6 CPU s per GB in small pages, 0.1 in
-huge ones), so they are huge where that pays, and a worker that is kept warm keeps them. Memory comes back only when
-nothing views it any more: a tensor that somebody has stored away is never written again.
+Fresh pages can be the largest single cost of a load into host memory. Small pages cost 0.2 to 0.6 CPU s per GB, huge
+ones 0.1. So pages are huge where that pays, and a worker that is kept warm keeps them. Memory is reused only when
+nothing views it any more, so a tensor that user code has stored is never overwritten.
 """
 
 from __future__ import annotations
@@ -33,16 +32,19 @@ if TYPE_CHECKING:
     import torch
 
 
-_BLOCK_BYTES = 2 << 20  # so much is made present at once: a huge page, on every machine that matters here
+_BLOCK_BYTES = 2 << 20  # made present at once; the size of a huge page on all supported machines
 _TRIAL_BLOCKS = 16
-_DEAR_S = 1e-3  # of CPU for a block: twice what its 512 small pages cost. (Huge, it is 0.2 ms when all goes well.)
+# CPU seconds for a block above which huge pages are too expensive: twice the cost of its 512 small pages. A huge page
+# normally takes 0.2 ms.
+_DEAR_S = 1e-3
 
 
 class _HugePages:
-    """Whether huge pages pay: they do not where the kernel must first move memory about to make room for one.
+    """The choice between huge and small pages, by measurement.
 
-    When the first of them are dear, as many blocks of small pages are tried, and the cheaper kind is kept: where it is
-    not the kernel that makes them dear but a host that has taken the memory back, small ones are no better.
+    Huge pages are expensive where the kernel must first move memory to make room for one. When the first ones are
+    expensive, as many blocks of small pages are tried, and the cheaper kind is kept. Small pages do not help where the
+    cost comes from a host that has taken the memory back from its virtual machine.
     """
 
     def __init__(self) -> None:
@@ -51,7 +53,7 @@ class _HugePages:
         self._cpu_s = {True: 0.0, False: 0.0}
 
     def note(self, cpu_s: float, *, huge: bool) -> None:
-        """A block took so long. Two threads here at once lose a count, which changes nothing."""
+        """Record the cost of a block. Two threads at once may lose a count, which is harmless."""
         if self._blocks[huge] >= _TRIAL_BLOCKS:
             return
         self._blocks[huge] += 1
@@ -65,27 +67,27 @@ class _HugePages:
 
 
 class Segment:
-    """One block of private memory. `data` is what tensors view."""
+    """One block of private memory. Tensors view its `data`."""
 
     def __init__(self, data: NDArray[np.uint8], memory: mmap.mmap, huge: _HugePages | None) -> None:
         self.data = data
         self._address = int(data.ctypes.data)
         self._origin = self._address % _BLOCK_BYTES  # of the first byte in its block
         self._memory = memory
-        self._huge = huge  # None when the memory was used before: its pages are there
+        self._huge = huge  # None when the memory was used before, so its pages are present
         self._advised = False
         self._adding = threading.Lock()
         self.fresh_s = 0.0  # thread-seconds for which its pages were made present
-        # Blocks that nobody touched yet.
+        # 1 for each block that was not touched yet.
         self._absent = bytearray(b"\1" * (0 if huge is None else -(-(self._origin + len(data)) // _BLOCK_BYTES)))
 
     def touch(self, start: int, end: int) -> None:
-        """The bytes `[start, end)` are about to be written: map their pages, the first time. Thread-safe."""
+        """Map the pages of bytes `[start, end)`, which are about to be written, the first time. Thread-safe."""
         if self._huge is None:
             return
         for block in range((self._origin + start) // _BLOCK_BYTES, -(-(self._origin + end) // _BLOCK_BYTES)):
             if self._absent[block]:
-                self._absent[block] = 0  # two threads here at once do it twice, which changes nothing
+                self._absent[block] = 0  # two threads at once may do it twice, which is harmless
                 self._populate(block, self._huge)
 
     def _populate(self, block: int, huge: _HugePages) -> None:
@@ -109,22 +111,22 @@ class SegmentMemory:
     def __init__(self) -> None:
         self._taking = threading.Lock()
         self._keeps = False
-        # Filled by finalizers, which run anywhere, also where this thread holds a lock: so without one.
+        # Finalizers fill it. They may run while this thread holds a lock, so this field has none.
         self._kept: deque[mmap.mmap] = deque()
 
     @property
     def kept_bytes(self) -> int:
-        """What is kept and in nobody's use."""
+        """Bytes that are kept for the next `take`."""
         return sum(len(memory) for memory in list(self._kept))
 
     def keep(self, keeps: bool) -> None:
-        """From now on keep what is let go, or unmap it; what is kept goes with `keeps=False`."""
+        """Choose whether released memory is kept or unmapped. `keeps=False` also unmaps the memory kept so far."""
         self._keeps = keeps
         if not keeps:
             self._kept.clear()
 
     def take(self, sizes: Sequence[int]) -> list[Segment]:
-        """Segments of these sizes. What was kept is used first, and what is left of it unmapped. Raises OSError."""
+        """Return segments of these sizes. Kept memory is used first, and the rest of it is unmapped. Raises OSError."""
         with self._taking:
             kept = sorted((self._kept.popleft() for _ in range(len(self._kept))), key=len)
             taken: dict[int, Segment] = {}
@@ -137,7 +139,7 @@ class SegmentMemory:
         mapped_bytes = -(-max(size, 1) // mmap.PAGESIZE) * mmap.PAGESIZE
         fresh = memory is None or len(memory) < mapped_bytes
         if memory is None:
-            # Private: a fifth cheaper to touch than mmap's default, and not counted as shared memory.
+            # Private memory is a fifth cheaper to touch than mmap's default, and is not counted as shared memory.
             memory = mmap.mmap(-1, mapped_bytes, flags=mmap.MAP_PRIVATE | mmap.MAP_ANONYMOUS)
         elif len(memory) != mapped_bytes:
             memory.resize(mapped_bytes)  # moves pages, not bytes
@@ -146,7 +148,7 @@ class SegmentMemory:
         return Segment(data, memory, huge if fresh else None)
 
     def _let_go(self, memory: mmap.mmap) -> None:
-        """Nothing views it any more."""
+        """Keep or drop memory that nothing views any more."""
         if self._keeps:
             self._kept.append(memory)
 
@@ -155,7 +157,7 @@ PROCESS_MEMORY = SegmentMemory()
 
 
 class CpuDevice:
-    """See `actors.devices.device.Device`."""
+    """Host memory of this process, as a `Device`."""
 
     name = "cpu"
     receives = True
@@ -163,7 +165,7 @@ class CpuDevice:
     def __init__(self) -> None:
         self._segments: list[Segment] = []
         self._staged: dict[int, Segment] = {}  # memory of tensors that are still to be converted, by segment
-        self._staging = SegmentMemory()  # what one of them leaves, the next one takes
+        self._staging = SegmentMemory()  # so that each of them reuses the memory of the one before
 
     def allocate(self, segment_bytes: tuple[int, ...]) -> None:
         try:
@@ -199,7 +201,7 @@ class CpuDevice:
                 tensor=source.name,
                 cause=str(error),
             ) from error
-        segment.data[source.filled_bytes :] = 0  # padding; the memory may be that of another tensor
+        segment.data[source.filled_bytes :] = 0  # padding; the memory may hold bytes of another tensor
         self._staged[source.segment] = segment
 
     def convert(self, staged: StagedTensor, slices: Sequence[TensorSlice]) -> None:

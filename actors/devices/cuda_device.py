@@ -1,4 +1,4 @@
-"""A GPU as a rank's memory. The one module, with `tests/gpu`, that calls CUDA."""
+"""A GPU as a rank's memory. Only this module and `tests/gpu` call CUDA."""
 
 from __future__ import annotations
 
@@ -19,15 +19,15 @@ PORTABLE = 1  # cudaHostRegisterPortable
 
 
 def free_memory() -> list[tuple[int, int]]:
-    """(free, all) bytes of each GPU that this process sees."""
+    """Return (free, total) bytes of each GPU that this process sees."""
     return [torch.cuda.mem_get_info(index) for index in range(torch.cuda.device_count())]
 
 
 class CudaDevice:
-    """The one GPU that Ray gave this process. The arena is registered as pinned memory once; copies are asynchronous.
+    """The GPU that Ray gave this process. The arena is registered as pinned memory once, and copies are asynchronous.
 
-    Strided items go through a staging block on the device: one contiguous transfer by the DMA engine, then a strided
-    copy on the device, both on one stream, so the block is free again when the next chunk's transfer begins.
+    Strided items go through a staging block on the device. The DMA engine makes one contiguous transfer, then the
+    device makes a strided copy. Both are on one stream, so the block is free again when the next transfer begins.
     """
 
     receives = False
@@ -41,7 +41,7 @@ class CudaDevice:
                 torch=torch.__version__,
             )
         self.name = f"cuda:{index}"
-        # Only this index is ever named: a context on any other GPU would take memory there.
+        # No other index is ever used, because a context on another GPU would take memory there.
         self._device = torch.device("cuda", index)
         torch.cuda.set_device(self._device)
         self._stream = torch.cuda.Stream(self._device)  # type: ignore[no-untyped-call]
@@ -57,18 +57,18 @@ class CudaDevice:
     def allocate(self, segment_bytes: tuple[int, ...]) -> None:
         with self._room("the rank's device memory could not be taken", sum(segment_bytes)):
             self._segments = [torch.empty(size, dtype=torch.uint8, device=self._device) for size in segment_bytes]
-            # Memory that this process has used before may still be written by what was launched then.
+            # Kernels launched earlier may still write to memory that this process used before.
             self._stream.wait_stream(torch.cuda.current_stream(self._device))
 
     def attach_arena(self, arena: memoryview) -> None:
         address = np.frombuffer(arena, np.uint8).ctypes.data
         with torch.cuda.device(self._device):  # the calling thread's device may be another
             # One registration for the whole arena: registering each slot or view is a thousand times slower.
-            # Portable: pinned for every GPU of the process. The second to ask is told that it is so already.
+            # Portable means pinned for every GPU of the process. A second registration fails as already registered.
             if int(self._cudart().cudaHostRegister(address, len(arena), PORTABLE)) == 0:
                 self._pinned = address
                 return
-            # Without it copies are slower, no more. But CUDA keeps the error for whoever launches a kernel next.
+            # Without pinning copies are only slower. But CUDA reports the kept error at the next kernel launch.
             with contextlib.suppress(RuntimeError):
                 torch.zeros(1, device=self._device).add_(1)
 
@@ -79,12 +79,12 @@ class CudaDevice:
                 self._cudart().cudaHostUnregister(self._pinned)
             self._pinned = None
         self._staging = None
-        torch.cuda.empty_cache()  # what was staged is no tensor's memory
+        torch.cuda.empty_cache()  # no tensor uses the staging memory
 
     def stage(self, staged: StagedTensor) -> None:
         source = staged.source
         problem = "memory for a tensor that is to be converted could not be taken"
-        # Of the stream that copies and converts: what is given up is taken again in the order of its work.
+        # Allocated on the stream that copies and converts, so released memory is reused in the order of its work.
         with self._room(problem, source.size_bytes, tensor=source.name), torch.cuda.stream(self._stream):
             data = torch.empty(source.size_bytes, dtype=torch.uint8, device=self._device)
             data[source.filled_bytes :].zero_()
@@ -122,7 +122,7 @@ class CudaDevice:
 
     @contextlib.contextmanager
     def _room(self, problem: str, need_bytes: int | None, **details: str) -> Iterator[None]:
-        """Says what torch had no memory for: DoesNotFit."""
+        """Raise DoesNotFit with the problem when torch runs out of memory in the block."""
         try:
             yield
         except torch.cuda.OutOfMemoryError as error:

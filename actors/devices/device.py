@@ -1,16 +1,15 @@
-"""Where a rank's tensors live: memory for the segments, and 2-D copies into it.
+"""The memory of a rank's tensors: the segments, and 2-D copies into them.
 
-A device allocates exactly the plan's segments, once. `place` copies the read items of one chunk out of an arena slot;
-`synchronize` returns when those copies no longer read the slot. Tensors are views into the segments, which they keep
-alive: memory that was handed out is never written again.
+A device allocates exactly the plan's segments, once. `place` copies the read items of one chunk out of an arena slot.
+`synchronize` returns when those copies no longer read the slot. Tensors are views into the segments and keep them
+alive, so memory that was handed out is never written again.
 
-A device that comes up while the first chunks are on their way.
-
-Importing torch, making a CUDA context and pinning an arena take seconds, in which a rank can fetch and verify already.
+`OpeningDevice` starts a device in a thread. Importing torch, making a CUDA context and pinning an arena take seconds,
+during which the rank already fetches and verifies its first chunks.
 
     allocate, attach_arena --> a thread, in order        place, synchronize, tensors --> wait for it, then the device
 
-What goes wrong in the thread comes out of the next call that waits.
+The next call that waits raises the thread's error.
 """
 
 from __future__ import annotations
@@ -29,52 +28,55 @@ if TYPE_CHECKING:
 class Device(Protocol):
     """One rank's memory."""
 
-    receives: bool  # its memory is the process's own: a socket can write to it, and `place` copies at once
+    receives: bool  # the process owns its memory, so a socket can write to it and `place` copies at once
 
     @property
     def name(self) -> str:
-        """ "cpu" or "cuda:0"."""
+        """The device's name, such as "cpu" or "cuda:0"."""
         ...
 
     @property
     def fresh_s(self) -> float:
-        """Thread-seconds, inside `place` and `parts`, for which memory that nobody had used was made present.
+        """Thread-seconds that `place` and `parts` spent on mapping fresh memory.
 
-        So far: it is asked for in the middle of a load, and never waits.
+        Cumulative. Safe to read during a load; never blocks.
         """
         ...
 
     @property
     def held_bytes(self) -> int:
-        """Bytes of memory, and of files, that it has for tensors, those that are still to be converted included."""
+        """Bytes of memory and files that the device holds for tensors, including those still to be converted."""
         ...
 
     def allocate(self, segment_bytes: tuple[int, ...]) -> None:
-        """Take the memory. Raises DoesNotFit."""
+        """Take the memory of all segments. Raises DoesNotFit."""
         ...
 
     def attach_arena(self, arena: memoryview) -> None:
-        """Told once about the mapped arena that `place` will read from."""
+        """Prepare for the mapped arena that `place` will read from. Called once."""
         ...
 
     def detach_arena(self) -> None:
-        """The arena is about to be unmapped."""
+        """Stop using the arena, which is about to be unmapped."""
         ...
 
     def place(self, chunk: memoryview, items: ReadItems, rows: slice) -> None:
-        """Copy the read items `rows` out of `chunk` (all its bytes). May return before the copy is done."""
+        """Copy the read items `rows` out of `chunk`, which holds all its bytes. May return before the copy is done."""
         ...
 
     def parts(self, items: ReadItems, rows: slice) -> list[memoryview]:
-        """The memory that contiguous read items fill, for whoever receives a chunk in it. Only where it `receives`."""
+        """Return the memory that contiguous read items fill, so that a socket can receive a chunk there.
+
+        Only for devices that `receives` marks.
+        """
         ...
 
     def stage(self, staged: StagedTensor) -> None:
-        """Take memory for a tensor that is to be converted; `place` finds it by its segment. Raises DoesNotFit."""
+        """Take memory for a tensor that is to be converted. `place` finds it by its segment. Raises DoesNotFit."""
         ...
 
     def convert(self, staged: StagedTensor, slices: Sequence[TensorSlice]) -> None:
-        """Make `slices` of it, after all that was placed in it, and let go of its memory."""
+        """Make `slices` from the staged tensor, after all its bytes were placed, and release its memory."""
         ...
 
     def synchronize(self) -> None:
@@ -82,20 +84,20 @@ class Device(Protocol):
         ...
 
     def finish(self) -> None:
-        """Everything is placed. Returns when it will stay: what is on disk is there for good."""
+        """Complete the load after everything is placed. Return when files are safely on disk."""
         ...
 
     def tensors(self, slices: tuple[TensorSlice, ...]) -> dict[str, torch.Tensor]:
-        """The rank's tensors by name: views into the segments."""
+        """Return the rank's tensors by name. They are views into the segments."""
         ...
 
     def free(self) -> None:
-        """Let go of the memory; it returns to the system when no tensor views it any more. Idempotent."""
+        """Release the memory. It returns to the system when no tensor views it any more. Idempotent."""
         ...
 
 
 def open_device(kind: str) -> Device:
-    """The device of this process: `kind` is "cpu", or "cuda" for the one GPU that is visible first."""
+    """Return the device of this process. `kind` is "cpu", or "cuda" for the first visible GPU."""
     if kind == "cpu":
         from actors.devices.cpu_device import CpuDevice
 
@@ -106,9 +108,9 @@ def open_device(kind: str) -> Device:
 
 
 class OpeningDevice:
-    """See `actors.devices.device.Device`. `open_it` makes the real one; it is called once, in the thread."""
+    """A `Device` that starts in a thread. `open_it` makes the real one and is called once, in the thread."""
 
-    receives = False  # a device whose memory is the process's own is there at once
+    receives = False  # a device that receives needs no time to start, so it is never wrapped
 
     def __init__(self, open_it: Callable[[], Device]) -> None:
         self._thread = ThreadPoolExecutor(1, "open-device")
@@ -118,12 +120,12 @@ class OpeningDevice:
 
     @property
     def name(self) -> str:
-        """Of the real device."""
+        """Name of the real device."""
         return self._ready().name
 
     @property
     def fresh_s(self) -> float:
-        """So far; never waits, because it is asked for while chunks are fetched. 0 before the device is there."""
+        """Cumulative, as in `Device`. 0 before the device has started; never blocks."""
         if not self._device.done() or self._device.exception() is not None:
             return 0.0
         return self._device.result().fresh_s
@@ -133,7 +135,7 @@ class OpeningDevice:
         return self._ready().held_bytes
 
     def allocate(self, segment_bytes: tuple[int, ...]) -> None:
-        """Begins to take the memory; a DoesNotFit comes out of `place`."""
+        """Begin to take the memory. A later `place` raises the DoesNotFit."""
         self._submit(lambda device: device.allocate(segment_bytes))
 
     def attach_arena(self, arena: memoryview) -> None:
@@ -141,7 +143,7 @@ class OpeningDevice:
         self._submit(lambda device: device.attach_arena(arena))
 
     def detach_arena(self) -> None:
-        """Returns when nothing of the device uses the arena, whether it came up or not."""
+        """Return when the device does not use the arena, whether it started or not."""
         if self._attached:
             self._attached = False
             if self._came_up():
@@ -178,19 +180,19 @@ class OpeningDevice:
 
         def work() -> None:
             if before is not None:
-                before.result()  # has ended; raises why no further step can be made
+                before.result()  # it has ended; raises its error, after which no step can follow
             step(self._device.result())
 
         self._last = self._thread.submit(work)
 
     def _ready(self) -> Device:
-        """The real device, when all that was asked of it is done. Raises what went wrong."""
+        """Return the real device after all its steps are done. Raises the first step's error."""
         if self._last is not None:
             self._last.result()
         return self._device.result()
 
     def _came_up(self) -> bool:
-        """Waits for the thread. Whether there is a device, which may still lack memory."""
+        """Wait for the thread. Return whether there is a device, which may still lack memory."""
         if self._last is not None:
             self._last.exception()
         return self._device.exception() is None

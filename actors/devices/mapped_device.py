@@ -1,18 +1,18 @@
-"""The devices of a rank that has several (a device map), as one: GPUs, host memory, files.
+"""Several devices of one rank (a device map) as one device: GPUs, host memory and files on disk.
 
     read items of a chunk --by segment--> cuda:0 | cuda:1 | cpu | disk        each has segments of its own, from 0 on
 
-Which segment is on which device the plan says; no segment is on two.
+The plan assigns each segment to exactly one device.
 
-A folder of tensors on disk that one rank writes and then maps: Accelerate's format, as `offload_files` says.
+`OffloadFolder` is the folder for tensors on disk. One rank writes it and then maps it. Its format is Accelerate's.
 
     open: locked, leftovers removed, files created --> write --> seal: on disk, index.json --> readable
        `--> remove: nothing of it is left  <-----------------------------------------'
 
-The folder is new or empty. Its file `.longshore` is locked for as long as a worker uses the folder, and lists the
-tensors that have files there. The lock ends with its process: the next load removes what a killed worker left, by that
-list, and nothing else. Files are opened by name below the folder's own descriptor, never through a link, so nothing
-outside of it is touched whatever a tensor is called.
+The folder is new or empty. Its file `.longshore` is locked as long as a worker uses the folder, and lists the tensors
+that have files there. The lock ends with its process. The next load then removes the files on that list, and no
+others. Files are opened by name below the folder's own descriptor, never through a link. So no tensor's name can make
+a worker touch anything outside the folder.
 """
 
 from __future__ import annotations
@@ -47,20 +47,20 @@ if TYPE_CHECKING:
 
 LOCK_NAME = ".longshore"
 LOCK_TITLE = "files of longshore, which may be removed when no process locks this one; used by "
-SAME_LOAD_S = 30.0  # the worker that this one replaces has been killed, and has ended by then
-OTHER_LOAD_S = 5.0  # a load that was just released has ended by then
+SAME_LOAD_S = 30.0  # wait for a killed worker, which this one replaces, to end
+OTHER_LOAD_S = 5.0  # wait for a load that was just released to end
 LOCK_EVERY_S = 0.1
-TRIES = 5  # of a folder that others remove meanwhile
+TRIES = 5  # to open a folder that another load may remove at the same time
 _PRIVATE = 0o600
 _MOST_LIST_BYTES, _MOST_TITLE_BYTES = 64 << 20, 4096
 _FULL = (errno.ENOSPC, errno.EDQUOT)
 
 
 class OffloadFolder:
-    """Files of one rank. Not thread-safe; different files may be written by different threads."""
+    """Files of one rank. Not thread-safe, but different threads may write different files."""
 
     def __init__(self, path: str, owner: str) -> None:
-        """`owner`: the load and rank that the files belong to, in one line."""
+        """`owner`: one line of text that names the load and rank of the files."""
         self.path = path
         self._owner = owner
         self._folder: int | None = None  # descriptor
@@ -74,14 +74,17 @@ class OffloadFolder:
         return sum(self._sizes.values())
 
     def open(self, sizes: Mapping[str, int]) -> None:
-        """Lock the folder and create a file of so many bytes for each tensor, its space taken.
+        """Lock the folder and create each tensor's file with its size, so that its space is reserved.
 
-        Raises ConfigError, also when another load uses the folder; DoesNotFit; PlanError for a tensor's name.
+        Raises:
+            ConfigError: The folder cannot be used, or another load uses it.
+            DoesNotFit: The disk is too small.
+            PlanError: A tensor's name cannot be a file name.
         """
         need_bytes = sum(sizes.values())
         for tensor in sizes:
             if offload_name(tensor) is None:
-                raise PlanError(f"no file can have the name of the tensor {quote(tensor)}")
+                raise PlanError(f"the name of the tensor {quote(tensor)} cannot be a file name")
         with _refused(self.path, need_bytes):
             lock = self._take_folder()
             space = os.fstatvfs(lock)
@@ -105,7 +108,7 @@ class OffloadFolder:
                 data, offset = data[written:], offset + written
 
     def seal(self, index: Mapping[str, object]) -> None:
-        """Return when all that was written is on the disk, and the index too. Raises ConfigError, DoesNotFit."""
+        """Write the index, and return when it and all files are on the disk. Raises ConfigError, DoesNotFit."""
         text = json.dumps(index, indent=2).encode()
         with _refused(self.path, len(text)):
             for tensor in self._sizes:
@@ -114,21 +117,21 @@ class OffloadFolder:
             with self._file(f"{INDEX_NAME}.part", os.O_CREAT | os.O_EXCL | os.O_WRONLY) as descriptor:
                 _write_all(descriptor, text)
             os.rename(f"{INDEX_NAME}.part", INDEX_NAME, src_dir_fd=self._descriptor, dst_dir_fd=self._descriptor)
-            os.fsync(self._descriptor)  # the names, too
+            os.fsync(self._descriptor)  # makes the file names durable, too
 
     @contextlib.contextmanager
     def readable(self, tensor: str) -> Iterator[str]:
-        """Give the block a path at which the tensor's file, and no other, can be opened.
+        """Yield a path at which exactly the tensor's file can be opened.
 
-        Raises ConfigError, also for what the system refuses in the block.
+        Raises ConfigError, also when the system refuses a call in the block.
         """
         with _refused(self.path, 0), self._file(f"{tensor}.dat", os.O_RDONLY) as descriptor:
             yield f"/proc/self/fd/{descriptor}"
 
     def remove(self) -> None:
-        """Remove this rank's files, and the folder if it was made here. Never raises. Idempotent.
+        """Remove this rank's files, and the folder if this object made it. Never raises. Idempotent.
 
-        What maps a file keeps its bytes.
+        Existing mappings of a file keep its bytes.
         """
         if self._lock is not None:
             for name in (*_names(self._sizes), LOCK_NAME):
@@ -136,7 +139,7 @@ class OffloadFolder:
                     os.unlink(name, dir_fd=self._folder)
         if self._made:
             self._made = False
-            with contextlib.suppress(OSError):  # there is something of somebody else's
+            with contextlib.suppress(OSError):  # it may hold files of others
                 os.rmdir(self.path)
         for descriptor in (self._lock, self._folder):
             if descriptor is not None:
@@ -146,7 +149,7 @@ class OffloadFolder:
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _take_folder(self) -> int:
-        """Open or make the folder and lock it; the locked descriptor."""
+        """Open or make the folder and lock it. Return the locked descriptor."""
         for _ in range(TRIES):
             with contextlib.suppress(FileExistsError):
                 os.mkdir(self.path, 0o700)
@@ -160,7 +163,7 @@ class OffloadFolder:
         raise FileNotFoundError(errno.ENOENT, os.strerror(errno.ENOENT), self.path)
 
     def _take(self) -> int:
-        """Lock the folder and remove what a worker that died left there; the locked descriptor."""
+        """Lock the folder and remove the files that a dead worker left. Return the locked descriptor."""
         lock = self._locked()
         try:
             ours = self._listed(lock)
@@ -168,14 +171,14 @@ class OffloadFolder:
             if found - ours:
                 raise ConfigError(
                     "the offload folder is not empty",
-                    hint="name a new folder, or remove what is there when no loaded model uses it any more",
+                    hint="name a new folder, or remove its files when no loaded model uses them",
                     path=self.path,
                     found=quote(min(found - ours)),
                 )
             for name in found - {LOCK_NAME}:
                 os.unlink(name, dir_fd=self._descriptor)
         except BaseException:
-            if not os.fstat(lock).st_size:  # it was made just now
+            if not os.fstat(lock).st_size:  # this call created the lock file
                 with contextlib.suppress(OSError):
                     os.unlink(LOCK_NAME, dir_fd=self._descriptor)
             os.close(lock)
@@ -183,14 +186,14 @@ class OffloadFolder:
         return lock
 
     def _locked(self) -> int:
-        """Lock the file that stands for the folder; its descriptor. Waits for a process that is about to end."""
+        """Lock the folder's lock file, waiting for a process that is about to end. Return its descriptor."""
         flags = os.O_RDWR | os.O_CREAT | os.O_NOFOLLOW | os.O_CLOEXEC
         began_s = time.monotonic()
         while True:
             lock = os.open(LOCK_NAME, flags, _PRIVATE, dir_fd=self._descriptor)
             try:
                 fcntl.flock(lock, fcntl.LOCK_EX | fcntl.LOCK_NB)
-                if os.fstat(lock).st_nlink:  # else whoever had the lock has removed the file
+                if os.fstat(lock).st_nlink:  # else the former holder has removed the file
                     return lock
             except BlockingIOError:
                 owner = _lines(lock, _MOST_TITLE_BYTES)[0].removeprefix(LOCK_TITLE)
@@ -209,9 +212,9 @@ class OffloadFolder:
             os.close(lock)
 
     def _listed(self, lock: int) -> set[str]:
-        """Return the names of files that are ours by the locked one's list, itself included."""
+        """Return the names of our files by the lock file's list, including the lock file."""
         status = os.fstat(lock)
-        if not status.st_size:  # it was made just now, or before the first other file
+        if not status.st_size:  # it is new, or no other file was created yet
             return {LOCK_NAME}
         title, *tensors = _lines(lock, _MOST_LIST_BYTES)
         if not title.startswith(LOCK_TITLE) or status.st_uid != os.geteuid():
@@ -225,7 +228,7 @@ class OffloadFolder:
         return False
 
     def _list(self, tensors: Iterable[str], lock: int) -> None:
-        """Write which files are ours before the first of them is there."""
+        """Write the list of our files before the first of them exists."""
         os.ftruncate(lock, 0)
         _write_all(lock, "\n".join((LOCK_TITLE + self._owner, *tensors)).encode())
         os.fsync(self._descriptor)
@@ -252,12 +255,12 @@ class OffloadFolder:
 
 
 def _names(tensors: Iterable[str]) -> list[str]:
-    """Return the names of all files that a folder with these tensors may have, but for the locked one."""
+    """Return the names of all files that a folder with these tensors may have, except the lock file."""
     return [*(f"{tensor}.dat" for tensor in tensors), INDEX_NAME, f"{INDEX_NAME}.part"]
 
 
 def _lines(lock: int, most_bytes: int) -> list[str]:
-    """Return the lines at the beginning of the locked file."""
+    """Return the lines at the beginning of the lock file."""
     return os.pread(lock, most_bytes, 0).decode(errors="replace").split("\n")
 
 
@@ -271,7 +274,7 @@ def _write_all(descriptor: int, data: bytes) -> None:
 
 @contextlib.contextmanager
 def _refused(path: str, need_bytes: int) -> Iterator[None]:
-    """Raise a typed error for what the system refuses in the block."""
+    """Raise a typed error when the system refuses a call in the block."""
     try:
         yield
     except OSError as error:
@@ -288,7 +291,7 @@ def _refused(path: str, need_bytes: int) -> Iterator[None]:
 
 
 class MappedDevice:
-    """See `actors.devices.device.Device`."""
+    """Several devices as one `Device`."""
 
     def __init__(self, plan: RankPlan, parts: Mapping[DeviceKey, Device]) -> None:
         """`parts`: one for each device in `plan.segment_devices`."""
@@ -300,14 +303,14 @@ class MappedDevice:
             here = [segment for segment, part in enumerate(self._part) if part == number]
             self._local[here] = np.arange(len(here))
         self._segments = len(self._part)
-        for staged in plan.staged:  # what is converted is staged where it will be, under the plan's own number
+        for staged in plan.staged:  # a tensor is staged on the device of its result, under the plan's own number
             self._part.append(self._part[plan.slices[staged.first].segment])
-        self._renumbered: tuple[ReadItems, ReadItems] | None = None  # the plan's items, and as the parts have them
+        self._renumbered: tuple[ReadItems, ReadItems] | None = None  # the plan's items, and with the parts' numbers
         self.receives = all(part.receives for part in self._parts)
 
     @property
     def name(self) -> str:
-        """ "cuda:0+cuda:1+cpu+disk"."""
+        """The names of all devices, such as "cuda:0+cuda:1+cpu+disk"."""
         return "+".join(device_name(key) for key in self._order)
 
     @property
@@ -328,7 +331,7 @@ class MappedDevice:
             part.attach_arena(arena)
 
     def detach_arena(self) -> None:
-        self.synchronize()  # the GPU that unpins it does so for all
+        self.synchronize()  # one GPU unpins the arena for all of them
         for part in self._parts:
             part.detach_arena()
 
@@ -361,13 +364,13 @@ class MappedDevice:
         return {piece.name: found[piece.name] for piece in slices}
 
     def free(self) -> None:
-        with contextlib.ExitStack() as parts:  # each of them, also when another cannot
+        with contextlib.ExitStack() as parts:  # frees each of them, even when another one fails
             for part in self._parts:
                 parts.callback(part.free)
             self.synchronize()  # as in `detach_arena`
 
     def _split(self, items: ReadItems, rows: slice) -> Iterator[tuple[Device, ReadItems, slice]]:
-        """Rows in order, those that follow each other on one device together."""
+        """Yield the rows in order, grouped into runs on one device."""
         local = self._on_parts(items)
         part_of = (self._part[segment] for segment in items.segment[rows].tolist())
         start = rows.start
@@ -390,7 +393,7 @@ class MappedDevice:
 def open_mapped(
     plan: RankPlan, folder: str, owner: str, open_gpu: Callable[[int], Device] | None = None
 ) -> MappedDevice:
-    """The devices that the plan names, none of their memory taken yet. `owner`: see `OffloadFolder`."""
+    """Return the devices that the plan names, before they take memory. `owner`: see `OffloadFolder`."""
     parts: dict[DeviceKey, Device] = {}
     for key in sorted(set(plan.segment_devices), key=device_order):
         if key == DISK:
@@ -409,7 +412,7 @@ def open_mapped(
 
 
 def open_mapped_rank(plan: RankPlan, job: RankJob) -> Device:
-    """The same for a rank's job: host memory and files at once, GPUs while the first chunks are fetched."""
+    """Return the devices of a rank's job. GPUs start in a thread while the first chunks are fetched."""
     owner = f"{job.load_id} {job.rank}"
     if not any(isinstance(key, int) for key in plan.segment_devices):
         return open_mapped(plan, job.offload_folder, owner)
@@ -423,7 +426,7 @@ def _open_gpu(index: int) -> Device:
 
 
 class DiskDevice:
-    """See `actors.devices.device.Device`. Segment i is the file of `slices[i]`."""
+    """Files of an offload folder, as a `Device`. Segment i is the file of `slices[i]`."""
 
     name = "disk"
     receives = False
@@ -479,13 +482,13 @@ class DiskDevice:
 
         index = {}
         for piece in self._slices:
-            if piece.size_bytes:  # Accelerate maps files, and nothing can be mapped of an empty one
+            if piece.size_bytes:  # Accelerate maps files, and an empty file cannot be mapped
                 dtype, shape = torch_dtype(piece.dtype, piece.sizes)
                 index[piece.name] = index_entry(str(dtype).removeprefix("torch."), shape)
         self._folder.seal(index)
 
     def tensors(self, slices: tuple[TensorSlice, ...]) -> dict[str, torch.Tensor]:
-        """Mapped from the files; what is written to them changes no file."""
+        """Return tensors mapped from the files. Writing to a tensor does not change its file."""
         from actors.handover.tensor_views import tensor_views
 
         return tensor_views([self._mapped(piece) for piece in self._slices], slices)
@@ -496,9 +499,9 @@ class DiskDevice:
         if not piece.size_bytes:
             return torch.empty(0, dtype=torch.uint8, device="cpu")
         with self._folder.readable(piece.name) as path:
-            try:  # Python's own mappings keep a descriptor each, and there may be thousands of tensors
+            try:  # not Python's mmap, which keeps a descriptor for each of maybe thousands of tensors
                 return torch.from_file(path, shared=False, size=piece.size_bytes, dtype=torch.uint8, device="cpu")
-            except RuntimeError as error:  # so torch says what the system refused
+            except RuntimeError as error:  # torch's error when the system refuses the mapping
                 raise OSError(0, str(error).splitlines()[0]) from error
 
     def _write(self, segment: int, data: memoryview, offset: int) -> None:

@@ -1,20 +1,19 @@
 """The chunks of one load on one node, between the cache and its ranks. Pure.
 
     pending --lease--> leased --commit--> committed (pinned for every rank that needs it)
-       ^                |                     | readable: a rank is told, its process holds the slot
+       ^                |                     | readable: a rank is notified, its process holds the slot
        +-- failed, expired, returned          | placed: pin and hold are gone
-       +-- evicted before a rank that came back had it
+       +-- evicted before a returning rank received it
 
-A chunk that the cache has already, from another load or under another id, is never leased. Pins and holds are per
-chunk, not per slot: two chunks of a model with the same bytes share a slot, and a rank that placed one still reads
-the other.
+The flow never leases a chunk that the cache already has, from another load or under another id. Pins and holds are
+per chunk, not per slot. Two chunks of a model with the same bytes share a slot, so a rank that placed one may still
+read the other.
 
-A second lease on a chunk whose fetch is far slower than its peers: always in another slot. Pure.
+A chunk whose fetch is far slower than its peers gets a second lease (a hedge), always in another slot.
+`cluster.scheduling.concurrency` decides when one is due.
 
-    second lease ----commit----> first come, first kept: `close_losers` takes every other lease on the chunk back
-                                 loser: told to close; its slot is fenced until it says that it has, or is dead
-
-Whether one is due `cluster.scheduling.concurrency` says.
+    second lease ----commit----> the first commit wins: `close_losers` revokes every other lease on the chunk
+                                 loser: ordered to close; its slot stays fenced until it confirms, or is dead
 """
 
 from __future__ import annotations
@@ -45,44 +44,44 @@ from storage.host.processes import ProcessId
 
 @dataclass(slots=True)
 class RankPlace:
-    """Who has the rank, and what of the arena is in its hands."""
+    """The process that has a rank, and the parts of the arena that it uses."""
 
     rank: int
     incarnation: int = 0
-    process: ProcessId | None = None  # None until its worker said hello
+    process: ProcessId | None = None  # None until its worker sent a hello
     number: int = 0  # of the last message of that process
-    grantable: deque[int] = field(default_factory=deque)  # committed chunks it needs and was not told of
+    grantable: deque[int] = field(default_factory=deque)  # committed chunks that it needs and was not yet granted
     granted: dict[int, CachedChunk] = field(default_factory=dict)  # it may be reading these
     leases: dict[str, int] = field(default_factory=dict)  # lease id -> chunk
     direct: frozenset[int] = frozenset()  # chunks that it can receive in its own memory
-    taken_back: set[str] = field(default_factory=set)  # leases that ended before it gave them back
-    to_close: list[str] = field(default_factory=list)  # those of them that it was not told of
-    lost: bool = False  # nobody is at work for it: its process died or left
-    left: bool = False  # its process said that it uses nothing of the arena any more
+    taken_back: set[str] = field(default_factory=set)  # leases that the agent revoked before the rank returned them
+    to_close: list[str] = field(default_factory=list)  # those of them that it was not yet ordered to close
+    lost: bool = False  # no process works for it: the last one died or left
+    left: bool = False  # its process reported that it no longer uses the arena
     placed_bytes: int = 0
     short_of: str = ""  # why its last answer had fewer leases than it wanted (see Orders)
-    heard_s: float = 0.0  # when it last spoke
-    stats: RankStats | None = None  # when it last told any
+    heard_s: float = 0.0  # time of its last message
+    stats: RankStats | None = None  # the last that it reported
 
     def expects(self, hello: RankHello) -> bool:
-        """Whether the hello is from who may have the rank, and not an old one that arrives late."""
+        """Return whether the hello is new and its sender may have the rank."""
         if hello.process == self.process and hello.number <= self.number:
             return False
         return hello.incarnation >= self.incarnation
 
     def heard(self, update: RankUpdate, now_s: float) -> None:
-        """It has spoken, and is not late."""
+        """Record a message of the rank that is not late."""
         self.number, self.heard_s, self.placed_bytes = update.number, now_s, update.placed_bytes
         self.stats = update.stats or self.stats
 
     def is_late(self, update: RankUpdate) -> bool:
-        """Whether the update is from a process that was given up, or older than one that was taken in."""
+        """Return whether the update is from an abandoned process, or older than one that was applied."""
         who = (self.incarnation, self.process)
         return self.left or who != (update.incarnation, update.process) or update.number <= self.number
 
 
 class ChunkKeys:
-    """Cache keys of a load's chunks (`cluster.planning.chunk_keys`), each made once."""
+    """Cache keys of a load's chunks (`cluster.planning.chunk_keys`), each computed once."""
 
     def __init__(self, tables: SharedTables, store_identity: str, load_id: str) -> None:
         self.tables = tables
@@ -97,12 +96,12 @@ class ChunkKeys:
         return key
 
     def published(self, chunk: int) -> tuple[str, bytes]:
-        """Hash name and digest of the chunk; both empty when it was published without."""
+        """Return hash name and digest of the chunk; both are empty when it was published without a digest."""
         digest, hash_name = self.tables.chunks.digest(chunk), self.tables.chunks.hash_name
         return ("", b"") if digest is None or hash_name is None else (hash_name, digest)
 
     def lasting(self, chunk: int) -> bool:
-        """Whether the key means the same bytes for every load: not without a digest and without a version."""
+        """Return whether the key means the same bytes for every load: it has a digest or its object has a version."""
         return bool(self.published(chunk)[0] or self.tables.shards[self.tables.chunks.shard[chunk]].etag)
 
     def _make(self, chunk: int) -> bytes:
@@ -110,8 +109,9 @@ class ChunkKeys:
 
 
 class SecondLeases(Hedges):
-    """Hedges of one load on one node. What goes straight into a rank's memory is not among its fetches: there would be
-    no other slot.
+    """Hedges of one load on one node.
+
+    Fetches straight into a rank's memory are never hedged: they use no slot, so there is no other slot to use.
     """
 
     def __init__(self, job: NodeJob, cache: ChunkCache, keys: ChunkKeys, queue: LeaseQueue) -> None:
@@ -119,21 +119,24 @@ class SecondLeases(Hedges):
         self._job, self._cache, self._keys, self._queue = job, cache, keys, queue
 
     def lease(self, place: RankPlace, now_s: float) -> tuple[int, Lease] | None:
-        """(chunk, lease) for a rank that has nothing else to fetch; None when nothing is due, or no slot is free."""
+        """Return (chunk, lease) for a rank that has nothing else to fetch.
+
+        None when no hedge is due, or no slot is free.
+        """
         chunk, owner = self.due(now_s), self._job.part
         if chunk is None or place.process is None or not self._cache.shares.may_claim(owner):
             return None
         lease = self._cache.lease(self._keys[chunk], place.process, now_s + self._job.lease_deadline_s, owner=owner)
         if lease is None:
-            self._cache.shares.satisfied(owner)  # it can do without
+            self._cache.shares.satisfied(owner)  # a hedge is optional: do not queue for a slot
             return None
         self.begun(lease.lease_id, chunk, now_s, second=True)
         return chunk, lease
 
     def close_losers(self, places: Iterable[RankPlace], chunk: int, now_s: float) -> None:
-        """The chunk may be there: then whoever still fetches it is told to stop.
+        """If the chunk is no longer leased, order every rank that still fetches it to stop.
 
-        Slots count as taken back at the lease's own deadline: nobody is killed earlier for having been hedged.
+        Slots count as taken back at the lease's own deadline, so a hedge never causes a process to be killed earlier.
         """
         if not self.hedged(chunk) or self._queue.state(chunk) is ChunkState.LEASED:
             return
@@ -148,10 +151,10 @@ class SecondLeases(Hedges):
 
 
 def never_brought(reason: str, tables: SharedTables, chunk: int, rank: int, cause: str, load_id: str) -> LongshoreError:
-    """Of workers that have said nothing: they died, or their leases ended."""
+    """Return the error for a chunk whose workers reported no cause: they died, or their leases ended."""
     return ChunkFailed(
-        f"a chunk could not be had: {reason}",
-        hint="workers died of it, or were slower than LONGSHORE_LEASE_DEADLINE_S: see their logs and the store",
+        f"a chunk could not be fetched: {reason}",
+        hint="its workers died, or took longer than LONGSHORE_LEASE_DEADLINE_S: see their logs and the store",
         shard=tables.shards[tables.chunks.shard[chunk]].key,
         chunk=chunk,
         range=str(tables.chunks.byte_range(chunk)),
@@ -162,34 +165,34 @@ def never_brought(reason: str, tables: SharedTables, chunk: int, rank: int, caus
 
 
 def given_up(failure: FetchFailure, place: RankPlace, load_id: str) -> LongshoreError:
-    """Of a worker that has said why, the last of those that tried: names shard, chunk, worker and cause."""
+    """Return the error for a chunk whose last worker reported a cause. It names shard, chunk, worker and cause."""
     where = {"rank": place.rank, "pid": place.process.pid if place.process else None, "tries": failure.tries}
     if isinstance(failure.error, IntegrityError):
         return failure.error.with_details(**where)
     cause = type(failure.error).__name__
-    if deeper := failure.error.details.get("cause"):  # of a connection: what the socket said
+    if deeper := failure.error.details.get("cause"):  # for a connection: the socket's error
         cause = f"{cause} ({deeper})"
     details = {**failure.error.details, **where, "cause": cause, "load": load_id}
-    return ChunkFailed(f"a chunk could not be had: {failure.error.message}", hint=_hint(failure.error), **details)
+    return ChunkFailed(f"a chunk could not be fetched: {failure.error.message}", hint=_hint(failure.error), **details)
 
 
 def _hint(error: LongshoreError) -> str:
-    """What to do: what the error says, or what its kind means for a load."""
+    """Return the error's own hint, or the one for its kind."""
     if not error.hint and isinstance(error, ObjectChanged):
-        return "the object was replaced under the load: load again, which reads the new version whole"
+        return "the object was replaced during the load: load again to read the new version"
     if not error.hint and isinstance(error, ObjectNotFound):
-        return "the object was deleted, or never was there: `longshore verify` lists what is missing"
+        return "the object was deleted, or never existed: `longshore verify` lists missing objects"
     return error.hint
 
 
-GRANT_BATCH = 64  # readable chunks told in one answer
+GRANT_BATCH = 64  # most readable chunks in one answer
 
 _DIRECT_NUMBERS = itertools.count(1)
 
 
 @dataclass(frozen=True, slots=True, eq=False)
 class JobTables:
-    """What a job's packed tables say. Made once, without the agent's lock: of a large model that takes a while."""
+    """A job's tables, unpacked. Built once and without the agent's lock, because a large model takes a while."""
 
     shared: SharedTables
     needs: Mapping[int, NDArray[np.int64]]  # rank -> chunks that it touches
@@ -203,7 +206,7 @@ class JobTables:
 
 
 class ChunkFlow:
-    """See above. `cache` is shared with the node's other loads; the owner of slots is `NodeJob.part`."""
+    """The chunks of one load. `cache` is shared with the node's other loads; the owner of slots is `NodeJob.part`."""
 
     def __init__(self, job: NodeJob, cache: ChunkCache, now_s: float, disk: DiskBacklog, tables: JobTables) -> None:
         incarnations = job.incarnations or (0,) * len(job.ranks)
@@ -215,7 +218,7 @@ class ChunkFlow:
         self.queue = LeaseQueue(tables.needs)
         self.hedges = SecondLeases(job, cache, self.keys, self.queue)
         self.error: LongshoreError | None = None  # a chunk's budget is spent
-        # Into the ranks' own memory, past the arena: when asked for, or when neither arena nor disk could keep them.
+        # Chunks bypass the arena when the job asks for it, or when neither arena nor disk could keep them.
         self.direct = job.placement == "direct" or (
             job.placement == "auto" and not disk.on and len(self.queue.chunks()) > cache.slot_count
         )
@@ -224,45 +227,44 @@ class ChunkFlow:
         self._disk = disk
         self._chunks = self.keys.tables.chunks
         self._cached: dict[int, CachedChunk] = {}  # committed chunks of this load, while a rank needs them
-        if self.direct:  # nobody helps out with these, or they would go through the arena
+        if self.direct:  # no rank may fetch for another one, or the chunk would go through the arena
             for rank in job.ranks:
                 self.queue.assign(rank, self._wanted_alone(rank))
-        # What the report counts.
         self.meter = LoadMeter(job)
         self.sources = ChunkSources(job, self._chunks, self.meter)
         self.retries: Counter[str] = Counter()
         self.ranks_done(job)
 
     def take_cached(self) -> None:
-        """Pin what the arena has already, as far as this load's share allows, before anything evicts it."""
+        """Pin chunks that the arena already has, as far as this load's share allows, before they are evicted."""
         for chunk in self.queue.pending():
             self._take_from_cache(chunk)
 
     def counters(self) -> LoadCounters:
-        """What this agent saw the load do so far; only grows."""
+        """Return what this agent has counted for the load so far. The counters only grow."""
         digests = self.keys.tables.chunks.hash_name is not None
         return self.meter.counters(self.retries, self.hedges.count, self.hedges.won, digests=digests)
 
     def said(self, update: RankUpdate) -> None:
-        """Count what a rank's update tells beside its chunks."""
+        """Count the retries and stats that a rank's update reports."""
         self.retries.update(update.retries)
         self.meter.reported(update)
 
     def wake(self, keys: set[bytes]) -> None:
-        """Fetches of these bytes by others have ended: take them from the cache, or fetch them after all."""
+        """Take chunks from the cache, or requeue them, once other fetches of the same bytes have ended."""
         for chunk in self.queue.waiting_for(keys):
             self._take_from_cache(chunk)
 
     # -- leases ------------------------------------------------------------------------------------------------
 
     def next_lease(self, place: RankPlace, now_s: float) -> LeaseOrder | None:
-        """What the rank should fetch now; None when there is nothing for it, or no slot: that is the back-pressure.
+        """Return the next fetch for the rank, or None when there is no chunk for it or no free slot.
 
-        `place.short_of` says which.
+        A missing slot is the back-pressure on ranks. `place.short_of` names the reason.
         """
         place.short_of = "slots"
         if place.process is None or not self._cache.reserve(self._job.part, self._job.min_slots):
-            return None  # (a load that was complete has given its minimum back, and queues for it again)
+            return None  # a load that was complete has released its minimum, and queues for it again
         while (chunk := self.queue.next_for(place.rank, now_s)) is not None:
             key = self.keys[chunk]
             if self._take_from_cache(chunk):
@@ -282,7 +284,7 @@ class ChunkFlow:
         return None
 
     def second_lease(self, place: RankPlace, now_s: float) -> LeaseOrder | None:
-        """See `actors.node.chunk_flow`. From the store: the disk may be what is slow."""
+        """Return a second lease on a slow chunk. It reads from the store, because the disk may be the slow part."""
         found = self.hedges.lease(place, now_s)
         if found is None:
             return None
@@ -300,7 +302,7 @@ class ChunkFlow:
         return LeaseOrder(lease_id, chunk, slot, self._job.lease_deadline_s, on_disk)
 
     def assign_direct(self, place: RankPlace, chunks: Iterable[int]) -> None:
-        """The rank can receive these in its own memory. What others of the node need too goes through the arena."""
+        """Let the rank receive these chunks in its own memory, except those that other ranks of the node need too."""
         if self.direct:
             alone = self._wanted_alone(place.rank)
             place.direct = frozenset(alone).intersection(chunks)
@@ -323,7 +325,7 @@ class ChunkFlow:
         return True
 
     def commit(self, place: RankPlace, commit: Commit, chunk: int, now_s: float) -> None:
-        """The chunk stands verified in its slot: pinned, and to be told, for every rank that needs it."""
+        """Commit a chunk that is verified in its slot: pin it, and queue a grant, for every rank that needs it."""
         lease_id, size_bytes = commit.lease_id, self._chunks.byte_range(chunk).size_bytes
         if commit.disk == DISK_UNUSABLE:
             self._disk.unusable(self.keys[chunk])
@@ -343,18 +345,18 @@ class ChunkFlow:
         cached = self._cache.lookup(self.keys[chunk]) if answer is Answer.DONE else None
         if cached is not None:
             self._readable(chunk, cached)
-        elif not self._take_from_cache(chunk):  # a duplicate: the other copy is the one to read
+        elif not self._take_from_cache(chunk):  # a duplicate: ranks read the other copy
             self.queue.requeue(chunk, None, "", now_s=now_s)
 
     def failed(self, place: RankPlace, chunk: int, failure: FetchFailure, now_s: float, chance: float) -> None:
-        """A worker gave the chunk up. The load's error is set when the chunk's budget is spent."""
+        """Record that a worker abandoned the chunk. Sets the load's error when the chunk's budget is spent."""
         cause = cause_of(failure.error)
         decision = self.queue.failed(chunk, place.rank, cause, self._job.chunk_attempts, now_s=now_s, fraction=chance)
         if isinstance(decision, Fail) and self.error is None:
             self.error = given_up(failure, place, self._job.load_id)
 
     def lease_lost(self, chunk: int, rank: int, cause: str, now_s: float) -> None:
-        """A lease ended by death or by time, not by a report."""
+        """Requeue a chunk whose lease ended by a death or a deadline, not by a report."""
         self.retries[cause] += 1
         self.meter.leases_taken_back += 1
         decision = self.queue.requeue(chunk, rank, cause, now_s=now_s)
@@ -373,9 +375,9 @@ class ChunkFlow:
             self.ranks[rank].grantable.append(chunk)
 
     def grant(self, place: RankPlace) -> list[tuple[int, int]]:
-        """Tell a rank what it may read. From here on its process holds the slots."""
-        told: list[tuple[int, int]] = []
-        while place.grantable and len(told) < GRANT_BATCH and place.process is not None:
+        """Return the (chunk, slot) pairs that a rank may now read. From here on its process holds the slots."""
+        readable: list[tuple[int, int]] = []
+        while place.grantable and len(readable) < GRANT_BATCH and place.process is not None:
             chunk = place.grantable.popleft()
             if chunk in place.granted or not self.queue.needs(place.rank, chunk):
                 continue
@@ -383,11 +385,11 @@ class ChunkFlow:
             # Never refused: the rank's pin keeps the chunk there, on this load's account.
             self._cache.hold(cached, place.process, self._user(place.rank, chunk), owner=self._job.part)
             place.granted[chunk] = cached
-            told.append((chunk, cached.slot))
-        return told
+            readable.append((chunk, cached.slot))
+        return readable
 
     def placed(self, place: RankPlace, chunk: int) -> None:
-        """The rank has copied what it needs of the chunk: its hold and its pin are gone."""
+        """Release the hold and the pin of a rank that has copied what it needs of the chunk."""
         granted = place.granted.pop(chunk, None)
         if granted is not None and place.process is not None:
             self._cache.release(granted, place.process, self._user(place.rank, chunk))
@@ -404,7 +406,7 @@ class ChunkFlow:
     # -- ranks come and go -------------------------------------------------------------------------------------
 
     def ranks_done(self, job: NodeJob) -> None:
-        """Ranks that have everything, by the coordinator's word, and no process that says so here."""
+        """Mark ranks as complete that the coordinator reports as done and that have no process here to report it."""
         for rank, incarnation in zip(job.ranks, job.incarnations or (0,) * len(job.ranks), strict=True):
             place = self.ranks[rank]
             if rank in job.done and place.process is None and not place.lost and place.incarnation == incarnation:
@@ -412,7 +414,7 @@ class ChunkFlow:
                     self.placed(place, chunk)
 
     def stop_reading(self, place: RankPlace) -> None:
-        """The rank reads nothing now: what it was told of is to be told again."""
+        """Release all holds of a rank that reads nothing now, and queue these chunks to be granted again."""
         for chunk, cached in place.granted.items():
             if place.process is not None:
                 self._cache.release(cached, place.process, self._user(place.rank, chunk))
@@ -420,7 +422,7 @@ class ChunkFlow:
         place.granted.clear()
 
     def forget_needs(self, place: RankPlace) -> None:
-        """Nobody is at work for the rank: its pins go, so that others can go on."""
+        """Drop the pins of a rank that has no process, so that other ranks can continue."""
         outstanding = self.queue.outstanding(place.rank)
         self.queue.rank_lost(place.rank)
         for chunk in outstanding:
@@ -429,12 +431,12 @@ class ChunkFlow:
         place.lost = True
 
     def refill(self, place: RankPlace) -> None:
-        """A new process has the rank and nothing placed: from the arena what is still there, the rest anew."""
+        """Restart a rank whose new process has placed nothing: reuse what the arena still has, fetch the rest again."""
         for chunk in self.queue.restart_rank(place.rank):
             # Another rank's pin keeps the chunk there, on this load's account: one more is never refused.
             self._cache.pin(self._cached[chunk], self._user(place.rank, chunk), owner=self._job.part)
             place.grantable.append(chunk)
 
     def _user(self, rank: int, chunk: int) -> tuple[tuple[str, int], int, int]:
-        """Who pins or reads a slot."""
+        """Return the key under which a rank pins or reads a chunk's slot."""
         return self._job.part, rank, chunk

@@ -1,11 +1,12 @@
-"""Counts a load on one node: the counters of this agent's process, and the sources of the load's chunks. Pure.
+"""The counters of a load on one node: those of this agent's process, and the sources of the load's chunks. Pure.
 
-`LoadMeter` counts what this process of the agent saw happen. A load's meter begins at 0, and what it counts is what the
-agent's counters of the model grow by between the begin and the end of the load.
+`LoadMeter` counts events in this process of the agent. A load's meter begins at 0. Its counts are the growth of the
+agent's counters of the model between the begin and the end of the load.
 
 `ChunkSources` finds for the report where the needed chunks came from: the store, the disk, or the arena, which had them
-before. An agent that was restarted during the load begins with what the ranks report (`RankHello.fetched`). A rank that
-is gone reports nothing: a chunk in the arena may be its work, or may have been there before. The report says "unknown".
+before. An agent that was restarted during the load begins with the ranks' own reports (`RankHello.fetched`). A rank
+that is gone reports nothing. It may have fetched a chunk of the arena, or the chunk may have been there before. The
+report counts such a chunk as "unknown".
 """
 
 from __future__ import annotations
@@ -20,7 +21,7 @@ from storage.checkpoints.model_index import ChunkTable
 
 
 class LoadMeter:
-    """Counters of one load; they only grow."""
+    """Counters of one load. They only grow."""
 
     def __init__(self, job: NodeJob) -> None:
         self.leases_granted = self.leases_taken_back = 0
@@ -28,13 +29,13 @@ class LoadMeter:
         self._throttles = 0
         self._bytes: Counter[str] = Counter()
         self._chunks: Counter[str] = Counter()
-        # An agent that was restarted: these ranks may have reported a part to the one before.
+        # After an agent's restart, these ranks may have reported some of it to the previous agent.
         self._former = set(zip(job.ranks, job.incarnations, strict=False)) if job.again else set()
         self._stages: dict[tuple[int, int], StageTimes] = {}  # (rank, incarnation) -> reported last
         self._before = StageTimes()  # of `_former`: reported first
 
     def had(self, source: str, size_bytes: int) -> None:
-        """Count a chunk that is there now; `source` is one of SOURCES."""
+        """Count a chunk that is now in the arena or placed. `source` is one of SOURCES."""
         self._bytes[source] += size_bytes
         self._chunks[source] += 1
 
@@ -53,7 +54,7 @@ class LoadMeter:
         self._stages[who] = stages
 
     def counters(self, retries: Counter[str], hedges: int, hedges_won: int, *, digests: bool) -> LoadCounters:
-        """Return all counters. `digests`: chunks have any."""
+        """Return all counters. `digests`: whether the chunks have digests."""
         fetched = sum(self._chunks[source] for source in SOURCES if source != "arena")
         return LoadCounters(
             bytes_by_source={source: self._bytes[source] for source in SOURCES},
@@ -88,14 +89,14 @@ class ChunkSources:
         self._disk_bytes = self._direct_bytes = 0
         self._refetched_chunks = self._refetched_bytes = 0
         incarnations = job.incarnations or (0,) * len(job.ranks)
-        # Those that have not reported yet what they fetched before the agent was restarted.
+        # Ranks that have not yet reported their fetches from before the agent's restart.
         self._silent = dict(zip(job.ranks, incarnations, strict=True)) if job.again else {}
 
     def in_arena(self, chunk: int) -> None:
-        """Note that the arena has the chunk, and not by this agent's orders for this load."""
+        """Note that the arena has the chunk, although this agent did not order it for this load."""
         if chunk not in self._store and chunk not in self._disk and chunk not in self._cached:
             self._cached.add(chunk)
-            if not self._job.again:  # else it may be what this load brought there before
+            if not self._job.again:  # else this load may have fetched it before the restart
                 self._meter.had("arena", self._chunks.byte_range(chunk).size_bytes)
 
     def fetched(self, chunk: int, source: str) -> None:
@@ -118,23 +119,24 @@ class ChunkSources:
         self._direct_bytes += size_bytes if source == STORE_DIRECT else 0
 
     def late(self, chunk: int, source: str) -> None:
-        """Note a chunk that came too late to be committed; the rank may have placed it all the same."""
+        """Note a chunk that came too late to be committed. The rank may still have placed it."""
         known = chunk in self._store or chunk in self._disk or chunk in self._cached
         self.reported({source: (chunk,)})
         if not known:
             self._meter.had(METERED[source], self._chunks.byte_range(chunk).size_bytes)
 
     def reported(self, fetched: Mapping[str, tuple[int, ...]]) -> None:
-        """Note what a rank has fetched, known or not: a lease may have ended meanwhile, a message been lost."""
+        """Note a rank's fetches, even unknown ones: a lease may have ended meanwhile, or a message may be lost."""
         for source, chunks in fetched.items():
             for chunk in chunks:
                 if self._job.again and chunk in self._cached:
-                    self._cached.remove(chunk)  # this load had brought it there
+                    self._cached.remove(chunk)  # this load fetched it, before the restart
                     self._add(chunk, source)
                 elif chunk not in self._store and chunk not in self._disk and chunk not in self._cached:
                     self._add(chunk, source)
 
     def hello(self, hello: RankHello) -> None:
+        """Note the fetches that a rank reports in its hello."""
         self.reported(hello.fetched)
         if self._silent.get(hello.rank) == hello.incarnation:
             del self._silent[hello.rank]
@@ -144,7 +146,7 @@ class ChunkSources:
         cached, unknown = self._cached, set(needed) - self._store - self._disk - self._cached
         if self._job.again and (self._silent or self._job.replaced):
             cached, unknown = set(), cached | unknown
-        elif self._job.again:  # every rank has reported: what none of them fetched, the arena had
+        elif self._job.again:  # every rank has reported, so chunks that none of them fetched were in the arena
             cached, unknown = cached | unknown, set()
         return {
             "store_chunks": len(self._store),

@@ -1,8 +1,10 @@
-"""What of the arena is still to be written to disk, and what on disk is no good. Pure; used under the agent's lock.
+"""The queue of chunks from the arena to the disk tier, and the agent's thread that writes them.
 
 keep ---> waits ---next---> held in its slot, written by the agent's thread ---done---> on disk
             |
             +- evicted before its turn: not kept. A load never waits for the disk.
+
+`DiskBacklog` is the queue. It is pure and used under the agent's lock. `DiskWriter` is the thread's work.
 """
 
 from __future__ import annotations
@@ -22,11 +24,11 @@ from storage.disk.tier import DiskStats, DiskTier, Written
 from storage.errors import DiskTierError
 from storage.host.processes import ProcessId
 
-_OWNER = "disk"  # as an owner of slots: without a minimum, so it takes no slot that a load is waiting for
+_OWNER = "disk"  # an owner of slots without a minimum, so it takes no slot that a load is waiting for
 
 
 class DiskShelf(Protocol):
-    """What is on disk (`storage.disk.tier.DiskTier`). Nothing here waits for the disk."""
+    """The index of chunks on disk (`storage.disk.tier.DiskTier`). No method waits for the disk."""
 
     @property
     def unkept_chunks(self) -> int: ...
@@ -38,24 +40,25 @@ class DiskShelf(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class DiskWrite:
-    """A committed chunk that the disk shall have."""
+    """A committed chunk to be written to disk."""
 
     chunk: CachedChunk
-    hash_name: str = ""  # of its published digest; empty: it has none, and gets one of its own
+    hash_name: str = ""  # of its published digest; empty when it has none, and the writer computes one
     digest: bytes = b""
 
 
 class DiskBacklog:
-    """See above. Without a shelf the tier is off, and nothing is remembered."""
+    """The chunks that wait to be written, and the files to be removed. Without a shelf the tier is off."""
 
     def __init__(self, shelf: DiskShelf | None = None) -> None:
-        self.evicted_chunks = 0  # gone from the arena before their turn
+        self.evicted_chunks = 0  # left the arena before their turn
         self._shelf = shelf
         self._waiting: OrderedDict[bytes, DiskWrite] = OrderedDict()
         self._unusable: set[bytes] = set()
 
     @property
     def on(self) -> bool:
+        """True when the disk tier is on."""
         return self._shelf is not None
 
     @property
@@ -67,29 +70,29 @@ class DiskBacklog:
         return len(self._waiting)
 
     def on_disk(self, key: bytes) -> bool:
-        """Whether to read the chunk from there; it counts as used then."""
+        """Return whether the disk has the chunk. If it has, mark it as used, because it will be read from there."""
         if self._shelf is None or not self.has(key):
             return False
         self._shelf.touch(key)
         return True
 
     def has(self, key: bytes) -> bool:
-        """Whether the chunk could be read from there."""
+        """Return whether the disk has a usable copy of the chunk."""
         return self._shelf is not None and key in self._shelf and key not in self._unusable
 
     def keep(self, write: DiskWrite) -> None:
-        """The chunk is in the arena, verified."""
+        """Queue a chunk that is verified in the arena, unless the disk already has it."""
         key = write.chunk.key
         if self._shelf is not None and not self.has(key):
             self._waiting[key] = write
 
     def unusable(self, key: bytes) -> None:
-        """A rank could not read it from there."""
+        """Mark a chunk's file for removal after a rank could not read it."""
         if self._shelf is not None and key in self._shelf:
             self._unusable.add(key)
 
     def forget(self, key: bytes) -> None:
-        """The bytes that are kept under `key`, waiting, being written or on disk, turned out to be wrong."""
+        """Drop the bytes under `key` because they are wrong: queued, being written, or on disk."""
         if self._shelf is not None:
             self._waiting.pop(key, None)
             self._unusable.add(key)
@@ -97,14 +100,15 @@ class DiskBacklog:
     # -- the writing thread ------------------------------------------------------------------------------------
 
     def next_unusable(self) -> bytes | None:
-        """A key whose file is to be removed; `removed` then."""
+        """Return a key whose file is to be removed, or None. Call `removed` afterwards."""
         return next(iter(self._unusable), None)
 
     def removed(self, key: bytes) -> None:
+        """Note that the key's file is gone."""
         self._unusable.discard(key)
 
     def next(self, cache: ChunkCache, writer: ProcessId) -> DiskWrite | None:
-        """The next one, its slot held for `writer`; None when there is none, or loads need all slots now."""
+        """Return the next write, with its slot held for `writer`. None when none waits, or loads need all slots."""
         for key, write in list(self._waiting.items()):
             if cache.hold(write.chunk, writer, (_OWNER, key), owner=_OWNER):
                 del self._waiting[key]
@@ -116,21 +120,25 @@ class DiskBacklog:
         return None
 
     def done(self, write: DiskWrite, cache: ChunkCache, writer: ProcessId) -> None:
-        """Its slot is not read any more."""
+        """Release the slot of a write that has ended."""
         cache.release(write.chunk, writer, (_OWNER, write.chunk.key))
 
 
-OWN_HASH = "blake3"  # of chunks that were published without a digest
+OWN_HASH = "blake3"  # for chunks that were published without a digest
 _LOG = logging.getLogger("longshore.disk")
 
 
 class DiskWriter:
-    """Off when the settings name no folder, or one that cannot be used: that is logged, and no load fails for it."""
+    """The agent's thread that writes chunks to disk.
+
+    It is off when the settings name no folder, or an unusable one. The latter is logged, and no load fails because of
+    it.
+    """
 
     def __init__(
         self, config: Config, arena: Arena, cache: ChunkCache, lock: threading.Condition, stopped: threading.Event
     ) -> None:
-        """`lock`: the agent's, around cache and backlog; notified when there may be something to write."""
+        """`lock` is the agent's, around cache and backlog. It is notified when there may be something to write."""
         self._arena = arena
         self._cache = cache
         self._lock = lock
@@ -151,14 +159,14 @@ class DiskWriter:
         return "" if self._tier is None else self._tier.path
 
     def stats(self) -> DiskStats | None:
-        """None when the tier is off. Thread-safe; the lock is not needed."""
+        """Return the tier's stats, or None when it is off. Thread-safe; the lock is not needed."""
         if self._tier is None:
             return None
         stats = self._tier.stats()
         return replace(stats, unkept_chunks=self.backlog.unkept_chunks)
 
     def disk_write(self) -> None:
-        """The thread's work, until the agent stops; named as the thread is."""
+        """Write queued chunks until the agent stops. The thread has this method's name."""
         tier = self._tier
         if tier is None:
             return
@@ -169,7 +177,7 @@ class DiskWriter:
                     unusable = self.backlog.next_unusable()
                     write = None if unusable is not None else self.backlog.next(self._cache, self._me)
                     if unusable is None and write is None:
-                        if not self._stopped.is_set():  # (asked under the lock, or its notification could be missed)
+                        if not self._stopped.is_set():  # checked under the lock, or the notification could be missed
                             self._lock.wait()
                         continue
                 if unusable is not None:
@@ -192,4 +200,4 @@ class DiskWriter:
                 self._lock.notify_all()  # a load may wait for the slot
         if written in (Written.FULL, Written.FAILED) and not self._warned:
             self._warned = True
-            _LOG.warning("a chunk was not kept on disk in %s: %s (said once)", tier.path, tier.last_error)
+            _LOG.warning("a chunk was not kept on disk in %s: %s (reported once)", tier.path, tier.last_error)

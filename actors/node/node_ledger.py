@@ -1,10 +1,10 @@
-"""All loads of one node over one cache: routes messages, wakes those that wait for each other. Pure.
+"""All loads of one node over one cache: routes messages, and wakes loads that wait for each other. Pure.
 
-A load has one part here per attempt that brought ranks to this node (`NodeJob.part`): ranks that come from a lost node
-are a part of their own, which shares chunks with the first like any two loads do. So no rank that goes on is told of
-a new attempt, none of its messages is late, and nothing of it is fetched again.
+A load has one node share here per attempt that brought ranks to this node (`NodeJob.part`). Ranks that come from a
+lost node form a share of their own, which shares chunks with the first as any two loads do. So ranks that continue are
+not notified of a new attempt, none of their messages is late, and none of their chunks is fetched again.
 
-`actors.node_agent` adds the lock, the clock and the processes; tests drive this class without any of them.
+`actors.node_agent` adds the lock, the clock and the processes. Tests drive this class without any of them.
 """
 
 from __future__ import annotations
@@ -43,19 +43,19 @@ from storage.host.processes import ProcessId
 
 
 class ModelCounters:
-    """The agent's counters by model, from its begin to its end. They only grow.
+    """The agent's counters by model, over the agent's whole life. They only grow.
 
-    A heartbeat has those that have grown since the coordinator last answered, and a new coordinator gets all.
+    A heartbeat carries those that have grown since the coordinator last answered. A new coordinator gets all.
     """
 
     def __init__(self) -> None:
         self.label = BoundedLabels()
-        self._finished: dict[str, LoadCounters] = {}  # of loads that count no more
+        self._finished: dict[str, LoadCounters] = {}  # of finished loads
         self._answered: dict[str, LoadCounters] = {}
-        self.coordinator = ""  # incarnation of the one that answered
+        self.coordinator = ""  # incarnation of the coordinator that answered last
 
     def finish(self, load: NodeLoad) -> None:
-        """Take a load in that counts no more: nothing else has to remember it."""
+        """Add the final counters of a load, which can be forgotten afterwards."""
         self._add(self._finished, load)
 
     def grown(self, loads: Iterable[NodeLoad]) -> dict[str, LoadCounters]:
@@ -77,7 +77,7 @@ class ModelCounters:
 
 
 def rank_beats(loads: Collection[NodeLoad], now_s: float) -> tuple[RankBeat, ...]:
-    """Return a line per rank."""
+    """Return the heartbeat's entry for each rank."""
     return tuple(
         RankBeat(
             load.load_id,
@@ -96,14 +96,14 @@ def rank_beats(loads: Collection[NodeLoad], now_s: float) -> tuple[RankBeat, ...
     )
 
 
-QUARANTINE_GRACE_S = 30.0  # a holder that neither lets go of a taken-back slot nor dies within this is killed
+QUARANTINE_GRACE_S = 30.0  # a holder that neither releases a revoked slot nor dies within this is killed
 KEPT_PER_SLOT = 4  # chunks whose checksums are remembered: more than the arena can have
 ASKS_AGAIN_S = 15.0  # a load that waits for slots asks far more often
-ENDED_KEPT = 16  # ended loads whose ranks can still be told to stop, and can say what they let go of
+ENDED_KEPT = 16  # ended loads whose ranks can still be ordered to stop and can report what they released
 
 
 class NodeLedger:
-    """The node's loads. `restored`: leases that an earlier agent gave, as `ChunkCache.restore` returned them."""
+    """The node's loads. `restored`: leases that an earlier agent granted, as `ChunkCache.restore` returned them."""
 
     def __init__(
         self,
@@ -121,10 +121,10 @@ class NodeLedger:
         self._loads: dict[tuple[str, int], NodeLoad] = {}  # by load id and attempt
         self._ended: OrderedDict[tuple[str, int], NodeLoad] = OrderedDict()
         self._counters = ModelCounters()
-        self._asking: dict[tuple[str, int], tuple[NodeJob, float]] = {}  # have not begun yet: when they asked last
-        self._members: dict[str, GroupMember] = {}  # by load id, beyond the load's end
-        self._ended_unknown: OrderedDict[str, None] = OrderedDict()  # ended, and had not begun here
-        self._left: OrderedDict[str, None] = OrderedDict()  # let go of by processes that were not known here
+        self._asking: dict[tuple[str, int], tuple[NodeJob, float]] = {}  # not begun yet, with the time they last asked
+        self._members: dict[str, GroupMember] = {}  # by load id, also after the load's end
+        self._ended_unknown: OrderedDict[str, None] = OrderedDict()  # loads that ended before they began here
+        self._left: OrderedDict[str, None] = OrderedDict()  # loads released by processes that were not known here
         self._restored: defaultdict[ProcessId, list[str]] = defaultdict(list)
         for lease in restored:
             self._restored[lease.holder].append(lease.lease_id)
@@ -132,10 +132,17 @@ class NodeLedger:
     # -- coordinator -------------------------------------------------------------------------------------------
 
     def reserve(self, job: NodeJob, now_s: float) -> bool | None:
-        """None: the job has its slots, and `begin` is to follow. True: its load is here. False: others have the slots.
+        """Reserve the job's slots.
 
-        The same job again only says which ranks are done by now; one that was refused asks again and again. Raises
-        ArenaTooSmall when the arena can never do, LoadCancelled when the load was ended before this message came.
+        A repeated job only reports which ranks are done by now. A refused one is repeated until it is granted.
+
+        Returns:
+            None: the job has its slots, and `begin` must follow. True: its load is already here. False: others have
+            the slots.
+
+        Raises:
+            ArenaTooSmall: The arena can never hold the job.
+            LoadCancelled: The load was ended before this message came.
         """
         if job.part in self._loads:
             self._loads[job.part].told_again(job)
@@ -152,7 +159,7 @@ class NodeLedger:
         return None if granted else False
 
     def begin(self, job: NodeJob, now_s: float, tables: JobTables | None = None) -> bool:
-        """`reserve`, and the load is here when it has its slots. `tables`: the job's, unpacked."""
+        """Reserve the slots as `reserve` does, and begin the load when it has them. `tables`: the job's, unpacked."""
         reserved = self.reserve(job, now_s)
         if reserved is not None:
             return reserved
@@ -171,11 +178,14 @@ class NodeLedger:
 
     @property
     def is_busy(self) -> bool:
-        """Whether any load is here or asks to be, or a process of a group holds a rank."""
+        """True when any load is here or asks to be, or a process of a worker group holds a rank."""
         return bool(self._loads or self._asking or self._members)
 
     def slot_holders(self) -> tuple[SlotHolder, ...]:
-        """Loads that have slots, also ended ones whose ranks have not let go, then those that wait for some."""
+        """Return the loads that have slots, then those that wait for some.
+
+        An ended load counts as long as its ranks have not released their slots.
+        """
         found = []
         for part, load in (*self._loads.items(), *self._ended.items()):
             if slots := self._cache.shares.demand(part):
@@ -186,17 +196,17 @@ class NodeLedger:
         return tuple(found)
 
     def rank_lost(self, load_id: str, rank: int, incarnation: int, now_s: float) -> None:
-        """The rank's worker is dead, or about to be; `incarnation` will say hello next."""
+        """Drop a rank whose worker is dead, or about to be. `incarnation` will send the next hello."""
         for load in self._parts(load_id):
             self._wake(load.rank_lost(rank, incarnation, now_s))
 
     def keep_record(self, load_id: str, record: bytes) -> None:
-        """The coordinator's notes on the load have changed."""
+        """Replace the coordinator's notes on the load."""
         for load in self._parts(load_id):
             load.record = record
 
     def end(self, load_id: str, now_s: float) -> None:
-        """Forget the load. What its ranks still read or write stays fenced until they let go or are dead."""
+        """Forget the load. Slots that its ranks still use stay fenced until the ranks release them or are dead."""
         self._give_up([part for part in self._asking if part[0] == load_id], now_s)
         if not (parts := self._parts(load_id)):
             self._ended_unknown[load_id] = None
@@ -208,47 +218,53 @@ class NodeLedger:
             self._wake(load.end(now_s))
 
     def leave(self, load_id: str) -> None:
-        """The process that hosted the load's rank has let go of it."""
+        """Forget a worker group's member after its process has released the load's rank."""
         if self._members.pop(load_id, None) is None:
             self._left[load_id] = None
             _keep_last(self._left)
 
     def take_members(self, members: Iterable[GroupMember]) -> None:
-        """Take over living processes of groups, which an agent before this one knew."""
+        """Take over living processes of worker groups that an earlier agent knew."""
         for member in members:
             if member.load_id not in self._left and member.process.is_alive():
                 self._members[member.load_id] = member
 
     def fail_all(self, error: LongshoreError) -> None:
-        """The node cannot go on: every load on it ends with that error."""
+        """End every load on the node with that error, because the node cannot continue."""
         for load in self._loads.values():
             load.fail(error)
 
     def report(self, load_id: str, node_id: str, host: str) -> NodeReport:
-        """The load's stats on this node. Raises ModelNotFound when it is not known here."""
+        """Return the load's stats on this node. Raises ModelNotFound when it is not known here."""
         arena_bytes = self._cache.slot_count * self._slot_bytes
         parts = [load.report(node_id, host, arena_bytes) for load in self._known_parts(load_id)]
         return functools.reduce(NodeReport.plus, parts)
 
     def chunks_now(self, load_id: str) -> NodeView:
-        """The load's shards, and where each chunk is on this node. Raises ModelNotFound when it is not known here."""
+        """Return the load's shards and each chunk's state on this node. Raises ModelNotFound if it is unknown here."""
         parts = [load.chunks_now() for load in self._known_parts(load_id)]
         return parts[0][0], runs_of(least_done([letters for _, letters in parts]))
 
     def held(self, keys: Iterable[bytes]) -> list[tuple[bool, bool]]:
-        """Of each chunk, whether the arena has it, and the disk. Changes nothing, not even the order of their use."""
+        """Return for each chunk whether the arena has it, and whether the disk has it.
+
+        Changes nothing, not even the order in which chunks were last used.
+        """
         return [(key in self._cache, self._disk.has(key)) for key in keys]
 
     # -- ranks -------------------------------------------------------------------------------------------------
 
     def batch(self, hello: RankHello) -> int:
-        """Chunks of its load that are worth a message of the rank."""
+        """Return how many chunks the rank should collect before it sends a message."""
         return self._loads[hello.load_id, hello.attempt].batch
 
     def join(self, hello: RankHello, now_s: float, *, settled: bool = True) -> bool | LongshoreError:
-        """True: the rank goes on. False: the load is not known here yet. An error: it is over for this rank.
+        """Join a rank's process to its load.
 
-        `settled`: the rank's process uses nothing that an earlier agent told it of (no rank that it hosts does).
+        `settled`: the process uses nothing that an earlier agent granted to any of its ranks.
+
+        Returns:
+            True: the rank continues. False: the load is not known here yet. An error: the rank must stop.
         """
         if settled:
             self.settle(hello.process)
@@ -263,13 +279,16 @@ class NodeLedger:
         return True if load.error is None else load.error
 
     def settle(self, process: ProcessId) -> None:
-        """The process uses nothing that an earlier agent told it of."""
+        """Free what an earlier agent granted to a process that no longer uses it."""
         self._cache.settled(process)
         for lease_id in self._restored.pop(process, ()):
             self._cache.abandon(lease_id)
 
     def exchange(self, update: RankUpdate, now_s: float, *, settled: bool = False) -> tuple[Orders | None, bool]:
-        """(orders, or None for none now; whether other ranks may have something to do now). `settled` as for `join`."""
+        """Apply a rank's update.
+
+        Returns (orders or None for none now, whether other ranks may have work now). `settled` is as for `join`.
+        """
         if settled:
             self.settle(update.process)
         load = self._find(update.load_id, update.attempt)
@@ -287,7 +306,7 @@ class NodeLedger:
         return load.orders(update, now_s), moved
 
     def orders_for(self, update: RankUpdate, now_s: float) -> Orders | None:
-        """What the rank can do now, for one that waits; its update has been taken in before."""
+        """Return orders for a waiting rank whose update has been applied before."""
         load = self._find(update.load_id, update.attempt)
         place = None if load is None else load.ranks.get(update.rank)
         if load is None or place is None or place.number != update.number or place.process != update.process:
@@ -295,7 +314,7 @@ class NodeLedger:
         return load.orders(update, now_s)
 
     def no_orders(self, update: RankUpdate) -> Orders:
-        """For a rank that has waited long enough for nothing: why it gets no leases."""
+        """Return the answer to a rank that waited in vain: no leases, and the reason."""
         load = self._find(update.load_id, update.attempt)
         place = None if load is None else load.ranks.get(update.rank)
         return Orders() if place is None else Orders(short_of=place.short_of)
@@ -303,20 +322,22 @@ class NodeLedger:
     # -- time and death ----------------------------------------------------------------------------------------
 
     def add_ready(self, ready_slots: int) -> None:
-        """More slots have memory."""
+        """Make more slots usable, because they have memory now."""
         self._cache.add_ready(ready_slots)
 
     def expire(self, now_s: float) -> bool:
-        """Take back overdue leases. True when there were any. Who asks for slots no more, waits for them no more: its
-        coordinator was killed, or has ended the load, and those behind it wait too.
+        """Revoke overdue leases. Return whether there were any.
+
+        A job that stopped asking for slots loses its place in the queue. Its coordinator was killed or has ended the
+        load, and the jobs behind it must not wait.
         """
         self._give_up([part for part, (_, asked_s) in self._asking.items() if now_s - asked_s > ASKS_AGAIN_S], now_s)
         return self._took_back(self._cache.expire(now_s), now_s)
 
     def process_dead(self, process: ProcessId, now_s: float) -> set[str]:
-        """The process is dead for certain. Its rank's next incarnation comes by `rank_lost` or by its own hello.
+        """Remove a process that is certainly dead. The loads that it hosted end with it. Return their ids.
 
-        Loads that it hosted end with it; their ids.
+        Its rank's next incarnation comes by `rank_lost` or by its own hello.
         """
         ended = {lease.key for lease in self._cache.process_dead(process)}
         self._restored.pop(process, None)
@@ -332,7 +353,7 @@ class NodeLedger:
         return hosted
 
     def processes(self) -> set[ProcessId]:
-        """Every process whose death would matter here."""
+        """Return every process whose death would matter here."""
         ranks = {
             place.process for load in self._loads.values() for place in load.ranks.values() if place.process is not None
         }
@@ -342,7 +363,7 @@ class NodeLedger:
         return ranks | hosts | members | self._cache.processes()
 
     def overdue(self, now_s: float) -> set[ProcessId]:
-        """Processes that must die, because they hold slots that were taken from them."""
+        """Return the processes that must be killed, because they hold slots that were revoked."""
         return {lease.holder for lease in self._cache.overdue(now_s, QUARANTINE_GRACE_S)}
 
     # -- heartbeat ---------------------------------------------------------------------------------------------
@@ -387,7 +408,7 @@ class NodeLedger:
         return self._loads.get((load_id, attempt)) or self._ended.get((load_id, attempt))
 
     def _parts(self, load_id: str) -> list[NodeLoad]:
-        """Of one load, in the order of their attempts."""
+        """Return one load's node shares, in the order of their attempts."""
         return [self._loads[part] for part in sorted(self._loads) if part[0] == load_id]
 
     def _known_parts(self, load_id: str) -> list[NodeLoad]:
@@ -418,7 +439,7 @@ class NodeLedger:
 
 
 def _keep_last(ended: OrderedDict[Any, Any]) -> list[Any]:
-    """Forget all but the last of them; return those."""
+    """Forget all but the last entries, and return the forgotten ones."""
     return [ended.popitem(last=False)[1] for _ in range(len(ended) - ENDED_KEPT)]
 
 

@@ -1,11 +1,13 @@
-"""One load on one node: what its ranks say, and what they are told. Pure; the ledger passes the time in.
+"""One load on one node: applies its ranks' messages and answers them with orders. Pure; the ledger passes the time in.
 
-    hello ----> join: who has the rank           place: nobody -> a process -> left (done or not), or dead -> nobody
-    update ---> apply, then orders               chunks: `actors.node.chunk_flow`
+    hello ----> join: which process has the rank   place: none -> a process -> left (done or not), or dead -> none
+    update ---> apply, then orders                 chunks: `actors.node.chunk_flow`
 
-Two rules keep slots safe from late writers and readers, and free of those that are gone: a message older than one
-that was taken in changes nothing but to free the leases that it gives back; and a slot goes back when its process
-says so (in an update, or by a hello: then it has nothing in use) or is dead, never by time alone.
+Two rules keep slots safe from late writers and readers, and free them from processes that are gone:
+
+- A message older than the last applied one only frees the leases that it returns. It changes nothing else.
+- A slot is freed when its process reports that it is done or is dead, never by time alone. A process reports it in an
+  update, or by a hello, which means that it uses no slot.
 """
 
 from __future__ import annotations
@@ -30,9 +32,10 @@ MAX_BATCH = 16
 
 
 class NodeLoad:
-    """See above. `cache` and `disk` are shared with the node's other loads.
+    """One load on one node. `cache` and `disk` are shared with the node's other loads.
 
-    Methods that return keys: the fetches of these bytes have ended, well or not; other loads may wait for them.
+    Some methods return cache keys. The fetches of these bytes have ended, successfully or not, and other loads may
+    wait for them.
     """
 
     def __init__(
@@ -40,14 +43,14 @@ class NodeLoad:
     ) -> None:
         self.job = replace(job, shared=b"")
         self.load_id = job.load_id
-        self.record = job.record  # replaced when the coordinator has something new to note
+        self.record = job.record  # the coordinator's notes, which it may replace
         self._cache = cache
         self._disk = disk
         self._flow = ChunkFlow(self.job, cache, now_s, disk, tables)
         self.counters = self._flow.counters
         self._checks = ObjectChecks(self._flow.keys, self._flow.queue.chunks(), kept, (cache.forget, disk.forget))
         self._ended: LongshoreError | None = None
-        self._former: list[RankPlace] = []  # given up with something of the arena in use, by processes that may live
+        self._former: list[RankPlace] = []  # abandoned while using the arena; their processes may be alive
         self._requests = RequestLimit(job.most_requests)
         self._flow.take_cached()
         self._rest_if_complete()
@@ -55,17 +58,17 @@ class NodeLoad:
     # -- the life of the load ----------------------------------------------------------------------------------
 
     def told_again(self, job: NodeJob) -> None:
-        """Other ranks than before may be done: one that had ended before this agent began does not say so here."""
+        """Apply the job again: more ranks may be done. A rank that ended before this agent began reports nothing."""
         self._flow.ranks_done(job)
         self._rest_if_complete()
 
     def fail(self, error: LongshoreError) -> None:
-        """The load ends with this error, unless it has one."""
+        """End the load with this error, unless it already has one."""
         if self.error is None:
             self._ended = error
 
     def end(self, now_s: float) -> set[bytes]:
-        """Nothing more is needed; what ranks still read or write stays fenced until they let go. Keys."""
+        """End the load and return the ended keys. Slots that ranks still use stay fenced until they release them."""
         self.fail(LoadCancelled("the load was ended", load=self.load_id))
         for place in self.ranks.values():
             place.taken_back |= place.leases.keys()
@@ -77,43 +80,48 @@ class NodeLoad:
 
     @property
     def error(self) -> LongshoreError | None:
-        """Why the load cannot go on."""
+        """The reason why the load cannot continue, or None."""
         return self._flow.error or self._checks.error or self._ended
 
     @property
     def ranks(self) -> dict[int, RankPlace]:
+        """The load's ranks on this node, by number."""
         return self._flow.ranks
 
     @property
     def store_bytes(self) -> int:
+        """Bytes fetched from the store for this load."""
         return self._flow.sources.store_bytes
 
     @property
     def complete(self) -> bool:
-        """Every rank is there and has everything."""
+        """True when every rank is present and has everything."""
         return self._flow.queue.complete
 
     @property
     def batch(self) -> int:
-        """Chunks worth a message of a rank: each costs both sides a millisecond, and until then holds a slot."""
+        """Number of chunks that a rank should collect before it sends a message.
+
+        A message costs both sides a millisecond, and a chunk holds its slot until it is reported.
+        """
         if self._flow.direct:
             return MAX_BATCH
         return min(MAX_BATCH, max(1, self._cache.slot_count // (2 * len(self.ranks))))
 
     def done(self, rank: int) -> bool:
-        """The rank has placed all it needs."""
+        """Return whether the rank has placed all that it needs."""
         return not self._flow.queue.left(rank)
 
     def awaited(self, place: RankPlace) -> bool:
-        """Whether its process, or the one that is to come, should be heard of, because the load needs it."""
+        """Return whether the load needs messages from the rank's process, or from the next one."""
         return place.lost or not (place.left or self.done(place.rank))
 
     def wake(self, keys: set[bytes]) -> None:
-        """Fetches of these bytes by others have ended: take them from the cache, or fetch them after all."""
+        """Take chunks from the cache, or requeue them, once other fetches of the same bytes have ended."""
         self._flow.wake(keys)
 
     def expired(self, lease: Lease, now_s: float) -> None:
-        """A lease's deadline has passed: the chunk is anybody's again, the holder is told to close."""
+        """Revoke a lease whose deadline has passed: any rank may fetch the chunk, the holder is ordered to close."""
         for place in self.ranks.values():
             chunk = place.leases.pop(lease.lease_id, None)
             if chunk is not None:
@@ -123,12 +131,12 @@ class NodeLoad:
                 self._flow.lease_lost(chunk, place.rank, "lease_expired", now_s)
 
     def chunks_now(self) -> PartView:
-        """(the model's shards, where each chunk is on this node): see `cluster.telemetry.chunk_map`."""
+        """Return (the model's shards, each chunk's state on this node), as in `cluster.telemetry.chunk_map`."""
         tables = self._flow.keys.tables
         return shards_of(tables.shards, tables.chunks), letters_of(len(tables.chunks), self._flow.queue.states())
 
     def report(self, node_id: str, host: str, arena_bytes: int) -> NodeReport:
-        """What this node did for the load."""
+        """Return this node's stats of the load."""
         flow = self._flow
         needed = flow.queue.chunks()
         needed_bytes = int(flow.keys.tables.chunks.sizes_bytes()[needed].sum())
@@ -151,7 +159,7 @@ class NodeLoad:
     # -- ranks come and go -------------------------------------------------------------------------------------
 
     def join(self, hello: RankHello, now_s: float) -> set[bytes]:
-        """A process that `RankPlace.expects` has the rank from now on, and nothing of the arena in use. Keys."""
+        """Give the rank to a process that `RankPlace.expects`. It uses no slot yet. Return the ended keys."""
         place = self.ranks[hello.rank]
         ended: set[bytes] = set()
         if (place.process, place.incarnation) == (hello.process, hello.incarnation):
@@ -161,7 +169,7 @@ class NodeLoad:
             place = self.ranks[hello.rank]
         if place.lost or len(hello.placed) < self._flow.queue.placed_chunks(hello.rank):
             self._flow.forget_needs(place)
-            if self.error is None:  # else it is told to stop, and pins for it would stay for ever
+            if self.error is None:  # else it is ordered to stop, and its pins would stay for ever
                 self._flow.refill(place)
         place.incarnation, place.process, place.number = hello.incarnation, hello.process, hello.number
         place.lost, place.left, place.heard_s = False, False, now_s
@@ -173,16 +181,19 @@ class NodeLoad:
         return ended
 
     def rank_lost(self, rank: int, incarnation: int, now_s: float) -> set[bytes]:
-        """The rank's process is dead, or about to be: its pins go at once, `incarnation` may say hello next. Keys."""
+        """Drop the pins of a rank whose process is dead, or about to be. Return the ended keys.
+
+        `incarnation` may send the next hello.
+        """
         place = self.ranks.get(rank)
         if place is None or (incarnation <= place.incarnation and not place.lost):
-            return set()  # that incarnation has the rank already
+            return set()  # that incarnation already has the rank
         return self._vacate(place, max(incarnation, place.incarnation), now_s)
 
     def former_lets_go(self, message: RankHello | RankUpdate) -> None:
-        """A loader that has the rank no more, or anew, says that it uses nothing of the arena.
+        """Free the slots of a former loader of the rank, which reports that it no longer uses the arena.
 
-        It speaks for its own incarnation only: another of the same process may still be writing.
+        The report covers its own incarnation only. Another one of the same process may still be writing.
         """
         who = (message.rank, message.process, message.incarnation)
         for place in list(self._former):
@@ -193,7 +204,10 @@ class NodeLoad:
                 self._flow.stop_reading(place)
 
     def process_dead(self, process: ProcessId, now_s: float) -> set[bytes]:
-        """The process is dead for certain; the coordinator says which incarnation comes next. Keys."""
+        """Vacate the ranks of a process that is certainly dead. Return the ended keys.
+
+        The coordinator reports the next incarnation.
+        """
         ended: set[bytes] = set()
         for place in [place for place in self.ranks.values() if place.process == process]:
             ended |= self._vacate(place, place.incarnation, now_s)
@@ -203,7 +217,7 @@ class NodeLoad:
     # -- a rank's update ---------------------------------------------------------------------------------------
 
     def apply(self, update: RankUpdate, now_s: float, chance: float) -> set[bytes]:
-        """Take in what a rank did. Keys."""
+        """Apply a rank's update. Return the ended keys."""
         place = self.ranks[update.rank]
         place.heard(update, now_s)
         failures = {failure.lease_id: failure for failure in update.failed}
@@ -212,7 +226,7 @@ class NodeLoad:
         self._checks.fetched(update.committed)
         for lease_id in update.lease_ids():
             chunk = place.leases.pop(lease_id, None)
-            if chunk is None:  # taken back meanwhile; now the rank says that it does not write there any more
+            if chunk is None:  # revoked meanwhile; now the rank reports that it no longer writes there
                 place.taken_back.discard(lease_id)
                 self._cache.abandon(lease_id)
                 if lease_id in commits:
@@ -244,10 +258,10 @@ class NodeLoad:
         return ended
 
     def orders(self, update: RankUpdate, now_s: float) -> Orders | None:
-        """Work for the rank, or None when there is none now."""
+        """Return work for the rank, or None when there is none now."""
         place = self.ranks[update.rank]
         if place.left:
-            return Orders(stop=self._checks.error)  # it holds what has been found to be damaged
+            return Orders(stop=self._checks.error)  # it may hold bytes of a damaged object
         if self.error is not None:
             return Orders(stop=self.error)
         closed, place.to_close = tuple(place.to_close), []
@@ -266,7 +280,7 @@ class NodeLoad:
     # -- inside ------------------------------------------------------------------------------------------------
 
     def _let_go(self, place: RankPlace, now_s: float) -> set[bytes]:
-        """The rank's process says that it uses nothing of the arena: none of its slots stays fenced. Keys."""
+        """Free all slots of a process that reports that it does not use the arena. Return the ended keys."""
         ended = {self._flow.keys[chunk] for chunk in place.leases.values()}
         for lease_id in (*place.leases, *place.taken_back):
             self._cache.abandon(lease_id)
@@ -280,7 +294,10 @@ class NodeLoad:
         return ended
 
     def _vacate(self, place: RankPlace, next_incarnation: int, now_s: float) -> set[bytes]:
-        """Nobody has the rank. What its process uses stays fenced until the cache hears that it is dead. Keys."""
+        """Take the rank from its process. Return the ended keys.
+
+        Slots that the process uses stay fenced until the cache learns that it is dead.
+        """
         ended = {self._flow.keys[chunk] for chunk in place.leases.values()}
         for lease_id, chunk in place.leases.items():
             self._cache.revoke(lease_id, now_s)
@@ -294,7 +311,7 @@ class NodeLoad:
         return ended
 
     def _rest_if_complete(self) -> None:
-        """A load that only stays resident must not keep others from the arena."""
+        """Release the arena share of a complete load: a load that is only resident must not block others."""
         if self.complete:
             self._checks.settle()
             self._cache.shares.end(self.job.part)

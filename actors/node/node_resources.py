@@ -1,4 +1,7 @@
-"""What a node agent takes from its host: the arena's shared memory."""
+"""The host's resources that a node agent uses: the arena's shared memory, the memory pools, and the GPUs' memory.
+
+Opens the arena and fills its slots, and measures the memory that a plan and the heartbeat need to know.
+"""
 
 from __future__ import annotations
 
@@ -27,17 +30,21 @@ from storage.host.memory import (
     own_bytes,
 )
 
-LEFT_BYTES = 512 << 20  # that an arena leaves, at most: the settings may ask for a larger reserve than a host has
+# The most that an arena must leave free. The settings may ask for a larger reserve than the host has.
+LEFT_BYTES = 512 << 20
 LOOK_EVERY_SLOTS = 8
-RAY_KILLS_ABOVE = 0.95  # share of the memory in use from which on Ray kills workers, unless it is told otherwise
+RAY_KILLS_ABOVE = 0.95  # Ray's default: above this share of memory in use it kills workers
 
 
 def open_arena(config: Config, path: str, directory: str) -> tuple[Arena, bool]:
-    """(the arena, whether it is the one an earlier process of this agent left)."""
+    """Open the arena that an earlier process of this agent left, or create one.
+
+    Returns (the arena, whether it was there before).
+    """
     try:
         return Arena.adopt(path), True
     except ArenaCorrupt:
-        pass  # none there, or not usable: a new one
+        pass  # there is none, or it is not usable: create one
     with one_at_a_time(directory):
         sweep(directory)
         return _new_arena(config, path, directory), False
@@ -64,16 +71,21 @@ def _new_arena(config: Config, path: str, directory: str) -> Arena:
 
 
 def room_for_slots(config: Config) -> Callable[[], bool]:
-    """Asked before each slot gets its memory: whether the host can give it. It looks once in a while."""
+    """Return a function that reports whether the host has memory for one more slot.
+
+    The function is called before each slot and measures only once every LOOK_EVERY_SLOTS calls.
+    """
     left_bytes = min(config.host_reserve_bytes, LEFT_BYTES) // 2 + LOOK_EVERY_SLOTS * config.slot_bytes
     asked = itertools.count()
     return lambda: bool(next(asked) % LOOK_EVERY_SLOTS) or available_host_bytes() > left_bytes
 
 
 def host_pools(directory: str, environ: Mapping[str, str] = os.environ) -> tuple[MemoryPool, ...]:
-    """What this node's memory comes out of. What its arenas are still to take is not free any more, and what Ray
-    would kill workers for is a reserve. Arenas that were left since this agent began are swept: those of a node that
-    was given up and came back under another id.
+    """Return the memory pools that this node's memory comes from.
+
+    Memory that its arenas have yet to take is not counted as free. Memory above Ray's kill threshold is a reserve.
+    Arenas abandoned since this agent began are swept. They belong to a node that was declared dead and came back under
+    another id.
     """
     sweep(directory)
     promised, share = untouched_bytes(directory), ray_kills_above(environ)
@@ -88,7 +100,7 @@ def host_pools(directory: str, environ: Mapping[str, str] = os.environ) -> tuple
 
 
 def ray_kills_above(environ: Mapping[str, str]) -> float:
-    """Share of a host's memory in use from which on Ray's monitor kills workers; 1.0: it does not."""
+    """Return the share of a host's memory in use above which Ray's monitor kills workers. 1.0: it kills none."""
     if environ.get("RAY_memory_monitor_refresh_ms", "").strip() == "0":
         return 1.0
     try:
@@ -98,11 +110,11 @@ def ray_kills_above(environ: Mapping[str, str]) -> float:
     return share if 0 < share <= 1 else RAY_KILLS_ABOVE
 
 
-GPU_EVERY_S = 10.0  # where only the driver's command answers, each look is a process
+GPU_EVERY_S = 10.0  # on some hosts each measurement starts a process, the driver's command
 
 
 class NodeMeter:
-    """Looks when `complete` is called; at GPUs in a thread, because a driver may take its time."""
+    """Measures the node's memory for each heartbeat. A thread measures the GPUs, because a driver may be slow."""
 
     def __init__(self, directory: str, disk: DiskWriter, stopped: threading.Event) -> None:
         """`directory` is the arena's."""
@@ -113,13 +125,13 @@ class NodeMeter:
         self._numbers = itertools.count(1)
 
     def watch_gpus(self) -> None:
-        """The thread's work, until the agent stops; ends at once on a node that has none."""
+        """Measure the GPUs' memory until the agent stops. Return at once on a node without GPUs."""
         self._gpus = gpu_memory()
         while self._gpus and not self._stopped.wait(GPU_EVERY_S):
-            self._gpus = gpu_memory() or self._gpus  # a driver that does not answer once does so later
+            self._gpus = gpu_memory() or self._gpus  # a driver may fail to answer once, and answer later
 
     def complete(self, beat: AgentBeat) -> AgentBeat:
-        """With what the agent's ledger does not know. One at a time."""
+        """Return the heartbeat with its number and the memory stats, which the ledger lacks. Not thread-safe."""
         beat = replace(beat, number=next(self._numbers))
         if beat.stats is None:
             return beat
@@ -139,7 +151,7 @@ class NodeMeter:
 
 
 def _with_memory(rank: RankBeat) -> RankBeat:
-    """0 when its process is gone, or was never there."""
+    """Return the rank's beat with its process's memory, which is 0 when the process is gone."""
     return replace(rank, own_bytes=own_bytes(rank.pid)) if rank.pid else rank
 
 
@@ -147,12 +159,12 @@ LOOK_S = 0.01
 
 
 class ArenaFilling:
-    """Ends when every slot has its memory, or with `error` when the host has no more to give."""
+    """The threads that give each slot its memory. They end when all have it, or with `error` when the host runs out."""
 
     def __init__(
         self, config: Config, arena: Arena, ledger: NodeLedger, lock: threading.Condition, stopped: threading.Event
     ) -> None:
-        """`lock`: the agent's, around the ledger; notified when slots are ready, and when there will be no more."""
+        """`lock` is the agent's, around the ledger. It is notified when slots are ready, and when filling fails."""
         self.error: LongshoreError | None = None
         self._config = config
         self._arena = arena
@@ -161,7 +173,7 @@ class ArenaFilling:
         self._stopped = stopped
 
     def touch(self) -> None:
-        """A thread's work, named as the thread is: memory for slot after slot. They are usable as they are ready."""
+        """Give memory to slot after slot. Each is usable once it is ready. The thread has this method's name."""
         try:
             self._arena.reserve(self._stopped.is_set, room_for_slots(self._config))
         except LongshoreError as error:
@@ -171,7 +183,7 @@ class ArenaFilling:
                 self._lock.notify_all()
 
     def announce_ready(self) -> None:
-        """A thread's work, named as the thread is: the ledger hears of slots as they get their memory."""
+        """Notify the ledger of slots as they get their memory. The thread has this method's name."""
         announced = -1
         while not self._stopped.is_set() and announced < self._arena.slot_count and self.error is None:
             ready = self._arena.ready_slots

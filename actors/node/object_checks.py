@@ -1,9 +1,9 @@
-"""The store's own checksums of whole objects, put together on a node from what its ranks fetched. Pure.
+"""The store's own checksums of whole objects, combined on a node from the chunks that its ranks fetched. Pure.
 
     chunk fetched --its spans--> object: chunks missing? --none--> combined with the header that planning read --> same?
-    chunk found in the arena --spans of whoever fetched it, while this agent remembers them--^
+    chunk found in the arena --spans of the rank that fetched it, while this agent remembers them--^
 
-Only loads without a manifest need this: chunks with digests are checked one by one, before anybody may read them.
+Only loads without a manifest need this. Chunks with digests are checked one by one, before any rank may read them.
 Here the last chunk of an object decides, so a load's error comes after bytes were placed and before it is READY.
 """
 
@@ -20,28 +20,32 @@ from storage.checkpoints.model_index import Shard
 from storage.checksum import NO_CHECKSUM, Span
 from storage.errors import IntegrityError
 
-NOT_KNOWN = "parts of it had been fetched before, and what was fetched then is not known any more"
+NOT_KNOWN = "parts of it were fetched earlier, and their checksums are no longer known"
 NO_MD5 = "its ETag is not the MD5 of its bytes"
-_HINT = "the object is damaged where it is stored, or was on its way; of a published model every chunk is checked"
+_HINT = "the object was damaged in the store or in transit; publish the model to have every chunk checked"
 
 Spans = tuple[Span, ...]
 
 
 class KeptSpans:
-    """What the ranks of a node fetched, by cache key: a chunk found in the arena is what somebody fetched."""
+    """Checksums of the chunks that a node's ranks fetched, by cache key.
+
+    They also describe a chunk found in the arena, because some rank fetched it.
+    """
 
     def __init__(self, most: int) -> None:
-        self._most = most  # the longest unused go first
+        self._most = most  # beyond it, the least recently stored are dropped
         self._kept: OrderedDict[bytes, tuple[str, Spans]] = OrderedDict()
 
     def put(self, key: bytes, hash_name: str, spans: Spans) -> None:
+        """Remember the spans of a chunk, and drop the oldest beyond the limit."""
         self._kept[key] = hash_name, spans
         self._kept.move_to_end(key)
         while len(self._kept) > self._most:
             self._kept.popitem(last=False)
 
     def get(self, key: bytes, hash_name: str) -> Spans | None:
-        """None when they are not known, or were made with another hash."""
+        """Return the chunk's spans, or None when they are not known or were made with another hash."""
         name, spans = self._kept.get(key, ("", ()))
         return spans if name == hash_name else None
 
@@ -50,15 +54,15 @@ class KeptSpans:
 class _Object:
     shard: Shard
     chunks: tuple[int, ...]  # that the node needs
-    missing: set[int]  # of those: what was fetched is not known (yet)
+    missing: set[int]  # those of them whose spans are not known (yet)
     spans: dict[int, Spans] = field(default_factory=dict)  # by chunk
-    outcome: ObjectCheck | None = None  # once it can be said
+    outcome: ObjectCheck | None = None  # None until it is known
 
 
 class ObjectChecks:
-    """One load's objects on one node. `kept` is shared with the node's other loads.
+    """Checks of one load's objects on one node. `kept` is shared with the node's other loads.
 
-    `forget`: each lets go of what the node keeps under a key.
+    `forget`: functions that drop the node's copies under a key.
     """
 
     def __init__(
@@ -69,11 +73,11 @@ class ObjectChecks:
         forget: Iterable[Callable[[bytes], object]] = (),
     ) -> None:
         tables = keys.tables
-        self.error: IntegrityError | None = None  # an object does not have its checksum
+        self.error: IntegrityError | None = None  # an object does not match its checksum
         self._keys = keys
         self._kept = kept
         self._forget = tuple(forget)
-        self._damaged: tuple[int, ...] = ()  # chunks of the object that has not its checksum
+        self._damaged: tuple[int, ...] = ()  # chunks of the object that does not match its checksum
         self._objects: dict[int, _Object] = {}
         if tables.chunks.hash_name is not None:
             return
@@ -87,12 +91,12 @@ class ObjectChecks:
                 made.outcome = ObjectCheck(shard.key, reason=shard.unchecked or NO_CHECKSUM)
 
     def fetched(self, commits: Iterable[Commit]) -> None:
-        """A rank has these chunks. Every fetch counts, also one that came too late or twice."""
+        """Record chunks that a rank fetched. Every fetch counts, also one that came too late or twice."""
         for commit in commits:
             self._fetched(commit.chunk, commit.spans)
 
     def settle(self) -> None:
-        """Every rank has all it needs: what was not fetched was found in the arena."""
+        """Complete the checks when every rank has all it needs: chunks not fetched were found in the arena."""
         for found in self._objects.values():
             if (checksum := found.shard.checksum) is None:
                 continue
@@ -102,9 +106,9 @@ class ObjectChecks:
                     self._take(found, chunk, spans)
 
     def forget_damaged(self, *, last: bool = False) -> None:
-        """Or the next load would find the same bytes on this node, and fail as this one does.
+        """Drop damaged chunks from this node, or the next load would find the same bytes and fail as well.
 
-        `last`: nothing of this load is committed any more; from now on the keys may stand for good bytes.
+        `last`: this load commits nothing more. From now on the keys may stand for good bytes.
         """
         for chunk in self._damaged:
             for forget in self._forget:
@@ -112,7 +116,7 @@ class ObjectChecks:
         self._damaged = () if last else self._damaged
 
     def report(self) -> tuple[ObjectCheck, ...]:
-        """What can be said now of every object; none when chunks have digests."""
+        """Return what is known now about every object. Empty when chunks have digests."""
         return tuple(
             found.outcome or ObjectCheck(found.shard.key, reason=NOT_KNOWN) for found in self._objects.values()
         )
@@ -153,7 +157,7 @@ class ObjectChecks:
             name = f"{'composite ' if checksum.part_ends else ''}{checksum.hash_name}"
             self._fail(
                 found,
-                f"what was fetched does not have the {name} that the store keeps of the object",
+                f"the fetched bytes do not match the {name} that the store keeps for the object",
                 expected=f"{checksum.hash_name}:{checksum.digest.hex()}",
                 found=f"{checksum.hash_name}:{digest.hex()}",
             )
