@@ -5,9 +5,9 @@
 Ray ends its head with the process that started it, in whatever way that dies. But workers, actors and Ray's agents
 then wait minutes for the head, and keep the arena. So the watching process ends them.
 
-A process belongs to the cluster if its output goes to the cluster's own folder of logs. Ray's agents write to the raylet
-instead, and are found by Ray's process title and their open files in that folder. The watch ends no process of another
-cluster, and no other program that joined this one.
+A process belongs to the cluster if its output goes to the cluster's own folder of logs. Ray's agents write to the
+raylet instead, and are found by Ray's process title and their open files in that folder. The watch ends no process of
+another cluster, and no other program that joined this one.
 """
 
 from __future__ import annotations
