@@ -309,9 +309,8 @@ class LoadedModel:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with contextlib.suppress(
-            *(() if kind is None else (LongshoreError,))
-        ):  # the error of the block itself is more important
+        # After an error inside the block, that error is more important.
+        with contextlib.suppress(*(() if kind is None else (LongshoreError,))):
             self.release()
 
     async def __aenter__(self) -> LoadedModel:
