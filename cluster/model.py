@@ -252,7 +252,7 @@ class LoadedModel:
         timeout_s: float | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """`call`, without blocking the event loop. Cancelling the task ends the wait, as a failure does."""
+        """Run `call` without blocking the event loop. Cancelling the task ends the wait, as a failure does."""
         return await _until_cancelled(self._call, fn, args, kwargs, ranks, timeout_s)
 
     def iter_tensors(self, rank: int, *, timeout_s: float | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -289,7 +289,7 @@ class LoadedModel:
         return dict(self.iter_tensors(rank, timeout_s=timeout_s))
 
     async def astate_dict(self, rank: int, *, timeout_s: float | None = None) -> dict[str, torch.Tensor]:
-        """`state_dict`, without blocking the event loop. Cancelling the task ends the wait."""
+        """Run `state_dict` without blocking the event loop. Cancelling the task ends the wait."""
         rank, timeout_s = self._checked_rank(rank), checked_timeout(timeout_s)
         return await _until_cancelled(lambda cancelled: dict(self._tensors(cancelled, rank, timeout_s)))
 
@@ -302,7 +302,7 @@ class LoadedModel:
             self._connection.call("release", self.model_id, self._connection.client_id)
 
     async def arelease(self) -> None:
-        """`release`, without blocking the event loop."""
+        """Run `release` without blocking the event loop."""
         await asyncio.to_thread(self.release)
 
     def __enter__(self) -> LoadedModel:
