@@ -1,9 +1,8 @@
-"""A model that is loaded, in the hands of a client.
+"""A loaded model, as a client holds it, and calls of functions on its ranks.
 
-Asks workers of a model and waits for all of their answers at once, with one time limit.
-
-The first failure ends the wait, whatever the other ranks do: they may wait in a collective for the rank that failed,
-for ever. Ray is asked to cancel what is not waited for any more: a function that has not begun never begins.
+A call waits for all ranks at once, with one time limit. The first failure ends the wait, whatever the other ranks do:
+they may wait forever in a collective for the rank that failed. Then Ray is asked to cancel the remaining calls, so that
+a function that has not begun never begins.
 """
 
 from __future__ import annotations
@@ -30,16 +29,16 @@ if TYPE_CHECKING:
 
 
 IN_MESSAGE_BYTES = 100_000  # Ray puts larger arguments into its object store, for each call anew
-CAUSE_S = 1.0  # a function that raised waits so long for the death of another rank, which may be why it did
+CAUSE_S = 1.0  # wait after an error for the death of another rank, which may be its cause
 
 
 class RankCalls:
-    """Calls of one model's workers. `timeout_s` limits the time that is spent in its methods, all of them together."""
+    """Calls of one model's workers. `timeout_s` limits the total time that is spent in its methods."""
 
     def __init__(
         self, connection: Connection, model_id: str, timeout_s: float | None, cancelled: threading.Event | None = None
     ) -> None:
-        """`timeout_s` None: no limit. `cancelled`: nobody wants the answers any more."""
+        """`timeout_s` None means no limit. `cancelled` is set when the caller no longer waits."""
         self._connection = connection
         self._model_id = model_id
         self._timeout_s = timeout_s
@@ -84,7 +83,7 @@ class RankCalls:
                 withdraw(reference)
 
     def _first(self, waiting: dict[Any, int], patience: Patience) -> Any:
-        """Return a reference whose answer is there."""
+        """Wait for an answer and return its reference."""
         import ray
 
         while True:
@@ -99,7 +98,7 @@ class RankCalls:
                 raise self._timeout(f"{len(waiting)} ranks have not answered", ranks=missing) from error
 
     def _answer(self, rank: int, reference: Any, read: Callable[[int, Any], Any] | None) -> Any:
-        """Return an answer that is there."""
+        """Return the answer of a rank that has arrived."""
         import ray
         from ray.exceptions import ObjectLostError, RayActorError, RayError, RayTaskError
 
@@ -120,7 +119,7 @@ class RankCalls:
         return answer if read is None else read(rank, answer)
 
     def _death(self, waiting: dict[Any, int], patience: Patience) -> RankLost | None:
-        """Return the death of a rank that is waited for, if it is known soon: it explains why a function raised."""
+        """Return the death of another rank, if it is known soon. It may explain why a function raised."""
         import ray
 
         give_up_s = time.monotonic() + patience.left_s(CAUSE_S)
@@ -147,7 +146,7 @@ class RankCalls:
 
     @contextlib.contextmanager
     def _timed(self) -> Iterator[Patience]:
-        """Give the block the time that is left, and take what it needs off that."""
+        """Limit the block to the remaining time, and subtract the time that it takes."""
         began_s = time.monotonic()
         try:
             yield Patience(None if self._left_s is None else began_s + self._left_s, self._cancelled)
@@ -157,23 +156,23 @@ class RankCalls:
 
 
 def share(value: Packed, times: int) -> Any:
-    """Return what to pass to so many workers: the value, or a reference to it when it is large."""
+    """Return what to pass to `times` workers: the value, or a reference to it if it is large."""
     import ray
 
     return ray.put(value) if times > 1 and value.size_bytes > IN_MESSAGE_BYTES else value
 
 
 def withdraw(reference: Any) -> None:
-    """Ask Ray to cancel a call: one that has not begun never begins; `is_canceled()` is true in one that runs."""
+    """Ask Ray to cancel a call. It never begins if it has not, and `is_canceled()` is true in a running one."""
     import ray
 
     with contextlib.suppress(Exception):
-        ray.cancel(reference, recursive=False)  # what a function that runs has asked of others goes on
+        ray.cancel(reference, recursive=False)  # tasks that a running function has started go on
 
 
 T = TypeVar("T")
 
-_handles: weakref.WeakSet[LoadedModel] = weakref.WeakSet()  # of this process
+_handles: weakref.WeakSet[LoadedModel] = weakref.WeakSet()  # all handles of this process
 _handles_lock = threading.Lock()
 
 
@@ -194,12 +193,12 @@ class LoadedModel:
 
     @property
     def ends_with_process(self) -> bool:
-        """True when this process started the Ray cluster: then the model goes with it, kept or not."""
+        """Return whether this process started the Ray cluster. Then the model ends with it, kept or not."""
         return self._connection.local
 
     @property
     def ranks(self) -> range:
-        """Rank numbers: 0 .. world size - 1."""
+        """Return the rank numbers, 0 .. world size - 1."""
         report = self.report
         return range(report.layout.ranks)
 
@@ -253,7 +252,7 @@ class LoadedModel:
         timeout_s: float | None = None,
         **kwargs: Any,
     ) -> list[Any]:
-        """`call`, without blocking the event loop. Cancelling the task ends the wait, as a failure does."""
+        """Run `call` without blocking the event loop. Cancelling the task ends the wait, as a failure does."""
         return await _until_cancelled(self._call, fn, args, kwargs, ranks, timeout_s)
 
     def iter_tensors(self, rank: int, *, timeout_s: float | None = None) -> Iterator[tuple[str, torch.Tensor]]:
@@ -275,7 +274,7 @@ class LoadedModel:
         return self._tensors(None, self._checked_rank(rank), checked_timeout(timeout_s))
 
     def state_dict(self, rank: int, *, timeout_s: float | None = None) -> dict[str, torch.Tensor]:
-        """Return CPU copies of all of a rank's tensors: for looking and testing, not for serving.
+        """Return CPU copies of all of a rank's tensors, for inspection and tests, not for serving.
 
         Args:
             rank: The rank, from 0.
@@ -290,12 +289,12 @@ class LoadedModel:
         return dict(self.iter_tensors(rank, timeout_s=timeout_s))
 
     async def astate_dict(self, rank: int, *, timeout_s: float | None = None) -> dict[str, torch.Tensor]:
-        """`state_dict`, without blocking the event loop. Cancelling the task ends the wait."""
+        """Run `state_dict` without blocking the event loop. Cancelling the task ends the wait."""
         rank, timeout_s = self._checked_rank(rank), checked_timeout(timeout_s)
         return await _until_cancelled(lambda cancelled: dict(self._tensors(cancelled, rank, timeout_s)))
 
     def release(self) -> None:
-        """Give this hold back; memory is freed when nobody else holds the model and it is not kept. Idempotent."""
+        """Release this hold. Memory is freed when no other client holds the model and it is not kept. Idempotent."""
         if self._released:
             return
         self._released = True
@@ -303,14 +302,15 @@ class LoadedModel:
             self._connection.call("release", self.model_id, self._connection.client_id)
 
     async def arelease(self) -> None:
-        """`release`, without blocking the event loop."""
+        """Run `release` without blocking the event loop."""
         await asyncio.to_thread(self.release)
 
     def __enter__(self) -> LoadedModel:
         return self
 
     def __exit__(self, kind: type[BaseException] | None, *_: object) -> None:
-        with contextlib.suppress(*(() if kind is None else (LongshoreError,))):  # the block's own error is the news
+        # After an error inside the block, that error is more important.
+        with contextlib.suppress(*(() if kind is None else (LongshoreError,))):
             self.release()
 
     async def __aenter__(self) -> LoadedModel:
@@ -365,7 +365,7 @@ class LoadedModel:
         return tensors(batches())
 
     def _method(self, worker: Any, name: str) -> Any:
-        """A method of a worker, in the group of calls that run one at a time."""
+        """Return a method of a worker, in the group of calls that run one at a time."""
         return getattr(worker, name).options(concurrency_group="call")
 
     def _checked_ranks(self, ranks: Iterable[int] | None) -> list[int]:

@@ -44,7 +44,7 @@ class Packed:
 
     @property
     def size_bytes(self) -> int:
-        """Bytes of the pickle and its buffers."""
+        """Return the bytes of the pickle and its buffers."""
         return sum(memoryview(part).nbytes for part in (self.data, *self.buffers))
 
 

@@ -70,7 +70,7 @@ def test_a_shard_that_is_cut_short_is_told_in_one_line(tmp_path: Path, published
     os.truncate(shard, 1_500_000)
     with pytest.raises(ManifestMismatch if published else InvalidHeader) as refused:
         prepare_plan(request(tmp_path), chunk_bytes=MIB, read_timeout_s=5)
-    assert f"cut short: 1.50 MB of {show_bytes(whole_bytes)} are there" in refused.value.message
+    assert f"cut short: it has 1.50 MB of {show_bytes(whole_bytes)}" in refused.value.message
     assert len(refused.value.message) < 150
     assert "again" in refused.value.hint
     assert shard.name in str(refused.value)
