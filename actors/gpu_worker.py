@@ -1,18 +1,18 @@
-"""The process of one rank: hosts a load, then keeps its tensors and answers calls beside them.
+"""The process of one rank: hosts a load, then keeps its tensors and runs users' functions on them.
 
     coordinator -- start(job) --> HostedLoad in a thread --> outcome(load) returns its report, or raises its error
     client ------- call(load, packed function) --> fn(shard, ...) in this process, one at a time
     coordinator -- recycle(load) --> the process is as new, and another load may start
 
-Three groups of calls never wait for each other (`CONCURRENCY_GROUPS`): control, wait (calls that block for as long
-as the load or the model lives) and call (the user's own functions, however long they take). What belongs to a load
-names it: an answer for the load before is never taken for one about this load.
+Three groups of calls never wait for each other (`CONCURRENCY_GROUPS`): control, wait and call. Wait calls block as long
+as the load or the model lives. The group "call" runs the user's own functions, however long they take. Calls name
+their load, so an answer about the previous load is never taken for one about this load.
 
-One load inside a worker's process: from its job until it is let go of. A worker hosts one after another.
+`HostedLoad` is one load in a worker's process, from its job until its release. A worker hosts one after another.
 
-    HostedLoad(job) -> run() in a thread -> outcome() -> shard() for calls -> let_go()
+    HostedLoad(job) -> begin() runs it in a thread -> outcome() -> shard() for calls -> let_go()
 
-Whatever belongs to one load only is in here, so that nothing of it can be taken for the next one's.
+All state of one load is in that object, so nothing of it can leak into the next load.
 """
 
 from __future__ import annotations
@@ -52,7 +52,7 @@ from storage.host.processes import ProcessId
 
 
 class HostedLoad:
-    """See above. Thread-safe."""
+    """One load in a worker's process. Thread-safe."""
 
     def __init__(self, job: RankJob, node_id: str) -> None:
         self.job = job
@@ -67,8 +67,8 @@ class HostedLoad:
         self._shard: RankShard | None = None
         self._report: RankReport | None = None
         self._error: LongshoreError | None = None
-        self._over = threading.Event()  # the load ended, well or not
-        self._in_use = 0  # calls that work on the shard
+        self._over = threading.Event()  # the load ended, successfully or not
+        self._in_use = 0  # number of calls that use the shard
 
     def begin(self, link: AgentLink, device: str) -> None:
         """Run the load in a thread."""
@@ -76,7 +76,7 @@ class HostedLoad:
         self._thread.start()
 
     def outcome(self) -> RankReport:
-        """The report when every slice is placed. Blocks; raises the load's error."""
+        """Return the report once every slice is placed. Blocks. Raises the load's error."""
         self._over.wait()
         if self._report is None:
             raise self._error or LoadCancelled("the rank was stopped")
@@ -84,7 +84,7 @@ class HostedLoad:
 
     @contextmanager
     def shard(self) -> Iterator[RankShard]:
-        """The tensors, which stay for the length of the block. Raises ModelNotFound when there are none (any more)."""
+        """Yield the tensors, which stay for the length of the block. Raises ModelNotFound when there are none."""
         with self._lock:
             if self._report is None or self._device is None or self._plan is None or self.let_go_of.is_set():
                 raise ModelNotFound("this rank holds no loaded model", model=self.job.load_id)
@@ -99,9 +99,9 @@ class HostedLoad:
                 self._in_use -= 1
 
     def let_go(self) -> bool:
-        """End the load and let go of its memory; returns when no thread of it uses that any more. Idempotent.
+        """End the load and release its memory. Return when no thread of the load uses it any more. Idempotent.
 
-        False: a call still works on the tensors.
+        Returns False when a call still uses the tensors.
         """
         with self._lock:
             self.let_go_of.set()
@@ -117,12 +117,12 @@ class HostedLoad:
             if self._device is not None:
                 self._device.free()
             free = not self._in_use
-        if kept:  # modules hold themselves, as a rule, and with themselves the memory
+        if kept:  # modules usually have reference cycles, which keep the memory
             gc.collect()
         return free
 
     def _open_mapped(self, plan: RankPlan) -> Device:
-        """Devices of a device map, which only the plan names."""
+        """Open the devices of a device map, which only the plan names."""
         self._device = open_mapped_rank(plan, self.job)
         return self._device
 
@@ -140,27 +140,27 @@ class HostedLoad:
             self._report = replace(report, node=self._node_id, start_s=report.start_s + made_s)
         except LongshoreError as error:
             self._error = error
-        except BaseException as error:  # what nobody foresaw must reach the caller too, as something that pickles
+        except BaseException as error:  # unexpected errors must reach the caller too, as a type that pickles
             self._error = LongshoreError(f"{type(error).__name__} while loading: {error}", rank=self.job.rank)
         finally:
             with self._lock:
-                self._loader = None  # its tables and plan are needed no more
+                self._loader = None  # frees its tables and plan
             self._over.set()
 
 
 def _device(kind: str) -> Device:
-    """Host memory at once; a GPU comes up while the first chunks are fetched."""
+    """Open host memory at once. Start a GPU in a thread while the first chunks are fetched."""
     return open_device(kind) if kind == "cpu" else OpeningDevice(lambda: open_device(kind))
 
 
-MOST_TEXT_CHARS = 20_000  # of a traceback: a message may hold a whole array
+MOST_TEXT_CHARS = 20_000  # limit for a traceback, because its message may contain a whole array
 
 
 def run_function(shard: RankShard, call: Packed) -> Packed | Raised:
-    """Run `fn(shard, *args, **kwargs)`. A coroutine is awaited; any iterator is a list of all its items.
+    """Run `fn(shard, *args, **kwargs)`. A coroutine is awaited, and an iterator becomes a list of all its items.
 
-    What the function raises is returned. Raises RemoteCallFailed when the call cannot be unpickled here, when the
-    function exits, and when its result cannot be pickled.
+    Returns the function's exception instead of raising it. Raises RemoteCallFailed when the call cannot be unpickled
+    here, when the function exits, and when its result cannot be pickled.
     """
     try:
         fn, args, kwargs = unpack(call)
@@ -174,10 +174,10 @@ def run_function(shard: RankShard, call: Packed) -> Packed | Raised:
     try:
         result = _whole(fn(shard, *args, **kwargs))
     except SystemExit as error:
-        # Ray would end this actor, but only after `lifetime` has returned: nobody would hear of it, for ever.
+        # Ray would end this actor only after `lifetime` has returned, so no caller would ever be notified.
         raise RemoteCallFailed(
             f"the function called exit({error.code!r}) on rank {shard.rank}",
-            hint="return from it instead; the rank and its tensors are still there",
+            hint="return from the function instead; the rank still has its tensors",
             rank=shard.rank,
         ) from None
     except BaseException as error:
@@ -195,7 +195,7 @@ def run_function(shard: RankShard, call: Packed) -> Packed | Raised:
 
 
 def _whole(result: Any) -> Any:
-    """Wait for a coroutine, and take all items of an iterator: neither could leave this process."""
+    """Wait for a coroutine, and take all items of an iterator, because neither can leave this process."""
     if inspect.iscoroutine(result):
         result = asyncio.run(result)
     if isinstance(result, AsyncIterator):
@@ -216,7 +216,7 @@ def _raised(error: BaseException) -> Raised:
         text = f"{text[:half]}\n[{len(text) - 2 * half} characters are left out]\n{text[-half:]}"
     try:
         exception = pack(error)
-        unpack(exception)  # some can be pickled and not be made again
+        unpack(exception)  # some exceptions can be pickled but not unpickled
     except BaseException:
         exception = None
     return Raised(text, type(error).__name__, exception)
@@ -225,11 +225,11 @@ def _raised(error: BaseException) -> Raised:
 _LOG = logging.getLogger("longshore.worker")
 CONCURRENCY_GROUPS = {"control": 4, "wait": 8, "call": 1}
 WATCHES_PER_ORPHANHOOD = 20
-LEFT_ON_GPU_BYTES = 256 << 20  # workspaces of libraries, which stay: half of what a plan leaves free on a GPU
+LEFT_ON_GPU_BYTES = 256 << 20  # allowed for workspaces of libraries: half of what a plan leaves free on a GPU
 
 
 class GpuWorker:
-    """One rank. Plain class; `actors.coordination.spawn` makes an actor of it."""
+    """The process of one rank, as a plain class. `actors.coordination.spawn` makes the actor."""
 
     def __init__(self, node_id: str, device: str, orphan_after_s: float, link: AgentLink | None = None) -> None:
         check_packages()
@@ -239,19 +239,19 @@ class GpuWorker:
         self._link = link
         self._lock = threading.Condition()
         self._load: HostedLoad | None = None
-        self._stopped = threading.Event()  # the worker is being ended
+        self._stopped = threading.Event()  # the worker is ending
         threading.Thread(target=self._watch, name="watch", daemon=True).start()
 
     # -- control -----------------------------------------------------------------------------------------------
 
     def hello(self) -> Version:
-        """Return which Longshore this process runs: the first question to it, answered as soon as it is up."""
+        """Return the Longshore version of this process. It is the first call, answered once the process has started."""
         return VERSION
 
     def start(self, job: RankJob, shared: bytes = b"") -> ProcessId:
-        """Begin the load and return at once. A job while this worker has one changes nothing.
+        """Begin the load and return at once. Does nothing when this worker already has a job.
 
-        `shared`: the tables of a job that came without (Ray hands over what an argument refers to).
+        `shared`: the tables of a job that came without them, from Ray's object store.
         """
         job = replace(job, shared=job.shared or shared)
         configure_logs(job.logs)
@@ -263,23 +263,23 @@ class GpuWorker:
         return ProcessId.current()
 
     def assignment(self) -> tuple[str, StoreAccess] | None:
-        """(load id, how its job reads the store): a restarted coordinator asks, as credentials are in no saved state.
+        """Return (load id, how its job reads the store), or None when this worker waits for a job.
 
-        None when this worker waits for a job.
+        A restarted coordinator asks for it, because its saved state has no credentials.
         """
         load = self._load
         return None if load is None else (load.job.load_id, load.job.store)
 
     def recycle(self, load_id: str) -> int | None:
-        """Let go of this load's memory and be ready for another load; the bytes kept for that one. Idempotent.
+        """Release this load's memory and be ready for another load. Idempotent.
 
-        None: the process is not as new, because a call of the user's still works on the tensors, or what it made
-        still takes GPU memory. Then the worker can only be ended.
+        Returns the bytes of memory kept for the next load. Returns None when the worker can only be ended, because a
+        user's call still uses the tensors, or its objects still take GPU memory.
         """
         with self._lock:
             load = self._load
         if load is not None:
-            PROCESS_MEMORY.keep(self._device_kind == "cpu")  # on a GPU only a device map has some there
+            PROCESS_MEMORY.keep(self._device_kind == "cpu")  # a GPU's rank uses host memory only with a device map
             PROCESS_ARENAS.keep(True)
             if load.job.load_id != load_id or not load.let_go() or self._gpu_memory_in_use():
                 return None
@@ -288,7 +288,7 @@ class GpuWorker:
         return None if self._stopped.is_set() else PROCESS_MEMORY.kept_bytes
 
     def stop(self) -> None:
-        """End the load and let go of the memory; returns when no thread uses it any more. Idempotent."""
+        """End the load and release its memory. Return when no thread uses it any more. Idempotent."""
         with self._lock:
             self._stopped.set()
             load = self._load
@@ -299,34 +299,34 @@ class GpuWorker:
     # -- wait --------------------------------------------------------------------------------------------------
 
     def outcome(self, load_id: str) -> RankReport:
-        """The report when every slice is placed. Blocks; raises the load's error."""
+        """Return the report once every slice is placed. Blocks. Raises the load's error."""
         load = self._load
         if load is None or load.job.load_id != load_id:
             raise LoadCancelled("this worker does not work on the load (any more)", model=load_id)
         return load.outcome()
 
     def lifetime(self, load_id: str) -> None:
-        """Returns when the worker lets go of the load; its caller learns of a death at once, by the error."""
+        """Wait until the worker releases the load. If the worker dies, Ray's error notifies the caller at once."""
         load = self._load
         if load is not None and load.job.load_id == load_id:
             load.let_go_of.wait()
 
     def idleness(self) -> None:
-        """Returns when the worker has a job or is told to stop; its caller learns of a death at once, by the error."""
+        """Wait until the worker has a job or must stop. If the worker dies, Ray's error notifies the caller at once."""
         with self._lock:
             self._lock.wait_for(lambda: self._load is not None or self._stopped.is_set())
 
     # -- call --------------------------------------------------------------------------------------------------
 
     def call(self, load_id: str, call: Packed) -> Packed | Raised:
-        """Run a user's function beside the tensors: see `run_function`."""
+        """Run a user's function on the tensors. See `run_function`."""
         with self._loaded(load_id).shard() as shard:
             return run_function(shard, call)
 
     def tensor_batch(self, load_id: str, start: Cursor, most_bytes: int) -> TensorBatch:
-        """Copy the bytes of tensors to the host, from `start` on, at most so many (`cut_batch`).
+        """Copy at most `most_bytes` of the tensors' bytes to the host, from `start` on (`cut_batch`).
 
-        As bytes, because torch cannot pickle tensors of its unsigned types and newer float types.
+        The result is bytes, because torch cannot pickle tensors of its unsigned types and newer float types.
         """
         import torch
 
@@ -362,16 +362,16 @@ class GpuWorker:
         return self._link
 
     def _gpu_memory_in_use(self) -> bool:
-        """Whether tensors are left on the GPU; imports nothing, for a worker in CPU memory has no torch."""
+        """Return whether tensors are left on the GPU. Imports nothing, because a worker in CPU memory has no torch."""
         torch: Any = sys.modules.get("torch") if self._device_kind == "cuda" else None
         if torch is None or torch.cuda.memory_allocated() <= LEFT_ON_GPU_BYTES:
             return False
-        gc.collect()  # tensors in circles of the user's objects
+        gc.collect()  # frees tensors in reference cycles of the user's objects
         torch.cuda.empty_cache()
         return bool(torch.cuda.memory_allocated() > LEFT_ON_GPU_BYTES)
 
     def _watch(self) -> None:
-        """A worker that nobody coordinates any more ends itself, or it would hold its GPU for ever; an idle one too."""
+        """End this worker when no coordinator is left, also an idle one, or it would hold its GPU for ever."""
         heard_s, work = time.monotonic(), RepeatedWork(_LOG)
         while not self._stopped.wait(self._orphan_after_s / WATCHES_PER_ORPHANHOOD):
             with work.turn("asking the agent for the coordinator"), contextlib.suppress(LongshoreError):

@@ -1,6 +1,6 @@
-"""Where the coordinator becomes an actor: found by name, or started when there is none.
+"""The coordinator's actor: found by name, or started when there is none.
 
-`cluster.client` imports this module by name: it is the one seam that points upward.
+`cluster.client` imports this module by name. It is the only import that points upward.
 """
 
 from __future__ import annotations
@@ -29,30 +29,30 @@ from storage.errors import LongshoreError
 from storage.problems import install_hint
 
 HEAD_RESOURCE = "node:__internal_head__"
-START_S = 60.0  # a process of Ray's is up by then; who gives a deadline waits until that
+START_S = 60.0  # how long to wait for Ray to start a process, for callers without a deadline
 
 
 def find_coordinator() -> Any | None:
-    """The running coordinator's handle, or None."""
+    """Return the running coordinator's handle, or None."""
     with contextlib.suppress(ValueError):
         return ray.get_actor(COORDINATOR, namespace=NAMESPACE)
     return None
 
 
 def ensure_coordinator(given: Config | None = None, patience: Patience = UNLIMITED) -> Any:
-    """The coordinator's handle; starts one when none runs.
+    """Return the coordinator's handle. Start a coordinator when none runs.
 
     Args:
-        given: Settings of the program that started the Ray cluster, when this is it. None: the coordinator reads the
-            environment of its node.
-        patience: How long the caller waits; by default START_S for each process that is started.
+        given: Settings of the program that started the Ray cluster, when this is that program. None: the coordinator
+            reads the environment of its node.
+        patience: How long the caller waits. Default: START_S for each process that is started.
 
     Raises:
-        PackageMissing, PackageShadowed: A node cannot run it. Nothing was made there then.
-        VersionMismatch: The cluster has another Longshore.
+        PackageMissing, PackageShadowed: A node cannot run it. Nothing was started there.
+        VersionMismatch: The cluster has another version of Longshore.
         ConfigError: The environment of the head has bad settings.
-        ClusterLost: Nobody answers.
-        LoadTimeout, LoadCancelled: As `patience` says.
+        ClusterLost: The coordinator or the cluster does not answer.
+        LoadTimeout, LoadCancelled: The caller's `patience` ended.
     """
     check_packages()
     handle = find_coordinator() or _start_coordinator(given, patience)
@@ -62,7 +62,10 @@ def ensure_coordinator(given: Config | None = None, patience: Patience = UNLIMIT
 
 
 def _start_coordinator(given: Config | None, patience: Patience) -> Any:
-    """Handle of a new coordinator, or of one that another client has just started. Raises as `ensure_coordinator`."""
+    """Return the handle of a new coordinator, or of one that another client has just started.
+
+    Raises as `ensure_coordinator`.
+    """
     _check_installed(patience)
     on_head = {"resources": {HEAD_RESOURCE: 0.001}}
     pinned = HEAD_RESOURCE in ray.cluster_resources()  # type: ignore[no-untyped-call]
@@ -87,12 +90,12 @@ def _start_coordinator(given: Config | None, patience: Patience) -> Any:
 
 
 def _config_there() -> Config:
-    """The settings in the environment of the node that this task runs on. Raises ConfigError."""
+    """Return the settings in the environment of the node that this task runs on. Raises ConfigError."""
     return NodeSettings.here(this_node()).config
 
 
 def _answer(reference: Any, patience: Patience) -> Any:
-    """What the head answers. Raises why the coordinator cannot start."""
+    """Return the head's answer. Raises the reason why the coordinator cannot start."""
     try:
         return _wait(reference, patience)
     except (RayTaskError, RayActorError, RaySystemError) as error:
@@ -104,7 +107,7 @@ def _answer(reference: Any, patience: Patience) -> Any:
 
 
 def processes() -> dict[tuple[str, int], LogProcess]:
-    """(node id, pid) -> which of our actors it is, as far as Ray remembers them: dead ones too.
+    """Return (node id, pid) -> which of our actors it is, for all actors that Ray remembers, dead ones included.
 
     Raises DependencyChanged.
     """
@@ -118,17 +121,17 @@ def processes() -> dict[tuple[str, int], LogProcess]:
 
 
 def _wait(reference: Any, patience: Patience) -> Any:
-    """Return an answer of a process that may have to be started. Raises as `ray.get` and `patience` do."""
-    give_up_s = time.monotonic() + (START_S if math.isinf(patience.left_s(math.inf)) else math.inf)
+    """Return an answer of a process that Ray may have to start. Raises as `ray.get` and `patience` do."""
+    deadline_s = time.monotonic() + (START_S if math.isinf(patience.left_s(math.inf)) else math.inf)
     while not ray.wait([reference], timeout=patience.left_s(LOOK_S))[0]:
         patience.check()
-        if time.monotonic() > give_up_s:
+        if time.monotonic() > deadline_s:
             raise GetTimeoutError(f"no answer in {START_S:.0f} s")
     return ray.get(reference)
 
 
 def _check_installed(patience: Patience) -> None:
-    """Return when the cluster has this Longshore. Nothing is left there, whatever it has.
+    """Check that the cluster has this Longshore. The check leaves nothing there.
 
     Raises PackageMissing, PackageShadowed, VersionMismatch, ClusterLost, and as `patience` does.
     """
@@ -147,13 +150,13 @@ def _check_installed(patience: Patience) -> None:
 
 
 def _unfit(found: dict[str, Any] | None) -> Exception | None:
-    """Return why nodes with these packages cannot run our actors. None: they can."""
+    """Return the error that says why nodes with these packages cannot run our actors. None: they can."""
     address = ray.get_runtime_context().gcs_address
     if found is None:
         return PackageMissing(
             "the cluster's nodes do not have longshore installed",
-            hint=f"on every node, or when its image is built: {install_hint('cluster')}. address= and RAY_ADDRESS name "
-            'another cluster; address="local" starts one for this process',
+            hint=f"on every node, or in its image, run: {install_hint('cluster')}. To use another cluster, set "
+            'address= or RAY_ADDRESS. address="local" starts a cluster for this process',
             address=address,
         )
     if found["problem"]:
@@ -166,7 +169,7 @@ def _unfit(found: dict[str, Any] | None) -> Exception | None:
 
 
 def _look_for_packages() -> Callable[[], dict[str, Any] | None]:
-    """Return the task that looks. A local function: Ray sends its code, and imports nothing of ours to run it."""
+    """Return the task that looks. It is a local function, so Ray sends its code and imports nothing of ours."""
 
     def look() -> dict[str, Any] | None:
         try:
@@ -179,7 +182,7 @@ def _look_for_packages() -> Callable[[], dict[str, Any] | None]:
 
 
 def _diagnosed(error: Exception, what: str) -> Exception:
-    """Return why an actor of ours could not be made: a plain task on the cluster says what its Python finds."""
+    """Return why an actor of ours could not start. A plain task on the cluster reports what its Python finds."""
     try:
         found = ray.get(ray.remote(_look_for_packages()).options(num_cpus=0).remote(), timeout=START_S)
     except Exception:

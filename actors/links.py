@@ -1,4 +1,4 @@
-"""How actors find each other and talk: their names, the line of a rank to its agent, of an agent to the coordinator."""
+"""The links between actors: their names, and the calls from rank to agent and from agent to coordinator."""
 
 from __future__ import annotations
 
@@ -25,21 +25,30 @@ from storage.host.processes import ProcessId
 
 
 class AgentLink(Protocol):
-    """How a rank talks to the agent of its node. Raises ClusterLost when the agent does not answer."""
+    """A rank's calls to the agent of its node. They raise ClusterLost when the agent does not answer."""
 
-    def join(self, hello: RankHello) -> JoinReply: ...
+    def join(self, hello: RankHello) -> JoinReply:
+        """Introduce the rank to the agent."""
+        ...
 
-    def exchange(self, update: RankUpdate) -> Orders: ...
+    def exchange(self, update: RankUpdate) -> Orders:
+        """Report the rank's progress, and return the agent's orders."""
+        ...
 
     def check_in(self, process: ProcessId, words: Words) -> float:
-        """Seconds since the agent last heard the coordinator. `words`: as in `RankHello.others`, of all ranks."""
+        """Return seconds since the coordinator last answered the agent.
+
+        `words`: for all ranks of the process, as in `RankHello.others`.
+        """
         ...
 
 
 class CoordinatorLink(Protocol):
-    """How an agent reaches the coordinator. Raises ClusterLost when nobody answers."""
+    """An agent's calls to the coordinator. They raise ClusterLost when it does not answer."""
 
-    def heartbeat(self, beat: AgentBeat) -> BeatReply: ...
+    def heartbeat(self, beat: AgentBeat) -> BeatReply:
+        """Send a heartbeat, and return the coordinator's reply."""
+        ...
 
 
 NAMESPACE = "longshore"
@@ -47,29 +56,32 @@ COORDINATOR = "coordinator"
 
 
 def agent_name(node_id: str) -> str:
+    """Return the name of a node's agent actor."""
     return f"agent-{node_id}"
 
 
 def worker_name(worker_group_id: str, rank: int, incarnation: int) -> str:
-    """A replacement has a name of its own, so a late message to its predecessor cannot reach it.
+    """Return the name of a worker's actor.
 
-    A worker group is the workers of one load, and of later ones that take them over: it has the id of the first.
+    A replacement has its own name, so a late message to its predecessor cannot reach it. A worker group is the workers
+    of one load, and of later loads that take them over. Its id is that of the first load.
     """
     return f"worker-{worker_group_id}-{rank}-{incarnation}"
 
 
 def group_of_worker(name: str) -> str | None:
-    """The worker group that a worker's name belongs to; None for other names."""
+    """Return the worker group that a worker's name belongs to, or None for other names."""
     parts = name.removeprefix("worker-").rsplit("-", 2)
     return parts[0] if name.startswith("worker-") and len(parts) == 3 else None
 
 
 def group_name(worker_group_id: str) -> str:
+    """Return the name of a worker group."""
     return f"group-{worker_group_id}"
 
 
 def process_of(name: str) -> LogProcess | None:
-    """What an actor of that name does; None for names that are not ours."""
+    """Return the process type behind an actor's name, or None for names that are not ours."""
     if name == COORDINATOR:
         return LogProcess("coordinator")
     if name.startswith(agent_name("")):
@@ -85,7 +97,7 @@ CALL_TIMEOUT_S = 30.0
 
 
 class _NamedActor:
-    """An actor found by name, again after it was restarted or replaced."""
+    """An actor found by name. It is found again after it was restarted or replaced."""
 
     def __init__(self, name: str, what: str) -> None:
         self._name = name
@@ -93,7 +105,10 @@ class _NamedActor:
         self._handle: Any = None
 
     def call(self, method: str, *args: Any) -> Any:
-        """One answer. Raises ClusterLost when there is none in time or the agent ends, else what the actor raised."""
+        """Return the actor's answer to one call.
+
+        Raises ClusterLost when no answer comes in time or the agent ends, else the actor's own exception.
+        """
         import ray  # not at the top: ranks without Ray import this module for `AgentLink`
         from ray.exceptions import GetTimeoutError, RayActorError, RayTaskError
 
@@ -105,7 +120,7 @@ class _NamedActor:
             raised = unwrapped(error)
             if not isinstance(raised, AgentEnded):
                 raise raised from None
-            self._handle = None  # there may be another one soon
+            self._handle = None  # another one may start soon
             raise ClusterLost(f"{self._what} was shut down", actor=self._name) from None
         except (RayActorError, GetTimeoutError, ValueError) as error:
             self._handle = None
@@ -113,7 +128,7 @@ class _NamedActor:
 
 
 class PackedCalls:
-    """The calls of an agent, each behind this process's version; answers are to be unpacked (`NodeAgent.packed`)."""
+    """The calls of an agent, each sent with this process's version. The caller unpacks answers (`NodeAgent.packed`)."""
 
     def __init__(self, agent: Any) -> None:
         self._agent = agent
@@ -128,7 +143,7 @@ class _PackedCall:
         self._call = call
 
     def remote(self, *arguments: Any) -> Any:
-        """Return what Ray does for a call. Raises VersionMismatch for an agent that knows nothing of versions."""
+        """Return Ray's reference for the call. Raises VersionMismatch for an agent too old to send its version."""
         import ray
 
         packed: Any = getattr(self._agent, "packed", None)
@@ -139,16 +154,16 @@ class _PackedCall:
 
 
 async def ask_agent(agent: Any, timeout_s: float, who: str, call: str, *arguments: Any) -> Any:
-    """Return an agent's answer to the coordinator. Raises TimeoutError, VersionMismatch, what the agent raised.
+    """Return an agent's answer to the coordinator. Raises TimeoutError, VersionMismatch, or the agent's exception.
 
-    `who`: what messages call the agent.
+    `who`: the agent's name in error messages.
     """
     packed = await asyncio.wait_for(getattr(PackedCalls(agent), call).remote(*arguments), timeout_s)
     return unpack_message(packed, who, "the coordinator")
 
 
 class RayAgentLink:
-    """A rank's line to its agent (`actors.rank.executor.AgentLink`)."""
+    """An `AgentLink` over Ray."""
 
     def __init__(self, node_id: str) -> None:
         self._actor = _NamedActor(agent_name(node_id), "the node's agent")
@@ -166,13 +181,13 @@ class RayAgentLink:
         return age_s
 
     def _ask(self, call: str, *arguments: object) -> Any:
-        # As bytes also because Ray's own pickling in Python costs both sides more than all the rest of the call.
+        # Bytes are also cheaper: Ray's own pickling in Python costs both sides more than the rest of the call.
         answer = self._actor.call("packed", call, pack_message(arguments))
         return unpack_message(answer, "the node's agent", "the rank's process")
 
 
 class RayCoordinatorLink:
-    """An agent's line to the coordinator (`actors.node_agent.CoordinatorLink`)."""
+    """A `CoordinatorLink` over Ray."""
 
     def __init__(self) -> None:
         self._actor = _NamedActor(COORDINATOR, "the coordinator")

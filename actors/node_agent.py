@@ -1,15 +1,18 @@
-"""One per node: owns the arena and its cache, hands out leases, watches the node's ranks, reports to the coordinator.
+"""The node's agent: owns the arena and its cache, grants leases, watches the node's ranks, reports to the coordinator.
 
     coordinator --begin, rank_lost, end--> NodeLedger (pure) <--join, exchange-- ranks of this node
     threads: touch and announce_ready (slots get their memory), tick (deadlines, dead processes), beat (heartbeat)
 
-Every decision is the ledger's; this class adds the lock, the clock, the waiting and the processes.
+There is one agent per node. The ledger makes every decision. `NodeAgent` adds the lock, the clock, the waiting and the
+processes.
 
-Processes that mapped a node's arena when its agent was restarted.
+`Survivors` are processes that mapped the node's arena when its agent was restarted. The previous agent may have granted
+each of them any chunk, so every chunk is held for a survivor until it is known to read none. A process stops being a
+survivor when:
 
-Each may have been reading any chunk by the word of the agent before, so every chunk is held for it until it is known to
-be done with that. It is when it says so (in a rank's message, or when it checks in: an idle worker keeps its mapping
-and has no rank that speaks), when it maps the arena no more, or when it is dead.
+- it reports that it reads none, in a rank's message, or by `check_in` (an idle worker has no rank to send messages);
+- it no longer maps the arena; or
+- it is dead.
 """
 
 from __future__ import annotations
@@ -57,37 +60,37 @@ from storage.host.processes import ProcessId, may_map, processes_mapping
 
 
 class Survivors:
-    """Those of whom it is not known yet. Not thread-safe."""
+    """Processes that may still use grants of an earlier agent. Not thread-safe."""
 
     def __init__(self, path: str, agent: str, *, restored: bool) -> None:
-        """`agent`: its incarnation. An arena that was not `restored` is new: there are none."""
+        """`agent`: this agent's incarnation. An arena that was not `restored` is new and has no survivors."""
         self._path, self._agent = path, agent
         self.left = {p for p in processes_mapping(path) if p != ProcessId.current()} if restored else set()
 
     def settles(self, process: ProcessId, words: Words) -> bool:
-        """Whether no rank that said these words goes by what an earlier agent told it; noted then."""
+        """Return whether no rank with these words uses a grant of an earlier agent. If so, drop the survivor."""
         settled = all(agent == self._agent for path, agent in words if path == self._path)
         if settled:
             self.left.discard(process)
         return settled
 
     def mapping(self) -> set[ProcessId]:
-        """Return the survivors that map the arena, or that the kernel does not show."""
+        """Return the survivors that map the arena, or whose mappings the kernel does not show."""
         return {process for process in set(self.left) if may_map(process, self._path)}
 
     def take_unmapped(self, mapping: set[ProcessId]) -> set[ProcessId]:
-        """Those that were not among `mapping`, and are no survivors therefore."""
+        """Drop and return the survivors that were not among `mapping`."""
         gone = self.left - mapping
         self.left -= gone
         return gone
 
 
 _LOG = logging.getLogger("longshore.agent")
-LONGEST_WAIT_S = 5.0  # of a rank for orders; it must not outlive the rank's patience with the agent
+LONGEST_WAIT_S = 5.0  # a rank's call waits so long for orders; must be shorter than the rank's timeout for the agent
 
 
 class NodeAgent:
-    """Plain class; `actors.coordination.spawn` makes the actor. Thread-safe: many calls wait in it at once."""
+    """The agent as a plain class. `actors.coordination.spawn` makes the actor. Thread-safe: many calls may wait."""
 
     def __init__(
         self,
@@ -98,7 +101,7 @@ class NodeAgent:
         coordinator: CoordinatorLink | None = None,
         directory: str = SHM_DIRECTORY,
     ) -> None:
-        """`given`: settings of the program that started the cluster. None: those of this node's environment count."""
+        """`given`: settings of the program that started the cluster. None: the agent reads the node's environment."""
         check_packages()
         self._node_id = node_id
         self._host = host or socket.gethostname()
@@ -112,7 +115,8 @@ class NodeAgent:
         self._stopped = threading.Event()
         self._error: LongshoreError | None = None
         self._asked_for: tuple[str, ...] = ()
-        self._heard_of = self._told = ""  # incarnation of the coordinator: that answered last, that has the settings
+        # Incarnations of the coordinator: the one that answered last, and the one that received the settings.
+        self._heard_of = self._told = ""
         self._memory: dict[str, PeakMemory] = {}  # of this process, by load
         self._arena: Arena | None = None
         self._survivors = Survivors("", self._incarnation, restored=False)
@@ -130,7 +134,7 @@ class NodeAgent:
             self._ledger = NodeLedger(cache, self._arena.slot_bytes, restored=leases, disk=self._disk.backlog)
             self._filling = ArenaFilling(config, self._arena, self._ledger, self._changed, self._stopped)
         except LongshoreError as error:
-            # Raised from calls, not from here: an actor whose constructor fails loses its error's type.
+            # Calls raise it later, because an actor whose constructor fails loses the error's type.
             self._error = error
             return
         self._meter = NodeMeter(directory, self._disk, self._stopped)
@@ -141,20 +145,20 @@ class NodeAgent:
             thread.start()
 
     def packed(self, call: str, arguments: bytes, *beside: bytes) -> bytes:
-        """Answer one of the calls below, which came with its sender's version, with ours (`actors.links`).
+        """Run one of the methods below for a caller with a version, and return the answer with ours (`actors.links`).
 
-        `beside`: the last arguments, if they were in Ray's object store. Raises VersionMismatch before anything that
-        another Longshore has sent is unpickled, and what the call raises.
+        `beside`: the last arguments, if they were in Ray's object store. Raises VersionMismatch before anything from
+        another version is unpickled. Otherwise raises the method's own exceptions.
         """
         if call.startswith("_"):
-            raise ValueError(f"no call of an agent: {call}")
+            raise ValueError(f"the agent has no call named {call}")
         asked = unpack_message(arguments, "the process that asks", f"the agent on {self._host}")
         return pack_message(getattr(self, call)(*asked, *beside))
 
     # -- coordinator -------------------------------------------------------------------------------------------
 
     def facts(self) -> NodeFacts:
-        """What a plan needs to know. Raises ArenaTooLarge when this node cannot have its arena."""
+        """Return the node's facts that a plan needs. Raises ArenaTooLarge when this node cannot have its arena."""
         with self._changed:
             arena = self._usable()
         return NodeFacts(
@@ -168,9 +172,9 @@ class NodeAgent:
         )
 
     def begin(self, job: NodeJob, shared: bytes = b"") -> bool:
-        """Take on this node's share of a load. False: other loads hold the slots it must have; ask again.
+        """Begin this node's share of a load. Return False when other loads hold its slots. Then the caller asks again.
 
-        `shared`: of a job that came without (Ray hands over what an argument refers to). Raises ArenaTooSmall.
+        `shared`: the tables of a job that came without them, from Ray's object store. Raises ArenaTooSmall.
         """
         job = replace(job, shared=job.shared or shared)
         with self._changed:
@@ -189,13 +193,13 @@ class NodeAgent:
             return begun
 
     def slot_holders(self) -> tuple[SlotHolder, ...]:
-        """Which loads have or want the arena's slots, for one that has waited for some in vain."""
+        """Return the loads that have or want the arena's slots, to explain why a load waits."""
         with self._changed:
             self._usable()
             return self._ledger.slot_holders()
 
     def holds(self, keys: bytes) -> HeldChunks:
-        """Which of those chunks are in the arena and on disk. A look only; their keys come one after the other."""
+        """Return which chunks are in the arena and on disk. Changes nothing. `keys` are concatenated chunk keys."""
         found: list[tuple[bool, bool]] = []
         for block in key_blocks(keys):
             with self._changed:
@@ -204,20 +208,20 @@ class NodeAgent:
         return HeldChunks.of(found)
 
     def rank_lost(self, load_id: str, rank: int, incarnation: int) -> None:
-        """A rank's worker is dead; `incarnation` will take its place."""
+        """Drop a rank whose worker is dead. `incarnation` will replace it."""
         with self._changed:
             self._usable()
             self._ledger.rank_lost(load_id, rank, incarnation, time.monotonic())
             self._changed.notify_all()
 
     def keep_record(self, load_id: str, record: bytes) -> None:
-        """Notes of the coordinator, for a coordinator that has lost them."""
+        """Keep the coordinator's notes on a load, for a restarted coordinator that has lost them."""
         with self._changed:
             self._usable()
             self._ledger.keep_record(load_id, record)
 
     def report(self, load_id: str) -> NodeReport:
-        """This node's share of a finished load."""
+        """Return this node's stats of a finished load."""
         with self._changed:
             self._usable()
             memory = self._memory.get(load_id) or PeakMemory()
@@ -226,13 +230,13 @@ class NodeAgent:
         return replace(report, peak_host_bytes=memory.peak_bytes, baseline_host_bytes=memory.baseline_bytes)
 
     def chunks_now(self, load_id: str) -> NodeView:
-        """The load's shards, and where each chunk is on this node, for who watches. Raises ModelNotFound."""
+        """Return the load's shards and each chunk's state on this node, for a progress view. Raises ModelNotFound."""
         with self._changed:
             self._usable()
             return self._ledger.chunks_now(load_id)
 
     def end(self, load_id: str) -> None:
-        """The load is over, or its model released: ranks that still work on it are told to stop."""
+        """End a load that is over or whose model is released. Ranks that still work on it are ordered to stop."""
         with self._changed:
             if self._arena is None or self._stopped.is_set():
                 return  # nothing is left of it
@@ -241,14 +245,14 @@ class NodeAgent:
             self._changed.notify_all()
 
     def leave(self, load_id: str) -> None:
-        """The process that hosted the load's rank has let go of it, and belongs to its group no more."""
+        """Remove a process from its worker group after it has released the load's rank."""
         with self._changed:
             self._ledger.leave(load_id)
 
     def shutdown(self, *, only_idle: bool = False) -> bool:
-        """Give the arena back. The agent does nothing after that. Idempotent.
+        """Remove the arena. The agent does nothing after that. Idempotent.
 
-        With `only_idle` nothing happens, and False is returned, while a load is here or asks to be.
+        With `only_idle`, do nothing and return False while a load is here or asks to be.
         """
         with self._changed:
             if self._arena is None:
@@ -262,14 +266,14 @@ class NodeAgent:
         for thread in self._threads:
             if thread is not threading.current_thread():
                 thread.join()
-        with self._changed:  # so that nobody is in the middle of a slot record
+        with self._changed:  # so that no call is in the middle of a slot record
             self._arena.close()
         return True
 
     # -- ranks -------------------------------------------------------------------------------------------------
 
     def join(self, hello: RankHello) -> JoinReply:
-        """A rank introduces itself, at its start and after this agent was restarted."""
+        """Register a rank, which calls this at its start and after this agent was restarted."""
         with self._changed:
             arena = self._usable()
             settled = self._survivors.settles(hello.process, hello.others)
@@ -286,24 +290,24 @@ class NodeAgent:
             )
 
     def exchange(self, update: RankUpdate) -> Orders:
-        """What the rank did, for what it is to do next; waits up to `update.wait_s` for something to do."""
-        give_up_s = time.monotonic() + min(update.wait_s, LONGEST_WAIT_S)
+        """Apply a rank's update and return its next orders. Waits up to `update.wait_s` until there are some."""
+        deadline_s = time.monotonic() + min(update.wait_s, LONGEST_WAIT_S)
         with self._changed:
             self._usable()
             settled = update.leaving and self._survivors.settles(update.process, update.others)
             orders, others_may_go_on = self._ledger.exchange(update, time.monotonic(), settled=settled)
             if others_may_go_on:
                 self._changed.notify_all()
-            while orders is None and (left_s := give_up_s - time.monotonic()) > 0:
+            while orders is None and (left_s := deadline_s - time.monotonic()) > 0:
                 self._changed.wait(left_s)
                 self._usable()
                 orders = self._ledger.orders_for(update, time.monotonic())
             return orders or self._ledger.no_orders(update)
 
     def check_in(self, process: ProcessId, words: Words) -> float:
-        """Seconds since this agent last heard the coordinator: by this, workers know that they are orphans.
+        """Return seconds since the coordinator last answered this agent. From it, workers know that they are orphans.
 
-        `words`: (arena path, agent) by whose word ranks of the process use the arena now.
+        `words`: (arena path, incarnation of the agent that granted access) for the ranks of the process.
         """
         with self._changed:
             if process in self._survivors.left and self._survivors.settles(process, words):
@@ -312,15 +316,15 @@ class NodeAgent:
         return self.coordinator_age_s()
 
     def coordinator_age_s(self) -> float:
-        """Seconds since this agent last heard the coordinator."""
+        """Return seconds since the coordinator last answered this agent."""
         return time.monotonic() - self._heard_s
 
     # -- threads -----------------------------------------------------------------------------------------------
 
     def _tick(self) -> None:
-        """Deadlines and deaths."""
+        """Check deadlines and processes until the agent stops."""
         while not self._stopped.wait(self._config.heartbeat_s / 2):
-            with self._work.turn("the look at deadlines and processes"):
+            with self._work.turn("the check of deadlines and processes"):
                 self._look_at_processes()
 
     def _look_at_processes(self) -> None:
@@ -342,25 +346,23 @@ class NodeAgent:
             if changed or dead or unmapped:
                 self._changed.notify_all()
         for process in overdue:
-            if process != ProcessId.current():  # (a test, or a program of one process, hosts agent and ranks)
-                _LOG.warning(
-                    "process %d is killed: it holds a slot that was taken from it", process.pid, extra=self._about
-                )
-                process.kill()  # it neither let go of its slot nor died: only its death makes the slot safe
+            if process != ProcessId.current():  # a test, or a program of one process, hosts agent and ranks together
+                _LOG.warning("the agent kills process %d: it holds a revoked slot", process.pid, extra=self._about)
+                process.kill()  # it has not released its slot in time, so only its death makes the slot safe
 
     def _beat(self) -> None:
-        """Heartbeat to the coordinator; an agent that has heard none for long ends itself."""
+        """Send heartbeats to the coordinator. The agent ends itself when none was answered for long."""
         while self._coordinator is not None and not self._stopped.wait(self._config.heartbeat_s):
             reply = None
             with self._work.turn("the heartbeat"):
                 reply = self._say_alive(self._coordinator)
             silent_s = 0.0 if reply else time.monotonic() - self._heard_s
             if (reply and reply.node_dead) or silent_s > self._config.orphan_after_s:
-                self.shutdown()  # in order: a SIGKILL, as of Ray on a node that it gave up, would leave the arena
+                self.shutdown()  # removes the arena, which Ray's SIGKILL on an abandoned node would leave behind
                 os._exit(1)
 
     def _say_alive(self, coordinator: CoordinatorLink) -> BeatReply | None:
-        """The coordinator's answer to one heartbeat; None when there was none."""
+        """Send one heartbeat. Return the coordinator's answer, or None when there was none."""
         with self._changed:
             beat = self._ledger.beat(self._node_id, self._host, self._incarnation, time.monotonic(), self._asked_for)
         beat = self._meter.complete(beat)
@@ -371,7 +373,7 @@ class NodeAgent:
         except VersionMismatch:
             raise  # it is logged
         except LongshoreError:
-            return None  # nobody there
+            return None  # no coordinator answers
         self._heard_s = time.monotonic()
         self._heard_of = reply.coordinator
         if beat.settings:

@@ -1,4 +1,4 @@
-"""What a rank holds, as user code sees it."""
+"""The tensors of one rank, as user code sees them."""
 
 from __future__ import annotations
 
@@ -22,15 +22,16 @@ if TYPE_CHECKING:
 class RankShard(Mapping[str, "torch.Tensor"]):
     """The tensors of one rank by name, on its device, plus where they belong.
 
-    `shard["model.norm.weight"]` is the rank's own slice. Tensors are views into the rank's memory: what you keep of
-    them stays valid after the model is released, and keeps that memory: the whole segment that the tensor is in, a
-    layer of the model as a rule. So does a module that `into` filled: what is to stay between calls belongs in `kept`,
-    which is given up with the model, not in a global. Whoever writes to tensors writes to the model that later calls
-    see.
+    `shard["model.norm.weight"]` is the rank's own slice. Tensors are views into the rank's memory. A tensor that you
+    keep stays valid after the model is released. It also keeps its whole segment in memory, usually a layer of the
+    model. So does a module that `into` filled.
+
+    Objects that later calls need belong in `kept`, which is released with the model, not in a global. Writing to a
+    tensor changes the model that later calls see.
     """
 
-    device_map: dict[str, int | str] | None  # modules and their devices, as Accelerate has it; None: all on `device`
-    device: str  # "cpu" or "cuda:0": with a device map, the first one that has something
+    device_map: dict[str, int | str] | None  # modules and their devices, as in Accelerate; None: all on `device`
+    device: str  # "cpu" or "cuda:0"; with a device map, the first device that has a tensor
 
     def __init__(self, plan: RankPlan, device: Device) -> None:
         self.rank = plan.rank
@@ -38,7 +39,7 @@ class RankShard(Mapping[str, "torch.Tensor"]):
         self.device_map = plan.device_map.as_dict() if plan.device_map else None
         self.device = main_device(plan) or device.name
         self.slices: dict[str, TensorSlice] = {piece.name: piece for piece in plan.slices}
-        self.kept: dict[Any, Any] = {}  # yours: what a call makes for later ones, such as a module; goes with the model
+        self.kept: dict[Any, Any] = {}  # for your objects, such as a module for later calls; released with the model
         self._tensors = device.tensors(plan.slices)
 
     def into(
@@ -53,15 +54,25 @@ class RankShard(Mapping[str, "torch.Tensor"]):
     ) -> Filled:
         """Fill a module made on the meta device: its parameters and saved buffers become the rank's tensors, no copy.
 
-        DTensor parameters (`fully_shard`, models that transformers cuts) take the rank's slice as their local part; it
+        DTensor parameters (`fully_shard`, models that transformers cuts) take the rank's slice as their local part. It
         must be the part that the process's place in the mesh holds. Names that the module ties share one tensor.
-        Buffers that no checkpoint has must be there for real, but for models of transformers, which make theirs here.
+        Buffers that no checkpoint has must not be on the meta device. Models of transformers make theirs here.
 
-        `prefix`: only tensors whose names begin so, without it. `rename`: their names -> the module's, a function or a
-        mapping of names or of what they begin with; None leaves a tensor out. `convert`: names and stacking as
-        transformers' own loader does them; what is stacked is copied. `strict`: every name must be on both sides;
-        otherwise the result says which were not. `requires_grad`: of the parameters; None: as they have it. Raises
-        ModuleMismatch, with the module as it was; ConfigError for arguments that cannot be meant.
+        Args:
+            module: The module to fill.
+            prefix: Take only tensors whose names begin with this prefix, and remove it from their names.
+            rename: Maps their names to the module's. It is a function, or a mapping of names or of their beginnings up
+                to a dot. None for a name leaves the tensor out. Default: names stay.
+            convert: Name and stack tensors as transformers' own loader does. Stacked tensors are copies.
+            strict: Require every name on both sides. If False, the result lists the names that were not.
+            requires_grad: Set for the parameters. Default None: each parameter keeps its own.
+
+        Returns:
+            The number of tensors that were put, and the names that are missing, unexpected, tied or copied.
+
+        Raises:
+            ModuleMismatch: The module and the tensors do not fit. The module is unchanged.
+            ConfigError: An argument has a wrong type or value.
         """
         from actors.handover.modules import fill_module
 
@@ -78,10 +89,16 @@ class RankShard(Mapping[str, "torch.Tensor"]):
         )
 
     def dtensor(self, name: str, mesh: DeviceMesh, placements: Sequence[Placement] | None = None) -> DTensor:
-        """The tensor as a DTensor whose local part is the rank's slice, no copy.
+        """Return the tensor as a DTensor whose local part is the rank's slice, without a copy.
 
-        `placements`: by default those of FSDP2, `Shard(0)` on a mesh of one dimension. Raises ModuleMismatch when the
-        rank's slice is not what this process's place in the mesh holds.
+        Args:
+            name: The tensor's name.
+            mesh: The device mesh of the DTensor.
+            placements: One for each dimension of the mesh. Default: as FSDP2, `Shard(0)` on a mesh of one dimension.
+
+        Raises:
+            ModuleMismatch: The rank's slice is not the part that this process's place in the mesh holds.
+            ConfigError: An argument has a wrong type or value.
         """
         from actors.handover.modules import slice_as_dtensor
 
@@ -101,6 +118,6 @@ class RankShard(Mapping[str, "torch.Tensor"]):
 
 
 def main_device(plan: RankPlan) -> str | None:
-    """Of a rank with a device map, where it begins: its first GPU, else the CPU."""
+    """Return the first GPU of a rank's device map, else the CPU. None without a device map."""
     devices = plan.device_map.devices if plan.device_map else ()
     return None if not devices else (CPU if devices[0] == DISK else device_name(devices[0]))

@@ -44,7 +44,7 @@ class _HugePages:
 
     Huge pages are expensive where the kernel must first move memory to make room for one. When the first ones are
     expensive, as many blocks of small pages are tried, and the cheaper kind is kept. Small pages do not help where the
-    cost comes from a host that has taken the memory back from its virtual machine.
+    cost comes not from the kernel but from a host that has reclaimed the memory.
     """
 
     def __init__(self) -> None:

@@ -1,9 +1,8 @@
-"""Where the tensors of a torch module are, by name, and which names stand for one tensor.
+"""The places of a torch module's tensors by name, the names that share one tensor, and the names of a checkpoint.
 
-What models of transformers need to be filled: their names for a checkpoint's tensors, and their rotary buffers.
-
-transformers 5 keeps experts stacked that checkpoints keep one by one, and renames the parts of some models; it says how
-in a mapping that its own loader works by. So that is asked, whatever version is installed, and nothing is known here.
+Models of transformers need two more things to be filled: their names for a checkpoint's tensors, and their rotary
+buffers. transformers 5 stacks experts that checkpoints keep one by one, and renames the parts of some models. Its own
+loader follows a mapping for this. `convert` uses the mapping of the installed version, so no names are fixed here.
 """
 
 from __future__ import annotations
@@ -29,12 +28,12 @@ class Place:
     name: str  # dotted, from the module that is filled
     owner: torch.nn.Module
     attribute: str
-    tensor: torch.Tensor  # what is there now, on the meta device as a rule
-    saved: bool  # a checkpoint has it; False: a buffer that its module makes for itself
+    tensor: torch.Tensor  # the current one, usually on the meta device
+    saved: bool  # a checkpoint has it; False: a buffer that the module computes itself
 
 
 def find_places(module: torch.nn.Module) -> dict[str, Place]:
-    """Every parameter and buffer under every name that it has."""
+    """Return every parameter and buffer under every name that it has."""
     found: dict[str, Place] = {}
     for path, owner in module.named_modules(remove_duplicate=False):
         prefix = f"{path}." if path else ""
@@ -49,10 +48,10 @@ def find_places(module: torch.nn.Module) -> dict[str, Place]:
 
 
 def tied_names(module: torch.nn.Module, places: Iterable[Place]) -> dict[str, tuple[str, ...]]:
-    """For each name of a tensor that has several, all of them.
+    """Return, for each name of a tensor with several names, all its names.
 
-    A module ties names when one object is there under each of them, or when it says so, as models of transformers do in
-    `all_tied_weights_keys`: cutting them into DTensors makes two objects of one.
+    A module ties names when they share one object. Models of transformers also list tied names in
+    `all_tied_weights_keys`, because cutting them into DTensors makes two objects of one.
     """
     one_of: dict[int, str] = {}
     group: dict[str, set[str]] = {}
@@ -69,22 +68,22 @@ def tied_names(module: torch.nn.Module, places: Iterable[Place]) -> dict[str, tu
         if first != place.name:
             tie(first, place.name)
     for path, part in module.named_modules():
-        said = getattr(part, "all_tied_weights_keys", None)
-        if isinstance(said, dict):
+        listed = getattr(part, "all_tied_weights_keys", None)
+        if isinstance(listed, dict):
             prefix = f"{path}." if path else ""
-            for name, other in said.items():
+            for name, other in listed.items():
                 if {prefix + name, prefix + other} <= names:
                     tie(prefix + name, prefix + other)
     return {name: tuple(sorted(together)) for name, together in group.items()}
 
 
 def put(place: Place, tensor: torch.Tensor) -> None:
-    """Replace what is at the place."""
+    """Replace the tensor at the place."""
     setattr(place.owner, place.attribute, tensor)
 
 
 _INITIALISED = "_is_hf_initialized"  # transformers' own mark on modules, parameters and buffers
-_UNTOUCHED = 0xA5  # every byte of a buffer that nobody has made yet
+_UNTOUCHED = 0xA5  # every byte of a buffer that the model has not initialised yet
 
 
 @dataclass(frozen=True, slots=True)
@@ -92,20 +91,20 @@ class Converted:
     """A tensor under the module's name."""
 
     tensor: torch.Tensor
-    sources: tuple[str, ...]  # names that it was made of
-    copied: bool  # it has memory of its own
+    sources: tuple[str, ...]  # names of the tensors that it was made from
+    copied: bool  # it does not share their memory
 
 
 def is_one(module: torch.nn.Module) -> bool:
-    """Whether it is a model of transformers, which is imported then."""
+    """Return whether the module is a model of transformers. Imports nothing: a model implies the import."""
     transformers: Any = sys.modules.get("transformers")
     return transformers is not None and isinstance(module, transformers.PreTrainedModel)
 
 
 def convert(module: torch.nn.Module, tensors: Mapping[str, torch.Tensor]) -> dict[str, Converted]:
-    """The tensors as transformers' loader would put them, by the module's names.
+    """Return the tensors as transformers' loader would make them, by the module's names.
 
-    Raises ConfigError when the installed transformers has no such mapping, or cannot convert what a rank holds.
+    Raises ConfigError when the installed transformers has no such mapping, or cannot convert the rank's tensors.
     """
     try:
         from transformers.conversion_mapping import get_model_conversion_mapping
@@ -146,21 +145,22 @@ def _made(model: Any, first: str, converter: Any) -> dict[str, torch.Tensor]:
     try:
         with torch.no_grad():
             made = converter.convert(first, model=model, config=model.config)
-    except Exception as error:  # transformers raises what it likes
-        raise ConfigError(f"transformers cannot make {first} of this rank's tensors", cause=str(error)[:300]) from error
+    except Exception as error:  # transformers may raise any type
+        message = f"transformers cannot make {first} from this rank's tensors"
+        raise ConfigError(message, cause=str(error)[:300]) from error
     return {name: one[0] if isinstance(one, list) else one for name, one in made.items()}
 
 
 def without_ignored(module: torch.nn.Module, unexpected: Iterable[str]) -> list[str]:
-    """The names that count: a model says which names in checkpoints it does not want."""
+    """Return the unexpected names without those that the model ignores in checkpoints."""
     ignored = [re.compile(pattern) for pattern in getattr(module, "_keys_to_ignore_on_load_unexpected", None) or ()]
     if any(name.endswith("rotary_emb.inv_freq") for name, _ in module.named_buffers()):
-        ignored.append(re.compile(r"rotary_emb\.inv_freq"))  # that of each layer, in early checkpoints
+        ignored.append(re.compile(r"rotary_emb\.inv_freq"))  # early checkpoints have one in each layer
     return [name for name in unexpected if not any(pattern.search(name) for pattern in ignored)]
 
 
 def kept_in_float32(module: torch.nn.Module, halves: Iterable[str]) -> frozenset[str]:
-    """Of the names of tensors in 16 bits, those that the model wants in 32 whatever its own dtype is."""
+    """Return the names of 16-bit tensors that the model wants in float32 whatever its own dtype is."""
     always = _patterns(module, "_keep_in_fp32_modules_strict")
     not_float16 = _patterns(module, "_keep_in_fp32_modules") if getattr(module, "dtype", None) == torch.float16 else []
     patterns = (*always, *not_float16)
@@ -168,9 +168,9 @@ def kept_in_float32(module: torch.nn.Module, halves: Iterable[str]) -> frozenset
 
 
 def make_buffers(module: torch.nn.Module, places: Sequence[Place], device: str) -> list[str]:
-    """Make buffers that no checkpoint has, on the device, by the model's own initialisation; nothing else changes.
+    """Make buffers that no checkpoint has, on the device, by the model's own initialisation. Nothing else changes.
 
-    Returns the names of those that it does not make; when there are any, all of them stay on the meta device.
+    Returns the names of those that the model does not make. When there are any, all of them stay on the meta device.
     """
     everything: list[Any] = [*module.modules(), *module.parameters(), *module.buffers()]
     marked = [one for one in everything if not hasattr(one, _INITIALISED)]
@@ -197,7 +197,7 @@ def make_buffers(module: torch.nn.Module, places: Sequence[Place], device: str) 
 
 
 def _patterns(module: torch.nn.Module, attribute: str) -> list[re.Pattern[str]]:
-    """Of text in which `*` stands for anything."""
+    """Compile the patterns in the model's attribute, in which `*` matches any text."""
     return [re.compile(pattern.replace("*", ".*")) for pattern in getattr(module, attribute, None) or ()]
 
 
@@ -205,15 +205,18 @@ Rename = Mapping[str, str | None] | Callable[[str], str | None] | None
 
 
 def new_names(names: Iterable[str], prefix: str = "", rename: Rename = None) -> dict[str, str]:
-    """New name -> name, of those that begin with `prefix`, which is taken off, then renamed.
+    """Return new name -> name for the names that begin with `prefix`, with the prefix removed and then renamed.
 
-    A mapping is of whole names, or of what names begin with up to a dot; the longest that fits counts:
-    {"model": "model.language_model", "visual": "model.visual"}, {"model": ""} takes `model.` away. None, from a mapping
-    or a function, leaves a tensor out. Raises ModuleMismatch when two names become one, ConfigError for what
-    makes no names.
+    A mapping's keys are whole names, or the beginnings of names up to a dot. The longest matching key counts:
+    {"model": "model.language_model", "visual": "model.visual"}. {"model": ""} removes `model.`. The value None, from a
+    mapping or a function, leaves a tensor out.
+
+    Raises:
+        ModuleMismatch: Two names become one.
+        ConfigError: `prefix` or `rename` has the wrong type, or `rename` returns something else than a name or None.
     """
     if not isinstance(prefix, str):
-        raise ConfigError(f"prefix must be what names begin with, not {prefix!r:.60}")
+        raise ConfigError(f"prefix must be the text that names begin with, not {prefix!r:.60}")
     if rename is not None and not isinstance(rename, Mapping) and not callable(rename):
         raise ConfigError(f"rename must be a function or a mapping of names, not {rename!r:.60}")
     prefix = f"{prefix}." if prefix and not prefix.endswith(".") else prefix
@@ -226,19 +229,19 @@ def new_names(names: Iterable[str], prefix: str = "", rename: Rename = None) -> 
         if new is None:
             continue
         if not isinstance(new, str):
-            raise ConfigError(f"rename must make names or None: of {name!r:.200} it makes {new!r:.60}")
+            raise ConfigError(f"rename must return a name or None: for {name!r:.200} it returned {new!r:.60}")
         if new in found:
             twice.append(f"{found[new]} and {name} -> {new}")
         found[new] = name
     if twice:
-        raise ModuleMismatch(f"rename makes one name of several: {', '.join(twice[:20])}", clashes=len(twice))
+        raise ModuleMismatch(f"rename gives several tensors one name: {', '.join(twice[:20])}", clashes=len(twice))
     return found
 
 
 def likely_prefix(missing: Iterable[str], offered: Iterable[str]) -> str:
-    """The argument of `into` by which most of what is missing would be found in what was offered; "" when none does.
+    """Return the argument of `into` that would supply most of the missing names from the offered ones, or "".
 
-    "prefix='model'" where they are offered below that name, "rename=lambda name: 'model.' + name" the other way round.
+    "prefix='model'" when they are offered below that name, "rename=lambda name: 'model.' + name" in the opposite case.
     """
     wanted, there = set(missing), set(offered)
     for longer, shorter, how in (

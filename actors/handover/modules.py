@@ -1,12 +1,11 @@
-"""A rank's tensors put into a torch module, by assignment: nothing is copied, the module's parameters are the views.
+"""Assignment of a rank's tensors to a torch module. Nothing is copied: the module's parameters are the views.
 
 tensors by name --prefix, rename, convert--> offered, by the module's names
 module ----------------------find_places--> places, and which names are tied
-                             both --------> Filling: every problem at once, then put
+                             both --------> `fill_module`: every problem at once, then put
 
-Weights of bitsandbytes' `Linear4bit`: one parameter, made of the tensors that are stored for it. No copy.
-
-The class of the parameter that is in the module does it, so nothing is imported here.
+A weight of bitsandbytes' `Linear4bit` is one parameter, made without a copy from the tensors that are stored for it.
+The class of the parameter that is in the module makes it, so nothing of bitsandbytes is imported here.
 """
 
 from __future__ import annotations
@@ -35,13 +34,13 @@ if TYPE_CHECKING:
 
 
 def as_dtensor(tensor: torch.Tensor) -> DTensor | None:
-    """The same when it is a DTensor, else None. Imports nothing: where there is one, its module is imported."""
+    """Return the tensor when it is a DTensor, else None. Imports nothing: a DTensor implies the import."""
     kind: Any = getattr(sys.modules.get("torch.distributed.tensor"), "DTensor", None)
     return tensor if kind is not None and isinstance(tensor, kind) else None
 
 
 def wanted_part(tensor: DTensor) -> Region:
-    """What this process must hold of a DTensor, by its placements and the process's place in the mesh.
+    """Return the region of a DTensor that this process must hold, by its placements and its place in the mesh.
 
     Raises ConfigError for placements that hold no part of the values, such as Partial, and outside the mesh.
     """
@@ -49,10 +48,10 @@ def wanted_part(tensor: DTensor) -> Region:
 
 
 def place_of(shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement]) -> Region:
-    """What this process holds of a tensor of that shape. Raises ConfigError as `wanted_part` does."""
+    """Return the region that this process holds of a tensor of that shape. Raises ConfigError as `wanted_part` does."""
     here = mesh.get_coordinate()
     if here is None or len(placements) != mesh.ndim:
-        raise ConfigError(f"{len(placements)} placements for a mesh of {mesh.ndim} dimensions: {mesh}")
+        raise ConfigError(f"{len(placements)} placements do not fit a mesh of {mesh.ndim} dimensions: {mesh}")
     cuts = []
     for number, placement in enumerate(placements):
         if placement.is_replicate():
@@ -68,7 +67,7 @@ def place_of(shape: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Plac
 def wrap_local(
     local: torch.Tensor, shape: torch.Size, stride: tuple[int, ...], mesh: DeviceMesh, placements: Sequence[Placement]
 ) -> DTensor:
-    """A DTensor of that global shape and stride whose local part is `local` itself."""
+    """Return a DTensor of that global shape and stride whose local part is `local` itself."""
     from torch.distributed.tensor import DTensor
 
     wrapped: DTensor = DTensor.from_local(local, mesh, placements, run_check=False, shape=shape, stride=stride)
@@ -78,15 +77,15 @@ def wrap_local(
 def slice_as_dtensor(
     tensor: torch.Tensor, piece: TensorSlice, mesh: DeviceMesh, placements: Sequence[Placement] | None
 ) -> DTensor:
-    """See `RankShard.dtensor`."""
+    """Return a rank's slice as a DTensor. See `RankShard.dtensor`."""
     from torch.distributed.device_mesh import DeviceMesh
     from torch.distributed.tensor import Shard
     from torch.distributed.tensor.placement_types import Placement
 
     if piece.form:
-        raise ModuleMismatch(f"{piece.name:.300} is laid out flat in its format: it has no dimension to be cut along")
+        raise ModuleMismatch(f"{piece.name:.300} is stored flat in its format, so a mesh cannot cut it")
     if not isinstance(mesh, DeviceMesh):
-        raise ConfigError(f"a DTensor is on a DeviceMesh, not on {mesh!r:.60}")
+        raise ConfigError(f"mesh must be a DeviceMesh, not {mesh!r:.60}")
     if placements is not None and (
         not isinstance(placements, Sequence) or not all(isinstance(each, Placement) for each in placements)
     ):
@@ -109,25 +108,25 @@ _LISTED = 20  # names of a kind in one message
 
 @dataclass(slots=True)
 class Problems:
-    """By the module's names, but for `unexpected`."""
+    """The problems of filling a module, by the module's names except for `unexpected`."""
 
     missing: list[str] = field(default_factory=list)
     unexpected: list[str] = field(default_factory=list)  # the rank's own names
     offered: list[str] = field(default_factory=list)  # the same after prefix, rename and convert
-    differing: list[str] = field(default_factory=list)  # with what differs
+    differing: list[str] = field(default_factory=list)  # names, each with the difference
     untied: list[str] = field(default_factory=list)
     unmade: list[str] = field(default_factory=list)  # buffers on the meta device that no checkpoint has
     dtypes: set[tuple[torch.dtype, torch.dtype]] = field(default_factory=set)  # wanted, had
-    float32: frozenset[str] = frozenset()  # no problem: names that are right in this dtype too
+    float32: frozenset[str] = frozenset()  # not a problem: names that may also have this dtype
 
     def any(self, *, strict: bool) -> bool:
-        """Whether there is one."""
+        """Return whether there is a problem."""
         names = strict and (self.missing or self.unexpected)
         return bool(self.differing or self.untied or self.unmade or names)
 
 
 def mismatch(problems: Problems, *, known: bool, convert: bool, strict: bool) -> ModuleMismatch:
-    """The error for them. `known`: the module is a model of transformers."""
+    """Return the error for the problems. `known`: the module is a model of transformers."""
     parts, hints = [], []
     missing, unexpected = (problems.missing, problems.unexpected) if strict else ([], [])
     if missing:
@@ -153,8 +152,8 @@ def mismatch(problems: Problems, *, known: bool, convert: bool, strict: bool) ->
             f"{len(problems.unmade)} buffers on the meta device are in no checkpoint: {_some(problems.unmade)}"
         )
         hints.append(
-            "make the module with buffers for real, as accelerate's init_empty_weights(include_buffers=False) does, "
-            "or set them before"
+            "make the module with real buffers, as accelerate's init_empty_weights(include_buffers=False) does, "
+            "or set them before the call"
         )
     return ModuleMismatch(
         "; ".join(parts),
@@ -174,9 +173,9 @@ def _hints_of_names(problems: Problems, *, known: bool, convert: bool) -> list[s
     elif problems.unexpected:
         hints.append("names can be changed with prefix= and rename=")
     elif problems.missing:
-        hints.append("a stage of a pipeline holds a part of the model: make that part only, or pass strict=False")
+        hints.append("a pipeline stage holds only its part of the model: make only that part, or pass strict=False")
     if known and not convert:
-        hints.append("convert=True names and stacks tensors as transformers does when it loads them")
+        hints.append("convert=True names and stacks tensors as transformers' loader does")
     return hints
 
 
@@ -189,40 +188,40 @@ def _some(names: Sequence[str]) -> str:
 
 
 def is_four_bit(tensor: torch.Tensor) -> bool:
-    """Whether it is a `Params4bit`, quantized or still to be."""
+    """Return whether the tensor is a `Params4bit`, quantized or still to be."""
     kinds = type(tensor).__mro__
     return any(kind.__name__ == "Params4bit" and kind.__module__.startswith("bitsandbytes.") for kind in kinds)
 
 
 def stored_with(weight: str, names: Iterable[str]) -> list[str]:
-    """The tensors that a weight of that name is stored with, if it is in 4 bits: absmax, quant_map, the state..."""
+    """Return the names of the tensors stored with a 4-bit weight: absmax, quant_map, the state..."""
     return [name for name in names if name.startswith(f"{weight}.")]
 
 
 def make_four_bit(
     name: str, wanted: torch.Tensor, data: torch.Tensor, stored: Mapping[str, torch.Tensor]
 ) -> torch.Tensor:
-    """The parameter that takes the place of `wanted`. Raises ModuleMismatch for a state that bitsandbytes refuses."""
+    """Return the parameter that replaces `wanted`. Raises ModuleMismatch for a state that bitsandbytes refuses."""
     kind: Any = type(wanted)
     try:
         made: torch.Tensor = kind.from_prequantized(data, dict(stored), requires_grad=False, device=data.device)
     except (AssertionError, AttributeError, KeyError, TypeError, ValueError) as exc:
-        raise ModuleMismatch(f"bitsandbytes cannot read what is stored with {name:.300}: {exc!r:.300}") from exc
+        raise ModuleMismatch(f"bitsandbytes cannot read the tensors stored with {name:.300}: {exc!r:.300}") from exc
     return made
 
 
 def four_bit_difference(wanted: Any, offered: Any) -> str:
-    """Why a parameter of a `Linear4bit` cannot be that tensor; "" when it can."""
+    """Return why a `Linear4bit` cannot use that tensor as its parameter, or "" when it can."""
     if not is_four_bit(offered):
-        return f"expected 4 bits of bitsandbytes, got {offered.dtype} {tuple(offered.shape)}"
+        return f"expected a 4-bit tensor of bitsandbytes, got {offered.dtype} {tuple(offered.shape)}"
     shape = tuple(wanted.shape if wanted.quant_state is None else wanted.quant_state.shape)
     if shape != tuple(offered.quant_state.shape):
-        return f"expected 4 bits of {shape}, got those of {tuple(offered.quant_state.shape)}"
+        return f"expected a 4-bit tensor of shape {shape}, got shape {tuple(offered.quant_state.shape)}"
     return ""
 
 
 def put_four_bit(place: Place, tensor: Any) -> None:
-    """Replace what is at the place, and tell its layer."""
+    """Replace the tensor at the place, and set its layer's quantization state."""
     tensor.module = owner = place.owner
     owner.quant_state = tensor.quant_state
     put(place, tensor)
@@ -230,7 +229,7 @@ def put_four_bit(place: Place, tensor: Any) -> None:
 
 @dataclass(frozen=True, slots=True)
 class Filled:
-    """What `RankShard.into` did, by the module's names (`unexpected`: the rank's own)."""
+    """The result of `RankShard.into`, by the module's names (`unexpected`: the rank's own)."""
 
     filled: int  # tensors that were put, tied ones once
     missing: tuple[str, ...] = ()  # left as they were; only with strict=False
@@ -243,9 +242,9 @@ class Filled:
 class Offer:
     """A tensor for a name of the module."""
 
-    source: str  # the rank's name for it, or the first of those that it was made of
+    source: str  # the rank's name for it, or the first name of those that it was made from
     tensor: torch.Tensor
-    piece: TensorSlice | None  # None: stacked, split or turned by transformers
+    piece: TensorSlice | None  # None: stacked, split or transposed by transformers
 
 
 def fill_module(
@@ -260,7 +259,7 @@ def fill_module(
     strict: bool = True,
     requires_grad: bool | None = None,
 ) -> Filled:
-    """See `RankShard.into`. Either all is put, or nothing is and the error says why."""
+    """Fill a module as `RankShard.into` describes. Either all tensors are put, or none, with an error."""
     if not isinstance(module, torch.nn.Module):
         raise ConfigError(f"into fills a torch module, not {_shown(module)}", hint="make one on the meta device first")
     if requires_grad is not None and not isinstance(requires_grad, bool):
@@ -311,7 +310,7 @@ def _shown(given: object) -> str:
 
 
 def _move_unsaved(module: torch.nn.Module, device: str) -> None:
-    """Buffers that no checkpoint has go to where the rank's tensors are; those that are one stay one."""
+    """Move buffers that no checkpoint has to the device of the rank's tensors. Shared buffers stay shared."""
     moved: dict[int, torch.Tensor] = {}
     for place in find_places(module).values():
         if not place.saved and place.tensor.device != torch.device(device):
@@ -321,7 +320,7 @@ def _move_unsaved(module: torch.nn.Module, device: str) -> None:
 
 
 def _joined(places: Mapping[str, Place], offers: Mapping[str, Offer]) -> dict[str, Offer]:
-    """Weights of bitsandbytes' layers are one tensor each in the module, and several of the rank's."""
+    """Join the rank's tensors of each bitsandbytes weight, which is one tensor in the module."""
     joined = dict(offers)
     for name, place in places.items():
         if name in offers and is_four_bit(place.tensor) and (others := stored_with(name, offers)):
@@ -342,7 +341,7 @@ def _converted(module: torch.nn.Module, offers: Mapping[str, Offer]) -> tuple[di
 
 
 def _cast(offers: dict[str, Offer], names: frozenset[str]) -> tuple[str, ...]:
-    """Make those tensors float32 that are not; their names."""
+    """Cast the named tensors to float32, unless they already are. Return the names of those cast."""
     halves = sorted(name for name in names & offers.keys() if offers[name].tensor.dtype != torch.float32)
     for name in halves:
         offers[name] = replace(offers[name], tensor=offers[name].tensor.float())
@@ -352,7 +351,7 @@ def _cast(offers: dict[str, Offer], names: frozenset[str]) -> tuple[str, ...]:
 def _choose(
     places: Mapping[str, Place], tied: Mapping[str, tuple[str, ...]], offers: Mapping[str, Offer], problems: Problems
 ) -> dict[str, Offer]:
-    """The offer for each place, tied names alike; what does not go together is added to `problems`."""
+    """Return the offer for each place, the same for tied names. Add mismatches to `problems`."""
     chosen: dict[str, Offer] = {}
     for name, place in places.items():
         if not place.saved:
@@ -375,7 +374,7 @@ def _choose(
 
 
 def _difference(place: Place, offer: Offer, problems: Problems) -> str:
-    """Why the tensor cannot be put there; "" when it can."""
+    """Return why the tensor cannot be put at the place, or "" when it can."""
     wanted, tensor = place.tensor, offer.tensor
     if is_four_bit(wanted):
         return four_bit_difference(wanted, tensor)
@@ -393,21 +392,23 @@ def _difference(place: Place, offer: Offer, problems: Problems) -> str:
             return error.message
         shape = part.filled
         if distributed.device_mesh.device_type != tensor.device.type:
-            return f"the module's mesh is of {distributed.device_mesh.device_type}, the rank has {tensor.device}"
+            return (
+                f"the module's mesh is on {distributed.device_mesh.device_type}, the rank's tensor on {tensor.device}"
+            )
         piece = offer.piece
         if piece is not None and alike and shape in (tuple(tensor.shape), piece.region.filled):
             if tuple(wanted.shape) != piece.shape:
-                return f"a DTensor of {_form(wanted)}, the checkpoint has {tuple(piece.shape)}"
+                return f"the module has a DTensor of {_form(wanted)}, the checkpoint has {tuple(piece.shape)}"
             if not same_part(part, piece.region):
                 return f"this process's place in the mesh holds {part.ranges}, the rank has {piece.region.ranges}"
     if not alike or shape not in (tuple(tensor.shape), _unpadded(offer)):
-        local = " here of a DTensor" if distributed is not None else ""
+        local = " as this process's part of a DTensor" if distributed is not None else ""
         return f"expected {wanted.dtype} {shape}{local}, got {_form(tensor)}"
     return ""
 
 
 def _tensor_for(place: Place, offer: Offer, requires_grad: bool | None) -> torch.Tensor:
-    """What is put: the offered memory itself."""
+    """Return the tensor to put. It is the offered memory itself."""
     wanted, tensor = place.tensor, offer.tensor
     if is_four_bit(tensor):
         return tensor
@@ -431,12 +432,12 @@ def _unpadded(offer: Offer) -> tuple[int, ...] | None:
 
 
 def _equal(one: torch.Tensor, other: torch.Tensor) -> bool:
-    """Bit for bit."""
+    """Return whether two tensors are equal bit for bit."""
     if one.shape != other.shape or one.dtype != other.dtype:
         return False
     if one.data_ptr() == other.data_ptr() and one.stride() == other.stride():
         return True
-    return bool(torch.equal(as_bytes(one), as_bytes(other).to(one.device)))  # a device map may have put them apart
+    return bool(torch.equal(as_bytes(one), as_bytes(other).to(one.device)))  # a device map may put them on two devices
 
 
 def _form(tensor: torch.Tensor) -> str:

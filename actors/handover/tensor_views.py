@@ -9,23 +9,25 @@ from storage.checkpoints.safetensors_header import tensor_bytes
 
 
 def tensor_views(segments: list[torch.Tensor], slices: tuple[TensorSlice, ...]) -> dict[str, torch.Tensor]:
-    """Tensors by name, the padding of those that have some set to zero. `segments` are blocks of uint8."""
+    """Return tensors by name, with all padding set to zero. `segments` are blocks of uint8."""
     views = {}
     for piece in slices:
         dtype, shape = torch_dtype(piece.dtype, piece.sizes)
         segment = segments[piece.segment]
         data = segment[piece.segment_offset : piece.segment_offset + piece.size_bytes]
-        if piece.filled_bytes < piece.size_bytes and not piece.made_from:  # the memory may be that of an earlier load
+        if (
+            piece.filled_bytes < piece.size_bytes and not piece.made_from
+        ):  # the memory may hold bytes of an earlier load
             data[piece.filled_bytes :].zero_()
         views[piece.name] = data.view(dtype).reshape(shape)
     return views
 
 
 def torch_dtype(name: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[int, ...]]:
-    """The torch dtype for a safetensors dtype, and the shape in its elements.
+    """Return the torch dtype for a safetensors dtype, and the shape in its elements.
 
-    Dtypes that this torch lacks, and those smaller than a byte, come as `uint8` with the packed bytes in the last
-    dimension (flat when the shape has none).
+    Dtypes that this torch lacks, and those smaller than a byte, become `uint8` with the packed bytes in the last
+    dimension. The result is flat when the shape has no dimension or the bytes do not divide evenly.
     """
     known = getattr(torch, _TORCH_NAMES.get(name, ""), None)
     if isinstance(known, torch.dtype):
@@ -40,7 +42,7 @@ def torch_dtype(name: str, shape: tuple[int, ...]) -> tuple[torch.dtype, tuple[i
 
 
 def as_bytes(tensor: torch.Tensor) -> torch.Tensor:
-    """Its bytes in order, shape (bytes,): the same memory, where it is contiguous."""
+    """Return the tensor's bytes in order, with shape (bytes,). They share its memory when it is contiguous."""
     return tensor.detach().contiguous().reshape(-1).view(torch.uint8)
 
 

@@ -93,9 +93,9 @@ def test_layers_of_another_size_or_kind_are_refused(layers: Any, stored: Path) -
         plain = OneLayer(torch.nn.Linear(128, 128, bias=False))
         head = OneLayer(layers.Linear4bit(128, len(shard["lm_head.weight"]), bias=False))
     for module, of_what, says in (
-        (wide, name, r"expected 4 bits of \(128, 256\), got those of \(128, 128\)"),
+        (wide, name, r"expected a 4-bit tensor of shape \(128, 256\), got shape \(128, 128\)"),
         (plain, name, r"3 tensors have no place in the module.*the rank's weights are quantized"),
-        (head, "lm_head", "expected 4 bits of bitsandbytes, got torch.bfloat16"),
+        (head, "lm_head", "expected a 4-bit tensor of bitsandbytes, got torch.bfloat16"),
     ):
         before = module.proj.weight
         with pytest.raises(ModuleMismatch, match=says):
@@ -110,12 +110,12 @@ def test_a_state_that_cannot_be_read_is_refused(layers: Any, stored: Path) -> No
     shard[f"{name}.weight.quant_state.bitsandbytes__nf4"].fill_(0)
     with torch.device("meta"):
         module = OneLayer(layers.Linear4bit(128, 128, bias=False))
-    with pytest.raises(ModuleMismatch, match=r"cannot read what is stored with proj\.weight"):
+    with pytest.raises(ModuleMismatch, match=r"cannot read the tensors stored with proj\.weight"):
         shard.into(module, rename=of(name))
 
 
 def test_what_is_flat_is_no_dtensor(stored: Path) -> None:
     (shard,) = shards(stored)
     mesh: Any = None  # is not asked
-    with pytest.raises(ModuleMismatch, match="laid out flat"):
+    with pytest.raises(ModuleMismatch, match="stored flat"):
         shard.dtensor(f"{MLP}.up_proj.weight", mesh, [Shard(0)])

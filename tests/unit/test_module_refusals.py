@@ -86,7 +86,7 @@ def test_a_prefix_that_was_forgotten() -> None:
     module = nn.ModuleDict({"model": linear()})
     assert "rename=lambda name: 'model.' + name would fit most names" in refused(module, WEIGHTS).hint
     assert fill(module, rename=lambda name: "model." + name).filled == 2
-    assert "a stage of a pipeline" in refused(linear(), below, prefix="modle").hint
+    assert "a pipeline stage" in refused(linear(), below, prefix="modle").hint
 
 
 def test_likely_prefixes() -> None:

@@ -47,7 +47,7 @@ def test_an_agent_looks_at_processes_again(
             return False
 
         monkeypatch.setattr(ProcessId, "is_alive", is_alive)
-        eventually(lambda: "the look at deadlines and processes failed" in caplog.text, "nothing is logged")
+        eventually(lambda: "the check of deadlines and processes failed" in caplog.text, "nothing is logged")
         broken = False
         ledger = node.agent._ledger
         eventually(lambda: ledger._loads[load_id, 1].ranks[0].lost, "the tick does not go on")
