@@ -7,7 +7,7 @@ There is one agent per node. The ledger makes every decision. `NodeAgent` adds t
 processes.
 
 `Survivors` are processes that mapped the node's arena when its agent was restarted. The previous agent may have granted
-each of them any chunk, so every chunk is held for a survivor until it is known to read none. A process stops being a
+each of them any chunk. So every chunk is held for a survivor until it is known to read none. A process stops being a
 survivor when:
 
 - it reports that it reads none, in a rank's message, or by `check_in` (an idle worker has no rank to send messages);

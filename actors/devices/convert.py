@@ -73,7 +73,7 @@ def _look_up(scaled: torch.Tensor) -> torch.Tensor:
 def _step_of(scaled: torch.Tensor) -> torch.Tensor:
     """Return the step of each weight.
 
-    Steps never decrease with the weight, so a middle in an earlier step is less than the weight, and one in a later
+    Steps never decrease with the weight. So a middle in an earlier step is less than the weight, and one in a later
     step is not.
     """
     return (scaled * (_STEPS // 2)).add_(_NF4_ROUNDS).view(torch.int32).bitwise_and_(2 * _STEPS - 1)

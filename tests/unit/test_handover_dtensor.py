@@ -153,7 +153,7 @@ def test_rows_that_pad_a_vocabulary_are_no_part_of_a_dtensor() -> None:
 def test_what_is_no_mesh_or_no_placements(placements: Any) -> None:
     held = shard(Layout(fsdp_size=2), 0)
     for mesh in (None, 5):
-        with pytest.raises(ConfigError, match="on a DeviceMesh"):
+        with pytest.raises(ConfigError, match="must be a DeviceMesh"):
             held.dtensor("up.weight", mesh)  # type: ignore[arg-type]
     with as_rank(0, 2) as mesh, pytest.raises(ConfigError, match="placements must be"):
         held.dtensor("up.weight", mesh, placements)

@@ -123,8 +123,8 @@ def test_quantized_weights_for_a_module_that_was_not_made_for_them(tensors: dict
         ("linear", {"prefix": 5}, "prefix must be"),
         ("linear", {"prefix": None}, "prefix must be"),
         ("linear", {"rename": 5}, "rename must be a function or a mapping"),
-        ("linear", {"rename": lambda name: 5}, "must make names or None"),
-        ("linear", {"rename": {"weight": 5}}, "must make names or None"),
+        ("linear", {"rename": lambda name: 5}, "must return a name or None"),
+        ("linear", {"rename": {"weight": 5}}, "must return a name or None"),
         ("linear", {"requires_grad": "yes"}, "requires_grad must be"),
     ],
 )

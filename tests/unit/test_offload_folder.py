@@ -70,7 +70,7 @@ def test_nothing_outside_the_folder_is_touched(tmp_path: Path) -> None:
     victim.write_text("before")
     path = tmp_path / "offload"
     for name in ("../victim", "a/b", "a\0b", "", "x" * 300, "a\nb"):
-        with pytest.raises(PlanError, match="no file can have"):
+        with pytest.raises(PlanError, match="cannot be a file name"):
             OffloadFolder(str(path), "load").open({name: 1})
     path.mkdir()
     (path / "linked.dat").symlink_to(victim)
