@@ -98,6 +98,9 @@ lint: $(STAMP)  ## format, lint and types
 
 check: lint test-fast  ## what has to pass before a commit: format, lint, types, fast tests
 
+# Without compiled modules each of the hundreds of processes of the tests compiles all of ours anew.
+unexport PYTHONDONTWRITEBYTECODE
+
 # pytest shows where native code crashed until it is done; with this Python does so until it ends
 test test-fast test-slow coverage: export PYTHONFAULTHANDLER = 1
 
