@@ -140,7 +140,7 @@ class Coordinator:
     # -- clients -----------------------------------------------------------------------------------------------
 
     async def ping(self) -> dict[str, Any]:
-        """Who this is. Clients compare the versions with their own, and raise the `problem` when there is one."""
+        """Return this coordinator's versions. Clients compare them with their own and raise its `problem`, if any."""
         self._start_keeper()
         return {
             "problem": self._problem,
@@ -248,23 +248,23 @@ class Coordinator:
         )
 
     async def events(self, model_id: str, after: int, timeout_s: float) -> tuple[LoadEvent, ...]:
-        """What happened to a load since its event number `after`; waits up to `timeout_s` for something."""
+        """Return a load's events after number `after`; wait up to `timeout_s` for the first."""
         return await events_after(await self._record(model_id), after, timeout_s)
 
     async def chunks(self, model_id: str) -> ChunkMap:
-        """Where each chunk of a load is now."""
+        """Return the place of every chunk of a load."""
         return await self._chunk_maps.of(await self._record(model_id))
 
     async def request_of(self, model_id: str) -> LoadRequest:
-        """What a model was loaded with, without credentials."""
+        """Return the request that loaded a model, without credentials."""
         return (await self._record(model_id)).as_asked()
 
     async def rooms(self) -> list[NodeInfo]:
-        """What nodes have for a load, as far as their agents see it now."""
+        """Return the memory that each node has for a load, as its agent sees it now."""
         return await nodes.rooms(self._config.cpu_ranks_per_node)
 
     async def holdings(self, identity: str, revision: str, node_ids: list[str], keys: bytes) -> Holdings:
-        """What there is of a model, by its chunks' keys, and whether a load of that identity would be given one."""
+        """Return what the nodes hold of a model, by its chunks' keys, and whether a load would attach to one."""
         await self._ready()
         found = await nodes.held_on(node_ids, keys)
         same = (each for each in self._models.values() if each.is_at_hand(identity, revision))

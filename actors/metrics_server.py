@@ -1,4 +1,4 @@
-"""Where Prometheus scrapes: an HTTP server in a thread of the coordinator's process.
+"""An HTTP server for Prometheus, in a thread of the coordinator's process.
 
     scrape --> thread: asks the coordinator's loop for a snapshot of its metrics --> samples, text --> answer
 

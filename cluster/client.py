@@ -563,7 +563,7 @@ def request_of(model_id: str, *, address: str | None = None) -> LoadRequest:
 
 @dataclass(frozen=True, slots=True)
 class Released(Jsonable):
-    """What `release` did."""
+    """The result of `release`."""
 
     model_id: str
     freed: bool  # the model's memory is free
@@ -646,7 +646,7 @@ arelease = in_thread(release)
 
 @dataclass(frozen=True, slots=True)
 class SignReport(Jsonable):
-    """What was signed."""
+    """The result of `sign`."""
 
     uri: str
     revision: str

@@ -67,7 +67,7 @@ class PlacementGroup(Protocol):
 
 @dataclass(frozen=True, slots=True)
 class About:
-    """Where an option is taken, and how it is explained."""
+    """Metadata of an option: the functions that take it, and its help text."""
 
     help: str  # one line, for the command line and the HTTP schema
     functions: tuple[str, ...] = EVERYWHERE  # of `cluster`

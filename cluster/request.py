@@ -111,7 +111,7 @@ _HUB_NAME = re.compile(r"[A-Za-z0-9][\w.-]*/\w[\w.-]*/?")
 
 @dataclass(frozen=True, slots=True)
 class StoreOptions:
-    """How to reach a store, beside its URI. None: as the environment says."""
+    """Access to a store beside its URI. None: taken from the environment."""
 
     endpoint_url: str | None = None
     region: str | None = None

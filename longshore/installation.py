@@ -1,4 +1,4 @@
-"""Which Longshore this is: its version, the messages it speaks, and where its packages are imported from.
+"""This Longshore: its version, the version of its messages, and where its packages are imported from.
 
 The names are generic. A Ray job whose working_dir holds a folder `storage/` puts that folder first on the
 path of the driver and of every actor the job starts; the actor would then run somebody else's code, or fail
@@ -82,7 +82,7 @@ def check_packages(*also: str) -> None:
 
 
 def probe() -> dict[str, Any]:
-    """What this process would run: versions, origins, and the problem if there is one. Never raises.
+    """Return what this process would run: versions, origins, and the problem if there is one. Never raises.
 
     `longshore doctor` runs it as a task on every node. Plain values only.
     """

@@ -1,4 +1,4 @@
-"""Who may ask, how often, and how much: in front of every route, also of those that do not exist.
+"""Limits in front of every route, also of those that do not exist: access, rate and size of requests.
 
 host        without a token, only by the names of this machine, and where only this machine listens: a page of somebody
             else's that a browser of ours opened could otherwise reach the service under a name of its own (DNS
@@ -138,7 +138,7 @@ class Access:
         return _too_large(settings.body_bytes) if int(length[:20]) > settings.body_bytes else None
 
     def _strange(self, scope: Scope, headers: Headers) -> Response | None:
-        """Where no token is set: why this may not ask."""
+        """Return why this request is refused where no token is set."""
         here = scope.get("server")
         if here and here[1] is not None and not is_loopback(str(here[0])):  # (a Unix socket has no port)
             return problem(
@@ -213,7 +213,7 @@ def _host(given: list[str]) -> str:
 
 
 def _foreign(headers: Headers) -> bool:
-    """Whether a browser says that another site's page asks."""
+    """Return whether a browser marks the request as one from another site's page."""
     origin = headers.get("origin", "")
     if origin and origin != "null":
         return origin.partition("://")[2].lower() != headers.get("host", "").lower()

@@ -57,7 +57,7 @@ def start(settings: ServingSettings, address: str | None = None) -> str:
 
 
 def url_of(settings: ServingSettings) -> str:
-    """Where to look at the page, from this machine."""
+    """Return the URL of the page, from this machine."""
     host = {"0.0.0.0": "127.0.0.1", "::": "[::1]", "::1": "[::1]"}.get(settings.host, settings.host)
     return f"http://{host}:{settings.port}/"
 
@@ -74,7 +74,7 @@ def _answers(url: str) -> bool:
 
 
 def _is_heard(url: str) -> bool:
-    """Whether anything answers there: who is asked too often, or is busy, is not gone."""
+    """Return whether a server answers there. A busy server, or one that limits the rate, is not gone."""
     give_up_s = time.monotonic() + SILENT_S
     while time.monotonic() < give_up_s:
         try:

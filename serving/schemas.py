@@ -120,7 +120,7 @@ class Begun(BaseModel):
 
 
 class Freed(BaseModel):
-    """What became of a model that is not to be kept any more."""
+    """The result of releasing a model."""
 
     model_config = ConfigDict(
         json_schema_extra={"examples": [{"model_id": "llama-70b-3f9a21c4", "freed": False, "holders": 2}]}

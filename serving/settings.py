@@ -72,7 +72,7 @@ class ServingSettings(BaseModel):
         return settings
 
     def source_rules(self) -> SourceRules:
-        """Which places requests may name; the coordinator's own rules come on top.
+        """Return the places that requests may name. The coordinator's own rules apply too.
 
         `default` covers the endpoint in the environment of this process, where requests get theirs.
         """
@@ -80,12 +80,12 @@ class ServingSettings(BaseModel):
 
 
 def digest_of(token: str) -> str:
-    """What is kept of a token."""
+    """Return the digest that is kept of a token."""
     return hashlib.sha256(token.encode()).hexdigest()
 
 
 def is_loopback(host: str) -> bool:
-    """Whether only this machine can reach a server there."""
+    """Return whether only this machine can reach a server at that address."""
     if host == "localhost":
         return True
     try:

@@ -191,7 +191,7 @@ class AgentWatch:
             self._heard.notify_all()
 
     async def _is_given_up(self, node_id: str) -> bool:
-        """Whether Ray takes the node for dead; asked when its agent speaks for the first time or after a silence."""
+        """Return whether Ray has declared the node dead. Asked at an agent's first message and after a silence."""
         _, heard_s = self._beats.get(node_id, (None, -math.inf))
         if time.monotonic() - heard_s < SILENT_S:
             return False
@@ -260,7 +260,7 @@ class AgentWatch:
             self._ending = asyncio.get_running_loop().create_task(self._end(record, error))
 
     def _waits_in_vain(self, rank: RankBeat) -> bool:
-        """Whether the rank was done before its agent was restarted, and we did not know that when we told the agent."""
+        """Return whether the rank ended before its agent's restart, unknown when the agent got its ranks."""
         record = self._models.get(rank.load_id)
         placement = record.placements.get(rank.rank) if record is not None else None
         if rank.pid or rank.done or placement is None or placement.report is None:

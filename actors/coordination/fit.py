@@ -104,7 +104,7 @@ FREED_S = 5.0  # the memory of a process that was killed is free again by then
 
 @dataclass(frozen=True, slots=True)
 class Room:
-    """Where a load's ranks are to sit, and what there is for them at this moment."""
+    """The placements planned for a load's ranks, and the memory that they have now."""
 
     rank_nodes: dict[int, int]  # rank -> index into `infos`
     infos: list[NodeInfo]
@@ -132,7 +132,7 @@ async def room_of(
     others: Collection[ModelRecord],
     taken: IdleWorkerGroup | None = None,
 ) -> Room:
-    """As the agents say. It holds until somebody else runs: a promise is made at once."""
+    """Return what the agents report. It holds until another task runs, so promise from it at once."""
     order = sorted(await agents.of({placement.node_id: placement.host for placement in placements.values()}))
     before = claims_of(others, record)
     facts = await nodes.facts_of(order, agents.ask)
@@ -155,7 +155,7 @@ async def fit_on(
     others: Collection[ModelRecord],
     taken: IdleWorkerGroup | None = None,
 ) -> DoesNotFit | None:
-    """Whether the ranks that are to sit there fit; if so, what they take is theirs from here on. Else the error.
+    """Promise the ranks their memory if they fit there. Return the error if they do not.
 
     Raises what an agent raises: ArenaTooLarge...
     """
@@ -229,7 +229,7 @@ async def _may_fit(
     others: Collection[ModelRecord],
     taken: IdleWorkerGroup | None,
 ) -> bool:
-    """Whether only the memory of its own workers is missing, of which some are just starting and may have taken it."""
+    """Return whether only its own workers' memory is missing: some are just starting and may have taken it."""
     room = await room_of(record, record.placements, agents, others, taken)
     starting = {rank for rank in room.new_workers if record.placements[rank].worker is not None}
     settled_room = replace(room, new_workers=room.new_workers - starting)
@@ -269,7 +269,7 @@ def roomiest(infos: list[NodeInfo]) -> tuple[str, str, int]:
 def node_limits(
     node: NodeInfo, gpus: int, options: DeviceMapOptions, fit: FitOptions, config: Config
 ) -> tuple[tuple[DeviceKey, int], ...]:
-    """What a rank with so many of the node's GPUs may fill.
+    """Return the limits of a rank that has so many of the node's GPUs.
 
     Ray says how many it gets, not which: each counts as the least roomy of the `gpus` roomiest. Raises ConfigError when
     nobody knows their memory.
@@ -395,7 +395,7 @@ class FitChoice:
         room: Room,
         others: Collection[ModelRecord],
     ) -> PackedPlan:
-        """Of what there was when the load was found not to fit: since then its own workers start, and take memory."""
+        """Return a plan that takes less, measured against the memory before the load's own workers started."""
         record = self._record
         revision, planned = await self._planner.changes(record.request, AUTO, self._limits(room))
 
@@ -423,7 +423,7 @@ class FitChoice:
         return less
 
     def _limits(self, room: Room) -> Limits:
-        """Of the GPU and of its host, for offload: of one rank."""
+        """Return one rank's limits on the GPU and on its host, for offload."""
         request = self._record.request
         if request.device != "cuda" or request.world_size > 1 or not room.infos[0].gpus:
             return ()

@@ -277,7 +277,7 @@ class ModelRecord:
         return [self.placements[rank].worker for rank in sorted(self.placements)]
 
     async def advance(self, *events: Event) -> None:
-        """What follows from the events (`cluster.scheduling.load_state`), and whoever waits is woken."""
+        """Apply the events (`cluster.scheduling.load_state`), and wake whoever waits."""
         before = self.life
         self.life = functools.reduce(load_state.advance, events, before)
         if self.life is not before:
@@ -314,13 +314,14 @@ class ModelRecord:
         self.metrics.load(view, time.monotonic(), adopted=adopted)
 
     def is_at_hand(self, identity: str, revision: str) -> bool:
-        """Whether a load of that identity, of that revision, would be given this model at once."""
+        """Return whether a load of that identity and revision would attach to this model at once."""
         ready = self.is_usable and self.life.is_ready
         return ready and self.revision == revision and self.request.identity() == identity
 
     def is_answered_by(self, request: LoadRequest) -> bool:
-        """Whether this load ended for want of rules, and `request` asks for the same with some: a question that its
-        client has answered, not a failure. Not while somebody is still to hear of it.
+        """Return whether this load failed for lack of layout rules, and `request` is the same load with rules.
+
+        Then its client has answered a question, and the failure need not be shown. False while a holder is left.
         """
         if not (isinstance(self.error, UnknownFamily) and request.layout_rules) or len(self.holders):
             return False
@@ -359,7 +360,7 @@ class ModelRecord:
         )
 
     def _placed_bytes(self, placement: Placement) -> int:
-        """Of what the rank reads, as `total_bytes` counts."""
+        """Return the placed bytes of what the rank reads, counted as `total_bytes` is."""
         if placement.report is None:
             return placement.placed_bytes
         return placement.report.size_bytes if self.plan is None else self.plan.ranks[placement.rank].read_bytes
@@ -382,7 +383,7 @@ class ModelRecord:
         )
 
     def as_asked(self) -> LoadRequest:
-        """What is loaded and how it is cut, for whoever wants to plan it again: without credentials and handles."""
+        """Return what is loaded and how it is cut, so that it can be planned again. No credentials, no handles."""
         return replace(self.request, store=self.request.store.without_credentials(), placement_group=None)
 
     def _rank_status(self, rank: int) -> RankStatus:

@@ -80,7 +80,7 @@ def living_nodes() -> dict[str, str]:
 async def facts_of(
     node_ids: Iterable[str], ask: Callable[[str, Callable[[Any], Any]], Awaitable[Any]]
 ) -> dict[str, NodeInfo]:
-    """What each agent says of its node; `ask` is `NodeAgents.ask`. Raises what an agent raised: ArenaTooLarge...
+    """Return what each agent reports of its node; `ask` is `NodeAgents.ask`. Raises an agent's error: ArenaTooLarge...
 
     An agent that cannot have its arena, or whose settings are bad, is ended, so that the next load tries anew.
     """
@@ -127,7 +127,7 @@ async def _with_room(info: NodeInfo) -> NodeInfo:
 
 
 async def held_on(node_ids: Iterable[str], keys: bytes) -> dict[str, HeldChunks | str]:
-    """Which of those chunks each node has; a sentence where nobody can say. Starts nothing, moves nothing."""
+    """Return which of those chunks each node has, or a sentence when it is not known. Starts and moves nothing."""
     order = list(node_ids)
     sent = keys if len(keys) <= IN_MESSAGE_BYTES else await asyncio.to_thread(ray.put, keys)
     return dict(zip(order, await asyncio.gather(*(_held_on(node_id, sent) for node_id in order)), strict=True))
@@ -163,19 +163,19 @@ def bundle_sizes(group: PlacementGroup) -> list[int]:
 
 
 def is_placed(group: PlacementGroup) -> bool:
-    """Whether Ray has given it all that it asks for."""
+    """Return whether Ray has reserved all bundles of the group."""
     return bool(placement_group_table(group).get("state") == "CREATED")
 
 
 def places_in_own_group(group: PlacementGroup, bundle_of_rank: Iterable[int]) -> list[Place]:
-    """Where Ray put each rank's bundle."""
+    """Return the node of each rank's bundle."""
     hosts = {node["NodeID"]: node["NodeManagerHostname"] for node in _ray_nodes()}
     where = placement_group_table(group)["bundles_to_node_id"]
     return [(where[bundle], hosts.get(where[bundle], ""), (group, bundle)) for bundle in bundle_of_rank]
 
 
 def places_again(group: PlacementGroup, bundle_of_rank: dict[int, int]) -> dict[int, Place]:
-    """Where Ray has put bundles again whose node was lost: it moves these and leaves the others where they are.
+    """Return the new nodes of bundles whose node was lost. Ray moves these and leaves the others in place.
 
     Raises NotEnoughResources while it has not.
     """

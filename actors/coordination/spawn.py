@@ -200,7 +200,7 @@ class OrphanWatch:
         self._suspects: set[str] = set()
 
     def is_due(self, now_s: float) -> bool:
-        """Whether it is time to look again, by the monotonic clock."""
+        """Return whether the next look is due, by the monotonic clock."""
         return now_s > self._due_s
 
     async def look(self, known_worker_groups: set[str]) -> None:

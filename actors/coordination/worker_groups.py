@@ -179,7 +179,7 @@ class WorkerGroups:
         await asyncio.gather(*(_end_worker_group(worker_group) for worker_group in worker_groups))
 
     async def end_all(self) -> int:
-        """How many worker groups there were."""
+        """End all idle worker groups. Return how many there were."""
         count = len(self._idle)
         await self.end(list(self._idle))
         return count

@@ -1,4 +1,4 @@
-"""How a verb answers: one JSON document, JSON lines, or a table, on stdout. A reader that left is no failure."""
+"""Prints a verb's answer to stdout: one JSON document, JSON lines, or a table. A reader that left is no failure."""
 
 from __future__ import annotations
 
@@ -86,7 +86,7 @@ def write(text: str) -> bool:
 
 
 def reader_left() -> bool:
-    """Whether stdout is a pipe that nobody reads any more; for verbs that may have nothing to write for a long time."""
+    """Return whether stdout is a pipe without a reader, for verbs that may write nothing for a long time."""
     poller = select.poll()
     try:
         poller.register(sys.stdout.fileno(), select.POLLERR)
@@ -97,7 +97,7 @@ def reader_left() -> bool:
 
 
 def _forget_stdout() -> None:
-    """What is still buffered goes nowhere; else Python would try, fail and complain at the very end."""
+    """Drop what is still buffered. Python would fail to write it at exit and print an error."""
     nowhere = os.open(os.devnull, os.O_WRONLY)
     os.dup2(nowhere, sys.stdout.fileno())
     os.close(nowhere)
@@ -174,7 +174,7 @@ def date_and_time(at_s: float) -> str:
 
 
 def what_of(event: LoadEvent) -> str:
-    """What happened, and to whom; one line whatever is in the message."""
+    """Return an event's text in one line, whatever its message contains."""
     who = "" if event.rank is None else f"rank {event.rank}{f' on {event.host}' if event.host else ''}: "
     return printable(f"{who}{event.message}").replace("\n", "\\n")
 

@@ -1,4 +1,4 @@
-"""What the verbs about a running cluster do: status, release, serve, doctor, demo. Each returns its exit code.
+"""Verbs about a running cluster: status, release, serve, doctor, demo. Each returns its exit code.
 
 As in `cluster.command_line.checkpoint_commands`, what a verb needs is imported when it runs.
 """
@@ -90,7 +90,7 @@ def run_release(args: argparse.Namespace) -> int:
 def _release_each(
     model_ids: Sequence[str], args: argparse.Namespace
 ) -> tuple[list[Released], dict[str, LongshoreError]]:
-    """What became of each model. With --all, one that fails is said and left, and one that ended meanwhile is nothing.
+    """Release each model. With --all, report one that fails and go on, and ignore one that has ended meanwhile.
 
     Raises ClusterLost: nobody answers for the others either.
     """

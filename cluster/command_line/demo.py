@@ -170,7 +170,7 @@ def partition_tensors(tensors: Sequence[TensorSpec], shards: int) -> Iterator[Se
 
 
 def _random_bfloat16(size_bytes: int, seed: tuple[int, int]) -> Iterator[memoryview]:
-    """That many bytes of bfloat16 with magnitudes of 2**-7 to 2**-3, in blocks."""
+    """Yield `size` bytes of bfloat16 with magnitudes of 2**-7 to 2**-3, in blocks."""
     random = np.random.Generator(np.random.SFC64(seed))
     for start in range(0, size_bytes, BLOCK_BYTES):
         size = min(BLOCK_BYTES, size_bytes - start)
@@ -219,7 +219,7 @@ def write_demo_model(folder: str | Path, size_bytes: int | None = None) -> Writt
 
 
 def model_bytes(shape: dict[str, Any]) -> int:
-    """Of all tensors."""
+    """Return the bytes of all tensors."""
     return sum(tensor_bytes(dtype, dims) for _, dtype, dims in llama_tensors(**shape))
 
 
@@ -294,7 +294,7 @@ ShowBytes = Callable[..., None]
 
 @dataclass(frozen=True, slots=True)
 class DemoReport(Jsonable):
-    """What the demo did."""
+    """The results of the demo."""
 
     model_bytes: int
     write_s: float

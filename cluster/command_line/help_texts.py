@@ -292,7 +292,7 @@ def run_completion(args: argparse.Namespace) -> int:
 
 
 def completion_script(parser: argparse.ArgumentParser, shell: str) -> str:
-    """What the shell is to run so that it completes the parser's command line. Raises PackageMissing without shtab.
+    """Return the shell script that completes the parser's command line. Raises PackageMissing without shtab.
 
     The parser's texts are not those of its help afterwards.
     """
@@ -319,7 +319,7 @@ def _plain(text: str) -> str:
 
 
 def _actions(parser: argparse.ArgumentParser) -> Iterator[argparse.Action]:
-    """Of the parser and of all its verbs."""
+    """Return the actions of the parser and of all its verbs."""
     for action in parser._actions:
         if isinstance(action, argparse._SubParsersAction):
             for listed in action._choices_actions:

@@ -1,4 +1,4 @@
-"""What a command, or a verb of the client, shows while it works: a bar on a terminal, plain lines in a log. On stderr.
+"""Progress of commands and client verbs, on stderr: a bar on a terminal, plain lines in a log.
 
 LoadProgress         --load_counter--> Moment --> BarDisplay | LineDisplay
 publish's, verify's  --byte_counter-->
@@ -155,7 +155,7 @@ def _bars_on(stream: TextIO) -> Any:
 
 
 class _Counted(Protocol):
-    """What `storage.publishing.publish` and `storage.publishing.verify` report."""
+    """The progress that `storage.publishing.publish` and `storage.publishing.verify` report."""
 
     @property
     def done_bytes(self) -> int: ...
@@ -235,7 +235,7 @@ def display_on(stream: TextIO) -> Iterator[Display]:
 def shown_progress(
     given: GivenProgress[T], counter: Callable[[Display], Callable[[T], None]]
 ) -> Iterator[Callable[[T], None] | None]:
-    """What a verb calls with its progress: the `progress` that it was given, or one that shows it on stderr.
+    """Return the callable for a verb's progress: the given `progress`, or one that shows it on stderr.
 
     True: a bar on a terminal and in a notebook, lines elsewhere. None: a bar on a terminal only. False: nothing.
     """
@@ -251,7 +251,7 @@ def shown_progress(
 
 
 def _is_terminal(stream: TextIO | None) -> bool:
-    """Whether it is one; a stream may be missing (pythonw) or closed (a daemon)."""
+    """Return whether the stream is a terminal. It may be missing (pythonw) or closed (a daemon)."""
     try:
         return stream is not None and stream.isatty()
     except ValueError:
@@ -259,7 +259,7 @@ def _is_terminal(stream: TextIO | None) -> bool:
 
 
 def _in_notebook() -> bool:
-    """Whether a bar can be shown in a notebook: rich needs ipywidgets for one that moves."""
+    """Return whether a notebook can show a bar: rich needs ipywidgets for one that moves."""
     if "IPython" not in sys.modules or find_spec("ipywidgets") is None:
         return False
     from rich.console import Console

@@ -168,7 +168,7 @@ def _disk(node: NodeStatus) -> str:
 
 
 def publish_table(report: PublishReport) -> RenderableType:
-    """What a publish read, checked and wrote."""
+    """Return a table of what a publish read, checked and wrote."""
     state = "unchanged: the manifest was there and still fits" if report.unchanged else "manifest written"
     return facts(
         [
@@ -190,7 +190,7 @@ def publish_table(report: PublishReport) -> RenderableType:
 
 
 def verify_table(report: VerifyReport) -> RenderableType:
-    """What was compared, and everything that differs."""
+    """Return a table of what was compared, and of every difference."""
     if report.source == "headers":
         verdict = cell("NOT published: nothing to compare with", "bold yellow")
     else:
@@ -223,7 +223,7 @@ def verify_table(report: VerifyReport) -> RenderableType:
 
 
 def checks_table(checks: Sequence[Check]) -> RenderableType:
-    """What `longshore doctor` found, hints under what needs one."""
+    """Return a table of what `longshore doctor` found, with hints."""
     rows = []
     for check in checks:
         detail = cell(check.detail)
@@ -234,7 +234,7 @@ def checks_table(checks: Sequence[Check]) -> RenderableType:
 
 
 def digests(verified: str) -> str:
-    """What `verified` of a report or plan means."""
+    """Return the words for `verified` of a report or plan."""
     if verified == "transport":
         return "no digests: length, range and ETag only (`longshore publish` writes a manifest with digests)"
     if verified.startswith("store:"):
@@ -243,7 +243,7 @@ def digests(verified: str) -> str:
 
 
 def load_table(report: LoadReport) -> RenderableType:
-    """What a load did: where the bytes came from, how fast, and each rank."""
+    """Return tables of a load: where its bytes came from, how fast, and each rank."""
     how = "when it was loaded; it was resident, nothing moved" if report.resident else digests(report.verified)
     unkept = sum(node.disk_unkept_chunks for node in report.nodes)
     unknown_bytes = sum(node.unknown_bytes for node in report.nodes)
@@ -317,7 +317,7 @@ def load_table(report: LoadReport) -> RenderableType:
 
 
 def _rate(report: LoadReport) -> str:
-    """How fast it came, from the call on; a model that was there did not come."""
+    """Return the rate from the call on; none for a model that was resident."""
     return "already resident" if report.resident else show_rate(report.placed_bytes, report.total_s)
 
 
@@ -332,7 +332,7 @@ def _converted(report: LoadReport) -> str:
 
 
 def _objects(report: LoadReport) -> str:
-    """Of a load without a manifest: how many objects have the store's checksum, and why others were not compared."""
+    """Return, without a manifest, how many objects match the store's checksum, and why others were not compared."""
     whole = f"{report.checked_objects} of {len(report.objects)} by the store's own checksums"
     return "; ".join([whole, *(f"{count} not: {reason}" for reason, count in report.unchecked_objects.items())])
 
@@ -377,7 +377,7 @@ _STYLES = {True: "green", False: "bold red", None: "yellow"}
 
 
 def plan_table(plan: PlanSummary) -> RenderableType:
-    """Whether it fits, and what would be loaded where."""
+    """Return tables of a plan: whether it fits, and what would be loaded where."""
     said = [cell(plan.fit.sentence, _STYLES[plan.fit.fits]), Text()] if plan.fit else []
     overall = facts(
         [
@@ -463,7 +463,7 @@ def _bar(size: int, have: int | None, most: int) -> Text:
 
 
 def _parts_table(parts: Sequence[TensorPart]) -> RenderableType:
-    """What the rank that was named has of each tensor."""
+    """Return a table of the named rank's slice of each tensor."""
     rows = [
         (part.name, part.rule or "-", "x".join(map(str, part.shape)), show_ranges(part), part.dtype, part.size_bytes)
         for part in parts
@@ -472,7 +472,7 @@ def _parts_table(parts: Sequence[TensorPart]) -> RenderableType:
 
 
 def _stored(plan: PlanSummary) -> Iterator[tuple[str, object]]:
-    """What is stored, and how it is checked."""
+    """Return the row on what is stored, and how it is checked."""
     yield "model", f"{plan.tensors} tensors in {plan.shards} shards, {show_bytes(plan.stored_bytes)}"
     yield "chunks", f"{plan.chunks}, {digests(plan.verified)}"
     if plan.objects:
@@ -496,7 +496,7 @@ def _estimate(plan: PlanSummary) -> Iterator[tuple[str, object]]:
 
 
 def _beside(plan: PlanSummary) -> Iterator[tuple[str, object]]:
-    """What a load takes beside the tensors' own memory."""
+    """Return the row on memory beside that of the tensors."""
     staging = max((rank.staging_bytes for rank in plan.ranks), default=0)
     if staging:
         yield "beside it, while converting", f"{show_bytes(staging)} per rank, and what is in flight"
@@ -506,7 +506,7 @@ def _beside(plan: PlanSummary) -> Iterator[tuple[str, object]]:
 
 
 def _devices_table(plan: PlanSummary) -> RenderableType:
-    """What a device map puts where, modules that follow each other in one line."""
+    """Return a table of the device map, with consecutive modules in one line."""
     rows = []
     for key, run in groupby((plan.device_map or {}).items(), key=lambda entry: entry[1]):
         modules = [module or "(the whole model)" for module, _ in run]
@@ -516,7 +516,7 @@ def _devices_table(plan: PlanSummary) -> RenderableType:
 
 
 def _planned_checks(plan: PlanSummary) -> str:
-    """Of a model without a manifest: what the load will compare, and what it cannot."""
+    """Return, for a model without a manifest, what the load will compare, and what it cannot."""
     unchecked = unchecked_counts(plan.objects)
     whole = f"{len(plan.objects) - sum(unchecked.values())} of {len(plan.objects)} by the store's own checksums"
     return "; ".join([whole, *(f"{count} not: {reason}" for reason, count in unchecked.items())])

@@ -1,4 +1,4 @@
-"""What the verbs that follow a cluster do: `status --watch` and `events`. Each returns its exit code.
+"""Verbs that follow a cluster: `status --watch` and `events`. Each returns its exit code.
 
 Both go on over a coordinator that is killed and restarted, and end with ClusterLost when none comes back.
 """
@@ -29,7 +29,7 @@ OVER = ("failed", "released")
 
 
 class _Watch(Protocol):
-    """What a look is shown by; both say whether anybody is still there to see it."""
+    """A view of looks. Both calls return whether a reader is still there."""
 
     def show(self, look: Look) -> bool: ...
 
@@ -84,7 +84,7 @@ def _from_first_load(look: Callable[[], Look], interval_s: float) -> Callable[[]
 
 
 def run_events(args: argparse.Namespace) -> int:
-    """What happened to a load; with --follow or --until as it happens, and FAILED when it is not what was awaited."""
+    """Print a load's events, with --follow or --until as they happen. Return FAILED if the awaited state is missed."""
     from cluster import client
 
     if args.follow or args.until is not None:

@@ -118,7 +118,7 @@ class Looks:
 
 
 def is_under_way(model: ModelStatus) -> bool:
-    """Whether bytes of it may be moving."""
+    """Return whether bytes of the load may be moving."""
     return model.progress.state != "ready" and model.progress.state not in _OVER
 
 
@@ -288,7 +288,7 @@ def _share(done: int, total: int) -> str:
 
 
 def _detail(model: ModelStatus) -> Text:
-    """What is wrong or waited for, and where its ranks are while they are not all ready; empty: nothing to say."""
+    """Return what is wrong or waited for, and the ranks' nodes until all are ready; empty if nothing is."""
     said = Text()
     if model.error:
         said.append_text(cell(model.error, "red"))
@@ -439,7 +439,7 @@ class LineWatch:
 
 
 class JsonWatch:
-    """What `longshore status --json` prints, a line for each look."""
+    """Prints `longshore status --json`, a line for each look."""
 
     def __init__(self, say: Callable[[str], bool] = write) -> None:
         self._say = say

@@ -1,4 +1,4 @@
-"""Where every chunk of a load is, on every node, small enough to look at once a second. Pure.
+"""The place of every chunk of a load, on every node, small enough to fetch once a second. Pure.
 
 A node says for each chunk of the model one letter, in runs of equal ones; a million chunks of a load that goes in order
 are a few runs.

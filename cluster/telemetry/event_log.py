@@ -1,4 +1,4 @@
-"""What has happened to a load, in order, for people who watch it: bounded, numbered, never with a secret. Pure."""
+"""A load's events, in order, for people who watch it: bounded, numbered, never with a secret. Pure."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ class EventLog:
 
     @property
     def last_number(self) -> int:
-        """Of the newest event; 0 when there was none."""
+        """Return the number of the newest event; 0 if there is none."""
         return self._events[-1].number if self._events else 0
 
     def add(
@@ -50,7 +50,7 @@ class EventLog:
         self._events.append(LoadEvent(next(self._numbers), at_s, kind, text, rank, host, details))
 
     def note(self, at_s: float, message: str) -> None:
-        """What the load waits for; the same words again are no news, and no words none."""
+        """Note what the load waits for. The same text again, or an empty one, adds no event."""
         if message and message != self._note:
             self.add(at_s, "note", message)
         self._note = message

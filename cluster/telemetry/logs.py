@@ -1,4 +1,4 @@
-"""How the cluster's actors log: lines of text or of JSON, with load, attempt, rank and chunk as fields.
+"""Logging of the cluster's actors: lines of text or of JSON, with load, attempt, rank and chunk as fields.
 
     _LOG.warning("...", extra=LogFields(load="llama-1", rank=3).extra)
 
@@ -37,7 +37,7 @@ _LEVELS = {"rank_lost": logging.WARNING, "moved": logging.WARNING, "rank_ready":
 
 @dataclass(frozen=True, slots=True)
 class LogFields:
-    """What a line is about; None: about none of these."""
+    """The load, attempt, rank and chunk of a log line; None where it has none."""
 
     load: str | None = None
     attempt: int | None = None
@@ -69,7 +69,7 @@ def configure_logs(settings: LogSettings, stream: TextIO | None = None) -> None:
 
 
 def log_events(logger: logging.Logger, load_id: str, attempt: int, events: Iterable[LoadEvent]) -> None:
-    """What happened to a load, a line each."""
+    """Log a load's events, one line each."""
     for event in events:
         level = _LEVELS.get(event.kind, logging.INFO)
         if event.details.get("state") == "failed":

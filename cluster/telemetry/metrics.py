@@ -16,7 +16,7 @@ from urllib.parse import urlsplit
 
 
 class Kind(enum.Enum):
-    """As Prometheus calls them."""
+    """The kinds of metrics, by Prometheus' names."""
 
     COUNTER = "counter"
     GAUGE = "gauge"

@@ -49,7 +49,7 @@ class LogPiece:
 
 
 def read_logs(folder: str, seen: Mapping[str, int]) -> list[LogPiece]:
-    """What files of our processes have beyond `seen` (name -> bytes read); files without anything new are left out.
+    """Return new contents of our processes' log files beyond `seen` (name -> bytes read).
 
     Raises OSError when the folder cannot be listed.
     """
@@ -72,7 +72,7 @@ def read_logs(folder: str, seen: Mapping[str, int]) -> list[LogPiece]:
 
 
 def is_full(pieces: Iterable[LogPiece]) -> bool:
-    """Whether a node's answer had no room for more: it is to be asked again."""
+    """Return whether a node's answer was cut for size, so that it should be asked again."""
     return sum(piece.read_bytes for piece in pieces) > MOST_NODE_BYTES - MOST_BYTES
 
 
@@ -137,13 +137,13 @@ class LogLine(Jsonable):
 
 @dataclass(frozen=True, slots=True)
 class LogFilter:
-    """What is wanted; None: anything."""
+    """The wanted log lines; None means any."""
 
     load: str | None = None  # or the beginning of its id
     rank: int | None = None
 
     def wants(self, process: LogProcess, load: str | None, rank: int | None) -> bool:
-        """Of a line with these fields (None: it has none), written by that process."""
+        """Return whether a line of that process with these fields is wanted. None: the line has no fields."""
         whose = load or (process.load if process.kind == "worker" else None)
         which = rank if rank is not None else process.rank
         return (self.load is None or (whose or "").startswith(self.load)) and self.rank in (None, which)
@@ -257,7 +257,7 @@ class LogCollector:
 
 
 def is_called(node: Node, name: str) -> bool:
-    """Whether a node of `ray.nodes()` is meant by `name`."""
+    """Return whether `name` means this node of `ray.nodes()`."""
     return name in (node["NodeManagerHostname"], node["NodeManagerAddress"]) or (
         len(name) >= 6 and node["NodeID"].startswith(name)
     )

@@ -1,4 +1,4 @@
-"""What a load tells its caller: progress while it runs, a report when it is done, status of all models.
+"""Results for callers: progress while a load runs, its report at the end, status of all models.
 
 Plain frozen data; `as_dict` of each is what `--json` prints.
 
@@ -76,7 +76,7 @@ def find_limit(
     total_s: float,
     resident: bool,
 ) -> LoadLimit:
-    """What limited a load of these ranks; the times are those of `LoadReport`."""
+    """Return the stage that limited a load of these ranks. The times are those of `LoadReport`."""
     if resident:
         return LoadLimit("resident", 0.0, "the model was there already: nothing had to move")
     shares = stage_shares(ranks)
@@ -192,7 +192,7 @@ __all__ = [
 
 @dataclass(frozen=True, slots=True)
 class LoadReport(Jsonable):
-    """What a finished load did. Times in seconds, sizes in bytes."""
+    """The report of a finished load. Times in seconds, sizes in bytes."""
 
     model_id: str
     uri: str
@@ -276,12 +276,12 @@ class LoadReport(Jsonable):
 
     @property
     def taken(self) -> str:
-        """What fit="auto" changed: 'quantization="int8"'; "" when the model is as it was asked for."""
+        """The change that fit="auto" made, for example 'quantization="int8"'; "" if it made none."""
         return what_was_taken(self.fit)
 
     @property
     def limit(self) -> LoadLimit:
-        """Which stage limited the load."""
+        """The stage that limited the load."""
         return find_limit(
             self.ranks,
             connect_s=self.connect_s,
@@ -340,7 +340,7 @@ class LoadReport(Jsonable):
 
     @property
     def objects(self) -> tuple[ObjectCheck, ...]:
-        """Of a load without a manifest: what was checked of each stored object, by key."""
+        """Checks of each stored object, by key, for a load without a manifest."""
         return join_checks(check for node in self.nodes for check in node.objects)
 
     @property
@@ -364,7 +364,7 @@ class LoadReport(Jsonable):
 
     @property
     def peak_staging_bytes(self) -> int:
-        """Of the rank that had most: memory for tensors that were still to be converted."""
+        """Memory for tensors that were still to be converted, on the rank that had most."""
         return max((rank.peak_staging_bytes for rank in self.ranks), default=0)
 
     @property
@@ -443,7 +443,7 @@ class SettingStatus(Jsonable):
 
     @property
     def is_default(self) -> bool:
-        """Whether nobody has given it."""
+        """Return whether the setting has its default."""
         return self.source == DEFAULT
 
 

@@ -78,7 +78,7 @@ class ProcessMemory(Jsonable):
 
     @property
     def beyond_bytes(self) -> int:
-        """What the load took beyond its destination."""
+        """Memory that the load took beyond its destination."""
         return max(0, self.peak_bytes - self.baseline_bytes - self.destination_bytes)
 
 
@@ -139,7 +139,7 @@ ONLY_PART = "only part of it is needed on the node"
 
 @dataclass(frozen=True, slots=True)
 class ObjectCheck:
-    """What came of one object, on one node or on all that needed it."""
+    """The result of checking one object, on one node or on all that needed it."""
 
     key: str
     checked_by: str = ""  # name of the hash that the store keeps of it; empty when it was not checked
@@ -157,13 +157,13 @@ def join_checks(checks: Iterable[ObjectCheck]) -> tuple[ObjectCheck, ...]:
 
 
 def verified_by(checks: Iterable[ObjectCheck]) -> str:
-    """What can be said of all of them: "store:crc64nvme"; "transport" when any was not checked, or there are none."""
+    """Return the check that holds for all objects: "store:crc64nvme"; "transport" if any was not checked."""
     names = {check.checked_by for check in checks}
     return "transport" if not names or "" in names else f"store:{'+'.join(sorted(names))}"
 
 
 def unchecked_counts(checks: Iterable[ObjectCheck]) -> dict[str, int]:
-    """How many objects were not checked, by reason."""
+    """Return the number of objects that were not checked, by reason."""
     return dict(Counter(check.reason for check in checks if not check.checked_by))
 
 

@@ -52,7 +52,7 @@ def load_trace(uri: str, started_s: float) -> Iterator[Callable[[LoadReport], No
 
 
 def tracing_wanted(environ: Mapping[str, str] = os.environ) -> bool:
-    """Whether the program uses OpenTelemetry itself, or was told where to send traces and can."""
+    """Return whether the program uses OpenTelemetry itself, or has an endpoint for traces and the packages."""
     if environ.get("OTEL_SDK_DISABLED", "").lower() == "true":
         return False
     if "opentelemetry.sdk.trace" in sys.modules:
@@ -61,7 +61,7 @@ def tracing_wanted(environ: Mapping[str, str] = os.environ) -> bool:
 
 
 def attributes_of(report: LoadReport) -> dict[str, Any]:
-    """What the whole trace is about."""
+    """Return the attributes of the whole trace."""
     return {
         "longshore.model": model_label(report.uri),
         "longshore.model_id": report.model_id,
