@@ -253,6 +253,9 @@ class SwitchedLink:
             raise ClusterLost("the link is cut")
 
 
+ENDED_S = 5.0  # by then a thread that has ended has let go of what its frames held
+
+
 class Belongings:
     """Threads, open files and mapped arenas of this process, to be compared after a test."""
 
@@ -266,8 +269,10 @@ class Belongings:
         threads = [thread.name for thread in threading.enumerate() if thread.ident not in self.threads]
         assert not threads, f"threads left: {threads}"
         PROCESS_ARENAS.keep(False)  # what a warm process keeps is no leak
-        if _open_files() - self.files or _mapped_arenas() > self.arenas:
+        give_up_s = time.monotonic() + ENDED_S
+        while (_open_files() - self.files or _mapped_arenas() > self.arenas) and time.monotonic() < give_up_s:
             gc.collect()
+            time.sleep(0.01)
         files = _open_files() - self.files
         assert not files, f"files left open: {files}"
         assert _mapped_arenas() <= self.arenas
