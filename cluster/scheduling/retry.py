@@ -1,7 +1,12 @@
 """The decision after a failure: a table from cause to budget, and one pure function over it.
 
-A new kind of failure needs an error class, a row in `_CAUSES` and a row in `RETRIES`. `StoreUnavailable` is one class
-for callers, but has several rows here. The HTTP status or the socket's error selects the row.
+Two loops ask `decide`, each with its own count: the worker within one lease, and the agent over the failed leases of a
+chunk. A store that always fails ends a chunk after `fetch_attempts` x `chunk_attempts` reads (4 x 3 by default). The
+budgets are larger, because a read that brought bytes starts a new count in its lease.
+
+A new kind of failure needs a row in `RETRIES`. If callers should catch it, it also needs an error class and a row in
+`_CAUSES`. `StoreUnavailable` is one class for callers, but has several rows here: `cause_of` selects the row by the
+HTTP status or the socket's error. `storage.stores.requests.passing_refusal` says which answers are worth a retry.
 """
 
 from __future__ import annotations
@@ -48,7 +53,7 @@ class Fail:
     reason: str
 
 
-# Budgets of one chunk over all workers of a node. A worker first makes its own tries (Config.fetch_attempts).
+# Budgets of one count: of a worker within a lease, and of an agent over a chunk's failed leases. See above.
 RETRIES: Mapping[str, Budget] = {
     "connect": Budget(failures=12, base_s=0.1, cap_s=5.0),
     "dns": Budget(failures=12, base_s=0.2, cap_s=10.0),

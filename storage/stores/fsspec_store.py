@@ -44,7 +44,6 @@ from storage.errors import (
     ShortRead,
     StoreError,
     StoreUnavailable,
-    Throttled,
     UnsupportedStore,
 )
 from storage.problems import install_hint, without_secrets
@@ -76,8 +75,8 @@ def translated(error: Exception, uri: str, key: str | None) -> StoreError:
         return proxy_refusal(status, **where)
     code = str(getattr(error, "error_code", None) or "")  # set by Azure
     passing = passing_refusal(status if isinstance(status, int) else 0, code)
-    if passing is Throttled:
-        return Throttled("the store requires fewer requests", status=status, **where)
+    if passing is not None and passing is not StoreUnavailable:  # one with a retry rule of its own
+        return passing("the store requires fewer requests", status=status, **where)
     if isinstance(error, FileNotFoundError | NotADirectoryError | IsADirectoryError) or status in (404, 410):
         return ObjectNotFound("no such object", **where)
     if isinstance(error, PermissionError) or status in (401, 403):

@@ -321,6 +321,6 @@ class NotForDrivers:
 
 def test_a_result_that_cannot_be_read_here_says_so_and_loses_no_cluster(longshore: Longshore, odd: StoredModel) -> None:
     with cluster.load(odd.uri, device="cpu", **odd.options) as model:
-        with pytest.raises(cluster.RemoteCallFailed, match="result of rank 0 cannot be read"):
+        with pytest.raises(cluster.RemoteCallFailed, match="result of rank 0 cannot be unpickled"):
             model.call(lambda shard: NotForDrivers())
         assert model.call(len)[0] > 0
