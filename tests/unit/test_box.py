@@ -44,7 +44,7 @@ def test_runs_are_the_bytes_that_slicing_selects_in_order(
 
 
 @given(boxes())
-def test_runs_are_as_long_as_can_be(box: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]) -> None:
+def test_runs_are_as_long_as_possible(box: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]) -> None:
     runs = find_runs(*box, 8)
     selected = enumerate_bytes(runs)
     breaks = sum(1 for before, after in itertools.pairwise(selected) if after != before + 1)
@@ -53,7 +53,7 @@ def test_runs_are_as_long_as_can_be(box: tuple[tuple[int, ...], tuple[int, ...],
     assert sum(size < full for size, full in zip(box[2], box[0], strict=True)) >= len(runs.repeats)
 
 
-def test_two_dimensions_cut() -> None:
+def test_a_box_may_be_cut_in_two_dimensions() -> None:
     assert find_runs((3, 6), (0, 2), (3, 2), 16) == BoxRuns(4, 0, 4, ((3, 12, 4),))
     assert find_runs((4, 6), (2, 3), (2, 3), 8) == BoxRuns(15, 0, 3, ((2, 6, 3),))
     assert find_runs((), (), (), 32) == BoxRuns(0, 0, 4, ())
@@ -68,7 +68,7 @@ def test_a_box_that_is_copied_into_a_larger_tensor() -> None:
     assert find_runs((4, 2), (0, 1), (4, 1), 8, (4, 3), (0, 2)) == BoxRuns(1, 2, 1, ((4, 2, 3),))
 
 
-def test_half_byte_elements() -> None:
+def test_half_byte_elements_are_cut_at_whole_bytes_only() -> None:
     assert find_runs((3, 6), (0, 2), (3, 2), 4) == BoxRuns(1, 0, 1, ((3, 3, 1),))
     for offsets, sizes in [((0, 1), (3, 2)), ((0, 2), (3, 3))]:
         with pytest.raises(CutsInsideByte):
