@@ -48,7 +48,7 @@ GPU_RANK_BYTES = 3 * GIB  # PyTorch, a CUDA context and its pinned staging, on t
 
 
 def _containers(manifests: list[Manifest]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """(where, container, pod's specification), with the autoscaler, which KubeRay puts beside the head."""
+    """Return (where, container, pod's specification), with the autoscaler that KubeRay puts beside the head."""
     for pod in pods(manifests):
         for container in pod.spec["containers"] + pod.spec.get("initContainers", []):
             yield f"{pod.where} {container['name']}", container, pod.spec
@@ -62,7 +62,7 @@ def _containers(manifests: list[Manifest]) -> Iterator[tuple[str, dict[str, Any]
 
 
 def requests_within_limits(manifests: list[Manifest]) -> Iterator[str]:
-    """Every container says what it needs and what it may take, in resources that exist."""
+    """Every container states its requests and limits, in resources that exist."""
     for where, container, _ in _containers(manifests):
         requests, limits = container["resources"].get("requests", {}), container["resources"].get("limits", {})
         for name in {"cpu", "memory"} - requests.keys() & limits.keys():
@@ -86,7 +86,7 @@ def _volume(pod: Pod, path: str) -> dict[str, Any]:
 
 
 def shared_memory_fits(manifests: list[Manifest]) -> Iterator[str]:
-    """/dev/shm holds object store and arena; with the processes' memory it is within the pod's limit."""
+    """/dev/shm holds the object store and the arena; with the processes' memory it is within the pod's limit."""
     arena = parse_bytes(settings(manifests).get("LONGSHORE_ARENA_BYTES", "0"))
     gpus_anywhere = any("nvidia.com/gpu" in pod.main["resources"]["limits"] for pod in nodes(manifests))
     for pod in nodes(manifests):
@@ -108,7 +108,7 @@ def shared_memory_fits(manifests: list[Manifest]) -> Iterator[str]:
 
 
 def disks_fit(manifests: list[Manifest]) -> Iterator[str]:
-    """Folders on disk are within what the pod may take, and the disk tier within its volume, in a folder of its own."""
+    """Folders on disk are within the pod's limit, and the disk tier is within its volume, in its own folder."""
     given = settings(manifests)
     folder, budget = given.get("LONGSHORE_DISK_CACHE_DIR"), given.get("LONGSHORE_DISK_CACHE_BYTES")
     for pod in nodes(manifests):
@@ -143,7 +143,8 @@ def _size(volume: dict[str, Any]) -> Decimal | None:
 
 
 def little_privilege(manifests: list[Manifest]) -> Iterator[str]:
-    """Nobody is root, nobody writes but to volumes, no capability, the API server's token where it is needed only."""
+    """No container runs as root, writes outside volumes or has capabilities; the API token is mounted only where
+    needed."""
     for pod in pods(manifests):
         context = pod.spec.get("securityContext", {})
         if not context.get("runAsNonRoot") or not context.get("runAsUser"):
@@ -197,7 +198,7 @@ RULES = (requests_within_limits, shared_memory_fits, disks_fit, little_privilege
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", [*RENDERED, *COMPOSED])
-def test_pods_fit_and_do_only_what_they_need(name: str, rule: Rule) -> None:
+def test_pods_fit_and_have_minimal_privileges(name: str, rule: Rule) -> None:
     assert list(rule(render(name))) == []
 
 
