@@ -80,7 +80,7 @@ def test_a_dead_nodes_record_restores_no_load(ray_of: Ray) -> None:
     assert not watch.node_ids
 
 
-def test_an_agent_of_a_living_node_is_asked_for_its_record(ray_of: Ray) -> None:
+def test_an_agent_of_a_living_node_is_queried_for_its_record(ray_of: Ray) -> None:
     (reply,), watch, _ = hear(beat("living"))
     assert not reply.node_dead
     assert reply.unknown_loads == ("llama-1",)
@@ -179,7 +179,7 @@ def hear_of(rank: RankBeat, monkeypatch: pytest.MonkeyPatch, **placement: Any) -
         (100.0, 100.0, None, True),
         (100.0, 10.0, None, False),  # by a coordinator that has just restarted
         (10.0, 100.0, None, False),
-        (100.0, 100.0, "it said so", False),  # the model is ready: nobody waits
+        (100.0, 100.0, "it said so", False),  # the model is ready: no rank waits
     ],
 )
 def test_a_worker_that_stops_before_its_report_is_replaced(

@@ -144,7 +144,7 @@ def test_the_host_behind_a_large_tmpfs_counts_too(small_tmpfs, monkeypatch):
         check_room(str(small_tmpfs), 8192)
 
 
-def test_default_size():
+def test_the_default_size_is_a_share_of_memory_in_whole_slots():
     gib = 1 << 30
     assert default_arena_bytes(64 * gib, slot_bytes=16 << 20) == 8 * gib
     assert default_arena_bytes(4 * gib, slot_bytes=16 << 20) == gib

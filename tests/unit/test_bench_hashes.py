@@ -17,7 +17,7 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hashes, "COLD_CHUNKS", 2)
 
 
-def test_every_hash_in_every_case() -> None:
+def test_every_hash_is_measured_in_every_case() -> None:
     costs = measure_hashes(0.002, 1)
     assert {cost.name for cost in costs} == HASH_NAMES
     assert {(cost.memory, cost.threads) for cost in costs} == {("warm", 1), ("warm", 2), ("cold", 1), ("cold", 2)}

@@ -38,7 +38,7 @@ def stats(code: str) -> dict[str, Any]:
 BURN = "'import time; end = time.process_time() + 0.3\\nwhile time.process_time() < end: pass'"
 
 
-def test_a_spec_travels() -> None:
+def test_options_of_a_spec_add_up() -> None:
     assert SPEC.with_options(a=1).with_options(b=[2]).options == {"a": 1, "b": [2]}
 
 

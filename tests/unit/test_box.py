@@ -61,7 +61,7 @@ def test_a_box_may_be_cut_in_two_dimensions() -> None:
     assert find_runs((2, 3, 6), (0, 1, 1), (2, 2, 2), 8) == BoxRuns(7, 0, 2, ((2, 18, 4), (2, 6, 2)))
 
 
-def test_a_box_that_is_copied_into_a_larger_tensor() -> None:
+def test_a_box_can_be_copied_into_a_larger_tensor() -> None:
     # Rows 1..3 of a (4, 2) tensor, to rows 4..6 of an (8, 2) one: one run.
     assert find_runs((4, 2), (1, 0), (2, 2), 8, (8, 2), (4, 0)) == BoxRuns(2, 8, 4, ())
     assert find_runs((2, 4, 2), (0, 1, 0), (2, 2, 2), 8, (2, 8, 2), (0, 4, 0)) == BoxRuns(2, 8, 4, ((2, 8, 16),))
@@ -77,7 +77,7 @@ def test_half_byte_elements_are_cut_at_whole_bytes_only() -> None:
         find_runs((2, 3), (0, 0), (2, 2), 4)
 
 
-def test_element_bits() -> None:
+def test_element_bits_follow_from_shape_and_bytes() -> None:
     assert element_bits((3, 4), 24) == 16
     assert element_bits((3, 4), 6) == 4
     assert element_bits((4,), 3) == 6

@@ -199,7 +199,7 @@ def test_the_revision_changes_when_the_model_does(llama: dict[str, bytes], with_
     key = index.shards[0].key
     store.put(key, llama[key][:-1] + b"\x00")
     if with_manifest:
-        assert check_revision(store, index.revision)  # the digests will tell
+        assert check_revision(store, index.revision)  # the digests will show it
         publish(store, chunk_bytes=MIB)
     assert not check_revision(store, index.revision)
     again = open_model(store)
@@ -261,9 +261,7 @@ def test_missing_and_forbidden_look_alike_without_list_access(llama: dict[str, b
             open_model(ReadOnlyByName(MemoryStore(nothing)))
 
 
-def test_a_root_with_too_many_objects_is_asked_by_name(
-    llama: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_root_with_too_many_objects_is_read_by_name(llama: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_files, "MAX_LISTED", 3)
     check_whole(open_model(MemoryStore(llama), chunk_bytes=MIB), llama)
 

@@ -170,7 +170,7 @@ def test_shared_slots_go_to_the_oldest_waiting_load():
     assert cache.lease(key(5), W1, 10, owner="old")
 
 
-def test_a_load_that_was_refused_and_ended_blocks_nobody():
+def test_a_refused_load_that_ended_blocks_no_other():
     cache = ChunkCache(2)
     assert cache.reserve("old", 1)
     assert cache.reserve("young", 0)

@@ -71,7 +71,7 @@ def test_a_tensor_ending_in_a_chunks_second_half_ends_the_chunk(shard: tuple[Hea
         assert not later
 
 
-def test_rows_of_a_llama_matrix() -> None:
+def test_rows_of_a_llama_matrix_are_never_split() -> None:
     header, size = header_of([("norm", "BF16", (4096,)), ("w", "BF16", (14336, 4096))])
     ends = chunk_bounds(header, size, 8 * MIB)
     rows = [(end - header.tensors[1].start) % 8192 for end in ends[1:]]

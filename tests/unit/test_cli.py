@@ -222,7 +222,7 @@ def test_help_names_every_verb_and_exit_code(run: Run) -> None:
     assert "130  interrupted" in out
 
 
-def test_version(run: Run) -> None:
+def test_version_is_printed(run: Run) -> None:
     from longshore.installation import __version__
 
     assert run("--version") == (0, f"longshore {__version__}\n", "")

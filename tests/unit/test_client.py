@@ -121,7 +121,7 @@ LOOK = "`longshore status` shows it, `longshore release"
         ),
     ],
 )
-def test_an_interrupt_names_the_load_that_goes_on(keep: bool, asked: bool, local: bool, says: str) -> None:
+def test_an_interrupt_names_the_load_that_continues(keep: bool, asked: bool, local: bool, says: str) -> None:
     interrupt = KeyboardInterrupt()
     answers = {"load": ("m-1", False) if asked else interrupt, "wait": interrupt, "release": True}
     request = make_request(LoadOptions("s3://bucket/m", keep=keep))

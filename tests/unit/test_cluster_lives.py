@@ -396,7 +396,7 @@ def test_without_faults_each_node_fetches_each_chunk_once(layout: tuple[int, int
         cluster.close()
 
 
-def test_a_model_that_does_not_end_delays_no_other_shutdown() -> None:
+def test_at_a_shutdown_a_stuck_model_delays_no_other() -> None:
     cluster = cluster_of(5, 2, True, 0.0)
     free = Coordinator._free
     try:

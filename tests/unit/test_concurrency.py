@@ -41,7 +41,7 @@ class Link:
     def run(self, control: RequestLimit, requests: int) -> RequestLimit:
         """Keep as many requests in flight as `control` allows until `requests` have succeeded."""
         chance = random.Random(self.seed)
-        flying: dict[int, list[float]] = {}  # bytes left, begun at
+        flying: dict[int, list[float]] = {}  # bytes left, start time
         starting: list[tuple[float, int]] = []  # (when its bytes flow, number)
         waiting: list[float] = []  # when throttled ones try again
         numbers = itertools.count()

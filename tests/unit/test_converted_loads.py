@@ -196,7 +196,7 @@ def test_a_rank_keeps_its_staging_when_its_agent_restarts(shm_dir: Path) -> None
         check(ranks, weights, "int4")
 
 
-def test_a_replaced_rank_stages_anew(shm_dir: Path) -> None:
+def test_a_replaced_rank_stages_again(shm_dir: Path) -> None:
     weights = weights_of()
     objects = objects_of(weights)
     plan = plan_of(objects, Layout(1, 2), FP8, 20_000)

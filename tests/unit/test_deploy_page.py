@@ -26,7 +26,7 @@ OTHER_COMMANDS = {"doctor", "status"}  # words of the table that are verbs
 
 
 @cache
-def said_by_the_code() -> str:
+def texts_of_the_code() -> str:
     """Return every piece of text in the packages, one a line, with class names. Adjacent pieces are joined."""
     return "\n".join(_texts())
 
@@ -54,7 +54,7 @@ def test_quoted_messages_exist_in_the_code(message: str) -> None:
         with pytest.raises(NotEnoughResources, match=re.escape(message)):
             assign_ranks([], Layout(tensor_parallel_size=8), device="cuda", cpu_ranks_per_node=8)
         return
-    assert message in said_by_the_code()
+    assert message in texts_of_the_code()
 
 
 def test_named_folders_and_files_exist() -> None:

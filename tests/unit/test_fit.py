@@ -71,7 +71,7 @@ def test_host_memory_counts_cpu_ranks_and_a_new_arena() -> None:
     assert check_fit(four_gib_plan(), (0, 0), [replace(there, memory_free_bytes=GIB)], CONFIG, "cuda") is None
 
 
-def test_device_memory_only_when_known_and_asked_for() -> None:
+def test_device_memory_counts_only_if_known_and_requested() -> None:
     small = replace(ROOMY, gpus=(GpuMemory(2 * GIB),))
     text = refusal(small, "cuda")
     assert "ranks 0, 1 need up to 2.15 GB of device memory, a GPU has 1.07 GB (of 2.15 GB; 1.07 GB kept free)" in text

@@ -143,8 +143,10 @@ def _size(volume: dict[str, Any]) -> Decimal | None:
 
 
 def little_privilege(manifests: list[Manifest]) -> Iterator[str]:
-    """No container runs as root, writes outside volumes or has capabilities; the API token is mounted only where
-    needed."""
+    """No container runs as root, writes outside volumes or has capabilities.
+
+    The API token is mounted only where needed.
+    """
     for pod in pods(manifests):
         context = pod.spec.get("securityContext", {})
         if not context.get("runAsNonRoot") or not context.get("runAsUser"):

@@ -59,7 +59,7 @@ def test_named_sizes_and_options_exist() -> None:
 @needs_transformers
 @pytest.mark.parametrize("family", ["glm4v", "qwen2_vl", "qwen2_5_vl"])
 @pytest.mark.parametrize("naming", ["hub", "modules"])
-def test_the_rules_for_towers_cut_them(
+def test_the_documented_rules_for_towers_cut_them(
     family: str, naming: str, saved_families: dict[tuple[str, str], SavedFamily], tmp_path: Path
 ) -> None:
     (text,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)

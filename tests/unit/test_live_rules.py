@@ -193,7 +193,7 @@ def unknown(folder: Path, family: str) -> Path:
     return folder
 
 
-def test_without_transformers_the_error_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers_the_error_names_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_rules, "find_spec", lambda name: None)
     before = set(sys.modules)
     with pytest.raises(UnknownFamily) as caught:
