@@ -118,7 +118,7 @@ def test_reserved_memory_is_released_when_memory_runs_out(small_tmpfs):
         assert caught.value.details["wanted_bytes"] == 64 << 20
         assert 0 < arena.ready_slots < 8
         assert os.listdir(small_tmpfs) == []
-        arena.slot(0)[:] = b"x" * (1 << 20)  # what was ready stays usable until the arena is closed
+        arena.slot(0)[:] = b"x" * (1 << 20)  # slots that were ready stay usable until the arena is closed
     assert os.statvfs(small_tmpfs).f_bavail == free
 
 

@@ -72,9 +72,9 @@ READING = {"fetch_s": 38.0, "verify_s": 2.0, "working_s": 9.9, "place_s": 1.0, "
         ("device", 0.9, [rank(fetch_s=4.0, working_s=2.0, wait_slot_s=8.0, place_s=0.5, device_s=9.0)]),
         # ...or because it is small: no chunk keeps a slot for long.
         ("slots", 0.6, [rank(fetch_s=9.0, working_s=3.0, wait_slot_s=6.0, place_s=3.0)]),
-        # Threads place what they have fetched: reading is little of their time.
+        # Threads place fetched chunks; reading takes little of their time.
         ("place", 0.8, [rank(fetch_s=6.0, verify_s=2.0, place_s=32.0, place_fetching_s=32.0, working_s=10.0)]),
-        # ...and most of what they call placing is fresh memory, in place or on the way there.
+        # ...and most of the placing time is spent on fresh memory, in place or on the way there.
         (
             "memory",
             0.6,

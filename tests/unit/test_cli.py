@@ -1,5 +1,8 @@
-"""The command line. Verbs that need no cluster run for real on a local folder; the others get a stand-in for the
-client, as only what is parsed and printed is looked at here (the integration tests run them on Ray)."""
+"""The command line.
+
+Functions that need no cluster run for real on a local folder. The others get a stand-in for the client, because only
+parsing and printing are tested here; the integration tests run them on Ray.
+"""
 
 from __future__ import annotations
 
@@ -696,7 +699,7 @@ def test_a_demo_model_is_written_and_kept(run: Run, tmp_path: Path) -> None:
     assert run("verify", str(folder))[0] == 0
     plan = json.loads(run("plan", str(folder), "--json")[1])
     assert sum(rank["size_bytes"] for rank in plan["ranks"]) == written["size_bytes"]
-    # Nothing is overwritten, and what is too small is refused before a folder is made.
+    # Nothing is overwritten. A size that is too small is refused before a folder is made.
     assert run("demo", "--write", str(folder))[0] == 2
     assert run("demo", "--write", str(tmp_path / "b"), "--size", "1MB")[0] == 2
     assert not (tmp_path / "b").exists()

@@ -155,7 +155,7 @@ def test_agrees_on_models_of_transformers(family: str, policy: str) -> None:
             module._buffers.pop(name, None)
     model = model.to("meta")
     state = {name: tensor.numel() * tensor.element_size() for name, tensor in named_once(model)}
-    # As checkpoints have them. What comes after the layers of that tower runs in an order that no name tells.
+    # As checkpoints have them. Modules after the layers of that tower run in an order that no name shows.
     names = list(state) if family == "glm4v" else sorted(state)
     sizes = {name: state[name] for name in names}
     whole = sum(sizes.values())

@@ -1,5 +1,6 @@
-"""Every model family in every layout, with checkpoints that transformers wrote: what ranks get, put together, is the
-model again, and each rank has the part that its tensor-parallel layer computes with.
+"""Every model family in every layout, with checkpoints that transformers wrote.
+
+The ranks' tensors together are the model again. Each rank has the part that its tensor-parallel layer computes with.
 """
 
 from __future__ import annotations

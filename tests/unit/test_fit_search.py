@@ -58,7 +58,7 @@ def test_auto_chooses_the_first_step_that_fits(steps: list[PlannedChange], have:
 
     taken, tried = first_that_fits(steps, why_not)
     by_hand = next((step for step in steps if not step.problem and step.need_bytes <= have), None)
-    assert taken is by_hand  # what is skipped is no smaller than something that did not fit
+    assert taken is by_hand  # a skipped step is no smaller than one that did not fit
     assert [each.what for each in tried] == [step.change.what for step in steps][: len(tried)]
     assert [each.why_not == "" for each in tried] == [False] * (len(tried) - 1) + [taken is not None] * bool(tried)
     assert all(not step.problem for step in asked)
@@ -75,7 +75,7 @@ def test_no_change_is_cheaper_than_the_cheapest(steps: list[PlannedChange], have
         fitting = [step for step in fitting if step.change.kind != "both"]
     assert all(step in fitting for step in found)
     assert len({step.change.kind for step in found}) == len(found) <= OFFERED
-    for step in fitting:  # nothing that fits beats what is offered first in every respect
+    for step in fitting:  # no change that fits beats the first offer in every respect
         best = found[0].change
         other = step.change
         assert (best.ranks > at_hand, best.kind == "offload", best.loss, best.ranks) <= (

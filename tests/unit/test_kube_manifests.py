@@ -1,7 +1,7 @@
-"""The manifests of k8s/ render, and agree with each other and with the code. Each rule is seen to fail.
+"""The manifests of k8s/ render, and agree with each other and with the code.
 
-A rule is a function from the objects of one rendering to sentences about what is wrong with names, ports, settings,
-image and commands, which no schema checks.
+Each rule has a case that fails. A rule is a function from the objects of one rendering to sentences about errors. It
+covers names, ports, settings, image and commands, which no schema checks.
 """
 
 from __future__ import annotations

@@ -1,6 +1,6 @@
-"""Pods of k8s/: their sizes go together, and they may do no more than they need. Each rule is seen to fail.
+"""Pods of k8s/ have consistent sizes and no more rights than they need.
 
-A rule is a function from the objects of one rendering to sentences about what is wrong.
+Each rule has a case that fails. A rule is a function from the objects of one rendering to sentences about errors.
 """
 
 from __future__ import annotations
