@@ -1,4 +1,4 @@
-"""Whether a load fits beside its own workers, which take their memory while it is looked at."""
+"""Check that a load fits beside its own workers while they start and take their memory."""
 
 from __future__ import annotations
 
@@ -30,7 +30,7 @@ CONFIG = Config(host_reserve_bytes=0, arena_bytes=64 * MIB, slot_bytes=MIB)
 
 
 class Host:
-    """Its free memory, as its agent says it; workers take theirs as they come up."""
+    """A host whose free memory shrinks as workers start; its agent reports it."""
 
     def __init__(self, free_bytes: int) -> None:
         self.free_bytes = free_bytes
@@ -52,7 +52,7 @@ class Host:
 
 
 class Worker:
-    """A process that is being started on the host: half of its memory is taken, the rest when it is up."""
+    """A process that starts on the host. It takes half of its memory at once, the rest when it is up."""
 
     def __init__(self, host: Host, *, comes: bool = True) -> None:
         self.host = host
@@ -62,7 +62,7 @@ class Worker:
         self.hello = self
 
     def options(self, concurrency_group: str) -> Worker:
-        assert concurrency_group == "control"  # a load or a call keeps it from nothing
+        assert concurrency_group == "control"  # no load or call prevents it
         return self
 
     async def remote(self) -> Version:
@@ -109,7 +109,7 @@ def test_workers_that_are_just_starting_are_counted_once(started: int) -> None:
 
 
 @pytest.mark.parametrize("started", [0, 1, 2])
-def test_a_byte_too_little_is_too_little(started: int) -> None:
+def test_one_missing_byte_is_refused(started: int) -> None:
     host = Host(ENOUGH_BYTES - 1)
     record, plan = case(host, [Worker(host) for _ in range(started)])
     with pytest.raises(DoesNotFit, match="host memory"):
@@ -117,8 +117,8 @@ def test_a_byte_too_little_is_too_little(started: int) -> None:
     assert record.host_bytes == {}
 
 
-def test_what_fits_in_no_case_waits_for_no_worker() -> None:
-    host = Host(ENOUGH_BYTES - WORKER_BYTES - 1)  # even if the workers had all of theirs
+def test_a_load_that_can_never_fit_waits_for_no_worker() -> None:
+    host = Host(ENOUGH_BYTES - WORKER_BYTES - 1)  # not enough even if the workers had all of theirs
     workers = [Worker(host) for _ in range(RANKS)]
     record, plan = case(host, workers)
     with pytest.raises(DoesNotFit):
@@ -126,7 +126,7 @@ def test_what_fits_in_no_case_waits_for_no_worker() -> None:
     assert [worker.hellos for worker in workers] == [0, 0]
 
 
-def test_workers_that_never_come_up_end_the_waiting() -> None:
+def test_workers_that_never_start_end_the_wait() -> None:
     host = Host(ENOUGH_BYTES)
     workers = [Worker(host, comes=False) for _ in range(RANKS)]
     record, plan = case(host, workers)
@@ -135,7 +135,7 @@ def test_workers_that_never_come_up_end_the_waiting() -> None:
     assert [worker.hellos for worker in workers] == [1, 1]
 
 
-def test_a_worker_that_was_replaced_meanwhile_is_not_taken_for_the_new_one() -> None:
+def test_a_replaced_worker_is_not_mistaken_for_its_successor() -> None:
     host = Host(ENOUGH_BYTES)
     record, _ = case(host, [Worker(host)])
     placement = record.placements[0]

@@ -1,4 +1,4 @@
-"""How an agent takes on a load: slots first, then the tables, once, while it answers others."""
+"""An agent begins a load: it reserves slots, then unpacks the tables once, and answers other calls meanwhile."""
 
 from __future__ import annotations
 

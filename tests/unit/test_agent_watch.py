@@ -1,4 +1,4 @@
-"""What the coordinator does with heartbeats of nodes that Ray has given up."""
+"""The coordinator's reaction to heartbeats of nodes that Ray has declared dead."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ from storage.store_ref import StoreRef
 
 
 class Ray:
-    """What it says of its nodes, and how often it was asked."""
+    """Ray's answers about its nodes, and the number of times it was asked."""
 
     def __init__(self, *living: str) -> None:
         self.living = set(living)
@@ -71,8 +71,8 @@ def hear(*beats: AgentBeat) -> tuple[list[BeatReply], AgentWatch, dict[str, Mode
     return list(replies), watch, models
 
 
-def test_a_load_is_not_taken_up_by_the_record_of_a_node_that_was_given_up(ray_of: Ray) -> None:
-    """A coordinator that was restarted meanwhile knows of no load: the record may be of an attempt before the last."""
+def test_a_dead_nodes_record_restores_no_load(ray_of: Ray) -> None:
+    """A restarted coordinator knows no loads, and the record may belong to an earlier attempt."""
     (reply,), watch, models = hear(beat("dead", {"llama-1": b"a record that is older than others"}))
     assert reply.node_dead
     assert not reply.unknown_loads
@@ -80,22 +80,22 @@ def test_a_load_is_not_taken_up_by_the_record_of_a_node_that_was_given_up(ray_of
     assert not watch.node_ids
 
 
-def test_an_agent_of_a_living_node_is_asked_for_its_record(ray_of: Ray) -> None:
+def test_an_agent_of_a_living_node_is_queried_for_its_record(ray_of: Ray) -> None:
     (reply,), watch, _ = hear(beat("living"))
     assert not reply.node_dead
     assert reply.unknown_loads == ("llama-1",)
     assert watch.node_ids == {"living"}
 
 
-def test_ray_is_asked_once_for_all_that_begin_to_speak_together(ray_of: Ray) -> None:
+def test_ray_is_asked_once_for_simultaneous_heartbeats(ray_of: Ray) -> None:
     ray_of.living = {str(number) for number in range(100)}
     replies, _, _ = hear(*(beat(str(number)) for number in range(100)), *(beat(str(number)) for number in range(100)))
     assert not any(reply.node_dead for reply in replies)
     assert ray_of.asked == 1
 
 
-def test_who_was_silent_is_looked_at_again(ray_of: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
-    monkeypatch.setattr(agent_watch, "SILENT_S", 0.0)  # every word comes after a silence
+def test_a_node_is_checked_again_after_a_silence(ray_of: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+    monkeypatch.setattr(agent_watch, "SILENT_S", 0.0)  # every heartbeat comes after a silence
     monkeypatch.setattr(agent_watch, "ASKED_S", -1.0)
 
     async def run() -> tuple[bool, bool, set[str]]:
@@ -108,7 +108,7 @@ def test_who_was_silent_is_looked_at_again(ray_of: Ray, monkeypatch: pytest.Monk
     assert asyncio.run(run()) == (False, True, set())
 
 
-def test_no_node_is_given_up_because_ray_does_not_answer(ray_of: Ray) -> None:
+def test_no_node_is_abandoned_because_ray_does_not_answer(ray_of: Ray) -> None:
     ray_of.well = False
     (reply,), watch, _ = hear(beat("anybody"))
     assert not reply.node_dead
@@ -143,7 +143,7 @@ RANK = RankBeat("llama-1", 1, 0, 0, pid=7, placed_bytes=0, silent_s=0.0)
 
 
 class Run:
-    """Stands for the LoadRun of the model."""
+    """Stands in for the LoadRun of the model."""
 
     def __init__(self) -> None:
         self.begun: list[str] = []
@@ -153,7 +153,7 @@ class Run:
 
 
 def hear_of(rank: RankBeat, monkeypatch: pytest.MonkeyPatch, **placement: Any) -> tuple[list[Any], list[str]]:
-    """(workers that were ended, nodes whose agents were told the load again), when an agent says that of its rank."""
+    """Return the workers that were ended and the nodes that got the load again after an agent reported this rank."""
     ended: list[Any] = []
     monkeypatch.setattr(spawn, "end_actor", ended.append)
     run = Run()
@@ -177,12 +177,12 @@ def hear_of(rank: RankBeat, monkeypatch: pytest.MonkeyPatch, **placement: Any) -
     ("silent_s", "asked_before_s", "report", "ended"),
     [
         (100.0, 100.0, None, True),
-        (100.0, 10.0, None, False),  # by a coordinator that was restarted just now
+        (100.0, 10.0, None, False),  # by a coordinator that has just restarted
         (10.0, 100.0, None, False),
-        (100.0, 100.0, "it said so", False),  # the model is ready: nobody waits
+        (100.0, 100.0, "it said so", False),  # the model is ready: no rank waits
     ],
 )
-def test_a_worker_that_stops_between_its_last_chunk_and_its_report_is_replaced(
+def test_a_worker_that_stops_before_its_report_is_replaced(
     ray_of: Ray,
     monkeypatch: pytest.MonkeyPatch,
     silent_s: float,
@@ -190,13 +190,13 @@ def test_a_worker_that_stops_between_its_last_chunk_and_its_report_is_replaced(
     report: Any,
     ended: bool,
 ) -> None:
-    """Its agent awaits nothing of it any more."""
+    """Its agent expects nothing more from it."""
     done = replace(RANK, silent_s=silent_s, done=True)
     asked_s = time.monotonic() - asked_before_s
     assert hear_of(done, monkeypatch, report=report, asked_s=asked_s) == (["its worker"] * ended, [])
 
 
-def test_nobody_is_stuck_who_was_not_asked(ray_of: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_finished_rank_is_not_replaced_for_silence(ray_of: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
     assert hear_of(replace(RANK, silent_s=100.0, done=True), monkeypatch) == ([], [])
 
 
@@ -204,21 +204,21 @@ def test_nobody_is_stuck_who_was_not_asked(ray_of: Ray, monkeypatch: pytest.Monk
     ("pid", "done", "incarnation", "report", "told"),
     [
         (0, False, 0, "it said so", True),
-        (0, False, 0, None, False),  # it is still to come
-        (7, False, 0, "it said so", False),  # it is there and will say so
+        (0, False, 0, None, False),  # it has not reported yet
+        (7, False, 0, "it said so", False),  # it is there and will report
         (0, True, 0, "it said so", False),
         (0, False, 1, "of another one", False),
     ],
 )
-def test_an_agent_that_waits_for_a_rank_that_is_done_is_told(
+def test_an_agent_waiting_for_a_finished_rank_is_notified(
     ray_of: Ray, monkeypatch: pytest.MonkeyPatch, pid: int, done: bool, incarnation: int, report: Any, told: bool
 ) -> None:
-    """It was restarted after the rank had ended, and was told the load before the coordinator knew of that."""
+    """It restarted after the rank had ended, and got the load before the coordinator knew of the end."""
     rank = replace(RANK, pid=pid, done=done, incarnation=incarnation)
     assert hear_of(rank, monkeypatch, report=report) == ([], ["living"] * told)
 
 
-def test_agents_that_were_ended_are_not_told_of(ray_of: Ray) -> None:
+def test_status_omits_agents_that_were_ended(ray_of: Ray) -> None:
     ray_of.living |= {"busy", "idle"}
     _, watch, _ = hear(beat("busy"), replace(beat("idle"), loads=()))
     assert (watch.node_ids, watch.busy_node_ids) == ({"busy", "idle"}, {"busy"})
@@ -226,7 +226,7 @@ def test_agents_that_were_ended_are_not_told_of(ray_of: Ray) -> None:
     assert [node.node for node in watch.status()] == ["busy"]
 
 
-def test_a_group_has_one_revision_while_a_process_of_it_lives(ray_of: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_group_keeps_one_revision_while_a_member_lives(ray_of: Ray, monkeypatch: pytest.MonkeyPatch) -> None:
     def member(number: int, revision: str, group: str = "run") -> GroupMember:
         return GroupMember(f"hosted-{number}", group, "s3://m", revision, ProcessId(1, 1))
 
@@ -236,7 +236,7 @@ def test_a_group_has_one_revision_while_a_process_of_it_lives(ray_of: Ray, monke
         quiet = replace(beat("living"), loads=())
         await watch.heard(replace(quiet, members=(member(0, "r1"),)))
         assert watch.busy_node_ids == {"living"}
-        monkeypatch.setattr(agent_watch, "BIND_S", -1.0)  # who asked and told no agent is forgotten
+        monkeypatch.setattr(agent_watch, "BIND_S", -1.0)  # forgotten: it never registered
         found.append(watch.bind(member(3, "r2")))
         await watch.heard(quiet)
         assert watch.busy_node_ids == set()
@@ -246,8 +246,8 @@ def test_a_group_has_one_revision_while_a_process_of_it_lives(ray_of: Ray, monke
     assert asyncio.run(run()) == ["r1", "r1", "r2", "r1", "r2"]
 
 
-def test_a_new_agent_is_told_of_the_processes_that_the_one_before_knew(ray_of: Ray) -> None:
-    """Until it has told of them itself they bind their group."""
+def test_a_new_agent_learns_the_processes_of_its_predecessor(ray_of: Ray) -> None:
+    """They bind their group until the new agent has reported them itself."""
     member = GroupMember("hosted-0", "run", "s3://m", "r1", ProcessId(1, 1))
     quiet = replace(beat("living"), loads=())
 
@@ -265,8 +265,8 @@ def test_a_new_agent_is_told_of_the_processes_that_the_one_before_knew(ray_of: R
 
 
 @pytest.mark.parametrize("state", [LoadState.LOADING, LoadState.READY])
-def test_a_load_that_gets_no_slots_of_a_new_agent_ends(ray_of: Ray, state: LoadState) -> None:
-    """One that is ready needs none, and is told to the agent again."""
+def test_a_load_ends_when_a_new_agent_has_no_slots_for_it(ray_of: Ray, state: LoadState) -> None:
+    """A load that is ready needs no slots, and is sent to the agent again."""
     ended: list[str] = []
 
     class Refused:

@@ -1,4 +1,4 @@
-"""The file of recorded maxima: written with a publish, believed only when it fits, told of by verify."""
+"""The file of recorded maxima: publish writes it, loads trust it only when it matches, verify checks it."""
 
 from __future__ import annotations
 
@@ -100,7 +100,7 @@ def test_the_manifest_lists_it_and_verify_reads_it(published: MemoryStore) -> No
     assert run(copied(published)).amax
 
 
-def test_it_is_read_for_what_is_asked_for(published: MemoryStore) -> None:
+def test_only_the_requested_weights_are_read(published: MemoryStore) -> None:
     store = WrappedStore(published)
     found = read_amax(store, listed(published), {name: SHAPES[name] for name in NAMES[1:3]})
     assert {name: rows.shape for name, rows in found.items()} == {"mlp.experts.up_proj": (3, 70), "1.weight": (50,)}
@@ -113,7 +113,7 @@ def test_without_amax_nothing_is_recorded() -> None:
     assert keys_of(store) == {*OBJECTS, MANIFEST_KEY}
 
 
-def test_publishing_again_with_amax_reads_shards_once_and_without_it_nothing() -> None:
+def test_publishing_again_reads_shards_only_for_missing_maxima() -> None:
     store = WrappedStore(MemoryStore(OBJECTS))
     run(store, amax=False)
     report = run(store)
@@ -125,8 +125,8 @@ def test_publishing_again_with_amax_reads_shards_once_and_without_it_nothing() -
     assert verify(store).ok
 
 
-def test_maxima_of_other_weights_do_not_stay() -> None:
-    """A changed model that is published without them has none; with them, its own."""
+def test_maxima_of_earlier_weights_are_removed() -> None:
+    """A changed model that is published without maxima has none; published with them, it has its own."""
     store = MemoryStore(OBJECTS)
     run(store)
     store.put(SHARDS[2], safetensors_bytes(PARTS[2], seed=99))
@@ -156,7 +156,7 @@ def test_lost_maxima_are_written_again() -> None:
 @pytest.mark.parametrize("copying", [False, True])
 @pytest.mark.parametrize("fails_at", [3, 6, 9, 14])
 def test_an_interrupted_publish_gives_the_same_file(published: MemoryStore, copying: bool, fails_at: int) -> None:
-    """What it had finished is read once more for it, and never believed without."""
+    """The second run reads finished shards once more for the maxima, and never trusts them unread."""
     inner = MemoryStore(OBJECTS)
     dest = MemoryStore() if copying else None
     failing = FailingStore(
@@ -174,7 +174,7 @@ def test_an_interrupted_publish_gives_the_same_file(published: MemoryStore, copy
     assert verify(where).ok
 
 
-def test_what_was_finished_and_reads_otherwise_now_is_not_published() -> None:
+def test_a_shard_that_reads_differently_is_not_published() -> None:
     inner = MemoryStore(OBJECTS)
     run(inner, amax=False)
     flipping = FlipByteStore(inner, SHARDS[0], len(OBJECTS[SHARDS[0]]) - 1, lambda reading: True)
@@ -193,7 +193,7 @@ def test_a_copy_has_maxima_of_its_own() -> None:
     assert verify(dest).ok
 
 
-def test_a_signed_manifest_vouches_for_it() -> None:
+def test_a_signed_manifest_covers_the_maxima() -> None:
     key = SigningKey.generate()
     store = MemoryStore(OBJECTS)
     run(store, sign_key=key)
@@ -242,7 +242,7 @@ def rows_of(store: MemoryStore) -> dict[str, np.ndarray]:
     return read_amax(store, listed(store), SHAPES)
 
 
-def test_verify_tells_of_maxima_that_are_not_those_of_the_bytes(published: MemoryStore) -> None:
+def test_verify_reports_maxima_that_do_not_match_the_bytes(published: MemoryStore) -> None:
     rows = rows_of(published)
     rows["1.weight"] = rows["1.weight"].copy()
     rows["1.weight"][7] = 0.5
@@ -251,7 +251,7 @@ def test_verify_tells_of_maxima_that_are_not_those_of_the_bytes(published: Memor
     assert not report.ok
     (bad,) = report.bad_tensors
     assert (bad.key, bad.name, bad.published) == (AMAX_KEY, "1.weight", "0.5 as the largest value of row 7")
-    store.put(SHARDS[1], OBJECTS[SHARDS[1]][:-1] + b"\x55")  # what a bad chunk explains is not told twice
+    store.put(SHARDS[1], OBJECTS[SHARDS[1]][:-1] + b"\x55")  # a bad chunk already explains it, so it is reported once
     assert not verify(store).bad_tensors
 
 
@@ -269,8 +269,8 @@ BROKEN = {
 
 
 @pytest.mark.parametrize("what", BROKEN)
-def test_what_is_no_such_file_is_a_typed_error(published: MemoryStore, what: str) -> None:
-    """Also when a sound manifest lists it."""
+def test_a_malformed_file_is_a_typed_error(published: MemoryStore, what: str) -> None:
+    """This also holds when a sound manifest lists it."""
     rows = {name: np.nan_to_num(found, nan=1.0, posinf=2.0) for name, found in rows_of(published).items()}
     store = republished(published, BROKEN[what](rows))
     with pytest.raises(InvalidAmax) as error:
@@ -296,8 +296,8 @@ def test_missing_resized_and_unlisted_files_are_typed_errors(published: MemorySt
         read_amax(failing, file, SHAPES, FAST)
 
 
-def test_memory_is_that_of_what_is_asked_for() -> None:
-    """Of a file with a hundred thousand rows, one weight of ten."""
+def test_memory_depends_only_on_the_requested_weights() -> None:
+    """The file has a hundred thousand rows; one weight of ten is read."""
     rows = [(f"{number}.weight", np.ones(1_000_000, np.float32)) for number in range(12)]
     data = encode_amax([*rows, ("small.weight", np.ones(10, np.float32))])
     store = MemoryStore({AMAX_KEY: data})
@@ -312,8 +312,8 @@ def test_memory_is_that_of_what_is_asked_for() -> None:
     assert peak_bytes < 26 * MIB < len(data)
 
 
-def test_publishing_holds_a_number_for_each_row_and_a_few_chunks(tmp_path: Path) -> None:
-    """Of 24 MiB in one tensor, of which some rows span chunks and some chunks rows."""
+def test_publishing_holds_one_number_a_row_and_a_few_chunks(tmp_path: Path) -> None:
+    """The tensor has 24 MiB; some rows span chunks and some chunks span rows."""
     (tmp_path / "model.safetensors").write_bytes(safetensors_bytes([("a.weight", "BF16", (40, 314_573))]))
     store = LocalStore(tmp_path)
     tracemalloc.start()
@@ -340,5 +340,7 @@ def test_publishing_holds_a_number_for_each_row_and_a_few_chunks(tmp_path: Path)
         ("conv.weight", "F32", (2, 8, 32), False),
     ],
 )
-def test_what_is_recorded(name: str, dtype: str, shape: tuple[int, ...], recorded: bool) -> None:
+def test_option_decides_whether_maxima_are_recorded(
+    name: str, dtype: str, shape: tuple[int, ...], recorded: bool
+) -> None:
     assert is_recorded(Tensor(name, dtype, shape, 0, 0, 1)) is recorded

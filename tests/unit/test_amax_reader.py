@@ -1,4 +1,4 @@
-"""Recorded maxima in planning: read when they help, once, of the model that is planned."""
+"""Recorded maxima in planning: they are read when they help, once, for the planned model only."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ def folder(tmp_path: Path) -> Path:
 
 @pytest.fixture
 def readings(monkeypatch: pytest.MonkeyPatch) -> list[int]:
-    """Weights asked for, by reading of the file."""
+    """The weights requested at each reading of the file."""
     asked: list[int] = []
 
     def counted(*args: Any) -> Any:
@@ -56,34 +56,34 @@ def request(place: str | Path, quantization: str, tensors: int = 2) -> LoadReque
 
 
 def staged(place: str | Path, quantization: str) -> dict[str, bool]:
-    """Of the last rank's staged tensors by name, whether it reads what it holds and no more."""
+    """Map each staged tensor of the last rank to whether it reads only what it holds."""
     _, plan = prepare_plan(request(place, quantization), **READING)  # type: ignore[arg-type]
     return {each.source.name: each.source.region == each.region for each in plan.ranks[-1].staged}
 
 
-def test_it_is_read_where_it_helps(folder: Path, readings: list[int]) -> None:
+def test_maxima_are_read_where_they_help(folder: Path, readings: list[int]) -> None:
     assert all(staged(folder, "fp8").values())
     assert all(staged(folder, "fp8_tensor").values())
-    assert readings == [4, 14]  # two layers: what is cut by rows; every matrix
+    assert readings == [4, 14]  # two layers: the weights cut by rows; every matrix
     prepare_plan(request(folder, "int8", 1), **READING)  # type: ignore[arg-type]
     prepare_plan(request(folder, ""), **READING)  # type: ignore[arg-type]
     assert len(readings) == 2
 
 
-def test_without_a_manifest_nothing_is_believed(folder: Path, readings: list[int]) -> None:
+def test_without_a_manifest_the_maxima_are_ignored(folder: Path, readings: list[int]) -> None:
     (folder / "longshore.manifest.json").unlink()
     assert not all(staged(folder, "fp8").values())
     assert readings == []
 
 
-def test_one_file_of_a_model_has_its_own(folder: Path) -> None:
+def test_one_shard_of_a_model_uses_its_own_maxima(folder: Path) -> None:
     shard = sorted(folder.glob("*.safetensors"))[0]
     found = staged(shard, "fp8_tensor")
     assert found
     assert all(found.values())
 
 
-def test_many_changes_read_it_once(folder: Path, readings: list[int]) -> None:
+def test_many_plan_changes_read_the_maxima_once(folder: Path, readings: list[int]) -> None:
     asked = request(folder, "fp8_tensor")
     index, config = read_model(asked, **READING)  # type: ignore[arg-type]
     changes = [
@@ -98,21 +98,21 @@ def test_many_changes_read_it_once(folder: Path, readings: list[int]) -> None:
     assert planned[1].ranks[0].read_bytes < without[1].ranks[0].read_bytes
 
 
-def test_the_planning_process_sends_it_along(folder: Path) -> None:
+def test_the_planning_process_sends_the_maxima_along(folder: Path) -> None:
     packed = PlanningServer(MIB, 5.0).prepare(request(folder, "int8"), TrustPolicy())
     cut = unpack_shared(packed.shared).cut
     assert cut.amax is not None
     assert len(cut.amax.tensors) == 4
 
 
-def test_what_is_wrong_with_it_ends_the_planning(folder: Path) -> None:
+def test_a_bad_maxima_file_ends_the_planning(folder: Path) -> None:
     data = (folder / AMAX_KEY).read_bytes()
     (folder / AMAX_KEY).write_bytes(data[:-1] + bytes([data[-1] ^ 1]))
     with pytest.raises(IntegrityError):
         staged(folder, "fp8")
     answer = PlanningServer(MIB, 5.0).answer("prepare", (request(folder, "fp8"), TrustPolicy()))
     assert isinstance(answer, IntegrityError)
-    assert all(staged(folder, "").values())  # nobody asks
+    assert all(staged(folder, "").values())  # nothing needs it
     (folder / AMAX_KEY).unlink()
     with pytest.raises(ManifestMismatch):
         staged(folder, "fp8")

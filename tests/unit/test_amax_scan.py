@@ -1,4 +1,4 @@
-"""The largest absolute value of each row, from a shard's bytes as they come, against numpy over whole arrays."""
+"""The largest absolute value of each row, found while a shard's bytes arrive, against numpy over whole arrays."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ def scanned(data: bytes, weights: list[Tensor], pieces: list[int]) -> dict[str, 
 
 
 def values_of(dtype: str, raw: bytes) -> np.ndarray:
-    """As float64, which holds every float of the others."""
+    """Return the values as float64, which holds every value of the other types."""
     if dtype == "BF16":
         return (np.frombuffer(raw, "<u2").astype(np.uint32) << 16).view(np.float32).astype(np.float64)
     return np.frombuffer(raw, np.dtype(FLOATS[dtype]).newbyteorder("<")).astype(np.float64)
@@ -39,10 +39,10 @@ def values_of(dtype: str, raw: bytes) -> np.ndarray:
     st.sampled_from([64, 512, 128 << 10]),
 )
 @settings(max_examples=150, deadline=None)
-def test_pieces_of_any_length_give_what_the_whole_gives(
+def test_pieces_of_any_length_give_the_same_maxima(
     kinds: list[tuple[str, tuple[int, ...]]], pieces: list[int], gap: int, seed: int, block_bytes: int
 ) -> None:
-    """Random bits: NaNs, infinities, subnormal numbers and both zeros are among them; weights begin anywhere."""
+    """Random bits include NaNs, infinities, subnormal numbers and both zeros; weights begin at any offset."""
     random = np.random.default_rng(seed)
     data, weights, expected = b"", [], {}
     for number, (dtype, shape) in enumerate(kinds):
@@ -66,7 +66,7 @@ def test_pieces_of_any_length_give_what_the_whole_gives(
 
 
 @pytest.mark.parametrize("dtype", ["BF16", "F16", "F32", "F64"])
-def test_a_row_with_a_nan_has_the_nan_of_floats_and_an_infinity_its_own(dtype: str) -> None:
+def test_rows_with_nan_or_infinity_record_nan_or_infinity(dtype: str) -> None:
     width = DTYPE_BITS[dtype] // 8
     nan, infinity = b"\xff" * width, {"F16": 0xFC00, "BF16": 0xFF80, "F32": 0xFF800000, "F64": 0xFFF << 52}[dtype]
     zero = b"\0" * width
@@ -76,6 +76,6 @@ def test_a_row_with_a_nan_has_the_nan_of_floats_and_an_infinity_its_own(dtype: s
     assert found.tobytes() == np.array([np.nan, np.inf, 0], np.float32).tobytes()
 
 
-def test_a_double_that_no_float_holds_is_infinite() -> None:
+def test_a_double_beyond_the_float_range_is_infinite() -> None:
     data = np.full((1, 32), -1e300).tobytes()
     assert scanned(data, [Tensor("weight", "F64", (1, 32), 0, 0, len(data))], [5])["weight"].tolist() == [np.inf]

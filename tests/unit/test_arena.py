@@ -1,4 +1,4 @@
-"""The arena's file: whose memory it is, what is refused, what is left behind."""
+"""The arena's file: who owns its memory, which files are refused, what is left behind."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_slots_begin_on_a_page_and_the_file_is_private(arena, path):
 
 
 @pytest.mark.parametrize(("slots", "slot_bytes"), [(0, SLOT), (-1, SLOT), (1, 0), (1, 1000), (1 << 21, SLOT)])
-def test_a_geometry_that_cannot_be_is_refused(path, slots, slot_bytes):
+def test_impossible_geometries_are_refused(path, slots, slot_bytes):
     with pytest.raises(ValueError, match="no arena has"):
         Arena.create(path, slot_count=slots, slot_bytes=slot_bytes)
     assert not os.path.exists(path)
@@ -75,7 +75,7 @@ def test_a_geometry_that_cannot_be_is_refused(path, slots, slot_bytes):
 # --- memory ---
 
 
-def test_slots_become_ready_in_order_and_take_memory_only_then(arena, path):
+def test_slots_take_memory_in_order_as_they_become_ready(arena, path):
     assert arena.ready_slots == 0
     empty = os.stat(path).st_blocks
     seen = []
@@ -88,15 +88,15 @@ def test_slots_become_ready_in_order_and_take_memory_only_then(arena, path):
     assert seen == [0, 1, 2]
     assert os.stat(path).st_blocks * 512 == empty * 512 + 2 * SLOT
     with Arena.open(path) as other:
-        assert other.ready_slots == 2  # whoever maps it can see
+        assert other.ready_slots == 2  # every process that maps it can see
     thread = threading.Thread(target=arena.reserve)
     thread.start()
     thread.join()
     assert arena.ready_slots == 4
 
 
-def test_the_pages_of_a_slot_come_with_it(path):
-    """... and not one by one while it is filled."""
+def test_reserving_a_slot_maps_all_its_pages(path):
+    """They are not faulted in one by one while the slot is filled."""
     pages = (4 << 20) // mmap.PAGESIZE
     with Arena.create(path, slot_count=2, slot_bytes=4 << 20) as arena:
         arena.reserve()
@@ -109,7 +109,7 @@ def test_the_pages_of_a_slot_come_with_it(path):
                 assert resource.getrusage(resource.RUSAGE_THREAD).ru_minflt - before < pages // 4
 
 
-def test_memory_that_runs_out_is_given_back(small_tmpfs):
+def test_reserved_memory_is_released_when_memory_runs_out(small_tmpfs):
     path = arena_path("cluster", "node", str(small_tmpfs))
     free = os.statvfs(small_tmpfs).f_bavail
     with Arena.create(path, slot_count=64, slot_bytes=1 << 20) as arena:
@@ -118,7 +118,7 @@ def test_memory_that_runs_out_is_given_back(small_tmpfs):
         assert caught.value.details["wanted_bytes"] == 64 << 20
         assert 0 < arena.ready_slots < 8
         assert os.listdir(small_tmpfs) == []
-        arena.slot(0)[:] = b"x" * (1 << 20)  # what was ready stays usable until the arena is closed
+        arena.slot(0)[:] = b"x" * (1 << 20)  # slots that were ready stay usable until the arena is closed
     assert os.statvfs(small_tmpfs).f_bavail == free
 
 
@@ -144,7 +144,7 @@ def test_the_host_behind_a_large_tmpfs_counts_too(small_tmpfs, monkeypatch):
         check_room(str(small_tmpfs), 8192)
 
 
-def test_default_size():
+def test_the_default_size_is_a_share_of_memory_in_whole_slots():
     gib = 1 << 30
     assert default_arena_bytes(64 * gib, slot_bytes=16 << 20) == 8 * gib
     assert default_arena_bytes(4 * gib, slot_bytes=16 << 20) == gib
@@ -157,7 +157,7 @@ def test_default_size():
 # --- lifetime ---
 
 
-def test_closing_with_views_in_use_keeps_pages_and_lock_until_they_are_gone(path, shm_dir):
+def test_pages_and_lock_last_until_the_last_view_is_gone(path, shm_dir):
     arena = Arena.create(path, slot_count=2, slot_bytes=SLOT)
     arena.reserve()
     view = arena.slot(1)
@@ -185,7 +185,7 @@ def test_unlink_is_idempotent_and_spares_a_later_arena(path):
         assert os.path.exists(path)
 
 
-def test_what_is_there_is_not_overwritten(arena, path):
+def test_an_existing_file_is_not_overwritten(arena, path):
     with pytest.raises(ArenaError, match="already"):
         Arena.create(path, slot_count=4, slot_bytes=SLOT)
     assert os.path.exists(path)
@@ -205,7 +205,7 @@ def test_reserve_may_run_while_the_arena_is_closed(path):
         arena.unlink()
         arena.close()
         thread.join()
-    assert arena.reserve() == 0  # as for a thread that begins after that
+    assert arena.reserve() == 0  # as it would for a thread that begins after that
 
 
 # --- the header ---
@@ -218,7 +218,7 @@ def _damage(path, offset, data):
 
 
 def _resealed(path, field, value):
-    """The header with one field changed and a checksum that is right again."""
+    """Return the header with one field changed and a valid checksum."""
     with open(path, "r+b") as file:
         fields = list(GEOMETRY.unpack(file.read(GEOMETRY.size)))
         fields[field] = value
@@ -245,7 +245,7 @@ def _resealed(path, field, value):
         lambda path: (os.unlink(path), os.mkdir(path)),
     ],
 )
-def test_what_is_not_an_arena_is_refused(path, damage):
+def test_files_that_are_not_arenas_are_refused(path, damage):
     Arena.create(path, slot_count=4, slot_bytes=SLOT).close()
     damage(path)
     with pytest.raises(ArenaCorrupt):
@@ -253,7 +253,7 @@ def test_what_is_not_an_arena_is_refused(path, damage):
 
 
 @pytest.mark.parametrize("seed", range(50))
-def test_any_scribble_on_the_header_is_refused_or_harmless(path, seed):
+def test_any_change_to_the_header_is_refused_or_harmless(path, seed):
     with Arena.create(path, slot_count=4, slot_bytes=SLOT):
         pass
     random_bytes = random.Random(seed)
@@ -290,7 +290,7 @@ def test_only_the_owner_writes_records(arena, path):
         worker.write_record(0, FREE_RECORD)
 
 
-def test_a_torn_record_leaves_the_one_before(path):
+def test_a_torn_record_leaves_the_previous_one(path):
     old = SlotRecord(SlotState.COMMITTED, 1, 5, b"j" * 32)
     with Arena.create(path, slot_count=1, slot_bytes=SLOT) as arena:
         arena.write_record(0, old)
@@ -343,7 +343,7 @@ def test_names_are_safe_and_different():
         assert len(os.path.basename(path)) < 128
 
 
-def test_sweep_removes_what_nobody_locks_and_says_what_it_freed(shm_dir):
+def test_sweep_removes_unlocked_arenas_and_returns_freed_bytes(shm_dir):
     used = Arena.create(arena_path("c", "used", str(shm_dir)), slot_count=1, slot_bytes=SLOT)
     dead_path = arena_path("c", "dead", str(shm_dir))
     dead = Arena.create(dead_path, slot_count=2, slot_bytes=SLOT)
@@ -362,8 +362,8 @@ def test_sweep_removes_what_nobody_locks_and_says_what_it_freed(shm_dir):
     assert sweep(str(shm_dir / "missing")) == []
 
 
-def test_sweeping_against_makers_never_takes_an_arena_in_use(shm_dir):
-    """A creator and a sweeper race; an arena that was created keeps its name until it is closed."""
+def test_a_racing_sweep_never_removes_an_arena_in_use(shm_dir):
+    """A creator and a sweeper race. A created arena keeps its name until it is closed."""
     path = arena_path("c", "n", str(shm_dir))
     stop = threading.Event()
 
@@ -386,7 +386,7 @@ def test_sweeping_against_makers_never_takes_an_arena_in_use(shm_dir):
 
 @pytest.fixture
 def sweep_before_first_lock(shm_dir, monkeypatch):
-    """A sweep that comes exactly between a file's opening and its lock, once."""
+    """Run one sweep exactly between a file's opening and its lock."""
     lock, pending = fcntl.flock, [True]
 
     def swept_first(descriptor: int, operation: int) -> None:
@@ -398,19 +398,19 @@ def sweep_before_first_lock(shm_dir, monkeypatch):
     monkeypatch.setattr(fcntl, "flock", swept_first)
 
 
-def test_a_maker_whose_file_was_swept_before_its_lock_makes_another(path, sweep_before_first_lock):
+def test_a_file_swept_before_its_lock_is_created_again(path, sweep_before_first_lock):
     with Arena.create(path, slot_count=1, slot_bytes=SLOT) as arena, Arena.open(path) as worker:
         assert worker.epoch == arena.epoch
 
 
-def test_opening_what_is_swept_at_that_moment_is_refused(path, request):
+def test_opening_an_arena_during_its_sweep_is_refused(path, request):
     Arena.create(path, slot_count=1, slot_bytes=SLOT).close()
     request.getfixturevalue("sweep_before_first_lock")
     with pytest.raises(ArenaCorrupt, match="swept"):
         Arena.open(path)
 
 
-def test_a_foreign_error_while_reserving_is_translated(arena, monkeypatch):
+def test_an_os_error_while_reserving_is_translated(arena, monkeypatch):
     def refuse(*_: object) -> None:
         raise OSError(errno.EIO, "broken")
 

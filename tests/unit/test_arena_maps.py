@@ -1,4 +1,4 @@
-"""Mappings of arenas: shared by the ranks of a process, kept when it is warm, and not for an arena that is gone."""
+"""Mappings of arenas: ranks of a process share them; a warm process keeps one until its arena is replaced."""
 
 from __future__ import annotations
 
@@ -16,7 +16,7 @@ SLOT = 64 << 10
 
 
 def mapped(path: str) -> int:
-    """How often this process has the file mapped."""
+    """Return the number of times this process has the file mapped."""
     return Path("/proc/self/maps").read_text().count(path)
 
 
@@ -38,7 +38,7 @@ def test_ranks_share_a_mapping_and_the_last_one_closes_it(path: str) -> None:
         assert mapped(path) == before
 
 
-def test_a_warm_process_keeps_it_until_another_arena_comes(path: str) -> None:
+def test_a_warm_process_keeps_its_mapping_until_a_new_arena(path: str) -> None:
     maps = ArenaMaps()
     maps.keep(True)
     with Arena.create(path, slot_count=2, slot_bytes=SLOT) as owner:
@@ -53,11 +53,11 @@ def test_a_warm_process_keeps_it_until_another_arena_comes(path: str) -> None:
         assert Path("/proc/self/maps").read_text().count(f"{path} (deleted)") == 0
         maps.close(other)
         maps.keep(False)
-        assert mapped(path) == 1  # the owner's
+        assert mapped(path) == 1  # the owner's mapping
 
 
-def test_an_arena_of_another_epoch_than_was_said_is_taken_as_it_is(path: str) -> None:
-    """The agent was restarted in between: the rank says hello again and is told the new one."""
+def test_an_arena_with_an_unexpected_epoch_is_still_opened(path: str) -> None:
+    """The agent restarted in between; the rank sends hello again and receives the new epoch."""
     maps = ArenaMaps()
     with Arena.create(path, slot_count=2, slot_bytes=SLOT) as owner:
         first, again = maps.open(path, "before"), maps.open(path, "before")
@@ -68,14 +68,14 @@ def test_an_arena_of_another_epoch_than_was_said_is_taken_as_it_is(path: str) ->
         assert mapped(path) == 1
 
 
-def test_an_arena_that_is_not_there(path: str) -> None:
+def test_opening_a_missing_arena_is_refused(path: str) -> None:
     with pytest.raises(ArenaError):
         ArenaMaps().open(path, "any")
     assert not os.path.exists(path)
     sweep(os.path.dirname(path))
 
 
-def test_claims_are_those_of_the_others() -> None:
+def test_a_rank_sees_only_the_claims_of_other_ranks() -> None:
     maps = ArenaMaps()
     maps.claim(1, "/arena", "agent")
     maps.claim(2, "/arena", "agent")

@@ -1,4 +1,4 @@
-"""Arguments of a wrong type are refused at the door, by every public function, before anything begins."""
+"""Every public function refuses arguments of a wrong type before it begins anything."""
 
 from __future__ import annotations
 
@@ -26,7 +26,7 @@ VERBS = {
 
 
 class Unknown:
-    """A type that nothing accepts."""
+    """A type that no parameter accepts."""
 
 
 def arguments() -> list[tuple[str, str]]:
@@ -62,7 +62,7 @@ def test_every_argument_of_every_verb_is_checked(verb: str, argument: str, monke
         ({"device_map": [0]}, "device_map must be .* not list of int"),
     ],
 )
-def test_the_message_names_argument_type_and_what_is_accepted(options: dict[str, Any], said: str) -> None:
+def test_the_message_names_argument_type_and_accepted_types(options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said.replace("(", "\\(").replace(")", "\\)")):
         cluster.load("model", **options)
 
@@ -74,7 +74,7 @@ def test_a_value_is_never_shown() -> None:
     assert "credentials must be a Credentials or None, not dict of str to str" in str(caught.value)
 
 
-def test_what_is_accepted_comes_through() -> None:
+def test_accepted_arguments_are_passed_on() -> None:
     @checks_arguments
     def verb(
         *names: str,

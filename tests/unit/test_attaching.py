@@ -1,4 +1,4 @@
-"""Which access a coordinator keeps and reads with, against a store that is slow, away or refuses."""
+"""The access that a coordinator keeps and reads with when a store is slow, away or refuses."""
 
 from __future__ import annotations
 
@@ -27,7 +27,7 @@ ACCESS = {key: StoreAccess(REF, Credentials(key, "secret")) for key in KEYS}
 
 
 class Store:
-    """Stands for the planner: what the store says to each key, or how long it is silent."""
+    """Stands in for the planner: the store's answer to each key, or how long it is silent."""
 
     def __init__(self, **answers: bool | Exception) -> None:
         self.answers = answers
@@ -67,7 +67,7 @@ def test_a_renewal_does_not_wait_for_a_silent_store() -> None:
         store, model = Store(b=True), record("b")
         store.silent.clear()
         keeps = Attaching({}, store, 300.0)  # type: ignore[arg-type]
-        for _ in range(3):  # a client is asked again and again
+        for _ in range(3):  # a client renews again and again
             keeps.supply(model, "b", ACCESS["b"])
             await asyncio.sleep(0)
         assert store.asked == ["b"]
@@ -112,7 +112,7 @@ def test_a_revision_that_could_not_be_checked_is_logged(
         ("ab", {"b": AccessDenied("no"), "a": True}, "a", ["b", "a"]),
         ("abc", {"c": False, "b": AccessDenied("no"), "a": True}, "a", ["c", "b", "a"]),  # one for this revision
         ("ab", {"b": False, "a": AccessDenied("no")}, "b", ["b", "a"]),
-        ("ab", {"b": AccessDenied("no"), "a": StoreUnavailable("away")}, "c", ["b", "a"]),  # nothing better is known
+        ("ab", {"b": AccessDenied("no"), "a": StoreUnavailable("away")}, "c", ["b", "a"]),  # no better access is known
     ],
 )
 def test_a_replaced_rank_reads_with_access_that_works(
@@ -122,7 +122,7 @@ def test_a_replaced_rank_reads_with_access_that_works(
         store, model = Store(**answers), record(*proofs)
         for key in proofs:
             model.proven(key, ACCESS[key])
-        model.read_with(ACCESS["c"])  # of a client that released, say
+        model.read_with(ACCESS["c"])  # from a client that released the model, for example
         await use_working_access(model, store)  # type: ignore[arg-type]
         assert (model.request.store, store.asked) == (ACCESS[chosen], asked)
 

@@ -1,4 +1,4 @@
-"""Arguments that cannot work are refused in one line, with exit code 2, before anything is begun or left."""
+"""Arguments that cannot work are refused in one line, with exit code 2, before anything begins."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ from bench.options import output_folder, size
         "bench.run --out /proc/nothing",
     ],
 )
-def test_what_cannot_work_is_refused_in_a_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
+def test_impossible_arguments_are_refused_in_one_line(command: str, capsys: pytest.CaptureFixture[str]) -> None:
     module, *arguments = command.split()
     with pytest.raises(SystemExit) as ended:
         importlib.import_module(module).main(arguments)
@@ -56,7 +56,7 @@ def test_what_cannot_work_is_refused_in_a_line(command: str, capsys: pytest.Capt
     assert len(last) < 320
 
 
-def test_sizes_are_read_as_everywhere() -> None:
+def test_sizes_take_the_same_units_as_everywhere() -> None:
     assert size("2GB") == 2_000_000_000
     assert size("3 MiB") == 3 << 20
     for wrong in ("0", "two", "-1"):
@@ -64,7 +64,7 @@ def test_sizes_are_read_as_everywhere() -> None:
             size(wrong)
 
 
-def test_an_output_folder_is_made_where_there_is_none(tmp_path: Path) -> None:
+def test_a_missing_output_folder_is_created(tmp_path: Path) -> None:
     assert output_folder(str(tmp_path / "a" / "b")).is_dir()
     (tmp_path / "file").touch()
     with pytest.raises(argparse.ArgumentTypeError, match="cannot make"):

@@ -1,4 +1,4 @@
-"""bench.contenders.buffers: what is right passes, one wrong byte and one missing tensor do not."""
+"""bench.contenders.buffers accepts correct tensors, and finds one wrong byte or one missing tensor."""
 
 from __future__ import annotations
 
@@ -31,7 +31,7 @@ def filled(spec: Spec, *, touched: bool) -> list[Buffer]:
 
 
 @pytest.mark.parametrize("touched", [False, True])
-def test_what_the_files_hold_passes(spec: Spec, touched: bool) -> None:
+def test_correct_tensors_pass(spec: Spec, touched: bool) -> None:
     check_tensors(spec, tensors_of(filled(spec, touched=touched)))
 
 

@@ -1,4 +1,4 @@
-"""bench.hashes: every hash is measured in every case, and the stats hang together."""
+"""bench.hashes: every hash is measured in every case, and the stats are consistent."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ def little_memory(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(hashes, "COLD_CHUNKS", 2)
 
 
-def test_every_hash_in_every_case() -> None:
+def test_every_hash_is_measured_in_every_case() -> None:
     costs = measure_hashes(0.002, 1)
     assert {cost.name for cost in costs} == HASH_NAMES
     assert {(cost.memory, cost.threads) for cost in costs} == {("warm", 1), ("warm", 2), ("cold", 1), ("cold", 2)}
@@ -25,7 +25,7 @@ def test_every_hash_in_every_case() -> None:
     assert len(table(costs).splitlines()) == 2 + len(HASH_NAMES)
 
 
-def test_json_has_what_the_table_has(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_json_has_the_same_numbers_as_the_table(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["--seconds", "0.002", "--rounds", "1", "--json", str(tmp_path / "hashes.json")]) == 0
     found = json.loads((tmp_path / "hashes.json").read_text())
     assert {cost["name"] for cost in found["hashes"]} == HASH_NAMES

@@ -1,4 +1,4 @@
-"""bench.link: its table, its refusals and, as root, that nothing of a link is left."""
+"""bench.link: its table, its refusals and, as root, the removal of every link it made."""
 
 from __future__ import annotations
 
@@ -27,18 +27,18 @@ def test_ratio_is_to_the_unverified_load_at_the_same_rate() -> None:
     assert rows[3] == "| 1000 Mbit/s | Longshore, xxh3 | exit code 1 |  |  |  |"
 
 
-def test_every_contender_is_given_all_that_it_reads() -> None:
+def test_every_contender_gets_the_settings_it_reads() -> None:
     for made in make_lines():
         contender = CONTENDERS[made.contender]
         given = {**made.case.options, **made.setting}
         assert made.case in contender.cases
         assert made.setting in contender.settings
-        for case in contender.cases:  # of its own lines, what each of them has
+        for case in contender.cases:  # of its own lines, the options that every case has
             everywhere = {**case.options, **contender.settings[0]}.keys()
             assert everywhere - {"model"} <= given.keys(), made.id
 
 
-def test_kinds_of_loads_are_told_apart_with_their_mode() -> None:
+def test_kinds_of_loads_are_shown_with_their_mode() -> None:
     titles = [made.title for made in make_lines()]
     assert len(set(titles)) == 4
     assert all("direct" in title for title in titles[1:])
@@ -63,7 +63,7 @@ def test_missing_programs_are_named(monkeypatch: pytest.MonkeyPatch) -> None:
 
 @pytest.mark.slow
 @pytest.mark.long
-def test_nothing_of_a_link_is_left() -> None:
+def test_no_part_of_a_link_is_left() -> None:
     try:
         with RateLimitedLink() as made:
             made.limit(1000)

@@ -38,7 +38,7 @@ def stats(code: str) -> dict[str, Any]:
 BURN = "'import time; end = time.process_time() + 0.3\\nwhile time.process_time() < end: pass'"
 
 
-def test_a_spec_travels() -> None:
+def test_options_of_a_spec_add_up() -> None:
     assert SPEC.with_options(a=1).with_options(b=[2]).options == {"a": 1, "b": [2]}
 
 
@@ -60,7 +60,7 @@ def test_the_cpu_of_ended_and_of_living_children_counts() -> None:
     assert stats(code)["cpu_s"] >= 0.25
 
 
-def test_what_is_done_before_and_after_is_not_counted() -> None:
+def test_work_before_and_after_the_run_is_not_counted() -> None:
     code = f"""
     exec({BURN})
     with measured(spec) as m:
@@ -73,7 +73,7 @@ def test_what_is_done_before_and_after_is_not_counted() -> None:
     assert found["extra"] == {"late": True}
 
 
-def test_memory_over_the_baseline_is_seen_at_the_end_and_in_children() -> None:
+def test_late_and_child_memory_over_the_baseline_is_measured() -> None:
     code = """
     before = bytearray(b'1' * 50_000_000)
     with measured(spec, touched_before_bytes=7) as m:

@@ -1,4 +1,4 @@
-"""One run of a contender: what it is told, and what its end means."""
+"""One run of a contender: the settings it receives, and the meaning of its end."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ FIGURES = "print('chatter'); print('{\"bytes\": 10, \"wall_s\": 2.0, \"cpu_s\": 
 
 @pytest.fixture
 def repository(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A checkout whose only contender is what a test writes."""
+    """A checkout whose only contender is written by a test."""
     folder = tmp_path / "bench" / "contenders"
     folder.mkdir(parents=True)
     for package in (folder.parent, folder):
@@ -38,7 +38,7 @@ def test_the_last_json_is_the_stats(repository: Path) -> None:
     assert run(repository, FIGURES) == Run(10, 2.0, 1.0)
 
 
-def test_options_of_the_setting_come_over_those_of_the_case(repository: Path) -> None:
+def test_options_of_the_setting_override_those_of_the_case(repository: Path) -> None:
     program = "import json, sys; options = json.loads(sys.argv[2])['options']\n"
     program += "if options != {'memory': 'fresh', 'threads': 2}: raise SystemExit(f'{options}')\n"
     assert run(repository, program + FIGURES).bytes == 10
@@ -60,14 +60,14 @@ def test_settings_and_proxies_of_the_user_are_not_passed_on(repository: Path, mo
         ("print('{}')", RunFailed, "no measurements"),
     ],
 )
-def test_how_it_ended_is_said(repository: Path, program: str, error: type[Exception], said: str) -> None:
+def test_the_result_says_how_the_run_ended(repository: Path, program: str, error: type[Exception], said: str) -> None:
     with pytest.raises(error, match=said):
         run(repository, program)
 
 
 @pytest.mark.slow  # it waits for the limit
 @pytest.mark.long
-def test_one_that_takes_too_long_is_ended_with_its_children(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_run_past_its_limit_is_ended_with_its_children(repository: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(bench.harness.rounds, "_GRACE_S", 0.5)
     pid_file = repository / "pid"
     program = "import subprocess, sys, time\n"

@@ -1,4 +1,4 @@
-"""Medians, ratios and tables of the benchmark, from numbers that are easy to check by head."""
+"""Medians, ratios and tables of the benchmark, from numbers that are easy to check by hand."""
 
 from __future__ import annotations
 
@@ -48,7 +48,7 @@ EVERYTHING = results(
 )
 
 
-def test_medians_and_what_they_are_over() -> None:
+def test_medians_ranges_and_limits_of_a_line() -> None:
     ours = EVERYTHING.line("longshore_load:fresh@http")
     assert ours is not None
     assert ours.gb_per_s == 1.0
@@ -62,7 +62,7 @@ def test_medians_and_what_they_are_over() -> None:
     assert EVERYTHING.ceiling("file") is None
 
 
-def test_the_table_shows_every_line_with_its_ratios_or_why_there_is_none() -> None:
+def test_every_line_has_its_ratios_or_a_reason_for_none() -> None:
     text = markdown(EVERYTHING, "make bench")
     assert (
         "| longshore_load, fresh | yes | yes | 1.00 (0.25-2.00); streaming 2.00 | 0.25 | 1.00 | 2.0 | 1.25 | 0.80 |"
@@ -80,7 +80,7 @@ def test_lines_are_in_order_of_speed_within_their_group() -> None:
     assert found == ["ceiling_raw", "limit_copy", "longshore_load", "runai_s3", "obstore"]
 
 
-def test_what_is_written_as_json_is_what_was_found() -> None:
+def test_the_json_has_the_results_that_were_found() -> None:
     found = json.loads(json.dumps(EVERYTHING.as_dict()))
     by_id = {shown["id"]: shown for shown in found["lines"]}
     assert by_id["longshore_load:fresh@http"]["gb_per_s"] == 1.0

@@ -13,7 +13,7 @@ from bench.harness.rounds import FINAL_TRIES, FINALISTS, find_best
 SETTINGS = [{"threads": threads} for threads in (1, 2, 4, 8)]
 
 
-def test_one_setting_is_taken_untried() -> None:
+def test_a_single_setting_is_chosen_without_a_trial() -> None:
     def never(setting: object) -> float:
         raise RuntimeError(setting)
 
@@ -21,7 +21,7 @@ def test_one_setting_is_taken_untried() -> None:
 
 
 @given(st.permutations([1.0, 2.0, 3.0, 4.0]))
-def test_the_fastest_is_found_and_every_setting_is_tried(speeds: list[float]) -> None:
+def test_every_setting_is_tried_and_the_fastest_is_chosen(speeds: list[float]) -> None:
     by_threads = dict(zip((1, 2, 4, 8), speeds, strict=True))
     tries: Counter[int] = Counter()
 

@@ -1,4 +1,4 @@
-"""bench.run: what is kept of a run that was interrupted, and runs that do not count for their line."""
+"""bench.run: results kept after an interrupt, and runs that do not count for their line."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ Once = Callable[[Line, Mapping[str, Any], Spec], Run]
 
 
 class NoServer:
-    """Stands where nginx would: no run of these tests reads a byte."""
+    """Stands in for nginx; no run of these tests reads a byte."""
 
     def __init__(self, *_: object) -> None:
         self.endpoint = self.tls_endpoint = self.ca_bundle = ""
@@ -40,7 +40,7 @@ def no_sandbox() -> Iterator[None]:
 
 @pytest.fixture
 def run_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., int]:
-    """The driver with another `run_once`, no server and no models."""
+    """Return the driver with another `run_once`, no server and no models."""
     monkeypatch.setattr(bench.run, "RangeServer", NoServer)
     monkeypatch.setattr(bench.run, "sandbox", no_sandbox)
     monkeypatch.setattr(bench.run, "make_models", lambda *_: Spec("file", "", "b", "", (), 10**9))
@@ -53,7 +53,7 @@ def run_bench(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Callable[..., 
     return run
 
 
-def test_what_was_found_before_ctrl_c_is_kept_and_marked(run_bench: Callable[..., int], tmp_path: Path) -> None:
+def test_results_found_before_ctrl_c_are_kept_and_marked(run_bench: Callable[..., int], tmp_path: Path) -> None:
     runs = iter([FIGURES, FIGURES])
 
     def once(*_: object) -> Run:
@@ -70,9 +70,7 @@ def test_what_was_found_before_ctrl_c_is_kept_and_marked(run_bench: Callable[...
     assert [path.name for path in (tmp_path / "out").iterdir()] == ["results.json"]
 
 
-def test_an_interrupted_run_that_found_nothing_takes_no_results_away(
-    run_bench: Callable[..., int], tmp_path: Path
-) -> None:
+def test_an_interrupted_run_without_results_keeps_the_old_ones(run_bench: Callable[..., int], tmp_path: Path) -> None:
     def once(*_: object) -> Run:
         raise KeyboardInterrupt
 
@@ -82,9 +80,7 @@ def test_an_interrupted_run_that_found_nothing_takes_no_results_away(
     assert (tmp_path / "out" / "results.json").read_text() == "before"
 
 
-def test_a_run_in_another_mode_than_asked_fails_but_in_a_small_one(
-    run_bench: Callable[..., int], tmp_path: Path
-) -> None:
+def test_a_run_in_the_wrong_mode_fails_unless_small(run_bench: Callable[..., int], tmp_path: Path) -> None:
     def once(*_: object) -> Run:
         return Run(10**9, 2.0, 1.0, extra={"placement": "via_arena"})
 
@@ -98,7 +94,7 @@ def test_a_run_in_another_mode_than_asked_fails_but_in_a_small_one(
 
 
 @pytest.mark.parametrize("tuned", [True, False])
-def test_settings_are_said_to_be_tried_only_when_they_were(tuned: bool) -> None:
+def test_settings_are_listed_as_tried_only_if_they_were(tuned: bool) -> None:
     line = Line("ceiling_raw", "ceiling", Case("", "", "none", keeps=False), "http", ({},), runs=[FIGURES])
     results = Results({"cores": "2"}, {"nginx": "1"}, {"bytes": 1, "files": 1}, 1, [line], tuned)
     text = markdown(results, "make bench")

@@ -1,4 +1,4 @@
-"""The folder of a run: gone when it ends, swept when it was killed, left alone while it lives."""
+"""The folder of a run: removed when the run ends, swept when it was killed, kept while it lives."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def alive(tmp_path: Path) -> Iterator[tuple[subprocess.Popen[str], Path]]:
         process.kill()
 
 
-def test_it_is_gone_at_the_end_however_it_ends(tmp_path: Path) -> None:
+def test_the_folder_is_removed_however_the_run_ends(tmp_path: Path) -> None:
     with run_folder(tmp_path, "longshore-gpu-") as folder:
         assert folder.parent == tmp_path
         (folder / "file").touch()
@@ -69,7 +69,7 @@ def test_it_is_gone_at_the_end_however_it_ends(tmp_path: Path) -> None:
     assert list(tmp_path.iterdir()) == []
 
 
-def test_one_that_lives_is_left_alone(tmp_path: Path, alive: tuple[subprocess.Popen[str], Path]) -> None:
+def test_the_folder_of_a_living_run_is_kept(tmp_path: Path, alive: tuple[subprocess.Popen[str], Path]) -> None:
     process, folder = alive
     assert sweep(tmp_path) == []
     with run_folder(tmp_path, "longshore-bench-"):
@@ -78,7 +78,7 @@ def test_one_that_lives_is_left_alone(tmp_path: Path, alive: tuple[subprocess.Po
     assert not folder.exists()
 
 
-def test_one_that_was_killed_is_swept_by_the_next_run(
+def test_the_folder_of_a_killed_run_is_swept_by_the_next(
     tmp_path: Path, alive: tuple[subprocess.Popen[str], Path]
 ) -> None:
     process, folder = alive
@@ -89,7 +89,7 @@ def test_one_that_was_killed_is_swept_by_the_next_run(
         assert list(tmp_path.iterdir()) == [own]
 
 
-def test_what_no_run_made_is_left_alone(tmp_path: Path) -> None:
+def test_folders_that_no_run_made_are_kept(tmp_path: Path) -> None:
     (tmp_path / "longshore-bench-mine").mkdir()
     (tmp_path / "other").mkdir()
     (tmp_path / "other" / "lock").touch()
@@ -103,7 +103,7 @@ def test_what_no_run_made_is_left_alone(tmp_path: Path) -> None:
     ]
 
 
-def test_a_process_that_has_the_number_of_a_dead_server_is_left_alone(
+def test_a_process_that_reuses_a_dead_servers_pid_is_kept(
     tmp_path: Path, alive: tuple[subprocess.Popen[str], Path]
 ) -> None:
     process, folder = alive

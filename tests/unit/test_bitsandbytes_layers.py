@@ -1,4 +1,4 @@
-"""A rank's NF4 weights in layers of bitsandbytes: its own slice, no copy, and refused where it does not fit."""
+"""A rank's NF4 weights in layers of bitsandbytes: its own slice, without a copy, refused where it does not fit."""
 
 from __future__ import annotations
 
@@ -52,14 +52,14 @@ class OneLayer(torch.nn.Module):
 
 
 def of(name: str) -> Any:
-    """The tensors of one layer, as `proj`'s."""
+    """Return the tensors of one layer, named as those of `proj`."""
     return lambda stored: f"proj{stored.removeprefix(name)}" if stored.startswith(f"{name}.") else None
 
 
 @pytest.mark.parametrize("ranks", [1, 2])
 @pytest.mark.parametrize(("layer", "dim"), [("up_proj", 0), ("down_proj", 1)])
 def test_a_rank_fills_a_layer_of_its_slice(layers: Any, stored: Path, ranks: int, layer: str, dim: int) -> None:
-    """What the layer restores is the rank's part of what the whole weight is restored to, for columns and for rows."""
+    """The layer restores the rank's slice of the restored whole weight, for columns and for rows."""
     name = f"{MLP}.{layer}"
     weight = restored_nf4(nf4(whole(stored, f"{name}.weight")))
     sizes = [128, 128]
@@ -78,7 +78,7 @@ def test_a_rank_fills_a_layer_of_its_slice(layers: Any, stored: Path, ranks: int
         import bitsandbytes.functional
 
         assert torch.equal(bitsandbytes.functional.dequantize_4bit(parameter.data, parameter.quant_state), expected)
-        # It saves what it was made of.
+        # The layer saves the tensors it was made from.
         saved = module.state_dict()
         assert {f"{name}{key.removeprefix('proj')}" for key in saved} == {key for key in shard if key.startswith(name)}
         for key, tensor in saved.items():
@@ -114,8 +114,8 @@ def test_a_state_that_cannot_be_read_is_refused(layers: Any, stored: Path) -> No
         shard.into(module, rename=of(name))
 
 
-def test_what_is_flat_is_no_dtensor(stored: Path) -> None:
+def test_a_flat_weight_cannot_become_a_dtensor(stored: Path) -> None:
     (shard,) = shards(stored)
-    mesh: Any = None  # is not asked
+    mesh: Any = None  # the library is not called
     with pytest.raises(ModuleMismatch, match="stored flat"):
         shard.dtensor(f"{MLP}.up_proj.weight", mesh, [Shard(0)])

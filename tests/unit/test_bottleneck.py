@@ -1,4 +1,4 @@
-"""Reports whose limit is evident."""
+"""Reports whose bottleneck is evident."""
 
 from __future__ import annotations
 
@@ -70,11 +70,11 @@ READING = {"fetch_s": 38.0, "verify_s": 2.0, "working_s": 9.9, "place_s": 1.0, "
         # The arena is full because placing empties it slowly...
         ("place", 0.95, [rank(fetch_s=4.0, working_s=2.0, wait_slot_s=8.0, place_s=9.5)]),
         ("device", 0.9, [rank(fetch_s=4.0, working_s=2.0, wait_slot_s=8.0, place_s=0.5, device_s=9.0)]),
-        # ...or because it is small: nobody keeps a slot for long.
+        # ...or because it is small: no chunk keeps a slot for long.
         ("slots", 0.6, [rank(fetch_s=9.0, working_s=3.0, wait_slot_s=6.0, place_s=3.0)]),
-        # Threads place what they have fetched: reading is little of their time.
+        # Threads place fetched chunks; reading takes little of their time.
         ("place", 0.8, [rank(fetch_s=6.0, verify_s=2.0, place_s=32.0, place_fetching_s=32.0, working_s=10.0)]),
-        # ...and most of what they call placing is fresh memory, in place or on the way there.
+        # ...and most of the placing time is spent on fresh memory, in place or on the way there.
         (
             "memory",
             0.6,
@@ -85,18 +85,18 @@ READING = {"fetch_s": 38.0, "verify_s": 2.0, "working_s": 9.9, "place_s": 1.0, "
         ("control", 0.7, [rank(fetch_s=9.0, working_s=2.0, wait_lease_s=7.0, place_s=1.0)]),
         ("cpu", 0.97, [rank(cpu_s=9.0, host_busy=0.97, **READING)]),
         ("cpu", 1.0, [rank(0, cpu_s=5.0, host_busy=1.0, **READING), rank(1, cpu_s=6.0, host_busy=1.0, **READING)]),
-        # Somebody else uses the processors: they are not what this load is short of.
+        # Other processes use the processors: this load does not lack them.
         ("store", 0.94, [rank(cpu_s=0.5, host_busy=1.0, **READING)]),
     ],
 )
-def test_the_stage_that_is_busy_is_the_limit(stage: str, share: float, ranks: list[RankReport]):
+def test_the_busy_stage_is_the_bottleneck(stage: str, share: float, ranks: list[RankReport]):
     found = limit_of(*ranks)
     assert found.stage == stage, found
     assert found.share == pytest.approx(share, abs=0.01)
     assert found.sentence.startswith(f"{stage}: ")
 
 
-def test_start_up_and_resident():
+def test_start_up_and_resident_models_are_reported():
     found = limit_of(rank(load_s=1.0, working_s=1.0, fetch_s=4.0), plan_s=1.0, start_s=3.0)
     assert (found.stage, found.share) == ("start-up", 0.8)
     assert "4.00 of 5.00 s" in found.sentence
@@ -107,10 +107,10 @@ def test_start_up_and_resident():
     # A worker that was replaced began late; bytes moved meanwhile.
     assert limit_of(rank(load_s=1.0, fetch_s=4.0, working_s=1.0), load_s=4.0, total_s=4.3).stage == "store"
     assert limit_of(rank(), resident=True).stage == "resident"
-    assert limit_of().stage in ("start-up", "store")  # nobody had anything to load
+    assert limit_of().stage in ("start-up", "store")  # no rank had anything to load
 
 
-def test_throttling_is_said():
+def test_throttling_is_reported():
     found = limit_of(RankReport(**{**_fields(rank(**READING)), "throttles": 7}))
     assert "7 times" in found.sentence
 
@@ -121,9 +121,7 @@ def test_throttling_is_said():
     cpu_s=st.floats(0, 1e5),
     host_busy=st.floats(0, 1),
 )
-def test_any_report_has_a_limit_and_shares_are_shares(
-    load_s: float, times: list[float], cpu_s: float, host_busy: float
-):
+def test_every_report_has_a_limit_and_valid_shares(load_s: float, times: list[float], cpu_s: float, host_busy: float):
     names = [
         "fetch_s",
         "verify_s",

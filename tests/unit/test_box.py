@@ -44,7 +44,7 @@ def test_runs_are_the_bytes_that_slicing_selects_in_order(
 
 
 @given(boxes())
-def test_runs_are_as_long_as_can_be(box: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]) -> None:
+def test_runs_are_as_long_as_possible(box: tuple[tuple[int, ...], tuple[int, ...], tuple[int, ...]]) -> None:
     runs = find_runs(*box, 8)
     selected = enumerate_bytes(runs)
     breaks = sum(1 for before, after in itertools.pairwise(selected) if after != before + 1)
@@ -53,7 +53,7 @@ def test_runs_are_as_long_as_can_be(box: tuple[tuple[int, ...], tuple[int, ...],
     assert sum(size < full for size, full in zip(box[2], box[0], strict=True)) >= len(runs.repeats)
 
 
-def test_two_dimensions_cut() -> None:
+def test_a_box_may_be_cut_in_two_dimensions() -> None:
     assert find_runs((3, 6), (0, 2), (3, 2), 16) == BoxRuns(4, 0, 4, ((3, 12, 4),))
     assert find_runs((4, 6), (2, 3), (2, 3), 8) == BoxRuns(15, 0, 3, ((2, 6, 3),))
     assert find_runs((), (), (), 32) == BoxRuns(0, 0, 4, ())
@@ -61,14 +61,14 @@ def test_two_dimensions_cut() -> None:
     assert find_runs((2, 3, 6), (0, 1, 1), (2, 2, 2), 8) == BoxRuns(7, 0, 2, ((2, 18, 4), (2, 6, 2)))
 
 
-def test_a_box_that_is_copied_into_a_larger_tensor() -> None:
+def test_a_box_can_be_copied_into_a_larger_tensor() -> None:
     # Rows 1..3 of a (4, 2) tensor, to rows 4..6 of an (8, 2) one: one run.
     assert find_runs((4, 2), (1, 0), (2, 2), 8, (8, 2), (4, 0)) == BoxRuns(2, 8, 4, ())
     assert find_runs((2, 4, 2), (0, 1, 0), (2, 2, 2), 8, (2, 8, 2), (0, 4, 0)) == BoxRuns(2, 8, 4, ((2, 8, 16),))
     assert find_runs((4, 2), (0, 1), (4, 1), 8, (4, 3), (0, 2)) == BoxRuns(1, 2, 1, ((4, 2, 3),))
 
 
-def test_half_byte_elements() -> None:
+def test_half_byte_elements_are_cut_at_whole_bytes_only() -> None:
     assert find_runs((3, 6), (0, 2), (3, 2), 4) == BoxRuns(1, 0, 1, ((3, 3, 1),))
     for offsets, sizes in [((0, 1), (3, 2)), ((0, 2), (3, 3))]:
         with pytest.raises(CutsInsideByte):
@@ -77,7 +77,7 @@ def test_half_byte_elements() -> None:
         find_runs((2, 3), (0, 0), (2, 2), 4)
 
 
-def test_element_bits() -> None:
+def test_element_bits_follow_from_shape_and_bytes() -> None:
     assert element_bits((3, 4), 24) == 16
     assert element_bits((3, 4), 6) == 4
     assert element_bits((4,), 3) == 6

@@ -59,7 +59,7 @@ def published(objects: dict[str, bytes]) -> MemoryStore:
 
 
 def check_whole(index: ModelIndex, objects: dict[str, bytes]) -> None:
-    """Tensors are what the reference reads, chunks tile every shard."""
+    """Check that tensors match the reference and chunks tile every shard."""
     reference = {
         name: (tensor["dtype"], tuple(tensor["shape"]), bytes(tensor["data"]))
         for key, data in objects.items()
@@ -77,7 +77,7 @@ def check_whole(index: ModelIndex, objects: dict[str, bytes]) -> None:
     assert order == sorted(order)
 
 
-def test_without_a_manifest_the_headers_tell(llama: dict[str, bytes]) -> None:
+def test_without_a_manifest_the_headers_are_read(llama: dict[str, bytes]) -> None:
     index = open_model(MemoryStore(llama), chunk_bytes=MIB)
     check_whole(index, llama)
     assert index.source == "headers"
@@ -140,7 +140,7 @@ def test_other_files_that_changed_are_noted(llama: dict[str, bytes]) -> None:
     assert open_model(store).notes == ("other files have changed since they were published: 'config.json'",)
 
 
-def test_broken_manifests_are_refused_not_passed_over(llama: dict[str, bytes]) -> None:
+def test_broken_manifests_are_refused_not_ignored(llama: dict[str, bytes]) -> None:
     store = MemoryStore({**llama, MANIFEST_KEY: b"{}"})
     with pytest.raises(InvalidManifest, match="twin://memory"):
         open_model(store)
@@ -148,7 +148,7 @@ def test_broken_manifests_are_refused_not_passed_over(llama: dict[str, bytes]) -
         read_manifest(store, ObjectInfo(MANIFEST_KEY, MAX_MANIFEST_BYTES + 1, None), FAST)
 
 
-def test_one_file_of_a_folder(llama: dict[str, bytes]) -> None:
+def test_one_file_of_a_folder_opens_alone(llama: dict[str, bytes]) -> None:
     keys = [key for key in llama if key.endswith(".safetensors")]
     for store in (MemoryStore(llama), published(llama)):
         index = open_model(store, only_key=keys[1], chunk_bytes=MIB)
@@ -160,8 +160,8 @@ def test_one_file_of_a_folder(llama: dict[str, bytes]) -> None:
         open_model(MemoryStore(llama), only_key="x.safetensors")
 
 
-def test_expired_credentials_are_no_other_revision(llama: dict[str, bytes]) -> None:
-    """Also of a model that is one file, which is asked for by name."""
+def test_expired_credentials_do_not_count_as_a_new_revision(llama: dict[str, bytes]) -> None:
+    """This also holds for a single-file model, which is opened by name."""
     keys = [key for key in llama if key.endswith(".safetensors")]
     for only_key in (None, keys[1]):
         index = open_model(MemoryStore(llama), only_key=only_key)
@@ -170,7 +170,7 @@ def test_expired_credentials_are_no_other_revision(llama: dict[str, bytes]) -> N
 
 
 class DeniedStore(NoListStore):
-    """Nothing may be read."""
+    """A store from which nothing may be read."""
 
     def stat(self, key: str) -> ObjectInfo:
         raise AccessDenied("expired")
@@ -199,7 +199,7 @@ def test_the_revision_changes_when_the_model_does(llama: dict[str, bytes], with_
     key = index.shards[0].key
     store.put(key, llama[key][:-1] + b"\x00")
     if with_manifest:
-        assert check_revision(store, index.revision)  # the digests will tell
+        assert check_revision(store, index.revision)  # the digests will show it
         publish(store, chunk_bytes=MIB)
     assert not check_revision(store, index.revision)
     again = open_model(store)
@@ -207,14 +207,14 @@ def test_the_revision_changes_when_the_model_does(llama: dict[str, bytes], with_
     assert check_revision(store, again.revision)
 
 
-def test_revision_of_a_foreign_manifest_is_another(llama: dict[str, bytes]) -> None:
+def test_a_foreign_manifest_does_not_match_the_revision(llama: dict[str, bytes]) -> None:
     store = MemoryStore({**llama, MANIFEST_KEY: b"\xff" * 500})
     assert not check_revision(store, "0" * 64)
 
 
 @pytest.mark.parametrize("error", [AccessDenied, UnsupportedStore])
 @pytest.mark.parametrize("with_manifest", [False, True])
-def test_stores_that_cannot_list(
+def test_models_open_on_stores_that_cannot_list(
     llama: dict[str, bytes], with_manifest: bool, error: type[AccessDenied | UnsupportedStore]
 ) -> None:
     store = NoListStore(published(llama) if with_manifest else MemoryStore(llama), error)
@@ -229,7 +229,7 @@ def test_stores_that_cannot_list(
 
 
 class ReadOnlyByName(NoListStore):
-    """S3 for those who may read but not list: what is not there is forbidden."""
+    """A store like S3 with read but no list permission: a missing key is forbidden."""
 
     def stat(self, key: str) -> ObjectInfo:
         try:
@@ -242,7 +242,7 @@ class ReadOnlyByName(NoListStore):
         return super().read_into(key, byte_range, buffer, etag=etag)
 
 
-def test_missing_and_forbidden_look_the_same_to_those_who_may_not_list(llama: dict[str, bytes]) -> None:
+def test_missing_and_forbidden_look_alike_without_list_access(llama: dict[str, bytes]) -> None:
     store = ReadOnlyByName(MemoryStore(llama))
     index = open_model(store, chunk_bytes=MIB)
     check_whole(index, llama)
@@ -261,14 +261,12 @@ def test_missing_and_forbidden_look_the_same_to_those_who_may_not_list(llama: di
             open_model(ReadOnlyByName(MemoryStore(nothing)))
 
 
-def test_a_root_with_too_many_objects_is_asked_by_name(
-    llama: dict[str, bytes], monkeypatch: pytest.MonkeyPatch
-) -> None:
+def test_a_root_with_too_many_objects_is_read_by_name(llama: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(checkpoint_files, "MAX_LISTED", 3)
     check_whole(open_model(MemoryStore(llama), chunk_bytes=MIB), llama)
 
 
-def test_passing_faults_are_not_seen(llama: dict[str, bytes]) -> None:
+def test_temporary_faults_are_retried_and_lasting_ones_raised(llama: dict[str, bytes]) -> None:
     store = FailingStore(MemoryStore(llama), lambda key, r, number: number == 2)
     check_whole(open_model(store, policy=FAST), llama)
     broken = FailingStore(MemoryStore(llama), lambda key, r, number: True)
@@ -287,14 +285,14 @@ def test_all_broken_headers_are_named(llama: dict[str, bytes]) -> None:
         open_model(MemoryStore({**llama, keys[0]: b"\xff" * 100}))
 
 
-def test_shards_the_index_names_and_nobody_has(llama: dict[str, bytes]) -> None:
+def test_missing_shards_of_the_index_are_listed(llama: dict[str, bytes]) -> None:
     keys = [key for key in llama if key.endswith(".safetensors")]
     store = MemoryStore({key: data for key, data in llama.items() if key != keys[1]})
     with pytest.raises(InvalidIndex, match=f"do not exist: '{keys[1]}'"):
         open_model(store)
 
 
-def test_hostile_and_oversized_indexes(llama: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_hostile_and_oversized_indexes_are_refused(llama: dict[str, bytes], monkeypatch: pytest.MonkeyPatch) -> None:
     hostile = json.dumps({"weight_map": {"a": "../../secret.safetensors"}}).encode()
     store = WrappedStore(MemoryStore({**llama, INDEX_KEY: hostile}))
     with pytest.raises(InvalidIndex, match="hostile path"):
@@ -338,7 +336,7 @@ def test_pickles_alone_are_refused() -> None:
         ("models/m.safetensors/", ("models/m.safetensors/", None)),
     ],
 )
-def test_uris_of_folders_and_files(uri: str, expected: tuple[str, str | None]) -> None:
+def test_uris_may_name_folders_or_files(uri: str, expected: tuple[str, str | None]) -> None:
     assert split_model_uri(uri) == expected
 
 

@@ -1,4 +1,4 @@
-"""The laws of the chunk cache, on a model of a node, and the cases that are worth a name."""
+"""The laws of the chunk cache, on a model of a node, and cases that deserve a name."""
 
 from __future__ import annotations
 
@@ -17,14 +17,14 @@ def key(number: int) -> bytes:
 
 
 def put(cache: ChunkCache, number: int, owner: object = None) -> int:
-    """Commit chunk `number`; the slot it is in."""
+    """Commit chunk `number` and return its slot."""
     lease = cache.lease(key(number), W1, 10, owner=owner)
     assert lease is not None
     assert cache.commit(lease.lease_id, 1)
     return lease.slot
 
 
-def test_the_chunk_unused_for_longest_makes_room():
+def test_the_least_recently_used_chunk_is_evicted():
     cache = ChunkCache(3)
     for number in (1, 2, 3):
         put(cache, number)
@@ -39,7 +39,7 @@ def test_the_chunk_unused_for_longest_makes_room():
     assert cache.stats().misses == 1
 
 
-def test_a_chunk_that_was_just_unpinned_is_the_one_used_last():
+def test_unpinning_a_chunk_makes_it_most_recently_used():
     cache = ChunkCache(2)
     put(cache, 1)
     chunk = cache.lookup(key(1))
@@ -52,7 +52,7 @@ def test_a_chunk_that_was_just_unpinned_is_the_one_used_last():
     assert key(2) not in cache
 
 
-def test_no_slot_while_all_are_pinned_then_one():
+def test_an_unpinned_slot_becomes_available():
     cache = ChunkCache(1)
     lease = cache.lease(key(1), W1, 10)
     assert lease is not None
@@ -67,7 +67,7 @@ def test_no_slot_while_all_are_pinned_then_one():
     assert cache.lease(key(2), W2, 10) is not None
 
 
-def test_dropping_a_dead_ranks_pins_keeps_what_it_may_be_reading():
+def test_a_dead_ranks_pins_last_until_it_cannot_be_reading():
     cache = ChunkCache(1)
     put(cache, 1)
     chunk = cache.lookup(key(1))
@@ -81,7 +81,7 @@ def test_dropping_a_dead_ranks_pins_keeps_what_it_may_be_reading():
     assert cache.lease(key(2), W1, 10) is not None
 
 
-def test_a_late_release_does_not_unprotect_the_next_chunk_in_the_slot():
+def test_a_late_release_does_not_unpin_the_slots_next_chunk():
     cache = ChunkCache(1)
     put(cache, 1)
     first = cache.lookup(key(1))
@@ -97,7 +97,7 @@ def test_a_late_release_does_not_unprotect_the_next_chunk_in_the_slot():
     assert cache.lease(key(3), W1, 10) is None
 
 
-def test_a_hedge_gets_another_slot_and_the_slower_one_is_not_needed():
+def test_a_hedge_gets_its_own_slot_and_the_slower_is_a_duplicate():
     cache = ChunkCache(2)
     slow, fast = cache.lease(key(1), W1, 10), cache.lease(key(1), W2, 10)
     assert slow is not None
@@ -113,7 +113,7 @@ def test_a_hedge_gets_another_slot_and_the_slower_one_is_not_needed():
     assert cache.in_flight(key(1)) == ()
 
 
-def test_a_lease_past_its_deadline_gives_back_the_chunk_and_not_the_slot():
+def test_an_expired_lease_frees_its_chunk_but_not_its_slot():
     cache = ChunkCache(2)
     late = cache.lease(key(1), W1, 10)
     assert late is not None
@@ -133,7 +133,7 @@ def test_a_lease_past_its_deadline_gives_back_the_chunk_and_not_the_slot():
     assert cache.overdue(15, 5) == []
 
 
-def test_a_minimum_is_kept_free_and_larger_ones_wait_their_turn():
+def test_a_minimum_is_reserved_and_larger_loads_wait():
     cache = ChunkCache(4)
     with pytest.raises(ArenaTooSmall, match="LONGSHORE_ARENA_BYTES"):
         cache.reserve("huge", 5)
@@ -141,7 +141,7 @@ def test_a_minimum_is_kept_free_and_larger_ones_wait_their_turn():
     held = [cache.lease(key(number), W1, 10, owner="old") for number in range(4)]
     assert None not in held
     assert not cache.reserve("new", 2)  # all slots are in use
-    assert not cache.reserve("newer", 1)  # and who asked first comes first
+    assert not cache.reserve("newer", 1)  # and the first to ask comes first
     for lease in held[:3]:
         assert lease is not None
         cache.abandon(lease.lease_id)
@@ -156,7 +156,7 @@ def test_a_minimum_is_kept_free_and_larger_ones_wait_their_turn():
     assert cache.lease(key(8), W1, 10, owner="new") is None
 
 
-def test_shared_slots_go_to_the_oldest_load_that_wants_one():
+def test_shared_slots_go_to_the_oldest_waiting_load():
     cache = ChunkCache(4)
     assert cache.reserve("old", 1)
     assert cache.reserve("young", 1)
@@ -170,7 +170,7 @@ def test_shared_slots_go_to_the_oldest_load_that_wants_one():
     assert cache.lease(key(5), W1, 10, owner="old")
 
 
-def test_a_load_that_was_refused_and_ended_blocks_nobody():
+def test_a_refused_load_that_ended_blocks_no_other():
     cache = ChunkCache(2)
     assert cache.reserve("old", 1)
     assert cache.reserve("young", 0)
@@ -197,7 +197,7 @@ def test_slots_are_used_as_they_become_ready():
     assert cache.stats().ready_slots == 2
 
 
-def test_leases_of_another_arena_or_before_a_restart_are_told_apart():
+def test_leases_of_another_arena_or_restart_are_recognised():
     journal = MemoryJournal(1)
     before = ChunkCache(1, journal=journal)
     old = before.lease(key(1), W1, 10)
@@ -220,7 +220,7 @@ def test_restoring_twice_or_late_is_refused():
         cache.restore([], 0)
 
 
-def test_records_that_say_the_same_chunk_twice_give_it_once():
+def test_a_chunk_recorded_twice_is_restored_once():
     journal = MemoryJournal(2)
     for slot in (0, 1):
         journal.write_record(slot, SlotRecord(SlotState.COMMITTED, 4, 5, key(1)))
@@ -230,7 +230,7 @@ def test_records_that_say_the_same_chunk_twice_give_it_once():
     assert (stats.committed_slots, stats.free_slots, stats.ready_slots) == (1, 1, 2)
 
 
-def test_what_does_not_exist():
+def test_unknown_chunks_and_leases_are_refused():
     with pytest.raises(ValueError, match="at least 1"):
         ChunkCache(0)
     cache = ChunkCache(1)

@@ -1,4 +1,4 @@
-"""`cluster.telemetry.chunk_map`: letters and runs of chunks, against the plainest way to write them."""
+"""`cluster.telemetry.chunk_map`: letters and runs of chunks, against a plain implementation."""
 
 from __future__ import annotations
 
@@ -36,7 +36,7 @@ def letters(states: list[ChunkState | None]) -> np.ndarray:
 
 
 @given(STATES)
-def test_runs_tell_every_letter(states: list[ChunkState | None]) -> None:
+def test_runs_cover_every_letter(states: list[ChunkState | None]) -> None:
     runs = runs_of(letters(states))
     assert "".join(letter * count for count, letter in runs) == as_text(states)
     assert all(one[1] != other[1] for one, other in itertools.pairwise(runs))
@@ -49,13 +49,13 @@ def test_runs_tell_every_letter(states: list[ChunkState | None]) -> None:
         )
     )
 )
-def test_of_several_parts_the_least_done_counts(parts: list[list[ChunkState | None]]) -> None:
+def test_the_least_finished_part_decides_the_letter(parts: list[list[ChunkState | None]]) -> None:
     order = "".join(LETTERS.values()) + NOT_NEEDED
     expected = "".join(min(column, key=order.index) for column in zip(*(as_text(part) for part in parts), strict=True))
     assert bytes(least_done([letters(part) for part in parts])).decode() == expected
 
 
-def test_a_queue_says_where_its_chunks_are() -> None:
+def test_a_queue_maps_its_chunks_to_states() -> None:
     queue = LeaseQueue({0: np.array([1, 2, 4]), 1: np.array([2])})
     queue.leased(1, 0)
     queue.leased(2, 0)
@@ -72,7 +72,7 @@ def test_shards_are_ranges_of_chunks() -> None:
     assert [(s.key, s.first_chunk, s.chunk_count) for s in shards_of(shards, table)] == [("a", 0, 2), ("b", 2, 1)]
 
 
-def test_as_json_it_has_every_field() -> None:
+def test_the_json_has_every_field() -> None:
     shards = (ShardChunks("a.safetensors", 30, 0, 3), ShardChunks("b.safetensors", 20, 3, 2))
     found = ChunkMap("m", 5, shards, (NodeChunks("n", "host", ((3, "d"), (2, "p"))),), ("silent",))
     assert json.loads(json.dumps(found.as_dict())) == json.loads(json.dumps(asdict(found)))

@@ -1,4 +1,4 @@
-"""A chunk whose answers break off: it goes on from the byte it reached, and is right, or is begun anew."""
+"""A read whose answers break off continues at the byte it reached, and restarts when the bytes are wrong."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ ATTEMPTS = 4
 PATIENCE_S = 60.0
 NEVER_S = 1000.0
 
-Cut = Callable[[ByteRange], bytes]  # what is sent of the range before the connection ends
+Cut = Callable[[ByteRange], bytes]  # the part of the range that is sent before the connection ends
 
 
 def tables(etag: str | None = "v1", digest: bool = True) -> SharedTables:
@@ -51,7 +51,7 @@ def tables(etag: str | None = "v1", digest: bool = True) -> SharedTables:
 
 
 class BreakingServer:
-    """Serves `DATA`; the n-th answer is what the n-th of `cuts` makes of it, the rest are whole."""
+    """Serves `DATA`. The n-th of `cuts` changes the n-th answer; later answers are whole."""
 
     def __init__(self, cuts: Sequence[Cut] = (), reset: bool = False) -> None:
         self._cuts, self._reset = list(cuts), reset
@@ -91,7 +91,7 @@ def head_of(asked: ByteRange) -> dict[str, str]:
 
 
 def first(count: int) -> Cut:
-    """So many bytes, or all but one."""
+    """Return that many bytes, or all but one."""
     return lambda asked: DATA[asked.start : asked.start + min(count, asked.size_bytes - 1)]
 
 
@@ -128,8 +128,8 @@ def fetch(
 
 
 @pytest.mark.parametrize("arrived_bytes", [0, 12_345])
-def test_stopped_while_it_waits_for_another_try_it_finishes_only_what_has_begun_to_arrive(arrived_bytes: int) -> None:
-    """A rank that has all its own leaves with what it fetches for others: nobody should fetch that part again."""
+def test_a_stopped_fetch_finishes_only_reads_with_bytes(arrived_bytes: int) -> None:
+    """A rank that has its own chunks leaves with its fetches for others, so that no rank fetches them again."""
     memory = bytearray(SIZE_BYTES)
     cuts: list[Cut] = [lambda asked: DATA[asked.start : asked.start + arrived_bytes]]
     with closing(BreakingServer(cuts)) as server, fetching(server.store(), tables()) as fetcher:
@@ -149,9 +149,9 @@ def test_stopped_while_it_waits_for_another_try_it_finishes_only_what_has_begun_
     splits=st.lists(st.integers(0, SIZE_BYTES), max_size=3),
     reset=st.booleans(),
 )
-def test_what_arrived_is_not_asked_for_again(points: set[int], splits: list[int], reset: bool) -> None:
-    """`points` of the chunk are where answers break off."""
-    # A reset may throw away all that it was to bring, and such tries are counted.
+def test_received_bytes_are_not_requested_again(points: set[int], splits: list[int], reset: bool) -> None:
+    """The answers break off at `points` of the chunk."""
+    # A reset may discard all that the answer carried; such tries are counted.
     points = set(sorted(points)[: ATTEMPTS - 1]) if reset else points
     cuts = [end - start for start, end in itertools.pairwise([0, *sorted(points)])]
     with closing(BreakingServer([first(count) for count in cuts], reset)) as server:
@@ -162,7 +162,7 @@ def test_what_arrived_is_not_asked_for_again(points: set[int], splits: list[int]
     assert starts == sorted(starts)
     assert clock.bytes == clock.verify_bytes == SIZE_BYTES
     assert all(asked.end == CHUNK.end for asked in server.asked)
-    if not reset:  # a reset may throw away what the reader had not taken yet
+    if not reset:  # a reset may discard bytes that the reader had not taken yet
         reached = CHUNK.start
         for count, asked in zip([*cuts, 0], server.asked, strict=False):
             assert asked.start == reached
@@ -170,14 +170,14 @@ def test_what_arrived_is_not_asked_for_again(points: set[int], splits: list[int]
         assert sum(result.retries.values()) == len(server.asked) - 1
 
 
-def test_a_server_that_never_brings_anything_uses_up_the_attempts() -> None:
+def test_a_server_that_sends_nothing_uses_up_the_attempts() -> None:
     with closing(BreakingServer([first(0)] * 20)) as server:
         result, _, _ = fetch(server.store(), tables())
     assert result.failure is not None
     assert result.failure.tries == len(server.asked) == ATTEMPTS
 
 
-def test_one_that_brings_a_byte_each_time_uses_up_the_budget_of_its_cause() -> None:
+def test_single_byte_answers_use_up_the_short_read_budget() -> None:
     with closing(BreakingServer([first(1)] * 100)) as server:
         result, _, _ = fetch(server.store(), tables())
     assert result.failure is not None
@@ -185,8 +185,8 @@ def test_one_that_brings_a_byte_each_time_uses_up_the_budget_of_its_cause() -> N
 
 
 @pytest.mark.parametrize("count", [1000, SIZE_BYTES])
-def test_wrong_bytes_are_dropped_with_all_that_followed(count: int) -> None:
-    """The flipped byte is in the part that was kept: only the digest of the whole can tell."""
+def test_wrong_bytes_discard_the_whole_read(count: int) -> None:
+    """The flipped byte is in the part that was kept, so only the digest of the whole shows it."""
     with closing(BreakingServer([flipped(count, 500)])) as server:
         result, memory, clock = fetch(server.store(), tables())
     assert result.commit is not None
@@ -196,7 +196,7 @@ def test_wrong_bytes_are_dropped_with_all_that_followed(count: int) -> None:
     assert clock.bytes == clock.verify_bytes == 2 * SIZE_BYTES
 
 
-def test_bytes_that_are_always_wrong_end_with_what_was_found() -> None:
+def test_bytes_that_stay_wrong_end_in_an_integrity_error() -> None:
     with closing(BreakingServer([flipped(SIZE_BYTES, 9)] * 20)) as server:
         result, _, _ = fetch(server.store(), tables())
     assert result.failure is not None
@@ -204,7 +204,7 @@ def test_bytes_that_are_always_wrong_end_with_what_was_found() -> None:
     assert {"expected", "found", "shard", "chunk", "range"} <= result.failure.error.details.keys()
 
 
-def test_without_version_and_digest_a_chunk_is_of_one_answer() -> None:
+def test_without_version_or_digest_a_chunk_restarts_whole() -> None:
     with closing(BreakingServer([first(PIECE_BYTES + 7)])) as server:
         result, memory, _ = fetch(server.store(), tables(etag=None, digest=False))
     assert result.commit is not None
@@ -212,7 +212,7 @@ def test_without_version_and_digest_a_chunk_is_of_one_answer() -> None:
     assert server.asked == [CHUNK, CHUNK]
 
 
-def test_a_store_that_reads_whole_ranges_reads_them_again() -> None:
+def test_a_store_without_pieces_reads_whole_ranges_again() -> None:
     memory = MemoryStore()
     version = memory.put("model", DATA).etag
     store = FailingStore(memory, lambda *asked: asked[-1] < 3, lambda: StoreUnavailable("reset", received_bytes=0))
@@ -248,7 +248,7 @@ STALLS: dict[str, Callable[[socket.socket, threading.Event], object]] = {
 
 @contextmanager
 def stalling(stall: Callable[[socket.socket, threading.Event], object]) -> Iterator[tuple[threading.Event, S3Store]]:
-    """(set when a request is there, the store)"""
+    """Return an event, set once a request is there, and the store."""
     asked = threading.Event()
 
     def play(sock: socket.socket, _: int) -> None:
@@ -275,7 +275,7 @@ def test_a_read_ends_at_the_deadline_of_its_lease(stall: Callable[[socket.socket
 
 @pytest.mark.parametrize("stall", STALLS.values(), ids=STALLS.keys())
 @pytest.mark.parametrize("how", ["closed", "stopped"])
-def test_a_read_ends_when_nobody_wants_it(stall: Callable[[socket.socket, threading.Event], object], how: str) -> None:
+def test_an_unwanted_read_ends(stall: Callable[[socket.socket, threading.Event], object], how: str) -> None:
     found: list[FetchedChunk] = []
     with stalling(stall) as (asked, store), fetching(store, tables()) as fetcher:
         lease, memory = LeaseOrder("lease", 0, 0, NEVER_S), memoryview(bytearray(SIZE_BYTES))
@@ -286,10 +286,10 @@ def test_a_read_ends_when_nobody_wants_it(stall: Callable[[socket.socket, thread
         fetcher.end_reads(["another", "lease"] if how == "closed" else None)
         thread.join(PATIENCE_S)
         assert not thread.is_alive()
-    assert found == [FetchedChunk("lease")]  # handed back: nobody's failure
+    assert found == [FetchedChunk("lease")]  # returned: counts as no failure
 
 
-def test_a_lease_that_was_closed_before_it_was_begun_asks_nothing() -> None:
+def test_a_lease_closed_before_its_start_sends_no_request() -> None:
     with closing(BreakingServer()) as server, fetching(server.store(), tables()) as fetcher:
         fetcher.is_void = lambda lease_id, _: lease_id == "lease"
         memory = memoryview(bytearray(SIZE_BYTES))

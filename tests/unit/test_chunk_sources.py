@@ -1,4 +1,4 @@
-"""A node's report says of every needed chunk where it came from, or that this is not known."""
+"""A node's report names the source of every needed chunk, or says that it is unknown."""
 
 from __future__ import annotations
 
@@ -10,7 +10,7 @@ MODEL = SimModel(tuple(CHUNKS))
 
 
 def in_the_middle(node: NodeSimulation, ranks: int = 1) -> tuple[SimLoad, list[SimRank]]:
-    """A load of which every rank has placed three chunks, at least."""
+    """Run a load until every rank has placed at least three chunks."""
     load = node.add_load(MODEL, {rank: CHUNKS for rank in range(ranks)})
     for rank in load.needs:
         node.start_rank(load, rank)
@@ -22,7 +22,7 @@ def in_the_middle(node: NodeSimulation, ranks: int = 1) -> tuple[SimLoad, list[S
 
 
 def sources(node: NodeSimulation, load: SimLoad) -> tuple[int, int, int]:
-    """Chunks from the store, from the arena, and from who knows where."""
+    """Return the numbers of chunks from the store, from the arena and from unknown sources."""
     report: NodeReport = node.ledger.report(load.load_id, "node", "host")
     check_sources(report)
     return report.store_chunks, report.cached_chunks, report.unknown_chunks
@@ -36,7 +36,7 @@ def test_a_restarted_agent_learns_what_this_load_fetched() -> None:
     assert sources(node, load) == (8, 0, 0)
 
 
-def test_what_was_evicted_before_the_restart_counts() -> None:
+def test_chunks_evicted_before_the_restart_count() -> None:
     node = NodeSimulation(3)
     load, _ = in_the_middle(node)
     node.restart_agent()
@@ -44,7 +44,7 @@ def test_what_was_evicted_before_the_restart_counts() -> None:
     assert sources(node, load) == (8, 0, 0)
 
 
-def test_what_the_arena_had_before_the_load_is_cached_after_a_restart_too() -> None:
+def test_chunks_cached_before_the_load_stay_cached_on_restart() -> None:
     node = NodeSimulation(16)
     first, _ = in_the_middle(node)
     node.settle()
@@ -61,7 +61,7 @@ def test_what_the_arena_had_before_the_load_is_cached_after_a_restart_too() -> N
     assert sources(node, load) == (0, 8, 0)
 
 
-def test_what_a_rank_fetched_that_had_all_before_the_restart_is_not_known() -> None:
+def test_chunks_of_ranks_done_before_a_restart_are_unknown() -> None:
     node = NodeSimulation(16)
     load, (placement,) = in_the_middle(node)
     while not load.done:
@@ -71,7 +71,7 @@ def test_what_a_rank_fetched_that_had_all_before_the_restart_is_not_known() -> N
     assert sources(node, load) == (0, 0, 8)
 
 
-def test_what_a_rank_fetched_that_died_with_the_agent_is_not_known() -> None:
+def test_chunks_of_ranks_that_died_with_the_agent_are_unknown() -> None:
     node = NodeSimulation(16)
     load, (placement,) = in_the_middle(node)
     held = len(placement.state.sources)
@@ -84,8 +84,8 @@ def test_what_a_rank_fetched_that_died_with_the_agent_is_not_known() -> None:
     assert 0 < unknown <= held
 
 
-def test_a_chunk_that_came_after_its_lease_had_ended_counts_once() -> None:
-    """A rank places what it fetched while it is warm: nobody fetches that again."""
+def test_a_chunk_received_after_its_lease_counts_once() -> None:
+    """A warm rank places what it fetched, and no other rank fetches that chunk again."""
     node = NodeSimulation(16)
     load, (placement,) = in_the_middle(node)
     while not placement.leases:
@@ -97,7 +97,7 @@ def test_a_chunk_that_came_after_its_lease_had_ended_counts_once() -> None:
     assert sources(node, load) == (8, 0, 0)
 
 
-def test_a_message_that_was_lost_counts_by_the_next_hello() -> None:
+def test_a_lost_message_is_counted_by_the_next_hello() -> None:
     node = NodeSimulation(16)
     load, (placement,) = in_the_middle(node)
     while not placement.leases:

@@ -1,4 +1,4 @@
-"""Chunk bounds: they tile the file, never exceed the size asked for, and respect tensors and rows."""
+"""Chunk bounds tile the file, never exceed the requested size, and respect tensors and rows."""
 
 from itertools import pairwise
 
@@ -49,9 +49,7 @@ def test_data_chunks_are_at_least_half_full(shard: tuple[Header, int], chunk_byt
 
 @settings(max_examples=300)
 @given(shards, st.integers(64, 5000))
-def test_a_cut_inside_a_tensor_is_between_rows_unless_rows_are_large(
-    shard: tuple[Header, int], chunk_bytes: int
-) -> None:
+def test_cuts_fall_between_rows_unless_rows_are_large(shard: tuple[Header, int], chunk_bytes: int) -> None:
     header, size = shard
     for end in chunk_bounds(header, size, chunk_bytes):
         cut = [t for t in header.tensors if t.start < end < t.end]
@@ -62,9 +60,7 @@ def test_a_cut_inside_a_tensor_is_between_rows_unless_rows_are_large(
 
 
 @given(shards, st.integers(1, 5000))
-def test_a_tensor_that_ends_in_the_second_half_of_a_chunk_ends_the_chunk(
-    shard: tuple[Header, int], chunk_bytes: int
-) -> None:
+def test_a_tensor_ending_in_a_chunks_second_half_ends_the_chunk(shard: tuple[Header, int], chunk_bytes: int) -> None:
     header, size = shard
     ends = chunk_bounds(header, size, chunk_bytes)
     boundaries = {t.end for t in header.tensors}
@@ -75,7 +71,7 @@ def test_a_tensor_that_ends_in_the_second_half_of_a_chunk_ends_the_chunk(
         assert not later
 
 
-def test_rows_of_a_llama_matrix() -> None:
+def test_rows_of_a_llama_matrix_are_never_split() -> None:
     header, size = header_of([("norm", "BF16", (4096,)), ("w", "BF16", (14336, 4096))])
     ends = chunk_bounds(header, size, 8 * MIB)
     rows = [(end - header.tensors[1].start) % 8192 for end in ends[1:]]
@@ -98,18 +94,18 @@ def test_a_row_larger_than_a_chunk_is_cut_on_aligned_elements() -> None:
             assert (end - tensor.start) % (CUT_ALIGN_BYTES * atom_bytes("F6_E2M3")) == 0
 
 
-def test_rows_of_packed_types_are_taken_in_whole_bytes() -> None:
+def test_rows_of_packed_types_are_cut_at_whole_bytes() -> None:
     header, _ = header_of([("f4", "F4", (8, 3)), ("scalar", "F32", ()), ("none", "F32", (0, 2))])
     steps = {t.name: row_step_bytes(t) for t in header.tensors}
     assert steps == {"f4": 3, "scalar": 0, "none": 0}
 
 
-def test_a_file_without_tensor_bytes() -> None:
+def test_a_file_without_tensor_bytes_is_one_chunk() -> None:
     header, size = header_of([("none", "F32", (0,))])
     assert chunk_bounds(header, size, MIB) == [size]
 
 
-def test_a_chunk_of_nothing_is_refused() -> None:
+def test_a_chunk_size_of_zero_is_refused() -> None:
     header, size = header_of([])
     with pytest.raises(ValueError, match="positive"):
         chunk_bounds(header, size, 0)

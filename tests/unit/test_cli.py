@@ -1,5 +1,8 @@
-"""The command line. Verbs that need no cluster run for real on a local folder; the others get a stand-in for the
-client, as only what is parsed and printed is looked at here (the integration tests run them on Ray)."""
+"""The command line.
+
+Functions that need no cluster run for real on a local folder. The others get a stand-in for the client, because only
+parsing and printing are tested here; the integration tests run them on Ray.
+"""
 
 from __future__ import annotations
 
@@ -99,7 +102,7 @@ class FakeModel:
 
 @pytest.fixture
 def fake_load(monkeypatch: pytest.MonkeyPatch) -> SimpleNamespace:
-    """Stands in for client.load; remembers its arguments and the model it handed out."""
+    """Stands in for client.load. Remembers its arguments and the model that it returned."""
     seen = SimpleNamespace(uri=None, options=None, call={}, model=None, report=load_report())
 
     def load_model(options: LoadOptions, **call: Any) -> FakeModel:
@@ -166,7 +169,7 @@ def test_load_passes_every_option_to_the_client(run: Run, fake_load: SimpleNames
     )
 
 
-def test_load_keeps_by_default_and_gives_its_own_hold_back(run: Run, fake_load: SimpleNamespace) -> None:
+def test_load_keeps_the_model_and_releases_only_its_own_hold(run: Run, fake_load: SimpleNamespace) -> None:
     run("load", "s3://models/llama")
     assert fake_load.options == LoadOptions("s3://models/llama", keep=True)
     assert fake_load.call["timeout_s"] is None
@@ -192,7 +195,7 @@ def test_load_keeps_by_default_and_gives_its_own_hold_back(run: Run, fake_load: 
         ["release", "m", "--all"],
     ],
 )
-def test_wrong_usage_is_2(run: Run, argv: list[str]) -> None:
+def test_wrong_usage_exits_with_2(run: Run, argv: list[str]) -> None:
     code, out, err = run(*argv)
     assert (code, out) == (2, "")
     assert "longshore" in err
@@ -222,7 +225,7 @@ def test_help_names_every_verb_and_exit_code(run: Run) -> None:
     assert "130  interrupted" in out
 
 
-def test_version(run: Run) -> None:
+def test_version_is_printed(run: Run) -> None:
     from longshore.installation import __version__
 
     assert run("--version") == (0, f"longshore {__version__}\n", "")
@@ -242,7 +245,7 @@ def test_every_verb_has_json_and_debug(verb: str) -> None:
 def test_load_prints_a_table_and_lines_of_progress(run: Run, fake_load: SimpleNamespace) -> None:
     _, out, err = run("load", "s3://models/llama")
     assert "llama-1" in out
-    assert "[bold]llama" in out  # a name from outside is no markup
+    assert "[bold]llama" in out  # a name from outside is not read as markup
     assert "each with its blake3 digest" in out
     assert [line.split()[1] for line in err.splitlines()] == ["planning", "loading", "ready"]
     assert "\x1b" not in out + err
@@ -259,7 +262,7 @@ def test_a_resident_model_has_no_rate(run: Run, fake_load: SimpleNamespace) -> N
     assert total().endswith(" s, already resident")
 
 
-def test_the_peak_of_memory_names_the_share_of_the_arena(run: Run, fake_load: SimpleNamespace) -> None:
+def test_peak_memory_names_the_share_of_the_arena(run: Run, fake_load: SimpleNamespace) -> None:
     loaded = load_report()
     fake_load.report = replace(loaded, nodes=(replace(loaded.nodes[0], arena_bytes=5_400_000_000),))
     _, out, _ = run("load", "s3://models/llama")
@@ -310,7 +313,7 @@ def test_json_is_one_document_on_stdout(run: Run, fake_load: SimpleNamespace) ->
     assert "planning" in err
 
 
-def test_status(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_status_prints_models_and_nodes(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     progress = LoadProgress("m1", "s3://b/m", "ready", 10, 10, 10, 4, 4, 1.0)
     broken = LoadProgress("m2", "s3://b/n", "failed", 0, 10, 0, 0, 1, 1.0)
     models = (ModelStatus(progress, "r1", Layout(4), "cuda", True, 2, ("a", "a", "b", "b")),)
@@ -365,7 +368,9 @@ def test_status(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
         (["--all", "--force", "--shutdown"], [("release", "m1", True), ("release", "m2", True), ("shutdown",)]),
     ],
 )
-def test_release(run: Run, monkeypatch: pytest.MonkeyPatch, argv: list[str], calls: list[tuple[Any, ...]]) -> None:
+def test_release_prints_what_it_released(
+    run: Run, monkeypatch: pytest.MonkeyPatch, argv: list[str], calls: list[tuple[Any, ...]]
+) -> None:
     done: list[tuple[Any, ...]] = []
     models = tuple(
         ModelStatus(LoadProgress(m, "u", "ready", 1, 1, 1, 1, 1, 1.0), "r", Layout(), "cpu", True, 0, ("a",))
@@ -394,14 +399,14 @@ def test_release(run: Run, monkeypatch: pytest.MonkeyPatch, argv: list[str], cal
     assert "nothing" not in out
 
 
-def test_ctrl_c_says_what_goes_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_names_the_load_that_goes_on(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     interrupt = KeyboardInterrupt()
     interrupt.add_note("the load goes on in the cluster")
     fail_with(monkeypatch, interrupt)
     assert run("load", "s3://m") == (130, "", "longshore: the load goes on in the cluster\nlongshore: interrupted\n")
 
 
-def test_release_all_goes_on_after_one_that_fails(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_release_all_continues_after_a_failure(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     outcomes: dict[str, Any] = {
         "m1": cluster.RemoteCallFailed("a bug"),
         "m2": cluster.ModelNotFound("it ended just now"),
@@ -445,7 +450,7 @@ def test_an_error_is_one_line_with_its_hint(run: Run, monkeypatch: pytest.Monkey
     assert run("load", "s3://m") == (4, "", "longshore: 2 GPUs wanted, 1 free (wanted=2). held by m1\n")
 
 
-def test_an_error_as_json(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_error_can_be_json(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_with(monkeypatch, ClusterLost("no answer", hint="is it up?", address="head:1"))
     code, out, err = run("load", "s3://m", "--json")
     assert code == 7
@@ -461,7 +466,7 @@ def test_an_error_as_json(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     assert err.count("\n") == 1
 
 
-def test_a_traceback_only_on_demand(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_traceback_is_printed_only_on_demand(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_with(monkeypatch, ZeroDivisionError("a bug"))
     code, _, err = run("load", "s3://m")
     assert (code, err) == (1, "longshore: ZeroDivisionError: a bug (--debug shows where)\n")
@@ -474,7 +479,7 @@ def test_an_error_cannot_carry_escape_codes(run: Run, monkeypatch: pytest.Monkey
     assert "\x1b" not in run("load", "s3://m")[2]
 
 
-def test_ctrl_c_is_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_ctrl_c_exits_with_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
     fail_with(monkeypatch, KeyboardInterrupt())
     quiet = "longshore: nothing was asked of the cluster yet\n"
     assert run("load", "s3://m") == (130, "", f"{quiet}longshore: interrupted\n")
@@ -483,7 +488,7 @@ def test_ctrl_c_is_130(run: Run, monkeypatch: pytest.MonkeyPatch) -> None:
 # for real, without a cluster
 
 
-def test_publish_plan_verify(run: Run, model: Path) -> None:
+def test_a_published_model_can_be_planned_and_verified(run: Run, model: Path) -> None:
     code, out, err = run("publish", str(model), "--chunk-size", "1MiB")
     assert code == 0, err
     assert "manifest written" in out
@@ -530,7 +535,7 @@ def test_publish_records_what_loads_that_quantize_need(run: Run, model: Path) ->
     assert run("plan", str(model), "--tp", "2", "--quantization", "fp8")[0] == 6
 
 
-def test_verify_of_an_unpublished_model_is_no_green_gate(run: Run, model: Path) -> None:
+def test_verify_of_an_unpublished_model_exits_with_1(run: Run, model: Path) -> None:
     code, out, err = run("verify", str(model))
     assert code == 1
     assert "NOT published" in out
@@ -539,7 +544,7 @@ def test_verify_of_an_unpublished_model_is_no_green_gate(run: Run, model: Path) 
     assert (code, json.loads(out)["ok"]) == (1, False)
 
 
-def test_verify_names_the_chunk_that_differs_and_ends_with_6(run: Run, model: Path) -> None:
+def test_verify_names_the_chunk_that_differs_and_exits_with_6(run: Run, model: Path) -> None:
     run("publish", str(model))
     shard = sorted(model.glob("*.safetensors"))[1]
     data = bytearray(shard.read_bytes())
@@ -553,7 +558,7 @@ def test_verify_names_the_chunk_that_differs_and_ends_with_6(run: Run, model: Pa
     assert (code, json.loads(out)["ok"]) == (6, False)
 
 
-def test_publish_to_another_place(run: Run, model: Path, tmp_path: Path) -> None:
+def test_publish_can_copy_to_another_place(run: Run, model: Path, tmp_path: Path) -> None:
     (tmp_path / "copy").mkdir()
     code, out, _ = run("publish", str(model), str(tmp_path / "copy"), "--hash", "xxh3_128", "--json")
     assert code == 0
@@ -563,7 +568,7 @@ def test_publish_to_another_place(run: Run, model: Path, tmp_path: Path) -> None
     assert run("verify", str(tmp_path / "copy"))[0] == 0
 
 
-def test_bad_input_ends_with_its_code(run: Run, model: Path, tmp_path: Path) -> None:
+def test_bad_input_exits_with_its_code(run: Run, model: Path, tmp_path: Path) -> None:
     pickles = tmp_path / "pickles"
     pickles.mkdir()
     (pickles / "pytorch_model.bin").write_bytes(b"\x80\x04.")
@@ -577,7 +582,7 @@ def test_bad_input_ends_with_its_code(run: Run, model: Path, tmp_path: Path) -> 
 @pytest.mark.parametrize(
     "uri", ["", "  ", "s3://", "s3:/b/m", "s3://b/../m", "m/../n", "s3://a:b@c/m", "s3://b!/m", "file://host/m"]
 )
-def test_a_uri_that_cannot_be_meant_is_2(run: Run, model: Path, uri: str) -> None:
+def test_an_impossible_uri_exits_with_2(run: Run, model: Path, uri: str) -> None:
     for argv in (["plan", uri], ["verify", uri], ["publish", uri], ["publish", str(model), uri], ["doctor", uri]):
         code, out, err = run(*argv)
         assert (code, out, err.count("\n")) == (2, "", 1), argv
@@ -585,7 +590,7 @@ def test_a_uri_that_cannot_be_meant_is_2(run: Run, model: Path, uri: str) -> Non
     assert run("plan", "s3://b/m", "--endpoint-url", "store:9000")[0] == 2
 
 
-def test_a_blank_destination_makes_no_folder(
+def test_a_blank_destination_creates_no_folder(
     run: Run, model: Path, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.chdir(tmp_path)
@@ -601,7 +606,7 @@ def test_a_copy_inside_its_source_or_around_it_is_refused(run: Run, model: Path)
     assert not (model / "sub").exists()
 
 
-def test_a_bad_setting_is_2_and_named(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_bad_setting_is_named_and_exits_with_2(run: Run, model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setenv("LONGSHORE_CHUNK_BYTES", "many")
     code, _, err = run("plan", str(model))
     assert code == 2
@@ -609,25 +614,25 @@ def test_a_bad_setting_is_2_and_named(run: Run, model: Path, monkeypatch: pytest
 
 
 @pytest.mark.parametrize("size", ["0", "5", "1GB"])
-def test_a_chunk_size_that_cannot_be_meant_is_2(run: Run, model: Path, size: str) -> None:
+def test_an_impossible_chunk_size_exits_with_2(run: Run, model: Path, size: str) -> None:
     code, _, err = run("publish", str(model), "--chunk-size", size)
     assert (code, "chunk_bytes" in err) == (2, True)
 
 
-def test_no_ranks_per_node_is_no_default(model: Path) -> None:
+def test_zero_ranks_per_node_is_refused(model: Path) -> None:
     with pytest.raises(ConfigError, match="ranks_per_node"):
         preview.plan(str(model), ranks_per_node=0)
 
 
 @pytest.mark.parametrize("module", ["cluster", "longshore"])
-def test_python_dash_m(module: str) -> None:
+def test_python_dash_m_runs_the_command(module: str) -> None:
     done = subprocess.run([sys.executable, "-m", module, "--version"], capture_output=True, text=True, timeout=60)
     assert (done.returncode, done.stdout.split()[0]) == (0, "longshore")
 
 
 @pytest.fixture
 def broken_pipe() -> Iterator[int]:
-    """The writing end of a pipe whose reader has left."""
+    """Return the writing end of a pipe whose reader has left."""
     reader, writer = os.pipe()
     os.close(reader)
     yield writer
@@ -639,14 +644,14 @@ def in_a_process(*argv: str, **streams: Any) -> subprocess.CompletedProcess[str]
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
-def test_a_reader_that_goes_away_is_no_error(model: Path, broken_pipe: int, options: list[str]) -> None:
+def test_a_reader_that_leaves_causes_no_error(model: Path, broken_pipe: int, options: list[str]) -> None:
     done = in_a_process("plan", str(model), *options, stdout=broken_pipe, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr) == (0, "")
 
 
 @pytest.mark.parametrize("stream", ["stdout", "stderr"])
 @pytest.mark.parametrize("options", [[], ["--json"]])
-def test_a_reader_that_goes_away_hides_no_damage(
+def test_a_reader_that_leaves_does_not_hide_damage(
     run: Run, model: Path, broken_pipe: int, stream: str, options: list[str]
 ) -> None:
     run("publish", str(model))
@@ -656,25 +661,25 @@ def test_a_reader_that_goes_away_hides_no_damage(
     assert done.returncode == 6
 
 
-def test_a_publish_ends_although_nobody_reads_its_progress(model: Path, broken_pipe: int) -> None:
+def test_a_publish_ends_without_a_reader_of_its_progress(model: Path, broken_pipe: int) -> None:
     done = in_a_process("publish", str(model), stdout=subprocess.DEVNULL, stderr=broken_pipe)
     assert (done.returncode, (model / "longshore.manifest.json").exists()) == (0, True)
 
 
 @pytest.mark.parametrize("options", [[], ["--json"]])
-def test_an_answer_that_cannot_be_written_is_one_line_and_1(model: Path, options: list[str]) -> None:
+def test_an_unwritable_answer_is_one_line_and_exits_with_1(model: Path, options: list[str]) -> None:
     with open("/dev/full", "w") as full:
         done = in_a_process("plan", str(model), *options, stdout=full, stderr=subprocess.PIPE)
     assert (done.returncode, done.stderr.count("\n")) == (1, 1)
     assert "No space left" in done.stderr
 
 
-def test_closed_streams_are_no_error(model: Path) -> None:
+def test_closed_streams_cause_no_error(model: Path) -> None:
     command = [sys.executable, "-m", "longshore", "plan", str(model)]
     assert subprocess.run(["sh", "-c", '"$@" >&- 2>&-', "sh", *command], timeout=60, check=False).returncode == 0
 
 
-def test_a_model_that_ends_with_the_command_is_said_to(
+def test_load_says_when_the_model_ends_with_the_command(
     run: Run, fake_load: SimpleNamespace, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     _, _, err = run("load", "s3://models/llama")
@@ -694,7 +699,7 @@ def test_a_demo_model_is_written_and_kept(run: Run, tmp_path: Path) -> None:
     assert run("verify", str(folder))[0] == 0
     plan = json.loads(run("plan", str(folder), "--json")[1])
     assert sum(rank["size_bytes"] for rank in plan["ranks"]) == written["size_bytes"]
-    # Nothing is overwritten, and what is too small is refused before a folder is made.
+    # Nothing is overwritten. A size that is too small is refused before a folder is made.
     assert run("demo", "--write", str(folder))[0] == 2
     assert run("demo", "--write", str(tmp_path / "b"), "--size", "1MB")[0] == 2
     assert not (tmp_path / "b").exists()
@@ -707,7 +712,7 @@ HEAVY = {"numpy", "ray", "torch", "pydantic", "rich", "boto3", "botocore", "blak
 @pytest.mark.parametrize(
     "argv", [["--version"], ["load", "--help"], ["plan", "u", "--tp", "abc"], ["status", "--watch", "x"]]
 )
-def test_what_needs_no_library_imports_none(argv: list[str]) -> None:
+def test_help_and_version_import_no_heavy_library(argv: list[str]) -> None:
     code = (
         "import sys; from longshore.main import main; main(sys.argv[1:]);"
         f"print(sorted({HEAVY} & {{name.split('.')[0] for name in sys.modules}}))"

@@ -1,4 +1,4 @@
-"""What the verbs that need no cluster take, and how their async twins are given up."""
+"""Arguments of the functions that need no cluster, and cancellation of their async twins."""
 
 from __future__ import annotations
 
@@ -28,7 +28,7 @@ def model(tmp_path: Path) -> Path:
     return tmp_path / "llama"
 
 
-def test_a_path_is_as_good_as_a_string(model: Path, tmp_path: Path) -> None:
+def test_a_path_is_accepted_like_a_string(model: Path, tmp_path: Path) -> None:
     report = client.publish(model, tmp_path / "copy")
     assert preview.plan(tmp_path / "copy").revision == report.revision
     assert client.verify(tmp_path / "copy").ok
@@ -36,13 +36,13 @@ def test_a_path_is_as_good_as_a_string(model: Path, tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("uri", [None, 5, b"x", ["x"]])
 @pytest.mark.parametrize("verb", [client.load, preview.plan, client.publish, client.verify])
-def test_what_is_no_uri_is_refused(verb: Any, uri: object) -> None:
+def test_values_that_are_not_uris_are_refused(verb: Any, uri: object) -> None:
     with pytest.raises(ConfigError, match=r": (model_uri|uri|uri_or_path) must be a str or a path, not"):
         verb(uri)
 
 
 class FakeModel:
-    """What `load` returns, as far as `async with` uses it."""
+    """The result of `load`, as far as `async with` uses it."""
 
     def __init__(self) -> None:
         self.released = 0
@@ -78,7 +78,7 @@ def test_async_with_takes_a_load_with_await_and_without() -> None:
     assert asyncio.run(aload("s3://b/m")) is model
 
 
-def test_async_with_of_the_public_verb_raises_what_the_load_raises() -> None:
+def test_async_with_raises_the_error_of_the_load() -> None:
     async def use() -> None:
         async with client.aload(5):  # type: ignore[arg-type]
             pytest.fail("it has a model")
@@ -88,7 +88,7 @@ def test_async_with_of_the_public_verb_raises_what_the_load_raises() -> None:
 
 
 def connection_that(answers: dict[str, Any], local: bool = False) -> Any:
-    """A connection of which `call` returns or raises what is scripted for the method."""
+    """A connection whose `call` returns or raises the scripted outcome of each method."""
 
     def call(method: str, *_: Any, **__: Any) -> Any:
         if isinstance(answers[method], BaseException):
@@ -121,7 +121,7 @@ LOOK = "`longshore status` shows it, `longshore release"
         ),
     ],
 )
-def test_an_interrupt_says_what_goes_on(keep: bool, asked: bool, local: bool, says: str) -> None:
+def test_an_interrupt_names_the_load_that_continues(keep: bool, asked: bool, local: bool, says: str) -> None:
     interrupt = KeyboardInterrupt()
     answers = {"load": ("m-1", False) if asked else interrupt, "wait": interrupt, "release": True}
     request = make_request(LoadOptions("s3://bucket/m", keep=keep))
@@ -130,21 +130,21 @@ def test_an_interrupt_says_what_goes_on(keep: bool, asked: bool, local: bool, sa
     assert caught.value.__notes__ == [says]
 
 
-def test_a_cancelled_publish_ends_before_its_end(model: Path) -> None:
+def test_a_cancelled_publish_stops_early(model: Path) -> None:
     began, cancelled = threading.Event(), threading.Event()
 
     def progress(moment: object) -> None:
         began.set()
         cancelled.wait(60)
 
-    async def give_up() -> None:
+    async def cancel_publish() -> None:
         task = asyncio.create_task(client.apublish(model, progress=progress))
         await asyncio.to_thread(began.wait, 60)
         task.cancel()
-        await asyncio.sleep(0)  # the twin is told now
+        await asyncio.sleep(0)  # the twin learns of it now
         cancelled.set()
         with pytest.raises(asyncio.CancelledError):
             await task
 
-    asyncio.run(give_up())
+    asyncio.run(cancel_publish())
     assert not (model / MANIFEST_KEY).exists()

@@ -1,4 +1,4 @@
-"""A plan on the nodes of a cluster: where ranks would sit, what is said of nodes that do not answer, residents."""
+"""A plan on the nodes of a cluster: placements of ranks, nodes that do not answer, and resident models."""
 
 from __future__ import annotations
 
@@ -53,7 +53,7 @@ CPUS = [NodeInfo(f"{at:08d}", f"host-{at}", cpu_ranks_free=CPU_RANKS) for at in 
         ((), Layout(4), None, (0, 0, 0, 0)),
     ],
 )
-def test_where_ranks_would_sit(
+def test_ranks_are_placed_on_nodes(
     infos: list[NodeInfo], layout: Layout, per_node: int | None, placements: tuple[int, ...]
 ) -> None:
     device = "cuda" if infos is GPUS else "cpu"
@@ -61,7 +61,7 @@ def test_where_ranks_would_sit(
     assert place_ranks(infos, request, per_node, CPU_RANKS) == placements
 
 
-def test_nodes_of_one_host_are_told_apart() -> None:
+def test_nodes_of_one_host_are_distinguished() -> None:
     assert node_names(CPUS) == ("host-0", "host-1")
     assert node_names([replace(info, host="here") for info in CPUS]) == ("here 00000000", "here 00000001")
 
@@ -105,7 +105,7 @@ def test_agents_that_do_not_answer_are_named(monkeypatch: pytest.MonkeyPatch) ->
 
 
 class Asked:
-    """A line to a coordinator that would answer so."""
+    """A connection to a coordinator that would answer in this way."""
 
     address = "10.0.0.1:6379"
 
@@ -137,13 +137,13 @@ def model(tmp_path: Path) -> Path:
 
 
 def asked(monkeypatch: pytest.MonkeyPatch, line: Asked) -> Asked:
-    """Plans find that cluster, named or not."""
+    """Make plans find that cluster, named or not."""
     there = AskedCluster(line, tuple(line.call("rooms")))  # type: ignore[arg-type]
     monkeypatch.setattr(preview, "find_cluster", lambda address, config: there)
     return line
 
 
-def test_bytes_by_source_and_the_time_that_they_take(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_has_bytes_by_source_and_their_time(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     alone = plan(model, fsdp_size=12, ranks_per_node=4, store_rate="1MB/s", disk_rate="4MB/s")
     assert alone.expected is not None
     infos = [*CPUS, replace(CPUS[0], node_id="2" * 8, host="host-2", arena_bytes=12 << 20)]
@@ -169,7 +169,7 @@ def test_bytes_by_source_and_the_time_that_they_take(model: Path, monkeypatch: p
     }
 
 
-def test_ranks_that_the_cluster_has_no_node_for(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_plan_reports_ranks_without_a_node(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     line = asked(monkeypatch, Asked(list(CPUS), {info.node_id: "arena" for info in CPUS}))
     found = plan(model, fsdp_size=12)
     assert [node.node for node in found.nodes] == ["host-0", "host-1", "node 2"]
@@ -183,7 +183,7 @@ def resident_status(request_of: Path) -> ModelStatus:
     return ModelRecord("llama-1", request, Life.new(1), Holders()).status()
 
 
-def test_a_resident_model_takes_nothing(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_resident_model_needs_no_bytes(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     tight = [replace(CPUS[0], gpus_total=1, gpus_free=1, gpus=(GpuMemory(10**6, 1),))]
     line = asked(monkeypatch, Asked(tight, {}))
     refused = plan(model, address="auto", store_rate="1MB/s")
@@ -198,10 +198,12 @@ def test_a_resident_model_takes_nothing(model: Path, monkeypatch: pytest.MonkeyP
     assert found.fit.fits is True
     assert "resident as llama-1" in found.fit.sentence
     identity = line.calls[-1][1]
-    assert "'cuda'" in identity  # as the coordinator would have it, not "auto"
+    assert "'cuda'" in identity  # as the coordinator would have it, instead of "auto"
 
 
-def test_the_command_says_it(model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_plan(
+    model: Path, monkeypatch: pytest.MonkeyPatch, capsys: pytest.CaptureFixture[str]
+) -> None:
     line = asked(monkeypatch, Asked(list(CPUS), {CPUS[0].node_id: "disk"}))
     assert main(["plan", str(model), "--address", "auto", "--disk-rate", "1GB/s"]) == 0
     said = capsys.readouterr().out
@@ -219,7 +221,7 @@ def test_the_command_says_it(model: Path, monkeypatch: pytest.MonkeyPatch, capsy
     assert "llama-1: a load would be given it at once" in capsys.readouterr().out
 
 
-def test_an_estimate_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_estimate_contacts_no_cluster(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     sizes = {"hidden_size": 64, "num_attention_heads": 4, "num_key_value_heads": 4, "intermediate_size": 64}
     config = {"model_type": "llama", **sizes, "num_hidden_layers": 1, "vocab_size": 64}
     (tmp_path / "config.json").write_text(json.dumps(config))
@@ -233,7 +235,7 @@ def test_an_estimate_asks_nobody(tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 # -- which cluster --------------------------------------------------------------------------------------------------
 
 
-def test_only_a_cluster_that_was_named_must_be_there(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_a_named_cluster_must_exist(monkeypatch: pytest.MonkeyPatch) -> None:
     def lost(*args: object, **options: object) -> None:
         raise ClusterLost("gone")
 
@@ -251,6 +253,6 @@ def test_only_a_cluster_that_was_named_must_be_there(monkeypatch: pytest.MonkeyP
     assert there.infos == tuple(CPUS)
 
 
-def test_a_process_that_works_with_no_cluster_joins_none(model: Path) -> None:
+def test_a_process_without_a_cluster_joins_none(model: Path) -> None:
     found: PlanSummary = plan(model)
     assert found.cluster == ""

@@ -1,4 +1,4 @@
-"""What `longshore completion` prints is run by the shells themselves, where they are installed."""
+"""The shells themselves run the scripts of `longshore completion`, where they are installed."""
 
 from __future__ import annotations
 
@@ -27,13 +27,13 @@ def shell(name: str, *argv: str) -> str:
 
 @pytest.fixture(params=SHELLS)
 def script(request: pytest.FixtureRequest, tmp_path: Path) -> tuple[str, str]:
-    """(shell, path of its script)."""
+    """Return the shell and the path of its script."""
     path = tmp_path / "_longshore"
     path.write_text(completion_script(build_parser(), request.param))
     return request.param, str(path)
 
 
-def test_the_shell_takes_its_script(script: tuple[str, str]) -> None:
+def test_the_shell_accepts_its_script(script: tuple[str, str]) -> None:
     name, path = script
     assert shell(name, "-n", path) == ""
 
@@ -75,7 +75,7 @@ def test_words_are_completed(words: list[str], wanted: str, tmp_path: Path) -> N
     assert [line.split("\t")[0] for line in said.splitlines()] == [wanted]
 
 
-def test_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
+def test_the_command_prints_the_script_of_a_shell(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "bash"]) == 0
     assert "longshore" in capsys.readouterr().out
     assert main(["completion", "zsh", "--json"]) == 0
@@ -83,7 +83,7 @@ def test_the_verb(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["completion", "tcsh"]) == 2
 
 
-def test_without_the_package_it_says_what_to_install(
+def test_without_the_package_it_names_what_to_install(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setitem(sys.modules, "shtab", None)

@@ -1,4 +1,4 @@
-"""Every kind of parallelism at once: each rank's tensors against slices that are written down here by themselves."""
+"""Every kind of parallelism at once: each rank's tensors against slices that are listed here independently."""
 
 from __future__ import annotations
 
@@ -59,7 +59,7 @@ MODEL = store_arrays(as_bf16(ARRAYS), shards=3, chunk_bytes=1000)
 
 
 def held(name: str, array: NDArray[np.uint16], coords: RankCoords, layout: Layout) -> NDArray[np.uint16] | None:
-    """What that rank has of the tensor; None: it has it not."""
+    """Return that rank's slice of the tensor, or None."""
     parts = name.split(".")
     layer = int(parts[1]) if parts[0] == "layers" else None
     stages = layout.pipeline_parallel_size
@@ -151,7 +151,7 @@ def test_all_ranks_together_have_every_byte(layout: Layout) -> None:
     assert all(len(elements) == ARRAYS[name].size for name, elements in seen.items())
 
 
-def test_one_plan_of_everything_is_sound() -> None:
+def test_a_plan_with_every_parallelism_is_valid() -> None:
     plan = build_load_plan(MODEL.index, Layout(2, 2, 2, 2, 4), RULES)
     assert check_plan(plan) == []
 
@@ -167,12 +167,12 @@ def test_one_plan_of_everything_is_sound() -> None:
         (Layout(32, 1, 1, 1, 8), "is not divisible by .* tensor_parallel_size can be 16 or 8"),
     ],
 )
-def test_experts_that_cannot_be_spread(layout: Layout, says: str) -> None:
+def test_experts_that_cannot_be_spread_are_refused(layout: Layout, says: str) -> None:
     with pytest.raises(LayoutError, match=says):
         build_load_plan(MODEL.index, layout, RULES)
 
 
-def test_a_model_without_experts_is_not_spread() -> None:
+def test_expert_parallelism_of_a_dense_model_is_refused() -> None:
     dense = store_arrays(as_bf16({"w": np.zeros((4, 4), np.uint16)}))
     with pytest.raises(LayoutError, match=r"^no tensor belongs to an expert.* 1 leaves them on every rank"):
         build_load_plan(dense.index, Layout(2, expert_parallel_size=2), parse_rules({"w": "row"}))
@@ -181,7 +181,7 @@ def test_a_model_without_experts_is_not_spread() -> None:
     assert "no tensor belongs to an expert" not in str(caught.value)
 
 
-def test_sizes_that_do_not_fit_the_plane() -> None:
+def test_expert_sizes_that_do_not_fit_the_mesh_are_refused() -> None:
     with pytest.raises(ConfigError, match=r"does not fit 4 ranks .* expert_parallel_size can be 2, 4 or 1$"):
         Layout(4, 1, 1, 1, 3)
     with pytest.raises(ConfigError, match=r"does not fit 4 ranks .* expert_parallel_size can be 1$"):

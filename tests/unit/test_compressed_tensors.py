@@ -1,4 +1,4 @@
-"""Checkpoints of compressed-tensors: what the library makes of a weight is cut so that it reads each rank's part."""
+"""Checkpoints of compressed-tensors are cut so that the library restores each rank's part of a weight."""
 
 from __future__ import annotations
 
@@ -64,7 +64,7 @@ def library_scheme(weights: Mapping[str, Any]) -> Any:
 
 
 def scale_of(weight: Any, weights: Mapping[str, Any]) -> dict[str, Any]:
-    """Scales and zero points as an observer of the largest value finds them."""
+    """Return scales and zero points as an observer of the largest value finds them."""
     from compressed_tensors.quantization.utils import calculate_qparams
 
     scheme = library_scheme(weights).weights
@@ -126,7 +126,7 @@ def config_of(form: str, weights: Mapping[str, Any], **fields: object) -> ModelC
 
 @pytest.mark.parametrize("rule", ["column", "row", "gate_up", "kv_heads"])
 @pytest.mark.parametrize("name", SCHEMES)
-def test_the_library_reads_a_ranks_part_as_that_part_of_the_weight(name: str, rule: str) -> None:
+def test_the_library_restores_a_ranks_slice_of_the_weight(name: str, rule: str) -> None:
     form, weights = SCHEMES[name]
     state = compress(form, weights, 256, 128)
     whole = decompress(form, weights, state).float().numpy()
@@ -141,14 +141,14 @@ def test_the_library_reads_a_ranks_part_as_that_part_of_the_weight(name: str, ru
             region = plain_region("x.weight", whole.shape, layout.rank_coords(rank), layout, rules, config)
             mine = to_state(ends_of(part, "x."), stored)
             if "weight_shape" in mine:
-                assert mine["weight_shape"].tolist() == [256, 128]  # of the whole weight, on every rank
+                assert mine["weight_shape"].tolist() == [256, 128]  # the shape of the whole weight, on every rank
                 mine["weight_shape"] = torch.tensor(region.sizes)
             found = decompress(form, weights, mine).float().numpy()
             np.testing.assert_array_equal(found, take_region(whole, region))
 
 
 @pytest.mark.parametrize("name", ["int4 groups and zero points", "int3 groups and zero points", "int8 channels"])
-def test_a_padded_vocabulary(name: str) -> None:
+def test_a_padded_vocabulary_is_cut_in_packed_words(name: str) -> None:
     form, weights = SCHEMES[name]
     state = compress(form, weights, 40, 64)  # the last packed words hold less than fits into them
     whole = decompress(form, weights, state).float().numpy()
@@ -163,7 +163,7 @@ def test_a_padded_vocabulary(name: str) -> None:
         np.testing.assert_array_equal(found, expected)
 
 
-def test_of_several_groups_the_one_without_a_rest_is_meant() -> None:
+def test_the_group_size_that_divides_the_row_is_chosen() -> None:
     groups = {str(size): {"weights": {"num_bits": 8, "strategy": "group", "group_size": size}} for size in (96, 64)}
     config = ModelConfig(quantization=QuantizationConfig.model_validate({"config_groups": groups}))
     stored: Stored = {
@@ -243,7 +243,7 @@ FOUR_OR_EIGHT = ModelConfig(
         (packed(256, 4, (64, 2), g_idx=255), 2, "dim 1 of size 255 is not divisible by tensor_parallel_size=2"),
     ],
 )
-def test_refusals(tensors: list[Tensor], ways: int, says: str) -> None:
+def test_unsupported_checkpoints_are_refused(tensors: list[Tensor], ways: int, says: str) -> None:
     with pytest.raises(LayoutError) as caught:
         decide_layout(tensors, Layout(ways), parse_rules({"x.weight": "row"}), FOUR_OR_EIGHT)
     assert says in str(caught.value)

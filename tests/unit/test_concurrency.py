@@ -1,4 +1,4 @@
-"""Laws of the controller of requests in flight, against simulated stores: no clock, no thread."""
+"""Laws of the controller of requests in flight, against simulated stores without a clock or threads."""
 
 from __future__ import annotations
 
@@ -19,10 +19,11 @@ MOSTS = st.integers(1, 64)
 
 @dataclass
 class Link:
-    """A store behind a network: each request at most `each` bytes/s, all together `cap`, `latency_s` before the first.
+    """A store behind a network.
 
-    `costs`: what every request above one takes off the cap (a busy host). Above `admits` in flight it throttles.
-    `noise`: standard deviation of the bytes that a request takes, as a part of them.
+    Each request gets at most `each` bytes/s, all together `cap`, after `latency_s`. `costs`: what every request above
+    one takes off the cap (a busy host). Above `admits` in flight it throttles. `noise`: standard deviation of a
+    request's bytes, relative to them.
     """
 
     each: float
@@ -38,9 +39,9 @@ class Link:
     limits: list[int] = field(default_factory=list)  # at each end of a request
 
     def run(self, control: RequestLimit, requests: int) -> RequestLimit:
-        """Keep as many in flight as `control` says until `requests` have succeeded."""
+        """Keep as many requests in flight as `control` allows until `requests` have succeeded."""
         chance = random.Random(self.seed)
-        flying: dict[int, list[float]] = {}  # bytes left, begun at
+        flying: dict[int, list[float]] = {}  # bytes left, start time
         starting: list[tuple[float, int]] = []  # (when its bytes flow, number)
         waiting: list[float] = []  # when throttled ones try again
         numbers = itertools.count()
@@ -74,7 +75,7 @@ class Link:
         return control
 
     def settled(self) -> float:
-        """The mean limit over the second half."""
+        """Return the mean limit over the second half."""
         half = self.limits[len(self.limits) // 2 :]
         return sum(half) / len(half)
 
@@ -83,8 +84,8 @@ class Link:
 @given(
     most=st.integers(1, 64), knee=st.integers(1, 40), rate=st.floats(1e6, 1e9), latency=st.just(0.0) | st.floats(0, 0.1)
 )
-def test_it_ends_near_the_knee(most: int, knee: int, rate: float, latency: float):
-    """Where more requests bring nothing, and fewer bring less; or at the bound."""
+def test_the_limit_settles_near_the_knee(most: int, knee: int, rate: float, latency: float):
+    """At the knee more requests bring nothing and fewer bring less; otherwise the limit is at the bound."""
     link = Link(each=rate, cap=rate * knee, latency_s=latency)
     link.run(RequestLimit(most), 3000)
     # While a request waits for its first byte, another one may use the link; how many pay then depends on their order.
@@ -106,7 +107,7 @@ def test_ranks_that_share_a_link_do_not_outbid_each_other(ranks: int, each: int,
 
 @settings(max_examples=40, deadline=None)
 @given(knee=st.sampled_from([2, 4, 8, 12]), noise=st.floats(0.02, 0.3), seed=st.integers(0, 1000))
-def test_noise_runs_it_neither_to_the_bound_nor_to_one(knee: int, noise: float, seed: int):
+def test_noise_drives_the_limit_neither_to_the_bound_nor_to_1(knee: int, noise: float, seed: int):
     link = Link(each=1e8, cap=1e8 * knee, noise=noise, seed=seed)
     link.run(RequestLimit(64), 6000)
     assert 0.5 * knee <= link.settled() <= 2.5 * knee + 1
@@ -114,8 +115,8 @@ def test_noise_runs_it_neither_to_the_bound_nor_to_one(knee: int, noise: float, 
 
 @settings(max_examples=40, deadline=None)
 @given(best=st.integers(1, 3), costs=st.floats(0.05, 0.2), noise=st.floats(0, 0.1), seed=st.integers(0, 1000))
-def test_where_requests_cost_throughput_it_stays_low(best: int, costs: float, noise: float, seed: int):
-    """A host whose processors are the limit: each further request takes some of them."""
+def test_the_limit_stays_low_if_requests_cost_throughput(best: int, costs: float, noise: float, seed: int):
+    """Each further request takes processor time of a host that has none to spare."""
     link = Link(each=1e9, cap=best * 1e9, costs=costs, noise=noise, seed=seed)
     link.run(RequestLimit(16), 1000)
     assert link.settled() <= best + 2
@@ -123,7 +124,7 @@ def test_where_requests_cost_throughput_it_stays_low(best: int, costs: float, no
 
 @settings(max_examples=40, deadline=None)
 @given(admits=st.integers(1, 24), noise=st.floats(0, 0.2), seed=st.integers(0, 1000))
-def test_a_store_that_throttles_above_n_is_asked_for_about_n(admits: int, noise: float, seed: int):
+def test_a_store_that_throttles_above_n_gets_about_n_requests(admits: int, noise: float, seed: int):
     link = Link(each=1e8, cap=1e11, admits=admits, noise=noise, seed=seed)
     link.run(RequestLimit(64), 1500)
     assert link.settled() >= 0.5 * admits
@@ -132,7 +133,7 @@ def test_a_store_that_throttles_above_n_is_asked_for_about_n(admits: int, noise:
 
 
 @pytest.mark.parametrize("admits", [1, 2, 5, 11, 30])
-def test_in_the_long_run_hardly_a_request_is_throttled(admits: int):
+def test_few_requests_are_throttled_in_the_long_run(admits: int):
     link = Link(each=1e8, cap=1e11, admits=admits, noise=0.1)
     control = link.run(RequestLimit(64), 1000)
     begun = link.throttled
@@ -141,7 +142,7 @@ def test_in_the_long_run_hardly_a_request_is_throttled(admits: int):
 
 
 @given(most=MOSTS, burst=st.integers(1, 100))
-def test_one_burst_halves_once(most: int, burst: int):
+def test_one_burst_of_throttling_halves_the_limit_once(most: int, burst: int):
     control = RequestLimit(most, start=most)
     for number in range(burst):
         control.throttled(10.0 + number * COOL_DOWN_S / 101)
@@ -157,9 +158,7 @@ def test_one_burst_halves_once(most: int, burst: int):
         st.tuples(st.booleans(), st.integers(0, 1 << 30), st.floats(0, 1e6), st.floats(0, 1e6)), max_size=300
     ),
 )
-def test_whatever_happens_the_limit_is_in_its_bounds(
-    most: int, start: int, events: list[tuple[bool, int, float, float]]
-):
+def test_the_limit_always_stays_in_its_bounds(most: int, start: int, events: list[tuple[bool, int, float, float]]):
     control, now_s = RequestLimit(most, start), 0.0
     for throttled, size_bytes, request_s, passed_s in events:
         now_s += passed_s
@@ -171,8 +170,8 @@ def test_whatever_happens_the_limit_is_in_its_bounds(
 
 
 @pytest.mark.parametrize("most", [1, 2, 3, 5, 16, 64])
-def test_requests_that_were_not_in_flight_prove_nothing(most: int):
-    """Leases are short: throughput falls and rises for reasons that the limit has nothing to do with."""
+def test_idle_requests_do_not_move_the_limit(most: int):
+    """Leases are short, so throughput falls and rises for reasons unrelated to the limit."""
     control = RequestLimit(most)
     before, now_s = control.limit, 0.0
     for number in range(2000):
@@ -181,7 +180,7 @@ def test_requests_that_were_not_in_flight_prove_nothing(most: int):
     assert control.limit == before
 
 
-def test_it_finds_a_new_optimum_when_the_network_changes():
+def test_the_limit_follows_a_change_of_the_network():
     link = Link(each=1e8, cap=16e8)
     control = link.run(RequestLimit(64), 1000)
     assert link.settled() >= 10

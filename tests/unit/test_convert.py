@@ -26,7 +26,7 @@ FLOATS = [torch.bfloat16, torch.float16, torch.float32]
 
 
 def held(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """What a region holds of a tensor, padding included."""
+    """Return the part of a tensor that a region holds, padding included."""
     for dim, ranges in enumerate(region.ranges):
         tensor = torch.cat([tensor.narrow(dim, start, end - start) for start, end in ranges], dim)
     padding = torch.zeros(region.padding, *tensor.shape[1:], dtype=tensor.dtype)
@@ -34,7 +34,7 @@ def held(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 
 
 def converted(weight: torch.Tensor, recipe: Recipe, region: Region, source_dtype: str = "") -> dict[str, torch.Tensor]:
-    """The tensors of one rank, by suffix."""
+    """Return the tensors of one rank, by suffix."""
     shape = tuple(weight.shape)
     reads = read_region(recipe, shape, region)
     source = held(weight, reads).contiguous()
@@ -71,7 +71,7 @@ def random_weight(rows: int, columns: int, dtype: torch.dtype, seed: int, spread
     st.sampled_from([64, 300, 1 << 19]),
 )
 @settings(max_examples=80, deadline=None)
-def test_whole_tensors_are_the_librarys_bit_for_bit(
+def test_whole_tensors_equal_the_librarys_bit_for_bit(
     scheme: str, dtype: torch.dtype, rows: int, groups: int, spread: float, seed: int, block: int
 ) -> None:
     columns = groups * {"int4": 128, "nf4": 64}.get(scheme, 37) - (scheme not in ("int4", "nf4"))
@@ -102,15 +102,15 @@ def test_the_library_restores_the_weight(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))
-def test_slices_have_the_bytes_of_the_whole(scheme: str) -> None:
-    """Rows and columns of a fused tensor that a rank holds, in the places that they have in the library's result."""
+def test_slices_equal_slices_of_the_converted_whole(scheme: str) -> None:
+    """A rank's rows and columns of a fused tensor, at the same places as in the library's result."""
     weight = random_weight(12, 512, torch.bfloat16, 8)
     expected = quantized(weight, scheme)
     region = Region((((1, 3), (7, 9), (11, 12)), ((128, 256), (384, 512))))
     recipe = Recipe("BF16", scheme)
     found = converted(weight, recipe, region)
     for output in outputs_of(recipe, "BF16", (12, 512), region):
-        if output.suffix == STATE:  # says the shape of the slice
+        if output.suffix == STATE:  # contains the shape of the slice
             assert json.loads(bytes(found[STATE].tolist())) == {**NF4_OF_A_SLICE, "shape": [5, 256]}
             continue
         whole_one = expected[output.suffix].reshape(output.shape)  # nf4 is flat
@@ -121,7 +121,7 @@ def test_slices_have_the_bytes_of_the_whole(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))
-def test_experts_are_matrices_of_their_own(scheme: str) -> None:
+def test_each_expert_is_quantized_as_its_own_matrix(scheme: str) -> None:
     weight = torch.stack([random_weight(6, 256, torch.bfloat16, seed, 10.0**seed) for seed in range(3)])
     recipe = Recipe("BF16", scheme)
     found = converted(weight, recipe, Region((((1, 3),), ((0, 6),), ((0, 256),))))
@@ -139,7 +139,7 @@ def test_experts_are_matrices_of_their_own(scheme: str) -> None:
 
 
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))
-def test_padding_is_what_rows_of_zeros_become(scheme: str) -> None:
+def test_padding_equals_converted_rows_of_zeros(scheme: str) -> None:
     weight = random_weight(5, 128, torch.bfloat16, 2)
     found = converted(weight, Recipe("BF16", scheme), Region((((3, 5),), ((0, 128),)), padding=2))
     padded = quantized(torch.cat([weight, torch.zeros(2, 128, dtype=torch.bfloat16)]), scheme)
@@ -159,7 +159,7 @@ def test_padding_is_what_rows_of_zeros_become(scheme: str) -> None:
 @pytest.mark.parametrize(
     "stored", [*FLOATS, torch.float64, torch.float8_e4m3fn, torch.float8_e5m2], ids=lambda dtype: str(dtype)[6:]
 )
-def test_casts_are_torchs_own(stored: torch.dtype, target: torch.dtype) -> None:
+def test_casts_equal_those_of_torch(stored: torch.dtype, target: torch.dtype) -> None:
     values = torch.tensor(
         [0.0, -0.0, 1.0, -2.5, 1e-8, 3.14159, 65504.0, 1e6, float("inf"), float("-inf"), float("nan")]
     )
@@ -170,7 +170,7 @@ def test_casts_are_torchs_own(stored: torch.dtype, target: torch.dtype) -> None:
     assert torch.equal(found[""].view(torch.uint8), expected.view(torch.uint8))
 
 
-def test_nothing_becomes_nothing() -> None:
+def test_empty_tensors_stay_empty() -> None:
     for scheme in ("", "fp8", "int8", "int4", "nf4"):
         empty = Region((((4, 4),), ((0, 128),)))
         found = converted(torch.ones(4, 128), Recipe("BF16", scheme), empty)
@@ -183,7 +183,7 @@ def test_nothing_becomes_nothing() -> None:
     ]  # a rank without rows has the matrix's scale all the same
 
 
-def test_sizes_are_what_the_plan_says() -> None:
+def test_sizes_equal_those_of_the_plan() -> None:
     for scheme in SCHEMES:
         for output in outputs_of(Recipe("BF16", scheme), "BF16", (6, 256), whole((6, 256))):
             assert output.size_bytes * 8 == torch.Size(output.shape).numel() * DTYPE_BITS[output.dtype]
@@ -191,8 +191,8 @@ def test_sizes_are_what_the_plan_says() -> None:
 
 @pytest.mark.parametrize("dtype", FLOATS)
 @pytest.mark.parametrize("scheme", ["int8", "int4"])
-def test_rows_with_infinities_and_what_is_no_number(scheme: str, dtype: torch.dtype) -> None:
-    """Their numbers are the library's, and their scales no less than infinite."""
+def test_rows_with_infinities_and_nans_equal_the_librarys(scheme: str, dtype: torch.dtype) -> None:
+    """Their numbers and scales equal the library's."""
     weight = random_weight(6, 256, dtype, 5)
     for row, *values in ((0, "nan"), (1, "inf"), (2, "-inf"), (3, "inf", "nan"), (4, "inf", "-inf")):
         weight[row, 7 : 7 + len(values)] = torch.tensor([float(value) for value in values])

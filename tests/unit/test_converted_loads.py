@@ -1,4 +1,4 @@
-"""Loads that convert, carried out by real agents and ranks: bytes, memory, staging, and what comes twice."""
+"""Converting loads on real agents and ranks: bytes, memory, staging and duplicate chunks."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ def objects_of(weights: Mapping[str, torch.Tensor]) -> dict[str, bytes]:
 
 
 def plan_of(objects: Mapping[str, bytes], layout: Layout, precision: Precision, chunk_bytes: int = 40_009) -> LoadPlan:
-    """Its chunks end anywhere, inside elements too."""
+    """Return the plan of the load. Its chunks end anywhere, also inside elements."""
     index = with_digests(open_model(MemoryStore(dict(objects)), chunk_bytes=chunk_bytes), objects)
     return build_load_plan(index, layout, None, CONFIG, precision)
 
@@ -62,7 +62,7 @@ def expected(weights: Mapping[str, torch.Tensor], scheme: str) -> dict[str, torc
 
 
 def check(ranks: list[Rank], weights: Mapping[str, torch.Tensor], scheme: str) -> None:
-    """Every byte of every tensor; memory as planned."""
+    """Check every byte of every tensor, and that memory is as planned."""
     pieces = []
     for rank in ranks:
         assert isinstance(rank.outcome, RankReport), rank.outcome
@@ -84,7 +84,7 @@ def check(ranks: list[Rank], weights: Mapping[str, torch.Tensor], scheme: str) -
             assert name.endswith(NF4_STATE), name
             continue
         _, shape, found = whole[name]
-        flat = scheme == "nf4" and "proj" in name  # here the rows that its bytes are
+        flat = scheme == "nf4" and "proj" in name  # the rows that its bytes cover here
         assert shape == tuple(tensor.shape) or (flat and math.prod(shape) == tensor.numel()), name
         assert found.tobytes() == tensor.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), name
 
@@ -97,7 +97,9 @@ def check(ranks: list[Rank], weights: Mapping[str, torch.Tensor], scheme: str) -
         *(("fp8", (2, 2, 1)), ("fp8_tensor", (2, 1, 1)), ("int8", (1, 1, 2))),
     ],
 )
-def test_every_rank_holds_its_part(shm_dir: Path, scheme: str, sizes: tuple[int, int, int], placement: str) -> None:
+def test_every_rank_holds_its_converted_slices(
+    shm_dir: Path, scheme: str, sizes: tuple[int, int, int], placement: str
+) -> None:
     weights = weights_of()
     objects = objects_of(weights)
     plan = plan_of(objects, Layout(*sizes), Precision("auto", scheme))
@@ -109,7 +111,7 @@ def test_every_rank_holds_its_part(shm_dir: Path, scheme: str, sizes: tuple[int,
             assert report.direct_bytes > 0  # the embedding is held as it is stored
 
 
-def test_casts_and_what_is_no_matrix(shm_dir: Path) -> None:
+def test_casts_apply_to_tensors_that_are_not_matrices(shm_dir: Path) -> None:
     weights = {
         "a.weight": torch.randn(6, 4),
         "b.bias": torch.randn(5).double(),
@@ -134,8 +136,8 @@ def test_casts_and_what_is_no_matrix(shm_dir: Path) -> None:
             assert data.tobytes() == made.contiguous().reshape(-1).view(torch.uint8).numpy().tobytes(), name
 
 
-def test_staging_is_bounded_by_one_tensor_and_what_is_in_flight(shm_dir: Path) -> None:
-    """However many layers there are."""
+def test_staging_is_bounded_by_one_tensor_and_chunks_in_flight(shm_dir: Path) -> None:
+    """The number of layers does not matter."""
     weights = weights_of(layers=12)
     objects = objects_of(weights)
     chunk_bytes = 60_000
@@ -152,8 +154,8 @@ def test_staging_is_bounded_by_one_tensor_and_what_is_in_flight(shm_dir: Path) -
         assert rank.outcome.converted_bytes == total
 
 
-def test_scattered_chunks_in_the_arena_do_not_begin_every_tensor(shm_dir: Path) -> None:
-    """Half of each tensor is there from another load, and is readable at once."""
+def test_scattered_cached_chunks_do_not_start_every_tensor(shm_dir: Path) -> None:
+    """Half of each tensor is in the arena from another load, and is readable at once."""
     weights = weights_of(layers=4)
     objects = objects_of(weights)
     store = MemoryStore(objects)
@@ -171,7 +173,7 @@ def test_scattered_chunks_in_the_arena_do_not_begin_every_tensor(shm_dir: Path) 
         assert rank.outcome.peak_staging_bytes <= facts.staging_bytes < total / 4
 
 
-def test_a_rank_whose_agent_is_restarted_goes_on_with_what_it_has_staged(shm_dir: Path) -> None:
+def test_a_rank_keeps_its_staging_when_its_agent_restarts(shm_dir: Path) -> None:
     weights = weights_of()
     objects = objects_of(weights)
     plan = plan_of(objects, Layout(1, 2), INT4, 20_000)
@@ -194,7 +196,7 @@ def test_a_rank_whose_agent_is_restarted_goes_on_with_what_it_has_staged(shm_dir
         check(ranks, weights, "int4")
 
 
-def test_a_replaced_rank_stages_anew(shm_dir: Path) -> None:
+def test_a_replaced_rank_stages_again(shm_dir: Path) -> None:
     weights = weights_of()
     objects = objects_of(weights)
     plan = plan_of(objects, Layout(1, 2), FP8, 20_000)
@@ -217,8 +219,8 @@ def test_a_replaced_rank_stages_anew(shm_dir: Path) -> None:
 
 
 @pytest.mark.parametrize("seed", range(4))
-def test_chunks_that_come_twice_at_once_are_placed_once(seed: int) -> None:
-    """In several threads and any order: nothing is converted early, or twice, or written to afterwards."""
+def test_duplicate_concurrent_chunks_are_placed_once(seed: int) -> None:
+    """Chunks arrive in several threads and any order. Nothing is converted early or twice, or changed afterwards."""
     weights = weights_of()
     objects = objects_of(weights)
     plan = plan_of(objects, Layout(), INT4, 30_000)
@@ -283,7 +285,7 @@ class _Slots:
 
 
 class _Recording(CpuDevice):
-    """Remembers what was converted; `place` raises when memory is written that was given up."""
+    """Records conversions. `place` raises when memory is written after its release."""
 
     def __init__(self, *, fails: bool = False) -> None:
         super().__init__()
@@ -298,7 +300,7 @@ class _Recording(CpuDevice):
 
 
 class _Watched(MemoryStore):
-    """Says when so many reads have begun, and holds the rest up until it may go on."""
+    """Reports when so many reads have begun, and holds the others until they may continue."""
 
     def __init__(self, objects: Mapping[str, bytes], reached: threading.Event, after: int) -> None:
         super().__init__(dict(objects))

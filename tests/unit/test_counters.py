@@ -48,7 +48,7 @@ CACHE = CacheStats(
 
 @dataclass(eq=False)
 class Load:
-    """A load as an agent counts it."""
+    """A load as its agent counts it."""
 
     model: str
     counts: Counter[str] = field(default_factory=Counter)
@@ -109,7 +109,7 @@ class Agent:
 
 
 def shown(cluster: ClusterMetrics) -> dict[str, dict[tuple[str, str], float]]:
-    """What the page has of each agent's process: by model and what."""
+    """Return the page's counters of each agent's process, by model and kind."""
     found: dict[str, dict[tuple[str, str], float]] = {}
     families = {metrics.CHUNK_BYTES: "{}", metrics.CHUNKS: "{} chunks", metrics.RETRIES: "{}"}
     for (family, labels), value in counters_of(cluster.snapshot()).items():
@@ -126,8 +126,9 @@ WHAT = [*SOURCES, *(f"{source} chunks" for source in SOURCES), "corrupt", "reset
 
 
 class MetricsMachine(RuleBasedStateMachine):
-    """Agents of two hosts, one of which has two, load, end loads and are killed. Their heartbeats get lost, come late
-    and twice, and the coordinator is replaced.
+    """Agents of two hosts, one of which has two, load, end loads and are killed.
+
+    Their heartbeats get lost, arrive late or twice, and the coordinator is replaced.
     """
 
     def __init__(self) -> None:
@@ -160,7 +161,7 @@ class MetricsMachine(RuleBasedStateMachine):
 
     @rule(agent=st.integers(0, 2))
     def restart(self, agent: int) -> None:
-        """What it had not reported is lost; the loads go on, and are counted from 0."""
+        """Unreported counts are lost. The loads continue, and are counted from 0."""
         there = self.agents[agent]
         self.agents[agent] = Agent(there.node, there.host, there.incarnation + 1)
         for load in there.loads:
@@ -187,7 +188,7 @@ class MetricsMachine(RuleBasedStateMachine):
 
     @rule(agent=st.integers(0, 2))
     def is_received(self, agent: int) -> None:
-        """Whatever was lost, two heartbeats that are answered bring all that the agent has counted."""
+        """After any losses, two answered heartbeats bring everything that the agent has counted."""
         there = self.agents[agent]
         for _ in range(2):
             beat = there.beat()
@@ -198,7 +199,7 @@ class MetricsMachine(RuleBasedStateMachine):
 
     @rule()
     def new_coordinator(self) -> None:
-        """It knows nothing, and shows the same series as the one before as soon as it has heard their agents."""
+        """It starts empty, and shows the same series as its predecessor once their agents have reported."""
         self.coordinator += 1
         self.cluster = ClusterMetrics(str(self.coordinator))
 
@@ -225,8 +226,8 @@ TestMetrics = MetricsMachine.TestCase
     st.lists(st.tuples(st.sampled_from(["llama", "qwen"]), st.floats(0, 1000), st.booleans())),
     st.randoms(use_true_random=False),
 )
-def test_no_order_of_loads_lets_a_counter_fall(happens: list[tuple[str, float, bool]], chance: Random) -> None:
-    """Sums of times must not depend on which load ended first: a fall of a millionth is a restart to Prometheus."""
+def test_no_order_of_loads_makes_a_counter_fall(happens: list[tuple[str, float, bool]], chance: Random) -> None:
+    """Sums of times must not depend on the order in which loads end: Prometheus reads any fall as a restart."""
     counters, loads, before = ModelCounters(), [], {}
     for model, spent_s, ends in happens:
         times = StageTimes(fetch_s=spent_s, wait_slot_s=spent_s / 3).exact()
@@ -255,7 +256,7 @@ def through(
 S = LoadState
 
 
-def test_how_long_loads_took_by_outcome_and_state() -> None:
+def test_load_durations_are_counted_by_outcome_and_state() -> None:
     cluster = ClusterMetrics()
     through(cluster, "a", (0.0, S.PLANNING), (2.0, S.STARTING), (3.0, S.LOADING), (3.0, S.LOADING), (10.0, S.READY))
     through(cluster, "b", (0.0, S.PLANNING), (70.0, S.FAILED), error="AccessDenied")
@@ -278,7 +279,7 @@ def test_how_long_loads_took_by_outcome_and_state() -> None:
     }
 
 
-def test_a_load_that_an_earlier_coordinator_began_has_no_durations_here() -> None:
+def test_loads_of_an_earlier_coordinator_have_no_durations() -> None:
     cluster = ClusterMetrics()
     through(cluster, "a", (0.0, S.PLANNING), (1.0, S.LOADING), (2.0, S.READY), (9.0, S.FAILED), error="X", adopted=True)
     snapshot = cluster.snapshot()
@@ -306,7 +307,7 @@ def now(cluster: ClusterMetrics, now_s: float) -> dict[tuple[str, ...], float]:
     }
 
 
-def test_gauges_are_of_the_last_heartbeats() -> None:
+def test_gauges_show_the_last_heartbeats() -> None:
     cluster = ClusterMetrics()
     cluster.load(view("x", S.LOADING, ranks=(RankLife(), RankLife(ready=True))), 100.0)
     ranks = (
@@ -357,14 +358,14 @@ def test_gauges_are_of_the_last_heartbeats() -> None:
         assert absent not in found
 
 
-def test_series_of_an_agent_that_is_gone_stay_for_a_while_and_no_longer() -> None:
+def test_series_of_a_lost_agent_stay_only_for_a_while() -> None:
     cluster = ClusterMetrics()
     agents = [Agent("n1", "a"), Agent("n2", "a"), Agent("n3", "b")]
     for agent in agents:
         agent.load("llama", disk=10)
         cluster.received(agent.beat(), 0.0)
     cluster.keep({"n2", "n3"}, (), 1.0)
-    assert set(shown(cluster)) == {"n1-0", "n2-0", "n3-0"}  # a scrape may not have seen the last that it counted
+    assert set(shown(cluster)) == {"n1-0", "n2-0", "n3-0"}  # a scrape may have missed its last counts
     gauges = {key[2] for key in now(cluster, 1.0) if key[0] == "longshore_cache_bytes"}
     assert gauges == {"n2-0", "n3-0"}
     cluster.keep({"n3"}, (), GONE_S + 2.0)
@@ -373,7 +374,7 @@ def test_series_of_an_agent_that_is_gone_stay_for_a_while_and_no_longer() -> Non
     assert not [key for key in now(cluster, 0.0) if "a" in key[1:]]
 
 
-def test_an_agent_that_was_restarted_is_a_series_of_its_own() -> None:
+def test_a_restarted_agent_gets_its_own_series() -> None:
     cluster, agent, again = ClusterMetrics(), Agent("n", "a"), Agent("n", "a", 1)
     agent.load("llama", disk=10)
     again.load("llama", disk=3)
@@ -389,8 +390,8 @@ def test_an_agent_that_was_restarted_is_a_series_of_its_own() -> None:
     assert now(cluster, 2.0)["longshore_agent_restarts_total", "a"] == 1
 
 
-def test_series_are_bounded_however_many_models_and_nodes_there_were() -> None:
-    """Whoever scrapes waits for them, and the coordinator does little else meanwhile."""
+def test_series_are_bounded_for_any_number_of_models_and_nodes() -> None:
+    """The scraper waits for the series, and the coordinator does little else meanwhile."""
     cluster, agents = ClusterMetrics(), [Agent(f"n{number}", f"host-{number}") for number in range(24)]
     for number in range(MOST_MODELS):
         for agent in agents:
@@ -398,18 +399,18 @@ def test_series_are_bounded_however_many_models_and_nodes_there_were() -> None:
             beat = agent.beat()
             cluster.received(beat, 0.0)
             agent.counters.answered(beat.counters, "")
-            assert set(beat.counters) == {f"m{number}"}  # and heartbeats do not grow with what is over
+            assert set(beat.counters) == {f"m{number}"}  # and heartbeats do not grow with ended loads
     kept = [labels for of, labels in counters_of(cluster.snapshot()) if of is metrics.CHUNKS_VERIFIED]
     assert MOST_PAIRS // 2 < len(kept) <= MOST_PAIRS
     newest = f"m{MOST_MODELS - 1}"
     assert {host for host, _, model in kept if model == newest} == {agent.host for agent in agents}
-    agents[0].load("m0", disk=2)  # again, after it was shown no more
+    agents[0].load("m0", disk=2)  # again, after it was no longer shown
     cluster.received(agents[0].beat(), 0.0)
     assert shown(cluster)["n0-0"]["m0", "disk"] == 7
     assert len([of for of, _ in counters_of(cluster.snapshot()) if of is metrics.CHUNKS_VERIFIED]) <= MOST_PAIRS
 
 
-def test_an_agent_bounds_its_models() -> None:
+def test_an_agent_bounds_the_models_it_counts() -> None:
     agent = Agent("n", "a")
     for number in range(MOST_MODELS + 50):
         agent.end(agent.load(f"m{number}", corrupt=1))
@@ -420,7 +421,7 @@ def test_an_agent_bounds_its_models() -> None:
     assert [labels(value) for value in "aba"] == ["a", "other", "a"]
 
 
-def test_hits_and_misses_by_tier() -> None:
+def test_hits_and_misses_are_counted_by_tier() -> None:
     cluster, agent = ClusterMetrics(), Agent("n", "a")
     agent.load("llama", **{"arena chunks": 4, "disk chunks": 3, "store_via_arena chunks": 2})
     agent.load("qwen", **{"arena chunks": 1, "store_direct chunks": 1})
@@ -447,12 +448,12 @@ def test_hits_and_misses_by_tier() -> None:
         ("s3://b/../..", "model"),
     ],
 )
-def test_the_label_of_a_model(uri: str, label: str) -> None:
+def test_a_model_label_is_derived_from_its_uri(uri: str, label: str) -> None:
     assert model_label(uri) == label
 
 
 @given(st.text())
-def test_a_label_is_plain_whatever_the_uri(uri: str) -> None:
+def test_a_model_label_is_plain_text_for_any_uri(uri: str) -> None:
     label = model_label(uri)
     assert 0 < len(label) <= 64
     assert label.isascii()
@@ -472,7 +473,7 @@ def test_histograms_count_each_duration_in_its_bucket(durations: list[float]) ->
     assert found.sum_s == pytest.approx(sum(durations))
 
 
-def test_every_metric_keeps_the_conventions() -> None:
+def test_every_metric_follows_the_naming_conventions() -> None:
     names = [family.name for family in FAMILIES]
     assert len(set(names)) == len(names)
     for family in FAMILIES:

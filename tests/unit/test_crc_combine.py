@@ -41,8 +41,8 @@ def test_one_flipped_bit_in_any_piece_is_seen(name: str, data: bytes, at: int, b
 
 
 @pytest.mark.parametrize("name", NAMES)
-def test_runs_larger_than_any_machine_has_memory(name: str) -> None:
-    """Doubling 64 KiB of zeros thirty times: 64 TiB, by two ways."""
+def test_runs_larger_than_memory_combine_correctly(name: str) -> None:
+    """Double 64 KiB of zeros thirty times: 64 TiB, computed in two ways."""
     size_bytes = 1 << 16
     run = digest_of(name, bytes(size_bytes))
     doubled, length_bytes = run, size_bytes
@@ -60,6 +60,6 @@ def _zeros(name: str, run: bytes, size_bytes: int, wanted_bytes: int) -> bytes:
     return run
 
 
-def test_other_digests_are_refused() -> None:
+def test_digests_that_cannot_be_combined_are_refused() -> None:
     with pytest.raises(ValueError, match="'blake3' cannot be combined"):
         combine("blake3", bytes(32), bytes(32), 1)

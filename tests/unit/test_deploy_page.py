@@ -16,7 +16,7 @@ from tests.support.kube_manifests import K8S, ROOT
 
 DEPLOY = (ROOT / "docs" / "deploy.md").read_text()
 TROUBLES = (ROOT / "docs" / "troubleshooting.md").read_text()
-FOREIGN = {  # said by Kubernetes, KubeRay and Ray
+FOREIGN = {  # messages of Kubernetes, KubeRay and Ray
     'secret "longshore-http" not found', "Insufficient nvidia.com/gpu", "Waiting for GCS to be ready", "OOMKilled",
     'storageclass.storage.k8s.io "longshore-nvme" not found', "Usage of EmptyDir volume", "CreateContainerConfigError",
     "Failed", "Init", "0/1", "Readiness probe failed", "kubectl drain", "would violate the pod's disruption budget",
@@ -26,8 +26,8 @@ OTHER_COMMANDS = {"doctor", "status"}  # words of the table that are verbs
 
 
 @cache
-def said_by_the_code() -> str:
-    """Every piece of text in the packages, a line each; adjacent pieces are one. Names of classes are among them."""
+def texts_of_the_code() -> str:
+    """Return every piece of text in the packages, one a line, with class names. Adjacent pieces are joined."""
     return "\n".join(_texts())
 
 
@@ -47,17 +47,17 @@ def symptoms() -> list[str]:
 
 
 @pytest.mark.parametrize("message", symptoms())
-def test_messages_of_the_table_are_the_codes(message: str) -> None:
+def test_quoted_messages_exist_in_the_code(message: str) -> None:
     if message in FOREIGN | OTHER_COMMANDS or message.startswith(("--", "ray ")):
         return
     if " ranks need " in message:
         with pytest.raises(NotEnoughResources, match=re.escape(message)):
             assign_ranks([], Layout(tensor_parallel_size=8), device="cuda", cpu_ranks_per_node=8)
         return
-    assert message in said_by_the_code()
+    assert message in texts_of_the_code()
 
 
-def test_folders_and_files_exist() -> None:
+def test_named_folders_and_files_exist() -> None:
     for folder in re.findall(r"^\| `([a-z/-]+)`(?:, `[a-z-]+`)? \|", DEPLOY, re.M):
         assert (K8S / folder).is_dir(), folder
     for named_path in re.findall(r"k8s/[a-z0-9/_.-]*[a-z]", DEPLOY):

@@ -26,7 +26,7 @@ from tests.support.reference_slices import as_bytes, stored_bytes
 
 
 def filled(plan: LoadPlan, objects: dict[str, bytes], rank: int = 0) -> CpuDevice:
-    """A device with one rank's slices, copied straight out of the stored bytes."""
+    """Return a device with one rank's slices, copied straight from the stored bytes."""
     device, mine = CpuDevice(), plan.ranks[rank]
     device.allocate(mine.segment_bytes)
     items = expand_read_items(mine.slices, plan.chunks)
@@ -61,7 +61,7 @@ def test_every_dtype_has_its_torch_dtype_and_its_bytes(tmp_path):
     assert tuple(tensors["empty.matrix"].shape) == (3, 0, 5)
 
 
-def test_a_dtype_that_torch_lacks_comes_as_bytes(monkeypatch: pytest.MonkeyPatch):
+def test_a_dtype_that_torch_lacks_is_returned_as_bytes(monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setitem(tensor_views._TORCH_NAMES, "F8_E8M0", "float8_of_tomorrow")
     assert torch_dtype("F8_E8M0", (2, 3)) == (torch.uint8, (2, 3))
     monkeypatch.setitem(tensor_views._TORCH_NAMES, "F64", "")
@@ -70,14 +70,14 @@ def test_a_dtype_that_torch_lacks_comes_as_bytes(monkeypatch: pytest.MonkeyPatch
 
 
 @given(st.sampled_from(sorted(DTYPE_BITS)), st.lists(st.integers(0, 5), max_size=3).map(tuple))
-def test_the_shape_in_torch_has_the_bytes_of_the_tensor(dtype: str, shape: tuple[int, ...]):
+def test_the_torch_shape_has_the_bytes_of_the_tensor(dtype: str, shape: tuple[int, ...]):
     if int(np.prod(shape)) * DTYPE_BITS[dtype] % 8:
         return  # no such tensor
     kind, found = torch_dtype(dtype, shape)
     assert int(np.prod(found)) * kind.itemsize == tensor_bytes(dtype, shape)
 
 
-def test_tensors_start_at_256_bytes_and_fill_no_more_than_was_planned():
+def test_tensors_align_to_256_bytes_within_the_planned_size():
     objects = odd_objects()
     plan = plan_of(objects)
     device = filled(plan, objects)
@@ -86,7 +86,7 @@ def test_tensors_start_at_256_bytes_and_fill_no_more_than_was_planned():
     assert tuple(len(segment.data) for segment in device._segments) == plan.ranks[0].segment_bytes
 
 
-def test_tensors_keep_their_memory_after_the_device_gave_it_up():
+def test_tensors_keep_their_memory_after_the_device_releases_it():
     objects = {"model.safetensors": safetensors_bytes([("a", "F32", (1000, 100)), ("b", "I64", (5,))])}
     plan = plan_of(objects)
     device = filled(plan, objects)
@@ -107,14 +107,14 @@ def test_tensors_keep_their_memory_after_the_device_gave_it_up():
     assert torch.equal(as_bytes(kept), before)
 
 
-def test_a_model_of_empty_tensors():
+def test_a_model_of_empty_tensors_loads():
     objects = {"model.safetensors": safetensors_bytes([("none", "BF16", (0, 7)), ("nothing", "I64", (0,))])}
     plan = plan_of(objects)
     tensors = filled(plan, objects).tensors(plan.ranks[0].slices)
     assert {name: tuple(tensor.shape) for name, tensor in tensors.items()} == {"none": (0, 7), "nothing": (0,)}
 
 
-def test_memory_that_is_not_there(monkeypatch: pytest.MonkeyPatch):
+def test_a_failed_allocation_is_a_typed_error(monkeypatch: pytest.MonkeyPatch):
     with pytest.raises(DoesNotFit) as caught:
         CpuDevice().allocate((1 << 62,))
     assert caught.value.details["need_bytes"] == 1 << 62
@@ -129,7 +129,7 @@ def copies(draw: st.DrawFn) -> tuple[int, int, list[tuple[int, int, int, int, in
         run, count = draw(st.integers(1, 20)), draw(st.integers(1, 6))
         src_stride, dest_stride = run + draw(st.integers(0, 9)), run + draw(st.integers(0, 9))
         src = draw(st.integers(0, 30))
-        dest = segment_bytes  # one after the other: no byte is written twice
+        dest = segment_bytes  # one after the other, so that no byte is written twice
         rows.append((src, dest, run, count, src_stride, dest_stride))
         chunk_bytes = max(chunk_bytes, src + (count - 1) * src_stride + run)
         segment_bytes = dest + (count - 1) * dest_stride + run
@@ -143,7 +143,7 @@ def items_of(rows: list[tuple[int, int, int, int, int, int]]) -> ReadItems:
 
 
 def copied(chunk: NDArray[np.uint8], segment: NDArray[np.uint8], rows: list[tuple[int, ...]]) -> NDArray[np.uint8]:
-    """The same copies, a run at a time."""
+    """Make the same copies, one run at a time."""
     for src, dest, run, count, src_stride, dest_stride in rows:
         for number in range(count):
             begin, at = src + number * src_stride, dest + number * dest_stride
@@ -152,7 +152,9 @@ def copied(chunk: NDArray[np.uint8], segment: NDArray[np.uint8], rows: list[tupl
 
 
 @given(copies(), st.integers(0, 2**32))
-def test_strided_copies(case: tuple[int, int, list[tuple[int, int, int, int, int, int]]], seed: int):
+def test_strided_copies_equal_single_copies(
+    case: tuple[int, int, list[tuple[int, int, int, int, int, int]]], seed: int
+):
     chunk_bytes, segment_bytes, rows = case
     chunk = np.random.default_rng(seed).integers(0, 256, chunk_bytes, np.uint8)
     device = CpuDevice()
@@ -161,7 +163,7 @@ def test_strided_copies(case: tuple[int, int, list[tuple[int, int, int, int, int
     assert np.array_equal(device._segments[0].data, copied(chunk, np.zeros(segment_bytes, np.uint8), rows))
 
 
-def test_which_device():
+def test_an_unavailable_device_is_refused():
     assert open_device("cpu").name == "cpu"
     if not torch.cuda.is_available():
         with pytest.raises(DeviceUnavailable, match="cannot use"):

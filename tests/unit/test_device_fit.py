@@ -1,4 +1,4 @@
-"""Ranks on GPUs: against every way to put them there."""
+"""Ranks on GPUs, against an exhaustive search of the ways to place them."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ rooms = st.builds(DeviceRoom, st.integers(0, 12), st.none() | st.integers(0, 12)
 
 
 @given(st.lists(st.integers(0, 12), min_size=1, max_size=4), st.lists(rooms, min_size=1, max_size=5))
-def test_they_fit_when_there_is_any_way(sizes: list[int], gpus: list[DeviceRoom]) -> None:
+def test_ranks_fit_if_any_assignment_does(sizes: list[int], gpus: list[DeviceRoom]) -> None:
     needs = {(rank, 0): size for rank, size in enumerate(sizes)}
     placements = place_on_devices(needs, gpus)
     fits = all(need <= placements[place].have_bytes for place, need in needs.items())
@@ -40,7 +40,7 @@ def test_they_fit_when_there_is_any_way(sizes: list[int], gpus: list[DeviceRoom]
     reserve=st.none() | st.integers(0, 1000),
     settings=st.integers(0, 100),
 )
-def test_what_was_asked_to_stay_free_stays_free(
+def test_memory_requested_to_stay_free_stays_free(
     total: int, free: int | None, share: float | None, reserve: int | None, settings: int
 ) -> None:
     options = FitOptions(gpu_memory_utilization=share, reserve_bytes=reserve)
@@ -54,7 +54,7 @@ def test_what_was_asked_to_stay_free_stays_free(
         assert share is None or full <= total * share
 
 
-def test_what_is_said() -> None:
+def test_the_problem_names_ranks_need_and_free_memory() -> None:
     gpus = [DeviceRoom(24 * 10**9, 20 * 10**9, 10**9)] * 2
     said = device_problem("a", {(0, 0): 10**9, (1, 0): 30 * 10**9}, gpus)
     assert said == (
@@ -62,7 +62,7 @@ def test_what_is_said() -> None:
     )
     many = device_problem("a", {(rank, 0): 30 * 10**9 for rank in range(99)}, gpus * 50)
     assert "ranks 0, 1, 2, 3, 4, 5, 6, 7 and 91 more need up to 30.0 GB" in many
-    assert device_problem("a", {(0, 0): 1}, []) == ""  # nobody knows
+    assert device_problem("a", {(0, 0): 1}, []) == ""  # the GPU is unknown
 
 
 @pytest.mark.parametrize(
@@ -79,12 +79,12 @@ def test_what_is_said() -> None:
         {"reserve_bytes": True},
     ],
 )
-def test_options_that_cannot_be_meant(bad: dict[str, object]) -> None:
+def test_impossible_options_are_refused(bad: dict[str, object]) -> None:
     with pytest.raises(ConfigError, match="must be"):
         LoadOptions("/model", **bad)  # type: ignore[arg-type]
 
 
-def test_utilisation_of_gpus_means_nothing_for_cpu_ranks() -> None:
+def test_gpu_utilisation_is_refused_for_cpu_ranks() -> None:
     with pytest.raises(ConfigError, match="gpu_memory_utilization is about GPUs"):
         FitOptions(gpu_memory_utilization=0.9).check_device("cpu")
     FitOptions(gpu_memory_utilization=0.9).check_device("cuda")

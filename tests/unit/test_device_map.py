@@ -1,4 +1,4 @@
-"""Device maps are those of Accelerate, on models of many shapes and limits."""
+"""Device maps equal those of Accelerate, on models of many shapes and limits."""
 
 from __future__ import annotations
 
@@ -27,11 +27,11 @@ Sizes = dict[str, int]
 
 
 class Layer(torch.nn.Module):  # type: ignore[misc, name-defined]
-    """What Accelerate is told not to split."""
+    """A module that Accelerate must not split."""
 
 
 class TowerLayer(Layer):
-    """The same; layers of two stacks are of two classes."""
+    """Another such module: the layers of two stacks have two classes."""
 
 
 class Block(torch.nn.Module):  # type: ignore[misc, name-defined]
@@ -42,7 +42,7 @@ KINDS = {"layers": Layer, "blocks": TowerLayer}
 
 
 def meta_model(sizes: Mapping[str, int]) -> Any:
-    """An empty model whose modules and parameters have these names, in this order; a parameter has so many bytes."""
+    """Return an empty model with these module and parameter names, in this order; each parameter has its bytes."""
     root = Block()
     for name, size_bytes in sizes.items():
         *path, last = name.split(".")
@@ -60,7 +60,7 @@ def meta_model(sizes: Mapping[str, int]) -> Any:
 def theirs(
     model: Any, memory: dict[DeviceKey, int], policy: str, no_split: Any = ("Layer", "TowerLayer")
 ) -> dict[DeviceKey, Any]:
-    """Accelerate's map, as transformers asks for it."""
+    """Return Accelerate's map, as transformers requests it."""
     if policy != "sequential":
         memory = modeling.get_balanced_memory(
             model, dict(memory), no_split_module_classes=no_split, low_zero=policy == "balanced_low_0"
@@ -78,12 +78,12 @@ def our_map(sizes: Mapping[str, int], memory: dict[DeviceKey, int], policy: str)
 
 
 def ours(sizes: Mapping[str, int], memory: dict[DeviceKey, int], policy: str) -> dict[str, DeviceKey | None]:
-    """The device of each tensor."""
+    """Return the device of each tensor."""
     return dict(zip(sizes, our_map(sizes, memory, policy).devices_of(sizes), strict=True))
 
 
 def spread(found: Mapping[Any, Any], names: Any) -> dict[str, DeviceKey | None]:
-    """The device of each tensor by a map of Accelerate's."""
+    """Return the device of each tensor by a map of Accelerate's."""
     return dict(zip(names, DeviceMap(tuple(found.items())).devices_of(names), strict=True))
 
 
@@ -127,7 +127,7 @@ def test_agrees_with_accelerate(sizes: Sizes, memory: dict[DeviceKey, int], poli
     assert ours(sizes, memory, policy) == spread(expected, sizes)
 
 
-def test_says_the_same_in_as_many_words() -> None:
+def test_a_map_has_the_same_entries_as_accelerates() -> None:
     sizes = decoder(4, 10, 20, 30, 30)
     memory: dict[DeviceKey, int] = {0: 130, 1: 60, "cpu": 100}
     found = our_map(sizes, memory, "sequential").as_dict()
@@ -147,7 +147,7 @@ def test_says_the_same_in_as_many_words() -> None:
 @pytest.mark.parametrize("family", ["llama", "qwen3_moe", "gemma3", "qwen2_5_vl", "deepseek_v3", "glm4v", "phi3"])
 @pytest.mark.parametrize("policy", ["sequential", "balanced", "balanced_low_0"])
 def test_agrees_on_models_of_transformers(family: str, policy: str) -> None:
-    """But for buffers that no checkpoint has, which Accelerate counts: the models are stripped of them."""
+    """Buffers that no checkpoint has are stripped from the models, because Accelerate counts them."""
     pytest.importorskip("transformers")
     model = make_tiny(family)
     for module in model.modules():
@@ -155,7 +155,7 @@ def test_agrees_on_models_of_transformers(family: str, policy: str) -> None:
             module._buffers.pop(name, None)
     model = model.to("meta")
     state = {name: tensor.numel() * tensor.element_size() for name, tensor in named_once(model)}
-    # As checkpoints have them. What comes after the layers of that tower runs in an order that no name tells.
+    # As checkpoints have them. Modules after the layers of that tower run in an order that no name shows.
     names = list(state) if family == "glm4v" else sorted(state)
     sizes = {name: state[name] for name in names}
     whole = sum(sizes.values())
@@ -169,7 +169,7 @@ def test_agrees_on_models_of_transformers(family: str, policy: str) -> None:
 
 
 def named_once(model: Any) -> Any:
-    """Parameters and saved buffers, those that are tied by their first name: what a checkpoint has."""
+    """Return the parameters and saved buffers as a checkpoint has them: tied ones by their first name."""
     yield from model.named_parameters()
     saved = set(model.state_dict())
     yield from ((name, buffer) for name, buffer in model.named_buffers() if name in saved)
@@ -204,7 +204,7 @@ def test_tied_tensors_stay_together() -> None:
     assert len(set(apart)) == 2
 
 
-def test_the_order_of_modules() -> None:
+def test_modules_are_ordered_as_they_run() -> None:
     names = [
         *("lm_head.weight", "model.layers.10.a.w", "model.layers.2.a.w", "model.norm.weight", "model.embed_tokens.w"),
         *("model.visual.blocks.0.a.w", "model.visual.merger.w", "model.visual.patch_embed.w"),
@@ -219,16 +219,16 @@ def test_the_order_of_modules() -> None:
     assert sum(tensor.size_bytes for tensor in module_tree(odd).all_tensors()) == 21
 
 
-def test_many_modules_are_dealt_out() -> None:
-    """Each is looked at a few times, not as often as there are others."""
+def test_many_modules_are_assigned_in_linear_time() -> None:
+    """Each module is examined a few times, not as often as there are others."""
     count = 20_000
     found = infer_device_map(
         module_tree([(f"m{number}.weight", 10) for number in range(count)]), {0: 5 * count, "cpu": 10 * count}
     )
     places = [device for _, device in found.modules]
-    assert places == [0] * (count // 2 - 1) + ["cpu"] * (count // 2 + 1)  # of the GPU, one layer's room is kept
+    assert places == [0] * (count // 2 - 1) + ["cpu"] * (count // 2 + 1)  # of the GPU, the room of one layer is kept
 
 
-def test_names_of_very_many_parts_are_refused() -> None:
+def test_names_with_very_many_parts_are_refused() -> None:
     with pytest.raises(LayoutError, match="5001 parts"):
         module_tree([(".".join(["a"] * 5000 + ["weight"]), 1)])

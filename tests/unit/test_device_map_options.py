@@ -1,4 +1,4 @@
-"""What is asked of a device map: read, checked, refused; and what a plan makes of it."""
+"""Options of a device map: reading, checks and refusals, and their effect on a plan."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def options(device_map: Any, max_memory: Any = None, folder: Any = None, **chang
     )
 
 
-def test_what_is_read() -> None:
+def test_device_map_options_are_read() -> None:
     assert options(None) is None
     assert options("auto") == DeviceMapOptions("auto")
     assert options("cuda:1") == options(1) == options({"": "1"}) == DeviceMapOptions("", (("", 1),))
@@ -83,7 +83,7 @@ def test_what_is_read() -> None:
         (dict(device_map="cpu", device="cuda"), "names no GPU"),
     ],
 )
-def test_what_cannot_be_meant(arguments: dict[str, Any], problem: str) -> None:
+def test_impossible_options_are_refused(arguments: dict[str, Any], problem: str) -> None:
     with pytest.raises(ConfigError, match=problem):
         options(**arguments)
 
@@ -138,7 +138,7 @@ def test_tensors_that_the_map_does_not_name_are_all_listed() -> None:
     assert planned({"": "cpu", "model.rotary_emb": 0}).ranks[0].bytes_by_device.keys() == {"cpu"}
 
 
-def test_what_has_no_room_is_refused_with_need_and_have() -> None:
+def test_a_map_without_room_is_refused_with_need_and_have() -> None:
     with pytest.raises(DoesNotFit, match="have no room on any device") as left_over:
         planned("auto", {0: LAYER_BYTES * 2, "cpu": 0})
     assert "cuda:0" in left_over.value.message
@@ -152,7 +152,7 @@ def test_what_has_no_room_is_refused_with_need_and_have() -> None:
         planned("auto")
 
 
-def test_limits_of_the_node_fill_in_for_those_that_nobody_gave() -> None:
+def test_node_limits_are_the_default_limits() -> None:
     asked = options("auto")
     assert asked is not None
     assert asked.on_node([100, 100], 50).max_memory == ((0, 100), (1, 100), ("cpu", 50))
@@ -164,8 +164,8 @@ def test_limits_of_the_node_fill_in_for_those_that_nobody_gave() -> None:
 
 @pytest.mark.parametrize("policy", ["auto", "sequential", "balanced_low_0"])
 @pytest.mark.parametrize("precision", [Precision("float32"), Precision(quantization="fp8")])
-def test_what_fills_a_node_leaves_room_to_convert(policy: str, precision: Precision) -> None:
-    """And still the load fits: on each device tensors are converted beside the others."""
+def test_a_full_node_leaves_room_to_convert(policy: str, precision: Precision) -> None:
+    """The load must still fit: each device converts tensors beside the others."""
     index = store_arrays(as_bf16(random_arrays(llama_shapes(4, 128, 256, 4, 2, 500))), chunk_bytes=20_000).index
     (whole,) = rank_facts(build_load_plan(index, Layout(), precision=precision).cut, index.chunks.largest_bytes)
     for share in range(2, 6):
@@ -180,7 +180,7 @@ def test_what_fills_a_node_leaves_room_to_convert(policy: str, precision: Precis
             assert max(0, *gpu_bytes(facts, "cuda").values(), host_bytes(facts, "cuda")) <= limit
 
 
-def test_a_tied_head_is_where_its_embedding_is() -> None:
+def test_a_tied_head_is_on_the_device_of_its_embedding() -> None:
     tied = ModelConfig(tie_word_embeddings=True)
     whole = build_load_plan(store_arrays(as_bf16(ARRAYS)).index, Layout()).ranks[0].size_bytes
     for first in range(0, whole, whole // 7):
@@ -200,7 +200,7 @@ def request(**changes: Any) -> Any:
     return make_request(LoadOptions("/models/llama", **changes))
 
 
-def test_requests() -> None:
+def test_requests_take_device_and_gpus_from_the_map() -> None:
     mapped = request(device_map="auto", max_memory={0: "1GB", 1: "1GB", "cpu": "1GB"})
     assert (mapped.device, mapped.gpus_per_rank) == ("cuda", 2)
     assert request(device_map="cpu").device == "cpu"
@@ -221,7 +221,7 @@ def arguments(*argv: str) -> dict[str, Any]:
     return {name: getattr(options, name) for name in ("device_map", "max_memory", "offload_folder")}
 
 
-def test_the_command(tmp_path: Path) -> None:
+def test_the_command_accepts_device_maps(tmp_path: Path) -> None:
     assert arguments() == {"device_map": None, "max_memory": None, "offload_folder": None}
     assert arguments("--device-map", "auto", "--max-memory", "0=20GB, cpu=60GB", "--offload-folder", "/x") == {
         "device_map": "auto",
@@ -244,7 +244,7 @@ def test_the_command(tmp_path: Path) -> None:
         arguments("--device-map", "/no/such.json")
 
 
-def test_a_map_is_what_it_says() -> None:
+def test_a_map_finds_devices_by_the_longest_prefix() -> None:
     found = DeviceMap((("a", 1), ("a.b", "cpu"), ("c.weight", 0)))
     assert found.devices == (0, 1, "cpu")
     assert found.devices_of(["a.x", "a.b.x", "a.bc", "c.weight", "c.bias", "ab"]) == [1, "cpu", 1, 0, None, None]

@@ -1,4 +1,4 @@
-"""Chunks that one rank alone wants, received in its own memory: what goes there, what does not, and when it fails."""
+"""Chunks that only one rank needs are received in its own memory; the rest go through the arena."""
 
 from __future__ import annotations
 
@@ -21,7 +21,7 @@ FSDP = (1, 4, 1)
 
 
 def check_tensors(ranks: list[Rank], plan: LoadPlan, objects: dict[str, bytes]) -> None:
-    """Every rank holds the bytes of its slices."""
+    """Check that every rank holds the bytes of its slices."""
     for rank, mine in zip(ranks, plan.ranks, strict=True):
         items = expand_read_items(mine.slices, plan.chunks)
         expected = [np.zeros(size, np.uint8) for size in mine.segment_bytes]
@@ -45,7 +45,7 @@ def objects(request: pytest.FixtureRequest) -> dict[str, bytes]:
     return flat_objects(tensors=12, rows=2048) if request.param == "flat" else odd_objects()
 
 
-def test_what_one_rank_wants_whole_never_sees_the_arena(shm_dir: Path) -> None:
+def test_chunks_of_one_rank_bypass_the_arena(shm_dir: Path) -> None:
     objects = flat_objects(tensors=12, rows=2048)
     plan = plan_of(objects, FSDP, 4096)
     store = WrappedStore(MemoryStore(objects))
@@ -74,7 +74,7 @@ def test_both_modes_and_any_layout_give_the_same_bytes(objects: dict[str, bytes]
 
 
 @pytest.mark.parametrize(("slots", "direct"), [(128, False), (9, True)])
-def test_auto_is_direct_when_the_arena_cannot_keep_the_nodes_share(shm_dir: Path, slots: int, direct: bool) -> None:
+def test_auto_is_direct_if_the_arena_is_too_small_for_the_share(shm_dir: Path, slots: int, direct: bool) -> None:
     objects = flat_objects(tensors=12, rows=2048)
     plan = plan_of(objects, FSDP, 4096)
     assert 9 < len(plan.chunks) <= 128
@@ -84,7 +84,7 @@ def test_auto_is_direct_when_the_arena_cannot_keep_the_nodes_share(shm_dir: Path
         assert bool(report.direct_bytes) == direct
 
 
-def test_what_the_arena_has_is_not_fetched_again(shm_dir: Path) -> None:
+def test_chunks_in_the_arena_are_not_fetched_again(shm_dir: Path) -> None:
     objects = flat_objects(tensors=12, rows=2048)
     plan = plan_of(objects, FSDP, 4096)
     store = WrappedStore(MemoryStore(objects))
@@ -103,10 +103,10 @@ def first_direct_byte(plan: LoadPlan, objects: dict[str, bytes]) -> tuple[str, i
     return plan.shards[plan.chunks.shard[chunk]].key, plan.chunks.byte_range(chunk).start
 
 
-def test_a_damaged_chunk_is_fetched_again_and_ends_whole(shm_dir: Path) -> None:
+def test_a_damaged_chunk_is_fetched_again(shm_dir: Path) -> None:
     objects = flat_objects(tensors=12, rows=2048)
     plan = plan_of(objects, FSDP, 4096)
-    # The tries of the rank itself are spent: the next one goes through the arena, by whoever may still try.
+    # The rank's own tries are spent. The next one goes through the arena, by any rank that may still try.
     store = FlipByteStore(MemoryStore(objects), *first_direct_byte(plan, objects), on_reading=lambda n: n <= 2)
     with local_node(shm_dir, slots=128, placement="direct", fetch_attempts=2) as node:
         ranks, report = node.load(plan, store)
@@ -115,7 +115,7 @@ def test_a_damaged_chunk_is_fetched_again_and_ends_whole(shm_dir: Path) -> None:
         assert report.store_chunks == report.needed_chunks
 
 
-def test_a_chunk_that_stays_damaged_ends_the_load_with_its_name(shm_dir: Path) -> None:
+def test_a_chunk_that_stays_damaged_ends_the_load_and_is_named(shm_dir: Path) -> None:
     objects = flat_objects(tensors=12, rows=2048)
     plan = plan_of(objects, FSDP, 4096)
     key, offset = first_direct_byte(plan, objects)
@@ -130,7 +130,7 @@ def test_a_chunk_that_stays_damaged_ends_the_load_with_its_name(shm_dir: Path) -
         assert not ranks[1].device._segments
 
 
-def test_a_rank_that_comes_back_fetches_its_own_again_and_no_more(shm_dir: Path) -> None:
+def test_a_replaced_rank_refetches_only_its_direct_chunks(shm_dir: Path) -> None:
     objects = flat_objects(tensors=12, rows=2048)
     plan = plan_of(objects, FSDP, 4096)
     store = WrappedStore(MemoryStore(objects))
@@ -153,7 +153,7 @@ def test_a_rank_that_comes_back_fetches_its_own_again_and_no_more(shm_dir: Path)
 
 @given(st.integers(1, 6), st.integers(1, 5000), st.integers(1, 4))
 def test_a_whole_chunk_is_tiled_by_its_parts(tensors: int, chunk_bytes: int, fsdp: int) -> None:
-    """What may be received in place has every byte of the chunk exactly once, in order."""
+    """Chunks that may be received in place have every byte exactly once, in order."""
     plan = plan_of(flat_objects(tensors=tensors, rows=256), (1, fsdp, 1), chunk_bytes)
     for mine in plan.ranks:
         items = expand_read_items(mine.slices, plan.chunks)

@@ -1,4 +1,4 @@
-"""What waits to be written: held only when its turn comes, never in a load's way, and not for ever."""
+"""The queue of disk writes: it pins a chunk only when its turn comes, and never blocks a load."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ def commit(cache: ChunkCache, number: int, owner: object = None, pinners: tuple[
     return chunk
 
 
-def test_without_a_shelf_nothing_is_remembered() -> None:
+def test_without_a_disk_tier_nothing_is_queued() -> None:
     backlog, cache = DiskBacklog(), ChunkCache(2)
     backlog.keep(DiskWrite(commit(cache, 1)))
     backlog.unusable(key(1))
@@ -49,7 +49,7 @@ def test_without_a_shelf_nothing_is_remembered() -> None:
     assert backlog.next(cache, WRITER) is None
 
 
-def test_a_slot_is_not_used_again_while_it_is_written_and_is_afterwards() -> None:
+def test_a_slot_is_reused_only_after_its_write_ends() -> None:
     backlog, cache = DiskBacklog(Shelf()), ChunkCache(1)
     backlog.keep(DiskWrite(commit(cache, 1)))
     write = backlog.next(cache, WRITER)
@@ -60,7 +60,7 @@ def test_a_slot_is_not_used_again_while_it_is_written_and_is_afterwards() -> Non
     assert backlog.next(cache, WRITER) is None
 
 
-def test_what_was_evicted_before_its_turn_is_not_written() -> None:
+def test_a_chunk_evicted_before_its_turn_is_not_written() -> None:
     backlog, cache = DiskBacklog(Shelf()), ChunkCache(2)
     for number in (1, 2, 3):
         backlog.keep(DiskWrite(commit(cache, number)))
@@ -71,7 +71,7 @@ def test_what_was_evicted_before_its_turn_is_not_written() -> None:
     assert backlog.unkept_chunks == 1
 
 
-def test_a_chunk_that_came_back_in_another_slot_is_written_from_there() -> None:
+def test_a_chunk_in_a_new_slot_is_written_from_that_slot() -> None:
     backlog, cache = DiskBacklog(Shelf()), ChunkCache(2)
     for number in (1, 2, 3):
         backlog.keep(DiskWrite(commit(cache, number)))
@@ -82,7 +82,7 @@ def test_a_chunk_that_came_back_in_another_slot_is_written_from_there() -> None:
     assert write.chunk == again
 
 
-def test_a_load_that_may_have_all_slots_is_not_in_the_disks_way_nor_the_disk_in_its() -> None:
+def test_disk_writes_wait_for_a_load_that_needs_all_slots() -> None:
     backlog, cache = DiskBacklog(Shelf()), ChunkCache(2)
     assert cache.reserve("load", 2)
     chunk = commit(cache, 1, owner="load")
@@ -93,7 +93,7 @@ def test_a_load_that_may_have_all_slots_is_not_in_the_disks_way_nor_the_disk_in_
     assert backlog.next(cache, WRITER) == DiskWrite(chunk)
 
 
-def test_what_is_there_is_not_written_again_unless_it_is_no_good() -> None:
+def test_a_chunk_on_disk_is_rewritten_only_if_unusable() -> None:
     shelf = Shelf(1)
     backlog, cache = DiskBacklog(shelf), ChunkCache(2)
     chunk = commit(cache, 1)
@@ -112,11 +112,11 @@ def test_what_is_there_is_not_written_again_unless_it_is_no_good() -> None:
     assert backlog.next(cache, WRITER) == DiskWrite(chunk)
 
 
-def test_heartbeats_say_what_should_be_on_disk_and_is_not() -> None:
+def test_heartbeats_count_chunks_missing_from_disk() -> None:
     shelf, cache = Shelf(), ChunkCache(1)
     ledger = NodeLedger(cache, 10, disk=(backlog := DiskBacklog(shelf)))
     backlog.keep(DiskWrite(commit(cache, 1)))
-    assert cache.lease(key(2), RANK, 10) is not None  # evicts it
+    assert cache.lease(key(2), RANK, 10) is not None  # evicts the chunk
     assert backlog.next(cache, WRITER) is None
     shelf.unkept_chunks = 4
     assert ledger.beat("node", "host", "0", 0.0, ()).arena.disk_unkept_chunks == 5

@@ -1,4 +1,4 @@
-"""A file of the disk tier is the chunk that was written, or it is refused: whatever was done to it."""
+"""A file of the disk tier returns the chunk that was written, or is refused."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def read_back(path: Path, size_bytes: int = len(CONTENT), published: tuple[str, 
 @given(
     key=st.binary(min_size=32, max_size=32), length=st.integers(0, 2**40), name=st.sampled_from([*MANIFEST_HASH_NAMES])
 )
-def test_a_header_comes_back(key: bytes, length: int, name: str) -> None:
+def test_a_header_survives_a_round_trip(key: bytes, length: int, name: str) -> None:
     header = ChunkHeader(key, length, name, digest_of(name, key))
     assert len(pack_header(header)) == HEADER_BYTES
     assert unpack_header(pack_header(header)) == header
@@ -49,31 +49,31 @@ def test_a_header_comes_back(key: bytes, length: int, name: str) -> None:
         ChunkHeader(KEY, 1, "xxh3_128", bytes(32)),
     ],
 )
-def test_what_no_header_can_say(header: ChunkHeader) -> None:
+def test_impossible_headers_are_refused(header: ChunkHeader) -> None:
     with pytest.raises(ValueError, match=r"header|digest"):
         pack_header(header)
 
 
 @given(st.binary(max_size=2 * HEADER_BYTES))
-def test_no_bytes_are_a_header_by_chance(data: bytes) -> None:
+def test_random_bytes_are_never_a_header(data: bytes) -> None:
     with pytest.raises(DiskChunkUnusable):
         unpack_header(data)
 
 
 @pytest.mark.parametrize("published", [None, ("blake3", digest_of("blake3", CONTENT))])
-def test_what_was_written_is_read(tmp_path: Path, published: tuple[str, bytes] | None) -> None:
+def test_a_written_chunk_is_read_back(tmp_path: Path, published: tuple[str, bytes] | None) -> None:
     path = tmp_path / "chunk"
     path.write_bytes(header_of() + CONTENT)
     assert read_back(path, published=published) == CONTENT
 
 
 @given(at=st.integers(0, HEADER_BYTES + len(CONTENT) - 1), bit=st.integers(0, 7))
-def test_a_flipped_bit_is_seen(tmp_path_factory: pytest.TempPathFactory, at: int, bit: int) -> None:
+def test_a_flipped_bit_is_detected(tmp_path_factory: pytest.TempPathFactory, at: int, bit: int) -> None:
     path = tmp_path_factory.getbasetemp() / "flipped"
     data = bytearray(header_of() + CONTENT)
     data[at] ^= 1 << bit
     path.write_bytes(data)
-    if 100 <= at < HEADER_BYTES:  # padding, which says nothing
+    if 100 <= at < HEADER_BYTES:  # padding, which has no meaning
         assert read_back(path) == CONTENT
         return
     with pytest.raises(DiskChunkUnusable):
@@ -81,8 +81,8 @@ def test_a_flipped_bit_is_seen(tmp_path_factory: pytest.TempPathFactory, at: int
 
 
 @given(size_bytes=st.integers(0, HEADER_BYTES + len(CONTENT) - 1), full_size=st.booleans())
-def test_a_torn_file_is_seen(tmp_path_factory: pytest.TempPathFactory, size_bytes: int, full_size: bool) -> None:
-    """As after a loss of power: a part of the bytes, in a file of any length."""
+def test_a_torn_file_is_refused(tmp_path_factory: pytest.TempPathFactory, size_bytes: int, full_size: bool) -> None:
+    """A loss of power leaves a part of the bytes, in a file of any length."""
     path = tmp_path_factory.getbasetemp() / "torn"
     path.write_bytes((header_of() + CONTENT)[:size_bytes])
     if full_size:
@@ -91,7 +91,7 @@ def test_a_torn_file_is_seen(tmp_path_factory: pytest.TempPathFactory, size_byte
         read_back(path)
 
 
-def test_the_published_digest_counts_not_the_files_own(tmp_path: Path) -> None:
+def test_the_published_digest_overrides_the_files_own(tmp_path: Path) -> None:
     path = tmp_path / "chunk"
     forged = b"another " * 300
     path.write_bytes(header_of(forged) + forged)
@@ -100,7 +100,7 @@ def test_the_published_digest_counts_not_the_files_own(tmp_path: Path) -> None:
         read_back(path, published=("blake3", digest_of("blake3", CONTENT)))
 
 
-def test_another_chunk_under_the_name(tmp_path: Path) -> None:
+def test_another_chunk_under_the_name_is_refused(tmp_path: Path) -> None:
     path = tmp_path / "chunk"
     path.write_bytes(header_of(key=KEY[::-1]) + CONTENT)
     with pytest.raises(DiskChunkUnusable, match="another chunk"):

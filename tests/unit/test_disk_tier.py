@@ -1,4 +1,4 @@
-"""The disk tier on a real file system: budget, LRU, crashes, several processes, a full disk, a folder full of traps."""
+"""The disk tier on a real file system: budget, LRU, crashes, several processes, a full disk, a hostile folder."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ FILE_BYTES = HEADER_BYTES + 1000
 
 @contextmanager
 def tier_in(parent: Path, chunks: int) -> Iterator[DiskTier]:
-    """A tier with room for so many chunks of 1000 bytes."""
+    """Return a tier with room for that many chunks of 1000 bytes."""
     tier = DiskTier(str(parent), chunks * FILE_BYTES)
     try:
         yield tier
@@ -56,7 +56,7 @@ def keys(*numbers: int) -> tuple[bytes, ...]:
     return tuple(chunk_of(number)[0] for number in numbers)
 
 
-def test_what_was_written_is_there_and_is_read(tmp_path: Path) -> None:
+def test_a_written_chunk_is_found_and_read(tmp_path: Path) -> None:
     with tier_in(tmp_path / "made" / "here", 3) as tier, reader_of(tier) as reader:
         assert write(tier, 1) is Written.DONE
         assert write(tier, 1) is Written.PRESENT
@@ -69,7 +69,7 @@ def test_what_was_written_is_there_and_is_read(tmp_path: Path) -> None:
         assert Path(tier.path, chunk_name(chunk_of(1)[0])).stat().st_mode & 0o777 == 0o600
 
 
-def test_the_least_recently_used_one_goes(tmp_path: Path) -> None:
+def test_the_least_recently_used_chunk_is_evicted(tmp_path: Path) -> None:
     with tier_in(tmp_path, 3) as tier:
         for number in (1, 2, 3):
             write(tier, number)
@@ -79,7 +79,7 @@ def test_the_least_recently_used_one_goes(tmp_path: Path) -> None:
         assert chunks_in(tier.path) == set(keys(3, 1, 4))
 
 
-def test_the_order_of_use_outlives_the_process(tmp_path: Path) -> None:
+def test_the_order_of_use_survives_the_process(tmp_path: Path) -> None:
     with tier_in(tmp_path, 3) as tier, reader_of(tier) as reader:
         for number in (1, 2, 3):
             write(tier, number)
@@ -93,7 +93,7 @@ def test_the_order_of_use_outlives_the_process(tmp_path: Path) -> None:
 
 
 @given(steps=st.lists(st.tuples(st.integers(0, 9), st.integers(1, 2600)), max_size=25))
-def test_never_over_budget_and_nothing_but_what_was_written(
+def test_the_tier_never_exceeds_its_budget_or_alters_a_chunk(
     tmp_path_factory: pytest.TempPathFactory, steps: list[tuple[int, int]]
 ) -> None:
     with tier_in(tmp_path_factory.mktemp("tier"), 2) as tier, reader_of(tier) as reader:
@@ -106,7 +106,7 @@ def test_never_over_budget_and_nothing_but_what_was_written(
             assert not fits or read(reader, number, size_bytes) == chunk_of(number, size_bytes)[1]
 
 
-def test_without_a_budget_it_is_half_of_what_there_is(tmp_path: Path) -> None:
+def test_the_default_budget_is_within_the_disk(tmp_path: Path) -> None:
     tier = DiskTier(str(tmp_path))
     info = os.statvfs(tmp_path)
     assert 0 < tier.budget_bytes <= info.f_blocks * info.f_frsize
@@ -155,8 +155,8 @@ def run(code: str, *arguments: object) -> subprocess.CompletedProcess[str]:
         ("unlink", 1),
     ],
 )
-def test_killed_at_any_step(tmp_path: Path, call: str, count: int) -> None:
-    """Room for two chunks; one is there, the second is written, the third makes the first go."""
+def test_a_kill_at_any_step_leaves_only_whole_chunks(tmp_path: Path, call: str, count: int) -> None:
+    """There is room for two chunks. One exists, the second is written, the third evicts the first."""
     with tier_in(tmp_path, 2) as tier:
         write(tier, 1)
         done = run(DIES, tmp_path, call, count)
@@ -166,13 +166,13 @@ def test_killed_at_any_step(tmp_path: Path, call: str, count: int) -> None:
                 number = keys(1, 2, 3).index(key) + 1
                 assert read(reader, number) == chunk_of(number)[1]
         assert folder_bytes(tier.path) <= 3000
-        assert write(tier, 4) is Written.DONE  # whoever writes next looks, and removes what was left
+        assert write(tier, 4) is Written.DONE  # the next writer looks, and removes the leftovers
         assert not temporaries_in(tier.path)
         assert folder_bytes(tier.path) == tier.used_bytes <= tier.budget_bytes
 
 
-def test_bytes_are_on_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Or a loss of power could leave a whole file of nothing under the name."""
+def test_bytes_are_synced_before_the_file_is_renamed(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Otherwise a loss of power could leave an empty file under the name."""
     calls: list[str] = []
     for name in ("pwrite", "fsync", "rename"):
         real = getattr(os, name)
@@ -188,7 +188,7 @@ def test_bytes_are_on_disk_before_the_name_is(tmp_path: Path, monkeypatch: pytes
     assert calls == ["pwrite", "pwrite", "fsync", "rename"]
 
 
-def test_files_that_are_being_written_count_and_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_files_being_written_count_and_stay(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tier_in(tmp_path, 2) as tier, tier_in(tmp_path, 2) as other:
         real = os.fsync
 
@@ -206,7 +206,7 @@ def test_files_that_are_being_written_count_and_stay(tmp_path: Path, monkeypatch
         assert chunks_in(tier.path) == set(keys(1, 3)) == set(tier.keys())
 
 
-def test_what_this_process_is_writing_counts_too(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_own_unfinished_writes_count_towards_the_budget(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tier_in(tmp_path, 1) as tier:
         real = os.fsync
 
@@ -236,7 +236,7 @@ for _ in range(60):
 """
 
 
-def test_several_processes_in_one_folder(tmp_path: Path) -> None:
+def test_several_processes_may_share_a_folder(tmp_path: Path) -> None:
     budget_bytes = 6 * FILE_BYTES
     arguments = [sys.executable, "-c", WRITES, str(tmp_path)]
     writers = [
@@ -253,7 +253,7 @@ def test_several_processes_in_one_folder(tmp_path: Path) -> None:
                 assert read(reader, number) == chunk_of(number)[1]
 
 
-def test_nobody_changes_the_folder_while_another_does(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_only_one_process_changes_the_folder_at_a_time(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(disk_folder, "LOCK_PATIENCE_S", 0.0)  # of a process that is stopped while it holds the lock
     with tier_in(tmp_path, 2) as tier:
         write(tier, 1)
@@ -265,7 +265,7 @@ def test_nobody_changes_the_folder_while_another_does(tmp_path: Path, monkeypatc
         assert write(tier, 2) is Written.DONE
 
 
-def test_what_others_did_is_seen(tmp_path: Path) -> None:
+def test_changes_of_other_processes_are_seen(tmp_path: Path) -> None:
     with tier_in(tmp_path, 2) as mine, tier_in(tmp_path, 2) as theirs:
         write(mine, 1)
         write(theirs, 2)
@@ -291,8 +291,8 @@ def failing(real: Callable[..., Any], code: int, times: int) -> Callable[..., An
     return call
 
 
-def test_of_a_large_folder_only_what_is_new_is_looked_at(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Agents of one host may share it: after each write of one the other looked at every file."""
+def test_only_new_files_of_a_large_folder_are_examined(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+    """Agents of one host may share the folder. Each used to scan every file after each write of another."""
     monkeypatch.setattr(disk_tier, "LARGE", 2)
     monkeypatch.setattr(disk_tier, "LOOK_SHARE", 10**9)
     with tier_in(tmp_path, 6) as one, tier_in(tmp_path, 6) as two, reader_of(one) as reader:
@@ -318,7 +318,7 @@ def test_of_a_large_folder_only_what_is_new_is_looked_at(tmp_path: Path, monkeyp
         assert folder_bytes(two.path) == two.used_bytes == 6 * FILE_BYTES
 
 
-def test_a_full_disk_takes_the_place_of_older_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_evicts_older_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tier_in(tmp_path, 9) as tier:
         for number in (1, 2, 3):
             write(tier, number)
@@ -327,7 +327,7 @@ def test_a_full_disk_takes_the_place_of_older_chunks(tmp_path: Path, monkeypatch
         assert tier.keys() == keys(2, 3, 4)
 
 
-def test_a_disk_that_stays_full_empties_no_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_disk_that_stays_full_does_not_empty_the_cache(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     with tier_in(tmp_path, 9) as tier:
         for number in (1, 2, 3):
             write(tier, number)
@@ -344,7 +344,7 @@ def test_a_disk_that_stays_full_empties_no_cache(tmp_path: Path, monkeypatch: py
 
 
 @pytest.mark.parametrize("call", ["truncate", "pwrite", "fsync", "rename"])
-def test_a_disk_that_fails(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
+def test_a_failed_write_keeps_earlier_chunks(tmp_path: Path, monkeypatch: pytest.MonkeyPatch, call: str) -> None:
     with tier_in(tmp_path, 2) as tier:
         write(tier, 1)
         real = getattr(os, call)
@@ -372,7 +372,7 @@ print(write(tier, 1).name, write(tier, 2, 20_000).name, write(tier, 3).name)
 """
 
 
-def test_a_process_that_may_not_write_so_much(tmp_path: Path) -> None:
+def test_a_file_size_limit_counts_as_a_full_disk(tmp_path: Path) -> None:
     done = run(LIMITED, tmp_path)
     assert done.stdout.split() == ["DONE", "FULL", "DONE"], done.stderr
     assert chunks_in(str(tmp_path / SUBFOLDER)) == set(keys(1, 3))
@@ -398,7 +398,7 @@ print(*sorted(set(written)), len(tier), write(tier, 99, 200_000).name)
 """
 
 
-def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
+def test_a_really_full_file_system_still_takes_chunks(tmp_path: Path) -> None:
     """A file system of 64 KiB, where this user may mount one."""
     try:
         done = subprocess.run(
@@ -421,7 +421,7 @@ def test_a_disk_that_is_really_full(tmp_path: Path) -> None:
 # -- a folder that anybody may have been in ------------------------------------------------------------------------
 
 
-def test_what_is_not_ours_is_left_alone_and_never_followed(tmp_path: Path) -> None:
+def test_foreign_files_are_kept_and_links_never_followed(tmp_path: Path) -> None:
     secret = tmp_path / "secret"
     secret.write_bytes(b"x" * FILE_BYTES)
     with tier_in(tmp_path / "cache", 3) as tier:
@@ -447,7 +447,7 @@ def test_what_is_not_ours_is_left_alone_and_never_followed(tmp_path: Path) -> No
     assert (folder / "README").read_text() == "mine"
 
 
-def test_a_link_in_the_place_of_the_folder(tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "elsewhere").mkdir()
     (tmp_path / SUBFOLDER).symlink_to(tmp_path / "elsewhere")
     with pytest.raises(DiskTierError):
@@ -455,7 +455,7 @@ def test_a_link_in_the_place_of_the_folder(tmp_path: Path) -> None:
     assert not list((tmp_path / "elsewhere").iterdir())
 
 
-def test_a_link_in_the_place_of_the_lock(tmp_path: Path) -> None:
+def test_a_link_in_the_place_of_the_lock_is_refused(tmp_path: Path) -> None:
     (tmp_path / SUBFOLDER).mkdir()
     (tmp_path / "secret").write_text("x")
     (tmp_path / SUBFOLDER / LOCK_NAME).symlink_to(tmp_path / "secret")
@@ -464,14 +464,14 @@ def test_a_link_in_the_place_of_the_lock(tmp_path: Path) -> None:
     assert (tmp_path / "secret").read_text() == "x"
 
 
-def test_a_folder_that_others_may_write_to_is_closed_to_them(tmp_path: Path) -> None:
+def test_a_folder_writable_by_others_is_made_private(tmp_path: Path) -> None:
     (tmp_path / SUBFOLDER).mkdir()
     (tmp_path / SUBFOLDER).chmod(0o777)
     with tier_in(tmp_path, 1) as tier:
         assert Path(tier.path).stat().st_mode & 0o777 == 0o700
 
 
-def test_a_folder_that_is_a_file(tmp_path: Path) -> None:
+def test_a_file_in_the_place_of_the_folder_is_refused(tmp_path: Path) -> None:
     (tmp_path / "file").write_text("x")
     with pytest.raises(DiskTierError, match="cannot create"):
         DiskTier(str(tmp_path / "file"), 1000)

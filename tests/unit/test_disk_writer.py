@@ -1,4 +1,4 @@
-"""A node with a disk tier, all of it in this process: what one agent wrote, the next one's ranks read."""
+"""A node with a disk tier in this process: ranks of a later agent read the chunks that an earlier one wrote."""
 
 from __future__ import annotations
 
@@ -36,13 +36,13 @@ def objects() -> dict[str, bytes]:
 
 
 def node_with(shm_dir: Path, disk: Path, slots: int = 64, **settings: object) -> LocalNode:
-    # Reads are counted: nothing is fetched twice because a machine is slow.
+    # Reads are counted, so hedging is off: a slow machine must not cause a second fetch.
     fixed = {"disk_cache_dir": str(disk), "disk_cache_bytes": 1 << 24, "hedge_factor": 0}
     return local_node(shm_dir, slots, **{**fixed, **settings})
 
 
 def load_and_keep(shm_dir: Path, disk: Path, objects: Mapping[str, bytes], **plan_args: bool) -> set[bytes]:
-    """A first load; all of its chunks are on disk then, and the arena is gone."""
+    """Run a first load until all of its chunks are on disk and the arena is gone."""
     plan = plan_of(objects, (1, 2, 1), CHUNK_BYTES, **plan_args)
     with node_with(shm_dir, disk) as node:
         _, report = node.load(plan, MemoryStore(objects))
@@ -58,7 +58,7 @@ def load_and_keep(shm_dir: Path, disk: Path, objects: Mapping[str, bytes], **pla
 
 @pytest.mark.parametrize("digests", [True, False])
 @pytest.mark.parametrize("placement", ["via_arena", "direct", "auto"])
-def test_a_new_node_takes_from_disk_what_was_verified(
+def test_a_new_node_reads_verified_chunks_from_disk(
     shm_dir: Path, tmp_path: Path, objects: dict[str, bytes], digests: bool, placement: str
 ) -> None:
     load_and_keep(shm_dir, tmp_path, objects, digests=digests)
@@ -79,7 +79,7 @@ def test_a_new_node_takes_from_disk_what_was_verified(
         assert not store.reads
 
 
-def test_what_is_damaged_missing_or_a_link_comes_from_the_store_and_is_mended(
+def test_bad_files_are_replaced_by_chunks_from_the_store(
     shm_dir: Path, tmp_path: Path, objects: dict[str, bytes]
 ) -> None:
     keys = sorted(load_and_keep(shm_dir, tmp_path, objects))
@@ -92,7 +92,7 @@ def test_what_is_damaged_missing_or_a_link_comes_from_the_store_and_is_mended(
     bad[2].write_bytes(b"")
     bad[3].write_bytes((folder / chunk_name(keys[6])).read_bytes())  # a sound file of another chunk
     bad[4].unlink()
-    bad[4].symlink_to(folder / chunk_name(keys[7]))  # not seen as a chunk at all
+    bad[4].symlink_to(folder / chunk_name(keys[7]))  # not recognised as a chunk at all
     store = WrappedStore(MemoryStore(objects))
     plan = plan_of(objects, (1, 2, 1), CHUNK_BYTES)
     with node_with(shm_dir, tmp_path) as node:
@@ -110,7 +110,7 @@ def test_what_is_damaged_missing_or_a_link_comes_from_the_store_and_is_mended(
         assert not store.reads
 
 
-def test_what_goes_away_while_a_node_runs_comes_from_the_store(
+def test_files_that_disappear_are_fetched_from_the_store(
     shm_dir: Path, tmp_path: Path, objects: dict[str, bytes]
 ) -> None:
     load_and_keep(shm_dir, tmp_path, objects)
@@ -124,8 +124,8 @@ def test_what_goes_away_while_a_node_runs_comes_from_the_store(
         assert report.store_chunks == report.needed_chunks == report.retries["disk_unusable"]
 
 
-def test_a_model_larger_than_arena_and_disk_together(shm_dir: Path, tmp_path: Path) -> None:
-    """Nothing waits for the disk, and what it has of the model is used."""
+def test_a_model_may_exceed_arena_and_disk_together(shm_dir: Path, tmp_path: Path) -> None:
+    """No load waits for the disk, and the chunks that are on disk are used."""
     objects = flat_objects(tensors=100)
     plan = plan_of(objects, (1, 2, 1), CHUNK_BYTES)
     budget_bytes = 20 * (CHUNK_BYTES + 128)
@@ -140,7 +140,7 @@ def test_a_model_larger_than_arena_and_disk_together(shm_dir: Path, tmp_path: Pa
         assert sum(path.stat().st_size for path in (tmp_path / SUBFOLDER).glob("*.chunk")) <= budget_bytes
 
 
-def test_a_full_disk_fails_no_load_and_is_said_once(
+def test_a_full_disk_fails_no_load_and_is_logged_once(
     shm_dir: Path,
     tmp_path: Path,
     objects: dict[str, bytes],
@@ -168,7 +168,7 @@ def test_a_full_disk_fails_no_load_and_is_said_once(
     assert not chunks_in(str(tmp_path / SUBFOLDER))
 
 
-def test_a_folder_that_cannot_be_used_is_said_and_no_load_fails(
+def test_an_unusable_folder_is_logged_and_fails_no_load(
     shm_dir: Path, tmp_path: Path, objects: dict[str, bytes], caplog: pytest.LogCaptureFixture
 ) -> None:
     (tmp_path / "file").write_text("x")

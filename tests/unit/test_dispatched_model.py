@@ -1,4 +1,4 @@
-"""A model of transformers runs by Accelerate's hooks on what a device map put on a GPU, in host memory and on disk."""
+"""A transformers model runs by Accelerate's hooks with its map spread over a GPU, host memory and disk."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ ON_GPU = (
 
 @pytest.mark.parametrize("main", ["cpu", pytest.param("cuda:0", marks=ON_GPU)])
 @pytest.mark.parametrize("tied", [False, True])
-def test_logits_are_those_of_the_whole_model(tmp_path: Path, tied: bool, main: str) -> None:
+def test_logits_equal_those_of_the_whole_model(tmp_path: Path, tied: bool, main: str) -> None:
     checkpoint, folder = save_tiny("llama", tmp_path / "llama", tie_word_embeddings=tied), tmp_path / "offload"
     objects = read_objects(checkpoint)
     index = open_model(MemoryStore(dict(objects)), chunk_bytes=8192)
@@ -70,7 +70,7 @@ def test_logits_are_those_of_the_whole_model(tmp_path: Path, tied: bool, main: s
         model.eval(), {**shard.device_map, "model.rotary_emb": main}, main_device=main, offload_dir=str(folder)
     )
     on_meta = {name for name, parameter in model.named_parameters() if parameter.is_meta}
-    # (Accelerate takes what is offloaded away until it runs, from the CPU too when that is not the main device.)
+    # Accelerate moves offloaded tensors away until they run, also from the CPU when that is not the main device.
     offloaded = ("disk",) if main == "cpu" else ("cpu", "disk")
     assert on_meta == {piece.name for piece in rank.slices if rank.segment_devices[piece.segment] in offloaded}
     tokens = torch.arange(12, device=main).reshape(2, 6)

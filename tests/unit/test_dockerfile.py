@@ -1,4 +1,4 @@
-"""The Dockerfile and what goes into it: hadolint finds nothing; versions, packages and user are those of the code."""
+"""The Dockerfile passes hadolint, and its versions, packages and user match the code."""
 
 from __future__ import annotations
 
@@ -19,7 +19,7 @@ HADOLINT = shutil.which("hadolint", path=str(Path(sys.executable).parent)) or sh
 
 
 def hadolint(text: str) -> list[str]:
-    """What hadolint says of a Dockerfile, at its strictest; the project's own comments that silence it count."""
+    """Return hadolint's findings in a Dockerfile, at its strictest; the project's own ignore comments count."""
     command = [str(HADOLINT), "--no-color", "--failure-threshold", "style", "-"]
     done = subprocess.run(command, input=text, capture_output=True, text=True, timeout=60)
     return (done.stdout + done.stderr).splitlines()
@@ -33,27 +33,27 @@ def test_hadolint_finds_nothing() -> None:
     assert hadolint(DOCKERFILE + "USER root\n") != []
 
 
-def test_only_reasons_that_are_given_silence_it() -> None:
+def test_only_ignores_with_a_reason_silence_hadolint() -> None:
     silenced = re.findall(r"hadolint ignore=(\S+)", DOCKERFILE)
     assert silenced == ["DL3006", "DL3006", "DL3008"]  # the base image's tag is in its argument; Debian's versions
 
 
-def test_runs_as_the_manifests_say() -> None:
+def test_the_image_runs_as_the_user_of_the_manifests() -> None:
     assert re.findall(r"^USER (.*)$", DOCKERFILE, re.M) == [f"{USER}:{USER}"]
     assert f"--uid {USER} --gid {USER}" in DOCKERFILE
     assert "HOME=/home/ray" in DOCKERFILE  # a volume of every pod
 
 
-def test_what_kuberay_and_ray_call_is_there() -> None:
+def test_programs_that_kuberay_and_ray_call_are_installed() -> None:
     (installed,) = re.findall(r"apt-get install -y --no-install-recommends (.*) \\", DOCKERFILE)
     called = set(
         re.findall(r"\b(ssh|rsync)\b", Path(command_runner.__file__).read_text())
-    )  # on the head, of its workers
+    )  # on the head, for its workers
     assert called == {"ssh", "rsync"}
     assert {"openssh-client", "rsync", "wget"} == set(installed.split())
 
 
-def test_no_pod_sees_gpus_that_it_did_not_ask_for() -> None:
+def test_no_pod_sees_gpus_that_it_did_not_request() -> None:
     assert "NVIDIA_VISIBLE_DEVICES" not in DOCKERFILE
 
 
@@ -73,7 +73,7 @@ def test_base_image_and_torch_are_one_version() -> None:
     assert set(re.findall(r"^ARG TORCH=(.*)$", DOCKERFILE, re.M)) <= set(VARIANTS)
 
 
-def test_extras_are_the_projects() -> None:
+def test_the_images_extras_exist_in_the_project() -> None:
     project = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]
     (extras,) = re.findall(r"^ARG EXTRAS=(.*)$", DOCKERFILE, re.M)
     offered = project["optional-dependencies"]
@@ -82,7 +82,7 @@ def test_extras_are_the_projects() -> None:
     assert of_the_service <= set(extras.split(","))
 
 
-def test_every_package_is_sent_to_the_builder_and_little_else() -> None:
+def test_the_build_context_is_every_package_and_little_else() -> None:
     packages = tomllib.loads((ROOT / "pyproject.toml").read_text())["tool"]["setuptools"]["packages"]["find"]["include"]
     first, *lines = [line for line in (ROOT / ".dockerignore").read_text().splitlines() if line and line[0] != "#"]
     sent = {line.removeprefix("!") for line in lines if line.startswith("!")}

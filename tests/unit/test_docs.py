@@ -29,7 +29,7 @@ DOCUMENTS = {
     **PAGES,
     **{name: (ROOT / name).read_text() for name in ("README.md", "CONTRIBUTING.md", "CHANGELOG.md", "bench/README.md")},
 }
-# The last word of a row of shell that is not of ours.
+# The last word of a line of shell whose command is not ours.
 END_OF_COMMAND = re.compile(r"\s(?:[|&;#>]|2>).*")
 
 
@@ -40,7 +40,7 @@ def blocks(text: str, *languages: str) -> Iterator[str]:
 
 
 def anchors(text: str) -> set[str]:
-    """Of a page's headings, as GitHub makes them."""
+    """Return the anchors of a page's headings, as GitHub makes them."""
     headings = re.findall(r"^#{1,6} (.*)$", re.sub(r"^```.*?^```$", "", text, flags=re.MULTILINE | re.DOTALL), re.M)
     return {re.sub(r"[^\w\- ]", "", heading.lower()).replace(" ", "-") for heading in headings}
 
@@ -58,7 +58,7 @@ def test_the_command_page_lists_every_verb_and_exit_code() -> None:
     assert codes == [(str(row.code), row.meaning) for row in EXIT_CODES]
 
 
-def test_every_page_is_in_the_index_and_says_whom_it_is_for() -> None:
+def test_every_page_is_indexed_and_names_its_readers() -> None:
     linked = set(re.findall(r"\]\(([\w.]+\.md)\)", PAGES["docs/index.md"]))
     assert linked == {Path(name).name for name in PAGES} - {"index.md"}
     for name, text in PAGES.items():
@@ -74,7 +74,7 @@ def broken_links(name: str, text: str) -> Iterator[str]:
             yield f"{name}: {link}"
 
 
-def test_links_lead_somewhere() -> None:
+def test_links_have_a_target() -> None:
     assert not [link for name, text in DOCUMENTS.items() for link in broken_links(name, text)]
 
 
@@ -91,8 +91,8 @@ def missing_modules(name: str, text: str) -> Iterator[str]:
             yield f"{name}: {module}.{attribute}"
 
 
-def test_files_and_modules_that_are_named_exist() -> None:
-    texts = {name: text for name, text in DOCUMENTS.items() if name != "CHANGELOG.md"}  # which names what has gone
+def test_named_files_and_modules_exist() -> None:
+    texts = {name: text for name, text in DOCUMENTS.items() if name != "CHANGELOG.md"}  # which names removed things
     assert not [path for item in texts.items() for path in (*missing_files(*item), *missing_modules(*item))]
 
 
@@ -105,7 +105,7 @@ def test_make_targets_and_settings_exist() -> None:
 
 
 def commands() -> Iterator[str]:
-    """Every command line of ours in a shell block or, whole, in the prose of a document."""
+    """Return every command line of ours in a shell block or, whole, in the prose of a document."""
     for text in DOCUMENTS.values():
         for line in re.findall(r"(?<!\| )`(longshore [a-z][^`\[]*)`", text):
             if "..." not in line and len(line.split()) > 2:  # a verb alone is a name
@@ -116,7 +116,7 @@ def commands() -> Iterator[str]:
                     yield END_OF_COMMAND.sub("", called[1]).strip()
 
 
-def test_commands_are_taken() -> None:
+def test_documented_commands_parse() -> None:
     shown, refused = set(commands()), []
     for command in shown:
         try:
@@ -140,7 +140,7 @@ def unknown_arguments(example: ast.Module) -> Iterator[str]:
             yield ast.unparse(call)
 
 
-def test_python_examples_use_what_exists() -> None:
+def test_python_examples_use_existing_arguments() -> None:
     examples = [block for text in DOCUMENTS.values() for block in blocks(text, "python")]
     assert not [call for block in examples for call in unknown_arguments(ast.parse(textwrap.dedent(block)))]
 
@@ -151,7 +151,7 @@ TEXTS = {".py", ".md", ".toml", ".yaml", ".yml", ".txt", ".sh", ".html", ".js", 
 OTHERS = {"build", "dist", "site", "node_modules", "__pycache__"}  # folders that are not ours
 
 
-def test_nothing_says_to_install_longshore_by_name() -> None:
+def test_no_page_installs_longshore_by_name() -> None:
     wrong = ["pip install longshore", "pip install -U 'longshore[ray]'", 'pip install "longshore==1"']
     fine = ["pip install '.[ray]'", "pip install ./longshore-0.1.0-py3-none-any.whl"]
     assert [bool(BY_NAME.search(line)) for line in (*wrong, *fine)] == [True] * 3 + [False] * 2
@@ -173,7 +173,7 @@ def extras() -> dict[str, list[str]]:
     return found
 
 
-def test_every_extra_that_a_hint_or_a_document_names_is_there() -> None:
+def test_every_extra_that_is_named_exists() -> None:
     code = "\n".join(path.read_text() for room in ROOMS for path in (ROOT / room).rglob("*.py"))
     named = set(re.findall(r"install_hint\([\"'](\w+)[\"']\)", code))
     assert {"cluster", "serving", "signing", "completion", "demo"} <= named

@@ -1,4 +1,4 @@
-"""What the public functions say of themselves: every parameter, the result, the errors, and a place on a page."""
+"""Docstrings of public functions cover every parameter, the result, the errors, and the name is on a page."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ENTRY = re.compile(r"^(?:\*{0,2})(\w+): \S", re.MULTILINE)
 
 
 def is_async_twin(name: str) -> bool:
-    """`aload` of `load`; it has the same parameters, and its docstring names the other."""
+    """Return whether this is `aload` of a `load`: the same parameters, and a docstring that names the other."""
     return name[0] == "a" and hasattr(cluster, name[1:])
 
 
@@ -26,7 +26,7 @@ def is_error(value: Any) -> bool:
 
 
 def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
-    """Functions that `cluster` exports, and methods that its exported classes define."""
+    """Return the functions that `cluster` exports, and the methods that its exported classes define."""
     for name in cluster.__all__:
         value = getattr(cluster, name)
         if inspect.isfunction(value) and not is_async_twin(name):
@@ -40,14 +40,14 @@ def public_functions() -> Iterator[tuple[str, Callable[..., Any]]]:
 
 
 def missing_from(name: str, function: Callable[..., Any]) -> Iterator[str]:
-    """What the function's docstring does not say."""
+    """Return the parts that the function's docstring lacks."""
     sections = {found[1]: textwrap.dedent(found[2]) for found in SECTION.finditer(f"{inspect.getdoc(function)}\n")}
     signature = inspect.signature(function)
     documented = ENTRY.findall(sections.get("Args", ""))
     parameters = [each for each in signature.parameters if each not in ("self", "cls")]
     yield from (f"{name}: {each} is not under Args" for each in parameters if each not in documented)
     yield from (f"{name}: {each} is under Args, and no parameter" for each in documented if each not in parameters)
-    # A method without parameters says in its first line what it returns.
+    # A method without parameters states in its first line what it returns.
     if (parameters or "." not in name) and signature.return_annotation != "None" and "Returns" not in sections:
         yield f"{name}: no Returns"
     raises = "." not in name or re.search(r"^\s+raise ", inspect.getsource(function), re.MULTILINE)

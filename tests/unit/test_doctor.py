@@ -1,4 +1,4 @@
-"""`longshore doctor`: what each check says when things are right, and when they are not."""
+"""`longshore doctor`: the result of each check when all is well, and when it is not."""
 
 from __future__ import annotations
 
@@ -40,7 +40,7 @@ def the(checks: Iterable[Check], name: str) -> Check:
 
 @pytest.fixture
 def programs(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that is all of PATH, for programs written by a test."""
+    """A folder that is the whole PATH, for programs written by a test."""
     folder = tmp_path / "bin"
     folder.mkdir()
     monkeypatch.setenv("PATH", str(folder))
@@ -55,7 +55,7 @@ def write_program(path: Path, body: str) -> None:
 # one failing check never stops the rest
 
 
-def test_a_check_that_raises_has_failed_and_says_why() -> None:
+def test_a_check_that_raises_fails_with_the_reason() -> None:
     def breaks() -> Iterator[Check]:
         yield Check("first half", "ok", "seen")
         raise ZeroDivisionError("a bug")
@@ -73,7 +73,7 @@ def test_an_error_of_ours_keeps_its_hint() -> None:
     assert guarded("store", refused) == [Check("store", "fail", "no (bucket=b). log in")]
 
 
-def test_every_group_is_run_whatever_fails(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_every_group_runs_after_any_failure(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (host_checks, host_checks, doctor, store_checks):
         for name in [name for name in vars(module) if name.startswith("check_") and name != "check_settings"]:
             monkeypatch.setattr(module, name, lambda *_, **__: 1 / 0)
@@ -98,7 +98,7 @@ def test_bad_settings_are_one_failed_check(monkeypatch: pytest.MonkeyPatch) -> N
     assert the(checks, "packages").outcome == "ok"
 
 
-def test_a_variable_that_is_no_setting_is_warned_of(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unknown_variable_is_a_warning(monkeypatch: pytest.MonkeyPatch) -> None:
     for module in (host_checks, doctor, store_checks):
         for name in [name for name in vars(module) if name.startswith("check_") and name != "check_settings"]:
             monkeypatch.setattr(module, name, lambda *_, **__: [])
@@ -110,7 +110,7 @@ def test_a_variable_that_is_no_setting_is_warned_of(monkeypatch: pytest.MonkeyPa
 # this machine
 
 
-def test_packages_and_memory() -> None:
+def test_packages_and_memory_are_reported() -> None:
     assert outcomes(host_checks.check_packages_here()) == {"packages": "ok", "python": "ok"}
     (memory,) = host_checks.check_memory()
     assert "available" in memory.detail
@@ -124,7 +124,7 @@ def test_an_arena_that_does_not_fit_fails_with_both_remedies(tmp_path: Path) -> 
 
 
 @pytest.mark.parametrize(("slots", "outcome"), [(1, "fail"), (2, "fail"), (3, "warn"), (16, "warn"), (17, "ok")])
-def test_an_arena_of_few_slots(tmp_path: Path, slots: int, outcome: str) -> None:
+def test_the_number_of_arena_slots_is_judged(tmp_path: Path, slots: int, outcome: str) -> None:
     slot_bytes = Config().slot_bytes
     config = Config(arena_bytes=slots * slot_bytes, cpu_ranks_per_node=8)
     (check,) = host_checks.check_arena(config, str(tmp_path))
@@ -142,7 +142,7 @@ def test_stale_arenas_are_removed(tmp_path: Path) -> None:
     assert next(iter(host_checks.check_stale_arenas(str(tmp_path)))).detail == "none"
 
 
-def test_a_machine_without_gpu(programs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
+def test_a_machine_without_gpu_is_no_failure(programs: Path, monkeypatch: pytest.MonkeyPatch, tmp_path: Path) -> None:
     monkeypatch.setattr(host_checks, "DRIVER_VERSION_FILE", tmp_path / "absent")
     assert outcomes(host_checks.check_driver()) == {"gpu driver": "skip"}
     (tmp_path / "absent").write_text("NVRM version: 580")
@@ -156,7 +156,7 @@ def test_gpus_are_listed(programs: Path) -> None:
     assert check.detail.startswith("2 GPU: NVIDIA H100, 580.1, 81559 MiB")
 
 
-def test_a_broken_driver(programs: Path) -> None:
+def test_a_broken_driver_is_reported(programs: Path) -> None:
     write_program(programs / "nvidia-smi", "echo 'Driver/library version mismatch'; exit 18")
     (check,) = host_checks.check_driver()
     assert check.outcome == "fail"
@@ -170,19 +170,19 @@ def torch_says(programs: Path, cuda: str | None, devices: list[str]) -> Check:
     return check
 
 
-def test_torch_that_sees_devices_or_needs_none(programs: Path) -> None:
+def test_torch_that_sees_the_devices_passes(programs: Path) -> None:
     assert torch_says(programs, "13.0", ["NVIDIA H100"]).outcome == "ok"
     assert torch_says(programs, None, []).outcome == "ok"
 
 
-def test_torch_that_does_not_see_what_the_driver_sees(programs: Path) -> None:
+def test_torch_that_misses_devices_of_the_driver_is_reported(programs: Path) -> None:
     write_program(programs / "nvidia-smi", "true")
     assert "CPU build" in torch_says(programs, None, []).hint
     assert "built for CUDA 13.0" in torch_says(programs, "13.0", []).hint
     assert torch_says(programs, "13.0", []).outcome == "warn"
 
 
-def test_torch_that_is_missing_or_broken(programs: Path) -> None:
+def test_missing_or_broken_torch_is_reported(programs: Path) -> None:
     write_program(programs / "python", "echo \"ModuleNotFoundError: No module named 'torch'\" >&2; exit 1")
     assert outcomes(host_checks.check_torch(str(programs / "python"))) == {"torch": "warn"}
     write_program(programs / "python", "echo 'ImportError: libcudart.so.13' >&2; exit 1")
@@ -203,7 +203,7 @@ def test_torch_that_is_missing_or_broken(programs: Path) -> None:
         ({"RAY_AUTH_TOKEN": "s3cret"}, "warn"),
     ],
 )
-def test_authentication_is_told_and_tokens_are_not(
+def test_authentication_is_reported_without_the_token(
     environ: dict[str, str], outcome: str, tmp_path: Path, monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setenv("HOME", str(tmp_path))
@@ -237,7 +237,7 @@ def test_a_node_is_compared_with_this_process(change: dict[str, Any], outcome: s
     assert all(str(value) in check.detail for value in change.values() if value != "another")
 
 
-def test_resources() -> None:
+def test_taken_gpus_are_a_warning() -> None:
     total = {"GPU": 8.0, "CPU": 64.0, "memory": 1e12}
     assert doctor.check_resources(total, {"GPU": 3.0, "CPU": 60.0}).outcome == "ok"
     assert doctor.check_resources(total, {"CPU": 60.0}).outcome == "warn"
@@ -269,7 +269,7 @@ def test_a_real_cluster_is_probed_node_by_node() -> None:
 # the store
 
 
-def test_no_uri_no_store() -> None:
+def test_without_a_uri_no_store_is_checked() -> None:
     assert outcomes(store_checks.check_store(None, {})) == {"store": "skip"}
 
 
@@ -282,11 +282,11 @@ def test_no_uri_no_store() -> None:
         ({"longshore.manifest.json": b"{}", "m.safetensors": b""}, {"store": "ok", "read": "ok", "model": "ok"}),
     ],
 )
-def test_what_a_store_holds(objects: dict[str, bytes], expected: dict[str, str]) -> None:
+def test_the_contents_of_a_store_are_reported(objects: dict[str, bytes], expected: dict[str, str]) -> None:
     assert outcomes(store_checks.check_objects(MemoryStore(objects))) == expected
 
 
-def test_a_store_that_is_not_there() -> None:
+def test_a_missing_store_is_reported() -> None:
     checks = guarded("store", lambda: store_checks.check_store("/no/such/folder", {}))
     assert outcomes(checks) == {"store": "fail"}
     assert "/no/such/folder" in checks[0].detail
@@ -294,7 +294,7 @@ def test_a_store_that_is_not_there() -> None:
 
 @pytest.fixture
 def dated_server() -> Iterator[tuple[str, dict[str, float]]]:
-    """An HTTP server that answers 403, with a clock of its own: (URL, {"ahead_s": ...})."""
+    """Yield an HTTP server that answers 403, with a clock of its own: (URL, {"ahead_s": ...})."""
     clock = {"ahead_s": 0.0}
 
     class Refuses(http.server.BaseHTTPRequestHandler):
@@ -321,7 +321,7 @@ def test_clocks_are_compared_even_when_the_request_is_refused(dated_server: tupl
     assert "behind the store" in check.detail
 
 
-def test_no_clock_without_an_answer() -> None:
+def test_the_clock_check_is_skipped_without_an_answer() -> None:
     with socket.create_server(("127.0.0.1", 0)) as server:
         port = server.getsockname()[1]
     assert store_checks.check_clock(f"http://127.0.0.1:{port}").outcome == "skip"
@@ -330,7 +330,7 @@ def test_no_clock_without_an_answer() -> None:
 # the verb
 
 
-def test_the_verb_reads_a_model_and_ends_with_0(
+def test_the_command_reads_a_model_and_exits_with_0(
     tmp_path: Path, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_checks, "check_stale_arenas", list)
@@ -343,7 +343,7 @@ def test_the_verb_reads_a_model_and_ends_with_0(
     assert "-> `longshore publish` writes a manifest" in out
 
 
-def test_the_verb_ends_with_1_when_a_check_failed(
+def test_the_command_exits_with_1_when_a_check_failed(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     monkeypatch.setattr(host_checks, "check_stale_arenas", list)

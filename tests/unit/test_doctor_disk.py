@@ -1,4 +1,4 @@
-"""What `longshore doctor` says of the disk tier."""
+"""Checks of the disk tier by `longshore doctor`."""
 
 from __future__ import annotations
 
@@ -23,17 +23,17 @@ def check(folder: Path | str, budget_bytes: int = 100 * MIB) -> Check:
 
 @pytest.fixture
 def on_disk(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> Path:
-    """A folder that passes for one on a disk with 10 GB free."""
+    """Return a folder that passes for one on a disk with 10 GB free."""
     monkeypatch.setattr(host_checks, "is_memory_backed", lambda _: False)
     monkeypatch.setattr(host_checks, "free_bytes", lambda _: 10**10)
     return tmp_path
 
 
-def test_off() -> None:
+def test_the_check_is_skipped_without_a_folder() -> None:
     assert check("").outcome == "skip"
 
 
-def test_what_is_there_is_said_and_stays(on_disk: Path) -> None:
+def test_existing_chunks_are_reported_and_kept(on_disk: Path) -> None:
     tier = DiskTier(str(on_disk), 100 * MIB)
     write(tier, 1)
     tier.close()
@@ -45,20 +45,20 @@ def test_what_is_there_is_said_and_stays(on_disk: Path) -> None:
     tier.close()
 
 
-def test_budgets_that_cannot_be_meant(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_impossible_budgets_get_a_hint(on_disk: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     assert "no chunk fits" in check(on_disk, MIB).hint
     monkeypatch.setattr(host_checks, "free_bytes", lambda _: MIB)
     assert "full before the budget" in check(on_disk).hint
 
 
-def test_memory_is_no_disk() -> None:
+def test_a_memory_file_system_is_not_a_disk() -> None:
     with tempfile.TemporaryDirectory(dir="/dev/shm") as folder:
         found = check(folder, 8 * MIB)
     assert found.outcome == "warn"
     assert "memory" in found.detail
 
 
-def test_a_folder_that_cannot_be_used_fails_its_check_only(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_unusable_folder_fails_only_its_check(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     for name in ("check_stale_arenas", "check_torch", "check_driver"):
         monkeypatch.setattr(host_checks, name, list)
     monkeypatch.setattr(doctor, "check_cluster", lambda _: [])
@@ -70,7 +70,7 @@ def test_a_folder_that_cannot_be_used_fails_its_check_only(tmp_path: Path, monke
     assert found["python"].outcome == "ok"
 
 
-def test_looking_takes_nothing_out(on_disk: Path) -> None:
+def test_the_check_removes_no_chunk(on_disk: Path) -> None:
     tier = DiskTier(str(on_disk), 100 * MIB)
     for number in range(3):
         write(tier, number)

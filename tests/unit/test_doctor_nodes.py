@@ -1,4 +1,4 @@
-"""What `longshore doctor` says of every node: each judgement from plain data, the looks on this machine for real."""
+"""`longshore doctor` on every node: each verdict from plain data, and the real checks on this machine."""
 
 from __future__ import annotations
 
@@ -45,7 +45,7 @@ CPU_NODE = NodeLook("b", 0, "", "", "2.13.0+cpu", "", None, 0, 0, SHM, SETTINGS,
         (CPU_NODE, 2, "fail"),
     ],
 )
-def test_ray_driver_and_torch_are_to_agree_on_gpus(look: NodeLook, ray_gpus: int, outcome: str) -> None:
+def test_ray_driver_and_torch_must_agree_on_gpus(look: NodeLook, ray_gpus: int, outcome: str) -> None:
     check = node_checks.judge_gpus("a 1234", look, ray_gpus)
     assert check.outcome == outcome
     assert bool(check.hint) == (outcome in ("warn", "fail"))
@@ -53,7 +53,7 @@ def test_ray_driver_and_torch_are_to_agree_on_gpus(look: NodeLook, ray_gpus: int
         assert "driver 580.1, CUDA up to 13.0, torch 2.13.0" in check.detail
 
 
-def test_versions_that_nodes_have_to_have_in_common() -> None:
+def test_nodes_must_have_the_same_versions() -> None:
     other = replace(GPU_NODE, host="c", nccl="2.20.0", cuda_driver="12.4", torch="2.12.0")
     assert list(node_checks.judge_alike([GPU_NODE, GPU_NODE, CPU_NODE, replace(CPU_NODE, torch="")])) == []
     found = {check.name: check for check in node_checks.judge_alike([GPU_NODE, other, CPU_NODE])}
@@ -62,14 +62,14 @@ def test_versions_that_nodes_have_to_have_in_common() -> None:
 
 
 @pytest.mark.parametrize(("niceness", "outcome"), [(-5, "ok"), (0, "ok"), (15, "warn")])
-def test_workers_of_low_priority_are_warned_of(niceness: int, outcome: str) -> None:
+def test_workers_of_low_priority_are_a_warning(niceness: int, outcome: str) -> None:
     check = node_checks.judge_niceness("a 1234", replace(CPU_NODE, niceness=niceness))
     assert (check.name, check.outcome) == ("niceness a 1234", outcome)
     assert str(niceness) in check.detail
     assert ("RAY_worker_niceness=0" in check.hint) == (outcome == "warn")
 
 
-def test_an_arena_that_is_there_is_no_lack_of_shared_memory() -> None:
+def test_an_existing_arena_is_no_lack_of_shared_memory() -> None:
     full = Check("/dev/shm", "fail", "64 MB free", "enlarge it")
     assert node_checks.judge_shm("a", replace(CPU_NODE, shm=full)).hint == "enlarge it"
     found = node_checks.judge_shm("a", replace(CPU_NODE, shm=full, arena_bytes=8 << 30))
@@ -86,7 +86,7 @@ def test_an_arena_that_is_there_is_no_lack_of_shared_memory() -> None:
         ([Check("store", "fail", "no bucket")], "fail", "store: no bucket"),
     ],
 )
-def test_the_store_as_a_node_sees_it(checks: list[Check], outcome: str, said: str) -> None:
+def test_the_store_is_checked_from_each_node(checks: list[Check], outcome: str, said: str) -> None:
     found = node_checks.judge_store("a", checks)
     assert (found.name, found.outcome, found.detail) == ("store a", outcome, said)
 
@@ -94,19 +94,19 @@ def test_the_store_as_a_node_sees_it(checks: list[Check], outcome: str, said: st
 @pytest.mark.parametrize(
     ("skew_s", "outcome"), [(0.0, "ok"), (-1.9, "ok"), (30.0, "warn"), (-30.0, "warn"), (400, "fail")]
 )
-def test_clocks(skew_s: float, outcome: str) -> None:
-    rounds = [(100.0, 104.0 + skew_s, 110.0), (200.0, 200.02 + skew_s, 200.04)]  # the first took long: it says little
+def test_clocks_that_differ_are_reported(skew_s: float, outcome: str) -> None:
+    rounds = [(100.0, 104.0 + skew_s, 110.0), (200.0, 200.02 + skew_s, 200.04)]  # the first took too long to prove much
     found = node_checks.judge_clock("a", rounds)
     assert found.outcome == outcome
     assert f"{abs(skew_s):.3f} s" in found.detail
     assert "give or take 0.020 s" in found.detail
     assert (
         node_checks.judge_clock("a", [(0.0, 1000.0 + skew_s, 2000.0)]).outcome == "ok"
-    )  # it may all have been the way
+    )  # the network delay may explain all of it
     assert node_checks.judge_clock("a", []).outcome == "fail"
 
 
-def test_a_bandwidth_is_a_figure_and_no_verdict() -> None:
+def test_a_bandwidth_is_reported_without_a_verdict() -> None:
     assert node_checks.judge_bandwidth("b", Bandwidth(10**9, 2.0, 120, 16)).detail.startswith(
         "500 MB/s (1.00 GB in 2.0 s"
     )
@@ -122,7 +122,7 @@ def objects_of(store: MemoryStore) -> list[Any]:
 
 
 class Slow(MemoryStore):
-    """Each read takes a second of a clock that only reads move."""
+    """Each read takes a second of a clock that only reads advance."""
 
     def __init__(self, objects: dict[str, bytes]) -> None:
         super().__init__(objects)
@@ -137,15 +137,15 @@ class Slow(MemoryStore):
         return super().read_into(key, byte_range, buffer, etag=etag)
 
 
-def test_a_probe_ends_with_its_time() -> None:
+def test_a_probe_ends_at_its_time_limit() -> None:
     store = Slow({"m.safetensors": bytes(4 << 20), "small": bytes(10)})
     found = measure_bandwidth(store, objects_of(store), probe_s=5.0, threads=1, clock=lambda: store.now_s)
     assert (found.requests, found.elapsed_s, found.error) == (5, 5.0, "")
-    assert store.largest_bytes == 1 << 18  # reads that take long do not grow
+    assert store.largest_bytes == 1 << 18  # slow reads do not grow
     assert found.read_bytes == 5 << 18
 
 
-def test_a_probe_ends_with_its_bytes_and_begins_again_with_a_small_model() -> None:
+def test_a_probe_ends_at_its_byte_limit_on_a_small_model() -> None:
     store = MemoryStore({"m.safetensors": bytes(3 << 20), "small": bytes(10)})
     most_bytes = (100 << 20) + 7
     found = measure_bandwidth(store, objects_of(store), most_bytes=most_bytes, probe_s=600.0, clock=lambda: 0.0)
@@ -158,14 +158,14 @@ def test_quick_reads_grow_up_to_a_chunk() -> None:
     assert store.largest_bytes == MOST_READ_BYTES
 
 
-def test_only_small_objects_are_better_than_none() -> None:
+def test_a_store_of_small_objects_is_still_measured() -> None:
     store = MemoryStore({"a": b"xyz", "empty": b""})
     found = measure_bandwidth(store, objects_of(store), most_bytes=9, probe_s=600.0)
     assert (found.read_bytes, found.requests) == (9, 3)
     assert measure_bandwidth(MemoryStore({}), []).read_bytes == 0
 
 
-def test_an_error_ends_the_probe_and_is_told() -> None:
+def test_an_error_ends_the_probe_and_is_reported() -> None:
     class Breaks(MemoryStore):
         def read_into(self, *args: Any, **kwargs: Any) -> str | None:
             raise AccessDenied("no", bucket="b")
@@ -175,10 +175,10 @@ def test_an_error_ends_the_probe_and_is_told() -> None:
     assert (found.read_bytes, found.error) == (0, "no (bucket=b)")
 
 
-# this machine, as a node looks at itself
+# this machine, as a node checks itself
 
 
-def test_a_node_looks_at_itself(tmp_path: Path) -> None:
+def test_a_node_checks_itself(tmp_path: Path) -> None:
     write_tiny_llama(tmp_path / "llama")
     found = look_at_node(str(tmp_path / "llama"), {})
     assert found.shm.name == "/dev/shm"
@@ -225,7 +225,7 @@ def nodes(monkeypatch: pytest.MonkeyPatch) -> list[Node]:
     ]
 
 
-def test_every_node_is_looked_at(nodes: list[Node], tmp_path: Path) -> None:
+def test_every_node_is_checked(nodes: list[Node], tmp_path: Path) -> None:
     write_tiny_llama(tmp_path / "llama")
     checks = list(node_checks.check_each_node(None, nodes, str(tmp_path / "llama"), {}, bandwidth=True))
     assert {check.name: check.outcome for check in checks if "one" in check.name} == {
@@ -243,7 +243,7 @@ def test_every_node_is_looked_at(nodes: list[Node], tmp_path: Path) -> None:
     assert not [check for check in plain if check.name.startswith(("store", "bandwidth"))]
 
 
-def test_versions_are_asked_of_every_node(nodes: list[Node]) -> None:
+def test_versions_are_requested_from_every_node(nodes: list[Node]) -> None:
     found = list(doctor.check_nodes(None, nodes))
     assert [(node["NodeManagerHostname"], check.outcome) for node, check in found] == [
         ("one", "ok"),
@@ -252,7 +252,7 @@ def test_versions_are_asked_of_every_node(nodes: list[Node]) -> None:
     ]
 
 
-def test_nodes_that_were_lost_are_named_and_others_that_ended_are_not() -> None:
+def test_only_nodes_that_were_lost_are_named() -> None:
     def node(name: str, alive: bool, reason: int = 0, address: str = "") -> Node:
         return {
             "NodeID": f"{name}0123456789", "NodeManagerHostname": name, "NodeManagerAddress": address or name,
@@ -268,7 +268,7 @@ def test_nodes_that_were_lost_are_named_and_others_that_ended_are_not() -> None:
     assert many[-1].detail.startswith("9 since the head began")
 
 
-def test_why_a_node_does_not_answer_is_said_in_words() -> None:
+def test_the_reason_for_a_nodes_silence_is_reported() -> None:
     exceptions = pytest.importorskip("ray.exceptions")
     refused = exceptions.RayTaskError(
         "bandwidth_here", "Traceback ...\n", AccessDenied("no credentials", hint="set\nsome")
@@ -286,13 +286,13 @@ def test_why_a_node_does_not_answer_is_said_in_words() -> None:
     )
 
 
-def test_without_a_cluster_the_bandwidth_is_that_of_this_machine(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_a_cluster_this_machine_is_measured(monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(doctor, "check_cluster", lambda *_, **__: [])
     monkeypatch.setattr("cluster.doctor.doctor.bandwidth_here", lambda *_: Bandwidth(10**9, 2.0, 120, 16))
     assert [c.name for c in run_checks("/no/such/folder", bandwidth=True) if "bandwidth" in c.name] == ["bandwidth"]
     assert not [c for c in run_checks("/no/such/folder") if "bandwidth" in c.name]
 
 
-def test_a_bandwidth_of_nothing_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
+def test_a_bandwidth_check_without_a_uri_is_wrong_usage(capsys: pytest.CaptureFixture[str]) -> None:
     assert main(["doctor", "--bandwidth"]) == 2
     assert "needs a URI" in capsys.readouterr().err

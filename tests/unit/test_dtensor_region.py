@@ -1,4 +1,4 @@
-"""Parts of a tensor by place in a mesh: against torch's own placements, and against what ranks of a layout hold."""
+"""Parts of a tensor by place in a mesh, against torch's own placements and the slices of a layout's ranks."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ shapes = st.lists(st.integers(1, 13), min_size=1, max_size=3).map(tuple)
 
 
 def held(tensor: torch.Tensor, region: Region) -> torch.Tensor:
-    """The elements of a region, picked one dimension after the other."""
+    """Return the elements of a region, picked one dimension after the other."""
     for dim, ranges in enumerate(region.ranges):
         indices = list(itertools.chain.from_iterable(range(start, end) for start, end in ranges))
         tensor = tensor.index_select(dim, torch.tensor(indices, dtype=torch.int64))
@@ -32,7 +32,7 @@ def held(tensor: torch.Tensor, region: Region) -> torch.Tensor:
 
 
 @given(shapes, st.data())
-def test_parts_are_those_of_torchs_placements(shape: tuple[int, ...], data: st.DataObject) -> None:
+def test_parts_equal_those_of_torchs_placements(shape: tuple[int, ...], data: st.DataObject) -> None:
     mesh = data.draw(st.lists(st.integers(1, 4), min_size=1, max_size=3), label="mesh")
     here = [data.draw(st.integers(0, size - 1)) for size in mesh]
     dims = [data.draw(st.integers(0, len(shape) - 1)) for _ in mesh]
@@ -57,8 +57,8 @@ def test_parts_are_those_of_torchs_placements(shape: tuple[int, ...], data: st.D
 
 
 @given(shapes, st.integers(1, 8))
-def test_fully_sharded_slices_are_dtensors_local_shards(shape: tuple[int, ...], ranks: int) -> None:
-    """Uneven last ranks and empty ones too; bytes and all."""
+def test_fully_sharded_slices_equal_dtensors_local_shards(shape: tuple[int, ...], ranks: int) -> None:
+    """This includes uneven last ranks and empty ones, compared byte by byte."""
     array = np.arange(math.prod(shape), dtype=np.int32).reshape(shape)
     model = store_arrays({"w": ("I32", array)}, chunk_bytes=40)
     plan = build_load_plan(model.index, Layout(fsdp_size=ranks))
@@ -82,10 +82,10 @@ def test_fully_sharded_slices_are_dtensors_local_shards(shape: tuple[int, ...], 
         ("replicate", (5, 3), Shard(0)),
     ],
 )
-def test_tensor_parallel_and_fully_sharded_at_once(
+def test_tensor_parallel_and_fully_sharded_combine(
     rule: str, shape: tuple[int, ...], fully_sharded: Shard | None
 ) -> None:
-    """On a mesh of (fsdp, tp) processes, in the order in which Longshore counts its ranks."""
+    """The mesh of (fsdp, tp) processes counts ranks in Longshore's order."""
     tp, fsdp = 2, 3
     array = np.zeros(shape, np.uint16)
     plan = build_load_plan(store_arrays({"w": ("BF16", array)}).index, Layout(tp, fsdp), parse_rules({"w": rule}))
@@ -103,7 +103,7 @@ def test_tensor_parallel_and_fully_sharded_at_once(
         assert same_part(dtensor_region(shape, cuts), piece.region), rank
 
 
-def test_same_part() -> None:
+def test_equal_regions_are_recognised_in_any_form() -> None:
     assert same_part(Region((((0, 2), (2, 4)),)), Region((((0, 4),),)))
     assert same_part(Region((((0, 2),),), padding=3), Region((((0, 2),),)))
     assert not same_part(Region((((0, 2), (4, 6)),)), Region((((0, 4),),)))

@@ -8,7 +8,7 @@ from tests.support.checkpoints import raw_header
 
 
 @pytest.mark.parametrize("dtype", sorted(DTYPE_BITS))
-def test_sizes_are_those_of_the_reference(dtype: str) -> None:
+def test_sizes_equal_those_of_safetensors(dtype: str) -> None:
     shape = (4, 3)
     size = tensor_bytes(dtype, shape)
 
@@ -30,7 +30,7 @@ def test_packed_types_must_fill_bytes() -> None:
         tensor_bytes("F4", (3,))
 
 
-def test_sizes_of_no_elements_and_of_one() -> None:
+def test_sizes_of_zero_elements_and_of_one() -> None:
     assert tensor_bytes("F64", ()) == 8
     assert tensor_bytes("F64", (5, 0, 3)) == 0
 

@@ -1,4 +1,4 @@
-"""The embedded server starts, serves, keeps its secrets, and is gone afterwards, however its parent ends."""
+"""The embedded server starts, serves, keeps its secrets, and ends with its parent."""
 
 from __future__ import annotations
 
@@ -44,7 +44,7 @@ def test_missing_rclone_is_a_typed_error(monkeypatch: pytest.MonkeyPatch, tmp_pa
         find_rclone()
 
 
-def test_missing_folder(tmp_path: Path) -> None:
+def test_a_missing_folder_is_a_typed_error(tmp_path: Path) -> None:
     with pytest.raises(StoreUnavailable, match="does not exist"):
         EmbeddedS3(tmp_path / "none")
 
@@ -75,7 +75,7 @@ def test_taken_port_is_reported(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
+def test_the_server_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
     servers: list[EmbeddedS3] = []
     thread = threading.Thread(target=lambda: servers.append(EmbeddedS3(tmp_path)))
     thread.start()
@@ -86,7 +86,7 @@ def test_outlives_the_thread_that_started_it(tmp_path: Path) -> None:
 
 
 @pytest.mark.slow
-def test_dies_with_its_parent(tmp_path: Path) -> None:
+def test_the_server_dies_with_its_parent(tmp_path: Path) -> None:
     code = (
         "import sys, time; from storage.stores.embedded_s3 import EmbeddedS3\n"
         "print(EmbeddedS3(sys.argv[1]).pid, flush=True); time.sleep(60)"

@@ -1,4 +1,4 @@
-"""Every error there is survives pickling with all it says, whichever package it is from."""
+"""Every error survives pickling with all its details, in every package."""
 
 from __future__ import annotations
 
@@ -34,7 +34,7 @@ KINDS = sorted(set(_tree(LongshoreError)), key=lambda kind: (kind.__module__, ki
 
 
 @pytest.mark.parametrize("kind", KINDS, ids=[kind.__name__ for kind in KINDS])
-def test_survives_pickling(kind: type[LongshoreError]) -> None:
+def test_every_error_survives_pickling(kind: type[LongshoreError]) -> None:
     error = kind("what", hint="do this", shard="a.safetensors", chunk=7, missing=None)
     again = pickle.loads(pickle.dumps(error))
     assert type(again) is kind
@@ -42,12 +42,12 @@ def test_survives_pickling(kind: type[LongshoreError]) -> None:
     assert str(again) == str(error) == "what (shard=a.safetensors, chunk=7). do this"
 
 
-def test_with_details_keeps_what_is_known() -> None:
+def test_with_details_keeps_known_details() -> None:
     error = LongshoreError("what", key="inner").with_details(key="outer", chunk=1)
     assert error.details == {"key": "inner", "chunk": 1}
 
 
-def test_the_tree_is_drawn_whole() -> None:
+def test_the_drawn_tree_names_every_class() -> None:
     """The drawing at the top of each errors module names every class of that module."""
     for kind in KINDS:
         module = importlib.import_module(kind.__module__)

@@ -1,4 +1,4 @@
-"""Every change of a load's life is told once, in order, and no more are kept than fit."""
+"""Every change of a load's life is logged once, in order, within the size limit of the log."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ def kinds(log: EventLog, after: int = 0) -> list[tuple[str, int | None]]:
     return [(event.kind, event.rank) for event in log.after(after)]
 
 
-def test_a_load_is_told_from_planning_to_ready() -> None:
+def test_a_load_is_logged_from_planning_to_ready() -> None:
     log = EventLog()
     story(log, ev.Planned(), ev.Started(), ev.RankReady(0, 0), ev.RankReady(1, 0))
     assert kinds(log) == [("state", None), ("state", None), ("rank_ready", 0), ("rank_ready", 1), ("state", None)]
@@ -41,14 +41,14 @@ def test_a_lost_rank_and_its_next_worker_are_two_events() -> None:
     assert kinds(log)[2:] == [("rank_lost", 1), ("rank_replaced", 1), ("rank_ready", 1)]
 
 
-def test_ranks_of_a_lost_node_are_moved() -> None:
+def test_moved_ranks_of_a_lost_node_are_logged() -> None:
     log = EventLog()
     life = story(log, ev.Planned(), ev.Started(), ev.Replanned((0,), attempt=2), ev.RankReplaced(0, 1, attempt=2))
     assert kinds(log)[2:] == [("moved", None), ("rank_lost", 0), ("rank_replaced", 0)]
     assert life.attempt == 2
 
 
-def test_an_error_is_told_with_the_state() -> None:
+def test_an_error_is_logged_with_the_state() -> None:
     log = EventLog()
     story(log, ev.Failed("no such bucket\x1b[31m"))
     (event,) = log.after(0)
@@ -56,13 +56,13 @@ def test_an_error_is_told_with_the_state() -> None:
     assert event.details == {"state": "failed"}
 
 
-def test_what_is_late_or_repeated_is_not_told() -> None:
+def test_late_or_repeated_events_are_not_logged() -> None:
     log = EventLog()
     story(log, ev.Planned(), ev.Planned(), ev.Started(), ev.RankReady(0, 0), ev.RankReady(0, 0))
     assert kinds(log) == [("state", None), ("state", None), ("rank_ready", 0)]
 
 
-def test_the_same_note_again_is_no_news() -> None:
+def test_a_repeated_note_is_not_logged() -> None:
     log = EventLog()
     for message in ("waiting for slots", "waiting for slots", "", "waiting for slots", ""):
         log.note(1.0, message)
@@ -70,7 +70,7 @@ def test_the_same_note_again_is_no_news() -> None:
 
 
 @given(st.integers(1, 20), st.integers(0, 60), st.integers(0, 80))
-def test_readers_see_what_is_kept_and_know_what_is_not(most: int, count: int, after: int) -> None:
+def test_readers_get_the_newest_events_with_their_numbers(most: int, count: int, after: int) -> None:
     log = EventLog(most)
     for number in range(count):
         log.add(float(number), "note", "x" * 2 * MAX_TEXT)
@@ -79,7 +79,7 @@ def test_readers_see_what_is_kept_and_know_what_is_not(most: int, count: int, af
     assert all(len(event.message) == MAX_TEXT for event in events)
 
 
-def test_states_in_the_words_of_the_table() -> None:
+def test_states_are_named_as_in_the_table() -> None:
     log = EventLog()
     story(log, ev.Planned(), ev.ResourcesMissing())
     assert [event.details["state"] for event in log.after(0)] == [LoadState.STARTING.value, LoadState.WAITING.value]

@@ -1,4 +1,4 @@
-"""Ranks in threads over a real agent and arena: bit-exact or one typed error, and nothing left behind."""
+"""Ranks in threads over a real agent and arena: a bit-exact result or one typed error, and nothing left behind."""
 
 from __future__ import annotations
 
@@ -50,7 +50,7 @@ def llama(tmp_path_factory: pytest.TempPathFactory) -> dict[str, bytes]:
 @pytest.mark.parametrize(
     "sizes", [(1, 1, 1), (2, 1, 1), (4, 1, 1), (1, 2, 1), (1, 3, 1), (1, 4, 1), (1, 1, 2), (2, 2, 1), (2, 1, 2)]
 )
-def test_every_rank_holds_its_slices_and_each_chunk_left_the_store_once(
+def test_each_chunk_leaves_the_store_once_and_fills_every_rank(
     shm_dir: Path, llama: dict[str, bytes], sizes: tuple[int, int, int]
 ):
     plan = plan_of(llama, sizes, chunk_bytes=65536)
@@ -70,8 +70,8 @@ def test_every_rank_holds_its_slices_and_each_chunk_left_the_store_once(
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 2, 1), (1, 4, 1), (1, 1, 2)])
 @pytest.mark.parametrize("chunk_bytes", [64, 4096])
-def test_odd_checkpoints(shm_dir: Path, sizes: tuple[int, int, int], chunk_bytes: int):
-    """Every dtype, 0-d and zero-size tensors, Unicode names; ranks whose share is empty."""
+def test_odd_checkpoints_load_bit_exact(shm_dir: Path, sizes: tuple[int, int, int], chunk_bytes: int):
+    """Every dtype, 0-d and zero-size tensors, Unicode names, and ranks without any slice."""
     objects = odd_objects()
     if sizes[1] == 4:  # one row of 6 six-bit numbers is no whole number of bytes
         objects = {key: data for key, data in objects.items() if key.endswith("2-of-00002.safetensors")}
@@ -82,7 +82,7 @@ def test_odd_checkpoints(shm_dir: Path, sizes: tuple[int, int, int], chunk_bytes
         check_exact(ranks, objects, fsdp=sizes[1])
 
 
-def test_a_model_without_digests_loads_and_is_not_mixed_up_with_another(shm_dir: Path):
+def test_models_without_digests_load_and_are_kept_apart(shm_dir: Path):
     objects, others = flat_objects(seed=1), flat_objects(seed=2)
     with local_node(shm_dir, slots=64) as node:
         for version in (objects, others, objects):
@@ -91,7 +91,7 @@ def test_a_model_without_digests_loads_and_is_not_mixed_up_with_another(shm_dir:
 
 
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 3, 1), (1, 1, 3)])
-def test_a_model_ten_times_the_arena(shm_dir: Path, sizes: tuple[int, int, int]):
+def test_a_model_ten_times_the_arena_loads(shm_dir: Path, sizes: tuple[int, int, int]):
     objects = flat_objects(tensors=100)
     plan = plan_of(objects, sizes, 1024)
     slots = min_slots(len(plan.ranks))
@@ -103,7 +103,7 @@ def test_a_model_ten_times_the_arena(shm_dir: Path, sizes: tuple[int, int, int])
         assert len(store.reads) == report.needed_chunks
 
 
-def test_two_loads_at_once_over_an_arena_for_both(shm_dir: Path):
+def test_two_concurrent_loads_share_an_arena(shm_dir: Path):
     objects = flat_objects(tensors=60)
     plan = plan_of(objects, (1, 1, 2), 1024)
     store = WrappedStore(MemoryStore(objects))
@@ -114,8 +114,8 @@ def test_two_loads_at_once_over_an_arena_for_both(shm_dir: Path):
         check_exact(second, objects)
 
 
-def test_a_rank_that_is_done_early_hands_over_what_it_fetches_for_others(shm_dir: Path):
-    """Its leases are not left to a deadline: the other ranks would wait for it."""
+def test_a_rank_that_finishes_early_returns_its_leases(shm_dir: Path):
+    """The other ranks would wait for the deadline of its leases."""
     objects = flat_objects(tensors=24, rows=64)
     plan = plan_of(objects, (1, 4, 1), 1024)
 
@@ -133,7 +133,7 @@ def test_a_rank_that_is_done_early_hands_over_what_it_fetches_for_others(shm_dir
 
 
 def in_use(node: LocalNode) -> tuple[int, int]:
-    """(leased, quarantined) slots."""
+    """Return the numbers of leased and quarantined slots."""
     stats = node.agent._ledger._cache.stats()
     return stats.leased_slots, stats.quarantined_slots
 
@@ -141,7 +141,7 @@ def in_use(node: LocalNode) -> tuple[int, int]:
 # --- stores on a bad day ----------------------------------------------------------------------------------------
 
 
-def test_a_byte_that_is_always_wrong_ends_the_load(shm_dir: Path):
+def test_a_byte_that_stays_wrong_ends_the_load(shm_dir: Path):
     objects = flat_objects(tensors=8)
     plan = plan_of(objects, (1, 2, 1), 1024)
     offset = len(objects["model.safetensors"]) - 3
@@ -154,7 +154,7 @@ def test_a_byte_that_is_always_wrong_ends_the_load(shm_dir: Path):
         for rank in ranks:
             error = rank.outcome
             if rank is ranks[0] and isinstance(error, RankReport):
-                continue  # it needs other chunks only, and was done before
+                continue  # it needs other chunks only, and had finished
             assert isinstance(error, IntegrityError)
             assert (error.details["shard"], error.details["chunk"]) == ("model.safetensors", last)
             expected_digest = plan.chunks.digest(last)
@@ -163,7 +163,7 @@ def test_a_byte_that_is_always_wrong_ends_the_load(shm_dir: Path):
             assert error.details["found"].startswith("blake3:")
             assert error.details["found"] != error.details["expected"]
             assert error.details["rank"] in (0, 1)
-            assert rank.device._segments == []  # freed: nobody can be handed half a model
+            assert rank.device._segments == []  # freed: no caller can get half a model
         report = node.agent.report(load_id)
         assert report.corrupt_chunks == report.retries["digest_mismatch"] == store.readings >= 4
 
@@ -180,7 +180,7 @@ def test_a_byte_that_is_wrong_once_costs_one_retry(shm_dir: Path):
 @pytest.mark.parametrize(
     ("error", "cause"), [(ShortRead, "short_read"), (Throttled, "throttled"), (StoreUnavailable, "unavailable")]
 )
-def test_what_passes_is_retried_and_counted(shm_dir: Path, error: type[LongshoreError], cause: str):
+def test_temporary_errors_are_retried_and_counted(shm_dir: Path, error: type[LongshoreError], cause: str):
     objects = flat_objects(tensors=16)
     store = FailingStore(MemoryStore(objects), lambda key, span, number: number % 5 == 0, lambda: error("for now"))
     with local_node(shm_dir, slots=8) as node:
@@ -193,7 +193,7 @@ def test_what_passes_is_retried_and_counted(shm_dir: Path, error: type[Longshore
 @pytest.mark.parametrize(
     ("error", "kind"), [(ObjectNotFound, ChunkFailed), (ObjectChanged, ChunkFailed), (IntegrityError, IntegrityError)]
 )
-def test_what_no_retry_helps_ends_the_load_and_names_the_place(
+def test_a_permanent_error_ends_the_load_and_names_the_place(
     shm_dir: Path, error: type[LongshoreError], kind: type[LongshoreError]
 ):
     objects = flat_objects(tensors=4)
@@ -211,7 +211,7 @@ def test_what_no_retry_helps_ends_the_load_and_names_the_place(
         assert ranks[0].device._segments == []
 
 
-def test_a_bug_in_a_store_ends_the_load_instead_of_hanging_it(shm_dir: Path):
+def test_a_bug_in_a_store_ends_the_load_without_a_hang(shm_dir: Path):
     objects = flat_objects(tensors=4)
     store = FailingStore(MemoryStore(objects), lambda *_: True, lambda: ZeroDivisionError("a bug"))
     with local_node(shm_dir, slots=8) as node:
@@ -223,7 +223,7 @@ def test_a_bug_in_a_store_ends_the_load_instead_of_hanging_it(shm_dir: Path):
 
 
 class StallingStore(WrappedStore):
-    """Reads wait until they are let go; the first `free` ones do not."""
+    """Reads wait until they are released; the first `free` ones do not."""
 
     def __init__(self, objects: dict[str, bytes], free: int) -> None:
         super().__init__(MemoryStore(objects))
@@ -241,7 +241,7 @@ class StallingStore(WrappedStore):
         return super().read_into(key, byte_range, buffer, etag=etag)
 
 
-def test_a_lease_that_expires_is_taken_over_and_its_late_commit_changes_nothing(shm_dir: Path):
+def test_an_expired_lease_is_replaced_and_its_commit_ignored(shm_dir: Path):
     objects = flat_objects(tensors=12)
     plan = plan_of(objects, (1, 1, 2), 1024)
     slow, quick = StallingStore(objects, free=0), WrappedStore(MemoryStore(objects))
@@ -253,7 +253,7 @@ def test_a_lease_that_expires_is_taken_over_and_its_late_commit_changes_nothing(
         threads = start_all([first])
         assert slow.stalled.wait(30)
         threads += start_all([second])
-        threads[1].join()  # done, though the first rank sits on its leases
+        threads[1].join()  # done, although the first rank keeps its leases
         slow.go.set()
         for thread in threads:
             thread.join()
@@ -267,7 +267,7 @@ def test_a_lease_that_expires_is_taken_over_and_its_late_commit_changes_nothing(
 # --- the end, before the end ------------------------------------------------------------------------------------
 
 
-def test_cancel_in_mid_load(shm_dir: Path):
+def test_a_load_can_be_cancelled_midway(shm_dir: Path):
     objects = flat_objects(tensors=30)
     plan = plan_of(objects, (1, 1, 2), 1024)
     store = StallingStore(objects, free=6)
@@ -284,12 +284,12 @@ def test_cancel_in_mid_load(shm_dir: Path):
         assert all(isinstance(rank.outcome, LoadCancelled) for rank in ranks)
         assert all(rank.device._segments == [] for rank in ranks)
         assert in_use(node) == (0, 0)
-        # Nothing of it is in the way of the next load.
+        # It does not hinder the next load.
         again, _ = node.load(plan_of(objects, (1, 1, 2), 1024), MemoryStore(objects))
         check_exact(again, objects)
 
 
-def test_cancel_before_the_beginning_and_after_the_end(shm_dir: Path):
+def test_a_load_can_be_cancelled_before_start_and_after_end(shm_dir: Path):
     objects = flat_objects(tensors=4)
     plan = plan_of(objects, (1, 1, 2), 1024)
     with local_node(shm_dir, slots=12) as node:
@@ -303,7 +303,7 @@ def test_cancel_before_the_beginning_and_after_the_end(shm_dir: Path):
         assert late.tensor_bytes() == expected(objects, 0, 1, 1)
 
 
-def test_a_cancelled_rank_can_be_run_anew_by_the_same_process(shm_dir: Path):
+def test_a_cancelled_rank_can_run_again_in_the_same_process(shm_dir: Path):
     objects = flat_objects(tensors=30)
     plan = plan_of(objects, (1, 1, 2), 1024)
     store = StallingStore(objects, free=6)
@@ -341,7 +341,7 @@ def test_an_agent_that_ends_the_load_stops_its_ranks(shm_dir: Path):
         assert isinstance(latecomer.outcome, LoadCancelled)
 
 
-def test_an_agent_that_shuts_down_is_an_error_not_a_hang(shm_dir: Path):
+def test_an_agent_that_shuts_down_is_an_error_without_a_hang(shm_dir: Path):
     objects = flat_objects(tensors=30)
     plan = plan_of(objects, (1, 1, 2), 1024)
     store = StallingStore(objects, free=4)
@@ -361,7 +361,7 @@ def test_an_agent_that_shuts_down_is_an_error_not_a_hang(shm_dir: Path):
         node.agent.shutdown()
 
 
-def test_a_rank_whose_place_was_given_away_is_told_so(shm_dir: Path):
+def test_a_rank_that_was_replaced_gets_rank_lost(shm_dir: Path):
     objects = flat_objects(tensors=30)
     plan = plan_of(objects, (1, 1, 2), 1024)
     store = StallingStore(objects, free=4)
@@ -385,7 +385,7 @@ def test_a_rank_whose_place_was_given_away_is_told_so(shm_dir: Path):
 # --- the agent is lost ------------------------------------------------------------------------------------------
 
 
-def test_an_agent_that_is_restarted_in_mid_load_keeps_what_was_committed(shm_dir: Path):
+def test_an_agent_restarted_in_mid_load_keeps_committed_chunks(shm_dir: Path):
     objects = flat_objects(tensors=40)
     plan = plan_of(objects, (1, 1, 2), 1024)
     store = StallingStore(objects, free=10)
@@ -414,7 +414,7 @@ def test_an_agent_that_is_restarted_in_mid_load_keeps_what_was_committed(shm_dir
 
 
 def test_a_new_arena_at_the_old_path_is_noticed(shm_dir: Path):
-    """Otherwise a rank would go on in a file that has no name any more, and read there what others never wrote."""
+    """Otherwise a rank would continue in an unlinked file, and read there what no agent ever wrote."""
     objects = flat_objects(tensors=40)
     plan = plan_of(objects, (1, 1, 2), 1024)
     store = StallingStore(objects, free=10)
@@ -436,7 +436,7 @@ def test_a_new_arena_at_the_old_path_is_noticed(shm_dir: Path):
         check_exact(ranks, objects)
 
 
-def test_lost_answers_cost_no_deadline(shm_dir: Path):
+def test_lost_answers_do_not_wait_for_a_deadline(shm_dir: Path):
     objects = flat_objects(tensors=40)
     plan = plan_of(objects, (1, 1, 2), 1024)
     with local_node(shm_dir, slots=8, lease_deadline_s=60.0) as node:
@@ -449,7 +449,7 @@ def test_lost_answers_cost_no_deadline(shm_dir: Path):
         assert in_use(node) == (0, 0)
 
 
-def test_a_rank_that_has_everything_does_not_fail_for_a_lost_agent(shm_dir: Path, monkeypatch: pytest.MonkeyPatch):
+def test_a_complete_rank_survives_the_loss_of_its_agent(shm_dir: Path, monkeypatch: pytest.MonkeyPatch):
     monkeypatch.setattr("actors.rank.executor.AGENT_BACK_S", 0.2)
     objects = flat_objects(tensors=2)
     plan = plan_of(objects, (1, 1, 1), 4096)
@@ -468,9 +468,7 @@ def test_a_rank_that_has_everything_does_not_fail_for_a_lost_agent(shm_dir: Path
 
 
 @pytest.mark.parametrize("known", [True, False])
-def test_an_agent_that_stays_away_or_never_heard_of_the_load(
-    shm_dir: Path, monkeypatch: pytest.MonkeyPatch, known: bool
-):
+def test_a_lost_agent_or_an_unknown_load_is_a_typed_error(shm_dir: Path, monkeypatch: pytest.MonkeyPatch, known: bool):
     monkeypatch.setattr("actors.rank.executor.AGENT_GONE_S", 0.2)
     objects = flat_objects(tensors=2)
     plan = plan_of(objects, (1, 1, 1), 4096)
@@ -504,7 +502,7 @@ def test_a_device_without_room_ends_the_load_before_a_byte_moved(shm_dir: Path, 
         assert store.reads == []
 
 
-def test_the_report_of_a_rank_adds_up(shm_dir: Path):
+def test_the_report_of_a_rank_is_consistent(shm_dir: Path):
     objects = flat_objects(tensors=20)
     plan = plan_of(objects, (1, 2, 1), 1024)
     with local_node(shm_dir, slots=30) as node:
@@ -527,8 +525,8 @@ def wait_for(condition: Callable[[], bool]) -> None:
         time.sleep(0.01)
 
 
-def test_plan_of_is_what_a_published_model_would_be():
-    """The reference of these tests is sound: chunks tile the shards, digests are of their bytes."""
+def test_plan_of_equals_the_plan_of_a_published_model():
+    """The reference of these tests is correct: chunks tile the shards, digests match their bytes."""
     objects = flat_objects(tensors=3)
     plan: LoadPlan = plan_of(objects, (1, 1, 1), 512)
     assert int(plan.chunks.sizes_bytes().max()) <= 512

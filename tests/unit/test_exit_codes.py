@@ -37,14 +37,14 @@ def test_errors_map_to_codes(code: int, kinds: str) -> None:
         assert exit_code(kind("what")) == code, name
 
 
-def test_other_exceptions() -> None:
+def test_other_exceptions_map_to_codes() -> None:
     assert exit_code(PackageShadowed("not ours")) == EXIT_SHADOWED == 7
     assert exit_code(RuntimeError("a bug")) == 1
     assert exit_code(KeyboardInterrupt()) == 130
     assert exit_code(Terminated()) == 143
 
 
-def test_a_class_that_is_not_in_the_table_has_the_code_of_the_nearest_one_that_is() -> None:
+def test_unlisted_errors_have_the_code_of_their_nearest_base() -> None:
     class NewStoreTrouble(byte_errors.StoreUnavailable):
         pass
 

@@ -1,4 +1,4 @@
-"""Times that follow from bytes and rates."""
+"""Expected load times, computed from bytes and rates."""
 
 from __future__ import annotations
 
@@ -31,11 +31,11 @@ def test_the_slowest_stage_is_the_time(store: int, node: int, disk: int, rank: i
     assert by_hand[found.limit] == max(by_hand.values())
     idle = {stage for stage, size in zip(STAGES, (store, node, disk, rank), strict=True) if not size}
     assert {*found.unknown, *by_hand} | idle == set(STAGES)
-    assert not {*found.unknown} & {*by_hand, *idle}  # of what has nothing to do, no rate is missed
+    assert not {*found.unknown} & {*by_hand, *idle}  # a stage without work needs no rate
     assert found.limit in found.sentence
 
 
-def test_a_sentence() -> None:
+def test_the_sentence_names_the_limit_and_missing_rates() -> None:
     found = expect(
         140 * 10**9, 70 * 10**9, 17 * 10**9, Rates(store=parse_rate("40Gbit/s"), place=parse_rate("20 GB/s"))
     )
@@ -47,12 +47,12 @@ def test_a_sentence() -> None:
     ("given", "meant"),
     [("5GB/s", 5e9), ("40Gbit/s", 5e9), ("5 GB / s", 5e9), (5e9, 5e9), ("1MiB/s", 2**20), ("5GB", 5e9)],
 )
-def test_rates(given: Any, meant: float) -> None:
+def test_rates_are_read_with_their_unit(given: Any, meant: float) -> None:
     assert parse_rate(given) == pytest.approx(meant)
 
 
 @pytest.mark.parametrize("given", ["", "fast", "0GB/s", 0, -1.0, float("nan"), float("inf"), True, None, "GB/s"])
-def test_what_is_no_rate(given: Any) -> None:
+def test_malformed_rates_are_refused(given: Any) -> None:
     with pytest.raises(ConfigError, match="not a rate"):
         parse_rate(given)
 
@@ -68,7 +68,7 @@ REPORT: dict[str, Any] = {
 }
 
 
-def test_what_a_load_measured() -> None:
+def test_a_report_gives_the_rates_of_its_stages() -> None:
     found = measured_rates(REPORT)
     assert (found.store, found.network, found.start_s, found.source) == (2_000, None, 2.0, "measured")
     assert found.place == pytest.approx(5_000)  # 2,000 per rank and 2 s, busy for a fifth of it
@@ -79,7 +79,7 @@ def test_what_a_load_measured() -> None:
     assert (mixed.store, mixed.place, mixed.source) == (1e6, found.place, "given and measured")
 
 
-def test_what_a_load_from_disk_measured() -> None:
+def test_a_report_gives_the_rate_of_the_disk() -> None:
     sources = {**REPORT["bytes_by_source"], "disk": 6_000}
     shares = {"store": 0.5, "disk": 0.25, "place": 0.5}
     found = measured_rates({**REPORT, "bytes_by_source": sources, "nodes": [{}, {}], "limit": {"shares": shares}})
@@ -90,7 +90,7 @@ def test_what_a_load_from_disk_measured() -> None:
     assert measured_rates(REPORT).disk is None
 
 
-def test_a_stage_that_did_nothing_says_nothing() -> None:
+def test_an_idle_stage_gives_no_rate() -> None:
     idle = {**REPORT, "limit": {"shares": {"store": 0.01, "place": 0.9}}}
     assert measured_rates(idle).store is None
 
@@ -99,6 +99,6 @@ def test_a_stage_that_did_nothing_says_nothing() -> None:
     "broken",
     [{}, {**REPORT, "load_s": 0.0}, {**REPORT, "resident": True}, {**REPORT, "limit": None}, {**REPORT, "ranks": 3}],
 )
-def test_what_is_no_measurement(broken: dict[str, Any]) -> None:
+def test_malformed_reports_are_refused(broken: dict[str, Any]) -> None:
     with pytest.raises(ConfigError, match="report"):
         measured_rates(broken)

@@ -1,4 +1,4 @@
-"""Which expert's a tensor is: by its name, and an error where that does not say it."""
+"""The number of the expert that a tensor belongs to, from its name; an error if the name lacks it."""
 
 from __future__ import annotations
 
@@ -29,11 +29,11 @@ from storage.checkpoints.model_index import Tensor
         ("lm_head.weight", None),
     ],
 )
-def test_the_number_of_an_expert(name: str, expected: int | None) -> None:
+def test_the_number_of_an_expert_is_read_from_its_name(name: str, expected: int | None) -> None:
     assert expert_number(name) == expected
 
 
-def test_every_table_names_experts_so_that_they_are_found() -> None:
+def test_every_table_names_experts_recognisably() -> None:
     found = 0
     for rows in TABLES.values():
         for pattern, rule in rows:
@@ -45,11 +45,11 @@ def test_every_table_names_experts_so_that_they_are_found() -> None:
     assert found >= 18
 
 
-def test_a_layer_is_no_expert() -> None:
+def test_a_layer_number_is_not_an_expert() -> None:
     tensors = [Tensor(f"model.layers.{n}.self_attn.q_proj.weight", "BF16", (8, 8), 0, 0, 128) for n in range(4)]
     rules = parse_rules({"**.q_proj.weight": "expert"})
     said = r"of one expert by rule, but without an expert number in the name: 'model.layers.\*.self_attn.* \(4\)"
     with pytest.raises(LayoutError, match=said) as raised:
         decide_layout(tensors, Layout(2, expert_parallel_size=2), rules)
     assert "such as model.layers.7.mlp.experts.41" in raised.value.hint
-    decide_layout(tensors, Layout(2), rules)  # every rank has all experts: which one it is does not matter
+    decide_layout(tensors, Layout(2), rules)  # every rank has all experts, so the number does not matter

@@ -1,5 +1,6 @@
-"""Every model family in every layout, with checkpoints that transformers wrote: what ranks get, put together, is the
-model again, and each rank has the part that its tensor-parallel layer computes with.
+"""Every model family in every layout, with checkpoints that transformers wrote.
+
+The ranks' tensors together are the model again. Each rank has the part that its tensor-parallel layer computes with.
 """
 
 from __future__ import annotations
@@ -49,7 +50,7 @@ CASES = [
 
 @pytest.mark.parametrize("naming", NAMINGS)
 @pytest.mark.parametrize(("family", "name"), CASES)
-def test_a_family_in_a_layout(family: str, name: str, naming: str, saved_families: Saved) -> None:
+def test_a_family_loads_in_a_layout(family: str, name: str, naming: str, saved_families: Saved) -> None:
     layout = {**LAYOUTS, **EXPERT_LAYOUTS}[name]
     saved = saved_families[family, naming]
     plan, loaded = saved.load(layout)
@@ -62,7 +63,7 @@ def test_a_family_in_a_layout(family: str, name: str, naming: str, saved_familie
         sizes[rank.coords.stage].add(rank.size_bytes)
     assert layout.fsdp_size > 1 or all(len(of_stage) == 1 for of_stage in sizes.values())
     cut_bytes = sum(array.nbytes for tensor, array in stored.items() if not _in_tower(tensor))
-    for arrays in loaded if layout.tensor_parallel_size > 1 else ():  # something is gained
+    for arrays in loaded if layout.tensor_parallel_size > 1 else ():  # the layout saves bytes
         assert sum(array.nbytes for tensor, array in arrays.items() if not _in_tower(tensor)) < 0.7 * cut_bytes
 
 
@@ -76,8 +77,8 @@ def test_every_tensor_is_named_by_a_rule(family: str, naming: str, saved_familie
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_stored_is_what_from_pretrained_has(family: str, saved_families: Saved) -> None:
-    """So a load that gives back the stored tensors gives those of the model."""
+def test_stored_tensors_equal_those_of_from_pretrained(family: str, saved_families: Saved) -> None:
+    """A load that returns the stored tensors therefore returns those of the model."""
     import transformers
 
     model_class = getattr(transformers, FAMILIES[family].model_class)
@@ -94,8 +95,8 @@ def test_what_is_stored_is_what_from_pretrained_has(family: str, saved_families:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_model_of_reassembled_tensors(family: str, saved_families: Saved, tmp_path: Path) -> None:
-    """Written down again, transformers reads the same model from them."""
+def test_reassembled_tensors_make_the_same_model(family: str, saved_families: Saved, tmp_path: Path) -> None:
+    """Transformers reads the same model after the tensors are saved again."""
     import torch
     import transformers
     from safetensors.torch import save_file
@@ -126,7 +127,7 @@ def _bits(tensor: Any) -> Array:
     return bits
 
 
-# What a rank of a tensor-parallel layer computes with, written without rules, regions and cuts: with plain numpy.
+# The part that a rank of a tensor-parallel layer computes with, in plain numpy without rules, regions and cuts.
 def _dim_0(array: Array, rank: int, ranks: int) -> Array:
     return np.split(array, ranks)[rank]
 
@@ -185,7 +186,9 @@ PARTS: dict[str, Callable[[Array, int, int], Array]] = {
 @pytest.mark.parametrize("naming", NAMINGS)
 @pytest.mark.parametrize("ranks", [2, 4])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_each_rank_has_its_part(family: str, ranks: int, naming: str, saved_families: Saved) -> None:
+def test_each_rank_has_the_part_its_layer_computes_with(
+    family: str, ranks: int, naming: str, saved_families: Saved
+) -> None:
     saved = saved_families[family, naming]
     _, loaded = saved.load(Layout(ranks))
     for name, array in saved.stored().items():
@@ -197,7 +200,7 @@ def test_each_rank_has_its_part(family: str, ranks: int, naming: str, saved_fami
 
 @pytest.mark.parametrize("naming", NAMINGS)
 @pytest.mark.parametrize("family", MOE_FAMILIES)
-def test_experts_lie_whole_on_the_ranks_that_have_them(family: str, naming: str, saved_families: Saved) -> None:
+def test_experts_are_whole_on_the_ranks_that_have_them(family: str, naming: str, saved_families: Saved) -> None:
     saved = saved_families[family, naming]
     _, loaded = saved.load(Layout(2, expert_parallel_size=2))
     stored = saved.stored()
@@ -226,7 +229,7 @@ def test_a_vocabulary_that_does_not_divide_is_padded(tmp_path: Path) -> None:
     assert all(np.array_equal(array, stored[name]) for name, array in reassemble(plan, loaded).items())
 
 
-def test_ties_make_both_ends_have_the_embedding(tmp_path: Path) -> None:
+def test_tied_heads_put_the_embedding_on_both_end_stages(tmp_path: Path) -> None:
     saved = SavedFamily.open(save_tiny("qwen2", tmp_path, tie_word_embeddings=True))
     assert "lm_head.weight" not in saved.stored()
     _, (first, last) = saved.load(Layout(pipeline_parallel_size=2))
@@ -236,7 +239,7 @@ def test_ties_make_both_ends_have_the_embedding(tmp_path: Path) -> None:
 
 @pytest.mark.parametrize("naming", NAMINGS)
 @pytest.mark.parametrize("family", ["gemma2", "gemma3_text", "gemma3"])
-def test_families_that_tie_their_head(family: str, naming: str, saved_families: Saved) -> None:
+def test_families_that_tie_their_head_are_recognised(family: str, naming: str, saved_families: Saved) -> None:
     _, (first, last) = saved_families[family, naming].load(Layout(pipeline_parallel_size=2))
     (embedding,) = (name for name in first if name.endswith("embed_tokens.weight"))
     assert first.keys() & last.keys() == {embedding}
@@ -257,14 +260,14 @@ GUESSING_LAYER = {
 
 
 @pytest.mark.parametrize("name", GUESSING_LAYER)
-def test_layers_that_guess_further_tokens(name: str) -> None:
+def test_multi_token_prediction_layers_have_rules(name: str) -> None:
     assert TABLES["deepseek_v3"].rule_for(f"model.layers.61.{name}") is GUESSING_LAYER[name]
 
 
 # Prefixes that checkpoints of these families have had, whatever transformers writes today.
 @pytest.mark.parametrize("family", ["gemma3", "glm4v", "qwen2_vl", "qwen2_5_vl"])
 @pytest.mark.parametrize("prefix", ["model.language_model.", "language_model.model.", "language_model.", "model.", ""])
-def test_prefixes_of_language_models_inside_others(family: str, prefix: str) -> None:
+def test_prefixes_of_inner_language_models_are_recognised(family: str, prefix: str) -> None:
     rules = TABLES[family]
     assert rules.rule_for(f"{prefix}layers.3.self_attn.q_proj.weight") is Rule.HEADS
     assert rules.rule_for(f"{prefix}embed_tokens.weight") is Rule.VOCABULARY

@@ -20,7 +20,7 @@ STEPS = st.lists(
 
 
 @given(STEPS)
-def test_the_parts_are_the_whole(steps: list[tuple[float, int, int, int, str]]):
+def test_the_parts_add_up_to_the_whole(steps: list[tuple[float, int, int, int, str]]):
     spent, now_s = FetchTime(), 5.0
     spent.spend(now_s, 1, 1, 0, "")  # before the beginning
     spent.begin(now_s)
@@ -31,7 +31,7 @@ def test_the_parts_are_the_whole(steps: list[tuple[float, int, int, int, str]]):
     assert whole == pytest.approx(now_s - 5.0, abs=1e-6)
 
 
-def test_what_is_idle_for_no_want_of_anything_is_not_counted():
+def test_idle_requests_without_a_cause_are_not_counted():
     spent = FetchTime()
     spent.begin(0.0)
     spent.spend(4.0, 4, 1, 1, "")

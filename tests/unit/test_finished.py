@@ -1,4 +1,4 @@
-"""`actors.coordination.tending`: a step that makes something is not cut in two, however often it is cancelled."""
+"""`actors.coordination.tending`: a creating step is never interrupted, however often it is cancelled."""
 
 from __future__ import annotations
 
@@ -35,7 +35,7 @@ def test_a_cancelled_caller_leaves_after_the_step(cancellations: int) -> None:
     assert asyncio.run(scene()) == ["worker"]
 
 
-def test_result_and_error_come_out() -> None:
+def test_results_and_errors_are_passed_on() -> None:
     async def works() -> int:
         await asyncio.sleep(0)
         return 7
@@ -48,7 +48,7 @@ def test_result_and_error_come_out() -> None:
         asyncio.run(finished(fails()))
 
 
-def test_a_step_that_fails_after_the_cancellation_is_a_cancellation() -> None:
+def test_a_failure_after_the_cancellation_is_a_cancellation() -> None:
     async def scene() -> None:
         gate = asyncio.Event()
 
@@ -66,7 +66,7 @@ def test_a_step_that_fails_after_the_cancellation_is_a_cancellation() -> None:
         asyncio.run(scene())
 
 
-def test_alongside_ends_every_step_before_the_error_comes_out() -> None:
+def test_alongside_ends_every_step_before_it_raises() -> None:
     ended: list[str] = []
 
     async def fails() -> None:
@@ -93,7 +93,7 @@ def test_alongside_ends_every_step_before_the_error_comes_out() -> None:
 
 
 @pytest.mark.parametrize("cancellations", [1, 3])
-def test_alongside_cancelled_leaves_after_its_steps(cancellations: int) -> None:
+def test_a_cancelled_alongside_leaves_after_its_steps(cancellations: int) -> None:
     async def scene() -> tuple[bool, bool]:
         made: list[str] = []
 

@@ -49,7 +49,7 @@ def refusal(node: NodeInfo, device: str, config: Config = CONFIG) -> str:
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_what_fits(device: str) -> None:
+def test_a_plan_that_fits_is_accepted(device: str) -> None:
     assert check_fit(four_gib_plan(), (0, 0), [ROOMY], CONFIG, device) is None
 
 
@@ -71,7 +71,7 @@ def test_host_memory_counts_cpu_ranks_and_a_new_arena() -> None:
     assert check_fit(four_gib_plan(), (0, 0), [replace(there, memory_free_bytes=GIB)], CONFIG, "cuda") is None
 
 
-def test_device_memory_only_when_known_and_asked_for() -> None:
+def test_device_memory_counts_only_if_known_and_requested() -> None:
     small = replace(ROOMY, gpus=(GpuMemory(2 * GIB),))
     text = refusal(small, "cuda")
     assert "ranks 0, 1 need up to 2.15 GB of device memory, a GPU has 1.07 GB (of 2.15 GB; 1.07 GB kept free)" in text
@@ -103,7 +103,7 @@ def test_nodes_without_ranks_do_not_matter() -> None:
     assert check_fit(four_gib_plan(), (1, 1), [NodeInfo("x", "x"), ROOMY], CONFIG, "cpu") is None
 
 
-def test_planned_arena() -> None:
+def test_the_planned_arena_has_whole_slots() -> None:
     default = Config(slot_bytes=16 * MIB)
     assert planned_arena_bytes(8 * GIB, default) == 2 * GIB
     assert planned_arena_bytes(1 << 40, default) == 8 * GIB
@@ -126,10 +126,10 @@ gpus = st.builds(lambda total, used: GpuMemory(total, max(0, total - used)), sma
     where=st.lists(st.integers(0, 1), min_size=4, max_size=4),
     kept=st.integers(0, 3),
 )
-def test_ranks_on_gpus_against_every_way_to_placement_them(
+def test_gpu_fit_equals_an_exhaustive_search(
     needs: list[tuple[int, int]], nodes: list[list[GpuMemory]], where: list[int], kept: int
 ) -> None:
-    """Slices and the tensor that is just converted, in what is free less what stays free, on every node."""
+    """On every node, slices and the tensor in conversion must fit into free memory less the reserve."""
     plan = Facts(tuple(RankFacts(size, size, size, staging) for size, staging in needs))
     infos = [replace(ROOMY, host=f"h{at}", gpus=tuple(found)) for at, found in enumerate(nodes)]
     rank_nodes = {rank: where[rank] % len(nodes) for rank in range(len(needs))}
@@ -149,12 +149,12 @@ def test_ranks_on_gpus_against_every_way_to_placement_them(
         return True
 
     assert (error is None) == placed(lambda gpu: gpu.free_bytes or 0)
-    if error is not None:  # it is told apart when only others are in the way
+    if error is not None:  # the message differs when only other processes are in the way
         assert isinstance(error, DoesNotFitNow) == placed(lambda gpu: gpu.total_bytes)
         assert len(str(error)) < 24 * 80
 
 
-def test_what_a_device_map_puts_elsewhere() -> None:
+def test_memory_follows_the_devices_of_a_map() -> None:
     mapped = RankFacts(9, 9, 9, 2, ((0, 3), (1, 4), ("cpu", 5), ("disk", 100)))
     assert gpu_bytes(mapped, "cuda") == {0: 5, 1: 6}
     assert host_bytes(mapped, "cuda") == 7
@@ -165,7 +165,7 @@ def test_what_a_device_map_puts_elsewhere() -> None:
     assert host_bytes(RankFacts(9, 9, 9, 2), "cuda") == 0
 
 
-def test_hosts_keep_free_what_was_asked() -> None:
+def test_hosts_keep_the_requested_reserve_free() -> None:
     cpu = replace(ROOMY, memory_free_bytes=4 * GIB + GIB + 2 * GIB)
     asked = FitOptions(reserve_bytes=2 * GIB)
     assert check_fit(four_gib_plan(), (0, 0), [cpu], CONFIG, "cpu", options=asked) is None
@@ -183,12 +183,12 @@ def test_many_problems_fit_on_one_screen() -> None:
     assert len(str(error)) < 24 * 80
 
 
-def test_a_reserve_that_was_asked_for_is_named() -> None:
+def test_a_requested_reserve_is_named() -> None:
     error = check_fit(four_gib_plan(), (0, 0), [ROOMY], CONFIG, "cpu", options=FitOptions(reserve_bytes=63 * GIB))
     assert error is not None
     assert f"reserve_bytes={63 * GIB} (67.6 GB of each host): lower it" in error.hint
     small = replace(ROOMY, memory_free_bytes=5 * GIB)
-    for options in (FitOptions(), FitOptions(reserve_bytes=GIB // 2)):  # that of the settings holds
+    for options in (FitOptions(), FitOptions(reserve_bytes=GIB // 2)):  # the reserve of the settings applies
         error = check_fit(four_gib_plan(), (0, 0), [small], CONFIG, "cpu", options=options)
         assert error is not None
         assert "reserve_bytes" not in error.hint

@@ -1,4 +1,4 @@
-"""What a load that does not fit becomes: the coordinator's decision, planned for real."""
+"""The coordinator's decision about a load that does not fit, with real plans."""
 
 from __future__ import annotations
 
@@ -34,11 +34,11 @@ from tests.support.planned_models import write_linear_llama
 MIB = 1 << 20
 CONFIG = Config(host_reserve_bytes=0, device_reserve_bytes=0, arena_bytes=64 * MIB, slot_bytes=MIB)
 SCREEN_CHARS = 24 * 80
-WORKER_BYTES = 300 * MIB  # of a process that is to be started
+WORKER_BYTES = 300 * MIB  # of a process that is about to start
 
 
 class Planner:
-    """The planning process's own work, in this one."""
+    """Does the planning process's work in this process."""
 
     def __init__(self) -> None:
         self.server = PlanningServer(MIB // 32, 5.0)
@@ -55,7 +55,7 @@ class Planner:
 
 @dataclass
 class Agents:
-    """Of one node."""
+    """The agents of one node."""
 
     facts: NodeFacts
 
@@ -119,18 +119,18 @@ def needs(model: Path, device: str = "cpu") -> int:
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
 @pytest.mark.parametrize("mode", ["strict", "auto"])
-def test_what_fits_is_loaded_as_it_was_asked_for(model: Path, mode: str, device: str) -> None:
+def test_a_load_that_fits_is_not_changed(model: Path, mode: str, device: str) -> None:
     case = Case(model, mode, device, needs(model))
     plan = case.choose()
     assert plan is case.record.plan
-    assert case.planner.asked == ["prepare"]  # nothing else was even planned
+    assert case.planner.asked == ["prepare"]  # no other plan was made
     assert replace(case.record.request, tried=(), auto_identity="") == case.request
     assert [each.what for each in case.record.request.tried] == ["as given"] * (mode == "auto")
     assert case.record.request.identity() == case.request.identity()
 
 
 @pytest.mark.parametrize("device", ["cpu", "cuda"])
-def test_auto_takes_less_and_says_why(model: Path, device: str, caplog: pytest.LogCaptureFixture) -> None:
+def test_auto_chooses_a_smaller_load_and_says_why(model: Path, device: str, caplog: pytest.LogCaptureFixture) -> None:
     full = needs(model)
     case = Case(model, "auto", device, full * 8 // 10)
     with caplog.at_level(logging.WARNING, "longshore.fit"):
@@ -148,14 +148,14 @@ def test_auto_takes_less_and_says_why(model: Path, device: str, caplog: pytest.L
     (said,) = [entry.getMessage() for entry in caplog.records]
     assert "is loaded with quantization=" in said
     assert len(said) < SCREEN_CHARS
-    # Who asks for the same again gets this model; who asks strictly does not.
+    # A client that makes the same request gets this model; a strict request does not.
     assert record.request.identity() == case.request.identity()
     assert record.request.identity() != Case(model, "strict", device, 0).request.identity()
     assert record.host_bytes == {0: (plan.ranks[0].device_bytes + plan.ranks[0].staging_bytes) * (device == "cpu")}
 
 
-def test_what_was_decided_stays(model: Path) -> None:
-    """Ranks that have to go elsewhere while they start do not make another choice."""
+def test_a_decision_is_kept(model: Path) -> None:
+    """Ranks that must move while they start do not cause another choice."""
     case = Case(model, "auto", "cpu", needs(model) * 8 // 10)
     first = case.choose()
     request = case.record.request
@@ -168,7 +168,7 @@ def test_what_was_decided_stays(model: Path) -> None:
 
 
 @pytest.mark.parametrize("mode", ["strict", "auto"])
-def test_a_refusal_fits_on_one_screen_and_says_what_would_fit(model: Path, mode: str) -> None:
+def test_a_refusal_is_short_and_names_a_change_that_fits(model: Path, mode: str) -> None:
     have = needs(model) * (8 if mode == "strict" else 1) // 10
     nothing = MemoryPool("host", WORKER_BYTES, WORKER_BYTES)  # for offload
     case = Case(model, mode, "cuda", have, pools=(nothing,))
@@ -191,33 +191,33 @@ def test_a_refusal_fits_on_one_screen_and_says_what_would_fit(model: Path, mode:
     assert case.record.request == case.request
 
 
-def test_what_a_gpu_has_no_room_for_stays_in_host_memory(model: Path) -> None:
+def test_tensors_without_room_on_a_gpu_stay_in_host_memory(model: Path) -> None:
     case = Case(model, "auto", "cuda", needs(model) * 2 // 10)
     plan = case.choose()
     assert case.record.request.tried[-1].what.startswith("device_map=")
     assert case.record.request.mapping is not None
-    assert case.record.request.precision == case.request.precision  # as it was asked for
+    assert case.record.request.precision == case.request.precision  # as it was requested
     devices = dict(plan.ranks[0].devices)
     assert devices["cpu"] > 0
     assert case.record.host_bytes == {0: devices["cpu"]}
 
 
-def test_hosts_are_told_what_fits_on_them(model: Path) -> None:
+def test_a_refusal_on_cpu_offers_a_change_that_fits_the_host(model: Path) -> None:
     case = Case(model, "strict", "cpu", needs(model) * 8 // 10)
     with pytest.raises(DoesNotFit, match=r"needs .* of host memory") as caught:
         case.choose()
     assert "The cheapest change that fits: quantization=" in caught.value.hint
-    assert "tensor_parallel_size" not in caught.value.hint  # on the same host that helps nobody
+    assert "tensor_parallel_size" not in caught.value.hint  # on the same host this does not help
 
 
-def test_where_no_tensor_is_to_blame_nothing_is_planned(model: Path) -> None:
+def test_no_change_is_planned_when_tensors_are_not_the_cause(model: Path) -> None:
     case = Case(model, "auto", "cpu", 1 << 40, arena_bytes=MIB)  # one slot
     with pytest.raises(DoesNotFit, match="arena slots"):
         case.choose()
     assert case.planner.asked == ["prepare"]
 
 
-def test_a_store_that_fails_meanwhile_hides_no_refusal(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_failing_store_does_not_hide_the_refusal(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     case = Case(model, "strict", "cuda", 1)
 
     async def lost(*args: object) -> None:
@@ -228,7 +228,7 @@ def test_a_store_that_fails_meanwhile_hides_no_refusal(model: Path, monkeypatch:
         case.choose()
 
 
-def test_auto_says_that_it_tried_nothing_where_processes_alone_have_no_room(model: Path) -> None:
+def test_auto_tries_nothing_when_processes_alone_do_not_fit(model: Path) -> None:
     case = Case(model, "auto", "cpu", -MIB)
     with pytest.raises(DoesNotFit) as refused:
         case.choose()

@@ -1,4 +1,4 @@
-"""The first step that fits, and the cheapest change: against trying everything."""
+"""The first step that fits and the cheapest change, against an exhaustive search."""
 
 from __future__ import annotations
 
@@ -49,7 +49,7 @@ changes = st.builds(
 
 
 @given(st.lists(changes, max_size=8), st.integers(0, 60))
-def test_auto_takes_the_first_that_fits(steps: list[PlannedChange], have: int) -> None:
+def test_auto_chooses_the_first_step_that_fits(steps: list[PlannedChange], have: int) -> None:
     asked = []
 
     def why_not(step: PlannedChange) -> str:
@@ -58,7 +58,7 @@ def test_auto_takes_the_first_that_fits(steps: list[PlannedChange], have: int) -
 
     taken, tried = first_that_fits(steps, why_not)
     by_hand = next((step for step in steps if not step.problem and step.need_bytes <= have), None)
-    assert taken is by_hand  # what is skipped is no smaller than something that did not fit
+    assert taken is by_hand  # a skipped step is no smaller than one that did not fit
     assert [each.what for each in tried] == [step.change.what for step in steps][: len(tried)]
     assert [each.why_not == "" for each in tried] == [False] * (len(tried) - 1) + [taken is not None] * bool(tried)
     assert all(not step.problem for step in asked)
@@ -67,7 +67,7 @@ def test_auto_takes_the_first_that_fits(steps: list[PlannedChange], have: int) -
 
 
 @given(st.lists(changes, max_size=10), st.integers(0, 60), st.integers(1, 8))
-def test_the_cheapest_is_the_cheapest(steps: list[PlannedChange], have: int, at_hand: int) -> None:
+def test_no_change_is_cheaper_than_the_cheapest(steps: list[PlannedChange], have: int, at_hand: int) -> None:
     found = cheapest(steps, lambda step: step.need_bytes <= have, at_hand)
     fitting = [step for step in steps if not step.problem and step.need_bytes <= have]
     assert bool(found) == bool(fitting)
@@ -75,7 +75,7 @@ def test_the_cheapest_is_the_cheapest(steps: list[PlannedChange], have: int, at_
         fitting = [step for step in fitting if step.change.kind != "both"]
     assert all(step in fitting for step in found)
     assert len({step.change.kind for step in found}) == len(found) <= OFFERED
-    for step in fitting:  # nothing that fits beats what is offered first in every respect
+    for step in fitting:  # no change that fits beats the first offer in every respect
         best = found[0].change
         other = step.change
         assert (best.ranks > at_hand, best.kind == "offload", best.loss, best.ranks) <= (
@@ -89,7 +89,7 @@ def test_the_cheapest_is_the_cheapest(steps: list[PlannedChange], have: int, at_
     assert all(step.change.what in said for step in found)
 
 
-def test_offload_is_the_last_step_of_one_rank_whose_limits_are_known() -> None:
+def test_offload_is_the_last_step_of_one_rank_with_limits() -> None:
     limits: tuple[tuple[int | str, int], ...] = ((0, 10), ("cpu", 99))
     last = steps_of_auto(REQUEST, limits)[-1]
     assert (last.kind, last.request.precision) == ("offload", Precision())
@@ -99,7 +99,7 @@ def test_offload_is_the_last_step_of_one_rank_whose_limits_are_known() -> None:
     assert "offload" not in [step.kind for step in [*steps_of_auto(two, limits), *steps_of_auto(REQUEST)]]
 
 
-def test_steps_of_auto() -> None:
+def test_auto_tries_dtypes_then_quantizations() -> None:
     steps = steps_of_auto(REQUEST)
     assert [step.what for step in steps] == [
         AS_GIVEN,
@@ -123,7 +123,7 @@ def test_steps_of_auto() -> None:
         (Precision(quantization="int4"), []),
     ],
 )
-def test_never_more_precision_than_was_asked_for(given: Precision, left: list[str]) -> None:
+def test_no_step_raises_the_requested_precision(given: Precision, left: list[str]) -> None:
     request = replace(REQUEST, precision=given)
     assert [step.request.precision.quantization for step in steps_of_auto(request)[1:]] == left
 
@@ -141,12 +141,12 @@ def test_changes_are_few_and_different(layout: Layout) -> None:
         assert more.request.layout.tensor_parallel_size == 4
 
 
-def test_layouts_that_cannot_be_are_not_offered() -> None:
+def test_impossible_layouts_are_not_offered() -> None:
     found = changes_to_offer(replace(REQUEST, layout=Layout(fsdp_size=MAX_RANKS)))
     assert {change.kind for change in found} <= {"dtype", "quantization", "offload"}
 
 
-def test_what_is_said() -> None:
+def test_the_offer_names_the_cheapest_change_and_its_need() -> None:
     found = [planned("tensor_parallel_size=4", "ranks", 0, 4, 20 * 10**9), planned("x", "dtype", 1, 1, 5 * 10**9)]
     assert offer(found, 2, 9) == (
         "The cheapest change that fits: tensor_parallel_size=4 (up to 20.0 GB on each of 4 ranks, 2 present); "

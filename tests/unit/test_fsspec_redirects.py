@@ -1,4 +1,4 @@
-"""What a hostile HTTP server can make a load do: nothing elsewhere, and nothing without a bound."""
+"""A hostile HTTP server cannot redirect a load elsewhere, or make it read without a bound."""
 
 from __future__ import annotations
 
@@ -20,7 +20,7 @@ DATA = bytes(range(256)) * 64
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Answers by the last part of the path; counts what was asked of it."""
+    """Answers by the last part of the path; counts the requests."""
 
     protocol_version = "HTTP/1.1"
     elsewhere = ""
@@ -71,7 +71,7 @@ class Handler(BaseHTTPRequestHandler):
         if self.command != "HEAD":
             try:
                 self.wfile.write(body)
-            except OSError:  # the reader has had enough, which is what is tested
+            except OSError:  # the reader stopped reading, which is what is tested
                 self.close_connection = True
 
     def log_message(self, *_: object) -> None:
@@ -80,7 +80,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.fixture
 def servers(monkeypatch: pytest.MonkeyPatch) -> Iterator[tuple[FsspecStore, ThreadingHTTPServer]]:
-    """A store on one server, and the server that it may be sent to."""
+    """Yield a store on one server, and the server that it may be redirected to."""
     pytest.importorskip("aiohttp")
     with serving(Handler) as home, serving(Handler) as other:
         monkeypatch.setattr(Handler, "elsewhere", place(other))
@@ -101,7 +101,7 @@ def test_a_redirect_to_another_place_is_not_followed(servers: tuple[FsspecStore,
 
 
 @pytest.mark.slow
-def test_no_answer_is_read_beyond_what_was_asked_for(
+def test_no_answer_is_read_beyond_the_requested_range(
     servers: tuple[FsspecStore, ThreadingHTTPServer], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     store, _ = servers
@@ -109,7 +109,7 @@ def test_no_answer_is_read_beyond_what_was_asked_for(
     for key in ("endless", "bomb"):
         with pytest.raises(RangeMismatch):
             read_bytes(store, key, ByteRange(0, 10))
-    with pytest.raises(ObjectNotFound):  # its page is longer than the range, and says nothing
+    with pytest.raises(ObjectNotFound):  # its page is longer than the range, and says so nowhere
         store.stat("missing")
     monkeypatch.setattr(fsspec_store, "MAX_PAGE_BYTES", 100)
     with pytest.raises(RangeMismatch):
@@ -133,10 +133,10 @@ def test_no_answer_is_read_beyond_what_was_asked_for(
         ("http://[::1]/a", "https://[::1]/b", True),
     ],
 )
-def test_which_redirects_stay(asked: str, target: str, fine: bool) -> None:
+def test_only_redirects_on_the_same_host_stay(asked: str, target: str, fine: bool) -> None:
     assert stays_at_home(asked, target) == fine
 
 
-def test_how_much_an_answer_may_have() -> None:
+def test_an_answer_is_limited_by_the_requested_range() -> None:
     assert most_bytes("bytes=10-19") == 10
     assert most_bytes(None) == most_bytes("bytes=-5") == most_bytes("lines=1-2") == fsspec_store.MAX_PAGE_BYTES

@@ -1,4 +1,4 @@
-"""Versions, checksums and errors of file systems that each speak their own dialect."""
+"""Versions, checksums and errors of file systems, each in its own form."""
 
 from __future__ import annotations
 
@@ -39,11 +39,11 @@ NOW = datetime.datetime(2026, 1, 2, tzinfo=datetime.UTC)
         ({"size": 7}, None),
     ],
 )
-def test_versions(facts: dict[str, object], expected: str | None) -> None:
+def test_versions_are_read_from_each_file_system(facts: dict[str, object], expected: str | None) -> None:
     assert version_of(facts) == expected
 
 
-def test_checksums() -> None:
+def test_checksums_are_read_from_each_file_system() -> None:
     facts = {
         "md5Hash": base64.b64encode(digest_of("md5", b"x")).decode(),
         "crc32c": base64.b64encode(digest_of("crc32c", b"x")).decode(),
@@ -60,7 +60,7 @@ class _Answered(Exception):
 
 
 def of_httpx(name: str) -> Exception:
-    """An error as httpx has it; huggingface_hub brings that package, which is not needed here."""
+    """An error as httpx has it. That package comes with huggingface_hub, which these tests do not need."""
     error: Exception = type(name, (Exception,), {"__module__": "httpx"})("https://host/?sig=SECRET")
     return error
 
@@ -88,13 +88,13 @@ def of_httpx(name: str) -> Exception:
         (RuntimeError("sig=SECRET"), StoreError),
     ],
 )
-def test_errors(error: Exception, kind: type[StoreError]) -> None:
+def test_errors_are_translated(error: Exception, kind: type[StoreError]) -> None:
     found = translated(error, "gs://bucket", "key")
     assert type(found) is kind
     assert "SECRET" not in str(found)
 
 
-def test_failure_that_http_calls_not_found() -> None:
+def test_a_connection_failure_is_not_a_missing_object() -> None:
     error = FileNotFoundError("x")
     error.__cause__ = ConnectionRefusedError()
     assert type(translated(error, "http://h", "key")) is StoreUnavailable
@@ -103,7 +103,9 @@ def test_failure_that_http_calls_not_found() -> None:
 
 
 @pytest.mark.parametrize(("kept", "kind"), [(3, ShortRead), (30, RangeMismatch)])
-def test_answers_of_another_length(kept: int, kind: type[StoreError], monkeypatch: pytest.MonkeyPatch) -> None:
+def test_answers_of_another_length_are_refused(
+    kept: int, kind: type[StoreError], monkeypatch: pytest.MonkeyPatch
+) -> None:
     store = FsspecStore(parse_uri("memory://lengths"))
     store.put("x", bytes(100))
     monkeypatch.setattr(store._fs, "cat_file", lambda *_, **__: bytes(kept))
@@ -111,7 +113,7 @@ def test_answers_of_another_length(kept: int, kind: type[StoreError], monkeypatc
         read_bytes(store, "x", ByteRange(0, 10))
 
 
-def test_version_is_looked_up_once_and_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_version_is_looked_up_again_after_a_while(monkeypatch: pytest.MonkeyPatch) -> None:
     store = FsspecStore(parse_uri("memory://rechecks"), recheck_s=1000)
     etag = store.put("x", bytes(100)).etag
     asked: list[str] = []
@@ -128,7 +130,7 @@ def test_version_is_looked_up_once_and_again_after_a_while(monkeypatch: pytest.M
         read_bytes(store, "x", ByteRange(0, 10), etag=etag)
 
 
-def test_unknown_version_cannot_be_pinned() -> None:
+def test_an_unknown_version_cannot_be_pinned() -> None:
     store = FsspecStore(parse_uri("memory://pins"))
     store.put("x", bytes(10))
     with pytest.raises(ObjectChanged):

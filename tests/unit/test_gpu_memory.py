@@ -1,4 +1,4 @@
-"""What the driver says of GPUs: a library with NVML's interface, and the answers of its command."""
+"""Facts about GPUs from the driver: a library with NVML's interface, and the output of its command."""
 
 from __future__ import annotations
 
@@ -52,18 +52,18 @@ def library(folder: Path, init: int = 0, count: str = "2") -> str:
     return str(made)
 
 
-def test_each_gpu_by_the_drivers_library(tmp_path: Path, no_command: Path) -> None:
+def test_the_drivers_library_reports_each_gpu(tmp_path: Path, no_command: Path) -> None:
     made = library(tmp_path)
     for _ in range(2):  # closed each time
         assert gpu_memory(made) == (GpuMemory(24 * GIB, 20 * GIB), GpuMemory(24 * GIB, 21 * GIB))
 
 
 @pytest.mark.parametrize("broken", [{"init": 9}, {"count": "4000000000u"}])
-def test_a_library_that_fails_says_nothing(tmp_path: Path, no_command: Path, broken: dict[str, object]) -> None:
+def test_a_library_that_fails_reports_no_gpu(tmp_path: Path, no_command: Path, broken: dict[str, object]) -> None:
     assert gpu_memory(library(tmp_path, **broken)) == ()  # type: ignore[arg-type]
 
 
-def test_no_driver_at_all(no_command: Path) -> None:
+def test_without_a_driver_there_is_no_gpu(no_command: Path) -> None:
     assert gpu_memory("libno-such-driver.so") == ()
 
 
@@ -77,14 +77,14 @@ def test_no_driver_at_all(no_command: Path) -> None:
         ("", ()),
     ],
 )
-def test_the_drivers_command(no_command: Path, said: str, meant: tuple[GpuMemory, ...]) -> None:
+def test_the_output_of_the_drivers_command_is_read(no_command: Path, said: str, meant: tuple[GpuMemory, ...]) -> None:
     command = no_command / "nvidia-smi"
     command.write_text("#!/bin/sh\nprintf '" + said.replace("\n", "\\n") + "'\n")
     command.chmod(0o755)
     assert gpu_memory("libno-such-driver.so") == meant
 
 
-def test_which_driver(tmp_path: Path, no_command: Path) -> None:
+def test_driver_and_cuda_versions_are_read(tmp_path: Path, no_command: Path) -> None:
     assert gpu_driver(library(tmp_path)) == GpuDriver("580.95.05", "13.1")
     assert gpu_driver(library(tmp_path, init=9)) is None
     assert gpu_driver("libno-such-driver.so") is None

@@ -1,4 +1,4 @@
-"""The worker of one rank as a plain class: it loads once, answers beside its tensors, and lets go of everything."""
+"""The worker of one rank as a plain class. It loads once, answers beside its tensors, and releases everything."""
 
 from __future__ import annotations
 
@@ -84,12 +84,12 @@ def job(node: LocalNode, plan: LoadPlan, tmp_path: Path) -> RankJob:
 
 
 def called(worker: GpuWorker, load_id: str, fn: Callable[..., Any], *args: Any, **kwargs: Any) -> Any:
-    """What `LoadedModel.call` does, without Ray."""
+    """Do what `LoadedModel.call` does, without Ray."""
     return result_of(0, worker.call(load_id, pack_call(fn, args, kwargs)))
 
 
 def copied(worker: GpuWorker, load_id: str, most_bytes: int = 1 << 20) -> dict[str, torch.Tensor]:
-    """What `LoadedModel.state_dict` does, without Ray."""
+    """Do what `LoadedModel.state_dict` does, without Ray."""
 
     def batches() -> Iterator[TensorBatch]:
         after: Cursor | None = Cursor()
@@ -100,14 +100,16 @@ def copied(worker: GpuWorker, load_id: str, most_bytes: int = 1 << 20) -> dict[s
     return dict(tensors(batches()))
 
 
-def test_start_outcome_call_copy_stop(worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path, stored: Any):
+def test_a_worker_loads_answers_copies_and_stops(
+    worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path, stored: Any
+):
     me = worker.start(job(node, plan, tmp_path))
     assert me == ProcessId.current()
     assert worker.hello() == VERSION
     report = worker.outcome(LOAD)
     assert isinstance(report, RankReport)
     assert (report.node, report.device, report.size_bytes) == ("node-1", "cpu", plan.ranks[0].size_bytes)
-    assert worker.outcome(LOAD) == report  # asked again, the same answer
+    assert worker.outcome(LOAD) == report  # called again, it answers the same
     reference = {name: bytes(entry["data"]) for name, entry in safetensors.deserialize(stored["model.safetensors"])}
     for most_bytes in (1, 1000, 1500, 1 << 20):  # a tensor has 1024
         found = copied(worker, LOAD, most_bytes)
@@ -133,7 +135,7 @@ def test_start_outcome_call_copy_stop(worker: GpuWorker, node: LocalNode, plan: 
     assert worker._load._device._segments == []  # type: ignore[attr-defined]
 
 
-def test_started_twice_it_loads_once(worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path):
+def test_a_worker_started_twice_loads_once(worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path):
     wanted = job(node, plan, tmp_path)
     for _ in range(5):
         worker.start(wanted)
@@ -152,7 +154,7 @@ def test_before_it_is_ready_there_is_no_model(worker: GpuWorker):
             ask()
 
 
-def test_a_load_that_fails_says_why_and_leaves_no_model(
+def test_a_failed_load_gives_its_error_and_leaves_no_model(
     worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path
 ):
     (tmp_path / "model.safetensors").unlink()
@@ -164,9 +166,7 @@ def test_a_load_that_fails_says_why_and_leaves_no_model(
         copied(worker, LOAD)
 
 
-def test_an_error_that_nobody_foresaw_comes_back_as_one_that_pickles(
-    worker: GpuWorker, plan: LoadPlan, node: LocalNode
-):
+def test_an_unforeseen_error_is_returned_picklable(worker: GpuWorker, plan: LoadPlan, node: LocalNode):
     broken = replace(node.job(plan, LOAD, 0), shared=b"no pickle at all")
     worker.start(broken)
     with pytest.raises(LongshoreError, match="while loading") as caught:
@@ -174,7 +174,7 @@ def test_an_error_that_nobody_foresaw_comes_back_as_one_that_pickles(
     assert pickle.loads(pickle.dumps(caught.value)).message == caught.value.message
 
 
-def test_stopped_in_mid_load(node: LocalNode, plan: LoadPlan, tmp_path: Path):
+def test_a_worker_can_be_stopped_in_mid_load(node: LocalNode, plan: LoadPlan, tmp_path: Path):
     link = SlowLink(node.agent)
     worker = GpuWorker("node-1", "cpu", 60.0, link)
     worker.start(job(node, plan, tmp_path))
@@ -187,11 +187,11 @@ def test_stopped_in_mid_load(node: LocalNode, plan: LoadPlan, tmp_path: Path):
         worker.outcome(LOAD)
     with pytest.raises(ModelNotFound):
         copied(worker, LOAD)
-    worker.start(job(node, plan, tmp_path))  # too late: nothing begins any more
+    worker.start(job(node, plan, tmp_path))  # too late: nothing starts any more
     _join_watch()
 
 
-def test_stopped_before_it_was_started(node: LocalNode):
+def test_a_worker_can_be_stopped_before_its_start(node: LocalNode):
     worker = GpuWorker("node-1", "cpu", 60.0, node.agent)
     worker.stop()
     _join_watch()
@@ -200,7 +200,7 @@ def test_stopped_before_it_was_started(node: LocalNode):
 
 
 def test_a_recycled_worker_is_as_new(worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path, stored: Any):
-    """The next load gets its own tensors and its own answers; what was asked about the one before is refused."""
+    """The next load gets its own tensors and answers; requests about the previous load are refused."""
     worker.start(job(node, plan, tmp_path))
     first = worker.outcome(LOAD)
     assert len(copied(worker, LOAD)) == len(SPECS)
@@ -216,7 +216,7 @@ def test_a_recycled_worker_is_as_new(worker: GpuWorker, node: LocalNode, plan: L
     worker.start(second_load)
     with pytest.raises(LoadCancelled):
         worker.outcome(LOAD)
-    worker.lifetime(LOAD)  # of the load before: over
+    worker.lifetime(LOAD)  # about the previous load: refused
     second = worker.outcome(second_load.load_id)
     assert second.size_bytes == first.size_bytes
     with pytest.raises(ModelNotFound):
@@ -229,14 +229,16 @@ def test_a_recycled_worker_is_as_new(worker: GpuWorker, node: LocalNode, plan: L
     assert copied(worker, second_load.load_id)
 
 
-def test_what_calls_kept_goes_with_the_model(worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path):
-    """Also what holds itself, as modules do; its memory is there for the next load."""
+def test_objects_kept_by_calls_are_released_with_the_model(
+    worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path
+):
+    """This includes objects that reference themselves, as modules do; their memory is free for the next load."""
     worker.start(job(node, plan, tmp_path))
     worker.outcome(LOAD)
 
     def keep(shard: RankShard) -> int:
         module = torch.nn.ParameterDict({name.replace(".", "_"): tensor for name, tensor in shard.items()})
-        module.forward = module.items  # it holds itself
+        module.forward = module.items  # it references itself
         shard.kept["module"] = module
         return len(shard.kept)
 
@@ -248,7 +250,7 @@ def test_what_calls_kept_goes_with_the_model(worker: GpuWorker, node: LocalNode,
 
 
 def test_a_worker_with_gpus_keeps_no_host_memory(node: LocalNode, stored: dict[str, bytes], tmp_path: Path) -> None:
-    """A device map may have put tensors there; the next load has no use for it, and others have."""
+    """A device map may have put tensors there. The next load does not need that memory, and others do."""
     index = open_model(LocalStore(str(tmp_path)), chunk_bytes=1024)
     mapped = build_load_plan(index, Layout(), device_map=parse_device_map("cpu", None, None, Layout(), "cpu"))
     worker = GpuWorker("node-1", "cuda", 60.0, node.agent)
@@ -260,7 +262,7 @@ def test_a_worker_with_gpus_keeps_no_host_memory(node: LocalNode, stored: dict[s
     PROCESS_MEMORY.keep(False)
 
 
-def test_recycled_after_a_load_that_failed(worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path):
+def test_a_worker_is_recycled_after_a_failed_load(worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path):
     broken = replace(job(node, plan, tmp_path), shared=b"no pickle at all")
     worker.start(broken)
     with pytest.raises(LongshoreError):
@@ -280,10 +282,10 @@ def work(shard: RankShard) -> float:
     return float(shard["layers.0.weight"].float().sum())
 
 
-def test_a_worker_whose_user_is_at_work_is_not_recycled(
+def test_a_worker_with_a_running_call_is_not_recycled(
     worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path
 ):
-    """The call would run on into the next load, and hold up its calls."""
+    """The call would continue into the next load, and delay its calls."""
     worker.start(job(node, plan, tmp_path))
     worker.outcome(LOAD)
     sums: list[float] = []
@@ -297,7 +299,7 @@ def test_a_worker_whose_user_is_at_work_is_not_recycled(
     assert worker.recycle(LOAD) is not None
 
 
-def test_idleness_ends_with_a_job_or_with_the_worker(
+def test_idleness_ends_when_a_job_starts_or_the_worker_stops(
     worker: GpuWorker, node: LocalNode, plan: LoadPlan, tmp_path: Path
 ):
     for end in (lambda: worker.start(job(node, plan, tmp_path)), worker.stop):
@@ -318,7 +320,7 @@ def test_a_stopped_worker_is_not_recycled(worker: GpuWorker, node: LocalNode, pl
 
 
 class SlowLink(SwitchedLink):
-    """Exchanges wait until they are let go."""
+    """Exchanges wait until they are released."""
 
     def __init__(self, agent: Any) -> None:
         super().__init__(agent)

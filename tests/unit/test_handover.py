@@ -1,4 +1,4 @@
-"""A rank's tensors in torch modules: by assignment, and only when everything goes together."""
+"""A rank's tensors in torch modules: assigned without a copy, and only when all of them match."""
 
 from __future__ import annotations
 
@@ -80,7 +80,7 @@ def on_meta(make: Callable[[], nn.Module]) -> nn.Module:
 
 
 def net(**options: bool) -> Net:
-    """On the meta device but for the buffer of its own."""
+    """Return a net on the meta device, except for its own buffer."""
     made = on_meta(lambda: Net(**options))
     if "scale" in dict(made.named_buffers()):
         made.scale = torch.ones(4)
@@ -109,7 +109,7 @@ def test_fills_by_assignment_without_a_copy() -> None:
     assert torch.equal(module(ids), expected(ids))
 
 
-def test_everything_wrong_is_said_at_once_and_nothing_changed() -> None:
+def test_every_mismatch_is_listed_and_nothing_is_changed() -> None:
     arrays = {**without("layers.0.bias", "embed.weight"), "other": np.zeros(3, np.float32)}
     arrays["layers.1.weight"] = np.zeros((4, 4), np.float16)
     arrays["head.weight"] = np.zeros((11, 4), np.float32)
@@ -132,7 +132,7 @@ def test_long_lists_are_cut_short() -> None:
         shard({**ARRAYS, **many}).into(net())
 
 
-def test_not_strict_says_what_was_left() -> None:
+def test_non_strict_filling_reports_what_was_left() -> None:
     module = net()
     done = shard({**without("layers.0.weight", "layers.0.bias"), "other": np.zeros(3, np.float32)}).into(
         module, strict=False
@@ -141,7 +141,7 @@ def test_not_strict_says_what_was_left() -> None:
     assert done.unexpected == ("other",)
     assert module.layers[0].weight.is_meta
     assert not module.layers[1].weight.is_meta
-    with pytest.raises(ModuleMismatch, match=r"expected torch.float32 \(10, 4\)"):  # that is never right
+    with pytest.raises(ModuleMismatch, match=r"expected torch.float32 \(10, 4\)"):  # that is never allowed
         shard({"head.weight": np.zeros((2, 4), np.float32)}).into(module, strict=False)
 
 
@@ -157,7 +157,7 @@ def test_two_ranks_fill_one_module_together() -> None:
 @pytest.mark.parametrize("stored", [("embed.weight",), ("head.weight",), ("embed.weight", "head.weight")])
 @pytest.mark.parametrize("said", [False, True])
 def test_tied_names_share_one_parameter(stored: tuple[str, ...], said: bool) -> None:
-    """Also where a module only says that they are, as models do whose parameters were made anew one by one."""
+    """This includes modules that only declare the tie, as models do whose parameters were recreated one by one."""
     arrays = without("embed.weight", "head.weight") | {name: ARRAYS["embed.weight"] for name in stored}
     module = net(tied=not said)
     if said:
@@ -171,14 +171,14 @@ def test_tied_names_share_one_parameter(stored: tuple[str, ...], said: bool) -> 
     assert np.array_equal(module.embed.weight.detach().numpy(), ARRAYS["embed.weight"])
 
 
-def test_tied_names_with_different_values() -> None:
+def test_tied_names_with_different_values_are_refused() -> None:
     module = net(tied=True)
     with pytest.raises(ModuleMismatch, match=r"1 tied names hold different values: embed.weight = head.weight.*=False"):
         shard().into(module)
     assert all_meta(module)
 
 
-def test_tied_names_that_nobody_has() -> None:
+def test_missing_tied_names_are_listed() -> None:
     with pytest.raises(ModuleMismatch, match=r"2 names of the module are not on this rank: embed\.weight, head"):
         shard(without("embed.weight", "head.weight")).into(net(tied=True))
 
@@ -190,7 +190,7 @@ def test_a_nan_is_equal_to_itself() -> None:
     assert module.head.weight is module.embed.weight
 
 
-def test_a_buffer_that_no_checkpoint_has_must_be_there() -> None:
+def test_a_buffer_outside_the_checkpoint_must_exist() -> None:
     module = on_meta(Net)
     with pytest.raises(ModuleMismatch, match=r"1 buffers on the meta device.*: scale.*include_buffers=False"):
         shard().into(module)
@@ -199,7 +199,7 @@ def test_a_buffer_that_no_checkpoint_has_must_be_there() -> None:
     assert all_meta(module)
 
 
-def test_prefix_and_rename() -> None:
+def test_prefix_and_rename_select_tensors() -> None:
     mine = shard()
     layer = on_meta(lambda: nn.Linear(4, 4))
     mine.into(layer, prefix="layers.0")
@@ -218,21 +218,21 @@ def test_prefix_and_rename() -> None:
 
 
 @pytest.mark.parametrize(("asked", "expected"), [(None, [True, False]), (False, [False, False]), (True, [True, True])])
-def test_requires_grad(asked: bool | None, expected: list[bool]) -> None:
+def test_requires_grad_can_be_set_or_kept(asked: bool | None, expected: list[bool]) -> None:
     module = net()
     module.head.weight.requires_grad_(False)
     shard().into(module, requires_grad=asked)
     assert [module.embed.weight.requires_grad, module.head.weight.requires_grad] == expected
 
 
-def test_whole_numbers_never_require_a_gradient() -> None:
+def test_integers_never_require_a_gradient() -> None:
     module = nn.Module()
     module.codes = nn.Parameter(torch.empty((), dtype=torch.int64, device="meta"), requires_grad=False)
     shard({"codes": np.array(3, np.int64)}).into(module, requires_grad=True)
     assert not module.codes.requires_grad
 
 
-def test_the_padding_of_a_vocabulary_is_left_out_where_the_module_has_none() -> None:
+def test_vocabulary_padding_is_dropped_for_unpadded_modules() -> None:
     mine = shard({"weight": ARRAYS["embed.weight"]}, Layout(vocabulary_multiple=16), rules={"weight": "vocabulary"})
     assert mine["weight"].shape == (16, 4)
     exact, padded = on_meta(lambda: nn.Embedding(10, 4)), on_meta(lambda: nn.Embedding(16, 4))
@@ -250,7 +250,7 @@ def test_only_models_of_transformers_can_be_converted() -> None:
         shard().into(net(), convert=True)
 
 
-def test_a_module_keeps_the_memory_and_gives_it_back() -> None:
+def test_a_module_keeps_the_memory_until_it_is_deleted() -> None:
     model = store_arrays({"weight": ("F32", ARRAYS["layers.0.weight"])})
     plan = build_load_plan(model.index, Layout())
     mine = shard_of(plan, 0, list(model.files))
@@ -276,5 +276,5 @@ def test_two_modules_of_one_shard_are_one_model() -> None:
     assert not mine["head.weight"].any()
 
 
-def test_the_device_of_a_shard_is_that_of_its_memory() -> None:
+def test_a_shard_reports_the_device_of_its_memory() -> None:
     assert shard().device == CpuDevice.name

@@ -1,4 +1,4 @@
-"""Modules of DTensors, filled as each rank of a mesh. No other process: torch's fake process group sends nothing."""
+"""Modules of DTensors, filled as each rank of a mesh. Torch's fake process group stands in for the others."""
 
 from __future__ import annotations
 
@@ -43,11 +43,11 @@ class Part(nn.Module):
 
 @contextmanager
 def as_rank(rank: int, *sizes: int) -> Iterator[DeviceMesh]:
-    """This process is that rank of a mesh; nobody else is there."""
+    """Run this process as that rank of a mesh without other processes."""
     world = int(np.prod(sizes))
     dist.init_process_group("fake", rank=rank, world_size=world, store=FakeStore())
     try:
-        # Torch keeps meshes, and with them which process this is, for others that are equal: these never are.
+        # Torch caches meshes, and with them this process's rank, for later equal meshes; these are never equal.
         names = tuple(f"mesh {next(NUMBERS)}" for _ in sizes)
         yield init_device_mesh("cpu", sizes, mesh_dim_names=names)
     finally:
@@ -65,7 +65,7 @@ def part_on_meta() -> Part:
 
 
 @pytest.mark.parametrize("ranks", [2, 3, 5])
-def test_fully_sharded_modules_take_the_slices_as_they_are(ranks: int) -> None:
+def test_fully_sharded_modules_take_the_slices_unchanged(ranks: int) -> None:
     for rank in range(ranks):
         with as_rank(rank, ranks) as mesh:
             module = part_on_meta()
@@ -83,8 +83,8 @@ def test_fully_sharded_modules_take_the_slices_as_they_are(ranks: int) -> None:
                 assert parameter.requires_grad
 
 
-def test_a_rank_that_stands_elsewhere_in_the_mesh_is_found_out() -> None:
-    """Shapes alone would agree."""
+def test_a_rank_at_another_place_of_the_mesh_is_refused() -> None:
+    """Shapes alone would match."""
     with as_rank(0, 2) as mesh:
         module = nn.Module()
         module.norm = nn.Module()
@@ -101,7 +101,7 @@ def test_a_rank_that_stands_elsewhere_in_the_mesh_is_found_out() -> None:
             other.dtensor("norm.weight", mesh)
 
 
-def test_a_slice_that_is_cut_otherwise_than_the_module() -> None:
+def test_a_slice_cut_differently_from_the_module_is_refused() -> None:
     with as_rank(0, 2) as mesh:
         module = part_on_meta()
         fully_shard(module, mesh=mesh)
@@ -111,7 +111,7 @@ def test_a_slice_that_is_cut_otherwise_than_the_module() -> None:
         assert all(parameter.is_meta for parameter in module.parameters())
 
 
-def test_single_tensors() -> None:
+def test_single_tensors_become_dtensors() -> None:
     with as_rank(1, 2) as mesh:
         mine = shard(Layout(fsdp_size=2), 1)
         made = mine.dtensor("up.weight", mesh)
@@ -127,7 +127,7 @@ def test_single_tensors() -> None:
 
 
 def test_tensor_parallel_and_fully_sharded_on_one_mesh() -> None:
-    """A mesh of (fsdp, tp) counts ranks as Longshore does."""
+    """A mesh of (fsdp, tp) counts ranks in Longshore's order."""
     rules = {"up.weight": "row", "up.bias": "replicate", "norm.weight": "column"}
     for rank in range(4):
         with as_rank(rank, 2, 2) as mesh:
@@ -139,7 +139,7 @@ def test_tensor_parallel_and_fully_sharded_on_one_mesh() -> None:
             mine.dtensor("up.bias", mesh, [Shard(0), Replicate()])
 
 
-def test_rows_that_pad_a_vocabulary_are_no_part_of_a_dtensor() -> None:
+def test_a_dtensor_excludes_the_padding_of_a_vocabulary() -> None:
     for rank in range(2):
         with as_rank(rank, 2) as mesh:
             mine = shard(Layout(2), rank, {"up.**": "vocabulary", "**": "replicate"})
@@ -150,7 +150,7 @@ def test_rows_that_pad_a_vocabulary_are_no_part_of_a_dtensor() -> None:
 
 
 @pytest.mark.parametrize("placements", [5, Shard(0), [0], "0"])
-def test_what_is_no_mesh_or_no_placements(placements: Any) -> None:
+def test_a_bad_mesh_or_bad_placements_are_refused(placements: Any) -> None:
     held = shard(Layout(fsdp_size=2), 0)
     for mesh in (None, 5):
         with pytest.raises(ConfigError, match="must be a DeviceMesh"):

@@ -1,4 +1,4 @@
-"""When a client takes the head of its cluster for lost: after it was away for long, and before Ray ends the process."""
+"""A client declares the head of its cluster lost after a long absence, and before Ray ends the process."""
 
 from __future__ import annotations
 
@@ -14,7 +14,7 @@ from cluster.joining.patience import RAY_LIMIT_S, RAY_LIMIT_VARIABLE, HeadWatch,
 
 
 @pytest.mark.parametrize(("variable", "expected_s"), [(None, 45.0), ("600", 450.0), ("12", 9.0), ("soon", 45.0)])
-def test_it_is_lost_before_ray_says_so(
+def test_the_head_is_declared_lost_before_ray_does_so(
     monkeypatch: pytest.MonkeyPatch, variable: str | None, expected_s: float
 ) -> None:
     monkeypatch.delenv(RAY_LIMIT_VARIABLE, raising=False)
@@ -25,7 +25,7 @@ def test_it_is_lost_before_ray_says_so(
 
 
 class Head:
-    """A port that can be taken away and given back."""
+    """A port that can be closed and opened again."""
 
     def __init__(self) -> None:
         self._socket = socket.socket()
@@ -51,7 +51,7 @@ def head() -> Iterator[Head]:
     head.lose()
 
 
-def test_a_head_that_is_away_is_waited_for_and_then_lost(head: Head) -> None:
+def test_an_absent_head_is_lost_after_a_wait(head: Head) -> None:
     now_s = 100.0
     watch = HeadWatch(head.address, RAY_LIMIT_S, lambda: now_s)
     try:
@@ -69,13 +69,13 @@ def test_a_head_that_is_away_is_waited_for_and_then_lost(head: Head) -> None:
         head.start()
         watch.wait()
         head.lose()
-        assert not watch.check()  # the time begins anew
+        assert not watch.check()  # the time starts again
     finally:
         watch.close()
 
 
-def test_it_looks_by_itself(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
-    """Who asks late does not wait anew: Ray's own clock began when the head was lost."""
+def test_the_watch_checks_in_the_background(head: Head, monkeypatch: pytest.MonkeyPatch) -> None:
+    """A late check does not start a new wait: Ray's own clock began when the head was lost."""
     looked = threading.Semaphore(0)
     is_there = HeadWatch.is_there
 

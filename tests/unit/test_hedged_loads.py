@@ -1,4 +1,4 @@
-"""A read that hangs in a real load of ranks, agent and arena: another one brings the chunk, and it is ended."""
+"""A read hangs in a real load of ranks, agent and arena. A hedge brings the chunk, and the read is ended."""
 
 from __future__ import annotations
 
@@ -70,7 +70,9 @@ def nothing_left_behind() -> Iterator[None]:
 
 @pytest.mark.parametrize("where", [0.4, 1.0], ids=["in the middle", "the last"])
 @pytest.mark.parametrize("sizes", [(1, 1, 1), (1, 1, 2), (1, 3, 1)], ids=["alone", "replicas", "sharded"])
-def test_a_read_that_hangs_costs_no_deadline(shm_dir: Path, sizes: tuple[int, int, int], where: float) -> None:
+def test_a_read_that_hangs_does_not_wait_for_a_deadline(
+    shm_dir: Path, sizes: tuple[int, int, int], where: float
+) -> None:
     objects = flat_objects(tensors=TENSORS)
     plan = plan_of(objects, sizes, 1024)
     tables = unpack_shared(pack_shared(plan))
@@ -78,7 +80,7 @@ def test_a_read_that_hangs_costs_no_deadline(shm_dir: Path, sizes: tuple[int, in
     store = HangingStore(MemoryStore(objects), lambda _, number: number == int(where * len(needed)))
     settings = {"hedge_factor": 0.01, "hedge_after_s": 0.05, "lease_deadline_s": NEVER_S, "stuck_after_s": NEVER_S}
     with local_node(shm_dir, slots=2 * len(plan.chunks), **settings) as node:
-        ranks, report = node.load(plan, store)  # no deadline helps here: it ends because the chunk is fetched twice
+        ranks, report = node.load(plan, store)  # no deadline ends it: the chunk is fetched twice
         assert store.ended.wait(60)
         assert 1 <= report.hedges <= report.needed_chunks
         assert report.retries == {}
@@ -95,8 +97,8 @@ def test_a_read_that_hangs_costs_no_deadline(shm_dir: Path, sizes: tuple[int, in
         assert (stats.leased_slots, stats.quarantined_slots, stats.in_use_slots) == (0, 0, 0)
 
 
-def test_a_rank_that_has_all_is_not_held_up_by_what_it_fetches_for_others(shm_dir: Path) -> None:
-    """Its help hangs, and nobody hedges it: the load is ended, and the rank with it, with all that it has."""
+def test_a_complete_rank_does_not_wait_for_fetches_for_others(shm_dir: Path) -> None:
+    """Its fetch for another rank hangs without a hedge. The load ends, and the rank returns complete."""
     objects = flat_objects(tensors=TENSORS)
     plan = plan_of(objects, (1, 2, 1), 256)
     tables = unpack_shared(pack_shared(plan))
@@ -104,7 +106,7 @@ def test_a_rank_that_has_all_is_not_held_up_by_what_it_fetches_for_others(shm_di
     hung: list[ByteRange] = []
 
     def hangs(byte_range: ByteRange, _: int) -> bool:
-        """The first that the other rank needs; more would take all of its places for requests."""
+        """The read is the first that the other rank needs; more would take all of its request slots."""
         if byte_range not in mine and not hung:
             hung.append(byte_range)
         return byte_range in hung

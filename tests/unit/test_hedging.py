@@ -1,4 +1,4 @@
-"""A chunk whose fetch is far slower than its peers is fetched by two: when, by whom, and what becomes of the slots."""
+"""A chunk whose fetch is far slower than its peers is hedged: when, by which rank, and the fate of the slots."""
 
 from __future__ import annotations
 
@@ -29,9 +29,7 @@ def watching(took_s: float, *, fetches: int = ENOUGH, factor: float = 3.0, after
 
 
 @given(took_s=st.floats(0.01, 100), factor=st.floats(0.5, 10), after_s=st.floats(0, 10), age_s=st.floats(0, 1000))
-def test_due_is_what_is_far_older_than_usual_and_old_enough(
-    took_s: float, factor: float, after_s: float, age_s: float
-) -> None:
+def test_a_fetch_is_due_when_far_older_than_usual(took_s: float, factor: float, after_s: float, age_s: float) -> None:
     hedges = watching(took_s, factor=factor, after_s=after_s)
     hedges.begun("slow", 7, 0.0)
     assert (hedges.due(age_s) == 7) == (age_s >= max(after_s, factor * took_s))
@@ -49,7 +47,7 @@ def test_the_oldest_is_first_and_each_chunk_is_due_once(starts: list[float]) -> 
         hedges.begun(f"second-{chunk}", chunk, 1000.0, second=True)
     assert due == order
     assert hedges.count == len(starts)
-    for chunk in order:  # both are given up, and it begins anew: it was hedged already
+    for chunk in order:  # both are abandoned, and the fetch restarts: it was hedged already
         hedges.ended(f"first-{chunk}", 1001.0)
         hedges.ended(f"second-{chunk}", 1001.0)
         hedges.begun(f"third-{chunk}", chunk, 1001.0)
@@ -57,12 +55,12 @@ def test_the_oldest_is_first_and_each_chunk_is_due_once(starts: list[float]) -> 
     assert hedges.won == 0
 
 
-def test_nothing_is_due_while_nothing_is_usual_or_when_it_is_off() -> None:
+def test_nothing_is_due_without_a_median_or_when_off() -> None:
     for hedges in (watching(0.1, fetches=ENOUGH - 1), watching(0.1, factor=0.0)):
         hedges.begun("slow", 7, 0.0)
         assert hedges.due(1e9) is None
     failing = Hedges(3.0, 1.0)
-    for number in range(100):  # what failed says nothing of how long a chunk takes
+    for number in range(100):  # a failed fetch says nothing about the time of a chunk
         failing.begun(str(number), number, 0.0)
         failing.ended(str(number), 0.1)
     failing.begun("slow", 7, 0.0)
@@ -73,7 +71,7 @@ def test_nothing_is_due_while_nothing_is_usual_or_when_it_is_off() -> None:
 
 
 def stalled(ranks: int = 2, chunks: int = CHUNKS) -> tuple[NodeSimulation, list[SimRank], LeaseOrder]:
-    """A node where rank 0 has a lease that it does not end, and all other chunks are there."""
+    """Return a node where rank 0 holds a lease that it does not end, and all other chunks are there."""
     node = NodeSimulation(chunks + min_slots(ranks), hedge_after_s=AFTER_S)
     load = node.add_load(SimModel(tuple(range(chunks))), {rank: list(range(chunks)) for rank in range(ranks)})
     for rank in range(ranks):
@@ -96,7 +94,7 @@ def stalled(ranks: int = 2, chunks: int = CHUNKS) -> tuple[NodeSimulation, list[
 
 
 def hedge(node: NodeSimulation, rank: SimRank, slow: LeaseOrder) -> LeaseOrder:
-    """The rank's second lease on the chunk."""
+    """Return the rank's second lease on the chunk."""
     rank.exchange(want=3)
     assert [lease for lease in rank.leases if lease != slow] == []  # not yet
     node.time_passes(AFTER_S)
@@ -108,7 +106,7 @@ def hedge(node: NodeSimulation, rank: SimRank, slow: LeaseOrder) -> LeaseOrder:
     return second
 
 
-def test_the_second_fetch_wins_and_the_first_is_told_to_close():
+def test_the_second_fetch_wins_and_the_first_is_closed():
     node, (first, other), slow = stalled()
     hedge(node, other, slow)
     other.begin_write()
@@ -135,7 +133,7 @@ def test_the_second_fetch_wins_and_the_first_is_told_to_close():
     node.check_nothing_is_left()
 
 
-def test_the_first_fetch_wins_and_the_second_is_told_to_close():
+def test_the_first_fetch_wins_and_the_second_is_closed():
     node, (first, other), slow = stalled()
     second = hedge(node, other, slow)
     other.begin_write()
@@ -151,7 +149,7 @@ def test_the_first_fetch_wins_and_the_second_is_told_to_close():
     node.check_nothing_is_left()
 
 
-def test_a_rank_that_is_alone_hedges_itself():
+def test_a_single_rank_hedges_itself():
     node, (only,), slow = stalled(ranks=1)
     second = hedge(node, only, slow)
     only.begin_write()
@@ -164,7 +162,7 @@ def test_a_rank_that_is_alone_hedges_itself():
     node.check_nothing_is_left()
 
 
-def test_both_fetches_in_one_message():
+def test_both_fetches_may_end_in_one_message():
     node, (only,), slow = stalled(ranks=1)
     hedge(node, only, slow)
     only.begin_write()
@@ -179,7 +177,7 @@ def test_both_fetches_in_one_message():
 
 
 @pytest.mark.parametrize("failing", [0, 1])
-def test_one_of_two_fails_and_the_other_goes_on(failing: int):
+def test_one_of_two_fetches_fails_and_the_other_continues(failing: int):
     node, (first, other), slow = stalled()
     hedge(node, other, slow)
     other.begin_write()
@@ -205,8 +203,8 @@ def test_a_chunk_is_hedged_once():
 
 @settings(max_examples=30, deadline=None)
 @given(ranks=st.integers(2, 4), chunks=st.integers(12, 40), held=st.integers(1, 3), seed=st.integers(0, 999))
-def test_a_rank_that_hangs_holds_nobody_up_until_its_deadline(ranks: int, chunks: int, held: int, seed: int) -> None:
-    """Whatever it has leased the others fetch a second time; when it wakes, that changes nothing."""
+def test_a_rank_that_hangs_does_not_delay_the_others(ranks: int, chunks: int, held: int, seed: int) -> None:
+    """The others fetch a second time whatever it has leased. Its waking up changes nothing."""
     chance = random.Random(seed)
     node = NodeSimulation(chunks + held + min_slots(ranks), hedge_after_s=0.1)
     load = node.add_load(SimModel(tuple(range(chunks))), {rank: list(range(chunks)) for rank in range(ranks)})

@@ -1,4 +1,4 @@
-"""What nodes say that they have of a model, and that the next load takes just that from there."""
+"""Nodes report the chunks of a model that they hold, and the next load takes exactly those from there."""
 
 from __future__ import annotations
 
@@ -43,10 +43,10 @@ STORE = "twin"  # as LocalNode calls it
 
 
 @given(st.lists(st.tuples(st.booleans(), st.booleans()), max_size=70))
-def test_bits_come_back(held: list[tuple[bool, bool]]) -> None:
+def test_bitmaps_survive_a_round_trip(held: list[tuple[bool, bool]]) -> None:
     packed = HeldChunks.of(held)
     assert list(zip(packed.in_arena().tolist(), packed.on_disk().tolist(), strict=True)) == held
-    assert len(pickle.dumps(packed)) < 200 + len(held)  # so much for a model of a million chunks, too
+    assert len(pickle.dumps(packed)) < 200 + len(held)  # enough for a model of a million chunks too
 
 
 @given(st.data())
@@ -63,7 +63,7 @@ def test_every_needed_byte_has_one_source(data: st.DataObject) -> None:
 
 
 @given(st.lists(st.binary(min_size=KEY_BYTES, max_size=KEY_BYTES), max_size=20), st.integers(1, 7))
-def test_keys_come_in_blocks(keys: list[bytes], block: int) -> None:
+def test_keys_are_sent_in_blocks(keys: list[bytes], block: int) -> None:
     with pytest.MonkeyPatch.context() as patch:
         patch.setattr(chunk_keys, "BLOCK_CHUNKS", block)
         blocks = list(key_blocks(b"".join(keys)))
@@ -86,13 +86,15 @@ def found_by(report: NodeReport) -> NodeSources:
 
 
 @pytest.mark.parametrize("digests", [True, False])
-def test_a_load_finds_what_the_agent_said(shm_dir: Path, objects: dict[str, bytes], digests: bool) -> None:
+def test_a_load_finds_the_chunks_that_the_agent_reported(
+    shm_dir: Path, objects: dict[str, bytes], digests: bool
+) -> None:
     store = MemoryStore(objects)
     halves, whole = plan_of(objects, (1, 2, 1), CHUNK_BYTES, digests), plan_of(objects, (1, 1, 1), CHUNK_BYTES, digests)
     with local_node(shm_dir, 64) as node:
         nothing = expected_of(node.agent, whole)
         assert (nothing.cached_bytes, nothing.disk_bytes) == (0, 0)
-        assert expected_of(node.agent, whole) == nothing  # to ask brought nothing
+        assert expected_of(node.agent, whole) == nothing  # the request brought nothing
         load_id = node.begin(halves, ranks=[0])  # the other half stays in the store
         run_all([node.rank(halves, store, load_id, 0)])
         expected = expected_of(node.agent, whole)
@@ -103,7 +105,7 @@ def test_a_load_finds_what_the_agent_said(shm_dir: Path, objects: dict[str, byte
         assert (again.store_bytes, again.cached_bytes) == (0, report.needed_bytes)
 
 
-def test_what_is_on_disk_comes_from_there(shm_dir: Path, tmp_path: Path, objects: dict[str, bytes]) -> None:
+def test_chunks_on_disk_are_read_from_disk(shm_dir: Path, tmp_path: Path, objects: dict[str, bytes]) -> None:
     settings = {"disk_cache_dir": str(tmp_path), "disk_cache_bytes": 1 << 24}
     halves, whole = plan_of(objects, (1, 2, 1), CHUNK_BYTES), plan_of(objects, (1, 1, 1), CHUNK_BYTES)
     with local_node(shm_dir, 64, **settings) as node:
@@ -118,7 +120,7 @@ def test_what_is_on_disk_comes_from_there(shm_dir: Path, tmp_path: Path, objects
 
 
 def keep_half(node: LocalNode, halves: LoadPlan, store: MemoryStore, disk: Path) -> None:
-    """The first rank's half is loaded, and then on disk."""
+    """The first rank's half is loaded, and then kept on disk."""
     load_id = node.begin(halves, ranks=[0])
     run_all([node.rank(halves, store, load_id, 0)])
     wanted = len(needed_chunks(halves, [0]))
@@ -128,7 +130,7 @@ def keep_half(node: LocalNode, halves: LoadPlan, store: MemoryStore, disk: Path)
     )
 
 
-def test_a_look_does_not_change_what_goes_first() -> None:
+def test_a_look_does_not_change_the_order_of_eviction() -> None:
     class Shelf:
         unkept_chunks = 0
 
@@ -150,10 +152,10 @@ def test_a_look_does_not_change_what_goes_first() -> None:
     assert ledger.held([on_disk]) == [(False, False)]
     lease = cache.lease(bytes([3]) * KEY_BYTES, me, 1e9)
     assert lease is not None
-    assert lease.evicted_key == old  # looking at it was no use of it
+    assert lease.evicted_key == old  # the look did not count as a use
 
 
-def test_keys_are_those_of_the_load(objects: dict[str, bytes]) -> None:
+def test_reported_keys_equal_those_of_the_load(objects: dict[str, bytes]) -> None:
     plan = plan_of(objects, (1, 1, 1), CHUNK_BYTES, digests=False)
     keys = lasting_keys(plan.shards, plan.chunks, STORE)
     assert len(keys) == KEY_BYTES * len(plan.chunks)
@@ -163,7 +165,7 @@ def test_keys_are_those_of_the_load(objects: dict[str, bytes]) -> None:
     assert chunk_key(unversioned, plan.chunks, STORE, 0, "a") != chunk_key(unversioned, plan.chunks, STORE, 0, "b")
 
 
-def test_an_agent_that_is_shut_down_says_so(shm_dir: Path) -> None:
+def test_a_shut_down_agent_reports_that(shm_dir: Path) -> None:
     with local_node(shm_dir, 4) as node:
         assert node.agent.holds(b"") == HeldChunks.of([])
     with pytest.raises(AgentEnded):

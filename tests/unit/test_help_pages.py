@@ -31,7 +31,7 @@ def test_every_verb_has_a_page_and_every_page_a_verb() -> None:
 def test_every_option_has_help(verb: str) -> None:
     silent = [a.option_strings or a.dest for a in options(verbs()[verb]) if not a.help or a.help == argparse.SUPPRESS]
     assert not silent
-    unnamed = [  # argparse would shout the name of the variable
+    unnamed = [  # argparse would print the name of the variable in capitals
         a.option_strings
         for a in options(verbs()[verb])
         if a.option_strings and a.nargs != 0 and a.choices is None and not a.metavar
@@ -61,7 +61,7 @@ def test_examples_are_command_lines_of_the_verb(verb: str) -> None:
         assert build_parser().parse_args(argv).run == verbs()[verb].get_default("run")
 
 
-def test_exit_codes_are_those_of_the_table() -> None:
+def test_listed_exit_codes_equal_the_table() -> None:
     codes = {row.code for row in EXIT_CODES}
     for page in PAGES.values():
         assert {*page.exit_codes, *page.meanings} <= codes

@@ -1,4 +1,4 @@
-"""Which files are the model, from names alone; hostile and contradicting indexes are refused with a list."""
+"""Model files are chosen from names alone. Hostile and contradicting indexes are refused with a list."""
 
 import json
 from typing import Any
@@ -38,7 +38,9 @@ def numbered(*numbers: int, of: int) -> list[str]:
         (["a.safetensors", "sub/b.safetensors", "pytorch_model.bin"], None, ["a.safetensors"], []),
     ],
 )
-def test_the_choice(keys: list[str], index_key: str | None, shards: list[str], skipped: list[str]) -> None:
+def test_the_index_and_shards_are_chosen_by_name(
+    keys: list[str], index_key: str | None, shards: list[str], skipped: list[str]
+) -> None:
     layout = choose_layout(keys, where="twin://x")
     assert (layout.index_key, list(layout.shard_keys), list(layout.skipped)) == (index_key, shards, skipped)
 
@@ -56,7 +58,7 @@ def test_the_choice(keys: list[str], index_key: str | None, shards: list[str], s
         (["a.safetensors.index.json", "b.safetensors.index.json"], InvalidIndex, "several indexes"),
     ],
 )
-def test_what_cannot_be_loaded(keys: list[str], kind: type[CheckpointError], said: str) -> None:
+def test_folders_without_a_loadable_model_are_refused(keys: list[str], kind: type[CheckpointError], said: str) -> None:
     with pytest.raises(kind) as caught:
         choose_layout(keys, where="twin://x")
     assert said in str(caught.value)

@@ -1,4 +1,4 @@
-"""Who keeps a model: laws over any order of holds, drops and lapses."""
+"""Holders keep a model wanted: laws over any order of holds, drops and lapses."""
 
 from hypothesis import given
 from hypothesis import strategies as st
@@ -17,7 +17,7 @@ events = st.lists(
 
 
 @given(events)
-def test_a_model_is_wanted_while_somebody_was_heard_lately_or_it_is_kept(history: list[tuple]) -> None:
+def test_a_model_is_wanted_while_held_recently_or_kept(history: list[tuple]) -> None:
     holders, now_s, heard, keep = Holders(), 0.0, {}, False
     for kind, *rest in history:
         if kind == "hold":
@@ -25,7 +25,7 @@ def test_a_model_is_wanted_while_somebody_was_heard_lately_or_it_is_kept(history
             holders = holders.hold(rest[0], now_s, keep=rest[1])
             heard[rest[0]] = now_s
             keep = keep or rest[1]
-            assert before is not holders  # a new value: nobody's old one changes
+            assert before is not holders  # a new value: earlier values stay unchanged
         elif kind == "drop":
             holders = holders.drop(rest[0])
             heard.pop(rest[0], None)
@@ -39,7 +39,7 @@ def test_a_model_is_wanted_while_somebody_was_heard_lately_or_it_is_kept(history
         assert holders.wanted == (keep or bool(heard))
 
 
-def test_holding_twice_is_holding_once():
+def test_holding_twice_equals_holding_once():
     holders = Holders().hold("a", 1.0).hold("a", 2.0)
     assert holders.heard_s == (("a", 2.0),)
     assert not holders.drop("a").wanted

@@ -7,7 +7,7 @@ import time
 from storage.host.processes import CpuClock, usable_cpus
 
 
-def test_work_is_seen():
+def test_work_of_the_process_is_counted():
     clock = CpuClock()
     while clock.process_s() < 0.2:
         sum(range(10000))
@@ -15,7 +15,7 @@ def test_work_is_seen():
     assert usable_cpus() >= 1
 
 
-def test_sleep_costs_nothing_of_ours():
+def test_sleep_uses_no_processor_time():
     clock = CpuClock()
     time.sleep(0.05)
     assert clock.process_s() < 0.05

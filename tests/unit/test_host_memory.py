@@ -17,7 +17,7 @@ def proc(tmp_path):
     return folder
 
 
-def test_without_a_limit_it_is_what_the_kernel_says(proc, tmp_path):
+def test_without_a_limit_the_kernels_value_is_used(proc, tmp_path):
     assert available_host_bytes(str(proc), str(tmp_path / "none")) == 3000 * 1024
 
 
@@ -62,7 +62,7 @@ V1 = ("memory.limit_in_bytes", "memory.usage_in_bytes", "total_inactive_file")
         (V1, "memory", "5:cpu,cpuacct:/other\n4:memory:/pod/container\n0::/\n"),
     ],
 )
-def test_every_group_around_the_process_counts(proc, tmp_path, names, root, said):
+def test_every_enclosing_cgroup_counts(proc, tmp_path, names, root, said):
     (proc / "self").mkdir()
     (proc / "self/cgroup").write_text(said)
     top = tmp_path / "cgroup" / root
@@ -77,7 +77,7 @@ def test_every_group_around_the_process_counts(proc, tmp_path, names, root, said
     assert available_host_bytes(str(proc), str(tmp_path / "cgroup")) == 300_000  # the tightest is one further out
 
 
-def test_a_group_whose_name_is_no_text(proc, tmp_path):
+def test_a_cgroup_name_may_be_invalid_text(proc, tmp_path):
     (proc / "self").mkdir()
     (proc / "self/cgroup").write_bytes(b"0::/pod\xe3\x83\n")
     limited(tmp_path / "cgroup" / os.fsdecode(b"pod\xe3\x83"), V2, 600_000, 100_000, 0)
@@ -85,14 +85,14 @@ def test_a_group_whose_name_is_no_text(proc, tmp_path):
 
 
 @pytest.mark.parametrize("path", ["/system.slice/docker-4711.scope", "/../../kubepods/pod1"])
-def test_a_path_of_another_namespace_leads_to_the_root_of_what_is_mounted(proc, tmp_path, path):
+def test_a_foreign_cgroup_path_falls_back_to_the_mount_root(proc, tmp_path, path):
     (proc / "self").mkdir()
     (proc / "self/cgroup").write_text(f"0::{path}\n")
     limited(tmp_path / "cgroup", V2, 1_000_000, 400_000, 0)
     assert available_host_bytes(str(proc), str(tmp_path / "cgroup")) == 600_000
 
 
-def test_what_would_only_throttle_is_a_limit_too(proc, tmp_path):
+def test_a_throttling_limit_counts_as_a_limit(proc, tmp_path):
     limited(tmp_path / "cgroup", V2, 1_000_000, 400_000, 0)
     (tmp_path / "cgroup/memory.high").write_text("700000\n")
     assert available_host_bytes(str(proc), str(tmp_path / "cgroup")) == 300_000
@@ -100,12 +100,12 @@ def test_what_would_only_throttle_is_a_limit_too(proc, tmp_path):
     assert available_host_bytes(str(proc), str(tmp_path / "cgroup")) == 600_000
 
 
-def test_a_limit_beyond_the_hosts_memory_is_none(proc, tmp_path):
+def test_a_limit_beyond_the_hosts_memory_is_ignored(proc, tmp_path):
     limited(tmp_path / "cgroup/memory", V1, 9_223_372_036_854_771_712, 400_000, 0)
     assert len(memory_pools(str(proc), str(tmp_path / "cgroup"))) == 1
 
 
-def test_a_kernel_that_does_not_tell(proc, tmp_path):
+def test_a_missing_kernel_value_is_an_error(proc, tmp_path):
     (proc / "meminfo").write_text("MemTotal:  4000 kB\n")
     with pytest.raises(OSError, match="MemAvailable"):
         available_host_bytes(str(proc), str(tmp_path))

@@ -1,4 +1,4 @@
-"""Host memory that loads share: what several nodes, several loads and new processes take of it, before they do."""
+"""Host memory that several nodes, loads and new processes share, checked before they take it."""
 
 from __future__ import annotations
 
@@ -36,8 +36,8 @@ def test_nodes_of_one_host_share_its_memory() -> None:
     assert problems({0: need, 1: need}, NODE, elsewhere) == []
 
 
-def test_of_a_shared_host_the_least_that_was_seen_counts() -> None:
-    """Two agents looked one after the other, and something was taken in between."""
+def test_the_least_free_memory_of_a_shared_host_counts() -> None:
+    """Two agents measured one after the other, and memory was taken in between."""
     later = replace(TWIN, pools=(replace(HOST, free_bytes=4 * GIB),))
     assert problems({0: NodeNeed(1, 2 * GIB), 1: NodeNeed(1, 2 * GIB)}, NODE, later)
     assert not problems({0: NodeNeed(1, GIB), 1: NodeNeed(1, 2 * GIB)}, NODE, later)
@@ -54,7 +54,7 @@ def test_containers_on_one_host_have_limits_of_their_own() -> None:
     assert text.startswith("host-a, host-b: needs")
 
 
-def test_of_several_pools_of_a_node_the_one_that_lacks_most_is_told() -> None:
+def test_the_pool_that_lacks_most_is_reported() -> None:
     node = replace(NODE, pools=(HOST, MemoryPool("pod", 2 * GIB, 4 * GIB)))
     (text,) = problems({0: NodeNeed(1, 20 * GIB)}, node)
     assert "has 1.07 GB beyond the reserve" in text
@@ -70,7 +70,7 @@ def test_of_several_pools_of_a_node_the_one_that_lacks_most_is_told() -> None:
         (Claim("other", "elsewhere", (), 5 * GIB), False),
     ],
 )
-def test_what_other_loads_were_promised_is_not_free(claim: Claim, counts: bool) -> None:
+def test_memory_promised_to_other_loads_is_not_free(claim: Claim, counts: bool) -> None:
     assert problems({0: NodeNeed(1, 4 * GIB)}, NODE, claims=(claim,)) == []
     found = problems({0: NodeNeed(1, 4 * GIB + 1)}, NODE, claims=(claim,))
     assert bool(found) == counts
@@ -79,7 +79,7 @@ def test_what_other_loads_were_promised_is_not_free(claim: Claim, counts: bool) 
     )
 
 
-def test_processes_that_are_to_be_started_need_memory_before_the_first_byte() -> None:
+def test_memory_of_processes_to_be_started_is_counted_first() -> None:
     room = 9 * GIB - 4 * WORKER_BYTES
     assert problems({0: NodeNeed(4, room, workers=4)}, NODE) == []
     (text,) = problems({0: NodeNeed(4, room + 1, workers=4)}, NODE)
@@ -87,7 +87,7 @@ def test_processes_that_are_to_be_started_need_memory_before_the_first_byte() ->
     assert problems({0: NodeNeed(4, room + 1)}, NODE) == []  # a worker group has its processes
 
 
-def test_what_workers_keep_is_theirs_to_use() -> None:
+def test_memory_kept_by_workers_is_available_to_them() -> None:
     kept = replace(NODE, kept_bytes=3 * GIB)
     assert problems({0: NodeNeed(1, 12 * GIB)}, kept) == []
     assert problems({0: NodeNeed(1, 12 * GIB + 1)}, kept)
@@ -95,7 +95,7 @@ def test_what_workers_keep_is_theirs_to_use() -> None:
     assert problems({0: NodeNeed(1, GIB, arena_bytes=9 * GIB + 1)}, kept)
 
 
-def test_where_ray_would_kill_workers_is_a_reserve_too() -> None:
+def test_the_limit_where_ray_kills_workers_is_a_reserve() -> None:
     tight = replace(NODE, pools=(replace(HOST, reserve_bytes=3 * GIB),))
     assert problems({0: NodeNeed(1, 7 * GIB)}, tight) == []
     assert problems({0: NodeNeed(1, 7 * GIB + 1)}, tight)
@@ -103,7 +103,7 @@ def test_where_ray_would_kill_workers_is_a_reserve_too() -> None:
     assert problems({0: NodeNeed(1, 6 * GIB + 1)}, tight, config=larger)
 
 
-def test_a_load_that_took_memory_while_free_memory_was_asked_for_is_not_forgotten() -> None:
+def test_larger_claims_keep_loads_that_changed_meanwhile() -> None:
     before = [Claim("goes on", "a", (), 9), Claim("ended", "a", (), 5)]
     after = [Claim("goes on", "a", (), 4), Claim("came", "a", (), 3)]
     assert [(claim.model_id, claim.size_bytes) for claim in larger_claims(before, after)] == [

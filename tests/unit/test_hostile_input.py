@@ -1,4 +1,4 @@
-"""Whatever a bucket or a server says: a typed, short refusal, no crash, and memory in proportion to the input."""
+"""Any input from a bucket or server gets a short typed refusal without a crash, and memory stays in proportion."""
 
 from __future__ import annotations
 
@@ -39,7 +39,7 @@ ODD_VALUES: list[Any] = [
 
 @st.composite
 def changed_bytes(draw: st.DrawFn, seed: bytes) -> bytes:
-    """`seed` after one to four cuts, flips, insertions and repetitions."""
+    """Return `seed` after one to four cuts, flips, insertions and repetitions."""
     data = bytearray(seed)
     for _ in range(draw(st.integers(1, 4))):
         at = draw(st.integers(0, max(0, len(data) - 1)))
@@ -63,7 +63,7 @@ def changed_bytes(draw: st.DrawFn, seed: bytes) -> bytes:
 
 @st.composite
 def changed_json(draw: st.DrawFn, seed: bytes) -> bytes:
-    """The JSON in `seed` after one to three changes: a value replaced, a key taken away, added or doubled."""
+    """Return the JSON in `seed` after one to three changes: a value replaced, a key removed, added or doubled."""
     document = json.loads(seed)
     for _ in range(draw(st.integers(1, 3))):
         document = _changed(draw, copy.deepcopy(document))
@@ -102,7 +102,7 @@ JSON = pytest.mark.parametrize(
 )
 MIB = 1 << 20
 PER_BYTE = 400  # of memory for a byte of input: "[],[],..." makes an object of every third byte
-# As many values as no input may have, in as few bytes as that takes.
+# The largest limit on the number of values. The input reaches it in as few bytes as possible.
 MOST_VALUES = max(
     manifest.MAX_JSON_VALUES,
     safetensors_header.MAX_JSON_VALUES,
@@ -121,40 +121,40 @@ def peak_bytes(parser: Parser, data: bytes) -> int:
 
 
 @BY_NAME
-def test_the_examples_are_good(parser: Parser) -> None:
+def test_the_examples_are_valid(parser: Parser) -> None:
     taken = [parser.check(seed) for seed in parser.seeds()]
     assert any(taken) or parser.name in ("s3_error", "uri")  # these only refuse, or want two good halves
 
 
 @BY_NAME
 @given(data=st.data())
-def test_changed_bytes(parser: Parser, data: st.DataObject) -> None:
+def test_changed_bytes_are_refused_or_harmless(parser: Parser, data: st.DataObject) -> None:
     seed = data.draw(st.sampled_from(parser.seeds()))
     parser.check(data.draw(changed_bytes(seed)))
 
 
 @JSON
 @given(data=st.data())
-def test_changed_meaning(parser: Parser, data: st.DataObject) -> None:
+def test_changed_json_is_refused_or_harmless(parser: Parser, data: st.DataObject) -> None:
     seed = data.draw(st.sampled_from(parser.seeds()))
     parser.check(data.draw(changed_json(seed)))
 
 
 @BY_NAME
 @given(data=st.binary(max_size=400))
-def test_any_bytes(parser: Parser, data: bytes) -> None:
+def test_any_bytes_are_refused_or_harmless(parser: Parser, data: bytes) -> None:
     parser.check(data)
 
 
 @BY_NAME
 @pytest.mark.parametrize("opening", [b"[", b'{"a":', b'{"weight_map":', b'{"text_config":', b"<Code>", b"\xff", b"9"])
-def test_deep_or_long(parser: Parser, opening: bytes) -> None:
+def test_deep_or_long_input_is_refused(parser: Parser, opening: bytes) -> None:
     for prefix in (b"", (8 * 100_000).to_bytes(8, "little")):
         parser.check(prefix + opening * 100_000)
 
 
 @BY_NAME
-def test_memory_is_in_proportion(parser: Parser) -> None:
+def test_memory_is_in_proportion_to_the_input(parser: Parser) -> None:
     rng = random.Random(7)
     inputs = [b"[" + b"[]," * 30_000 + b"0]", b"{" + b'"a":[],' * 20_000 + b'"b":0}', rng.randbytes(100_000)]
     inputs += [seed * 20 for seed in parser.seeds()]
@@ -163,7 +163,7 @@ def test_memory_is_in_proportion(parser: Parser) -> None:
 
 
 @JSON
-def test_too_many_values_are_not_even_parsed(parser: Parser) -> None:
+def test_too_many_values_are_refused_unparsed(parser: Parser) -> None:
     dense = b"[" + b"," * MOST_VALUES + b"]"
     assert peak_bytes(parser, dense) < len(dense) + MIB
 
@@ -180,11 +180,11 @@ FOUND = [  # by these tests, once
 
 
 @pytest.mark.parametrize(("name", "data"), FOUND)
-def test_what_was_found_once(name: str, data: bytes) -> None:
+def test_earlier_findings_stay_fixed(name: str, data: bytes) -> None:
     assert not next(parser for parser in PARSERS if parser.name == name).check(data)
 
 
-def test_the_check_would_notice() -> None:
+def test_the_check_detects_a_broken_parser() -> None:
     def broken(data: bytes) -> None:
         raise StoreError(data.decode("latin-1"))
 

@@ -1,4 +1,4 @@
-"""When an agent that nobody needs is to end."""
+"""An agent ends after its node was unneeded for a time."""
 
 from __future__ import annotations
 
@@ -11,7 +11,7 @@ looks = st.lists(st.tuples(st.floats(0, 5), st.sets(st.sampled_from("abc")), st.
 
 
 @given(looks)
-def test_only_a_node_that_was_not_needed_for_so_long_is_due(found: list[tuple[float, set[str], set[str]]]) -> None:
+def test_a_node_is_due_after_it_was_unneeded_for_so_long(found: list[tuple[float, set[str], set[str]]]) -> None:
     nodes, now_s = IdleNodes(4), 0.0
     since: dict[str, float] = {}
     for later_s, agents, needed in found:
@@ -20,7 +20,7 @@ def test_only_a_node_that_was_not_needed_for_so_long_is_due(found: list[tuple[fl
         assert nodes.due(agents, needed, now_s) == sorted(node for node in since if now_s - since[node] > 4)
 
 
-def test_who_asks_for_an_agent_finds_it_at_work() -> None:
+def test_a_request_for_an_agent_restarts_its_idle_time() -> None:
     nodes = IdleNodes(4)
     assert nodes.due(["a", "b"], [], 0) == []
     nodes.needed("a", 3)
@@ -28,7 +28,7 @@ def test_who_asks_for_an_agent_finds_it_at_work() -> None:
     assert nodes.due(["a"], [], 8) == ["a"]
 
 
-def test_off_is_never() -> None:
+def test_no_node_is_due_when_the_timeout_is_off() -> None:
     nodes = IdleNodes(0)
     nodes.due(["a"], [], 0)
     assert nodes.due(["a"], [], 1e9) == []

@@ -1,4 +1,4 @@
-"""What a quantized checkpoint says that it leaves is what it leaves, under the names of whoever reads it."""
+"""The ignore list of a quantized checkpoint names exactly the modules left unquantized, for each reader."""
 
 from __future__ import annotations
 
@@ -56,7 +56,7 @@ SKIPS: tuple[tuple[str, ...], ...] = (
 
 @pytest.fixture(scope="module")
 def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
-    """Of a model's name: its checkpoint, with the names of the hub."""
+    """Return a function from a model's name to its checkpoint, with the names of the hub."""
     made: dict[str, Path] = {}
 
     def folder_of(model: str) -> Path:
@@ -68,8 +68,8 @@ def folders(tmp_path_factory: pytest.TempPathFactory) -> Any:
 
 
 @pytest.mark.parametrize("model", MODELS)
-def test_the_linear_layers_that_readers_find_are_those_that_are_quantized(model: str, folders: Any) -> None:
-    """Which is which is seen from the values: names differ."""
+def test_readers_find_exactly_the_quantized_linear_layers(model: str, folders: Any) -> None:
+    """Values identify the layers, because names differ."""
     made = make_model(MODELS[model])
     linear = {name: module for name, module in made.named_modules() if isinstance(module, torch.nn.Linear)}
     weights = {module.weight.detach().view(torch.int16).numpy().tobytes(): name for name, module in linear.items()}
@@ -94,7 +94,7 @@ def test_the_linear_layers_that_readers_find_are_those_that_are_quantized(model:
 
 
 def names_some(pattern: str, stored: dict[str, torch.Tensor]) -> bool:
-    """Patterns that do not are refused."""
+    """Tell whether a pattern names some tensor; those that do not are refused."""
     find = parse_rules({pattern: "replicate"}).finder()
     return any(find(name) for name in stored)
 
@@ -114,8 +114,8 @@ def stored_tensors(folder: Path) -> dict[str, torch.Tensor]:
         *((model, "fp8") for model in ("gemma3", "qwen2_vl", "mixtral", "falcon")),
     ],
 )
-def test_transformers_reads_it(model: str, scheme: str, folders: Any, tmp_path: Path) -> None:
-    """As the same weights that the library itself quantized, and restored."""
+def test_transformers_reads_the_quantized_checkpoint(model: str, scheme: str, folders: Any, tmp_path: Path) -> None:
+    """The weights equal those that the library itself quantized and restored."""
     source = folders(model)
     written = write_quantized(source, tmp_path / "quantized", scheme)
     held = stored_tensors(written)
@@ -139,7 +139,7 @@ def test_transformers_reads_it(model: str, scheme: str, folders: Any, tmp_path: 
     assert (logits[0] - logits[1]).abs().max() <= close * logits[1].abs().max()
 
 
-def test_no_pattern_finds_what_is_quantized() -> None:
+def test_no_pattern_matches_a_quantized_module() -> None:
     quantized_modules = ["language_model.model.layers.0.mlp.up", "vision_tower.layers.0.mlp.down"]
     left = [
         "language_model.model.layers.0.mlp.down",
@@ -157,8 +157,8 @@ def test_no_pattern_finds_what_is_quantized() -> None:
 
 
 @pytest.mark.parametrize("model", ["mixtral", "qwen3_moe"])
-def test_transformers_reads_a_model_whose_experts_are_in_one_tensor(model: str, tmp_path: Path) -> None:
-    """They are as they were stored."""
+def test_transformers_reads_a_model_with_stacked_experts(model: str, tmp_path: Path) -> None:
+    """The experts are as they were stored."""
     source = save_model(MODELS[model], tmp_path / "source", hub_names=False)
     written = write_quantized(source, tmp_path / "quantized", "int8")
     model_class = getattr(transformers, MODELS[model].model_class)

@@ -1,4 +1,4 @@
-"""Whose `storage`, `cluster` and `actors` are these? Each case: a process of its own and a real folder."""
+"""Packages that shadow `storage`, `cluster` and `actors` are found. Each case is a real process and folder."""
 
 from __future__ import annotations
 
@@ -17,7 +17,7 @@ ROOT = Path(__file__).resolve().parents[2]
 
 
 def run_python(code: str, *path: Path) -> subprocess.CompletedProcess[str]:
-    """A fresh interpreter with `path` before our own packages, as a Ray job's working_dir would be."""
+    """Run a fresh interpreter with `path` before our own packages, like a Ray job's working_dir."""
     environment = {**os.environ, "PYTHONPATH": os.pathsep.join(map(str, (*path, ROOT)))}
     return subprocess.run(
         [sys.executable, "-c", code],
@@ -31,7 +31,7 @@ def run_python(code: str, *path: Path) -> subprocess.CompletedProcess[str]:
 
 
 def shadow(folder: Path, package: str, kind: str) -> Path:
-    """A folder, with something called like `package` in it. Returns that something."""
+    """Make a folder with something named `package` in it, and return that something."""
     if kind == "module":
         target = folder / f"{package}.py"
         target.write_text("")
@@ -64,8 +64,8 @@ def test_a_shadowing_folder_is_named_and_never_imported(tmp_path: Path, package:
         assert f"{other!r} would come" not in done.stderr
 
 
-def test_a_plain_folder_shadows_when_ours_come_from_a_finder_that_is_asked_last(tmp_path: Path) -> None:
-    # As after an editable install: a folder without __init__.py is found before our package is.
+def test_a_plain_folder_shadows_an_editable_install(tmp_path: Path) -> None:
+    # An editable install does this: a folder without __init__.py is found before our package is.
     target = shadow(tmp_path, "storage", "namespace")
     late = (
         "import sys, importlib.machinery as m\n"
@@ -83,14 +83,14 @@ def test_a_plain_folder_shadows_when_ours_come_from_a_finder_that_is_asked_last(
     assert f"'storage' would come from {target.resolve()}" in done.stderr
 
 
-def test_a_plain_folder_behind_ours_does_no_harm(tmp_path: Path) -> None:
+def test_a_plain_folder_behind_ours_is_harmless(tmp_path: Path) -> None:
     shadow(tmp_path, "storage", "namespace")
     done = run_python("import longshore.installation as c; c.check_packages()", tmp_path)
     assert done.returncode == 0, done.stderr
 
 
 @pytest.mark.parametrize("package", ["storage", "actors"])
-def test_importing_cluster_tells_too(tmp_path: Path, package: str) -> None:
+def test_importing_cluster_names_the_shadow_too(tmp_path: Path, package: str) -> None:
     shadow(tmp_path, package, "package")
     done = run_python("import cluster", tmp_path)
     assert done.returncode == 1
@@ -133,7 +133,7 @@ def test_serve_names_what_shadows_serving(tmp_path: Path) -> None:
 
 
 @pytest.mark.parametrize("package", PACKAGES)
-def test_the_command_says_it_in_one_line(tmp_path: Path, package: str) -> None:
+def test_the_command_reports_it_in_one_line(tmp_path: Path, package: str) -> None:
     shadow(tmp_path, package, "package")
     done = run_python("import sys; from longshore.main import main; sys.exit(main(['status']))", tmp_path)
     assert done.returncode == 7
@@ -150,7 +150,7 @@ def test_probe_reports_instead_of_raising(tmp_path: Path) -> None:
     assert "'actors' would come from" in found["problem"]
 
 
-def test_probe_of_a_sound_installation() -> None:
+def test_probe_passes_on_a_valid_installation() -> None:
     found = probe()
     assert found["problem"] is None
     assert found["protocol"] == PROTOCOL_VERSION

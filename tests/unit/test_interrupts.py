@@ -1,4 +1,4 @@
-"""SIGTERM as an exception, and what is put back afterwards."""
+"""SIGTERM becomes an exception, and the previous handlers are restored afterwards."""
 
 from __future__ import annotations
 
@@ -24,7 +24,7 @@ def handler_put_back() -> Iterator[None]:
     signal.signal(signal.SIGTERM, before)
 
 
-def test_sigterm_is_raised_and_the_handler_put_back() -> None:
+def test_sigterm_is_raised_and_the_handler_restored() -> None:
     def mine(*_: Any) -> None: ...
 
     signal.signal(signal.SIGTERM, mine)
@@ -33,7 +33,7 @@ def test_sigterm_is_raised_and_the_handler_put_back() -> None:
     assert signal.getsignal(signal.SIGTERM) is mine
 
 
-def test_rays_handler_comes_out_the_same() -> None:
+def test_an_exit_by_rays_handler_ends_as_terminated() -> None:
     def join_and_be_ended() -> None:
         signal.signal(signal.SIGTERM, lambda number, _: sys.exit(number))
         os.kill(os.getpid(), signal.SIGTERM)
@@ -44,7 +44,7 @@ def test_rays_handler_comes_out_the_same() -> None:
         sys.exit(3)
 
 
-def test_what_a_call_of_rays_makes_of_it_comes_out_the_same() -> None:
+def test_sigterm_in_a_ray_call_ends_as_terminated() -> None:
     def be_ended_in_a_call() -> None:
         try:
             os.kill(os.getpid(), signal.SIGTERM)
@@ -58,7 +58,7 @@ def test_what_a_call_of_rays_makes_of_it_comes_out_the_same() -> None:
     assert not isinstance(ctrl_c.value, Terminated)
 
 
-def test_an_ignored_sigterm_stays_ignored_and_other_threads_are_left_alone() -> None:
+def test_ignored_sigterm_and_other_threads_are_untouched() -> None:
     signal.signal(signal.SIGTERM, signal.SIG_IGN)
     with sigterm_interrupts():
         os.kill(os.getpid(), signal.SIGTERM)
@@ -79,9 +79,7 @@ def test_an_ignored_sigterm_stays_ignored_and_other_threads_are_left_alone() -> 
 @pytest.mark.parametrize(
     ("number", "code", "said"), [(signal.SIGTERM, 143, "terminated"), (signal.SIGINT, 130, "inter")]
 )
-def test_a_command_that_is_ended_leaves_no_manifest_and_its_code(
-    tmp_path: Path, number: signal.Signals, code: int, said: str
-) -> None:
+def test_an_ended_command_leaves_no_manifest(tmp_path: Path, number: signal.Signals, code: int, said: str) -> None:
     write_tiny_llama(tmp_path / "llama")
     program = (
         "import sys, time, cluster.client as client\n"
@@ -110,7 +108,7 @@ def test_a_command_that_is_ended_leaves_no_manifest_and_its_code(
     assert not (tmp_path / "llama" / "longshore.manifest.json").exists()
 
 
-def test_sigterm_kept_puts_back_what_ray_replaces() -> None:
+def test_sigterm_kept_restores_the_handler_ray_replaces() -> None:
     def mine(*_: Any) -> None: ...
 
     def rays(*_: Any) -> None: ...
@@ -123,7 +121,7 @@ def test_sigterm_kept_puts_back_what_ray_replaces() -> None:
 
 
 def test_a_second_ctrl_c_prints_no_traceback() -> None:
-    """As while a process that was interrupted still leaves the cluster, in what runs at exit."""
+    """The signal arrives while an interrupted process leaves the cluster, in its exit handlers."""
     code = (
         "import atexit, os, signal, sys, time; from cluster import client; from longshore.main import main\n"
         "def status(address): os.kill(os.getpid(), signal.SIGINT); time.sleep(30)\n"

@@ -1,4 +1,4 @@
-"""With --json every error is one JSON document on stdout, whoever found it: argparse, a verb, the shell's Ctrl-C."""
+"""With --json every error is one JSON document on stdout, from argparse, a verb or the shell's Ctrl-C."""
 
 from __future__ import annotations
 
@@ -23,7 +23,7 @@ ROOT = Path(__file__).parents[2]
 
 
 def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[str, Any], str]:
-    """(exit code, the error, what is on stderr)."""
+    """Return the exit code, the error, and the text of stderr."""
     code = main(argv)
     out, err = capsys.readouterr()
     document = json.loads(out)
@@ -47,7 +47,7 @@ def error_of(capsys: pytest.CaptureFixture[str], *argv: str) -> tuple[int, dict[
         (("serve", "--port", "0", "--json"), "'0' is not a port"),
     ],
 )
-def test_a_command_line_that_cannot_be_parsed(
+def test_a_malformed_command_line_is_json(
     capsys: pytest.CaptureFixture[str], argv: tuple[str, ...], message: str
 ) -> None:
     code, error, err = error_of(capsys, *argv)
@@ -59,7 +59,7 @@ def test_a_command_line_that_cannot_be_parsed(
 
 
 @pytest.mark.parametrize("verb", PAGES)
-def test_an_unknown_option_of_every_verb(capsys: pytest.CaptureFixture[str], verb: str) -> None:
+def test_an_unknown_option_of_any_verb_is_json(capsys: pytest.CaptureFixture[str], verb: str) -> None:
     code, error, _ = error_of(capsys, verb, "--json", "--no-such-option")
     assert (code, error["type"]) == (2, "ConfigError")
 
@@ -72,7 +72,7 @@ def test_without_json_there_is_nothing_on_stdout(capsys: pytest.CaptureFixture[s
 
 
 @pytest.mark.parametrize(("raised", "kind", "code"), [(KeyboardInterrupt, "Interrupted", 130), (Terminated, "Terminated", 143)])  # fmt: skip  # noqa: E501
-def test_an_interrupted_load(
+def test_an_interrupted_load_is_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, raised: Any, kind: str, code: int
 ) -> None:
     def load(*_: Any, **__: Any) -> None:
@@ -83,7 +83,7 @@ def test_an_interrupted_load(
     assert (found, error["type"]) == (code, kind)
 
 
-def test_what_prints_a_document_per_line_prints_its_error_so(
+def test_a_stream_of_documents_ends_with_its_error_as_json(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     happened = iter([(LoadEvent(1, 1.0, "state", "planning -> starting"),)])
@@ -105,7 +105,7 @@ def test_what_prints_a_document_per_line_prints_its_error_so(
     assert last["error"]["type"] == "ClusterLost"
 
 
-def test_a_watch_that_is_interrupted_has_said_all(
+def test_an_interrupted_watch_prints_nothing_on_stdout(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     def status(address: str | None = None) -> None:
@@ -116,7 +116,7 @@ def test_a_watch_that_is_interrupted_has_said_all(
     assert capsys.readouterr().out == ""
 
 
-def test_packages_that_are_not_ours(tmp_path: Path) -> None:
+def test_shadowing_packages_are_json(tmp_path: Path) -> None:
     (tmp_path / "storage").mkdir()
     (tmp_path / "storage" / "__init__.py").write_text("")
     code = f"import sys; sys.path[:0] = [{str(tmp_path)!r}, {str(ROOT)!r}]; from longshore.main import main; sys.exit(main())"  # noqa: E501
@@ -133,7 +133,7 @@ def test_packages_that_are_not_ours(tmp_path: Path) -> None:
     ("joined", "kind", "said"),
     [(False, "ClusterLost", "no Ray cluster runs here"), (True, "NoCoordinator", "no Longshore")],
 )
-def test_no_cluster_is_told_from_one_without_a_load(
+def test_no_cluster_differs_from_a_cluster_without_loads(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, joined: bool, kind: str, said: str
 ) -> None:
     monkeypatch.setattr(client, "connect", lambda *_, **__: None)
@@ -146,7 +146,7 @@ def test_no_cluster_is_told_from_one_without_a_load(
 
 
 @pytest.mark.parametrize("error", [ConfigError("x"), NoCoordinator("x")])
-def test_status_says_which_kind(
+def test_status_names_the_type_of_error(
     capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch, error: Exception
 ) -> None:
     def status(address: str | None = None) -> None:

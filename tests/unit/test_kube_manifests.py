@@ -1,7 +1,7 @@
-"""The manifests of k8s/ render, and agree with each other and with the code. Each rule is seen to fail.
+"""The manifests of k8s/ render, and agree with each other and with the code.
 
-A rule is a function from the objects of one rendering to sentences about what is wrong with names, ports, settings,
-image and commands, which no schema checks.
+Each rule has a case that fails. A rule is a function from the objects of one rendering to sentences about errors. It
+covers names, ports, settings, image and commands, which no schema checks.
 """
 
 from __future__ import annotations
@@ -81,7 +81,7 @@ def settings_are_known(manifests: list[Manifest]) -> Iterator[str]:
 
 
 def workers_are_not_last(manifests: list[Manifest]) -> Iterator[str]:
-    """Ray's workers run with the machine's normal priority: the raylet passes its environment on to them."""
+    """Ray's workers run with the machine's normal priority, because the raylet passes its environment to them."""
     for pod in nodes(manifests):
         given = {variable["name"]: variable.get("value") for variable in pod.main.get("env", [])}
         if given.get("RAY_worker_niceness") != "0":
@@ -118,7 +118,7 @@ def ports_are_ours(manifests: list[Manifest]) -> Iterator[str]:
 
 
 def image_is_built(manifests: list[Manifest]) -> Iterator[str]:
-    """Every image is one version: ours that of the code, with the Ray of the constraints; others pinned."""
+    """Every image has one version: ours that of the code, with the Ray of the constraints; others are pinned."""
     version = tomllib.loads((ROOT / "pyproject.toml").read_text())["project"]["version"]
     pins = dict(line.split("==") for line in (ROOT / "constraints.txt").read_text().splitlines() if "==" in line)
     for pod in pods(manifests):
@@ -138,7 +138,7 @@ def image_is_built(manifests: list[Manifest]) -> Iterator[str]:
 
 
 def selectors_find(manifests: list[Manifest]) -> Iterator[str]:
-    """Whatever selects pods selects some."""
+    """Every selector of pods matches some."""
     labels = [pod.labels for pod in pods(manifests)]
     for manifest in manifests:
         spec, kind = manifest.get("spec", {}), manifest["kind"]
@@ -164,7 +164,7 @@ def selectors_find(manifests: list[Manifest]) -> Iterator[str]:
 
 
 def needed_gets_out(manifests: list[Manifest]) -> Iterator[str]:
-    """Pods reach each other, names, stores, and whoever gives out credentials."""
+    """Pods can reach each other, DNS, the stores, and the services that issue credentials."""
     for policy in (manifest for manifest in manifests if manifest["metadata"]["name"] == "longshore"):
         if policy["kind"] != "NetworkPolicy":
             continue
@@ -222,7 +222,7 @@ def _references(node: Any) -> Iterator[tuple[str, str]]:
 
 
 def kuberay_takes_it(manifests: list[Manifest]) -> Iterator[str]:
-    """What KubeRay refuses only when it runs."""
+    """Conditions that KubeRay checks only at run time hold."""
     for manifest in manifests:
         spec, name = manifest.get("spec", {}), manifest["metadata"]["name"]
         if manifest["kind"].startswith("Ray") and len(name) > 47:
@@ -243,7 +243,7 @@ def kuberay_takes_it(manifests: list[Manifest]) -> Iterator[str]:
 
 
 def commands_exist(manifests: list[Manifest]) -> Iterator[str]:
-    """A job's command line is one that ours takes; parameters of `ray start` and `ray stop` exist."""
+    """A job's command line parses; parameters of `ray start` and `ray stop` exist."""
     from ray.scripts import scripts
 
     from cluster.command_line.cli import build_parser
@@ -264,7 +264,7 @@ def commands_exist(manifests: list[Manifest]) -> Iterator[str]:
 
 
 def service_is_ours(manifests: list[Manifest]) -> Iterator[str]:
-    """A RayService runs our application, with arguments that it takes, where a token is at hand."""
+    """A RayService runs our application with arguments that it accepts, and has a token."""
     for manifest in manifests:
         if manifest["kind"] != "RayService":
             continue
@@ -285,7 +285,7 @@ def service_is_ours(manifests: list[Manifest]) -> Iterator[str]:
 
 
 def head_may_come_back(manifests: list[Manifest]) -> Iterator[str]:
-    """With GCS fault tolerance Ray gives up before our actors do, on every node."""
+    """With GCS fault tolerance Ray stops waiting before our actors do, on every node."""
     for manifest in manifests:
         cluster = ray_spec(manifest) if "spec" in manifest else None
         if not cluster or "gcsFaultToleranceOptions" not in cluster:
@@ -310,7 +310,7 @@ RULES = (
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", [*RENDERED, *COMPOSED])
-def test_fits_together_and_to_the_code(name: str, rule: Rule) -> None:
+def test_manifests_agree_with_each_other_and_the_code(name: str, rule: Rule) -> None:
     assert list(rule(render(name))) == []
 
 
@@ -320,7 +320,7 @@ def test_every_folder_is_rendered_by_a_test() -> None:
     assert found == {*RENDERED, *used}
 
 
-def test_alerts_are_those_that_promtool_checks() -> None:
+def test_alerts_equal_those_that_promtool_checks() -> None:
     script = runpy.run_path(str(K8S / "monitoring" / "prometheus_rule.py"))
     assert (
         script["prometheus_rule"]((K8S / "monitoring" / "rules.yaml").read_text())
@@ -328,7 +328,7 @@ def test_alerts_are_those_that_promtool_checks() -> None:
     ), "run k8s/monitoring/prometheus_rule.py"
 
 
-def test_jobs_ask_the_cluster_that_the_overlays_make() -> None:
+def test_jobs_use_the_cluster_of_the_overlays() -> None:
     for job in ("jobs/load", "jobs/load-cpu-dev"):
         asked = only(render(job), "RayJob")["spec"]["clusterSelector"]["ray.io/cluster"]
         for overlay in ("overlays/cpu-dev", "overlays/gpu", "overlays/gpu-spot"):
@@ -341,7 +341,7 @@ def test_the_service_runs_on_the_cluster_of_the_overlay() -> None:
     assert service == cluster
 
 
-def test_components_change_every_group_whatever_they_are_put_on() -> None:
+def test_components_change_every_worker_group_of_any_overlay() -> None:
     for name in ("gpu+ft+host-path", "gpu-service+ft+host-path", "gpu-spot+service+host-path+ft"):
         (cluster,) = (spec for manifest in render(name) if (spec := ray_spec(manifest) if "spec" in manifest else None))
         assert cluster["gcsFaultToleranceOptions"]["redisAddress"] == "longshore-redis:6379"
@@ -350,14 +350,14 @@ def test_components_change_every_group_whatever_they_are_put_on() -> None:
             assert "hostPath" in cache, f"{name} {group['groupName']}"
 
 
-def test_a_head_that_nothing_outlives_is_not_drained() -> None:
+def test_a_head_without_fault_tolerance_is_not_drained() -> None:
     for name in ("overlays/cpu-dev", "overlays/gpu", "overlays/gpu-service"):
         budget = only(render(name), "PodDisruptionBudget")["spec"]
         assert budget["minAvailable"] == 1  # not a share, and not maxUnavailable: KubeRay's objects have no scale
     assert not [manifest for manifest in render("gpu+ft+host-path") if manifest["kind"] == "PodDisruptionBudget"]
 
 
-def test_spot_workers_are_the_others_but_for_what_makes_them_spot() -> None:
+def test_spot_workers_differ_only_in_being_spot() -> None:
     lasting, spot = only(render("overlays/gpu-spot"), "RayCluster")["spec"]["workerGroupSpecs"]
     assert lasting["groupName"] != spot["groupName"]
     (label,) = spot["template"]["spec"]["nodeSelector"]

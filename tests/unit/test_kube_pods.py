@@ -1,6 +1,6 @@
-"""Pods of k8s/: their sizes go together, and they may do no more than they need. Each rule is seen to fail.
+"""Pods of k8s/ have consistent sizes and no more rights than they need.
 
-A rule is a function from the objects of one rendering to sentences about what is wrong.
+Each rule has a case that fails. A rule is a function from the objects of one rendering to sentences about errors.
 """
 
 from __future__ import annotations
@@ -48,7 +48,7 @@ GPU_RANK_BYTES = 3 * GIB  # PyTorch, a CUDA context and its pinned staging, on t
 
 
 def _containers(manifests: list[Manifest]) -> Iterator[tuple[str, dict[str, Any], dict[str, Any]]]:
-    """(where, container, pod's specification), with the autoscaler, which KubeRay puts beside the head."""
+    """Return (where, container, pod's specification), with the autoscaler that KubeRay puts beside the head."""
     for pod in pods(manifests):
         for container in pod.spec["containers"] + pod.spec.get("initContainers", []):
             yield f"{pod.where} {container['name']}", container, pod.spec
@@ -62,7 +62,7 @@ def _containers(manifests: list[Manifest]) -> Iterator[tuple[str, dict[str, Any]
 
 
 def requests_within_limits(manifests: list[Manifest]) -> Iterator[str]:
-    """Every container says what it needs and what it may take, in resources that exist."""
+    """Every container states its requests and limits, in resources that exist."""
     for where, container, _ in _containers(manifests):
         requests, limits = container["resources"].get("requests", {}), container["resources"].get("limits", {})
         for name in {"cpu", "memory"} - requests.keys() & limits.keys():
@@ -86,7 +86,7 @@ def _volume(pod: Pod, path: str) -> dict[str, Any]:
 
 
 def shared_memory_fits(manifests: list[Manifest]) -> Iterator[str]:
-    """/dev/shm holds object store and arena; with the processes' memory it is within the pod's limit."""
+    """/dev/shm holds the object store and the arena; with the processes' memory it is within the pod's limit."""
     arena = parse_bytes(settings(manifests).get("LONGSHORE_ARENA_BYTES", "0"))
     gpus_anywhere = any("nvidia.com/gpu" in pod.main["resources"]["limits"] for pod in nodes(manifests))
     for pod in nodes(manifests):
@@ -108,7 +108,7 @@ def shared_memory_fits(manifests: list[Manifest]) -> Iterator[str]:
 
 
 def disks_fit(manifests: list[Manifest]) -> Iterator[str]:
-    """Folders on disk are within what the pod may take, and the disk tier within its volume, in a folder of its own."""
+    """Folders on disk are within the pod's limit, and the disk tier is within its volume, in its own folder."""
     given = settings(manifests)
     folder, budget = given.get("LONGSHORE_DISK_CACHE_DIR"), given.get("LONGSHORE_DISK_CACHE_BYTES")
     for pod in nodes(manifests):
@@ -143,7 +143,10 @@ def _size(volume: dict[str, Any]) -> Decimal | None:
 
 
 def little_privilege(manifests: list[Manifest]) -> Iterator[str]:
-    """Nobody is root, nobody writes but to volumes, no capability, the API server's token where it is needed only."""
+    """No container runs as root, writes outside volumes or has capabilities.
+
+    The API token is mounted only where needed.
+    """
     for pod in pods(manifests):
         context = pod.spec.get("securityContext", {})
         if not context.get("runAsNonRoot") or not context.get("runAsUser"):
@@ -197,7 +200,7 @@ RULES = (requests_within_limits, shared_memory_fits, disks_fit, little_privilege
 
 @pytest.mark.parametrize("rule", RULES)
 @pytest.mark.parametrize("name", [*RENDERED, *COMPOSED])
-def test_pods_fit_and_do_only_what_they_need(name: str, rule: Rule) -> None:
+def test_pods_fit_and_have_minimal_privileges(name: str, rule: Rule) -> None:
     assert list(rule(render(name))) == []
 
 

@@ -31,14 +31,14 @@ Schema = dict[str, Any]
 
 
 def crds_missing() -> str | None:
-    """Why Ray's kinds cannot be checked here; None when they can."""
+    """Return why Ray's kinds cannot be checked here, or None."""
     if (CRDS / "ray.io_rayclusters.yaml").exists():
         return None
     return f"KubeRay's definitions are not in {CRDS}: name their folder in KUBERAY_CRDS"
 
 
 def problems(manifest: dict[str, Any]) -> list[str]:
-    """What is wrong with an object, by its schema; nothing when it would be taken."""
+    """Return the problems of an object by its schema; an empty list when a server would accept it."""
     return list(_problems(json.dumps(manifest)))
 
 
@@ -54,7 +54,7 @@ def _problems(written: str) -> list[str]:
 
 
 def _core_problems(manifest: dict[str, Any]) -> list[str]:
-    """Of a kind that every API server knows."""
+    """Check a kind that every API server knows."""
     with warnings.catch_warnings():
         warnings.simplefilter("ignore")  # of the package's own imports
         import kubernetes_validate
@@ -69,14 +69,14 @@ def _core_problems(manifest: dict[str, Any]) -> list[str]:
 
 @cache
 def definition(kind: str) -> Schema:
-    """The stored version's schema of one of Ray's kinds."""
+    """Return the stored version's schema of one of Ray's kinds."""
     crd = yaml.load((CRDS / f"ray.io_{kind.lower()}s.yaml").read_text(), Loader=FAST_LOADER)
     (version,) = (version for version in crd["spec"]["versions"] if version["storage"])
     return dict(version["schema"]["openAPIV3Schema"])
 
 
 def _custom_problems(manifest: dict[str, Any], schema: Schema) -> list[str]:
-    """Of a kind with a definition: what its schema and its rules say after its defaults are in."""
+    """Check a kind with a definition: its schema and its rules, after its defaults are filled in."""
     whole = with_defaults(copy.deepcopy(manifest), schema)
     return _violations(whole, closed(schema)) + broken_rules(whole, schema)
 
@@ -87,7 +87,7 @@ def _violations(manifest: dict[str, Any], schema: Schema) -> list[str]:
 
 
 def with_defaults(value: Any, schema: Schema) -> Any:
-    """The value with every default of the schema in it, as a server stores it."""
+    """Return the value with every default of the schema filled in, as a server stores it."""
     if isinstance(value, dict):
         for name, part in schema.get("properties", {}).items():
             if "default" in part and name not in value:
@@ -104,7 +104,7 @@ def with_defaults(value: Any, schema: Schema) -> Any:
 
 
 def closed(schema: Schema) -> Schema:
-    """The schema as JSON Schema, refusing fields that it does not name: a server would drop them without a word."""
+    """Return the schema as JSON Schema that refuses unnamed fields, which a server would drop silently."""
     made = {name: part for name, part in schema.items() if not name.startswith("x-kubernetes-") and name != "format"}
     if "properties" in schema:
         made["properties"] = {name: closed(part) for name, part in schema["properties"].items()}
@@ -122,7 +122,7 @@ def closed(schema: Schema) -> Schema:
 
 
 def broken_rules(value: Any, schema: Schema, path: str = "") -> list[str]:
-    """CEL rules of the schema that the value breaks, but for those about an earlier version of it: there is none."""
+    """Return the CEL rules that the value breaks, except those about an earlier version: there is none."""
     found = []
     for rule in schema.get("x-kubernetes-validations", []):
         if "oldSelf" not in rule["rule"] and not _holds(rule["rule"], value):
@@ -205,7 +205,7 @@ Rule = Callable[[list[Manifest]], Iterator[str]]
 
 
 def by_schema(manifests: list[Manifest]) -> Iterator[str]:
-    """What a server would refuse of the objects, and of the pods that are made of them."""
+    """Return what a server would refuse of the objects, and of the pods made from them."""
     found = [problem for manifest in manifests for problem in problems(manifest)]
     yield from found
     for pod in pods(manifests) if not found else ():

@@ -14,7 +14,7 @@ from pathlib import Path
 ROOT = Path(__file__).resolve().parents[2]
 PACKAGES = ("storage", "cluster", "actors", "serving", "longshore")
 
-# what each room may import of ours
+# modules of ours that each package may import
 MAY_IMPORT = {
     "storage": {"storage"},
     "cluster": {"storage", "cluster", "longshore"},
@@ -81,9 +81,9 @@ UNDOCUMENTED = {
     "signers",
     "utils",
 }  # modules of botocore
-# the two seams that point upward: these may name a module of that room in a string, in one function each
+# the two interfaces that point upward: each may name a module of that package in a string, in one function
 UPWARD = {"cluster/joining/connection": "actors", "cluster/command_line/cluster_commands": "serving"}
-# what they import; without these, no circle of imports anywhere
+# their imports; without these, no import cycles
 SEAMS = {
     ("cluster/joining/connection", "actors/launch"),
     ("cluster/command_line/cluster_commands", "serving/command"),
@@ -99,7 +99,7 @@ def name_of(path: Path) -> str:
 
 
 def imports(node: ast.AST, inside: bool = False) -> Iterator[tuple[str, bool]]:
-    """(dotted name, is it lazy) of every import that runs: not those for type checkers.
+    """Return (dotted name, is it lazy) of every import that runs, not those for type checkers.
 
     `from a.b import c` is "a.b.c", whether c is a module or a name in one.
     """
@@ -127,12 +127,12 @@ def imports_of(path: Path) -> list[tuple[str, bool]]:
 
 
 def packages(path: Path) -> set[tuple[str, bool]]:
-    """(top-level package, is it lazy) of every import of a module."""
+    """Return (top-level package, is it lazy) of every import of a module."""
     return {(name.split(".")[0], lazy) for name, lazy in imports_of(path)}
 
 
 def import_graph() -> dict[str, set[str]]:
-    """Which of our modules each of our modules imports, in functions too; without the seams."""
+    """Return the modules of ours that each module imports, in functions too, without the upward interfaces."""
     names = {name_of(path) for path in modules()}
     graph: dict[str, set[str]] = {}
     for path in modules():
@@ -142,14 +142,14 @@ def import_graph() -> dict[str, set[str]]:
 
 
 def module_of(dotted: str, names: Collection[str]) -> str | None:
-    """The module that `dotted` is, or is in; None when it is not ours."""
+    """Return the module that `dotted` is, or is in; None when it is not ours."""
     place = dotted.replace(".", "/")
     candidates = (place, f"{place}/__init__", place.rpartition("/")[0], f"{place.rpartition('/')[0]}/__init__")
     return next((candidate for candidate in candidates if candidate in names), None)
 
 
 def circles(graph: Mapping[str, set[str]]) -> list[set[str]]:
-    """Sets of modules each of which imports all others of its set, directly or not."""
+    """Return sets of modules, each of which imports all others of its set, directly or not."""
 
     def reached(start: str) -> set[str]:
         seen: set[str] = set()
@@ -170,7 +170,7 @@ def parse(path: Path) -> ast.Module:
     return ast.parse(path.read_text(), str(path))
 
 
-def test_the_scanner_sees_what_it_should() -> None:
+def test_the_scanner_finds_every_kind_of_import() -> None:
     tree = ast.parse(
         "import torch.nn\n"
         "from typing import TYPE_CHECKING\n"
@@ -189,7 +189,7 @@ def test_the_scanner_sees_what_it_should() -> None:
     ]
 
 
-def test_the_search_for_circles_finds_them() -> None:
+def test_the_search_for_import_cycles_finds_them() -> None:
     names = {"a/b", "a/__init__", "a/c"}
     assert [module_of(name, names) for name in ("a.b", "a.b.f", "a", "a.f", "x.y")] == [
         "a/b",
@@ -202,11 +202,11 @@ def test_the_search_for_circles_finds_them() -> None:
     assert sorted(map(sorted, found)) == [["a", "b", "c"], ["f"]]
 
 
-def test_no_circles_of_imports() -> None:
+def test_there_are_no_import_cycles() -> None:
     assert not circles(import_graph())
 
 
-def test_rooms_point_one_way() -> None:
+def test_packages_import_in_one_direction() -> None:
     wrong = {}
     for path in modules():
         found = {package for package, _ in packages(path) if package in (*PACKAGES, "bench")}
@@ -216,7 +216,7 @@ def test_rooms_point_one_way() -> None:
     assert not wrong
 
 
-def test_heavy_packages_stay_where_they_belong() -> None:
+def test_heavy_packages_are_imported_only_where_allowed() -> None:
     wrong = [
         (name_of(path), package, lazy)
         for path in modules()
@@ -229,7 +229,7 @@ def test_heavy_packages_stay_where_they_belong() -> None:
 
 
 def test_private_names_of_libraries_are_in_one_module_each() -> None:
-    """storage/private_names.py says why. The names in that module are looked up, so no import shows them."""
+    """storage/private_names.py gives the reasons. Names in that module are looked up, so no import shows them."""
     wrong = {}
     for path in modules():
         if name_of(path) in PRIVATE_NAMES:
@@ -254,13 +254,13 @@ def is_private(name: str) -> bool:
 
 
 def is_own(owner: ast.expr) -> bool:
-    """Whether an attribute's owner is the object itself, its class or its base."""
+    """Return whether an attribute's owner is the object itself, its class or its base."""
     return (isinstance(owner, ast.Name) and owner.id in ("self", "cls")) or (
         isinstance(owner, ast.Call) and ast.unparse(owner.func) == "super"
     )
 
 
-def test_what_may_import_a_heavy_package_does() -> None:
+def test_modules_allowed_a_heavy_package_import_it() -> None:
     for lazily, listed in ((False, AT_MODULE_LEVEL), (True, IN_FUNCTIONS)):
         for package, names in listed.items():
             idle = {name for name in names if (package, lazily) not in packages(ROOT / f"{name}.py")}
@@ -296,7 +296,7 @@ def test_cluster_names_actors_in_one_function_only() -> None:
 
 
 def test_no_assert_statements() -> None:
-    """A typed error says what is wrong, and is raised under `python -O` too."""
+    """A typed error explains the problem, and is also raised under `python -O`."""
     found = [
         f"{name_of(path)}:{node.lineno}"
         for path in [*modules(), *(ROOT / "bench").rglob("*.py")]
@@ -312,6 +312,6 @@ def test_no_pickle_in_storage() -> None:
         assert not found & {"pickle", "cloudpickle", "dill", "shelve", "marshal"}, name_of(path)
 
 
-def test_no_folder_of_tests_is_called_like_a_package() -> None:
+def test_no_folder_of_tests_is_named_like_a_package() -> None:
     folders = {path.name for path in (ROOT / "tests").rglob("*") if path.is_dir()}
     assert not folders & {*PACKAGES, "ray", "torch"}

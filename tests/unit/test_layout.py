@@ -1,4 +1,4 @@
-"""Boxes of ranks: the laws of a layout, and every way a tensor cannot be cut."""
+"""Boxes of ranks: the laws of a layout, and every reason that a tensor cannot be cut."""
 
 from __future__ import annotations
 
@@ -41,7 +41,7 @@ def test_ranks_are_numbered_with_tp_fastest() -> None:
 
 
 @pytest.mark.parametrize("size", [0, -1, 1 << 17, 2.0, "2", True, None])
-def test_sizes_that_cannot_be_meant(size: object) -> None:
+def test_impossible_sizes_are_refused(size: object) -> None:
     with pytest.raises(ConfigError, match="fsdp_size"):
         Layout(fsdp_size=size)  # type: ignore[arg-type]
     with pytest.raises(ConfigError):
@@ -74,7 +74,7 @@ def cuts(draw: st.DrawFn) -> tuple[tuple[int, ...], Layout, Rule]:
 
 
 @given(cuts())
-def test_regions_of_a_replica_cover_each_element_as_the_rule_says(
+def test_regions_cover_each_element_as_the_rule_says(
     case: tuple[tuple[int, ...], Layout, Rule],
 ) -> None:
     shape, layout, rule = case
@@ -94,7 +94,7 @@ def test_regions_of_a_replica_cover_each_element_as_the_rule_says(
 
 
 @given(st.integers(0, 40), st.integers(1, 9))
-def test_shares_are_those_of_torch_chunk(rows: int, ranks: int) -> None:
+def test_shares_equal_those_of_torch_chunk(rows: int, ranks: int) -> None:
     layout = Layout(fsdp_size=ranks)
     regions = [region_of((rows, 3), WHOLE, RankCoords(0, rank, 0), layout) for rank in range(ranks)]
     share = -(-rows // ranks)
@@ -104,7 +104,7 @@ def test_shares_are_those_of_torch_chunk(rows: int, ranks: int) -> None:
     assert [held.offsets[0] for held in regions] == [min(rank * share, rows) for rank in range(ranks)]
 
 
-def test_the_example_of_the_docstring() -> None:
+def test_the_example_of_the_docstring_holds() -> None:
     layout = Layout(2, 2)
     rules = Rules((("w", Rule.ROW),))
     held = region(tensor("w", (4, 6)), layout.rank_coords(3), layout, rules)
@@ -132,7 +132,7 @@ def test_kv_heads_are_shared_by_neighbours(kv_heads: int, tp_size: int, heads_of
 
 
 @pytest.mark.parametrize(("kv_heads", "tp_size"), [(2, 4), (4, 4), (4, 2), (8, 2), (1, 8)])
-def test_a_fused_qkv_is_cut_as_its_parts_are(kv_heads: int, tp_size: int) -> None:
+def test_a_fused_qkv_is_cut_like_its_parts(kv_heads: int, tp_size: int) -> None:
     config = ModelConfig(model_type="x", num_attention_heads=8, num_key_value_heads=kv_heads, head_dim=4)
     layout = Layout(tp_size, 3)
     rules = parse_rules({"qkv": "qkv", "q": "heads", "*": "kv_heads"})
@@ -171,7 +171,7 @@ def test_the_vocabulary_is_padded_at_its_end(rows: int, tp_size: int, fsdp_size:
         for one in held:
             assert one.sizes[1] == 3
             found += [*rows_of(one), *[-1] * one.padding]
-    assert len(whole_sizes) == 1  # of every rank the same
+    assert len(whole_sizes) == 1  # the same on every rank
     assert found == [*range(rows), *[-1] * (len(found) - rows)]
     assert len(found) % math.lcm(multiple, tp_size) == 0
     assert len(found) - rows < math.lcm(multiple, tp_size)
@@ -187,13 +187,13 @@ def test_the_vocabulary_is_padded_at_its_end(rows: int, tp_size: int, fsdp_size:
         ({"expert_parallel_size": 1}, [0] * 8),
     ],
 )
-def test_experts_lie_over_tensor_and_data_ranks(sizes: dict[str, int], expected: list[int]) -> None:
+def test_experts_spread_over_tensor_and_data_ranks(sizes: dict[str, int], expected: list[int]) -> None:
     layout = Layout(4, 1, 2, **sizes)
     coords = [layout.rank_coords(rank) for rank in range(8)]
     assert [one.expert for one in coords] == expected
     held = {(one.expert, one.expert_tensor) for one in coords}
     assert len(held) == layout.expert_parallel_size * layout.expert_cuts
-    for one in coords:  # whoever has the same place holds the same of everything
+    for one in coords:  # ranks at the same place hold the same slices of everything
         place = layout.place(one)
         assert (place.tensor, place.expert, place.expert_tensor) == (one.tensor, one.expert, one.expert_tensor)
 
@@ -217,7 +217,7 @@ def refuse(
     return str(caught.value)
 
 
-def test_tensors_that_no_rule_names_are_all_listed() -> None:
+def test_tensors_without_a_rule_are_all_listed() -> None:
     unknown = [tensor(f"model.layers.{n}.mlp.gate.weight", (8, 8)) for n in range(3)]
     text = refuse([*unknown, tensor("model.norm.weight", (8,))], FAMILIES["llama"])
     assert "3 tensors are named by no rule" in text
@@ -234,7 +234,7 @@ def test_tensors_that_no_rule_names_are_all_listed() -> None:
     assert len(refuse([tensor("x" * 100_000, (2,))], Rules())) < 1000
 
 
-def test_both_kinds_of_trouble_come_in_one_error() -> None:
+def test_both_kinds_of_errors_are_raised_together() -> None:
     text = refuse(
         [tensor("a", (3,)), tensor("b", (5, 4)), tensor("c", (2, 5))],
         parse_rules({"b": "column", "c": "row"}),
@@ -274,12 +274,12 @@ def test_both_kinds_of_trouble_come_in_one_error() -> None:
         ),
     ],
 )
-def test_sizes_that_do_not_divide(name: str, shape: tuple[int, ...], tp_size: int, says: str) -> None:
+def test_sizes_that_do_not_divide_are_refused(name: str, shape: tuple[int, ...], tp_size: int, says: str) -> None:
     assert says in refuse([tensor(name, shape)], FAMILIES["llama"], tp_size)
 
 
 @pytest.mark.parametrize("config", [None, ModelConfig(model_type="llama")])
-def test_heads_need_the_config(config: ModelConfig | None) -> None:
+def test_heads_cannot_be_cut_without_the_config(config: ModelConfig | None) -> None:
     text = refuse([tensor("k", (8, 8))], parse_rules({"k": "kv_heads"}), config=config)
     assert "needs num_key_value_heads from config.json" in text
 
@@ -301,5 +301,5 @@ def test_half_bytes_are_not_cut() -> None:
     assert "cut inside a byte" in refuse([six], Rules(), 1, fsdp_size=4)
 
 
-def test_bytes_that_do_not_fit_the_shape() -> None:
+def test_bytes_that_do_not_fit_the_shape_are_refused() -> None:
     assert "do not fit the shape" in refuse([Tensor("w", "BF16", (3, 5), 0, 0, 31)], Rules(), 1)

@@ -1,4 +1,4 @@
-"""Rules as data: patterns, parsing, and the families' tables against what the field does."""
+"""Rules as data: patterns, parsing, and the families' tables against those of transformers."""
 
 from __future__ import annotations
 
@@ -66,7 +66,7 @@ def test_families_name_what_transformers_leaves_out(family: str) -> None:
         "",
     ],
 )
-def test_families_do_not_guess(name: str) -> None:
+def test_families_have_no_rule_for_unknown_names(name: str) -> None:
     assert FAMILIES["llama"].rule_for(name) is None
 
 
@@ -83,7 +83,7 @@ def test_families_do_not_guess(name: str) -> None:
         ("模型.*", ["模型.权重"], ["模型"]),
     ],
 )
-def test_patterns(pattern: str, matching: list[str], others: list[str]) -> None:
+def test_patterns_match_names(pattern: str, matching: list[str], others: list[str]) -> None:
     rules = parse_rules({pattern: "row"})
     assert [name for name in matching if rules.rule_for(name) is not Rule.ROW] == []
     assert [name for name in others if rules.rule_for(name) is not None] == []
@@ -93,7 +93,7 @@ _parts = st.text("ab*", min_size=1, max_size=4).filter(lambda part: part == "**"
 
 
 @given(st.lists(_parts, min_size=1, max_size=4), st.lists(st.text("ab", max_size=3), min_size=1, max_size=5))
-def test_matching_is_what_a_plain_reading_of_the_pattern_says(pattern: list[str], name: list[str]) -> None:
+def test_matching_equals_a_regular_expression(pattern: list[str], name: list[str]) -> None:
     if pattern.count("**") > 1:
         return
 
@@ -114,7 +114,7 @@ _numbered = st.sampled_from(["*", "a", "7", "1*", "*2", "1*2", "w1", "w*", "*w",
 
 
 @given(st.lists(st.lists(_numbered, min_size=1, max_size=3), min_size=1, max_size=4))
-def test_numbers_are_told_apart_where_a_pattern_asks_for_one(patterns: list[list[str]]) -> None:
+def test_numbered_patterns_match_like_regular_expressions(patterns: list[list[str]]) -> None:
     rules = {".".join(parts): list(Rule)[n] for n, parts in enumerate(patterns) if parts.count("**") < 2}
     names = ["7", "1", "12", "112", "w1", "w2", "7.w1", "8.w1", "a.7", "a.1.w1", "a.41.b.41", "a.12.w2", "12.12"]
     together = parse_rules(rules).finder()
@@ -129,7 +129,7 @@ def _to_regex_match(pattern: str, name: str) -> bool:
     return re.fullmatch(_to_regex(pattern), name) is not None
 
 
-def test_the_first_match_decides_and_own_rules_come_first() -> None:
+def test_the_first_match_wins_and_own_rules_come_first() -> None:
     rules = parse_rules({"a.b": "row", "a.*": "column"})
     assert (rules.rule_for("a.b"), rules.rule_for("a.c")) == (Rule.ROW, Rule.COLUMN)
     config = ModelConfig(model_type="llama")

@@ -1,4 +1,4 @@
-"""docs/layouts.md says what the tests show and what the code has."""
+"""docs/layouts.md matches the tests and the code."""
 
 from __future__ import annotations
 
@@ -20,12 +20,12 @@ PAGE = (Path(__file__).resolve().parents[2] / "docs" / "layouts.md").read_text()
 
 
 def rows_after(start: str) -> list[list[str]]:
-    """The table whose header begins so, header and line left out."""
+    """Return the rows of the table whose header begins so, without header and line."""
     lines = PAGE[PAGE.index(f"\n| {start} |") + 1 :].split("\n\n")[0].splitlines()
     return [[cell.strip() for cell in line.strip("|").split("|")] for line in [lines[0], *lines[2:]]]
 
 
-def test_the_table_is_what_is_tested() -> None:
+def test_the_table_equals_the_tested_layouts() -> None:
     header, *rows = rows_after("family")
     assert header[1:] == [*LAYOUTS, *EXPERT_LAYOUTS]
     assert [row[0] for row in rows] == list(FAMILIES)
@@ -48,7 +48,7 @@ def test_every_rule_is_explained() -> None:
     assert [name for row in rows for name in re.findall(r"`(\w+)`", row[0])] == list(Rule)
 
 
-def test_sizes_and_options_exist() -> None:
+def test_named_sizes_and_options_exist() -> None:
     _, *rows = rows_after("size")
     assert {row[0].strip("`") for row in rows} == set(Layout.__dataclass_fields__)
     for row in rows:
@@ -59,7 +59,7 @@ def test_sizes_and_options_exist() -> None:
 @needs_transformers
 @pytest.mark.parametrize("family", ["glm4v", "qwen2_vl", "qwen2_5_vl"])
 @pytest.mark.parametrize("naming", ["hub", "modules"])
-def test_the_rules_for_towers_cut_them(
+def test_the_documented_rules_for_towers_cut_them(
     family: str, naming: str, saved_families: dict[tuple[str, str], SavedFamily], tmp_path: Path
 ) -> None:
     (text,) = re.findall(r"```json\n(.*?)```", PAGE, re.DOTALL)

@@ -1,4 +1,4 @@
-"""The queue of one load on one node: order, fairness to failed chunks, ranks that come and go, and an end."""
+"""The queue of one load on one node: order, failed chunks, ranks that come and go, and completion."""
 
 from __future__ import annotations
 
@@ -36,11 +36,11 @@ def test_a_rank_gets_its_own_chunks_first_and_then_helps():
     assert got == [2, 3, 0, 1, None]
 
 
-def test_a_rank_that_is_far_ahead_helps_before_it_goes_on():
-    """Else it would finish and leave, and the slow one would have to fetch all that only it needs."""
+def test_a_rank_that_is_far_ahead_helps_before_it_continues():
+    """Otherwise it would finish and leave, and the slow rank would have to fetch all that only it needs."""
     queue = LeaseQueue({0: np.arange(0, 200, 2), 1: np.arange(1, 200, 2)})
     got = []
-    while (chunk := queue.next_for(1)) is not None:  # rank 0 does nothing at all
+    while (chunk := queue.next_for(1)) is not None:  # rank 0 is idle
         queue.leased(chunk, 1)
         got.append(chunk)
     assert sorted(got) == list(range(200))
@@ -52,7 +52,7 @@ def test_a_rank_that_is_far_ahead_helps_before_it_goes_on():
     assert got[:4] == [1, 3, 5, 7]
 
 
-def test_an_assigned_chunk_is_one_ranks_own_while_it_is_there_and_has_not_failed():
+def test_an_assigned_chunk_is_reserved_until_a_failure_or_loss():
     queue = LeaseQueue({0: ids(0, 1, 2), 1: ids(3)})
     queue.assign(0, ids(1, 2, 3))  # 3 is not its own
     queue.leased(3, 1)
@@ -62,14 +62,14 @@ def test_an_assigned_chunk_is_one_ranks_own_while_it_is_there_and_has_not_failed
     assert queue.next_for(0) == 1
     queue.leased(1, 0)
     queue.failed(1, 0, "unavailable")
-    assert queue.next_for(1) == 1  # anybody may try now
+    assert queue.next_for(1) == 1  # any rank may try now
     queue.leased(1, 1)
     assert queue.next_for(0) == 2
     queue.leased(2, 0)
     queue.requeue(2, None, "")
-    assert queue.next_for(1) is None  # given back: still its own
+    assert queue.next_for(1) is None  # returned: still its own
     queue.rank_lost(0)
-    assert queue.next_for(1) is None  # nobody needs it
+    assert queue.next_for(1) is None  # no rank needs it
     assert queue.restart_rank(0) == []
     assert queue.next_for(1) == 2
     queue.assign(0, ids(2))
@@ -77,7 +77,7 @@ def test_an_assigned_chunk_is_one_ranks_own_while_it_is_there_and_has_not_failed
     assert queue.next_for(0) == 2
 
 
-def test_chunks_go_out_in_plan_order():
+def test_chunks_are_leased_in_plan_order():
     queue = LeaseQueue({0: ids(1, 5), 1: ids(3, 5), 2: ids()}, ids(5, 3, 1))
     got = []
     for rank in (2, 0, 1):
@@ -91,12 +91,12 @@ def test_chunks_go_out_in_plan_order():
     assert [queue.committed(chunk) for chunk in got] == [(0, 1), (0,), (1,)]
 
 
-def test_complete_when_every_rank_has_placed_everything():
+def test_the_load_is_complete_when_every_rank_has_all_chunks():
     queue = LeaseQueue({0: ids(1, 2), 1: ids(2)})
     for chunk in (1, 2):
         commit(queue, chunk)
     assert queue.placed(0, 1)
-    assert not queue.placed(0, 1)  # said twice
+    assert not queue.placed(0, 1)  # reported twice
     assert not queue.placed(1, 1)  # never needed
     assert not queue.placed(1, 77)
     assert queue.placed(1, 2)
@@ -109,7 +109,7 @@ def test_complete_when_every_rank_has_placed_everything():
     assert queue.state(1) is ChunkState.DONE
 
 
-def test_an_order_that_lacks_a_chunk_is_refused_and_one_with_more_is_not():
+def test_an_order_must_contain_every_needed_chunk():
     with pytest.raises(ValueError, match="order"):
         LeaseQueue({0: ids(1, 2)}, ids(1))
     assert LeaseQueue({0: ids(2)}, ids(3, 2, 1)).pending() == [2]
@@ -117,7 +117,7 @@ def test_an_order_that_lacks_a_chunk_is_refused_and_one_with_more_is_not():
     assert LeaseQueue({0: ids()}).complete
 
 
-def test_leasing_what_is_there_is_a_bug():
+def test_leasing_a_present_chunk_is_a_bug():
     queue = LeaseQueue({0: ids(1)})
     commit(queue, 1)
     with pytest.raises(ValueError, match="committed"):
@@ -137,7 +137,7 @@ def test_a_failed_chunk_goes_to_another_rank_then_to_anyone():
     assert queue.failures(2) == ()
 
 
-def test_nobody_waits_for_a_rank_that_is_lost_or_has_finished():
+def test_no_rank_waits_for_a_lost_or_finished_rank():
     queue = LeaseQueue({0: ids(1), 1: ids(1)})
     queue.leased(1, 0)
     queue.failed(1, 0, "unavailable")
@@ -154,7 +154,7 @@ def test_nobody_waits_for_a_rank_that_is_lost_or_has_finished():
     assert other.next_for(1) == 1
 
 
-def test_a_delay_is_waited_out():
+def test_a_retry_waits_for_its_delay():
     queue = LeaseQueue({0: ids(1, 2)})
     queue.leased(1, 0)
     decision = queue.failed(1, 0, "throttled", now_s=100.0, fraction=0.5)
@@ -163,7 +163,7 @@ def test_a_delay_is_waited_out():
     assert queue.next_for(0, 100.25) == 1
 
 
-def test_budgets_end_in_fail():
+def test_used_up_budgets_end_in_fail():
     queue = LeaseQueue({0: ids(1, 2, 3)})
     queue.leased(1, 0)
     assert isinstance(queue.failed(1, 0, "not_found", 3), Fail)
@@ -175,7 +175,7 @@ def test_budgets_end_in_fail():
         assert isinstance(queue.requeue(3, 0, "lease_expired"), Fail if number == 4 else Retry)
 
 
-def test_what_was_given_back_is_nobodys_failure():
+def test_a_returned_lease_counts_as_no_failure():
     queue = LeaseQueue({0: ids(1)})
     for _ in range(50):
         queue.leased(1, 0)
@@ -184,7 +184,7 @@ def test_what_was_given_back_is_nobodys_failure():
     assert queue.failures(1) == ()
 
 
-def test_a_hedge_keeps_the_chunk_leased_until_the_last_lease_ends():
+def test_a_hedged_chunk_is_leased_until_the_last_lease_ends():
     queue = LeaseQueue({0: ids(1), 1: ids(1)})
     queue.leased(1, 0)
     queue.leased(1, 1)
@@ -195,7 +195,7 @@ def test_a_hedge_keeps_the_chunk_leased_until_the_last_lease_ends():
     assert queue.state(1) is ChunkState.COMMITTED
 
 
-def test_waiting_for_bytes_that_somebody_else_fetches():
+def test_a_rank_waits_for_chunks_that_others_fetch():
     queue = LeaseQueue({0: ids(1, 2, 3)})
     queue.wait_for(1, "k")
     queue.wait_for(2, "k")
@@ -205,7 +205,7 @@ def test_waiting_for_bytes_that_somebody_else_fetches():
     assert queue.next_for(0) == 1
 
 
-def test_evicted_chunks_are_fetched_again_only_for_ranks_that_need_them():
+def test_evicted_chunks_are_refetched_only_if_needed():
     queue = LeaseQueue({0: ids(1, 2)})
     for chunk in (1, 2):
         commit(queue, chunk)
@@ -215,7 +215,7 @@ def test_evicted_chunks_are_fetched_again_only_for_ranks_that_need_them():
     assert queue.pending() == [2]
 
 
-def test_a_rank_that_begins_anew_gets_everything_again():
+def test_a_restarted_rank_gets_everything_again():
     queue = LeaseQueue({0: ids(1, 2, 3), 1: ids(2, 3)})
     for chunk in (1, 2, 3):
         commit(queue, chunk)
@@ -232,7 +232,7 @@ def test_a_rank_that_begins_anew_gets_everything_again():
     assert queue.outstanding(1) == [3]
 
 
-def test_nothing_is_fetched_for_a_rank_that_is_not_there():
+def test_nothing_is_fetched_for_an_absent_rank():
     queue = LeaseQueue({0: ids(1), 1: ids(2)})
     queue.rank_lost(1)
     assert queue.pending() == [1]
@@ -244,7 +244,7 @@ def test_nothing_is_fetched_for_a_rank_that_is_not_there():
 
 
 class Node:
-    """Cache, queue and ranks of one load, driven by chance; slots are never fewer than the promise needs."""
+    """Cache, queue and ranks of one load, driven at random; slots are never fewer than the load's minimum."""
 
     def __init__(self, needs: dict[int, np.ndarray], slot_count: int, seed: int) -> None:
         self.queue = LeaseQueue(needs)
@@ -313,7 +313,7 @@ class Node:
         self.processes[rank] = ProcessId(rank + 1, self.processes[rank].start_time + 1)
         for chunk in self.queue.restart_rank(rank):
             cached = self.cache.lookup(self.key(chunk))
-            assert cached is not None  # somebody else's pin kept it
+            assert cached is not None  # another rank's pin kept it
             self.tell(chunk, cached, (rank,))
 
 
@@ -328,8 +328,8 @@ needs_of_ranks = st.lists(st.sets(st.integers(0, 25)), min_size=1, max_size=4)
     st.sampled_from([0.0, 0.1]),
     st.integers(0, 3),
 )
-def test_any_node_ends_with_everything_placed(sets, slot_count, seed, failing, deaths):
-    """One slot is enough; without failures no chunk that is needed is fetched twice."""
+def test_every_node_ends_with_everything_placed(sets, slot_count, seed, failing, deaths):
+    """One slot is enough; without failures no needed chunk is fetched twice."""
     needs = {rank: np.array(sorted(chunks), np.int64) for rank, chunks in enumerate(sets)}
     node = Node(needs, slot_count, seed)
     steps = 0

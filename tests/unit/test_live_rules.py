@@ -1,4 +1,4 @@
-"""Families that have no table: rules from the plan of the transformers that is installed where the user calls."""
+"""Families without a table get rules from the plan of the transformers version that the caller has installed."""
 
 from __future__ import annotations
 
@@ -69,7 +69,7 @@ def ask(folder: Path, layout: Layout, **other: Any) -> LoadRequest:
 
 @dataclass
 class Planner:
-    """Answers as the cluster's planner does: through a pickle, and with the tables it has."""
+    """Answers like the cluster's planner: through a pickle, and with its own tables."""
 
     saved: SavedFamily
     requests: list[LoadRequest]
@@ -87,7 +87,7 @@ class Planner:
 @needs_transformers
 @pytest.mark.parametrize("naming", ["hub", "modules"])
 @pytest.mark.parametrize("family", UNLISTED)
-def test_a_family_without_a_table(family: str, naming: str, tmp_path: Path) -> None:
+def test_a_family_without_a_table_loads(family: str, naming: str, tmp_path: Path) -> None:
     assert family not in TABLES
     saved = SavedFamily.open(save_model(UNLISTED[family], tmp_path, hub_names=naming == "hub"))
     layouts = [Layout(2), Layout(4), Layout(2, pipeline_parallel_size=2)]
@@ -106,7 +106,7 @@ def test_a_family_without_a_table(family: str, naming: str, tmp_path: Path) -> N
 
 
 @needs_transformers
-def test_a_plan_of_transformers_as_rules() -> None:
+def test_a_plan_of_transformers_becomes_rules() -> None:
     rules = Rules(live_rows("starcoder2"))
     assert rules.rule_for("model.layers.0.mlp.c_fc.weight") is Rule.COLUMN
     assert rules.rule_for("model.layers.0.mlp.c_fc.bias") is Rule.COLUMN
@@ -120,7 +120,7 @@ def test_a_plan_of_transformers_as_rules() -> None:
 
 @needs_transformers
 @pytest.mark.parametrize("family", ["", "no_such_family", "../evil", "gpt_neo", "bert", "x" * 101, "llama.evil"])
-def test_names_that_lead_nowhere(family: str) -> None:
+def test_unknown_or_hostile_family_names_give_no_rules(family: str) -> None:
     assert live_rows(family) == ()
 
 
@@ -138,13 +138,13 @@ def test_plans_of_the_library_make_rules_that_can_be_sent() -> None:
     assert made > 10
 
 
-def test_styles_that_are_not_known_cut_nothing() -> None:
+def test_unknown_styles_cut_nothing() -> None:
     rows = Rules(rows_of_plan({"layers.*.mlp.a": "diagonal", "layers.*.experts.w": "packed_rowwise"}, {}, nested=False))
     assert rows.rule_for("model.layers.0.mlp.a.weight") is None
     assert rows.rule_for("model.layers.0.experts.w") is None
 
 
-def test_a_known_language_model_in_an_unknown_one_needs_no_transformers() -> None:
+def test_a_known_inner_language_model_needs_no_transformers() -> None:
     config = ModelConfig(model_type="llava", text_model_type="llama")
     for prefix in ("model.language_model.", "language_model.model."):
         assert rules_for(config).rule_for(f"{prefix}layers.0.mlp.down_proj.weight") is Rule.ROW
@@ -174,7 +174,7 @@ LLAVA = TinyFamily(
 
 @needs_transformers
 @pytest.mark.parametrize("naming", ["hub", "modules"])
-def test_llama_with_eyes(naming: str, tmp_path: Path) -> None:
+def test_a_vision_tower_around_llama_loads(naming: str, tmp_path: Path) -> None:
     saved = SavedFamily.open(save_model(LLAVA, tmp_path, hub_names=naming == "hub"))
     assert saved.config.model_type == "llava"
     plan, loaded = saved.load(Layout(4))
@@ -185,7 +185,7 @@ def test_llama_with_eyes(naming: str, tmp_path: Path) -> None:
 
 
 def unknown(folder: Path, family: str) -> Path:
-    """A checkpoint of one matrix, of that family."""
+    """Return a checkpoint of one matrix, of that family."""
     from tests.support.checkpoints import safetensors_bytes
 
     (folder / "model.safetensors").write_bytes(safetensors_bytes([("blocks.0.proj.weight", "BF16", (4, 4))]))
@@ -193,7 +193,7 @@ def unknown(folder: Path, family: str) -> Path:
     return folder
 
 
-def test_without_transformers_the_error_says_how(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_without_transformers_the_error_names_a_remedy(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(live_rules, "find_spec", lambda name: None)
     before = set(sys.modules)
     with pytest.raises(UnknownFamily) as caught:
@@ -205,7 +205,7 @@ def test_without_transformers_the_error_says_how(tmp_path: Path, monkeypatch: py
     assert "transformers" not in set(sys.modules) - before
 
 
-def test_a_transformers_that_is_broken(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_broken_transformers_is_reported(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def broken(*names: str) -> None:
         raise ImportError("tokenizers is too old")
 
@@ -215,7 +215,7 @@ def test_a_transformers_that_is_broken(tmp_path: Path, monkeypatch: pytest.Monke
         preview.plan(unknown(tmp_path, "olmo2"), tensor_parallel_size=2)
 
 
-def test_names_of_families_that_cannot_be_shown(tmp_path: Path) -> None:
+def test_unprintable_family_names_are_not_shown(tmp_path: Path) -> None:
     with pytest.raises(UnknownFamily) as caught:
         preview.plan(unknown(tmp_path, "\x1b[2Jolmo2"), tensor_parallel_size=2)
     assert "family" not in caught.value.details
@@ -225,7 +225,7 @@ def test_names_of_families_that_cannot_be_shown(tmp_path: Path) -> None:
 @pytest.mark.parametrize(
     ("family", "says"), [("olmo2", "does not name these"), ("made_up", "has no tensor-parallel plan")]
 )
-def test_what_transformers_could_not_help_with(family: str, says: str, tmp_path: Path) -> None:
+def test_a_family_unknown_to_transformers_is_refused(family: str, says: str, tmp_path: Path) -> None:
     with pytest.raises(UnknownFamily, match=says) as caught:
         preview.plan(unknown(tmp_path, family), tensor_parallel_size=2)
     assert "blocks.0.proj.weight" in caught.value.message
@@ -234,7 +234,7 @@ def test_what_transformers_could_not_help_with(family: str, says: str, tmp_path:
 
 
 @needs_transformers
-def test_own_rules_come_before_those_of_transformers(tmp_path: Path) -> None:
+def test_own_rules_override_those_of_transformers(tmp_path: Path) -> None:
     folder = save_model(UNLISTED["starcoder2"], tmp_path)
     planner = Planner(SavedFamily.open(folder), [])
     own = {"model.layers.*.mlp.c_fc.weight": "replicate", "**.c_fc.bias": "replicate"}
@@ -246,7 +246,7 @@ def test_own_rules_come_before_those_of_transformers(tmp_path: Path) -> None:
     assert Rules(parse_rules(sent).entries).rule_for("model.layers.0.mlp.c_proj.weight") is Rule.ROW
 
 
-def test_errors_of_known_families_are_left_alone(tmp_path: Path) -> None:
+def test_errors_of_known_families_are_unchanged(tmp_path: Path) -> None:
     calls = []
 
     def do(request: LoadRequest) -> None:
@@ -259,7 +259,7 @@ def test_errors_of_known_families_are_left_alone(tmp_path: Path) -> None:
 
 
 @needs_transformers
-def test_no_code_of_the_repository_runs(tmp_path: Path) -> None:
+def test_no_code_of_the_model_repository_runs(tmp_path: Path) -> None:
     folder = unknown(tmp_path, "made_up")
     (folder / "config.json").write_text(
         json.dumps({"model_type": "made_up", "auto_map": {"AutoConfig": "evil.Config", "AutoModel": "evil.Model"}})

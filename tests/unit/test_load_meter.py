@@ -1,4 +1,4 @@
-"""An agent's counters grow by what a load's report says. Across restarts of the agent nothing counts twice."""
+"""An agent's counters grow with a load's report. Across restarts of the agent nothing counts twice."""
 
 from __future__ import annotations
 
@@ -37,7 +37,7 @@ def said(meter: LoadMeter) -> LoadCounters:
     return meter.counters(Counter(), 0, 0, digests=True)
 
 
-def test_counters_of_a_load_are_its_report(tmp_path: Path) -> None:
+def test_counters_of_a_load_equal_its_report(tmp_path: Path) -> None:
     with local_node(tmp_path, 16) as node:
         ranks, report = node.load(PLAN, MemoryStore(dict(OBJECTS)))
         (counters,) = beat_of(node).counters.values()
@@ -59,7 +59,7 @@ def test_counters_of_a_load_are_its_report(tmp_path: Path) -> None:
         assert grown == (0, 0)
 
 
-def test_what_goes_past_the_arena_is_counted_as_that(tmp_path: Path) -> None:
+def test_chunks_that_bypass_the_arena_are_counted_separately(tmp_path: Path) -> None:
     with local_node(tmp_path, 16, placement="direct") as node:
         _, report = node.load(PLAN, MemoryStore(dict(OBJECTS)))
         (counters,) = beat_of(node).counters.values()
@@ -91,18 +91,18 @@ def test_a_restarted_agent_counts_only_what_it_sees() -> None:
     meter = LoadMeter(job(again=True))
     sources = ChunkSources(job(again=True), unpack_shared(job().shared).chunks, meter)
     sources.hello(RankHello("load-1", 1, 0, 2, ME, fetched={STORE: (0,), DISK: (1,)}))
-    sources.in_arena(2)  # by this load or by another one: nobody knows
+    sources.in_arena(2)  # by this load or by another one: unknown
     assert not any(said(meter).bytes_by_source.values())
     sources.fetched(3, STORE)
     sources.fetched(3, STORE)  # again: it had been evicted
     sources.late(3, STORE)  # known already
     sources.late(4, STORE_DIRECT)
     assert said(meter).chunks_by_source == {"store_via_arena": 2, "store_direct": 1, "disk": 0, "arena": 0}
-    # the report goes by all that is known
+    # the report follows from all that is known
     assert sources.stats([0, 1, 2, 3, 4])["store_chunks"] == 3
 
 
-def test_an_agent_from_the_beginning_counts_what_the_arena_had_once() -> None:
+def test_chunks_from_the_arena_are_counted_once() -> None:
     meter = LoadMeter(job())
     sources = ChunkSources(job(), unpack_shared(job().shared).chunks, meter)
     sources.in_arena(0)
@@ -122,7 +122,7 @@ def update(rank: int, incarnation: int, fetch_s: float, **more: object) -> RankU
     return RankUpdate("load-1", 1, rank, incarnation, ME, stats=stats, **more)  # type: ignore[arg-type]
 
 
-def test_the_time_of_ranks_that_are_gone_stays_counted() -> None:
+def test_the_time_of_lost_ranks_stays_counted() -> None:
     meter = LoadMeter(replace(job(), incarnations=(0,)))
     meter.reported(update(0, 0, 5.0))
     meter.reported(update(0, 0, 7.0, throttled=2, retries={"digest_mismatch": 1, "reset": 3}))
@@ -132,16 +132,16 @@ def test_the_time_of_ranks_that_are_gone_stays_counted() -> None:
     assert (counters.throttles, counters.corrupt_chunks) == (2, 1)
 
 
-def test_what_a_rank_told_the_agent_before_is_not_counted_again() -> None:
+def test_a_ranks_earlier_report_is_not_counted_again() -> None:
     meter = LoadMeter(job(again=True))
     meter.reported(update(0, 2, 50.0))
     assert said(meter).stages.fetch_s == 0
     meter.reported(update(0, 2, 53.0))
-    meter.reported(update(0, 3, 2.0))  # a new one: all that it says is news
+    meter.reported(update(0, 3, 2.0))  # a new process: all that it reports is new
     assert said(meter).stages.fetch_s == pytest.approx(5.0)
 
 
-def test_chunks_without_digests_are_not_said_to_be_verified() -> None:
+def test_chunks_without_digests_do_not_count_as_verified() -> None:
     meter = LoadMeter(job())
     meter.had("disk", 10)
     assert meter.counters(Counter(), 0, 0, digests=False).verified_chunks == 0

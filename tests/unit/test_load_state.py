@@ -1,4 +1,4 @@
-"""The life of a load: laws over any sequence of events, and the ways through that are meant."""
+"""The life of a load: laws over any sequence of events, and the intended transitions."""
 
 from __future__ import annotations
 
@@ -46,7 +46,7 @@ events: st.SearchStrategy[Event] = st.one_of(
 
 
 def run(life: Life, *sequence: Event) -> Life:
-    """The load after the events; those that are illegal are left out."""
+    """Return the load after the events; illegal ones are left out."""
     for event in sequence:
         try:
             life = advance(life, event)
@@ -67,33 +67,33 @@ def test_attempts_and_incarnations_never_fall(life, event):
 
 
 @given(lives, events)
-def test_the_end_is_the_end(life, event):
+def test_no_event_changes_a_final_state(life, event):
     ended = run(life, Failed("broken", attempt=life.attempt))
     assert ended.is_over
     assert advance(ended, event) is ended
 
 
 @given(lives, events)
-def test_what_comes_twice_changes_nothing_the_second_time(life, event):
+def test_a_repeated_event_changes_nothing(life, event):
     once = run(life, event)
     assert run(once, event) == once
 
 
 @given(lives, events)
-def test_what_comes_from_an_older_attempt_changes_nothing(life, event):
+def test_an_event_of_an_older_attempt_changes_nothing(life, event):
     later = run(life, Replanned(attempt=life.attempt + 5))
     assert advance(later, event) is later
 
 
 @given(lives, ranks, incarnations, st.sampled_from([RankReady, RankLost, RankReplaced]))
-def test_what_comes_from_an_older_incarnation_changes_nothing(life, rank, incarnation, kind):
+def test_an_event_of_an_older_incarnation_changes_nothing(life, rank, incarnation, kind):
     life = run(life, RankReplaced(rank, 7, attempt=life.attempt))
     if life.ranks[rank].incarnation == 7:
         assert advance(life, kind(rank, incarnation, attempt=life.attempt)) is life
 
 
 @given(lives, events)
-def test_ready_exactly_when_every_rank_is(life, event):
+def test_a_load_is_ready_exactly_when_every_rank_is(life, event):
     after = run(life, event)
     if after.state in (LoadState.LOADING, LoadState.DEGRADED):
         assert after.ranks_ready < 3
@@ -113,7 +113,7 @@ def test_progress_of_one_incarnation_never_falls(life, rank, one, two):
 
 
 @given(lives, events)
-def test_only_the_tables_move_a_load(life, event):
+def test_a_load_changes_state_only_by_the_tables(life, event):
     after = run(life, event)
     if after.state is not life.state:
         assert type(event) in TRANSITIONS[life.state]
@@ -123,7 +123,7 @@ def test_only_the_tables_move_a_load(life, event):
 LOADING = run(Life.new(2), Planned(), Started())
 
 
-def test_from_the_request_to_ready():
+def test_a_load_goes_from_the_request_to_ready():
     life = Life.new(2)
     seen = [life.state.value]
     for event in (
@@ -144,7 +144,7 @@ def test_from_the_request_to_ready():
     assert life.placed_bytes == 10
 
 
-def test_ranks_that_are_faster_than_the_coordinator():
+def test_ranks_may_be_faster_than_the_coordinator():
     life = run(Life.new(1), Planned())
     life = advance(life, RankReady(0, 0))
     assert life.state is LoadState.STARTING
@@ -155,16 +155,16 @@ def test_a_load_of_no_ranks_is_ready_when_it_starts():
     assert run(Life.new(0), Planned(), Started()).is_ready
 
 
-def test_a_rank_lost_while_loading_begins_anew():
+def test_a_rank_lost_while_loading_starts_again():
     life = run(LOADING, RankProgress(0, 0, 50), RankLost(0, 0))
     assert (life.state, life.placed_bytes) == (LoadState.LOADING, 0)
-    assert advance(life, RankReady(0, 0)) is life  # the dead one's last words
+    assert advance(life, RankReady(0, 0)) is life  # the dead rank's last messages
     life = run(life, RankReplaced(0, 1), RankReady(1, 0), RankReady(0, 0))
     assert life.state is LoadState.LOADING
     assert advance(life, RankReady(0, 1)).is_ready
 
 
-def test_a_rank_lost_when_ready_degrades_the_model_until_it_is_filled_again():
+def test_a_rank_lost_when_ready_degrades_the_model():
     life = run(LOADING, RankReady(0, 0), RankReady(1, 0))
     assert life.is_ready
     life = advance(life, RankLost(1, 0))
@@ -172,11 +172,11 @@ def test_a_rank_lost_when_ready_degrades_the_model_until_it_is_filled_again():
     life = advance(life, RankReplaced(1, 1))
     assert life.state is LoadState.DEGRADED
     assert advance(life, RankReady(1, 1)).is_ready
-    # A replacement alone says as much, when the news of the loss never came.
+    # A replacement alone has the same effect, when the message about the loss never arrived.
     assert run(LOADING, RankReady(0, 0), RankReady(1, 0), RankReplaced(0, 1)).state is LoadState.DEGRADED
 
 
-def test_a_new_attempt_keeps_counting_incarnations_and_what_other_ranks_have():
+def test_a_new_attempt_keeps_incarnations_and_progress():
     life = run(LOADING, RankReplaced(0, 3), RankProgress(0, 3, 10), RankReady(1, 0), Replanned((0,), attempt=2))
     assert (life.state, life.attempt, life.ranks_ready, life.placed_bytes) == (LoadState.LOADING, 2, 1, 0)
     assert [rank.incarnation for rank in life.ranks] == [3, 0]
@@ -184,7 +184,7 @@ def test_a_new_attempt_keeps_counting_incarnations_and_what_other_ranks_have():
     assert run(life, RankReplaced(0, 4, attempt=2), RankReady(0, 4, attempt=2)).is_ready
 
 
-def test_a_model_that_loses_a_node_is_degraded_until_its_ranks_are_filled_elsewhere():
+def test_a_model_that_loses_a_node_is_degraded_until_refilled():
     ready = run(LOADING, RankReady(0, 0), RankReady(1, 0))
     life = advance(ready, Replanned((1,), attempt=2))
     assert (life.state, life.attempt, life.ranks_ready) == (LoadState.DEGRADED, 2, 1)
@@ -200,7 +200,7 @@ def test_a_new_attempt_touches_only_the_ranks_it_is_for(life, lost):
     assert life.is_over or all(after.ranks[rank].lost and not after.ranks[rank].ready for rank in lost)
 
 
-def test_why_it_failed_is_kept():
+def test_the_error_of_a_failed_load_is_kept():
     life = advance(LOADING, Failed("store on fire"))
     assert (life.state, life.error) == (LoadState.FAILED, "store on fire")
 
@@ -220,7 +220,7 @@ def test_why_it_failed_is_kept():
         (LOADING, Replanned((2,), attempt=2)),
     ],
 )
-def test_what_cannot_be_is_said(life, event):
+def test_illegal_transitions_are_refused(life, event):
     with pytest.raises(IllegalTransition):
         advance(life, event)
 

@@ -1,4 +1,4 @@
-"""What only a local folder can do wrong: links, fifos, missing roots, writers in mid-read, half-written files."""
+"""Errors that only a local folder can have: links, fifos, missing roots, writers in mid-read, half-written files."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ def test_links_inside_are_followed(root: Path) -> None:
 
 
 @pytest.mark.parametrize("kind", ["file", "folder"])
-def test_links_that_lead_out_are_refused(root: Path, kind: str) -> None:
+def test_links_to_outside_the_root_are_refused(root: Path, kind: str) -> None:
     outside = root.parent / "outside"
     outside.mkdir()
     (outside / "secret").write_bytes(b"12345")
@@ -61,7 +61,7 @@ def test_links_that_lead_out_are_refused(root: Path, kind: str) -> None:
         assert sorted(os.listdir(outside)) == ["secret"]
 
 
-def test_hugging_face_cache_is_taken_as_it_is(tmp_path: Path) -> None:
+def test_a_hugging_face_cache_is_read_directly(tmp_path: Path) -> None:
     repo = tmp_path / "models--org--name"
     (repo / "blobs").mkdir(parents=True)
     (repo / "blobs" / "abc").write_bytes(b"weights")
@@ -86,21 +86,21 @@ def test_special_files_are_refused_and_not_listed(root: Path) -> None:
     assert list(store.list()) == []
 
 
-def test_a_folder_is_no_object(root: Path) -> None:
+def test_a_folder_is_not_an_object(root: Path) -> None:
     (root / "folder").mkdir()
     with pytest.raises(ObjectNotFound):
         LocalStore(root).stat("folder")
 
 
 @pytest.mark.skipif(os.geteuid() == 0, reason="root may read everything")
-def test_unreadable(root: Path) -> None:
+def test_an_unreadable_file_is_access_denied(root: Path) -> None:
     (root / "x").write_bytes(b"1")
     (root / "x").chmod(0)
     with pytest.raises(AccessDenied):
         LocalStore(root).stat("x")
 
 
-def test_same_size_and_time_but_another_file(root: Path) -> None:
+def test_a_replaced_file_of_equal_size_and_time_is_detected(root: Path) -> None:
     store = LocalStore(root)
     etag = store.put("x", b"11111").etag
     facts = (root / "x").stat()
@@ -111,7 +111,7 @@ def test_same_size_and_time_but_another_file(root: Path) -> None:
         read_bytes(store, "x", ByteRange(0, 5), etag=etag)
 
 
-def test_file_written_while_it_is_read(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_file_written_during_a_read_is_detected(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     store = LocalStore(root)
     store.put("x", b"1" * 100)
     preadv = os.preadv
@@ -139,7 +139,7 @@ def test_uploads_in_progress_are_not_listed(root: Path) -> None:
     assert [path.name for path in root.rglob("*") if path.is_file()] == ["x"]
 
 
-def test_what_a_killed_writer_left_is_removed(root: Path) -> None:
+def test_leftovers_of_a_killed_writer_are_removed(root: Path) -> None:
     writer = """
 import sys, os, signal
 from storage.stores.local import LocalStore
@@ -154,7 +154,7 @@ with LocalStore(sys.argv[1]).upload("a/x") as upload:
     assert [path.name for path in (root / "a").iterdir()] == ["y"]
 
 
-def test_what_somebody_writes_just_now_is_not_taken_for_left_over(root: Path) -> None:
+def test_files_being_written_are_not_swept(root: Path) -> None:
     with LocalStore(root).upload("x") as upload:
         upload.write(memoryview(b"12345"))
         LocalStore(root).put("y", b"1")
@@ -162,7 +162,7 @@ def test_what_somebody_writes_just_now_is_not_taken_for_left_over(root: Path) ->
     assert sorted(path.name for path in root.iterdir()) == ["x", "y"]
 
 
-def test_a_sweep_between_making_and_locking_a_file(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_sweep_before_the_lock_does_not_break_a_write(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     real = fcntl.flock
     sweeps = iter([True, False])
 
@@ -177,7 +177,7 @@ def test_a_sweep_between_making_and_locking_a_file(root: Path, monkeypatch: pyte
     assert [path.name for path in root.iterdir()] == ["x"]
 
 
-def test_a_full_disk_is_said_in_words(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_full_disk_is_explained(root: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def write(file: int, data: memoryview) -> int:
         raise OSError(errno.ENOSPC, "as the kernel does")
 
@@ -188,7 +188,7 @@ def test_a_full_disk_is_said_in_words(root: Path, monkeypatch: pytest.MonkeyPatc
     assert list(root.iterdir()) == []
 
 
-def test_a_file_where_a_folder_should_be(root: Path) -> None:
+def test_a_file_where_a_folder_should_be_is_refused(root: Path) -> None:
     store = LocalStore(root)
     store.put("a", b"1")
     with pytest.raises(ObjectNotFound):
@@ -197,6 +197,6 @@ def test_a_file_where_a_folder_should_be(root: Path) -> None:
         store.put("a/b", b"1")
 
 
-def test_names_that_are_too_long(root: Path) -> None:
+def test_names_that_are_too_long_are_typed_errors(root: Path) -> None:
     with pytest.raises(StoreError, match="ENAMETOOLONG"):
         LocalStore(root).stat("x" * 5000)

@@ -48,7 +48,7 @@ def test_text_has_the_fields_before_the_message() -> None:
     assert text[10] == "T"
 
 
-def test_json_has_them_as_what_they_are() -> None:
+def test_json_keeps_the_types_of_fields() -> None:
     said = json.loads(line(JsonFormatter(), "a try failed"))
     assert {name: said[name] for name in ("load", "attempt", "rank", "chunk", "cause", "level", "message")} == {
         "load": "llama-1",
@@ -63,14 +63,14 @@ def test_json_has_them_as_what_they_are() -> None:
 
 
 @given(st.text(), st.text())
-def test_a_line_is_one_line_whatever_is_in_it(message: str, load: str) -> None:
+def test_a_message_with_line_breaks_stays_one_line(message: str, load: str) -> None:
     for formatter in (TextFormatter(), JsonFormatter()):
         text = line(formatter, "%s", message, fields=LogFields(load=load))
         assert len(text.splitlines()) == 1
         assert text.isprintable() or isinstance(formatter, JsonFormatter)
 
 
-def test_arguments_that_do_not_fit_cost_no_line() -> None:
+def test_bad_arguments_do_not_lose_the_line() -> None:
     class Unspeakable:
         def __str__(self) -> str:
             raise RuntimeError
@@ -118,7 +118,7 @@ def test_an_exception_is_part_of_the_line() -> None:
         "403 for the token hf_s3cr3tabcdefghijklmnopqrstu",
     ],
 )
-def test_what_looks_like_a_secret_is_taken_out(text: str) -> None:
+def test_apparent_secrets_are_removed(text: str) -> None:
     assert "s3cr3t" not in without_secrets(text)
     assert "s3cr3t" not in line(JsonFormatter(), text.replace("%", "%%"), fields=LogFields(load=text))
 
@@ -126,18 +126,18 @@ def test_what_looks_like_a_secret_is_taken_out(text: str) -> None:
 @pytest.mark.parametrize(
     "text", ["s3://models/llama-70b", "12 tokens a second", "hf_xet", "a-hf_model", "no signature by a trusted key"]
 )
-def test_other_words_stay(text: str) -> None:
+def test_other_words_are_kept(text: str) -> None:
     assert without_secrets(text) == text
 
 
-def test_settings_are_of_the_cluster() -> None:
+def test_log_settings_come_from_the_configuration() -> None:
     assert Config().logs == ("text", "INFO")
     assert Config.from_env({"LONGSHORE_LOG_FORMAT": "json", "LONGSHORE_LOG_LEVEL": "debug"}).logs == ("json", "DEBUG")
     with pytest.raises(ConfigError, match="LONGSHORE_LOG_FORMAT"):
         Config.from_env({"LONGSHORE_LOG_FORMAT": "xml"})
 
 
-def test_the_last_word_on_how_to_log_counts() -> None:
+def test_the_last_log_configuration_wins() -> None:
     first, second, log = io.StringIO(), io.StringIO(), logging.getLogger("longshore.test")
     configure_logs(("text", "INFO"), first)
     log.info("one")
@@ -150,7 +150,7 @@ def test_the_last_word_on_how_to_log_counts() -> None:
     assert [json.loads(text)["message"] for text in second.getvalue().splitlines()] == ["three"]
 
 
-def test_what_happens_to_a_load_is_logged_by_how_bad_it_is() -> None:
+def test_the_log_level_follows_the_severity_of_an_event() -> None:
     stream, events = io.StringIO(), EventLog()
     configure_logs(("json", "DEBUG"), stream)
     life = Life.new(1)
@@ -166,9 +166,7 @@ def test_what_happens_to_a_load_is_logged_by_how_bad_it_is() -> None:
     assert "no such object" in said[1]["message"]
 
 
-def test_a_chunk_that_is_damaged_on_the_way_is_logged_with_its_place(
-    tmp_path: Any, caplog: pytest.LogCaptureFixture
-) -> None:
+def test_a_damaged_chunk_is_logged_with_its_place(tmp_path: Any, caplog: pytest.LogCaptureFixture) -> None:
     objects = odd_objects()
 
     class Flips(MemoryStore):

@@ -1,4 +1,4 @@
-"""Looks at a cluster: what is asked, what counts as new, rates, and what is said while nobody answers."""
+"""Looks at a cluster: requests, new events, rates, and output while the cluster does not answer."""
 
 from __future__ import annotations
 
@@ -47,7 +47,7 @@ def event(number: int, message: str = "it holds all its slices", kind: str = "ra
 
 @dataclass
 class Cluster:
-    """Stands in for `cluster.client`; a test changes what it says."""
+    """Stands in for `cluster.client`; a test changes its answers."""
 
     models: list[ModelStatus] = field(default_factory=list)
     hosts: list[str] = field(default_factory=lambda: ["host-a"])
@@ -87,7 +87,7 @@ def ticking(step_s: float = 1.0) -> Callable[[], float]:
 # looks
 
 
-def test_an_event_is_seen_once(cluster: Cluster) -> None:
+def test_an_event_is_shown_once(cluster: Cluster) -> None:
     cluster.models, cluster.logs = [model("a")], {"a": [event(1), event(2)]}
     looks = Looks(None, ticking())
     assert [(h.event.number, h.old) for h in looks.look().events] == [(1, True), (2, True)]
@@ -104,7 +104,7 @@ def test_a_restarted_coordinator_counts_from_1_again(cluster: Cluster) -> None:
     assert [h.event.message for h in looks.look().events] == ["after the restart"]
 
 
-def test_what_is_over_is_asked_about_once_and_what_is_forgotten_is_no_error(cluster: Cluster) -> None:
+def test_ended_loads_are_requested_once(cluster: Cluster) -> None:
     cluster.models = [model("a", "failed"), model("b"), model("gone", "ready")]
     cluster.logs = {"a": [event(1)], "b": []}
     looks = Looks(None, ticking())
@@ -124,12 +124,12 @@ def test_rates_are_of_the_last_seconds_and_never_negative(cluster: Cluster) -> N
     assert rates[0] is None
     assert rates[1:7] == [100.0] * 6
     assert rates[7] == pytest.approx(10_400 / 5, rel=0.25)
-    assert rates[8:] == [None, 100.0]  # a rank was lost: what it had is placed again
+    assert rates[8:] == [None, 100.0]  # a rank was lost: its bytes are placed again
     cluster.models = [model("a", "ready", 1000)]
     assert looks.look().rates == {}
 
 
-def test_looks_go_on_in_a_thread_that_hangs_alone() -> None:
+def test_a_look_that_hangs_does_not_block_the_watch() -> None:
     hang = threading.Event()
     calls = itertools.count()
 
@@ -149,7 +149,7 @@ def test_looks_go_on_in_a_thread_that_hangs_alone() -> None:
         list(found)
 
 
-def test_what_is_wrong_at_once_is_raised_at_once() -> None:
+def test_an_error_of_the_first_look_is_raised_at_once() -> None:
     def look() -> Look:
         raise ClusterLost("no coordinator")
 
@@ -157,7 +157,7 @@ def test_what_is_wrong_at_once_is_raised_at_once() -> None:
         next(looks_in_thread(look, 1.0))
 
 
-def test_a_watch_that_ends_ends_its_thread() -> None:
+def test_a_watch_ends_its_thread() -> None:
     looks: list[int] = []
     before = threading.enumerate()
 
@@ -171,7 +171,7 @@ def test_a_watch_that_ends_ends_its_thread() -> None:
         pass
     (thread,) = (t for t in threading.enumerate() if t.name == "longshore-looks" and t not in before)
     give_up_s = time.monotonic() + 60
-    while len(looks) < 4:  # two were shown, one is there, and there is no room for this one
+    while len(looks) < 4:  # two were shown, one is queued, and there is no room for this one
         assert time.monotonic() < give_up_s
         time.sleep(0.01)
     found.close()
@@ -188,7 +188,7 @@ def lines_of(watch: LineWatch, said: list[str], look: Look) -> list[str]:
     return [line.split(" ", 1)[1] for line in "".join(said).splitlines()]
 
 
-def test_lines_are_what_changed(cluster: Cluster) -> None:
+def test_lines_show_what_changed(cluster: Cluster) -> None:
     said: list[str] = []
     watch = LineWatch(lambda text: not said.append(text), ticking(0.1))  # type: ignore[func-returns-value]
     looks = Looks(None, ticking())
@@ -216,7 +216,7 @@ def test_lines_are_what_changed(cluster: Cluster) -> None:
     assert lines_of(watch, said, looks.look()) == ["a is not listed any more"]
 
 
-def test_silence_is_told_of_once(cluster: Cluster) -> None:
+def test_silence_is_reported_once(cluster: Cluster) -> None:
     said: list[str] = []
     watch = LineWatch(lambda text: not said.append(text), ticking())  # type: ignore[func-returns-value]
     watch.show(Looks(None, ticking()).look())
@@ -226,7 +226,7 @@ def test_silence_is_told_of_once(cluster: Cluster) -> None:
     assert "no answer from the coordinator for 6 s" in said[1]
 
 
-def test_json_is_a_line_per_look(cluster: Cluster) -> None:
+def test_json_has_one_line_a_look(cluster: Cluster) -> None:
     said: list[str] = []
     watch = JsonWatch(lambda text: not said.append(text))  # type: ignore[func-returns-value]
     looks = Looks(None, ticking())
@@ -250,7 +250,7 @@ def drawn(look: Look, events: list[Happened], silent_s: float = 0.0, lines: int 
     return captured.get().splitlines()
 
 
-def test_the_view_says_it_all(cluster: Cluster) -> None:
+def test_the_view_shows_loads_nodes_and_events(cluster: Cluster) -> None:
     looks = Looks(None, ticking())
     cluster.models = [model("old", "ready", 1000), model("new", placed=100)]
     cluster.logs = {"old": [], "new": [event(1, "[bold]\nno markup", rank=1, host="host-a")]}
@@ -259,7 +259,7 @@ def test_the_view_says_it_all(cluster: Cluster) -> None:
     look = looks.look()
     happened = [Happened("new", cluster.logs["new"][0], False)]
     text = "\n".join(drawn(look, happened))
-    assert text.index("new ") < text.index("old ")  # what is under way comes first
+    assert text.index("new ") < text.index("old ")  # active loads come first
     assert "600 B of 1.00 kB" in text
     assert "500 B/s" in text
     assert "new: host-a 2 loading" in text
@@ -271,7 +271,7 @@ def test_the_view_says_it_all(cluster: Cluster) -> None:
 
 
 @pytest.mark.parametrize("columns", [40, 60, 79, 80, 120])
-def test_what_matters_is_whole_however_narrow_the_terminal(cluster: Cluster, columns: int) -> None:
+def test_narrow_terminals_keep_states_and_progress(cluster: Cluster, columns: int) -> None:
     cluster.models = [
         model("a-long-name-of-a-model-89abcdef", "degraded", placed=500_000_000, total=1_000_000_000),
         model("b", "released"),
@@ -286,7 +286,7 @@ def test_what_matters_is_whole_however_narrow_the_terminal(cluster: Cluster, col
     assert len([line for line in shown if line.rstrip().endswith("0.3 s ago")]) == 2
 
 
-def test_what_ended_is_last_and_has_an_age(cluster: Cluster) -> None:
+def test_ended_loads_are_last_and_have_an_age(cluster: Cluster) -> None:
     cluster.models = [model("dead", "failed", ended_age_s=41.7), model("alive", "ready")]
     shown = [
         line for line in drawn(Looks(None, ticking()).look(), [], 0.0, 24, 120) if " 1/2" in line or " 2/2" in line
@@ -346,7 +346,7 @@ def test_a_watch_without_a_cluster_fails_at_once(cluster: Cluster, capsys: pytes
     assert json.loads(capsys.readouterr().out)["error"]["type"] == "ClusterLost"
 
 
-def test_a_watch_waits_for_the_first_load_and_ends_when_longshore_is_shut_down(
+def test_a_watch_waits_for_a_load_and_ends_at_the_shutdown(
     cluster: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster.models, cluster.logs = [model("a", "ready")], {"a": []}
@@ -370,10 +370,10 @@ def test_a_watch_waits_for_the_first_load_and_ends_when_longshore_is_shut_down(
 @pytest.mark.parametrize(
     "argv", [("status", "--watch", "0.1"), ("events", "a", "--follow"), ("logs", "--follow")], ids=lambda argv: argv[0]
 )
-def test_what_follows_ends_when_its_reader_leaves_although_there_is_no_news(
+def test_following_ends_when_the_reader_leaves(
     cluster: Cluster, monkeypatch: pytest.MonkeyPatch, argv: tuple[str, ...]
 ) -> None:
-    """As in `longshore status --watch | head -1`, beside a cluster in which nothing happens."""
+    """`longshore status --watch | head -1` does this, beside a cluster in which nothing happens."""
     cluster.models, cluster.logs = [model("a")], {"a": [event(1)]}
     said = [LogLine("2026-01-01T00:00:00.000Z", "host-a", "coordinator", 1, "a line")]
     collector = SimpleNamespace(collect=lambda: [said.pop()] if said else [], silent={})
@@ -389,7 +389,7 @@ def test_what_follows_ends_when_its_reader_leaves_although_there_is_no_news(
         assert reader_left()
 
 
-def test_the_beginning_of_an_id_is_enough(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_events_accept_the_beginning_of_an_id(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     over = model("llama-0", "released")
     cluster.models, cluster.logs = [over, model("llama-1"), model("qwen-2", "ready")], {"llama-1": [event(1)]}
     for more in ((), ("--json",)):
@@ -405,7 +405,7 @@ def test_the_beginning_of_an_id_is_enough(cluster: Cluster, capsys: pytest.Captu
     assert "2 loads begin so: llama-1, llama-3" in json.loads(capsys.readouterr().out)["error"]["message"]
 
 
-def test_release_takes_the_beginning_too(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_release_accepts_the_beginning_of_an_id(cluster: Cluster, monkeypatch: pytest.MonkeyPatch) -> None:
     released: list[str] = []
 
     def release(model_id: str, **_: object) -> client.Released:
@@ -420,7 +420,7 @@ def test_release_takes_the_beginning_too(cluster: Cluster, monkeypatch: pytest.M
     assert released == ["qwen-2", "llama-1"]
 
 
-def test_events_are_lines_or_one_document(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
+def test_events_print_lines_or_one_document(cluster: Cluster, capsys: pytest.CaptureFixture[str]) -> None:
     cluster.logs = {"a": [event(4, "x", rank=2, host="h"), event(5, "planning -> starting", "state")]}
     assert main(["events", "a"]) == 0
     out, err = capsys.readouterr()
@@ -448,7 +448,7 @@ def test_following_ends_with_the_load(
 ) -> None:
     cluster.models = [model("a", state, error="why" if state == "failed" else "")]
     cluster.logs = {"a": [event(1), event(2)]}
-    follow = ["--follow"] if until == "end" else []  # which --until says too
+    follow = ["--follow"] if until == "end" else []  # implied by any other --until
     assert main(["events", "a", *follow, "--until", until, "--json"]) == code
     out, err = capsys.readouterr()
     assert err == {"failed": "longshore: the load failed: why\n"}.get(
@@ -459,7 +459,7 @@ def test_following_ends_with_the_load(
     assert (said[-1]["kind"], said[-1]["state"]) == ("end", state)
 
 
-def test_following_goes_on_over_a_restarted_coordinator_and_ends_when_the_load_is_forgotten(
+def test_following_survives_a_coordinator_restart(
     cluster: Cluster, capsys: pytest.CaptureFixture[str], monkeypatch: pytest.MonkeyPatch
 ) -> None:
     cluster.models, cluster.logs = [model("a")], {"a": [event(1), event(2)]}
@@ -491,7 +491,7 @@ sys.exit(main(["status", "--watch", "0.1"]))
 """
 
 
-def test_a_terminal_is_drawn_on_and_given_back(tmp_path: Path) -> None:
+def test_a_terminal_is_drawn_on_and_restored(tmp_path: Path) -> None:
     ours, theirs = pty.openpty()
     errors = tmp_path / "errors"
     with open(errors, "w") as stderr:
@@ -505,7 +505,7 @@ def test_a_terminal_is_drawn_on_and_given_back(tmp_path: Path) -> None:
         while seen.count(b"no models are loaded") < 3:  # drawn again and again
             seen += os.read(ours, 4096)
         child.send_signal(signal.SIGINT)
-        with contextlib.suppress(OSError):  # what a pty says when its other side is closed
+        with contextlib.suppress(OSError):  # reported by a pty when its other side is closed
             while data := os.read(ours, 4096):
                 seen += data
         assert child.wait(30) == 130
@@ -515,5 +515,5 @@ def test_a_terminal_is_drawn_on_and_given_back(tmp_path: Path) -> None:
         os.close(ours)
     assert seen.count(b"\x1b[?1049h") == seen.count(b"\x1b[?1049l") == 1  # the other screen, and back
     assert seen.count(b"\x1b[?25l") == seen.count(b"\x1b[?25h")  # the cursor
-    assert b"no models are loaded" in seen.split(b"\x1b[?1049l")[1]  # what was seen last stays
+    assert b"no models are loaded" in seen.split(b"\x1b[?1049l")[1]  # the last frame stays
     assert errors.read_text() == "longshore: interrupted\n"
