@@ -477,7 +477,7 @@ def test_a_crash_before_commit_leaves_nothing_visible(journal):
     assert restarted.stats().free_slots == 3
 
 
-def test_a_crash_after_commit_loses_nothing_and_survivors_keep_what_they_read(journal):
+def test_a_crash_after_commit_keeps_chunks_and_live_reads(journal):
     cache = ChunkCache(3, journal=journal)
     for number in range(3):
         lease = cache.lease(bytes([number]) * 31 + b"x", ME, 10)

@@ -18,7 +18,7 @@ RANKS = 2
 
 
 @pytest.mark.parametrize("fault", [Stall(CHUNK_BYTES // 2), Trickle(50.0)], ids=["stalled", "trickling"])
-def test_a_second_request_wins_and_the_slot_of_the_first_comes_back(
+def test_the_slot_of_a_hedged_request_that_lost_is_freed(
     longshore: Longshore, llama: StoredModel, fault: Fault
 ) -> None:
     """Nothing else would end it: neither a deadline nor a timeout comes in this test."""

@@ -174,7 +174,7 @@ def test_every_state_that_can_be_left_is_tried() -> None:
     [pytest.param(*pair, marks=() if pair in SHORT else pytest.mark.long) for pair in STRIKES],
     ids=lambda part: getattr(part, "value", None) or part.__name__,
 )
-def test_a_kill_is_made_good(case: Case, kill: Callable[[Case], None], state: LoadState) -> None:
+def test_a_load_recovers_from_a_kill_in_this_state(case: Case, kill: Callable[[Case], None], state: LoadState) -> None:
     longshore = case.longshore
     STATES[state](case)
     workers = longshore.living_workers()

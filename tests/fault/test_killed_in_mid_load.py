@@ -85,7 +85,7 @@ def test_a_kept_model_stays_kept_when_the_coordinator_was_killed(longshore: Long
     longshore.assert_nothing_left()
 
 
-def test_agent_and_coordinator_killed_together_leave_no_worker_for_ever(longshore: Longshore, half: HalfLoad) -> None:
+def test_workers_end_when_agent_and_coordinator_are_killed(longshore: Longshore, half: HalfLoad) -> None:
     """Nobody is left who knows the model: its workers are found by their names, and ended."""
     longshore.configure(empty=True, orphan_after_s=6)
     half.proxy.open()

@@ -251,7 +251,7 @@ def go_on(client: subprocess.Popen[str]) -> None:
     client.stdin.flush()
 
 
-def test_what_does_not_fit_is_refused_before_a_byte_moves(llama: StoredModel, sparse: Path) -> None:
+def test_loads_that_do_not_fit_are_refused_before_any_read(llama: StoredModel, sparse: Path) -> None:
     if available_host_bytes() < 2 * LIMIT_BYTES:
         pytest.skip("the limit must be what is tight, not the host")
     with (

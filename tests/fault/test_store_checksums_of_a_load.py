@@ -52,9 +52,7 @@ def _flip(path: Path, at: int) -> None:
     os.utime(path, ns=(date.st_atime_ns, date.st_mtime_ns))
 
 
-def test_every_object_is_checked_and_a_flipped_byte_ends_the_load(
-    longshore: Longshore, unpublished: StoredModel
-) -> None:
+def test_objects_are_checked_and_a_flipped_byte_ends_the_load(longshore: Longshore, unpublished: StoredModel) -> None:
     longshore.configure(empty=True)
     fsdp = 2
 

@@ -128,7 +128,7 @@ def _chunk_at(plan: LoadPlan, end: int) -> int:
     return next(chunk for chunk in range(len(plan.chunks)) if plan.chunks.byte_range(chunk).end == end)
 
 
-def test_a_store_that_is_not_there(shm_dir: Path, bucket: Bucket) -> None:
+def test_an_unreachable_store_is_a_typed_error(shm_dir: Path, bucket: Bucket) -> None:
     plan = bucket.plan()
     with FaultProxy(bucket.server.endpoint_url) as proxy:
         nobody_there = proxy.endpoint_url
@@ -144,7 +144,7 @@ def test_a_store_that_is_not_there(shm_dir: Path, bucket: Bucket) -> None:
 
 @pytest.mark.parametrize("after_requests", [1, TENSORS // 2, TENSORS])
 @pytest.mark.parametrize("size", ["same", "shorter", "longer"])
-def test_an_object_replaced_in_mid_load_is_never_mixed_with_the_old_one(
+def test_an_object_replaced_in_mid_load_is_never_mixed(
     shm_dir: Path, own_bucket: Bucket, after_requests: int, size: str
 ) -> None:
     tensors = {"same": TENSORS, "shorter": TENSORS - 4, "longer": TENSORS + 1}[size]
@@ -171,7 +171,7 @@ def test_an_object_replaced_in_mid_load_is_never_mixed_with_the_old_one(
         check_exact(ranks, newer, fsdp=FSDP)
 
 
-def test_an_object_deleted_in_mid_load(shm_dir: Path, own_bucket: Bucket) -> None:
+def test_an_object_deleted_in_mid_load_is_a_typed_error(shm_dir: Path, own_bucket: Bucket) -> None:
     delete = Before(lambda: own_bucket.become(None))
     plan = own_bucket.plan()
     with (

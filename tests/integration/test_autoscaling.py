@@ -162,7 +162,7 @@ class SeenEnough(Exception):
     """The test has seen what it wanted of the load."""
 
 
-def test_what_never_comes_is_given_up(scaled: AutoscaledNodes, llama: StoredModel) -> None:
+def test_a_load_ends_when_its_nodes_never_come(scaled: AutoscaledNodes, llama: StoredModel) -> None:
     wanted = {**llama.options, "device": "cuda", "data_parallel_size": 16}  # the autoscaler may start 4 nodes of 2
     with pytest.raises(cluster.NotEnoughResources, match="16 free GPUs; 0 of 0 are free") as caught:
         cluster.load(llama.uri, wait_for_resources_s=2, **wanted)

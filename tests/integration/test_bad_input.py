@@ -50,7 +50,7 @@ def closed_port() -> int:
         return int(unused.getsockname()[1])
 
 
-def test_what_the_store_has_not(checked: Longshore, llama: StoredModel, tmp_path: Path) -> None:
+def test_missing_objects_are_typed_errors(checked: Longshore, llama: StoredModel, tmp_path: Path) -> None:
     for uri in ("s3://no-such-bucket/llama", "s3://models/no-such-model"):
         with pytest.raises((cluster.ObjectNotFound, cluster.NotACheckpoint)) as caught:
             cluster.load(uri, device="cpu", **llama.options)
@@ -122,7 +122,7 @@ def test_a_manifest_for_other_bytes(
         cluster.load(replaced.uri, device="cpu", **replaced.options)
 
 
-def test_what_cannot_be_cut(checked: Longshore, llama: StoredModel, odd: StoredModel) -> None:
+def test_impossible_splits_are_refused(checked: Longshore, llama: StoredModel, odd: StoredModel) -> None:
     with pytest.raises(cluster.LayoutError, match="tensor_parallel_size=3"):
         cluster.load(llama.uri, tensor_parallel_size=3, device="cpu", **llama.options)
     with pytest.raises(cluster.LayoutError, match="named by no rule"):
@@ -141,7 +141,7 @@ def test_more_ranks_than_places(checked: Longshore, llama: StoredModel) -> None:
         assert (caught.value.details["need"], caught.value.details["have"]) == (2, 1)
 
 
-def test_more_ranks_than_gpus_is_said_without_asking_ray_for_them(checked: Longshore, llama: StoredModel) -> None:
+def test_more_ranks_than_gpus_are_refused_without_asking_ray(checked: Longshore, llama: StoredModel) -> None:
     ranks = 2 * GPUS_PER_NODE + 1
     with pytest.raises(cluster.NotEnoughResources, match="GPUs") as caught:
         cluster.load(llama.uri, fsdp_size=ranks, device="cuda", **llama.options)
@@ -303,7 +303,7 @@ def test_no_coordinator(longshore: Longshore) -> None:
         ({"wait_for_resources_s": -1}, cluster.ConfigError),
     ],
 )
-def test_arguments_that_cannot_be_meant(
+def test_invalid_arguments_are_refused(
     longshore: Longshore, llama: StoredModel, arguments: dict[str, Any], kind: type[Exception]
 ) -> None:
     before = longshore.status().models

@@ -76,9 +76,7 @@ def test_an_offload_folder_can_be_used_again(
     assert list(folder.iterdir()) == []
 
 
-def test_a_killed_worker_s_place_in_the_offload_folder_is_taken_by_its_replacement(
-    longshore: Longshore, llama: StoredModel, tmp_path: Path
-) -> None:
+def test_a_replaced_worker_reuses_the_offload_folder(longshore: Longshore, llama: StoredModel, tmp_path: Path) -> None:
     folder = tmp_path / "offload"
     options = {"device_map": SPREAD | {"lm_head": "cpu"}, "offload_folder": folder, **llama.options}
     with cluster.load(llama.uri, **options) as model:

@@ -133,6 +133,6 @@ def test_refused_with_strict_and_smaller_with_auto(longshore: Longshore, wide: i
     longshore.assert_nothing_left()
 
 
-def test_what_means_nothing_for_cpu_ranks_is_refused_by_whoever_knows(longshore: Longshore, wide: int) -> None:
+def test_gpu_memory_utilization_is_refused_for_cpu_ranks(longshore: Longshore, wide: int) -> None:
     with pytest.raises(ConfigError, match="gpu_memory_utilization is about GPUs"):
         cluster.load(f"s3://models/{NAME}", device="cpu", gpu_memory_utilization=0.9)

@@ -192,7 +192,7 @@ def test_a_host_goes_on_with_another_agent_after_a_shutdown(longshore: Longshore
     longshore.end_longshore()
 
 
-def test_a_rank_that_the_layout_has_not_got(longshore: Longshore, llama: StoredModel) -> None:
+def test_a_rank_outside_the_layout_is_refused(longshore: Longshore, llama: StoredModel) -> None:
     with pytest.raises(cluster.ConfigError, match="ranks 0 to 1"), cluster.host_rank(llama.uri, 2, fsdp_size=2):
         pass
 

@@ -135,9 +135,7 @@ def test_release_frees_a_kept_model_that_this_process_holds(
             other.call(len)
 
 
-def test_release_says_who_else_holds_a_model_and_leaves_later_holds_alone(
-    longshore: Longshore, llama: StoredModel
-) -> None:
+def test_release_names_other_holders_and_keeps_later_holds(longshore: Longshore, llama: StoredModel) -> None:
     with other_client(longshore, llama, llama.server.endpoint_url, "keep") as other:
         model_id, _ = other.stdout.readline().split()
         mine = cluster.load(llama.uri, device="cpu", **llama.options)
@@ -183,7 +181,7 @@ def test_timeout_ends_the_load_and_leaves_nothing(longshore: Longshore, llama: S
     longshore.assert_nothing_left()
 
 
-def test_one_caller_gives_up_and_the_other_gets_the_model(
+def test_a_caller_that_cancels_does_not_end_a_shared_load(
     longshore: Longshore, llama: StoredModel, gate: GatedProxy
 ) -> None:
     """The same load twice at once, from one client: one transfer; a timeout ends only its caller's wait."""
@@ -319,7 +317,7 @@ class NotForDrivers:
         return int, ("not a number",)
 
 
-def test_a_result_that_cannot_be_read_here_says_so_and_loses_no_cluster(longshore: Longshore, odd: StoredModel) -> None:
+def test_an_unreadable_result_is_an_error_but_not_a_lost_cluster(longshore: Longshore, odd: StoredModel) -> None:
     with cluster.load(odd.uri, device="cpu", **odd.options) as model:
         with pytest.raises(cluster.RemoteCallFailed, match="result of rank 0 cannot be read"):
             model.call(lambda shard: NotForDrivers())

@@ -99,7 +99,7 @@ def test_a_restarted_agent_is_another_series_and_the_first_stays(longshore: Long
     client.release(model.model_id, force=True, address=longshore.address)
 
 
-def test_what_is_counted_of_loads_and_ranks_that_fail(
+def test_failed_loads_and_lost_ranks_are_counted(
     longshore: Longshore, llama: StoredModel, copy_of: Callable[[StoredModel], StoredModel]
 ) -> None:
     longshore.configure(empty=True, metrics_port=0)

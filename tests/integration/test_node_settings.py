@@ -180,7 +180,7 @@ def test_bad_settings_of_the_head_leave_nothing_behind(llama: StoredModel) -> No
         assert actors == "[]"
 
 
-def test_status_and_doctor_say_which_settings_are_in_force(
+def test_status_and_doctor_show_the_settings_in_force(
     operated: Operated, signed: StoredModel, capsys: pytest.CaptureFixture[str]
 ) -> None:
     with cluster.load(signed.uri, tensor_parallel_size=2, device="cpu", **signed.options):

@@ -132,7 +132,7 @@ def test_tied_weights_count_once() -> None:
         ({"architectures": ["os", "AutoConfig", 5]}, ""),
     ],
 )
-def test_what_cannot_be_estimated_is_one_clear_error(changes: dict[str, Any], said: str) -> None:
+def test_models_that_cannot_be_estimated_are_one_clear_error(changes: dict[str, Any], said: str) -> None:
     if not said:  # a name that is no model class is passed over, and nothing of it runs
         assert estimate_index(config_bytes(**changes), MIB).tensors
         return

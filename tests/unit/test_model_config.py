@@ -33,7 +33,7 @@ def test_llama() -> None:
     assert (config.model_type, config.kv_heads, config.head_rows) == ("llama", 8, 128)
 
 
-def test_what_is_missing() -> None:
+def test_missing_fields_are_reported() -> None:
     empty = parse_model_config(b"{}")
     assert (empty.model_type, empty.kv_heads, empty.head_rows) == (None, None, None)
     assert ModelConfig(num_attention_heads=4, num_key_value_heads=None).kv_heads == 4

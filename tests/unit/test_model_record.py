@@ -34,7 +34,7 @@ def refused(error: LongshoreError, holders: Holders | None = None) -> ModelRecor
     return record
 
 
-def test_who_asks_again_with_rules_answers_the_question() -> None:
+def test_a_request_with_rules_replaces_a_refused_one() -> None:
     record = refused(UnknownFamily("no rules"))
     assert record.is_answered_by(asked(RULES))
     assert record.is_answered_by(replace(asked(RULES), keep=True, client_id="another"))
@@ -48,7 +48,7 @@ def test_other_refusals_stay(error: LongshoreError) -> None:
     assert not refused(error).is_answered_by(asked(RULES))
 
 
-def test_who_has_not_heard_of_it_yet_still_does() -> None:
+def test_a_refusal_stays_until_its_holders_received_it() -> None:
     record = refused(UnknownFamily("no rules"), Holders().hold("client", 0.0))
     assert not record.is_answered_by(asked(RULES))
     record.holders = record.holders.drop("client")

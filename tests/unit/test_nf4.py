@@ -90,7 +90,7 @@ def test_the_library_reads_it(library: Any) -> None:
 
 
 @pytest.mark.filterwarnings("ignore:.*")  # what is no number may be warned of
-def test_what_is_infinite_or_no_number_is_as_the_library_has_it(library: Any) -> None:
+def test_infinities_and_nans_match_the_library(library: Any) -> None:
     weight = random_weight(4, 4 * BLOCK, torch.float32, 3, 1.0)
     weight[0, 3], weight[1, 70], weight[2, 200] = torch.inf, torch.nan, -torch.inf
     assert_same(ours(weight, "F32"), the_librarys(library, weight))
@@ -111,7 +111,7 @@ def test_borders_between_values() -> None:
     ]
 
 
-def test_all_of_the_range_is_looked_up_as_it_is_compared() -> None:
+def test_the_lookup_table_agrees_with_comparisons() -> None:
     """Every number that the rounding to steps tells apart, and many more."""
     scaled = torch.linspace(-1, 1, 1 << 16)
     middles = convert._middles(torch.device("cpu"))

@@ -53,7 +53,7 @@ def test_memory_is_what_the_kernel_says(tmp_path: Path) -> None:
     assert [rank.own_bytes for rank in found.ranks[1:]] == [0, 0]
 
 
-def test_what_cannot_be_looked_at_is_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_unreadable_values_are_left_out(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     def nothing() -> Any:
         raise OSError
 

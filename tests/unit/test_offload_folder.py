@@ -27,7 +27,7 @@ def names(folder: Path) -> set[str]:
     return {path.name for path in folder.iterdir()}
 
 
-def test_a_folder_that_cannot_be_had(tmp_path: Path) -> None:
+def test_an_unusable_folder_is_refused(tmp_path: Path) -> None:
     with pytest.raises(ConfigError, match="cannot be used") as missing:
         OffloadFolder(str(tmp_path / "no" / "such"), "load").open(SIZES)
     assert missing.value.details["cause"] == os.strerror(2)
@@ -157,7 +157,7 @@ def test_two_live_loads_exclude_each_other(tmp_path: Path, monkeypatch: pytest.M
 
 
 @pytest.mark.parametrize("owner", ["load 1", "load 2"])
-def test_what_a_killed_worker_left_is_removed_by_the_next_load(tmp_path: Path, owner: str) -> None:
+def test_the_next_load_removes_files_of_a_killed_worker(tmp_path: Path, owner: str) -> None:
     path = tmp_path / "offload"
     path.mkdir()
     with user_of(path) as user:

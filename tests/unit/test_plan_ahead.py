@@ -60,7 +60,7 @@ def test_the_model_is_spread_over_what_is_given(model: Path) -> None:
     assert plan(model, memory=f"{full}", config=CONFIG).layout == Layout()
 
 
-def test_where_tensor_parallelism_is_impossible_layers_are_spread(model: Path) -> None:
+def test_layers_are_spread_where_tensors_cannot_be_split(model: Path) -> None:
     assert plan(model, memory="3x24GB").layout == Layout(pipeline_parallel_size=3)
     assert plan(model, memory="5x24GB").layout == Layout(fsdp_size=5)  # it has four layers
 
@@ -133,7 +133,7 @@ def test_a_device_map_has_the_host_memory_that_is_given(model: Path) -> None:
     assert kept.ranks[0].bytes_by_device.get("cuda:0", 0) <= full * 0.9
 
 
-def test_what_is_in_host_memory_alone_is_said_so(model: Path) -> None:
+def test_a_plan_without_gpu_tensors_says_so(model: Path) -> None:
     """Not that ranks need 0 B, and not that there is nothing to hold."""
     for memory in (None, "24GB"):
         found = plan(model, device_map={"": "cpu"}, memory=memory)
@@ -237,7 +237,7 @@ def test_the_picture_of_a_request_is_that_of_its_plan(model: Path, tmp_path: Pat
         ({"fit": "auto", "memory": "24GB", "skip_quantization": ["**.layers.9.*"]}, "names no tensor.*layers.9"),
     ],
 )
-def test_what_cannot_be_meant_is_one_clear_error(model: Path, options: dict[str, Any], said: str) -> None:
+def test_invalid_arguments_are_one_clear_error(model: Path, options: dict[str, Any], said: str) -> None:
     with pytest.raises(ConfigError, match=said):
         plan(model, **options)
 
@@ -251,7 +251,7 @@ def test_max_memory_alone_limits_each_device(model: Path) -> None:
     assert found.ranks[0].bytes_by_device["cuda:0"] <= half
 
 
-def test_a_size_that_cannot_be_is_answered_with_those_that_can(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_an_impossible_size_is_refused_with_the_possible_ones(model: Path, capsys: pytest.CaptureFixture[str]) -> None:
     for tp, said in ((3, "2, 4, 1 or 8"), (6, "4, 8, 2 or 1"), (1000, "8, 4, 2 or 1")):
         assert main(["plan", str(model), "--tp", str(tp)]) == 3
         assert f"tensor_parallel_size can be {said}" in capsys.readouterr().err
@@ -261,7 +261,7 @@ def test_a_size_that_cannot_be_is_answered_with_those_that_can(model: Path, caps
     assert "pipeline_parallel_size can be 1 to 4" in capsys.readouterr().err
 
 
-def test_what_does_not_fit_is_red_on_a_terminal_only(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tensors_that_do_not_fit_are_red_on_a_terminal_only(model: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     class Terminal(io.StringIO):
         def isatty(self) -> bool:
             return True
@@ -308,7 +308,7 @@ def test_no_weights_and_no_config(tmp_path: Path) -> None:
         plan(tmp_path / "model.safetensors")
 
 
-def test_the_command_says_it_on_one_screen_and_ends_as_a_refused_load(
+def test_the_command_fits_one_screen_and_exits_as_the_load_would(
     model: Path, capsys: pytest.CaptureFixture[str], tmp_path: Path
 ) -> None:
     assert main(["plan", str(model), "--memory", "4x600MB", "--store-rate", "1GB/s", "--reserve", "599500kB"]) == 3

@@ -70,7 +70,7 @@ def given_devices(*sizes: int) -> Devices:
 
 
 @given(st.lists(st.integers(0, 9), min_size=1, max_size=5), st.lists(st.integers(0, 9), min_size=1, max_size=6))
-def test_fits_as_by_hand(needs: list[int], haves: list[int]) -> None:
+def test_fits_agree_with_a_calculation_by_hand(needs: list[int], haves: list[int]) -> None:
     ranks = tuple(RankFacts(need, need, need) for need in needs)
     in_order, any_order = given_devices(*haves), Devices(given_devices(*haves).rooms, SEEN)
     if len(needs) <= len(haves):
@@ -83,7 +83,7 @@ def test_fits_as_by_hand(needs: list[int], haves: list[int]) -> None:
         assert {each.fits for each in weigh(ranks, in_order)} == {None}
 
 
-def test_devices_of_one_rank_are_told_by_number() -> None:
+def test_devices_of_one_rank_are_numbered() -> None:
     """A map may leave GPU 0 empty."""
     (on_second,) = weigh((RankFacts(5, 5, 5, devices=((1, 5),)),), given_devices(9, 4))
     assert (on_second.device, on_second.have_bytes, on_second.fits) == (1, 4, False)
@@ -178,7 +178,7 @@ def test_two_changes_where_one_does_not_do(index: ModelIndex) -> None:
     assert all(" and " in offer.what for offer in found.offers)
 
 
-def test_nobody_knows_the_memory(index: ModelIndex) -> None:
+def test_plans_without_known_memory_give_no_verdict(index: ModelIndex) -> None:
     _, found = fit(index, request(Layout(2)), None)
     assert (found.fits, found.memory) == (None, "")
     assert 'memory="4x24GB"' in found.sentence

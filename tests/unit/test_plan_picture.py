@@ -101,7 +101,7 @@ def test_bars_are_to_scale() -> None:
     assert (float(line.attrib["x1"]) - first) == pytest.approx(900_000 * scale, rel=1e-3)
 
 
-def test_whoever_cannot_see_it_is_told() -> None:
+def test_the_picture_has_a_text_description() -> None:
     root = drawn(layer_table(llama_plan(Layout(1, 2)).cut), "llama & co")
     assert (root.get("role"), root.get("aria-labelledby")) == ("img", "title desc")
     told = {child.get("id"): child.text for child in root if child.get("id")}

@@ -114,9 +114,7 @@ def test_a_child_killed_while_it_was_idle_costs_nothing(model: Path):
     with_planner(body)
 
 
-def test_a_request_that_takes_too_long_or_is_cancelled_takes_its_child_along(
-    model: Path, monkeypatch: pytest.MonkeyPatch
-):
+def test_a_late_or_cancelled_request_ends_its_child(model: Path, monkeypatch: pytest.MonkeyPatch):
     async def body(planner: Planner) -> None:
         await planner.prepare(request(model))
         (child,) = planner._all

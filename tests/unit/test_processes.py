@@ -55,7 +55,7 @@ def test_a_stopped_process_is_alive(sleeper):
     assert process.is_alive()
 
 
-def test_another_process_with_the_same_pid_is_neither_alive_nor_killed(sleeper):
+def test_a_process_that_reused_a_pid_is_not_killed(sleeper):
     process = ProcessId.of(sleeper.pid)
     assert process is not None
     earlier = replace(process, start_time=process.start_time - 1)
@@ -64,7 +64,7 @@ def test_another_process_with_the_same_pid_is_neither_alive_nor_killed(sleeper):
     assert process.is_alive()
 
 
-def test_a_pid_that_nobody_has():
+def test_an_unused_pid_is_dead():
     child = subprocess.Popen([sys.executable, "-c", ""])
     child.wait()
     gone = ProcessId(child.pid, 1)

@@ -91,7 +91,7 @@ def test_a_line_cannot_carry_escape_codes() -> None:
     assert "\x1b" not in line_of(moment, moment)
 
 
-def test_a_load_tells_its_ranks_and_what_it_waits_for() -> None:
+def test_a_line_shows_ranks_and_what_the_load_waits_for() -> None:
     progress = LoadProgress("m", "s3://b/m", "waiting", 5, 10, 7_000_000, 1, 4, 2.5, "2 GPUs are held by model x")
     assert moment_of_load(progress) == Moment(
         "waiting", 5, 10, 2.5, "1/4 ranks, 7.00 MB from the store, 2 GPUs are held by model x"

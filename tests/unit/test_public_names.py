@@ -34,7 +34,7 @@ def test_verbs_have_async_twins_with_the_same_parameters() -> None:
         assert list(inspect.signature(plain).parameters) == list(inspect.signature(twin).parameters), verb
 
 
-def test_type_checkers_are_told_the_same_names() -> None:
+def test_type_checkers_see_the_same_names() -> None:
     seen = {
         alias.asname: node.module
         for node in ast.walk(ast.parse((PACKAGE / "__init__.py").read_text()))

@@ -207,7 +207,7 @@ def test_a_second_publish_has_nothing_to_do(objects: dict[str, bytes], copying: 
 
 
 @pytest.mark.parametrize("change", ["shard", "file", "new file", "other settings", "broken manifest"])
-def test_what_changed_is_published_again(objects: dict[str, bytes], change: str) -> None:
+def test_changed_objects_are_published_again(objects: dict[str, bytes], change: str) -> None:
     store = MemoryStore(objects)
     first = run(store)
     if change == "shard":
@@ -246,7 +246,7 @@ def test_an_interrupted_publish_goes_on(objects: dict[str, bytes], copying: bool
     check_digests(target or inner, objects)
 
 
-def test_what_changed_since_the_interruption_is_read_again(objects: dict[str, bytes]) -> None:
+def test_objects_changed_since_an_interruption_are_read_again(objects: dict[str, bytes]) -> None:
     store = MemoryStore(objects)
     broken = FailingStore(store, lambda key, r, number: key == KEYS[3] and r.start > 0)
     with pytest.raises(StoreUnavailable):
@@ -299,7 +299,7 @@ def test_an_object_replaced_meanwhile_stops_it(objects: dict[str, bytes], before
         assert MANIFEST_KEY not in keys_of(store)
 
 
-def test_an_old_manifest_in_a_destination_goes_before_anything_is_overwritten(objects: dict[str, bytes]) -> None:
+def test_an_old_manifest_is_deleted_before_any_overwrite(objects: dict[str, bytes]) -> None:
     dest = MemoryStore(uri="twin://dest")
     run(MemoryStore(objects), dest)
     other = {**objects, KEYS[0]: objects[KEYS[0]][:-1] + b"\x01"}
@@ -336,13 +336,13 @@ def test_weights_that_are_not_part_of_the_model_are_left_out(objects: dict[str, 
     assert keys_of(dest) == {*objects, "1_Pooling/config.json", MANIFEST_KEY}
 
 
-def test_names_that_no_manifest_can_have_are_left_out_and_said(objects: dict[str, bytes]) -> None:
+def test_names_that_no_manifest_can_have_are_skipped_and_listed(objects: dict[str, bytes]) -> None:
     store = MemoryStore({**objects, "a\nb.txt": b"1", "c:d.txt": b"2", "x" * 1025: b"3"})
     assert run(store).skipped == ("a\nb.txt", "c:d.txt", "x" * 1025)
     check_digests(store, objects)
 
 
-def test_what_is_no_object_of_a_folder_is_said_to_be_left_out(objects: dict[str, bytes], tmp_path: Path) -> None:
+def test_entries_that_are_not_files_are_skipped_and_listed(objects: dict[str, bytes], tmp_path: Path) -> None:
     write_objects(tmp_path, objects)
     (tmp_path / "sub").mkdir()
     for name in ("a\nb.txt", "back\\slash.txt", "sub/\x1b.json"):
@@ -373,7 +373,7 @@ def test_a_newer_manifest_is_replaced_only_by_force(objects: dict[str, bytes], k
 
 
 @pytest.mark.parametrize("error", [ObjectChanged("gone"), KeyboardInterrupt()])
-def test_what_was_finished_is_saved_when_it_is_stopped(objects: dict[str, bytes], error: BaseException) -> None:
+def test_finished_objects_are_saved_when_publish_is_stopped(objects: dict[str, bytes], error: BaseException) -> None:
     """However little time has passed since the last save."""
     store = MemoryStore(objects)
 
@@ -419,12 +419,12 @@ def test_progress_ends_at_the_total_and_never_falls(objects: dict[str, bytes]) -
 @pytest.mark.parametrize(
     "wrong", [{"hash_name": "md5"}, {"chunk_bytes": 1000}, {"chunk_bytes": 17 * MIB}, {"concurrency": 0}]
 )
-def test_arguments_that_cannot_be_meant(wrong: dict[str, int]) -> None:
+def test_invalid_arguments_are_refused(wrong: dict[str, int]) -> None:
     with pytest.raises(PublishError, match=r"unknown hash|chunk_bytes|concurrency"):
         publish(MemoryStore(), **wrong)  # type: ignore[arg-type]
 
 
-def test_nothing_to_publish() -> None:
+def test_an_empty_source_is_refused() -> None:
     with pytest.raises(NotACheckpoint):
         publish(MemoryStore({"README.md": b""}))
 

@@ -70,7 +70,7 @@ def write_quantized(source: Path, folder: Path, scheme: str, skip: tuple[str, ..
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_what_is_quantized_are_the_linear_layers_of_the_language_model(family: str) -> None:
+def test_only_linear_layers_of_the_language_model_are_quantized(family: str) -> None:
     model = make_tiny(family)
     names = {torch.bfloat16: "BF16", torch.float32: "F32", torch.int64: "I64"}
     tensors = [

@@ -32,7 +32,7 @@ FP8 = config_of({"quant_method": "fp8", "weight_block_size": [128, 128]})
 GPTQ = config_of({"quant_method": "gptq", "bits": 4, "group_size": 128})
 
 
-def test_a_cut_that_is_not_on_blocks_says_so_and_which_sizes_do() -> None:
+def test_a_cut_inside_blocks_is_refused_with_the_sizes_that_work() -> None:
     error = refuse(
         [tensor("a.weight", "F8_E4M3", (64, 1536), 1), tensor("a.weight_scale_inv", "F32", (1, 12), 4)], FP8, ways=8
     )

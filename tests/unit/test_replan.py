@@ -47,7 +47,7 @@ def test_every_lost_rank_gets_a_place_that_is_free(free, group_size, groups, dat
         ((1, 1), {0: "gone", 1: "gone"}, {0: "n0", 1: "n1"}),
     ],
 )
-def test_where_they_go(free, rank_nodes, expected):
+def test_lost_ranks_go_to_the_expected_nodes(free, rank_nodes, expected):
     lost = lost_ranks(rank_nodes, {"n0", "n1"})
     placements = place_again(cpu_nodes(*free), rank_nodes, lost, 2, "cpu", 8)
     assert {rank: node.node_id for rank, node in placements.items()} == expected

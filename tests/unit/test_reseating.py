@@ -41,7 +41,7 @@ class TaskError(RayError):
         (TimeoutError(), False, 1),
     ],
 )
-def test_who_has_answered_is_not_asked_whether_it_lives(error: BaseException, needed: bool, asked: int) -> None:
+def test_a_worker_that_answered_gets_no_liveness_check(error: BaseException, needed: bool, asked: int) -> None:
     agents = Agents()
     nothing = cast("Any", None)
     relocation = Relocation(*[nothing] * 5, cast("Any", agents), *[nothing] * 2)

@@ -82,7 +82,9 @@ def test_files_that_cannot_be_read(tmp_path: Path) -> None:
 
 
 @given(st.dictionaries(st.from_regex(r"[a-z*\\\"é]{1,8}(\.[a-z]{1,3})?", fullmatch=True), st.sampled_from(list(Rule))))
-def test_whatever_is_a_mapping_is_a_file(tmp_path_factory: pytest.TempPathFactory, rules: dict[str, str]) -> None:
+def test_rules_in_a_mapping_or_in_a_file_read_the_same(
+    tmp_path_factory: pytest.TempPathFactory, rules: dict[str, str]
+) -> None:
     path = tmp_path_factory.mktemp("rules") / "r.json"
     path.write_text(json.dumps(rules))
     results = []

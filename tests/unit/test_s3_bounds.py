@@ -155,7 +155,7 @@ def test_gigabytes_of_chunks() -> None:
 
 
 @pytest.mark.parametrize(("status", "kind"), [("403 F", AccessDenied), ("404 N", ObjectNotFound)])
-def test_gigabytes_of_a_refusal_are_not_read_and_its_status_counts(status: str, kind: type[StoreError]) -> None:
+def test_a_huge_error_body_is_not_read_and_its_status_counts(status: str, kind: type[StoreError]) -> None:
     sent: list[int] = []
 
     def play(sock: socket.socket, _: int) -> None:
@@ -191,7 +191,7 @@ def test_a_refusal_that_is_a_page_for_people() -> None:
     ],
     ids=range(10),
 )
-def test_a_look_up_that_says_nonsense(head: bytes) -> None:
+def test_a_nonsense_head_answer_is_an_error(head: bytes) -> None:
     def play(sock: socket.socket, _: int) -> None:
         sock.sendall(head)
         sock.shutdown(socket.SHUT_WR)

@@ -54,7 +54,7 @@ class Handler(BaseHTTPRequestHandler):
 
 @pytest.mark.parametrize("status", [301, 302, 307, 308])
 @pytest.mark.parametrize("region", ["", "eu-west-9", "x.evil.example/"])
-def test_nobody_else_is_asked(status: int, region: str, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_redirects_to_other_hosts_are_not_followed(status: int, region: str, monkeypatch: pytest.MonkeyPatch) -> None:
     with serving(Handler) as home, serving(Handler) as other:
         elsewhere = place(other)
         error = f"<Error><Code>PermanentRedirect</Code><Endpoint>{elsewhere[7:]}</Endpoint></Error>".encode()

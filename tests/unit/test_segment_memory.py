@@ -43,7 +43,7 @@ def test_every_segment_is_the_takers_own(loads: list[list[int]], random: object)
             assert (view == value).all()
 
 
-def test_what_is_let_go_is_used_again() -> None:
+def test_released_segments_are_used_again() -> None:
     memory = SegmentMemory()
     memory.keep(True)
     segments = memory.take([MIB, 4 * MIB])
@@ -82,7 +82,7 @@ def test_nothing_is_kept_unless_wanted() -> None:
     assert memory.kept_bytes == 0
 
 
-def test_a_cycle_that_is_collected_while_memory_is_taken_does_not_hang() -> None:
+def test_garbage_collection_during_allocation_does_not_hang() -> None:
     memory = SegmentMemory()
     memory.keep(True)
 
@@ -135,7 +135,7 @@ def test_the_cheaper_kind_of_pages_is_kept(huge_s: float, small_s: float, pay: b
     assert huge.pay is pay
 
 
-def test_memory_is_whole_when_huge_pages_are_given_up_half_way() -> None:
+def test_memory_is_complete_when_huge_pages_run_out() -> None:
     (segment,) = SegmentMemory().take([64 * MIB])
     segment.touch(0, 20 * MIB)
     segment.data[: 20 * MIB] = 7

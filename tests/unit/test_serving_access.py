@@ -130,7 +130,7 @@ def test_without_a_token_other_sites_pages_may_not_even_look() -> None:
 
 
 @pytest.mark.parametrize("headers", [{"sec-fetch-site": "cross-site"}, {"host": "evil.example"}])
-def test_other_sites_pages_do_not_use_up_what_their_reader_may_ask(headers: dict[str, str]) -> None:
+def test_refused_cross_site_requests_use_up_no_rate(headers: dict[str, str]) -> None:
     with client_of(requests_per_minute=3) as client:
         answers = [client.get("/openapi.json", headers=headers).status_code for _ in range(9)]
         assert answers == [403] * 9
@@ -138,7 +138,7 @@ def test_other_sites_pages_do_not_use_up_what_their_reader_may_ask(headers: dict
 
 
 @pytest.mark.parametrize("listening", ["10.1.2.3", "[fd00::1]"])
-def test_without_a_token_nothing_is_answered_where_others_can_reach_it(listening: str) -> None:
+def test_reachable_services_without_a_token_refuse_requests(listening: str) -> None:
     """`serve run` and a RayService choose the address: the settings do not know it, whatever Host a request names."""
     with client_of(f"http://{listening}:8000") as client:
         for path in ("/", "/healthz", "/v1/models"):
@@ -148,7 +148,7 @@ def test_without_a_token_nothing_is_answered_where_others_can_reach_it(listening
         assert client.get("/openapi.json", headers={"authorization": f"Bearer {TOKEN}"}).status_code == 200
 
 
-def test_bodies_that_do_not_come_are_not_waited_for(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_slow_bodies_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     """Nor do they keep others out."""
     monkeypatch.setattr(access, "BODY_S", 0.3)
     monkeypatch.setattr(access, "BODIES", 2)
@@ -190,7 +190,7 @@ def test_a_body_is_bounded_whatever_its_length_says() -> None:
         assert small.status_code == 422
 
 
-def test_who_asks_too_often_is_told_to_wait() -> None:
+def test_clients_above_the_rate_get_retry_after() -> None:
     with client_of(requests_per_minute=3) as client:
         answers = [client.get("/healthz") for _ in range(5)]
     assert [answer.status_code for answer in answers] == [200, 200, 200, 429, 429]
@@ -232,7 +232,7 @@ def test_nobody_gets_more_than_a_burst_and_the_rate(per_minute: int, asked: list
         "//v1/models",
     ],
 )
-def test_no_path_leads_out(path: str) -> None:
+def test_paths_cannot_leave_the_folder(path: str) -> None:
     with client_of() as client:
         answer = client.get(path, follow_redirects=False)
     assert answer.status_code in (400, 404, 422)
@@ -249,7 +249,7 @@ def test_without_a_token_it_listens_on_this_machine_only(host: str) -> None:
     assert TOKEN not in settings.model_dump_json()
 
 
-def test_settings_that_cannot_be_meant_are_named() -> None:
+def test_invalid_settings_are_named() -> None:
     with pytest.raises(ConfigError, match="LONGSHORE_HTTP_PORT"):
         ServingSettings.from_env({"LONGSHORE_HTTP_PORT": "99999"})
     with pytest.raises(ConfigError, match=str(SHORTEST_TOKEN)):

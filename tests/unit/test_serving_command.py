@@ -23,7 +23,7 @@ class Busy(BaseHTTPRequestHandler):
         """Nothing is to be said."""
 
 
-def test_it_ends_when_its_application_is_gone_and_not_when_that_is_busy(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_the_command_ends_when_its_application_is_gone_not_busy(monkeypatch: pytest.MonkeyPatch) -> None:
     stopped: list[bool] = []
     monkeypatch.setattr(command, "LOOK_S", 0.01)
     monkeypatch.setattr(command, "SILENT_S", 3.0)

@@ -56,7 +56,7 @@ models = st.tuples(st.lists(st.integers(0, 12), min_size=1, max_size=12), st.int
 
 @settings(deadline=None)
 @given(models, st.randoms(use_true_random=False), st.integers(1, 5))
-def test_whatever_the_order_no_more_is_staged_than_the_plan_counted(
+def test_staging_keeps_to_the_planned_room_in_any_order(
     model: tuple[list[int], int, int], chance: Any, most: int
 ) -> None:
     rows, chunk_bytes, ranks = model
@@ -82,7 +82,7 @@ def test_whatever_the_order_no_more_is_staged_than_the_plan_counted(
         assert staging.peak_bytes <= staging.room_bytes == facts[rank].staging_bytes
 
 
-def test_what_has_begun_is_not_held_back() -> None:
+def test_chunks_of_started_tensors_are_not_held_back() -> None:
     plan = plan_of([20, 20, 20, 20], 100)  # 640 bytes each, two in a shard
     staging, _ = staging_of(plan, 0)
     chunks = plan.ranks[0].chunk_ids.tolist()

@@ -41,7 +41,7 @@ def _spans(checksum: StoreChecksum, data: bytes, start: int, end: int, piece_byt
     piece_bytes=st.integers(1, 400),
     seed=st.integers(0, 100),
 )
-def test_chunks_in_any_order_and_the_known_header_make_the_checksum(
+def test_chunks_in_any_order_and_the_header_give_the_checksum(
     name: str, data: bytes, cuts: list[int], parts: list[int] | None, header: int, piece_bytes: int, seed: int
 ) -> None:
     header = min(header, len(data))
@@ -71,7 +71,7 @@ def test_a_changed_byte_changes_it(parts: tuple[int, ...]) -> None:
     assert found != checksum.digest
 
 
-def test_a_digest_that_does_not_combine_needs_the_object_in_one_piece() -> None:
+def test_a_digest_that_does_not_combine_needs_one_whole_chunk() -> None:
     data = b"some bytes of an object"
     checksum = StoreChecksum("md5", digest_of("md5", data))
     whole = _spans(checksum, data, 0, len(data), 5)

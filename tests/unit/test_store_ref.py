@@ -34,7 +34,7 @@ from storage.stores.open_store import open_store
         ("memory://a/b", "memory", "", "a/b"),
     ],
 )
-def test_what_a_uri_names(uri: str, scheme: str, bucket: str, prefix: str) -> None:
+def test_uris_name_a_store_and_a_key(uri: str, scheme: str, bucket: str, prefix: str) -> None:
     ref = parse_uri(uri, environ={})
     assert (ref.scheme, ref.bucket, ref.prefix) == (scheme, bucket, prefix)
     assert parse_uri(ref.uri.replace(" ", "%20"), environ={}) == ref

@@ -63,7 +63,7 @@ def test_every_byte_comes_once_and_in_order(ends: dict[str, list[int]], concurre
     assert all(numbers == list(range(len(ends[key]))) for key, numbers in order.items())
 
 
-def test_passing_faults_are_not_seen() -> None:
+def test_passing_faults_do_not_reach_the_consumer() -> None:
     failed: set[ByteRange] = set()
 
     def first_time(key: str, byte_range: ByteRange, number: int) -> bool:

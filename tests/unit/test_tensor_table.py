@@ -33,7 +33,7 @@ def test_the_header_is_found_however_the_shard_is_cut(specs: list[TensorSpec], s
 
 
 @pytest.mark.parametrize("data", [b"", b"1234567", b"\xff" * 9, b"\x02" + bytes(7) + b"[]", bytes(8)])
-def test_what_is_no_header_is_said(data: bytes) -> None:
+def test_invalid_headers_are_reported(data: bytes) -> None:
     head = HeaderBytes(len(data))
     head.add(memoryview(data))
     with pytest.raises(InvalidHeader):

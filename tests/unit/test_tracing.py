@@ -140,7 +140,7 @@ def test_a_model_that_was_resident_has_one_span(exported: Any) -> None:
     assert [span.name for span in exporter.get_finished_spans()] == ["load"]
 
 
-def test_what_goes_wrong_with_traces_is_no_failure_of_a_load(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_tracing_errors_do_not_fail_a_load(exported: Any, monkeypatch: pytest.MonkeyPatch) -> None:
     monkeypatch.setattr(tracing, "_send", lambda *_: 1 / 0)
     with load_trace("s3://b/llama", time.monotonic()) as done:
         done(load_report())
@@ -148,7 +148,7 @@ def test_what_goes_wrong_with_traces_is_no_failure_of_a_load(exported: Any, monk
         raise ChunkFailed("x")
 
 
-def test_who_is_asked_for_no_traces_makes_none() -> None:
+def test_no_spans_are_made_when_tracing_is_off() -> None:
     assert not tracing_wanted({"OTEL_SDK_DISABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://x"})
     with load_trace("s3://b/llama", time.monotonic()):
         pass  # no report: nothing to tell
@@ -212,7 +212,7 @@ with load_trace("s3://b/llama", time.monotonic()) as done:
 """
 
 
-def test_a_program_without_traces_of_its_own_sends_them_where_it_was_told(monkeypatch: pytest.MonkeyPatch) -> None:
+def test_a_program_without_a_tracer_uses_the_configured_endpoint(monkeypatch: pytest.MonkeyPatch) -> None:
     pytest.importorskip("opentelemetry.exporter.otlp.proto.http")
     messages = pytest.importorskip("opentelemetry.proto.collector.trace.v1.trace_service_pb2")
     with collector() as (url, sent):
