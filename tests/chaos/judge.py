@@ -1,4 +1,4 @@
-"""What the faults of a case justify: which errors, and how many bytes fetched again. Pure."""
+"""Judges which errors the faults of a case justify, and how many bytes may be fetched again. Pure."""
 
 from __future__ import annotations
 
@@ -43,7 +43,7 @@ GIVEN_UP_ERRORS = {"released": ("LoadCancelled",), "timed out": ("LoadTimeout",)
 
 
 def justifies(case: Case, error: str) -> bool:
-    """Whether this error (its class, and its cause when it has one) may end a load under these faults."""
+    """Return whether this error (its class and, if any, its cause) may end a load under these faults."""
     if case.staying and error in STAYING_ERRORS[case.staying]:
         return True
     if case.given_up and error in GIVEN_UP_ERRORS[case.given_up]:
@@ -76,7 +76,7 @@ def wasted_bytes(struck: Iterable[tuple[Asked, Fault]], chunk_bytes: int) -> int
 
 
 def kind_of(fault: Fault) -> str:
-    """Which of `PASSING` and `DAMAGING` it is; "" for none."""
+    """Return which kind of `PASSING` or `DAMAGING` this fault is; "" for neither."""
     match fault:
         case Refuse(status=status):
             return str(status)
@@ -111,6 +111,6 @@ def in_flight_bytes(
 
 
 def bytes_again(report: LoadReport, chunk_bytes: int) -> int:
-    """What a load has fetched twice by its own account: hedges, and leases that ended before their reads."""
+    """Return the bytes that the report counts twice: hedges, and leases that ended before their reads."""
     ended = sum(report.retries.get(cause, 0) for cause in ("lease_expired", "worker_died"))
     return (report.hedges + ended) * chunk_bytes

@@ -41,7 +41,7 @@ class Running:
     wrong: list[str] = field(default_factory=list)  # what must not happen, and did
 
     def options(self, number: int = 0) -> dict[str, Any]:
-        """Of a load that nobody ends early."""
+        """Return the options of a load that nobody ends early."""
         case, bench = self.case, self.bench
         credentials = None if case.renewals else bench.server.credentials()
         there = bench.options(case, self.proxy.endpoint_url, case.layouts[number])

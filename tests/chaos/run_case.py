@@ -43,7 +43,7 @@ KEPT_S = 1.0  # a disk tier that has written nothing for so long is done
 
 @dataclass(frozen=True, slots=True)
 class Outcome:
-    """How a case ended."""
+    """The outcome of a case."""
 
     case: Case
     kind: str

@@ -55,7 +55,7 @@ class CacheMachine(RuleBasedStateMachine):
         return MemoryJournal(slot_count)
 
     def reopen_journal(self) -> SlotJournal:
-        """What an agent finds that was started again."""
+        """Return the journal as a restarted agent finds it."""
         return self.journal
 
     def make_memory(self, slot_count: int) -> MutableSequence[object]:
@@ -364,7 +364,7 @@ SLOT_BYTES = 4096
 
 
 class SlotContents(MutableSequence[object]):
-    """What slots hold, as the model writes it, in the arena's own memory."""
+    """The contents of slots, as the model writes them, in the arena's own memory."""
 
     def __init__(self, arena: Arena) -> None:
         self._arena = arena

@@ -1,4 +1,4 @@
-"""What real servers say of their objects' bytes, as a load without a manifest learns it.
+"""A load without a manifest learns objects' checksums from real servers.
 
 rclone keeps the checksum that came with a PUT, Ceph none but the ETag, ministack composite ones and the parts.
 """

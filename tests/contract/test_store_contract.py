@@ -358,7 +358,7 @@ def s3_server(request: pytest.FixtureRequest) -> S3Server:
 
 @pytest.mark.slow
 class TestS3Refusals:
-    """What only a server with buckets and keys can refuse."""
+    """Refusals that only a server with buckets and keys can give."""
 
     def _asks(self, store: ObjectStore) -> list[Callable[[], object]]:
         return [

@@ -1,4 +1,4 @@
-"""What a fault costs in bytes out of the store: what was on its way, and nothing that had arrived."""
+"""A fault costs only the bytes in flight, never bytes that had arrived."""
 
 from __future__ import annotations
 

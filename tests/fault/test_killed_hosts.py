@@ -139,7 +139,7 @@ def test_a_wait_for_slots_ends_and_says_who_has_them(longshore: Longshore, llama
 
 
 def test_a_process_lives_on_without_its_first_thread(longshore: Longshore, llama: StoredModel) -> None:
-    """What it still writes goes to slots that are its own."""
+    """The process keeps the slots that it still writes to."""
     longshore.configure(empty=True, **SMALLEST)
     with (
         GatedProxy(llama.server.endpoint_url, ranges=4) as proxy,

@@ -127,7 +127,7 @@ def kill_agents(case: Case) -> None:
 
 
 def kill_worker(case: Case) -> None:
-    """That of rank 0, which may come up after that of rank 1."""
+    """Kill the worker of rank 0, which may start after that of rank 1."""
 
     def first() -> str | None:
         return next((name for name in case.longshore.living_workers() if name.endswith("-0-0")), None)

@@ -83,7 +83,7 @@ def arguments(model: StoredModel, proxy: CountingProxy, *, grouped: bool = True)
 
 
 def loaded(client: subprocess.Popen[str]) -> dict[str, Any]:
-    """What a client of LOAD said, when every slice of every rank was the right one."""
+    """Return what a client of LOAD printed. Every slice of every rank must be right."""
     result: dict[str, Any] = json.loads(said(client, "LOADED "))
     assert result["different"] == [[], []]
     return result

@@ -59,7 +59,7 @@ _NAMESPACES = ("--net", "--mount", "--uts", "--ipc", "--pid")
 
 
 def why_not() -> str:
-    """What keeps this process from making hosts; empty when nothing does."""
+    """Return what keeps this process from making hosts; empty when nothing does."""
     if os.geteuid() != 0:
         return "hosts of their own need root"
     missing = [tool for tool in _TOOLS if shutil.which(tool) is None]
@@ -120,7 +120,7 @@ class Host:
     # -- what runs and lies there ------------------------------------------------------------------------------
 
     def run(self, command: Sequence[str]) -> str:
-        """What a command says that runs there to its end. Raises CalledProcessError."""
+        """Run a command on the host to its end and return its output. Raises CalledProcessError."""
         return subprocess.run([*self._enter(), *command], check=True, capture_output=True, text=True).stdout
 
     def start(self, command: Sequence[str], environ: Mapping[str, str], log: Path) -> subprocess.Popen[bytes]:
@@ -249,7 +249,7 @@ def _addresses() -> Iterator[str]:
 
 
 def _remove_stale_bridges() -> None:
-    """Of test runs that were killed."""
+    """Remove the bridges of test runs that were killed."""
     for line in _ip("-oneline", "link", "show", "type", "bridge").splitlines():
         name = line.split()[1].rstrip(":")
         number = name.removeprefix(_BRIDGE)

@@ -32,7 +32,7 @@ ENTER = 'echo $$ > "$1" && mount -t tmpfs -o "size=$2" tmpfs /dev/shm && shift 2
 
 @dataclass(frozen=True)
 class ShortMemory:
-    """See above."""
+    """A group of processes with little memory. Make one with `short_memory`."""
 
     command: tuple[str, ...]  # what to put before a command
     group: Path
@@ -58,7 +58,7 @@ class ShortMemory:
 
 @contextlib.contextmanager
 def short_memory(*, shm_bytes: int, memory_bytes: int) -> Iterator[ShortMemory]:
-    """What is still in it at its end is killed. Skips the test where this user may not make such a thing."""
+    """Make a group with little memory and kill what is left in it. Skips the test without the rights for it."""
     probe = ["unshare", "--mount", "sh", "-c", "mount -t tmpfs -o size=1m tmpfs /dev/shm"]
     if os.geteuid() or subprocess.run(probe, capture_output=True).returncode:
         pytest.skip("a /dev/shm of one's own takes root and mount namespaces")
@@ -87,7 +87,7 @@ def _make_group(memory_bytes: int) -> Path:
 
 
 def _killed(group: Path) -> int:
-    """How many processes were sent SIGKILL."""
+    """Send SIGKILL to the group and return the number of processes."""
     pids = (group / "cgroup.procs").read_text().split()
     for pid in pids:
         with contextlib.suppress(ProcessLookupError):
@@ -159,7 +159,7 @@ sys.stdin.read()
 
 
 def header_of(size_bytes: int) -> bytes:
-    """Of a file with one tensor of that size."""
+    """Return the header of a file with one tensor of that size."""
     shape = [size_bytes // MIB, MIB]
     header = json.dumps({"w": {"dtype": "U8", "shape": shape, "data_offsets": [0, size_bytes]}}).encode()
     return len(header).to_bytes(8, "little") + header

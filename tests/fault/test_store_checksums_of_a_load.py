@@ -42,7 +42,7 @@ def unpublished(s3_server: EmbeddedS3, tmp_path: Path, request: pytest.FixtureRe
 
 
 def _flip(path: Path, at: int) -> None:
-    """As a disk does that rots: the file keeps its date, so the server its ETag and what it says of the bytes."""
+    """Flip a bit as a rotting disk does. The file keeps its date, so the server keeps its ETag and checksum."""
     date = path.stat()
     with path.open("r+b") as file:
         file.seek(at)

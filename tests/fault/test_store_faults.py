@@ -61,7 +61,7 @@ def stored(asked: Asked) -> bytes:
 
 
 def of_another_range(asked: Asked) -> bytes:
-    """As many bytes from elsewhere in the object."""
+    """Return as many bytes from elsewhere in the object."""
     start = asked.start + CHUNK_BYTES
     if start + asked.size_bytes > len(OBJECTS[KEY]):
         start = asked.start - CHUNK_BYTES
@@ -115,7 +115,7 @@ PASSING: dict[str, tuple[Script, str]] = {
 
 
 def again_bytes(report: NodeReport) -> int:
-    """What may leave the store a second time: a chunk for each try that failed and for each that had a rival."""
+    """Return the bytes that may leave the store twice: a chunk for each failed try and for each hedge."""
     return CHUNK_BYTES * (sum(report.retries.values()) + report.hedges)
 
 

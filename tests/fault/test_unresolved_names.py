@@ -33,7 +33,7 @@ def nothing_left_behind(rclone: EmbeddedS3) -> Iterator[None]:
 
 
 class NameService:
-    """What `socket.getaddrinfo` asks of HOST: `failing` look-ups fail, then it is this machine."""
+    """A `socket.getaddrinfo` whose first `failing` look-ups of HOST fail; then HOST is this machine."""
 
     def __init__(self, failing: float, monkeypatch: pytest.MonkeyPatch) -> None:
         self.failing, self.failed = failing, 0

@@ -1,4 +1,4 @@
-"""Which cluster a client means, tried in processes that use none yet."""
+"""Clients choose a cluster by its address, in processes that are not connected yet."""
 
 from __future__ import annotations
 
@@ -134,7 +134,7 @@ def started_head(folder: Path, python: str = sys.executable, **variables: str) -
 
 
 def loaded(code: str, model: Path, environ: dict[str, str], folder: Path) -> str:
-    """What a program says that loads the model in a folder of its own."""
+    """Return the output of a program that loads the model in a folder of its own."""
     done = subprocess.run(
         [sys.executable, "-c", code, str(model)],
         env=environ,

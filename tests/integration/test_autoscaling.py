@@ -50,7 +50,7 @@ class AutoscaledNodes(Longshore):
     """`Longshore` on such a cluster; this process is connected to it."""
 
     def node_types(self) -> list[str]:
-        """Of the living nodes beside the head, by the resource that names each node's type."""
+        """List the living nodes beside the head by the resource that names each node's type."""
         import ray
 
         living = [node for node in ray.nodes() if node["Alive"]]  # type: ignore[no-untyped-call]
@@ -103,7 +103,7 @@ def autoscaled_cluster(
 
 
 def _config(types: Mapping[str, Mapping[str, float]], address: str, idle_s: float, version: int) -> dict[str, Any]:
-    """What `ray up` would make of a cluster's YAML file."""
+    """Return the configuration that `ray up` would make of a cluster's YAML file."""
     provider = {
         "type": "external",  # the wheel lacks the file of defaults that `fake_multinode` is looked up with
         "module": "ray.autoscaler._private.fake_multi_node.node_provider.FakeMultiNodeProvider",

@@ -1,4 +1,4 @@
-"""What cannot be loaded is refused with one typed error that says why, through the whole stack; nothing is left."""
+"""Bad input is refused with one typed error that says why, through the whole stack; nothing is left."""
 
 from __future__ import annotations
 

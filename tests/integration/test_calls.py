@@ -92,7 +92,7 @@ def test_a_dead_rank_ends_a_call_while_another_one_waits(
 
 
 def raise_when_another_rank_is_dead(shard: Any, folder: Path) -> None:
-    """What a collective does on the ranks that live."""
+    """Raise as a collective does on living ranks when another rank dies."""
     if shard.rank == 0:
         (folder / "pid").write_text(str(os.getpid()))
         wait_for(folder / "rank 1")
@@ -268,7 +268,7 @@ def test_wrong_arguments_are_refused_before_a_rank_is_asked(model: cluster.Loade
 
 @pytest.fixture
 def asked(monkeypatch: pytest.MonkeyPatch) -> Counter[str]:
-    """How often this process has asked a worker for what."""
+    """Count the requests of this process to workers, by method."""
     counts: Counter[str] = Counter()
 
     class Counted:

@@ -82,7 +82,7 @@ class Demo:
                     yield process
 
     def names(self) -> set[str]:
-        """Of its processes."""
+        """Return the names of its processes."""
         found = set()
         for process in self._processes():
             with contextlib.suppress(psutil.Error):
@@ -127,7 +127,7 @@ def shared_memory() -> set[str]:
 
 
 def unused_memory() -> set[str]:
-    """Of that, what no process has mapped: others may load on this machine meanwhile."""
+    """List the shared memory that no process has mapped: other loads may run on this machine."""
     names = shared_memory()
     for maps in Path("/proc").glob("[0-9]*/maps"):
         with contextlib.suppress(OSError):

@@ -49,7 +49,7 @@ def cut_to_stage(model: Any, names: Iterable[str], *, first: bool) -> Any:
 
 
 def chained_logits(stages: Sequence[Any], ids: torch.Tensor) -> torch.Tensor:
-    """Of two stages: the first one's hidden states go into the second as its embeddings."""
+    """Return the logits of two stages: the first one's hidden states are the second's embeddings."""
     first, last = stages
     with torch.no_grad():
         hidden = first.model(input_ids=ids).last_hidden_state

@@ -84,7 +84,7 @@ class Machine:
         return text.replace("--size 2GB", "--size 40MB").replace("ray start --head", f"ray start --head{self.ray}")
 
     def run(self, line: str) -> str:
-        """What it says on stdout; it has to end well."""
+        """Run the line, which must succeed, and return its stdout."""
         starts = "ray start" in line
         done = self._try_to_run(line)
         for _ in range(START_TRIES - 1 if starts else 0):
@@ -120,7 +120,7 @@ class Machine:
             )
 
     def said_in(self, line: str) -> str:
-        """Of a terminal, by now."""
+        """Return the output of a terminal so far."""
         return (self.folder / f"{list(self.terminals).index(line)}.log").read_text()
 
     def ask(self, url: str) -> str:

@@ -61,7 +61,7 @@ def _held(shard: Any) -> dict[str, int]:
 
 
 def _all_but(room_bytes: int) -> int:
-    """What a load must leave so that it has that room beside its process, when nobody else takes or frees memory."""
+    """Return the reserve that leaves a load this much room beside its process, if others hold still."""
     return available_host_bytes() - WORKER_BYTES - room_bytes
 
 

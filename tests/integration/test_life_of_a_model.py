@@ -23,12 +23,12 @@ WAIT_S = 120
 
 
 def states(longshore: Longshore) -> list[str]:
-    """Of the models that are not over."""
+    """Return the states of the models that are not over."""
     return [model.progress.state for model in longshore.models()]
 
 
 def last_state(longshore: Longshore) -> str:
-    """Of the model that was asked for last, over or not."""
+    """Return the state of the model that was requested last, over or not."""
     status = longshore.status()
     return (status.models or status.ended)[-1].progress.state
 

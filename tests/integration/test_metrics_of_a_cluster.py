@@ -39,7 +39,7 @@ def total(found: dict[tuple[str, ...], float], name: str) -> float:
 
 
 def of_agents(found: dict[tuple[str, ...], float]) -> dict[tuple[str, ...], float]:
-    """What was counted of chunks, by series."""
+    """Select the counters of chunks, by series."""
     return {key: value for key, value in found.items() if key[0].startswith("longshore_chunk") and value}
 
 

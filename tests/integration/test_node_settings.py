@@ -1,4 +1,4 @@
-"""Whose settings are in force on a cluster whose nodes were started with an environment of their own."""
+"""Nodes that start with an environment of their own keep their own settings."""
 
 from __future__ import annotations
 
@@ -206,7 +206,7 @@ def test_status_and_doctor_show_the_settings_in_force(
 
 
 def name_of(there: Operated, which: str) -> str:
-    """As messages name the node."""
+    """Return the node's name as messages give it."""
     nodes = there.ray_cluster
     node_id = nodes.head_node.node_id if which == "head" else next(iter(nodes.worker_nodes)).node_id
     return node_name(socket.gethostname(), node_id)

@@ -103,7 +103,7 @@ TIMEOUT_S = 300
 
 @pytest.fixture(scope="module")
 def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[torch.Tensor, list[dict[str, Any]]]]:
-    """Of each case: the logits of the model in one process, and what each of the two wrote."""
+    """Return for each case the logits of the model in one process, and the outputs of the two processes."""
     folder = tmp_path_factory.mktemp("gloo")
     expected = {}
     for case, (_, family, changes) in CASES.items():

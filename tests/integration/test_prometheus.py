@@ -101,7 +101,7 @@ def test_prometheus_counters_agree_with_the_report(
         assert min(prometheus.values("longshore_shm_total_bytes", "node").values(), default=0) > 0
 
     def differs() -> str:
-        """What does not agree; "" when all does. After a scrape that was too slow there are no series for a while."""
+        """Return what does not agree; "" when all does. Series are missing for a while after a slow scrape."""
         try:
             compare()
         except AssertionError as error:

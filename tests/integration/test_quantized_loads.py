@@ -44,7 +44,7 @@ def _pieces(shard: Any) -> list[tuple[Any, Any]]:
 
 
 def _expected(folder: Path, scheme: str) -> dict[str, torch.Tensor]:
-    """What the library makes of the whole of each matrix."""
+    """Return what the library makes of each whole matrix."""
     expected = {}
     for name, weight in load_file(folder / "model.safetensors").items():
         made = {"": weight} if "_proj" not in name else quantized(weight, scheme)

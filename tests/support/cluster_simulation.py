@@ -114,7 +114,7 @@ JUSTIFIED: dict[type[LongshoreError], set[str]] = {
 
 
 def _arrows() -> set[tuple[str, str]]:
-    """What docs/load_states.md allows."""
+    """Return the transitions that docs/load_states.md allows."""
     text = (Path(__file__).resolve().parents[2] / "docs" / "load_states.md").read_text()
     found = re.findall(r"^ +([A-Z]+) --> ([A-Z]+):", text, re.MULTILINE)
     return {(before.lower(), after.lower()) for before, after in found}
@@ -270,7 +270,7 @@ def counters_of(shown: Snapshot) -> dict[Key, float]:
 
 
 class ClusterSimulation:
-    """See above. `slots`: of every arena; `roomy`: nothing is ever evicted, so what is fetched can be counted."""
+    """A simulated cluster. `slots`: of every arena. `roomy`: nothing is evicted, so fetches can be counted."""
 
     def __init__(self, seed: int, *, hosts: int, slots: int, roomy: bool, node_wait_s: float = 0.0) -> None:
         self.clock = Clock(seed)
@@ -496,14 +496,14 @@ class ClusterSimulation:
             raise AccessDenied("refused", key=access.credentials.access_key_id)
 
     def fate(self) -> str:
-        """Of a message."""
+        """Choose what happens to a message."""
         if self.trouble and self.clock.chance.random() < self.trouble:
             self.faults.add("message")
             return self.clock.chance.choice(TROUBLES)
         return "arrives"
 
     def store_fault(self) -> LongshoreError | None:
-        """Of a chunk that a rank has tried as often as it may."""
+        """Choose the error of a chunk after a rank's last try; None for none."""
         if self.store_trouble and self.clock.chance.random() < self.store_trouble:
             self.faults.add("store")
             return self.clock.chance.choice(STORE_FAULTS)("a fault of the test", shard="model.safetensors", chunk=0)
@@ -554,7 +554,7 @@ class ClusterSimulation:
         assert causes & self.faults, f"nothing that went wrong ({self.faults}) justifies {error!r}"
 
     def check_own_error(self, client: SimClient) -> None:
-        """What other clients do, or may not do, ends nobody's load."""
+        """Check that no load ended because of what other clients did or may not do."""
         if isinstance(client.error, LoadCancelled):
             unheard = self.faults & {"coordinator", "message", "node"}  # its hold may have lapsed
             assert client.given_up or unheard, f"a load ended because another client released: {client.error!r}"
@@ -710,12 +710,12 @@ class ClusterSimulation:
             agent.actor.process = None
 
     def _unforeseen(self, error: BaseException) -> None:
-        """What no task was asked about."""
+        """Record an error of a task that nothing waits for."""
         if not isinstance(error, LongshoreError | RayActorError | TimeoutError) or isinstance(error, IllegalTransition):
             self.problems.append(f"in a task of its own: {error!r}")
 
     def _logged(self, message: str, *args: Any, **_: Any) -> None:
-        """What the coordinator's repeated work raised, and went on after."""
+        """Record an error after which the coordinator's repeated work went on."""
         error = sys.exc_info()[1]
         if error is not None:
             self._unforeseen(error)

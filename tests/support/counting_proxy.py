@@ -39,7 +39,7 @@ class Request:
 
     @property
     def is_weights(self) -> bool:
-        """Whether it asks for a range of a shard: manifest, index and whole files are not weights."""
+        """Return whether it asks for a range of a shard: manifest, index and whole files are not weights."""
         return self.method == "GET" and self.range is not None and self.path.endswith(".safetensors")
 
 

@@ -47,7 +47,7 @@ class GatedProxy(CountingProxy):
         self._gate.wait_for(lambda: self._open)
 
     def holds_for(self, pid: int) -> bool:
-        """Whether a request of this process waits at the closed gate."""
+        """Return whether a request of this process waits at the closed gate."""
         with contextlib.suppress(psutil.NoSuchProcess):
             mine = {connection.laddr.port for connection in psutil.Process(pid).net_connections("tcp")}
             with self._gate:

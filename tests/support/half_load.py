@@ -56,7 +56,7 @@ class HalfLoad:
         return readers(self._longshore, self.proxy.holds_for)
 
     def is_exact(self, model: LoadedModel, tensor_parallel_size: int) -> bool:
-        """Whether every slice of both ranks is what the safetensors library reads; the rest is cut for FSDP."""
+        """Return whether every slice of both ranks matches the safetensors library; the rest is split for FSDP."""
         fsdp = RANKS // tensor_parallel_size
         differs = model.call(shard_differs, str(self.stored.folder), tensor_parallel_size, fsdp, KV_HEADS)
         return differs == [[]] * RANKS

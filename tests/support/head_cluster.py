@@ -117,7 +117,7 @@ class HeadCluster:
 
     @property
     def worker_is_up(self) -> bool:
-        """Whether its node still runs; Ray ends it some time after the head."""
+        """Return whether the worker's node still runs; Ray ends it some time after the head."""
         return self._worker is not None and self._worker.poll() is None
 
     def client(self, code: str, *arguments: str, **environ: str) -> subprocess.Popen[str]:
@@ -249,7 +249,7 @@ def end_tree(pid: int) -> None:
 
 
 def run_to_its_end(command: list[str], timeout_s: float, **options: Any) -> subprocess.CompletedProcess[str]:
-    """As `subprocess.run` with what it says; what takes too long is ended with all that it began, its cluster too."""
+    """Run a command as `subprocess.run` does. After the timeout, end it with its children and its cluster."""
     with subprocess.Popen(command, stdout=subprocess.PIPE, stderr=subprocess.PIPE, text=True, **options) as process:
         try:
             out, err = process.communicate(timeout=timeout_s)
@@ -260,7 +260,7 @@ def run_to_its_end(command: list[str], timeout_s: float, **options: Any) -> subp
 
 
 def said(client: subprocess.Popen[str], word: str) -> str:
-    """What a client says behind this word. AssertionError when it ends before."""
+    """Return what a client prints after this word. AssertionError when it ends before."""
     if client.stdout is None:
         raise ValueError("not a client of HeadCluster")
     for line in client.stdout:

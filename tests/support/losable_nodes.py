@@ -77,7 +77,7 @@ class LosableNodes(Longshore):
         raise LookupError(f"no living actor {name}")
 
     def is_head(self, node_id: str) -> bool:
-        """Whether it is the node that cannot be lost."""
+        """Return whether it is the node that cannot be lost."""
         return node_id not in self._nodes
 
     def kill_node(self, node_id: str) -> None:

@@ -68,7 +68,7 @@ class SimModel:
     key: str = "model.safetensors"
 
     def content(self, chunk: int) -> object:
-        """What a slot holds that holds the chunk."""
+        """Return the content of a slot that holds the chunk."""
         return self.contents[chunk]
 
     def shared(self, needs: Mapping[int, Sequence[int]]) -> bytes:
@@ -89,7 +89,7 @@ class SimModel:
 
 @dataclass
 class SimLoad:
-    """What the coordinator knows of a load."""
+    """A load as the coordinator knows it."""
 
     load_id: str
     model: SimModel
@@ -455,7 +455,7 @@ class NodeSimulation:
         self.ledger.expire(self.now_s)
 
     def tick(self) -> None:
-        """What the agent's thread does: deaths are noticed, holders of taken-back slots are killed."""
+        """Do what the agent's thread does: notice deaths, kill the holders of revoked slots."""
         living = {rank.process for rank in self.ranks if rank.alive}
         for process in self.ledger.processes() - living:
             self.ledger.process_dead(process, self.now_s)
@@ -565,7 +565,7 @@ class NodeSimulation:
 
 
 def check_sources(report: NodeReport) -> None:
-    """What was needed came from somewhere, by the bytes and by the number of chunks."""
+    """Check that every needed byte and chunk has a source."""
     chunks = report.store_chunks + report.disk_chunks + report.cached_chunks + report.unknown_chunks
     assert report.needed_chunks == chunks or report.refetched_chunks >= chunks - report.needed_chunks > 0, report
     size_bytes = report.store_bytes + report.disk_bytes + report.cached_bytes + report.unknown_bytes

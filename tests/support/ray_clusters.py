@@ -117,7 +117,7 @@ class Longshore:
                 ray.kill(ray.get_actor(name, namespace=NAMESPACE), no_restart=True)
 
     def swept(self) -> bool:
-        """Whether no arena is left, once those of dead agents are removed; what a dying process still has is not."""
+        """Remove the arenas of dead agents and return whether none is left. Dying processes may still hold some."""
         sweep()
         return not self.arenas()
 
@@ -245,7 +245,7 @@ class Longshore:
         }
 
     def living_workers(self) -> dict[str, int]:
-        """As `worker_pids`, of those whose processes are up."""
+        """Return `worker_pids` of the processes that are alive."""
         return self.living_pids("worker-")
 
     def wait_restarted(self, name: str, old_pid: int) -> int:

@@ -66,7 +66,7 @@ class SimActor:
 
 
 class SimRay:
-    """See above. `make_worker`, `make_agent`: processes of a host."""
+    """A simulated Ray. `make_worker` and `make_agent` make the processes of a host."""
 
     def __init__(self, clock: Clock) -> None:
         self.clock = clock
@@ -89,7 +89,7 @@ class SimRay:
         return Handle(self, actor)
 
     def kill(self, handle: Handle, no_restart: bool) -> None:
-        """Who asks does not wait for it: until it is done the actor is found by its name, and at work."""
+        """Kill the actor without waiting. Until it is dead, it works and is found by its name."""
         self._check_heard()
         self.clock.soon(lambda: self.end(handle.actor), 2.0)
 
@@ -251,7 +251,7 @@ class Later:
 
 
 class Handle:
-    """What `ray.get_actor` returns."""
+    """A handle as `ray.get_actor` returns it."""
 
     def __init__(self, ray: SimRay, actor: SimActor) -> None:
         self._ray = ray

@@ -493,7 +493,7 @@ class SimWorker:
         clock.after(clock.chance.uniform(0.02, 2 * self._pace_s), self._act)
 
     def _act(self) -> None:
-        """What a rank does at a time."""
+        """Do the next thing that a rank does."""
         rank = self.rank
         if rank is None or not self.at_work or not rank.alive:
             return

@@ -54,7 +54,7 @@ class FakeGpu(CpuDevice):
 
 
 def place_all(device: MappedDevice, plan: LoadPlan, stored: StoredModel) -> None:
-    """What a rank does with a device, but for the arena."""
+    """Place all chunks as a rank does, without an arena."""
     rank = plan.ranks[0]
     items = expand_read_items(rank.sources, plan.chunks)
     device.allocate(rank.segment_bytes)

@@ -1,4 +1,4 @@
-"""How messages grow: with nodes, never with chunks, nor with ranks times tensors. Counted, not timed."""
+"""Messages grow with nodes, never with chunks, nor with ranks times tensors. Counted, not timed."""
 
 from __future__ import annotations
 

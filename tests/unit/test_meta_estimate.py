@@ -62,7 +62,7 @@ def test_shapes_of_a_dense_model_are_those_that_are_stored(tmp_path: Path) -> No
 
 @pytest.mark.parametrize("family", ["mixtral", "qwen3_moe", "deepseek_v3"])
 def test_experts_are_counted_one_by_one(family: str, tmp_path: Path) -> None:
-    """What is converted at a time is one of them, as it is of the checkpoint."""
+    """Experts are converted one at a time, as in the checkpoint."""
     folder = save_tiny(family, tmp_path / "model")
     expert = {t.name: t.shape for t in open_model(LocalStore(str(folder)), chunk_bytes=MIB).tensors}
     estimated = estimate_index((folder / "config.json").read_bytes(), MIB)

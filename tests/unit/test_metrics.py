@@ -1,4 +1,4 @@
-"""What a scrape gets, over HTTP, from a coordinator's loop that may be busy."""
+"""A scrape gets its answer over HTTP from a coordinator whose loop may be busy."""
 
 from __future__ import annotations
 
@@ -57,7 +57,7 @@ def cluster_metrics() -> ClusterMetrics:
 
 
 def serving(config: Config, work: Callable[[MetricsServer], Any], of: ClusterMetrics | None = None) -> Any:
-    """What `work` says of a server, in a thread beside the loop that makes the snapshots."""
+    """Return what `work` returns for a server, in a thread beside the loop that makes the snapshots."""
 
     async def run() -> Any:
         server = MetricsServer(config, of or cluster_metrics())

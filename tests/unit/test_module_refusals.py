@@ -1,4 +1,4 @@
-"""What `into` refuses, and what it says: buffers that nobody makes, other names, quantized weights, lazy modules."""
+"""`into` refuses missing buffers, other names, quantized weights and lazy modules, and says why."""
 
 from __future__ import annotations
 

@@ -45,7 +45,7 @@ def shown() -> Iterator[tuple[str, str]]:
 
 
 def unknown(expression: str) -> set[str]:
-    """What it names and nobody exposes or records."""
+    """Return the names in an expression that nothing exposes or records."""
     recorded = {rule["record"] for rule in rules() if "record" in rule}
     return set(NAME.findall(expression)) - set(LABELS) - recorded
 

@@ -34,7 +34,7 @@ from tests.support.node_simulation import CHUNK_BYTES, DEADLINE_S, NodeSimulatio
 
 
 def is_named(error: LongshoreError) -> bool:
-    """Whether the error says which chunk of which shard, on which rank, and why."""
+    """Return whether the error names the chunk, shard and rank, and is not a cancellation."""
     return {"shard", "chunk", "rank"} <= error.details.keys() and not isinstance(error, LoadCancelled | RankLost)
 
 

@@ -54,7 +54,7 @@ def test_the_calling_process() -> None:
 
 
 def own(facts: RankFacts, device: str, *free_gb: int, fit: FitOptions | None = None) -> DoesNotFit | None:
-    """Of rank 3, in a process that sees GPUs with so much free."""
+    """Return the misfit of rank 3 in a process that sees GPUs with this much free."""
     here = node(*free_gb)
     return own_misfit(3, facts, here.gpus, here.pools, device, fit or FitOptions(), CONFIG)
 

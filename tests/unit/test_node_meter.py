@@ -1,4 +1,4 @@
-"""What an agent adds to its heartbeats: its number, memory as the kernel has it, the disk."""
+"""An agent adds to its heartbeats a number, the kernel's count of its memory, and the state of its disk."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What an agent tells its ranks of requests in flight, and why it gives no leases. Driven without agent and clock."""
+"""An agent limits its ranks' requests in flight and says why it grants no leases. No agent or clock runs."""
 
 from __future__ import annotations
 

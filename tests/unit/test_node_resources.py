@@ -1,4 +1,4 @@
-"""What an agent takes of its host, when others take of it too, and what it says of the rest."""
+"""An agent takes memory of a host that it shares with others, and reports the rest."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Whether plans fit given memory: against weighing every rank by hand, and what is said of it on one screen."""
+"""Verdicts on given memory agree with a calculation by hand, and fit on one screen."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What planning costs, counted on small models: kinds stay few, read items and messages grow in proportion."""
+"""The cost of planning, counted on small models: kinds stay few, items and messages grow in proportion."""
 
 from __future__ import annotations
 

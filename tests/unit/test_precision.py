@@ -1,4 +1,4 @@
-"""What becomes of each tensor, and plans of it: every rank's result is its part of the whole tensor's."""
+"""Conversion rules and plans: every rank's result is its part of the whole tensor's result."""
 
 from __future__ import annotations
 
@@ -60,7 +60,7 @@ def whole_results(plan: LoadPlan, model: StoredModel) -> dict[str, tuple[str, tu
 
 
 def expected_results(weights: dict[str, torch.Tensor], scheme: str) -> dict[str, torch.Tensor]:
-    """What the library makes of a Llama: matrices of its layers, no more."""
+    """Return what the library makes of a Llama: only the matrices of its layers are quantized."""
     found = {}
     for name, weight in weights.items():
         if weight.ndim == 2 and "embed" not in name and "lm_head" not in name:

@@ -1,4 +1,4 @@
-"""What the coordinator's notes say of memory that loads were promised and have not taken yet."""
+"""The coordinator records memory that loads were promised and have not taken yet."""
 
 from __future__ import annotations
 

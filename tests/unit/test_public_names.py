@@ -1,4 +1,4 @@
-"""What `import cluster` offers, and what it costs."""
+"""`import cluster` offers its public names, and loads nothing heavy."""
 
 from __future__ import annotations
 

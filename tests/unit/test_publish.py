@@ -64,7 +64,7 @@ class ChecksumStore(WrappedStore):
 
 
 class DamagingStore(WrappedStore):
-    """What is uploaded is stored with one byte changed."""
+    """A store that changes one byte of each upload."""
 
     def __init__(self, inner: ObjectStore, key: str, offset: int) -> None:
         super().__init__(inner)

@@ -1,4 +1,4 @@
-"""How config.json says that a checkpoint is quantized: what is taken, and what is refused."""
+"""config.json says how a checkpoint is quantized; supported methods are read, others refused."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""What status says of each rank: its place, its state, its bytes and its worker's memory."""
+"""Status shows each rank's node, state, bytes and worker memory."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""Which part of which tensor a rank would have: `plan(rank=...)`, `longshore plan --rank`."""
+"""`plan(rank=...)` and `longshore plan --rank` show the part of each tensor on a rank."""
 
 from __future__ import annotations
 

@@ -26,7 +26,7 @@ def written() -> dict[str, Any]:
 
 
 def as_ray_up_takes_it(written: dict[str, Any]) -> dict[str, Any]:
-    """What `ray up` makes of the file before it asks the cloud for anything. Raises what it would."""
+    """Return the file as `ray up` prepares it before it calls the cloud. Raises what `ray up` raises."""
     from ray.autoscaler._private.util import prepare_config, validate_config
 
     prepared = prepare_config(copy.deepcopy(written))
@@ -35,7 +35,7 @@ def as_ray_up_takes_it(written: dict[str, Any]) -> dict[str, Any]:
 
 
 def instance_problems(node_config: dict[str, Any]) -> str:
-    """What EC2's own description says of a node's parameters."""
+    """Return the problems that EC2's own description finds in a node's parameters."""
     operation = boto3.client("ec2", region_name="us-east-1").meta.service_model.operation_model("RunInstances")
     asked = {**node_config, "MinCount": 1, "MaxCount": 1}
     return str(ParamValidator().validate(asked, operation.input_shape).generate_report())

@@ -32,7 +32,7 @@ EXPERTS = parse_rules({"**.experts.up": "experts_column", "**.experts.down": "ex
 
 
 class Recorded:
-    """What a publish would have recorded, and what was asked of it."""
+    """The scales that a publish would have recorded, and the requests for them."""
 
     def __init__(self, model: StoredModel) -> None:
         self._model = model

@@ -24,7 +24,7 @@ class Agents:
 
 
 class TaskError(RayError):
-    """As Ray hands over what an actor raised."""
+    """An error as Ray wraps what an actor raised."""
 
     def __init__(self, cause: LongshoreError) -> None:
         super().__init__("a traceback")

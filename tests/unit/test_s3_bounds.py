@@ -54,7 +54,7 @@ def answers_end(after_s: float) -> Iterator[None]:
 
 
 def refusal(ask: Callable[[], object], kind: type[StoreError] = StoreError) -> str:
-    """What is said."""
+    """Return the message of the refusal."""
     with pytest.raises(kind) as caught:
         ask()
     assert len(str(caught.value)) < 1000

@@ -1,4 +1,4 @@
-"""What a HEAD says about bytes, and what is no statement about them."""
+"""A HEAD answer gives checksums of an object; unusable ones are ignored."""
 
 from __future__ import annotations
 

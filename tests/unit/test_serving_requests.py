@@ -192,7 +192,7 @@ def test_every_operation_documents_itself_and_its_problems(client: TestClient) -
 def test_the_default_endpoint_is_that_of_the_pod(
     name: str, llama: StoredModel, monkeypatch: pytest.MonkeyPatch
 ) -> None:
-    """As where a Secret gives the pods their endpoint and keys."""
+    """A Secret gives the pods their endpoint and keys."""
     keys = llama.server.credentials()
     for variable, value in {
         name: llama.server.endpoint_url,

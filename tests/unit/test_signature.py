@@ -187,7 +187,7 @@ def test_publishing_again_keeps_signature_and_manifest_together() -> None:
 
 
 def test_a_signing_publish_ignores_unsigned_files() -> None:
-    """Who can write to the bucket must not get digests signed that the publisher never computed."""
+    """Writers to the bucket must not get digests signed that the publisher never computed."""
     from storage.checkpoints.checkpoint_files import JOURNAL_KEY
 
     honest = signed_store(None)

@@ -160,7 +160,7 @@ def test_uris_that_climb_or_chain_name_no_place(uri: str) -> None:
 
 @pytest.mark.parametrize("name", ["AWS_ENDPOINT_URL", "AWS_ENDPOINT_URL_S3"])
 def test_an_endpoint_of_the_environment_is_one_like_any_other(name: str) -> None:
-    """Of the client's environment: it goes into the request. `default` covers that of the list's own environment."""
+    """The request contains the client's endpoint. `default` covers only that of the list's own environment."""
     ref = parse_uri("s3://models/llama", environ={name: "http://169.254.169.254"})
     assert ref.endpoint_url == "http://169.254.169.254"
     for listed in ("default", "https://store.example"):

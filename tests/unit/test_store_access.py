@@ -1,4 +1,4 @@
-"""Which access a model is read with: laws over any order of proofs, releases and time."""
+"""Laws of the access with which a model is read, over any order of proofs, releases and time."""
 
 from __future__ import annotations
 

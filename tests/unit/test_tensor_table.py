@@ -1,4 +1,4 @@
-"""What a manifest says of a shard's tensors, and what the shard itself says."""
+"""The manifest's tensors of a shard are compared with those of the shard's own header."""
 
 from __future__ import annotations
 

@@ -61,7 +61,7 @@ DIFFERENCES: dict[tuple[str, str], str] = {
 
 
 def their_cut(style: str | None, name: str) -> Cut:
-    """What a parallel style does to a parameter; `transformers.distributed.tensor_parallel` has the classes."""
+    """Return how a parallel style splits a parameter; see `transformers.distributed.tensor_parallel`."""
     if style is None or style in ("replicated_with_grad_allreduce", "sequence_parallel", "mla_kv_a_proj", "replicate"):
         return WHOLE
     if style in ("colwise", "colwise_rep", "colwise_gather_output"):
@@ -140,7 +140,7 @@ def ranks_of_two(rank: int) -> Iterator[Any]:
 
 
 def cut_by_transformers(style: str, name: str, array: NDArray[np.uint16], mesh: Any) -> NDArray[np.uint16]:
-    """What the style leaves of a parameter on this rank of the mesh."""
+    """Return what the style leaves of a parameter on this rank of the mesh."""
     import torch
     from transformers.distributed import expert_parallel, tensor_parallel  # noqa: F401  # they register their styles
     from transformers.distributed.parallel_utils import ALL_PARALLEL_STYLES

@@ -1,4 +1,4 @@
-"""Which idle workers a load takes over, and which give way to it."""
+"""A load takes over some idle workers, and ends others to make room."""
 
 from __future__ import annotations
 
