@@ -38,7 +38,7 @@ STAYING_ERRORS = {
     "replaced the object": ("ChunkFailed ObjectChanged", "IntegrityError", "ObjectChanged"),
     "changed the manifest": ("BadSignature",),
 }
-# What a client hears of a load that somebody gave up.
+# Errors that a client may get for an abandoned load.
 GIVEN_UP_ERRORS = {"released": ("LoadCancelled",), "timed out": ("LoadTimeout",), "cancelled": ("cancelled",)}
 
 
@@ -56,7 +56,7 @@ def justifies(case: Case, error: str) -> bool:
     if error == "NodeLost":
         return not case.replaced and any(strike.who == "node" for strike in case.strikes)
     early = any(strike.who == "coordinator" and strike.at < 0 for strike in case.strikes)
-    # Who knows of a load: the coordinator alone until agents were told, then the agents too.
+    # The coordinator alone knows a load until it has notified the agents.
     return error == "ClusterLost" and (early or {"coordinator", "agent"} <= killed)
 
 

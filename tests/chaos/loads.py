@@ -1,4 +1,4 @@
-"""The calls of a case: loads that may be given up, and those of another client, which is killed."""
+"""The calls of a case: loads that may be abandoned, and those of another client, which is killed."""
 
 from __future__ import annotations
 
@@ -25,7 +25,7 @@ from tests.chaos.strikes import Strikes
 from tests.support.ray_clusters import REPOSITORY
 
 LOAD_TIMEOUT_S = 120.0  # a load that has not ended by then hangs
-GIVE_UP_TIMEOUT_S = 30.0  # and so does a call that returns later than so long after it was given up
+GIVE_UP_TIMEOUT_S = 30.0  # and so does a call that returns later than this after it was abandoned
 
 
 @dataclass(frozen=True, slots=True)

@@ -126,7 +126,7 @@ class CaseRunner:
             return kind, said, extra_bytes, _struck(running, script)
 
     def _judge(self, running: Running, loads: Sequence[Future[cluster.LoadedModel | str]]) -> tuple[str, str, int]:
-        """(kind, what was said, extra bytes): the worst of the loads; all are released."""
+        """Return (kind, message, extra bytes) of the worst load, and release all loads."""
         case, proxy, strikes = running.case, running.proxy, running.strikes
         verdicts: list[tuple[str, str]] = []
         needed_bytes: dict[str, int] = {}  # by node: what two loads of a node need leaves the store once

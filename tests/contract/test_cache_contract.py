@@ -32,7 +32,7 @@ LENGTH_BYTES = 10
 
 @dataclass(frozen=True)
 class Reading:
-    """Somebody was told to read."""
+    """A reader that has received its orders."""
 
     chunk: CachedChunk
     process: ProcessId
@@ -72,7 +72,7 @@ class CacheMachine(RuleBasedStateMachine):
         self.memory = self.make_memory(slot_count)
         self.workers = [ProcessId(100 + number, 1) for number in range(4)]
         self.unnoticed: list[ProcessId] = []  # dead, and the agent does not know
-        self.open: dict[str, Lease] = {}  # leases the agent has heard no end of
+        self.open: dict[str, Lease] = {}  # leases whose end was not reported to the agent
         self.running: dict[str, Lease] = {}  # those of them that were not taken back
         self.readings: set[Reading] = set()
         self.pins: dict[tuple[str, int], set[int]] = {}  # pinner -> slots
@@ -116,7 +116,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(key=keys)
     def forget(self, key: bytes) -> None:
-        """Its bytes were found to be wrong. Who reads them goes on; nobody else is told of them."""
+        """Drop a chunk whose bytes are wrong. Its readers go on; no new reader gets it."""
         stats = self.cache.stats()
         self.cache.forget(key)
         assert key not in self.cache
@@ -328,7 +328,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @invariant()
     def only_running_leases_are_in_flight(self) -> None:
-        """Whoever waits for a chunk in flight must not wait for a lease that was taken back."""
+        """A reader of a chunk in flight must not wait for a revoked lease."""
         found = {lease.lease_id for key in KEYS for lease in self.cache.in_flight(key)}
         assert found == set(self.running)
 
@@ -489,7 +489,7 @@ def test_a_crash_after_commit_keeps_chunks_and_live_reads(journal):
     assert restarted.restore([ME], 0) == []
     assert restarted.stats().committed_slots == 3
     assert restarted.commit(lease.lease_id, 5) is Answer.REPEATED
-    assert restarted.lease(KEY, ME, 10) is None  # until the survivor has said what it reads
+    assert restarted.lease(KEY, ME, 10) is None  # until the survivor has reported its reads
     restarted.settled(ME, [(reading, "rank 0")])
     taken = [restarted.lease(bytes([9, number]) * 16, ME, 10) for number in range(3)]
     assert [lease is not None for lease in taken] == [True, True, False]

@@ -51,7 +51,7 @@ def test_a_worker_killed_half_way_costs_what_it_was_reading(longshore: Longshore
     with ThreadPoolExecutor(1) as pool, HalfwayProxy(llama.server.endpoint_url, half_bytes) as proxy:
         half = HalfLoad(longshore, llama, proxy, pool)
         loading = half.begin(tensor_parallel_size=2)
-        time.sleep(SETTLED_S)  # what had arrived has been told to the agent by then
+        time.sleep(SETTLED_S)  # the agent has received the reports of finished chunks by then
         victim = half.readers()[-1]
         longshore.kill(victim)
         replacement = victim.removesuffix("-0") + "-1"

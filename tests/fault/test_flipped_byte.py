@@ -23,7 +23,7 @@ def test_a_flipped_byte(
 ) -> None:
     longshore.configure(empty=True)
     damaged = copy_of(llama)
-    # The object keeps its size, ETag and date: only the digest can tell.
+    # The object keeps its size, ETag and date, so only the digest changes.
     with (damaged.in_bucket / SHARD).open("r+b") as file:
         file.seek(AT)
         byte = file.read(1)[0]

@@ -1,4 +1,4 @@
-"""One connection far slower than its peers, over real Ray: a second request brings its chunk, and the first lets go."""
+"""One connection is far slower than its peers, over real Ray. A second request brings its chunk; the first ends."""
 
 from __future__ import annotations
 
@@ -13,7 +13,7 @@ from tests.support.stored_models import CHUNK_BYTES, KV_HEADS, StoredModel
 pytestmark = pytest.mark.slow
 
 NEVER_S = 10_000.0
-LATE = 12  # from this request for weights on one hangs: others have told how long one takes
+LATE = 12  # this request for weights hangs; earlier ones gave the usual duration
 RANKS = 2
 
 

@@ -106,7 +106,7 @@ def test_a_rank_lost_after_ready_is_filled_again(longshore: Longshore, half: Hal
         longshore.kill(lost)
         with pytest.raises(cluster.RankLost):  # this worker is dead, or its place not filled yet
             model.call(len)
-        replacement = lost.removesuffix("-0") + "-1"  # whoever looks sooner may still be told "ready"
+        replacement = lost.removesuffix("-0") + "-1"  # an earlier status may still be "ready"
         eventually(lambda: replacement in longshore.actor_names("worker-"), "it was not replaced")
         eventually(lambda: [m.progress.state for m in longshore.models()] == ["ready"], "it is not ready again")
         assert half.is_exact(model, 2)

@@ -1,4 +1,4 @@
-"""The head of the Ray cluster is killed: with GCS fault tolerance loads go on; without it clients hear it in time."""
+"""The head of the Ray cluster is killed. With GCS fault tolerance loads go on; without it clients get an error."""
 
 from __future__ import annotations
 

@@ -265,7 +265,7 @@ SLOW_DEATH = {
     "health_check_period_ms": 500,
     "health_check_timeout_ms": 2000,
     "health_check_failure_threshold": 4,
-    "gcs_rpc_server_reconnect_timeout_s": 600,  # what hears nothing of the head for so long ends itself
+    "gcs_rpc_server_reconnect_timeout_s": 600,  # a raylet without news of the head for this long ends itself
 }
 START_S = 120.0
 END_S = 60.0
@@ -459,7 +459,7 @@ def frozen(process: psutil.Process) -> Iterator[None]:
 
 
 def heal_with_old_processes(cut_load: CutLoad, host: Host, old: str) -> None:
-    """The agent of the node that was given up speaks, is told so, and ends in order; it leaves no arena."""
+    """The agent of the abandoned node reports, receives its end, and stops in order. It leaves no arena."""
     net = cut_load.net
     assert len(net.ours_on(host)) == 2, "agent and worker of the old node live on"
     host.heal()

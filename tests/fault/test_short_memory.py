@@ -114,7 +114,7 @@ LISTING = """<?xml version="1.0"?><ListBucketResult xmlns="http://s3.amazonaws.c
 <Key>half-1/model.safetensors</Key><LastModified>2026-08-01T00:00:00.000Z</LastModified><ETag>"one"</ETag>
 <Size>{size_bytes}</Size><StorageClass>STANDARD</StorageClass></Contents></ListBucketResult>"""
 
-# A cluster of its own. Tells what became of one load after the other, a line each.
+# Starts a cluster of its own and prints the result of each load, a line each.
 CLIENT = """
 import json, sys, threading, cluster, ray
 from cluster import client

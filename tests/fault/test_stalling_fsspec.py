@@ -79,7 +79,7 @@ def nothing_left_behind() -> Iterator[None]:
     yield
     give_up_s = time.monotonic() + 20
     while time.monotonic() < give_up_s and len(before.threads) < len(Belongings().threads):
-        time.sleep(0.01)  # until reads that were let go have come back
+        time.sleep(0.01)  # until abandoned reads have returned
     before.check()
 
 

@@ -74,7 +74,7 @@ def test_objects_are_checked_and_a_flipped_byte_ends_the_load(longshore: Longsho
     (failed,) = (m for m in longshore.status().ended if m.progress.uri == unpublished.uri and m.error)
     assert failed.progress.state == "failed"
     longshore.assert_nothing_left()
-    # Mended, it loads: nothing of the damaged object was kept.
+    # Once fixed, it loads: nothing of the damaged object was kept.
     _flip(damaged, at)
     with load() as model:
         assert model.report.verified == "store:crc64nvme"

@@ -36,7 +36,7 @@ def nothing_left_behind(rclone: EmbeddedS3) -> Iterator[None]:
 
 
 def late(asked: Asked) -> bool:
-    """One of the last chunks to be asked for, when others have told how long a fetch takes."""
+    """One of the last chunks, requested when earlier ones have shown how long a fetch takes."""
     return asked.number == TENSORS - 1
 
 

@@ -91,7 +91,7 @@ def bucket(rclone: EmbeddedS3) -> str:
 
 @pytest.fixture(autouse=True)
 def processors_to_spare(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Whoever else keeps them busy is not the limit that these tests look for."""
+    """Ignore busy processors: these tests look for other limits."""
     monkeypatch.setattr(report, "FULL", 2.0)
 
 

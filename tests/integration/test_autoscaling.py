@@ -174,7 +174,7 @@ def test_a_load_ends_when_its_nodes_never_come(scaled: AutoscaledNodes, llama: S
 
 
 def test_gpus_that_are_missing_are_asked_of_the_autoscaler(scaled: AutoscaledNodes, llama: StoredModel) -> None:
-    """This machine has no GPU, so the load is given up when its ranks have places on the node that came."""
+    """This machine has no GPU, so the load is abandoned once its ranks are placed on the new node."""
     said: list[str] = []
 
     def look(progress: cluster.LoadProgress) -> None:

@@ -150,7 +150,7 @@ def test_more_ranks_than_gpus_are_refused_without_asking_ray(checked: Longshore,
 
 
 def load_that_waits(pool: ThreadPoolExecutor, stored: StoredModel, text: str, **options: Any) -> Future[LoadedModel]:
-    """A load that waits for resources; returns when it has said so, with this text."""
+    """Start a load that waits for resources; return when its status has this text."""
     messages: list[str] = []
     loading = pool.submit(
         cluster.load,

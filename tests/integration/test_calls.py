@@ -171,7 +171,7 @@ def test_a_cancelled_task_returns_and_its_function_can_notice(model: cluster.Loa
 def test_a_forced_release_ends_a_stuck_function(
     longshore: Longshore, pool: ThreadPoolExecutor, llama: StoredModel, tmp_path: Path
 ) -> None:
-    """Whoever holds the model, and also where workers are kept for the next load."""
+    """It works for any holder, and also where workers are kept for the next load."""
     longshore.configure(warm_workers_s=300.0)
     model = cluster.load(llama.uri, device="cpu", **llama.options)
     calling = pool.submit(model.call, wait_in, tmp_path)

@@ -31,7 +31,7 @@ class Demo:
     """A running demo; its lines as they come. Nothing of it outlives the block."""
 
     def __init__(self, folder: Path, *options: str) -> None:
-        # A mark in the environment finds every process that the demo began, whoever its parent is by then.
+        # A mark in the environment finds every process that the demo began, even after its parent ended.
         self.mark = f"LONGSHORE_TEST_MARK={folder}"
         environment = {**os.environ, "TMPDIR": str(folder), "RAY_AUTH_MODE": "disabled"}
         environment.update([self.mark.split("=", 1)])

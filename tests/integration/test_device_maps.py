@@ -108,7 +108,7 @@ def test_a_rank_in_a_process_of_ones_own(longshore: Longshore, llama: StoredMode
 
 
 def test_a_rank_gets_the_gpus_that_its_map_names(longshore: Longshore, llama: StoredModel) -> None:
-    """These GPUs exist only in Ray's books: the worker gets them, and cannot use them."""
+    """These GPUs exist only as Ray resources: the worker gets them, and cannot use them."""
     with pytest.raises(cluster.DeviceUnavailable, match="torch cannot use"):
         cluster.load(llama.uri, device_map={"model": 0, "lm_head": 1}, **llama.options)
     eventually(lambda: not cluster.status().models or all(m.error for m in cluster.status().models), "a model stays")

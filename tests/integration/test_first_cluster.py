@@ -37,7 +37,7 @@ DOCUMENT = (ROOT / "docs" / "first_cluster.md").read_text()
 LASTING = ("longshore serve", "longshore status --watch", "prometheus ")  # until Ctrl-C, in a terminal each
 LONGEST_S = 400  # a line
 WAIT_S = 300  # for what must come, on however slow a machine
-START_TRIES = 3  # `ray start` gives up after 30 s
+START_TRIES = 3  # `ray start` fails after 30 s
 
 
 def steps() -> dict[str, list[str]]:

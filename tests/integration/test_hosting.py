@@ -139,7 +139,7 @@ def test_a_group_is_bound_although_its_nodes_agent_dies(longshore: Longshore, tm
     options = {"fsdp_size": 2, "group": "run-1"}
     with cluster.host_rank(folder, 0, **options):
         publish(2)
-        time.sleep(2.0)  # the agent tells the coordinator of the group
+        time.sleep(2.0)  # the agent reports the group to the coordinator
         longshore.kill(*longshore.actor_names("agent-"))
         eventually(lambda: longshore.status().nodes, "no agent comes back")
         with pytest.raises(cluster.RevisionMismatch, match="group 'run-1' load another revision"):

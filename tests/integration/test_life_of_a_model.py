@@ -1,4 +1,4 @@
-"""Load, share, keep, release, give up: who holds a model, and what is left when nobody does."""
+"""Clients load, share, keep, release and cancel a model; nothing is left when no client holds it."""
 
 from __future__ import annotations
 

@@ -73,7 +73,7 @@ class JobCluster:
             raise
 
     def submit(self, *entrypoint: str, working_dir: Path | None = None, timeout_s: float = 150) -> tuple[int, str]:
-        """`ray job submit`, until the job has ended: (exit code, everything it said)."""
+        """Run `ray job submit` until the job has ended. Return (exit code, all output)."""
         command = [str(SCRIPTS / "ray"), "job", "submit", "--address", self.dashboard_url]
         command += ["--working-dir", str(working_dir)] if working_dir else []
         return self.run(*command, "--", *entrypoint, timeout_s=timeout_s)

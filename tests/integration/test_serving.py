@@ -154,7 +154,7 @@ def test_streams_and_loads_are_bounded(longshore: Longshore, readable: dict[str,
         assert api.delete(f"/v1/models/{model_id}").json()["freed"]
 
         def told() -> list[dict[str, Any]]:
-            """Nothing while the stream above still has its place: the service hears later that nobody reads it."""
+            """Nothing while the stream above still has its place: the service notices later that its reader left."""
             with api.stream("GET", f"/v1/loads/{model_id}/events") as answer:
                 return [] if answer.status_code == 429 else frames_of(answer)
 

@@ -158,7 +158,7 @@ def needs_of(model: SimModel, request: LoadRequest) -> dict[int, list[int]]:
 
 
 class SimClient:
-    """A program that loads one model and keeps it until it is told to let go."""
+    """A program that loads one model and holds it until it is ordered to release it."""
 
     def __init__(self, cluster: ClusterSimulation, request: LoadRequest, timeout_s: float | None) -> None:
         self.cluster, self.request, self.timeout_s = cluster, request, timeout_s
@@ -416,7 +416,7 @@ class ClusterSimulation:
             self.clock.after(self.clock.chance.uniform(0.5, NODE_DETECTED_S), lambda: self.ray.lose_host(node.host))
 
     def cut_off(self, node: SimHost, seconds: float) -> None:
-        """A partition, which heals. A node that Ray took for dead meanwhile hears of that, and ends itself."""
+        """A partition, which heals. A node that Ray declared dead meanwhile learns that, and ends itself."""
         if not node.host.lives or node.host.cut_off:
             return
         self.faults.add("node")
@@ -597,7 +597,7 @@ class ClusterSimulation:
         )
 
     def end(self) -> None:
-        """Nobody wants anything any more: nothing is left."""
+        """Release every model and check that nothing is left."""
         self.faults.add("client")
         for client in self.clients:
             client.release()

@@ -95,7 +95,7 @@ class CountingProxy:
         self._thread.start()
 
     def requests(self, method: str = "GET") -> list[Request]:
-        """Requests so far, in the order in which their answers began; whoever has an answer whole finds it here."""
+        """Requests so far, in the order in which their answers began. Every complete answer is included."""
         with self._lock:
             return [replace(request) for request in self._answered if request.method == method]
 

@@ -26,7 +26,7 @@ def readers(longshore: Longshore, holds: Callable[[int], bool]) -> list[str]:
 
 
 class HalfLoad:
-    """Some chunks have come; whoever reads more waits at the gate until `proxy.open()`."""
+    """Some chunks have come; further reads wait at the gate until `proxy.open()`."""
 
     def __init__(self, longshore: Longshore, model: StoredModel, proxy: GatedProxy, pool: ThreadPoolExecutor) -> None:
         self.stored, self.proxy = model, proxy
@@ -52,7 +52,7 @@ class HalfLoad:
         return loading
 
     def readers(self) -> list[str]:
-        """Names of the workers that read, and so have said hello to their agent."""
+        """Names of the workers that read, and so have sent their hello to the agent."""
         return readers(self._longshore, self.proxy.holds_for)
 
     def is_exact(self, model: LoadedModel, tensor_parallel_size: int) -> bool:

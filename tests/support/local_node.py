@@ -138,7 +138,7 @@ class LocalNode:
         done: Sequence[int] = (),
         store_identity: str = "twin",
     ) -> str:
-        """Tell the agent of a load; waits for its slots. Returns the load's id."""
+        """Start a load on the agent and wait for its slots. Return the load's id."""
         self.loads += not load_id
         load_id = load_id or f"load-{self.loads}"
         ranks = ranks or range(len(plan.ranks))

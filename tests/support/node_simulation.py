@@ -47,7 +47,7 @@ NO_TENSORS = CutModel(Layout(), (), (), (), NOTHING, NOTHING, NOTHING, np.empty(
 
 @dataclass(frozen=True, slots=True, eq=False)
 class SimTables(SharedTables):
-    """Tables of a model without tensors: what each rank touches is said, not worked out."""
+    """Tables of a model without tensors: the chunks of each rank are given, not computed."""
 
     wanted: dict[int, NDArray[np.int64]]
 
@@ -434,7 +434,7 @@ class NodeSimulation:
         return [rank for rank in self.ranks if rank.alive and not rank.left]
 
     def restart_agent(self) -> None:
-        """The agent is killed between two messages; the coordinator tells its successor the loads again."""
+        """Kill the agent between two messages. The coordinator sends the loads to its successor."""
         self.restarted = True
         self.late.clear()
         self.cache = ChunkCache(self.slot_count, journal=self.journal, ready_slots=self.ready_slots)
@@ -509,7 +509,7 @@ class NodeSimulation:
             self.time_passes(1.0)
         else:
             raise AssertionError("a load does not end though nothing goes wrong any more")
-        for rank in self.ranks:  # those that were given up and go on all the same
+        for rank in self.ranks:  # abandoned ones that go on all the same
             for _ in range(3):
                 self.take_turn(rank)
 

@@ -72,7 +72,7 @@ class SimRay:
         self.clock = clock
         self.hosts: dict[str, Host] = {}
         self.actors: dict[str, SimActor] = {}
-        self.silent = False  # whoever asks is dead by now
+        self.silent = False  # the caller is dead by now
         self.util = SimpleNamespace(list_named_actors=self.list_named_actors)
 
     # -- what `import ray` gives -------------------------------------------------------------------------------
@@ -129,7 +129,7 @@ class SimRay:
         self.clock.soon(up, 1.0)
 
     def end(self, actor: SimActor) -> None:
-        """Nobody reaches it from now on; its process dies when it hears of that."""
+        """Cut the actor off; its process dies when it notices."""
         actor.dead = True
         self.fail_calls(actor)
         process, hears_s = actor.process, self.clock.now_s + self.clock.chance.choice([0.0, 0.0, 2.0, 40.0])

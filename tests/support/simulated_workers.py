@@ -127,7 +127,7 @@ class SimHost(NodeSimulation):
             self.agent.end(load.load_id)
 
     def _hand_in(self, message: RankHello | RankUpdate) -> object:
-        """Whoever speaks for an incarnation that is over changes nothing, but for slots that it gives back."""
+        """A message of an old incarnation changes nothing, except that it frees slots."""
         if self.agent is None:
             return None
         self.sync()
@@ -150,7 +150,7 @@ class SimHost(NodeSimulation):
         return ranks, loads, self.cache.stats().committed_slots
 
     def check(self) -> None:
-        """After every event: whoever is to read a slot finds there what it was told of."""
+        """Check after every event that each slot to be read holds the reported chunk."""
         for rank in self.ranks:
             if rank.alive:
                 for chunk, slot in rank.readable:
@@ -425,7 +425,7 @@ class SimWorker:
             self.rank.asleep = False
 
     def leader_exits(self) -> None:
-        """Its first thread ends, and Ray sees a dead process. The rank's threads go on until they are told to stop."""
+        """Its first thread ends, and Ray sees a dead process. The rank's threads go on until they are stopped."""
         if self.rank is not None and self.at_work and not self.stopped:
             self.leaderless = True
             self.actor.process = None

@@ -37,7 +37,7 @@ PLAN = build_load_plan(
 
 
 class WatchedDevice(CpuDevice):
-    """Knows whether its memory is still there. Converts when it is told to."""
+    """A device that knows whether its memory is still there. Converts when the test lets it."""
 
     def __init__(self, fails_in: str = "") -> None:
         super().__init__()

@@ -78,7 +78,7 @@ def test_heartbeats_do_not_grow_with_chunks() -> None:
 
 
 def test_heartbeats_of_a_node_with_many_gpus_stay_small() -> None:
-    """Every figure as large as it gets; two a second of each of a thousand nodes are some megabytes a second."""
+    """Every number is as large as it gets. Two a second from a thousand nodes are a few megabytes a second."""
     large = 2**40
     counters = LoadCounters(
         dict.fromkeys(SOURCES, large),

@@ -73,7 +73,7 @@ def test_what_is_at_hand() -> None:
 
 
 def test_nobody_else_assigns_fields_of_a_record() -> None:
-    """Its methods keep together what belongs together; whoever assigned one field could forget another."""
+    """Its methods keep related fields together; an outside assignment could forget one."""
     fields = {field.name for field in dataclasses.fields(ModelRecord)}
     assigned = []
     for path in (ROOT / "actors").rglob("*.py"):

@@ -112,7 +112,7 @@ def test_borders_between_values() -> None:
 
 
 def test_the_lookup_table_agrees_with_comparisons() -> None:
-    """Every number that the rounding to steps tells apart, and many more."""
+    """Every number that the rounding to steps distinguishes, and many more."""
     scaled = torch.linspace(-1, 1, 1 << 16)
     middles = convert._middles(torch.device("cpu"))
     assert torch.equal(convert._look_up(scaled), (scaled[:, None] > middles).sum(1).to(torch.uint8))

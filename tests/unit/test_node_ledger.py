@@ -43,7 +43,7 @@ FAULTS = (StoreUnavailable, Throttled, ShortRead, RangeMismatch, IntegrityError,
 
 contents = st.lists(st.integers(0, 9), min_size=1, max_size=10).map(tuple)
 models = st.builds(SimModel, contents, digests=st.just(True))
-# Chunks of models without digests are told apart by place: their contents must differ, within and between models.
+# Chunks of models without digests are identified by their place, so their contents must differ everywhere.
 plain_models = st.builds(
     lambda count, key, etag: SimModel(
         tuple(range(100 * (1 + key), 100 * (1 + key) + count)), digests=False, etag=etag, key=f"m{key}"
@@ -441,7 +441,7 @@ def test_chunks_of_an_abandoned_rank_move_before_its_slots():
     assert not slots & {lease.slot for lease in second.leases}
     assert node.cache.stats().quarantined_slots == 2
     first.exchange()
-    assert isinstance(first.error, LongshoreError)  # it is told that another has the rank, and lets go
+    assert isinstance(first.error, LongshoreError)  # it learns that another process has the rank, and releases it
     assert node.cache.stats().quarantined_slots == 0
 
 
@@ -633,7 +633,7 @@ def test_a_repeated_begin_starts_a_load_once():
 
 
 def test_a_rank_done_before_its_agent_started_holds_no_slots():
-    """The coordinator told the new agent the load before it knew that, so it tells it again."""
+    """The coordinator sent the load to the new agent before it knew that, so it sends it again."""
     node, (only,) = node_with(ranks=1, slots=4)
     while not only.left:
         node.take_turn(only)
@@ -699,7 +699,7 @@ def writing(node: NodeSimulation, host: SimRank) -> None:
 
 
 def left(node: NodeSimulation, host: SimRank) -> None:
-    """It has everything and has said so, and dies before it ends the load."""
+    """It has everything and has reported it, and dies before it ends the load."""
     begun(node, host)
     while not host.left:
         node.take_turn(host)
@@ -763,12 +763,12 @@ def test_who_holds_the_slots() -> None:
     assert said == ["load-0: 3", "load-1: waits for 5", "hosted-2 (process 101): waits for 3"]
     first.exchange(want=2)
     node.end_load(first.load)
-    assert next(str(holder) for holder in node.ledger.slot_holders()) == "load-0: 2"  # until its process lets go
+    assert next(str(holder) for holder in node.ledger.slot_holders()) == "load-0: 2"  # until its process releases it
 
 
 @pytest.mark.parametrize("digests", [True, False])
 def test_ranks_of_a_lost_node_join_a_node_with_ranks(digests):
-    """The ranks that were there are told nothing, close nothing, fetch nothing again; every chunk is fetched once."""
+    """The earlier ranks receive nothing, close nothing and fetch nothing again. Every chunk is fetched once."""
     model = SimModel((1, 2, 3, 4), digests=digests, etag=None)
     node = NodeSimulation(12)
     load = node.add_load(model, {0: [0, 1, 2]})
@@ -877,7 +877,7 @@ def test_a_new_agent_takes_over_the_living_processes_of_groups() -> None:
         for number, process in enumerate((living, dead, living))
     ]
     ledger = NodeLedger(ChunkCache(9), CHUNK_BYTES)
-    ledger.leave("hosted-2")  # before the agent was told of it
+    ledger.leave("hosted-2")  # before the agent received it
     ledger.take_members(members)
     assert ledger.beat("node", "host", "0", 0.0, ()).members == (members[0],)
     ledger.leave("hosted-0")

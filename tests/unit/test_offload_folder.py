@@ -130,7 +130,7 @@ folder.remove()
 
 @contextlib.contextmanager
 def user_of(path: Path) -> Iterator[subprocess.Popen[str]]:
-    """Another process that uses the folder until it is told to go."""
+    """Another process that uses the folder until it is ordered to leave."""
     with subprocess.Popen(
         [sys.executable, "-c", USER, str(path)],
         stdin=subprocess.PIPE,

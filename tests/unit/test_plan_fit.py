@@ -100,7 +100,7 @@ def test_the_tensor_that_is_converted_needs_room_too() -> None:
     "layout", [Layout(), Layout(2), Layout(1, 2), Layout(pipeline_parallel_size=2), Layout(1, 1, 2)]
 )
 def test_every_size_of_memory(index: ModelIndex, layout: Layout, mode: str) -> None:
-    """With less and less memory: auto gives up precision in steps, never in vain; offers really fit."""
+    """With less and less memory, auto lowers precision in steps, never in vain. Its offers really fit."""
     asked = request(layout, mode)
     full = max(rank.device_bytes for rank in facts(index, asked))
     taken_before = 0

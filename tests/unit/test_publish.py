@@ -48,7 +48,7 @@ class ReplaceMidwayStore(WrappedStore):
 
 
 class ChecksumStore(WrappedStore):
-    """`stat` tells whole-object checksums, as S3 does; those of `damaged` keys are of other bytes."""
+    """A store whose `stat` has whole-object checksums, as S3 does; those of `damaged` keys are of other bytes."""
 
     def __init__(self, inner: ObjectStore, *names: str, damaged: str = "") -> None:
         super().__init__(inner)

@@ -61,7 +61,7 @@ def eventually(condition: Callable[[], bool]) -> None:
 
 
 class Fetchers:
-    """Threads that take leases and hold each until they are told to go on."""
+    """Threads that take leases and hold each until the test lets them go on."""
 
     def __init__(self, work: RankWork, count: int) -> None:
         self.work = work
@@ -141,7 +141,7 @@ def test_a_thread_waits_for_a_free_place_after_its_retry_delay(work: RankWork):
     assert not returned.wait(0.1)  # its wait is over, but somebody works in its place
     work.fetched(committed(second), 100, 0.01)
     assert returned.wait(PATIENCE_S)
-    assert not work.wait_for_update()  # a throttled answer is told at once
+    assert not work.wait_for_update()  # a throttled answer is reported at once
     assert work.update(leaving=False, others=(), stats=None).throttled == 1
     work.fetched(FetchedChunk(first.lease_id), 0, 0.1)
     thread.join(PATIENCE_S)

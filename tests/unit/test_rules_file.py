@@ -33,7 +33,7 @@ def test_a_request_has_the_rules_themselves(tmp_path: Path) -> None:
     path = tmp_path / "rules.json"
     path.write_text(json.dumps(RULES))
     request = make_request(LoadOptions(str(tmp_path), tensor_parallel_size=2, layout_rules=path))
-    path.unlink()  # whoever plans cannot read it
+    path.unlink()  # the planning process cannot read it
     assert request.layout_rules == RULES
 
 

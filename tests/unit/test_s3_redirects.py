@@ -19,7 +19,7 @@ KEYS = Credentials(access_key_id="id", secret_access_key="secret")
 
 
 class Handler(BaseHTTPRequestHandler):
-    """Refuses everything in the way that its server was told."""
+    """Refuses everything with its server's answer."""
 
     protocol_version = "HTTP/1.1"
     answer: tuple[int, dict[str, str], bytes] = (500, {}, b"")

@@ -1,4 +1,4 @@
-"""Requests of the HTTP service that are refused before a cluster is asked, and how they are told."""
+"""The HTTP service refuses bad requests before it asks a cluster, and explains each refusal."""
 
 from __future__ import annotations
 

@@ -10,7 +10,7 @@ from serving.service import SharedAnswer
 
 
 class Source:
-    """Counts questions; each is answered with what `now` was when it was asked, as soon as it is let go."""
+    """Counts questions. Once the gate opens, each is answered with the `now` of when it was asked."""
 
     def __init__(self) -> None:
         self.now = 0

@@ -1,4 +1,4 @@
-"""A slot record survives a write that was cut anywhere, and keys tell chunks apart."""
+"""A slot record survives a write that was cut anywhere, and keys distinguish chunks."""
 
 from __future__ import annotations
 

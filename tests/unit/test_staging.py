@@ -20,7 +20,7 @@ from tests.support.planned_models import store_arrays
 
 
 class Device:
-    """Keeps the books of what is staged."""
+    """A device that counts staged bytes."""
 
     def __init__(self) -> None:
         self.open: dict[int, int] = {}

@@ -69,7 +69,7 @@ def test_phases_follow_each_other_and_ranks_lie_in_the_stream() -> None:
     assert spans["ready"] == (4.75, 5.25)
     assert spans["rank 0"] == (pytest.approx(1.85), pytest.approx(3.85))
     assert spans["rank 1"] == (pytest.approx(2.05), pytest.approx(4.55))
-    assert spans["rank 2"] == (pytest.approx(3.75), 4.75)  # a replacement: it was told later
+    assert spans["rank 2"] == (pytest.approx(3.75), 4.75)  # a replacement: it received the load later
 
 
 seconds = st.floats(0, 1e4)
@@ -151,7 +151,7 @@ def test_tracing_errors_do_not_fail_a_load(exported: Any, monkeypatch: pytest.Mo
 def test_no_spans_are_made_when_tracing_is_off() -> None:
     assert not tracing_wanted({"OTEL_SDK_DISABLED": "true", "OTEL_EXPORTER_OTLP_ENDPOINT": "http://x"})
     with load_trace("s3://b/llama", time.monotonic()):
-        pass  # no report: nothing to tell
+        pass  # no report, so no spans
 
 
 NOBODY = """

@@ -242,7 +242,7 @@ def test_only_the_revision_that_is_asked_for(
             verb(model, revision=second[:12])
     with pytest.raises(RevisionMismatch), host_rank(model, 0, device="cpu", revision=first):
         pass
-    for name, data in signed_before.items():  # whoever can write to the bucket puts the old ones back
+    for name, data in signed_before.items():  # a writer to the bucket puts the old ones back
         (model / name).write_bytes(data)
     for verb in (client.verify, preview.plan):
         with pytest.raises(RevisionMismatch):

@@ -133,7 +133,7 @@ def test_trusted_keys_require_strong_digests(weak: Path, key: Path, monkeypatch:
     (weak / SIGNATURE_KEY).write_bytes(sign_manifest(data, SigningKey.read(key), path_of(weak.as_uri())))
     public = f"{key}.pub"
     for verb in (client.verify, plan_ahead):
-        verb(weak)  # who trusts no key is told of accidents, as ever
+        verb(weak)  # without trusted keys, accidental damage is reported as always
         with pytest.raises(WeakDigest, match="publish the model again"):
             verb(weak, trusted_keys=[public])
     monkeypatch.setattr(hosting, "_settings_in_force", lambda given, patience: Config())  # there is no cluster
