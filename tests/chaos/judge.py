@@ -61,7 +61,7 @@ def justifies(case: Case, error: str) -> bool:
 
 
 def wasted_bytes(struck: Iterable[tuple[Asked, Fault]], chunk_bytes: int) -> int:
-    """Bytes that have left the store for nothing because of faults of single answers, at most.
+    """Return the most bytes that faults of single answers may have wasted.
 
     Answers that broke off are none of them: the read goes on where it was. What was damaged is fetched again whole,
     and of an answer that was refused by its head, reset or given up for its slowness all of it may have been sent.

@@ -132,7 +132,7 @@ def _process(running: Running, said: dict[str, Any]) -> Iterator[subprocess.Pope
 
 
 def wait_for_end(process: subprocess.Popen[str]) -> None:
-    """Until the client is dead; one that was not killed in time is killed when it has its model."""
+    """Wait until the client is dead. Kill it once it has its model, if it still runs then."""
     for line in process.stdout or ():
         if line.strip() == "ready":
             process.kill()

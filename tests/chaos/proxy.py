@@ -21,7 +21,7 @@ class ChaosProxy(FaultProxy):
         super().__init__(upstream_url)
 
     def require(self, token: str) -> None:
-        """From here on reads must be signed with this session token."""
+        """Require this session token on all reads from now on."""
         self._token = token
 
     def forget(self) -> None:

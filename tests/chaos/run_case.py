@@ -227,7 +227,7 @@ class CaseRunner:
 
 
 def _wait_until_kept(disk: Path, chunks: int) -> None:
-    """Until the folder has so many, or gets no more: a chunk that is evicted before its turn is not kept."""
+    """Wait until the folder has so many chunks, or gets no more: chunks evicted before their turn are not kept."""
     kept, since_s = -1, time.monotonic()
     while kept < chunks and time.monotonic() < since_s + KEPT_S:
         now = len(list(disk.glob("*/*.chunk")))

@@ -1,4 +1,4 @@
-"""When the store of a case fails, and how."""
+"""Scripts the failures of a case's store."""
 
 from __future__ import annotations
 

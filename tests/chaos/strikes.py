@@ -67,7 +67,7 @@ class Strikes:
         self._over.set()
 
     def close(self) -> None:
-        """Nothing of it is left: nobody stopped, as many nodes as before."""
+        """Undo the strikes: continue stopped processes and restore the number of nodes."""
         self.end()
         for thread in self._threads:
             thread.join()

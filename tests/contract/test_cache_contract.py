@@ -148,7 +148,7 @@ class CacheMachine(RuleBasedStateMachine):
 
     @rule(lease=leases)
     def write(self, lease: Lease) -> None:
-        """In time or late: the holder writes into its slot as long as nothing stops it."""
+        """Write into the holder's slot, in time or late, as long as nothing stops it."""
         if lease.lease_id in self.writers:
             self.memory[lease.slot] = ("half of", lease.lease_id)
 
@@ -346,7 +346,7 @@ class CacheMachine(RuleBasedStateMachine):
         )
 
     def teardown(self) -> None:
-        """When everybody is dead and every load has ended, the whole arena is there for the next one."""
+        """Check that the whole arena is free once all processes are dead and all loads have ended."""
         if not hasattr(self, "cache"):
             return
         self.cache.add_ready(self.slot_count)

@@ -115,7 +115,7 @@ def test_cases_with_the_same_settings_come_one_after_another(numbers: list[int])
     assert changes <= max(0, len(set(settings_of)) - 1)
 
 
-def test_what_breaks_off_is_no_excuse_for_bytes_fetched_again() -> None:
+def test_interrupted_reads_justify_no_bytes_fetched_again() -> None:
     """Reads go on where they were; only what was damaged, refused by its head or lost with its process counts."""
     asked = Asked("/bucket/key", 100, 1100, 1, 1)
     free = (Refuse(500), Drop(), Delay(0.1), Cut(10), Stall(10))

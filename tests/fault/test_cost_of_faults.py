@@ -43,7 +43,7 @@ class HalfwayProxy(GatedProxy):
         return sum(size for path, size in self.bytes_by_path().items() if path.endswith(".safetensors"))
 
 
-def test_a_worker_killed_half_way_costs_what_it_was_reading(longshore: Longshore, llama: StoredModel) -> None:
+def test_a_killed_worker_costs_only_its_reads_in_flight(longshore: Longshore, llama: StoredModel) -> None:
     # What stands still must not be asked for again, however long the other rank takes to come up.
     patience = dict.fromkeys(("read_timeout_s", "lease_deadline_s", "stuck_after_s"), PATIENCE_S)
     longshore.configure(empty=True, fetch_threads=REQUESTS, **patience)

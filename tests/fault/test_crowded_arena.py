@@ -38,7 +38,7 @@ def one_node(longshore: Longshore) -> Iterator[Any]:
     [(1, signal.SIGKILL), (1, signal.SIGSTOP), (2, signal.SIGKILL), (2, signal.SIGSTOP)],
     ids=["queued-killed", "queued-stopped", "beside-each-other-killed", "beside-each-other-stopped"],
 )
-def test_a_rank_that_dies_or_stops_holds_nobody_up(
+def test_a_rank_that_dies_or_stops_blocks_no_other(
     longshore: Longshore, llama: StoredModel, one_node: Any, strike: int, loads: int
 ) -> None:
     """`loads`: so many have their minimum at once."""

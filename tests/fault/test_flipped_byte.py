@@ -18,7 +18,7 @@ AT = 3_000_000
 
 
 @pytest.mark.parametrize("tp", [1, 2])
-def test_a_flipped_byte(
+def test_a_flipped_byte_is_found_by_its_digest(
     longshore: Longshore, llama: StoredModel, copy_of: Callable[[StoredModel], StoredModel], tp: int
 ) -> None:
     longshore.configure(empty=True)

@@ -121,7 +121,7 @@ def test_with_gcs_fault_tolerance_a_load_goes_on(llama: StoredModel) -> None:
         assert nodes[kept["node"]]["refetched_chunks"] == 0
 
 
-def test_without_it_clients_get_errors_and_the_disk_is_reused(llama: StoredModel, tmp_path: Path) -> None:
+def test_without_gcs_recovery_loads_fail_and_the_disk_is_reused(llama: StoredModel, tmp_path: Path) -> None:
     disk = {"disk_cache_dir": str(tmp_path), "disk_cache_bytes": 1 << 28}
     with HeadCluster(**variables({**TEST_SETTINGS, **disk})) as there:
         with GatedProxy(llama.server.endpoint_url, ranges=0) as proxy:

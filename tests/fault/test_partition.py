@@ -110,7 +110,7 @@ class Host:
     # -- its link ----------------------------------------------------------------------------------------------
 
     def cut(self) -> None:
-        """Nothing passes any more; connections stay open, and their ends learn nothing."""
+        """Drop all packets. Connections stay open, and their ends do not notice."""
         _ip("link", "set", self._port, "down")
 
     def heal(self) -> None:
@@ -317,7 +317,7 @@ class NetCluster(LosableNodes):
         return [name for name in host.shared_memory() if name.startswith(ARENA_PREFIX)]
 
     def assert_nothing_left(self) -> None:
-        """Also on the hosts: no more arenas than living agents, and no process of a node that Ray does not count."""
+        """Check the hosts too: no arena without a living agent, and no process of a node that Ray does not count."""
         super().assert_nothing_left()
         for host in self.network.hosts:
             agents = [name for name in self.actor_names("agent-") if name.endswith(self.node_on(host) or "no node")]
@@ -468,7 +468,7 @@ def heal_with_old_processes(cut_load: CutLoad, host: Host, old: str) -> None:
     assert old not in {node.node for node in net.status().nodes}
 
 
-def test_a_link_that_is_down_for_longer_than_a_lease(cut_load: CutLoad) -> None:
+def test_a_load_survives_a_link_down_for_longer_than_a_lease(cut_load: CutLoad) -> None:
     """Ray notices nothing. Leases on the host run out, and its rank goes on where it was."""
     net, host = cut_load.net, cut_load.net.network.hosts[0]
     node = net.node_on(host)

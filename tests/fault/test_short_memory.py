@@ -38,7 +38,7 @@ class ShortMemory:
     group: Path
 
     def killed_processes(self) -> int:
-        """By the kernel, for the limit."""
+        """Return how many processes the kernel has killed for exceeding the limit."""
         for name in ("memory.events", "memory.oom_control"):
             with contextlib.suppress(OSError):
                 words = dict(line.split() for line in (self.group / name).read_text().splitlines())
@@ -46,7 +46,7 @@ class ShortMemory:
         raise LookupError("the kernel does not count")
 
     def kill(self) -> None:
-        """Every process in it."""
+        """Kill every process in the group."""
         eventually(lambda: not _killed(self.group), f"{self.group} has processes in it")
 
     def used_bytes(self) -> int:

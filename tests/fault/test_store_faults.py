@@ -124,7 +124,7 @@ IMPATIENTLY = ("too late", "stalled at once", "stalled in the middle", "a trickl
 
 @pytest.mark.parametrize("placement", ["via_arena", "direct"])
 @pytest.mark.parametrize("case", PASSING)
-def test_a_fault_that_passes_costs_at_most_what_was_in_flight(
+def test_a_passing_fault_costs_at_most_the_bytes_in_flight(
     shm_dir: Path, bucket: Bucket, case: str, placement: str
 ) -> None:
     script, cause = PASSING[case]
@@ -150,7 +150,7 @@ def test_a_fault_that_passes_costs_at_most_what_was_in_flight(
 
 
 @pytest.mark.parametrize("seed", range(6))
-def test_many_faults_at_once(shm_dir: Path, bucket: Bucket, seed: int) -> None:
+def test_a_load_survives_many_faults_at_once(shm_dir: Path, bucket: Bucket, seed: int) -> None:
     """Every third read meets one, of any kind; several at a time."""
     plan = bucket.plan()
     with (

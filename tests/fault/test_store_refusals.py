@@ -52,7 +52,7 @@ def bucket(rclone: EmbeddedS3) -> Bucket:
 
 @pytest.fixture
 def own_bucket(rclone: EmbeddedS3, request: pytest.FixtureRequest) -> Bucket:
-    """For a test that changes what is in it."""
+    """Make a bucket for a test that changes its objects."""
     return Bucket(rclone, f"own-{abs(hash(request.node.name)) % 10**10}")
 
 
@@ -108,7 +108,7 @@ def test_a_fault_that_stays_ends_in_one_typed_error(shm_dir: Path, bucket: Bucke
         assert report.cached_chunks + report.store_chunks == report.needed_chunks == TENSORS
 
 
-def test_bytes_that_stay_wrong_are_never_placed(shm_dir: Path, bucket: Bucket) -> None:
+def test_permanently_wrong_bytes_are_never_placed(shm_dir: Path, bucket: Bucket) -> None:
     plan = bucket.plan()
     with (
         FaultProxy(bucket.server.endpoint_url, only(Flip(9), where=of_chunk)) as proxy,

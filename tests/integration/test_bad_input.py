@@ -36,7 +36,7 @@ WAIT_S = 180.0  # for what others give back, on however slow a machine
 
 @pytest.fixture
 def checked(longshore: Longshore) -> Iterator[Longshore]:
-    """Nothing is left right after the error, not only after cleaning up."""
+    """Check that nothing is left right after the error, not only after cleaning up."""
     yield longshore
     longshore.assert_nothing_left()
 
@@ -69,7 +69,7 @@ def test_wrong_credentials(checked: Longshore, llama: StoredModel) -> None:
     cluster.load(llama.uri, device="cpu", **llama.options).release()
 
 
-def test_an_endpoint_where_nobody_listens(checked: Longshore, llama: StoredModel) -> None:
+def test_a_closed_endpoint_is_a_typed_error(checked: Longshore, llama: StoredModel) -> None:
     options = {**llama.options, "endpoint_url": f"http://127.0.0.1:{closed_port()}"}
     begun_s = time.monotonic()
     with pytest.raises(cluster.StoreUnavailable):
@@ -163,7 +163,7 @@ def load_that_waits(pool: ThreadPoolExecutor, stored: StoredModel, text: str, **
     return loading
 
 
-def test_gpus_that_others_hold(checked: Longshore, llama: StoredModel) -> None:
+def test_a_load_waits_for_gpus_held_by_others(checked: Longshore, llama: StoredModel) -> None:
     """Other actors have them: the load says what is free; asked to wait, it goes on once there are enough, also when
     they lie otherwise than it has asked Ray for.
     """

@@ -88,14 +88,14 @@ def test_a_replaced_worker_reuses_the_offload_folder(longshore: Longshore, llama
     assert list(folder.iterdir()) == []
 
 
-def test_limits_that_nobody_gave_are_those_of_the_node(longshore: Longshore, llama: StoredModel) -> None:
+def test_missing_limits_default_to_those_of_the_node(longshore: Longshore, llama: StoredModel) -> None:
     with cluster.load(llama.uri, device_map="auto", device="cpu", **llama.options) as model:
         assert model.call(_where)[0][1] == {"": "cpu"}
         with cluster.load(llama.uri, device_map="auto", device="cpu", **llama.options) as again:
             assert again.report.resident
 
 
-def test_a_rank_in_a_process_of_ones_own(longshore: Longshore, llama: StoredModel, tmp_path: Path) -> None:
+def test_a_rank_in_the_users_own_process(longshore: Longshore, llama: StoredModel, tmp_path: Path) -> None:
     from actors.hosting import host_rank
 
     limits = {"cpu": cluster.plan(llama.uri, **llama.options).placed_bytes * 3 // 4}

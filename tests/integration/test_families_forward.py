@@ -22,7 +22,7 @@ _LAYER = re.compile(r"layers\.([0-9]+)\.")
 
 
 class Skip(torch.nn.Module):
-    """In place of what another stage has: hands on what it is given."""
+    """Replaces the layers of another stage: returns its input."""
 
     def forward(self, first: Any = None, *_: Any, **named: Any) -> Any:
         return named["hidden_states"] if first is None else first

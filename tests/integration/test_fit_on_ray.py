@@ -66,7 +66,7 @@ def _all_but(room_bytes: int) -> int:
 
 
 def _release(longshore: Longshore, model: LoadedModel) -> None:
-    """Until its memory is back: Ray forgets an actor before its process has ended."""
+    """Release the model and wait for its memory: Ray forgets an actor before its process has ended."""
     pids = longshore.worker_pids().values()
     model.release()
     eventually(lambda: not any(map(psutil.pid_exists, pids)), "workers live on")

@@ -26,7 +26,7 @@ MIB = 1 << 20
 
 
 class Engine:
-    """Somebody's inference engine: one process per rank, made and placed by somebody."""
+    """An inference engine of the user: one process per rank, made and placed by the user."""
 
     def load(self, uri: str, rank: int, options: dict[str, Any], check: Any) -> Any:
         with cluster.host_rank(uri, rank, **options) as shard:
@@ -148,7 +148,7 @@ def test_a_group_is_bound_although_its_nodes_agent_dies(longshore: Longshore, tm
     ray.kill(engine)
 
 
-def test_a_host_waits_no_longer_for_an_agent_that_is_stuck(longshore: Longshore, llama: StoredModel) -> None:
+def test_a_host_stops_waiting_for_a_stuck_agent(longshore: Longshore, llama: StoredModel) -> None:
     longshore.configure(empty=True)
     with cluster.host_rank(llama.uri, 0, **llama.options):  # there is an agent
         pass
@@ -163,7 +163,7 @@ def test_a_host_waits_no_longer_for_an_agent_that_is_stuck(longshore: Longshore,
     longshore.assert_nothing_left()
 
 
-def test_a_host_waits_no_longer_than_it_says(longshore: Longshore, llama: StoredModel) -> None:
+def test_a_host_waits_no_longer_than_its_timeout(longshore: Longshore, llama: StoredModel) -> None:
     longshore.configure(empty=True)
     for ranges in (0, 4):  # while it plans, and while it loads
         with GatedProxy(llama.server.endpoint_url, ranges=ranges) as proxy:

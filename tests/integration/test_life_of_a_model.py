@@ -102,7 +102,7 @@ def test_two_clients_share_a_model_and_the_last_one_frees_it(longshore: Longshor
     longshore.assert_nothing_left()
 
 
-def test_keep_outlives_its_client_until_it_is_taken_back(longshore: Longshore, llama: StoredModel) -> None:
+def test_a_kept_model_outlives_its_client_until_released(longshore: Longshore, llama: StoredModel) -> None:
     longshore.configure(holder_ttl_s=TTL_S)
     with other_client(longshore, llama, llama.server.endpoint_url, "keep") as other:
         model_id, _ = other.stdout.readline().split()
@@ -239,7 +239,7 @@ def test_two_different_loads_at_once(longshore: Longshore, llama: StoredModel, o
             assert len(first.state_dict(0)) != len(second.state_dict(0))
 
 
-def test_async_twins(
+def test_async_verbs_do_what_their_sync_twins_do(
     longshore: Longshore, llama: StoredModel, gate: GatedProxy, copy_of: Callable[[StoredModel], StoredModel]
 ) -> None:
     async def load_cancel_load() -> None:

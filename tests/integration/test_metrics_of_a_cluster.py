@@ -71,7 +71,7 @@ def test_a_restarted_coordinator_goes_on_with_the_same_series(longshore: Longsho
     loaded = {source: size for source, size in again.report.bytes_by_source.items() if size}
 
     def grown() -> dict[str, float]:
-        """By source; a label of every series."""
+        """Return the growth of counters by source, a label of every series."""
         name, found = "longshore_chunk_bytes_total", scrape(url)
         sizes = {key[-1]: size - before.get(key, 0) for key, size in found.items() if key[0] == name}
         return {source: size for source, size in sizes.items() if size}

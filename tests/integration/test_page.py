@@ -227,7 +227,7 @@ def test_the_plan_is_drawn_when_asked(browser: Browser, planned: None, tmp_path:
         seen.check()
 
 
-def test_a_plan_that_cannot_be_drawn_says_why(browser: Browser, planned: None, tmp_path: Path) -> None:
+def test_an_impossible_plan_shows_its_error(browser: Browser, planned: None, tmp_path: Path) -> None:
     (tmp_path / "model.safetensors").unlink()
     (tmp_path / "config.json").unlink()
     with http_server(ScriptedService(Script(part=0.5))) as url, watched(browser, url) as seen:

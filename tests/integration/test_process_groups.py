@@ -119,7 +119,7 @@ def outcomes(tmp_path_factory: pytest.TempPathFactory) -> dict[str, tuple[torch.
 
 
 def run_ranks(folder: Path) -> None:
-    """Until both have ended, or one with an error: the other would wait for it."""
+    """Run both ranks to their end, or until one fails: the other would wait for it."""
     ranks: list[subprocess.Popen[bytes]] = []
     logs = [folder / f"rank-{rank}.log" for rank in range(RANKS)]
 

@@ -33,7 +33,7 @@ class JobCluster:
     """`ray start --head --block`; every process of it is ended with the block."""
 
     def __init__(self, *, token: bool, environ: dict[str, str]) -> None:
-        """With `token`, Ray asks for RAY_AUTH_TOKEN; else authentication is off. `environ`: for nodes and jobs."""
+        """Start a cluster. With `token`, Ray needs RAY_AUTH_TOKEN; else not. `environ`: for nodes and jobs."""
         self._folder = tempfile.TemporaryDirectory(prefix="lj-", dir="/tmp", ignore_cleanup_errors=True)
         gcs, dashboard, client, agent_http, agent_grpc = free_ports(5)
         self.dashboard_url = f"http://127.0.0.1:{dashboard}"

@@ -83,7 +83,7 @@ def served_actors() -> list[str]:
 
 
 def end_served_actors() -> None:
-    """For the tests that follow: who was killed takes nothing away. The controller first, which starts the others."""
+    """End what a killed `longshore serve` left. The controller goes first, since it starts the others."""
     import ray
 
     def none_is_left() -> bool:

@@ -44,7 +44,7 @@ class Watched:
     complaints: list[str] = field(default_factory=list)
 
     def check(self, *expected: str) -> None:
-        """Nobody else was asked, and nothing went wrong but what contains one of `expected`."""
+        """Check that no other server got a request and that each error contains one of `expected`."""
         elsewhere = [url for url in self.requests if not url.startswith((f"{self.origin}/", "blob:", "data:"))]
         bad = [text for text in self.complaints if not any(part in text for part in expected)]
         if elsewhere or bad:

@@ -515,7 +515,7 @@ class ClusterSimulation:
         return [] if self._coordinator is None else list(self._coordinator._models.values())
 
     def check(self) -> None:
-        """At any moment."""
+        """Check the laws that hold at any moment."""
         assert not self.problems, self.problems[0]
         for node in self.hosts:
             node.check()
@@ -631,7 +631,7 @@ class ClusterSimulation:
         return not self.workers()
 
     def left(self) -> list[str]:
-        """For the message of a test that fails."""
+        """Return the leftovers, for the message of a failed test."""
         found = [f"{record.model_id} {record.life} {record.message}" for record in self.records()]
         found += [f"{client.model_id} {client.state} waits={client.waits}" for client in self.clients]
         found += [f"{worker.actor.name} stopped={worker.stopped} {worker.at_work}" for worker in self.workers()]

@@ -114,7 +114,7 @@ class Cut:
 
 @dataclass(frozen=True, slots=True)
 class Stall:
-    """After so many bytes nothing comes for so long, or until the client disconnects."""
+    """Sends so many bytes, then nothing for so long or until the client disconnects."""
 
     at_bytes: int
     seconds: float = 3600.0

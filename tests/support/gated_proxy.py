@@ -61,7 +61,7 @@ class GatedProxy(CountingProxy):
                 raise AssertionError(f"only {self._held} of {requests} requests came to the gate")
 
     def hold_all(self) -> None:
-        """From here on every object is held, the manifest too, until `open`."""
+        """Hold every object from now on, the manifest too, until `open`."""
         with self._gate:
             self._open, self._all, self._left, self._held = False, True, 0, 0
             self._ports.clear()

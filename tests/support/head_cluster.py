@@ -98,7 +98,7 @@ class HeadCluster:
             raise
 
     def start_head(self) -> None:
-        """At the address of the one before."""
+        """Start a head at the address of the previous one."""
         (self._folder / "r" / "ray_current_cluster").unlink(missing_ok=True)  # on the lost machine it would be gone
         self._head = self._start_node(
             "head",

@@ -235,7 +235,7 @@ class SimRank:
         return [found[self._which % len(found)]]
 
     def drain(self) -> None:
-        """Nothing of the arena is in use after this."""
+        """Drain the rank. It uses no slot of the arena afterwards."""
         self.state.drain(self.node.now_s)
         while self.state.begun:
             self.end_write()
@@ -525,7 +525,7 @@ class NodeSimulation:
         rank.exchange()
 
     def check_leases(self) -> None:
-        """Nobody fetches what a third does; only a hedge is fetched by two, each in a slot of its own."""
+        """Check that each chunk has one fetch, or two with a hedge, each in a slot of its own."""
         for node_load in self.ledger._loads.values():
             places = node_load.ranks.values()
             running = Counter(chunk for place in places for chunk in place.leases.values())

@@ -214,7 +214,7 @@ class Longshore:
         return all(not node.leased_slots and not node.quarantined_slots for node in self.status().nodes)
 
     def clean(self) -> None:
-        """After a test: release every model. Raises AssertionError when something is left behind."""
+        """Release every model after a test. Raises AssertionError when something is left behind."""
         try:
             if COORDINATOR not in self.actor_names():
                 self._running = None

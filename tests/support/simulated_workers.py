@@ -112,7 +112,7 @@ class SimHost(NodeSimulation):
         super().late_message_arrives(self.cluster.clock.chance.randrange(8))
 
     def begin(self, load: SimLoad) -> None:
-        """By the process that hosts its rank."""
+        """Begin the load in the process that hosts its rank."""
         if self.agent is not None and self.agent.up:
             self.sync()
             if self.agent.version != VERSION:
@@ -159,7 +159,7 @@ class SimHost(NodeSimulation):
             self.check_leases()
 
     def check_fetched(self) -> None:
-        """Nothing was fetched twice but what was in flight at a fault."""
+        """Check that only chunks in flight at a fault were fetched twice."""
         most = len(self.needed) + self.spare_fetches
         fetched = sum(self.fetched.values())
         assert fetched <= most, f"{fetched} chunks were fetched, {len(self.needed)} are needed, {most} are explained"

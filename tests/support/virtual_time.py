@@ -38,7 +38,7 @@ class Clock:
         heapq.heappush(self._events, (max(when_s, self.now_s), next(self._order), event))
 
     def soon(self, event: Callable[[], object], most_s: float = 0.1) -> None:
-        """After a moment that nobody knows before: what is sent later may arrive sooner."""
+        """Run it after a random delay: a later message may arrive sooner."""
         self.after(self.chance.uniform(0.001, most_s), event)
 
     def run(self, seconds: float) -> None:

@@ -270,7 +270,7 @@ def test_size_and_number_of_values_are_bounded(monkeypatch: pytest.MonkeyPatch) 
             parse_manifest(b'{"format": "longshore.manifest"}')
 
 
-def test_a_manifest_that_contradicts_itself_cannot_be_built() -> None:
+def test_contradictory_manifests_cannot_be_built() -> None:
     with pytest.raises(InvalidManifest, match="no shards"):
         Manifest.build(hash_name="blake3", chunk_bytes=MIB, shards=[], tensors=[], files=[])
     with pytest.raises(InvalidManifest, match="hash"):

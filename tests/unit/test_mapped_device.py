@@ -157,7 +157,7 @@ def converted(device: Any, plan: LoadPlan, stored: StoredModel) -> dict[str, tup
     "precision",
     [Precision("float32"), *(Precision(quantization=scheme) for scheme in ("fp8", "int8", "nf4"))],
 )
-def test_tensors_are_converted_where_they_will_be(tmp_path: Path, precision: Precision) -> None:
+def test_tensors_are_converted_on_their_device(tmp_path: Path, precision: Precision) -> None:
     wide = random_arrays(llama_shapes(3, 64, 128, 4, 2, 33))  # nf4 takes rows of whole blocks
     stored = store_arrays(as_bf16({name: array & 0xBFFF for name, array in wide.items()}), shards=2, chunk_bytes=7000)
     folder = tmp_path / "offload"

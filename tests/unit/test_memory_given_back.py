@@ -114,7 +114,7 @@ def test_cancelled_in_the_middle_of_a_conversion(shm_dir: Path) -> None:
     assert device._staging.kept_bytes == 0
 
 
-def test_frames_of_what_an_error_was_raised_from() -> None:
+def test_frames_of_chained_errors_are_cleared() -> None:
     kept: list[weakref.ref[Any]] = []
 
     def inner() -> None:

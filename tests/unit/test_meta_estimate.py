@@ -100,7 +100,7 @@ def test_will_a_70b_fit_on_four_times_24_gb(tmp_path: Path) -> None:
     assert all(rank.device_bytes < 24e9 for rank in taken.ranks)
 
 
-def test_a_config_that_names_no_dtype_says_so() -> None:
+def test_a_config_without_a_dtype_is_reported() -> None:
     made = estimate_index(config_bytes(torch_dtype=None), MIB)
     assert "it names no dtype" in made.notes[0]
     assert {tensor.dtype for tensor in estimate_index(config_bytes(dtype="float32"), MIB).tensors} == {"F32"}
@@ -141,13 +141,13 @@ def test_models_that_cannot_be_estimated_are_one_clear_error(changes: dict[str, 
 
 
 @pytest.mark.parametrize("where", ["attn_implementation", "_attn_implementation", "experts_implementation"])
-def test_code_that_a_config_names_is_not_looked_for(where: str) -> None:
+def test_code_named_by_a_config_is_not_fetched(where: str) -> None:
     """transformers fetches kernels of that name."""
     plain = estimate_index(config_bytes(), MIB)
     assert estimate_index(config_bytes(**{where: "somebody/kernels"}), MIB).tensors == plain.tensors
 
 
-def test_a_text_config_that_is_none_is_one_clear_error() -> None:
+def test_an_invalid_text_config_is_one_clear_error() -> None:
     with pytest.raises(ModelConfigError, match="transformers cannot make a model"):
         estimate_index(config_bytes(torch_dtype=None, text_config="text"), MIB)
 

@@ -204,7 +204,7 @@ def test_a_silent_scraper_blocks_no_other() -> None:
     assert metrics.BUILD_INFO.name in serving(Config(metrics_port=0), ask)
 
 
-def test_the_loop_goes_on_while_somebody_scrapes() -> None:
+def test_a_scrape_does_not_block_the_loop() -> None:
     async def run() -> int:
         server = MetricsServer(Config(metrics_port=0), cluster_metrics())
         server.start()

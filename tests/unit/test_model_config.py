@@ -105,7 +105,7 @@ def test_all_problems_are_listed() -> None:
 
 
 @given(st.binary(max_size=200) | st.text('{}[]":,0123456789.eE-ntrufalse', max_size=60).map(str.encode))
-def test_no_bytes_crash_it(data: bytes) -> None:
+def test_arbitrary_bytes_do_not_crash_the_parser(data: bytes) -> None:
     with suppress(ModelConfigError):
         assert isinstance(parse_model_config(data), ModelConfig)
 
@@ -130,7 +130,7 @@ def test_read_from_a_store() -> None:
 
 
 @pytest.mark.parametrize("given", ["gptq", 5, ["gptq"]])
-def test_problems_call_fields_what_config_json_calls_them(given: object) -> None:
+def test_problems_use_the_field_names_of_config_json(given: object) -> None:
     with pytest.raises(ModelConfigError) as error:
         parse_model_config(json.dumps({"quantization_config": given}).encode())
     assert "quantization_config: Input should be an object, got" in error.value.message

@@ -55,12 +55,12 @@ def test_a_refusal_stays_until_its_holders_received_it() -> None:
     assert record.is_answered_by(asked(RULES))
 
 
-def test_a_load_that_goes_on_is_no_refusal() -> None:
+def test_a_running_load_is_not_a_refusal() -> None:
     record = ModelRecord("m-1", asked(), Life.new(2), Holders())
     assert not record.is_answered_by(asked(RULES))
 
 
-def test_what_is_at_hand() -> None:
+def test_only_a_ready_model_of_the_same_request_is_at_hand() -> None:
     record = ModelRecord("m-1", asked(), Life.new(1), Holders(), revision="r1")
     identity = asked().identity()
     assert not record.is_at_hand(identity, "r1")
@@ -72,7 +72,7 @@ def test_what_is_at_hand() -> None:
     assert not record.is_at_hand(asked(RULES).identity(), "r1")
 
 
-def test_nobody_else_assigns_fields_of_a_record() -> None:
+def test_only_its_own_methods_assign_fields_of_a_record() -> None:
     """Its methods keep related fields together; an outside assignment could forget one."""
     fields = {field.name for field in dataclasses.fields(ModelRecord)}
     assigned = []

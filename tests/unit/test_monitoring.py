@@ -165,7 +165,7 @@ def test_legends_name_labels_that_the_answer_has() -> None:
             assert labels <= LABELS[metric], expression
 
 
-def test_the_dashboard_is_what_its_script_makes() -> None:
+def test_the_dashboard_is_generated_by_its_script() -> None:
     pytest.importorskip("grafana_foundation_sdk")
     spec = importlib.util.spec_from_file_location("longshore_dashboard", MONITORING / "dashboard.py")
     assert spec is not None

@@ -79,7 +79,7 @@ def test_matrices_of_experts_are_the_librarys_too(library: Any) -> None:
     assert_same(ours(weight, "BF16"), the_librarys(library, weight))
 
 
-def test_the_library_reads_it(library: Any) -> None:
+def test_the_library_reads_the_quantized_tensors(library: Any) -> None:
     weight = random_weight(16, 4 * BLOCK, torch.float32, 7, 1.0)
     made = ours(weight, "F32")
     said = {f"weight{suffix}": tensor for suffix, tensor in made.items() if suffix}

@@ -244,7 +244,7 @@ TestNodeMachine.settings = settings(
 
 @settings(max_examples=60, deadline=None)
 @given(seed=st.integers(0, 2**32))
-def test_long_lives(seed: int) -> None:
+def test_random_lives_keep_the_invariants(seed: int) -> None:
     """The same events as above in long random orders, with probabilities that let loads get far before they break."""
     chance = random.Random(seed)
     node = NodeSimulation(min_slots(3) + chance.randrange(6), chance.randrange(4), seed, chance.choice([0.0, 0.5]))
@@ -755,7 +755,7 @@ def test_a_hosted_load_that_ended_before_it_began_does_not_begin() -> None:
     assert ledger.slot_holders() == ()
 
 
-def test_who_holds_the_slots() -> None:
+def test_the_ledger_names_the_holders_of_slots() -> None:
     node, (first,) = node_with(ranks=1, slots=7)
     node.add_load(SimModel((7,)), {0: [0], 1: [0]})
     node.begin(node.host_rank(SimModel((8,)), [0]).load)
@@ -844,7 +844,7 @@ def test_messages_about_unknown_loads_are_answered():
         ledger.report("x", "node", "host")
 
 
-def test_a_node_that_cannot_go_on_ends_every_load_on_it():
+def test_a_failed_node_ends_all_its_loads():
     node, (first, _) = node_with()
     out_of_memory = ArenaTooSmall("shared memory ran out")
     node.ledger.fail_all(out_of_memory)

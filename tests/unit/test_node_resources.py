@@ -70,7 +70,7 @@ def test_an_arena_leaves_the_reserve(small_tmpfs: Path, monkeypatch: pytest.Monk
     assert os.listdir(small_tmpfs) == []
 
 
-def test_memory_that_gets_short_while_the_arena_takes_its_own(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_an_arena_stops_growing_when_memory_runs_short(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     """The kernel would end somebody: a slot too many is not asked for, and the rest is given back."""
     settings = config(64 * MIB)
     arena, _ = open_arena(settings, arena_path("cluster", "node", str(shm_dir)), str(shm_dir))
@@ -119,7 +119,7 @@ def test_a_process_stopped_while_making_an_arena_blocks_no_other(
         ({"RAY_memory_usage_threshold": "0.8", "RAY_memory_monitor_refresh_ms": "0"}, 1.0),
     ],
 )
-def test_where_ray_kills_workers(shm_dir: Path, environ: dict[str, str], share: float) -> None:
+def test_rays_memory_threshold_sets_the_reserve(shm_dir: Path, environ: dict[str, str], share: float) -> None:
     assert ray_kills_above(environ) == share
     for pool, seen in zip(host_pools(str(shm_dir), environ), memory_pools(), strict=True):
         assert pool.pool_id == seen.pool_id

@@ -194,7 +194,7 @@ def test_chunks_from_disk_are_checked_and_damaged_ones_removed(shm_dir: Path, tm
         assert verified_by(report.objects) == "store:crc64nvme"
 
 
-def test_a_node_that_needs_only_part_of_an_object_says_so(shm_dir: Path) -> None:
+def test_a_node_that_reads_part_of_an_object_reports_it(shm_dir: Path) -> None:
     objects = flat_objects(tensors=3, rows=2048)  # 32 KiB each: a rank's half is whole chunks
     store = SummedStore(objects, "crc64nvme")
     plan = _plan(store, fsdp=2)

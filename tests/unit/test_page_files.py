@@ -95,7 +95,7 @@ def test_text_and_shapes_stand_out_in_both_themes(number: int) -> None:
             assert ratio(colours[shape], colours[ground]) >= SHAPE_RATIO, (shape, ground)
 
 
-def test_the_policy_lets_the_page_ask_nobody_else(client: TestClient) -> None:
+def test_the_policy_allows_requests_to_the_own_server_only(client: TestClient) -> None:
     policy = client.get("/").headers["content-security-policy"]
     assert "default-src 'none'" in policy
     assert "unsafe" not in policy

@@ -43,7 +43,7 @@ def whole(model: Path) -> int:
     return plan(model, config=CONFIG).ranks[0].device_bytes
 
 
-def test_nothing_is_known_of_the_memory(model: Path) -> None:
+def test_a_plan_without_memory_has_no_verdict(model: Path) -> None:
     found = plan(model)
     assert found.fit is not None
     assert (found.fit.fits, found.expected, found.estimated) == (None, None, False)
@@ -65,7 +65,7 @@ def test_layers_are_spread_where_tensors_cannot_be_split(model: Path) -> None:
     assert plan(model, memory="5x24GB").layout == Layout(fsdp_size=5)  # it has four layers
 
 
-def test_auto_plans_what_it_takes(model: Path) -> None:
+def test_auto_returns_the_plan_that_it_chose(model: Path) -> None:
     full = whole(model)
     strict = plan(model, memory=str(full * 8 // 10), config=CONFIG)
     taken = plan(model, memory=str(full * 8 // 10), fit="auto", config=CONFIG)
@@ -148,7 +148,9 @@ def test_a_plan_without_gpu_tensors_says_so(model: Path) -> None:
         ({0: "1MB", "cpu": 0, "disk": "1MB"}, "/scratch/llama", "raise max_memory, also of the disk"),
     ],
 )
-def test_a_hint_can_be_followed(model: Path, limits: dict[int | str, str | int], folder: str | None, said: str) -> None:
+def test_hints_suggest_only_options_that_help(
+    model: Path, limits: dict[int | str, str | int], folder: str | None, said: str
+) -> None:
     with pytest.raises(DoesNotFit) as refused:
         plan(model, device_map="auto", max_memory=limits, offload_folder=folder)
     assert said in refused.value.hint
@@ -299,7 +301,7 @@ def test_a_model_that_no_layout_spreads(tmp_path: Path) -> None:
         plan(tmp_path, memory="2x24GB")
 
 
-def test_no_weights_and_no_config(tmp_path: Path) -> None:
+def test_a_folder_without_weights_or_config_is_refused(tmp_path: Path) -> None:
     (tmp_path / "notes.txt").write_text("x")
     with pytest.raises(NotACheckpoint):
         plan(tmp_path)

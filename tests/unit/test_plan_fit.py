@@ -129,7 +129,7 @@ def test_every_size_of_memory(index: ModelIndex, layout: Layout, mode: str) -> N
     assert mode == "strict" or taken_before == 3
 
 
-def test_a_refusal_says_need_have_and_the_cheapest_change(index: ModelIndex) -> None:
+def test_a_refusal_shows_need_have_and_the_cheapest_change(index: ModelIndex) -> None:
     asked = request(Layout())
     full = facts(index, asked)[0].device_bytes
     _, found = fit(index, asked, given_devices(full * 6 // 10, full * 6 // 10))
@@ -146,7 +146,7 @@ def test_a_refusal_says_need_have_and_the_cheapest_change(index: ModelIndex) -> 
     assert "None of " in hopeless.sentence
 
 
-def test_offload_where_nothing_else_does(index: ModelIndex) -> None:
+def test_offload_is_offered_only_as_a_last_resort(index: ModelIndex) -> None:
     asked = request(Layout(), "auto")
     full = facts(index, asked)[0].device_bytes
     devices = given_devices(full // 5)  # the largest layer fits, int4 does not
@@ -165,7 +165,7 @@ def test_offload_where_nothing_else_does(index: ModelIndex) -> None:
     assert without.fits is False
 
 
-def test_two_changes_where_one_does_not_do(index: ModelIndex) -> None:
+def test_two_changes_are_offered_where_one_is_too_little(index: ModelIndex) -> None:
     asked = request(Layout())
     planned = []
 
@@ -197,6 +197,6 @@ def test_more_ranks_than_memory_is_an_error() -> None:
     assert [way.ranks for way in layouts_for(6)] == [6, 6, 6]
 
 
-def test_rooms_keep_free_what_was_asked() -> None:
+def test_rooms_keep_the_requested_reserve() -> None:
     asked = replace(request(Layout()), fit=FitOptions(gpu_memory_utilization=0.75, reserve_bytes=10))
     assert [room.have_bytes for room in rooms_of((100, 20), asked, CONFIG)] == [75, 10]

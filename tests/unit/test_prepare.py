@@ -1,4 +1,4 @@
-"""From a stored model to a plan, and whether the stored model is still the one."""
+"""Preparing a plan from a stored model, and noticing that the stored model was replaced."""
 
 from __future__ import annotations
 
@@ -42,7 +42,7 @@ def request(folder: Path, *sizes: int, **other: Any) -> LoadRequest:
     return make_request(LoadOptions(str(folder), **asdict(Layout(*sizes)), **other))
 
 
-def test_a_plan_for_what_is_stored(tmp_path: Path):
+def test_a_stored_model_can_be_planned(tmp_path: Path):
     write_tiny_llama(tmp_path)
     index, plan = prepare_plan(request(tmp_path, 2, 2), chunk_bytes=MIB, read_timeout_s=5)
     assert len(plan.ranks) == 4
@@ -142,7 +142,7 @@ def test_places_without_a_model_are_refused(tmp_path: Path, files: dict[str, byt
         prepare_plan(request(tmp_path), chunk_bytes=MIB, read_timeout_s=5)
 
 
-def test_a_folder_that_is_not_there(tmp_path: Path):
+def test_a_missing_folder_is_an_error(tmp_path: Path):
     with pytest.raises((StoreError, NotACheckpoint)):
         prepare_plan(request(tmp_path / "nowhere"), chunk_bytes=MIB, read_timeout_s=5)
 

@@ -61,7 +61,7 @@ def test_an_attribute_that_botocore_lost_is_named(has: str) -> None:
         botocore_private.replace_http_session(client, {}, lambda session: session)  # type: ignore[arg-type]
 
 
-def test_the_command_line_says_so() -> None:
+def test_the_command_line_reports_a_lost_name() -> None:
     """In a process of its own, where nothing was imported before."""
     script = (
         "import botocore.awsrequest as lost; del lost.AWSHTTPSConnectionPool\n"

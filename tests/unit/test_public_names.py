@@ -83,7 +83,7 @@ def test_type_checkers_see_the_names_of_longshore() -> None:
     ]
 
 
-def test_import_longshore_loads_nothing_but_the_standard_library() -> None:
+def test_import_longshore_loads_only_the_standard_library() -> None:
     code = (
         "import sys, longshore\n"
         "print(*sorted({'cluster', 'storage', 'ray', 'torch'} & set(sys.modules)))\n"

@@ -33,7 +33,7 @@ from tests.support.faulty_stores import FailingStore, FlipByteStore, NoListStore
 
 
 class ReplaceMidwayStore(WrappedStore):
-    """Before the n-th read, an object is replaced by other bytes of the same length."""
+    """A store that replaces an object by other bytes of the same length before the n-th read."""
 
     def __init__(self, inner: ObjectStore, key: str, data: bytes, before_read: int) -> None:
         super().__init__(inner)
@@ -147,7 +147,7 @@ def test_the_stores_own_checksum_saves_the_second_reading(objects: dict[str, byt
     assert report.read_bytes == sum(map(len, objects.values()))
 
 
-def test_a_checksum_that_disagrees_stops_it(objects: dict[str, bytes]) -> None:
+def test_another_checksum_stops_the_publish(objects: dict[str, bytes]) -> None:
     store = ChecksumStore(MemoryStore(objects), "crc32c", damaged=KEYS[2])
     with pytest.raises(IntegrityError, match=f"crc32c.*{KEYS[2]}"):
         run(store)
@@ -289,7 +289,7 @@ def test_passing_faults_are_retried(objects: dict[str, bytes]) -> None:
 
 
 @pytest.mark.parametrize("before_read", [8, 15])
-def test_an_object_replaced_meanwhile_stops_it(objects: dict[str, bytes], before_read: int) -> None:
+def test_an_object_replaced_meanwhile_stops_the_publish(objects: dict[str, bytes], before_read: int) -> None:
     for key in (KEYS[0], KEYS[3]):  # read already, or not yet
         other = objects[key][:-1] + b"\x02"
         store = ReplaceMidwayStore(MemoryStore(objects), key, other, before_read)
@@ -429,7 +429,7 @@ def test_an_empty_source_is_refused() -> None:
         publish(MemoryStore({"README.md": b""}))
 
 
-def test_a_store_that_cannot_be_written_says_so_before_reading(objects: dict[str, bytes]) -> None:
+def test_a_read_only_store_is_refused_before_any_read(objects: dict[str, bytes]) -> None:
     class ReadOnly(WrappedStore):
         def put(self, key: str, data: bytes):  # type: ignore[no-untyped-def]
             raise StoreUnavailable("read only")

@@ -31,7 +31,7 @@ TOKENS = torch.tensor([[1, 5, 9, 33, 60]])
 
 
 @pytest.mark.parametrize("scheme", sorted(SCHEMES))
-def test_transformers_reads_what_was_loaded(tmp_path: Path, scheme: str) -> None:
+def test_transformers_reads_the_loaded_tensors(tmp_path: Path, scheme: str) -> None:
     if scheme == "nf4":
         pytest.importorskip("bitsandbytes", reason="bitsandbytes, which reads NF4, is not installed")
     source = save_tiny("llama", tmp_path / "source", **SIZES)

@@ -119,7 +119,7 @@ _METHODS: list[dict[str, object]] = [
     st.sampled_from(["column", "row", "vocabulary", "gate_up", "experts_column", "experts_row", "replicate"]),
     st.sampled_from([Layout(2), Layout(4, vocabulary_multiple=6), Layout(4, 2, 1, 1, 2)]),
 )
-def test_whatever_is_in_a_bucket_is_cut_or_refused(
+def test_any_stored_tensors_are_split_or_refused(
     found: dict[str, tuple[list[int], str]], method: dict[str, object], rule: str, layout: Layout
 ) -> None:
     sizes = {"I8": 1, "F16": 2, "I32": 4}

@@ -234,7 +234,7 @@ class RankMachine(RuleBasedStateMachine):
             assert self.state.placed <= {*self.needed}
 
     def teardown(self) -> None:
-        """Without further faults the rank leaves with everything, and nothing of the arena is in use."""
+        """Check that without further faults the rank leaves with everything and uses no slot."""
         if not hasattr(self, "state"):
             return
         self.allowed = True

@@ -68,7 +68,7 @@ def llama(dtype: torch.dtype, seed: int, spread: float) -> dict[str, torch.Tenso
 
 
 def carried_out(plan: LoadPlan, model: StoredModel) -> list[dict[str, bytes]]:
-    """By rank: the bytes of each of its tensors."""
+    """Return the bytes of each tensor, by rank."""
     return [
         {name: data.tobytes() for name, data in carry_out(plan, rank, model.files)[0].items()} for rank in plan.ranks
     ]

@@ -53,7 +53,7 @@ def test_lost_ranks_go_to_the_expected_nodes(free, rank_nodes, expected):
     assert {rank: node.node_id for rank, node in placements.items()} == expected
 
 
-def test_a_node_that_died_too_gets_none():
+def test_a_dead_node_gets_no_rank():
     dead = NodeInfo("n0", "host0", cpu_ranks_free=8, alive=False)
     with pytest.raises(NotEnoughResources, match="1 ranks need a place, 0 are free"):
         place_again([dead], {0: "gone"}, [0], 1, "cpu", 8)

@@ -1,4 +1,4 @@
-"""When a load asks whether its nodes are still there: after what the death of one can cause, and after nothing else."""
+"""A load checks its nodes only after errors that the death of a node can cause."""
 
 from __future__ import annotations
 

@@ -32,7 +32,7 @@ class Request:
 
 
 @given(st.integers(1, 6), st.integers(0, 8))
-def test_asked_until_it_works_or_the_budget_ends(attempts: int, failures: int) -> None:
+def test_requests_are_retried_until_success_or_the_last_attempt(attempts: int, failures: int) -> None:
     request = Request(*[StoreUnavailable("reset") for _ in range(failures)])
     pauses: list[float] = []
     policy = RetryPolicy(attempts=attempts)

@@ -20,7 +20,7 @@ RULES = {"model.b.*.weight": "row", "model.a.weight": "column", "**": "replicate
 
 
 @pytest.mark.parametrize("as_text", [True, False])
-def test_a_file_says_what_a_mapping_says(tmp_path: Path, as_text: bool) -> None:
+def test_a_rules_file_equals_the_same_mapping(tmp_path: Path, as_text: bool) -> None:
     path = tmp_path / "rules.json"
     path.write_text(json.dumps(RULES))
     found = read_rules(str(path) if as_text else path)

@@ -119,7 +119,7 @@ LAUGHS = b"<!DOCTYPE a [<!ENTITY a 'ha'>" + b"".join(
     ],
     ids=range(17),
 )
-def test_a_listing_that_is_none(body: bytes) -> None:
+def test_an_invalid_listing_is_an_error(body: bytes) -> None:
     with store_behind(whole("200 OK", body)) as (store, server):
         if body in (b"",):
             assert list(store.list()) == []  # botocore takes nothing for an empty listing
@@ -169,7 +169,7 @@ def test_a_huge_error_body_is_not_read_and_its_status_counts(status: str, kind: 
     assert sum(sent) < 100 * MIB + MAX_ERROR_BODY_BYTES  # what stood in the socket's buffers
 
 
-def test_a_refusal_that_is_a_page_for_people() -> None:
+def test_an_html_error_page_is_an_error() -> None:
     page = b"<!DOCTYPE html><html><body>Bad gateway</body></html>"
     with store_behind(whole("502 Bad Gateway", page)) as (store, _):
         assert refusal(listed(store), StoreUnavailable)

@@ -141,7 +141,7 @@ def test_any_bytes_give_a_header_or_an_error(data: bytes, size_bytes: int) -> No
         ([], "a JSON list, not an object"),
     ],
 )
-def test_broken_headers_say_what_is_wrong(header: Any, said: str) -> None:
+def test_errors_of_broken_headers_name_the_problem(header: Any, said: str) -> None:
     data = raw_header(header, b"abcd")
     with pytest.raises(InvalidHeader) as caught:
         parse_header(data, len(data))

@@ -86,7 +86,7 @@ def test_the_command_line_refuses_secret_uris(words: list[str], uri: str, capfd:
 
 
 @pytest.mark.parametrize("uri", URIS)
-def test_words_in_the_wrong_place_are_not_repeated(uri: str, capfd: pytest.CaptureFixture[str]) -> None:
+def test_misplaced_arguments_are_not_repeated(uri: str, capfd: pytest.CaptureFixture[str]) -> None:
     assert main(["plan", "s3://bucket/x", uri, "--json"]) == 2
     assert main(["plan", f"--tp={uri}", "s3://bucket/x", "--json"]) == 2
     said = capfd.readouterr()

@@ -26,7 +26,7 @@ def fill(segments: list[Segment], value: int) -> None:
     st.lists(st.lists(st.integers(0, 3 * MIB), max_size=5), min_size=1, max_size=6),
     st.randoms(use_true_random=False),
 )
-def test_every_segment_is_the_takers_own(loads: list[list[int]], random: object) -> None:
+def test_segments_are_never_shared(loads: list[list[int]], random: object) -> None:
     """Loads follow each other; some of their tensors are stored away and must keep their bytes."""
     memory = SegmentMemory()
     memory.keep(True)
@@ -70,7 +70,7 @@ def test_other_sizes_fit_too_and_no_more_is_kept_than_needed() -> None:
     assert memory.kept_bytes == 9 * MIB + mmap.PAGESIZE
 
 
-def test_nothing_is_kept_unless_wanted() -> None:
+def test_memory_is_kept_only_on_request() -> None:
     memory = SegmentMemory()
     del (segments := memory.take([MIB]))[:]
     assert memory.kept_bytes == 0

@@ -59,7 +59,7 @@ def guarded() -> Iterator[TestClient]:
         {"x-token": TOKEN},
     ],
 )
-def test_without_the_token_nothing_is_answered(
+def test_requests_without_the_token_are_refused(
     guarded: TestClient, method: str, path: str, headers: dict[str, str]
 ) -> None:
     answer = guarded.request(method, path, headers=headers, params={"token": TOKEN})
@@ -111,7 +111,7 @@ def test_without_a_token_only_this_machines_names_are_answered(host: str) -> Non
         {"origin": "http://localhost:9"},
     ],
 )
-def test_without_a_token_other_sites_pages_may_change_nothing(headers: dict[str, str]) -> None:
+def test_without_a_token_cross_site_changes_are_refused(headers: dict[str, str]) -> None:
     with client_of() as client:
         assert client.post("/v1/models:load", json={}, headers=headers).status_code == 403
         assert client.delete("/v1/models/llama-1", headers=headers).status_code == 403
@@ -119,7 +119,7 @@ def test_without_a_token_other_sites_pages_may_change_nothing(headers: dict[str,
         assert client.post("/v1/models:load", json={}, headers=own).status_code == 422
 
 
-def test_without_a_token_other_sites_pages_may_not_even_look() -> None:
+def test_without_a_token_cross_site_reads_are_refused() -> None:
     """No answer of a GET could be read by them, but a picture or a stream costs what its reader wants to have."""
     foreign = {"sec-fetch-site": "cross-site", "sec-fetch-mode": "no-cors"}
     with client_of() as client:
@@ -179,7 +179,7 @@ def test_slow_bodies_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
     asyncio.run(asyncio.wait_for(ask_all(), 60))
 
 
-def test_a_body_is_bounded_whatever_its_length_says() -> None:
+def test_bodies_are_bounded_whatever_their_declared_length() -> None:
     with client_of(body_bytes=1024) as client:
         assert client.post("/v1/models:load", content=b" " * 1025).status_code == 413
         assert client.post("/v1/models:load", content=(b" " * 100 for _ in range(11))).status_code == 413
@@ -208,7 +208,7 @@ def test_callers_with_the_token_are_counted_by_their_addresses() -> None:
 
 
 @given(st.integers(1, 50), st.lists(st.tuples(st.floats(0, 100), st.integers(0, 2)), max_size=60))
-def test_nobody_gets_more_than_a_burst_and_the_rate(per_minute: int, asked: list[tuple[float, int]]) -> None:
+def test_clients_get_at_most_a_burst_and_the_rate(per_minute: int, asked: list[tuple[float, int]]) -> None:
     now_s = 0.0
     rates = Rates(per_minute, lambda: now_s)
     got: dict[int, int] = {}

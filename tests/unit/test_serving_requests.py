@@ -61,7 +61,9 @@ def client() -> Iterator[TestClient]:
     ],
 )
 @pytest.mark.parametrize("verb", ["load", "plan"])
-def test_refused_before_anything_is_asked(client: TestClient, verb: str, body: Any, status: int, kind: str) -> None:
+def test_bad_requests_are_refused_before_a_cluster_is_asked(
+    client: TestClient, verb: str, body: Any, status: int, kind: str
+) -> None:
     answer = client.post(f"/v1/models:{verb}", json=body)
     assert (answer.status_code, answer.json()["type"]) == (status, f"urn:longshore:problem:{kind}")
     assert answer.headers["content-type"] == MEDIA_TYPE
@@ -126,7 +128,7 @@ def kinds_of(module: Any) -> list[type[LongshoreError]]:
 
 
 @pytest.mark.parametrize("kind", [*kinds_of(byte_errors), *kinds_of(load_errors)], ids=lambda kind: kind.__name__)
-def test_every_error_is_a_problem(kind: type[LongshoreError]) -> None:
+def test_every_error_becomes_a_problem_document(kind: type[LongshoreError]) -> None:
     error = kind("what was wrong", hint="what to do", size=3, odd=object)
     answer = problem_of(error)
     assert answer.status_code == status_of(error) >= 400
@@ -140,9 +142,7 @@ def test_every_error_is_a_problem(kind: type[LongshoreError]) -> None:
     [(b'{"uri": ', ", at character 8"), (b"not json", ", at character 0"), (b"\xff", ""), (b"[" * 100_000, "")],
 )
 @pytest.mark.parametrize("verb", ["load", "plan"])
-def test_a_body_that_is_no_json_is_400_as_the_documents_say(
-    client: TestClient, verb: str, body: bytes, where: str
-) -> None:
+def test_an_invalid_json_body_is_400_as_documented(client: TestClient, verb: str, body: bytes, where: str) -> None:
     path = f"/v1/models:{verb}"
     answer = client.post(path, content=body, headers={"content-type": "application/json"})
     assert (answer.status_code, answer.headers["content-type"]) == (400, MEDIA_TYPE)

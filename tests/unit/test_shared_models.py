@@ -111,7 +111,7 @@ def test_wrong_credentials_get_no_resident_model(cluster: ClusterSimulation) -> 
     assert good.error is None
 
 
-def test_expired_credentials_of_first_client_stop_nobody(cluster: ClusterSimulation) -> None:
+def test_expired_credentials_of_one_client_stop_no_other(cluster: ClusterSimulation) -> None:
     """Neither a second client that attaches, nor the rank that is replaced after that."""
     ready(cluster, "first")
     cluster.refused.add("first")

@@ -1,4 +1,4 @@
-"""Only manifests signed with a trusted key: unsigned, another key and tampered are three different refusals."""
+"""Manifests need a signature of a trusted key. Unsigned, unknown key and tampered are three different refusals."""
 
 from __future__ import annotations
 

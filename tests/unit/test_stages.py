@@ -48,7 +48,7 @@ def stages(names: list[Tensor], count: int) -> dict[str, tuple[int, ...]]:
     return {tensor.name: stage for tensor, stage in zip(names, found, strict=True)}
 
 
-def test_the_ends_hold_what_is_before_and_after_the_layers() -> None:
+def test_the_end_stages_hold_tensors_outside_the_layers() -> None:
     names = ["lm_head.weight", "model.embed_tokens.weight", *LAYERS, "model.norm.weight", "visual.blocks.3.qkv.weight"]
     found = stages(named(names), 4)
     assert found["model.embed_tokens.weight"] == found["visual.blocks.3.qkv.weight"] == (0,)

@@ -60,7 +60,7 @@ def test_chunks_in_any_order_and_the_header_give_the_checksum(
 
 
 @pytest.mark.parametrize("parts", [(), (40, 100)])
-def test_a_changed_byte_changes_it(parts: tuple[int, ...]) -> None:
+def test_a_changed_byte_changes_the_checksum(parts: tuple[int, ...]) -> None:
     data = bytes(range(100))
     checksum = _checksum("crc32c", data, parts)
     damaged = bytearray(data)
@@ -80,7 +80,7 @@ def test_a_digest_that_does_not_combine_needs_one_whole_chunk() -> None:
     assert checksum.found(len(data), halves) is None
 
 
-def test_neither_more_bytes_than_the_range_nor_fewer() -> None:
+def test_chunks_must_have_exactly_the_bytes_of_the_range() -> None:
     hasher = SpanHasher(StoreChecksum("crc32c", bytes(4), (6, 20)), ByteRange(4, 9))
     hasher.update(b"abc")
     with pytest.raises(ValueError, match="2 bytes of the range are missing"):

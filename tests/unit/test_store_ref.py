@@ -93,7 +93,7 @@ def test_bad_endpoints(url: str) -> None:
         parse_uri("s3://bucket", endpoint_url=url, environ={})
 
 
-def test_environment_fills_what_is_not_given() -> None:
+def test_the_environment_fills_missing_options() -> None:
     environ = {
         "AWS_ENDPOINT_URL": "http://one:1",
         "AWS_ENDPOINT_URL_S3": "http://two:2/",

@@ -40,7 +40,7 @@ def test_invalid_headers_are_reported(data: bytes) -> None:
         head.parse()
 
 
-def test_a_tensor_that_only_one_of_them_has() -> None:
+def test_a_tensor_that_only_one_side_has_is_reported() -> None:
     data = safetensors_bytes([("a", "U8", (3,)), ("b", "U8", (2,))])
     header = parse_header(data, len(data))
     a, b = published(header)

@@ -76,7 +76,7 @@ seconds = st.floats(0, 1e4)
 
 
 @given(st.lists(st.tuples(seconds, seconds, st.integers(0, 1)), max_size=4), seconds, seconds, seconds)
-def test_no_span_is_longer_than_what_it_is_in(
+def test_spans_lie_inside_their_parents(
     ranks: list[tuple[float, float, int]], plan_s: float, load_s: float, total_s: float
 ) -> None:
     made = [rank_report(number, *lengths) for number, lengths in enumerate(ranks)]
@@ -102,7 +102,7 @@ def exported(monkeypatch: pytest.MonkeyPatch) -> Any:
     return provider, exporter
 
 
-def test_spans_go_where_the_programs_own_go(exported: Any) -> None:
+def test_spans_use_the_programs_own_exporter(exported: Any) -> None:
     provider, exporter = exported
     with provider.get_tracer("app").start_as_current_span("request") as request:  # noqa: SIM117
         with load_trace("s3://b/llama", time.monotonic()) as done:
@@ -174,7 +174,7 @@ assert not any(name.startswith("opentelemetry.") for name in sys.modules), "impo
     ],
     ids=["nobody asks", "not there", "asked for, and not there"],
 )
-def test_nothing_is_imported_where_nobody_listens(first: str) -> None:
+def test_opentelemetry_is_not_imported_without_a_listener(first: str) -> None:
     subprocess.run([sys.executable, "-c", NOBODY.format(first=first)], check=True, cwd=REPOSITORY, timeout=120)
 
 

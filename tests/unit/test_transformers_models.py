@@ -15,7 +15,7 @@ from tests.support.shards import shards_of
 
 
 def model_of(family: str, folder: Path, **options: Any) -> Any:
-    """Not on the meta device unless the caller says so."""
+    """Make the model, on a real device unless the caller says otherwise."""
     import transformers
 
     tiny = FAMILIES[family]
@@ -28,7 +28,7 @@ def on_meta(family: str, folder: Path, **options: Any) -> Any:
         return model_of(family, folder, **options)
 
 
-def test_rotary_buffers_are_made_and_nothing_else_is(tmp_path: Path) -> None:
+def test_only_rotary_buffers_are_made(tmp_path: Path) -> None:
     (mine,) = shards_of(save_tiny("llama", tmp_path))
     model = on_meta("llama", tmp_path)
     before = {name: tensor.clone() for name, tensor in mine.items()}

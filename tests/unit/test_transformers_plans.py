@@ -99,7 +99,7 @@ def style_of(below: str, plan: dict[str, str]) -> str | None:
 
 
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_table_agrees_with_transformers_but_where_it_says_so(family: str) -> None:
+def test_tables_agree_with_transformers_except_where_listed(family: str) -> None:
     plan, expert_plan = plans(family)
     differing = set()
     for name, below in parameters(family):
@@ -156,7 +156,7 @@ def cut_by_transformers(style: str, name: str, array: NDArray[np.uint16], mesh: 
 
 @pytest.mark.parametrize("rank", [0, 1])
 @pytest.mark.parametrize("family", FAMILIES)
-def test_a_rank_has_what_transformers_would_leave_it(
+def test_a_rank_has_the_same_part_as_with_transformers(
     family: str, rank: int, saved_families: dict[tuple[str, str], SavedFamily]
 ) -> None:
     """Not the plan but what comes of it: their own code cuts the same tensors."""

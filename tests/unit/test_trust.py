@@ -155,7 +155,7 @@ def test_invalid_trust_settings_are_errors_and_allow_nothing(name: str, value: s
         Config.from_env({f"LONGSHORE_{name}": value})
 
 
-def test_the_verbs_want_signatures(model: Path, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
+def test_verify_and_plan_require_signatures(model: Path, key: Path, monkeypatch: pytest.MonkeyPatch) -> None:
     public = f"{key}.pub"
     assert client.verify(model, trusted_keys=[public]).ok
     revision = preview.plan(model, trusted_keys=[public]).revision
@@ -278,7 +278,7 @@ def test_an_unpublished_model_cannot_be_signed(tmp_path: Path, key: Path) -> Non
     assert not (tmp_path / "bare" / MANIFEST_KEY).exists()
 
 
-def test_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
+def test_signatures_work_on_the_command_line(tmp_path: Path, capsys: pytest.CaptureFixture[str]) -> None:
     write_tiny_llama(tmp_path / "llama")
     model, key = str(tmp_path / "llama"), str(tmp_path / "signer")
     assert main(["keygen", key, "--json"]) == 0

@@ -101,7 +101,7 @@ class WithALock(Exception):
 
 
 class Hurried(BaseException):
-    """Not an Exception."""
+    """A BaseException that is not an Exception."""
 
 
 @pytest.mark.parametrize("result", [threading.Lock, lambda: {"deep": [threading.Lock()]}, lambda: (_ for _ in ())])
@@ -136,7 +136,7 @@ def test_any_exception_is_one_typed_error_with_its_traceback(make: Callable[[], 
     assert "run_function" not in again.message
 
 
-def test_an_error_of_ours_comes_back_as_it_is_with_its_rank() -> None:
+def test_a_longshore_error_comes_back_unchanged_with_its_rank() -> None:
     def fail(shard: Any) -> None:
         raise ModuleMismatch("not this module", names="a, b")
 

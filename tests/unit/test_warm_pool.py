@@ -74,7 +74,7 @@ def test_gpus_of_ended_worker_groups_count_as_free() -> None:
     assert [node.gpus_free for node in choice.nodes] == [2, 1]
 
 
-def test_too_little_even_without_worker_groups_ends_none() -> None:
+def test_no_worker_group_ends_when_room_would_still_lack() -> None:
     with pytest.raises(NotEnoughResources):
         choose([worker_group("g", "n0", "n0")], cpu_nodes(1), Layout(tensor_parallel_size=4), "cpu", SEATS)
 
