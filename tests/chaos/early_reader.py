@@ -21,7 +21,7 @@ ANSWER_S = 5.0  # a worker that is stopped does not answer
 class EarlyReader:
     """Checks that tensors read at any moment match the published files. The files need digests.
 
-    Past the client, who has no model before all ranks are ready: a rank is done before the others are.
+    It asks ranks directly, since the client has no model before all ranks are ready.
     """
 
     def __init__(self, longshore: LosableNodes, case: Case, folder: Path) -> None:

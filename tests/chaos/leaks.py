@@ -110,7 +110,7 @@ class Leaks:
 
 
 def stopped_processes() -> list[str]:
-    """Descendants of this process that somebody stopped and nobody woke."""
+    """Return descendants of this process that are still stopped."""
     found = []
     for process in psutil.Process().children(recursive=True):
         with contextlib.suppress(psutil.Error):

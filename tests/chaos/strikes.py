@@ -63,7 +63,7 @@ class Strikes:
                 self._after(-strike.at, partial(self._strike, strike))
 
     def end(self) -> None:
-        """No more strikes; those who were stopped are woken at their time, and other nodes come."""
+        """End the strikes. Stopped processes continue at their time, and lost nodes are replaced."""
         self._over.set()
 
     def close(self) -> None:
@@ -164,7 +164,7 @@ class Strikes:
             self.struck[f"host {self._case.host}"] += 1
 
     def _renew(self) -> None:
-        """The file first: who is refused finds other credentials there."""
+        """Write the file first: a refused process finds the new credentials there."""
         if not self._over.is_set():
             self._proxy.require(self._credentials.renew())
 

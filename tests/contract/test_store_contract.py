@@ -42,7 +42,7 @@ ODD_KEYS = [
 
 @dataclass
 class Case:
-    """A store under test, and how to change what is in it from outside where the store itself cannot."""
+    """A store under test, with a way to change its objects from outside."""
 
     name: str
     store: ObjectStore

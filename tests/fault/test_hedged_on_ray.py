@@ -21,7 +21,7 @@ RANKS = 2
 def test_the_slot_of_a_hedged_request_that_lost_is_freed(
     longshore: Longshore, llama: StoredModel, fault: Fault
 ) -> None:
-    """Nothing else would end it: neither a deadline nor a timeout comes in this test."""
+    """No deadline or timeout ends the first request in this test."""
     waits = dict.fromkeys(("read_timeout_s", "lease_deadline_s", "stuck_after_s"), NEVER_S)
     longshore.configure(empty=True, fetch_threads=4, hedge_factor=2.0, hedge_after_s=2.0, **waits)
 

@@ -86,7 +86,7 @@ def test_a_kept_model_stays_kept_when_the_coordinator_was_killed(longshore: Long
 
 
 def test_workers_end_when_agent_and_coordinator_are_killed(longshore: Longshore, half: HalfLoad) -> None:
-    """Nobody is left who knows the model: its workers are found by their names, and ended."""
+    """No process knows the model any more: its workers are found by their names and ended."""
     longshore.configure(empty=True, orphan_after_s=6)
     half.proxy.open()
     model = cluster.load(half.stored.uri, tensor_parallel_size=2, device="cpu", keep=True, **half.stored.options)

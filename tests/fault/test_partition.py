@@ -1,4 +1,4 @@
-"""A host is cut off from the network in mid-load and comes back: what it says late changes nothing.
+"""A host is cut off from the network in mid-load and comes back. Its late messages change nothing.
 
 Head, store and client are on this machine; two hosts have networks, /dev/shm and /tmp of their own. Nobody is told of
 a cut: packets are lost, connections stay open, and what waits in them arrives when the link is back.

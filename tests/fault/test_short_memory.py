@@ -1,4 +1,4 @@
-"""Too little memory, for real: what does not fit is refused before a byte of it moves, and nobody is killed for it."""
+"""Really too little memory: loads that do not fit are refused before any read, and no process is killed."""
 
 from __future__ import annotations
 

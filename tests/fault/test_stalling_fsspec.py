@@ -1,4 +1,4 @@
-"""A file system of fsspec's that hangs in mid-load: nobody can end its reads, and no load waits for them."""
+"""An fsspec file system hangs in mid-load. Its reads cannot be ended, and no load waits for them."""
 
 from __future__ import annotations
 

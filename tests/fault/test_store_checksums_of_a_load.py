@@ -1,4 +1,4 @@
-"""A model that nobody published, in a real S3 server that keeps checksums: READY says that every object has its own."""
+"""An unpublished model in a real S3 server with checksums: READY reports that every object matches its own."""
 
 from __future__ import annotations
 

@@ -87,7 +87,7 @@ STAYING: dict[str, tuple[Script, str]] = {
 
 @pytest.mark.parametrize("case", STAYING)
 def test_a_fault_that_stays_ends_in_one_typed_error(shm_dir: Path, bucket: Bucket, case: str) -> None:
-    """And what was verified before it is not fetched again by the load that comes after."""
+    """The next load does not fetch verified chunks again."""
     script, kind = STAYING[case]
     plan = bucket.plan()
     with (

@@ -65,7 +65,7 @@ def test_a_hedge_replaces_a_stuck_fetch_before_its_timeout(shm_dir: Path, bucket
 def test_without_a_hedge_a_stuck_fetch_ends_at_its_deadline(
     shm_dir: Path, bucket: Bucket, placement: str, fault: Fault
 ) -> None:
-    """And not the read timeout, which a trickle would never meet: bytes do come."""
+    """The read timeout does not apply, since some bytes keep coming."""
     settings = {"lease_deadline_s": DEADLINE_S, "stuck_after_s": NEVER_S}
     asked_s: dict[int, list[float]] = defaultdict(list)  # by the end of the range
     strike = only(fault)

@@ -213,7 +213,7 @@ def ray_s_own(process: psutil.Process) -> bool:
 
 @pytest.mark.parametrize("end", [signal.SIGKILL, signal.SIGTERM, "disconnect", "shut down"])
 def test_a_local_cluster_ends_with_the_process_that_started_it(end: int | str, odd: StoredModel) -> None:
-    """However that ends; a word: it goes on, and ends the cluster in order."""
+    """It ends however that process ends. With a string as `end`, the process ends the cluster and goes on."""
     environ = {**os.environ, **ENVIRONMENT, "LONGSHORE_ARENA_BYTES": "96MiB"}
     with subprocess.Popen(
         [sys.executable, "-c", KEEPS, str(odd.folder)],

@@ -164,8 +164,8 @@ def load_that_waits(pool: ThreadPoolExecutor, stored: StoredModel, text: str, **
 
 
 def test_a_load_waits_for_gpus_held_by_others(checked: Longshore, llama: StoredModel) -> None:
-    """Other actors have them: the load says what is free; asked to wait, it goes on once there are enough, also when
-    they lie otherwise than it has asked Ray for.
+    """Other actors hold them. The load reports the free ones, and can wait until there are enough, also when
+    they are on other nodes than it has asked Ray for.
     """
     import ray
 

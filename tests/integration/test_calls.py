@@ -48,7 +48,7 @@ def wait_for(path: Path) -> None:
 
 
 def wait_in(shard: Any, folder: Path) -> int:
-    """Say that the rank is here, and wait until it may go on: for ever, as in a collective, when nobody says so."""
+    """Report that the rank is here and wait until it may go on, for ever if need be, as in a collective."""
     (folder / f"rank {shard.rank}").touch()
     wait_for(folder / "go on")
     return int(shard.rank)

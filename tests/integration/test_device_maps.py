@@ -47,7 +47,7 @@ def test_host_memory_and_disk(longshore: Longshore, llama: StoredModel, tmp_path
 def test_an_offload_folder_can_be_used_again(
     longshore: Longshore, llama: StoredModel, tmp_path: Path, warm_s: float
 ) -> None:
-    """After a release, also by the same worker; and after everything was killed."""
+    """It works after a release, also for the same worker, and after everything was killed."""
     longshore.configure(warm_workers_s=warm_s)
     folder = tmp_path / "offload"
     folder.mkdir()

@@ -124,7 +124,7 @@ class Machine:
         return (self.folder / f"{list(self.terminals).index(line)}.log").read_text()
 
     def ask(self, url: str) -> str:
-        """Empty while nobody answers."""
+        """Return the answer; empty while the server does not answer."""
         try:
             with urllib.request.urlopen(self._here(url), timeout=10) as answer:
                 return str(answer.read().decode())

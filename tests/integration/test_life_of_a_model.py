@@ -302,7 +302,7 @@ def test_calls_reach_the_ranks_asked_for_and_errors_come_back(longshore: Longsho
 
 
 def test_the_coordinator_never_imports_torch(longshore: Longshore, llama: StoredModel) -> None:
-    """Nor does a worker before somebody looks at its tensors."""
+    """A worker imports it only when its tensors are used."""
     with cluster.load(llama.uri, device="cpu", **llama.options) as model:
         model.call(lambda shard: shard["model.norm.weight"])
         for name, expected in (("coordinator", False), *((n, True) for n in longshore.actor_names("worker-"))):

@@ -21,7 +21,7 @@ pytestmark = pytest.mark.slow
 
 
 def scrape(url: str) -> dict[tuple[str, ...], float]:
-    """(name, label values by label) -> value; nothing while nobody answers."""
+    """Return (name, label values by label) -> value; empty while the server does not answer."""
     try:
         with urllib.request.urlopen(url, timeout=10) as answer:
             text = answer.read().decode()

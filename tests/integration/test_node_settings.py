@@ -103,7 +103,7 @@ def signed(operated_cluster: Operated, llama: StoredModel, copy_of: Any) -> Stor
 
 
 def test_clients_cannot_widen_the_operators_policy(operated: Operated, llama: StoredModel, signed: StoredModel) -> None:
-    """Not by their environment, nor by a runtime_env, nor by `config`, nor by ending the coordinator and loading."""
+    """Neither their environment, a runtime_env, `config` nor a new coordinator widens it."""
     for ended in (False, True):
         for config in (None, Config()):
             with pytest.raises(cluster.ManifestUnsigned):

@@ -139,7 +139,7 @@ def gate(longshore: Longshore, llama: StoredModel) -> Iterator[GatedProxy]:
 def test_resident_model_is_attached_while_its_store_is_silent(
     longshore: Longshore, llama: StoredModel, gate: GatedProxy
 ) -> None:
-    """With access that worked lately. Other access is not known to be good: the caller waits as long as it wants to."""
+    """Access that worked recently is enough. Callers with other access wait for the store until their deadline."""
     options = {**llama.options, "endpoint_url": gate.endpoint_url, "device": "cpu"}
     with cluster.load(llama.uri, **options) as model:
         gate.hold_all()

@@ -1,4 +1,4 @@
-"""A family that no table knows, loaded by a cluster: its rules are read where the caller is."""
+"""A cluster loads an unknown family with rules that the caller reads."""
 
 from __future__ import annotations
 

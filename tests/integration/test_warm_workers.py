@@ -1,4 +1,4 @@
-"""Workers of a released model wait for the next load of their shape, and stand in nobody's way meanwhile."""
+"""Workers of a released model wait for the next load of their shape, and end when others need their room."""
 
 from __future__ import annotations
 
@@ -190,7 +190,7 @@ def test_a_call_that_goes_on_keeps_its_worker_from_the_next_load(
 def test_the_next_load_does_not_overwrite_tensors_kept_by_a_call(
     warm: Longshore, llama: StoredModel, odd: StoredModel
 ) -> None:
-    """The memory of a released model is used again, but not what somebody still looks at."""
+    """Memory of a released model is reused, except tensors that are still referenced."""
 
     def keep(shard: Any) -> int:
         import builtins
@@ -288,7 +288,7 @@ def test_a_restarted_coordinator_finds_a_reused_worker_group(
 
 
 def test_a_worker_group_whose_coordinator_was_killed_ends(warm: Longshore, llama: StoredModel) -> None:
-    """Nobody knows of it any more; its workers are orphans."""
+    """No coordinator knows it any more; its workers are orphans."""
     warm.configure(warm_workers_s=WARM_S, orphan_after_s=6)
     fresh_worker_group(warm, llama)
     warm.wait_restarted(COORDINATOR, warm.kill(COORDINATOR))

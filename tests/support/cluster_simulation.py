@@ -187,7 +187,7 @@ class SimClient:
         self._renewing.cancel()
 
     def release(self) -> None:
-        """Its own doing: it waits no more, and holds nothing."""
+        """Release the model by the client's own choice; it waits no more and holds nothing."""
         if not self.released and not self.dead:
             self.released = True
             self.given_up = True
@@ -363,7 +363,7 @@ class ClusterSimulation:
         return client
 
     def workers(self) -> list[SimWorker]:
-        """Processes of ranks that live, also those that nobody knows any more."""
+        """Return living rank processes, also those that no coordinator knows any more."""
         found = [actor.process for actor in self.ray.actors.values() if isinstance(actor.process, SimWorker)]
         known = {id(worker) for worker in found}
         old = [worker for node in self.hosts for worker in node.workers.values() if id(worker) not in known]
@@ -575,7 +575,7 @@ class ClusterSimulation:
             assert held.state.placed == needed, f"rank {rank} is READY, and has {held.state.placed} of {needed}"
 
     def settle(self) -> None:
-        """No more faults: every load that is wanted ends READY, or in an error that is justified."""
+        """Run without further faults until every held load is READY or has a justified error."""
         self.trouble = self.store_trouble = 0.0
         for node in self.hosts:
             if node.host.cut_off:

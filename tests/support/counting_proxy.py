@@ -115,7 +115,7 @@ class CountingProxy:
         return None
 
     def passing(self, request: Request, size_bytes: int) -> None:
-        """Called before so many bytes of an answer's body are passed on; for kinds of proxy that are slow."""
+        """Hook before this many bytes of an answer's body are passed on. Slow proxies override it."""
 
     def pass_answer(self, answer: Answer, client: socket.socket, count: Callable[[int], None]) -> None:
         """Pass an answer on, and say how many bytes of its body go; for kinds of proxy that damage it."""

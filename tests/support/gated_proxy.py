@@ -16,7 +16,7 @@ class GatedProxy(CountingProxy):
     with GatedProxy(server.endpoint_url, ranges=10) as proxy:
         ... start a load with endpoint_url=proxy.endpoint_url ...
         proxy.wait_until_held()
-        ... kill somebody ...
+        ... kill a process ...
         proxy.open()
     """
 
@@ -55,7 +55,7 @@ class GatedProxy(CountingProxy):
         return False
 
     def wait_until_held(self, requests: int = 1, timeout_s: float = 120.0) -> None:
-        """Returns when so many requests wait at the gate. AssertionError when they do not come."""
+        """Wait until this many requests wait at the gate. AssertionError when they do not come."""
         with self._gate:
             if not self._gate.wait_for(lambda: self._held >= requests, timeout_s):
                 raise AssertionError(f"only {self._held} of {requests} requests came to the gate")

@@ -33,7 +33,7 @@ class HalfLoad:
         self._longshore, self._pool = longshore, pool
 
     def begin(self, *, reading: int = 1, **options: Any) -> Future[LoadedModel]:
-        """Returns when so many ranks read. Raises the load's error when it ends before that."""
+        """Wait until this many ranks read. Raises the load's error when it ends before that."""
         options = {
             **self.stored.options,
             "endpoint_url": self.proxy.endpoint_url,

@@ -238,7 +238,7 @@ def end_all_with(variable: str, value: str) -> None:
 
 
 def end_tree(pid: int) -> None:
-    """SIGKILL to a process and all below it, the oldest first: nobody restarts or tidies anything."""
+    """Send SIGKILL to a process and its descendants, the oldest first, so that none restarts or cleans up."""
     with contextlib.suppress(psutil.NoSuchProcess):
         parent = psutil.Process(pid)
         everything = [parent, *parent.children(recursive=True)]

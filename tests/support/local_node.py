@@ -265,7 +265,7 @@ class Belongings:
         self.arenas = _mapped_arenas()
 
     def check(self) -> None:
-        """Raises AssertionError that names what is there now and was not before."""
+        """Raise AssertionError with whatever is left and was not there before."""
         threads = [thread.name for thread in threading.enumerate() if thread.ident not in self.threads]
         assert not threads, f"threads left: {threads}"
         PROCESS_ARENAS.keep(False)  # what a warm process keeps is no leak

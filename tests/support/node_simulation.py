@@ -384,7 +384,7 @@ class NodeSimulation:
         return load
 
     def host_rank(self, model: SimModel, chunks: Sequence[int]) -> SimRank:
-        """A process that is to begin a load of one rank for itself: no coordinator knows of it."""
+        """Make a process that begins a load of one rank for itself, without a coordinator."""
         load = SimLoad(f"hosted-{len(self.loads)}", model, {0: chunks}, self.hedge_after_s, incarnations={0: 0})
         load.host = load.placements[0] = SimRank(self, load, 0, 0)
         self.loads[load.load_id] = load
@@ -484,7 +484,7 @@ class NodeSimulation:
             self.end_load(self.loads[load_id])
 
     def settle(self, rounds: int = 400) -> None:
-        """No more faults: every load that has no error is complete within `rounds` turns of every rank."""
+        """Run without further faults: loads without an error complete within `rounds` turns of every rank."""
         for rank in self.ranks:
             rank.asleep = False
         self.add_ready(self.slot_count)

@@ -91,7 +91,7 @@ class SimHost(NodeSimulation):
                 self.cluster.ray.died(self.workers[rank.process].actor)
 
     def write(self, who: SimRank, slot: int, content: object) -> None:
-        """A slot is written by its holder only, and never after it was given to somebody else, not even late."""
+        """Write a slot as its holder. Never write it after another rank got it, not even late."""
         super().write(who, slot, content)
         record = self.journal.records()[slot]
         assert record.state in (SlotState.LEASED, SlotState.QUARANTINED), f"a write into a slot that is {record.state}"
@@ -204,7 +204,7 @@ class SimAgent:
             return pack_message(getattr(self, call)(*asked))
 
     def shutdown(self, *, only_idle: bool = False) -> bool:
-        """It does nothing from now on. (The arena, which would go, stays: what is fetched is counted by content.)"""
+        """Stop the agent. Its arena stays, unlike a real one, so that fetches are counted by content."""
         if self.shut:
             return True
         self.node.sync()

@@ -1,4 +1,4 @@
-"""A rank that does not finish gives everything back at once, also while somebody keeps its error."""
+"""A rank that does not finish frees its memory at once, also while its error is kept."""
 
 from __future__ import annotations
 
@@ -74,7 +74,7 @@ class WatchedDevice(CpuDevice):
 
 @pytest.fixture(autouse=True)
 def automatic_collection_is_off() -> Iterator[None]:
-    """Memory must not wait for it: an error that nobody drops may keep it for ever."""
+    """Freed memory must not depend on it: a kept error would hold memory for ever."""
     gc.collect()
     gc.disable()
     yield

@@ -1,4 +1,4 @@
-"""config.json from a bucket: what is taken, and what is refused."""
+"""config.json from a bucket: valid fields are read, hostile ones are refused."""
 
 from __future__ import annotations
 

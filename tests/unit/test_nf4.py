@@ -97,7 +97,7 @@ def test_infinities_and_nans_match_the_library(library: Any) -> None:
 
 
 def test_borders_between_values() -> None:
-    """On each of them, and a step of float32 to both sides, what is looked up is what a comparison says."""
+    """Look-up and comparison agree on each border and one float32 step to both sides."""
     middles = convert._middles(torch.device("cpu"))
     up, down = torch.tensor(torch.inf), torch.tensor(-torch.inf)
     near = torch.cat((middles, middles.nextafter(up), middles.nextafter(down), torch.tensor(VALUES)))

@@ -667,7 +667,7 @@ def test_done_counts_for_one_rank_incarnation_only():
 
 
 def test_a_load_that_needs_no_more_slots_blocks_no_other():
-    """Its coordinator was killed before any agent had the load: nobody can end it."""
+    """Its coordinator was killed before any agent had the load, so nothing ends it."""
     node, (first,) = node_with(ranks=1, slots=7)
     forgotten = node.add_load(SimModel((7,)), {0: [0], 1: [0]})
     node.end_load(first.load)

@@ -71,7 +71,7 @@ def test_an_arena_leaves_the_reserve(small_tmpfs: Path, monkeypatch: pytest.Monk
 
 
 def test_an_arena_stops_growing_when_memory_runs_short(shm_dir: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """The kernel would end somebody: a slot too many is not asked for, and the rest is given back."""
+    """The kernel would kill a process otherwise. No further slot is requested, and the rest is freed."""
     settings = config(64 * MIB)
     arena, _ = open_arena(settings, arena_path("cluster", "node", str(shm_dir)), str(shm_dir))
     left = iter([1 << 40, 1 << 40, 0])

@@ -1,4 +1,4 @@
-"""An offload folder: what is in it, whose it is, and what is left of it."""
+"""The contents, the owner and the leftovers of an offload folder."""
 
 from __future__ import annotations
 
@@ -199,7 +199,7 @@ def test_a_load_waits_for_the_one_that_is_about_to_end(tmp_path: Path, monkeypat
 
 
 def test_the_locked_file_is_a_new_one_when_the_old_one_goes(tmp_path: Path, monkeypatch: pytest.MonkeyPatch) -> None:
-    """A lock on a file that has been removed keeps nobody out."""
+    """A lock on a removed file excludes no other process."""
     path = tmp_path / "offload"
     path.mkdir()
     first, second = (OffloadFolder(str(path), load) for load in ("load 1", "load 2"))

@@ -1,4 +1,4 @@
-"""The page's files, without a browser: they name each other, nobody else, and their colours can be read."""
+"""The page's files, without a browser: they name only each other, and their colours can be read."""
 
 from __future__ import annotations
 

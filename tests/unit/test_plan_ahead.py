@@ -134,7 +134,7 @@ def test_a_device_map_has_the_host_memory_that_is_given(model: Path) -> None:
 
 
 def test_a_plan_without_gpu_tensors_says_so(model: Path) -> None:
-    """Not that ranks need 0 B, and not that there is nothing to hold."""
+    """It does not say that ranks need 0 B, or that there is nothing to hold."""
     for memory in (None, "24GB"):
         found = plan(model, device_map={"": "cpu"}, memory=memory)
         assert found.fit is not None

@@ -106,7 +106,7 @@ def test_import_and_planning_modules_load_nothing_heavy() -> None:
 
 @pytest.mark.parametrize("module", ["actors.coordinator", "actors.node_agent", "actors.gpu_worker"])
 def test_processes_of_a_load_start_without_torch(module: str) -> None:
-    """The import takes a second of each process; a worker makes it when somebody asks for tensors."""
+    """The import takes a second of each process, so a worker delays it until tensors are requested."""
     code = f"import sys, {module}; print('torch' in sys.modules)"
     done = subprocess.run([sys.executable, "-c", code], capture_output=True, text=True, timeout=120, check=True)
     assert done.stdout == "False\n"

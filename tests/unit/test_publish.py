@@ -1,4 +1,4 @@
-"""Publishing: checks what it read, says what is wrong, goes on where it was, and blesses nothing bad."""
+"""Publishing checks its reads, reports problems, resumes, and never publishes damaged bytes."""
 
 import json
 import os
@@ -476,7 +476,7 @@ def test_memory_is_bounded_by_chunks_not_by_the_model() -> None:
 
 @pytest.mark.slow
 def test_the_real_checkpoint_is_copied_and_verified(minilm_shards: Path, tmp_path: Path) -> None:
-    """From a folder to a bucket of a real S3 server and back to a model."""
+    """It goes from a folder to a bucket of a real S3 server, and loads from there."""
     from storage.store_ref import parse_uri
     from storage.stores.embedded_s3 import EmbeddedS3
     from storage.stores.open_store import open_store

@@ -81,7 +81,7 @@ def entry(key: str = "a", size: str = "5", etag: str = '"v"') -> str:
 
 
 def endless(head: str, piece: bytes) -> Play:
-    """Gigabytes, for as long as somebody listens."""
+    """Send gigabytes while the client reads."""
 
     def play(sock: socket.socket, _: int) -> None:
         sock.sendall(head.encode())

@@ -1,4 +1,4 @@
-"""A hostile S3 server that sends requests elsewhere: nobody else is asked, neither by our reads nor by boto3."""
+"""A hostile S3 server redirects requests. Neither Longshore's reads nor boto3 follow it to another host."""
 
 from __future__ import annotations
 

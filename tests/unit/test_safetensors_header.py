@@ -1,4 +1,4 @@
-"""Headers: what we accept the reference accepts, with the same ranges; what is broken is named, all of it."""
+"""The reference reads every accepted header, with the same ranges. Every problem of a broken header is named."""
 
 import json
 import struct

@@ -1,4 +1,4 @@
-"""Recycled memory: what somebody still views is never handed out again, what nobody views is, and no more is kept."""
+"""Recycled memory: viewed segments are never reused, others are, and no more is kept."""
 
 from __future__ import annotations
 

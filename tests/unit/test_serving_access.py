@@ -139,7 +139,7 @@ def test_refused_cross_site_requests_use_up_no_rate(headers: dict[str, str]) -> 
 
 @pytest.mark.parametrize("listening", ["10.1.2.3", "[fd00::1]"])
 def test_reachable_services_without_a_token_refuse_requests(listening: str) -> None:
-    """`serve run` and a RayService choose the address: the settings do not know it, whatever Host a request names."""
+    """`serve run` and a RayService choose the address: the settings do not know it, and Host headers prove nothing."""
     with client_of(f"http://{listening}:8000") as client:
         for path in ("/", "/healthz", "/v1/models"):
             answer = client.get(path, headers={"host": "localhost"})
@@ -149,7 +149,7 @@ def test_reachable_services_without_a_token_refuse_requests(listening: str) -> N
 
 
 def test_slow_bodies_time_out(monkeypatch: pytest.MonkeyPatch) -> None:
-    """Nor do they keep others out."""
+    """Slow bodies do not block other requests."""
     monkeypatch.setattr(access, "BODY_S", 0.3)
     monkeypatch.setattr(access, "BODIES", 2)
     app = make_app(Service(ServingSettings(), Config()))

@@ -19,7 +19,7 @@ PATH = "/v1/loads/llama-70b-3f9a21c4/events"
 
 
 def ended(events: int) -> Script:
-    """A load that failed after so many events."""
+    """Return a load that failed after this many events."""
     script = Script(part=0.5, error="the store is gone")
     for number in range(events):
         script.note("note", f"event {number}")
@@ -56,7 +56,7 @@ async def status_of(app: Any, *, gone: bool = False) -> int:
 
 
 class SlowlyAsked(ScriptedService):
-    """A cluster that answers all who ask it at the same moment."""
+    """A cluster that answers concurrent requests at the same moment."""
 
     async def status(self) -> ClusterStatus:
         await asyncio.sleep(0.2)

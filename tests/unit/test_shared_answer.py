@@ -1,4 +1,4 @@
-"""A question that many ask: asked once for all who wait, and never answered with what was known before they asked."""
+"""Concurrent callers share one request, and never get an answer from before their call."""
 
 from __future__ import annotations
 

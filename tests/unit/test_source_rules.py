@@ -1,4 +1,4 @@
-"""The operator's lists: what is not on them is refused before any store is asked, however it is spelled."""
+"""Sources that the operator does not list are refused before any request, however they are spelled."""
 
 from __future__ import annotations
 

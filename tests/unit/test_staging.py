@@ -1,4 +1,4 @@
-"""Tensors that are converted on their way in: however chunks come, no more is staged than a plan has counted."""
+"""Staging of converted tensors keeps to the plan's room, in whatever order chunks come."""
 
 from __future__ import annotations
 
@@ -38,7 +38,7 @@ class Device:
 
 
 def plan_of(rows: Sequence[int], chunk_bytes: int, ranks: int = 1) -> LoadPlan:
-    """Tensors of so many rows of 8 numbers, all of them cast; and one of whole numbers, which is not."""
+    """Plan tensors with these rows of 8 numbers, all cast, and one integer tensor that is not."""
     arrays: dict[str, Any] = {f"t{at}": ("F32", np.zeros((count, 8), np.float32)) for at, count in enumerate(rows)}
     arrays["ids"] = ("I64", np.zeros(9, np.int64))
     model = store_arrays(arrays, shards=2, chunk_bytes=chunk_bytes)

@@ -1,4 +1,4 @@
-"""A store's checksum, put together from chunks in any order, is the object's; what is missing is never guessed."""
+"""Chunk digests in any order combine to the object's checksum; missing ones are never guessed."""
 
 from __future__ import annotations
 

@@ -1,4 +1,4 @@
-"""A URI names one place, on every node alike; secrets have no way into what is shown."""
+"""A URI names the same place on every node, and output never shows its secrets."""
 
 from __future__ import annotations
 

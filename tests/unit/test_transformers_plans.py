@@ -114,7 +114,7 @@ def test_tables_agree_with_transformers_except_where_listed(family: str) -> None
 
 @pytest.mark.parametrize("family", FAMILIES)
 def test_no_entry_of_their_plan_is_left_out(family: str) -> None:
-    """So the comparison above is of the whole plan. What an entry for a module's input or output does is not ours."""
+    """The comparison covers the whole plan, except entries for a module's input or output."""
     plan, _ = plans(family)
     compared = {below for _, below in parameters(family)}
     unseen = [
@@ -159,7 +159,7 @@ def cut_by_transformers(style: str, name: str, array: NDArray[np.uint16], mesh: 
 def test_a_rank_has_the_same_part_as_with_transformers(
     family: str, rank: int, saved_families: dict[tuple[str, str], SavedFamily]
 ) -> None:
-    """Not the plan but what comes of it: their own code cuts the same tensors."""
+    """The code of transformers splits the same tensors."""
     plan, expert_plan = plans(family)
     saved = saved_families[family, "modules"]
     stored = saved.stored()

@@ -1,4 +1,4 @@
-"""Whom a cluster and a request trust together, in plans, in settings and on the command line."""
+"""A cluster and a request combine their trusted keys and names, in plans, settings and commands."""
 
 from __future__ import annotations
 

@@ -97,7 +97,7 @@ def scenes(draw: st.DrawFn) -> tuple[list[IdleWorkerGroup], list[NodeInfo], Layo
 def test_idle_worker_groups_never_worsen_a_placement(
     scene: tuple[list[IdleWorkerGroup], list[NodeInfo], Layout],
 ) -> None:
-    """It gets the spread that it would get without any, or is refused as it would be; what is ended is no more."""
+    """It gets the same spread, or the same refusal, as without any worker groups."""
     worker_groups, nodes, layout = scene
     held = Counter(node for one in worker_groups for node in one.node_ids)
     without = [replace(node, cpu_ranks_free=node.cpu_ranks_free + held[node.node_id]) for node in nodes]

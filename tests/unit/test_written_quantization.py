@@ -76,7 +76,7 @@ def test_an_unquantized_model_has_no_quantization_config() -> None:
 
 
 def test_experts_in_one_tensor() -> None:
-    """Nothing reads them quantized: they are left, unless a list without "default" asks for it; a plan says which."""
+    """No library reads them quantized, so they stay plain unless a list without "default" asks; a plan lists them."""
     shapes = llama_shapes(1, 128, 128, 4, 2, 50) | {"model.layers.0.mlp.experts.gate_up_proj": (4, 256, 128)}
     model = store_arrays(as_bf16(random_arrays(shapes)))
     notes = []
